@@ -1,0 +1,61 @@
+"""The blocks. Torch and the standard library only.
+
+Shapes, one legend for the whole project: **B** batch, **H** query heads, **Hkv** key/value heads, **L** query length,
+**S** key length, **D** head_dim (the papers' d_k), **Dv** value head_dim, **E** embed_dim (d_model), **V** vocabulary.
+Inside attention (B, H, L, D); outside (B, L, E). Masks: bool, True = may attend.
+"""
+
+from minitx.nn.attention import DotProductAttention, MultiHeadAttention
+from minitx.nn.backends import AttentionCall, explain_backends, register_backend, scaled_dot_product_attention
+from minitx.nn.blocks import DecoderBlock, EncoderBlock, Residual
+from minitx.nn.feedforward import FeedForward
+from minitx.nn.functional import attention_scores, attention_weights, masked_softmax, reference_attention
+from minitx.nn.init import init_weights
+from minitx.nn.masks import (
+    Causal,
+    Documents,
+    Mask,
+    Padding,
+    PrefixLM,
+    SlidingWindow,
+    from_key_padding_mask,
+    intersect,
+)
+from minitx.nn.models import DecoderLM
+from minitx.nn.norms import QKNorm, make_norm
+from minitx.nn.positions import LearnedPositions, Rotary, SinusoidalPositions
+from minitx.nn.scale import ScoreScale, scale_multiplier
+
+__all__ = [
+    "AttentionCall",
+    "Causal",
+    "DecoderBlock",
+    "DecoderLM",
+    "Documents",
+    "DotProductAttention",
+    "EncoderBlock",
+    "FeedForward",
+    "LearnedPositions",
+    "Mask",
+    "MultiHeadAttention",
+    "Padding",
+    "PrefixLM",
+    "QKNorm",
+    "Residual",
+    "Rotary",
+    "ScoreScale",
+    "SinusoidalPositions",
+    "SlidingWindow",
+    "attention_scores",
+    "attention_weights",
+    "explain_backends",
+    "from_key_padding_mask",
+    "init_weights",
+    "intersect",
+    "make_norm",
+    "masked_softmax",
+    "reference_attention",
+    "register_backend",
+    "scale_multiplier",
+    "scaled_dot_product_attention",
+]

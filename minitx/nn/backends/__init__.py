@@ -1,0 +1,213 @@
+"""Kernels behind one function: choice, explanation, and a slot for yours.
+
+Every backend equals ``math`` or refuses with a reason. ``auto`` takes the first in order of speed that serves the call
+with a fused kernel, and ``math`` where none does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from minitx.nn.backends import math, sdpa
+from minitx.nn.backends.base import AttentionCall, Backend, always, make_call
+from minitx.nn.functional import attention_weights
+from minitx.nn.masks import Mask
+
+__all__ = [
+    "AttentionCall",
+    "Backend",
+    "BackendReport",
+    "explain_backends",
+    "register_backend",
+    "run_attention",
+    "scaled_dot_product_attention",
+]
+
+_REGISTRY: dict[str, Backend] = {backend.name: backend for backend in (sdpa.BACKEND, math.BACKEND)}
+
+
+def register_backend(
+    name: str,
+    run: Callable[[AttentionCall], Tensor],
+    *,
+    supports: Callable[[AttentionCall], str | None] = always,
+    falls_back: Callable[[AttentionCall], str | None] = always,
+) -> None:
+    """Make ``backend=name`` mean ``run(call)``, everywhere: functions, modules, configs.
+
+    ``supports(call)`` returns None where ``run`` can serve the call, else the reason why not. A registered backend is
+    used when it is named; ``auto`` does not pick it.
+
+    Raises:
+        ValueError: a name that is taken.
+    """
+    if name in _REGISTRY or name == "auto":
+        raise ValueError(f"backend {name!r} is taken; registered are auto, {', '.join(_REGISTRY)}")
+    _REGISTRY[name] = Backend(name, run, refuses=supports, falls_back=falls_back)
+
+
+def choose(call: AttentionCall, backend: str, *, strict: bool = False) -> Backend:
+    """The backend that serves ``call``.
+
+    Raises:
+        ValueError: an unknown name. RuntimeError: a named backend that cannot serve the call (with the reason and the
+            ones that could), or with ``strict`` one that would leave its fused kernel.
+    """
+    if backend == "auto":
+        fused = (b for b in (sdpa.BACKEND,) if b.refuses(call) is None and b.falls_back(call) is None)
+        chosen = next(fused, math.BACKEND)
+    elif backend in _REGISTRY:
+        chosen = _REGISTRY[backend]
+    else:
+        raise ValueError(f"backend={backend!r} is not known; one of auto, {', '.join(_REGISTRY)}")
+    reason = chosen.refuses(call)
+    if reason is not None:
+        able = [b.name for b in _REGISTRY.values() if b.refuses(call) is None]
+        raise RuntimeError(f"backend {chosen.name!r} cannot serve this call: {reason}; {', '.join(able)} can")
+    reason = chosen.falls_back(call) if strict else None
+    if reason is not None:
+        raise RuntimeError(f"strict: backend {chosen.name!r} would serve this call without a fused kernel: {reason}")
+    return chosen
+
+
+def run_attention(
+    call: AttentionCall, *, backend: str = "auto", strict: bool = False, need_weights: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Serve a checked call; with ``need_weights`` the weights are computed *beside* the kernel, not instead of it."""
+    output = choose(call, backend, strict=strict).run(call)
+    if not need_weights:
+        return output
+    weights = attention_weights(
+        call.query,
+        call.key,
+        mask=call.mask,
+        scale=call.scale,
+        attn_bias=call.attn_bias,
+        softcap=call.softcap,
+        sinks=call.sinks,
+    )
+    return output, weights.to(call.query.dtype)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | Mask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    attn_bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    backend: str = "auto",
+    need_weights: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(c · QKᵀ + mask) V, one kernel or another, the same answer.
+
+    The first six arguments and ``scale`` are those of ``torch.nn.functional.scaled_dot_product_attention``. What
+    differs: ``is_causal`` is lower-right aligned (the last query sees the last key) and intersects with ``attn_mask``;
+    a float or 3-D ``attn_mask`` raises; grouped heads are read off the shapes; a row with no visible key is zero.
+
+    Args:
+        query: (B, H, L, D).
+        key: (B, Hkv, S, D), Hkv dividing H; query head h uses key head h // (H / Hkv).
+        value: (B, Hkv, S, Dv).
+        attn_mask: bool (L, S) or 4-D broadcastable to (B, H, L, S), True = may attend; or a ``Mask``.
+        dropout_p: probability with which a weight is dropped; applied as given, in train and eval alike.
+        is_causal: query i sees keys up to i + S - L.
+        scale: multiplier on q·k; ``None`` = 1/√D, ``1.0`` = unscaled.
+        attn_bias: float, (L, S) or broadcastable to (B, H, L, S), added to the scaled scores; -inf hides.
+        softcap: t in t · tanh(z / t), before bias and mask (Gemma 2, arXiv:2408.00118).
+        sinks: (H,) extra logits without a value.
+        backend: ``auto``, ``math``, ``sdpa`` or a registered name.
+        need_weights: also return the weights (B, H, L, S), before dropout.
+
+    Returns:
+        (B, H, L, Dv), or ``(output, weights)``.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit, named. RuntimeError: a named backend that cannot serve the call.
+
+    >>> import torch
+    >>> q = torch.randn(2, 3, 5, 7)
+    >>> scaled_dot_product_attention(q, q, q, is_causal=True).shape
+    torch.Size([2, 3, 5, 7])
+    """
+    call = make_call(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=scale,
+        attn_bias=attn_bias,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    return run_attention(call, backend=backend, need_weights=need_weights)
+
+
+@dataclass(frozen=True)
+class BackendReport:
+    """One line of ``explain_backends``."""
+
+    name: str
+    can: bool
+    fused: bool
+    runs: bool
+    reason: str
+
+    def __str__(self) -> str:
+        word = "fused" if self.fused else "can" if self.can else "cannot"
+        return f"{'->' if self.runs else '  '} {self.name:8} {word:7} {self.reason}".rstrip()
+
+
+def explain_backends(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | Mask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    attn_bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    backend: str = "auto",
+) -> list[BackendReport]:
+    """For a call with these arguments: every backend, whether it can and why not, and which one runs. Nothing is run.
+
+    >>> import torch
+    >>> q = torch.randn(1, 2, 5, 8)
+    >>> for line in explain_backends(q, q, q, is_causal=True, softcap=30.0):
+    ...     print(line)
+       sdpa     cannot  torch's kernels have no soft-cap
+    -> math     can     it holds the whole L x S matrix
+    """
+    call = make_call(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=scale,
+        attn_bias=attn_bias,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    chosen = choose(call, backend)
+    reports = []
+    for candidate in _REGISTRY.values():
+        refusal = candidate.refuses(call)
+        slow = candidate.falls_back(call) if refusal is None else None
+        fused = refusal is None and slow is None
+        reports.append(BackendReport(candidate.name, refusal is None, fused, candidate is chosen, refusal or slow or ""))
+    return reports

@@ -1,0 +1,388 @@
+"""Masks: small values with a rule, not tensors.
+
+A mask answers one question: may query ``i`` attend to key ``j``? **True = may attend**, everywhere in the project.
+This file is the only place where polarity and alignment live. Queries are the *last* ``L`` of the ``S`` positions
+(lower-right alignment), so a rule sees query row ``i`` at position ``i + offset`` with ``offset = S - L``: that is what
+makes decoding with a cache and training the same rule.
+
+    >>> print((Causal() & SlidingWindow(2)).grid(4))
+    x . . .
+    x x . .
+    . x x .
+    . . x x
+    >>> print(Causal().grid(2, 5))  # two new queries after three cached keys
+    x x x x .
+    x x x x x
+
+Masks combine with ``&`` (both must allow) and ``|`` (either may). They stay symbolic until a kernel asks for what it
+wants: nothing, a causal flag, or a bool tensor (``dense``), whole or a tile of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+class Mask:
+    """A rule ``visible(batch, head, row, key, offset) -> bool`` over broadcastable index tensors."""
+
+    def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
+        """True where query ``row`` (at position ``row + offset``) may attend to ``key``; indices broadcast."""
+        raise NotImplementedError(f"{type(self).__name__} defines no rule")
+
+    def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        """Raise a ValueError if the mask does not fit a call of this shape."""
+
+    def parts(self) -> Iterator[Mask]:
+        """The masks whose intersection this is."""
+        yield self
+
+    def __and__(self, other: Mask) -> Mask:
+        return And((*self.parts(), *other.parts())) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or((self, other)) if isinstance(other, Mask) else NotImplemented
+
+    def dense(
+        self,
+        num_queries: int,
+        num_keys: int,
+        *,
+        batch_size: int = 1,
+        num_heads: int = 1,
+        device: torch.device | str | None = None,
+        rows: slice = slice(None),
+        keys: slice = slice(None),
+    ) -> Tensor:
+        """The rule as a bool tensor, broadcastable to (B, H, L, S); ``rows`` and ``keys`` cut a tile out of it.
+
+        An axis on which the rule does not depend has size 1, so a padding mask costs (B, 1, 1, S).
+        """
+        batch = torch.arange(batch_size, device=device).view(-1, 1, 1, 1)
+        head = torch.arange(num_heads, device=device).view(1, -1, 1, 1)
+        row = torch.arange(num_queries, device=device)[rows].view(1, 1, -1, 1)
+        key = torch.arange(num_keys, device=device)[keys].view(1, 1, 1, -1)
+        return self.visible(batch, head, row, key, num_keys - num_queries)
+
+    def grid(self, num_queries: int, num_keys: int | None = None, *, batch: int = 0, head: int = 0) -> str:
+        """A picture in text: ``x`` may attend, ``.`` may not; one line a query, one column a key."""
+        num_keys = num_queries if num_keys is None else num_keys
+        one = torch.zeros(1, 1, 1, 1, dtype=torch.long)
+        row, key = torch.arange(num_queries).view(1, 1, -1, 1), torch.arange(num_keys).view(1, 1, 1, -1)
+        cells = self.visible(one + batch, one + head, row, key, num_keys - num_queries)
+        cells = cells.expand(1, 1, num_queries, num_keys)[0, 0]
+        return "\n".join(" ".join("x" if cell else "." for cell in line) for line in cells.tolist())
+
+    def __str__(self) -> str:
+        return self.grid(6)
+
+
+@dataclass(frozen=True, eq=False)
+class Causal(Mask):
+    """A query sees itself and what came before it: ``j <= i + offset`` (lower-right aligned)."""
+
+    def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
+        return key <= row + offset
+
+    def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        if num_queries > num_keys:
+            raise ValueError(
+                f"is_causal needs at least as many keys as queries (the last query sees the last key), "
+                f"got {num_queries} queries and {num_keys} keys"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class SlidingWindow(Mask):
+    """Keys nearer than ``window``: ``|i + offset - j| < window``.
+
+    With ``& Causal()`` a query sees ``window`` keys *including its own*.
+    """
+
+    window: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
+            raise ValueError(f"window must be a positive whole number of visible keys, got {self.window!r}")
+
+    def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
+        return (row + offset - key).abs() < self.window
+
+
+@dataclass(frozen=True, eq=False)
+class Padding(Mask):
+    """Hides keys that are padding. ``key_mask`` is bool (B, S), **True = real token** (a tokenizer's ``attention_mask``)."""
+
+    key_mask: Tensor
+
+    def __post_init__(self) -> None:
+        _require_bool("key_mask", self.key_mask)
+        if self.key_mask.dim() != 2:
+            raise ValueError(f"key_mask must have shape (B, S), got {tuple(self.key_mask.shape)}")
+
+    def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
+        return self.key_mask[batch, key]
+
+    def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        if tuple(self.key_mask.shape) != (batch_size, num_keys):
+            raise ValueError(f"key_mask must have shape (B, S) = {(batch_size, num_keys)}, got {tuple(self.key_mask.shape)}")
+
+    def __str__(self) -> str:
+        return self.grid(self.key_mask.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Mask):
+    """Packed documents: a query sees keys with its own id. ``ids`` is an integer tensor (B, S) over the key positions."""
+
+    ids: Tensor
+
+    def __post_init__(self) -> None:
+        if self.ids.dim() != 2 or self.ids.is_floating_point() or self.ids.dtype == torch.bool:
+            raise ValueError(
+                f"document ids must be an integer tensor of shape (B, S), got {self.ids.dtype} {tuple(self.ids.shape)}"
+            )
+
+    def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
+        return self.ids[batch, row + offset] == self.ids[batch, key]
+
+    def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        if tuple(self.ids.shape) != (batch_size, num_keys) or num_queries > num_keys:
+            raise ValueError(
+                f"document ids must have shape (B, S) = {(batch_size, num_keys)} with L <= S, "
+                f"got {tuple(self.ids.shape)} and L = {num_queries}"
+            )
+
+    def __str__(self) -> str:
+        return self.grid(self.ids.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixLM(Mask):
+    """The first ``length`` positions (an int, or one a row: (B,)) see each other both ways; after them, causal."""
+
+    length: int | Tensor
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.length, int) and not isinstance(self.length, bool) and self.length >= 0
+        if isinstance(self.length, Tensor):
+            whole = not self.length.is_floating_point() and self.length.dtype != torch.bool
+        if not whole:
+            raise ValueError(f"prefix length must be a whole number, zero or more, or a tensor of them, got {self.length!r}")
+
+    def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
+        length = self.length[batch] if isinstance(self.length, Tensor) else self.length
+        return (key <= row + offset) | (key < length)
+
+    def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        Causal().check(batch_size, num_heads, num_queries, num_keys)
+        if isinstance(self.length, Tensor) and tuple(self.length.shape) != (batch_size,):
+            raise ValueError(
+                f"prefix length must be an int or have shape (B,) = ({batch_size},), got {tuple(self.length.shape)}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Mask):
+    """Any bool tensor of shape (L, S), or 4-D and broadcastable to (B, H, L, S); True = may attend."""
+
+    tensor: Tensor
+
+    def __post_init__(self) -> None:
+        _require_bool("attn_mask", self.tensor)
+        if self.tensor.dim() == 3:
+            raise ValueError(
+                f"attn_mask of shape {tuple(self.tensor.shape)} is ambiguous: a 3-D mask could be (B, L, S) or (H, L, S); "
+                "give (B, 1, L, S) or (1, H, L, S)"
+            )
+        if self.tensor.dim() not in (2, 4):
+            raise ValueError(f"attn_mask must have shape (L, S) or (B, H, L, S), got {tuple(self.tensor.shape)}")
+
+    def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
+        four = self.tensor if self.tensor.dim() == 4 else self.tensor[None, None]
+        index = [i if size > 1 else torch.zeros_like(i) for i, size in zip((batch, head, row, key), four.shape, strict=True)]
+        return four[tuple(index)]
+
+    def dense(self, num_queries: int, num_keys: int, **options: object) -> Tensor:
+        four = self.tensor if self.tensor.dim() == 4 else self.tensor[None, None]
+        rows, keys = options.get("rows", slice(None)), options.get("keys", slice(None))
+        assert isinstance(rows, slice) and isinstance(keys, slice)
+        four = four[:, :, rows] if four.shape[2] > 1 else four
+        return four[..., keys] if four.shape[3] > 1 else four
+
+    def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        wanted = (batch_size, num_heads, num_queries, num_keys)
+        got = tuple(self.tensor.shape)
+        full = (1,) * (4 - len(got)) + got
+        if any(have not in (1, want) for have, want in zip(full, wanted, strict=True)):
+            raise ValueError(f"attn_mask of shape {got} does not broadcast to (B, H, L, S) = {wanted}")
+
+    def __str__(self) -> str:
+        return self.grid(*self.tensor.shape[-2:])
+
+
+@dataclass(frozen=True, eq=False)
+class And(Mask):
+    """The intersection: visible where every part allows it. Made by ``&``; remembers its dense form, shared by all layers."""
+
+    members: tuple[Mask, ...]
+    _memory: dict[tuple[object, ...], Tensor] = field(default_factory=dict, repr=False)
+
+    def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
+        result = self.members[0].visible(batch, head, row, key, offset)
+        for member in self.members[1:]:
+            result = result & member.visible(batch, head, row, key, offset)
+        return result
+
+    def dense(self, num_queries: int, num_keys: int, **options: object) -> Tensor:
+        whole = "rows" not in options and "keys" not in options
+        call = (num_queries, num_keys, *sorted(options.items(), key=str)) if whole else ()
+        if call not in self._memory:
+            tiles = [member.dense(num_queries, num_keys, **options) for member in self.members]  # type: ignore[arg-type]
+            result = tiles[0]
+            for tile in tiles[1:]:
+                result = result & tile
+            if not whole:
+                return result
+            self._memory[call] = result
+        return self._memory[call]
+
+    def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        for member in self.members:
+            member.check(batch_size, num_heads, num_queries, num_keys)
+
+    def parts(self) -> Iterator[Mask]:
+        return iter(self.members)
+
+    def __str__(self) -> str:
+        return self.grid(*_natural_size(self.members))
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({member!r})" if isinstance(member, Or) else repr(member) for member in self.members)
+
+
+@dataclass(frozen=True, eq=False)
+class Or(Mask):
+    """The union: visible where some member allows it. Made by ``|``."""
+
+    members: tuple[Mask, ...]
+
+    def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
+        result = self.members[0].visible(batch, head, row, key, offset)
+        for member in self.members[1:]:
+            result = result | member.visible(batch, head, row, key, offset)
+        return result
+
+    def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        for member in self.members:
+            member.check(batch_size, num_heads, num_queries, num_keys)
+
+    def __str__(self) -> str:
+        return self.grid(*_natural_size(self.members))
+
+    def __repr__(self) -> str:
+        return " | ".join(repr(member) for member in self.members)
+
+
+def _natural_size(members: tuple[Mask, ...]) -> tuple[int, int]:
+    """The numbers of queries and keys that the members know, else 6 and 6."""
+    known: list[tuple[int, int]] = []
+    for member in members:
+        if isinstance(member, And | Or):
+            known.append(_natural_size(member.members))
+        elif isinstance(member, Dense):
+            known.append((member.tensor.shape[-2], member.tensor.shape[-1]))
+        elif isinstance(member, Padding | Documents):
+            length = (member.key_mask if isinstance(member, Padding) else member.ids).shape[1]
+            known.append((length, length))
+    keys = max((num_keys for _, num_keys in known), default=6)
+    queries = [num_queries for num_queries, num_keys in known if 1 < num_queries != num_keys]
+    return (queries or [keys])[0], keys
+
+
+def _require_bool(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a bool tensor, got {type(tensor).__name__}")
+    if tensor.dtype != torch.bool:
+        extra = "; additive values belong in attn_bias" if name == "attn_mask" else ""
+        raise TypeError(f"{name} must be a bool tensor (True = may attend), got {tensor.dtype}{extra}")
+
+
+def as_mask(attn_mask: Tensor | Mask | None) -> Mask | None:
+    """``attn_mask`` as a Mask; a bool tensor becomes ``Dense``. A float or int tensor is a TypeError that says so."""
+    return attn_mask if attn_mask is None or isinstance(attn_mask, Mask) else Dense(attn_mask)
+
+
+def intersect(*masks: Tensor | Mask | None) -> Mask | None:
+    """The intersection of the masks that are given; ``None`` if none is.
+
+    A second ``Causal`` changes nothing, and a mask that already holds all the others is returned itself, so that layers
+    share its dense form.
+    """
+    given = [mask for mask in map(as_mask, masks) if mask is not None]
+    parts = _distinct(part for mask in given for part in mask.parts())
+    for mask in given:
+        if len(_distinct(mask.parts())) == len(parts):
+            return mask
+    return And(tuple(parts)) if parts else None
+
+
+def _distinct(parts: Iterable[Mask]) -> list[Mask]:
+    """The parts without repetition; one ``Causal`` is as good as two."""
+    kept: list[Mask] = []
+    for part in parts:
+        if part not in kept and not (type(part) is Causal and any(type(other) is Causal for other in kept)):
+            kept.append(part)
+    return kept
+
+
+def simplify(mask: Mask | None, num_queries: int, num_keys: int) -> Mask | None:
+    """Drop what forbids nothing in a call of this shape: looks at types and shapes, never at values.
+
+    One causal query sees every key; a window as wide as the keys hides none.
+    """
+    if mask is None:
+        return None
+    parts = list(mask.parts())
+    kept = [
+        part
+        for part in parts
+        if not (type(part) is Causal and num_queries == 1)
+        and not (isinstance(part, SlidingWindow) and part.window >= max(num_queries, num_keys))
+    ]
+    if len(kept) == len(parts):
+        return mask
+    return (kept[0] if len(kept) == 1 else And(tuple(kept))) if kept else None
+
+
+def real_key_counts(mask: Mask | None, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """n_i: how many real keys lie up to query i (all real keys without ``Causal``); shape (B or 1, 1, L, 1).
+
+    Counts what ``Padding``, ``Causal`` and ``Documents`` (a packed document is a sequence of its own) leave; windows and
+    other masks do not shorten a sequence.
+    """
+    parts = list(mask.parts()) if mask is not None else []
+    packed = next((part for part in parts if isinstance(part, Documents)), None)
+    if packed is not None:
+        counted = And(tuple(part for part in parts if isinstance(part, Padding | Causal | Documents)))
+        cells = counted.dense(num_queries, num_keys, batch_size=packed.ids.shape[0], device=device)
+        return cells.sum(-1, keepdim=True)
+    real = torch.ones(1, num_keys, dtype=torch.bool, device=device)
+    for part in parts:
+        if isinstance(part, Padding):
+            real = real & part.key_mask
+    if any(isinstance(part, Causal) for part in parts):
+        counts = real.cumsum(-1)[:, num_keys - num_queries :]
+    else:
+        counts = real.sum(-1, keepdim=True).expand(-1, num_queries)
+    return counts[:, None, :, None]
+
+
+def from_key_padding_mask(key_padding_mask: Tensor) -> Tensor:
+    """Torch's ``key_padding_mask`` (True = *hidden*) as a ``key_mask`` (True = real): the one inverter of the project."""
+    _require_bool("key_padding_mask", key_padding_mask)
+    return ~key_padding_mask

@@ -1,0 +1,100 @@
+"""The score scale: what multiplies q·k, and what the words in a config mean."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from minitx.config import check_scale
+
+
+def scale_multiplier(scale: str | float, head_dim: int) -> float:
+    """The multiplier that a fixed ``scale`` stands for.
+
+    ``inv_sqrt`` is 1/√D (Vaswani et al. 2017, arXiv:1706.03762, §3.2.1), ``inv`` 1/D (μP; Yang et al. 2022,
+    arXiv:2203.03466, §4), ``unscaled`` 1; a number stands for itself.
+
+    >>> scale_multiplier("inv_sqrt", 16), scale_multiplier("unscaled", 16), scale_multiplier("inv", 16)
+    (0.25, 1.0, 0.0625)
+
+    Raises:
+        ValueError: a word that needs parameters or lengths (``learned``, ``log_length``), or no word at all.
+    """
+    check_scale(scale)
+    if not isinstance(scale, str):
+        return float(scale)
+    if scale not in ("inv_sqrt", "unscaled", "inv"):
+        raise ValueError(f"scale={scale} has no fixed multiplier; use ScoreScale")
+    return {"inv_sqrt": head_dim**-0.5, "unscaled": 1.0, "inv": 1.0 / head_dim}[scale]
+
+
+class ScoreScale(nn.Module):
+    """The scale of one attention layer: ``c`` in c · q·k.
+
+    ``forward(query, counts)`` returns ``(query, multiplier)``: a fixed scale leaves the query alone and hands the
+    multiplier to the backend; ``learned`` and ``log_length`` multiply the query, and the backend gets 1.0, so that
+    every backend serves them.
+
+    * ``learned``: exp(s_h), one log-scale per head, a parameter initialised to ln(1/√D).
+    * ``log_length``: ln(n_i) / ln(max_len) / √D, with n_i the real keys up to query i, which keeps the entropy from
+      growing with length (Chiang & Cholak 2022, arXiv:2202.12172; Su 2021).
+
+    Args:
+        scale: a word of ``minitx.config.SCALE_WORDS`` or a number (1 and 1.0 alike). ``None`` is refused: in torch it
+            means 1/√D, and a reader would take it for "none".
+        head_dim: D.
+        num_heads: H; only ``learned`` needs it.
+        max_len: only ``log_length`` needs it; longer sequences get a scale above 1/√D.
+        factor: multiplies whatever ``scale`` means (dose-response experiments).
+
+    Raises:
+        ValueError: another word, a missing ``num_heads`` or ``max_len``.
+    """
+
+    def __init__(
+        self,
+        scale: str | float = "inv_sqrt",
+        *,
+        head_dim: int,
+        num_heads: int | None = None,
+        max_len: int | None = None,
+        factor: float = 1.0,
+    ) -> None:
+        super().__init__()
+        check_scale(scale)
+        self.scale, self.head_dim, self.num_heads, self.factor = scale, head_dim, num_heads, float(factor)
+        self.max_len = max_len
+        if scale == "learned":
+            if num_heads is None:
+                raise ValueError("scale=learned keeps one scale per head and needs num_heads, got num_heads=None")
+            self.log_scale = nn.Parameter(torch.empty(num_heads))
+            self.reset_parameters()
+        if scale == "log_length" and (max_len is None or max_len < 2):
+            raise ValueError(f"scale=log_length divides by ln(max_len) and needs max_len > 1, got max_len={max_len}")
+
+    def reset_parameters(self) -> None:
+        """The learned log-scales to ln(1/√D); nothing else here has state."""
+        if self.scale == "learned":
+            nn.init.constant_(self.log_scale, -0.5 * math.log(self.head_dim))
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether ``forward`` wants the number of real keys up to each query."""
+        return self.scale == "log_length"
+
+    def forward(self, query: Tensor, counts: Tensor | None = None) -> tuple[Tensor, float]:
+        """query (B, H, L, D); counts (B or 1, 1, L, 1), for ``log_length``."""
+        if self.scale == "learned":
+            return query * (self.log_scale.exp() * self.factor).to(query.dtype).view(1, -1, 1, 1), 1.0
+        if self.scale == "log_length":
+            assert counts is not None and self.max_len is not None
+            lengths = counts.clamp(min=1).to(torch.promote_types(query.dtype, torch.float32))
+            multiplier = lengths.log() * (self.factor / math.log(self.max_len) / math.sqrt(self.head_dim))
+            return query * multiplier.to(query.dtype), 1.0
+        return query, scale_multiplier(self.scale, self.head_dim) * self.factor
+
+    def extra_repr(self) -> str:
+        factor = f", factor={self.factor}" if self.factor != 1.0 else ""
+        return f"{self.scale!r}, head_dim={self.head_dim}{factor}"

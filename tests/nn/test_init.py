@@ -1,0 +1,193 @@
+"""Initial weights: their sizes, and draws that are paired between arms."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from minitx.config import TransformerConfig
+from minitx.nn import DecoderLM, MultiHeadAttention, init_weights
+from minitx.nn.init import SCHEMES
+
+SIZES = {"vocab_size": 97, "embed_dim": 128, "num_heads": 2, "num_layers": 2, "max_len": 64, "tie_embeddings": False}
+NAMES = ("gpt2", "lecun", "xavier", "torch_mha", "torch_linear", "t5")
+E, D, F = 128, 64, 512
+
+
+def model(seed=0, **options):
+    generator = torch.Generator().manual_seed(seed)
+    return DecoderLM(TransformerConfig(**{**SIZES, **options}), generator=generator)
+
+
+def parameters(**options):
+    return {name: p.detach() for name, p in model(**options).named_parameters()}
+
+
+# standard deviations worked out from the papers, at E 128, D 64, F 512, two layers
+STDS = {
+    "gpt2": {"q": 0.02, "k": 0.02, "v": 0.02, "out": 0.01, "up": 0.02, "down": 0.01, "head": 0.02, "token": 0.02},
+    "lecun": {
+        "q": E**-0.5, "k": E**-0.5, "v": E**-0.5, "out": E**-0.5, "up": E**-0.5, "down": F**-0.5, "head": E**-0.5, "token": 1.0,
+    },
+    "xavier": {
+        "q": E**-0.5, "k": E**-0.5, "v": E**-0.5, "out": E**-0.5, "up": (2 / (E + F)) ** 0.5, "down": (2 / (E + F)) ** 0.5,
+        "head": E**-0.5, "token": 1.0,
+    },
+    "torch_mha": {
+        "q": (2 * E) ** -0.5, "k": (2 * E) ** -0.5, "v": (2 * E) ** -0.5, "out": (3 * E) ** -0.5, "up": (3 * E) ** -0.5,
+        "down": (3 * F) ** -0.5, "head": (3 * E) ** -0.5, "token": 1.0,
+    },
+    "torch_linear": {
+        "q": (3 * E) ** -0.5, "k": (3 * E) ** -0.5, "v": (3 * E) ** -0.5, "out": (3 * E) ** -0.5, "up": (3 * E) ** -0.5,
+        "down": (3 * F) ** -0.5, "head": (3 * E) ** -0.5, "token": 1.0,
+    },
+    "t5": {
+        "q": (E * D) ** -0.5, "k": E**-0.5, "v": E**-0.5, "out": E**-0.5, "up": E**-0.5, "down": F**-0.5, "head": E**-0.5,
+        "token": 1.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", NAMES)
+def test_standard_deviations_are_those_of_the_papers(scheme):
+    network = model(init=scheme)
+    block = network.blocks[1]
+    weights = {
+        "q": block.attention.q_proj.weight, "k": block.attention.k_proj.weight, "v": block.attention.v_proj.weight,
+        "out": block.attention.out_proj.weight, "up": block.feedforward.up_proj.weight,
+        "down": block.feedforward.down_proj.weight, "head": network.head.weight, "token": network.embeddings.token.weight,
+    }  # fmt: skip
+    for name, weight in weights.items():
+        n = weight.numel()
+        # the sample std of n normal draws has a relative standard error 1/√(2n): five of them
+        assert weight.std().item() == pytest.approx(STDS[scheme][name], rel=5 / math.sqrt(2 * n)), name
+        assert abs(weight.mean().item()) < 5 * STDS[scheme][name] / math.sqrt(n), name
+
+
+@pytest.mark.parametrize("scheme", ["xavier", "torch_mha", "torch_linear"])
+def test_uniform_schemes_are_bounded(scheme):
+    for name in ("q_proj", "out_proj"):
+        weight = getattr(model(init=scheme).blocks[0].attention, name).weight
+        bound = math.sqrt(3) * STDS[scheme][name.split("_")[0]]
+        assert 0.99 * bound < weight.abs().max() <= bound
+
+
+@pytest.mark.parametrize("scheme", ["torch_linear", "torch_mha"])
+def test_torch_schemes_match_torch_itself(scheme):
+    if scheme == "torch_linear":
+        theirs, ours = nn.Linear(64, 8192), init_weights(nn.Linear(64, 8192), scheme)
+        pairs = [(theirs.weight, ours.weight), (theirs.bias, ours.bias)]
+    else:
+        theirs, layer = nn.MultiheadAttention(256, 4), init_weights(MultiHeadAttention(256, 4), scheme)
+        pairs = [(theirs.in_proj_weight[:256], layer.q_proj.weight), (theirs.out_proj.weight, layer.out_proj.weight)]
+    for want, got in pairs:
+        assert got.abs().max().item() == pytest.approx(want.abs().max().item(), rel=0.01)
+        # two sample stds of n uniform draws: relative standard error √(2 · 0.8 / 4n); five of them
+        assert got.std().item() == pytest.approx(want.std().item(), rel=5 * math.sqrt(0.4 / got.numel()))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "embed_dim", "wanted"),
+    [
+        ("lecun", 128, 8.0), ("xavier", 128, 8.0), ("torch_mha", 128, 4.0), ("torch_linear", 128, 8 / 3), ("gpt2", 128, 0.41), ("t5", 128, 1.0),
+        ("lecun", 768, 8.0), ("xavier", 768, 8.0), ("torch_mha", 768, 4.0), ("torch_linear", 768, 8 / 3), ("gpt2", 768, 2.46), ("t5", 768, 1.0),
+    ],
+)  # fmt: skip
+def test_unscaled_logits_have_the_published_size_at_head_dim_64(scheme, embed_dim, wanted):
+    """σ_u = √d_k · d_model · σ_WQ · σ_WK, the table of the ablation; measured from the weights and from logits."""
+    attention = init_weights(MultiHeadAttention(embed_dim, embed_dim // 64), scheme)
+    predicted = 8.0 * embed_dim * attention.q_proj.weight.std().item() * attention.k_proj.weight.std().item()
+    assert predicted == pytest.approx(wanted, rel=0.03)
+    x = torch.randn(512, embed_dim)
+    q, k = (projection(x).unflatten(-1, (-1, 64)).transpose(0, 1) for projection in (attention.q_proj, attention.k_proj))
+    assert (q @ k.transpose(-1, -2)).std(-1).mean().item() == pytest.approx(wanted, rel=0.15)
+
+
+@pytest.mark.parametrize("scheme", NAMES)
+def test_biases_start_at_zero_unless_the_scheme_says_otherwise(scheme):
+    biases = {name: p for name, p in parameters(init=scheme).items() if name.endswith("proj.bias")}
+    assert len(biases) == 12
+    assert all(bias.any() == (scheme == "torch_linear") for bias in biases.values())
+
+
+@pytest.mark.parametrize("scheme", NAMES)
+def test_the_query_fold_changes_the_query_projection_by_its_factor_and_nothing_else(scheme):
+    plain, folded = parameters(init=scheme), parameters(init=scheme, init_fold="query")
+    for name, weight in plain.items():
+        factor = D**-0.5 if ".q_proj." in name else 1.0  # 1/8: exact
+        assert torch.equal(folded[name], weight * factor), name
+
+
+@pytest.mark.parametrize("scheme", NAMES)
+def test_the_symmetric_fold_changes_queries_and_keys_alike(scheme):
+    options = {"init": scheme, "num_heads": 8}  # D = 16: the factor ½ is exact
+    plain, folded = parameters(**options), parameters(**options, init_fold="symmetric")
+    for name, weight in plain.items():
+        factor = 0.5 if ".q_proj." in name or ".k_proj." in name else 1.0
+        assert torch.equal(folded[name], weight * factor), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"scale": "unscaled"}, {"scale": 0.0}, {"scale": "inv", "scale_factor": 4.0}, {"scale": "log_length"}, {"softcap": 50.0}],
+)
+def test_arms_without_new_parameters_start_from_identical_weights(options):
+    plain, arm = parameters(init="lecun"), parameters(init="lecun", **options)
+    assert list(plain) == list(arm)
+    assert all(torch.equal(plain[name], arm[name]) for name in plain)
+
+
+@pytest.mark.parametrize("options", [{"scale": "learned"}, {"qk_norm": "rms"}, {"qk_norm": "layer"}, {"qk_norm": "l2"}])
+def test_arms_with_new_parameters_do_not_disturb_the_other_draws(options):
+    plain, arm = parameters(init="lecun"), parameters(init="lecun", **options)
+    assert set(plain) < set(arm)
+    assert all(torch.equal(plain[name], arm[name]) for name in plain)
+
+
+def test_a_fold_without_scale_starts_from_the_scaled_logits():
+    ids = torch.randint(97, (2, 16))
+    options = {"init": "lecun", "num_heads": 8}
+    scaled = model(**options)(ids)
+    for fold in ("query", "symmetric"):
+        torch.testing.assert_close(model(**options, scale="unscaled", init_fold=fold)(ids), scaled, rtol=1e-4, atol=1e-5)
+
+
+def test_every_seed_draws_differently_and_the_same_seed_alike():
+    one, again, other = parameters(seed=1), parameters(seed=1), parameters(seed=2)
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    drawn = [name for name in one if name.endswith("weight") and "norm" not in name]
+    assert not any(torch.equal(one[name], other[name]) for name in drawn)
+
+
+def test_a_given_generator_leaves_the_global_one_alone():
+    network = model()
+    before = torch.get_rng_state()
+    init_weights(network, "xavier", generator=torch.Generator().manual_seed(5))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_two_matrices_share_a_draw():
+    weights = [p.flatten()[:50] for name, p in parameters().items() if p.dim() == 2 and p.numel() >= 50]
+    assert len({tuple((w / w[0]).tolist()) for w in weights}) == len(weights)
+
+
+@pytest.mark.parametrize("scheme", NAMES)
+def test_tied_embeddings_have_the_size_of_a_head(scheme):
+    network = model(init=scheme, tie_embeddings=True)
+    assert network.head.weight is network.embeddings.token.weight
+    assert network.head.weight.std().item() == pytest.approx(STDS[scheme]["head"], rel=5 / math.sqrt(2 * 97 * E))
+
+
+def test_drawing_again_resets_norms_gains_and_learned_scales():
+    network = model(scale="learned", qk_norm="l2")
+    fresh = {name: p.detach().clone() for name, p in network.named_parameters()}
+    with torch.no_grad():
+        for p in network.parameters():
+            p.fill_(3.0)
+    init_weights(network, "gpt2", num_layers=2, generator=torch.Generator().manual_seed(0))
+    assert all(torch.equal(p, fresh[name]) for name, p in network.named_parameters())
+
+
+def test_the_table_of_schemes_is_the_one_that_configs_allow():
+    assert tuple(sorted(SCHEMES)) == tuple(sorted(NAMES))

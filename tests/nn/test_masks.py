@@ -1,0 +1,196 @@
+"""Masks: the rule, how rules combine, tiles, and pictures."""
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from oracle import grids
+
+from minitx.nn import Causal, Documents, Padding, PrefixLM, SlidingWindow, from_key_padding_mask, intersect
+from minitx.nn.masks import And, Dense, as_mask, real_key_counts, simplify
+
+CPU = torch.device("cpu")
+REAL = torch.tensor([[False, False, True, True, True], [True, True, True, True, False]])  # left and right padding
+IDS = torch.tensor([[0, 0, 1, 1, 1], [4, 4, 4, 4, 2]])
+LENGTHS = torch.tensor([2, 4])
+CELLS = grids(lambda b, h, t, j, i: (3 * b + 2 * h + t + j) % 4 != 1, (2, 3, 5, 5))
+RULES = {
+    "causal": (Causal(), lambda b, h, t, j, i: j <= t),
+    "window": (SlidingWindow(2), lambda b, h, t, j, i: abs(t - j) < 2),
+    "padding": (Padding(REAL), lambda b, h, t, j, i: bool(REAL[b, j])),
+    "documents": (Documents(IDS), lambda b, h, t, j, i: bool(IDS[b, t] == IDS[b, j])),
+    "prefix": (PrefixLM(3), lambda b, h, t, j, i: j <= t or j < 3),
+    "prefix per row": (PrefixLM(LENGTHS), lambda b, h, t, j, i: j <= t or j < int(LENGTHS[b])),
+    "dense 2-D": (Dense(CELLS[0, 0]), lambda b, h, t, j, i: bool(CELLS[0, 0, i, j])),
+    "dense 4-D": (Dense(CELLS), lambda b, h, t, j, i: bool(CELLS[b, h, i, j])),
+    "dense per head": (Dense(CELLS[:1]), lambda b, h, t, j, i: bool(CELLS[0, h, i, j])),
+}
+
+
+def whole(mask, shape=(2, 3, 5, 5), **tile):
+    B, H, L, S = shape
+    return mask.dense(L, S, batch_size=B, num_heads=H, **tile)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_dense_form_says_what_the_rule_says(name):
+    mask, rule = RULES[name]
+    assert torch.equal(whole(mask).expand(2, 3, 5, 5), grids(rule, (2, 3, 5, 5)))
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+@pytest.mark.parametrize("name", ["causal", "window", "padding", "documents", "prefix", "prefix per row"])
+def test_fewer_queries_are_the_last_rows_of_the_square(name, length):
+    mask, _ = RULES[name]
+    square = whole(mask).expand(2, 3, 5, 5)
+    assert torch.equal(whole(mask, (2, 3, length, 5)).expand(2, 3, length, 5), square[:, :, -length:])
+
+
+@pytest.mark.parametrize("first", RULES)
+@pytest.mark.parametrize("second", RULES)
+def test_and_is_intersection_and_or_is_union(first, second):
+    (one, rule_one), (two, rule_two) = RULES[first], RULES[second]
+    both = grids(lambda *at: rule_one(*at) and rule_two(*at), (2, 3, 5, 5))
+    either = grids(lambda *at: rule_one(*at) or rule_two(*at), (2, 3, 5, 5))
+    assert torch.equal(whole(one & two).expand(2, 3, 5, 5), both)
+    assert torch.equal(whole(one | two).expand(2, 3, 5, 5), either)
+    assert torch.equal(whole(intersect(one, two)).expand(2, 3, 5, 5), both)
+
+
+masks = st.recursive(
+    st.sampled_from([mask for mask, _ in RULES.values()]),
+    lambda inner: st.one_of(st.builds(lambda a, b: a & b, inner, inner), st.builds(lambda a, b: a | b, inner, inner)),
+    max_leaves=5,
+)
+
+
+@given(mask=masks, cut=st.tuples(*[st.integers(0, 5)] * 4))
+def test_tiles_are_slices_of_the_whole(mask, cut):
+    rows, keys = slice(min(cut[:2]), max(cut[:2])), slice(min(cut[2:]), max(cut[2:]))
+    tile = whole(mask, rows=rows, keys=keys)
+    wanted = whole(mask).expand(2, 3, 5, 5)[:, :, rows, keys]
+    assert torch.equal(tile.expand(wanted.shape), wanted)
+
+
+@given(mask=masks, others=st.lists(masks, max_size=3))
+def test_intersect_never_drops_a_constraint(mask, others):
+    wanted = whole(mask).expand(2, 3, 5, 5)
+    for other in others:
+        wanted = wanted & whole(other)
+    assert torch.equal(whole(intersect(mask, None, *others)).expand(2, 3, 5, 5), wanted)
+
+
+@given(mask=masks, shape=st.sampled_from([(5, 5), (1, 5), (3, 5)]))
+def test_simplify_changes_no_answer(mask, shape):
+    assume(shape[0] == 5 or "Dense" not in repr(mask))  # a dense mask has one size
+    simple = simplify(mask, *shape)
+    wanted = whole(mask, (2, 3, *shape)).expand(2, 3, *shape)
+    got = torch.ones_like(wanted) if simple is None else whole(simple, (2, 3, *shape))
+    assert torch.equal(got.expand_as(wanted), wanted)
+
+
+@given(mask=masks)
+def test_and_with_itself_and_or_with_itself_change_nothing(mask):
+    assert torch.equal(whole(mask & mask), whole(mask).expand_as(whole(mask & mask)))
+    assert torch.equal(whole(mask | mask), whole(mask).expand_as(whole(mask | mask)))
+
+
+def test_repeated_parts_do_not_hide_another_constraint():
+    repeated = (Causal() & SlidingWindow(2)) & Causal()
+    padded = intersect(repeated, Padding(REAL))
+    assert torch.equal(whole(padded), whole(repeated) & whole(Padding(REAL)))
+
+
+def test_intersect_shares_a_mask_that_holds_the_others():
+    padding = Padding(REAL)
+    mask = Causal() & padding
+    assert intersect(mask, Causal()) is mask
+    assert intersect(mask, padding, None) is mask
+    assert intersect(None, None) is None
+    assert intersect(padding) is padding
+
+
+def test_a_combined_mask_builds_its_dense_form_once():
+    mask = Causal() & Padding(REAL)
+    assert whole(mask) is whole(mask)
+
+
+def test_simplify_drops_only_what_hides_nothing():
+    assert simplify(Causal(), 1, 7) is None
+    assert simplify(SlidingWindow(7), 5, 7) is None
+    assert simplify(None, 5, 7) is None
+    kept = SlidingWindow(6)
+    assert simplify(kept, 5, 7) is kept
+    padding = Padding(torch.ones(2, 7, dtype=torch.bool))  # all true, but values are not looked at
+    assert simplify(padding, 5, 7) is padding
+    assert simplify(Causal() & padding, 1, 7) is padding
+
+
+def test_an_axis_that_a_rule_does_not_use_has_size_one():
+    assert whole(Padding(REAL)).shape == (2, 1, 1, 5)
+    assert whole(Causal()).shape == (1, 1, 5, 5)
+    assert whole(Causal() & Padding(REAL)).shape == (2, 1, 5, 5)
+
+
+def test_window_counts_the_query_itself():
+    mask = Causal() & SlidingWindow(3)
+    assert whole(mask)[0, 0].sum(-1).tolist() == [1, 2, 3, 3, 3]
+
+
+def test_padding_true_means_real_and_torch_polarity_is_inverted_once():
+    torch_style = ~REAL  # nn.MultiheadAttention: True = hidden
+    assert torch.equal(from_key_padding_mask(torch_style), REAL)
+    assert whole(Padding(REAL))[0, 0, 0].tolist() == [False, False, True, True, True]
+
+
+def test_real_key_counts_by_hand():
+    def counts(mask, queries=5):
+        return real_key_counts(mask, queries, 5, CPU).squeeze(1).squeeze(-1).tolist()
+
+    assert counts(None) == [[5, 5, 5, 5, 5]]
+    assert counts(Causal()) == [[1, 2, 3, 4, 5]]
+    assert counts(Causal(), 2) == [[4, 5]]
+    assert counts(Padding(REAL)) == [[3] * 5, [4] * 5]
+    assert counts(Causal() & Padding(REAL)) == [[0, 0, 1, 2, 3], [1, 2, 3, 4, 4]]
+    assert counts(Causal() & Padding(REAL) & SlidingWindow(1)) == [[0, 0, 1, 2, 3], [1, 2, 3, 4, 4]]
+    assert counts(Causal() & Documents(IDS)) == [[1, 2, 1, 2, 3], [1, 2, 3, 4, 1]]
+    assert counts(Causal() & Documents(IDS) & Padding(REAL)) == [[0, 0, 1, 2, 3], [1, 2, 3, 4, 0]]
+
+
+def test_pictures():
+    assert str(Causal()).splitlines()[1] == "x x . . . ."
+    assert Causal().grid(2, 4) == "x x x .\nx x x x"
+    assert SlidingWindow(1).grid(3) == "x . .\n. x .\n. . x"
+    assert PrefixLM(2).grid(3) == "x x .\nx x .\nx x x"
+    assert str(Padding(REAL)).splitlines() == [". . x x x"] * 5
+    assert Padding(REAL).grid(1, 5, batch=1) == "x x x x ."
+    assert str(Causal() & Documents(IDS)).splitlines()[3] == ". . x x ."
+    assert str(Causal() | PrefixLM(2)).splitlines()[0] == "x x . . . ."
+
+
+def test_a_dense_mask_over_a_batch_prints_its_first_grid():
+    assert str(Dense(CELLS)).splitlines()[0] == " ".join("x" if cell else "." for cell in CELLS[0, 0, 0])
+    assert Dense(CELLS).grid(5, batch=1, head=2).splitlines()[4] == " ".join("x" if c else "." for c in CELLS[1, 2, 4])
+    oblong = Dense(torch.ones(2, 5, dtype=torch.bool)) & SlidingWindow(2)
+    assert str(oblong) == ". . x x x\n. . . x x"
+
+
+def test_representation_names_the_parts():
+    assert repr(Causal() & SlidingWindow(3)) == "Causal() & SlidingWindow(window=3)"
+    assert repr((Causal() | PrefixLM(2)) & SlidingWindow(3)) == "(Causal() | PrefixLM(length=2)) & SlidingWindow(window=3)"
+
+
+def test_and_with_something_else_is_a_type_error():
+    with pytest.raises(TypeError, match="unsupported operand"):
+        Causal() & 3
+    with pytest.raises(TypeError, match="unsupported operand"):
+        Causal() | 3
+
+
+def test_a_tensor_becomes_a_dense_mask_and_a_mask_stays_itself():
+    cells = torch.ones(3, 3, dtype=torch.bool)
+    mask = Causal()
+    assert isinstance(as_mask(cells), Dense)
+    assert as_mask(mask) is mask
+    assert as_mask(None) is None
+    assert isinstance(intersect(cells, mask), And)

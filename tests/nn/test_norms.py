@@ -1,0 +1,72 @@
+"""Norms of the stream and of queries and keys."""
+
+import math
+
+import pytest
+import torch
+
+from minitx.config import TransformerConfig
+from minitx.nn import DecoderLM, QKNorm, make_norm
+
+
+def test_layer_and_rms_norm_by_hand():
+    x = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert make_norm("rms", 2, 0.0).double()(x).tolist() == pytest.approx([3 / math.sqrt(12.5), 4 / math.sqrt(12.5)])
+    assert make_norm("layer", 2, 0.0).double()(x).tolist() == pytest.approx([-1.0, 1.0])
+    assert make_norm("layer", 2, 0.75).double()(x).tolist() == pytest.approx([-0.5, 0.5])  # 0.5 / √(0.25 + 0.75)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer", "l2"])
+def test_qk_norm_forgets_the_lengths_of_queries_and_keys(kind):
+    norm = QKNorm(kind, 7, num_kv_heads=3)
+    q, k = torch.randn(2, 3, 5, 7), torch.randn(2, 3, 5, 7)
+    for one, two in zip(norm(q, k), norm(100 * q, 0.5 * k), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+def test_l2_logits_start_at_sqrt_of_d_times_the_cosine():
+    D = 4
+    norm = QKNorm("l2", D, num_kv_heads=1)
+    q, k = torch.randn(1, 1, 1, D), torch.randn(1, 1, 1, D)
+    nq, nk = norm(q, k)
+    cosine = torch.nn.functional.cosine_similarity(q, k, dim=-1)
+    torch.testing.assert_close((nq * nk).sum(-1) / math.sqrt(D), math.sqrt(D) * cosine)
+
+
+def test_gains_belong_to_queries_and_keys_apart():
+    assert {n: tuple(p.shape) for n, p in QKNorm("rms", 7).named_parameters()} == {
+        "query_norm.weight": (7,),
+        "key_norm.weight": (7,),
+    }
+    assert {n: tuple(p.shape) for n, p in QKNorm("l2", 7, num_kv_heads=3).named_parameters()} == {"gain": (3,)}
+
+
+def test_rms_of_normed_queries_is_one():
+    q, _ = QKNorm("rms", 64)(5 * torch.randn(2, 3, 5, 64), torch.randn(2, 3, 5, 64))
+    torch.testing.assert_close(q.square().mean(-1), torch.ones(2, 3, 5), rtol=1e-4, atol=0)
+
+
+def test_a_zero_vector_stays_finite_with_finite_gradient():
+    for kind in ("rms", "layer", "l2"):
+        q = torch.zeros(1, 1, 1, 7, requires_grad=True)
+        nq, nk = QKNorm(kind, 7, num_kv_heads=1)(q, q)
+        (nq + nk).sum().backward()
+        assert torch.isfinite(nq).all() and torch.isfinite(q.grad).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["rms", "layer", "l2"])
+def test_dtypes_go_through_unchanged(kind, dtype):
+    x = torch.randn(2, 3, 5, 7, dtype=dtype)
+    norm = QKNorm(kind, 7, num_kv_heads=3)
+    for module in (norm, norm.to(dtype)):  # gains kept in float32 (mixed precision), and gains cast
+        assert all(out.dtype == dtype for out in module(x, x))
+
+
+@pytest.mark.parametrize("backend", ["math", "sdpa"])
+@pytest.mark.parametrize("kind", ["rms", "layer", "l2"])
+def test_qk_norm_trains_under_autocast_without_a_warning(kind, backend):
+    model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, qk_norm=kind, backend=backend, num_layers=1))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.tensor([[1, 2, 3]])).float().logsumexp(-1).sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())

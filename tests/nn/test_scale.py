@@ -1,0 +1,124 @@
+"""What the words for the scale mean, and that every path honours them."""
+
+import math
+
+import pytest
+import torch
+
+from minitx.config import ConfigError, TransformerConfig
+from minitx.nn import DecoderLM, DotProductAttention, MultiHeadAttention, Padding, ScoreScale, scale_multiplier
+
+D, H = 7, 3
+
+
+@pytest.mark.parametrize(
+    ("word", "multiplier"),
+    [("inv_sqrt", 7**-0.5), ("unscaled", 1.0), ("inv", 1 / 7), (1, 1.0), (1.0, 1.0), (0, 0.0), (-2.5, -2.5)],
+)
+def test_fixed_words_and_numbers_by_hand(word, multiplier):
+    assert scale_multiplier(word, D) == multiplier
+    query = torch.randn(2, H, 5, D)
+    same, factor = ScoreScale(word, head_dim=D)(query)
+    assert same is query
+    assert factor == multiplier
+
+
+def test_factor_multiplies_every_word():
+    query = torch.randn(2, H, 5, D, dtype=torch.float64)
+    counts = torch.arange(1, 6).view(1, 1, 5, 1)
+    for word in ("inv_sqrt", "unscaled", "inv", "learned", "log_length", 0.3):
+        options = {"head_dim": D, "num_heads": H, "max_len": 11}
+        plain, c = ScoreScale(word, **options)(query, counts)
+        tripled, c3 = ScoreScale(word, factor=3.0, **options)(query, counts)
+        torch.testing.assert_close(tripled * c3, 3 * plain * c, rtol=1e-6, atol=0)
+
+
+def test_learned_is_one_log_scale_per_head_starting_at_one_over_sqrt_of_d():
+    scale = ScoreScale("learned", head_dim=D, num_heads=H)
+    assert {name: tuple(p.shape) for name, p in scale.named_parameters()} == {"log_scale": (H,)}
+    torch.testing.assert_close(scale.log_scale.detach(), torch.full((H,), math.log(1 / math.sqrt(D))))
+    query = torch.ones(1, H, 1, D)
+    with torch.no_grad():
+        scale.log_scale.copy_(torch.tensor([0.0, math.log(2.0), math.log(3.0)]))
+    scaled, multiplier = scale(query)
+    assert multiplier == 1.0
+    assert scaled[0, :, 0, 0].tolist() == pytest.approx([1.0, 2.0, 3.0])
+
+
+def test_log_length_by_hand():
+    scale = ScoreScale("log_length", head_dim=4, max_len=16)
+    scaled, multiplier = scale(torch.ones(1, 1, 3, 4, dtype=torch.float64), torch.tensor([1, 4, 16]).view(1, 1, 3, 1))
+    assert multiplier == 1.0
+    assert scaled[0, 0, :, 0].tolist() == pytest.approx([0.0, 0.25, 0.5])  # ln 1, ln 4, ln 16 over ln 16, over √4
+    assert not list(scale.parameters())
+
+
+def test_log_length_of_a_query_without_real_keys_is_finite():
+    scale = ScoreScale("log_length", head_dim=4, max_len=16)
+    scaled, _ = scale(torch.ones(1, 1, 1, 4), torch.zeros(1, 1, 1, 1, dtype=torch.long))
+    assert scaled.tolist() == [[[[0.0] * 4]]]
+
+
+@pytest.mark.parametrize("backend", ["math", "sdpa", "auto"])
+@pytest.mark.parametrize("word", ["inv_sqrt", "unscaled", "inv", "learned", "log_length", 0.3, -2.0])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_every_word_through_every_backend_equals_plain_formulas(word, backend, is_causal):
+    E, L = 12, 5
+    scale = ScoreScale(word, head_dim=D, num_heads=H, max_len=11, factor=1.5)
+    core = DotProductAttention(backend=backend)
+    attention = MultiHeadAttention(E, H, head_dim=D, scale=scale, core=core).double()
+    if word == "learned":
+        with torch.no_grad():
+            scale.log_scale.copy_(torch.tensor([-1.0, 0.3, 0.1], dtype=torch.float64))
+    x = torch.randn(2, L, E, dtype=torch.float64)
+    real = torch.tensor([[False, True, True, True, True], [True] * 5])
+    # the formula: c per head and per query
+    ones = torch.ones(2, H, L, 1, dtype=torch.float64)
+    visible = real[:, None, None, :] & (torch.ones(L, L, dtype=torch.bool).tril() if is_causal else True)
+    counts = visible.expand(2, 1, L, L).sum(-1, keepdim=True).clamp(min=1)
+    c = 1.5 * {
+        "inv_sqrt": ones / math.sqrt(D),
+        "unscaled": ones,
+        "inv": ones / D,
+        "learned": ones * torch.tensor([-1.0, 0.3, 0.1], dtype=torch.float64).exp().view(1, H, 1, 1),
+        "log_length": ones * counts.double().log() / math.log(11) / math.sqrt(D),
+    }.get(word, ones * (word if isinstance(word, float) else 0))
+    q, k, v = (p(x).view(2, L, H, D).transpose(1, 2) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+    scores = (c * (q @ k.transpose(-1, -2))).masked_fill(~visible, -math.inf)
+    weights = torch.where(visible.any(-1, keepdim=True), scores.softmax(-1), 0.0).nan_to_num()
+    want = attention.out_proj((weights @ v).transpose(1, 2).reshape(2, L, H * D))
+    torch.testing.assert_close(attention(x, attn_mask=Padding(real), is_causal=is_causal), want, rtol=0, atol=1e-13)
+
+
+def test_cross_attention_honours_the_scale():
+    x, memory = torch.randn(2, 3, 12), torch.randn(2, 5, 12)
+    scaled, unscaled = (MultiHeadAttention(12, 3, scale=word) for word in ("inv_sqrt", "unscaled"))
+    unscaled.load_state_dict(scaled.state_dict())
+    with torch.no_grad():
+        scaled.q_proj.weight.mul_(2.0), scaled.q_proj.bias.mul_(2.0)  # √4 in the weights is what the word takes away
+    torch.testing.assert_close(scaled(x, memory), unscaled(x, memory))
+
+
+@pytest.mark.parametrize("word", [None, "none", "null", "sqrt", True, math.nan, math.inf])
+def test_anything_else_is_refused_with_the_words_that_are_allowed(word):
+    for build in (
+        lambda: ScoreScale(word, head_dim=4),
+        lambda: TransformerConfig(scale=word),
+        lambda: scale_multiplier(word, 4),
+    ):
+        with pytest.raises(ConfigError, match=f"scale={word} is not allowed: one of inv_sqrt, unscaled"):
+            build()
+
+
+def test_none_and_null_are_told_what_to_say_instead():
+    with pytest.raises(ValueError, match="use 'unscaled' for no scaling"):
+        ScoreScale(None, head_dim=4)
+
+
+def test_the_models_scale_reaches_every_layer():
+    model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2, scale=0.3, scale_factor=2.0))
+    seen = []
+    for block in model.blocks:
+        block.attention.core.register_forward_pre_hook(lambda m, a, k: seen.append(k["scale"]), with_kwargs=True)
+    model(torch.tensor([[1, 2, 3]]))
+    assert seen == [0.6, 0.6]
