@@ -1,0 +1,152 @@
+"""From plain data to config dataclasses: one sentence for what does not fit.
+
+The sentence names the full key, the value that was got, and what is allowed. Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from minitx.config import ConfigError
+
+T = TypeVar("T")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
+    """Build the dataclass ``cls`` from plain data.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest known one), a value of another type, or a combination that the
+            dataclass refuses; the message begins with the full key.
+    """
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    for key in values:
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, n=1)
+            hint = f"did you mean {path}{near[0]}? " if near else ""
+            raise ConfigError(f"{path}{key} is not a key; {hint}allowed here: {', '.join(fields)}")
+    converted = {key: _convert(hints[key], value, f"{path}{key}") for key, value in values.items()}
+    missing = [n for n, f in fields.items() if n not in values and _is_required(f)]
+    _require(not missing, f"{path}{''.join(missing[:1])} is missing")
+    try:
+        return cls(**converted)
+    except ConfigError as error:
+        raise ConfigError(f"{path}{error}") from None
+
+
+def _is_required(f: dataclasses.Field[Any]) -> bool:
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+
+
+def _convert(hint: Any, value: Any, key: str) -> Any:
+    """``value`` as the type ``hint``, or a ConfigError that names ``key``."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(arguments, value, key)
+    if origin is Literal:
+        _require(
+            value in arguments,
+            f"{key}={value} is not allowed: one of {', '.join(map(str, arguments))}{_nearest(value, arguments)}",
+        )
+        return value
+    if dataclasses.is_dataclass(hint):
+        _require(isinstance(value, Mapping), f"{key}={value} must be a group of keys")
+        return from_dict(typing.cast(type, hint), value, f"{key}.")
+    if origin is tuple:
+        return _convert_tuple(arguments, value, key)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        _require(isinstance(value, Mapping), f"{key}={value} must be a mapping")
+        return {str(k): _convert(arguments[1], v, f"{key}.{k}") for k, v in value.items()}
+    return _convert_plain(hint, value, key)
+
+
+def _nearest(value: Any, allowed: Sequence[Any]) -> str:
+    near = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _convert_union(arguments: tuple[Any, ...], value: Any, key: str) -> Any:
+    if value is None:
+        _require(type(None) in arguments, f"{key}=null is not allowed")
+        return None
+    options = [a for a in arguments if a is not type(None)]
+    kinds = [o for o in options if dataclasses.is_dataclass(o)]
+    if len(kinds) > 1:  # told apart by their field `name`
+        _require(isinstance(value, Mapping), f"{key}={value} must be a group of keys")
+        names = {n: kind for kind in kinds for n in typing.get_args(typing.get_type_hints(kind)["name"])}
+        name = value.get("name")
+        _require(name in names, f"{key}.name={name} is not allowed: one of {', '.join(names)}{_nearest(name, list(names))}")
+        return _convert(names[name], value, key)
+    if len(options) == 1:
+        return _convert(options[0], value, key)
+    for option in sorted(options, key=lambda o: o is str):  # a number that fits stays a number
+        try:
+            return _convert(option, value, key)
+        except ConfigError:
+            continue
+    wanted = " or ".join(getattr(o, "__name__", str(o)) for o in options)
+    raise ConfigError(f"{key}={value} must be {wanted}, got {type(value).__name__}")
+
+
+def _convert_tuple(arguments: tuple[Any, ...], value: Any, key: str) -> Any:
+    _require(isinstance(value, list | tuple), f"{key}={value} must be a list")
+    if len(arguments) == 2 and arguments[1] is Ellipsis:
+        return tuple(_convert(arguments[0], v, f"{key}[{i}]") for i, v in enumerate(value))
+    _require(len(value) == len(arguments), f"{key}={value} must have {len(arguments)} entries")
+    return tuple(_convert(a, v, f"{key}[{i}]") for i, (a, v) in enumerate(zip(arguments, value, strict=True)))
+
+
+def _convert_plain(hint: Any, value: Any, key: str) -> Any:
+    is_bool = isinstance(value, bool)
+    if hint is float and isinstance(value, int | float) and not is_bool:
+        return float(value)
+    if hint is float and isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
+        return float(value)  # YAML 1.1 reads 1e-3 as a string
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, hint) and not (is_bool and hint is not bool):
+        return value
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+    raise ConfigError(f"{key}={value} must be {names.get(hint, hint.__name__)}, got {type(value).__name__}")
+
+
+def unknown_key(cls: type, key: str) -> str:
+    """The sentence for a dotted ``key`` that ``cls`` does not have: the nearest one, and what is allowed there.
+
+    >>> from minitx.config import RunConfig
+    >>> unknown_key(RunConfig, "trainer.max_step").split(";")[0]
+    'trainer.max_step is not a key'
+    """
+    path = ""
+    for name in key.split("."):
+        if not dataclasses.is_dataclass(cls):
+            return f"{key} is not a key: {path.rstrip('.')} has no keys of its own"
+        fields = [f.name for f in dataclasses.fields(cls)]
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
+            hint = f"did you mean {path}{near[0]}? " if near else ""
+            return f"{key} is not a key; {hint}allowed here: {', '.join(fields)}"
+        path += f"{name}."
+        hint_types = typing.get_args(typing.get_type_hints(cls)[name]) or (typing.get_type_hints(cls)[name],)
+        kinds = [kind for kind in hint_types if dataclasses.is_dataclass(kind)]
+        cls = typing.cast(type, next((kind for kind in kinds if _has_next(kind, key, path)), kinds[0] if kinds else object))
+    return f"{key} is not a key of this choice of options; --help shows the keys"
+
+
+def _has_next(cls: Any, key: str, path: str) -> bool:
+    following = key.removeprefix(path).split(".")[0]
+    return dataclasses.is_dataclass(cls) and following in {f.name for f in dataclasses.fields(cls)}

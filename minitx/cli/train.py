@@ -1,0 +1,110 @@
+"""``train.py``: one training run, or (``experiment=scaling_ablation``) a grid of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from minitx.cli.errors import exit_code
+from minitx.cli.schema import from_dict
+from minitx.cli.targets import check_targets, instantiate_all, redact, redact_overrides
+from minitx.config import ConfigError, RunConfig, to_dict
+
+CONFIGS = "pkg://minitx.configs"
+log = logging.getLogger("minitx")
+
+
+def main() -> int:
+    """The program behind ``scripts/train.py`` and ``minitx-train``; returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    for argument in [a for a in sys.argv if a.startswith("traceback=")]:
+        os.environ["MINITX_TRACEBACK"] = "1" if argument == "traceback=true" else "0"
+        sys.argv.remove(argument)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting; the translation is ours
+    decorate = hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")
+    return exit_code(lambda job: decorate(job)(), _main)
+
+
+def _main(composed: DictConfig) -> None:
+    config = build_config(composed)
+    check_targets(config.logger, "logger")
+    check_targets(config.callbacks.extra, "callbacks.extra")
+    overrides = redact_overrides(list(HydraConfig.get().overrides.task))
+    command = shlex.join(["python", "scripts/train.py", *overrides])
+    folder = output_folder(config)
+    if config.ablation is not None:
+        from minitx.cli.ablate import run_ablation
+
+        run_ablation(config, folder, overrides, command)
+    else:
+        log.info("%s", summary_line(run_training(config, folder, command), folder))
+
+
+def build_config(composed: DictConfig) -> RunConfig:
+    """The composed config as dataclasses, every interpolation resolved and every field checked."""
+    values = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(values, dict)
+    return from_dict(RunConfig, {str(key): value for key, value in values.items()})
+
+
+def compose_config(overrides: Sequence[str]) -> RunConfig:
+    """What ``train.py OVERRIDES`` would run, composed in this process."""
+    with hydra.initialize_config_module("minitx.configs", version_base="1.3"):
+        return build_config(hydra.compose("train", overrides=list(overrides)))
+
+
+def output_folder(config: RunConfig) -> Path:
+    """``output_dir``, else ``runs/<experiment>/<date_time>`` (a grid: ``runs/<experiment>/<grid>``, so that it resumes).
+
+    Raises:
+        ConfigError: the folder holds a run already and ``ckpt_path`` does not continue it.
+    """
+    if config.ablation is not None:
+        return Path(config.output_dir or Path("runs", config.experiment, config.ablation.name)).absolute()
+    folder = Path(config.output_dir or Path("runs", config.experiment, time.strftime("%Y-%m-%d_%H-%M-%S"))).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output_dir={folder} is a file")
+    if (folder / "metrics.csv").exists() and config.ckpt_path is None:
+        raise ConfigError(f"output_dir={folder} holds a run already; continue it with ckpt_path=last, or choose another folder")
+    return folder
+
+
+def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any]:
+    """One run in ``folder``: its files, its loggers, its result."""
+    from minitx.training.run import train
+
+    if config.ckpt_path == "last":
+        config = dataclasses.replace(config, ckpt_path=str(folder / "checkpoints" / "last.ckpt"))
+    plain = redact(to_dict(config))
+    loggers = instantiate_all(config.logger, "logger")
+    callbacks = instantiate_all(config.callbacks.extra, "callbacks.extra")
+    for logger in loggers:
+        logger.log_hyperparams(plain)
+    files = {"config.yaml": OmegaConf.to_yaml(OmegaConf.create(plain)), "command.txt": command + "\n"}
+    try:
+        return train(config, folder, files=files, loggers=loggers, callbacks=callbacks)
+    finally:
+        if any(type(logger).__name__ == "WandbLogger" for logger in loggers):
+            sys.modules["wandb"].finish()  # each run of a sweep is one of its own
+
+
+def summary_line(result: Mapping[str, Any], folder: Path) -> str:
+    """What a run came to, in one line."""
+    values = [result["outcome"], f"{result['steps']} steps"]
+    for name in ("val_loss", "accuracy"):
+        if result[name] is not None:
+            values.append(f"{name.replace('val_', 'validation ')} {result[name]:.4f}")
+    for name, floor in result["floors"].items():
+        values.append(f"{name} floor {floor:.4f}")
+    return "  ".join(values) + f"\n{folder}"

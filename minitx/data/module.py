@@ -1,0 +1,236 @@
+"""The Lightning data module of every data set: addressed loaders, and what a model must know about the data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+
+from minitx.config import ConfigError, KeyValueDataConfig, TextDataConfig
+from minitx.data.addressing import AddressedLoader, AddressSampler, Batch, BatchSource, FiniteSource
+from minitx.data.corpus import check_path, data_dir
+from minitx.data.synthetic import KeyValueSource, KeyValueValidation
+from minitx.data.text import TextSource, TextValidation
+from minitx.data.tokenizers import Tokenizer
+from minitx.data.tokens import TokenisedText, tokenised
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """What a data module needs beside the config of its data.
+
+    Attributes:
+        seed: of the order (text) or the examples (synthetic tasks) of training.
+        max_steps: optimizer steps of the run.
+        accumulate: micro-batches a step.
+        data_dir: where texts and tokens are kept; ``None`` is ``corpus.data_dir()``.
+        val_batch_size: rows of a validation batch over all ranks, rounded up to a multiple of their number; ``None``
+            is the training batch size.
+        tokenizer: read text with this tokenizer (a checkpoint's) instead of learning one.
+    """
+
+    seed: int
+    max_steps: int
+    accumulate: int = 1
+    data_dir: Path | None = None
+    val_batch_size: int | None = None
+    tokenizer: Tokenizer | None = None
+
+
+class DataModule(LightningDataModule, ABC):
+    """Addressed loaders over one data set; works inside a Lightning trainer and without one.
+
+    After ``setup``: ``vocab_size`` (V of the model), ``type_vocab_size`` (0 where no ``token_type_ids`` are used),
+    ``tokenizer`` or ``None``, ``floors`` (cross-entropies in nats that a model must beat: ``unigram`` and ``bigram``,
+    or nothing) and ``bits_per`` (factors from nats per token to bits per ``byte`` and ``character``, or nothing).
+    """
+
+    vocab_size: int
+    type_vocab_size: int = 0
+    tokenizer: Tokenizer | None = None
+    floors: dict[str, float]
+    bits_per: dict[str, float]
+
+    def __init__(self, config: Any, options: DataOptions) -> None:
+        super().__init__()
+        self.config, self.options = config, options
+        self.floors, self.bits_per = {}, {}
+
+    def setup(self, stage: str | None = None) -> None:
+        """Nothing to open, unless a data set overrides this."""
+
+    @abstractmethod
+    def train_source(self, world: int = 1) -> BatchSource:
+        """The training batches for ``world`` ranks."""
+
+    @abstractmethod
+    def val_source(self, world: int = 1) -> FiniteSource:
+        """The validation batches for ``world`` ranks."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Sizes and checksums as plain data, for logs and reports."""
+
+    def train_dataloader(self) -> AddressedLoader:
+        """This rank's training batches from the trainer's current optimizer step on (0 without a trainer)."""
+        options, trainer = self.options, self.trainer
+        start = min(trainer.global_step, options.max_steps) if trainer else 0
+        sampler = AddressSampler(options.max_steps, start_step=start, accumulate=options.accumulate, rank=self._place()[0])
+        return self._loader(self.train_source(self._place()[1]), sampler)
+
+    def val_dataloader(self) -> AddressedLoader:
+        """This rank's validation batches: every row once over all ranks, as many batches on each rank."""
+        rank, world = self._place()
+        source = self.val_source(world)
+        return self._loader(source, AddressSampler(len(source), rank=rank, split="val"))
+
+    def probe_batch(self, num_rows: int) -> Batch:
+        """The first ``num_rows`` rows of validation (all of them where there are fewer)."""
+        source = self.val_source()
+        return source.rows(range(min(num_rows, source.num_rows)))
+
+    def val_batch_size(self, world: int) -> int:
+        """Rows of a validation batch over all ranks: as asked for, rounded up to a multiple of ``world``."""
+        return world * math.ceil((self.options.val_batch_size or self.config.batch_size) / world)
+
+    def _place(self) -> tuple[int, int]:
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+
+    def _loader(self, source: BatchSource, sampler: AddressSampler) -> AddressedLoader:
+        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        return AddressedLoader(source, sampler, num_workers=self.config.num_workers, pin_memory=on_gpu)
+
+
+class TextDataModule(DataModule):
+    """Language modelling on the King James text or the user's file.
+
+    Raises:
+        ConfigError: at construction where ``data.path`` names no readable file; in ``prepare_data`` where the text
+            cannot be read or is shorter than a row.
+    """
+
+    config: TextDataConfig
+
+    def __init__(self, config: TextDataConfig, options: DataOptions) -> None:
+        super().__init__(config, options)
+        self._text: TokenisedText | None = None
+        if config.name == "text":
+            check_path(config)
+
+    def prepare_data(self) -> None:
+        """Make the token cache where it is missing or does not fit. Lightning calls this on one process of a node."""
+        self._text = tokenised(self.config, self.options.data_dir or data_dir(), self.options.tokenizer)
+        self._check_lengths(self._text)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the token cache (made here where ``prepare_data`` did not run)."""
+        if self._text is None:
+            self.prepare_data()
+        self.tokenizer = self.text.tokenizer
+        self.vocab_size = self.tokenizer.vocab_size
+        self.floors = self.text.record["floors"] or {}
+        counted = self.text.record["splits"]["val"]
+        self.bits_per = {
+            "byte": counted["tokens"] / counted["bytes"] / math.log(2),
+            "character": counted["tokens"] / counted["characters"] / math.log(2),
+        }
+
+    @property
+    def text(self) -> TokenisedText:
+        """The tokenised text; there after ``setup``."""
+        if self._text is None:
+            raise RuntimeError("call setup() before the data is used")
+        return self._text
+
+    def train_source(self, world: int = 1) -> TextSource:
+        return TextSource(
+            self.text.train,
+            context_len=self.config.context_len,
+            batch_size=self.config.batch_size,
+            seed=self.options.seed,
+            accumulate=self.options.accumulate,
+            world=world,
+        )
+
+    def val_source(self, world: int = 1) -> TextValidation:
+        return TextValidation(
+            self.text.val, context_len=self.config.context_len, batch_size=self.val_batch_size(world), world=world
+        )
+
+    def describe(self) -> dict[str, Any]:
+        record = self.text.record
+        return {
+            "name": self.config.name,
+            "tokenizer": self.config.tokenizer,
+            "vocab_size": self.vocab_size,
+            "source_sha256": record["source_sha256"],
+            "tokenizer_fingerprint": record["tokenizer_fingerprint"],
+            **{f"{split}_{unit}": n for split, counted in record["splits"].items() for unit, n in counted.items()},
+        }
+
+    def _check_lengths(self, text: TokenisedText) -> None:
+        said = f"data.path={self.config.path}" if self.config.name == "text" else f"data={self.config.name}"
+        wanted = self.config.context_len + 1
+        if len(text.train) < wanted:
+            raise ConfigError(
+                f"{said} has {len(text.train)} training tokens, but data.context_len={self.config.context_len} "
+                f"needs at least {wanted}"
+            )
+        if len(text.val) < 2:
+            raise ConfigError(
+                f"{said} has {len(text.val)} validation tokens with data.val_fraction={self.config.val_fraction}, "
+                "but at least 2 are needed"
+            )
+
+
+class KeyValueDataModule(DataModule):
+    """The kv-lookup task (T1)."""
+
+    config: KeyValueDataConfig
+
+    def __init__(self, config: KeyValueDataConfig, options: DataOptions) -> None:
+        super().__init__(config, options)
+        self.vocab_size, self.type_vocab_size = config.num_keys + config.num_values, config.num_values + 1
+
+    def train_source(self, world: int = 1) -> KeyValueSource:
+        options = self.options
+        return KeyValueSource(self.config, seed=options.seed, accumulate=options.accumulate, world=world)
+
+    def val_source(self, world: int = 1) -> KeyValueValidation:
+        return KeyValueValidation(self.config, batch_size=self.val_batch_size(world), world=world)
+
+    def describe(self) -> dict[str, Any]:
+        chance = 1 / self.config.num_values
+        return {**dataclasses.asdict(self.config), "vocab_size": self.vocab_size, "chance": chance}
+
+
+def build_data(
+    config: TextDataConfig | KeyValueDataConfig,
+    *,
+    seed: int,
+    max_steps: int,
+    accumulate: int = 1,
+    data_dir: str | Path | None = None,
+    val_batch_size: int | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> DataModule:
+    """The data module that ``config`` names; the keywords are those of ``DataOptions``.
+
+    Raises:
+        ConfigError: ``data.path`` names no readable file.
+    """
+    options = DataOptions(
+        seed=seed,
+        max_steps=max_steps,
+        accumulate=accumulate,
+        data_dir=None if data_dir is None else Path(data_dir),
+        val_batch_size=val_batch_size,
+        tokenizer=tokenizer,
+    )
+    if isinstance(config, KeyValueDataConfig):
+        return KeyValueDataModule(config, options)
+    return TextDataModule(config, options)

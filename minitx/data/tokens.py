@@ -1,0 +1,170 @@
+"""Tokenised text on disk: a memory-mapped file of ids with a JSON record beside it.
+
+The record says what the ids were made from (checksum of the source, fingerprint of the tokenizer), so that a cache
+that does not fit is made again. Text is streamed, so a corpus may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minitx.config import ConfigError, TextDataConfig
+from minitx.data.addressing import Split
+from minitx.data.corpus import Corpus, chunks_of, find_corpus, replacing, sha256_of
+from minitx.data.floors import ngram_floors
+from minitx.data.tokenizers import BPETokenizer, CharTokenizer, Tokenizer, fingerprint, from_dict
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+
+
+class TokenArray:
+    """A stretch [``start``, ``stop``) of a token file, mapped into memory on first use.
+
+    Travels to another process as path and numbers; a pickled ``np.memmap`` would carry the tokens themselves.
+    """
+
+    def __init__(self, path: Path, dtype: str, start: int, stop: int) -> None:
+        self.path, self.dtype, self.start, self.stop = path, dtype, start, stop
+        self._array: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def array(self) -> np.ndarray:
+        """The ids, 1-D, read-only."""
+        if self._array is None:
+            mapped = np.memmap(self.path, dtype=self.dtype, mode="r") if len(self) else np.empty(0, self.dtype)
+            self._array = np.asarray(mapped)[self.start : self.stop]
+        return self._array
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_array": None}
+
+
+@dataclass(frozen=True)
+class TokenisedText:
+    """What ``tokenised`` gives: the ids of both splits, the tokenizer that made them, and the record beside them.
+
+    ``record["splits"][split]`` counts ``tokens``, ``characters`` and ``bytes`` (of UTF-8); ``record["floors"]`` is
+    ``ngram_floors`` of the splits.
+    """
+
+    train: TokenArray
+    val: TokenArray
+    tokenizer: Tokenizer
+    record: dict[str, Any]
+
+
+def tokenised(config: TextDataConfig, folder: Path, tokenizer: Tokenizer | None = None) -> TokenisedText:
+    """The tokenised text that ``config`` names, from the cache in ``folder`` or made anew.
+
+    The last ``val_fraction`` of the characters is the validation split, whatever the tokenizer. Files:
+    ``<text>-<tokenizer>-val<val_fraction>.bin`` and ``.json``. A cache is made again if its source has another checksum,
+    its tokenizer another fingerprint, or its ids another size or checksum than the record says.
+
+    Args:
+        config: which text, tokenizer and split.
+        folder: where caches are kept.
+        tokenizer: use this one (a checkpoint's, say) instead of learning one from the training split.
+
+    Raises:
+        ConfigError: the text is missing, no UTF-8, or too short to be split.
+    """
+    corpus = find_corpus(config)
+    word = "char" if config.tokenizer == "char" else f"bpe{config.bpe_vocab_size}"
+    name = word if tokenizer is None else fingerprint(tokenizer)[:16]
+    path = folder / f"{corpus.stem}-{name}-val{config.val_fraction!r}.bin"
+    record = _valid_record(path, corpus, tokenizer)
+    if record is None:
+        logger.info("tokenising %s", config.path or config.name)
+        record = _build(path, corpus, config, tokenizer)
+    splits, dtype = record["splits"], record["dtype"]
+    cut, end = splits["train"]["tokens"], splits["train"]["tokens"] + splits["val"]["tokens"]
+    return TokenisedText(
+        TokenArray(path, dtype, 0, cut), TokenArray(path, dtype, cut, end), from_dict(record["tokenizer"]), record
+    )
+
+
+def _valid_record(path: Path, corpus: Corpus, tokenizer: Tokenizer | None) -> dict[str, Any] | None:
+    """The record of the cache at ``path``, or ``None`` where the cache must be made again."""
+    try:
+        record = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        made_by = from_dict(record["tokenizer"])
+        fits = (
+            record["format"] == FORMAT
+            and record["source_sha256"] == corpus.checksum
+            and record["tokenizer_fingerprint"] == fingerprint(tokenizer or made_by) == fingerprint(made_by)
+            and record["size"] == path.stat().st_size
+            and record["tokens_sha256"] == sha256_of(path)
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # missing, cut short or not ours: all of them mean "make it again"
+    return record if fits else None
+
+
+def _build(path: Path, corpus: Corpus, config: TextDataConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    text = corpus.normalised(path.parent)
+    characters = sum(map(len, chunks_of(text)))
+    cut = int(characters * (1 - config.val_fraction))
+    if not 0 < cut < characters:
+        raise ConfigError(f"data.path={config.path} has {characters} characters, too few for a training and a validation split")
+    if tokenizer is None:
+        training = (chunk for split, chunk in _split(text, cut) if split == "train")
+        is_char = config.tokenizer == "char"
+        tokenizer = CharTokenizer.train(training) if is_char else BPETokenizer.train(training, config.bpe_vocab_size)
+    record = {
+        "format": FORMAT,
+        "source_sha256": corpus.checksum,
+        "tokenizer_fingerprint": fingerprint(tokenizer),
+        "tokenizer": tokenizer.to_dict(),
+        **_write(path, text, cut, tokenizer),
+    }
+    record["floors"] = _floors(path, record, tokenizer.vocab_size)
+    with replacing(path.with_suffix(".json")) as file:
+        file.write(json.dumps(record, indent=1).encode())
+    return record
+
+
+def _split(text: Path, cut: int) -> Iterator[tuple[Split, str]]:
+    """The chunks of a text with the split that each belongs to; character ``cut`` begins the validation split."""
+    seen = 0
+    for chunk in chunks_of(text):
+        train, val = chunk[: max(0, cut - seen)], chunk[max(0, cut - seen) :]
+        seen += len(chunk)
+        if train:
+            yield "train", train
+        if val:
+            yield "val", val
+
+
+def _write(path: Path, text: Path, cut: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Write the ids of ``text`` to ``path``; returns the part of the record that describes them."""
+    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+    splits = {split: {"tokens": 0, "characters": 0, "bytes": 0} for split in ("train", "val")}
+    digest = hashlib.sha256()
+    with replacing(path) as file:
+        for split, chunk in _split(text, cut):
+            ids = tokenizer.encode(chunk).astype(dtype)
+            counted = {"tokens": ids.size, "characters": len(chunk), "bytes": len(chunk.encode())}
+            splits[split] = {key: splits[split][key] + counted[key] for key in counted}
+            digest.update(ids.tobytes())
+            file.write(ids.tobytes())
+        size = file.tell()
+    return {"dtype": dtype, "splits": splits, "size": size, "tokens_sha256": digest.hexdigest()}
+
+
+def _floors(path: Path, record: dict[str, Any], vocab_size: int) -> dict[str, float] | None:
+    cut = record["splits"]["train"]["tokens"]
+    ids = np.memmap(path, dtype=record["dtype"], mode="r")
+    return ngram_floors(np.asarray(ids)[:cut], np.asarray(ids)[cut:], vocab_size)

@@ -1,0 +1,169 @@
+"""What happens around the steps: logging, progress, checkpoints, stopping on a signal."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as L
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+
+from minitx.config import TrainerConfig
+from minitx.training.module import TrainingModule
+
+log = logging.getLogger(__name__)
+
+
+class StepCallback(L.Callback):
+    """Calls ``on_step`` once an optimizer step, with the number of updates made."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.on_step(trainer, module, trainer.global_step, batch)
+
+    def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
+        """One optimizer step is over."""
+        raise NotImplementedError
+
+
+class StepLog(StepCallback):
+    """Logs loss, rate, gradient norm, tokens and seconds every ``log_every`` steps; the only place that reads the device."""
+
+    def __init__(self, log_every: int) -> None:
+        self.log_every = log_every
+        self.tokens = 0
+        self.started = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.started = time.perf_counter()
+
+    def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
+        if step % self.log_every and step != 1 and step != trainer.max_steps:
+            return
+        if module.device.type != "cpu":
+            module.raise_if_nonfinite()
+        loss = module.step_loss
+        if trainer.world_size > 1:
+            loss = trainer.strategy.reduce(loss, reduce_op="sum")
+        self.tokens = step * int(batch["num_targets"])
+        row = {
+            "train_loss": float(loss),
+            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "grad_norm": float(module.grad_norm),
+            "tokens": self.tokens,
+            "seconds": time.perf_counter() - self.started,
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(row, step)
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        values = {name: float(trainer.callback_metrics[name]) for name in ("val_loss", "val_accuracy")}
+        for logger in trainer.loggers:
+            logger.log_metrics(values, trainer.global_step)
+
+
+class PlainProgress(StepCallback):
+    """A line now and then, for output that is no terminal: step, loss, validation, rate, time left."""
+
+    def __init__(self, every_seconds: float = 5.0) -> None:
+        self.every_seconds = every_seconds
+        self.last = self.started = 0.0
+        self.first_step = 0
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.started = self.last = time.perf_counter()
+        self.first_step = trainer.global_step
+
+    def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
+        now = time.perf_counter()
+        if trainer.is_global_zero and (now - self.last >= self.every_seconds or step == trainer.max_steps):
+            self.last = now
+            rate = (step - self.first_step) / max(now - self.started, 1e-9)
+            left = (trainer.max_steps - step) / rate
+            tokens = rate * int(batch["num_targets"])
+            log.info(
+                "step %d/%d  loss %.4f  %.1f steps/s  %.0f tokens/s  %s left",
+                *(step, trainer.max_steps, float(module.step_loss), rate, tokens, clock(left)),
+            )
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            metrics = trainer.callback_metrics
+            values = (trainer.global_step, trainer.max_steps, metrics["val_loss"], metrics["val_accuracy"])
+            log.info("step %d/%d  validation loss %.4f  accuracy %.4f", *values)
+
+
+class BarProgress(TQDMProgressBar):
+    """Lightning's bar with the loss beside it; refreshed with the log, so that it costs no extra device sync."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+        if self._should_update(self.train_progress_bar.n, self.train_progress_bar.total):
+            self.train_progress_bar.set_postfix({"loss": f"{float(module.step_loss):.4f}"})
+
+
+class StoppedError(Exception):
+    """The run was asked to stop by a signal; its checkpoint is written."""
+
+    def __init__(self, number: int, step: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
+        self.number = number
+
+
+class StopSignals(StepCallback):
+    """On SIGINT or SIGTERM: finish the step, write ``path``, raise ``StoppedError``. A second signal acts at once."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._received: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+        self.__exit__()
+
+    def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
+        if self._received is not None:
+            if self.path is not None:
+                trainer.save_checkpoint(self.path)
+            raise StoppedError(self._received, step)
+
+
+def checkpoints(config: TrainerConfig, folder: Path) -> list[L.Callback]:
+    """``last.ckpt`` every ``ckpt_every`` steps and ``best.ckpt`` at the lowest validation loss."""
+    if not config.ckpt_every:
+        return []
+    options: dict[str, Any] = {"dirpath": folder, "enable_version_counter": False, "save_on_exception": False}
+    return [
+        ModelCheckpoint(filename="last", every_n_train_steps=config.ckpt_every, **options),
+        ModelCheckpoint(filename="best", monitor="val_loss", mode="min", save_top_k=1, **options),
+    ]
+
+
+def progress() -> L.Callback:
+    """A bar in a terminal, plain lines elsewhere."""
+    return BarProgress(refresh_rate=10) if sys.stderr.isatty() else PlainProgress()
+
+
+def clock(seconds: float) -> str:
+    """Seconds as 1:02:03 or 2:03."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,0 +1,162 @@
+"""The one LightningModule: a network, an objective and an optimizer factory.
+
+The loss handed to Lightning is Σ · world · accumulate / tokens, with the tokens of the *whole* optimizer step known
+before its first backward; Lightning divides by ``accumulate`` and DDP averages over ``world``, so every split of a step
+gives the gradient of Σ / tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+
+from minitx.training.objectives import Objective
+
+Batch = dict[str, Tensor]
+NOT_FOR_THE_NETWORK = ("labels", "num_targets")
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradient stopped being finite in update ``step`` (from 0), which was not made."""
+
+    def __init__(self, step: int, loss: float, grad_norm: float) -> None:
+        super().__init__(
+            f"loss or gradient is not finite in step {step + 1} (loss {loss:.4g}, gradient norm {grad_norm:.4g}); the "
+            "update was not made. Lower optimizer.lr, set optimizer.clip, or let on_nonfinite=record end such runs"
+        )
+        self.step = step
+
+
+class TrainingModule(L.LightningModule):
+    """Trains ``network`` on batches of tensors.
+
+    Args:
+        network: called as ``network(**inputs)`` with the batch's keys other than labels; returns logits.
+        objective: (logits, labels) -> ``Sums``.
+        make_optimizer: network -> optimizer. lr_factor: step -> factor of the learning rate.
+        clip: largest global gradient norm, or None. Clipping is done here, because Lightning refuses it together with
+            bf16 and a fused optimizer.
+        compile: run the network through ``torch.compile``; ``network`` itself stays plain, for probes and checkpoints.
+        seed: random draws in a step come from a generator seeded by (seed, step, micro-batch, rank).
+        state: plain data that every checkpoint carries (config, tokenizer).
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        objective: Objective,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        lr_factor: Callable[[int], float],
+        *,
+        clip: float | None = None,
+        compile: bool = False,
+        seed: int = 0,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.objective, self.make_optimizer, self.lr_factor = objective, make_optimizer, lr_factor
+        self.clip, self.seed = clip, seed
+        self.run: Callable[..., Tensor] = torch.compile(lambda **inputs: network(**inputs)) if compile else network.__call__
+        self.state = dict(state or {})
+        self.latch = Latch()
+        self.step_loss: Tensor | float = 0.0
+        self.grad_norm: Tensor | float = 0.0
+        self._validation: dict[str, Tensor] = {}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.network)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.lr_factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits of a batch."""
+        return self.run(**{name: tensor for name, tensor in batch.items() if name not in NOT_FOR_THE_NETWORK})
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        accumulate, world = self.trainer.accumulate_grad_batches, self.trainer.world_size
+        micro = batch_idx % accumulate
+        seed_device(self.device, hash_seed(self.seed, self.global_step, micro, self.global_rank))
+        sums = self.objective(self(batch), batch["labels"])
+        share = sums.loss / batch["num_targets"]  # this micro-batch's part of the step's mean loss
+        self.step_loss = share.detach() + (self.step_loss if micro else 0.0)
+        return share * (world * accumulate)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self.grad_norm = torch.nn.utils.get_total_norm(gradients)
+        self.latch.check(optimizer, self.grad_norm + self.step_loss, self.global_step)
+        if self.clip is not None:
+            factor = (self.clip / (self.grad_norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, factor)
+        if self.device.type == "cpu":
+            self.raise_if_nonfinite()
+
+    def raise_if_nonfinite(self) -> None:
+        """Read the latch: on CPU before every update, on accelerators (a device sync) at log points only."""
+        step = self.latch.first_bad_step()
+        if step is not None:
+            raise NonFiniteError(step, float(self.step_loss), float(self.grad_norm))
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        sums = self.objective(self(batch), batch["labels"])
+        for name, value in (("nll", sums.nll.double()), ("correct", sums.correct), ("count", sums.count)):
+            self._validation[name] = value + self._validation.get(name, 0)
+
+    def on_validation_epoch_end(self) -> None:
+        totals = {name: self.trainer.strategy.reduce(value, reduce_op="sum") for name, value in self._validation.items()}
+        self._validation = {}
+        count = totals["count"].clamp(min=1)
+        self.log_dict({"val_loss": totals["nll"] / count, "val_accuracy": totals["correct"] / count}, rank_zero_only=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["minitx"] = self.state
+
+
+class Latch:
+    """Remembers the first non-finite step on the device, and skips every update from then on.
+
+    Fused optimizers do nothing where ``optimizer.found_inf`` is 1, so neither check nor skip needs the host.
+    """
+
+    def __init__(self) -> None:
+        self._bad: Tensor | None = None
+        self._step: Tensor | None = None
+
+    def check(self, optimizer: torch.optim.Optimizer, value: Tensor, step: int) -> None:
+        """Latch if ``value`` is not finite."""
+        bad_now = ~torch.isfinite(value.detach())
+        if self._bad is None or self._step is None:
+            self._bad, self._step = torch.zeros_like(bad_now), torch.full_like(bad_now, -1, dtype=torch.long)
+        self._step = torch.where(bad_now & ~self._bad, step, self._step)
+        self._bad = self._bad | bad_now
+        optimizer.found_inf = self._bad.float()  # type: ignore[attr-defined]
+
+    def first_bad_step(self) -> int | None:
+        """The first bad step (counted from 0), or None; reads the device."""
+        return None if self._bad is None or self._step is None or not bool(self._bad) else int(self._step)
+
+
+def seed_device(device: torch.device, seed: int) -> None:
+    """Seed the generators that this device draws from.
+
+    Not ``torch.manual_seed``: where CUDA is not initialised, each call queues a reseeding with a formatted stack trace.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+def hash_seed(*numbers: int) -> int:
+    """One 63-bit seed from several whole numbers (a splitmix64 chain): nearby steps get unrelated streams."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & (2**64 - 1)
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+        state ^= state >> 31
+    return state >> 1

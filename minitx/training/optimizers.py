@@ -1,0 +1,57 @@
+"""Optimizers with parameter groups made from rules."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from minitx.config import OptimizerConfig, ParameterRule, evaluate_factor
+
+
+def parameter_groups(network: nn.Module, config: OptimizerConfig, *, head_dim: int) -> list[dict[str, object]]:
+    """Groups of parameters that share lr, weight decay and eps.
+
+    Weight decay spares vectors (biases, norms, gains). A parameter takes the first of ``config.rules`` whose ``match``
+    is found in its name; ``trainable: false`` freezes it (``requires_grad`` is switched off).
+
+    Args:
+        head_dim: d_k, for factors written ``head_dim^p``.
+
+    Raises:
+        ValueError: a rule that matches no parameter, or that nothing is left to train.
+    """
+    groups: dict[tuple[float, float, float], list[nn.Parameter]] = defaultdict(list)
+    unused = set(range(len(config.rules)))
+    for name, parameter in network.named_parameters():
+        index = _first_match(config.rules, name)
+        rule = ParameterRule(match="") if index is None else config.rules[index]
+        unused.discard(-1 if index is None else index)
+        if not rule.trainable:
+            parameter.requires_grad_(False)
+            continue
+        decay = config.weight_decay * evaluate_factor(rule.weight_decay, head_dim=head_dim) if parameter.dim() > 1 else 0.0
+        lr = config.lr * evaluate_factor(rule.lr, head_dim=head_dim)
+        groups[lr, decay, config.eps * evaluate_factor(rule.eps, head_dim=head_dim)].append(parameter)
+    if unused:
+        raise ValueError(f"optimizer.rules[{min(unused)}].match={config.rules[min(unused)].match} matches no parameter name")
+    if not groups:
+        raise ValueError("optimizer.rules freeze every parameter: nothing is left to train")
+    return [{"params": params, "lr": lr, "weight_decay": decay, "eps": eps} for (lr, decay, eps), params in groups.items()]
+
+
+def _first_match(rules: Iterable[ParameterRule], name: str) -> int | None:
+    return next((i for i, rule in enumerate(rules) if re.search(rule.match, name)), None)
+
+
+def build_optimizer(network: nn.Module, config: OptimizerConfig, *, head_dim: int) -> torch.optim.Optimizer:
+    """Fused AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) over ``parameter_groups``.
+
+    The fused kernel honours ``found_inf``, the latch by which a non-finite step skips every later update.
+    """
+    return torch.optim.AdamW(
+        parameter_groups(network, config, head_dim=head_dim), betas=config.betas, eps=config.eps, fused=True
+    )

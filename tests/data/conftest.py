@@ -1,0 +1,42 @@
+from pathlib import Path
+
+import pytest
+
+from minitx.config import TextDataConfig
+from minitx.data.tokens import TokenArray, tokenised
+
+POEM = "Once upon a midnight dreary, while I pondered, weak and weary,\nOver many a quaint and curious volume\n\n"
+
+
+@pytest.fixture
+def write_text(tmp_path):
+    """Write a text (or bytes) to a file of the test's own and return its path as a string."""
+
+    def write(content: str | bytes, name: str = "text.txt") -> str:
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def text_config(write_text):
+    """A config of a file with ``content``."""
+
+    def make(content: str | bytes = POEM * 29, **values) -> TextDataConfig:
+        return TextDataConfig(**{"name": "text", "path": write_text(content), "context_len": 7, "batch_size": 12, **values})
+
+    return make
+
+
+@pytest.fixture
+def tokens(text_config, tmp_path) -> tuple[TokenArray, TokenArray]:
+    """Both splits of a small text."""
+    text = tokenised(text_config(), tmp_path / "cache")
+    return text.train, text.val
+
+
+@pytest.fixture
+def cache(tmp_path) -> Path:
+    return tmp_path / "cache"

@@ -1,0 +1,119 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minitx.data.addressing import Address, AddressedLoader, AddressSampler, BatchSource, generator, rows_of
+
+
+class Counting(BatchSource):
+    """Rows that say where they come from: 1000 · step + row."""
+
+    def batch(self, step, rows):
+        return {"input_ids": 1000 * step + torch.arange(rows.start, rows.stop)}
+
+
+def loader(*, num_steps=7, start_step=0, accumulate=3, num_workers=0):
+    sampler = AddressSampler(num_steps, start_step=start_step, accumulate=accumulate)
+    return AddressedLoader(Counting(12, accumulate=accumulate), sampler, num_workers=num_workers)
+
+
+def ids_of(batches):
+    return torch.cat([batch["input_ids"] for batch in batches]).tolist()
+
+
+@given(accumulate=st.integers(1, 7), world=st.integers(1, 5), rows=st.integers(1, 6))
+def test_slices_of_micro_batches_and_ranks_concatenate_to_the_global_batch(accumulate, world, rows):
+    size = rows * accumulate * world
+    slices = [
+        rows_of(Address(11, micro, rank), size, accumulate, world) for micro in range(accumulate) for rank in range(world)
+    ]
+    assert [row for part in slices for row in part] == list(range(size))
+
+
+def test_two_micro_batches_on_two_ranks_take_quarters_in_order():
+    takes = {(m, r): rows_of(Address(0, m, r), 8, 2, 2) for m in (0, 1) for r in (0, 1)}
+    assert takes == {(0, 0): range(2), (0, 1): range(2, 4), (1, 0): range(4, 6), (1, 1): range(6, 8)}
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="batch_size=12 must be divisible by accumulate=5 x world=1"):
+        rows_of(Address(0), 12, 5)
+
+
+@pytest.mark.parametrize("address", [Address(0, micro=2), Address(0, rank=3), Address(-1)])
+def test_an_address_outside_of_the_step_is_refused(address):
+    with pytest.raises(ValueError, match=r"must have step >= 0, micro in \[0, 2\) and rank in \[0, 3\)"):
+        rows_of(address, 12, 2, 3)
+
+
+def test_a_source_refuses_an_address_of_another_split():
+    with pytest.raises(ValueError, match="asks a source of the train split"):
+        Counting(2)[Address(0, split="val")]
+
+
+def test_generators_depend_on_seed_and_path_alone():
+    draws = {path: generator(*path).random() for path in [(0, "train", 1), (0, "train", 2), (1, "train", 1), (0, "val", 1)]}
+    assert len(set(draws.values())) == 4
+    assert all(generator(*path).random() == draw for path, draw in draws.items())
+
+
+def test_numpy_numbers_name_the_same_generator_as_python_ones():
+    assert generator(np.int64(3), "train", np.int32(5)).random() == generator(3, "train", 5).random()
+
+
+def test_a_generator_is_the_same_on_every_machine():
+    assert generator(0, "train", 0).integers(1000, size=5).tolist() == [622, 257, 334, 989, 492]
+
+
+def test_a_sampler_gives_every_micro_batch_of_every_remaining_step():
+    sampler = AddressSampler(5, start_step=3, accumulate=2, rank=1)
+    assert list(sampler) == [Address(3, 0, 1), Address(3, 1, 1), Address(4, 0, 1), Address(4, 1, 1)]
+    assert len(sampler) == 4
+
+
+@pytest.mark.parametrize(("given_addresses", "step"), [(0, 2), (1, 2), (2, 2), (3, 3), (7, 4), (9, 5)])
+def test_a_stop_inside_an_accumulation_window_resumes_at_its_start(given_addresses, step):
+    sampler = AddressSampler(5, start_step=2, accumulate=3)
+    addresses = iter(sampler)
+    for _ in range(given_addresses):
+        next(addresses)
+    assert sampler.state_dict() == {"step": step}
+    resumed = AddressSampler(5, accumulate=3)
+    resumed.load_state_dict(sampler.state_dict())
+    assert [a.step for a in resumed] == [s for s in range(step, 5) for _ in range(3)]
+
+
+@pytest.mark.parametrize("step", [-1, 6])
+def test_a_state_outside_of_the_run_is_refused(step):
+    with pytest.raises(ValueError, match=rf"start_step={step} must lie in \[0, 5\]"):
+        AddressSampler(5).load_state_dict({"step": step})
+
+
+def test_accumulate_must_be_positive():
+    with pytest.raises(ValueError, match="accumulate=0 must be positive"):
+        AddressSampler(5, accumulate=0)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 3, 8, 20])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_resumed_loader_continues_the_uninterrupted_stream(stop, num_workers):
+    whole, first = ids_of(loader()), loader(num_workers=num_workers)
+    batches = iter(first)
+    seen = [next(batches) for _ in range(stop)]
+    state = first.state_dict()
+    done = seen[: state["step"] * 3]  # an unfinished window is done again
+    resumed = loader()
+    resumed.load_state_dict(state)
+    assert state == {"step": stop // 3}
+    assert ids_of([*done, *resumed]) == whole
+
+
+def test_the_length_of_a_loader_is_that_of_the_whole_run():
+    assert len(loader(num_steps=7, start_step=5, accumulate=3)) == 21
+    assert len(list(loader(num_steps=7, start_step=5, accumulate=3))) == 6
+
+
+def test_workers_give_the_same_batches_in_the_same_order():
+    assert ids_of(loader(num_workers=2)) == ids_of(loader())

@@ -1,0 +1,118 @@
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from minitx.data.addressing import Address
+from minitx.data.text import TextSource, TextValidation
+
+
+def source(tokens, *, accumulate=1, world=1, seed=3, context_len=7, batch_size=12):
+    return TextSource(tokens[0], context_len=context_len, batch_size=batch_size, seed=seed, accumulate=accumulate, world=world)
+
+
+def starts_of_epoch(text, epoch):
+    first = epoch * text.windows_per_epoch
+    return text._starts(np.arange(first, first + text.windows_per_epoch))
+
+
+@pytest.mark.parametrize(("accumulate", "world"), [(1, 1), (2, 1), (1, 3), (3, 2), (4, 3)])
+def test_any_split_over_micro_batches_and_ranks_gives_the_same_global_batch(tokens, accumulate, world):
+    parts = source(tokens, accumulate=accumulate, world=world)
+    for step in (0, 17):
+        whole = source(tokens)[Address(step)]
+        slices = [parts[Address(step, micro, rank)] for micro in range(accumulate) for rank in range(world)]
+        for key in ("input_ids", "labels"):
+            assert torch.equal(torch.cat([part[key] for part in slices]), whole[key])
+        assert [part["num_targets"].item() for part in slices] == [12 * 7] * (accumulate * world)
+
+
+def test_a_batch_does_not_depend_on_what_was_asked_before(tokens):
+    warm = source(tokens)
+    for step in (40, 0, 90, 3):
+        assert torch.equal(warm[Address(step)]["input_ids"], source(tokens)[Address(step)]["input_ids"])
+
+
+def test_labels_are_the_tokens_that_follow(tokens):
+    batch = source(tokens)[Address(5)]
+    text = tokens[0].array.astype(np.int64)
+    assert batch["input_ids"].shape == batch["labels"].shape == (12, 7)
+    assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
+    assert torch.equal(batch["labels"][:, :-1], batch["input_ids"][:, 1:])
+    for row, start in enumerate(source(tokens)._starts(np.arange(60, 72))):
+        assert batch["input_ids"][row].tolist() == text[start : start + 7].tolist()
+        assert batch["labels"][row, -1] == text[start + 7]
+
+
+def test_an_epoch_covers_disjoint_windows_and_all_but_two_rows_of_the_text(tokens):
+    text = source(tokens)
+    for epoch in range(5):
+        starts = np.sort(starts_of_epoch(text, epoch))
+        assert (np.diff(starts) == 7).all()
+        assert 0 <= starts[0] < 7
+        assert starts[-1] + 7 < len(tokens[0])
+        assert len(tokens[0]) - len(starts) * 7 < 2 * 7
+
+
+def test_epochs_and_seeds_differ_in_order_and_offset(tokens):
+    orders = [starts_of_epoch(source(tokens, seed=seed), epoch) for seed in (0, 1) for epoch in range(5)]
+    assert len({order.tobytes() for order in orders}) == 10
+    assert len({int(order.min()) for order in orders}) > 3
+
+
+def test_a_batch_may_span_many_epochs_of_a_short_text(tokens):
+    text = source(tokens, context_len=1009, batch_size=12)
+    assert text.windows_per_epoch == 1
+    assert text[Address(2)]["labels"].shape == (12, 1009)
+
+
+def test_a_text_of_one_row_is_enough(tokens):
+    whole = len(tokens[0]) - 1
+    batch = source(tokens, context_len=whole, batch_size=2)[Address(0)]
+    assert batch["input_ids"].tolist() == [tokens[0].array[:-1].tolist()] * 2
+
+
+def test_a_text_shorter_than_a_row_is_refused(tokens):
+    length = len(tokens[0])
+    with pytest.raises(ValueError, match=f"context_len={length} needs at least {length + 1} tokens, got {length}"):
+        source(tokens, context_len=length)
+
+
+def test_a_used_source_travels_without_its_tokens(tokens):
+    text = source(tokens)
+    text[Address(0)]
+    assert len(pickle.dumps(text)) < 1000
+    assert torch.equal(pickle.loads(pickle.dumps(text))[Address(1)]["labels"], text[Address(1)]["labels"])
+
+
+@pytest.mark.parametrize("context_len", [1, 7, 31, 293, 1009])
+@pytest.mark.parametrize(("batch_size", "world"), [(1, 1), (5, 1), (6, 3), (30, 5)])
+def test_validation_counts_every_token_after_the_first_exactly_once(tokens, context_len, batch_size, world):
+    val = TextValidation(tokens[1], context_len=context_len, batch_size=batch_size, world=world)
+    rows = []
+    for step in range(len(val)):
+        batches = [val[Address(step, rank=rank, split="val")] for rank in range(world)]
+        counted = [batch["labels"][batch["labels"] != -100] for batch in batches]
+        rows += counted
+        assert {batch["num_targets"].item() for batch in batches} == {sum(map(len, counted))}
+        assert {batch["labels"].shape[1] for batch in batches} == {context_len}
+        assert all(len(batch["labels"]) >= 1 for batch in batches)
+    assert torch.cat(rows).tolist() == tokens[1].array[1:].tolist()
+
+
+def test_the_last_validation_row_is_filled_up_with_ignored_labels(tokens):
+    val = TextValidation(tokens[1], context_len=7, batch_size=5)
+    last = val.rows(range(val.num_rows - 1, val.num_rows))
+    rest = (len(tokens[1]) - 1) % 7
+    assert rest > 0
+    assert last["labels"][0, rest:].tolist() == [-100] * (7 - rest)
+    assert last["num_targets"] == rest
+    assert last["input_ids"][0, rest + 1 :].tolist() == [0] * (6 - rest)
+
+
+def test_validation_needs_a_target(tokens):
+    one = tokens[1]
+    one.stop = one.start + 1
+    with pytest.raises(ValueError, match="validation needs at least 2 tokens, got 1"):
+        TextValidation(one, context_len=7, batch_size=5)

@@ -1,0 +1,155 @@
+import json
+import os
+import pickle
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import numpy as np
+import pytest
+
+from minitx.config import ConfigError
+from minitx.data import tokens as tokens_module
+from minitx.data.tokenizers import CharTokenizer
+from minitx.data.tokens import tokenised
+
+TEXT = "Ah, distinctly I remember it was in the bleak December;\n" * 31
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """How many times a cache was made."""
+    made, build = [], tokens_module._build
+    monkeypatch.setattr(tokens_module, "_build", lambda *arguments: made.append(1) or build(*arguments))
+    return made
+
+
+def the(cache, suffix):
+    (path,) = cache.glob(f"*{suffix}")
+    return path
+
+
+def text_of(tokenised_text):
+    ids = np.concatenate([tokenised_text.train.array, tokenised_text.val.array])
+    return tokenised_text.tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "bpe"])
+def test_the_splits_together_are_the_text(text_config, cache, tokenizer):
+    assert text_of(tokenised(text_config(TEXT, tokenizer=tokenizer), cache)) == TEXT
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "bpe"])
+def test_the_boundary_of_the_splits_does_not_depend_on_the_tokenizer(text_config, cache, tokenizer):
+    text = tokenised(text_config("é" + TEXT, tokenizer=tokenizer, val_fraction=0.3), cache)
+    cut = int(0.7 * (len(TEXT) + 1))
+    assert text.tokenizer.decode(text.train.array) == ("é" + TEXT)[:cut]
+    assert text.record["splits"]["train"]["characters"] == cut
+    assert text.record["splits"]["train"]["bytes"] == cut + 1
+    assert text.record["splits"]["val"]["characters"] == len(TEXT) + 1 - cut
+
+
+def test_the_vocabulary_comes_from_the_training_split_alone(text_config, cache):
+    text = tokenised(text_config("ab" * 45 + "c" * 10, val_fraction=0.1), cache)
+    assert text.tokenizer.characters == "ab"
+    assert text.val.array.tolist() == [CharTokenizer.unk_id] * len(text.val)
+
+
+def test_a_cache_that_fits_is_used_again(text_config, cache, builds):
+    first, second = tokenised(text_config(TEXT), cache), tokenised(text_config(TEXT), cache)
+    assert len(builds) == 1
+    assert first.record == second.record
+    assert np.array_equal(first.train.array, second.train.array)
+
+
+def test_a_changed_source_is_tokenised_again(text_config, cache):
+    tokenised(text_config(TEXT), cache)
+    assert text_of(tokenised(text_config(TEXT.replace("bleak", "black")), cache)) == TEXT.replace("bleak", "black")
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def flip_a_bit(path):
+    content, times = bytearray(path.read_bytes()), path.stat()
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def remove(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [cut_short, flip_a_bit, remove])
+def test_damaged_tokens_are_made_again(text_config, cache, builds, damage):
+    tokenised(text_config(TEXT), cache)
+    damage(the(cache, ".bin"))
+    assert text_of(tokenised(text_config(TEXT), cache)) == TEXT
+    assert len(builds) == 2
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", "{", '{"format": 1}', '{"tokenizer": {"kind": "words"}}', "\0"])
+def test_a_damaged_record_is_made_again(text_config, cache, builds, content):
+    tokenised(text_config(TEXT), cache)
+    the(cache, ".json").write_text(content)
+    assert text_of(tokenised(text_config(TEXT), cache)) == TEXT
+    assert len(builds) == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("source_sha256", "0" * 64), ("tokenizer_fingerprint", "0" * 64), ("tokenizer", {"kind": "char", "characters": "x"})],
+)
+def test_a_record_of_another_source_or_tokenizer_is_made_again(text_config, cache, builds, key, value):
+    tokenised(text_config(TEXT), cache)
+    record = json.loads(the(cache, ".json").read_text())
+    the(cache, ".json").write_text(json.dumps({**record, key: value}))
+    assert text_of(tokenised(text_config(TEXT), cache)) == TEXT
+    assert len(builds) == 2
+
+
+def test_a_given_tokenizer_is_used_instead_of_a_learnt_one(text_config, cache):
+    mine = CharTokenizer("abcdefghijklmnopqrstuvwxyz \n")
+    text = tokenised(text_config(TEXT), cache, mine)
+    assert text.tokenizer.fingerprint() == mine.fingerprint()
+    assert text_of(text)[:3] == "\ufffdh\ufffd"
+
+
+def test_caches_of_different_settings_lie_beside_one_another(text_config, cache, builds):
+    for values in [{}, {"tokenizer": "bpe"}, {"val_fraction": 0.2}, {"tokenizer": "bpe", "bpe_vocab_size": 300}] * 2:
+        tokenised(text_config(TEXT, **values), cache)
+    assert len(builds) == 4
+
+
+@pytest.mark.parametrize(("num_characters", "bits"), [(300, 16), (70_000, 32)])
+def test_ids_are_as_wide_as_the_vocabulary_needs(text_config, cache, num_characters, bits):
+    content = "".join(map(chr, range(0xE000, 0xE000 + 300))) * 2
+    if bits == 32:
+        content = "".join(map(chr, range(0x20000, 0x20000 + num_characters))) * 2
+    text = tokenised(text_config(content), cache)
+    assert text.train.array.dtype.itemsize * 8 == bits
+    assert text_of(text) == content
+
+
+def test_a_text_that_cannot_be_split_is_refused(text_config, cache):
+    with pytest.raises(ConfigError, match="has 1 characters, too few for a training and a validation split"):
+        tokenised(text_config("x"), cache)
+
+
+def test_tokens_travel_to_another_process_without_their_ids(tokens):
+    train, _ = tokens
+    assert len(pickle.dumps(train)) < 400 < train.array.nbytes
+    assert np.array_equal(pickle.loads(pickle.dumps(train)).array, train.array)
+
+
+def _build_and_read(config, cache):
+    return text_of(tokenised(config, cache))
+
+
+def test_processes_that_build_at_once_all_get_the_text(text_config, cache):
+    config = text_config(TEXT)
+    with ProcessPoolExecutor(4, mp_context=get_context("fork")) as pool:
+        results = [pool.submit(_build_and_read, config, cache) for _ in range(8)]
+        assert [result.result() == TEXT for result in results] == [True] * 8
+    assert not list(cache.glob("*.tmp"))
