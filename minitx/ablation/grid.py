@@ -1,0 +1,116 @@
+"""A grid as data: from an ``AblationConfig`` to cells, each an ordinary training run with overrides of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from minitx.config import AblationConfig, ConfigError, StudyConfig
+
+_ROOMS_THAT_DECIDE_A_RUN = ("nn", "data", "training", "analysis")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training run of a grid: where it stands, and the overrides that make it."""
+
+    study: str
+    arm: str
+    factors: Mapping[str, str]
+    seed: int
+    overrides: tuple[str, ...]
+
+    @property
+    def hash(self) -> str:
+        """Names the cell by its place and what decides its result, overrides and code; a finished one is never run again."""
+        text = json.dumps([self.study, self.arm, dict(self.factors), self.overrides, code_fingerprint()])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def command(self) -> str:
+        """The command that runs this cell alone."""
+        return " ".join(["python scripts/train.py", *self.overrides])
+
+    def steps(self) -> int:
+        """The number of optimizer steps that the last ``trainer.max_steps`` override asks for.
+
+        Raises:
+            ConfigError: none does, so that the grid's time cannot be projected.
+        """
+        given = [text.partition("=")[2] for text in self.overrides if text.startswith("trainer.max_steps=")]
+        if not given:
+            raise ConfigError(
+                f"ablation.studies.{self.study}.base must set trainer.max_steps, so that its time can be projected"
+            )
+        return int(given[-1])
+
+    def describe(self) -> dict[str, Any]:
+        """The cell as plain data, as it stands in ``cells.jsonl``."""
+        return {
+            "cell": self.hash,
+            "study": self.study,
+            "arm": self.arm,
+            "factors": dict(self.factors),
+            "seed": self.seed,
+            "overrides": list(self.overrides),
+            "command": self.command,
+        }
+
+
+def cells(grid: AblationConfig, *, common: Sequence[str] = (), trimmed: bool = False) -> list[Cell]:
+    """Every cell of the grid, in seed blocks: all arms of the first seed of every study, then of the second …
+
+    A grid that is cut off is therefore still balanced. Overrides apply in the order base, arm, factors, trim, seed.
+
+    Args:
+        common: overrides for every cell, last. trimmed: whether ``grid.trim`` applies.
+
+    Raises:
+        ConfigError: the same cell twice, or a ``skip`` that names no factor.
+    """
+    blocks: dict[int, list[Cell]] = {}
+    for name, study in grid.studies.items():
+        trim = grid.trim.get(name, ()) if trimmed else ()
+        for block, seed in enumerate(study.seeds):
+            for arm, factors in _combinations(name, study):
+                levels = [override for factor, level in factors.items() for override in study.factors[factor][level]]
+                overrides = (*study.base, *grid.arms[arm], *levels, *trim, f"seed={seed}", *common)
+                blocks.setdefault(block, []).append(Cell(name, arm, factors, seed, overrides))
+    result = [cell for block in sorted(blocks) for cell in blocks[block]]
+    twins = {cell.hash for cell in result}
+    if len(twins) != len(result):
+        raise ConfigError("ablation.studies names a seed or a level twice: two cells of the grid are the same run")
+    return result
+
+
+def _combinations(name: str, study: StudyConfig) -> Iterator[tuple[str, dict[str, str]]]:
+    for skip in study.skip:
+        unknown = [key for key in skip if key != "arm" and key not in study.factors]
+        if unknown:
+            raise ConfigError(f"ablation.studies.{name}.skip names {unknown[0]}; it has arm, {', '.join(study.factors)}")
+    for levels in itertools.product(*study.factors.values()):
+        factors = dict(zip(study.factors, levels, strict=True))
+        for arm in study.arms:
+            place = {"arm": arm, **factors}
+            if not any(all(place[key] in allowed for key, allowed in skip.items()) for skip in study.skip):
+                yield arm, factors
+
+
+@cache
+def code_fingerprint() -> str:
+    """A digest of the code that decides a run's result, and of torch's version; a change of the report's page keeps it."""
+    import torch
+
+    root = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256(torch.__version__.encode())
+    for room in _ROOMS_THAT_DECIDE_A_RUN:
+        for path in sorted((root / room).rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,332 @@
+"""The report of fabricated grids whose truth is known: verdicts, counts, determinism, and what the page may contain."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minitx.ablation import analysis as an
+from minitx.ablation import verdict as vd
+from minitx.ablation.report import Report, write_report
+from minitx.config import AblationConfig, StudyConfig
+
+META = {"commit": "0123456", "versions": {"torch": "2.13.0"}, "wall_seconds": 12.0, "command": "python x", "date": "today"}
+NOT_A_VALUE = re.compile(r"\b(nan|NaN|inf|None)\b")
+
+
+@pytest.fixture
+def draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without figures, for tests that ask about the words."""
+    monkeypatch.setattr("minitx.ablation.report.draw_all", lambda findings: [])
+
+
+@pytest.fixture(scope="module")
+def quick(fabricate: Any, tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """The report, with its figures, of a grid that behaves as the pilot did."""
+    return write_report(*fabricate(), tmp_path_factory.mktemp("quick"), meta=META)
+
+
+def verdicts(report: Report) -> dict[tuple[str, str, str], str]:
+    """Verdict of unscaled − inv_sqrt by endpoint, init and d_k."""
+    return {
+        (c.endpoint, c.condition["init"], c.condition["head_dim"]): c.judgement.word
+        for c in report.comparisons
+        if (c.reference, c.treatment) == ("inv_sqrt", "unscaled")
+    }
+
+
+def words_of(path: Path) -> str:
+    """The text of a page without pictures, style and tags."""
+    text = re.sub(r"data:image/png;base64,[A-Za-z0-9+/=]+", "", path.read_text(encoding="utf-8"))
+    return re.sub(r"<[^>]+>", " ", re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL))
+
+
+# --- verdicts where the truth is known
+
+
+def test_a_known_effect_gives_harm_where_it_was_put_and_no_harm_where_it_was_not(quick: Report) -> None:
+    assert verdicts(quick) == {
+        ("E1", "lecun", "128"): "HARM",
+        ("E2", "lecun", "128"): "HARM",
+        ("E1", "lecun", "8"): "NO HARM",
+        ("E2", "lecun", "8"): "NO HARM",
+        ("E1", "gpt2", "128"): "NO HARM",
+        ("E2", "gpt2", "128"): "HARM",
+        ("E1", "gpt2", "8"): "NO HARM",
+        ("E2", "gpt2", "8"): "NO HARM",
+    }
+
+
+def test_the_primary_family_is_two_tests_adjusted_by_holm_and_the_rest_is_not_adjusted(quick: Report) -> None:
+    primary = [c for c in quick.comparisons if c.primary]
+    assert [(c.endpoint, c.condition) for c in primary] == [
+        ("E1", {"head_dim": "128", "init": "lecun"}),
+        ("E2", {"head_dim": "128", "init": "lecun"}),
+    ]
+    assert [(c.p_harm, c.p_adjusted) for c in primary] == [(1 / 64, 2 / 64)] * 2
+    assert all(c.p_adjusted is None for c in quick.comparisons if not c.primary)
+
+
+def test_without_an_effect_the_primary_verdict_is_hardly_ever_harm(fabricate: Any, make_grid: Any) -> None:
+    whole = make_grid()
+    grid = AblationConfig(arms=whole.arms, studies={"recall": whole.studies["recall"]})
+    hits = 0
+    for draw in range(12):
+        noise = np.random.default_rng(draw)
+        cells = an.collect(*fabricate(grid, accuracy=lambda *_, noise=noise: 0.97 + 0.03 * noise.normal()))
+        hits += any(c.judgement.word == "HARM" for c in vd.comparisons(cells) if c.primary)
+    assert hits <= 2  # at most 3.1 % each by the floor of the test: 3 of 12 would have p < .006
+
+
+@pytest.mark.usefixtures("draws_nothing")
+def test_equal_arms_give_no_harm_everywhere(fabricate: Any, tmp_path: Path) -> None:
+    report = write_report(*fabricate(accuracy=lambda *_: 1.0), tmp_path, meta=META)
+    assert set(verdicts(report).values()) == {"NO HARM"}
+
+
+@pytest.mark.parametrize("seeds", [1, 2, 4])
+@pytest.mark.usefixtures("draws_nothing")
+def test_too_few_seeds_are_inconclusive_and_the_page_says_why(
+    fabricate: Any, make_grid: Any, tmp_path: Path, seeds: int
+) -> None:
+    report = write_report(*fabricate(make_grid(seeds)), tmp_path, meta=META)
+    assert set(verdicts(report).values()) == {"INCONCLUSIVE"}
+    words = words_of(tmp_path / "report.html")
+    assert "a verdict needs at least 5" in words
+    assert not NOT_A_VALUE.search(words)
+
+
+def test_the_headline_names_every_endpoint_init_and_width_and_the_ladder(quick: Report) -> None:
+    for part in (
+        "init lecun, d_k 128 (primary, 6 paired seeds)",
+        "init gpt2, d_k 8 (secondary, not adjusted",
+        "not confirmatory",
+    ):
+        assert part in quick.headline
+    assert quick.headline.count("accuracy at the best rate") == quick.headline.count("usable window") == 4
+    assert "separation first at S2" in quick.headline
+    assert "at S3, S5a, S5c" in quick.headline
+    assert "both arms fail at S4" in quick.headline
+
+
+def test_predictions_are_judged_with_their_numbers(quick: Report) -> None:
+    status = {p.name: p.status for p in quick.predictions}
+    assert status == dict.fromkeys(("P1", "P2", "P3", "P4", "P5", "P7"), "HELD") | {"P6": "NOT TESTED"}
+    assert all(re.search(r"\d", p.evidence) for p in quick.predictions if p.status == "HELD")
+
+
+@pytest.mark.usefixtures("draws_nothing")
+def test_a_prediction_fails_when_the_data_say_the_opposite(fabricate: Any, tmp_path: Path) -> None:
+    def small_is_hurt(arm: str, factors: Any, seed: int, rng: np.random.Generator) -> float:
+        hurt = arm == "unscaled" and (factors["head_dim"] == "8" or factors["init"] == "gpt2")
+        return 0.3 + 0.01 * rng.random() if hurt else 1.0
+
+    report = write_report(*fabricate(accuracy=small_is_hurt), tmp_path, meta=META)
+    status = {p.name: p.status for p in report.predictions}
+    assert status["P2"] == status["P3"] == "NOT HELD"
+
+
+def test_the_grid_may_bring_predictions_of_its_own(fabricate: Any, make_grid: Any) -> None:
+    records, grid, expected = fabricate(make_grid(predictions={"P1": "as stated here", "Q9": "something else"}))
+    judged = vd.predictions(vd.analyse(an.collect(records, grid, expected)))
+    assert [(p.name, p.statement, p.status) for p in judged] == [
+        ("P1", "as stated here", "HELD"),
+        ("Q9", "something else", "NOT TESTED"),
+    ]
+
+
+# --- nothing is lost
+
+
+@pytest.mark.usefixtures("draws_nothing")
+def test_a_failed_and_a_missing_cell_are_counted_named_and_block_the_verdict(fabricate: Any, tmp_path: Path) -> None:
+    records, grid, expected = fabricate()
+    wide = {"arm": "unscaled", "factors": {"head_dim": "128", "init": "lecun", "lr": "3e-3"}, "seed": 4}
+    lost = next(i for i, r in enumerate(records) if {k: r[k] for k in wide} == wide)
+    records[lost] = records[lost] | {"status": "failed", "error": "out of memory", "result": None}
+    gone = next(i for i, r in enumerate(records) if r["study"] == "text")
+    del records[gone]
+    report = write_report(records, grid, expected, tmp_path, meta=META)
+    assert (report.expected, report.done, report.failed, report.missing) == (288, 286, 1, 1)
+    assert "1 failed, 1 missing" in report.table_text
+    words = words_of(tmp_path / "report.html")
+    assert "288 expected, 286 done, 1 failed, 1 missing" in words
+    assert "out of memory" in words
+    assert verdicts(report)["E1", "lecun", "128"] == "INCONCLUSIVE"
+    assert "1 of 6 seeds lack a finished cell (seed 4)" in words
+    assert verdicts(report)["E1", "gpt2", "128"] == "NO HARM"
+
+
+@pytest.mark.usefixtures("draws_nothing")
+def test_a_cell_of_another_grid_is_counted_and_changes_no_table(fabricate: Any, tmp_path: Path, quick: Report) -> None:
+    records, grid, expected = fabricate()
+    stranger = records[0] | {"seed": 99}
+    report = write_report([*records, stranger], grid, expected, tmp_path, meta=META)
+    assert report.comparisons == quick.comparisons
+    assert "1 that belong to no cell of the grid" in words_of(tmp_path / "report.html")
+
+
+def test_a_retried_cell_counts_once_and_the_finished_record_wins(fabricate: Any) -> None:
+    records, grid, expected = fabricate()
+    failed = records[0] | {"status": "failed", "error": "first try", "result": None}
+    for order in ([failed, *records], [*records, failed]):
+        cells = an.collect(order, grid, expected)
+        assert (len(cells.done), len(cells.failed)) == (288, 0)
+
+
+def test_the_csv_has_one_line_for_every_expected_cell(quick: Report) -> None:
+    rows = list(csv.DictReader(io.StringIO((quick.folder / "cells.csv").read_text(encoding="utf-8"))))
+    assert len(rows) == quick.expected
+    nonfinite = [row for row in rows if row["outcome"] == "NONFINITE"]
+    assert [(row["rung"], row["val_loss"], row["nonfinite_step"]) for row in nonfinite] == [("S5c", "", "120")]
+
+
+# --- diverged runs
+
+
+def test_diverged_runs_score_the_loss_at_init_and_chance() -> None:
+    result = {"outcome": "NONFINITE", "val_loss": None, "accuracy": None, "initial_loss": 4.2, "floors": {}}
+    record = {"result": result, "overrides": ["data=kv_lookup", "data.num_values=8"]}
+    assert an.loss_of(record) == 4.2
+    assert an.accuracy_of(record) == 1 / 8
+    assert an.loss_of({**record, "result": result | {"outcome": "DIVERGED", "val_loss": 9.0}}) == 4.2
+    assert an.accuracy_of({**record, "result": result | {"accuracy": 0.3}}) == 0.3
+
+
+def test_the_ladder_names_instability_only_where_the_scaled_arm_trains(fabricate: Any) -> None:
+    cells = an.collect(*fabricate())
+    rows = {row.rung: row for row in an.ladder_rows(cells)}
+    assert list(rows) == ["S0", "S1", "S2", "S3", "S4", "S5a", "S5b", "S5c"]
+    assert [rung for rung, row in rows.items() if row.signs] == ["S3", "S5a", "S5c"]
+    assert [rung for rung, row in rows.items() if row.both_fail] == ["S4"]
+    assert rows["S5c"].difference == pytest.approx(4.3 - rows["S5c"].reference["result"]["val_loss"])
+    assert any("median gradient norm" in sign for sign in rows["S3"].signs)
+    assert any("spikes" in sign for sign in rows["S5c"].signs)
+
+
+def test_the_null_control_fails_on_a_single_different_bit(fabricate: Any) -> None:
+    records, grid, expected = fabricate()
+    assert [p.equal for p in an.null_pairs(an.collect(records, grid, expected))] == [True]
+    i = next(i for i, r in enumerate(records) if r["arm"] == "full_fold")
+    records[i] = records[i] | {"result": records[i]["result"] | {"loss_digest": "0" * 64}}
+    assert [p.equal for p in an.null_pairs(an.collect(records, grid, expected))] == [False]
+    assert [p.equal for p in an.null_pairs(an.collect(records[:i] + records[i + 1 :], grid, expected))] == [None]
+
+
+def test_init_rows_hold_the_row_std_beside_the_threshold_of_the_row_length(fabricate: Any) -> None:
+    rows = {(r.arm, r.init, r.head_dim): r for r in an.init_rows(an.collect(*fabricate()))}
+    assert len(rows) == 70
+    wide = rows["unscaled", "lecun", "64"]
+    assert wide.values["row_std"] == pytest.approx(8.0, rel=0.1)
+    assert wide.threshold == pytest.approx(math.sqrt(2 * math.log(64)))
+    assert [w for (_, i, w) in rows if i == "lecun"][:2] == ["4", "4"]  # numbers ascend, 4 before 16
+
+
+# --- the files
+
+
+def test_the_order_of_the_records_never_shows(fabricate: Any, tmp_path: Path, quick: Report) -> None:
+    records, grid, expected = fabricate()
+    random.Random(4).shuffle(records)
+    random.Random(5).shuffle(expected)
+    report = write_report(records, grid, expected, tmp_path, meta=META)
+    assert [p.name for p in report.files] == [p.name for p in quick.files]
+    for mine, theirs in zip(report.files, quick.files, strict=True):
+        assert mine.read_bytes() == theirs.read_bytes(), mine.name
+    assert (report.headline, report.table_text) == (quick.headline, quick.table_text)
+
+
+def test_every_figure_is_a_png_beside_the_page_and_inside_it(quick: Report) -> None:
+    pictures = [p for p in quick.files if p.suffix == ".png"]
+    assert len(pictures) == 9
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in pictures)
+    page = (quick.folder / "report.html").read_text(encoding="utf-8")
+    assert page.count('src="data:image/png;base64,') == len(pictures)
+    assert all(f"({p.name})" in (quick.folder / "summary.md").read_text(encoding="utf-8") for p in pictures)
+
+
+def test_the_page_asks_the_network_for_nothing(quick: Report) -> None:
+    page = (quick.folder / "report.html").read_text(encoding="utf-8")
+    assert "http:" not in page
+    assert "https:" not in page
+    assert "//" not in re.sub(r"data:image/png;base64,[A-Za-z0-9+/=]+", "", page)
+    assert all(source.startswith("data:") for source in re.findall(r'src="([^"]*)"', page))
+    assert all(target.startswith("#") for target in re.findall(r'href="([^"]*)"', page))
+    assert "<script" not in page
+    assert "url(" not in page
+    assert "@import" not in page
+
+
+def test_no_missing_number_shows_as_a_word(quick: Report) -> None:
+    for name in ("report.html", "summary.md"):
+        words = words_of(quick.folder / name)
+        assert not NOT_A_VALUE.findall(words)
+
+
+def test_the_twelve_parts_stand_in_order(quick: Report) -> None:
+    titles = re.findall(r'<h2 id="s(\d+)">\d+\. ([^<]+)</h2>', (quick.folder / "report.html").read_text(encoding="utf-8"))
+    assert [int(number) for number, _ in titles] == list(range(1, 13))
+    assert titles[0][1] == "Verdict"
+    assert titles[-1][1] == "The predictions"
+
+
+def test_names_from_configs_are_escaped(fabricate: Any, make_grid: Any, tmp_path: Path) -> None:
+    evil = '<script>alert("$x")</script>'
+    grid = make_grid(name=evil, predictions={evil: evil})
+    study = StudyConfig(arms=("inv_sqrt", "unscaled", evil), factors=grid.studies["recall"].factors, seeds=(0, 1))
+    grid = AblationConfig(name=evil, arms={**grid.arms, evil: ()}, studies={"recall": study}, predictions={evil: evil})
+    write_report(*fabricate(grid), tmp_path, meta={"command": evil})
+    for name in ("report.html", "summary.md"):
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert "<script" not in text
+        assert "&lt;script&gt;" in text
+
+
+def test_the_terminal_table_fits_one_hundred_columns(quick: Report) -> None:
+    assert max(map(len, quick.table_text.splitlines())) <= 100
+    assert "HARM" in quick.table_text
+    assert "S5c" in quick.table_text
+
+
+# --- grids that lack something
+
+
+@pytest.mark.usefixtures("draws_nothing")
+@pytest.mark.parametrize("kept", ["recall", "text", "ladder", "init_sweep", "null_control"])
+def test_a_grid_with_one_study_alone_makes_a_report(fabricate: Any, make_grid: Any, tmp_path: Path, kept: str) -> None:
+    whole = make_grid(1)
+    grid = AblationConfig(arms=whole.arms, studies={kept: whole.studies[kept]})
+    report = write_report(*fabricate(grid), tmp_path, meta={})
+    assert report.done == report.expected > 0
+    if kept != "recall":
+        assert "no recall study" in report.headline
+
+
+@pytest.mark.parametrize("status", ["missing", "failed"])
+def test_a_grid_of_which_nothing_finished_makes_a_report(fabricate: Any, tmp_path: Path, status: str) -> None:
+    records, grid, expected = fabricate()
+    records = [r | {"status": "failed", "error": None, "result": None} for r in records] if status == "failed" else []
+    report = write_report(records, grid, expected, tmp_path, meta={})
+    assert getattr(report, status) == report.expected
+    assert set(verdicts(report).values()) == {"INCONCLUSIVE"}
+    assert "No figure" in words_of(tmp_path / "report.html")
+
+
+def test_runs_without_probes_or_numbers_make_a_report(fabricate: Any, make_grid: Any, tmp_path: Path) -> None:
+    records, grid, expected = fabricate(make_grid(2))
+    for record in records:
+        record["result"] |= {
+            "val_loss": float("nan"), "accuracy": None, "outcome": "NONFINITE", "probes": [], "grad_norm_median": None,
+            "grad_norm_max": float("inf"), "spike_share": None, "curve": [[0, float("nan"), float("inf")]], "floors": {},
+        }  # fmt: skip
+    report = write_report(records, grid, expected, tmp_path, meta={})
+    assert not NOT_A_VALUE.findall(words_of(tmp_path / "report.html"))
+    assert "both arms fail at S0, S1" in report.headline
