@@ -35,7 +35,7 @@ def attention_statistics(
     ``logit_std``          std of z over all visible pairs
     ``row_std``            mean_i std_j z_ij: what softmax sees, which a constant added to a row does not change
     ``max_logit``          max |z|
-    ``dot_variance``       mean_i var_j (q_i · k_j), before scaling, row-centred (R1: equals D on unit-normal input)
+    ``dot_product_variance``       mean_i var_j (q_i · k_j), before scaling, row-centred (R1: equals D on unit-normal input)
     ``entropy``            mean_i H_i / ln n_i with H_i = -Σ p ln p; 1 is uniform, 0 is one key
     ``max_weight``         mean_i max_j p_ij
     ``saturation_99``      share of rows with max p > 0.99; ``saturation_90`` likewise
@@ -136,7 +136,7 @@ def _tile_sums(
         "logit": z_seen.sum(-1),
         "logit_square": z_seen.square().sum(-1),
         "row_std": _row_variance(z, seen, n).sqrt(),
-        "dot_variance": _row_variance(dots, seen, n),
+        "dot_product_variance": _row_variance(dots, seen, n),
         "entropy": entropy / n.clamp(min=2).double().log(),
         "max_weight": top.double(),
         "saturation_99": (top > 0.99).double(),

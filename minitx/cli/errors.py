@@ -57,6 +57,9 @@ def exit_code(compose_and_run: Callable[[Callable[[Any], None]], Any], job: Call
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
     except KeyboardInterrupt:
         return _say(None, "stopped by SIGINT", 130)
+    except BrokenPipeError:  # `train.py --help | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception as error:
         return _say(error, *sentence(error)[:1], 2)
     return _say(guarded.errors[0], *sentence(guarded.errors[0])) if guarded.errors else 0

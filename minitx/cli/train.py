@@ -14,6 +14,7 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from minitx.cli.errors import exit_code
@@ -72,12 +73,19 @@ def output_folder(config: RunConfig) -> Path:
     """
     if config.ablation is not None:
         return Path(config.output_dir or Path("runs", config.experiment, config.ablation.name)).absolute()
-    folder = Path(config.output_dir or Path("runs", config.experiment, time.strftime("%Y-%m-%d_%H-%M-%S"))).absolute()
+    folder = Path(config.output_dir or _default_folder(config.experiment)).absolute()
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output_dir={folder} is a file")
     if (folder / "metrics.csv").exists() and config.ckpt_path is None:
         raise ConfigError(f"output_dir={folder} holds a run already; continue it with ckpt_path=last, or choose another folder")
     return folder
+
+
+def _default_folder(experiment: str) -> Path:
+    """``runs/<experiment>/<date_time>``; in a sweep (``-m``) the job's number within the sweep's folder."""
+    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        return Path(HydraConfig.get().sweep.dir, str(HydraConfig.get().job.num))
+    return Path("runs", experiment, time.strftime("%Y-%m-%d_%H-%M-%S"))
 
 
 def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any]:

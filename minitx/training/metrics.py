@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ class MetricsFile(Logger):
     """Writes the columns of ``COLUMNS``; values of one step that arrive apart (training, validation) share its row.
 
     A row's ``step`` counts the updates made: its ``train_loss`` is the loss that update ``step`` was computed from, its
-    ``val_loss`` is measured after it. Floats are written so that they read back bit-equal.
+    ``val_loss`` is measured after it; ``seconds`` count from the start of this process's run. Floats read back bit-equal.
+    Every call writes through: the last row is on disk when it returns.
 
     Args:
         path: the file. start_step: rows beyond it (of a run that went on after its last checkpoint) are dropped.
@@ -25,12 +27,11 @@ class MetricsFile(Logger):
     def __init__(self, path: Path, start_step: int = 0) -> None:
         super().__init__()
         self.path = path
-        self._row: dict[str, Any] = {}
         kept = [row for row in read_metrics(path) if row["step"] <= start_step] if path.exists() else []
-        self._file = path.open("w", newline="", encoding="utf-8")
-        self._writer = csv.DictWriter(self._file, COLUMNS, extrasaction="ignore")
-        self._writer.writeheader()
-        self._writer.writerows(kept)
+        self._row: dict[str, Any] = kept.pop() if kept else {}
+        self.path.write_text(_csv(dict(zip(COLUMNS, COLUMNS, strict=True)), *kept), encoding="utf-8")
+        self._offset = self.path.stat().st_size  # where the last row begins
+        self._write_row()
 
     @property
     def name(self) -> str:
@@ -44,26 +45,26 @@ class MetricsFile(Logger):
         """The config has a file of its own."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Add values to the row of ``step``; an older row is written out."""
+        """Add values to the row of ``step``, which is the last row or a new one."""
         if self._row and self._row["step"] != step:
-            self._write()
-        self._row.update(metrics, step=step)
+            self._offset = self.path.stat().st_size
+            self._row = {}
+        self._row = {**self._row, **metrics, "step": step}
+        self._write_row()
 
-    def save(self) -> None:
-        """Flush to the file system."""
-        if not self._file.closed:
-            self._file.flush()
-
-    def finalize(self, status: str) -> None:
-        """Write the last row and close."""
-        if not self._file.closed:
-            self._write()
-            self._file.close()
-
-    def _write(self) -> None:
+    def _write_row(self) -> None:
         if self._row:
-            self._writer.writerow({name: _as_text(value) for name, value in self._row.items()})
-        self._row = {}
+            with self.path.open("r+", encoding="utf-8", newline="") as file:
+                file.seek(self._offset)
+                file.truncate()
+                file.write(_csv(self._row))
+
+
+def _csv(*rows: dict[str, Any]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writerows({name: "" if value is None else _as_text(value) for name, value in row.items()} for row in rows)
+    return text.getvalue()
 
 
 def _as_text(value: Any) -> str:

@@ -111,7 +111,8 @@ class TrainingModule(L.LightningModule):
         totals = {name: self.trainer.strategy.reduce(value, reduce_op="sum") for name, value in self._validation.items()}
         self._validation = {}
         count = totals["count"].clamp(min=1)
-        self.log_dict({"val_loss": totals["nll"] / count, "val_accuracy": totals["correct"] / count}, rank_zero_only=True)
+        means = {"val_loss": totals["nll"] / count, "val_accuracy": totals["correct"] / count}
+        self.log_dict(means, rank_zero_only=True, logger=False)  # StepLog writes them, at the right step
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["minitx"] = self.state

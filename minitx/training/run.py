@@ -197,8 +197,6 @@ def finish(trainer: L.Trainer, module: TrainingModule, data: DataModule, config:
     interval = config.trainer.val_every or config.trainer.max_steps
     if config.trainer.max_steps % min(interval, config.trainer.max_steps):
         trainer.validate(module, datamodule=data, verbose=False)
-    for logger in trainer.loggers:
-        logger.finalize("success")
     if config.trainer.ckpt_every:
         trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
 
