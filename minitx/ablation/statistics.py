@@ -2,13 +2,12 @@
 
 Every procedure takes plain numbers, one a seed, and is exact or taken from scipy where scipy has it. Differences are
 treatment − reference of the same seed, and **larger is better**, so that a negative difference is harm. Nothing here
-accepts NaN: a run that diverged has a score (see ``analysis``), and a run that is missing is reported, not averaged.
+accepts NaN: a run that diverged has a score (see ``records``), and a run that is missing is reported, not averaged.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -274,34 +273,3 @@ def verdict(differences: ArrayLike, *, margin: float, p_harm: float, alpha: floa
         "INCONCLUSIVE",
         f"neither harm (p = {p_harm:.4f}) nor equivalence within ±{margin:g} (p = {p_equal:.4f}) is shown{better}",
     )
-
-
-# --- numbers as text
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """A number for the page; "–" where nothing was measured. Never ``nan``.
-
-    >>> number(-0.5), number(-0.0001), number(None), number(1234567.0)
-    ('−0.500', '0.000', '–', '1.23e+06')
-    """
-    if value is None or not math.isfinite(value):
-        return "–"
-    text = f"{value:.2e}" if abs(value) >= 10_000 else f"{round(value, digits) + 0.0:.{digits}f}"
-    return text.replace("-", "−")
-
-
-def signed(value: float | None, digits: int = 3) -> str:
-    """A difference: always with its sign."""
-    text = number(value, digits)
-    return text if text[0] in "–−" else f"+{text}"
-
-
-def span(interval: Interval | None, digits: int = 3) -> str:
-    """The ends of a 95 % interval."""
-    return "no interval" if interval is None else f"{signed(interval.low, digits)} to {signed(interval.high, digits)}"
-
-
-def p_text(p: float | None) -> str:
-    """A p value to four places."""
-    return "–" if p is None else "< 0.0001" if p < 0.0001 else f"{p:.4f}"

@@ -19,6 +19,7 @@ WIDTHS = ("4", "8", "16", "32", "64", "128", "256")
 INITS = {"lecun": 1.0, "xavier": 1.0, "torch_mha": 0.5, "torch_linear": 1 / 3, "gpt2": 0.0512}
 RUNGS = ("S0", "S1", "S2", "S3", "S4", "S5a", "S5b", "S5c")
 RATES = ("1e-3", "3e-3", "1e-2")
+PREDICTIONS = {f"P{i}": f"statement {i}" for i in range(1, 8)}
 ARMS = ("inv_sqrt", "unscaled", "init_fold", "uniform", "full_fold")
 
 
@@ -37,7 +38,7 @@ def quick_grid(seeds: int = 6, **changes: Any) -> AblationConfig:
         "init_sweep": StudyConfig(arms=ARMS[:2], factors={"head_dim": levels(WIDTHS), "init": levels(tuple(INITS))}),
         "null_control": StudyConfig(arms=("inv_sqrt", "full_fold"), factors={"head_dim": levels(("16",))}),
     }
-    return AblationConfig(**{"arms": dict.fromkeys(ARMS, ()), "studies": studies, **changes})
+    return AblationConfig(**{"arms": dict.fromkeys(ARMS, ()), "studies": studies, "predictions": PREDICTIONS, **changes})
 
 
 def expected_cells(grid: AblationConfig) -> list[Record]:
@@ -119,7 +120,7 @@ def fabricated_result(cell: Record, accuracy: Callable[..., float]) -> Record:
         "num_parameters": 800_000,
         "probes": probes,
     }
-    if study == "recall":
+    if study in ("recall", "floor"):
         found = min(1.0, max(0.0, accuracy(arm, factors, cell["seed"], rng)))
         result |= {"accuracy": found, "outcome": "SOLVED" if found >= 0.99 else "FAILED", "floors": {}}
         result |= {"val_loss": 2.7 * (1 - found), "initial_loss": 2.9}

@@ -1,0 +1,106 @@
+"""Panels, legends and axes that the figures share.
+
+Figures are made without pyplot, so that no global state and no display is touched. Colours are those of Okabe and Ito,
+which colour-blind readers can tell apart; arms also differ by marker.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from minitx.ablation.records import FLOOR, FOLD, REFERENCE, TREATMENT
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DPI = 110
+INK, GREY, RED = "#222222", "#767676", "#B00020"
+STYLES = {
+    REFERENCE: ("#0072B2", "o"),
+    TREATMENT: ("#D55E00", "s"),
+    FOLD: ("#009E73", "^"),
+    FLOOR: ("#767676", "D"),
+}
+MORE_STYLES = (("#CC79A7", "v"), ("#56B4E9", "P"), ("#E69F00", "X"), ("#8A6D00", "<"), ("#000000", ">"))
+
+Entry = tuple[str, str, str, Any]
+"""A line of a legend: label, colour, marker, line style."""
+
+
+def style(arm: str, arms: Sequence[str]) -> tuple[str, str]:
+    """Colour and marker of an arm: the same in every figure."""
+    if arm in STYLES:
+        return STYLES[arm]
+    others = [a for a in arms if a not in STYLES]
+    return MORE_STYLES[others.index(arm) % len(MORE_STYLES)]
+
+
+def panels(rows: int, columns: int, width: float = 2.9, height: float = 2.5, **share: Any) -> tuple[Figure, Any]:
+    """A figure and its (rows, columns) axes; sizes in inches a panel."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(width * columns, 4.2), height * rows + 0.35), dpi=DPI, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **share)
+    for ax in axes.flat:
+        ax.tick_params(labelsize=8, colors=INK)
+        ax.grid(True, color="#E6E6E6", linewidth=0.6)
+        ax.set_axisbelow(True)
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def wrapped_panels(used: int, y: str, **size: Any) -> tuple[Figure, Any]:
+    """``used`` panels, four a row, with one y axis label a row; gives them as one flat sequence."""
+    columns = min(used, 4)
+    figure, axes = panels(math.ceil(used / columns), columns, **size)
+    for ax in axes[:, 0]:
+        ax.set_ylabel(y, fontsize=8.5, color=INK)
+    for ax in axes.flat[used:]:
+        ax.remove()
+    return figure, axes.flat[:used]
+
+
+def legend(figure: Figure, entries: Sequence[Entry]) -> None:
+    """One legend above all panels."""
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], color=color, marker=marker, linestyle=line, markersize=5, label=label.replace("$", r"\$"))
+        for label, color, marker, line in entries
+    ]
+    figure.legend(handles=handles, loc="outside upper left", ncols=min(len(handles), 4), fontsize=8, frameon=False)
+
+
+def label(ax: Axes, title: str = "", x: str = "", y: str | None = None) -> None:
+    """Title and axis names; a y axis that has its name keeps it."""
+    ax.set_title(title, fontsize=9, color=INK, parse_math=False)
+    ax.set_xlabel(x, fontsize=8.5, color=INK)
+    if y is not None:
+        ax.set_ylabel(y, fontsize=8.5, color=INK)
+
+
+def dodge(count: int, index: int, width: float) -> float:
+    """Offset of series ``index`` of ``count``, so that the dots of two arms do not hide each other entirely."""
+    return (index - (count - 1) / 2) * width
+
+
+def log_ticks(ax: Axes) -> None:
+    """A logarithmic y axis with plain, labelled ticks, also where it spans less than a decade."""
+    from matplotlib.ticker import FormatStrFormatter, LogLocator
+
+    ax.set_yscale("log")
+    low, high = ax.get_ylim()
+    ax.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 100 * low else (1.0, 2.0, 5.0), numticks=8))
+    ax.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    ax.minorticks_off()
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a file; equal figures give equal bytes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
+    return buffer.getvalue()

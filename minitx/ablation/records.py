@@ -1,0 +1,207 @@
+"""Records of finished cells, held against the cells that were expected, and the score of one cell.
+
+A record is one line of ``cells.jsonl``: ``study``, ``arm``, ``factors`` (name → level), ``seed``, ``overrides``,
+``command``, ``status``, ``error``, ``seconds`` and ``result`` (``None`` for a failed cell). Records are sorted first,
+so that the order in which cells finished never shows. What was expected and did not come back is counted and named.
+
+Scores: accuracy of a recall cell is what was measured, or chance where the run left nothing to measure; the loss of a
+cell that is NONFINITE or DIVERGED is its loss at init. No seed is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from minitx.config import AblationConfig, KeyValueDataConfig, StudyConfig, TextDataConfig
+
+REFERENCE, TREATMENT, FOLD, FLOOR, NULL = "inv_sqrt", "unscaled", "init_fold", "uniform", "full_fold"
+ARMS = (REFERENCE, TREATMENT)
+"""What is compared first: unscaled − inv_sqrt."""
+RECALL, TEXT, LADDER, INIT_SWEEP, NULL_CONTROL = "recall", "text", "ladder", "init_sweep", "null_control"
+FLOOR_STUDY = "floor"
+RATE, WIDTH, INIT, RUNG = "lr", "head_dim", "init", "rung"
+PRIMARY_INIT, SMALL_INIT = "lecun", "gpt2"
+SOLVED = 0.99
+"""Recall is solved at this accuracy."""
+
+Record = Mapping[str, Any]
+Condition = Mapping[str, str]
+
+
+class CellKey(NamedTuple):
+    """What identifies a cell in a grid."""
+
+    study: str
+    arm: str
+    factors: tuple[tuple[str, str], ...]
+    seed: int
+
+    def __str__(self) -> str:
+        levels = "".join(f", {name} {level}" for name, level in self.factors)
+        return f"{self.study}: {self.arm}{levels}, seed {self.seed}"
+
+
+def key_of(cell: Record) -> CellKey:
+    """The key of a record or of an expected cell."""
+    factors = tuple(sorted((str(k), str(v)) for k, v in cell.get("factors", {}).items()))
+    return CellKey(str(cell["study"]), str(cell["arm"]), factors, int(cell["seed"]))
+
+
+def as_number(level: str) -> float | None:
+    """A level as a number, or ``None`` where it is a word."""
+    try:
+        return float(level)
+    except ValueError:
+        return None
+
+
+def width_of(condition: Condition) -> float:
+    """d_k of a condition, 0 where it has none."""
+    return as_number(condition.get(WIDTH, "")) or 0.0
+
+
+def finite(value: Any) -> float | None:
+    """``value`` as a float, or ``None`` where nothing finite was measured."""
+    if value is None or isinstance(value, str) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def quotient(top: Any, bottom: Any) -> float | None:
+    """``top`` / ``bottom``, or ``None`` where one of them was not measured or ``bottom`` is 0."""
+    a, b = finite(top), finite(bottom)
+    return a / b if a is not None and b else None
+
+
+# --- counting
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The cells of a grid: what was expected, and what came back of it.
+
+    ``done`` and ``failed`` map keys to records; ``missing`` never came back; ``unexpected`` came back, belongs to no
+    cell of the grid and is left out of every table.
+    """
+
+    grid: AblationConfig
+    expected: tuple[CellKey, ...]
+    done: Mapping[CellKey, Record]
+    failed: Mapping[CellKey, Record]
+    missing: tuple[CellKey, ...]
+    unexpected: tuple[CellKey, ...]
+
+    def keys(self, study: str, arm: str | None = None, **levels: str) -> list[CellKey]:
+        """The expected cells with these levels."""
+        wanted = set(levels.items())
+        return [k for k in self.expected if k.study == study and arm in (None, k.arm) and wanted <= set(k.factors)]
+
+    def select(self, study: str, arm: str | None = None, **levels: str) -> list[Record]:
+        """The finished records with these levels, in the order of their keys."""
+        return [self.done[k] for k in self.keys(study, arm, **levels) if k in self.done]
+
+    def levels(self, study: str, factor: str, **levels: str) -> tuple[str, ...]:
+        """Levels of a factor: ascending where all are numbers, else in the order of the grid."""
+        found = {level for k in self.keys(study, **levels) for name, level in k.factors if name == factor}
+        if all(as_number(level) is not None for level in found):
+            return tuple(sorted(found, key=lambda level: (float(level), level)))
+        return _in_order(found, self._planned(study).factors.get(factor, ()))
+
+    def arms(self, study: str, **levels: str) -> tuple[str, ...]:
+        """Arms of a study that have these levels, in the order of the grid."""
+        return _in_order({k.arm for k in self.keys(study, **levels)}, self._planned(study).arms)
+
+    def seeds(self, study: str, arm: str, **levels: str) -> tuple[int, ...]:
+        """Seeds that the grid wants for these levels."""
+        return tuple(sorted({k.seed for k in self.keys(study, arm, **levels)}))
+
+    def conditions(self, study: str, *arms: str) -> tuple[Condition, ...]:
+        """Every combination of the levels of the factors but the learning rate that has these arms, smallest d_k first."""
+        places = {tuple((n, v) for n, v in k.factors if n != RATE) for k in self.keys(study)}
+        order = {name: self.levels(study, name) for place in places for name, _ in place}
+
+        def rank(place: tuple[tuple[str, str], ...]) -> list[int]:
+            return [order[n].index(v) for n, v in sorted(place, key=lambda p: (p[0] != INIT, p[0]))]
+
+        ranked = (dict(place) for place in sorted(places, key=rank))
+        return tuple(c for c in ranked if set(arms) <= set(self.arms(study, **c)))
+
+    def _planned(self, study: str) -> StudyConfig:
+        return self.grid.studies.get(study, StudyConfig())
+
+
+def _in_order(found: Iterable[str], planned: Iterable[str]) -> tuple[str, ...]:
+    rank = {name: i for i, name in enumerate(planned)}
+    return tuple(sorted(found, key=lambda name: (rank.get(name, len(rank)), name)))
+
+
+def collect(records: Iterable[Record], grid: AblationConfig, expected: Iterable[Record]) -> Cells:
+    """Sort the records, set what is not finite to ``None``, and hold them against what was expected.
+
+    Of several records of one cell a finished one wins over a failed one, and of equals the first in the order of their
+    JSON text: the result never depends on the order of the lines.
+    """
+    keys = tuple(sorted({key_of(cell) for cell in expected}))
+    wanted = set(keys)
+    attempts: dict[CellKey, list[Record]] = {}
+    for record in records:
+        attempts.setdefault(key_of(record), []).append(_plain(record))
+    best = {
+        key: min(attempts[key], key=lambda r: (r["status"] != "done", json.dumps(r, sort_keys=True)))
+        for key in sorted(attempts)
+    }
+    return Cells(
+        grid=grid,
+        expected=keys,
+        done={k: r for k, r in best.items() if k in wanted and r["status"] == "done"},
+        failed={k: r for k, r in best.items() if k in wanted and r["status"] != "done"},
+        missing=tuple(k for k in keys if k not in best),
+        unexpected=tuple(k for k in best if k not in wanted),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """JSON data in which every number that is not finite is ``None``."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return {str(k): _plain(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
+# --- scores
+
+
+def _override(record: Record, key: str, default: float) -> float:
+    """The last value that the overrides of a cell give to ``key``."""
+    given = (override.lstrip("+").partition("=") for override in record.get("overrides", ()))
+    values = [as_number(value) for name, _, value in given if name == key]
+    return (values[-1] or default) if values else default
+
+
+def accuracy_of(record: Record) -> float:
+    """Accuracy of a recall cell; where the run left none chance: ``floors.chance``, else 1 / number of values."""
+    measured, chance = finite(record["result"]["accuracy"]), finite(record["result"]["floors"].get("chance"))
+    if measured is not None:
+        return measured
+    return chance or 1.0 / _override(record, "data.num_values", KeyValueDataConfig().num_values)
+
+
+def loss_of(record: Record) -> float:
+    """Validation loss in nats; the loss at init where the run is NONFINITE, DIVERGED or left none (NaN: not even that)."""
+    result = record["result"]
+    diverged = result["outcome"] in ("NONFINITE", "DIVERGED")
+    measured = None if diverged else finite(result["val_loss"])
+    initial = finite(result["initial_loss"])
+    return next((loss for loss in (measured, initial) if loss is not None), math.nan)
+
+
+def visible_keys(record: Record) -> int:
+    """n of the last row: the length of a row of the cell's data."""
+    if any(o.split("=", 1) in (["data", "kv_lookup"], ["data.name", "kv_lookup"]) for o in record["overrides"]):
+        return int(_override(record, "data.num_pairs", KeyValueDataConfig().num_pairs)) + 1
+    return int(_override(record, "data.context_len", TextDataConfig().context_len))

@@ -1,0 +1,278 @@
+"""The measured parts of the report, as blocks of text and tables: verdict, claims, arms, controls, where, ladder.
+
+Every sentence and number is computed from the findings; what the grid does not have is named as missing, never left
+out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import mean, median
+
+from minitx.ablation import records as rec
+from minitx.ablation import tables
+from minitx.ablation.effects import Effect, best_rate_loss, rate_effects
+from minitx.ablation.records import Cells
+from minitx.ablation.render import Block, Table
+from minitx.ablation.statistics import fisher_p
+from minitx.ablation.tables import InitRow, LadderRow
+from minitx.ablation.verdict import ENDPOINTS, Comparison, Findings
+from minitx.ablation.wording import condition_text, number, p_text, signed, span
+
+MEANS = "mean (median)"
+EFFECT_HEADERS = ("pairs", *(f"{arm} {MEANS}" for arm in rec.ARMS), "unscaled − inv_sqrt", "95 % interval")
+
+
+def interval_text(effect: Effect) -> str:
+    return "one pair, no interval" if effect.interval is None else f"95 % {span(effect.interval)}"
+
+
+def clause(c: Comparison) -> str:
+    """An endpoint, its difference and its verdict."""
+    return f"{ENDPOINTS[c.endpoint]}{_outcome(c)}"
+
+
+def _outcome(c: Comparison) -> str:
+    if c.effect is None:
+        return f": {c.judgement.word} ({c.judgement.reason})"
+    return f" {signed(c.effect.difference)} ({interval_text(c.effect)}): {c.judgement.word}"
+
+
+def _centre(values: Sequence[float]) -> str:
+    return f"{number(mean(values))} ({number(median(values))})"
+
+
+def _effect_cells(e: Effect) -> tuple[str, ...]:
+    return (str(len(e.reference)), _centre(e.reference), _centre(e.treatment), signed(e.difference), span(e.interval))
+
+
+# --- the verdict
+
+
+def verdict_part(findings: Findings) -> list[Block]:
+    if not findings.main:
+        return ["The grid has no recall study with both arms, so there is no verdict.", _lost_cells(findings.cells)]
+    caption = (
+        "Unscaled − inv_sqrt on recall, paired by seed; negative is harm. E1: accuracy at each arm's own best rate. "
+        "E2: usable window, the share of the rates that solve recall. p of harm: exact sign-flip, one-sided; adjusted by "
+        f"Holm over the primary family (m = 2). p of equality: TOST within ±{findings.cells.grid.margin:g}. Other rows are "
+        "secondary: the same statistics, not adjusted."
+    )
+    reasons: dict[str, list[Comparison]] = {}
+    for c in findings.main:
+        if c.judgement.word == "INCONCLUSIVE":
+            reasons.setdefault(c.judgement.reason, []).append(c)
+    said = [f"INCONCLUSIVE ({_places(found)}): {reason}." for reason, found in reasons.items()]
+    if list(reasons.values()) == [findings.main]:
+        said = [f"INCONCLUSIVE everywhere: {next(iter(reasons))}."]
+    return [_comparison_table(caption, findings.main), *said, _lost_cells(findings.cells)]
+
+
+def _places(found: Sequence[Comparison]) -> str:
+    """Which endpoints under which condition."""
+    places: dict[str, list[str]] = {}
+    for c in found:
+        places.setdefault(condition_text(c.condition), []).append(c.endpoint)
+    return "; ".join(f"{where}: {' and '.join(endpoints)}" for where, endpoints in places.items())
+
+
+def _comparison_table(caption: str, found: Sequence[Comparison], named: bool = False) -> Table:
+    """One row a comparison; ``named`` says which arms are compared, where that differs from row to row."""
+    rows = []
+    for c in found:
+        e = c.effect
+        scores = (signed(e.difference), span(e.interval), _centre(e.reference), _centre(e.treatment)) if e else ("–",) * 4
+        p_harm = p_text(c.p_harm) + (f", adjusted {p_text(c.p_adjusted)}" if c.p_adjusted is not None else "")
+        where = condition_text(c.condition) + (" (primary)" if c.primary else "")
+        what = (*((c.label,) if named else ()), c.endpoint, where, c.judgement.word)
+        rows.append((*what, *scores, str(len(c.seeds)), p_harm, p_text(c.p_equal)))
+    arms = ("reference", "treatment") if named else rec.ARMS
+    headers = (*(("arms",) if named else ()), "endpoint", "condition", "verdict", "difference", "95 % interval")
+    tests = (*(f"{arm} {MEANS}" for arm in arms), "seeds", "p of harm", "p of equality")
+    return Table(caption, (*headers, *tests), rows, folded=named)
+
+
+def _lost_cells(cells: Cells) -> Block:
+    lost = [(str(k), "failed", str(r["error"] or "no reason was recorded")) for k, r in cells.failed.items()]
+    lost += [(str(k), "missing", "no record came back") for k in cells.missing]
+    lost += [(str(k), "unexpected", "no cell of this grid; left out of every table") for k in cells.unexpected]
+    if not lost:
+        return "Every expected cell finished; none was left out."
+    return Table("Cells that are not in the tables, and why.", ("cell", "status", "reason"), lost)
+
+
+# --- three claims apart
+
+
+def claims_part(findings: Findings) -> list[Block]:
+    windows, finals = (
+        "; ".join(f"{condition_text(c.condition)}:{_outcome(c)}" for c in findings.main if c.endpoint == e and c.effect)
+        for e in ("E2", "E1")
+    )
+    return [
+        _init_claim(findings),
+        *([_init_table(findings)] if findings.init else []),
+        f"Optimisation. Usable window: {windows or 'not measured'}. {tables.ladder_sentence(findings.ladder)}",
+        f"Final quality. Recall at each arm's own best rate: {finals or 'not measured'}.",
+        _text_effects(findings.cells),
+    ]
+
+
+def _init_claim(findings: Findings) -> str:
+    rows = [r for r in findings.init if r.init == rec.PRIMARY_INIT and r.values["row_std"] is not None]
+    if not rows:
+        return "Init statistics. Not measured: the grid has no init sweep under LeCun init."
+    by_arm = {arm: [r for r in rows if r.arm == arm] for arm in rec.ARMS}
+    clauses = "; ".join(_init_clause(arm, mine) for arm, mine in by_arm.items() if mine)
+    slopes = [f"{init} {number(s.estimate, 2)}" for init, s in tables.variance_slopes(findings.init).items()]
+    law = f" Slope of ln Var(q·k) on ln d_k: {', '.join(slopes)}." if slopes else ""
+    return f"Init statistics. Row std of the logits at step 0 under LeCun init: {clauses}.{law}"
+
+
+def _init_clause(arm: str, rows: Sequence[InitRow]) -> str:
+    ends = " to ".join(f"{number(r.values['row_std'], 2)} at d_k {r.head_dim}" for r in (rows[0], rows[-1]))
+    frozen = next((r.head_dim for r in rows if (r.values["row_std"] or 0) > r.threshold), None)
+    where = f"above the threshold {number(rows[0].threshold, 2)} from d_k {frozen}" if frozen else "never frozen"
+    return f"{arm} {ends} ({where})"
+
+
+def _init_table(findings: Findings) -> Table:
+    by_key = {(r.arm, r.init, r.head_dim): r for r in findings.init}
+    ratios = tables.gradient_ratios(findings.init)
+    rows = []
+    for place in dict.fromkeys((r.init, r.head_dim) for r in findings.init):
+        both = [by_key.get((arm, *place)) for arm in rec.ARMS]
+        pairs = [number(r.values[name]) if r else "–" for name in ("row_std", "logit_std", "entropy") for r in both]
+        known = both[1] or both[0]
+        if known is not None:
+            std = both[1].values["row_std"] if both[1] else None
+            root = float(place[1]) ** 0.5 if rec.as_number(place[1]) else None
+            frozen = "–" if std is None else "frozen" if std > known.threshold else "free"
+            tail = (number(known.threshold, 2), frozen, number(ratios.get(place), 2))
+            rows.append((*place, number(root, 2), *pairs, number(known.values["dot_product_variance"]), *tail))
+    names = (f"{name} {arm}" for name in ("row std", "logit std", "entropy") for arm in rec.ARMS)
+    tail = ("√(2 ln n)", "unscaled is", "‖∇W_Q‖ unscaled / inv_sqrt")
+    caption = "Attention at step 0, every init and d_k: means over seeds and layers."
+    return Table(caption, ("init", "d_k", "√d_k", *names, "Var(q·k)", *tail), rows, folded=True)
+
+
+def _text_effects(cells: Cells) -> Block:
+    """Validation loss on text, at the same rate and at each arm's own best."""
+    rows = []
+    for condition in cells.conditions(rec.TEXT):
+        best = best_rate_loss(cells, rec.TEXT, condition, rec.loss_of)
+        for e in [*rate_effects(cells, rec.TEXT, condition, rec.loss_of), *([best] if best else [])]:
+            rows.append((condition_text(condition), e.label, *_effect_cells(e)))
+    caption = "Text (T4): validation loss in nats; positive is harm."
+    return Table(caption, ("condition", "rate", *EFFECT_HEADERS), rows) if rows else "Text (T4): no paired cells."
+
+
+# --- every arm, and the controls
+
+
+def arms_part(findings: Findings) -> list[Block]:
+    rows = []
+    for r in findings.arms:
+        chosen = ", ".join(f"{rate} ({count})" for rate, count in r.chosen.items()) or "–"
+        edge = "–" if not r.chosen else f"yes, {r.on_edge} of {sum(r.chosen.values())}" if r.on_edge else "no"
+        outcomes = ", ".join(f"{count} {name}" for name, count in r.outcomes.items()) or "none finished"
+        if r.done and r.study in (rec.INIT_SWEEP, rec.NULL_CONTROL):
+            outcomes = "not judged"  # a step or a few: too short to learn anything
+        largest = ", ".join(f"{rate} ({n})" for rate, n in Counter(x or "none" for x in r.largest).items()) or "–"
+        done = f"{r.done} of {r.expected}"
+        rows.append((r.study, condition_text(r.condition), r.arm, done, outcomes, chosen, edge, largest))
+    headers = ("study", "condition", "arm", "cells", "outcomes", "chosen rate (seeds)", "on the edge", "largest usable (seeds)")
+    caption = (
+        "Rates are chosen for each seed by the other seeds; ties go to the smaller rate. An edge is flagged where the "
+        "first or last rate beats every inner one by more than the margin. Largest usable: the largest rate that solves "
+        "recall; in brackets the seeds."
+    )
+    return [Table(caption, headers, rows) if rows else "The grid has no cells."]
+
+
+def controls_part(findings: Findings) -> list[Block]:
+    words = {True: "EQUAL", False: "DIFFERENT", None: "NOT RUN"}
+    rows = [(p.label, str(p.steps or "–"), words[p.equal]) for p in findings.null]
+    caption = "full_fold against inv_sqrt: are the training-loss series equal bit by bit?"
+    blocks: list[Block] = [Table(caption, ("cell", "steps", "series"), rows) if rows else "No full_fold null control here."]
+    cells = findings.cells
+    floors = [(s, c) for s in (rec.RECALL, rec.FLOOR_STUDY) for c in cells.conditions(s, rec.FLOOR)]
+    for study, condition in floors:
+        found = [rec.accuracy_of(r) for r in cells.select(study, rec.FLOOR, **condition)]
+        size = f"mean accuracy {number(mean(found))}, largest {number(max(found))}" if found else "no run finished"
+        blocks.append(f"Floor without attention ({rec.FLOOR}), {condition_text(condition)}: {size}.")
+    return blocks if floors else [*blocks, f"No floor without attention: the grid has no {rec.FLOOR} arm on recall."]
+
+
+# --- where the effect is
+
+
+def where_part(findings: Findings) -> list[Block]:
+    others = [c for c in findings.comparisons if c.arms != rec.ARMS]
+    caption = "Secondary: comparisons with init_fold, same statistics, not adjusted."
+    return [
+        _where_table(findings.main),
+        *([_gap_table(findings)] if findings.gaps else []),
+        _same_rate_effects(findings.cells),
+        *([_comparison_table(caption, others, named=True)] if others else []),
+    ]
+
+
+def _where_table(found: Sequence[Comparison]) -> Table:
+    words = {"HARM": "appears", "NO HARM": "disappears", "INCONCLUSIVE": "is open"}
+    rows = [(w, title, _places([c for c in found if c.judgement.word == w]) or "nowhere") for w, title in words.items()]
+    caption = "Unscaled − inv_sqrt on recall. E1: accuracy at the best rate. E2: usable window."
+    return Table(caption, ("verdict", "the effect", "where"), rows)
+
+
+def _gap_table(findings: Findings) -> Table:
+    rows = []
+    for gap in findings.gaps:
+        listed = "; ".join(f"d_k {w}: {signed(x)}" for w, x in gap.gaps)
+        slope = (signed(gap.slope.estimate), span(gap.slope)) if gap.slope else ("–", "fewer than three seeds")
+        rows.append((gap.init or "all", listed, *slope))
+    caption = "Accuracy gap inv_sqrt − unscaled at each arm's own best rate; slope a doubling of d_k, bootstrap over seeds."
+    return Table(caption, ("init", "gap", "slope", "95 % interval"), rows)
+
+
+def _same_rate_effects(cells: Cells) -> Block:
+    """Recall at the same learning rate: accuracy, and solved seeds with Fisher's exact p."""
+    rows = []
+    for condition in cells.conditions(rec.RECALL):
+        for e in rate_effects(cells, rec.RECALL, condition, rec.accuracy_of):
+            pairs = len(e.reference)
+            a, b = (sum(x >= rec.SOLVED for x in values) for values in (e.reference, e.treatment))
+            p = p_text(fisher_p((a, b), (pairs, pairs)))
+            rows.append((condition_text(condition), e.label, *_effect_cells(e), f"{a} and {b} of {pairs}", p))
+    caption = "Secondary: recall accuracy of both arms at the same rate; negative is harm. Not adjusted."
+    headers = ("condition", "rate", *EFFECT_HEADERS, "solved", "Fisher p, two-sided")
+    return Table(caption, headers, rows, folded=True) if rows else "Recall at the same rate: no paired cells."
+
+
+# --- the ladder
+
+
+def ladder_part(findings: Findings) -> list[Block]:
+    pairs = tuple(f"{n}, inv_sqrt / unscaled" for n in ("val loss", "median gradient", "largest gradient", "spike share"))
+    headers = ("rung", *(f"outcome {arm}" for arm in rec.ARMS), pairs[0], "difference", "apart", *pairs[1:], "instability")
+    caption = (
+        "Loss in nats; the difference scores NONFINITE and DIVERGED runs at the loss at init. "
+        f"Apart: worse by more than {tables.SEPARATION:g} nats. Instability is named where the scaled arm trains: failure to "
+        f"learn, spikes, or a gradient norm at least {tables.GRADIENT_RATIO:g} times larger. One run a cell."
+    )
+    table = [Table(caption, headers, [_ladder_cells(row) for row in findings.ladder])] if findings.ladder else []
+    return [tables.ladder_sentence(findings.ladder), *table]
+
+
+def _ladder_cells(row: LadderRow) -> tuple[str, ...]:
+    def pair(key: str, digits: int) -> str:
+        return " / ".join(number(run["result"][key], digits) if run else "–" for run in row.runs)
+
+    note = "; ".join(row.signs) or ("both arms fail: not the scale's doing" if row.both_fail else "none")
+    if None in row.runs:
+        note = "a cell is missing or failed"
+    outcomes = (run["result"]["outcome"] if run else "–" for run in row.runs)
+    apart = "–" if row.difference is None else "yes" if row.separated else "no"
+    gradients = (pair("grad_norm_median", 2), pair("grad_norm_max", 1), pair("spike_share", 3))
+    return (row.label, *outcomes, pair("val_loss", 3), signed(row.difference), apart, *gradients, note)
