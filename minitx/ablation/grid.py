@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -35,7 +36,7 @@ class Cell:
     @property
     def command(self) -> str:
         """The command that runs this cell alone."""
-        return " ".join(["python scripts/train.py", *self.overrides])
+        return shlex.join(["python", "scripts/train.py", *self.overrides])
 
     def steps(self) -> int:
         """The number of optimizer steps that the last ``trainer.max_steps`` override asks for.
@@ -48,6 +49,8 @@ class Cell:
             raise ConfigError(
                 f"ablation.studies.{self.study}.base must set trainer.max_steps, so that its time can be projected"
             )
+        if not given[-1].isdecimal():
+            raise ConfigError(f"ablation.studies.{self.study}: trainer.max_steps={given[-1]} must be a whole number")
         return int(given[-1])
 
     def describe(self) -> dict[str, Any]:
@@ -72,7 +75,7 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = (), trimmed: bool = F
         common: overrides for every cell, last. trimmed: whether ``grid.trim`` applies.
 
     Raises:
-        ConfigError: the same cell twice, or a ``skip`` that names no factor.
+        ConfigError: the same cell twice, or a ``skip`` that names no factor or no level of it.
     """
     blocks: dict[int, list[Cell]] = {}
     for name, study in grid.studies.items():
@@ -94,6 +97,11 @@ def _combinations(name: str, study: StudyConfig) -> Iterator[tuple[str, dict[str
         unknown = [key for key in skip if key != "arm" and key not in study.factors]
         if unknown:
             raise ConfigError(f"ablation.studies.{name}.skip names {unknown[0]}; it has arm, {', '.join(study.factors)}")
+        for key, levels in skip.items():
+            there = study.arms if key == "arm" else tuple(study.factors[key])
+            missing = [level for level in levels if level not in there]
+            if missing:
+                raise ConfigError(f"ablation.studies.{name}.skip names {key} {missing[0]}; it has {', '.join(there)}")
     for levels in itertools.product(*study.factors.values()):
         factors = dict(zip(study.factors, levels, strict=True))
         for arm in study.arms:

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 Record = dict[str, Any]
 RunCell = Callable[[Sequence[str], str], dict[str, Any]]
 PROBE_STEPS = 20
+_DIED = "a worker process died"
 
 
 def read_records(path: Path) -> list[Record]:
@@ -52,12 +53,21 @@ class Pool:
     def submit(self, cell: Cell, overrides: Sequence[str], folder: Path) -> Future[Outcome]:
         """Start a cell."""
         if self.executor is None:
-            self.executor = ProcessPoolExecutor(self.workers, multiprocessing.get_context("spawn"), initializer=_start_worker)
-        return self.executor.submit(_attempt, self.run_cell, tuple(overrides), str(folder / "cells" / cell.study / cell.hash))
+            spawn = multiprocessing.get_context("spawn")
+            self.executor = ProcessPoolExecutor(self.workers, spawn, initializer=_start_worker, initargs=(os.getpid(),))
+        place = str(folder / "cells" / cell.study / cell.hash)
+        try:
+            return self.executor.submit(_attempt, self.run_cell, tuple(overrides), place)
+        except BrokenProcessPool:  # a worker died since the last look
+            self.close()
+            return self.submit(cell, overrides, folder)
 
-    def renew(self) -> None:
-        """Drop an executor whose worker died; the next ``submit`` makes another."""
-        self.close()
+    def result(self, future: Future[Outcome]) -> Outcome:
+        """What came of a cell; the death of its worker is an outcome, and the next ``submit`` has new workers."""
+        try:
+            return future.result()
+        except BrokenProcessPool:
+            return Outcome(None, _DIED, 0.0)
 
     def close(self) -> None:
         """End the workers, without waiting for cells that have not begun."""
@@ -79,14 +89,14 @@ def open_pool(workers: int, run_cell: RunCell) -> Iterator[Pool]:
         pool.close()
 
 
-def _start_worker() -> None:
+def _start_worker(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; it kills its workers
     logging.disable(logging.INFO)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
 
 
 def _end_with_parent(parent: int) -> None:
-    """A worker whose parent was killed outright would otherwise run on."""
+    """A worker whose parent was killed outright, perhaps before the worker began, would otherwise run on."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
@@ -126,7 +136,7 @@ def project(pool: Pool, cells: Iterable[Cell], folder: Path) -> dict[tuple[str, 
         for kind, cell in kinds.items()
         for steps in {1, min(PROBE_STEPS, cell.steps())}
     }
-    seconds = {key: future.result().seconds for key, future in futures.items()}
+    seconds = {key: pool.result(future).seconds for key, future in futures.items()}
     costs = {}
     for kind, cell in kinds.items():
         steps = min(PROBE_STEPS, cell.steps())
@@ -164,6 +174,8 @@ def run_cells(
     log.info("%d cells: %d done before, %d to run on %d workers", len(cells), len(cells) - len(todo), len(todo), pool.workers)
     table = LiveTable(len(cells), len(cells) - len(todo), every_seconds, expected_seconds)
     with path.open("a", encoding="utf-8") as file:
+        if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+            file.write("\n")  # a line cut short by a crash must not swallow the next one
         for cell, outcome in _outcomes(pool, todo, folder):
             record = _record(cell, outcome)
             done[cell.hash] = record
@@ -175,21 +187,27 @@ def run_cells(
 
 
 def _outcomes(pool: Pool, todo: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, Outcome]]:
-    """Cells and what came of them, as they finish; only as many are under way as there are workers."""
-    waiting = list(reversed(todo))
+    """Cells and what came of them, as they finish; only as many are under way as there are workers.
+
+    A worker that dies takes the pool with it. Which of the cells under way did it shows when each runs alone, at the end.
+    """
+    waiting, suspects = list(reversed(todo)), list[Cell]()
     running: dict[Future[Outcome], Cell] = {}
-    while waiting or running:
-        while waiting and len(running) < pool.workers:
-            cell = waiting.pop()
+    while waiting or running or suspects:
+        while len(running) < pool.workers and (waiting or (suspects and not running)):
+            cell = waiting.pop() if waiting else suspects.pop()
             running[pool.submit(cell, cell.overrides, folder)] = cell
         finished, _ = wait(running, return_when=FIRST_COMPLETED)
-        if any(isinstance(future.exception(), BrokenProcessPool) for future in finished):
-            yield from ((cell, Outcome(None, "a worker process died", 0.0)) for cell in running.values())
-            running.clear()
-            pool.renew()
-            continue
-        for future in finished:
-            yield running.pop(future), future.result()
+        if any(pool.result(future).error == _DIED for future in finished):
+            finished, _ = wait(running)
+        outcomes = {future: pool.result(future) for future in finished}
+        several_died = [outcome.error for outcome in outcomes.values()].count(_DIED) > 1
+        for future, outcome in outcomes.items():
+            cell = running.pop(future)
+            if outcome.error == _DIED and several_died:
+                suspects.append(cell)
+            else:
+                yield cell, outcome
 
 
 def _record(cell: Cell, outcome: Outcome) -> Record:

@@ -18,10 +18,9 @@ Record = dict[str, Any]
 
 
 def _statistics(core: DotProductAttention, query: Tensor, key: Tensor, call: Record) -> dict[str, Tensor]:
-    statistics = attention_statistics(
-        query, key, scale=call["scale"], mask=call["mask"], softcap=core.softcap, sinks=call["sinks"]
-    )
-    return {**statistics, "favourite": favourite_keys(query, key, scale=call["scale"], mask=call["mask"])}
+    common = {"scale": call["scale"], "mask": call["mask"], "attn_bias": call["attn_bias"]}
+    statistics = attention_statistics(query, key, **common, softcap=core.softcap, sinks=call["sinks"])
+    return {**statistics, "favourite": favourite_keys(query, key, **common)}
 
 
 def _weights(core: DotProductAttention, query: Tensor, key: Tensor, call: Record) -> Tensor:

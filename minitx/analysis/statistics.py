@@ -24,6 +24,7 @@ def attention_statistics(
     *,
     scale: float,
     mask: Mask | None = None,
+    attn_bias: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> dict[str, Tensor]:
@@ -42,12 +43,12 @@ def attention_statistics(
     ``ipr``                mean_i Σ_j p², the inverse participation ratio: 1 / the effective number of keys
     ``jacobian_l1``        mean_i (1 - Σ p²) = ½ ‖J‖₁ of softmax's Jacobian J = diag(p) - p pᵀ
     ``jacobian_fro``       mean_i (Σp² - 2 Σp³ + (Σp²)²) = ‖J‖_F²
-    ``query_norm``         mean ‖q‖, ``key_norm`` mean ‖k‖, ``cosine`` mean_ij cos(q_i, k_j)
+    ``query_norm``         mean ‖q‖, ``key_norm`` mean ‖k‖ over keys that are no padding, ``cosine`` mean_ij cos(q_i, k_j)
     =====================  ================================================================================
 
     Args:
         query: (B, H, L, D), as the core gets it. key: (B, Hkv, S, D).
-        scale, mask, softcap, sinks: as in ``scaled_dot_product_attention``.
+        scale, mask, attn_bias, softcap, sinks: as in ``scaled_dot_product_attention``.
 
     >>> q = torch.zeros(1, 2, 5, 3)
     >>> round(float(attention_statistics(q, q, scale=1.0)["entropy"][0]), 6)  # equal scores: uniform weights
@@ -55,7 +56,7 @@ def attention_statistics(
     """
     totals: dict[str, Tensor] = {}
     maximum = torch.zeros(query.shape[1], dtype=torch.float64)
-    for tile in _tiles(query, key, mask):
+    for tile in _tiles(query, key, mask, attn_bias):
         sums, top = _tile_sums(*tile, scale=scale, softcap=softcap, sinks=sinks)
         maximum = torch.maximum(maximum, top.cpu())
         for name, value in sums.items():
@@ -65,46 +66,59 @@ def attention_statistics(
     result = {name: value / (pairs if name == "cosine" else rows) for name, value in totals.items()}
     result["logit_std"] = (square - mean**2).clamp(min=0).sqrt()
     result["max_logit"] = maximum
-    result["key_norm"] = key.double().norm(dim=-1).mean(dim=(0, 2)).repeat_interleave(query.shape[1] // key.shape[1]).cpu()
+    real_key = _real(mask, key.shape[0], key.shape[2], key.device)[:, None]  # (B, 1, S)
+    norms = key.double().norm(dim=-1).masked_fill(~real_key, 0.0).sum(dim=(0, 2)) / real_key.sum().clamp(min=1)
+    result["key_norm"] = norms.repeat_interleave(query.shape[1] // key.shape[1]).cpu()
     return result
 
 
-def favourite_keys(query: Tensor, key: Tensor, *, scale: float, mask: Mask | None = None) -> Tensor:
+def favourite_keys(
+    query: Tensor, key: Tensor, *, scale: float, mask: Mask | None = None, attn_bias: Tensor | None = None
+) -> Tensor:
     """The key with the largest weight, per row: int (B, H, L); -1 for rows that see fewer than two keys.
 
-    Soft-caps and sinks keep the order of the keys, so they are not asked for.
+    Sinks keep the order of the keys, and so does a soft-cap where there is no bias; they are not asked for.
     """
     chunks = []
-    for q, k, visible, counted in _tiles(query, key, mask):
-        scores = attention_scores(q, k, scale=1.0 if scale == 0 else scale)
+    for q, k, visible, counted, bias in _tiles(query, key, mask, attn_bias):
+        scores = attention_scores(q, k, scale=1.0 if scale == 0 else scale, attn_bias=bias)
         best = scores.masked_fill(~visible, -torch.inf).argmax(-1)
         chunks.append(torch.where(counted, best, -1))
     return torch.cat(chunks, dim=2)
 
 
-def _tiles(query: Tensor, key: Tensor, mask: Mask | None) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """(query rows, key, visible (B, H, rows, S), counted (B, H, rows)) for each chunk of rows."""
+Tile = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+
+
+def _tiles(query: Tensor, key: Tensor, mask: Mask | None, attn_bias: Tensor | None) -> Iterator[Tile]:
+    """(query rows, key, visible (B, H, rows, S), counted (B, H, rows), bias of the rows) for each chunk of rows."""
     B, H, L, _ = query.shape
     S = key.shape[2]
     rows = max(1, _TILE // (B * H * S))
-    real_query = _real_queries(mask, B, L, S, query.device)
+    real = _real(mask, B, S, query.device)
+    real_query = real[:, S - L :] if L <= S else real.new_ones(B, L)  # the last L of the S positions
     for start in range(0, L, rows):
         chunk = slice(start, min(start + rows, L))
         size = chunk.stop - chunk.start
         visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=query.device)
         if mask is not None:
             visible = mask.dense(L, S, batch_size=B, num_heads=H, device=query.device, rows=chunk, keys=slice(None))
+        bias = None
+        if attn_bias is not None:
+            bias = attn_bias if attn_bias.dim() == 4 else attn_bias[None, None]
+            bias = bias if bias.shape[2] == 1 else bias[:, :, chunk]
+            visible = visible & (bias != -torch.inf)
         visible = visible.expand(B, H, size, S)
         counted = (visible.sum(-1) > 1) & real_query[:, None, chunk]
-        yield query[:, :, chunk], hide_unseen(key, visible), visible, counted
+        yield query[:, :, chunk], hide_unseen(key, visible), visible, counted, bias
 
 
-def _real_queries(mask: Mask | None, B: int, L: int, S: int, device: torch.device) -> Tensor:
-    """Queries that are no padding (B, L): the last L of the S positions, where the lengths allow it."""
-    real = torch.ones(B, L, dtype=torch.bool, device=device)
+def _real(mask: Mask | None, B: int, S: int, device: torch.device) -> Tensor:
+    """Positions that are no padding, (B, S)."""
+    real = torch.ones(B, S, dtype=torch.bool, device=device)
     for part in mask.parts() if mask is not None else ():
-        if isinstance(part, Padding) and L <= S:
-            real = real & part.key_mask[:, S - L :]
+        if isinstance(part, Padding):
+            real = real & part.key_mask
     return real
 
 
@@ -113,6 +127,7 @@ def _tile_sums(
     key: Tensor,
     visible: Tensor,
     counted: Tensor,
+    bias: Tensor | None,
     *,
     scale: float,
     softcap: float | None,
@@ -120,7 +135,7 @@ def _tile_sums(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Sums over the counted rows of one tile, each (H,), and the largest |z|."""
     dots = attention_scores(query, key, scale=1.0)
-    z = attention_scores(query, key, scale=scale, softcap=softcap)
+    z = attention_scores(query, key, scale=scale, softcap=softcap, attn_bias=bias)
     p = masked_softmax(z, visible, sinks)
     seen = visible & counted.unsqueeze(-1)  # (B, H, rows, S)
     n = seen.sum(-1)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from minitx.config import AblationConfig, RunConfig
 log = logging.getLogger("minitx")
 
 # of the grid itself; every other override on the command line reaches every cell
-_NOT_FOR_CELLS = ("experiment=", "ablation=", "ablation.", "output_dir=", "hydra.", "hydra/", "+ablation", "seed=")
+_NOT_FOR_CELLS = ("experiment=", "ablation=", "ablation.", "output_dir=", "hydra.", "hydra/", "seed=")
 
 
 def run_ablation(config: RunConfig, folder: Path, overrides: Sequence[str], command: str) -> None:
@@ -38,10 +39,12 @@ def run_ablation(config: RunConfig, folder: Path, overrides: Sequence[str], comm
     grid = config.ablation
     assert grid is not None
     started = time.perf_counter()
+    common = [text for text in overrides if not text.lstrip("+~").startswith(_NOT_FOR_CELLS)]
+    common += ["callbacks.progress=false", "trainer.threads=1"]
+    for cell in cells(grid, common=common):  # refuses what cannot be run before anything is written
+        cell.steps()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "command.txt").write_text(command + "\n", encoding="utf-8")
-    common = [text for text in overrides if not text.startswith(_NOT_FOR_CELLS)]
-    common += ["callbacks.progress=false", "trainer.threads=1"]
     with stop_on_signals(), open_pool(grid.workers or available_cores(), run_cell) as pool:
         chosen, expected_seconds = plan(pool, grid, common, folder)
         records = run_cells(pool, chosen, folder, expected_seconds=expected_seconds)
@@ -102,7 +105,7 @@ def run_cell(overrides: Sequence[str], folder: str) -> dict[str, Any]:
     from minitx.cli.train import compose_config, run_training
 
     shutil.rmtree(folder, ignore_errors=True)  # what a killed run left
-    command = " ".join(["python scripts/train.py", *overrides])
+    command = shlex.join(["python", "scripts/train.py", *overrides])
     return run_training(compose_config(overrides), Path(folder), command)
 
 

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from minitx.config import ConfigError
+from minitx.config import SCALE_WORDS, ConfigError
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ def _nearest(value: Any, allowed: Sequence[Any]) -> str:
 
 def _convert_union(arguments: tuple[Any, ...], value: Any, key: str) -> Any:
     if value is None:
-        _require(type(None) in arguments, f"{key}=null is not allowed")
+        _require(type(None) in arguments, f"{key}=null is not allowed: {_wanted(arguments, key)}")
         return None
     options = [a for a in arguments if a is not type(None)]
     kinds = [o for o in options if dataclasses.is_dataclass(o)]
@@ -98,8 +98,16 @@ def _convert_union(arguments: tuple[Any, ...], value: Any, key: str) -> Any:
             return _convert(option, value, key)
         except ConfigError:
             continue
-    wanted = " or ".join(getattr(o, "__name__", str(o)) for o in options)
-    raise ConfigError(f"{key}={value} must be {wanted}, got {type(value).__name__}")
+    raise ConfigError(f"{key}={value} must be {_wanted(options, key)}, got {type(value).__name__}")
+
+
+def _wanted(options: Sequence[Any], key: str) -> str:
+    if key.endswith(".scale"):
+        return f"one of {', '.join(SCALE_WORDS)}, or a number; 'unscaled' is no scaling, 'inv_sqrt' is 1/sqrt(head_dim)"
+    return " or ".join(_PLAIN.get(option, getattr(option, "__name__", str(option))) for option in options)
+
+
+_PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 
 
 def _convert_tuple(arguments: tuple[Any, ...], value: Any, key: str) -> Any:
@@ -120,8 +128,8 @@ def _convert_plain(hint: Any, value: Any, key: str) -> Any:
         return int(value)
     if isinstance(value, hint) and not (is_bool and hint is not bool):
         return value
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
-    raise ConfigError(f"{key}={value} must be {names.get(hint, hint.__name__)}, got {type(value).__name__}")
+    _require(value is not None, f"{key}=null is not allowed: it must be {_wanted([hint], key)}")
+    raise ConfigError(f"{key}={value} must be {_wanted([hint], key)}, got {type(value).__name__}")
 
 
 def unknown_key(cls: type, key: str) -> str:

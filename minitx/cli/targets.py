@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from minitx.config import ConfigError
@@ -20,6 +21,10 @@ ALLOWED = frozenset(
     }
 )
 _SECRET = re.compile(r"(api_?key|token|secret|password|passwd|credential)", re.IGNORECASE)
+_SECRET_ENTRY = re.compile(
+    r"((?:api_?key|token|secret|password|passwd|credential)\w*(?<!izer)(?<!tokens)['\"]?\s*:\s*)('[^']*'|\"[^\"]*\"|[^,}\s]+)",
+    re.IGNORECASE,
+)
 
 
 def check_targets(group: Mapping[str, Mapping[str, Any]], key: str) -> None:
@@ -36,8 +41,8 @@ def check_targets(group: Mapping[str, Mapping[str, Any]], key: str) -> None:
                 raise ConfigError(f"{path}._target_={target} is not allowed: one of {', '.join(sorted(ALLOWED))}")
 
 
-def instantiate_all(group: Mapping[str, Mapping[str, Any]], key: str) -> list[Any]:
-    """Build what ``group`` names, after ``check_targets``.
+def instantiate_all(group: Mapping[str, Mapping[str, Any]], key: str, folder: Path) -> list[Any]:
+    """Build what ``group`` names, after ``check_targets``; loggers write into the run's ``folder``.
 
     Raises:
         ConfigError: a target that is not allowed, or arguments that do not fit it.
@@ -50,7 +55,7 @@ def instantiate_all(group: Mapping[str, Mapping[str, Any]], key: str) -> list[An
     built = []
     for name, node in group.items():
         try:
-            built.append(instantiate({**node, **_defaults(str(node["_target_"]), node)}))
+            built.append(instantiate({**node, **_defaults(str(node["_target_"]), node, folder)}))
         except Exception as error:
             reason = " ".join(str(error.__cause__ or error).split())[:300]
             raise ConfigError(f"{key}.{name} cannot be built: {reason}") from error
@@ -68,12 +73,15 @@ def _targets(node: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from _targets(child, f"{path}[{i}]")
 
 
-def _defaults(target: str, node: Mapping[str, Any]) -> dict[str, Any]:
-    """wandb without a key runs offline instead of asking for one."""
-    if not target.endswith("WandbLogger") or "offline" in node or os.environ.get("WANDB_MODE"):
+def _defaults(target: str, node: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Loggers write beside the run; wandb without a key runs offline instead of asking for one."""
+    if ".loggers." not in target:
         return {}
-    has_key = bool(os.environ.get("WANDB_API_KEY")) or _netrc_has("api.wandb.ai")
-    return {} if has_key else {"offline": True}
+    defaults: dict[str, Any] = {} if "save_dir" in node else {"save_dir": str(folder)}
+    if target.endswith("WandbLogger") and "offline" not in node and not os.environ.get("WANDB_MODE"):
+        has_key = bool(os.environ.get("WANDB_API_KEY")) or _netrc_has("api.wandb.ai")
+        defaults |= {} if has_key else {"offline": True}
+    return defaults
 
 
 def _netrc_has(host: str) -> bool:
@@ -97,10 +105,16 @@ def redact(value: Any) -> Any:
 
 
 def _is_secret(key: str, value: Any) -> bool:
-    return bool(_SECRET.search(key)) and isinstance(value, str) and not key.endswith("izer")
+    has_value = value is not None and value != "" and not isinstance(value, bool)
+    return bool(_SECRET.search(key)) and not key.endswith(("izer", "tokens")) and has_value
 
 
 def redact_overrides(overrides: list[str]) -> list[str]:
     """Command-line overrides with the values of secret-looking keys replaced."""
-    pairs = ((text, *text.partition("=")[::2]) for text in overrides)
-    return [f"{key}=<redacted>" if _is_secret(key.rpartition(".")[2], value) and value else text for text, key, value in pairs]
+    return [_redact_override(*text.partition("=")) for text in overrides]
+
+
+def _redact_override(key: str, sign: str, value: str) -> str:
+    if _is_secret(key.rpartition(".")[2], value):
+        return f"{key}=<redacted>"
+    return key + sign + _SECRET_ENTRY.sub(r"\1<redacted>", value)  # {api_key: abc} inside of a value

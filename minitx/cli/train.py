@@ -23,6 +23,7 @@ from minitx.cli.targets import check_targets, instantiate_all, redact, redact_ov
 from minitx.config import ConfigError, RunConfig, to_dict
 
 CONFIGS = "pkg://minitx.configs"
+_FOLDER_OF_RUN = "MINITX_FOLDER_OF_RUN"
 log = logging.getLogger("minitx")
 
 
@@ -73,11 +74,14 @@ def output_folder(config: RunConfig) -> Path:
     """
     if config.ablation is not None:
         return Path(config.output_dir or Path("runs", config.experiment, config.ablation.name)).absolute()
+    if os.environ.get("LOCAL_RANK", "0") != "0" and _FOLDER_OF_RUN in os.environ:
+        return Path(os.environ[_FOLDER_OF_RUN])  # a process that Lightning started for a further device
     folder = Path(config.output_dir or _default_folder(config.experiment)).absolute()
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output_dir={folder} is a file")
     if (folder / "metrics.csv").exists() and config.ckpt_path is None:
         raise ConfigError(f"output_dir={folder} holds a run already; continue it with ckpt_path=last, or choose another folder")
+    os.environ[_FOLDER_OF_RUN] = str(folder)
     return folder
 
 
@@ -95,15 +99,25 @@ def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any
     if config.ckpt_path == "last":
         config = dataclasses.replace(config, ckpt_path=str(folder / "checkpoints" / "last.ckpt"))
     plain = redact(to_dict(config))
-    loggers = instantiate_all(config.logger, "logger")
-    callbacks = instantiate_all(config.callbacks.extra, "callbacks.extra")
-    for logger in loggers:
-        logger.log_hyperparams(plain)
     files = {"config.yaml": OmegaConf.to_yaml(OmegaConf.create(plain)), "command.txt": command + "\n"}
+
+    callbacks = instantiate_all(config.callbacks.extra, "callbacks.extra", folder)
+
+    def extras() -> tuple[list[Any], list[Any]]:
+        loggers = instantiate_all(config.logger, "logger", folder)
+        for logger in loggers:
+            logger.log_hyperparams(plain)
+        return loggers, callbacks
+
     try:
-        return train(config, folder, files=files, loggers=loggers, callbacks=callbacks)
+        stored = dataclasses.replace(
+            config,
+            logger=plain["logger"],
+            callbacks=dataclasses.replace(config.callbacks, extra=plain["callbacks"]["extra"]),
+        )  # checkpoints hold it: no secret may come along
+        return train(stored, folder, files=files, extras=extras)
     finally:
-        if any(type(logger).__name__ == "WandbLogger" for logger in loggers):
+        if "wandb" in sys.modules and sys.modules["wandb"].run is not None:
             sys.modules["wandb"].finish()  # each run of a sweep is one of its own
 
 

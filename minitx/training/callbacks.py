@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as L
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, TQDMProgressBar
 
 from minitx.config import TrainerConfig
 from minitx.training.module import TrainingModule
@@ -54,7 +54,7 @@ class StepLog(StepCallback):
         self.tokens = step * int(batch["num_targets"])
         row = {
             "train_loss": float(loss),
-            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "lr": trainer.optimizers[0].param_groups[0]["initial_lr"] * module.lr_factor(step - 1),  # of this update
             "grad_norm": float(module.grad_norm),
             "tokens": self.tokens,
             "seconds": time.perf_counter() - self.started,
@@ -116,8 +116,12 @@ class StoppedError(Exception):
         self.number = number
 
 
-class StopSignals(StepCallback):
-    """On SIGINT or SIGTERM: finish the step, write ``path``, raise ``StoppedError``. A second signal acts at once."""
+class StopSignals(StepCallback, Checkpoint):
+    """On SIGINT or SIGTERM: finish the step and its validation, write ``path``, raise ``StoppedError``.
+
+    A second signal acts at once. A ``Checkpoint``, because Lightning runs those last: whatever belongs to the step is
+    logged by then, and the checkpoint lacks nothing.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -140,10 +144,18 @@ class StopSignals(StepCallback):
         self.__exit__()
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
+        every = trainer.val_check_batch
+        if every is None or (trainer.fit_loop.total_batch_idx + 1) % every:  # else after the validation
+            self._stop_if_asked(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._stop_if_asked(trainer)
+
+    def _stop_if_asked(self, trainer: L.Trainer) -> None:
         if self._received is not None:
             if self.path is not None:
                 trainer.save_checkpoint(self.path)
-            raise StoppedError(self._received, step)
+            raise StoppedError(self._received, trainer.global_step)
 
 
 def checkpoints(config: TrainerConfig, folder: Path) -> list[L.Callback]:

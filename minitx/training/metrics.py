@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 COLUMNS = ("step", "train_loss", "val_loss", "val_accuracy", "lr", "grad_norm", "tokens", "seconds")
 
@@ -18,7 +19,7 @@ class MetricsFile(Logger):
 
     A row's ``step`` counts the updates made: its ``train_loss`` is the loss that update ``step`` was computed from, its
     ``val_loss`` is measured after it; ``seconds`` count from the start of this process's run. Floats read back bit-equal.
-    Every call writes through: the last row is on disk when it returns.
+    Every call writes through: the last row is on disk when it returns. The first process of a run writes alone.
 
     Args:
         path: the file. start_step: rows beyond it (of a run that went on after its last checkpoint) are dropped.
@@ -27,8 +28,13 @@ class MetricsFile(Logger):
     def __init__(self, path: Path, start_step: int = 0) -> None:
         super().__init__()
         self.path = path
-        kept = [row for row in read_metrics(path) if row["step"] <= start_step] if path.exists() else []
-        self._row: dict[str, Any] = kept.pop() if kept else {}
+        self._row: dict[str, Any] = {}
+        self._begin(start_step)
+
+    @rank_zero_only
+    def _begin(self, start_step: int) -> None:
+        kept = [row for row in read_metrics(self.path) if row["step"] <= start_step] if self.path.exists() else []
+        self._row = kept.pop() if kept else {}
         self.path.write_text(_csv(dict(zip(COLUMNS, COLUMNS, strict=True)), *kept), encoding="utf-8")
         self._offset = self.path.stat().st_size  # where the last row begins
         self._write_row()
@@ -44,6 +50,7 @@ class MetricsFile(Logger):
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """The config has a file of its own."""
 
+    @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Add values to the row of ``step``, which is the last row or a new one."""
         if self._row and self._row["step"] != step:
@@ -74,7 +81,7 @@ def _as_text(value: Any) -> str:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics file; a cell that was not logged is None. A last line cut short by a crash is left out."""
     with path.open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if None not in row.values()]
+        rows = list(csv.DictReader(line for line in file if line.endswith("\n")))
     return [
         {name: (None if text == "" else int(text) if name in ("step", "tokens") else float(text)) for name, text in row.items()}
         for row in rows

@@ -20,6 +20,11 @@ Batch = dict[str, Tensor]
 NOT_FOR_THE_NETWORK = ("labels", "num_targets")
 
 
+def network_inputs(batch: Batch) -> Batch:
+    """What of a batch the network is called with."""
+    return {name: tensor for name, tensor in batch.items() if name not in NOT_FOR_THE_NETWORK}
+
+
 class NonFiniteError(RuntimeError):
     """Loss or gradient stopped being finite in update ``step`` (from 0), which was not made."""
 
@@ -75,7 +80,7 @@ class TrainingModule(L.LightningModule):
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits of a batch."""
-        return self.run(**{name: tensor for name, tensor in batch.items() if name not in NOT_FOR_THE_NETWORK})
+        return self.run(**network_inputs(batch))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         accumulate, world = self.trainer.accumulate_grad_batches, self.trainer.world_size
@@ -135,7 +140,8 @@ class Latch:
             self._bad, self._step = torch.zeros_like(bad_now), torch.full_like(bad_now, -1, dtype=torch.long)
         self._step = torch.where(bad_now & ~self._bad, step, self._step)
         self._bad = self._bad | bad_now
-        optimizer.found_inf = self._bad.float()  # type: ignore[attr-defined]
+        if optimizer.defaults.get("fused"):  # others refuse it; on a CPU the host stops them in time
+            optimizer.found_inf = self._bad.float()  # type: ignore[attr-defined]
 
     def first_bad_step(self) -> int | None:
         """The first bad step (counted from 0), or None; reads the device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -22,7 +23,7 @@ def parameter_groups(network: nn.Module, config: OptimizerConfig, *, head_dim: i
         head_dim: d_k, for factors written ``head_dim^p``.
 
     Raises:
-        ValueError: a rule that matches no parameter, or that nothing is left to train.
+        ValueError: a rule that matches no parameter, a factor below zero, or that nothing is left to train.
     """
     groups: dict[tuple[float, float, float], list[nn.Parameter]] = defaultdict(list)
     unused = set(range(len(config.rules)))
@@ -33,14 +34,24 @@ def parameter_groups(network: nn.Module, config: OptimizerConfig, *, head_dim: i
         if not rule.trainable:
             parameter.requires_grad_(False)
             continue
-        decay = config.weight_decay * evaluate_factor(rule.weight_decay, head_dim=head_dim) if parameter.dim() > 1 else 0.0
-        lr = config.lr * evaluate_factor(rule.lr, head_dim=head_dim)
-        groups[lr, decay, config.eps * evaluate_factor(rule.eps, head_dim=head_dim)].append(parameter)
+        lr, decay, eps = (_factor(rule, key, f"optimizer.rules[{index}]", head_dim) for key in ("lr", "weight_decay", "eps"))
+        decay = decay if parameter.dim() > 1 else 0.0
+        groups[config.lr * lr, config.weight_decay * decay, config.eps * eps].append(parameter)
     if unused:
         raise ValueError(f"optimizer.rules[{min(unused)}].match={config.rules[min(unused)].match} matches no parameter name")
     if not groups:
         raise ValueError("optimizer.rules freeze every parameter: nothing is left to train")
     return [{"params": params, "lr": lr, "weight_decay": decay, "eps": eps} for (lr, decay, eps), params in groups.items()]
+
+
+def _factor(rule: ParameterRule, key: str, path: str, head_dim: int) -> float:
+    try:
+        factor = evaluate_factor(getattr(rule, key), head_dim=head_dim)
+    except OverflowError:
+        factor = math.inf
+    if not 0.0 <= factor < math.inf:
+        raise ValueError(f"{path}.{key}={getattr(rule, key)} must be a finite factor of zero or more")
+    return factor
 
 
 def _first_match(rules: Iterable[ParameterRule], name: str) -> int | None:

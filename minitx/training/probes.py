@@ -29,6 +29,17 @@ class Probe(StepCallback):
         self._first_favourites: list[Tensor] | None = None
         self._gradients: list[dict[str, float]] = []
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"first_favourites": self._first_favourites}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._first_favourites = state_dict["first_favourites"]
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.is_global_zero and self.path.exists():  # what came after the checkpoint that goes on comes again
+            kept = [record for record in read_probes(self.path) if record["step"] <= trainer.global_step > 0]
+            self.path.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+
     def due(self, step: int) -> bool:
         """Whether to look after ``step`` updates: powers of two and multiples of ``every``."""
         return step & (step - 1) == 0 or step % self.every == 0
@@ -51,7 +62,7 @@ class Probe(StepCallback):
         layers = self._look(module)
         for layer, gradients in zip(layers, self._gradients, strict=True):
             layer.update(gradients)
-        with self.path.open("w" if step == 0 else "a", encoding="utf-8") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "layers": layers}) + "\n")
 
     @torch.no_grad()
@@ -84,7 +95,8 @@ def _norm(weight: Tensor) -> float:
 
 
 def read_probes(path: Path) -> list[dict[str, Any]]:
-    """The records of a probe file; [] where there is none."""
+    """The records of a probe file; [] where there is none. A last line cut short by a crash is left out."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]

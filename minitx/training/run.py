@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,15 +13,17 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from minitx.config import ConfigError, RunConfig, TrainerConfig, TransformerConfig, to_dict
 from minitx.data.module import DataModule, build_data
 from minitx.nn.models import build_model
 from minitx.training.callbacks import BarProgress, StepLog, StoppedError, StopSignals, checkpoints, progress
 from minitx.training.metrics import MetricsFile
-from minitx.training.module import NonFiniteError, TrainingModule
+from minitx.training.module import NonFiniteError, TrainingModule, network_inputs
 from minitx.training.objectives import build_objective
-from minitx.training.optimizers import build_optimizer
+from minitx.training.optimizers import build_optimizer, parameter_groups
 from minitx.training.outcome import summarise
 from minitx.training.probes import Probe
 from minitx.training.schedules import lr_factor
@@ -34,8 +36,7 @@ def train(
     folder: Path,
     *,
     files: Mapping[str, str] | None = None,
-    loggers: Sequence[Any] = (),
-    callbacks: Sequence[L.Callback] = (),
+    extras: Callable[[], tuple[Sequence[Any], Sequence[L.Callback]]] = lambda: ((), ()),
 ) -> dict[str, Any]:
     """Train as ``config`` says, in ``folder``, and return the result as plain data (see ``outcome.summarise``).
 
@@ -43,7 +44,7 @@ def train(
         folder: gets ``metrics.csv``, ``probes.jsonl`` where probes are on, and ``checkpoints/``; made only once data,
             model and checkpoint are known to be good.
         files: further text files for the folder, by name (``config.yaml``, ``command.txt``).
-        loggers, callbacks: in addition to the run's own.
+        extras: makes (loggers, callbacks) in addition to the run's own, once the folder is there.
 
     Raises:
         ConfigError: what only the data or the machine can tell (vocabulary, missing device, a checkpoint of another model).
@@ -51,20 +52,20 @@ def train(
     """
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
-    check_devices(config.trainer)
     with quiet_lightning():
+        check_devices(config.trainer)
         data = prepare_data(config)
         model_config = fit_model_config(config.model, data)
         module = build_module(config, model_config, data)
         resume = load_checkpoint(Path(config.ckpt_path), model_config) if config.ckpt_path else {}
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in (files or {}).items():
-            (folder / name).write_text(text, encoding="utf-8")
-        own = own_callbacks(config, data, folder)
-        trainer = build_trainer(config, folder, resume.get("global_step", 0), loggers, [*own, *callbacks])
+        make_folder(folder, files or {})
+        loggers, callbacks = extras()
+        metrics, guard = MetricsFile(folder / "metrics.csv", resume.get("global_step", 0)), stop_signals(config, folder)
+        everyone = [*own_callbacks(config, data, folder), *callbacks, guard]
+        trainer = build_trainer(config, folder, [metrics, *loggers], everyone)
         nonfinite_step = None
         try:
-            with own[0]:
+            with guard:
                 trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path, weights_only=True)
             finish(trainer, module, data, config, folder)
         except NonFiniteError as error:
@@ -108,9 +109,22 @@ def fit_model_config(model: TransformerConfig, data: DataModule) -> TransformerC
 
 
 def build_module(config: RunConfig, model_config: TransformerConfig, data: DataModule) -> TrainingModule:
-    """Network, objective and optimizer factory in a TrainingModule; initial weights depend on the seed alone."""
+    """Network, objective and optimizer factory in a TrainingModule; initial weights depend on the seed alone.
+
+    Raises:
+        ConfigError: a model that cannot be built or run, optimizer rules that do not fit it.
+    """
     torch.manual_seed(config.seed)
-    network = build_model(model_config)
+    try:
+        network = build_model(model_config)
+    except (ValueError, TypeError, RuntimeError, MemoryError) as error:  # what torch says of sizes, it says in many lines
+        raise ConfigError(f"model cannot be built: {_first_line(error)}") from error
+    if runs_on_cpu(config.trainer):
+        try_forward(network, data)
+    try:
+        parameter_groups(network, config.optimizer, head_dim=model_config.width_per_head)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     state = {
         "config": to_dict(config),
         "model": to_dict(model_config),
@@ -128,10 +142,43 @@ def build_module(config: RunConfig, model_config: TransformerConfig, data: DataM
     )
 
 
+def try_forward(network: torch.nn.Module, data: DataModule) -> None:
+    """One row through the network; draws no random number.
+
+    Raises:
+        ConfigError: options that the backend refuses, or a backend that nobody knows.
+    """
+    try:
+        with torch.no_grad():
+            network.eval()(**network_inputs(data.probe_batch(1)))
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"model cannot be run: {_first_line(error)}") from error
+    network.train()
+
+
+def stop_signals(config: RunConfig, folder: Path) -> StopSignals:
+    """The guard of a run, which writes a checkpoint unless the run keeps none."""
+    return StopSignals(folder / "checkpoints" / "last.ckpt" if config.trainer.ckpt_every else None)
+
+
+@rank_zero_only
+def make_folder(folder: Path, files: Mapping[str, str]) -> None:
+    """The run's folder with its text files, by the first process of a run.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
+
+
 def own_callbacks(config: RunConfig, data: DataModule, folder: Path) -> list[Any]:
-    """The run's own callbacks; the first is the signal guard."""
-    keeps = config.trainer.ckpt_every > 0
-    own: list[Any] = [StopSignals(folder / "checkpoints" / "last.ckpt" if keeps else None), StepLog(config.trainer.log_every)]
+    """The run's own callbacks but the signal guard."""
+    own: list[Any] = [StepLog(config.trainer.log_every)]
     if config.callbacks.probe.every:
         own.append(
             Probe(folder / "probes.jsonl", data.probe_batch(config.callbacks.probe.batch_size), config.callbacks.probe.every)
@@ -141,17 +188,12 @@ def own_callbacks(config: RunConfig, data: DataModule, folder: Path) -> list[Any
     return own + checkpoints(config.trainer, folder / "checkpoints")
 
 
-def build_trainer(
-    config: RunConfig, folder: Path, start_step: int, loggers: Sequence[Any], callbacks: Sequence[L.Callback]
-) -> L.Trainer:
+def build_trainer(config: RunConfig, folder: Path, loggers: Sequence[Any], callbacks: Sequence[L.Callback]) -> L.Trainer:
     """A Lightning trainer whose every count is in optimizer steps."""
     options = config.trainer
     steps = min(options.val_every or options.max_steps, options.max_steps)
     return L.Trainer(
-        accelerator=options.accelerator,
-        devices=options.devices,
-        strategy=options.strategy,
-        precision=supported_precision(options.precision, options.accelerator),  # type: ignore[arg-type]
+        **place_of(options),
         max_steps=options.max_steps,
         accumulate_grad_batches=options.accumulate,
         val_check_interval=steps * options.accumulate,
@@ -161,31 +203,46 @@ def build_trainer(
         log_every_n_steps=1,
         deterministic=options.deterministic,
         use_distributed_sampler=False,
-        logger=[MetricsFile(folder / "metrics.csv", start_step), *loggers],
+        logger=list(loggers),
         callbacks=list(callbacks),
         enable_progress_bar=any(isinstance(callback, BarProgress) for callback in callbacks),
         enable_model_summary=False,
-        enable_checkpointing=options.ckpt_every > 0,
         default_root_dir=folder,
     )
 
 
+def place_of(options: TrainerConfig) -> dict[str, Any]:
+    """Where and in which precision a trainer runs."""
+    precision = supported_precision(options.precision, on_cpu=runs_on_cpu(options))
+    where = {"accelerator": options.accelerator, "devices": options.devices, "strategy": options.strategy}
+    return {**where, "precision": precision}
+
+
 def check_devices(options: TrainerConfig) -> None:
-    """Refuse what this machine lacks.
+    """Refuse what this machine lacks or Lightning does not know.
 
     Raises:
-        ConfigError: no GPU, or fewer than asked for.
+        ConfigError: no GPU, or fewer than asked for; a strategy that is none, or that does not fit the rest.
     """
     found = torch.cuda.device_count()
     if options.accelerator == "gpu" and found < options.devices:
         raise ConfigError(
             f"trainer.accelerator=gpu with trainer.devices={options.devices}: this machine has {found} usable GPUs"
         )
+    try:
+        L.Trainer(**place_of(options), logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    except (ValueError, MisconfigurationException, ImportError) as error:
+        said = f"trainer.strategy={options.strategy} with trainer.accelerator={options.accelerator}"
+        raise ConfigError(f"{said} and trainer.devices={options.devices} cannot be used: {_first_line(error)}") from error
 
 
-def supported_precision(precision: str, accelerator: str) -> str:
+def runs_on_cpu(options: TrainerConfig) -> bool:
+    """Whether ``accelerator`` comes to the CPU on this machine."""
+    return options.accelerator == "cpu" or not torch.cuda.is_available()
+
+
+def supported_precision(precision: str, *, on_cpu: bool) -> str:
     """bf16 on a CPU only where it pays (AMX tiles); elsewhere float32, said once."""
-    on_cpu = accelerator == "cpu" or not torch.cuda.is_available()
     if precision.startswith("bf16") and on_cpu and not torch.cpu._is_amx_tile_supported():
         log.info("trainer.precision=%s runs as 32-true: this CPU has no AMX, where bf16 is many times slower", precision)
         return "32-true"
@@ -199,6 +256,11 @@ def finish(trainer: L.Trainer, module: TrainingModule, data: DataModule, config:
         trainer.validate(module, datamodule=data, verbose=False)
     if config.trainer.ckpt_every:
         trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
+    trainer.strategy.barrier()  # the result is read from files that the first process writes
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def load_checkpoint(path: Path, model_config: TransformerConfig) -> dict[str, Any]:
@@ -211,10 +273,9 @@ def load_checkpoint(path: Path, model_config: TransformerConfig) -> dict[str, An
         raise ConfigError(f"ckpt_path={path} is not a file")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        saved = checkpoint["minitx"]["model"]
+        saved = dict(checkpoint["minitx"]["model"])
     except Exception as error:  # torch raises many kinds for a damaged or foreign file
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"ckpt_path={path} cannot be read as a checkpoint of minitx: {reason[:200]}") from None
+        raise ConfigError(f"ckpt_path={path} cannot be read as a checkpoint of minitx: {_first_line(error)}") from None
     wanted = to_dict(model_config)
     other = [f"{name} {saved.get(name)} != {value}" for name, value in wanted.items() if saved.get(name) != value]
     if other:
@@ -234,6 +295,7 @@ def quiet_lightning() -> Iterator[None]:
             warnings.filterwarnings("ignore", message=".*does not have many workers.*")
             warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists and is not empty.*")
             warnings.filterwarnings("ignore", message=".*isinstance.*LeafSpec.*is deprecated.*")
+            warnings.filterwarnings("ignore", message=".*dirpath has changed from.*")
             warnings.filterwarnings("ignore", message=".*found in cache.*precision.*")
             yield
     finally:

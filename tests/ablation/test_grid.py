@@ -1,0 +1,145 @@
+"""A grid as data: which cells, in which order, under which names."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+
+import pytest
+
+import minitx.ablation.grid as module
+from minitx.ablation.grid import Cell, cells, code_fingerprint
+from minitx.config import AblationConfig, ConfigError, StudyConfig
+
+ARMS = {"a": ("model.scale=inv_sqrt",), "b": ("model.scale=unscaled", "optimizer.rules=[{match: '(q|k)_proj', lr: 2}]")}
+FACTORS = {
+    "init": {"lecun": ("model.init=lecun",), "gpt2": ("model.init=gpt2",)},
+    "lr": {"low": (), "high": ("optimizer.lr=1",)},
+}
+
+
+def grid(**changes):
+    main = StudyConfig(base=("experiment=x", "trainer.max_steps=7"), arms=("a", "b"), factors=FACTORS, seeds=(5, 3, 9))
+    side = StudyConfig(base=("experiment=y", "trainer.max_steps=2"), arms=("b",), seeds=(3, 4))
+    return AblationConfig(**{"arms": ARMS, "studies": {"main": main, "side": side}, **changes})
+
+
+def test_cells_come_in_seed_blocks_so_that_a_truncated_grid_is_balanced():
+    found = cells(grid())
+    assert len(found) == 3 * 8 + 2
+    seeds = [cell.seed for cell in found if cell.study == "main"]
+    assert seeds == [5] * 8 + [3] * 8 + [9] * 8
+    assert [(cell.study, cell.seed) for cell in found[:9]] == [("main", 5)] * 8 + [("side", 3)]
+    for block in (found[:8], found[9:17]):
+        assert {(cell.arm, *cell.factors.values()) for cell in block} == {
+            (arm, init, lr) for arm in "ab" for init in ("lecun", "gpt2") for lr in ("low", "high")
+        }
+
+
+def test_arms_of_one_comparison_stand_side_by_side():
+    found = cells(grid())
+    for first, second in zip(found[:8:2], found[1:8:2], strict=True):
+        assert (first.arm, second.arm) == ("a", "b")
+        assert first.factors == second.factors
+
+
+def test_overrides_come_in_the_order_in_which_later_ones_win():
+    trimmed = cells(grid(trim={"main": ("trainer.max_steps=3",)}), common=["data.num_workers=0"], trimmed=True)
+    cell = next(c for c in trimmed if c.arm == "b" and c.factors == {"init": "gpt2", "lr": "high"} and c.seed == 9)
+    assert cell.overrides == (
+        "experiment=x", "trainer.max_steps=7", *ARMS["b"], "model.init=gpt2", "optimizer.lr=1", "trainer.max_steps=3", "seed=9",
+        "data.num_workers=0",
+    )  # fmt: skip
+    assert cell.steps() == 3
+
+
+def test_trim_applies_where_it_is_asked_for_only():
+    trim = {"main": ("trainer.max_steps=3",)}
+    assert {cell.steps() for cell in cells(grid(trim=trim))} == {7, 2}
+    assert {cell.steps() for cell in cells(grid(trim=trim), trimmed=True)} == {3, 2}
+
+
+def test_skip_leaves_out_what_matches_every_key_of_an_entry():
+    study = dataclasses.replace(
+        grid().studies["main"], skip=({"init": ("gpt2",), "arm": ("b",)}, {"lr": ("high",), "arm": ("a",)})
+    )
+    found = {(c.arm, c.factors["init"], c.factors["lr"]) for c in cells(grid(studies={"main": study}))}
+    assert found == {("a", "lecun", "low"), ("a", "gpt2", "low"), ("b", "lecun", "low"), ("b", "lecun", "high")}
+
+
+@pytest.mark.parametrize("skip", [{"width": ("8",)}, {"init": ("lecunn",)}, {"arm": ("c",)}])
+def test_a_skip_that_names_nothing_is_refused(skip):
+    study = dataclasses.replace(grid().studies["main"], skip=(skip,))
+    with pytest.raises(ConfigError, match=rf"ablation\.studies\.main\.skip names {next(iter(skip))}"):
+        cells(grid(studies={"main": study}))
+
+
+def test_the_same_run_twice_is_refused():
+    study = dataclasses.replace(grid().studies["main"], seeds=(1, 2, 1))
+    with pytest.raises(ConfigError, match="two cells of the grid are the same run"):
+        cells(grid(studies={"main": study}))
+
+
+def test_an_arm_that_is_not_defined_is_refused():
+    with pytest.raises(ConfigError, match=r"studies.x.arms=\['c'\] are not defined; ablation.arms has a, b"):
+        AblationConfig(arms=ARMS, studies={"x": StudyConfig(arms=("a", "c"))})
+
+
+@pytest.mark.parametrize("steps", [(), ("trainer.max_steps=many",)])
+def test_a_study_without_a_length_is_refused_by_name(steps):
+    cell = Cell("main", "a", {}, 0, ("experiment=x", *steps))
+    with pytest.raises(ConfigError, match=r"ablation.studies.main.*trainer.max_steps"):
+        cell.steps()
+
+
+def test_the_name_of_a_cell_depends_on_what_decides_its_result():
+    base = Cell("main", "a", {"lr": "low"}, 1, ("seed=1",))
+    assert base.hash == Cell("main", "a", {"lr": "low"}, 1, ("seed=1",)).hash
+    others = [
+        dataclasses.replace(base, overrides=("seed=2",)),
+        dataclasses.replace(base, overrides=("seed=1", "seed=1")),
+        dataclasses.replace(base, arm="b"),
+        dataclasses.replace(base, study="side"),
+        dataclasses.replace(base, factors={"lr": "high"}),
+    ]
+    assert len({base.hash, *(cell.hash for cell in others)}) == 6
+
+
+def test_what_only_judges_the_grid_leaves_the_names_of_its_cells_alone():
+    names = [cell.hash for cell in cells(grid())]
+    judged = grid(margin=0.5, predictions={"P1": "x"}, workers=7, time_limit=3.0, confirmatory=True, name="other")
+    assert [cell.hash for cell in cells(judged)] == names
+
+
+def fingerprint_of(root, monkeypatch):
+    monkeypatch.setattr(module, "__file__", str(root / "ablation" / "grid.py"))
+    code_fingerprint.cache_clear()
+    try:
+        return code_fingerprint()
+    finally:
+        monkeypatch.undo()
+        code_fingerprint.cache_clear()
+
+
+def test_the_fingerprint_covers_the_code_that_decides_a_run_and_no_other(tmp_path, monkeypatch):
+    for room in ("nn/backends", "data", "training", "analysis", "ablation", "cli"):
+        (tmp_path / room).mkdir(parents=True)
+        (tmp_path / room / "code.py").write_text("x = 1\n")
+    before = fingerprint_of(tmp_path, monkeypatch)
+    for room, matters in (("ablation", False), ("cli", False), ("nn/backends", True), ("data", True), ("training", True), ("analysis", True)):  # fmt: skip
+        path = tmp_path / room / "code.py"
+        path.write_text("x = 2\n")
+        assert (fingerprint_of(tmp_path, monkeypatch) != before) == matters, room
+        path.write_text("x = 1\n")
+    (tmp_path / "nn" / "backends" / "code.py").rename(tmp_path / "nn" / "code.py")
+    assert fingerprint_of(tmp_path, monkeypatch) != before
+    assert len(code_fingerprint()) == 16
+
+
+def test_the_stored_command_says_to_a_shell_what_the_cell_is():
+    for cell in cells(grid()):
+        words = shlex.split(cell.command)
+        assert words[:2] == ["python", "scripts/train.py"]
+        assert tuple(words[2:]) == cell.overrides
+        assert cell.describe()["command"] == cell.command
+        assert cell.describe()["cell"] == cell.hash

@@ -1,0 +1,50 @@
+"""The command line in this process: arguments in, exit code and output out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from minitx.cli.train import main
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def shared_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_data: Path) -> Path:
+    """An empty current folder; data caches lie elsewhere."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("minitx.data.module.data_dir", lambda: shared_data)
+    return folder
+
+
+@pytest.fixture
+def cli(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    """``cli("model.scale=inv", ...)`` runs ``train.py`` in this process."""
+
+    def run(*arguments: str) -> Said:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["train.py", *arguments])
+            for name in ("HYDRA_FULL_ERROR", "MINITX_TRACEBACK"):
+                patch.setenv(name, os.environ.get(name, "0"))
+            code = main()
+        out, err = capfd.readouterr()
+        return Said(code, out, err)
+
+    return run

@@ -1,0 +1,53 @@
+"""Tiny runs: one layer of width 8 on a small text of the test's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minitx.config import CallbacksConfig, ProbeConfig, RunConfig, TextDataConfig, TrainerConfig, TransformerConfig
+
+POEM = "Once upon a midnight dreary, while I pondered, weak and weary,\nOver many a quaint and curious volume\n"
+
+
+@pytest.fixture
+def make_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunConfig]:
+    """A tiny config; keywords ``group__key=value`` set a key of a group, others a key of the run."""
+    monkeypatch.setattr("minitx.data.module.data_dir", lambda: tmp_path / "data")
+    text = tmp_path / "text.txt"
+    text.write_text(POEM * 9, encoding="utf-8")
+    model = TransformerConfig(embed_dim=8, num_heads=2, num_layers=1, ffn_dim=16, max_len=16, init="lecun")
+    data = TextDataConfig(name="text", path=str(text), batch_size=12, context_len=7)
+    trainer = TrainerConfig(max_steps=6, accelerator="cpu", val_every=0, log_every=1, ckpt_every=0, val_batches=2)
+
+    def make(**changes: Any) -> RunConfig:
+        config = RunConfig(
+            model=model, data=data, trainer=trainer, callbacks=CallbacksConfig(progress=False, probe=ProbeConfig(batch_size=3))
+        )
+        groups: dict[str, dict[str, Any]] = {}
+        for name, value in changes.items():
+            group, _, key = name.rpartition("__")
+            groups.setdefault(group, {})[key] = value
+        own = groups.pop("", {})
+        probe = groups.pop("probe", None)
+        if probe is not None:
+            groups.setdefault("callbacks", {})["probe"] = ProbeConfig(**{"batch_size": 3, **probe})
+        changed = {group: dataclasses.replace(getattr(config, group), **keys) for group, keys in groups.items()}
+        return dataclasses.replace(config, **changed, **own)
+
+    return make
+
+
+@pytest.fixture
+def weights_of() -> Callable[[Path], dict[str, torch.Tensor]]:
+    """The weights in a run's last checkpoint."""
+
+    def read(folder: Path) -> dict[str, torch.Tensor]:
+        return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+
+    return read

@@ -1,0 +1,353 @@
+"""The training step: whole-step losses, clipping, accumulation, seeds, and what happens when numbers stop being finite."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import nn
+
+from minitx.config import ObjectiveConfig
+from minitx.training.metrics import read_metrics
+from minitx.training.module import Latch, NonFiniteError, TrainingModule, hash_seed
+from minitx.training.objectives import Sums, build_objective
+from minitx.training.run import quiet_lightning, train
+
+
+class Table(nn.Module):
+    """Logits of token t are row t of a table: gradients can be worked out by hand."""
+
+    def __init__(self, vocab_size: int = 7, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(vocab_size, vocab_size, dtype=torch.float64))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, input_ids):
+        return self.dropout(self.table[input_ids])
+
+
+class Batches(torch.utils.data.Dataset):
+    """Micro-batches whose label counts differ widely, with the step's own total."""
+
+    def __init__(self, rows, accumulate):
+        ids, labels = rows
+        self.batches = []
+        step_rows = 12
+        for start in range(0, len(ids), step_rows):
+            total = (labels[start : start + step_rows] != -100).sum()
+            size = step_rows // accumulate
+            for first in range(start, start + step_rows, size):
+                part = slice(first, first + size)
+                self.batches.append({"input_ids": ids[part], "labels": labels[part], "num_targets": total})
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        return self.batches[index]
+
+
+def uneven_rows(steps=3, length=5):
+    ids = torch.randint(7, (12 * steps, length))
+    labels = torch.randint(7, (12 * steps, length))
+    labels[torch.rand(labels.shape) < torch.linspace(0, 0.95, 12).repeat(steps)[:, None]] = -100
+    return ids, labels
+
+
+class Recorder(L.Callback):
+    def __init__(self):
+        self.losses, self.gradients, self.norms = [], [], []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):  # before the module's own hook: not clipped yet
+        self.losses.append(float(module.step_loss))
+        self.gradients.append(module.network.table.grad.clone())
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.norms.append(float(module.grad_norm))
+
+
+def fit(rows, accumulate, *, network=None, clip=None, make_optimizer=None, objective=None, seed=0):
+    torch.manual_seed(5)
+    network = network or Table()
+    module = TrainingModule(
+        network,
+        objective or build_objective(ObjectiveConfig()),
+        make_optimizer or (lambda net: torch.optim.SGD(net.parameters(), lr=0.3)),
+        lambda step: 1.0,
+        clip=clip,
+        seed=seed,
+    )
+    seen = Recorder()
+    loader = torch.utils.data.DataLoader(Batches(rows, accumulate), batch_size=None)
+    with quiet_lightning():
+        trainer = L.Trainer(
+            accelerator="cpu", max_steps=len(rows[0]) // 12, accumulate_grad_batches=accumulate, callbacks=[seen],
+            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        )  # fmt: skip
+        trainer.fit(module, loader, loader)
+    return module, seen
+
+
+def test_every_split_of_a_step_gives_the_same_loss_and_gradient():
+    rows = uneven_rows()
+    whole, seen = fit(rows, 1)
+    for accumulate in (2, 3, 4, 12):
+        split, other = fit(rows, accumulate)
+        assert other.losses == pytest.approx(seen.losses, rel=1e-12)
+        for a, b in zip(seen.gradients, other.gradients, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(split.network.table, whole.network.table, rtol=1e-12, atol=1e-14)
+
+
+def test_the_loss_of_a_step_is_the_mean_over_its_tokens_and_not_a_mean_of_means():
+    ids, labels = rows = uneven_rows(steps=1)
+    torch.manual_seed(5)
+    logits = Table().table.detach()[ids]
+    nll = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+    nll = nll.view(labels.shape)
+    count = (labels != -100).sum()
+    parts = [nll[i : i + 3].sum() / (labels[i : i + 3] != -100).sum() for i in range(0, 12, 3)]
+    naive = float(sum(parts) / 4)
+    loss = fit(rows, 4)[1].losses[0]
+    assert loss == pytest.approx(float(nll.sum() / count), rel=1e-12)
+    assert abs(loss - naive) > 1e-3
+
+
+def test_clipping_equals_torchs_on_the_whole_accumulated_gradient():
+    rows = uneven_rows(steps=1)
+    _, plain = fit(rows, 4)
+    parameter = nn.Parameter(torch.zeros(7, 7, dtype=torch.float64))
+    parameter.grad = plain.gradients[0].clone()
+    norm = torch.nn.utils.clip_grad_norm_([parameter], 0.05)
+    torch.manual_seed(5)
+    start = Table().table.detach().clone()
+    module, seen = fit(rows, 4, clip=0.05)
+    assert seen.norms == [pytest.approx(float(norm))]  # the norm that is reported is the one before clipping
+    assert float(norm) > 0.05
+    torch.testing.assert_close(module.network.table.detach(), start - 0.3 * parameter.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_a_small_gradient_is_not_clipped_at_all():
+    rows = uneven_rows()
+    assert torch.equal(fit(rows, 1, clip=1e6)[0].network.table, fit(rows, 1)[0].network.table)
+
+
+def test_clipping_goes_together_with_bf16_and_a_fused_optimizer(make_config, tmp_path, monkeypatch):
+    monkeypatch.setattr("minitx.training.run.supported_precision", lambda precision, **_: precision)  # as on a CPU with AMX
+    config = make_config(trainer__precision="bf16-mixed", optimizer__clip=0.01, optimizer__lr=0.01)
+    train(config, tmp_path / "clipped")
+    train(dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, clip=None)), tmp_path / "free")
+    clipped, free = (read_metrics(tmp_path / name / "metrics.csv") for name in ("clipped", "free"))
+    assert clipped[0]["train_loss"] == free[0]["train_loss"]
+    assert clipped[0]["grad_norm"] == free[0]["grad_norm"] > 0.01
+    assert all(math.isfinite(row["train_loss"]) for row in clipped)
+
+
+def explode_at(step):
+    """An objective whose loss is NaN in one step."""
+    calls = [0]
+
+    def objective(logits, labels):
+        calls[0] += 1
+        sums = build_objective(ObjectiveConfig())(logits, labels)
+        factor = float("nan") if calls[0] == step + 1 else 1.0
+        return Sums(sums.loss * factor, sums.nll, sums.correct, sums.count)
+
+    return objective
+
+
+def test_a_step_that_is_not_finite_leaves_the_weights_of_the_last_good_step():
+    rows = uneven_rows(steps=4)
+    ids, labels = rows
+    good, _ = fit((ids[:24], labels[:24]), 1)
+    network = None
+    torch.manual_seed(5)
+    network = Table()
+    with pytest.raises(NonFiniteError, match="not finite in step 3") as caught:
+        fit(rows, 1, network=network, objective=explode_at(2))
+    assert caught.value.step == 2
+    assert torch.equal(network.table, good.network.table)
+
+
+def test_an_infinite_gradient_under_a_finite_loss_is_not_applied_either():
+    class Steep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * float("inf")
+
+    def objective(logits, labels):
+        return build_objective(ObjectiveConfig())(Steep.apply(logits), labels)
+
+    torch.manual_seed(5)
+    network = Table()
+    before = network.table.detach().clone()
+    with pytest.raises(NonFiniteError, match="not finite in step 1"):
+        fit(uneven_rows(), 1, network=network, objective=objective)
+    assert torch.equal(network.table, before)
+
+
+def fused(parameters, **options):
+    return torch.optim.AdamW(parameters, lr=0.1, fused=True, **options)
+
+
+def test_the_latch_skips_every_update_from_the_first_bad_one_on_and_remembers_it():
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer, latch = fused([parameter]), Latch()
+    seen = []
+    for step, value in enumerate([1.0, 2.0, float("nan"), 3.0, float("inf")]):
+        parameter.grad = torch.ones(3)
+        latch.check(optimizer, torch.tensor(value), step)
+        optimizer.step()
+        seen.append(parameter.detach().clone())
+    assert not torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[2], seen[1])
+    assert torch.equal(seen[4], seen[1])
+    assert latch.first_bad_step() == 2
+    assert int(optimizer.state[parameter]["step"]) == 2
+
+
+def test_an_open_latch_changes_no_bit_of_an_update():
+    torch.manual_seed(1)
+    values, gradient = torch.randn(50), torch.randn(50)
+    results = []
+    for guarded in (False, True):
+        parameter = nn.Parameter(values.clone())
+        optimizer, latch = fused([parameter]), Latch()
+        for step in range(3):
+            parameter.grad = gradient * (step + 1)
+            if guarded:
+                latch.check(optimizer, gradient.sum(), step)
+            optimizer.step()
+        results.append(parameter.detach())
+    assert torch.equal(*results)
+    assert latch.first_bad_step() is None
+
+
+def test_the_latch_asks_nothing_of_the_host():
+    class NoSync(torch.Tensor):
+        """A tensor whose value may not be read."""
+
+        def _refuse(self, *args):
+            raise AssertionError("the device was read")
+
+        __bool__ = __int__ = __float__ = item = tolist = _refuse
+
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer, latch = fused([parameter]), Latch()
+    for step in range(3):
+        latch.check(optimizer, torch.tensor(1.0).as_subclass(NoSync), step)
+    assert isinstance(latch._bad, NoSync)
+    for banned in (".item()", "bool(", "float(value", "int(value"):
+        assert banned not in inspect.getsource(Latch.check)
+
+
+def test_on_accelerators_the_loss_is_read_at_log_points_only(make_config, tmp_path, monkeypatch):
+    """Simulated: the module believes that it is not on a CPU, so only the log point may read the latch."""
+    reads = []
+    real = TrainingModule.raise_if_nonfinite
+    monkeypatch.setattr(TrainingModule, "raise_if_nonfinite", lambda self: (reads.append(self.global_step), real(self))[1])
+    monkeypatch.setattr(TrainingModule, "device", property(lambda self: torch.device("meta")))
+    config = make_config(trainer__log_every=3, trainer__max_steps=6)
+    train(config, tmp_path)
+    assert reads == [1, 3, 6]
+
+
+def test_a_run_whose_loss_explodes_is_recorded_as_nonfinite(make_config, tmp_path, monkeypatch):
+    monkeypatch.setattr("minitx.training.run.build_objective", lambda config: explode_at(3))
+    result = train(make_config(on_nonfinite="record", trainer__ckpt_every=2), tmp_path)
+    assert result["outcome"] == "NONFINITE"
+    assert (result["nonfinite_step"], result["steps"], result["val_loss"]) == (4, 3, None)
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.csv")] == [1, 2, 3]
+
+
+def test_a_run_that_is_told_to_stop_keeps_the_last_good_checkpoint(make_config, tmp_path, monkeypatch, weights_of):
+    config = make_config(trainer__ckpt_every=2, trainer__max_steps=4)
+    monkeypatch.setattr("minitx.training.run.build_objective", lambda config: explode_at(3))
+    with pytest.raises(NonFiniteError):
+        train(config, tmp_path)
+    loaded = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert loaded["global_step"] == 2
+    assert all(torch.isfinite(value).all() for value in loaded["state_dict"].values())
+
+
+def test_draws_in_a_step_depend_on_seed_and_step_alone():
+    rows = uneven_rows()
+    runs = []
+    for noise in (0, 3):
+        torch.manual_seed(5)
+        network = Table(dropout=0.5)
+        torch.rand(noise)  # what was drawn before does not matter
+        runs.append(fit(rows, 1, network=network)[1].losses)
+    torch.manual_seed(5)
+    other = fit(rows, 1, network=Table(dropout=0.5), seed=1)[1].losses
+    assert runs[0] == runs[1]
+    assert runs[0][0] != other[0]
+
+
+def test_micro_batches_and_ranks_draw_from_streams_of_their_own():
+    seeds = {hash_seed(s, step, micro, rank) for s in range(5) for step in range(7) for micro in range(4) for rank in range(4)}
+    assert len(seeds) == 5 * 7 * 4 * 4
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_hash_seed_depends_on_the_order_of_its_numbers_and_on_every_bit():
+    assert hash_seed(1, 2) != hash_seed(2, 1)
+    assert hash_seed(0) != hash_seed(0, 0)
+    flips = [bin(hash_seed(3, 1000) ^ hash_seed(3, 1000 ^ (1 << bit))).count("1") for bit in range(32)]
+    assert 24 < sum(flips) / 32 < 40  # half of 63 bits
+
+
+def test_probing_leaves_the_trajectory_bit_equal(make_config, tmp_path, weights_of):
+    config = make_config(model__dropout=0.1, trainer__ckpt_every=6, trainer__val_every=2)
+    off = train(config, tmp_path / "off")
+    probed = dataclasses.replace(
+        config, callbacks=dataclasses.replace(config.callbacks, probe=dataclasses.replace(config.callbacks.probe, every=1))
+    )
+    on = train(probed, tmp_path / "on")
+    assert (on["loss_digest"], on["val_loss"]) == (off["loss_digest"], off["val_loss"])
+    for name, weight in weights_of(tmp_path / "off").items():
+        assert torch.equal(weight, weights_of(tmp_path / "on")[name]), name
+    assert [probe["step"] for probe in on["probes"]] == [0, 1, 2, 3, 4, 5, 6]
+    assert off["probes"] == []
+
+
+def test_validating_more_often_leaves_the_trajectory_bit_equal(make_config, tmp_path):
+    rare = train(make_config(model__dropout=0.2), tmp_path / "rare")
+    often = train(make_config(model__dropout=0.2, trainer__val_every=1), tmp_path / "often")
+    assert (rare["loss_digest"], rare["val_loss"]) == (often["loss_digest"], often["val_loss"])
+
+
+def test_two_runs_of_one_seed_are_equal_and_of_two_seeds_are_not(make_config, tmp_path):
+    digests = [train(make_config(seed=seed, model__dropout=0.1), tmp_path / name)["loss_digest"] for seed, name in ((0, "a"), (0, "b"), (1, "c"))]  # fmt: skip
+    assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_a_real_run_gives_the_same_losses_however_its_batch_is_split(make_config, tmp_path, accumulate):
+    double = {"trainer__precision": "64-true", "trainer__log_every": 1}
+    whole = make_config(**double)
+    split = make_config(**double, trainer__accumulate=accumulate)
+    losses = []
+    for name, config in (("whole", whole), ("split", split)):
+        train(config, tmp_path / name)
+        losses.append([row["train_loss"] for row in read_metrics(tmp_path / name / "metrics.csv")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-10)
+
+
+def test_the_validation_loss_is_the_mean_over_every_validation_token(make_config, tmp_path):
+    """The last batch is shorter: a mean of batch means would differ."""
+    losses = {}
+    for size in (5, 7, 1000):
+        config = make_config(trainer__max_steps=1, trainer__val_batches=None, trainer__val_batch_size=size)
+        losses[size] = train(config, tmp_path / str(size))["val_loss"]
+    assert losses[5] == pytest.approx(losses[7], rel=1e-6)
+    assert losses[5] == pytest.approx(losses[1000], rel=1e-6)

@@ -1,0 +1,169 @@
+"""Objectives, schedules, optimizers: worked out by hand."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minitx.config import ObjectiveConfig, OptimizerConfig, ParameterRule, ScheduleConfig, TransformerConfig, evaluate_factor
+from minitx.nn.models import build_model
+from minitx.training.objectives import build_objective, cross_entropy
+from minitx.training.optimizers import build_optimizer, parameter_groups
+from minitx.training.schedules import lr_factor
+
+
+def test_the_loss_is_a_sum_over_the_labels_that_count():
+    logits = torch.tensor([[[0.0, math.log(3.0)], [math.log(4.0), 0.0], [5.0, -7.0]]])
+    labels = torch.tensor([[1, 1, -100]])  # probabilities 3/4 and 1/5; the third does not count
+    sums = cross_entropy(logits, labels)
+    assert float(sums.loss) == pytest.approx(math.log(4 / 3) + math.log(5), rel=1e-6)
+    assert float(sums.nll) == float(sums.loss)
+    assert (int(sums.correct), int(sums.count)) == (1, 2)
+
+
+def test_a_batch_without_labels_costs_nothing_and_has_zero_gradient():
+    logits = torch.randn(2, 3, 5, requires_grad=True)
+    sums = cross_entropy(logits, torch.full((2, 3), -100))
+    sums.loss.backward()
+    assert (float(sums.loss.detach()), int(sums.count), int(sums.correct)) == (0.0, 0, 0)
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+def test_label_smoothing_mixes_the_uniform_share_into_the_loss_but_not_into_the_likelihood():
+    logits, labels = torch.randn(2, 3, 7, dtype=torch.float64), torch.tensor([[1, -100, 6], [0, 2, 3]])
+    sums = build_objective(ObjectiveConfig(label_smoothing=0.3))(logits, labels)
+    log_p = logits.log_softmax(-1)[labels != -100]
+    hit = -log_p.gather(-1, labels[labels != -100][:, None]).sum()
+    assert float(sums.nll) == pytest.approx(float(hit))
+    assert float(sums.loss) == pytest.approx(float(0.7 * hit - 0.3 * log_p.mean(-1).sum()))
+
+
+def test_the_loss_is_computed_in_float32_for_bfloat16_logits():
+    logits = torch.randn(3, 11, dtype=torch.bfloat16)
+    sums = cross_entropy(logits, torch.tensor([1, 5, 7]))
+    assert sums.loss.dtype == torch.float32
+    assert torch.equal(sums.loss, F.cross_entropy(logits.float(), torch.tensor([1, 5, 7]), reduction="sum"))
+
+
+@pytest.mark.parametrize(
+    ("name", "warmup", "final", "steps", "expected"),
+    [
+        ("constant", 0, 0.1, 3, [1, 1, 1]),
+        ("constant", 4, 0.1, 6, [0.25, 0.5, 0.75, 1, 1, 1]),
+        ("linear", 2, 0.0, 6, [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        ("linear", 0, 0.5, 4, [1, 0.875, 0.75, 0.625]),
+        ("cosine", 0, 0.0, 4, [1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5]),
+        ("cosine", 1, 0.2, 3, [1, 1, 0.6]),
+        ("trapezoid", 2, 0.0, 10, [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.5]),
+        ("trapezoid", 0, 0.5, 4, [1, 1, 1, 1]),
+    ],
+)
+def test_schedules_by_hand(name, warmup, final, steps, expected):
+    factor = lr_factor(ScheduleConfig(name=name, warmup_steps=warmup, final_lr=final), steps)
+    assert [factor(step) for step in range(steps)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "trapezoid"])
+def test_a_schedule_reaches_final_lr_at_its_end_and_stays_there(name):
+    factor = lr_factor(ScheduleConfig(name=name, warmup_steps=3, final_lr=0.125, decay_fraction=0.5), 20)
+    assert factor(20) == pytest.approx(0.125)
+    assert factor(10_000) == pytest.approx(0.125)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "trapezoid", "constant"])
+def test_a_warm_up_as_long_as_the_run_never_divides_by_zero(name):
+    factor = lr_factor(ScheduleConfig(name=name, warmup_steps=5), 5)
+    assert [factor(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert math.isfinite(factor(5))
+
+
+def network(**values):
+    return build_model(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2, max_len=7, **values))
+
+
+def groups_by_name(model, config, head_dim):
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = parameter_groups(model, config, head_dim=head_dim)
+    return {names[id(p)]: group for group in groups for p in group["params"]}
+
+
+def test_weight_decay_spares_every_vector_and_reaches_every_matrix():
+    model = network()
+    found = groups_by_name(model, OptimizerConfig(weight_decay=0.3), 4)
+    assert found.keys() == {name for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert found[name]["weight_decay"] == (0.3 if parameter.dim() > 1 else 0.0), name
+
+
+def test_the_first_rule_that_matches_wins():
+    rules = (ParameterRule(match=r"q_proj\.weight", lr=2.0), ParameterRule(match="q_proj", lr=3.0, eps=10.0))
+    found = groups_by_name(network(), OptimizerConfig(lr=0.1, rules=rules, eps=1e-8), 4)
+    weight, bias = found["blocks.0.attention.q_proj.weight"], found["blocks.0.attention.q_proj.bias"]
+    assert (weight["lr"], weight["eps"]) == pytest.approx((0.2, 1e-8))
+    assert (bias["lr"], bias["eps"]) == pytest.approx((0.3, 1e-7))
+    assert found["blocks.0.attention.k_proj.weight"]["lr"] == 0.1
+
+
+def test_factors_may_be_powers_of_head_dim():
+    rule = ParameterRule(match="(q|k)_proj", lr="head_dim^-0.25", weight_decay="head_dim^0.25", eps="head_dim^0.25")
+    found = groups_by_name(network(), OptimizerConfig(lr=0.1, weight_decay=0.2, rules=(rule,)), 16)
+    group = found["blocks.1.attention.k_proj.weight"]
+    assert (group["lr"], group["weight_decay"], group["eps"]) == (0.05, 0.4, 2e-8)
+    assert evaluate_factor("head_dim^2", head_dim=3) == 9.0
+
+
+def test_a_rule_that_matches_nothing_is_an_error_that_names_it():
+    rules = (ParameterRule(match="q_proj"), ParameterRule(match="nothing"))
+    with pytest.raises(ValueError, match=r"optimizer.rules\[1\].match=nothing matches no parameter name"):
+        parameter_groups(network(), OptimizerConfig(rules=rules), head_dim=4)
+
+
+def test_a_rule_that_an_earlier_one_hides_wholly_is_an_error_too():
+    rules = (ParameterRule(match="proj"), ParameterRule(match="q_proj"))
+    with pytest.raises(ValueError, match=r"optimizer.rules\[1\]"):
+        parameter_groups(network(), OptimizerConfig(rules=rules), head_dim=4)
+
+
+def test_freezing_everything_is_an_error():
+    with pytest.raises(ValueError, match="nothing is left to train"):
+        parameter_groups(network(), OptimizerConfig(rules=(ParameterRule(match=".", trainable=False),)), head_dim=4)
+
+
+@pytest.mark.parametrize("factor", [-1.0, float("nan"), float("inf"), "head_dim^1000"])
+@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
+def test_a_factor_that_is_negative_or_not_finite_is_an_error(name, factor):
+    config = OptimizerConfig(weight_decay=0.1, rules=(ParameterRule(match="q_proj", **{name: factor}),))
+    with pytest.raises(ValueError, match=re.escape(f"optimizer.rules[0].{name}={factor} must")):
+        parameter_groups(network(), config, head_dim=16)
+
+
+def test_frozen_parameters_do_not_move():
+    model = network()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    optimizer = build_optimizer(model, OptimizerConfig(rules=(ParameterRule(match="(q|k)_proj", trainable=False),)), head_dim=4)
+    model(torch.randint(11, (2, 5))).square().sum().backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        frozen = "q_proj" in name or "k_proj" in name
+        assert torch.equal(parameter, before[name]) == frozen, name
+
+
+def test_a_tied_table_is_updated_once():
+    model = network(tie_embeddings=True)
+    count = sum(len(group["params"]) for group in parameter_groups(model, OptimizerConfig(), head_dim=4))
+    assert count == len({id(p) for p in model.parameters()})
+
+
+def test_the_update_is_adamw_by_hand():
+    layer = torch.nn.Linear(3, 2, bias=False)
+    start = layer.weight.detach().clone()
+    optimizer = build_optimizer(layer, OptimizerConfig(lr=0.1, weight_decay=0.5, betas=(0.9, 0.99), eps=1e-3), head_dim=1)
+    gradient = torch.tensor([[1.0, -2.0, 0.0], [3.0, 0.5, -1.0]])
+    layer.weight.grad = gradient.clone()
+    optimizer.step()
+    expected = start * (1 - 0.1 * 0.5) - 0.1 * gradient / (gradient.abs() + 1e-3)
+    torch.testing.assert_close(layer.weight.detach(), expected)

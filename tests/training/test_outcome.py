@@ -1,0 +1,208 @@
+"""The files of a run and the words for it."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import re
+
+import pytest
+
+from minitx.training.callbacks import clock
+from minitx.training.metrics import MetricsFile, finite, read_metrics
+from minitx.training.outcome import outcome, spike_share, summarise
+from minitx.training.run import train
+
+FLOORS = {"unigram": 3.0, "bigram": 2.5}
+
+
+@pytest.mark.parametrize(
+    ("final", "initial", "word"),
+    [
+        (2.0, 4.0, "OK"),
+        (2.5, 4.0, "NO-CONTEXT"),
+        (2.499, 4.0, "OK"),
+        (3.0, 4.0, "COLLAPSED"),
+        (2.999, 4.0, "NO-CONTEXT"),
+        (4.0, 4.0, "DIVERGED"),
+        (3.999, 4.0, "COLLAPSED"),
+        (7.0, 4.0, "DIVERGED"),
+        (2.0, 2.0, "DIVERGED"),
+        (None, 4.0, "NONFINITE"),
+        (2.0, None, "NONFINITE"),
+    ],
+)
+def test_a_language_model_is_held_to_its_floors(final, initial, word):
+    assert outcome(final, initial, 0.3, FLOORS, recall=False) == word
+
+
+@pytest.mark.parametrize(("accuracy", "word"), [(0.99, "SOLVED"), (0.9899, "FAILED"), (1.0, "SOLVED"), (None, "FAILED")])
+def test_a_recall_task_is_solved_from_99_percent_on(accuracy, word):
+    assert outcome(1.0, 2.0, accuracy, {}, recall=True) == word
+    assert outcome(None, 2.0, accuracy, {}, recall=True) == "NONFINITE"
+
+
+def test_without_floors_a_falling_loss_is_ok():
+    assert outcome(3.9, 4.0, None, {}, recall=False) == "OK"
+
+
+def brute_spike_share(losses, window, sigmas):
+    hits = 0
+    for i in range(window, len(losses)):
+        before = losses[i - window : i]
+        mean = math.fsum(before) / window
+        std = math.sqrt(math.fsum((x - mean) ** 2 for x in before) / window)
+        hits += losses[i] >= mean + sigmas * std
+    return hits / (len(losses) - window)
+
+
+def test_spikes_by_hand():
+    calm = [1.0, 3.0] * 64  # mean 2, standard deviation 1
+    assert spike_share([*calm, 7.99], 128, 6) == 0.0
+    assert spike_share([*calm, 8.0], 128, 6) == 1.0
+    assert spike_share([*calm, 9.0, 2.0, 2.0, 2.0], 128, 6) == 0.25
+    assert spike_share(calm, 128, 6) == 0.0
+    assert spike_share([], 128, 6) == 0.0
+
+
+def test_spikes_equal_a_brute_count():
+    import random
+
+    draw = random.Random(3)
+    losses = [2 + math.exp(-i / 90) + 0.1 * draw.gauss(0, 1) + (5 if i % 101 == 7 else 0) for i in range(900)]
+    assert spike_share(losses, 128, 3.0) == pytest.approx(brute_spike_share(losses, 128, 3.0))
+    assert spike_share(losses, 128, 3.0) > 0
+
+
+def write(path, rows, start_step=0):
+    file = MetricsFile(path, start_step)
+    for values, step in rows:
+        file.log_metrics(values, step)
+    file.finalize("success")
+
+
+def test_values_of_one_step_share_its_row_and_read_back_bit_equal(tmp_path):
+    path = tmp_path / "metrics.csv"
+    write(path, [({"train_loss": 0.1 + 0.2, "lr": 1e-300}, 1), ({"val_loss": 1 / 3}, 1), ({"train_loss": float("nan")}, 2)])
+    first, second = read_metrics(path)
+    assert (first["step"], first["train_loss"], first["lr"], first["val_loss"]) == (1, 0.1 + 0.2, 1e-300, 1 / 3)
+    assert second["step"] == 2
+    assert math.isnan(second["train_loss"])
+    assert second["val_loss"] is None
+
+
+def test_every_row_is_on_disk_before_the_file_is_closed(tmp_path):
+    path = tmp_path / "metrics.csv"
+    file = MetricsFile(path)
+    for step in (1, 2, 3):
+        file.log_metrics({"train_loss": float(step)}, step)
+        assert [row["step"] for row in read_metrics(path)] == list(range(1, step + 1))
+
+
+def test_going_on_drops_what_came_after_the_checkpoint_and_keeps_the_rest_bit_equal(tmp_path):
+    path = tmp_path / "metrics.csv"
+    write(path, [({"train_loss": 1 / step, "grad_norm": step / 7, "tokens": step}, step) for step in range(1, 8)])
+    before = path.read_text().splitlines()
+    write(path, [({"val_loss": 0.5}, 4), ({"train_loss": 9.0}, 5)], start_step=4)
+    after = path.read_text().splitlines()
+    assert after[:4] == before[:4]
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4, 5]
+    assert (read_metrics(path)[3]["train_loss"], read_metrics(path)[3]["val_loss"]) == (0.25, 0.5)
+
+
+def test_a_metrics_file_that_was_cut_anywhere_gives_whole_rows_only(tmp_path):
+    path = tmp_path / "metrics.csv"
+    write(path, [({"train_loss": 1 / (3 * step), "seconds": 1e-5 * step, "tokens": 100 * step}, step) for step in (1, 2, 3)])
+    whole, text = read_metrics(path), path.read_bytes()
+    for end in range(len(text)):
+        path.write_bytes(text[:end])
+        rows = read_metrics(path)
+        assert rows == whole[: len(rows)], end
+        assert len(rows) >= text[:end].count(b"\n") - 1
+
+
+def test_a_missing_or_infinite_value_is_none():
+    assert [finite(x) for x in (1.5, None, float("nan"), float("inf"), -float("inf"))] == [1.5, None, None, None, None]
+
+
+def test_a_result_is_plain_json_and_knows_no_nan(tmp_path):
+    rows = [({"train_loss": 4.0, "grad_norm": 1.0}, 1), ({"train_loss": float("inf"), "grad_norm": float("nan")}, 2)]
+    write(tmp_path / "metrics.csv", [*rows, ({"val_loss": float("nan"), "val_accuracy": 0.5}, 2)])
+    result = summarise(tmp_path, floors=FLOORS, recall=False, nonfinite_step=None, num_parameters=3)
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+    assert (result["outcome"], result["val_loss"], result["initial_loss"], result["steps"]) == ("NONFINITE", None, 4.0, 2)
+    assert (result["grad_norm_median"], result["grad_norm_max"]) == (1.0, 1.0)
+    assert result["curve"] == [[1, 4.0, 1.0], [2, None, None]]
+
+
+def test_a_long_curve_is_thinned_but_its_digest_covers_every_loss(tmp_path):
+    rows = [({"train_loss": 5 - i / 500, "grad_norm": 1.0}, i + 1) for i in range(450)]
+    write(tmp_path / "metrics.csv", rows)
+    one = summarise(tmp_path, floors={}, recall=False, nonfinite_step=None, num_parameters=1)
+    rows[201][0]["train_loss"] += 1e-15
+    (tmp_path / "metrics.csv").unlink()
+    write(tmp_path / "metrics.csv", rows)
+    two = summarise(tmp_path, floors={}, recall=False, nonfinite_step=None, num_parameters=1)
+    assert len(one["curve"]) <= 100
+    assert one["curve"] == two["curve"]
+    assert one["loss_digest"] != two["loss_digest"]
+
+
+def test_a_run_makes_its_folder_and_nothing_else(make_config, tmp_path, monkeypatch):
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    config = make_config(trainer__ckpt_every=3, trainer__val_every=3, probe__every=3)
+    train(config, tmp_path / "run", files={"config.yaml": "a: 1\n", "command.txt": "python\n"})
+    assert list(place.iterdir()) == []
+    found = sorted(str(p.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("*") if p.is_file())
+    assert found == [
+        "checkpoints/best.ckpt",
+        "checkpoints/last.ckpt",
+        "command.txt",
+        "config.yaml",
+        "metrics.csv",
+        "probes.jsonl",
+    ]
+
+
+def test_a_run_without_checkpoints_writes_none(make_config, tmp_path):
+    train(make_config(), tmp_path / "run")
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["metrics.csv"]
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal(make_config, tmp_path, monkeypatch, caplog):
+    stderr = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stderr)
+    config = make_config(callbacks__progress=True, trainer__val_every=3)
+    with caplog.at_level(logging.INFO):
+        train(config, tmp_path)
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("minitx")]
+    pattern = r"step 6/6  loss \d\.\d{4}  [\d.]+ steps/s  \d+ tokens/s  0:00 left"
+    assert any(re.fullmatch(pattern, line) for line in lines), lines
+    assert sum("validation loss" in line for line in lines) == 2
+    assert stderr.getvalue() == ""
+
+
+def test_nothing_is_advertised(make_config, tmp_path, capfd, caplog):
+    with caplog.at_level(logging.INFO):
+        train(make_config(), tmp_path)
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")
+    assert [record for record in caplog.records if record.name.startswith("lightning") and record.levelno >= 20] == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00"), (93784, "26:03:04")]
+)
+def test_time_is_written_as_on_a_clock(seconds, text):
+    assert clock(seconds) == text
+
+
+def test_metrics_say_rate_and_tokens_of_the_step(make_config, tmp_path):
+    train(make_config(schedule__warmup_steps=4, optimizer__lr=0.4, schedule__name="constant"), tmp_path)
+    rows = read_metrics(tmp_path / "metrics.csv")
+    assert [row["tokens"] for row in rows] == [12 * 7 * step for step in range(1, 7)]
+    assert [row["lr"] for row in rows] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
