@@ -6,13 +6,21 @@ Inside attention (B, H, L, D); outside (B, L, E). Masks: bool, True = may attend
 """
 
 from minitx.nn.attention import DotProductAttention, MultiHeadAttention
-from minitx.nn.backends import AttentionCall, explain_backends, register_backend, scaled_dot_product_attention
+from minitx.nn.backends import (
+    AttentionCall,
+    explain_backends,
+    register_backend,
+    scaled_dot_product_attention,
+    unregister_backend,
+)
+from minitx.nn.bias import ALiBi, Bias, T5RelativeBias, TensorBias
 from minitx.nn.blocks import DecoderBlock, EncoderBlock, Residual
 from minitx.nn.feedforward import FeedForward
 from minitx.nn.functional import attention_scores, attention_weights, masked_softmax, reference_attention
 from minitx.nn.init import init_weights
 from minitx.nn.masks import (
     Causal,
+    Dense,
     Documents,
     Mask,
     Padding,
@@ -27,10 +35,13 @@ from minitx.nn.positions import LearnedPositions, Rotary, SinusoidalPositions
 from minitx.nn.scale import ScoreScale, scale_multiplier
 
 __all__ = [
+    "ALiBi",
     "AttentionCall",
+    "Bias",
     "Causal",
     "DecoderBlock",
     "DecoderLM",
+    "Dense",
     "Documents",
     "DotProductAttention",
     "EncoderBlock",
@@ -46,6 +57,8 @@ __all__ = [
     "ScoreScale",
     "SinusoidalPositions",
     "SlidingWindow",
+    "T5RelativeBias",
+    "TensorBias",
     "attention_scores",
     "attention_weights",
     "explain_backends",
@@ -58,4 +71,5 @@ __all__ = [
     "register_backend",
     "scale_multiplier",
     "scaled_dot_product_attention",
+    "unregister_backend",
 ]
