@@ -114,7 +114,7 @@ class ALiBi(Bias):
     def slope(self, head: Tensor) -> Tensor:
         """m_h, computed from the index: nothing has to be moved to the device."""
         if self.slopes is not None:
-            return self.slopes[head]
+            return widened(self.slopes)[head]
         assert self.num_heads is not None
         power = 2 ** int(math.log2(self.num_heads))
         # Press et al.'s code (ofirpress/attention_with_linear_biases, get_slopes): what is left over interleaves
@@ -136,7 +136,7 @@ class RelativeBuckets(Bias):
     bidirectional: bool = True
 
     def value(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
-        return self.table[self.bucket(key - (row + offset)), head]
+        return widened(self.table)[self.bucket(key - (row + offset)), head]
 
     def bucket(self, distance: Tensor) -> Tensor:
         """T5's bucket of ``j − i``: exact up to a half of the buckets, then logarithmic up to ``max_distance``.
@@ -206,6 +206,11 @@ class T5RelativeBias(nn.Module, Bias):
 
     def extra_repr(self) -> str:
         return f"buckets={tuple(self.weight.shape)}, max_distance={self.max_distance}, bidirectional={self.bidirectional}"
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """In at least float32: the gradient of a small table is a sum over all pairs, and bfloat16 would lose most of it."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def cut(four: Tensor, rows: object, keys: object) -> Tensor:

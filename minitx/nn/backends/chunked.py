@@ -62,7 +62,7 @@ class Problem:
         """Slices of the rows, each with those slices of the keys of which it may see something."""
         B, H, L, _ = self.query.shape
         S = self.key.shape[2]
-        side = min(max(math.isqrt(TILE // (B * H)), SMALLEST), LARGEST)
+        side = min(max(math.isqrt(TILE // (B * H)) // 32 * 32, SMALLEST), LARGEST)
         height = min(side, L)
         width = min(side * side // height, S)
         for row in range(0, L, height):

@@ -30,7 +30,7 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minitx.nn.backends.base import AttentionCall, Backend, always
-from minitx.nn.backends.programs import pack
+from minitx.nn.backends.programs import cannot_pack, pack
 from minitx.nn.bias import Bias
 from minitx.nn.functional import hide_unseen, visible_keys
 from minitx.nn.masks import Causal, simplify
@@ -129,8 +129,9 @@ def falls_back(call: AttentionCall) -> str | None:
         return "torch's CPU kernel has no dropout"
     if isinstance(call.attn_bias, Tensor) and call.attn_bias.requires_grad:
         return "torch's CPU kernel has no gradient for the bias"
-    if isinstance(call.attn_bias, Bias) and any(t.requires_grad for t in pack(call.attn_bias)[1]):
-        return "torch's CPU kernel has no gradient for the bias"
+    if isinstance(call.attn_bias, Bias) and cannot_pack(call.attn_bias) is None:
+        if any(tensor.requires_grad for tensor in pack(call.attn_bias)[1]):
+            return "torch's CPU kernel has no gradient for the bias"
     if call.value.shape[-1] != call.query.shape[-1]:
         return "torch's CPU kernel wants values as wide as queries"
     return None
