@@ -23,7 +23,7 @@ from minitx.nn import (
     reference_attention,
     register_backend,
 )
-from minitx.nn import attention as attention_module
+from minitx.nn.backends import unregister_backend
 from minitx.nn.bias import ALiBi
 
 B, L, S, E, H = 2, 5, 7, 12, 3
@@ -215,7 +215,7 @@ def layer(option, backend):
     return attention, given
 
 
-@pytest.mark.parametrize("backend", ["math", "sdpa", "auto"])
+@pytest.mark.parametrize("backend", ["math", "sdpa", "chunked", "auto"])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_train_eval_and_no_grad_run_the_same_code(option, call, backend):
@@ -249,7 +249,11 @@ def test_train_eval_and_no_grad_run_the_same_code(option, call, backend):
 
 @pytest.mark.parametrize(
     ("option", "backend"),
-    [case for case in itertools.product(OPTIONS, ("math", "sdpa", "auto")) if case not in REFUSED and "kdim" not in case[0]],
+    [
+        case
+        for case in itertools.product(OPTIONS, ("math", "sdpa", "chunked", "auto"))
+        if case not in REFUSED and "kdim" not in case[0]
+    ],
 )
 def test_the_future_changes_no_bit_whatever_the_option(option, backend):
     attention, (x,) = layer(option, backend)
@@ -301,7 +305,7 @@ def test_a_backend_must_be_registered_before_a_module_names_it():
         attention.core.backend = "math"
         assert torch.equal(attention(x), want)
     finally:
-        attention_module._REGISTRY.pop("late")
+        unregister_backend("late")
 
 
 def test_backends_agree_on_every_option_of_the_layer():

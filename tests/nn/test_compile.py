@@ -6,7 +6,7 @@ from torch import nn
 from torch.export import Dim
 
 from minitx.config import TransformerConfig
-from minitx.nn import DecoderBlock, DecoderLM, FeedForward, MultiHeadAttention, Padding, SlidingWindow
+from minitx.nn import DecoderBlock, DecoderLM, FeedForward, KVCache, MultiHeadAttention, Padding, SlidingWindow
 from minitx.nn.models.parts import build_bias, build_block
 
 V, E, H, LENGTHS = 13, 12, 3, range(3, 23)
@@ -141,6 +141,18 @@ def test_a_model_compiles_whole_and_at_most_twice_for_twenty_lengths(options):
     for length in LENGTHS:
         ids, real = torch.randint(1, V, (2, length)), torch.rand(2, length) < 0.8
         torch.testing.assert_close(compiled(ids, key_mask=real), model(ids, key_mask=real), rtol=0, atol=1e-6)
+    assert graphs.count <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("position", ["learned", "rotary", "t5"])
+def test_decoding_with_a_cache_compiles_whole_and_at_most_twice(position):
+    model, graphs = DecoderLM(config(num_layers=2, position=position)).eval(), Graphs()
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+    ids, cache = torch.randint(1, V, (2, 30)), KVCache(32, num_layers=2)
+    with torch.no_grad():
+        got = [compiled(piece, cache=cache) for piece in ids.split([10] + [1] * 20, dim=1)]
+        torch.testing.assert_close(torch.cat(got, dim=1), model(ids), rtol=0, atol=1e-6)
     assert graphs.count <= 2
 
 

@@ -365,6 +365,7 @@ def test_the_t5_bias_learns_and_its_gradient_comes_from_every_layer():
     grad = network.attn_bias.weight.grad
     assert (grad[:L].abs().sum(-1) > 0).all() and not grad[L:].any()  # the distances 0 … L - 1 have a bucket each
     assert "attn_bias.weight" in network.state_dict()
+    assert not network.attn_bias.bidirectional  # a decoder looks back only: all buckets are for the past
 
 
 @pytest.mark.parametrize("position", ["alibi", "t5"])

@@ -71,7 +71,8 @@ class DecoderLM(nn.Module):
 
         Args:
             input_ids: int (B, L). token_type_ids: int (B, L), summed into the embeddings.
-            key_mask: bool (B, L), True = real token; left and right padding are both fine.
+            key_mask: bool (B, L), True = real token; left and right padding are both fine. Padding *between* real tokens
+                counts in the distances of ``alibi``, ``t5`` and ``window``, though not in ``position_ids``.
             position_ids: int (B or 1, L); default counts the real tokens, from 0 in every document.
             document_ids: int (B, L); packed documents never see each other.
             mask: intersects with the model's own (causal, window, padding, documents).
