@@ -343,7 +343,7 @@ class TestContract:
     def test_sinks_let_the_weights_sum_below_one_or_are_refused(self, backend):
         sinks = torch.linspace(-2.0, 2.0, H)
         if backend == "sdpa":
-            with pytest.raises(RuntimeError, match=r"no sinks; chunked, math, flex can"):
+            with pytest.raises(RuntimeError, match=r"no sinks; chunked, math can"):
                 attend(backend, sinks=sinks)
             return
         _, weights = attend(backend, sinks=sinks, need_weights=True)
@@ -569,7 +569,7 @@ def test_strict_turns_a_fall_from_the_fused_kernel_into_an_error():
 def test_a_refusal_names_the_backends_that_could():
     q = torch.randn(1, 2, 3, 4)
     with pytest.raises(
-        RuntimeError, match=r"backend 'sdpa' cannot serve this call: torch's kernels have no soft-cap; chunked, math, flex can"
+        RuntimeError, match=r"backend 'sdpa' cannot serve this call: torch's kernels have no soft-cap; chunked, math can"
     ):
         scaled_dot_product_attention(q, q, q, softcap=1.0, backend="sdpa")
 
@@ -599,7 +599,7 @@ def test_a_registered_backend_serves_calls_by_name_only(registered):
     scaled_dot_product_attention(q, q, q)
     assert len(seen) == 1  # auto does not take it
     assert DotProductAttention(backend="mine")(q, q, q).shape == q.shape
-    with pytest.raises(RuntimeError, match="'mine' cannot serve this call: no window; sdpa, chunked, math, flex can"):
+    with pytest.raises(RuntimeError, match="'mine' cannot serve this call: no window; sdpa, chunked, math can"):
         scaled_dot_product_attention(q, q, q, SlidingWindow(2), backend="mine")
     assert [report.name for report in explain_backends(q, q, q)][-1] == "mine"
     unregister_backend("mine")

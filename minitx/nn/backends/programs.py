@@ -88,6 +88,11 @@ def cannot_pack(rule: Any) -> str | None:
     return None
 
 
+def tensors_of(rule: Any) -> list[Tensor]:
+    """The tensors in a rule, a tensor being its own; none are known of a rule that cannot be taken apart."""
+    return [] if cannot_pack(rule) else pack(rule)[1]
+
+
 def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 

@@ -30,8 +30,7 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minitx.nn.backends.base import AttentionCall, Backend, always
-from minitx.nn.backends.programs import cannot_pack, pack
-from minitx.nn.bias import Bias
+from minitx.nn.backends.programs import tensors_of
 from minitx.nn.functional import hide_unseen, visible_keys
 from minitx.nn.masks import Causal, simplify
 
@@ -83,10 +82,15 @@ def _attend(call: AttentionCall) -> Tensor:
     if attn_bias is not None:
         kernel_mask = torch.where(kernel_mask, _finite_bias(attn_bias, query), -torch.inf)
     key, value = hide_unseen(key, visible), hide_unseen(value, visible)
-    if query.device.type == "cuda" and group > 1:
+    if repeats_heads(query.device.type, group):
         key, value, group = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1), 1
     output = kernel(query, key, value, attn_mask=kernel_mask, enable_gqa=group > 1)
     return output.masked_fill(~has_key, 0.0)
+
+
+def repeats_heads(device: str, group: int) -> bool:
+    """Whether grouped heads beside a mask have to be spelled out: no CUDA kernel but cuDNN takes both."""
+    return device == "cuda" and group > 1
 
 
 def _needs_mask(call: AttentionCall) -> bool:
@@ -127,11 +131,8 @@ def falls_back(call: AttentionCall) -> str | None:
         return None
     if call.dropout_p > 0.0:
         return "torch's CPU kernel has no dropout"
-    if isinstance(call.attn_bias, Tensor) and call.attn_bias.requires_grad:
+    if any(tensor.requires_grad for tensor in tensors_of(call.attn_bias)):
         return "torch's CPU kernel has no gradient for the bias"
-    if isinstance(call.attn_bias, Bias) and cannot_pack(call.attn_bias) is None:
-        if any(tensor.requires_grad for tensor in pack(call.attn_bias)[1]):
-            return "torch's CPU kernel has no gradient for the bias"
     if call.value.shape[-1] != call.query.shape[-1]:
         return "torch's CPU kernel wants values as wide as queries"
     return None
