@@ -49,13 +49,20 @@ class TransformerConfig:
     """Everything that defines a model; stored beside its weights.
 
     ``None`` means: ``num_kv_heads`` = ``num_heads``; ``head_dim`` = ``embed_dim // num_heads``; ``ffn_dim`` = 4 ·
-    ``embed_dim`` (8/3 of it, rounded up to a multiple of 8, for the gated ``swiglu``); ``vocab_size`` is filled in
-    from the data; ``window``, ``qk_norm``, ``softcap``, ``init_fold`` are off.
+    ``embed_dim`` (8/3 of it, rounded up to a multiple of 8, for a gated activation); ``vocab_size`` is filled in
+    from the data; ``window``, ``qk_norm``, ``softcap``, ``rotary_scaling``, ``layer_scale``, ``num_experts``, ``init_fold``
+    are off.
 
     ``scale`` multiplies q·k: ``inv_sqrt`` 1/√D, ``unscaled`` 1, ``inv`` 1/D, ``learned`` one exp(log-scale) per head,
     ``log_length`` ln(n_i)/ln(max_len)/√D, or a number; ``scale_factor`` multiplies whatever ``scale`` means.
     ``init_fold`` moves 1/√D into the initial weights: ``query`` multiplies W_Q by D^-½, ``symmetric`` multiplies W_Q
-    and W_K (with their biases) by D^-¼ each.
+    and W_K (with their biases) by D^-¼ each. ``init_zero_outputs`` starts every block as the identity; ``deepnorm`` brings
+    its own gain β = (8 · num_layers)^-¼ on W_V, W_O and the feed-forward.
+
+    ``rotary_scaling`` stretches rotary positions to contexts ``rotary_factor`` times as long as the ``rotary_original_len``
+    of training. ``stochastic_depth`` is the chance to drop a sublayer of the last block, growing linearly with depth.
+    ``num_experts`` makes the feed-forward a mixture of which a token takes ``experts_per_token``, each ``ffn_dim`` wide and
+    without biases. ``checkpointing`` trades a second forward for activation memory.
 
     Raises:
         ConfigError: a field, or a combination of fields, that has no meaning.
@@ -78,23 +85,35 @@ class TransformerConfig:
     backend: str = "auto"
     qk_norm: Literal["rms", "layer", "l2"] | None = None
     softcap: float | None = None
-    position: Literal["learned", "sinusoidal", "rotary", "none"] = "learned"
+    sinks: bool = False
+    position: Literal["learned", "sinusoidal", "rotary", "alibi", "t5", "none"] = "learned"
     rotary_base: float = 10000.0
+    rotary_interleaved: bool = False
+    rotary_scaling: Literal["linear", "ntk", "yarn", "llama3"] | None = None
+    rotary_factor: float = 1.0
+    rotary_original_len: int | None = None
     norm: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-5
     norm_position: Literal["pre", "post", "sandwich", "deepnorm"] = "pre"
     parallel: bool = False
-    activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu"] = "gelu"
+    layer_scale: float | None = None
+    stochastic_depth: float = 0.0
+    checkpointing: bool = False
+    activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu", "geglu", "reglu"] = "gelu"
+    num_experts: int | None = None
+    experts_per_token: int = 2
     bias: bool = True
     init: Literal["gpt2", "lecun", "xavier", "torch_mha", "torch_linear", "t5"] = "gpt2"
     init_fold: Literal["query", "symmetric"] | None = None
+    init_zero_outputs: bool = False
     tie_embeddings: bool = True
 
     def __post_init__(self) -> None:
         _positive(self, "vocab_size", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "num_layers", "ffn_dim")
-        _positive(self, "max_len", "window", "softcap", "norm_eps", "rotary_base")
+        _positive(self, "max_len", "window", "softcap", "norm_eps", "rotary_base", "rotary_original_len", "layer_scale")
+        _positive(self, "num_experts", "experts_per_token")
         _not_negative(self, "type_vocab_size")
-        _fraction(self, "dropout")
+        _fraction(self, "dropout", "stochastic_depth")
         _require(
             self.head_dim is not None or self.embed_dim % self.num_heads == 0,
             f"embed_dim={self.embed_dim} is not divisible by num_heads={self.num_heads}; "
@@ -118,6 +137,27 @@ class TransformerConfig:
             not self.parallel or self.norm_position == "pre",
             f"parallel={self.parallel} needs norm_position=pre, got norm_position={self.norm_position}",
         )
+        self._check_rotary_scaling()
+        _require(
+            self.num_experts is None or self.experts_per_token <= self.num_experts,
+            f"experts_per_token={self.experts_per_token} must not exceed num_experts={self.num_experts}",
+        )
+
+    def _check_rotary_scaling(self) -> None:
+        kind = self.rotary_scaling
+        _require(
+            kind is None or self.position == "rotary",
+            f"rotary_scaling={kind} needs position=rotary, got position={self.position}",
+        )
+        _require(1.0 <= self.rotary_factor < math.inf, f"rotary_factor={self.rotary_factor} must be a number from 1")
+        _require(
+            kind is not None or self.rotary_factor == 1.0,
+            f"rotary_factor={self.rotary_factor} needs rotary_scaling, got rotary_scaling=null",
+        )
+        _require(
+            kind not in ("yarn", "llama3") or self.rotary_original_len is not None,
+            f"rotary_original_len=null must be given with rotary_scaling={kind}",
+        )
 
     @property
     def kv_heads(self) -> int:
@@ -134,7 +174,7 @@ class TransformerConfig:
         """F with the default filled in."""
         if self.ffn_dim is not None:
             return self.ffn_dim
-        return 8 * math.ceil(self.embed_dim / 3) if self.activation == "swiglu" else 4 * self.embed_dim
+        return 8 * math.ceil(self.embed_dim / 3) if self.activation.endswith("glu") else 4 * self.embed_dim
 
 
 def check_scale(scale: object) -> None:
@@ -409,7 +449,7 @@ class RunConfig:
         )
         length = getattr(self.data, "context_len", None) or getattr(self.data, "num_pairs", 0) + 1
         _require(
-            length <= self.model.max_len or self.model.position in ("rotary", "sinusoidal", "none"),
+            length <= self.model.max_len or self.model.position != "learned",
             f"model.max_len={self.model.max_len} must reach the rows of the data, which have {length} tokens",
         )
 

@@ -6,13 +6,22 @@ Inside attention (B, H, L, D); outside (B, L, E). Masks: bool, True = may attend
 """
 
 from minitx.nn.attention import DotProductAttention, MultiHeadAttention
-from minitx.nn.backends import AttentionCall, explain_backends, register_backend, scaled_dot_product_attention
-from minitx.nn.blocks import DecoderBlock, EncoderBlock, Residual
-from minitx.nn.feedforward import FeedForward
+from minitx.nn.backends import (
+    AttentionCall,
+    explain_backends,
+    register_backend,
+    scaled_dot_product_attention,
+    unregister_backend,
+)
+from minitx.nn.bias import ALiBi, Bias, T5RelativeBias, TensorBias
+from minitx.nn.blocks import DecoderBlock, EncoderBlock, LayerScale, Residual, StochasticDepth, is_recomputing
+from minitx.nn.cache import KVCache, LayerCache
+from minitx.nn.feedforward import FeedForward, MixtureOfExperts, load_balancing_loss
 from minitx.nn.functional import attention_scores, attention_weights, masked_softmax, reference_attention
 from minitx.nn.init import init_weights
 from minitx.nn.masks import (
     Causal,
+    Dense,
     Documents,
     Mask,
     Padding,
@@ -23,39 +32,53 @@ from minitx.nn.masks import (
 )
 from minitx.nn.models import DecoderLM
 from minitx.nn.norms import QKNorm, make_norm
-from minitx.nn.positions import LearnedPositions, Rotary, SinusoidalPositions
+from minitx.nn.positions import LearnedPositions, Rotary, RotaryScaling, SinusoidalPositions
 from minitx.nn.scale import ScoreScale, scale_multiplier
 
 __all__ = [
+    "ALiBi",
     "AttentionCall",
+    "Bias",
     "Causal",
     "DecoderBlock",
     "DecoderLM",
+    "Dense",
     "Documents",
     "DotProductAttention",
     "EncoderBlock",
     "FeedForward",
+    "KVCache",
+    "LayerCache",
+    "LayerScale",
     "LearnedPositions",
     "Mask",
+    "MixtureOfExperts",
     "MultiHeadAttention",
     "Padding",
     "PrefixLM",
     "QKNorm",
     "Residual",
     "Rotary",
+    "RotaryScaling",
     "ScoreScale",
     "SinusoidalPositions",
     "SlidingWindow",
+    "StochasticDepth",
+    "T5RelativeBias",
+    "TensorBias",
     "attention_scores",
     "attention_weights",
     "explain_backends",
     "from_key_padding_mask",
     "init_weights",
     "intersect",
+    "is_recomputing",
+    "load_balancing_loss",
     "make_norm",
     "masked_softmax",
     "reference_attention",
     "register_backend",
     "scale_multiplier",
     "scaled_dot_product_attention",
+    "unregister_backend",
 ]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
-from minitx.nn.backends import make_call, run_attention
+from minitx.nn.backends import _REGISTRY, make_call, run_attention
+from minitx.nn.bias import Bias
+from minitx.nn.cache import LayerCache
 from minitx.nn.masks import Causal, Mask, Padding, as_mask, intersect, real_key_counts
 from minitx.nn.norms import QKNorm
 from minitx.nn.positions import Rotary
@@ -18,8 +22,12 @@ class DotProductAttention(nn.Module):
     Args:
         dropout: on the weights, in training only.
         softcap: t in t · tanh(z / t), or None.
-        backend: ``auto``, ``math``, ``sdpa`` or a registered name.
+        backend: ``auto``, ``math``, ``sdpa`` or a registered name. Register a backend of your own before you build
+            the module that names it: a typo is answered here, not at the first call.
         strict: raise instead of leaving a fused kernel.
+
+    Raises:
+        ValueError: dropout outside [0, 1); a soft-cap that is not positive; a backend that nobody registered.
     """
 
     def __init__(
@@ -28,6 +36,10 @@ class DotProductAttention(nn.Module):
         super().__init__()
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
+        if softcap is not None and not 0 < softcap < math.inf:
+            raise ValueError(f"softcap must be positive and finite (or None for off), got {softcap}")
+        if backend != "auto" and backend not in _REGISTRY:
+            raise ValueError(f"backend={backend!r} is not known; one of auto, {', '.join(_REGISTRY)}")
         self.dropout, self.softcap, self.backend, self.strict = dropout, softcap, backend, strict
 
     def forward(
@@ -38,7 +50,7 @@ class DotProductAttention(nn.Module):
         *,
         mask: Mask | None = None,
         scale: float | None = None,
-        attn_bias: Tensor | None = None,
+        attn_bias: Tensor | Bias | None = None,
         sinks: Tensor | None = None,
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -66,8 +78,8 @@ class MultiHeadAttention(nn.Module):
     """Self- or cross-attention with H query heads and Hkv key/value heads.
 
     head_h = softmax(c · Q_h K_hᵀ) V_h with Q = x W_Q, K = y W_K, V = y W_V; output = concat(heads) W_O. The order is
-    projections → heads → QK-norm → rotary → scale → core → ``out_proj`` (Vaswani et al. 2017, arXiv:1706.03762, §3.2.2;
-    grouped heads: Ainslie et al. 2023, arXiv:2305.13245).
+    projections → heads → QK-norm → rotary → cache → scale → core → head mask → ``out_proj`` (Vaswani et al. 2017,
+    arXiv:1706.03762, §3.2.2; grouped heads: Ainslie et al. 2023, arXiv:2305.13245).
 
     Args:
         embed_dim: E, the width of queries and of the output.
@@ -138,8 +150,10 @@ class MultiHeadAttention(nn.Module):
         attn_mask: Tensor | Mask | None = None,
         key_mask: Tensor | None = None,
         is_causal: bool = False,
-        attn_bias: Tensor | None = None,
+        attn_bias: Tensor | Bias | None = None,
         position_ids: Tensor | None = None,
+        head_mask: Tensor | None = None,
+        cache: LayerCache | None = None,
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend. All constraints that are given intersect.
@@ -151,28 +165,21 @@ class MultiHeadAttention(nn.Module):
             attn_mask: bool (L, S) or broadcastable to (B, H, L, S), True = may attend, or a ``Mask``.
             key_mask: bool (B, S), True = real token.
             is_causal: the last query sees the last key.
-            attn_bias: float, broadcastable to (B, H, L, S), added to the scaled scores.
-            position_ids: (B or 1, L) for rotary; default 0 … L - 1.
+            attn_bias: float, broadcastable to (B, H, L, S), or a ``Bias``; added to the scaled scores.
+            position_ids: int (B or 1, L) for rotary; default 0 … L - 1, counted on from the cache's length.
+            head_mask: (H,) or (B, H), multiplies each head's output: 0 ablates a head.
+            cache: for self-attention, the earlier keys and values, to which these are appended: S counts them all, in
+                masks and biases too. For cross-attention, keys and values are computed at its first use only.
             need_weights: also return the weights (B, H, L, S), before dropout.
 
         Returns:
             (B, L, E), or ``(output, weights)``.
         """
         self._check_inputs(query, key, value)
-        key = query if key is None else key
-        value = key if value is None else value
         mask = intersect(
             as_mask(attn_mask), Padding(key_mask) if key_mask is not None else None, Causal() if is_causal else None
         )
-        q = self._split(self.q_proj(query), self.num_heads)  # (B, H, L, D)
-        k = self._split(self.k_proj(key), self.num_kv_heads)  # (B, Hkv, S, D)
-        v = self._split(self.v_proj(value), self.num_kv_heads)  # (B, Hkv, S, D)
-        if self.qk_norm is not None:
-            q, k = self.qk_norm(q, k)
-        if self.rotary is not None:
-            if position_ids is None:
-                position_ids = torch.arange(q.shape[2], device=q.device).unsqueeze(0)
-            q, k = self.rotary(q, position_ids), self.rotary(k, position_ids)
+        q, k, v = self._project(query, key, value, position_ids, cache)
         counts = None
         if self.scale.needs_counts:
             if mask is not None:
@@ -181,12 +188,46 @@ class MultiHeadAttention(nn.Module):
         q, multiplier = self.scale(q, counts)
         out = self.core(q, k, v, mask=mask, scale=multiplier, attn_bias=attn_bias, sinks=self.sinks, need_weights=need_weights)
         out, weights = out if isinstance(out, tuple) else (out, None)
+        if head_mask is not None:
+            out = out * self._per_head(head_mask, out)
         out = self.out_proj(out.transpose(1, 2).flatten(2))  # (B, H, L, D) -> (B, L, H * D) -> (B, L, E)
         return out if weights is None else (out, weights)
+
+    def _project(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, position_ids: Tensor | None, cache: LayerCache | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Projections, heads, QK-norm, rotary and cache: q (B, H, L, D), k and v (B, Hkv, S, D)."""
+        is_self = key is None or key is query
+        q = self._split(self.q_proj(query), self.num_heads)
+        if cache is not None and cache.memory is not None and not is_self:
+            _check_memory(cache.memory[0], query if key is None else key)
+            return q if self.qk_norm is None else self.qk_norm(q, None)[0], *cache.memory
+        key = query if key is None else key
+        k = self._split(self.k_proj(key), self.num_kv_heads)
+        v = self._split(self.v_proj(key if value is None else value), self.num_kv_heads)
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q, k)
+        if self.rotary is not None:
+            if position_ids is None:
+                start = 0 if cache is None else cache.length
+                position_ids = torch.arange(start, start + q.shape[2], device=q.device).unsqueeze(0)
+            q, k = self.rotary(q, position_ids), self.rotary(k, position_ids)
+        if cache is None:
+            return q, k, v
+        return q, *(cache.append(k, v) if is_self else cache.remember(k, v))
 
     def _split(self, x: Tensor, num_heads: int) -> Tensor:
         """(B, L, heads * D) -> (B, heads, L, D)."""
         return x.unflatten(-1, (num_heads, self.head_dim)).transpose(1, 2)
+
+    def _per_head(self, head_mask: Tensor, out: Tensor) -> Tensor:
+        """(H,) or (B, H) as (1 or B, H, 1, 1) in the dtype of ``out``."""
+        shapes = (self.num_heads,), (out.shape[0], self.num_heads)
+        if tuple(head_mask.shape) not in shapes:
+            raise ValueError(
+                f"head_mask must have shape (H,) or (B, H) = {shapes[0]} or {shapes[1]}, got {tuple(head_mask.shape)}"
+            )
+        return head_mask.to(out.dtype).view(-1, self.num_heads, 1, 1)
 
     def _check_inputs(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> None:
         if value is not None and key is None:
@@ -203,5 +244,81 @@ class MultiHeadAttention(nn.Module):
             if tensor.dim() != 3 or tensor.shape[-1] != projection.in_features:
                 raise ValueError(f"{name} must have shape (batch, length, {projection.in_features}), got {tuple(tensor.shape)}")
 
+    @classmethod
+    @torch.no_grad()
+    def from_torch(cls, theirs: nn.MultiheadAttention, *, backend: str = "auto") -> MultiHeadAttention:
+        """The layer with the weights of ``torch.nn.MultiheadAttention``, copied; equal outputs, in its dtype and device.
+
+        What is called differently here: tensors are batch-first whatever ``batch_first`` says; ``key_padding_mask`` and
+        bool ``attn_mask`` are True = *hidden* there and True = may attend here (``masks.from_key_padding_mask``); float
+        masks are ``attn_bias``. What is answered differently: weights are per head and before dropout (torch averages
+        heads and returns them after dropout); a row without a visible key is zero before ``out_proj`` (torch: NaN).
+
+        Raises:
+            ValueError: ``add_bias_kv`` or ``add_zero_attn``, which append keys that nobody sent.
+        """
+        if theirs.bias_k is not None or theirs.add_zero_attn:
+            option = "add_bias_kv" if theirs.bias_k is not None else "add_zero_attn"
+            raise ValueError(f"{option}=True appends a key to every sequence, which MultiHeadAttention does not have")
+        has_bias = theirs.in_proj_bias is not None
+        core = DotProductAttention(dropout=theirs.dropout, backend=backend)
+        sizes = {"kdim": theirs.kdim, "vdim": theirs.vdim, "bias": has_bias, "core": core}
+        ours = cls(theirs.embed_dim, theirs.num_heads, **sizes).to(theirs.out_proj.weight).train(theirs.training)
+        for ours_part, theirs_part in _torch_parts(ours, theirs):
+            ours_part.copy_(theirs_part)
+        return ours
+
+    @torch.no_grad()
+    def to_torch(self) -> nn.MultiheadAttention:
+        """A ``torch.nn.MultiheadAttention(batch_first=True)`` with copies of these weights; see ``from_torch``.
+
+        Raises:
+            ValueError: something that torch's layer does not have, named.
+        """
+        E, H = self.embed_dim, self.num_heads
+        lacking = {
+            f"num_kv_heads={self.num_kv_heads}": self.num_kv_heads != H,
+            f"head_dim={self.head_dim}": self.head_dim * H != E,
+            f"scale={self.scale.scale} times {self.scale.factor}": (self.scale.scale, self.scale.factor) != ("inv_sqrt", 1.0),
+            "qk_norm": self.qk_norm is not None,
+            "rotary": self.rotary is not None,
+            "sinks": self.sinks is not None,
+            "softcap": getattr(self.core, "softcap", None) is not None,
+            type(self.core).__name__: not isinstance(self.core, DotProductAttention),
+        }
+        if any(lacking.values()):
+            names = ", ".join(name for name, given in lacking.items() if given)
+            raise ValueError(f"torch.nn.MultiheadAttention has no {names}")
+        sizes = {"kdim": self.k_proj.in_features, "vdim": self.v_proj.in_features, "bias": self.q_proj.bias is not None}
+        theirs = nn.MultiheadAttention(E, H, dropout=self.core.dropout, batch_first=True, **sizes)  # type: ignore[arg-type]
+        theirs = theirs.to(self.q_proj.weight).train(self.training)
+        for ours_part, theirs_part in _torch_parts(self, theirs):
+            theirs_part.copy_(ours_part)
+        return theirs
+
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+
+
+def _torch_parts(ours: MultiHeadAttention, theirs: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor]]:
+    """Which parameter is which: pairs of (ours, theirs), views where torch stacks its three projections."""
+    projections = (ours.q_proj, ours.k_proj, ours.v_proj)
+    weights = (
+        theirs.in_proj_weight.chunk(3)
+        if theirs.in_proj_weight is not None
+        else (theirs.q_proj_weight, theirs.k_proj_weight, theirs.v_proj_weight)
+    )
+    pairs = [(projection.weight, weight) for projection, weight in zip(projections, weights, strict=True)]
+    pairs.append((ours.out_proj.weight, theirs.out_proj.weight))
+    if theirs.in_proj_bias is not None:
+        biases = (*theirs.in_proj_bias.chunk(3), theirs.out_proj.bias)
+        pairs += [(p.bias, bias) for p, bias in zip((*projections, ours.out_proj), biases, strict=True)]
+    return pairs
+
+
+def _check_memory(keys: Tensor, memory: Tensor) -> None:
+    if (keys.shape[0], keys.shape[2]) != tuple(memory.shape[:2]):
+        kept = keys.shape[0], keys.shape[2]
+        raise ValueError(
+            f"key must be the memory that the cache was filled from, (B, S) = {kept}, got {tuple(memory.shape[:2])}"
+        )

@@ -3,13 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from minitx.nn.attention import MultiHeadAttention
+from minitx.nn.bias import Bias
+from minitx.nn.cache import LayerCache
+from minitx.nn.feedforward import MixtureOfExperts
 from minitx.nn.masks import Causal, Mask, as_mask, intersect
 
 NORM_POSITIONS = ("pre", "post", "sandwich", "deepnorm")
+Extras = dict[str, Tensor]
+
+
+class LayerScale(nn.Module):
+    """A learned gain for each channel of a sublayer's output, small at first: λ · f(x).
+
+    Touvron et al. 2021, "Going deeper with Image Transformers", arXiv:2103.17239, §2.1 (10⁻¹ up to 18 layers, 10⁻⁵ up to
+    24, 10⁻⁶ beyond).
+
+    >>> LayerScale(3, 0.5)(torch.ones(1, 2, 3)).unique().tolist()
+    [0.5]
+    """
+
+    def __init__(self, embed_dim: int, start: float) -> None:
+        super().__init__()
+        if not start > 0.0:
+            raise ValueError(f"layer_scale must be a positive start (or None for off), got {start}")
+        self.start = start
+        self.gain = nn.Parameter(torch.full((embed_dim,), float(start)))
+
+    def reset_parameters(self) -> None:
+        """Every gain back to its start."""
+        nn.init.constant_(self.gain, self.start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+class StochasticDepth(nn.Module):
+    """In training, drop a sublayer's whole output for each sample by chance ``p``, and divide what is kept by 1 - p.
+
+    Huang et al. 2016, arXiv:1603.09382; a sample is one entry of the first axis.
+
+    >>> StochasticDepth(0.5)(torch.ones(1000, 2, 3)).unique().tolist()
+    [0.0, 2.0]
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        if not 0.0 <= p < 1.0:
+            raise ValueError(f"stochastic_depth must lie in [0, 1), got {p}")
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        kept = x.new_empty(x.shape[0], *(1,) * (x.dim() - 1)).bernoulli_(1.0 - self.p)
+        return x * (kept / (1.0 - self.p))
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
 
 
 class Residual(nn.Module):
@@ -19,7 +79,12 @@ class Residual(nn.Module):
     * ``sandwich``: x + norm'(f(norm(x))) (Ding et al. 2021, arXiv:2105.13290); ``deepnorm``: norm(α x + f(x)), α =
       ``residual_scale`` (Wang et al. 2022, arXiv:2203.00555)
 
-    Dropout acts on the sublayer's output, before it is added.
+    Dropout acts on the sublayer's output, before it is added; then ``branch`` does, if there is one.
+
+    Args:
+        norm: makes one norm. norm_position: one of the four.
+        dropout: on the sublayer's output, in training only. residual_scale: α.
+        branch: makes what the output passes through last: ``LayerScale``, ``StochasticDepth``, or both.
     """
 
     def __init__(
@@ -29,6 +94,7 @@ class Residual(nn.Module):
         *,
         dropout: float = 0.0,
         residual_scale: float = 1.0,
+        branch: Callable[[], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         if norm_position not in NORM_POSITIONS:
@@ -37,26 +103,29 @@ class Residual(nn.Module):
         self.norm = norm()
         self.output_norm = norm() if norm_position == "sandwich" else None
         self.dropout = nn.Dropout(dropout)
+        self.branch = nn.Identity() if branch is None else branch()
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         if self.norm_position in ("post", "deepnorm"):
-            return self.norm(x * self.residual_scale + self.dropout(sublayer(x)))
+            return self.norm(x * self.residual_scale + self.branch(self.dropout(sublayer(x))))
         out = sublayer(self.norm(x))
-        return x + self.dropout(out if self.output_norm is None else self.output_norm(out))
+        return x + self.branch(self.dropout(out if self.output_norm is None else self.output_norm(out)))
 
 
 class EncoderBlock(nn.Module):
     """Self-attention, then feed-forward, each in a ``Residual``; (B, L, E) in and out.
 
     Args:
-        attention: a ``MultiHeadAttention`` (or anything called alike).
+        attention: a ``MultiHeadAttention``, or anything that takes x and those of ``forward``'s options that are given.
         feedforward: a module (B, L, E) -> (B, L, E).
         norm: makes one norm, for example ``lambda: nn.LayerNorm(E)``.
         norm_position: ``pre``, ``post``, ``sandwich`` or ``deepnorm``.
         parallel: attention and feed-forward read the same normed input and are added together (GPT-J; pre-norm only).
-        dropout: on each sublayer's output. residual_scale: α of ``deepnorm``.
+        dropout: on each sublayer's output. residual_scale: α of ``deepnorm``. branch: as in ``Residual``.
 
-    >>> import torch
+    Raises:
+        ValueError: ``parallel`` with another norm position than ``pre``.
+
     >>> from minitx.nn import FeedForward, MultiHeadAttention
     >>> block = EncoderBlock(MultiHeadAttention(12, 3), FeedForward(12, 48), norm=lambda: nn.LayerNorm(12))
     >>> block(torch.randn(2, 5, 12)).shape
@@ -73,24 +142,56 @@ class EncoderBlock(nn.Module):
         parallel: bool = False,
         dropout: float = 0.0,
         residual_scale: float = 1.0,
+        branch: Callable[[], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         if parallel and norm_position != "pre":
             raise ValueError(f"parallel sublayers need norm_position='pre', got {norm_position!r}")
         self.attention, self.feedforward, self.parallel = attention, feedforward, parallel
-        options = {"dropout": dropout, "residual_scale": residual_scale}
-        self.attention_residual = Residual(norm, norm_position, **options)
-        self.feedforward_residual = None if parallel else Residual(norm, norm_position, **options)
+        residual = partial(Residual, norm, norm_position, dropout=dropout, residual_scale=residual_scale, branch=branch)
+        self.attention_residual = residual()
+        self.feedforward_residual = None if parallel else residual()
 
-    def forward(self, x: Tensor, *, attn_mask: Tensor | Mask | None = None, position_ids: Tensor | None = None) -> Tensor:
-        """x (B, L, E); attn_mask bool, True = may attend, or a ``Mask``; position_ids (B or 1, L) for rotary."""
-        x = self.attention_residual(x, lambda h: self._attend(h, attn_mask, position_ids))
-        return x if self.feedforward_residual is None else self.feedforward_residual(x, self.feedforward)
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        attn_mask: Tensor | Mask | None = None,
+        position_ids: Tensor | None = None,
+        attn_bias: Tensor | Bias | None = None,
+        head_mask: Tensor | None = None,
+        return_extras: bool = False,
+    ) -> Tensor | tuple[Tensor, Extras]:
+        """One block.
 
-    def _attend(self, x: Tensor, attn_mask: Tensor | Mask | None, position_ids: Tensor | None) -> Tensor:
-        out = self.attention(x, attn_mask=attn_mask, position_ids=position_ids)
-        assert isinstance(out, Tensor)
-        return out + self.feedforward(x) if self.parallel else out
+        Args:
+            x: (B, L, E).
+            attn_mask, position_ids, attn_bias, head_mask: as in ``MultiHeadAttention.forward``.
+            return_extras: return ``(x, extras)``, with ``router_probs`` (B, L, N) and ``router_choice`` (B, L, k) where the
+                feed-forward is a ``MixtureOfExperts``.
+        """
+        attend = _given(
+            self.attention, attn_mask=attn_mask, position_ids=position_ids, attn_bias=attn_bias, head_mask=head_mask
+        )
+        return self._run(x, attend, None, return_extras)
+
+    def _run(
+        self, x: Tensor, attend: Callable[[Tensor], Any], cross: Callable[[Tensor], Any] | None, return_extras: bool
+    ) -> Tensor | tuple[Tensor, Extras]:
+        extras: Extras = {}
+
+        def feed(h: Tensor) -> Tensor:
+            if not (return_extras and isinstance(self.feedforward, MixtureOfExperts)):
+                return self.feedforward(h)
+            out, extras["router_probs"], extras["router_choice"] = self.feedforward(h, return_routing=True)
+            return out
+
+        x = self.attention_residual(x, (lambda h: attend(h) + feed(h)) if self.parallel else attend)
+        if cross is not None:
+            x = self.cross_residual(x, cross)  # type: ignore[operator]
+        if self.feedforward_residual is not None:
+            x = self.feedforward_residual(x, feed)
+        return (x, extras) if return_extras else x
 
 
 class DecoderBlock(EncoderBlock):
@@ -114,20 +215,12 @@ class DecoderBlock(EncoderBlock):
         parallel: bool = False,
         dropout: float = 0.0,
         residual_scale: float = 1.0,
+        branch: Callable[[], nn.Module] | None = None,
     ) -> None:
-        super().__init__(
-            attention,
-            feedforward,
-            norm=norm,
-            norm_position=norm_position,
-            parallel=parallel,
-            dropout=dropout,
-            residual_scale=residual_scale,
-        )
+        options = {"norm": norm, "norm_position": norm_position, "dropout": dropout, "residual_scale": residual_scale}
+        super().__init__(attention, feedforward, **options, parallel=parallel, branch=branch)  # type: ignore[arg-type]
         self.cross_attention = cross_attention
-        self.cross_residual = (
-            None if cross_attention is None else Residual(norm, norm_position, dropout=dropout, residual_scale=residual_scale)
-        )
+        self.cross_residual = None if cross_attention is None else Residual(**options, branch=branch)  # type: ignore[arg-type]
 
     def forward(
         self,
@@ -135,16 +228,81 @@ class DecoderBlock(EncoderBlock):
         *,
         attn_mask: Tensor | Mask | None = None,
         position_ids: Tensor | None = None,
+        attn_bias: Tensor | Bias | None = None,
+        head_mask: Tensor | None = None,
+        cache: LayerCache | None = None,
         memory: Tensor | None = None,
         memory_mask: Tensor | Mask | None = None,
-    ) -> Tensor:
-        """x (B, L, E); memory (B, S, kdim) of the encoder, with memory_mask (L, S), (B, 1, 1, S) … or a ``Mask``."""
+        return_extras: bool = False,
+    ) -> Tensor | tuple[Tensor, Extras]:
+        """One block, causal.
+
+        Args:
+            x, attn_mask, position_ids, attn_bias, head_mask, return_extras: as in ``EncoderBlock.forward``.
+            cache: the layer's earlier keys and values, and the memory's: x is what comes after them, and masks count
+                them among the S keys.
+            memory: (B, S, kdim) of the encoder, for ``cross_attention``; its keys and values are computed at a cache's
+                first use only.
+            memory_mask: bool (L, S), (B, 1, 1, S) …, or a ``Mask``.
+
+        Raises:
+            ValueError: memory for a block without cross-attention, or none for a block with it.
+        """
         if (memory is None) != (self.cross_attention is None):
             state = "has no cross_attention" if self.cross_attention is None else "has cross_attention and needs memory"
             raise ValueError(f"this DecoderBlock {state}; got memory={'None' if memory is None else 'a tensor'}")
-        mask = intersect(as_mask(attn_mask), Causal())
-        x = self.attention_residual(x, lambda h: self._attend(h, mask, position_ids))
-        if self.cross_attention is not None and self.cross_residual is not None:
-            cross = self.cross_attention
-            x = self.cross_residual(x, lambda h: cross(h, memory, attn_mask=memory_mask))
-        return x if self.feedforward_residual is None else self.feedforward_residual(x, self.feedforward)
+        attend = _given(
+            self.attention,
+            attn_mask=intersect(as_mask(attn_mask), Causal()),
+            position_ids=position_ids,
+            attn_bias=attn_bias,
+            head_mask=head_mask,
+            cache=cache,
+        )
+        cross = (
+            None
+            if self.cross_attention is None
+            else _given(self.cross_attention, key=memory, attn_mask=memory_mask, cache=cache)
+        )
+        return self._run(x, attend, cross, return_extras)
+
+
+def _given(module: nn.Module, **options: Any) -> Callable[[Tensor], Any]:
+    """``module`` with those options that are not None, so that a plainer attention need not know all of them."""
+    return partial(module, **{name: value for name, value in options.items() if value is not None})
+
+
+_RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
+
+
+def is_recomputing() -> bool:
+    """Whether this is the second forward of a checkpointed block, made in the backward pass: a record skips it.
+
+    Hooks fire in both runs, because one that changes a value has to change it in both.
+    """
+    return _RECOMPUTING.get()
+
+
+class _Recomputing:
+    """Entered once for every backward pass through the block: a graph may be retained."""
+
+    def __enter__(self) -> None:
+        self.token = _RECOMPUTING.set(True)
+
+    def __exit__(self, *error: object) -> None:
+        _RECOMPUTING.reset(self.token)
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _Recomputing()
+
+
+def run_checkpointed(block: nn.Module, x: Tensor, **options: Any) -> Any:
+    """``block(x, **options)``, keeping its input only: what lies between is computed again in the backward pass.
+
+    Same random draws both times, so the gradients are those of a plain call to the bit (Chen et al. 2016,
+    arXiv:1604.06174).
+    """
+    # the compiler does the recomputation by itself and knows no context of ours
+    more: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": _contexts}
+    return checkpoint(block, x, use_reentrant=False, **more, **options)

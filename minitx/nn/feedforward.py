@@ -1,9 +1,10 @@
-"""Position-wise feed-forward networks, plain and gated."""
+"""Position-wise feed-forward networks: plain, gated, and a mixture of experts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,14 +14,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
     "swiglu": F.silu,
+    "geglu": F.gelu,
+    "reglu": F.relu,
 }
+GATED = ("swiglu", "geglu", "reglu")
 
 
 class FeedForward(nn.Module):
-    """down(a(up(x))), or with ``swiglu`` down(silu(gate(x)) · up(x)); (B, L, E) in and out.
+    """down(a(up(x))), or gated down(a(gate(x)) · up(x)); (B, L, E) in and out.
 
-    Vaswani et al. 2017 (arXiv:1706.03762, §3.3); SwiGLU: Shazeer 2020 (arXiv:2002.05202); ReLU²: So et al. 2021
-    (arXiv:2109.08668).
+    Vaswani et al. 2017 (arXiv:1706.03762, §3.3); ``swiglu``, ``geglu``, ``reglu`` with a = SiLU, GELU, ReLU: Shazeer 2020
+    (arXiv:2002.05202); ReLU²: So et al. 2021 (arXiv:2109.08668).
 
     Args:
         embed_dim: E. ffn_dim: F, the hidden width.
@@ -29,7 +33,7 @@ class FeedForward(nn.Module):
         dropout: on the hidden layer, in training only.
 
     Raises:
-        ValueError: an unknown activation.
+        ValueError: an unknown activation; a width below 1.
 
     >>> import torch
     >>> FeedForward(6, 24, activation="swiglu")(torch.randn(2, 5, 6)).shape
@@ -40,10 +44,9 @@ class FeedForward(nn.Module):
         self, embed_dim: int, ffn_dim: int, *, activation: str = "gelu", bias: bool = True, dropout: float = 0.0
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
+        _check_network(embed_dim, ffn_dim, activation)
         self.activation = activation
-        self.gate_proj = nn.Linear(embed_dim, ffn_dim, bias=bias) if activation == "swiglu" else None
+        self.gate_proj = nn.Linear(embed_dim, ffn_dim, bias=bias) if activation in GATED else None
         self.up_proj = nn.Linear(embed_dim, ffn_dim, bias=bias)
         self.down_proj = nn.Linear(ffn_dim, embed_dim, bias=bias)
         self.dropout = nn.Dropout(dropout)
@@ -52,3 +55,158 @@ class FeedForward(nn.Module):
         activate = ACTIVATIONS[self.activation]
         hidden = activate(self.up_proj(x)) if self.gate_proj is None else activate(self.gate_proj(x)) * self.up_proj(x)
         return self.down_proj(self.dropout(hidden))
+
+
+def _check_network(embed_dim: int, ffn_dim: int, activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
+    if embed_dim < 1 or ffn_dim < 1:
+        raise ValueError(f"embed_dim and ffn_dim must be positive, got {embed_dim} and {ffn_dim}")
+
+
+class MixtureOfExperts(nn.Module):
+    """Every token goes through the k of N feed-forward networks that a router picks for it.
+
+    y = Σ_{e in top-k} g_e · FFN_e(x), with g the softmax over the k chosen router logits (Shazeer et al. 2017,
+    arXiv:1701.06538; Jiang et al. 2024, "Mixtral", arXiv:2401.04088, §2.1). No token is dropped and no expert computes a
+    token that was not sent to it: tokens are sorted by expert and each expert multiplies its own rows. What one token
+    gets does not depend on the others, but for the rounding of matrix products of another size.
+
+    Args:
+        embed_dim: E. ffn_dim: F, the hidden width of one expert.
+        num_experts: N. experts_per_token: k. activation: as in ``FeedForward``; experts have no biases.
+        dropout: on the hidden layer, in training only.
+
+    Raises:
+        ValueError: k outside 1 … N; an unknown activation; a width below 1.
+
+    >>> experts = MixtureOfExperts(6, 24, num_experts=4, experts_per_token=2)
+    >>> out, probs, chosen = experts(torch.randn(2, 5, 6), return_routing=True)
+    >>> out.shape, probs.shape, chosen.shape
+    (torch.Size([2, 5, 6]), torch.Size([2, 5, 4]), torch.Size([2, 5, 2]))
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        ffn_dim: int,
+        *,
+        num_experts: int,
+        experts_per_token: int = 2,
+        activation: str = "swiglu",
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        _check_network(embed_dim, ffn_dim, activation)
+        if not 1 <= experts_per_token <= num_experts:
+            raise ValueError(f"experts_per_token={experts_per_token} must lie between 1 and num_experts={num_experts}")
+        self.num_experts, self.experts_per_token, self.activation = num_experts, experts_per_token, activation
+        self.router = nn.Linear(embed_dim, num_experts, bias=False)
+        self.gate_proj = nn.Parameter(torch.empty(num_experts, ffn_dim, embed_dim)) if activation in GATED else None
+        self.up_proj = nn.Parameter(torch.empty(num_experts, ffn_dim, embed_dim))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, embed_dim, ffn_dim))
+        self.dropout = nn.Dropout(dropout)
+        for weight in (self.gate_proj, self.up_proj, self.down_proj):
+            if weight is not None:  # nn.Linear's own start: U(±1/√fan_in)
+                nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
+
+    def forward(self, x: Tensor, *, return_routing: bool = False) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """x (B, L, E) -> (B, L, E); with ``return_routing`` also the router's probabilities (B, L, N) and choices (B, L, k)."""
+        logits = self.router(x).to(torch.promote_types(x.dtype, torch.float32))  # (B, L, N)
+        top, chosen = logits.topk(self.experts_per_token, dim=-1)  # (B, L, k)
+        order = chosen.flatten().argsort(stable=True)  # the B·L·k pairs of token and expert, expert by expert
+        counts = torch.zeros_like(logits[0, 0], dtype=torch.long).scatter_add_(
+            0, chosen.flatten(), torch.ones_like(chosen.flatten())
+        )
+        rows = x.flatten(0, 1)[order // self.experts_per_token]  # (B·L·k, E)
+        out = torch.empty_like(rows).index_copy(0, order, self._experts(rows, counts).to(rows.dtype))
+        gates = top.softmax(-1).to(x.dtype).unsqueeze(-1)  # (B, L, k, 1)
+        out = (out.view(*chosen.shape, -1) * gates).sum(-2)  # (B, L, k, E) -> (B, L, E)
+        return (out, logits.softmax(-1), chosen) if return_routing else out
+
+    def _experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows (T, E), sorted by expert, through the expert that each belongs to: (T, E)."""
+        activate = ACTIVATIONS[self.activation]
+        if self.gate_proj is None:
+            hidden = activate(_grouped(rows, self.up_proj, counts))
+        else:
+            hidden = activate(_grouped(rows, self.gate_proj, counts)) * _grouped(rows, self.up_proj, counts)
+        return _grouped(self.dropout(hidden), self.down_proj, counts)
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, experts_per_token={self.experts_per_token}, activation={self.activation!r}"
+
+
+def load_balancing_loss(probs: Tensor, chosen: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    """N · Σ_e f_e P_e: 1 where the experts share the tokens evenly, N/k where k of them get everything.
+
+    f_e is the share of choices that went to expert e, P_e its mean probability, both over the real tokens; the gradient
+    flows through P (Fedus et al. 2021, "Switch Transformers", arXiv:2101.03961, eq. 4-6; choices counted for top-k).
+
+    Args:
+        probs: (B, L, N) of the router. chosen: int (B, L, k).
+        key_mask: bool (B, L), True = real token; default all.
+
+    >>> load_balancing_loss(torch.tensor([[[0.5, 0.5], [0.5, 0.5]]]), torch.tensor([[[0], [1]]])).item()
+    1.0
+    """
+    num_experts = probs.shape[-1]
+    real = torch.ones_like(probs[..., 0]) if key_mask is None else key_mask.to(probs.dtype)  # (B, L)
+    total = real.sum().clamp(min=1.0)
+    picked = F.one_hot(chosen, num_experts).to(probs.dtype).mean(-2)  # (B, L, N): each token's choices sum to 1
+    share = (picked * real.unsqueeze(-1)).sum((0, 1)) / total
+    mean = (probs * real.unsqueeze(-1)).sum((0, 1)) / total
+    return num_experts * (share * mean).sum()
+
+
+def _grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """rows (T, I) in groups of ``counts`` (N,), group e times weights[e]ᵀ (O, I): (T, O)."""
+    device = rows.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
+    return expert_matmul(rows.to(dtype), weights.to(dtype), counts)
+
+
+# One node for the compiler: group sizes are data, and slicing by them in plain sight would break the graph. Reading them
+# waits for an accelerator once a product.
+@torch.library.custom_op("minitx::expert_matmul", mutates_args=())
+def expert_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """rows (T, I), sorted into groups of ``counts`` (N,); weights (N, O, I) -> (T, O)."""
+    out = rows.new_empty(rows.shape[0], weights.shape[1])
+    for group, result, weight in zip(rows.split(counts.tolist()), out.split(counts.tolist()), weights, strict=True):
+        torch.mm(group, weight.T, out=result)
+    return out
+
+
+@torch.library.custom_op("minitx::expert_outer", mutates_args=())
+def expert_outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
+    """left (T, O) and right (T, I) in groups of ``counts`` (N,): Σ over each group's rows of left · rightᵀ, (N, O, I)."""
+    sizes = counts.tolist()
+    return torch.stack([one.T @ two for one, two in zip(left.split(sizes), right.split(sizes), strict=True)])
+
+
+@expert_matmul.register_fake
+def _(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[1])
+
+
+@expert_outer.register_fake
+def _(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
+    return left.new_empty(counts.shape[0], left.shape[1], right.shape[1])
+
+
+def _save_operands(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _matmul_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows, weights, counts = ctx.saved_tensors  # type: ignore[attr-defined]
+    return expert_matmul(grad, weights.transpose(1, 2), counts), expert_outer(grad, rows, counts), None
+
+
+def _outer_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    left, right, counts = ctx.saved_tensors  # type: ignore[attr-defined]
+    return expert_matmul(right, grad, counts), expert_matmul(left, grad.transpose(1, 2), counts), None
+
+
+expert_matmul.register_autograd(_matmul_backward, setup_context=_save_operands)
+expert_outer.register_autograd(_outer_backward, setup_context=_save_operands)

@@ -12,10 +12,27 @@ Vaswani et al. 2017, "Attention Is All You Need", arXiv:1706.03762, §3.2.1.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
+from minitx.nn.bias import Bias, as_bias
 from minitx.nn.masks import Mask
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast off, on devices that know it (``meta`` does not)."""
+    known = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if known else nullcontext()
+
+
+def dense_bias(attn_bias: Tensor | Bias | None, shape: tuple[int, int, int, int], device: torch.device) -> Tensor | None:
+    """A rule as a tensor that broadcasts to ``shape`` = (B, H, L, S); tensors and None stay what they are."""
+    if attn_bias is None or isinstance(attn_bias, Tensor):
+        return attn_bias
+    B, H, L, S = shape
+    return as_bias(attn_bias).dense(L, S, batch_size=B, num_heads=H, device=device)
 
 
 def attention_scores(
@@ -103,13 +120,14 @@ def attention_weights(
     *,
     mask: Mask | None = None,
     scale: float,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Bias | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """The weights that attention uses, before dropout: (B, H, L, S), in at least float32."""
     shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    with torch.autocast(query.device.type, enabled=False):
+    with full_precision(query.device):
+        attn_bias = dense_bias(attn_bias, shape, query.device)
         visible = visible_keys(shape, mask, attn_bias, query.device)
         scores = attention_scores(query, hide_unseen(key, visible), scale=scale, softcap=softcap, attn_bias=attn_bias)
         return masked_softmax(scores, visible, sinks)
@@ -122,18 +140,19 @@ def reference_attention(
     *,
     mask: Mask | None = None,
     scale: float,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Bias | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """Attention as the module's docstring defines it: (B, H, L, Dv) in the value's dtype. Twice differentiable."""
+    attn_bias = dense_bias(attn_bias, (*query.shape[:3], key.shape[2]), query.device)  # type: ignore[arg-type]
     weights = attention_weights(query, key, mask=mask, scale=scale, attn_bias=attn_bias, softcap=softcap, sinks=sinks)
     if dropout_p > 0.0:
         weights = torch.nn.functional.dropout(weights, dropout_p)
     B, H, L, S = weights.shape
     Hkv = value.shape[1]
-    with torch.autocast(query.device.type, enabled=False):
+    with full_precision(query.device):
         visible = visible_keys((B, H, L, S), mask, attn_bias, query.device)
         seen_value = hide_unseen(value, visible).to(weights.dtype).unsqueeze(2)  # (B, Hkv, 1, S, Dv)
         output = weights.reshape(B, Hkv, H // Hkv, L, S) @ seen_value

@@ -7,14 +7,14 @@ What a scheme decides, for d_model = E, d_k = D and unit-variance inputs, is the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from minitx.nn.attention import MultiHeadAttention
-from minitx.nn.feedforward import FeedForward
+from minitx.nn.feedforward import FeedForward, MixtureOfExperts
 from minitx.nn.positions import LearnedPositions
 
 
@@ -83,8 +83,10 @@ SCHEMES: dict[str, Scheme] = {
         roles={"query": lambda s: (s.fan_in * s.head_dim) ** -0.5, "embedding": _unit},
     ),
 }
-# what a role falls back to before `weight`
+# the roles: query, key, value, up (a feed-forward's way in), residual (what a sublayer adds to the stream), embedding, head,
+# weight (the rest); what a role falls back to before `weight`
 _GENERAL_ROLE = {"query": "qkv", "key": "qkv", "value": "qkv"}
+ROLES = ("query", "key", "value", "up", "residual", "head", "embedding", "weight")
 
 
 @torch.no_grad()
@@ -94,6 +96,7 @@ def init_weights(
     *,
     fold: str | None = None,
     num_layers: int = 1,
+    gains: Mapping[str, float] | None = None,
     generator: torch.Generator | None = None,
 ) -> nn.Module:
     """Draw the weights of ``model`` in place by a scheme of ``SCHEMES`` and return it.
@@ -106,10 +109,13 @@ def init_weights(
         fold: ``query`` multiplies W_Q and its bias by D^-½; ``symmetric`` W_Q and W_K by D^-¼ each, so that unscaled
             logits start as scaled ones do.
         num_layers: depth, for ``gpt2``'s residual projections.
+        gains: by role (``query``, ``key``, ``value``, ``up``, ``residual``, ``head``, ``embedding``, ``weight``), multiply
+            what was drawn: DeepNorm's β on ``value``, ``up`` and ``residual``, or 0 on ``residual`` for blocks that start
+            as the identity.
         generator: default torch's global one.
 
     Raises:
-        ValueError: an unknown scheme or fold.
+        ValueError: an unknown scheme, fold or role.
 
     >>> weight = init_weights(nn.Linear(400, 400), "lecun").weight
     >>> bool(abs(weight.std() * 20 - 1) < 0.05)
@@ -119,14 +125,21 @@ def init_weights(
         raise ValueError(f"init={scheme!r} must be one of {', '.join(SCHEMES)}")
     if fold not in (None, "query", "symmetric"):
         raise ValueError(f"init_fold={fold!r} must be None, 'query' or 'symmetric'")
-    draw = _Drawer(SCHEMES[scheme], num_layers, generator)
+    unknown = sorted(set(gains or {}) - set(ROLES))
+    if unknown:
+        raise ValueError(f"gains has unknown roles {unknown}; the roles are {', '.join(ROLES)}")
+    draw = _Drawer(SCHEMES[scheme], num_layers, gains or {}, generator)
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):
             draw.attention(module, fold)
         elif isinstance(module, FeedForward):
             for projection in (module.gate_proj, module.up_proj):
-                draw.linear(projection, "weight", module.up_proj.in_features)
+                draw.linear(projection, "up", module.up_proj.in_features)
             draw.linear(module.down_proj, "residual", module.up_proj.in_features)
+        elif isinstance(module, MixtureOfExperts):
+            for weights in (module.gate_proj, module.up_proj):
+                draw.experts(weights, "up")
+            draw.experts(module.down_proj, "residual")
         elif isinstance(module, LearnedPositions):
             draw.embedding(module.table, "embedding")
     for name, module in model.named_modules():  # what is left: embeddings, the head, norms, learned scales
@@ -143,8 +156,8 @@ def init_weights(
 class _Drawer:
     """Draws each weight once."""
 
-    def __init__(self, scheme: Scheme, num_layers: int, generator: torch.Generator | None) -> None:
-        self.scheme, self.num_layers, self.generator = scheme, num_layers, generator
+    def __init__(self, scheme: Scheme, num_layers: int, gains: Mapping[str, float], generator: torch.Generator | None) -> None:
+        self.scheme, self.num_layers, self.gains, self.generator = scheme, num_layers, gains, generator
         self.drawn: set[Tensor] = set()
 
     def attention(self, module: MultiHeadAttention, fold: str | None) -> None:
@@ -166,7 +179,12 @@ class _Drawer:
         self._draw(module.weight, role, sizes, factor)
         if module.bias is not None:
             std = self.scheme.bias(sizes) if self.scheme.bias else 0.0
-            _fill(module.bias, std * factor, True, self.generator)
+            _fill(module.bias, std * factor * self.gains.get(role, 1.0), True, self.generator)
+
+    def experts(self, weights: Tensor | None, role: str) -> None:
+        """The stacked matrices (N, out, in) of a mixture, each as if it stood alone."""
+        if weights is not None:
+            self._draw(weights, role, Sizes(weights.shape[2], weights.shape[1], weights.shape[2], self.num_layers), 1.0)
 
     def embedding(self, module: nn.Embedding, role: str) -> None:
         """A table; fan-in is its width, as for the head that it may be tied to."""
@@ -175,7 +193,7 @@ class _Drawer:
             self._draw(module.weight, role, sizes, 1.0)
 
     def _draw(self, weight: Tensor, role: str, sizes: Sizes, factor: float) -> None:
-        roles = self.scheme.roles or {}
+        roles, factor = self.scheme.roles or {}, factor * self.gains.get(role, 1.0)
         role = role if role in roles else _GENERAL_ROLE.get(role, role)
         uniform = self.scheme.uniform and role != "embedding"
         _fill(weight, self.scheme.std(role, sizes), uniform, self.generator)

@@ -14,17 +14,21 @@ makes decoding with a cache and training the same rule.
     x x x x .
     x x x x x
 
-Masks combine with ``&`` (both must allow) and ``|`` (either may). They stay symbolic until a kernel asks for what it
-wants: nothing, a causal flag, or a bool tensor (``dense``), whole or a tile of it.
+Masks and bool tensors combine with ``&`` (both must allow) and ``|`` (either may). They stay symbolic until a kernel asks for what it
+wants: nothing, a causal flag, or a bool tensor (``dense``), whole or a tile of it. A mask is a value: do not write into
+its tensors afterwards, because what it was lowered to is kept and shared by the layers of a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Lowered = TypeVar("Lowered")
 
 
 class Mask:
@@ -37,15 +41,37 @@ class Mask:
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         """Raise a ValueError if the mask does not fit a call of this shape."""
 
+    def covers(self, rows: slice, keys: slice, offset: int) -> bool | None:
+        """Whether a tile is visible as a whole (True) or hidden as a whole (False); None where only the values know."""
+        return None
+
     def parts(self) -> Iterator[Mask]:
         """The masks whose intersection this is."""
         yield self
 
-    def __and__(self, other: Mask) -> Mask:
-        return And((*self.parts(), *other.parts())) if isinstance(other, Mask) else NotImplemented
+    def __and__(self, other: Mask | Tensor) -> Mask:
+        if not isinstance(other, Mask | Tensor):
+            return NotImplemented
+        return And((*self.parts(), *_as_rule(other).parts()))
 
-    def __or__(self, other: Mask) -> Mask:
-        return Or((self, other)) if isinstance(other, Mask) else NotImplemented
+    def __or__(self, other: Mask | Tensor) -> Mask:
+        return Or((self, _as_rule(other))) if isinstance(other, Mask | Tensor) else NotImplemented
+
+    __rand__, __ror__ = __and__, __or__  # a tensor on the left
+
+    def remember(self, kind: str, key: tuple[object, ...], build: Callable[[], Lowered]) -> Lowered:
+        """``build()``, or what it gave for the same ``key`` last time: layers that share a mask share its lowered form.
+
+        One form of each kind is kept. Nothing is kept while compiling: there the compiler shares what is equal, and a
+        key of symbolic lengths would tie the graph to one length.
+        """
+        if torch.compiler.is_compiling():
+            return build()
+        memory = self.__dict__.setdefault("_memory", {})
+        key = (*key, torch.is_inference_mode_enabled())  # an inference tensor cannot be saved for a backward pass
+        if kind not in memory or memory[kind][0] != key:
+            memory[kind] = (key, build())
+        return memory[kind][1]
 
     def dense(
         self,
@@ -88,6 +114,9 @@ class Causal(Mask):
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         return key <= row + offset
 
+    def covers(self, rows: slice, keys: slice, offset: int) -> bool | None:
+        return True if keys.stop - 1 <= rows.start + offset else False if keys.start > rows.stop - 1 + offset else None
+
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         if num_queries > num_keys:
             raise ValueError(
@@ -111,6 +140,12 @@ class SlidingWindow(Mask):
 
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         return (row + offset - key).abs() < self.window
+
+    def covers(self, rows: slice, keys: slice, offset: int) -> bool | None:
+        first, last = rows.start + offset, rows.stop - 1 + offset
+        farthest = max(last - keys.start, keys.stop - 1 - first)
+        nearest = max(keys.start - last, first - keys.stop + 1, 0)
+        return True if farthest < self.window else False if nearest >= self.window else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +213,12 @@ class PrefixLM(Mask):
         length = self.length[batch] if isinstance(self.length, Tensor) else self.length
         return (key <= row + offset) | (key < length)
 
+    def covers(self, rows: slice, keys: slice, offset: int) -> bool | None:
+        causal = Causal().covers(rows, keys, offset)
+        if causal or isinstance(self.length, Tensor):
+            return causal or None
+        return True if keys.stop <= self.length else causal if keys.start >= self.length else None
+
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         Causal().check(batch_size, num_heads, num_queries, num_keys)
         if isinstance(self.length, Tensor) and tuple(self.length.shape) != (batch_size,):
@@ -230,7 +271,6 @@ class And(Mask):
     """The intersection: visible where every part allows it. Made by ``&``; remembers its dense form, shared by all layers."""
 
     members: tuple[Mask, ...]
-    _memory: dict[tuple[object, ...], Tensor] = field(default_factory=dict, repr=False)
 
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         result = self.members[0].visible(batch, head, row, key, offset)
@@ -239,17 +279,19 @@ class And(Mask):
         return result
 
     def dense(self, num_queries: int, num_keys: int, **options: object) -> Tensor:
-        whole = "rows" not in options and "keys" not in options
-        call = (num_queries, num_keys, *sorted(options.items(), key=str)) if whole else ()
-        if call not in self._memory:
+        def build() -> Tensor:
             tiles = [member.dense(num_queries, num_keys, **options) for member in self.members]  # type: ignore[arg-type]
             result = tiles[0]
             for tile in tiles[1:]:
                 result = result & tile
-            if not whole:
-                return result
-            self._memory[call] = result
-        return self._memory[call]
+            return result
+
+        whole = "rows" not in options and "keys" not in options
+        return self.remember("dense", (num_queries, num_keys, *sorted(options.items())), build) if whole else build()
+
+    def covers(self, rows: slice, keys: slice, offset: int) -> bool | None:
+        verdicts = [member.covers(rows, keys, offset) for member in self.members]
+        return False if False in verdicts else None if None in verdicts else True
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         for member in self.members:
@@ -276,6 +318,10 @@ class Or(Mask):
         for member in self.members[1:]:
             result = result | member.visible(batch, head, row, key, offset)
         return result
+
+    def covers(self, rows: slice, keys: slice, offset: int) -> bool | None:
+        verdicts = [member.covers(rows, keys, offset) for member in self.members]
+        return True if True in verdicts else None if None in verdicts else False
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         for member in self.members:
@@ -312,9 +358,13 @@ def _require_bool(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be a bool tensor (True = may attend), got {tensor.dtype}{extra}")
 
 
+def _as_rule(mask: Tensor | Mask) -> Mask:
+    return mask if isinstance(mask, Mask) else Dense(mask)
+
+
 def as_mask(attn_mask: Tensor | Mask | None) -> Mask | None:
     """``attn_mask`` as a Mask; a bool tensor becomes ``Dense``. A float or int tensor is a TypeError that says so."""
-    return attn_mask if attn_mask is None or isinstance(attn_mask, Mask) else Dense(attn_mask)
+    return None if attn_mask is None else _as_rule(attn_mask)
 
 
 def intersect(*masks: Tensor | Mask | None) -> Mask | None:
@@ -348,15 +398,15 @@ def simplify(mask: Mask | None, num_queries: int, num_keys: int) -> Mask | None:
     if mask is None:
         return None
     parts = list(mask.parts())
-    kept = [
-        part
-        for part in parts
-        if not (type(part) is Causal and num_queries == 1)
-        and not (isinstance(part, SlidingWindow) and part.window >= max(num_queries, num_keys))
-    ]
+    whole = slice(0, num_queries), slice(0, num_keys), num_keys - num_queries
+    # one compiled graph serves many lengths: whether a window covers this one would cost a guard, and a graph, each time
+    fixed = torch.compiler.is_compiling()
+    kept = tuple(part for part in parts if (fixed and type(part) is not Causal) or not part.covers(*whole))
     if len(kept) == len(parts):
         return mask
-    return (kept[0] if len(kept) == 1 else And(tuple(kept))) if kept else None
+    if len(kept) > 1:  # the layers that share the mask share what is left of it, and so its dense form
+        return mask.remember("simplify", (kept,), lambda: And(kept))
+    return kept[0] if kept else None
 
 
 def real_key_counts(mask: Mask | None, num_queries: int, num_keys: int, device: torch.device) -> Tensor:

@@ -45,10 +45,14 @@ class QKNorm(nn.Module):
         if self.kind == "l2":
             nn.init.constant_(self.gain, float(self.head_dim))
 
-    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Both, or the query alone (``key=None``) where the keys come from a cache."""
         if self.kind == "l2":
-            unit_query, unit_key = F.normalize(query, dim=-1, eps=self.eps), F.normalize(key, dim=-1, eps=self.eps)
-            return unit_query.to(query.dtype), (unit_key * self.gain.view(1, -1, 1, 1)).to(key.dtype)
+            unit_query = F.normalize(query, dim=-1, eps=self.eps).to(query.dtype)
+            if key is None:
+                return unit_query, None
+            return unit_query, (F.normalize(key, dim=-1, eps=self.eps) * self.gain.view(1, -1, 1, 1)).to(key.dtype)
         # under autocast the gains are float32 and q, k are not: normalise in the gains' dtype, return q's and k's
         high = next(self.query_norm.parameters()).dtype
-        return self.query_norm(query.to(high)).to(query.dtype), self.key_norm(key.to(high)).to(key.dtype)
+        normed_query = self.query_norm(query.to(high)).to(query.dtype)
+        return normed_query, None if key is None else self.key_norm(key.to(high)).to(key.dtype)

@@ -1,5 +1,6 @@
 """MultiHeadAttention: names, widths, order of operations, and one code path."""
 
+import copy
 import itertools
 import math
 
@@ -15,9 +16,15 @@ from minitx.nn import (
     Padding,
     QKNorm,
     Rotary,
+    RotaryScaling,
+    ScoreScale,
     SlidingWindow,
     from_key_padding_mask,
+    reference_attention,
+    register_backend,
 )
+from minitx.nn.backends import unregister_backend
+from minitx.nn.bias import ALiBi
 
 B, L, S, E, H = 2, 5, 7, 12, 3
 REAL = torch.tensor([[False, True, True, True, True], [True] * 5])
@@ -71,21 +78,10 @@ def test_the_whole_layer_equals_the_loops(backend):
     torch.testing.assert_close(got_weights, weights, rtol=0, atol=1e-14)
 
 
-def copy_from_torch(theirs):
-    ours = MultiHeadAttention(theirs.embed_dim, theirs.num_heads).to(theirs.in_proj_weight.dtype)
-    with torch.no_grad():
-        for index, projection in enumerate((ours.q_proj, ours.k_proj, ours.v_proj)):
-            rows = slice(index * theirs.embed_dim, (index + 1) * theirs.embed_dim)
-            projection.weight.copy_(theirs.in_proj_weight[rows])
-            projection.bias.copy_(theirs.in_proj_bias[rows])
-        ours.out_proj.load_state_dict(theirs.out_proj.state_dict())
-    return ours
-
-
 def test_copied_weights_give_the_output_and_weights_of_torch():
     theirs = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64)
     nn.init.normal_(theirs.in_proj_bias), nn.init.normal_(theirs.out_proj.bias)
-    ours = copy_from_torch(theirs)
+    ours = MultiHeadAttention.from_torch(theirs)
     x = torch.randn(B, L, E, dtype=torch.float64)
     hidden = torch.tensor([[False, False, False, True, True], [False] * 5])  # theirs: True = padding
     future = torch.ones(L, L, dtype=torch.bool).triu(1)  # theirs: True = may not
@@ -97,7 +93,7 @@ def test_copied_weights_give_the_output_and_weights_of_torch():
 
 def test_cross_attention_equals_torch_with_its_key_and_value_defaults():
     theirs = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64)
-    ours = copy_from_torch(theirs)
+    ours = MultiHeadAttention.from_torch(theirs)
     x, memory = torch.randn(B, L, E, dtype=torch.float64), torch.randn(B, S, E, dtype=torch.float64)
     want, _ = theirs(x, memory, memory)
     torch.testing.assert_close(ours(x, memory), want, rtol=0, atol=1e-14)
@@ -181,34 +177,59 @@ def test_sinks_begin_as_one_extra_key_of_logit_zero_and_learn():
     assert attention.sinks.grad.abs().min() > 0
 
 
+# every option of the constructor and of forward; a backend that cannot serve a layer refuses by name
 OPTIONS = {
     "plain": {},
     "grouped": {"num_kv_heads": 1},
     "wide heads": {"head_dim": 6},
     "no bias": {"bias": False},
-    "learned scale": {"scale": "learned"},
-    "unscaled": {"scale": "unscaled"},
-    "qk-norm": {"qk_norm": "rms"},
-    "rotary": {"rotary": True},
+    **{f"scale {word}": {"scale": word} for word in ("unscaled", "inv", "learned", 0.3, -1.0)},
+    "scale log_length": {"scale": lambda: ScoreScale("log_length", head_dim=4, max_len=9)},
+    **{f"qk-norm {kind}": {"qk_norm": lambda kind=kind: QKNorm(kind, 4, num_kv_heads=H)} for kind in ("rms", "layer", "l2")},
+    "rotary": {"rotary": lambda: Rotary(4)},
+    "rotary interleaved": {"rotary": lambda: Rotary(4, interleaved=True, scaling=RotaryScaling("ntk", 2.0))},
+    "sinks": {"sinks": True},
+    "softcap": {"softcap": 2.0},
+    "kdim and vdim": {"kdim": 8, "vdim": 10},
 }
+CALLS = {
+    "bare": {},
+    "masked": {"key_mask": REAL, "is_causal": True},
+    "window": {"attn_mask": SlidingWindow(2)},
+    "tensor bias": {"attn_bias": torch.linspace(-1, 1, L * L).view(L, L)},
+    "alibi": {"attn_bias": ALiBi(H), "is_causal": True},
+    "heads": {"head_mask": torch.tensor([1.0, 0.0, 0.5])},
+}
+REFUSED = {("sinks", "sdpa"), ("softcap", "sdpa")}
 
 
-@pytest.mark.parametrize("backend", ["math", "sdpa", "auto"])
-@pytest.mark.parametrize("option", OPTIONS)
-def test_train_eval_and_no_grad_run_the_same_code(option, backend):
-    options = dict(OPTIONS[option])
-    if "qk_norm" in options:
-        options["qk_norm"] = QKNorm(options["qk_norm"], 4)
-    if "rotary" in options:
-        options["rotary"] = Rotary(4)
-    attention = MultiHeadAttention(E, H, **options, core=DotProductAttention(backend=backend))
+def layer(option, backend):
+    torch.manual_seed(0)
+    options = {name: value() if callable(value) else value for name, value in OPTIONS[option].items()}
+    core = DotProductAttention(softcap=options.pop("softcap", None), backend=backend)
+    attention = MultiHeadAttention(E, H, **options, core=core)
+    if attention.sinks is not None:
+        nn.init.normal_(attention.sinks)
     x = torch.randn(B, L, E)
+    given = (x, torch.randn(B, L, 8), torch.randn(B, L, 10)) if "kdim" in options else (x,)
+    return attention, given
+
+
+@pytest.mark.parametrize("backend", ["math", "sdpa", "chunked", "auto"])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_train_eval_and_no_grad_run_the_same_code(option, call, backend):
+    attention, given = layer(option, backend)
+    if (option, backend) in REFUSED:
+        with pytest.raises(RuntimeError, match="backend 'sdpa' cannot serve this call"):
+            attention(*given, **CALLS[call])
+        return
     calls = []
     attention.core.register_forward_hook(lambda module, args, out: calls.append(out))
 
     def run():
         with OpRecorder() as recorder:
-            out = attention(x, key_mask=REAL, is_causal=True)
+            out = attention(*given, **CALLS[call])
         return out, [op for op in recorder.ops if op not in ("detach", "alias")]
 
     trained, train_ops = run()
@@ -217,24 +238,82 @@ def test_train_eval_and_no_grad_run_the_same_code(option, backend):
     with torch.no_grad():
         silent, _ = run()
     with torch.inference_mode():
-        inferred = attention(x, key_mask=REAL, is_causal=True)
+        inferred = attention(*given, **CALLS[call])
     assert train_ops == eval_ops
     assert len(calls) == 4  # hooks fire in every mode
     for other in (evaluated, silent, inferred):
         assert torch.equal(other, trained)
+    reference, given = layer(option, "math")
+    torch.testing.assert_close(trained, reference(*given, **CALLS[call]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("option", "backend"),
+    [
+        case
+        for case in itertools.product(OPTIONS, ("math", "sdpa", "chunked", "auto"))
+        if case not in REFUSED and "kdim" not in case[0]
+    ],
+)
+def test_the_future_changes_no_bit_whatever_the_option(option, backend):
+    attention, (x,) = layer(option, backend)
+    other = x.clone()
+    other[:, 3:] += 1.0
+    one, two = (attention(inputs, is_causal=True) for inputs in (x, other))
+    assert torch.equal(one[:, :3], two[:, :3])
+    assert not torch.equal(one[:, 3:], two[:, 3:])
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_head_mask_multiplies_what_a_head_adds(weights):
+    attention = MultiHeadAttention(E, H).double()
+    x = torch.randn(B, L, E, dtype=torch.float64)
+    parts = []
+    for head in range(H):  # one head at a time, through the columns of W_O that belong to it
+        alone = copy.deepcopy(attention)
+        with torch.no_grad():
+            alone.out_proj.weight.view(E, H, 4)[:, [h for h in range(H) if h != head]] = 0.0
+            alone.out_proj.bias.zero_()
+        parts.append(alone(x))
+    mask = torch.tensor([0.5, 0.0, 2.0])
+    want = 0.5 * parts[0] + 2.0 * parts[2] + attention.out_proj.bias
+    got = attention(x, head_mask=mask, need_weights=weights)
+    torch.testing.assert_close(got[0] if weights else got, want, rtol=0, atol=1e-14)
+    rows = torch.tensor([[1, 1, 1], [0, 1, 0]], dtype=torch.bool)
+    got = attention(x, head_mask=rows)
+    torch.testing.assert_close(got[0], attention(x)[0], rtol=0, atol=1e-15)
+    torch.testing.assert_close(got[1], (parts[1] + attention.out_proj.bias)[1], rtol=0, atol=1e-14)
+
+
+def test_a_head_mask_receives_the_gradient_that_ranks_heads():
+    # Michel et al. 2019, arXiv:1905.10650, eq. 2: |d loss / d mask|
+    mask = torch.ones(H, requires_grad=True)
+    MultiHeadAttention(E, H)(torch.randn(B, L, E), head_mask=mask).square().sum().backward()
+    assert mask.grad.shape == (H,) and mask.grad.abs().min() > 0
+
+
+def test_a_backend_must_be_registered_before_a_module_names_it():
+    with pytest.raises(ValueError, match="backend='late' is not known; one of auto, "):
+        DotProductAttention(backend="late")
+    register_backend(
+        "late", lambda call: reference_attention(call.query, call.key, call.value, scale=call.scale, mask=call.mask)
+    )
+    try:
+        attention = MultiHeadAttention(E, H, core=DotProductAttention(backend="late"))
+        x = torch.randn(B, L, E)
+        want = attention(x)
+        attention.core.backend = "math"
+        assert torch.equal(attention(x), want)
+    finally:
+        unregister_backend("late")
 
 
 def test_backends_agree_on_every_option_of_the_layer():
-    for option, options in OPTIONS.items():
-        options = dict(options)
-        options.update({"qk_norm": QKNorm("l2", 4, num_kv_heads=H)} if option == "qk-norm" else {})
-        options.update({"rotary": Rotary(4)} if option == "rotary" else {})
-        attention = MultiHeadAttention(E, H, **options).double()
-        x = torch.randn(B, L, E, dtype=torch.float64)
+    for option in OPTIONS:
         outs = []
-        for backend in ("math", "sdpa"):
-            attention.core.backend = backend
-            outs.append(attention(x, key_mask=REAL, is_causal=True))
+        for backend in ("math", "auto" if (option, "sdpa") in REFUSED else "sdpa"):
+            attention, given = layer(option, backend)
+            outs.append(attention.double()(*(x.double() for x in given), key_mask=REAL, is_causal=True))
         torch.testing.assert_close(*outs, rtol=0, atol=1e-13)
 
 

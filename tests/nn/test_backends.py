@@ -35,10 +35,11 @@ from minitx.nn import (
     explain_backends,
     register_backend,
     scaled_dot_product_attention,
+    unregister_backend,
 )
 from minitx.nn import backends as registry
 
-BACKENDS = ("math", "sdpa", "auto")
+BACKENDS = ("math", "sdpa", "chunked", "auto")
 LEFT = torch.tensor([[False, False, True, True, True, True, True], [True] * 7])
 RIGHT = torch.tensor([[True, True, True, True, False, False, False], [True] * 6 + [False]])
 IDS = torch.tensor([[0, 0, 1, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 3]])
@@ -342,7 +343,7 @@ class TestContract:
     def test_sinks_let_the_weights_sum_below_one_or_are_refused(self, backend):
         sinks = torch.linspace(-2.0, 2.0, H)
         if backend == "sdpa":
-            with pytest.raises(RuntimeError, match=r"no sinks; math can"):
+            with pytest.raises(RuntimeError, match=r"no sinks; chunked, math can"):
                 attend(backend, sinks=sinks)
             return
         _, weights = attend(backend, sinks=sinks, need_weights=True)
@@ -538,7 +539,8 @@ def test_lowering_a_mask_never_reads_its_values():
 def test_explanation_names_every_backend_and_the_reason():
     q = torch.randn(1, 2, 3, 4)
     reports = {report.name: report for report in explain_backends(q, q, q, softcap=3.0, sinks=torch.zeros(2))}
-    assert list(reports) == ["sdpa", "math"]
+    variants = ["sdpa:flash", "sdpa:efficient", "sdpa:cudnn", "sdpa:math"]
+    assert list(reports) == ["sdpa", "chunked", "math", "flex", "flash_attn", *variants]
     assert not reports["sdpa"].can and not reports["sdpa"].runs
     assert reports["sdpa"].reason == "torch's kernels have no soft-cap"
     assert reports["math"].can and reports["math"].runs and not reports["math"].fused
@@ -567,16 +569,18 @@ def test_strict_turns_a_fall_from_the_fused_kernel_into_an_error():
 def test_a_refusal_names_the_backends_that_could():
     q = torch.randn(1, 2, 3, 4)
     with pytest.raises(
-        RuntimeError, match=r"backend 'sdpa' cannot serve this call: torch's kernels have no soft-cap; math can"
+        RuntimeError, match=r"backend 'sdpa' cannot serve this call: torch's kernels have no soft-cap; chunked, math can"
     ):
         scaled_dot_product_attention(q, q, q, softcap=1.0, backend="sdpa")
 
 
 @pytest.fixture
-def registered(monkeypatch):
+def registered():
     """A registry that forgets what the test puts into it."""
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
-    return registry._REGISTRY
+    before = set(registry._REGISTRY)
+    yield
+    for name in set(registry._REGISTRY) - before:
+        unregister_backend(name)
 
 
 def test_a_registered_backend_serves_calls_by_name_only(registered):
@@ -595,9 +599,15 @@ def test_a_registered_backend_serves_calls_by_name_only(registered):
     scaled_dot_product_attention(q, q, q)
     assert len(seen) == 1  # auto does not take it
     assert DotProductAttention(backend="mine")(q, q, q).shape == q.shape
-    with pytest.raises(RuntimeError, match="'mine' cannot serve this call: no window; sdpa, math can"):
+    with pytest.raises(RuntimeError, match="'mine' cannot serve this call: no window; sdpa, chunked, math can"):
         scaled_dot_product_attention(q, q, q, SlidingWindow(2), backend="mine")
-    assert [report.name for report in explain_backends(q, q, q)] == ["sdpa", "math", "mine"]
+    assert [report.name for report in explain_backends(q, q, q)][-1] == "mine"
+    unregister_backend("mine")
+    with pytest.raises(ValueError, match="backend='mine' is not known"):
+        scaled_dot_product_attention(q, q, q, backend="mine")
+    for name in ("mine", "math", "sdpa:flash"):  # gone already, or minitx's own
+        with pytest.raises(ValueError, match=f"'{name}' was not registered by register_backend"):
+            unregister_backend(name)
 
 
 @pytest.mark.parametrize("name", ["math", "sdpa", "auto"])
@@ -608,7 +618,7 @@ def test_a_taken_name_cannot_be_registered(registered, name):
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():
     q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(ValueError, match=r"backend='flsh' is not known; one of auto, sdpa, math"):
+    with pytest.raises(ValueError, match=r"backend='flsh' is not known; one of auto, sdpa, chunked, math, flex"):
         scaled_dot_product_attention(q, q, q, backend="flsh")
 
 

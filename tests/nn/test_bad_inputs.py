@@ -15,14 +15,20 @@ from minitx.nn import (
     DotProductAttention,
     EncoderBlock,
     FeedForward,
+    KVCache,
+    LayerCache,
+    LayerScale,
+    MixtureOfExperts,
     MultiHeadAttention,
     Padding,
     PrefixLM,
     QKNorm,
     Residual,
     Rotary,
+    RotaryScaling,
     ScoreScale,
     SlidingWindow,
+    StochasticDepth,
     explain_backends,
     from_key_padding_mask,
     init_weights,
@@ -31,6 +37,7 @@ from minitx.nn import (
     scale_multiplier,
     scaled_dot_product_attention,
 )
+from minitx.nn.bias import ALiBi
 
 B, H, L, S, D = 2, 6, 5, 7, 11
 Q, K = torch.randn(B, H, L, D), torch.randn(B, 3, S, D)
@@ -114,9 +121,9 @@ ATTENTION = {
     ),
     "an int bias": (
         lambda: attend(attn_bias=torch.ones(L, S, dtype=torch.long)), TypeError,
-        "attn_bias must be a floating-point tensor, got torch.int64",
+        "attn_bias must be a floating-point tensor or a Bias, got torch.int64",
     ),
-    "a number as bias": (lambda: attend(attn_bias=1.0), TypeError, "attn_bias must be a floating-point tensor, got float"),
+    "a number as bias": (lambda: attend(attn_bias=1.0), TypeError, "attn_bias must be a floating-point tensor or a Bias, got float"),
     "a 3-D bias": (
         lambda: attend(attn_bias=torch.ones(H, L, S)), ValueError,
         "attn_bias of shape (6, 5, 7) must be (L, S) or broadcast to (B, H, L, S) = (2, 6, 5, 7)",
@@ -133,7 +140,7 @@ ATTENTION = {
     "sinks as a list": (lambda: attend(sinks=[0.0] * H), TypeError, "sinks must be a floating-point tensor, got list"),
     "dropout of one": (lambda: attend(dropout_p=1.0), ValueError, "dropout_p must lie in [0, 1), got 1.0"),
     "dropout below zero": (lambda: attend(dropout_p=-0.1), ValueError, "dropout_p must lie in [0, 1), got -0.1"),
-    "an unknown backend": (lambda: attend(backend="flash"), ValueError, "backend='flash' is not known; one of auto, sdpa, math"),
+    "an unknown backend": (lambda: attend(backend="flash"), ValueError, "backend='flash' is not known; one of auto, "),
     "explaining a float mask": (
         lambda: explain_backends(Q, K, K, torch.zeros(L, S)), TypeError, "additive values belong in attn_bias",
     ),
@@ -282,10 +289,185 @@ MODULES = {
     "flat documents of a model": (lambda: lm()(IDS, document_ids=IDS[0]), ValueError, "document ids must be an integer tensor"),
     "a float mask for a model": (lambda: lm()(IDS, mask=torch.zeros(L, L)), TypeError, "additive values belong in attn_bias"),
     "a softcap on sdpa": (
-        lambda: lm(softcap=3.0, backend="sdpa")(IDS), RuntimeError, "backend 'sdpa' cannot serve this call: torch's kernels have no soft-cap; math can",
+        lambda: lm(softcap=3.0, backend="sdpa")(IDS), RuntimeError, "backend 'sdpa' cannot serve this call: torch's kernels have no soft-cap; ",
     ),
 }  # fmt: skip
-CASES = {**ATTENTION, **MASKS, **MODULES}
+
+
+def experts(**options):
+    return MixtureOfExperts(12, 8, **{"num_experts": 4, **options})
+
+
+def filled(*, layers=1, **described):
+    """A model and a cache that has read five tokens of two rows."""
+    network, cache = lm(position="rotary", head_dim=4), KVCache(16, num_layers=layers)
+    with torch.no_grad():
+        network(IDS, cache=cache, **described)
+    return network, cache
+
+
+def go_on(ids=IDS, *, before=None, **described):
+    network, cache = filled(**(before or {}))
+    with torch.no_grad():
+        return network(ids, cache=cache, **described)
+
+
+def appended(*shapes, dtypes=(torch.float32, torch.float32)):
+    cache = LayerCache(8)
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        cache.append(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+
+
+def cross_with_another_memory():
+    cache, cross = LayerCache(8), mha()
+    with torch.no_grad():
+        cross(X, torch.randn(B, S, 12), cache=cache)
+        cross(X, torch.randn(B, L, 12), cache=cache)
+
+
+BRICKS = {
+    # attention
+    "a backend that nobody registered": (
+        lambda: DotProductAttention(backend="flsh"), ValueError, "backend='flsh' is not known; one of auto, ",
+    ),
+    "a backend of a config that nobody registered": (lambda: lm(backend="flsh"), ValueError, "backend='flsh' is not known; one of auto, "),
+    "a soft-cap of zero in a core": (lambda: DotProductAttention(softcap=0.0), ValueError, "softcap must be positive and finite"),
+    "heads of another layer": (
+        lambda: mha()(X, head_mask=torch.ones(4)), ValueError, "head_mask must have shape (H,) or (B, H) = (3,) or (2, 3), got (4,)",
+    ),
+    "a head mask of another batch": (
+        lambda: mha()(X, head_mask=torch.ones(5, 3)), ValueError, "head_mask must have shape (H,) or (B, H) = (3,) or (2, 3), got (5, 3)",
+    ),
+    "a query of no tokens": (lambda: mha()(X[:, :0]), ValueError, "query must have at least one head, position and channel"),
+    "no rows of queries": (lambda: mha()(X[:0]), ValueError, "query must have at least one"),
+    "no memory positions": (lambda: mha()(X, X[:, :0]), ValueError, "key must have at least one head, position and channel"),
+    "memory of another batch": (lambda: mha()(X, X[:1]), ValueError, "query, key and value must have one batch size, got (2, 1, 1)"),
+    "a bias for other heads": (
+        lambda: mha()(X, attn_bias=ALiBi(4)), ValueError, "attn_bias ALiBi has slopes for 4 heads, but query has 3",
+    ),
+    "a bias of another length": (
+        lambda: mha()(X, attn_bias=torch.zeros(L, S)), ValueError, "attn_bias of shape (5, 7) must be (L, S) or broadcast to",
+    ),
+    # caches
+    "a cache for nothing": (lambda: LayerCache(0), ValueError, "capacity must be a positive whole number of positions, got 0"),
+    "half a capacity": (lambda: KVCache(2.5, 1), ValueError, "capacity must be a positive whole number of positions, got 2.5"),
+    "a cache without layers": (lambda: KVCache(8, 0), ValueError, "num_layers must be positive, got 0"),
+    "a cache for another model": (
+        lambda: filled(layers=2), ValueError, "cache has 2 layers, but the model has num_layers=1",
+    ),
+    "a full cache": (
+        lambda: go_on(torch.ones(B, 12, dtype=torch.long)), ValueError,
+        "cache has capacity for 16 positions: 5 are taken, 12 more do not fit",
+    ),
+    "a prompt beyond the capacity": (
+        lambda: lm()(IDS, cache=KVCache(4, 1)), ValueError, "cache has capacity for 4 positions: 0 are taken, 5 more do not fit",
+    ),
+    "another batch after the prompt": (
+        lambda: go_on(IDS[:1]), ValueError, "key must fit what the cache holds, (B, Hkv, D) = (2, 3, 4) torch.float32 on cpu, got (1, 3, 4)",
+    ),
+    "another width after the first": (
+        lambda: appended((1, 2, 3, 4), (1, 2, 1, 5)), ValueError, "key must fit what the cache holds, (B, Hkv, D) = (1, 2, 4)",
+    ),
+    "another dtype after the first": (
+        lambda: appended((1, 2, 3, 4), (1, 2, 1, 4), dtypes=(torch.float32, torch.bfloat16)), ValueError,
+        "(1, 2, 4) torch.float32 on cpu, got (1, 2, 4) torch.bfloat16 on cpu",
+    ),
+    "gradients through a cache": (
+        lambda: mha()(X, cache=LayerCache(8)), RuntimeError,
+        "key requires grad, but a cache is for inference: call under torch.no_grad()",
+    ),
+    "a key_mask of all tokens beside a cache": (
+        lambda: go_on(key_mask=bools(B, 10)), ValueError, "key_mask must describe the new tokens, (B, L) = (2, 5), got (2, 10)",
+    ),
+    "documents from the middle on": (
+        lambda: go_on(document_ids=IDS), ValueError, "document_ids must be given for all tokens or for none",
+    ),
+    "documents up to the middle": (
+        lambda: go_on(before={"document_ids": IDS}), ValueError, "document_ids must be given for all tokens or for none",
+    ),
+    "another memory": (
+        cross_with_another_memory, ValueError, "key must be the memory that the cache was filled from, (B, S) = (2, 7), got (2, 5)",
+    ),
+    # positions
+    "no rotary width": (lambda: Rotary(0), ValueError, "rotary positions pair channels: head_dim must be even, got 0"),
+    "an unknown stretching": (
+        lambda: RotaryScaling("dynamic", 2.0), ValueError, "rotary_scaling='dynamic' must be one of linear, ntk, yarn, llama3",
+    ),
+    "shrinking": (lambda: RotaryScaling("linear", 0.5), ValueError, "rotary_factor=0.5 must be a number from 1"),
+    "yarn of no length": (
+        lambda: RotaryScaling("yarn", 2.0), ValueError, "rotary_original_len=None must be positive with rotary_scaling=yarn",
+    ),
+    "rotary positions of another length": (
+        lambda: mha(rotary=Rotary(4))(X, position_ids=torch.arange(4)[None]), ValueError,
+        "position_ids must be whole numbers of shape (B or 1, L) = (2 or 1, 5), got torch.int64 (1, 4)",
+    ),
+    "flat rotary positions": (
+        lambda: mha(rotary=Rotary(4))(X, position_ids=torch.arange(L)), ValueError, "(B or 1, L) = (2 or 1, 5), got torch.int64 (5,)",
+    ),
+    "float positions": (
+        lambda: lm()(IDS, position_ids=torch.zeros(B, L)), ValueError, "position_ids must be whole numbers of shape (B or 1, L)",
+    ),
+    "positions of another batch": (
+        lambda: lm()(IDS, position_ids=torch.zeros(3, L, dtype=torch.long)), ValueError, "(2 or 1, 5), got torch.int64 (3, 5)",
+    ),
+    "positions beyond the table": (
+        lambda: lm()(IDS, position_ids=torch.arange(5, 10)[None]), ValueError,
+        "position_ids must lie between 0 and 8, the end of the table; got 5 to 9",
+    ),
+    "negative positions": (lambda: lm()(IDS, position_ids=-IDS), ValueError, "the end of the table; got -1 to -1"),
+    "positions for ALiBi": (
+        lambda: lm(position="alibi")(IDS, position_ids=IDS), ValueError, "position_ids were given, but position=alibi does not read them",
+    ),
+    # models
+    "ids beyond the vocabulary": (
+        lambda: lm()(13 * IDS), ValueError, "input_ids must lie between 0 and 12, the end of the table; got 13 to 13",
+    ),
+    "ids of no tokens": (lambda: lm()(IDS[:, :0]), ValueError, "input_ids must have at least one row and one token, got shape (2, 0)"),
+    "no rows of ids": (lambda: lm()(IDS[:0]), ValueError, "input_ids must have at least one row and one token, got shape (0, 5)"),
+    "types of another length": (
+        lambda: lm(type_vocab_size=2)(IDS, token_type_ids=IDS[:, :3]), ValueError,
+        "token_type_ids must have the shape of input_ids, (2, 5), got (2, 3)",
+    ),
+    "types beyond their table": (
+        lambda: lm(type_vocab_size=2)(IDS, token_type_ids=2 * IDS), ValueError, "token_type_ids must lie between 0 and 1, the end of the table",
+    ),
+    "a head mask of another depth": (
+        lambda: lm()(IDS, head_mask=torch.ones(2, 3)), ValueError, "head_mask must have shape (num_layers, H) = (1, 3), got (2, 3)",
+    ),
+    "a head mask of a layer too far": (
+        lambda: lm()(IDS, head_mask={1: torch.ones(3)}), ValueError, "head_mask names layers [1], but the model has 0 to 0",
+    ),
+    # feed-forward and blocks
+    "no hidden width": (lambda: FeedForward(12, 0), ValueError, "embed_dim and ffn_dim must be positive, got 12 and 0"),
+    "no width": (lambda: FeedForward(0, 8), ValueError, "embed_dim and ffn_dim must be positive, got 0 and 8"),
+    "more experts a token than there are": (
+        lambda: experts(experts_per_token=5), ValueError, "experts_per_token=5 must lie between 1 and num_experts=4",
+    ),
+    "no expert a token": (lambda: experts(experts_per_token=0), ValueError, "experts_per_token=0 must lie between 1 and num_experts=4"),
+    "an unknown activation of experts": (lambda: experts(activation="glu"), ValueError, "activation='glu' must be one of gelu"),
+    "a layer scale of zero": (lambda: LayerScale(12, 0.0), ValueError, "layer_scale must be a positive start (or None for off), got 0.0"),
+    "dropping every sample": (lambda: StochasticDepth(1.0), ValueError, "stochastic_depth must lie in [0, 1), got 1.0"),
+    "gains for an unknown role": (
+        lambda: init_weights(mha(), gains={"queries": 2.0}), ValueError, "gains has unknown roles ['queries']; the roles are query, key",
+    ),
+    # configs
+    "a factor without stretching": (
+        lambda: TransformerConfig(position="rotary", rotary_factor=2.0), ValueError, "rotary_factor=2.0 needs rotary_scaling",
+    ),
+    "stretching what does not turn": (
+        lambda: TransformerConfig(rotary_scaling="ntk"), ValueError, "rotary_scaling=ntk needs position=rotary, got position=learned",
+    ),
+    "llama3 without a length": (
+        lambda: TransformerConfig(position="rotary", rotary_scaling="llama3", rotary_factor=8.0), ValueError,
+        "rotary_original_len=null must be given with rotary_scaling=llama3",
+    ),
+    "too many experts a token in a config": (
+        lambda: TransformerConfig(num_experts=2, experts_per_token=3), ValueError, "experts_per_token=3 must not exceed num_experts=2",
+    ),
+    "a stochastic depth of one": (lambda: TransformerConfig(stochastic_depth=1.0), ValueError, "stochastic_depth=1.0 must lie in [0, 1)"),
+    "no experts": (lambda: TransformerConfig(num_experts=0), ValueError, "num_experts=0 must be positive"),
+}  # fmt: skip
+CASES = {**ATTENTION, **MASKS, **MODULES, **BRICKS}
 
 
 @pytest.mark.parametrize("mistake", CASES)
@@ -296,4 +478,4 @@ def test_a_plain_mistake_is_answered_by_name(mistake):
 
 
 def test_no_case_shadows_another():
-    assert len(CASES) == len(ATTENTION) + len(MASKS) + len(MODULES) >= 90
+    assert len(CASES) == len(ATTENTION) + len(MASKS) + len(MODULES) + len(BRICKS) >= 150

@@ -29,11 +29,15 @@ def test_plain_networks_equal_their_formula(activation):
     torch.testing.assert_close(network(x), want, rtol=0, atol=1e-14)
 
 
-def test_swiglu_equals_its_formula():
-    network = FeedForward(5, 7, activation="swiglu", bias=False).double()
+GATES = {"swiglu": lambda x: x * torch.sigmoid(x), "geglu": erf_gelu, "reglu": lambda x: x.clamp(min=0)}
+
+
+@pytest.mark.parametrize("activation", GATES)
+def test_gated_networks_equal_their_formula(activation):
+    network = FeedForward(5, 7, activation=activation, bias=False).double()
     x = torch.randn(2, 3, 5, dtype=torch.float64)
     gate = x @ network.gate_proj.weight.T
-    want = (gate * torch.sigmoid(gate) * (x @ network.up_proj.weight.T)) @ network.down_proj.weight.T
+    want = (GATES[activation](gate) * (x @ network.up_proj.weight.T)) @ network.down_proj.weight.T
     torch.testing.assert_close(network(x), want, rtol=0, atol=1e-14)
     assert [n for n, _ in network.named_parameters()] == ["gate_proj.weight", "up_proj.weight", "down_proj.weight"]
 

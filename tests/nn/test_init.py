@@ -191,3 +191,49 @@ def test_drawing_again_resets_norms_gains_and_learned_scales():
 
 def test_the_table_of_schemes_is_the_one_that_configs_allow():
     assert tuple(sorted(SCHEMES)) == tuple(sorted(NAMES))
+
+
+@pytest.mark.parametrize("scheme", ["xavier", "gpt2", "torch_linear"])
+def test_deepnorm_multiplies_values_outputs_and_feedforward_by_its_beta(scheme):
+    """β = (8N)^-¼ for N layers of a decoder alone (Wang et al. 2022, Figure 2); queries, keys and the rest are left alone."""
+    plain = parameters(init=scheme, norm_position="post", num_layers=2)
+    deep = parameters(init=scheme, norm_position="deepnorm", num_layers=2)
+    beta = 0.5  # 16^-¼, exact
+    touched = ("v_proj.weight", "out_proj.weight", "up_proj.weight", "down_proj.weight")
+    touched += tuple(name.replace("weight", "bias") for name in touched)
+    for name, weight in plain.items():
+        assert torch.equal(deep[name], weight * (beta if name.endswith(touched) else 1.0)), name
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_position": "deepnorm"}, {"num_experts": 2}, {"activation": "swiglu"}])
+def test_zero_outputs_make_every_block_the_identity_of_its_stream(options):
+    plain, zero = parameters(**options), parameters(**options, init_zero_outputs=True)
+    for name, weight in plain.items():
+        emptied = ".out_proj." in name or ".down_proj" in name
+        assert torch.equal(zero[name], torch.zeros_like(weight) if emptied else weight), name
+    network = model(**options, init_zero_outputs=True)
+    x = torch.randn(1, 5, E)
+    out = network.blocks[0](x)
+    if options.get("norm_position") != "deepnorm":
+        assert torch.equal(out, x)
+
+
+def test_gains_are_given_by_role():
+    plain = init_weights(MultiHeadAttention(12, 3), "xavier", generator=torch.Generator().manual_seed(0))
+    gained = init_weights(
+        MultiHeadAttention(12, 3), "xavier", gains={"query": 2.0, "residual": 0.5}, generator=torch.Generator().manual_seed(0)
+    )
+    for name, factor in (("q_proj", 2.0), ("k_proj", 1.0), ("v_proj", 1.0), ("out_proj", 0.5)):
+        assert torch.equal(getattr(gained, name).weight, factor * getattr(plain, name).weight)
+
+
+def test_new_parts_return_to_their_start():
+    network = model(layer_scale=0.1, sinks=True, position="t5")
+    with torch.no_grad():
+        for p in network.parameters():
+            p.fill_(3.0)
+    init_weights(network, "gpt2", num_layers=2)
+    assert network.attn_bias.weight.eq(0).all()
+    for block in network.blocks:
+        assert block.attention.sinks.eq(0).all()
+        assert torch.equal(block.attention_residual.branch[0].gain, torch.full((E,), 0.1))

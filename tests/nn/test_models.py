@@ -13,7 +13,7 @@ from minitx.nn import DecoderLM, SlidingWindow
 from minitx.nn.models import build_model
 
 V, E, H, L = 13, 12, 3, 7
-POSITIONS = ("learned", "sinusoidal", "rotary", "none")
+POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "t5", "none")
 NORM_POSITIONS = ("pre", "post", "sandwich", "deepnorm")
 VARIANTS = {
     "default": {},
@@ -27,13 +27,22 @@ VARIANTS = {
     "parallel": {"parallel": True},
     "swiglu rms": {"activation": "swiglu", "norm": "rms", "bias": False},
     **{f"{kind}-norm": {"norm_position": kind} for kind in NORM_POSITIONS},
+    "layer scale": {"layer_scale": 0.5},
+    "sinks": {"sinks": True},
+    "experts": {"num_experts": 3, "activation": "reglu"},
+    "checkpointing": {"checkpointing": True},
 }
+WITHOUT_FUSED = ("soft-cap", "sinks")  # the sdpa backend refuses these by name
 
 
 def model(**options):
     """Weights large enough that every path matters; float64."""
     options = {"vocab_size": V, "embed_dim": E, "num_heads": H, "num_layers": 2, "max_len": 31, "init": "lecun", **options}
-    return DecoderLM(TransformerConfig(**options), generator=torch.Generator().manual_seed(0)).double()
+    generator = torch.Generator().manual_seed(0)
+    network = DecoderLM(TransformerConfig(**options), generator=generator).double()
+    if network.config.position == "t5":  # starts at zero, which would hide its own loss
+        torch.nn.init.normal_(network.attn_bias.weight, generator=generator)
+    return network
 
 
 def tokens(*shape):
@@ -80,7 +89,7 @@ def test_a_window_of_w_reaches_w_minus_one_back_in_every_layer():
 
 @pytest.mark.parametrize("backend", ["math", "sdpa"])
 @pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "soft-cap"])
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v not in WITHOUT_FUSED])
 def test_left_padded_equals_right_padded_equals_unpadded(variant, position, backend):
     network = model(position=position, backend=backend, **VARIANTS[variant])
     ids = tokens(1, L)
@@ -294,7 +303,7 @@ def test_train_eval_and_no_grad_agree_to_the_bit_and_dropout_is_off_in_eval():
     assert torch.equal(dropping(ids), trained)
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "soft-cap"])
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v not in WITHOUT_FUSED])
 def test_backends_agree_on_the_whole_model_forward_and_backward(variant):
     ids, results = tokens(2, L), []
     real = torch.tensor([[False] * 2 + [True] * 5, [True] * L])
@@ -327,3 +336,99 @@ def test_a_model_in_half_precision_stays_finite_under_padding(precision):
     assert logits.dtype == precision
     assert torch.isfinite(logits).all()
     assert all(torch.isfinite(p.grad).all() for p in network.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("position", ["alibi", "t5"])
+def test_one_bias_is_shared_by_all_layers(position):
+    network, seen = model(position=position, num_layers=3), []
+    for block in network.blocks:
+        block.attention.core.register_forward_pre_hook(lambda m, a, k: seen.append(k["attn_bias"]), with_kwargs=True)
+    network(tokens(1, L))
+    assert seen[0] is not None and seen[0] is seen[1] is seen[2]
+
+
+def test_alibi_subtracts_the_distance_times_the_slope_of_the_head():
+    network, seen = model(position="alibi", num_heads=2, num_layers=1), {}
+    block = network.blocks[0]
+    block.attention.core.register_forward_pre_hook(lambda m, a, k: seen.update(q=a[0], k=a[1]), with_kwargs=True)
+    block.attention.core.register_forward_hook(lambda m, a, k, out: seen.update(out=out, v=a[2]), with_kwargs=True)
+    network(tokens(1, L))
+    distance = (torch.arange(L)[:, None] - torch.arange(L)).double()
+    scores = seen["q"] @ seen["k"].transpose(-1, -2) / 6**0.5 - torch.tensor([2.0**-4, 2.0**-8]).view(2, 1, 1) * distance
+    want = scores.masked_fill(distance < 0, -torch.inf).softmax(-1) @ seen["v"]
+    torch.testing.assert_close(seen["out"], want, rtol=0, atol=1e-12)
+
+
+def test_the_t5_bias_learns_and_its_gradient_comes_from_every_layer():
+    network = model(position="t5")
+    network(tokens(2, L)).square().sum().backward()
+    grad = network.attn_bias.weight.grad
+    assert (grad[:L].abs().sum(-1) > 0).all() and not grad[L:].any()  # the distances 0 … L - 1 have a bucket each
+    assert "attn_bias.weight" in network.state_dict()
+    assert not network.attn_bias.bidirectional  # a decoder looks back only: all buckets are for the past
+
+
+@pytest.mark.parametrize("position", ["alibi", "t5"])
+def test_relative_positions_go_beyond_max_len(position):
+    network = model(position=position, max_len=4)
+    assert torch.isfinite(network(tokens(1, 40))).all()
+
+
+def test_a_head_mask_of_one_layer_is_that_row_of_the_whole():
+    network, ids = model(num_layers=3), tokens(2, L)
+    whole = torch.ones(3, H)
+    whole[1] = torch.tensor([0.0, 1.0, 0.5])
+    assert torch.equal(network(ids, head_mask=whole), network(ids, head_mask={1: whole[1]}))
+    assert torch.equal(network(ids, head_mask={}), network(ids))
+    torch.testing.assert_close(network(ids, head_mask=torch.ones(3, H)), network(ids), rtol=0, atol=1e-12)
+    assert not torch.allclose(network(ids, head_mask=whole), network(ids))
+
+
+def test_without_any_head_a_layer_adds_its_output_bias_alone():
+    network, ids = model(num_layers=1, bias=False), tokens(2, L)
+    got = network(ids, head_mask=torch.zeros(1, H))
+    x = network.embeddings(ids, torch.arange(L)[None])
+    block = network.blocks[0]
+    want = network.head(network.final_norm(x + block.feedforward(block.feedforward_residual.norm(x))))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
+
+
+def test_stochastic_depth_grows_linearly_to_the_last_block():
+    network = model(num_layers=4, stochastic_depth=0.2)
+    chances = [block.attention_residual.branch[0].p for block in network.blocks]
+    assert chances == pytest.approx([0.05, 0.10, 0.15, 0.20])
+    ids = tokens(2, L)
+    assert not torch.equal(network(ids), network(ids))
+    assert torch.equal(network.eval()(ids), model(num_layers=4)(ids))
+
+
+@pytest.mark.parametrize("variant", ["default", "experts", "layer scale"])
+@pytest.mark.parametrize("position", ["rotary", "t5"])
+def test_checkpointing_changes_no_bit_of_the_gradients(position, variant):
+    ids, results = tokens(2, L), []
+    for checkpointing in (False, True):
+        network = model(
+            position=position, dropout=0.2, stochastic_depth=0.3, **{**VARIANTS[variant], "checkpointing": checkpointing}
+        )
+        torch.manual_seed(7)
+        hidden, extras = network(ids, return_extras=True)
+        (network.head(hidden).square().mean() + sum(extras.values())).backward()
+        results.append({name: p.grad for name, p in network.named_parameters()})
+    plain, checkpointed = results
+    assert all(grad is not None for grad in plain.values())
+    assert all(torch.equal(grad, checkpointed[name]) for name, grad in plain.items())
+
+
+def test_checkpointing_keeps_less_for_the_backward_pass():
+    sizes = []
+    for checkpointing in (False, True):
+        network, kept = model(checkpointing=checkpointing, num_layers=6), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.numel()) or t, lambda t: t):
+            network(tokens(2, 16))
+        sizes.append(sum(kept))
+    assert sizes[1] < sizes[0] / 4
+
+
+def test_a_router_loss_is_there_only_where_there_is_a_router():
+    assert model()(tokens(1, L), return_extras=True)[1] == {}
+    assert list(model(num_experts=2)(tokens(1, L), return_extras=True)[1]) == ["router_loss"]

@@ -70,3 +70,11 @@ def test_qk_norm_trains_under_autocast_without_a_warning(kind, backend):
     with torch.autocast("cpu", torch.bfloat16):
         model(torch.tensor([[1, 2, 3]])).float().logsumexp(-1).sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer", "l2"])
+def test_a_query_is_normed_alike_when_its_keys_lie_in_a_cache(kind):
+    norm, q = QKNorm(kind, 7, num_kv_heads=3), torch.randn(2, 3, 5, 7)
+    alone, nothing = norm(q, None)
+    assert nothing is None
+    assert torch.equal(alone, norm(q, torch.randn(2, 3, 5, 7))[0])

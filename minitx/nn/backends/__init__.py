@@ -1,7 +1,7 @@
 """Kernels behind one function: choice, explanation, and a slot for yours.
 
-Every backend equals ``math`` or refuses with a reason. ``auto`` takes the first in order of speed that serves the call
-with a fused kernel, and ``math`` where none does.
+Every backend equals ``math`` or refuses with a reason. ``auto`` takes torch's fused kernel where it serves the call;
+where it does not, ``chunked`` for large score matrices and ``math`` for small ones.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minitx.nn.backends import math, sdpa
+from minitx.nn.backends import chunked, flash_attn, flex, math, sdpa
 from minitx.nn.backends.base import AttentionCall, Backend, always, make_call
+from minitx.nn.bias import Bias
 from minitx.nn.functional import attention_weights
 from minitx.nn.masks import Mask
 
@@ -24,9 +25,13 @@ __all__ = [
     "register_backend",
     "run_attention",
     "scaled_dot_product_attention",
+    "unregister_backend",
 ]
 
-_REGISTRY: dict[str, Backend] = {backend.name: backend for backend in (sdpa.BACKEND, math.BACKEND)}
+_BUILT_IN = (sdpa.BACKEND, chunked.BACKEND, math.BACKEND, flex.BACKEND, flash_attn.BACKEND, *sdpa.VARIANTS)
+_REGISTRY: dict[str, Backend] = {backend.name: backend for backend in _BUILT_IN}
+# scores of all heads together, from which on tiles beat the whole matrix on CPU (measured: docs/backends.md)
+CHUNKED_FROM = 2**21
 
 
 def register_backend(
@@ -49,24 +54,47 @@ def register_backend(
     _REGISTRY[name] = Backend(name, run, refuses=supports, falls_back=falls_back)
 
 
+def unregister_backend(name: str) -> None:
+    """Forget a backend that ``register_backend`` added.
+
+    Raises:
+        ValueError: a name that is not registered, or that is minitx's own.
+    """
+    if name not in _REGISTRY or name in (backend.name for backend in _BUILT_IN):
+        raise ValueError(f"backend {name!r} was not registered by register_backend")
+    del _REGISTRY[name]
+
+
+def _fastest(call: AttentionCall) -> Backend:
+    """What ``auto`` runs: looks at types and sizes only."""
+    if sdpa.BACKEND.refuses(call) is None and sdpa.BACKEND.falls_back(call) is None:
+        return sdpa.BACKEND
+    B, H, L, S = call.shape
+    large = B * H * L * S >= CHUNKED_FROM and L > 1
+    return chunked.BACKEND if large and chunked.BACKEND.refuses(call) is None else math.BACKEND
+
+
+def named(call: AttentionCall, backend: str) -> Backend:
+    """The backend that a name stands for in a call, whether it can serve it or not."""
+    if backend == "auto":
+        return _fastest(call)
+    if backend not in _REGISTRY:
+        raise ValueError(f"backend={backend!r} is not known; one of auto, {', '.join(_REGISTRY)}")
+    return _REGISTRY[backend]
+
+
 def choose(call: AttentionCall, backend: str, *, strict: bool = False) -> Backend:
     """The backend that serves ``call``.
 
     Raises:
-        ValueError: an unknown name. RuntimeError: a named backend that cannot serve the call (with the reason and the
-            ones that could), or with ``strict`` one that would leave its fused kernel.
+        ValueError: an unknown name. NotImplementedError (a RuntimeError): a named backend that cannot serve the call,
+            with the reason and the ones that could. RuntimeError: with ``strict``, one that would leave its fused kernel.
     """
-    if backend == "auto":
-        fused = (b for b in (sdpa.BACKEND,) if b.refuses(call) is None and b.falls_back(call) is None)
-        chosen = next(fused, math.BACKEND)
-    elif backend in _REGISTRY:
-        chosen = _REGISTRY[backend]
-    else:
-        raise ValueError(f"backend={backend!r} is not known; one of auto, {', '.join(_REGISTRY)}")
+    chosen = named(call, backend)
     reason = chosen.refuses(call)
     if reason is not None:
-        able = [b.name for b in _REGISTRY.values() if b.refuses(call) is None]
-        raise RuntimeError(f"backend {chosen.name!r} cannot serve this call: {reason}; {', '.join(able)} can")
+        able = [b.name for b in _REGISTRY.values() if b not in sdpa.VARIANTS and b.refuses(call) is None]
+        raise NotImplementedError(f"backend {chosen.name!r} cannot serve this call: {reason}; {', '.join(able)} can")
     reason = chosen.falls_back(call) if strict else None
     if reason is not None:
         raise RuntimeError(f"strict: backend {chosen.name!r} would serve this call without a fused kernel: {reason}")
@@ -101,7 +129,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     *,
     scale: float | None = None,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Bias | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     backend: str = "auto",
@@ -121,10 +149,11 @@ def scaled_dot_product_attention(
         dropout_p: probability with which a weight is dropped; applied as given, in train and eval alike.
         is_causal: query i sees keys up to i + S - L.
         scale: multiplier on q·k; ``None`` = 1/√D, ``1.0`` = unscaled.
-        attn_bias: float, (L, S) or broadcastable to (B, H, L, S), added to the scaled scores; -inf hides.
+        attn_bias: float, (L, S) or broadcastable to (B, H, L, S), added to the scaled scores, -inf hides; or a ``Bias``.
         softcap: t in t · tanh(z / t), before bias and mask (Gemma 2, arXiv:2408.00118).
         sinks: (H,) extra logits without a value.
-        backend: ``auto``, ``math``, ``sdpa`` or a registered name.
+        backend: ``auto``, ``math``, ``sdpa``, ``sdpa:flash`` (``efficient``, ``cudnn``, ``math``), ``chunked``, ``flex``,
+            ``flash_attn``, or a registered name.
         need_weights: also return the weights (B, H, L, S), before dropout.
 
     Returns:
@@ -165,7 +194,7 @@ class BackendReport:
 
     def __str__(self) -> str:
         word = "fused" if self.fused else "can" if self.can else "cannot"
-        return f"{'->' if self.runs else '  '} {self.name:8} {word:7} {self.reason}".rstrip()
+        return f"{'->' if self.runs else '  '} {self.name:14} {word:7} {self.reason}".rstrip()
 
 
 def explain_backends(
@@ -177,19 +206,22 @@ def explain_backends(
     is_causal: bool = False,
     *,
     scale: float | None = None,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Bias | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> list[BackendReport]:
     """For a call with these arguments: every backend, whether it can and why not, and which one runs. Nothing is run.
 
+    A named ``backend`` that cannot serve the call is explained, not raised: no line runs then.
+
     >>> import torch
     >>> q = torch.randn(1, 2, 5, 8)
-    >>> for line in explain_backends(q, q, q, is_causal=True, softcap=30.0):
+    >>> for line in explain_backends(q, q, q, is_causal=True, softcap=30.0)[:3]:
     ...     print(line)
-       sdpa     cannot  torch's kernels have no soft-cap
-    -> math     can     it holds the whole L x S matrix
+       sdpa           cannot  torch's kernels have no soft-cap
+       chunked        can     it works tile by tile in plain torch
+    -> math           can     it holds the whole L x S matrix
     """
     call = make_call(
         query,
@@ -203,11 +235,11 @@ def explain_backends(
         softcap=softcap,
         sinks=sinks,
     )
-    chosen = choose(call, backend)
+    chosen = named(call, backend)
     reports = []
     for candidate in _REGISTRY.values():
         refusal = candidate.refuses(call)
         slow = candidate.falls_back(call) if refusal is None else None
-        fused = refusal is None and slow is None
-        reports.append(BackendReport(candidate.name, refusal is None, fused, candidate is chosen, refusal or slow or ""))
+        fused, runs = refusal is None and slow is None, refusal is None and candidate is chosen
+        reports.append(BackendReport(candidate.name, refusal is None, fused, runs, refusal or slow or ""))
     return reports

@@ -8,6 +8,8 @@ from math import inf, isfinite
 
 from torch import Tensor
 
+from minitx.nn.bias import Bias, as_bias
+from minitx.nn.functional import dense_bias
 from minitx.nn.masks import Causal, Mask, as_mask, intersect
 
 _CAUSAL = Causal()
@@ -17,9 +19,10 @@ _CAUSAL = Causal()
 class AttentionCall:
     """One checked attention call, as every backend gets it.
 
-    query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv) with Hkv dividing H; ``scale`` is a plain multiplier
-    (never ``None``); ``mask`` is symbolic, ``None`` when nothing is hidden. The order of operations is scale → soft-cap
-    → + bias → mask → sinks → softmax → dropout → · value.
+        query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv) with Hkv dividing H; ``scale`` is a plain multiplier
+        (never ``None``); ``mask`` is symbolic, ``None`` when nothing is hidden; ``attn_bias`` is a tensor or a rule, and
+    ``dense_bias()`` makes a tensor of either. The order of operations is scale → soft-cap
+        → + bias → mask → sinks → softmax → dropout → · value.
     """
 
     query: Tensor
@@ -27,7 +30,7 @@ class AttentionCall:
     value: Tensor
     mask: Mask | None = None
     scale: float = 1.0
-    attn_bias: Tensor | None = None
+    attn_bias: Tensor | Bias | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
     dropout_p: float = 0.0
@@ -36,6 +39,10 @@ class AttentionCall:
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, L, S)."""
         return (*self.query.shape[:3], self.key.shape[2])  # type: ignore[return-value]
+
+    def dense_bias(self) -> Tensor | None:
+        """The bias as a tensor that broadcasts to (B, H, L, S), or None."""
+        return dense_bias(self.attn_bias, self.shape, self.query.device)
 
 
 def always(call: AttentionCall) -> None:
@@ -66,7 +73,7 @@ def make_call(
     is_causal: bool,
     *,
     scale: float | None,
-    attn_bias: Tensor | None,
+    attn_bias: Tensor | Bias | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> AttentionCall:
@@ -81,6 +88,8 @@ def make_call(
     mask = intersect(as_mask(attn_mask), _CAUSAL if is_causal else None)
     if mask is not None:
         mask.check(B, H, L, S)
+    if isinstance(attn_bias, Bias):
+        attn_bias = as_bias(attn_bias)  # a module becomes the rule that it stands for
     _check_extras((B, H, L, S), query, attn_bias, softcap, sinks, dropout_p)
     if scale is None:
         scale = D**-0.5
@@ -120,21 +129,13 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
 def _check_extras(
     shape: tuple[int, int, int, int],
     query: Tensor,
-    attn_bias: Tensor | None,
+    attn_bias: Tensor | Bias | None,
     softcap: float | None,
     sinks: Tensor | None,
     dropout_p: float,
 ) -> None:
     if attn_bias is not None:
-        if not isinstance(attn_bias, Tensor) or not attn_bias.is_floating_point():
-            raise TypeError(
-                f"attn_bias must be a floating-point tensor, got {getattr(attn_bias, 'dtype', type(attn_bias).__name__)}"
-            )
-        full = (1,) * (4 - attn_bias.dim()) + tuple(attn_bias.shape)
-        if attn_bias.dim() not in (2, 4) or any(have not in (1, want) for have, want in zip(full, shape, strict=True)):
-            raise ValueError(
-                f"attn_bias of shape {tuple(attn_bias.shape)} must be (L, S) or broadcast to (B, H, L, S) = {shape}"
-            )
+        as_bias(attn_bias).check(*shape)
     if softcap is not None and not 0 < softcap < inf:
         raise ValueError(f"softcap must be positive and finite (or None for off), got {softcap}")
     if sinks is not None and not (isinstance(sinks, Tensor) and sinks.is_floating_point()):

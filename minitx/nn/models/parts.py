@@ -6,10 +6,18 @@ from torch import Tensor, nn
 
 from minitx.config import TransformerConfig
 from minitx.nn.attention import DotProductAttention, MultiHeadAttention
-from minitx.nn.blocks import DecoderBlock, EncoderBlock
-from minitx.nn.feedforward import FeedForward
+from minitx.nn.bias import ALiBi, Bias, T5RelativeBias
+from minitx.nn.blocks import DecoderBlock, EncoderBlock, LayerScale, StochasticDepth
+from minitx.nn.feedforward import FeedForward, MixtureOfExperts
 from minitx.nn.norms import QKNorm, make_norm
-from minitx.nn.positions import LearnedPositions, Rotary, SinusoidalPositions
+from minitx.nn.positions import (
+    LearnedPositions,
+    Rotary,
+    RotaryScaling,
+    SinusoidalPositions,
+    check_position_ids,
+    check_range,
+)
 from minitx.nn.scale import ScoreScale
 
 
@@ -29,13 +37,20 @@ class Embeddings(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        check_position_ids(position_ids, *input_ids.shape)
+        check_range("input_ids", input_ids, self.token.num_embeddings)
         x = self.token(input_ids)
         if self.position is not None:
             x = x + self.position(position_ids, x.dtype)
         if (token_type_ids is None) != (self.token_type is None):
             wanted = "has none (type_vocab_size=0)" if self.token_type is None else "needs token_type_ids"
             raise ValueError(f"token_type_ids: the model {wanted}, got {'None' if token_type_ids is None else 'a tensor'}")
-        if self.token_type is not None:
+        if self.token_type is not None and token_type_ids is not None:
+            if token_type_ids.shape != input_ids.shape:
+                raise ValueError(
+                    f"token_type_ids must have the shape of input_ids, {tuple(input_ids.shape)}, got {tuple(token_type_ids.shape)}"
+                )
+            check_range("token_type_ids", token_type_ids, self.token_type.num_embeddings)
             x = x + self.token_type(token_type_ids)
         return self.dropout(x)
 
@@ -52,28 +67,71 @@ def build_attention(config: TransformerConfig, *, rotary: bool = True) -> MultiH
         bias=config.bias,
         scale=scale,
         qk_norm=QKNorm(config.qk_norm, D, num_kv_heads=config.kv_heads) if config.qk_norm else None,
-        rotary=Rotary(D, base=config.rotary_base) if rotary and config.position == "rotary" else None,
+        rotary=build_rotary(config) if rotary and config.position == "rotary" else None,
+        sinks=config.sinks,
         core=DotProductAttention(dropout=config.dropout, softcap=config.softcap, backend=config.backend),
     )
 
 
-def build_block(config: TransformerConfig, *, decoder: bool, cross: bool = False) -> EncoderBlock:
-    """One encoder or decoder block. DeepNorm's α is (2N)^¼ (Wang et al. 2022, arXiv:2203.00555, Table 1)."""
+def build_rotary(config: TransformerConfig) -> Rotary:
+    """Rotary positions, stretched if the config says so."""
+    scaling = None
+    if config.rotary_scaling is not None:
+        scaling = RotaryScaling(config.rotary_scaling, config.rotary_factor, config.rotary_original_len)
+    return Rotary(config.width_per_head, base=config.rotary_base, interleaved=config.rotary_interleaved, scaling=scaling)
+
+
+def build_bias(config: TransformerConfig, *, decoder: bool) -> Bias | None:
+    """The bias on the scores that stands for positions, one for all layers (as in T5), or None."""
+    if config.position == "alibi":
+        return ALiBi(config.num_heads)
+    return T5RelativeBias(config.num_heads, bidirectional=not decoder) if config.position == "t5" else None
+
+
+def build_feedforward(config: TransformerConfig) -> nn.Module:
+    """One network for all tokens, or a mixture of experts."""
+    sizes = {"activation": config.activation, "dropout": config.dropout}
+    E, F = config.embed_dim, config.ffn_width
+    if config.num_experts is None:
+        return FeedForward(E, F, bias=config.bias, **sizes)  # type: ignore[arg-type]
+    experts = {"num_experts": config.num_experts, "experts_per_token": config.experts_per_token}
+    return MixtureOfExperts(E, F, **experts, **sizes)  # type: ignore[arg-type]
+
+
+def build_block(config: TransformerConfig, layer: int = 0, *, decoder: bool, cross: bool = False) -> EncoderBlock:
+    """Encoder or decoder block number ``layer``, which decides its chance to be dropped."""
+    drop = config.stochastic_depth * (layer + 1) / config.num_layers  # Huang et al. 2016, eq. 4
+
+    def branch() -> nn.Module:
+        gain = [] if config.layer_scale is None else [LayerScale(config.embed_dim, config.layer_scale)]
+        return nn.Sequential(*gain, *([StochasticDepth(drop)] if drop > 0.0 else []))
+
     parts = {
         "attention": build_attention(config),
-        "feedforward": FeedForward(
-            config.embed_dim,
-            config.ffn_width,
-            activation=config.activation,
-            bias=config.bias,
-            dropout=config.dropout,
-        ),
+        "feedforward": build_feedforward(config),
         "norm": lambda: make_norm(config.norm, config.embed_dim, config.norm_eps),
         "norm_position": config.norm_position,
         "parallel": config.parallel,
         "dropout": config.dropout,
-        "residual_scale": (2 * config.num_layers) ** 0.25 if config.norm_position == "deepnorm" else 1.0,
+        "residual_scale": deepnorm_factors(config)[0],
+        "branch": branch,
     }
     if not decoder:
         return EncoderBlock(**parts)  # type: ignore[arg-type]
     return DecoderBlock(**parts, cross_attention=build_attention(config, rotary=False) if cross else None)  # type: ignore[arg-type]
+
+
+def deepnorm_factors(config: TransformerConfig) -> tuple[float, float]:
+    """α on the residual stream and β on the initial W_V, W_O and feed-forward: (2N)^¼ and (8N)^-¼, or 1 and 1.
+
+    For N layers of an encoder or a decoder alone; Wang et al. 2022, "DeepNet", arXiv:2203.00555, Figure 2.
+    """
+    if config.norm_position != "deepnorm":
+        return 1.0, 1.0
+    return (2 * config.num_layers) ** 0.25, (8 * config.num_layers) ** -0.25
+
+
+def init_gains(config: TransformerConfig) -> dict[str, float]:
+    """What multiplies the initial weights, by role."""
+    gains = dict.fromkeys(("value", "up", "residual"), deepnorm_factors(config)[1])
+    return {**gains, "residual": 0.0} if config.init_zero_outputs else gains

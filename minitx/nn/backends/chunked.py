@@ -1,0 +1,300 @@
+"""``chunked``: exact attention in plain torch that never holds an L × S matrix, forward or backward.
+
+Queries and keys are cut into tiles of at most 256 × 256 scores a head. The softmax runs online (Milakov & Gimelshein 2018,
+arXiv:1805.02867; Rabe & Staats 2021, arXiv:2112.05682): for every query it keeps the largest logit so far ``top``, the
+sum ``total`` of exp(logit − top), and the output so far, all rescaled when ``top`` grows. The backward pass computes
+each tile again from ``top`` and 1/``total`` (Dao et al. 2022, arXiv:2205.14135, algorithm 4):
+
+    P = exp(Z − top) / total    dV = (P∘R)ᵀ dO    dP = (dO Vᵀ)∘R    dZ = P∘(dP − Σ dO∘O)    dQ = c·dZ K    dK = c·dZᵀ Q
+
+with R the dropout factors, 0 or 1/(1 − p), drawn anew from a seed of their own in both passes. Tiles that the mask's
+rule hides as a whole are skipped: a causal call costs half.
+
+Both passes are ``torch.library`` operators: compiled, each is one node. An operator takes tensors and plain values only,
+so mask and bias travel as a program and its tensors (``programs.py``). The output leaves the operator in the precision
+of the sums, because dZ needs it unrounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minitx.nn.backends.base import AttentionCall, Backend
+from minitx.nn.backends.programs import cannot_pack, pack, unpack
+from minitx.nn.bias import Bias, TensorBias, as_bias, cut
+from minitx.nn.functional import full_precision, hide_unseen
+from minitx.nn.masks import Mask, simplify
+
+TILE = 2**19  # scores of a tile, all heads together: two megabytes, which a cache may hold
+LARGEST, SMALLEST = 256, 64  # sides of a tile, for one head and for very many
+
+
+@dataclass
+class Problem:
+    """One call, widened to the dtype of the sums, with a way to compute any tile of it."""
+
+    query: Tensor  # (B, H, L, D), already scaled
+    key: Tensor
+    value: Tensor
+    mask: Mask | None
+    bias: Bias | None
+    softcap: float | None
+    dropout_p: float
+    seed: int
+
+    @staticmethod
+    def of(
+        query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], program: str, scale: float,
+        softcap: float | None, dropout_p: float, seed: Tensor | None,
+    ) -> Problem:  # fmt: skip
+        dtype = _sum_dtype(query)
+        mask, bias = unpack(program, tensors)
+        number = 0 if seed is None else int(seed)
+        return Problem(query.to(dtype) * scale, key.to(dtype), value.to(dtype), mask, bias, softcap, dropout_p, number)
+
+    def tiles(self) -> Iterator[tuple[slice, list[slice]]]:
+        """Slices of the rows, each with those slices of the keys of which it may see something."""
+        B, H, L, _ = self.query.shape
+        S = self.key.shape[2]
+        side = min(max(math.isqrt(TILE // (B * H)) // 32 * 32, SMALLEST), LARGEST)
+        height = min(side, L)
+        width = min(side * side // height, S)
+        for row in range(0, L, height):
+            rows = slice(row, min(row + height, L))
+            slices = [slice(key, min(key + width, S)) for key in range(0, S, width)]
+            yield rows, [keys for keys in slices if self.mask is None or self.mask.covers(rows, keys, S - L) is not False]
+
+    def tile(self, rows: slice, keys: slice) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Logits (B, H, l, s) with -inf where hidden, the soft-capped scores, and the keys and values of the tile."""
+        options: dict[str, Any] = {"batch_size": self.query.shape[0], "num_heads": self.query.shape[1]}
+        options |= {"device": self.query.device, "rows": rows, "keys": keys}
+        L, S = self.query.shape[2], self.key.shape[2]
+        visible = None
+        if self.mask is not None and not self.mask.covers(rows, keys, S - L):
+            visible = self.mask.dense(L, S, **options)
+        bias = None if self.bias is None else self.bias.dense(L, S, **options).to(self.query.dtype)
+        if bias is not None:
+            visible = bias != -torch.inf if visible is None else visible & (bias != -torch.inf)
+        key, value = hide_unseen(self.key[:, :, keys], visible), hide_unseen(self.value[:, :, keys], visible)
+        logits = by_group(self.query[:, :, rows], key.mT)
+        capped = None
+        if self.softcap is not None:
+            capped = logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        if bias is not None:
+            logits = logits + bias
+        if visible is not None:
+            logits = logits.masked_fill(~visible, -torch.inf)
+        return logits, capped, key, value
+
+    def dropout(self, rows: slice, keys: slice) -> Tensor | None:
+        """The factors 0 or 1/(1 − p) of a tile: the same numbers whenever they are asked for."""
+        if self.dropout_p == 0.0:
+            return None
+        place = rows.start * self.key.shape[2] + keys.start
+        generator = torch.Generator(self.query.device).manual_seed((self.seed + 0x9E3779B1 * place) % 2**32)
+        shape = (*self.query.shape[:2], rows.stop - rows.start, keys.stop - keys.start)
+        drawn = torch.rand(shape, generator=generator, device=self.query.device)
+        return (drawn >= self.dropout_p).to(self.query.dtype).div_(1.0 - self.dropout_p)
+
+
+def by_group(left: Tensor, right: Tensor) -> Tensor:
+    """(B, H, L, m) @ (B, Hkv, m, n) -> (B, H, L, n): query head h meets key head h // (H / Hkv)."""
+    B, H, L, m = left.shape
+    folded = left.reshape(B, right.shape[1], -1, m)  # the heads of a group are rows of one product
+    return (folded @ right).view(B, H, L, right.shape[-1])
+
+
+def over_group(left: Tensor, right: Tensor, num_kv_heads: int) -> Tensor:
+    """(B, H, L, m)ᵀ @ (B, H, L, n) -> (B, Hkv, m, n), summed over the query heads of each key head."""
+    left, right = (t.reshape(t.shape[0], num_kv_heads, -1, t.shape[-1]) for t in (left, right))
+    return left.mT @ right
+
+
+@torch.library.custom_op("minitx::chunked_attention", mutates_args=())
+def chunked_attention(
+    query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], sinks: Tensor | None, seed: Tensor | None,
+    program: str, scale: float, softcap: float | None, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(output (B, H, L, Dv), top (B, H, L, 1), 1/total (B, H, L, 1)), in the dtype of the sums."""
+    with full_precision(query.device):
+        problem = Problem.of(query, key, value, tensors, program, scale, softcap, dropout_p, seed)
+        output, top, total = _outputs(problem.query, value)
+        output.zero_(), top.fill_(torch.finfo(top.dtype).min), total.zero_()
+        if sinks is not None:  # a logit without a value: where the sums start
+            sink = sinks.to(top.dtype).view(-1, 1, 1)
+            top.copy_(sink.clamp(min=torch.finfo(top.dtype).min))
+            total.copy_((sink - top).exp())
+        for rows, row_keys in problem.tiles():
+            out, largest, summed = output[:, :, rows], top[:, :, rows], total[:, :, rows]
+            for keys in row_keys:
+                logits, _, _, seen_value = problem.tile(rows, keys)
+                larger = torch.maximum(largest, logits.amax(-1, keepdim=True))
+                weights = logits.sub_(larger).exp_()  # exactly 0 where hidden: `larger` is finite, the logit is not
+                shrink = (largest - larger).exp_()
+                summed.mul_(shrink).add_(weights.sum(-1, keepdim=True))
+                factors = problem.dropout(rows, keys)
+                out.mul_(shrink).add_(by_group(weights if factors is None else weights.mul_(factors), seen_value))
+                largest.copy_(larger)
+        inverse = total.reciprocal().masked_fill_(total == 0, 0.0)  # a row that sees nothing
+        return output.mul_(inverse), top, inverse
+
+
+@torch.library.custom_op("minitx::chunked_attention_backward", mutates_args=())
+def chunked_attention_backward(
+    grad: Tensor, output: Tensor, top: Tensor, inverse: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], sinks: Tensor | None, seed: Tensor | None,
+    program: str, scale: float, softcap: float | None, dropout_p: float, wanted: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of query, key, value, sinks (empty without) and of those ``tensors`` that are wanted (else empty)."""
+    with full_precision(query.device):
+        problem = Problem.of(query, key, value, tensors, program, scale, softcap, dropout_p, seed)
+        Hkv = key.shape[1]
+        d_query, d_key, d_value = (torch.zeros_like(t) for t in (problem.query, problem.key, problem.value))
+        bias_gradient = BiasGradient(problem, tensors, program, wanted)
+        delta = (grad * output).sum(-1, keepdim=True)
+        for rows, row_keys in problem.tiles():
+            d_out, q = grad[:, :, rows], problem.query[:, :, rows]
+            for keys in row_keys:
+                logits, capped, seen_key, seen_value = problem.tile(rows, keys)
+                weights = torch.exp(logits - top[:, :, rows]).mul_(inverse[:, :, rows])
+                d_weights = by_group(d_out, seen_value.mT)
+                factors = problem.dropout(rows, keys)
+                if factors is not None:
+                    d_weights.mul_(factors)
+                d_value[:, :, keys] += over_group(weights if factors is None else weights * factors, d_out, Hkv)
+                d_logits = d_weights.sub_(delta[:, :, rows]).mul_(weights)
+                bias_gradient.add(d_logits, rows, keys)
+                if capped is not None and softcap is not None:
+                    d_logits = d_logits * (1.0 - (capped / softcap).square_())
+                d_query[:, :, rows] += by_group(d_logits, seen_key)
+                d_key[:, :, keys] += over_group(d_logits, q, Hkv)
+        d_sinks = query.new_zeros(0)
+        if sinks is not None:
+            d_sinks = ((sinks.to(top.dtype).view(-1, 1, 1) - top).exp() * inverse * delta).sum((0, 2, 3)).neg().to(sinks.dtype)
+        grads = [d_query.mul_(scale).to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), d_sinks]
+        return [*grads, *bias_gradient.result()]
+
+
+class BiasGradient:
+    """Sums the gradient of a bias's tensors over the tiles."""
+
+    def __init__(self, problem: Problem, tensors: list[Tensor], program: str, wanted: list[bool]) -> None:
+        self.problem, self.tensors, self.program, self.wanted = problem, tensors, program, wanted
+        dtype = problem.query.dtype
+        self.sums = [
+            torch.zeros_like(t, dtype=dtype) if want else t.new_zeros(0) for t, want in zip(tensors, wanted, strict=True)
+        ]
+
+    def add(self, d_logits: Tensor, rows: slice, keys: slice) -> None:
+        if not any(self.wanted):
+            return
+        B, H, L, _ = self.problem.query.shape
+        S = self.problem.key.shape[2]
+        if isinstance(self.problem.bias, TensorBias):  # its tile is a slice of it, and so is its gradient's
+            (total,) = (s for s, want in zip(self.sums, self.wanted, strict=True) if want)
+            part = cut(TensorBias(total).four(), rows, keys)
+            part += d_logits.sum_to_size(part.shape)
+            return
+
+        def tile(*chosen: Tensor) -> Tensor:
+            supply = iter(chosen)
+            tensors = [next(supply) if want else t for t, want in zip(self.tensors, self.wanted, strict=True)]
+            bias = unpack(self.program, tensors)[1]
+            return bias.dense(L, S, batch_size=B, num_heads=H, device=d_logits.device, rows=rows, keys=keys)
+
+        chosen = [t.to(d_logits.dtype) for t, want in zip(self.tensors, self.wanted, strict=True) if want]
+        values, pull = torch.func.vjp(tile, *chosen)  # type: ignore[misc]
+        parts = iter(pull(d_logits.sum_to_size(values.shape).to(values.dtype)))
+        for total, want in zip(self.sums, self.wanted, strict=True):
+            if want:
+                total += next(parts)
+
+    def result(self) -> list[Tensor]:
+        return [s.to(t.dtype) for s, t in zip(self.sums, self.tensors, strict=True)]
+
+
+def _sum_dtype(query: Tensor) -> torch.dtype:
+    return torch.promote_types(query.dtype, torch.float32)
+
+
+def _outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for output, top and total."""
+    rows, dtype = query.shape[:3], _sum_dtype(query)
+    output = query.new_empty((*rows, value.shape[-1]), dtype=dtype)
+    return output, query.new_empty((*rows, 1), dtype=dtype), query.new_empty((*rows, 1), dtype=dtype)
+
+
+@chunked_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _outputs(query, value)
+
+
+@chunked_attention_backward.register_fake
+def _(
+    grad: Tensor, output: Tensor, top: Tensor, inverse: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], sinks: Tensor | None, seed: Tensor | None,
+    program: str, scale: float, softcap: float | None, dropout_p: float, wanted: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)]
+    d_sinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return [
+        *grads,
+        d_sinks,
+        *(torch.empty_like(t) if want else t.new_empty(0) for t, want in zip(tensors, wanted, strict=True)),
+    ]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    query, key, value, tensors, sinks, seed, *ctx.plain = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.num_tensors = len(tensors)
+    ctx.save_for_backward(*output, query, key, value, sinks, seed, *tensors)
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    output, top, inverse, query, key, value, sinks, seed, *tensors = ctx.saved_tensors
+    wanted = list(ctx.needs_input_grad[3])
+    d_query, d_key, d_value, d_sinks, *rest = chunked_attention_backward(
+        grad, output, top, inverse, query, key, value, tensors, sinks, seed, *ctx.plain, wanted
+    )
+    d_tensors = [part if want else None for part, want in zip(rest, wanted, strict=True)]
+    return d_query, d_key, d_value, d_tensors, None if sinks is None else d_sinks, None, None, None, None, None
+
+
+def _no_second(ctx: Any, *grads: Any) -> None:
+    raise RuntimeError("backend 'chunked' is not twice differentiable; backend='math' is")
+
+
+chunked_attention.register_autograd(_backward, setup_context=_save)
+chunked_attention_backward.register_autograd(_no_second)
+
+
+def run(call: AttentionCall) -> Tensor:
+    """Attention tile by tile; memory grows with L + S."""
+    _, _, L, S = call.shape
+    bias = None if call.attn_bias is None else as_bias(call.attn_bias)
+    program, tensors = pack((simplify(call.mask, L, S), bias))
+    seed = torch.randint(2**31, ()) if call.dropout_p > 0.0 else None
+    output, _, _ = chunked_attention(
+        call.query, call.key, call.value, tensors, call.sinks, seed, program, call.scale, call.softcap, call.dropout_p
+    )
+    return output.to(call.value.dtype)
+
+
+def refuses(call: AttentionCall) -> str | None:
+    """Only rules that cannot be taken apart."""
+    return cannot_pack((call.mask, call.attn_bias))
+
+
+def falls_back(call: AttentionCall) -> str:
+    """Always: these are many small kernels."""
+    return "it works tile by tile in plain torch"
+
+
+BACKEND = Backend("chunked", run, refuses=refuses, falls_back=falls_back)

@@ -1,0 +1,150 @@
+"""Keys and values kept between calls, so that decoding reads every token once.
+
+The order in attention is projections → QK-norm → rotary → *cache* → backend: what lies in the cache is ready to be attended
+to. A cache belongs to the caller, never to a module.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class LayerCache:
+    """What one layer has computed so far: keys (B, Hkv, capacity, D) and values (B, Hkv, capacity, Dv).
+
+    Self-attention appends to it; cross-attention writes ``memory`` once and reads it ever after. The tensors are
+    allocated at the first ``append``, in the shape, dtype and device of what arrives, and never again.
+
+    Args:
+        capacity: the largest number of positions.
+
+    Raises:
+        ValueError: a capacity below 1; more positions than ``capacity``; another batch, number of heads, width, dtype or
+            device than before. RuntimeError: keys or values that require grad (the tensors are overwritten in place).
+
+    >>> cache = LayerCache(capacity=8)
+    >>> for length in (3, 1):
+    ...     keys, values = cache.append(torch.ones(2, 1, length, 4), torch.ones(2, 1, length, 4))
+    >>> cache.length, keys.shape
+    (4, torch.Size([2, 1, 4, 4]))
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+            raise ValueError(f"capacity must be a positive whole number of positions, got {capacity!r}")
+        self.capacity, self.length = capacity, 0
+        self.memory: tuple[Tensor, Tensor] | None = None
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """key (B, Hkv, L, D) and value (B, Hkv, L, Dv) of the next L positions; returns all so far, as views."""
+        if self._keys is None or self._values is None:
+            room = (key.shape[0], key.shape[1], self.capacity)
+            self._keys, self._values = key.new_zeros(*room, key.shape[-1]), value.new_zeros(*room, value.shape[-1])
+        check_room(self.length, key.shape[2], self.capacity)
+        for name, new, old in (("key", key, self._keys), ("value", value, self._values)):
+            _check_like(name, new, old)
+        start, self.length = self.length, self.length + key.shape[2]
+        self._keys[:, :, start : self.length] = key
+        self._values[:, :, start : self.length] = value
+        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+
+    def remember(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the keys and values of a memory, for cross-attention; returns them."""
+        _check_like("key", key, key)
+        self.memory = (key, value)
+        return self.memory
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row i becomes the old row ``rows[i]``, for beam search; ``rows`` is int (B',)."""
+        if self._keys is not None and self._values is not None:
+            self._keys, self._values = self._keys.index_select(0, rows), self._values.index_select(0, rows)
+        if self.memory is not None:
+            self.memory = (self.memory[0].index_select(0, rows), self.memory[1].index_select(0, rows))
+
+
+class KVCache:
+    """One ``LayerCache`` a layer, with the padding and documents of what was read.
+
+    Handed to a model with each new piece of the input. ``key_mask``, ``document_ids`` and ``position_ids`` then describe
+    the new tokens alone; the cache remembers the earlier ones, so that left-padded prompts, uneven pieces of a prompt
+    and single tokens all give what one whole forward gives.
+
+    Args:
+        capacity: the largest number of tokens in a row, padding included.
+        num_layers: that of the model.
+
+    Raises:
+        ValueError: as in ``LayerCache``; documents that are given for some tokens only.
+
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import DecoderLM
+    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)).eval()
+    >>> ids, cache = torch.tensor([[1, 2, 3, 5, 7]]), KVCache(capacity=8, num_layers=2)
+    >>> with torch.no_grad():
+    ...     pieces = [model(piece, cache=cache) for piece in ids.split([3, 1, 1], dim=1)]
+    ...     bool(torch.allclose(torch.cat(pieces, dim=1), model(ids), atol=1e-5))
+    True
+    """
+
+    def __init__(self, capacity: int, num_layers: int) -> None:
+        if num_layers < 1:
+            raise ValueError(f"num_layers must be positive, got {num_layers}")
+        self.layers = tuple(LayerCache(capacity) for _ in range(num_layers))
+        self.capacity = capacity
+        self.key_mask: Tensor | None = None  # (B, length), None where nothing is padding
+        self.document_ids: Tensor | None = None  # (B, length)
+
+    @property
+    def length(self) -> int:
+        """How many positions were read, padding included."""
+        return self.layers[0].length
+
+    def joined(
+        self, input_ids: Tensor, key_mask: Tensor | None, document_ids: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """``key_mask`` and ``document_ids`` of the earlier and the new tokens together: (B, length + L) each, or None."""
+        check_room(self.length, input_ids.shape[1], self.capacity)
+        for name, given in (("key_mask", key_mask), ("document_ids", document_ids)):
+            if given is not None and given.shape != input_ids.shape:
+                raise ValueError(
+                    f"{name} must describe the new tokens, (B, L) = {tuple(input_ids.shape)}, got {tuple(given.shape)}"
+                )
+        if self.length == 0:
+            return key_mask, document_ids
+        if (document_ids is None) != (self.document_ids is None):
+            raise ValueError("document_ids must be given for all tokens or for none, and the cache was filled otherwise")
+        if document_ids is not None and self.document_ids is not None:
+            document_ids = torch.cat((self.document_ids, document_ids), dim=1)
+        if key_mask is not None or self.key_mask is not None:
+            B, L = input_ids.shape
+            old = input_ids.new_ones(B, self.length, dtype=torch.bool) if self.key_mask is None else self.key_mask
+            new = input_ids.new_ones(B, L, dtype=torch.bool) if key_mask is None else key_mask
+            key_mask = torch.cat((old, new), dim=1)
+        return key_mask, document_ids
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row i becomes the old row ``rows[i]``, in every layer: what beam search needs. ``rows`` is int (B',)."""
+        for layer in self.layers:
+            layer.reorder(rows)
+        self.key_mask = None if self.key_mask is None else self.key_mask.index_select(0, rows)
+        self.document_ids = None if self.document_ids is None else self.document_ids.index_select(0, rows)
+
+
+def check_room(length: int, num_new: int, capacity: int) -> None:
+    """Refuse more positions than there is room for, before anything was written."""
+    if length + num_new > capacity:
+        raise ValueError(f"cache has capacity for {capacity} positions: {length} are taken, {num_new} more do not fit")
+
+
+def _check_like(name: str, new: Tensor, old: Tensor) -> None:
+    if torch.is_grad_enabled() and new.requires_grad:
+        raise RuntimeError(f"{name} requires grad, but a cache is for inference: call under torch.no_grad()")
+    kept, got = ((t.shape[0], t.shape[1], t.shape[3]) for t in (old, new))
+    if kept != got or (old.dtype, old.device) != (new.dtype, new.device):
+        raise ValueError(
+            f"{name} must fit what the cache holds, (B, Hkv, D) = {kept} {old.dtype} on {old.device}, "
+            f"got {got} {new.dtype} on {new.device}"
+        )

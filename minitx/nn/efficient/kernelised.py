@@ -1,0 +1,230 @@
+"""Attention by a kernel: exp(c · q·k) is replaced by φ(q)·φ(k), and the sum over keys is taken before a query meets it.
+
+    o_i = φ(q_i) · (Σ_j φ(k_j) v_jᵀ) / (φ(q_i) · Σ_j φ(k_j))
+
+so the cost is S · m · Dv instead of L · S · D, with m features. Causally the sums run up to j = i: between chunks as one
+m × Dv state, within a chunk as a small triangle of φ(q_i)·φ(k_j); no L × S matrix in either case.
+
+Katharopoulos et al. 2020, "Transformers are RNNs", arXiv:2006.16236, §3.2–3.3 (eqs. 4–12).
+"""
+
+from __future__ import annotations
+
+from math import copysign, log, sqrt
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minitx.nn.efficient.base import EfficientAttention, Terms
+from minitx.nn.masks import simplify
+
+
+class KernelisedAttention(EfficientAttention):
+    """What kernelised cores share: subclasses define ``log_features``, ln φ of queries and of keys.
+
+    Features are kept as logarithms and exponentiated relative to the largest of their position, so that no magnitude of
+    queries or keys over- or underflows by itself; what is divided out is divided out of numerator and denominator alike.
+    A row without a visible key, or whose total weight relative to the best match lies below √tiny (1e-19 in float32), is
+    zero. The causal shift of a row depends on keys up to that row only: the future changes no bit of the past.
+    """
+
+    refusals: ClassVar[dict[str, str]] = {
+        "dropout": "it forms no weights that could be dropped",
+        "softcap": "it forms no scores that could be capped",
+        "attn_bias": "a kernel of query and key has no place for a number that belongs to a pair of positions",
+        "sinks": "it forms no softmax to which a logit could be added",
+        "need_weights": "it never forms weights; exact attention under attention_weights() does",
+    }
+
+    def __init__(self, *, chunk_size: int = 64, dropout: float = 0.0, softcap: float | None = None) -> None:
+        super().__init__(dropout=dropout, softcap=softcap)
+        if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+            raise ValueError(f"chunk_size must be a positive whole number, got {chunk_size!r}")
+        self.chunk_size = chunk_size
+
+    def log_features(self, query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """ln φ(query) (B, H, L, m) and ln φ(key) (B, Hkv, S, m), for scores multiplied by ``scale``."""
+        raise NotImplementedError(f"{type(self).__name__} defines no features")
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:
+        causal, key_mask = self.causal_and_padding(simplify(terms.mask, query.shape[2], key.shape[2]))
+        if key_mask is not None:
+            hidden = ~key_mask[:, None, :, None]
+            key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)  # no NaN comes from padding
+        log_query, log_key = self.log_features(query, key, terms.scale)
+        phi_q = (log_query - log_query.detach().amax(-1, keepdim=True)).exp()
+        phi_q = phi_q.unflatten(1, (key.shape[1], -1))  # (B, Hkv, G, L, m): query heads beside their key head
+        peak = log_key.detach().amax(-1)  # (B, Hkv, S): phi_k * exp(peak) is φ(k)
+        phi_k = (log_key - peak.unsqueeze(-1)).exp()
+        if key_mask is not None:
+            peak = peak.masked_fill(~key_mask[:, None], -torch.inf)
+        extended = F.pad(value, (0, 1), value=1.0)  # a column of ones: the denominator is its sum
+        sums = self._causal(phi_q, phi_k, peak, extended) if causal else _meet(phi_q, _summary(phi_k, peak, extended)[0])
+        total = sums[..., -1:]
+        empty = total <= torch.finfo(total.dtype).tiny ** 0.5
+        return (sums[..., :-1] / total.masked_fill(empty, 1.0)).masked_fill(empty, 0.0).flatten(1, 2)  # (B, H, L, Dv)
+
+    def _causal(self, phi_q: Tensor, phi_k: Tensor, peak: Tensor, value: Tensor) -> Tensor:
+        """Row i's sums over keys up to i + S − L, relative to exp(the largest peak among them): (B, Hkv, G, L, Dv)."""
+        before = phi_k.shape[2] - phi_q.shape[3]  # keys that every query sees
+        state, top = _summary(phi_k[:, :, :before], peak[:, :, :before], value[:, :, :before])
+        highest = peak.cummax(-1).values.clamp(min=torch.finfo(peak.dtype).min)  # (B, Hkv, S)
+        # split, not slices in the loop: the gradient of n / c slices is n / c tensors as long as the sequence
+        chunks = [x[:, :, before:].split(self.chunk_size, dim=2) for x in (phi_k, value, peak, highest)]
+        rows = []
+        for q, k, v, own, high in zip(phi_q.split(self.chunk_size, dim=3), *chunks, strict=True):
+            future = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool, device=k.device).triu(1)
+            factor = (own.unsqueeze(-2) - high.unsqueeze(-1)).exp().masked_fill(future, 0.0)  # (B, Hkv, c, c)
+            near = (q @ k.unsqueeze(2).transpose(-1, -2) * factor.unsqueeze(2)) @ v.unsqueeze(2)
+            rows.append(near + _meet(q, state) * (top - high).exp()[:, :, None, :, None])
+            now = high[..., -1:]
+            gained = (k * (own - now).exp().unsqueeze(-1)).transpose(-1, -2) @ v
+            state, top = state * (top - now).exp().unsqueeze(-1) + gained, now
+        return torch.cat(rows, dim=3)
+
+    def extra_repr(self) -> str:
+        return f"chunk_size={self.chunk_size}"
+
+
+def _summary(phi_k: Tensor, peak: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ_j φ(k_j) v_jᵀ relative to exp(top): the state (B, Hkv, m, Dv), and top (B, Hkv, 1)."""
+    floor = torch.finfo(peak.dtype).min
+    top = peak.amax(-1, keepdim=True).clamp(min=floor) if peak.shape[-1] else peak.new_full((*peak.shape[:2], 1), floor)
+    return (phi_k * (peak - top).exp().unsqueeze(-1)).transpose(-1, -2) @ value, top
+
+
+def _meet(phi_q: Tensor, state: Tensor) -> Tensor:
+    """(B, Hkv, G, L, m) · (B, Hkv, m, Dv) -> (B, Hkv, G, L, Dv)."""
+    return phi_q @ state.unsqueeze(2)
+
+
+class LinearAttention(KernelisedAttention):
+    """o_i = Σ_j φ(c q_i)·φ(k_j) v_j / Σ_j φ(c q_i)·φ(k_j) with φ(x) = elu(x) + 1, over all keys or those up to i.
+
+    Not an approximation of softmax attention but another similarity, linear in S (Katharopoulos et al. 2020,
+    arXiv:2006.16236, §3.2, eq. 7). The paper has no score scale (c = 1, ``scale="unscaled"``); here ``scale`` multiplies
+    the query, which is what it does to q·k. Any finite scale is served, a negative one too.
+
+    Cost: (L + S) · D · Dv multiplications; causally L · chunk_size · (D + Dv) more. Linear in length.
+
+    Args:
+        chunk_size: how many positions the causal form takes at a time; the result does not depend on it.
+        dropout, softcap: taken so that cores can be exchanged, and refused unless off.
+
+    Serves ``Causal`` (lower-right aligned), ``Padding`` and both; grouped heads; Dv ≠ D; cross-attention. Refuses other
+    masks, ``attn_bias``, ``sinks``, ``need_weights``, dropout and soft-cap, each with the reason.
+
+    Raises:
+        ValueError: whatever is refused; ``chunk_size`` below 1.
+
+    >>> from minitx.nn import MultiHeadAttention
+    >>> attention = MultiHeadAttention(12, 3, core=LinearAttention())
+    >>> attention(torch.randn(2, 50, 12), is_causal=True).shape
+    torch.Size([2, 50, 12])
+    """
+
+    def log_features(self, query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return _log_elu_plus_one(query * scale), _log_elu_plus_one(key)
+
+
+def _log_elu_plus_one(x: Tensor) -> Tensor:
+    """ln(elu(x) + 1): x below zero, ln(1 + x) above."""
+    return x.clamp(max=0.0) + x.relu().log1p()
+
+
+class PerformerAttention(KernelisedAttention):
+    """Softmax attention estimated with m positive random features (FAVOR+).
+
+        φ(x)_f = exp(ω_f·x − |x|²/2) / √m,   ω_f ~ N(0, I_D)   so that   E[φ(q')·φ(k')] = exp(q'·k')
+
+    with q' = sign(c) √|c| q and k' = √|c| k, hence q'·k' = c q·k for every finite scale, unscaled and negative included.
+    The kernel's estimate is unbiased; attention, a ratio of two estimates, is consistent, with an error that falls like
+    1/√m and grows like exp(|q' + k'|² / 2): what must be small is |c| (|q|² + |k|²), not the scores. For heads of unit
+    variance and c = 1/√D that is 2√D, far too much at D = 64: normalise queries and keys, and measure yours with
+    ``approximation_error``). Choromanski et al. 2021, "Rethinking Attention with Performers", arXiv:2009.14794, §2.3
+    (Lemma 1, positive features) and §2.4 (orthogonal features).
+
+    Cost: (L + S) · m · (D + Dv) multiplications; causally L · chunk_size · (m + Dv) more. Linear in length.
+
+    Args:
+        head_dim: D.
+        num_features: m; default D · ln D, rounded up, the paper's order (Theorem 4).
+        orthogonal: draw ω in blocks of D orthogonal directions, which lowers the variance of the kernel's estimate.
+        generator: for the draw; default torch's global one.
+        chunk_size, dropout, softcap: as in ``LinearAttention``.
+
+    ``projection`` (m, D) holds ω for all heads: a persistent buffer, not trained; ``redraw()`` draws it anew.
+
+    Serves and refuses what ``LinearAttention`` does.
+
+    Raises:
+        ValueError: whatever is refused; sizes below 1; a query of another width than ``head_dim``.
+
+    >>> from minitx.nn import MultiHeadAttention
+    >>> attention = MultiHeadAttention(12, 3, core=PerformerAttention(head_dim=4, num_features=32))
+    >>> attention(torch.randn(2, 50, 12), is_causal=True).shape
+    torch.Size([2, 50, 12])
+    """
+
+    projection: Tensor
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        num_features: int | None = None,
+        orthogonal: bool = True,
+        generator: torch.Generator | None = None,
+        chunk_size: int = 64,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__(chunk_size=chunk_size, dropout=dropout, softcap=softcap)
+        num_features = int(head_dim * log(max(head_dim, 2))) + 1 if num_features is None else num_features
+        if head_dim < 1 or num_features < 1:
+            raise ValueError(f"head_dim and num_features must be positive, got {head_dim} and {num_features}")
+        self.head_dim, self.num_features, self.orthogonal = head_dim, num_features, orthogonal
+        self.register_buffer("projection", torch.empty(num_features, head_dim))
+        self.redraw(generator)
+
+    @torch.no_grad()
+    def redraw(self, generator: torch.Generator | None = None) -> None:
+        """Draw ω anew, in place: to average errors over training, or to measure their spread (§2.4's resampling)."""
+        draw = _orthogonal_gaussian if self.orthogonal else _gaussian
+        self.projection.copy_(draw(self.num_features, self.head_dim, generator))
+
+    def log_features(self, query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        if query.shape[-1] != self.head_dim:
+            raise ValueError(f"query must have the width head_dim = {self.head_dim}, got {query.shape[-1]}")
+        root = sqrt(abs(scale))
+        return self._log_phi(query * copysign(root, scale)), self._log_phi(key * root)
+
+    def _log_phi(self, x: Tensor) -> Tensor:
+        """ω·x − |x|²/2 − ½ ln m: (..., D) -> (..., m)."""
+        projected = x @ self.projection.to(x.dtype).T
+        return projected - 0.5 * x.square().sum(-1, keepdim=True) - 0.5 * log(self.num_features)
+
+    def extra_repr(self) -> str:
+        return f"{self.head_dim}, num_features={self.num_features}, orthogonal={self.orthogonal}, {super().extra_repr()}"
+
+
+def _gaussian(num_features: int, head_dim: int, generator: torch.Generator | None) -> Tensor:
+    return torch.randn(num_features, head_dim, generator=generator)
+
+
+def _orthogonal_gaussian(num_features: int, head_dim: int, generator: torch.Generator | None) -> Tensor:
+    """Rows that are each N(0, I_D), and orthogonal to each other within blocks of D.
+
+    The sign of R's diagonal is moved into Q: without it, the QR of a Gaussian matrix is not uniform over rotations (its
+    first column never has a positive first entry, for one) and the estimate is biased (Mezzadri 2007,
+    arXiv:math-ph/0609050, §4).
+    """
+    blocks = []
+    for start in range(0, num_features, head_dim):
+        q, r = torch.linalg.qr(_gaussian(head_dim, head_dim, generator).double())
+        directions = (q * r.diagonal().sign()).T[: num_features - start]
+        lengths = _gaussian(len(directions), head_dim, generator).double().norm(dim=1, keepdim=True)
+        blocks.append(directions * lengths)
+    return torch.cat(blocks).float()

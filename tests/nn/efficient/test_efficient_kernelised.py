@@ -1,0 +1,187 @@
+"""Linear attention and Performer: their own formula, the estimate's statistics, numbers that stay finite."""
+
+import math
+
+import pytest
+import torch
+from efficient_meter import exponent
+
+from minitx.nn import Causal, Padding, reference_attention
+from minitx.nn.efficient import LinearAttention, PerformerAttention, approximation_error
+
+DOUBLE = torch.float64
+B, H, HKV, D, DV = 2, 6, 3, 5, 7
+
+
+def draw(L, S, dtype=DOUBLE, size=1.0):
+    return (
+        (size * torch.randn(B, H, L, D, dtype=DOUBLE)).to(dtype).requires_grad_(),
+        (size * torch.randn(B, HKV, S, D, dtype=DOUBLE)).to(dtype).requires_grad_(),
+        torch.randn(B, HKV, S, DV, dtype=DOUBLE).to(dtype).requires_grad_(),
+    )
+
+
+def quadratic(kernel, value, visible):
+    """Σ_j s_ij v_j / Σ_j s_ij over visible keys, from the whole matrix s (B, H, L, S)."""
+    weights = torch.where(visible, kernel, 0.0)
+    weights = weights / weights.sum(-1, keepdim=True)
+    return torch.where(visible, weights, 0.0).nan_to_num() @ value.repeat_interleave(H // HKV, 1)
+
+
+def elu_kernel(q, k, scale):
+    phi_q, phi_k = torch.nn.functional.elu(q * scale) + 1, torch.nn.functional.elu(k) + 1
+    return phi_q @ phi_k.repeat_interleave(H // HKV, 1).transpose(-1, -2)
+
+
+def favor_kernel(core):
+    def kernel(q, k, scale):
+        omega, root = core.projection.double(), math.sqrt(abs(scale))
+        q, k = (q * math.copysign(root, scale))[..., None, :], (k * root)[..., None, :]
+        phi_q, phi_k = (torch.exp((omega * x).sum(-1) - 0.5 * (x * x).sum(-1)) / math.sqrt(len(omega)) for x in (q, k))
+        return torch.einsum("bhim,bhjm->bhij", phi_q, phi_k.repeat_interleave(H // HKV, 1))
+
+    return kernel
+
+
+@pytest.mark.parametrize("scale", [D**-0.5, 1.0, -0.5, 0.0])
+@pytest.mark.parametrize("chunk_size", [1, 4, 64])
+@pytest.mark.parametrize("shape", [(13, 13), (5, 13), (1, 13), (13, 5)])
+@pytest.mark.parametrize("kind", ["linear", "performer"])
+def test_it_equals_its_own_quadratic_formula_with_gradients(kind, shape, chunk_size, scale):
+    L, S = shape
+    core = LinearAttention(chunk_size=chunk_size) if kind == "linear" else PerformerAttention(D, chunk_size=chunk_size)
+    kernel = elu_kernel if kind == "linear" else favor_kernel(core)
+    real = torch.ones(B, S, dtype=torch.bool)
+    real[0, S // 2 :] = real[1, :2] = False
+    masks = [None, Padding(real)] + ([Causal(), Causal() & Padding(real)] if L <= S else [])
+    for mask in masks:
+        q, k, v = draw(L, S)
+        visible = torch.ones(1, 1, L, S, dtype=torch.bool) if mask is None else mask.dense(L, S, batch_size=B)
+        visible = visible.expand(B, 1, L, S)
+        full = visible.any(-1, keepdim=True)
+        got = core(q, k, v, mask=mask, scale=scale)
+        exact = torch.where(full, quadratic(kernel(q, k, scale), v, visible | ~full), 0.0)
+        torch.testing.assert_close(got, exact, rtol=0, atol=1e-12)
+        cotangent = torch.randn_like(got)
+        for ours, theirs in zip(*(torch.autograd.grad(x, (q, k, v), cotangent) for x in (got, exact)), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+
+
+def test_linear_attention_worked_out_by_hand():
+    q = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1)  # phi: 1, 2 (one feature, which cancels)
+    k = torch.tensor([0.0, 2.0]).view(1, 1, 2, 1)  # phi: 1, 3
+    v = torch.tensor([10.0, 20.0]).view(1, 1, 2, 1)
+    assert LinearAttention()(q, k, v, scale=1.0).flatten().tolist() == pytest.approx([17.5, 17.5])
+    assert LinearAttention()(q, k, v, scale=1.0, mask=Causal()).flatten().tolist() == pytest.approx([10.0, 17.5])
+
+
+@pytest.mark.parametrize(
+    "core", [LinearAttention(chunk_size=4), PerformerAttention(D, chunk_size=4)], ids=["linear", "performer"]
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_no_magnitude_of_queries_and_keys_gives_a_number_that_is_not_finite(core, dtype):
+    for size in (0.0, 1e-3, 30.0, 1000.0):
+        for mask in (None, Causal()):
+            q, k, v = draw(11, 11, dtype, size)
+            out = core(q, k, v, mask=mask, scale=1.0)
+            assert torch.isfinite(out).all()
+            assert out.abs().max() <= v.abs().max() * 1.01  # a weighted mean
+            assert all(torch.isfinite(grad).all() for grad in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_very_negative_queries_and_keys_keep_their_weights():
+    """elu(x) + 1 is exp(x) below zero: 1e-52 each here, beyond float32, and still 1 : e after division."""
+    q = torch.full((1, 1, 1, 1), -120.0)
+    k = torch.tensor([-120.0, -119.0]).view(1, 1, 2, 1)
+    v = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1)
+    assert LinearAttention()(q, k, v, scale=1.0).item() == pytest.approx(math.e / (1 + math.e), rel=1e-5)
+    assert LinearAttention()(q, k, v, scale=1.0, mask=Causal()).item() == pytest.approx(math.e / (1 + math.e), rel=1e-5)
+
+
+def test_a_large_key_in_the_future_changes_no_bit_of_the_past():
+    for core in (LinearAttention(chunk_size=4), PerformerAttention(D, chunk_size=4)):
+        q, k, v = (x.detach().float() for x in draw(11, 11))
+        before = core(q, k, v, mask=Causal())
+        k[:, :, 6:] *= 100
+        v[:, :, 6:] = -7
+        assert torch.equal(core(q, k, v, mask=Causal())[:, :, :6], before[:, :, :6])
+
+
+@pytest.mark.parametrize(("head_dim", "num_features"), [(5, 5), (5, 13), (8, 64), (1, 3)])
+def test_features_are_orthogonal_within_blocks_with_the_lengths_of_gaussian_vectors(head_dim, num_features):
+    core = PerformerAttention(head_dim, num_features=num_features)
+    assert core.projection.shape == (num_features, head_dim)
+    for block in core.projection.double().split(head_dim):
+        gram = block @ block.T
+        assert (gram - gram.diagonal().diag()).abs().max() < 1e-5
+    lengths = torch.cat([(core.redraw(), core.projection.square().sum(1))[1] for _ in range(1000 // num_features)])
+    spread = math.sqrt(2 * head_dim / len(lengths))  # the variance of chi-squared with D degrees of freedom is 2 D
+    assert abs(lengths.mean() - head_dim) < 4 * spread
+
+
+def estimates(core, q, k, scale, draws):
+    """φ(q')·φ(k') of many draws, (draws,)."""
+    found = []
+    for _ in range(draws):
+        core.redraw()
+        log_q, log_k = core.log_features(q, k, scale)
+        found.append((log_q + log_k).logsumexp(-1).exp().flatten())
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("orthogonal", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 0.5, -1.0])
+def test_the_kernel_estimate_is_unbiased(scale, orthogonal):
+    q = torch.tensor([[0.9, 0.0, 0.0], [-0.9, 0.0, 0.0], [0.3, -0.5, 0.4], [0.0, 0.6, 0.6]], dtype=DOUBLE)[None, None]
+    k = torch.tensor([[0.6, 0.1, 0.0], [-0.6, 0.1, 0.0], [0.5, 0.5, -0.2], [0.0, 0.7, -0.7]], dtype=DOUBLE)[None, None]
+    found = estimates(PerformerAttention(3, num_features=6, orthogonal=orthogonal), q, k, scale, 2000)
+    truth = (scale * (q * k).sum(-1)).exp().flatten()
+    error = (found.mean(0) - truth).abs()
+    assert (error < 4 * found.std(0) / math.sqrt(len(found))).all()
+
+
+def test_orthogonal_features_have_less_variance_than_independent_ones():
+    x = torch.full((1, 1, 1, 4), 0.25, dtype=DOUBLE)
+    variances = [
+        estimates(PerformerAttention(4, num_features=4, orthogonal=choice), x, x, 1.0, 2000).var() for choice in (True, False)
+    ]
+    assert variances[0] < 0.9 * variances[1]
+
+
+@pytest.mark.parametrize("mask", [None, Causal()], ids=["bidirectional", "causal"])
+def test_the_error_of_performer_falls_like_one_over_the_root_of_the_features(mask):
+    """Where the features are dense enough for a law of averages: q·k/√D of a few tenths. Beyond, it falls more slowly."""
+    sizes = (32, 128, 512, 2048)
+    q, k, v = (0.3 * x.detach() for x in draw(24, 24))
+    errors = []
+    for m in sizes:
+        core = PerformerAttention(D, num_features=m)
+        seeds = [(core.redraw(), approximation_error(core, q, k, v, mask=mask)["relative_error"])[1] for _ in range(12)]
+        errors.append(sum(seeds) / len(seeds))
+    assert -0.6 < exponent(sizes, errors) < -0.4
+    assert errors[-1] < 0.02
+
+
+def test_performer_honours_the_scale_that_it_is_given():
+    q, k, v = (0.3 * x.detach() for x in draw(9, 9))
+    core = PerformerAttention(D, num_features=4096)
+    for scale in (1.0, D**-0.5, -0.7):
+        exact = reference_attention(q, k, v, scale=scale)
+        assert (core(q, k, v, scale=scale) - exact).norm() / exact.norm() < 0.03
+    uniform = v.mean(2, keepdim=True).repeat_interleave(H // HKV, 1).expand(B, H, 9, DV)
+    torch.testing.assert_close(core(q, k, v, scale=0.0), uniform)
+    assert torch.equal(core(q, k, v), core(q, k, v, scale=D**-0.5))
+
+
+def test_the_draw_follows_the_generator_and_travels_in_the_checkpoint():
+    first, second = (PerformerAttention(D, generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    assert torch.equal(first.projection, second.projection)
+    assert first.num_features == math.ceil(D * math.log(D))
+    old = first.projection.clone()
+    first.redraw()
+    assert not torch.equal(first.projection, old)
+    assert list(first.state_dict()) == ["projection"]
+    assert not list(first.parameters())
+    second.load_state_dict(first.state_dict())
+    q, k, v = draw(7, 7)
+    assert torch.equal(first(q, k, v), second(q, k, v))

@@ -1,0 +1,249 @@
+"""Biases: the papers' numbers, tiles, and gradients through every backend."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from minitx.nn import (
+    ALiBi,
+    Bias,
+    MultiHeadAttention,
+    T5RelativeBias,
+    TensorBias,
+    explain_backends,
+    scaled_dot_product_attention,
+)
+from minitx.nn.backends import chunked
+from minitx.nn.bias import RelativeBuckets, as_bias
+
+B, H, L, S, D = 2, 6, 5, 7, 11
+GENERATOR = torch.Generator().manual_seed(3)
+
+
+def press_slopes(heads):
+    """get_slopes of ofirpress/attention_with_linear_biases, in plain Python."""
+    if math.log2(heads).is_integer():
+        start = 2 ** (-(2 ** -(math.log2(heads) - 3)))
+        return [start * start**i for i in range(heads)]
+    power = 2 ** math.floor(math.log2(heads))
+    return press_slopes(power) + press_slopes(2 * power)[0::2][: heads - power]
+
+
+def t5_bucket(distance, bidirectional, num_buckets, max_distance):
+    """_relative_position_bucket of mesh_tensorflow's T5, for one whole number j - i."""
+    bucket, n = 0, -distance
+    if bidirectional:
+        num_buckets //= 2
+        bucket += num_buckets * (n < 0)
+        n = abs(n)
+    else:
+        n = max(n, 0)
+    exact = num_buckets // 2
+    if n < exact:
+        return bucket + n
+    ratio = torch.log(torch.tensor(n / exact, dtype=torch.float32)) / math.log(max_distance / exact)
+    return bucket + min(exact + int(ratio * (num_buckets - exact)), num_buckets - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Wave(Bias):
+    """A bias of a user's own: an amplitude per head, and a rule inside a rule."""
+
+    amplitude: Tensor
+    frequency: float
+    inner: Bias | None = None
+
+    def value(self, batch, head, row, key, offset):
+        wave = self.amplitude[head] * torch.sin(self.frequency * (row + offset - key))
+        return wave if self.inner is None else wave + self.inner.value(batch, head, row, key, offset)
+
+
+class Closed(Bias):
+    """Holds what no program can: a function."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def value(self, batch, head, row, key, offset):
+        return self.function(row + offset - key)
+
+
+def normal(*shape, dtype=torch.float64):
+    return torch.randn(shape, generator=GENERATOR, dtype=torch.float64).to(dtype)
+
+
+def t5(bidirectional=True, dtype=torch.float64):
+    module = T5RelativeBias(H, num_buckets=8, max_distance=6, bidirectional=bidirectional).to(dtype)
+    with torch.no_grad():
+        module.weight.copy_(normal(8, H))
+    return module
+
+
+BIASES = {
+    "alibi": lambda: ALiBi(H),
+    "alibi with learned slopes": lambda: ALiBi(slopes=normal(H).requires_grad_()),
+    "t5": t5,
+    "t5, one direction": lambda: t5(False),
+    "a tensor": lambda: normal(B, H, L, S).requires_grad_(),
+    "a tensor (L, S)": lambda: normal(L, S).requires_grad_(),
+    "a tensor (1, H, 1, S)": lambda: normal(1, H, 1, S).requires_grad_(),
+    "a tensor as a rule": lambda: TensorBias(normal(1, 1, L, S).requires_grad_()),
+    "a rule of a user": lambda: Wave(normal(H).requires_grad_(), 0.7, ALiBi(H)),
+}
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 16, 20])
+def test_alibi_slopes_are_those_of_the_paper(heads):
+    slopes = -ALiBi(heads).dense(1, 2, num_heads=heads)[0, :, 0, 0]
+    assert slopes.tolist() == pytest.approx(press_slopes(heads), rel=1e-6)
+
+
+def test_alibi_by_hand():
+    # two heads: slopes 1/16 and 1/256, times the distance either way
+    bias = ALiBi(2).dense(3, 3, num_heads=2)
+    assert (bias[0, 0] * -16).tolist() == [[0, 1, 2], [1, 0, 1], [2, 1, 0]]
+    assert (bias[0, 1] * -256).tolist() == [[0, 1, 2], [1, 0, 1], [2, 1, 0]]
+
+
+@pytest.mark.parametrize(("buckets", "farthest"), [(32, 128), (8, 16), (32, 40), (6, 5), (64, 1000)])
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_buckets_are_exactly_those_of_t5(buckets, farthest, bidirectional):
+    distances = range(-1100, 1101)
+    rule = RelativeBuckets(torch.zeros(buckets, 1), farthest, bidirectional)
+    wanted = [t5_bucket(d, bidirectional, buckets, farthest) for d in distances]
+    assert rule.bucket(torch.tensor(distances)).tolist() == wanted
+    assert max(wanted) == buckets - 1 and min(wanted) == 0
+
+
+def test_t5_reads_its_table_by_bucket_and_head_by_hand():
+    module = T5RelativeBias(2, num_buckets=8, max_distance=16)
+    assert not module.weight.any()  # starts without a preference
+    with torch.no_grad():
+        module.weight.copy_(torch.arange(16.0).view(8, 2))
+    # one query, the last of three: distances -2, -1, 0 fall into buckets 2, 1, 0
+    assert module.dense(1, 3, num_heads=2)[0, :, 0].tolist() == [[4, 2, 0], [5, 3, 1]]
+
+
+@pytest.mark.parametrize("name", BIASES)
+@given(cut=st.tuples(*[st.integers(0, 5)] * 4))
+def test_tiles_are_slices_of_the_whole(name, cut):
+    bias = as_bias(BIASES[name]())
+    rows, keys = slice(min(cut[:2]), max(cut[:2])), slice(min(cut[2:]), max(cut[2:]))
+    options = {"batch_size": B, "num_heads": H}
+    tile = bias.dense(L, S, rows=rows, keys=keys, **options)
+    wanted = bias.dense(L, S, **options).expand(B, H, L, S)[:, :, rows, keys]
+    assert torch.equal(tile.expand(wanted.shape), wanted)
+
+
+@pytest.mark.parametrize("name", ["alibi", "t5", "a rule of a user"])
+def test_fewer_queries_are_the_last_rows_of_the_square(name):
+    bias = as_bias(BIASES[name]())
+    square = bias.dense(7, 7, num_heads=H)
+    for length in (1, 2, 5):
+        assert torch.equal(bias.dense(length, 7, num_heads=H), square[:, :, -length:])
+
+
+def leaves_of(bias):
+    if isinstance(bias, Tensor):
+        return [bias]
+    if isinstance(bias, T5RelativeBias):
+        return [bias.weight]
+    return [value for value in vars(bias).values() if isinstance(value, Tensor)]
+
+
+@pytest.mark.parametrize("backend", ["math", "sdpa", "chunked"])
+@pytest.mark.parametrize("name", BIASES)
+def test_a_rule_equals_its_tensor_and_its_gradient_flows_through_every_backend(name, backend):
+    bias = BIASES[name]()
+    q, k, v = (normal(B, heads, n, D).requires_grad_() for heads, n in ((H, L), (3, S), (3, S)))
+    leaves = [q, k, v, *leaves_of(bias)]
+    whole = as_bias(bias).dense(L, S, batch_size=B, num_heads=H).expand(B, H, L, S)
+    results = []
+    for attn_bias, kernel in ((bias, backend), (whole, "math")):
+        out = scaled_dot_product_attention(q, k, v, None, 0.0, True, attn_bias=attn_bias, backend=kernel)
+        cotangent = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        results.append([out, *torch.autograd.grad(out, leaves, cotangent, retain_graph=True)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
+    assert all(grad.abs().sum() > 0 for grad in results[0][4:])
+
+
+def test_gradients_of_rules_pass_gradcheck_tile_by_tile(monkeypatch):
+    monkeypatch.setattr(chunked, "LARGEST", 2)
+    monkeypatch.setattr(chunked, "SMALLEST", 2)
+    q, k, v = (normal(1, 2, n, 3).requires_grad_() for n in (3, 5, 5))
+    table, amplitude = normal(8, 2).requires_grad_(), normal(2).requires_grad_()
+
+    def call(q, k, v, table, amplitude):
+        bias = Wave(amplitude, 0.7, RelativeBuckets(table, 6, True))
+        return scaled_dot_product_attention(q, k, v, attn_bias=bias, softcap=1.3, backend="chunked")
+
+    assert torch.autograd.gradcheck(call, (q, k, v, table, amplitude))
+
+
+@pytest.mark.parametrize("backend", ["math", "chunked"])
+def test_a_bfloat16_table_gets_a_gradient_summed_in_float32(backend, monkeypatch):
+    monkeypatch.setattr(chunked, "LARGEST", 8)
+    monkeypatch.setattr(chunked, "SMALLEST", 8)
+    module = T5RelativeBias(2, num_buckets=4, max_distance=8)
+    q, k, v = (normal(3, 2, 97, 4, dtype=torch.bfloat16) for _ in "qkv")
+    cotangent = normal(3, 2, 97, 4, dtype=torch.bfloat16)
+    grads = []
+    for kernel, dtype in ((backend, torch.bfloat16), ("math", torch.float64)):
+        module = module.to(dtype)
+        out = scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype), attn_bias=module, backend=kernel)
+        grads.append(torch.autograd.grad(out, module.weight, cotangent.to(dtype))[0].double())
+    assert (grads[0] - grads[1]).abs().max() < torch.finfo(torch.bfloat16).eps * grads[1].abs().max()
+
+
+def test_attention_takes_a_relative_bias_as_a_module():
+    attention, bias = MultiHeadAttention(12, 3), T5RelativeBias(3, num_buckets=8, max_distance=6)
+    x = torch.randn(2, 5, 12)
+    torch.testing.assert_close(attention(x, attn_bias=bias, is_causal=True), attention(x, is_causal=True))
+    attention(x, attn_bias=bias).square().sum().backward()
+    assert bias.weight.grad.abs().sum() > 0
+
+
+def test_a_rule_that_no_program_can_hold_is_refused_by_chunked_and_served_by_others():
+    bias = Closed(lambda distance: -0.1 * distance)
+    q = torch.randn(1, 2, 300, 4)
+    reason = "Closed cannot be taken apart: a mask or bias must be a frozen dataclass"
+    with pytest.raises(NotImplementedError, match=reason):
+        scaled_dot_product_attention(q, q, q, attn_bias=bias, backend="chunked")
+    reports = {report.name: report for report in explain_backends(q, q, q, attn_bias=bias, softcap=1.0)}
+    assert reason in reports["chunked"].reason and reports["math"].runs
+    torch.testing.assert_close(
+        scaled_dot_product_attention(q, q, q, attn_bias=bias),
+        scaled_dot_product_attention(q, q, q, attn_bias=bias.dense(300, 300), backend="math"),
+    )
+
+
+MISTAKES = {
+    "nothing": (lambda: ALiBi(), ValueError, "ALiBi needs num_heads or slopes, and not both"),
+    "both": (lambda: ALiBi(2, torch.ones(2)), ValueError, "ALiBi needs num_heads or slopes, and not both"),
+    "no heads": (lambda: ALiBi(0), ValueError, "ALiBi num_heads must be a positive whole number, got 0"),
+    "whole slopes": (lambda: ALiBi(slopes=torch.ones(2, dtype=torch.long)), TypeError, "ALiBi slopes must be a floating-point"),
+    "few buckets": (lambda: T5RelativeBias(2, num_buckets=2), ValueError, "two buckets a direction"),
+    "near end": (lambda: T5RelativeBias(2, num_buckets=32, max_distance=8), ValueError, "got num_heads=2, num_buckets=32"),
+    "other heads": (lambda: _attend(ALiBi(3)), ValueError, "ALiBi has slopes for 3 heads, but query has 2"),
+    "other table": (lambda: _attend(T5RelativeBias(3)), ValueError, "T5RelativeBias has a table for 3 heads, but query has 2"),
+    "a word": (lambda: _attend("alibi"), TypeError, "attn_bias must be a floating-point tensor or a Bias, got str"),
+    "another size": (lambda: _attend(TensorBias(torch.zeros(3, 3))), ValueError, r"attn_bias of shape \(3, 3\) must be"),
+}  # fmt: skip
+
+
+def _attend(bias):
+    q = torch.randn(1, 2, 4, 3)
+    return scaled_dot_product_attention(q, q, q, attn_bias=bias)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_plain_mistake_is_answered_by_name(mistake):
+    call, error, message = MISTAKES[mistake]
+    with pytest.raises(error, match=message):
+        call()

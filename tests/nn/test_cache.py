@@ -1,0 +1,288 @@
+"""Decoding with a cache is the full forward, piece by piece."""
+
+import pytest
+import torch
+from oracle import FUSED_CPU, OpRecorder
+from torch import nn
+
+from minitx.config import TransformerConfig
+from minitx.nn import (
+    Causal,
+    DecoderBlock,
+    DecoderLM,
+    FeedForward,
+    KVCache,
+    LayerCache,
+    MultiHeadAttention,
+    Padding,
+    QKNorm,
+    Rotary,
+    SlidingWindow,
+)
+
+V, E, H, L = 13, 12, 3, 11
+POSITIONS = {
+    "learned": {"position": "learned"},
+    "sinusoidal": {"position": "sinusoidal"},
+    "rotary": {"position": "rotary"},
+    "interleaved yarn": {
+        "position": "rotary",
+        "rotary_interleaved": True,
+        "rotary_scaling": "yarn",
+        "rotary_factor": 4.0,
+        "rotary_original_len": 8,
+    },
+    "alibi": {"position": "alibi"},
+    "t5": {"position": "t5"},
+    "none": {"position": "none"},
+}
+VARIANTS = {
+    "default": {},
+    **{f"{kind}-norm": {"norm_position": kind} for kind in ("post", "sandwich", "deepnorm")},
+    "parallel": {"parallel": True},
+    "window": {"window": 3},
+    **{f"scale {word}": {"scale": word} for word in ("unscaled", "inv", "learned", "log_length", 0.7)},
+    "grouped": {"num_kv_heads": 1},
+    "qk-norm": {"qk_norm": "layer"},
+    "sinks and soft-cap": {"sinks": True, "softcap": 2.0},
+    "experts": {"num_experts": 4, "activation": "swiglu"},
+}
+# lengths of the pieces in which a prompt of 11 tokens is read
+SPLITS = {"token by token": [1] * L, "prompt, then tokens": [7, 1, 1, 1, 1], "uneven pieces": [2, 5, 1, 3], "one piece": [L]}
+
+
+def model(**options):
+    """Weights large enough that every path matters, learned numbers that start alike drawn apart; float64, eval."""
+    options = {"vocab_size": V, "embed_dim": E, "num_heads": H, "num_layers": 2, "max_len": 31, "init": "lecun", **options}
+    generator = torch.Generator().manual_seed(0)
+    network = DecoderLM(TransformerConfig(**options), generator=generator).double().eval()
+    for name, p in network.named_parameters():
+        if name.endswith(("attn_bias.weight", "sinks", "log_scale")):
+            nn.init.normal_(p, generator=generator)
+    return network
+
+
+def in_pieces(network, ids, lengths, capacity=L, **described):
+    """The logits of ``ids`` read piece by piece; ``described`` tensors (B, L) are split alike."""
+    cache = KVCache(capacity, num_layers=network.config.num_layers)
+    split = {name: tensor.split(lengths, dim=1) for name, tensor in described.items()}
+    with torch.no_grad():
+        pieces = [
+            network(piece, cache=cache, **{name: parts[i] for name, parts in split.items()})
+            for i, piece in enumerate(ids.split(lengths, dim=1))
+        ]
+    return torch.cat(pieces, dim=1)
+
+
+def tokens(*shape):
+    return torch.randint(1, V, shape)
+
+
+def assert_same(got, want, where=None):
+    error = (got - want)[... if where is None else where].abs().max().item()
+    assert error <= 1e-12, error
+
+
+@pytest.mark.parametrize(
+    ("variant", "split"),
+    [("default", split) for split in SPLITS] + [(variant, "uneven pieces") for variant in VARIANTS if variant != "default"],
+)
+@pytest.mark.parametrize("position", POSITIONS)
+def test_decoding_with_a_cache_equals_the_full_forward(position, variant, split):
+    network, ids = model(**POSITIONS[position], **VARIANTS[variant]), tokens(2, L)
+    assert_same(in_pieces(network, ids, SPLITS[split]), network(ids))
+
+
+@pytest.mark.parametrize("backend", ["math", "sdpa", "chunked"])
+@pytest.mark.parametrize("position", POSITIONS)
+def test_every_backend_decodes_alike(position, backend):
+    network, ids = model(**POSITIONS[position], backend=backend, num_kv_heads=1), tokens(2, L)
+    assert_same(in_pieces(network, ids, [3, 1, 5, 2]), model(**POSITIONS[position], backend="math", num_kv_heads=1)(ids))
+
+
+@pytest.mark.parametrize("split", ["prompt, then tokens", "uneven pieces"])
+@pytest.mark.parametrize("variant", ["default", "window", "scale log_length"])
+@pytest.mark.parametrize("position", POSITIONS)
+def test_left_padded_prompts_decode_as_each_would_alone(position, variant, split):
+    network, ids = model(**POSITIONS[position], **VARIANTS[variant]), tokens(3, L)
+    real = torch.tensor([[t >= padding for t in range(L)] for padding in (0, 4, 7)])
+    together = in_pieces(network, ids, SPLITS[split], key_mask=real)
+    assert_same(together, network(ids, key_mask=real), where=real)
+    for row, padding in enumerate((0, 4, 7)):
+        assert_same(together[row : row + 1, padding:], network(ids[row : row + 1, padding:]))
+
+
+def test_a_key_mask_may_end_with_the_prompt_or_begin_after_it():
+    network, ids = model(position="rotary"), tokens(2, L)
+    prompt_mask = torch.tensor([[False, False, True, True], [True] * 4])
+    whole = torch.cat((prompt_mask, torch.ones(2, L - 4, dtype=torch.bool)), dim=1)
+    cache = KVCache(L, num_layers=2)
+    with torch.no_grad():
+        first = network(ids[:, :4], key_mask=prompt_mask, cache=cache)
+        rest = network(ids[:, 4:], cache=cache)
+        assert_same(torch.cat((first, rest), dim=1), network(ids, key_mask=whole), where=whole)
+        cache = KVCache(L, num_layers=2)
+        network(ids[:, :4], cache=cache)
+        late = torch.tensor([[True, False, True], [True] * 3])
+        got = network(ids[:, 4:7], key_mask=late, cache=cache)
+    both = torch.cat((torch.ones(2, 4, dtype=torch.bool), late), dim=1)
+    assert_same(got, network(ids[:, :7], key_mask=both)[:, 4:], where=late)
+
+
+@pytest.mark.parametrize("split", ["token by token", "uneven pieces"])
+@pytest.mark.parametrize("variant", ["default", "scale log_length", "window"])
+@pytest.mark.parametrize("position", POSITIONS)
+def test_packed_documents_decode_as_they_are_read_whole(position, variant, split):
+    network, ids = model(**POSITIONS[position], **VARIANTS[variant]), tokens(2, L)
+    documents = torch.tensor([[0] * 4 + [1] * 7, [5] * 9 + [6] * 2])
+    got = in_pieces(network, ids, SPLITS[split], document_ids=documents)
+    assert_same(got, network(ids, document_ids=documents))
+    assert_same(got[:1, 4:], network(ids[:1, 4:]))
+
+
+def test_positions_given_by_hand_are_those_of_the_new_tokens():
+    network, ids = model(position="rotary"), tokens(2, L)
+    spread = 3 * torch.arange(L).expand(2, L)
+    assert_same(in_pieces(network, ids, [4, 1, 6], position_ids=spread), network(ids, position_ids=spread))
+
+
+def test_a_mask_of_the_caller_counts_keys_from_the_beginning():
+    network, ids = model(), tokens(1, L)
+    cache = KVCache(L, num_layers=2)
+    with torch.no_grad():
+        network(ids[:, :6], mask=SlidingWindow(2), cache=cache)
+        got = network(ids[:, 6:], mask=SlidingWindow(2), cache=cache)
+    assert_same(got, network(ids, mask=SlidingWindow(2))[:, 6:])
+
+
+def test_reordered_rows_go_on_as_if_they_had_been_there_from_the_start():
+    network, ids = model(position="rotary"), tokens(2, L)
+    real = torch.tensor([[False] * 3 + [True] * 4, [True] * 7])
+    rows = torch.tensor([1, 1, 0])
+    cache = KVCache(L, num_layers=2)
+    with torch.no_grad():
+        network(ids[:, :7], key_mask=real, cache=cache)
+        cache.reorder(rows)
+        got = network(ids[rows, 7:], cache=cache)
+    whole = torch.cat((real, torch.ones(2, 4, dtype=torch.bool)), dim=1)
+    assert_same(got, network(ids, key_mask=whole)[rows, 7:])
+
+
+@pytest.mark.parametrize("norm", [None, "rms", "l2"])
+def test_a_layer_alone_decodes_in_the_order_norm_rotary_cache(norm):
+    options = {"qk_norm": None if norm is None else QKNorm(norm, 4, num_kv_heads=1), "rotary": Rotary(4)}
+    attention = MultiHeadAttention(E, H, num_kv_heads=1, **options).double()
+    x = torch.randn(2, L, E, dtype=torch.float64)
+    real = torch.tensor([[False] * 2 + [True] * 9, [True] * L])
+    cache = LayerCache(L)
+    with torch.no_grad():
+        want = attention(x, key_mask=real, is_causal=True)
+        got, read = [], 0
+        for piece in x.split([5, 1, 3, 2], dim=1):
+            read += piece.shape[1]
+            got.append(attention(piece, key_mask=real[:, :read], is_causal=True, cache=cache))
+        assert_same(torch.cat(got, dim=1), want)
+        keys = attention.k_proj(x).view(2, L, 1, 4).transpose(1, 2)
+        keys = keys if norm is None else attention.qk_norm(attention.q_proj(x).view(2, L, H, 4).transpose(1, 2), keys)[1]
+        stored, _ = cache._keys, cache._values
+        torch.testing.assert_close(stored, attention.rotary(keys, torch.arange(L)[None]), rtol=0, atol=1e-14)
+
+
+def encoder_decoder_block():
+    norm = QKNorm("rms", 4)
+    cross = MultiHeadAttention(E, H, kdim=8, vdim=8, qk_norm=norm)
+    return DecoderBlock(
+        MultiHeadAttention(E, H, rotary=Rotary(4)), FeedForward(E, 16), norm=lambda: nn.LayerNorm(E), cross_attention=cross
+    ).double()
+
+
+def test_cross_attention_computes_keys_and_values_of_the_memory_once():
+    block = encoder_decoder_block()
+    x, memory = torch.randn(2, L, E, dtype=torch.float64), torch.randn(2, 7, 8, dtype=torch.float64)
+    memory_mask = Padding(torch.tensor([[True] * 7, [True] * 3 + [False] * 4]))
+    computed = []
+    block.cross_attention.k_proj.register_forward_hook(lambda *a: computed.append(1))
+    cache = LayerCache(L)
+    with torch.no_grad():
+        want = block(x, memory=memory, memory_mask=memory_mask)
+        computed.clear()
+        pieces = x.split([4, 1, 1, 5], dim=1)
+        got = [block(piece, memory=memory, memory_mask=memory_mask, cache=cache) for piece in pieces]
+    assert len(computed) == 1
+    assert_same(torch.cat(got, dim=1), want)
+    cache.reorder(torch.tensor([1]))
+    assert cache.memory[0].shape == (1, H, 7, 4)
+
+
+def test_no_tensor_is_kept_on_the_modules():
+    network = model(position="rotary", num_experts=2, experts_per_token=1)
+    before = {name: set(vars(module)) for name, module in network.named_modules()}
+    in_pieces(network, tokens(1, L), [4, 7])
+    assert {name: set(vars(module)) for name, module in network.named_modules()} == before
+    assert not any(isinstance(value, torch.Tensor) for module in network.modules() for value in vars(module).values())
+
+
+def test_the_tensors_of_a_cache_are_allocated_once():
+    network, cache = model(num_kv_heads=1), KVCache(L, num_layers=2)
+    addresses = set()
+    with torch.no_grad():
+        for piece in tokens(2, L).split([3, 1, 7], dim=1):
+            network(piece, cache=cache)
+            addresses.add(cache.layers[0]._keys.data_ptr())
+    assert len(addresses) == 1
+    assert cache.layers[1]._keys.shape == (2, 1, L, 4)
+    assert cache.length == L
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_cache_takes_the_dtype_of_the_model(dtype):
+    network, ids = model().to(dtype), tokens(1, L)
+    got = in_pieces(network, ids, [4, 7])
+    assert got.dtype == dtype
+    assert (got - network(ids)).abs().max() <= 32 * torch.finfo(dtype).eps * network(ids).abs().max()
+
+
+def test_a_full_cache_says_how_much_room_there_was():
+    network, cache = model(), KVCache(8, num_layers=2)
+    with torch.no_grad():
+        network(tokens(1, 6), cache=cache)
+        with pytest.raises(ValueError, match="cache has capacity for 8 positions: 6 are taken, 3 more do not fit"):
+            network(tokens(1, 3), cache=cache)
+        assert cache.length == 6  # and nothing was written
+        network(tokens(1, 2), cache=cache)
+
+
+def test_the_position_table_ends_in_the_cache_too():
+    network, cache = model(max_len=8), KVCache(16, num_layers=2)
+    with torch.no_grad():
+        network(tokens(1, 6), cache=cache)
+        with pytest.raises(ValueError, match="3 tokens a row after 6 in the cache, but the position table ends at max_len=8"):
+            network(tokens(1, 3), cache=cache)
+
+
+def test_gradients_through_a_cache_are_refused():
+    with pytest.raises(RuntimeError, match="key requires grad, but a cache is for inference: call under"):
+        model()(tokens(1, 3), cache=KVCache(8, num_layers=2))
+
+
+def test_decoding_one_token_runs_the_fused_kernel():
+    network, cache = model(backend="sdpa"), KVCache(L, num_layers=2)
+    with torch.no_grad(), OpRecorder() as recorder:
+        network(tokens(1, 7), cache=cache)
+        network(tokens(1, 1), cache=cache)
+    assert recorder.ops.count(FUSED_CPU) == 4
+
+
+def test_a_block_with_a_cache_stays_causal_inside_a_piece():
+    block = DecoderBlock(MultiHeadAttention(E, H), FeedForward(E, 16), norm=lambda: nn.LayerNorm(E)).double()
+    x = torch.randn(1, 6, E, dtype=torch.float64)
+    other = x.clone()
+    other[:, 5:] += 1.0
+    results = []
+    with torch.no_grad():
+        for inputs in (x, other):
+            cache = LayerCache(6)
+            block(inputs[:, :2], cache=cache)
+            results.append(block(inputs[:, 2:], attn_mask=Causal(), cache=cache))
+    assert torch.equal(results[0][:, :3], results[1][:, :3])
+    assert not torch.equal(results[0][:, 3:], results[1][:, 3:])

@@ -1,0 +1,261 @@
+"""chunked: many tiles, no L x S matrix, replayed dropout, one node when compiled."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import DTYPES
+from test_backends import LEFT, MASKS, OPTIONS, attend, check
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.profiler import ProfilerActivity, profile
+
+from minitx.nn import ALiBi, Causal, Documents, Mask, Padding, PrefixLM, SlidingWindow, T5RelativeBias, explain_backends
+from minitx.nn import scaled_dot_product_attention as attention
+from minitx.nn.backends import chunked
+from minitx.nn.backends.programs import pack, unpack
+from minitx.nn.masks import Dense, Or
+
+
+@pytest.fixture
+def tiny_tiles(monkeypatch):
+    """Tiles of 2 x 2, so that five queries and seven keys are twelve of them."""
+    monkeypatch.setattr(chunked, "LARGEST", 2)
+    monkeypatch.setattr(chunked, "SMALLEST", 2)
+
+
+@pytest.mark.usefixtures("tiny_tiles")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_mask_equals_the_loops_over_many_tiles(mask, dtype):
+    check(dtype, mask, "default", "chunked")
+
+
+@pytest.mark.usefixtures("tiny_tiles")
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("mask", ["right padding and causal", "empty rows"])
+def test_every_option_equals_the_loops_over_many_tiles(option, mask):
+    for dtype in DTYPES:
+        check(dtype, mask, option, "chunked")
+
+
+def allocations(call):
+    """(largest single allocation, peak of what is alive) of a call, in bytes, inside operators too."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(sizes), max(itertools.accumulate(sizes))
+
+
+@pytest.mark.parametrize(
+    "kind", ["causal", "padded", "documents", "alibi", "t5", "soft-cap and sinks", "dropout", "grouped", "decoding"]
+)
+def test_no_tensor_is_as_large_as_an_eighth_of_the_scores_and_the_peak_is_an_eighth_of_maths(kind):
+    H, L, S, D = 4, 768 if kind == "decoding" else 1024, 1024, 8
+    q, k, v = _leaves(H, L, S, D, kind)
+    options = {
+        "causal": {"is_causal": True},
+        "padded": {"attn_mask": Padding(torch.arange(S)[None] >= 9), "is_causal": True},
+        "documents": {"attn_mask": Documents(torch.arange(S)[None] // 100) | SlidingWindow(5)},
+        "alibi": {"attn_bias": ALiBi(slopes=torch.rand(H, requires_grad=True))},
+        "t5": {"attn_bias": T5RelativeBias(H)},
+        "soft-cap and sinks": {"softcap": 5.0, "sinks": torch.randn(H, requires_grad=True)},
+        "dropout": {"dropout_p": 0.1},
+        "grouped": {"is_causal": True},
+        "decoding": {"is_causal": True},
+    }[kind]
+    largest, peak = allocations(lambda: attention(q, k, v, **options, backend="chunked").sum().backward())
+    assert largest * 8 <= 4 * H * L * S
+    math_largest, math_peak = allocations(lambda: attention(q, k, v, **options, backend="math").sum().backward())
+    assert math_largest >= 4 * H * L * S  # the recorder would have seen it
+    assert peak * 8 <= math_peak
+
+
+def _leaves(H, L, S, D, kind):
+    kv_heads = 1 if kind == "grouped" else H
+    return [torch.randn(1, heads, n, D, requires_grad=True) for heads, n in ((H, L), (kv_heads, S), (kv_heads, S))]
+
+
+MASK_RULES = [
+    Causal(), SlidingWindow(1), SlidingWindow(3), SlidingWindow(40), PrefixLM(0), PrefixLM(4), PrefixLM(torch.tensor([2, 5])),
+    Padding(torch.arange(9) >= torch.tensor([[2], [0]])), Causal() & SlidingWindow(3), Causal() | PrefixLM(3),
+    (Causal() & SlidingWindow(2)) | SlidingWindow(1),
+]  # fmt: skip
+
+
+@given(mask=st.sampled_from(MASK_RULES), queries=st.integers(1, 9), cut=st.tuples(*[st.integers(0, 9)] * 4))
+def test_a_tile_that_is_ruled_in_or_out_is_so(mask, queries, cut):
+    (r0, r1), (k0, k1) = sorted(min(c, queries) for c in cut[:2]), sorted(cut[2:])
+    if r0 == r1 or k0 == k1:
+        return
+    rows, keys = slice(r0, r1), slice(k0, k1)
+    tile = mask.dense(queries, 9, batch_size=2, rows=rows, keys=keys)
+    verdict = mask.covers(rows, keys, 9 - queries)
+    assert verdict is None or (tile.all() if verdict else not tile.any())
+
+
+def test_the_rules_that_can_tell_do_tell():
+    early, late, diagonal = slice(0, 4), slice(8, 12), slice(6, 10)
+    assert Causal().covers(early, late, 0) is False and Causal().covers(late, early, 0) is True
+    assert Causal().covers(diagonal, late, 0) is None
+    window = SlidingWindow(3)
+    assert window.covers(early, late, 0) is False and window.covers(slice(4, 5), slice(3, 6), 0) is True
+    assert (Causal() & window).covers(late, early, 0) is False
+    assert (Causal() | window).covers(late, early, 0) is True
+    assert PrefixLM(4).covers(early, early, 0) is True and PrefixLM(4).covers(early, late, 0) is False
+    assert Padding(torch.ones(1, 12, dtype=torch.bool)).covers(early, late, 0) is None
+
+
+def test_tiles_that_the_rule_hides_are_skipped_in_both_passes(monkeypatch):
+    counted = []
+    tile = chunked.Problem.tile
+    monkeypatch.setattr(chunked.Problem, "tile", lambda self, *at: counted.append(at) or tile(self, *at))
+    monkeypatch.setattr(chunked, "LARGEST", 64)
+    q = torch.randn(1, 1, 640, 4, requires_grad=True)
+
+    def tiles(mask):
+        counted.clear()
+        attention(q, q, q, mask, backend="chunked").sum().backward()
+        return len(counted)
+
+    assert tiles(None) == 2 * 100
+    assert tiles(Causal()) == 2 * 55
+    assert tiles(Causal() & SlidingWindow(64)) == 2 * 19  # linear in the length
+    assert tiles(Causal() & Documents(torch.zeros(1, 640, dtype=torch.long))) == 2 * 55
+
+
+def factors_of(q, k, seed, p):
+    """The whole matrix of dropout factors that the tiles draw."""
+    problem = chunked.Problem.of(q, k, k, [], pack((None, None))[0], 1.0, None, p, seed)
+    whole = torch.full((*q.shape[:3], k.shape[2]), torch.nan, dtype=q.dtype)
+    for rows, row_keys in problem.tiles():
+        for keys in row_keys:
+            whole[:, :, rows, keys] = problem.dropout(rows, keys)
+    return whole
+
+
+def test_dropout_is_replayed_in_the_backward_pass(monkeypatch):
+    monkeypatch.setattr(chunked, "LARGEST", 4)
+    monkeypatch.setattr(chunked, "SMALLEST", 4)
+    q, k, v = (torch.randn(2, 2, n, 5, dtype=torch.float64, requires_grad=True) for n in (9, 11, 11))
+    seed, p = torch.tensor(12345), 0.4
+    factors = factors_of(q.detach(), k.detach(), seed, p)
+    assert set(factors.unique().tolist()) == {0.0, 1 / (1 - p)}
+    program, tensors = pack((Causal(), None))
+    got, _, _ = chunked.chunked_attention(q, k, v, tensors, None, seed, program, 0.3, None, p)
+    scores = (q @ k.mT * 0.3).masked_fill(~Causal().dense(9, 11), -torch.inf)
+    want = (scores.softmax(-1) * factors) @ v
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-14)
+    cotangent = torch.randn_like(want)
+    for a, b in zip(*(torch.autograd.grad(out, (q, k, v), cotangent) for out in (got, want)), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-14)
+
+
+def test_dropout_follows_torchs_seed_and_differs_from_tile_to_tile_and_call_to_call():
+    q = torch.randn(1, 1, 600, 4)
+
+    def call(seed=None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        return attention(q, q, q, None, 0.5, backend="chunked")
+
+    first = call(1)
+    second = call()
+    assert not torch.equal(first, second)
+    assert torch.equal(first, call(1))
+    factors = factors_of(q, q, torch.tensor(7), 0.5)[0, 0]
+    assert not torch.equal(factors[:256, :256], factors[:256, 256:512])
+    assert abs((factors > 0).float().mean() - 0.5) < 5 * 0.5 / 600
+
+
+def test_it_says_that_it_is_not_twice_differentiable():
+    q = torch.randn(1, 1, 3, 2, requires_grad=True)
+    (grad,) = torch.autograd.grad(attention(q, q, q, backend="chunked").sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="'chunked' is not twice differentiable; backend='math' is"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_it_passes_opcheck(p):
+    q, k, v = (torch.randn(2, h, 7, 3, requires_grad=True) for h in (4, 2, 2))
+    sinks = torch.randn(4, requires_grad=True)
+    program, tensors = pack((Causal() & Padding(LEFT), ALiBi(slopes=torch.rand(4, requires_grad=True))))
+    seed = torch.tensor(5) if p else None
+    arguments = (q, k, v, tensors, sinks, seed, program, 0.3, 2.0, p)
+    assert set(torch.library.opcheck(torch.ops.minitx.chunked_attention.default, arguments).values()) == {"SUCCESS"}
+
+
+def test_it_compiles_to_one_node_and_two_graphs_over_twenty_lengths():
+    counter = CompileCounterWithBackend("aot_eager")
+    bias = T5RelativeBias(4)
+    torch.nn.init.normal_(bias.weight)
+
+    def call(q, k, v, real, sinks):
+        mask = Causal() & Padding(real) & SlidingWindow(9)
+        return attention(q, k, v, mask, attn_bias=bias, softcap=5.0, sinks=sinks, backend="chunked")
+
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    for length in range(5, 25):
+        leaves = [torch.randn(2, heads, length, 8, requires_grad=True) for heads in (4, 2, 2)]
+        arguments = (*leaves, torch.rand(2, length) > 0.2, torch.randn(4, requires_grad=True))
+        wanted = [*leaves, arguments[-1], bias.weight]
+        got, want = compiled(*arguments), call(*arguments)
+        assert torch.equal(got, want)
+        for a, b in zip(*(torch.autograd.grad(out.sum(), wanted) for out in (got, want)), strict=True):
+            assert torch.equal(a, b)
+    assert counter.frame_count <= 2
+    names = [str(node.target) for node in counter.graphs[-1].graph.nodes if node.op == "call_function"]
+    assert sum("chunked" in name for name in names) == 1
+    assert not any("softmax" in name or "matmul" in name or "exp" in name for name in names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_does_not_reach_into_it(dtype):
+    q = torch.randn(1, 2, 9, 4, dtype=dtype, requires_grad=True)
+    plain = attention(q, q, q, backend="chunked")
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = attention(q, q, q, backend="chunked")
+        assert torch.equal(inside, plain)
+        (grad,) = torch.autograd.grad(inside.sum(), q)
+    assert torch.equal(grad, torch.autograd.grad(plain.sum(), q)[0])
+
+
+def test_auto_takes_it_for_large_calls_that_the_fused_kernel_leaves():
+    def runs(length, **options):
+        q = torch.randn(1, 8, length, 4, requires_grad=True)
+        return next(report.name for report in explain_backends(q, q, q, **options) if report.runs)
+
+    assert runs(512, softcap=3.0) == "chunked"
+    assert runs(511, softcap=3.0) == "math"
+    assert runs(512) == "sdpa"
+    assert runs(512, dropout_p=0.1) == "chunked"
+
+
+def test_a_program_gives_the_rule_back():
+    ids = torch.tensor([[0, 0, 1]])
+    rule = (Causal() & Documents(ids) & Dense(torch.ones(3, 3, dtype=torch.bool))) | PrefixLM(2) | SlidingWindow(7)
+    program, tensors = pack((rule, ALiBi(4)))
+    mask, bias = unpack(program, tensors)
+    assert repr(mask) == repr(rule) and isinstance(mask, Or) and bias == bias
+    assert torch.equal(mask.dense(3, 3), rule.dense(3, 3)) and bias.num_heads == 4
+    assert tensors[0] is ids
+    assert unpack(*pack(None)) is None
+    assert unpack(*pack(("two words: 'and' a\nline", 1e-3, True, ()))) == ("two words: 'and' a\nline", 1e-3, True, ())
+
+
+def test_a_mask_that_is_no_dataclass_is_refused_with_the_reason():
+    class Odd(Mask):
+        def visible(self, batch, head, row, key, offset):
+            return (row + key) % 2 == 0
+
+    q = torch.randn(1, 1, 4, 2)
+    with pytest.raises(NotImplementedError, match="Odd cannot be taken apart"):
+        attention(q, q, q, Odd(), backend="chunked")
+    assert attention(q, q, q, Odd(), softcap=1.0).shape == q.shape
+
+
+def test_a_very_long_row_of_keys_is_cut_too(monkeypatch):
+    monkeypatch.setattr(chunked, "LARGEST", 8)
+    torch.testing.assert_close(attend("chunked", keys=301, dtype=torch.float64), attend("math", keys=301, dtype=torch.float64))

@@ -1,0 +1,209 @@
+"""A mixture of experts: every token through its own k experts, none dropped, none computed for nothing."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from minitx.config import TransformerConfig
+from minitx.nn import DecoderLM, FeedForward, MixtureOfExperts, load_balancing_loss
+from minitx.nn.feedforward import ACTIVATIONS, expert_matmul, expert_outer
+
+B, L, E, F, N, K = 2, 5, 6, 11, 4, 2
+
+
+def experts(**options):
+    return MixtureOfExperts(E, F, **{"num_experts": N, "experts_per_token": K, **options}).double()
+
+
+def token_by_token(mixture, x):
+    """The definition: k networks for every token, weighted by the softmax over their own logits."""
+    out = torch.zeros_like(x)
+    for b in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            logits = mixture.router.weight @ x[b, t]
+            chosen = sorted(range(mixture.num_experts), key=lambda e: -logits[e].item())[: mixture.experts_per_token]
+            total = sum(math.exp(logits[e].item()) for e in chosen)
+            for e in chosen:
+                hidden = ACTIVATIONS[mixture.activation](
+                    (mixture.up_proj if mixture.gate_proj is None else mixture.gate_proj)[e] @ x[b, t]
+                )
+                hidden = hidden if mixture.gate_proj is None else hidden * (mixture.up_proj[e] @ x[b, t])
+                out[b, t] += math.exp(logits[e].item()) / total * (mixture.down_proj[e] @ hidden)
+    return out
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("activation", ["gelu", "relu2", "swiglu", "geglu", "reglu"])
+def test_the_mixture_equals_a_loop_over_tokens(activation, k):
+    mixture, x = experts(activation=activation, experts_per_token=k), torch.randn(B, L, E, dtype=torch.float64)
+    torch.testing.assert_close(mixture(x), token_by_token(mixture, x), rtol=0, atol=1e-14)
+
+
+def test_experts_that_are_alike_are_one_network():
+    mixture, network = experts(), FeedForward(E, F, activation="swiglu", bias=False).double()
+    with torch.no_grad():
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            getattr(mixture, name).copy_(getattr(network, name).weight.expand_as(getattr(mixture, name)))
+    x = torch.randn(B, L, E, dtype=torch.float64)
+    torch.testing.assert_close(mixture(x), network(x), rtol=0, atol=1e-14)
+
+
+def test_no_token_is_dropped_when_all_choose_the_same_expert():
+    mixture = experts(experts_per_token=1)
+    with torch.no_grad():
+        mixture.router.weight.zero_()
+        mixture.router.weight[2] = 1.0
+    x = torch.rand(B, L, E, dtype=torch.float64)  # positive: expert 2 has the largest logit for every token
+    out, _, chosen = mixture(x, return_routing=True)
+    assert (chosen == 2).all()
+    torch.testing.assert_close(out, token_by_token(mixture, x), rtol=0, atol=1e-14)
+    out.sum().backward()
+    assert mixture.up_proj.grad[2].any() and not mixture.up_proj.grad[[0, 1, 3]].any()
+
+
+def test_tokens_do_not_mix():
+    mixture, x = experts(), torch.randn(1, L, E, dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(mixture(x)[0, 2].square().sum(), x)
+    assert grad[0, 2].any() and not grad[0, [0, 1, 3, 4]].any()
+    torch.testing.assert_close(mixture(x)[:, 1:3], mixture(x[:, 1:3]), rtol=0, atol=1e-14)
+
+
+def test_the_router_learns_through_its_gates():
+    mixture = experts()
+    mixture(torch.randn(B, L, E, dtype=torch.float64)).square().sum().backward()
+    assert all(torch.isfinite(p.grad).all() and p.grad.any() for p in mixture.parameters())
+
+
+def test_gradients_equal_finite_differences():
+    rows, weights = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (3, 2, 3)))
+    counts = torch.tensor([2, 0, 3])
+    assert torch.autograd.gradcheck(lambda r, w: expert_matmul(r, w, counts), (rows, weights))
+    assert torch.autograd.gradgradcheck(lambda r, w: expert_matmul(r, w, counts), (rows, weights))
+
+
+def test_the_grouped_products_are_well_formed_operators():
+    counts = torch.tensor([2, 0, 3])
+    torch.library.opcheck(
+        expert_matmul, (torch.randn(5, 3, requires_grad=True), torch.randn(3, 2, 3, requires_grad=True), counts)
+    )
+    torch.library.opcheck(expert_outer, (torch.randn(5, 2, requires_grad=True), torch.randn(5, 3, requires_grad=True), counts))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_an_expert_computes_only_the_tokens_that_were_sent_to_it(k):
+    rows = []
+    mixture = experts(experts_per_token=k)
+    mixture.dropout.register_forward_hook(lambda module, args, out: rows.append(out.shape))
+    mixture(torch.randn(B, L, E, dtype=torch.float64))
+    assert rows == [(B * L * k, F)]  # of the B · L · N that a dense mixture would compute
+    with FlopCounterMode(display=False) as counter:
+        mixture.router(torch.randn(B, L, E, dtype=torch.float64))
+    assert counter.get_total_flops() == 2 * B * L * E * N
+
+
+def test_load_balancing_loss_by_hand():
+    # two experts; three tokens choose expert 0 and one expert 1: f = (3/4, 1/4), P = (0.6, 0.4)
+    probs = torch.tensor([[[0.9, 0.1], [0.7, 0.3], [0.6, 0.4], [0.2, 0.8]]])
+    chosen = torch.tensor([[[0], [0], [0], [1]]])
+    assert load_balancing_loss(probs, chosen).item() == pytest.approx(2 * (0.75 * 0.6 + 0.25 * 0.4))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_balanced_router_loses_one_and_a_collapsed_one_n_over_k(k):
+    even = torch.full((1, N, N), 1 / N)
+    balanced = torch.tensor([[[(t + i) % N for i in range(k)] for t in range(N)]])
+    assert load_balancing_loss(even, balanced).item() == pytest.approx(1.0)
+    collapsed = torch.zeros(1, N, N)
+    collapsed[..., :k] = 1 / k
+    assert load_balancing_loss(collapsed, torch.arange(k).expand(1, N, k)).item() == pytest.approx(N / k)
+
+
+def test_padding_does_not_count_in_the_loss():
+    probs, chosen = torch.rand(2, L, N).softmax(-1), torch.randint(N, (2, L, K))
+    real = torch.tensor([[False, False, True, True, True], [True] * 5])
+    other = torch.where(real[..., None], probs, 1.0), torch.where(real[..., None], chosen, 0)
+    assert load_balancing_loss(probs, chosen, real).item() == pytest.approx(load_balancing_loss(*other, real).item())
+    assert load_balancing_loss(probs, chosen, real).item() != pytest.approx(load_balancing_loss(probs, chosen).item())
+    assert torch.isfinite(load_balancing_loss(probs, chosen, torch.zeros_like(real)))
+
+
+def model(**options):
+    sizes = {"vocab_size": 13, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "max_len": 31, "init": "lecun"}
+    return DecoderLM(
+        TransformerConfig(**{**sizes, "num_experts": N, "activation": "swiglu", **options}),
+        generator=torch.Generator().manual_seed(0),
+    ).double()
+
+
+def test_a_model_with_experts_returns_its_router_loss():
+    network, ids = model(), torch.randint(1, 13, (2, 7))
+    hidden, extras = network(ids, return_extras=True)
+    assert torch.equal(network.head(hidden), network(ids))
+    assert list(extras) == ["router_loss"]
+    losses = []
+    for block in network.blocks:
+        block.register_forward_hook(lambda m, a, out: losses.append(load_balancing_loss(*out[1].values())))
+    network(ids, return_extras=True)
+    assert extras["router_loss"].item() == pytest.approx(sum(x.item() for x in losses) / 2)
+    extras["router_loss"].backward()
+    assert all(block.feedforward.router.weight.grad.any() for block in network.blocks)
+
+
+def test_the_router_loss_is_that_of_the_real_tokens():
+    network, ids = model(position="rotary"), torch.randint(1, 13, (1, 7))
+    _, alone = network(ids, return_extras=True)
+    padded = torch.cat((torch.randint(1, 13, (1, 3)), ids), dim=1)
+    _, beside = network(padded, key_mask=torch.tensor([[False] * 3 + [True] * 7]), return_extras=True)
+    assert beside["router_loss"].item() == pytest.approx(alone["router_loss"].item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_descending_the_router_loss_balances_a_collapsed_router(checkpointing):
+    network, ids = model(checkpointing=checkpointing), torch.randint(1, 13, (4, 16))
+    for block in network.blocks:
+        nn.init.constant_(block.feedforward_residual.norm.bias, 0.2)  # a mean of 0.2, on which expert 0 lives
+        nn.init.constant_(block.feedforward.router.weight[0], 1.0)
+    optimizer = torch.optim.AdamW([block.feedforward.router.weight for block in network.blocks], lr=0.05)
+    losses = []
+    for _ in range(30):
+        loss = network(ids, return_extras=True)[1]["router_loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 1.2 < 1.4 < losses[0]
+
+
+def test_experts_start_with_the_standard_deviations_of_the_scheme():
+    network = DecoderLM(
+        TransformerConfig(vocab_size=13, embed_dim=128, num_heads=2, num_layers=2, num_experts=4, activation="geglu")
+    )
+    mixture = network.blocks[1].feedforward
+    for weight, wanted in (
+        (mixture.gate_proj, 0.02),
+        (mixture.up_proj, 0.02),
+        (mixture.down_proj, 0.01),
+        (mixture.router.weight, 0.02),
+    ):
+        assert weight.std().item() == pytest.approx(wanted, rel=5 / math.sqrt(2 * weight.numel()))
+    assert not torch.equal(mixture.up_proj[0], mixture.up_proj[1])
+
+
+def test_flops_count_the_experts_that_a_token_meets():
+    dense, sparse = model(num_experts=None, bias=False), model(bias=False)
+    F = dense.config.ffn_width
+    more = 2 * (3 * 12 * F * (2 - 1) + 12 * N)  # a layer: one network more, and the router
+    assert sparse.flops_per_token(7) - dense.flops_per_token(7) == pytest.approx(3 * 2 * more)
+    assert sparse.num_parameters() - dense.num_parameters() == 2 * (3 * 12 * F * (N - 1) + 12 * N)
+
+
+def test_experts_train_under_autocast():
+    network = model().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden, extras = network(torch.randint(1, 13, (2, 7)), return_extras=True)
+    (hidden.float().square().sum() + extras["router_loss"]).backward()
+    assert extras["router_loss"].dtype == torch.float32
+    assert all(torch.isfinite(p.grad).all() for p in network.parameters() if p.grad is not None)
