@@ -440,6 +440,11 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _require(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2^32)")
+        _require(
+            self.model.num_experts is None,
+            f"model.num_experts={self.model.num_experts} cannot be trained from here yet: no objective adds the router's "
+            "load-balancing loss (the block and extras['router_loss'] are there for loops of one's own)",
+        )
         warmup, steps = self.schedule.warmup_steps, self.trainer.max_steps
         _require(warmup <= steps, f"schedule.warmup_steps={warmup} must not exceed trainer.max_steps={steps}")
         accumulate, ranks, rows = self.trainer.accumulate, self.trainer.devices, self.data.batch_size

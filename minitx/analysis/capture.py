@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from minitx.analysis.statistics import attention_statistics, favourite_keys
 from minitx.nn.attention import DotProductAttention
+from minitx.nn.blocks import is_recomputing
 from minitx.nn.functional import attention_weights
 
 Record = dict[str, Any]
@@ -85,6 +86,8 @@ def _is_compiled(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _record(entries: list[Any], what: str, core: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if is_recomputing():  # activation checkpointing runs a block again in the backward pass
+        return
     assert isinstance(core, DotProductAttention)
     query, key = args[:2]
     call = {"mask": None, "scale": query.shape[-1] ** -0.5, "attn_bias": None, "sinks": None}

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from minitx.nn.bias import Bias, as_bias
 from minitx.nn.functional import attention_scores, hide_unseen, masked_softmax
 from minitx.nn.masks import Mask, Padding
 
@@ -24,7 +25,7 @@ def attention_statistics(
     *,
     scale: float,
     mask: Mask | None = None,
-    attn_bias: Tensor | None = None,
+    attn_bias: Tensor | Bias | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> dict[str, Tensor]:
@@ -73,7 +74,7 @@ def attention_statistics(
 
 
 def favourite_keys(
-    query: Tensor, key: Tensor, *, scale: float, mask: Mask | None = None, attn_bias: Tensor | None = None
+    query: Tensor, key: Tensor, *, scale: float, mask: Mask | None = None, attn_bias: Tensor | Bias | None = None
 ) -> Tensor:
     """The key with the largest weight, per row: int (B, H, L); -1 for rows that see fewer than two keys.
 
@@ -90,7 +91,7 @@ def favourite_keys(
 Tile = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 
-def _tiles(query: Tensor, key: Tensor, mask: Mask | None, attn_bias: Tensor | None) -> Iterator[Tile]:
+def _tiles(query: Tensor, key: Tensor, mask: Mask | None, attn_bias: Tensor | Bias | None) -> Iterator[Tile]:
     """(query rows, key, visible (B, H, rows, S), counted (B, H, rows), bias of the rows) for each chunk of rows."""
     B, H, L, _ = query.shape
     S = key.shape[2]
@@ -105,8 +106,8 @@ def _tiles(query: Tensor, key: Tensor, mask: Mask | None, attn_bias: Tensor | No
             visible = mask.dense(L, S, batch_size=B, num_heads=H, device=query.device, rows=chunk, keys=slice(None))
         bias = None
         if attn_bias is not None:
-            bias = attn_bias if attn_bias.dim() == 4 else attn_bias[None, None]
-            bias = bias if bias.shape[2] == 1 else bias[:, :, chunk]
+            place = {"batch_size": B, "num_heads": H, "device": query.device, "rows": chunk, "keys": slice(None)}
+            bias = as_bias(attn_bias).dense(L, S, **place).detach()
             visible = visible & (bias != -torch.inf)
         visible = visible.expand(B, H, size, S)
         counted = (visible.sum(-1) > 1) & real_query[:, None, chunk]

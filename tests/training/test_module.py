@@ -293,6 +293,20 @@ def test_draws_in_a_step_depend_on_seed_and_step_alone():
     assert runs[0][0] != other[0]
 
 
+def test_every_step_and_micro_batch_drops_something_else():
+    masks = []
+
+    class Watched(Table):
+        def forward(self, input_ids):
+            out = super().forward(input_ids)
+            if self.training:
+                masks.append(tuple((out == 0).flatten().tolist()))
+            return out
+
+    fit(uneven_rows(), 2, network=Watched(dropout=0.5))
+    assert len(masks) == len(set(masks)) == 6
+
+
 def test_micro_batches_and_ranks_draw_from_streams_of_their_own():
     seeds = {hash_seed(s, step, micro, rank) for s in range(5) for step in range(7) for micro in range(4) for rank in range(4)}
     assert len(seeds) == 5 * 7 * 4 * 4

@@ -104,6 +104,9 @@ def test_r2_the_gradient_of_a_query_meets_its_oracle(n, width, scaled):
 # R3: the scale is a parametrisation (Raffel et al. 2020): inv_sqrt and its full fold are one run
 
 
+SMALL = ("data.batch_size=16", "data.val_size=16")
+
+
 def null_control():
     """(inv_sqrt, full_fold): the overrides of the grid's own cells."""
     grid = compose_config(["experiment=scaling_ablation"]).ablation
@@ -135,7 +138,13 @@ def test_r3_the_null_control_is_bitwise_equal_at_d_k_16(tmp_path):
 
 @pytest.mark.parametrize(("width", "heads"), [(8, 16), (64, 2)])
 def test_r3_the_null_control_holds_at_other_widths_in_float64(tmp_path, width, heads):
-    changes = (f"model.num_heads={heads}", "trainer.max_steps=20", "trainer.precision=64-true", "optimizer.weight_decay=0.1")
+    changes = (
+        f"model.num_heads={heads}",
+        "trainer.max_steps=20",
+        "trainer.precision=64-true",
+        "optimizer.weight_decay=0.1",
+        *SMALL,
+    )
     torch.set_default_dtype(torch.float64)  # or the initial weights, and the fold with them, are rounded to float32
     try:
         (losses, weights), (folded_losses, folded) = run_pair(tmp_path, *changes)
@@ -150,7 +159,7 @@ def test_r3_the_null_control_holds_at_other_widths_in_float64(tmp_path, width, h
 
 def test_r3_without_the_learning_rates_of_the_fold_it_is_another_run(tmp_path):
     """The control can fail: its first loss is that of the scaled run, its second is not."""
-    (losses, _), (folded_losses, _) = run_pair(tmp_path, "trainer.max_steps=3", "optimizer.rules=[]")
+    (losses, _), (folded_losses, _) = run_pair(tmp_path, "trainer.max_steps=3", "optimizer.rules=[]", *SMALL)
     assert losses[0] == folded_losses[0]
     assert losses[2] != folded_losses[2]
 

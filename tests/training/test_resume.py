@@ -71,6 +71,22 @@ def test_a_stopped_run_that_goes_on_equals_the_run_that_was_never_stopped(
     assert (result["loss_digest"], result["val_loss"]) == (whole["loss_digest"], whole["val_loss"])
 
 
+@pytest.mark.parametrize("stop", [2, 3])
+def test_the_best_checkpoint_of_a_resumed_run_is_that_of_the_whole_run(make_config, tmp_path, stop):
+    config = make_config(trainer__ckpt_every=100, trainer__val_every=2, optimizer__lr=3.0, schedule__name="constant")
+    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, max_steps=4))
+    train(config, tmp_path / "whole")
+    with pytest.raises(StoppedError):
+        train(config, tmp_path / "cut", extras=lambda: ([], [StopAfter(stop)]))
+    assert (tmp_path / "cut" / "checkpoints" / "best.ckpt").exists()
+    train(resumed(config, tmp_path / "cut"), tmp_path / "cut")
+    best = [torch.load(tmp_path / name / "checkpoints" / "best.ckpt", weights_only=True) for name in ("whole", "cut")]
+    losses = [row["val_loss"] for row in read_metrics(tmp_path / "whole" / "metrics.csv") if row["val_loss"]]
+    assert losses[0] < losses[1]  # the best one came early, before the stop
+    assert best[0]["global_step"] == best[1]["global_step"] == 2
+    same_weights(best[0]["state_dict"], best[1]["state_dict"])
+
+
 @pytest.mark.parametrize("val_every", [0, 2])
 @pytest.mark.parametrize("crash", [3, 5])
 def test_a_crash_costs_only_what_came_after_the_last_checkpoint(make_config, weights_of, tmp_path, val_every, crash):
