@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,7 +107,13 @@ def _tiles(query: Tensor, key: Tensor, mask: Mask | None, attn_bias: Tensor | Bi
             visible = mask.dense(L, S, batch_size=B, num_heads=H, device=query.device, rows=chunk, keys=slice(None))
         bias = None
         if attn_bias is not None:
-            place = {"batch_size": B, "num_heads": H, "device": query.device, "rows": chunk, "keys": slice(None)}
+            place: dict[str, Any] = {
+                "batch_size": B,
+                "num_heads": H,
+                "device": query.device,
+                "rows": chunk,
+                "keys": slice(None),
+            }
             bias = as_bias(attn_bias).dense(L, S, **place).detach()
             visible = visible & (bias != -torch.inf)
         visible = visible.expand(B, H, size, S)
