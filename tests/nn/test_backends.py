@@ -529,8 +529,25 @@ def test_lowering_a_mask_never_reads_its_values():
     with FakeTensorMode():  # tensors without values: whatever looks at one fails
         q, k = torch.randn(B, H, L, D), torch.randn(B, HKV, S, D)
         mask = Padding(torch.ones(B, S, dtype=torch.bool)) & Documents(torch.ones(B, S, dtype=torch.long)) & Causal()
-        for backend in ("math", "sdpa"):
+        for backend in ("math", "sdpa", "chunked"):
             assert scaled_dot_product_attention(q, k, k, mask, backend=backend).shape == (B, H, L, D)
+
+
+@pytest.mark.parametrize("backend", ["math", "chunked"])
+def test_shapes_can_be_had_on_meta_tensors(backend):
+    q, k = torch.randn(B, H, L, D, device="meta"), torch.randn(B, HKV, S, D, device="meta")
+    out = scaled_dot_product_attention(q, k, k, is_causal=True, softcap=1.0, backend=backend)
+    assert out.device.type == "meta" and out.shape == (B, H, L, D)
+
+
+def test_the_cpu_kernel_hides_a_query_that_is_nan_and_the_others_show_it():
+    # documented in sdpa.py: should torch mend it, the sentence there goes
+    q, k = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3, 8)
+    q[0, 0, 1] = math.nan
+    for backend in ("math", "chunked"):
+        out = scaled_dot_product_attention(q, k, k, backend=backend)
+        assert out[0, 0, 1].isnan().all() and not out[0, 0, [0, 2]].isnan().any()
+    assert not scaled_dot_product_attention(q, k, k, backend="sdpa")[0, 0, 1].any()
 
 
 # ---- choice, explanation, registration
