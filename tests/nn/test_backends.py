@@ -259,15 +259,20 @@ class TestContract:
             dirty["key"][:, 1, 3] = dirty["value"][:, 1, 3] = math.nan
         assert torch.equal(scaled_dot_product_attention(*dirty.values(), visible, backend=backend), clean)
 
-    def test_poison_behind_minus_infinity_in_the_bias_stays_hidden(self, backend):
-        leaves, _ = tensors(torch.float32)
+    @pytest.mark.parametrize("mask", [None, Padding(RIGHT)], ids=["alone", "beside a mask"])
+    def test_poison_behind_minus_infinity_in_the_bias_stays_hidden(self, backend, mask):
+        leaves, cotangent = tensors(torch.float32)
         bias = torch.zeros(L, S)
-        bias[:, 4] = -math.inf
-        clean = scaled_dot_product_attention(*leaves.values(), attn_bias=bias, backend=backend)
+        bias[:, 2] = -math.inf
         dirty = recast(leaves, torch.float32)
         with torch.no_grad():
-            dirty["key"][:, :, 4] = dirty["value"][:, :, 4] = math.nan
-        assert torch.equal(scaled_dot_product_attention(*dirty.values(), attn_bias=bias, backend=backend), clean)
+            dirty["key"][:, :, 2] = dirty["value"][:, :, 2] = math.nan
+        results = []
+        for these in (leaves, dirty):
+            out = scaled_dot_product_attention(*these.values(), mask, attn_bias=bias, backend=backend)
+            results.append([out, *gradients(out, cotangent, these).values()])
+        for clean, got in zip(*results, strict=True):
+            assert torch.equal(got, clean)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_minus_infinity_in_the_bias_masks_as_false_does(self, backend, dtype):
