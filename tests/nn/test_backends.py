@@ -259,15 +259,20 @@ class TestContract:
             dirty["key"][:, 1, 3] = dirty["value"][:, 1, 3] = math.nan
         assert torch.equal(scaled_dot_product_attention(*dirty.values(), visible, backend=backend), clean)
 
-    def test_poison_behind_minus_infinity_in_the_bias_stays_hidden(self, backend):
-        leaves, _ = tensors(torch.float32)
+    @pytest.mark.parametrize("mask", [None, Padding(RIGHT)], ids=["alone", "beside a mask"])
+    def test_poison_behind_minus_infinity_in_the_bias_stays_hidden(self, backend, mask):
+        leaves, cotangent = tensors(torch.float32)
         bias = torch.zeros(L, S)
-        bias[:, 4] = -math.inf
-        clean = scaled_dot_product_attention(*leaves.values(), attn_bias=bias, backend=backend)
+        bias[:, 2] = -math.inf
         dirty = recast(leaves, torch.float32)
         with torch.no_grad():
-            dirty["key"][:, :, 4] = dirty["value"][:, :, 4] = math.nan
-        assert torch.equal(scaled_dot_product_attention(*dirty.values(), attn_bias=bias, backend=backend), clean)
+            dirty["key"][:, :, 2] = dirty["value"][:, :, 2] = math.nan
+        results = []
+        for these in (leaves, dirty):
+            out = scaled_dot_product_attention(*these.values(), mask, attn_bias=bias, backend=backend)
+            results.append([out, *gradients(out, cotangent, these).values()])
+        for clean, got in zip(*results, strict=True):
+            assert torch.equal(got, clean)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_minus_infinity_in_the_bias_masks_as_false_does(self, backend, dtype):
@@ -529,8 +534,25 @@ def test_lowering_a_mask_never_reads_its_values():
     with FakeTensorMode():  # tensors without values: whatever looks at one fails
         q, k = torch.randn(B, H, L, D), torch.randn(B, HKV, S, D)
         mask = Padding(torch.ones(B, S, dtype=torch.bool)) & Documents(torch.ones(B, S, dtype=torch.long)) & Causal()
-        for backend in ("math", "sdpa"):
+        for backend in ("math", "sdpa", "chunked"):
             assert scaled_dot_product_attention(q, k, k, mask, backend=backend).shape == (B, H, L, D)
+
+
+@pytest.mark.parametrize("backend", ["math", "chunked"])
+def test_shapes_can_be_had_on_meta_tensors(backend):
+    q, k = torch.randn(B, H, L, D, device="meta"), torch.randn(B, HKV, S, D, device="meta")
+    out = scaled_dot_product_attention(q, k, k, is_causal=True, softcap=1.0, backend=backend)
+    assert out.device.type == "meta" and out.shape == (B, H, L, D)
+
+
+def test_the_cpu_kernel_hides_a_query_that_is_nan_and_the_others_show_it():
+    # documented in sdpa.py: should torch mend it, the sentence there goes
+    q, k = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3, 8)
+    q[0, 0, 1] = math.nan
+    for backend in ("math", "chunked"):
+        out = scaled_dot_product_attention(q, k, k, backend=backend)
+        assert out[0, 0, 1].isnan().all() and not out[0, 0, [0, 2]].isnan().any()
+    assert not scaled_dot_product_attention(q, k, k, backend="sdpa")[0, 0, 1].any()
 
 
 # ---- choice, explanation, registration

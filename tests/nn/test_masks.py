@@ -180,6 +180,48 @@ def test_representation_names_the_parts():
     assert repr((Causal() | PrefixLM(2)) & SlidingWindow(3)) == "(Causal() | PrefixLM(length=2)) & SlidingWindow(window=3)"
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_a_bool_tensor_combines_with_a_mask_on_either_side(name):
+    mask, _ = RULES[name]
+    cells = CELLS[:1]
+    for both in (mask & cells, cells & mask):
+        assert torch.equal(whole(both).expand(2, 3, 5, 5), (whole(mask) & cells).expand(2, 3, 5, 5))
+    for either in (mask | cells, cells | mask):
+        assert torch.equal(whole(either).expand(2, 3, 5, 5), (whole(mask) | cells).expand(2, 3, 5, 5))
+
+
+def test_a_tensor_that_is_no_mask_does_not_combine():
+    for combine in (lambda: Causal() & torch.zeros(3, 3), lambda: torch.zeros(3, 3) | Causal()):
+        with pytest.raises(TypeError, match="additive values belong in attn_bias"):
+            combine()
+    with pytest.raises(ValueError, match="is ambiguous"):
+        Causal() & torch.ones(2, 3, 3, dtype=torch.bool)
+
+
+def test_layers_share_what_is_left_of_a_mask_and_its_dense_form():
+    mask = Causal() & Padding(REAL) & SlidingWindow(3)
+    one = simplify(mask, 1, 5)
+    assert one is simplify(mask, 1, 5)  # without Causal, for one query
+    assert one.dense(1, 5, batch_size=2) is simplify(mask, 1, 5).dense(1, 5, batch_size=2)
+
+
+def test_a_mask_keeps_one_dense_form_and_not_one_for_every_length():
+    mask = Causal() & SlidingWindow(2)
+    kept = [mask.dense(length, length) for length in (3, 4, 5)]
+    assert [tensor.shape[-1] for tensor in kept] == [3, 4, 5]
+    assert mask.dense(5, 5) is kept[-1]
+    assert mask.dense(3, 3) is not kept[0] and torch.equal(mask.dense(3, 3), kept[0])
+
+
+def test_a_mask_lowered_in_inference_mode_serves_training_afterwards():
+    mask = Causal() & Padding(REAL)
+    with torch.inference_mode():
+        whole(mask)
+    x = torch.randn(2, 3, 5, 5, requires_grad=True)
+    x.masked_fill(~whole(mask), 0.0).sum().backward()  # an inference tensor could not be saved
+    assert not whole(mask).is_inference()
+
+
 def test_and_with_something_else_is_a_type_error():
     with pytest.raises(TypeError, match="unsupported operand"):
         Causal() & 3
