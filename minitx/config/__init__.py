@@ -1,0 +1,43 @@
+"""Every config as a frozen dataclass, and the checks between fields.
+
+A config is plain data (``dict``, ``list``, ``str``, numbers) in YAML files, on the command line and in checkpoints;
+``minitx.cli.schema`` turns it into these classes. Standard library only, so that a typo is answered before torch is
+imported. Messages begin with ``key=value``.
+"""
+
+from minitx.config.checks import ConfigError, to_dict
+from minitx.config.data import DataConfig, KeyValueDataConfig, TextDataConfig
+from minitx.config.model import SCALE_WORDS, TransformerConfig, check_scale
+from minitx.config.run import AblationConfig, RunConfig, StudyConfig
+from minitx.config.training import (
+    CallbacksConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    ParameterRule,
+    ProbeConfig,
+    ScheduleConfig,
+    TrainerConfig,
+    evaluate_factor,
+)
+
+__all__ = [
+    "SCALE_WORDS",
+    "AblationConfig",
+    "CallbacksConfig",
+    "ConfigError",
+    "DataConfig",
+    "KeyValueDataConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "ParameterRule",
+    "ProbeConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "StudyConfig",
+    "TextDataConfig",
+    "TrainerConfig",
+    "TransformerConfig",
+    "check_scale",
+    "evaluate_factor",
+    "to_dict",
+]

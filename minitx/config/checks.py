@@ -1,0 +1,45 @@
+"""What every config checks with: one error, and one line for each usual condition."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A config that cannot be used. The message starts with ``key=value``, so that a caller can put the path before it."""
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(value is None or value > 0, f"{name}={value} must be positive")
+
+
+def not_negative(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(value is None or value >= 0, f"{name}={value} must be zero or more")
+
+
+def fraction(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(0.0 <= value < 1.0, f"{name}={value} must lie in [0, 1)")
+
+
+def to_dict(config: Any) -> Any:
+    """A config as plain data (dicts, lists, strings, numbers): what YAML files and checkpoints hold."""
+    if dataclasses.is_dataclass(config):
+        return {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    if isinstance(config, Mapping):
+        return {str(key): to_dict(value) for key, value in config.items()}
+    if isinstance(config, list | tuple):
+        return [to_dict(value) for value in config]
+    return config

@@ -1,0 +1,147 @@
+"""How a model is trained: objective, optimizer, schedule, trainer, callbacks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from minitx.config.checks import ConfigError, fraction, not_negative, positive, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """What is minimised, averaged over the labels of a whole optimizer step; the name of a function in ``training.objectives``."""
+
+    name: Literal["cross_entropy"] = "cross_entropy"
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        fraction(self, "label_smoothing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterRule:
+    """Factors for the parameters whose name matches ``match`` (a regular expression, searched).
+
+    ``lr``, ``weight_decay`` and ``eps`` multiply the optimizer's own: a number, or ``head_dim^p`` (d_k to the power p).
+    A parameter takes the first rule that matches it. ``trainable: false`` freezes it.
+    """
+
+    match: str
+    lr: float | str = 1.0
+    weight_decay: float | str = 1.0
+    eps: float | str = 1.0
+    trainable: bool = True
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.match)
+        except re.error as error:
+            raise ConfigError(f"match={self.match} is not a regular expression: {error}") from None
+        for name in ("lr", "weight_decay", "eps"):
+            evaluate_factor(getattr(self, name), head_dim=1, key=name)
+
+
+def evaluate_factor(factor: float | str, *, head_dim: int, key: str = "factor") -> float:
+    """A number as it is; ``head_dim^p`` as d_k to the power p.
+
+    >>> evaluate_factor("head_dim^-0.25", head_dim=16)
+    0.5
+    """
+    if isinstance(factor, int | float):
+        return float(factor)
+    matched = re.fullmatch(r"head_dim\^(-?\d+(?:\.\d+)?)", factor.strip())
+    require(matched is not None, f"{key}={factor} must be a number or head_dim^p, for example head_dim^-0.25")
+    return float(head_dim) ** float(matched[1])  # type: ignore[index]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW. ``clip`` is the largest global gradient norm, ``null`` for none; weight decay spares vectors (biases, norms)."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip: float | None = None
+    rules: tuple[ParameterRule, ...] = ()
+
+    def __post_init__(self) -> None:
+        positive(self, "lr", "eps", "clip")
+        not_negative(self, "weight_decay")
+        require(all(0.0 <= beta < 1.0 for beta in self.betas), f"betas={list(self.betas)} must lie in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Learning-rate schedule: linear warm-up over ``warmup_steps``, then ``name``, ending at ``final_lr`` (a factor of lr).
+
+    ``trapezoid`` (WSD) stays flat and falls linearly over the last ``decay_fraction`` of the run.
+    """
+
+    name: Literal["cosine", "linear", "constant", "trapezoid"] = "cosine"
+    warmup_steps: int = 0
+    final_lr: float = 0.1
+    decay_fraction: float = 0.2
+
+    def __post_init__(self) -> None:
+        not_negative(self, "warmup_steps", "final_lr")
+        require(0.0 < self.decay_fraction <= 1.0, f"decay_fraction={self.decay_fraction} must lie in (0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """How long and on what. Every count is in optimizer steps.
+
+    Validation runs every ``val_every`` steps and at the end (``0``: at the end only), over at most ``val_batches``
+    batches of ``val_batch_size`` rows (``null``: the whole split; the training batch size). A checkpoint is written
+    every ``ckpt_every`` steps and at the end (``0``: never). ``accumulate`` micro-batches make one step (the global
+    batch stays ``data.batch_size``); ``threads`` is the number of CPU threads, ``null`` for torch's own choice.
+    """
+
+    max_steps: int = 1000
+    devices: int = 1
+    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    strategy: str = "auto"
+    precision: Literal["32-true", "64-true", "bf16-mixed", "bf16-true"] = "32-true"
+    accumulate: int = 1
+    val_every: int = 250
+    val_batches: int | None = None
+    val_batch_size: int | None = None
+    log_every: int = 10
+    ckpt_every: int = 250
+    compile: bool = False
+    deterministic: bool = False
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        positive(self, "max_steps", "devices", "accumulate", "log_every", "threads")
+        positive(self, "val_batches", "val_batch_size")
+        not_negative(self, "val_every", "ckpt_every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeConfig:
+    """Attention statistics on a fixed validation batch during training; ``every: 0`` switches the probes off.
+
+    Probes run at steps 0, 1, 2, 4, 8, … and at every ``every`` steps, on the first ``batch_size`` validation rows.
+    """
+
+    every: int = 0
+    batch_size: int = 16
+
+    def __post_init__(self) -> None:
+        not_negative(self, "every")
+        positive(self, "batch_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallbacksConfig:
+    """What happens beside the steps: a progress bar or lines, probes, and ``extra`` ones (``name: {_target_: …}``)."""
+
+    progress: bool = True
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+    extra: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
