@@ -16,18 +16,30 @@ class TransformerConfig:
     """Everything that defines a model; stored beside its weights.
 
     ``None`` means: ``num_kv_heads`` = ``num_heads``; ``head_dim`` = ``embed_dim // num_heads``; ``ffn_dim`` = 4 ·
-    ``embed_dim`` (8/3 of it, rounded up to a multiple of 8, for a gated activation); ``vocab_size`` is filled in
-    from the data; ``window``, ``qk_norm``, ``softcap``, ``rotary_scaling``, ``layer_scale``, ``num_experts``, ``init_fold``
-    are off.
+    ``embed_dim`` (8/3 of it, rounded up to a multiple of 8, for a gated activation); ``num_decoder_layers`` =
+    ``num_layers``; ``qkv_bias`` and ``out_bias`` = ``bias``; ``vocab_size``, ``num_labels``, ``image_size``,
+    ``num_channels`` and the special ids are filled in from the data; everything else that is ``None`` is off.
+
+    ``architecture`` is the model, and ``head`` what an encoder is for: ``lm`` (a distribution at every token: masked-token
+    prediction), ``sequence`` (``num_labels`` logits a row, from the token or the mean that ``pooling`` names, through a
+    tanh layer with ``pooler``), ``token`` (``num_labels`` logits at every token) or ``none`` (hidden states).
+    ``head_transform`` puts BERT's layer before an ``lm`` head.
 
     ``scale`` multiplies q·k: ``inv_sqrt`` 1/√D, ``unscaled`` 1, ``inv`` 1/D, ``learned`` one exp(log-scale) per head,
     ``log_length`` ln(n_i)/ln(max_len)/√D, or a number; ``scale_factor`` multiplies whatever ``scale`` means.
     ``init_fold`` moves 1/√D into the initial weights: ``query`` multiplies W_Q by D^-½, ``symmetric`` multiplies W_Q
     and W_K (with their biases) by D^-¼ each. ``init_zero_outputs`` starts every block as the identity; ``deepnorm`` brings
-    its own gain β = (8 · num_layers)^-¼ on W_V, W_O and the feed-forward.
+    its own gain β on W_V, W_O and the feed-forward.
+
+    ``attention`` other than ``exact`` is a core of ``minitx.nn.efficient``: ``sliding_window`` takes ``window``,
+    ``block_sparse`` ``block_size``, ``performer`` ``num_features`` and ``linformer`` ``num_slots``.
 
     ``rotary_scaling`` stretches rotary positions to contexts ``rotary_factor`` times as long as the ``rotary_original_len``
-    of training. ``stochastic_depth`` is the chance to drop a sublayer of the last block, growing linearly with depth.
+    of training; ``rotary_low`` and ``rotary_high`` are its turns (``RotaryScaling``). ``position_offset`` is the row of a
+    learned table at which positions start (2 in RoBERTa). ``scale_embeddings`` multiplies token embeddings by √E
+    (Vaswani et al. 2017, §3.4), ``scale_logits`` the last hidden states by 1/√E (T5 with a tied head).
+
+    ``stochastic_depth`` is the chance to drop a sublayer of the last block, growing linearly with depth.
     ``num_experts`` makes the feed-forward a mixture of which a token takes ``experts_per_token``, each ``ffn_dim`` wide and
     without biases. ``checkpointing`` trades a second forward for activation memory.
 
@@ -35,18 +47,26 @@ class TransformerConfig:
         ConfigError: a field, or a combination of fields, that has no meaning.
     """
 
-    architecture: Literal["decoder"] = "decoder"
+    architecture: Literal["decoder", "encoder", "encoder_decoder", "vision"] = "decoder"
     vocab_size: int | None = None
     type_vocab_size: int = 0
+    pad_id: int | None = None
+    bos_id: int | None = None
+    eos_id: int | None = None
     embed_dim: int = 128
     num_heads: int = 4
     num_kv_heads: int | None = None
     head_dim: int | None = None
     num_layers: int = 4
+    num_decoder_layers: int | None = None
     ffn_dim: int | None = None
     max_len: int = 256
     dropout: float = 0.0
+    attention: Literal["exact", "sliding_window", "block_sparse", "linear", "performer", "linformer"] = "exact"
     window: int | None = None
+    block_size: int | None = None
+    num_features: int | None = None
+    num_slots: int | None = None
     scale: str | float = "inv_sqrt"
     scale_factor: float = 1.0
     backend: str = "auto"
@@ -54,33 +74,73 @@ class TransformerConfig:
     softcap: float | None = None
     sinks: bool = False
     position: Literal["learned", "sinusoidal", "rotary", "alibi", "t5", "none"] = "learned"
+    position_offset: int = 0
     rotary_base: float = 10000.0
     rotary_interleaved: bool = False
     rotary_scaling: Literal["linear", "ntk", "yarn", "llama3"] | None = None
     rotary_factor: float = 1.0
     rotary_original_len: int | None = None
+    rotary_low: float | None = None
+    rotary_high: float | None = None
+    num_buckets: int = 32
+    max_distance: int = 128
     norm: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-5
     norm_position: Literal["pre", "post", "sandwich", "deepnorm"] = "pre"
+    embed_norm: bool = False
+    scale_embeddings: bool = False
+    scale_logits: bool = False
     parallel: bool = False
     layer_scale: float | None = None
     stochastic_depth: float = 0.0
     checkpointing: bool = False
-    activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu", "geglu", "reglu"] = "gelu"
+    activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu", "geglu", "geglu_tanh", "reglu"] = "gelu"
     num_experts: int | None = None
     experts_per_token: int = 2
     bias: bool = True
+    qkv_bias: bool | None = None
+    out_bias: bool | None = None
     init: Literal["gpt2", "lecun", "xavier", "torch_mha", "torch_linear", "t5"] = "gpt2"
     init_fold: Literal["query", "symmetric"] | None = None
     init_zero_outputs: bool = False
     tie_embeddings: bool = True
+    head: Literal["lm", "sequence", "token", "none"] = "lm"
+    head_bias: bool = False
+    head_transform: bool = False
+    num_labels: int | None = None
+    pooling: Literal["first", "mean"] = "first"
+    pooler: bool = False
+    image_size: int | None = None
+    num_channels: int | None = None
+    patch_size: int = 2
 
     def __post_init__(self) -> None:
         positive(self, "vocab_size", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "num_layers", "ffn_dim")
         positive(self, "max_len", "window", "softcap", "norm_eps", "rotary_base", "rotary_original_len", "layer_scale")
-        positive(self, "num_experts", "experts_per_token")
-        not_negative(self, "type_vocab_size")
+        positive(self, "num_experts", "experts_per_token", "num_decoder_layers", "block_size", "num_features", "num_slots")
+        positive(self, "num_labels", "image_size", "patch_size", "num_channels", "num_buckets", "max_distance")
+        not_negative(self, "type_vocab_size", "position_offset", "pad_id", "bos_id", "eos_id")
         fraction(self, "dropout", "stochastic_depth")
+        self._check_heads()
+        check_scale(self.scale)
+        require(math.isfinite(self.scale_factor), f"scale_factor={self.scale_factor} must be a finite number")
+        require(
+            self.scale != "log_length" or self.max_len > 1,
+            f"max_len={self.max_len} must exceed 1 with scale=log_length, which divides by ln(max_len)",
+        )
+        require(
+            not self.parallel or self.norm_position == "pre",
+            f"parallel={self.parallel} needs norm_position=pre, got norm_position={self.norm_position}",
+        )
+        self._check_rotary_scaling()
+        self._check_attention()
+        self._check_architecture()
+        require(
+            self.num_experts is None or self.experts_per_token <= self.num_experts,
+            f"experts_per_token={self.experts_per_token} must not exceed num_experts={self.num_experts}",
+        )
+
+    def _check_heads(self) -> None:
         require(
             self.head_dim is not None or self.embed_dim % self.num_heads == 0,
             f"embed_dim={self.embed_dim} is not divisible by num_heads={self.num_heads}; "
@@ -90,24 +150,9 @@ class TransformerConfig:
             self.num_heads % self.kv_heads == 0,
             f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}",
         )
-        check_scale(self.scale)
-        require(math.isfinite(self.scale_factor), f"scale_factor={self.scale_factor} must be a finite number")
-        require(
-            self.scale != "log_length" or self.max_len > 1,
-            f"max_len={self.max_len} must exceed 1 with scale=log_length, which divides by ln(max_len)",
-        )
         require(
             self.position != "rotary" or self.width_per_head % 2 == 0,
             f"head_dim={self.width_per_head} must be even with position=rotary",
-        )
-        require(
-            not self.parallel or self.norm_position == "pre",
-            f"parallel={self.parallel} needs norm_position=pre, got norm_position={self.norm_position}",
-        )
-        self._check_rotary_scaling()
-        require(
-            self.num_experts is None or self.experts_per_token <= self.num_experts,
-            f"experts_per_token={self.experts_per_token} must not exceed num_experts={self.num_experts}",
         )
 
     def _check_rotary_scaling(self) -> None:
@@ -126,6 +171,63 @@ class TransformerConfig:
             f"rotary_original_len=null must be given with rotary_scaling={kind}",
         )
 
+    def _check_attention(self) -> None:
+        kind = self.attention
+        if kind == "exact":
+            return
+        require(
+            self.architecture != "encoder_decoder",
+            f"attention={kind} needs architecture=decoder, encoder or vision, got architecture=encoder_decoder: an "
+            "efficient core has one set of keys, and cross-attention another",
+        )
+        require(
+            kind != "linformer" or self.architecture != "decoder",
+            "attention=linformer is not causal: its slots mix all positions, so architecture=decoder cannot use it",
+        )
+        require(kind != "sliding_window" or self.window is not None, "window=null must be given with attention=sliding_window")
+        require(kind != "linformer" or self.num_slots is not None, "num_slots=null must be given with attention=linformer")
+        if kind in ("linear", "performer", "linformer"):
+            for name in ("dropout", "window", "softcap") if kind != "linformer" else ("window",):
+                value = getattr(self, name)
+                require(not value, f"{name}={value} has no meaning with attention={kind}, which never holds the scores of keys")
+            require(
+                self.position not in ("alibi", "t5"),
+                f"position={self.position} adds to the scores of keys, which attention={kind} never holds",
+            )
+            require(not self.sinks or kind == "linformer", f"sinks=True has no meaning with attention={kind}")
+
+    def _check_architecture(self) -> None:
+        kind = self.architecture
+        require(
+            self.head == "lm" or kind in ("encoder", "vision"),
+            f"head={self.head} belongs to architecture=encoder or vision, got architecture={kind}",
+        )
+        require(
+            kind != "vision" or self.head in ("sequence", "none"),
+            f"head={self.head} must be sequence or none with architecture=vision",
+        )
+        require(
+            kind != "vision" or self.image_size is None or self.image_size % self.patch_size == 0,
+            f"image_size={self.image_size} is not divisible by patch_size={self.patch_size}",
+        )
+        require(
+            kind != "vision" or self.position in ("learned", "none"),
+            f"position={self.position} must be learned or none with architecture=vision",
+        )
+        require(
+            self.num_decoder_layers is None or kind == "encoder_decoder",
+            f"num_decoder_layers={self.num_decoder_layers} belongs to architecture=encoder_decoder, got architecture={kind}",
+        )
+        require(
+            not self.head_transform or (kind, self.head) == ("encoder", "lm"),
+            "head_transform=True belongs to architecture=encoder with head=lm",
+        )
+
+    @property
+    def decoder_layers(self) -> int:
+        """The number of decoder blocks, with the default filled in."""
+        return self.num_decoder_layers or self.num_layers
+
     @property
     def kv_heads(self) -> int:
         """Hkv with the default filled in."""
@@ -141,7 +243,7 @@ class TransformerConfig:
         """F with the default filled in."""
         if self.ffn_dim is not None:
             return self.ffn_dim
-        return 8 * math.ceil(self.embed_dim / 3) if self.activation.endswith("glu") else 4 * self.embed_dim
+        return 8 * math.ceil(self.embed_dim / 3) if "glu" in self.activation else 4 * self.embed_dim
 
 
 def check_scale(scale: object) -> None:

@@ -30,7 +30,7 @@ from minitx.nn.masks import (
     from_key_padding_mask,
     intersect,
 )
-from minitx.nn.models import DecoderLM
+from minitx.nn.models import DecoderLM, Encoder, EncoderDecoder, VisionTransformer
 from minitx.nn.norms import QKNorm, make_norm
 from minitx.nn.positions import LearnedPositions, Rotary, RotaryScaling, SinusoidalPositions
 from minitx.nn.scale import ScoreScale, scale_multiplier
@@ -45,7 +45,9 @@ __all__ = [
     "Dense",
     "Documents",
     "DotProductAttention",
+    "Encoder",
     "EncoderBlock",
+    "EncoderDecoder",
     "FeedForward",
     "KVCache",
     "LayerCache",
@@ -66,6 +68,7 @@ __all__ = [
     "StochasticDepth",
     "T5RelativeBias",
     "TensorBias",
+    "VisionTransformer",
     "attention_scores",
     "attention_weights",
     "explain_backends",

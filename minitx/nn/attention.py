@@ -87,7 +87,7 @@ class MultiHeadAttention(nn.Module):
         num_kv_heads: Hkv, dividing H; default H.
         head_dim: D; default E // H, which must then divide.
         kdim, vdim: widths of ``key`` and ``value`` inputs; default E.
-        bias: whether the four projections have biases.
+        bias: whether the four projections have biases. out_bias: whether ``out_proj`` has one; default as ``bias``.
         scale: a word or number as in ``ScoreScale``, or a ``ScoreScale``; ``inv_sqrt`` is 1/√D, ``unscaled`` 1.
         qk_norm: a ``QKNorm``, or None.
         rotary: a ``Rotary`` for self-attention, or None.
@@ -112,6 +112,7 @@ class MultiHeadAttention(nn.Module):
         kdim: int | None = None,
         vdim: int | None = None,
         bias: bool = True,
+        out_bias: bool | None = None,
         scale: str | float | ScoreScale = "inv_sqrt",
         qk_norm: QKNorm | None = None,
         rotary: Rotary | None = None,
@@ -134,7 +135,7 @@ class MultiHeadAttention(nn.Module):
         self.q_proj = nn.Linear(embed_dim, num_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(kdim, self.num_kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(vdim, self.num_kv_heads * self.head_dim, bias=bias)
-        self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias)
+        self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias if out_bias is None else out_bias)
         if not isinstance(scale, ScoreScale):
             scale = ScoreScale(scale, head_dim=self.head_dim, num_heads=num_heads)
         self.scale, self.qk_norm, self.rotary = scale, qk_norm, rotary
@@ -280,6 +281,7 @@ class MultiHeadAttention(nn.Module):
             f"num_kv_heads={self.num_kv_heads}": self.num_kv_heads != H,
             f"head_dim={self.head_dim}": self.head_dim * H != E,
             f"scale={self.scale.scale} times {self.scale.factor}": (self.scale.scale, self.scale.factor) != ("inv_sqrt", 1.0),
+            f"out_bias={self.out_proj.bias is not None}": (self.out_proj.bias is None) != (self.q_proj.bias is None),
             "qk_norm": self.qk_norm is not None,
             "rotary": self.rotary is not None,
             "sinks": self.sinks is not None,

@@ -15,20 +15,21 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
     "swiglu": F.silu,
     "geglu": F.gelu,
+    "geglu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "reglu": F.relu,
 }
-GATED = ("swiglu", "geglu", "reglu")
+GATED = ("swiglu", "geglu", "geglu_tanh", "reglu")
 
 
 class FeedForward(nn.Module):
     """down(a(up(x))), or gated down(a(gate(x)) · up(x)); (B, L, E) in and out.
 
-    Vaswani et al. 2017 (arXiv:1706.03762, §3.3); ``swiglu``, ``geglu``, ``reglu`` with a = SiLU, GELU, ReLU: Shazeer 2020
+    Vaswani et al. 2017 (arXiv:1706.03762, §3.3); ``swiglu``, ``geglu``, ``geglu_tanh``, ``reglu`` with a = SiLU, GELU, its tanh form, ReLU: Shazeer 2020
     (arXiv:2002.05202); ReLU²: So et al. 2021 (arXiv:2109.08668).
 
     Args:
         embed_dim: E. ffn_dim: F, the hidden width.
-        activation: a key of ``ACTIVATIONS``; ``gelu_tanh`` is GPT-2's approximation.
+        activation: a key of ``ACTIVATIONS``; ``gelu_tanh`` is GPT-2's approximation of GELU.
         bias: whether the projections have biases.
         dropout: on the hidden layer, in training only.
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from minitx.config import TransformerConfig
+from minitx.nn.models.base import TransformerModel
 from minitx.nn.models.decoder import DecoderLM
+from minitx.nn.models.encoder import Encoder
+from minitx.nn.models.encoder_decoder import EncoderDecoder
+from minitx.nn.models.vision import VisionTransformer
 
-__all__ = ["MODELS", "DecoderLM", "build_model"]
+__all__ = ["MODELS", "DecoderLM", "Encoder", "EncoderDecoder", "TransformerModel", "VisionTransformer", "build_model"]
 
-MODELS: dict[str, type[nn.Module]] = {"decoder": DecoderLM}
+MODELS = {"decoder": DecoderLM, "encoder": Encoder, "encoder_decoder": EncoderDecoder, "vision": VisionTransformer}
 
 
-def build_model(config: TransformerConfig) -> nn.Module:
+def build_model(config: TransformerConfig) -> TransformerModel:
     """The model that ``config.architecture`` names."""
-    return MODELS[config.architecture](config)
+    return MODELS[config.architecture](config)  # type: ignore[abstract]

@@ -22,26 +22,31 @@ from minitx.nn.scale import ScoreScale
 
 
 class Embeddings(nn.Module):
-    """Token + position + token-type embeddings, then dropout: (B, L) -> (B, L, E)."""
+    """Token + position + token-type embeddings, a norm if the config has one, then dropout: (B, L) -> (B, L, E)."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, token: nn.Embedding | None = None) -> None:
         super().__init__()
         assert config.vocab_size is not None
-        self.token = nn.Embedding(config.vocab_size, config.embed_dim)
+        self.token = nn.Embedding(config.vocab_size, config.embed_dim) if token is None else token
+        self.gain = config.embed_dim**0.5 if config.scale_embeddings else None
         self.token_type = nn.Embedding(config.type_vocab_size, config.embed_dim) if config.type_vocab_size else None
         self.position: nn.Module | None = None
         if config.position == "learned":
-            self.position = LearnedPositions(config.max_len, config.embed_dim)
+            self.position = LearnedPositions(config.max_len + config.position_offset, config.embed_dim)
         elif config.position == "sinusoidal":
             self.position = SinusoidalPositions(config.embed_dim)
+        self.offset = config.position_offset
+        self.norm = make_norm(config.norm, config.embed_dim, config.norm_eps) if config.embed_norm else None
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
         check_position_ids(position_ids, *input_ids.shape)
         check_range("input_ids", input_ids, self.token.num_embeddings)
         x = self.token(input_ids)
+        if self.gain is not None:
+            x = x * self.gain
         if self.position is not None:
-            x = x + self.position(position_ids, x.dtype)
+            x = x + self.position(position_ids + self.offset, x.dtype)
         if (token_type_ids is None) != (self.token_type is None):
             wanted = "has none (type_vocab_size=0)" if self.token_type is None else "needs token_type_ids"
             raise ValueError(f"token_type_ids: the model {wanted}, got {'None' if token_type_ids is None else 'a tensor'}")
@@ -52,7 +57,7 @@ class Embeddings(nn.Module):
                 )
             check_range("token_type_ids", token_type_ids, self.token_type.num_embeddings)
             x = x + self.token_type(token_type_ids)
-        return self.dropout(x)
+        return self.dropout(x if self.norm is None else self.norm(x))
 
 
 def build_attention(config: TransformerConfig, *, rotary: bool = True) -> MultiHeadAttention:
@@ -64,7 +69,8 @@ def build_attention(config: TransformerConfig, *, rotary: bool = True) -> MultiH
         config.num_heads,
         num_kv_heads=config.kv_heads,
         head_dim=D,
-        bias=config.bias,
+        bias=config.bias if config.qkv_bias is None else config.qkv_bias,
+        out_bias=config.bias if config.out_bias is None else config.out_bias,
         scale=scale,
         qk_norm=QKNorm(config.qk_norm, D, num_kv_heads=config.kv_heads) if config.qk_norm else None,
         rotary=build_rotary(config) if rotary and config.position == "rotary" else None,
@@ -77,7 +83,8 @@ def build_rotary(config: TransformerConfig) -> Rotary:
     """Rotary positions, stretched if the config says so."""
     scaling = None
     if config.rotary_scaling is not None:
-        scaling = RotaryScaling(config.rotary_scaling, config.rotary_factor, config.rotary_original_len)
+        turns = config.rotary_low, config.rotary_high
+        scaling = RotaryScaling(config.rotary_scaling, config.rotary_factor, config.rotary_original_len, *turns)
     return Rotary(config.width_per_head, base=config.rotary_base, interleaved=config.rotary_interleaved, scaling=scaling)
 
 
@@ -85,7 +92,10 @@ def build_bias(config: TransformerConfig, *, decoder: bool) -> Bias | None:
     """The bias on the scores that stands for positions, one for all layers (as in T5), or None."""
     if config.position == "alibi":
         return ALiBi(config.num_heads)
-    return T5RelativeBias(config.num_heads, bidirectional=not decoder) if config.position == "t5" else None
+    if config.position != "t5":
+        return None
+    sizes = {"num_buckets": config.num_buckets, "max_distance": config.max_distance}
+    return T5RelativeBias(config.num_heads, bidirectional=not decoder, **sizes)
 
 
 def build_feedforward(config: TransformerConfig) -> nn.Module:
@@ -98,9 +108,11 @@ def build_feedforward(config: TransformerConfig) -> nn.Module:
     return MixtureOfExperts(E, F, **experts, **sizes)  # type: ignore[arg-type]
 
 
-def build_block(config: TransformerConfig, layer: int = 0, *, decoder: bool, cross: bool = False) -> EncoderBlock:
-    """Encoder or decoder block number ``layer``, which decides its chance to be dropped."""
-    drop = config.stochastic_depth * (layer + 1) / config.num_layers  # Huang et al. 2016, eq. 4
+def build_block(
+    config: TransformerConfig, layer: int = 0, *, decoder: bool, cross: bool = False, num_layers: int | None = None
+) -> EncoderBlock:
+    """Encoder or decoder block number ``layer`` of ``num_layers``, which decides its chance to be dropped."""
+    drop = config.stochastic_depth * (layer + 1) / (num_layers or config.num_layers)  # Huang et al. 2016, eq. 4
 
     def branch() -> nn.Module:
         gain = [] if config.layer_scale is None else [LayerScale(config.embed_dim, config.layer_scale)]
@@ -113,7 +125,7 @@ def build_block(config: TransformerConfig, layer: int = 0, *, decoder: bool, cro
         "norm_position": config.norm_position,
         "parallel": config.parallel,
         "dropout": config.dropout,
-        "residual_scale": deepnorm_factors(config)[0],
+        "residual_scale": deepnorm_factors(config, decoder=decoder)[0],
         "branch": branch,
     }
     if not decoder:
@@ -121,17 +133,22 @@ def build_block(config: TransformerConfig, layer: int = 0, *, decoder: bool, cro
     return DecoderBlock(**parts, cross_attention=build_attention(config, rotary=False) if cross else None)  # type: ignore[arg-type]
 
 
-def deepnorm_factors(config: TransformerConfig) -> tuple[float, float]:
-    """α on the residual stream and β on the initial W_V, W_O and feed-forward: (2N)^¼ and (8N)^-¼, or 1 and 1.
+def deepnorm_factors(config: TransformerConfig, *, decoder: bool) -> tuple[float, float]:
+    """α on the residual stream and β on the initial W_V, W_O and feed-forward, or 1 and 1.
 
-    For N layers of an encoder or a decoder alone; Wang et al. 2022, "DeepNet", arXiv:2203.00555, Figure 2.
+    (2N)^¼ and (8N)^-¼ for the N layers of an encoder or a decoder alone; of an encoder–decoder with N and M layers, the
+    encoder has 0.81 (N⁴M)^(1/16) and 0.87 (N⁴M)^(-1/16), the decoder (3M)^¼ and (12M)^-¼. Wang et al. 2022, "DeepNet",
+    arXiv:2203.00555, Figure 2.
     """
+    N, M = config.num_layers, config.decoder_layers
     if config.norm_position != "deepnorm":
         return 1.0, 1.0
-    return (2 * config.num_layers) ** 0.25, (8 * config.num_layers) ** -0.25
+    if config.architecture != "encoder_decoder":
+        return (2 * N) ** 0.25, (8 * N) ** -0.25
+    return ((3 * M) ** 0.25, (12 * M) ** -0.25) if decoder else (0.81 * (N**4 * M) ** 0.0625, 0.87 * (N**4 * M) ** -0.0625)
 
 
-def init_gains(config: TransformerConfig) -> dict[str, float]:
+def init_gains(config: TransformerConfig, *, decoder: bool = True) -> dict[str, float]:
     """What multiplies the initial weights, by role."""
-    gains = dict.fromkeys(("value", "up", "residual"), deepnorm_factors(config)[1])
+    gains = dict.fromkeys(("value", "up", "residual"), deepnorm_factors(config, decoder=decoder)[1])
     return {**gains, "residual": 0.0} if config.init_zero_outputs else gains

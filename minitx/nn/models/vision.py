@@ -1,0 +1,125 @@
+"""A Vision Transformer: patches of an image are the tokens of an encoder."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitx.config import TransformerConfig
+from minitx.nn.models.base import HeadMask, Routing, Stack, TransformerModel, router_loss
+from minitx.nn.models.encoder import Pool, build_head
+from minitx.nn.norms import make_norm
+
+
+class VisionTransformer(TransformerModel):
+    """Images in, ``num_labels`` logits out. Dosovitskiy et al. 2021, arXiv:2010.11929, §3.1.
+
+    An image of (C, h, w) becomes h/P · w/P patches of P × P pixels, each a linear map of its C · P² numbers, and with
+    ``pooling=first`` a learned class token before them, whose last hidden state answers (``mean``: the mean of the patches
+    does). The position table belongs to images of ``image_size``; other sizes get it interpolated (§3.2).
+
+    Args:
+        config: ``image_size``, ``num_channels`` and (with ``head=sequence``) ``num_labels`` must be set; ``patch_size`` is P.
+        generator: for the initial weights; default torch's global one.
+
+    Raises:
+        ValueError: a missing size; images that do not fit.
+
+    >>> sizes = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
+    >>> config = TransformerConfig(architecture="vision", head="sequence", embed_dim=12, num_heads=3, num_layers=2, **sizes)
+    >>> model = VisionTransformer(config)
+    >>> model(torch.randn(5, 1, 8, 8)).shape, model(torch.randn(5, 1, 12, 6)).shape
+    (torch.Size([5, 10]), torch.Size([5, 10]))
+    """
+
+    def __init__(self, config: TransformerConfig, *, generator: torch.Generator | None = None) -> None:
+        super().__init__(config)
+        self.embeddings = PatchEmbeddings(config)
+        self.blocks = Stack(config, config.num_layers, decoder=False)
+        self.final_norm = self._final_norm()
+        self.pool = Pool(config) if config.head == "sequence" else None
+        self.head = build_head(config)
+        self._init_weights(generator)
+
+    def forward(
+        self, pixel_values: Tensor, *, head_mask: HeadMask = None, return_extras: bool = False
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """Logits (B, num_labels) of images (B, C, h, w), or hidden states (B, tokens, E) with ``head=none``.
+
+        Args:
+            pixel_values: float; h and w are multiples of ``patch_size``, of any size.
+            head_mask: as in ``DecoderLM``.
+            return_extras: return ``(hidden, extras)`` before ``self.head``.
+        """
+        routing: Routing = []
+        x = self.blocks(
+            self.embeddings(pixel_values),
+            head_masks=self._head_masks(head_mask, self.config.num_layers),
+            routing=routing if self.config.num_experts else None,
+        )
+        hidden = self.final_norm(x)
+        if self.pool is not None:
+            hidden = self.pool(hidden if self.config.pooling == "first" else hidden[:, self.embeddings.num_class_tokens :])
+        return (hidden, router_loss(routing)) if return_extras else self.head(hidden)
+
+    def flops_per_token(self, length: int | None = None) -> float:
+        """Training FLOPs per token where an image has ``length`` tokens (default: those of ``image_size``)."""
+        length = self.embeddings.num_tokens if length is None else length
+        once = 0
+        if self.pool is not None:
+            once = sum(m.weight.numel() for part in (self.pool, self.head) for m in part.modules() if isinstance(m, nn.Linear))
+        return self._training_flops(self.config.num_layers * length, once, length)
+
+
+class PatchEmbeddings(nn.Module):
+    """(B, C, h, w) -> (B, tokens, E): linear maps of patches, the class token first, plus positions."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        for name in ("image_size", "num_channels"):
+            if getattr(config, name) is None:
+                raise ValueError(f"{name}=None: VisionTransformer needs to know its images")
+        assert config.image_size is not None and config.num_channels is not None
+        E, P, self.num_channels = config.embed_dim, config.patch_size, config.num_channels
+        self.patch_size, self.side = P, config.image_size // P
+        self.num_class_tokens = int(config.pooling == "first" or config.head == "none")
+        self.num_tokens = self.side**2 + self.num_class_tokens
+        self.patch_proj = nn.Linear(self.num_channels * P * P, E)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, E)) if self.num_class_tokens else None
+        self.position = nn.Embedding(self.num_tokens, E) if config.position == "learned" else None
+        self.norm = make_norm(config.norm, E, config.norm_eps) if config.embed_norm else None
+        self.dropout = nn.Dropout(config.dropout)
+
+    def reset_parameters(self) -> None:
+        """The class token starts at zero: its position tells it apart."""
+        if self.class_token is not None:
+            nn.init.zeros_(self.class_token)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        P, shape = self.patch_size, tuple(pixel_values.shape)
+        if len(shape) != 4 or shape[1] != self.num_channels or shape[2] % P or shape[3] % P or 0 in shape:
+            raise ValueError(
+                f"pixel_values must have shape (B, {self.num_channels}, h, w) with h and w multiples of patch_size={P}, got {shape}"
+            )
+        if not pixel_values.is_floating_point():
+            raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
+        grid = shape[2] // P, shape[3] // P
+        patches = pixel_values.unfold(2, P, P).unfold(3, P, P)  # (B, C, rows, columns, P, P)
+        x = self.patch_proj(patches.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2))  # (B, rows * columns, E)
+        if self.class_token is not None:
+            x = torch.cat((self.class_token.expand(shape[0], -1, -1), x), dim=1)
+        if self.position is not None:
+            x = x + self.positions(*grid)
+        return self.dropout(x if self.norm is None else self.norm(x))
+
+    def positions(self, rows: int, columns: int) -> Tensor:
+        """The table (tokens, E), interpolated (bicubic) where the grid of patches is not the one that it belongs to."""
+        assert self.position is not None
+        table, n = self.position.weight, self.num_class_tokens
+        if (rows, columns) == (self.side, self.side):
+            return table
+        square = table[n:].T.view(1, -1, self.side, self.side)
+        high = square.to(torch.promote_types(square.dtype, torch.float32))
+        resized = F.interpolate(high, size=(rows, columns), mode="bicubic", align_corners=False).to(table.dtype)
+        return torch.cat((table[:n], resized[0].flatten(1).T))
