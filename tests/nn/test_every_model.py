@@ -1,0 +1,522 @@
+"""What holds for every model: backends agree, padding does not matter, looking ahead is impossible, sizes are honest."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from minitx.config import ConfigError, TransformerConfig, to_dict
+from minitx.nn import (
+    DecoderLM,
+    Encoder,
+    EncoderDecoder,
+    FeedForward,
+    KVCache,
+    MultiHeadAttention,
+    VisionTransformer,
+    from_key_padding_mask,
+)
+from minitx.nn.models import build_model
+
+V, E, H, L, S, C = 13, 12, 3, 7, 5, 3
+VANILLA = {"position": "sinusoidal", "norm_position": "post", "scale_embeddings": True, "activation": "relu"}
+T5 = {
+    "position": "t5", "norm": "rms", "bias": False, "scale": "unscaled", "activation": "relu", "scale_logits": True,
+    "num_buckets": 8, "max_distance": 11,
+}  # fmt: skip
+BERT = {"norm_position": "post", "embed_norm": True, "head_transform": True, "head_bias": True, "type_vocab_size": 0}
+LLAMA = {"position": "rotary", "norm": "rms", "bias": False, "activation": "swiglu", "num_kv_heads": 1, "tie_embeddings": False}
+SEQUENCE = {"head": "sequence", "num_labels": C}
+IMAGES = {"head": "sequence", "num_labels": C, "image_size": 6, "num_channels": 2}
+MODELS = {
+    "gpt2": ("decoder", {}),
+    "llama": ("decoder", LLAMA),
+    "qwen2": ("decoder", {**LLAMA, "qkv_bias": True}),
+    "decoder with alibi and a window": ("decoder", {"position": "alibi", "window": 3}),
+    "decoder with a learned scale": ("decoder", {"scale": "learned", "qk_norm": "l2"}),
+    "bert": ("encoder", BERT),
+    "bert, sequence": ("encoder", {**BERT, **SEQUENCE, "head_transform": False, "pooler": True}),
+    "encoder, mean of tokens": ("encoder", {**SEQUENCE, "pooling": "mean", "position": "rotary"}),
+    "encoder, tokens": ("encoder", {"head": "token", "num_labels": C, "position": "alibi"}),
+    "encoder, unscaled": ("encoder", {"scale": "unscaled", "position": "sinusoidal"}),
+    "t5 encoder": ("encoder", {**T5, "head": "none", "scale_logits": False}),
+    "vaswani": ("encoder_decoder", VANILLA),
+    "t5": ("encoder_decoder", T5),
+    "encoder-decoder, rotary and deepnorm": ("encoder_decoder", {"position": "rotary", "norm_position": "deepnorm"}),
+    "encoder-decoder, 3 and 1 layers": ("encoder_decoder", {"num_layers": 3, "num_decoder_layers": 1}),
+    "encoder-decoder, log_length": ("encoder_decoder", {"scale": "log_length"}),
+    "vision": ("vision", IMAGES),
+    "vision, mean of patches": ("vision", {**IMAGES, "pooling": "mean", "norm": "rms"}),
+}
+PADDED = [name for name, (kind, _) in MODELS.items() if kind != "vision"]
+
+
+def model(name, **more):
+    """Weights large enough that every path matters; float64."""
+    kind, options = MODELS[name]
+    options = {"embed_dim": E, "num_heads": H, "num_layers": 2, "max_len": 31, "init": "lecun", **options, **more}
+    if kind != "vision":
+        options = {"vocab_size": V, **options}
+    torch.manual_seed(0)
+    network = build_model(TransformerConfig(architecture=kind, **options)).double()
+    for module in network.modules():  # what starts at zero or one would hide its own loss
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            if parameter_name in ("weight", "bias", "class_token") and (parameter == parameter.flatten()[0]).all():
+                nn.init.normal_(parameter, 1.0, 0.3)
+    return network
+
+
+def padding(length, side, extra=3):
+    """(1, length + extra) bool, real tokens True."""
+    left = {"left": extra, "right": 0, "both": 2}[side]
+    return (torch.arange(length + extra) >= left) & (torch.arange(length + extra) < left + length)
+
+
+def padded(ids, side):
+    """Two rows: ``ids`` among other tokens, and a row without padding."""
+    real = padding(ids.shape[1], side)
+    row = torch.randint(1, V, (1, real.shape[0]))
+    row[0, real] = ids[0]
+    other = torch.randint(1, V, (1, real.shape[0]))
+    return torch.cat((row, other)), torch.stack((real, torch.ones_like(real)))
+
+
+def inputs(kind, side=None):
+    torch.manual_seed(1)
+    if kind == "vision":
+        return {"pixel_values": torch.randn(2, 2, 6, 6, dtype=torch.float64)}
+    ids = torch.randint(1, V, (1, L))
+    batch = {"input_ids": torch.cat((ids, ids.flip(1)))}
+    if side is not None:
+        batch["input_ids"], batch["key_mask"] = padded(ids, side)
+    if kind == "encoder_decoder":
+        target = torch.randint(1, V, (1, S))
+        batch["decoder_input_ids"] = torch.cat((target, target.flip(1)))
+        if side is not None:
+            batch["decoder_input_ids"], batch["decoder_key_mask"] = padded(target, side)
+    return batch
+
+
+def loss_of(network, batch):
+    """Cross-entropy of a fixed label at every real position, and the logits."""
+    logits = network(**batch)
+    logits = logits if network.config.head != "none" else logits.sigmoid()
+    flat = logits.flatten(0, -2)
+    labels = torch.arange(flat.shape[0]) % flat.shape[1]
+    mask = batch.get("decoder_key_mask", batch.get("key_mask"))
+    if mask is not None and logits.dim() == 3:
+        labels = labels.masked_fill(~mask.flatten(), -100)
+    return F.cross_entropy(flat, labels, ignore_index=-100), logits
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("side", [None, "left", "right"], ids=["unpadded", "left", "right"])
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_all_gradients_are_those_of_math_in_every_backend(name, side, training):
+    if side is not None and name not in PADDED:
+        side = None
+    batch, found = inputs(MODELS[name][0], side), {}
+    for backend in ("math", "sdpa", "chunked", "auto"):
+        network = model(name, backend=backend).train(training)
+        loss, _ = loss_of(network, batch)
+        loss.backward()
+        grads = {n: p.grad for n, p in network.named_parameters()}
+        assert all(grad is not None and torch.isfinite(grad).all() for grad in grads.values()), backend
+        found[backend] = {"loss": loss.detach(), **grads}
+    for backend, got in found.items():
+        for key, want in found["math"].items():
+            torch.testing.assert_close(got[key], want, rtol=0, atol=1e-10, msg=lambda m, b=backend, k=key: f"{b} {k}: {m}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_matters(name):
+    network, batch = model(name), inputs(MODELS[name][0])
+    loss_of(network, batch)[0].backward()
+    unused = [n for n, p in network.named_parameters() if p.grad is None or not p.grad.any()]
+    # a bias on the keys moves all scores of a query alike; a head after the last norm of one token may see no difference
+    assert [n for n in unused if not n.endswith("k_proj.bias")] == []
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_changes_nothing(name, side):
+    network, kind = model(name).eval(), MODELS[name][0]
+    plain = {key: value[:1] for key, value in inputs(kind).items()}
+    batch = dict(plain)
+    batch["input_ids"], batch["key_mask"] = padded(plain["input_ids"], side)
+    if kind == "encoder_decoder":
+        batch["decoder_input_ids"], batch["decoder_key_mask"] = padded(plain["decoder_input_ids"], side)
+    want, got = network(**plain), network(**batch)
+    if network.config.head == "sequence":
+        torch.testing.assert_close(got[:1], want, rtol=0, atol=1e-12)
+    else:
+        real = padding(want.shape[1], side)
+        torch.testing.assert_close(got[:1, real], want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_batch_is_its_rows(name):
+    network, batch = model(name).eval(), inputs(MODELS[name][0], "left" if name in PADDED else None)
+    whole = network(**batch)
+    for b in range(2):
+        alone = network(**{key: value[b : b + 1] for key, value in batch.items()})
+        torch.testing.assert_close(alone, whole[b : b + 1], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_extras_come_before_the_head(name):
+    network, batch = model(name).eval(), inputs(MODELS[name][0])
+    hidden, extras = network(**batch, return_extras=True)
+    assert extras == {}
+    assert torch.equal(network.head(hidden), network(**batch))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_report_their_router_loss(name):
+    network, batch = model(name, num_experts=3).train(), inputs(MODELS[name][0])
+    _, extras = network(**batch, return_extras=True)
+    assert list(extras) == ["router_loss"]
+    extras["router_loss"].backward()
+    routers = [p for n, p in network.named_parameters() if "router" in n]
+    layers = network.config.num_layers + (network.config.decoder_layers if MODELS[name][0] == "encoder_decoder" else 0)
+    assert len(routers) == layers
+    assert all(router.grad.any() for router in routers)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpointing_changes_no_bit(name):
+    batch, losses = inputs(MODELS[name][0]), []
+    for checkpointing in (False, True):
+        network = model(name, checkpointing=checkpointing)
+        loss_of(network, batch)[0].backward()
+        losses.append([p.grad for p in network.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_flops_are_six_for_each_matrix_weight_and_twelve_for_each_score_channel(name):
+    network, kind = model(name), MODELS[name][0]
+    config = network.config
+    weights = {n: m.weight.numel() for n, m in network.named_modules() if isinstance(m, nn.Linear)}
+    head = sum(size for n, size in weights.items() if n.startswith(("head", "pool")))
+    length = 10 if kind == "vision" and config.pooling == "first" else 9
+    window = config.window or length
+    causal = sum(min(i + 1, window) for i in range(length)) / length
+    scores = config.num_layers * (causal if kind == "decoder" else length)
+    if kind == "encoder_decoder":
+        scores += config.decoder_layers * (causal + length)
+    met = sum(weights.values()) - (head - head / length if config.head == "sequence" else 0)
+    want = 6 * met + 12 * H * (E // H) * scores
+    assert network.flops_per_token(length) == pytest.approx(want, rel=1e-12)
+
+
+# ---- encoders
+
+
+def test_every_token_of_an_encoder_sees_every_other():
+    network, ids = model("bert"), torch.randint(1, V, (1, L))
+    embedded = []
+    network.embeddings.register_forward_hook(lambda m, a, out: embedded.append(out))
+    logits = network(ids)
+    for t in range(L):
+        (grad,) = torch.autograd.grad(logits[0, t].square().sum(), embedded, retain_graph=True)
+        assert (grad[0].abs().sum(-1) > 0).all()
+
+
+def test_a_window_of_an_encoder_reaches_both_ways():
+    network, ids = model("bert", window=2, num_layers=1), torch.randint(1, V, (1, L))
+    embedded = []
+    network.embeddings.register_forward_hook(lambda m, a, out: embedded.append(out))
+    (grad,) = torch.autograd.grad(network(ids)[0, 3].square().sum(), embedded)
+    assert (grad[0].abs().sum(-1) > 0).tolist() == [False, False, True, True, True, False, False]
+
+
+def test_packed_documents_of_an_encoder_are_separate_runs():
+    network = model("bert").eval()
+    ids, documents = torch.randint(1, V, (1, 7)), torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
+    packed = network(ids, document_ids=documents)
+    torch.testing.assert_close(packed[:, :3], network(ids[:, :3]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(packed[:, 3:], network(ids[:, 3:]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("pooling", ["first", "mean"])
+def test_pooling_reads_real_tokens_only(pooling):
+    network = model("bert, sequence", pooling=pooling, pooler=False).eval()
+    hidden = torch.arange(5.0, dtype=torch.float64).view(1, 5, 1).expand(2, 5, E)
+    real = torch.tensor([[False, True, True, False, False], [True] * 5])
+    want = {"first": [1.0, 0.0], "mean": [1.5, 2.0]}[pooling]
+    assert network.pool(hidden, real)[:, 0].tolist() == want
+    assert network.pool(hidden)[0, 0] == {"first": 0.0, "mean": 2.0}[pooling]
+
+
+def test_berts_head_is_dense_activation_norm_vocabulary():
+    network = model("bert").eval()
+    hidden, _ = network(torch.randint(1, V, (1, L)), return_extras=True)
+    head = network.head
+    want = F.layer_norm(F.gelu(F.linear(hidden, head.dense.weight, head.dense.bias)), (E,), head.norm.weight, head.norm.bias)
+    want = want @ network.embeddings.token.weight.T + head.head.bias
+    torch.testing.assert_close(network.head(hidden), want, rtol=0, atol=1e-13)
+
+
+# ---- encoder-decoder
+
+
+def test_the_target_never_sees_its_future_and_always_the_whole_source():
+    network = model("vaswani")
+    batch = {key: value[:1] for key, value in inputs("encoder_decoder").items()}
+    seen = {}
+    network.encoder.embeddings.register_forward_hook(lambda m, a, out: seen.__setitem__("source", out))
+    network.embeddings.register_forward_hook(lambda m, a, out: seen.__setitem__("target", out))
+    logits = network(**batch)
+    for t in range(S):
+        source, target = torch.autograd.grad(logits[0, t].square().sum(), [seen["source"], seen["target"]], retain_graph=True)
+        assert (source[0].abs().sum(-1) > 0).all()
+        reached = (target[0].abs().sum(-1) > 0).tolist()
+        assert reached == [u <= t for u in range(S)]
+
+
+@pytest.mark.parametrize("name", [n for n in MODELS if MODELS[n][0] == "encoder_decoder"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_memory_and_cache_give_what_the_whole_forward_gives(name, side):
+    network, batch = model(name).eval(), inputs("encoder_decoder", side)
+    with torch.no_grad():
+        want = network(**batch)
+        memory = network.encode(batch["input_ids"], key_mask=batch["key_mask"])
+        target = {"key_mask": batch["key_mask"], "memory": memory}
+        again = network(None, batch["decoder_input_ids"], decoder_key_mask=batch["decoder_key_mask"], **target)
+        assert torch.equal(again, want)
+        cache, pieces = KVCache(capacity=11, num_layers=network.config.decoder_layers), []
+        for start, stop in ((0, 3), (3, 4), (4, batch["decoder_input_ids"].shape[1])):
+            piece = slice(None), slice(start, stop)
+            pieces.append(
+                network(
+                    None,
+                    batch["decoder_input_ids"][piece],
+                    decoder_key_mask=batch["decoder_key_mask"][piece],
+                    cache=cache,
+                    **target,
+                )
+            )
+    real = batch["decoder_key_mask"]
+    torch.testing.assert_close(torch.cat(pieces, dim=1)[real], want[real], rtol=0, atol=1e-10)
+
+
+def test_one_table_serves_source_target_and_head():
+    network = model("t5")
+    assert network.embeddings.token is network.encoder.embeddings.token
+    assert network.head.weight is network.embeddings.token.weight
+    assert network.encoder.attn_bias.weight is not network.attn_bias.weight
+    ids = torch.randint(1, V, (1, L))
+    hidden, _ = network(ids, ids, return_extras=True)
+    unscaled = model("t5", scale_logits=False)
+    want, _ = unscaled(ids, ids, return_extras=True)
+    torch.testing.assert_close(hidden, want / math.sqrt(E), rtol=0, atol=1e-13)
+
+
+def test_vaswanis_embeddings_are_multiplied_by_the_root_of_the_width():
+    network = model("vaswani")
+    ids = torch.tensor([[3, 5]])
+    positions = torch.arange(2).unsqueeze(0)
+    plain = model("vaswani", scale_embeddings=False).embeddings
+    difference = network.embeddings(ids, positions) - plain(ids, positions)
+    torch.testing.assert_close(difference, plain.token(ids) * (math.sqrt(E) - 1), rtol=0, atol=1e-13)
+
+
+def test_positions_can_start_at_another_row_of_the_table():
+    network = model("bert", position_offset=2)
+    assert network.embeddings.position.table.num_embeddings == 33
+    ids = torch.tensor([[3, 5]])
+    before = network(ids)
+    with torch.no_grad():
+        network.embeddings.position.table.weight[:2] = torch.nan
+    assert torch.equal(network(ids), before)
+
+
+def test_deepnorm_of_an_encoder_decoder_follows_both_depths():
+    network = model("encoder-decoder, rotary and deepnorm", num_layers=6, num_decoder_layers=4)
+    N, M = 6, 4
+    assert network.encoder.blocks[0].attention_residual.residual_scale == pytest.approx(0.81 * (N**4 * M) ** (1 / 16))
+    assert network.blocks[0].attention_residual.residual_scale == pytest.approx((3 * M) ** 0.25)
+    wide = {"embed_dim": 192, "vocab_size": V, "num_layers": N, "num_decoder_layers": M, "init": "lecun", "num_heads": 3}
+    network = EncoderDecoder(TransformerConfig(architecture="encoder_decoder", norm_position="deepnorm", **wide))
+    std = {side: part.blocks[0].attention.v_proj.weight.std().item() for side, part in (("e", network.encoder), ("d", network))}
+    assert std["e"] * 192**0.5 == pytest.approx(0.87 * (N**4 * M) ** (-1 / 16), rel=0.03)
+    assert std["d"] * 192**0.5 == pytest.approx((12 * M) ** -0.25, rel=0.03)
+
+
+def test_an_encoder_decoder_equals_torchs_transformer():
+    """The same weights in ``torch.nn.Transformer`` (post-norm, ReLU: the paper's layers) give the same hidden states."""
+    ours = model("vaswani").eval()
+    options = {"dim_feedforward": 4 * E, "dropout": 0.0, "batch_first": True, "dtype": torch.float64}
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, **options), 2, enable_nested_tensor=False).eval()
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(E, H, **options), 2).eval()
+    pairs = [(ours.encoder.blocks, encoder.layers), (ours.blocks, decoder.layers)]
+    for our_block, their_layer in [pair for stacks in pairs for pair in zip(*stacks, strict=True)]:
+        their_layer.self_attn.load_state_dict(our_block.attention.to_torch().state_dict())
+        their_layer.linear1.load_state_dict(our_block.feedforward.up_proj.state_dict())
+        their_layer.linear2.load_state_dict(our_block.feedforward.down_proj.state_dict())
+        norms = [our_block.attention_residual.norm, our_block.feedforward_residual.norm]
+        if getattr(our_block, "cross_attention", None) is not None:
+            their_layer.multihead_attn.load_state_dict(our_block.cross_attention.to_torch().state_dict())
+            norms.insert(1, our_block.cross_residual.norm)
+        for i, norm in enumerate(norms, start=1):
+            getattr(their_layer, f"norm{i}").load_state_dict(norm.state_dict())
+    batch = inputs("encoder_decoder", "right")
+    hidden, _ = ours(**batch, return_extras=True)
+    source = ours.encoder.embeddings(batch["input_ids"], torch.arange(L + 3).unsqueeze(0))
+    target = ours.embeddings(batch["decoder_input_ids"], torch.arange(S + 3).unsqueeze(0))
+    hidden_keys = from_key_padding_mask(batch["key_mask"])
+    memory = encoder(source, src_key_padding_mask=hidden_keys)
+    ahead = torch.ones(S + 3, S + 3, dtype=torch.bool).triu(1)
+    want = decoder(target, memory, tgt_mask=ahead, memory_key_padding_mask=hidden_keys)
+    real = batch["decoder_key_mask"]
+    torch.testing.assert_close(hidden[real], want[real], rtol=0, atol=1e-12)
+
+
+# ---- vision
+
+
+def test_patches_are_a_strided_convolution():
+    network = model("vision")
+    images = torch.randn(2, 2, 6, 6, dtype=torch.float64)
+    weight = network.embeddings.patch_proj.weight.view(E, 2, 2, 2)
+    want = F.conv2d(images, weight, network.embeddings.patch_proj.bias, stride=2).flatten(2).mT
+    want = torch.cat((network.embeddings.class_token.expand(2, -1, -1), want), dim=1) + network.embeddings.position.weight
+    torch.testing.assert_close(network.embeddings(images), want, rtol=0, atol=1e-13)
+
+
+def test_positions_of_other_image_sizes_are_interpolated():
+    table = model("vision").embeddings
+    assert torch.equal(table.positions(3, 3), table.position.weight)
+    assert table.positions(5, 2).shape == (11, E)
+    assert torch.equal(table.positions(5, 2)[0], table.position.weight[0])  # the class token stands nowhere
+    with torch.no_grad():  # a table that counts rows stays one that rises evenly to both sides of the middle
+        table.position.weight[1:] = torch.arange(3.0).repeat_interleave(3).double()[:, None]
+    rows = table.positions(9, 4)[1:, 0].view(9, 4)
+    assert torch.equal(rows, rows[:, :1].expand(9, 4))
+    assert (rows[1:-1].diff(dim=0) > 0.15).all()
+    torch.testing.assert_close(rows + rows.flip(0), torch.full_like(rows, 2.0), rtol=0, atol=1e-6)
+
+
+def test_the_class_token_is_there_only_where_it_is_read():
+    assert model("vision").embeddings.num_tokens == 10
+    assert model("vision, mean of patches").embeddings.num_tokens == 9
+    assert model("vision, mean of patches").embeddings.class_token is None
+
+
+# ---- sizes and refusals
+
+
+def test_number_of_parameters_by_hand():
+    block = 4 * (E * E + E) + 2 * E * 4 * E + 5 * E + 2 * 2 * E
+    cross = 4 * (E * E + E) + 2 * E
+    assert model("bert", position="none", embed_norm=False, head_transform=False, norm_position="pre").num_parameters() == (
+        V * E + 2 * block + 2 * E + V
+    )
+    assert model("vaswani").num_parameters() == V * E + 4 * block + 2 * cross
+    assert model("vision").num_parameters() == 8 * E + E + E + 10 * E + 2 * block + 2 * E + (E + 1) * C
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"architecture": "decoder", "head": "token"}, "head=token belongs to architecture=encoder or vision, got"),
+        ({"architecture": "vision", "head": "token"}, "head=token must be sequence or none with architecture=vision"),
+        ({"architecture": "vision", **IMAGES, "image_size": 7}, "image_size=7 is not divisible by patch_size=2"),
+        ({"architecture": "vision", **IMAGES, "position": "t5"}, "position=t5 must be learned or none with architecture=vision"),
+        ({"architecture": "encoder", "num_decoder_layers": 2}, "num_decoder_layers=2 belongs to architecture=encoder_decoder"),
+        ({"architecture": "decoder", "head_transform": True}, "head_transform=True belongs to architecture=encoder with head=lm"),
+        ({"attention": "linformer", "num_slots": 3}, "attention=linformer is not causal"),
+        ({"attention": "linformer", "architecture": "encoder"}, "num_slots=null must be given with attention=linformer"),
+        ({"attention": "sliding_window"}, "window=null must be given with attention=sliding_window"),
+        ({"attention": "linear", "position": "alibi"}, "position=alibi adds to the scores of keys, which attention=linear"),
+        ({"attention": "performer", "dropout": 0.1}, "dropout=0.1 has no meaning with attention=performer"),
+        ({"attention": "linear", "sinks": True}, "sinks=True has no meaning with attention=linear"),
+        ({"attention": "linear", "architecture": "encoder_decoder"}, "attention=linear needs architecture=decoder, encoder or"),
+        ({"pad_id": -1}, "pad_id=-1 must be zero or more"),
+        ({"num_labels": 0}, "num_labels=0 must be positive"),
+    ],
+)  # fmt: skip
+def test_a_config_without_meaning_is_one_sentence(options, sentence):
+    with pytest.raises(ConfigError) as raised:
+        TransformerConfig(**options)
+    assert str(raised.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [
+        (lambda: Encoder(TransformerConfig(architecture="encoder")), "vocab_size=None: Encoder needs"),
+        (lambda: EncoderDecoder(TransformerConfig(architecture="encoder_decoder")), "vocab_size=None: SourceEncoder needs"),
+        (
+            lambda: Encoder(TransformerConfig(architecture="encoder", vocab_size=V, head="sequence")),
+            "num_labels=None: head=sequence needs the number of labels",
+        ),
+        (
+            lambda: VisionTransformer(TransformerConfig(architecture="vision", head="none", num_channels=1)),
+            "image_size=None: VisionTransformer needs to know its images",
+        ),
+        (
+            lambda: model("vision")(torch.randn(2, 2, 6, 7)),
+            r"pixel_values must have shape \(B, 2, h, w\) with h and w multiples",
+        ),
+        (lambda: model("vision")(torch.randn(2, 1, 6, 6)), r"pixel_values must have shape \(B, 2, h, w\)"),
+        (lambda: model("vaswani")(None, torch.ones(1, 2, dtype=torch.long)), "input_ids=None: an encoder-decoder needs"),
+        (
+            lambda: model("vaswani")(torch.ones(2, 3, dtype=torch.long), torch.ones(1, 2, dtype=torch.long)),
+            r"memory must have the target's rows, \(B, S, E\) = \(1, S, 12\), got \(2, 3, 12\)",
+        ),
+        (lambda: model("vaswani")(torch.ones(1, 3).long(), torch.ones(1, 2)), r"decoder_input_ids must be whole numbers"),
+        (lambda: model("bert")(torch.ones(1, 32).long()), "input_ids has 32 tokens a row, but the position table ends at"),
+        (lambda: model("bert")(torch.full((1, 2), V)), "input_ids must lie between 0 and 12"),
+        (
+            lambda: model("bert")(torch.ones(1, 2).long(), key_mask=torch.ones(1, 3, dtype=torch.bool)),
+            r"key_mask must have shape \(B, S\) = \(1, 2\), got \(1, 3\)",
+        ),
+    ],
+)
+def test_what_a_model_cannot_take_is_named(build, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        build()
+    with pytest.raises(TypeError, match="pixel_values must be floating-point"):
+        model("vision")(torch.ones(1, 2, 6, 6, dtype=torch.long))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_config_beside_the_weights_builds_the_same_model(name):
+    network = model(name)
+    again = build_model(TransformerConfig(**to_dict(network.config))).double()
+    again.load_state_dict(network.state_dict())
+    batch = inputs(MODELS[name][0])
+    assert torch.equal(again.eval()(**batch), network.eval()(**batch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_compiles_whole_and_at_most_twice_for_several_lengths(name):
+    torch._dynamo.reset()
+    network, count = model(name).eval(), [0]
+
+    def counting(module, example):
+        count[0] += 1
+        return module.forward
+
+    compiled = torch.compile(network, backend=counting, fullgraph=True, dynamic=None)
+    for length in (5, 6, 7, 9, 11):
+        if MODELS[name][0] == "vision":
+            batch = {"pixel_values": torch.randn(length, 2, 6, 6, dtype=torch.float64)}
+        else:
+            batch = {"input_ids": torch.randint(1, V, (2, length))}
+        if MODELS[name][0] == "encoder_decoder":
+            batch["decoder_input_ids"] = torch.randint(1, V, (2, length + 2))
+        torch.testing.assert_close(compiled(**batch), network(**batch), rtol=0, atol=1e-12)
+    assert count[0] <= 2
+
+
+def test_blocks_of_all_models_are_the_same_bricks():
+    for name in MODELS:
+        bricks = {type(m).__name__ for m in model(name).modules() if isinstance(m, MultiHeadAttention | FeedForward)}
+        assert bricks == {"MultiHeadAttention", "FeedForward"}
+    assert isinstance(model("gpt2"), DecoderLM)
