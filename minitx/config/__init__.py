@@ -11,6 +11,7 @@ from minitx.config.model import SCALE_WORDS, TransformerConfig, check_scale
 from minitx.config.run import AblationConfig, RunConfig, StudyConfig
 from minitx.config.training import (
     CallbacksConfig,
+    EvaluationConfig,
     ObjectiveConfig,
     OptimizerConfig,
     ParameterRule,
@@ -26,6 +27,7 @@ __all__ = [
     "CallbacksConfig",
     "ConfigError",
     "DataConfig",
+    "EvaluationConfig",
     "KeyValueDataConfig",
     "ObjectiveConfig",
     "OptimizerConfig",

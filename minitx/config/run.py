@@ -9,7 +9,14 @@ from typing import Any, Literal
 from minitx.config.checks import positive, require
 from minitx.config.data import DataConfig, TextDataConfig
 from minitx.config.model import TransformerConfig
-from minitx.config.training import CallbacksConfig, ObjectiveConfig, OptimizerConfig, ScheduleConfig, TrainerConfig
+from minitx.config.training import (
+    CallbacksConfig,
+    EvaluationConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainerConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +72,7 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logger: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     ablation: AblationConfig | None = None
     seed: int = 0
     ckpt_path: str | None = None
@@ -73,11 +81,6 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2^32)")
-        require(
-            self.model.num_experts is None,
-            f"model.num_experts={self.model.num_experts} cannot be trained from here yet: no objective adds the router's "
-            "load-balancing loss (the block and extras['router_loss'] are there for loops of one's own)",
-        )
         warmup, steps = self.schedule.warmup_steps, self.trainer.max_steps
         require(warmup <= steps, f"schedule.warmup_steps={warmup} must not exceed trainer.max_steps={steps}")
         accumulate, ranks, rows = self.trainer.accumulate, self.trainer.devices, self.data.batch_size

@@ -12,13 +12,19 @@ from minitx.config.checks import ConfigError, fraction, not_negative, positive, 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    """What is minimised, averaged over the labels of a whole optimizer step; the name of a function in ``training.objectives``."""
+    """What is minimised, averaged over the labels of a whole optimizer step; the name of a function in ``training.objectives``.
+
+    ``router_loss`` is the weight of the experts' load-balancing loss, where a model has experts (0.01: Fedus et al. 2021,
+    "Switch Transformers", arXiv:2101.03961, §2.2).
+    """
 
     name: Literal["cross_entropy"] = "cross_entropy"
     label_smoothing: float = 0.0
+    router_loss: float = 0.01
 
     def __post_init__(self) -> None:
         fraction(self, "label_smoothing")
+        not_negative(self, "router_loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +127,24 @@ class TrainerConfig:
         positive(self, "max_steps", "devices", "accumulate", "log_every", "threads")
         positive(self, "val_batches", "val_batch_size")
         not_negative(self, "val_every", "ckpt_every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """The task's metrics with 95 % intervals, on the validation split: what ``scripts/evaluate.py`` prints.
+
+    ``at_end`` prints them after training, too, and writes ``evaluation.json``. ``num_rows`` are the validation rows to look
+    at (``null``: all), ``num_beams`` those of generated answers (1: greedy), ``num_shown`` the answers to show.
+    """
+
+    at_end: bool = False
+    num_rows: int | None = None
+    num_beams: int = 1
+    num_shown: int = 3
+
+    def __post_init__(self) -> None:
+        positive(self, "num_rows", "num_beams")
+        not_negative(self, "num_shown")
 
 
 @dataclass(frozen=True, kw_only=True)

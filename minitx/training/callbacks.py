@@ -37,13 +37,20 @@ class StepLog(StepCallback):
 
     def __init__(self, log_every: int) -> None:
         self.log_every = log_every
-        self.tokens = 0
+        self.tokens: Any = 0  # a device tensor between log points: steps differ in their number of targets
         self.started = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tokens": int(self.tokens)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.tokens = state_dict["tokens"]
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.started = time.perf_counter()
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
+        self.tokens = self.tokens + batch["num_targets"]
         if step % self.log_every and step != 1 and step != trainer.max_steps:
             return
         if module.device.type != "cpu":
@@ -51,7 +58,7 @@ class StepLog(StepCallback):
         loss = module.step_loss
         if trainer.world_size > 1:
             loss = trainer.strategy.reduce(loss, reduce_op="sum")
-        self.tokens = step * int(batch["num_targets"])
+        self.tokens = int(self.tokens)
         row = {
             "train_loss": float(loss),
             "lr": trainer.optimizers[0].param_groups[0]["initial_lr"] * module.lr_factor(step - 1),  # of this update
@@ -86,7 +93,7 @@ class PlainProgress(StepCallback):
             self.last = now
             rate = (step - self.first_step) / max(now - self.started, 1e-9)
             left = (trainer.max_steps - step) / rate
-            tokens = rate * int(batch["num_targets"])
+            tokens = rate * int(batch["num_targets"])  # of the last step
             log.info(
                 "step %d/%d  loss %.4f  %.1f steps/s  %.0f tokens/s  %s left",
                 *(step, trainer.max_steps, float(module.step_loss), rate, tokens, clock(left)),

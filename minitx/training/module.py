@@ -43,6 +43,8 @@ class TrainingModule(L.LightningModule):
         network: called as ``network(**inputs)`` with the batch's keys other than labels; returns logits.
         objective: (logits, labels) -> ``Sums``.
         make_optimizer: network -> optimizer. lr_factor: step -> factor of the learning rate.
+        router_loss: weight of the experts' load-balancing loss; 0 where the network has none. A mean over a micro-batch, so
+            that its gradient (unlike that of the objective) depends on how a step is split.
         clip: largest global gradient norm, or None. Clipping is done here, because Lightning refuses it together with
             bf16 and a fused optimizer.
         compile: run the network through ``torch.compile``; ``network`` itself stays plain, for probes and checkpoints.
@@ -57,6 +59,7 @@ class TrainingModule(L.LightningModule):
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
         lr_factor: Callable[[int], float],
         *,
+        router_loss: float = 0.0,
         clip: float | None = None,
         compile: bool = False,
         seed: int = 0,
@@ -65,8 +68,8 @@ class TrainingModule(L.LightningModule):
         super().__init__()
         self.network = network
         self.objective, self.make_optimizer, self.lr_factor = objective, make_optimizer, lr_factor
-        self.clip, self.seed = clip, seed
-        self.run: Callable[..., Tensor] = torch.compile(lambda **inputs: network(**inputs)) if compile else network.__call__
+        self.router_loss, self.clip, self.seed = router_loss, clip, seed
+        self.run: Callable[..., Any] = torch.compile(lambda **inputs: network(**inputs)) if compile else network.__call__
         self.state = dict(state or {})
         self.latch = Latch()
         self.step_loss: Tensor | float = 0.0
@@ -86,10 +89,15 @@ class TrainingModule(L.LightningModule):
         accumulate, world = self.trainer.accumulate_grad_batches, self.trainer.world_size
         micro = batch_idx % accumulate
         seed_device(self.device, hash_seed(self.seed, self.global_step, micro, self.global_rank))
-        sums = self.objective(self(batch), batch["labels"])
-        share = sums.loss / batch["num_targets"]  # this micro-batch's part of the step's mean loss
+        balance: Tensor | float = 0.0
+        if self.router_loss:
+            hidden, extras = self.run(**network_inputs(batch), return_extras=True)
+            logits, balance = self.network.get_submodule("head")(hidden), self.router_loss * extras["router_loss"]
+        else:
+            logits = self(batch)
+        share = self.objective(logits, batch["labels"]).loss / batch["num_targets"]  # this micro-batch's part of the mean loss
         self.step_loss = share.detach() + (self.step_loss if micro else 0.0)
-        return share * (world * accumulate)
+        return share * (world * accumulate) + balance
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -135,6 +135,7 @@ def build_module(config: RunConfig, model_config: TransformerConfig, data: DataM
         build_objective(config.objective),
         partial(build_optimizer, config=config.optimizer, head_dim=model_config.width_per_head),
         lr_factor(config.schedule, config.trainer.max_steps),
+        router_loss=config.objective.router_loss if model_config.num_experts else 0.0,
         clip=config.optimizer.clip,
         compile=config.trainer.compile,
         seed=config.seed,

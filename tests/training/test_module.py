@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+from types import SimpleNamespace
 
 import lightning.pytorch as L
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from minitx.config import ObjectiveConfig
+from minitx.training.callbacks import StepLog
 from minitx.training.metrics import read_metrics
 from minitx.training.module import Latch, NonFiniteError, TrainingModule, hash_seed
 from minitx.training.objectives import Sums, build_objective
@@ -71,7 +73,7 @@ class Recorder(L.Callback):
             self.norms.append(float(module.grad_norm))
 
 
-def fit(rows, accumulate, *, network=None, clip=None, make_optimizer=None, objective=None, seed=0):
+def fit(rows, accumulate, *, network=None, clip=None, make_optimizer=None, objective=None, seed=0, **options):
     torch.manual_seed(5)
     network = network or Table()
     module = TrainingModule(
@@ -81,6 +83,7 @@ def fit(rows, accumulate, *, network=None, clip=None, make_optimizer=None, objec
         lambda step: 1.0,
         clip=clip,
         seed=seed,
+        **options,
     )
     seen = Recorder()
     loader = torch.utils.data.DataLoader(Batches(rows, accumulate), batch_size=None)
@@ -365,3 +368,39 @@ def test_the_validation_loss_is_the_mean_over_every_validation_token(make_config
         losses[size] = train(config, tmp_path / str(size))["val_loss"]
     assert losses[5] == pytest.approx(losses[7], rel=1e-6)
     assert losses[5] == pytest.approx(losses[1000], rel=1e-6)
+
+
+class Routed(Table):
+    """A table whose router loss is the sum of its first row."""
+
+    head = nn.Identity()
+
+    def forward(self, input_ids, return_extras=False):
+        logits = super().forward(input_ids)
+        return (logits, {"router_loss": self.table[0].sum()}) if return_extras else logits
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_router_loss_is_added_once_a_step_with_its_weight(accumulate):
+    rows, gradients = uneven_rows(steps=1), {}
+    for weight in (0.0, 0.25):
+        torch.manual_seed(7)
+        _, seen = fit(rows, accumulate, network=Routed(), router_loss=weight)
+        gradients[weight] = seen.gradients[0]
+    added = gradients[0.25] - gradients[0.0]
+    torch.testing.assert_close(added[0], torch.full_like(added[0], 0.25), rtol=0, atol=1e-12)
+    assert not added[1:].any()
+
+
+def test_tokens_are_counted_as_they_come():
+    log, recorded = StepLog(2), []
+    logger = SimpleNamespace(log_metrics=lambda row, step: recorded.append((step, row["tokens"])))
+    optimizer = SimpleNamespace(param_groups=[{"initial_lr": 1.0}])
+    trainer = SimpleNamespace(max_steps=5, world_size=1, optimizers=[optimizer], loggers=[logger], accumulate_grad_batches=1)
+    module = SimpleNamespace(device=torch.device("cpu"), step_loss=1.0, grad_norm=1.0, lr_factor=lambda step: 1.0)
+    for step, count in enumerate((3, 5, 7, 11, 13), start=1):
+        log.on_step(trainer, module, step, {"num_targets": torch.tensor(count)})
+        if step == 3:
+            kept, log = log.state_dict(), StepLog(2)
+            log.load_state_dict(kept)
+    assert recorded == [(1, 3), (2, 8), (4, 26), (5, 39)]
