@@ -1,0 +1,214 @@
+"""What a trained model can do, in the words of its task: metrics with 95 % intervals, baselines, and answers to look at.
+
+The interval of a mean over rows is that of a ratio of sums by the delta method (Cochran 1977, "Sampling Techniques", §6.3),
+of a share Wilson's (1927, *JASA* 22, 209–212), of BLEU and chrF a bootstrap over rows (Koehn 2004, EMNLP).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitx.config import EvaluationConfig
+from minitx.data.module import DataModule
+from minitx.generation import generate
+from minitx.training.module import Batch, network_inputs
+from minitx.training.objectives import IGNORED
+
+Z95 = 1.959963984540054
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number with its 95 % interval; ``count`` is what it is a mean of."""
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+    def transformed(self, rising: Callable[[float], float]) -> Metric:
+        """The same under a rising function, exp for a perplexity."""
+        return Metric(rising(self.value), rising(self.low), rising(self.high), self.count)
+
+
+@dataclass
+class Evaluation:
+    """Metrics by name, what simple answers would score, and some answers beside the right ones."""
+
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    baselines: dict[str, float] = field(default_factory=dict)
+    examples: list[dict[str, str]] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """For people: a line a number, then the answers."""
+        width = max(map(len, [*self.metrics, *self.baselines]), default=0)
+        out = [
+            f"{name:{width}}  {m.value:.4f}  ({m.low:.4f} to {m.high:.4f}, {m.count:,} {_unit(name)})"
+            for name, m in self.metrics.items()
+        ]
+        out += [f"{name:{width}}  {value:.4f}" for name, value in self.baselines.items()]
+        for example in self.examples:
+            out += ["", *(f"  {part:7} {text}" for part, text in example.items())]
+        return out
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+
+def _unit(name: str) -> str:
+    return "rows" if name in ("accuracy", "exact_match", "chrf", "bleu") else "labels"
+
+
+def ratio_interval(sums: Tensor, counts: Tensor) -> Metric:
+    """Σ sums / Σ counts over rows (N,), with rows as the sampling unit.
+
+    >>> ratio_interval(torch.tensor([2.0, 4.0]), torch.tensor([2, 2])).value
+    1.5
+    """
+    sums, counts = sums.double(), counts.double()
+    total, rows = float(counts.sum()), len(sums)
+    value = float(sums.sum()) / total
+    residuals = sums - value * counts
+    error = math.sqrt(rows / max(rows - 1, 1) * float(residuals.square().sum())) / total
+    return Metric(value, value - Z95 * error, value + Z95 * error, int(total))
+
+
+def share_interval(hits: int, trials: int) -> Metric:
+    """A share with Wilson's interval.
+
+    >>> round(share_interval(0, 100).high, 4)
+    0.037
+    """
+    share, z2 = hits / trials, Z95**2
+    middle, spread = share + z2 / (2 * trials), Z95 * math.sqrt(share * (1 - share) / trials + z2 / (4 * trials**2))
+    low, high = ((middle + sign * spread) / (1 + z2 / trials) for sign in (-1, 1))
+    return Metric(share, max(low, 0.0) if hits else 0.0, min(high, 1.0) if hits < trials else 1.0, trials)
+
+
+def evaluate(network: nn.Module, data: DataModule, options: EvaluationConfig | None = None) -> Evaluation:
+    """Judge ``network`` on the validation split of ``data``, which was set up, by the metrics of its task.
+
+    * ``language_model``: bits per byte and per character where the text has them, loss in nats.
+    * ``masked_lm``: perplexity and accuracy over masked tokens.
+    * ``classify``: accuracy.
+    * ``seq2seq``: exact matches, chrF and BLEU of generated answers, beside those of copying the source.
+
+    The network is in evaluation mode meanwhile; its mode is restored.
+    """
+    options = options or EvaluationConfig()
+    training = network.training
+    network.eval()
+    try:
+        with torch.inference_mode():
+            return TASKS[data.task](network, data, options)
+    finally:
+        network.train(training)
+
+
+def _batches(network: nn.Module, data: DataModule, options: EvaluationConfig) -> Iterator[Batch]:
+    """Validation batches on the network's device, ``num_rows`` rows at most."""
+    device, left = next(network.parameters()).device, options.num_rows
+    for batch in data.val_dataloader():
+        rows = len(batch["labels"]) if left is None else min(left, len(batch["labels"]))
+        yield {name: tensor[:rows].to(device) if tensor.dim() else tensor.to(device) for name, tensor in batch.items()}
+        if left is not None:
+            left -= rows
+            if left == 0:
+                return
+
+
+def _losses(network: nn.Module, data: DataModule, options: EvaluationConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """For every row: -Σ ln p, the number of labels, and of labels with the highest logit."""
+    columns: list[tuple[Tensor, Tensor, Tensor]] = []
+    for batch in _batches(network, data, options):
+        labels = batch["labels"].view(len(batch["labels"]), -1)
+        logits = network(**network_inputs(batch))
+        flat = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
+        nll = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="none").view_as(labels)
+        counted = labels != IGNORED
+        right = (flat.argmax(-1).view_as(labels) == labels) & counted
+        columns.append((nll.double().sum(-1).cpu(), counted.sum(-1).cpu(), right.sum(-1).cpu()))
+    nll, counts, right = (torch.cat(column) for column in zip(*columns, strict=True))
+    real = counts > 0  # rows that only fill a batch up
+    return nll[real], counts[real], right[real]
+
+
+def _language_model(network: nn.Module, data: DataModule, options: EvaluationConfig) -> Evaluation:
+    nll, counts, right = _losses(network, data, options)
+    found = Evaluation(baselines=data.baselines())
+    for unit, factor in data.bits_per.items():
+        found.metrics[f"bits_per_{unit}"] = ratio_interval(nll * factor, counts)
+    found.metrics["loss"] = ratio_interval(nll, counts)
+    found.metrics["next_token_accuracy"] = ratio_interval(right, counts)
+    return found
+
+
+def _masked_lm(network: nn.Module, data: DataModule, options: EvaluationConfig) -> Evaluation:
+    nll, counts, right = _losses(network, data, options)
+    perplexity = ratio_interval(nll, counts).transformed(math.exp)
+    return Evaluation({"masked_perplexity": perplexity, "masked_accuracy": ratio_interval(right, counts)}, data.baselines())
+
+
+def _classify(network: nn.Module, data: DataModule, options: EvaluationConfig) -> Evaluation:
+    _, _, right = _losses(network, data, options)
+    return Evaluation({"accuracy": share_interval(int(right.sum()), len(right))}, data.baselines())
+
+
+def _seq2seq(network: nn.Module, data: DataModule, options: EvaluationConfig) -> Evaluation:
+    nll, counts, _ = _losses(network, data, options)
+    answers = list(_answers(network, data, options))
+    pairs = data.val_examples()[: len(answers)]
+    sources, references = [source for source, _ in pairs], [str(reference) for _, reference in pairs]
+    hits = [answer == reference for answer, reference in zip(answers, references, strict=True)]
+    found = Evaluation({"exact_match": share_interval(sum(hits), len(hits))})
+    for name, metric in _text_metrics().items():
+        found.metrics[name] = _corpus_score(metric, answers, references)
+        found.baselines[f"{name}_of_copying"] = float(metric.corpus_score(sources, [references]).score)
+    found.metrics["loss"] = ratio_interval(nll, counts)
+    wrong = [i for i, hit in enumerate(hits) if not hit]
+    for i in (wrong + [i for i, hit in enumerate(hits) if hit])[: options.num_shown]:
+        found.examples.append({"source": sources[i], "answer": answers[i], "right": references[i]})
+    return found
+
+
+def _answers(network: nn.Module, data: DataModule, options: EvaluationConfig) -> Iterator[str]:
+    """What the network writes for every validation row, as text."""
+    assert data.tokenizer is not None
+    for batch in _batches(network, data, options):
+        answers = generate(
+            network,
+            batch["input_ids"],
+            key_mask=batch.get("key_mask"),
+            max_new_tokens=2 * batch["labels"].shape[1],
+            num_beams=options.num_beams,
+        )
+        yield from (data.tokenizer.decode(answer.tolist()) for answer in answers)
+
+
+def _text_metrics() -> dict[str, Any]:
+    from sacrebleu.metrics import BLEU, CHRF
+
+    return {"chrf": CHRF(), "bleu": BLEU()}
+
+
+def _corpus_score(metric: Any, answers: Sequence[str], references: Sequence[str]) -> Metric:
+    """sacrebleu's score with its bootstrap over rows."""
+    score = metric.corpus_score(list(answers), [list(references)], n_bootstrap=1000 if len(answers) > 1 else 1)
+    spread = float(getattr(score, "_ci", math.inf))
+    return Metric(float(score.score), float(score.score) - spread, float(score.score) + spread, len(answers))
+
+
+TASKS: dict[str, Callable[[nn.Module, DataModule, EvaluationConfig], Evaluation]] = {
+    "language_model": _language_model,
+    "masked_lm": _masked_lm,
+    "classify": _classify,
+    "seq2seq": _seq2seq,
+}
