@@ -133,7 +133,7 @@ def generate(
     *,
     key_mask: Tensor | None = None,
     decoder_input_ids: Tensor | None = None,
-    max_new_tokens: int = 64,
+    max_new_tokens: int | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -157,7 +157,7 @@ def generate(
         input_ids: int (B, L): the prompts, or the sources of an encoder–decoder.
         key_mask: bool (B, L), True = real token; prompts are padded on the left.
         decoder_input_ids: int (B, T), how an encoder–decoder's answers begin; default ``config.bos_id``.
-        max_new_tokens: the longest answer.
+        max_new_tokens: the longest answer; default 256, or what a table of positions leaves room for.
         temperature: 0 takes the likeliest id, else logits are divided by it and an id is drawn.
         top_k, top_p, min_p: filters of sampling, None for off.
         repetition_penalty: on ids of the prompt and the answer (an encoder–decoder: of the answer), 1 for off.
@@ -183,7 +183,7 @@ def generate(
     filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     _check_choice(model, max_new_tokens, temperature, filters, num_beams, length_penalty)
     prompt, prompt_mask = _prompt(model, input_ids, key_mask, decoder_input_ids)
-    _check_room(model, prompt.shape[1], max_new_tokens)
+    max_new_tokens = _fitting(model, prompt.shape[1], max_new_tokens)
     reader = _Reader(model, input_ids, key_mask, prompt.shape[1] + max_new_tokens - 1 if use_cache else None)
     logits = reader.read(prompt, prompt_mask)
     seen = None if repetition_penalty == 1.0 else _seen(prompt, prompt_mask, logits)
@@ -360,25 +360,23 @@ def _prompt(
     return decoder_input_ids, None
 
 
-def room_after(model: nn.Module, length: int) -> int | None:
-    """How many new tokens a position table leaves room for after ``length`` tokens (the last is never read); None: no end."""
-    return _of_config(model, "max_len") - length + 1 if _of_config(model, "position") == "learned" else None
-
-
-def _check_room(model: nn.Module, length: int, max_new_tokens: int) -> None:
-    room = room_after(model, length)
-    if room is None or max_new_tokens <= room:
-        return
-    end = f"the position table ends at max_len={_of_config(model, 'max_len')}"
+def _fitting(model: nn.Module, length: int, max_new_tokens: int | None) -> int:
+    """``max_new_tokens`` if it fits behind ``length`` tokens, or its default; the last new token is never read."""
+    if _of_config(model, "position") != "learned":
+        return max_new_tokens or 256
+    max_len = _of_config(model, "max_len")
+    room, end = max_len - length + 1, f"the position table ends at max_len={max_len}"
     if room < 1:
         name = "decoder_input_ids" if _has_source(model) else "input_ids"
         raise ValueError(f"{name} has {length} tokens a row, but {end}")
-    raise ValueError(f"max_new_tokens={max_new_tokens} after {length} tokens: {end}, which leaves room for {room}")
+    if max_new_tokens is not None and max_new_tokens > room:
+        raise ValueError(f"max_new_tokens={max_new_tokens} after {length} tokens: {end}, which leaves room for {room}")
+    return max_new_tokens or min(room, 256)
 
 
 def _check_choice(
     model: nn.Module,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     temperature: float,
     filters: dict[str, Any],
     num_beams: int,
@@ -387,7 +385,7 @@ def _check_choice(
     if model.training:
         raise ValueError("model is in training mode, where dropout is active: call model.eval() first")
     for name, number in (("max_new_tokens", max_new_tokens), ("num_beams", num_beams)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise ValueError(f"{name}={number} must be a positive whole number")
     if not 0.0 <= temperature < math.inf:
         raise ValueError(f"temperature={temperature} must be zero (greedy) or a positive number")
