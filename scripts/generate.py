@@ -1,0 +1,8 @@
+"""Let a trained model write: python scripts/generate.py --help"""
+
+import sys
+
+from minitx.cli.generate import main
+
+if __name__ == "__main__":
+    sys.exit(main())

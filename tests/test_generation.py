@@ -1,0 +1,477 @@
+"""Generation: filters by hand and against transformers, greedy and beam search against brute force, cached against not."""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from minitx.config import TransformerConfig
+from minitx.data.tokenizers import BPETokenizer
+from minitx.generation import (
+    TextStream,
+    apply_temperature,
+    draw,
+    generate,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    length_norm,
+    penalise_repeats,
+    row_uniforms,
+)
+from minitx.nn import DecoderBlock, DecoderLM, EncoderBlock, FeedForward, MultiHeadAttention, Padding
+
+V, E, H = 13, 12, 3
+POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "t5", "none")
+VARIANTS = {
+    "default": {},
+    "window": {"window": 3},
+    "grouped": {"num_kv_heads": 1},
+    "scale learned": {"scale": "learned"},
+    "scale log_length": {"scale": "log_length"},
+}
+WAYS = {
+    "greedy": {},
+    "greedy with penalty": {"repetition_penalty": 1.7},
+    "sampled": {"temperature": 1.3, "top_k": 7, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1},
+    "beams": {"num_beams": 3, "repetition_penalty": 1.3},
+}
+
+
+def language_model(**options):
+    """Random weights large enough that texts vary; float64, eval."""
+    options = {"vocab_size": V, "embed_dim": E, "num_heads": H, "num_layers": 2, "max_len": 31, "init": "lecun", **options}
+    generator = torch.Generator().manual_seed(0)
+    network = DecoderLM(TransformerConfig(**options, tie_embeddings=False), generator=generator).double().eval()
+    for name, p in network.named_parameters():
+        if name.endswith(("attn_bias.weight", "log_scale")):
+            nn.init.normal_(p, generator=generator)
+    for name, p in network.named_parameters():
+        if p.dim() == 2:
+            with torch.no_grad():
+                p.mul_(2.0)
+    nn.init.normal_(network.embeddings.token.weight, generator=generator)
+    return network
+
+
+class Translator(nn.Module):
+    """The smallest encoder-decoder: the interface that generation asks for, and nothing else."""
+
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(3)
+        self.config = SimpleNamespace(num_layers=2, bos_id=1, eos_id=None, pad_id=0, **options)
+        self.token, self.head, self.encodings = nn.Embedding(V, E), nn.Linear(E, V), 0
+        parts = {"norm": lambda: nn.LayerNorm(E)}
+        self.encoder = EncoderBlock(MultiHeadAttention(E, H), FeedForward(E, 17), **parts)
+        self.blocks = nn.ModuleList(
+            DecoderBlock(MultiHeadAttention(E, H), FeedForward(E, 17), cross_attention=MultiHeadAttention(E, H), **parts)
+            for _ in range(2)
+        )
+        nn.init.normal_(self.head.weight)
+        self.double().eval()
+
+    def encode(self, input_ids, *, key_mask=None):
+        self.encodings += 1
+        return self.encoder(self.token(input_ids), attn_mask=None if key_mask is None else Padding(key_mask))
+
+    def forward(self, input_ids, decoder_input_ids, *, key_mask=None, decoder_key_mask=None, memory=None, cache=None):
+        memory = self.encode(input_ids, key_mask=key_mask) if memory is None else memory
+        memory_mask = None if key_mask is None else Padding(key_mask)
+        x = self.token(decoder_input_ids)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, memory=memory, memory_mask=memory_mask, cache=None if cache is None else cache.layers[layer])
+        return self.head(x)
+
+
+def tokens(*shape):
+    return torch.randint(1, V, shape)
+
+
+def left_padded(lengths, width):
+    return torch.tensor([[t >= width - length for t in range(width)] for length in lengths])
+
+
+def as_lists(answers):
+    return [answer.tolist() for answer in answers]
+
+
+def random_logits(seed, rows=5, width=V):
+    return 3.0 * torch.randn(rows, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# ---- filters
+
+
+def test_a_repetition_penalty_lowers_every_seen_id_whatever_its_sign():
+    logits = random_logits(0)
+    seen = torch.rand(logits.shape) < 0.5
+    penalised = penalise_repeats(logits, seen, 1.3)
+    assert (penalised < logits)[seen].all()
+    assert torch.equal(penalised[~seen], logits[~seen])
+
+
+@given(seed=st.integers(0, 999), k=st.integers(1, V + 2))
+def test_top_k_keeps_k_and_none_that_is_smaller_than_one_dropped(seed, k):
+    logits = random_logits(seed).round()  # ties
+    kept = keep_top_k(logits, k).isfinite()
+    assert (kept.sum(1) == min(k, V)).all()
+    for row, keeps in zip(logits, kept, strict=True):
+        assert keeps.all() or row[keeps].min() >= row[~keeps].max()
+
+
+@given(seed=st.integers(0, 999), p=st.floats(1e-6, 1.0))
+def test_top_p_keeps_the_smallest_set_with_the_mass(seed, p):
+    logits = random_logits(seed)
+    kept, probs = keep_top_p(logits, p).isfinite(), logits.softmax(-1)
+    for mass, keeps in zip(probs, kept, strict=True):
+        assert keeps.any()
+        assert keeps.all() or mass[keeps].min() >= mass[~keeps].max()
+        assert mass[keeps].sum() >= p - 1e-12
+        assert mass[keeps].sum() - mass[keeps].min() < p + 1e-12
+
+
+@given(seed=st.integers(0, 999), ratio=st.floats(0.0, 1.0))
+def test_min_p_keeps_what_reaches_its_share_of_the_likeliest(seed, ratio):
+    logits = random_logits(seed)
+    probs = logits.softmax(-1)
+    assert torch.equal(keep_min_p(logits, ratio).isfinite(), probs >= ratio * probs.max(-1, keepdim=True).values)
+
+
+def test_filters_worked_out_by_hand():
+    logits = torch.tensor([[0.4, 0.1, 0.3, 0.2]]).double().log()
+    assert [keep_top_p(logits, p).isfinite().int().tolist()[0] for p in (0.01, 0.39, 0.41, 0.69, 0.71, 0.91, 1.0)] == [
+        [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 1, 0], [1, 0, 1, 0], [1, 0, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]  # fmt: skip
+    assert [keep_min_p(logits, r).isfinite().int().tolist()[0] for r in (0.0, 0.24, 0.26, 0.74, 0.76, 1.0)] == [
+        [1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 1, 1], [1, 0, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0]]  # fmt: skip
+    assert apply_temperature(torch.tensor([[2.0, 4.0]]), 0.5).tolist() == [[-4.0, 0.0]]
+    assert apply_temperature(torch.tensor([[2.0, 4.0]]), 1e-45).tolist() == [[-math.inf, 0.0]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_filters_equal_those_of_transformers(seed):
+    import transformers as hf
+
+    logits, ids = random_logits(seed), tokens(5, 7)
+    seen = torch.zeros(5, V, dtype=torch.bool).scatter(1, ids, True)
+    pairs = [
+        (penalise_repeats(logits, seen, 1.4), hf.RepetitionPenaltyLogitsProcessor(1.4)),
+        (keep_top_k(logits, 4), hf.TopKLogitsWarper(4)),
+        (keep_top_p(logits, 0.8), hf.TopPLogitsWarper(0.8)),
+        (keep_min_p(logits, 0.1), hf.MinPLogitsWarper(0.1)),
+    ]
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs(ids, logits), rtol=0, atol=0)
+    torch.testing.assert_close(
+        apply_temperature(logits, 0.7).softmax(-1), hf.TemperatureLogitsWarper(0.7)(ids, logits).softmax(-1)
+    )
+
+
+def test_draws_follow_the_distribution_and_never_take_what_was_left_out():
+    probs = torch.tensor([0.0, 0.125, 0.0, 0.5, 0.375, 0.0])
+    even = (torch.arange(800, dtype=torch.float64) + 0.5) / 800
+    drawn = draw(probs.log().repeat(800, 1), even)
+    assert drawn.bincount(minlength=6).tolist() == [0, 100, 0, 400, 300, 0]
+    ends = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
+    assert draw(probs.log().repeat(2, 1), ends).tolist() == [1, 4]
+
+
+# ---- greedy and sampled
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_greedy_takes_the_argmax_of_the_full_forward_at_each_step(position):
+    model, ids = language_model(position=position), tokens(2, 5)
+    text = ids
+    for _ in range(9):
+        text = torch.cat((text, model(text)[:, -1].argmax(-1, keepdim=True)), dim=1)
+    assert as_lists(generate(model, ids, max_new_tokens=9)) == text[:, 5:].tolist()
+    assert len(set(text[:, 5:].flatten().tolist())) > 3  # the text is not one id again and again
+
+
+def answers_both_ways(model, ids, **options):
+    """The answers with a cache, and the answers without."""
+
+    def seeded(use_cache):
+        generator = torch.Generator().manual_seed(7)
+        return as_lists(generate(model, ids, max_new_tokens=11, generator=generator, use_cache=use_cache, **options))
+
+    return seeded(True), seeded(False)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("position", "variant"), [*((p, "default") for p in POSITIONS), *(("rotary", v) for v in VARIANTS if v != "default"), ("alibi", "window"), ("t5", "grouped")])  # fmt: skip
+def test_cached_equals_uncached_id_for_id_with_left_padding(position, variant, way):
+    model, ids = language_model(position=position, **VARIANTS[variant]), tokens(3, 6)
+    cached, uncached = answers_both_ways(model, ids, key_mask=left_padded((6, 2, 4), 6), stop=[5], **WAYS[way])
+    assert cached == uncached
+    assert len({id for answer in cached for id in answer}) > 2  # not one id again and again
+
+
+def test_a_cache_reads_every_token_once():
+    model, ids, lengths = language_model(), tokens(2, 5), []
+    model.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
+    for way in WAYS.values():
+        for use_cache, wanted in ((True, [5, 1, 1, 1]), (False, [5, 6, 7, 8])):
+            lengths.clear()
+            generate(model, ids, max_new_tokens=4, use_cache=use_cache, **way)
+            assert lengths == wanted
+
+
+@pytest.mark.parametrize("way", ["greedy", "greedy with penalty", "beams"])
+@pytest.mark.parametrize("position", POSITIONS)
+def test_a_left_padded_prompt_is_answered_as_if_it_were_alone(position, way):
+    model, ids = language_model(position=position), tokens(3, 6)
+    together = as_lists(generate(model, ids, key_mask=left_padded((6, 2, 4), 6), max_new_tokens=7, stop=[5], **WAYS[way]))
+    for row, length in enumerate((6, 2, 4)):
+        (alone,) = generate(model, ids[row : row + 1, 6 - length :], max_new_tokens=7, stop=[5], **WAYS[way])
+        assert together[row] == alone.tolist()
+
+
+def test_a_sampled_row_depends_on_its_seed_and_prompt_alone():
+    model, ids = language_model(), tokens(3, 4)
+
+    def sampled(prompts, seed, **options):
+        return as_lists(generate(model, prompts, temperature=1.0, generator=torch.Generator().manual_seed(seed), **{"max_new_tokens": 8, **options}))  # fmt: skip
+
+    first = sampled(ids, 5)
+    assert sampled(ids, 5) == first
+    assert all(a != b for a, b in zip(sampled(ids, 6), first, strict=True))
+    assert sampled(ids[:2], 5) == first[:2]
+    other = torch.stack((ids[0], tokens(4), ids[2]))
+    assert [sampled(other, 5)[row] for row in (0, 2)] == [first[0], first[2]]
+    assert sampled(ids, 5, max_new_tokens=3) == [answer[:3] for answer in first]
+    same = sampled(ids[:1].expand(3, -1), 5)
+    assert len(set(map(tuple, same))) == 3  # equal prompts, streams of their own
+
+
+def test_the_global_generator_is_the_default_and_moves_on():
+    model, ids = language_model(), tokens(2, 4)
+    torch.manual_seed(2)
+    first, second = (as_lists(generate(model, ids, temperature=1.0, max_new_tokens=8)) for _ in range(2))
+    torch.manual_seed(2)
+    assert as_lists(generate(model, ids, temperature=1.0, max_new_tokens=8)) == first != second
+    assert row_uniforms(2, 3).shape == (2, 3)
+
+
+def test_extreme_filters_make_sampling_greedy():
+    model, ids = language_model(), tokens(2, 4)
+    greedy = as_lists(generate(model, ids, max_new_tokens=9))
+    for one in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-9}):
+        assert as_lists(generate(model, ids, max_new_tokens=9, **{"temperature": 2.0, **one})) == greedy
+    assert as_lists(generate(model, ids, max_new_tokens=9, temperature=2.0)) != greedy
+
+
+def test_a_stop_id_ends_its_row_alone_and_is_left_out():
+    model, ids = language_model(), tokens(3, 4)
+    free = as_lists(generate(model, ids, max_new_tokens=12))
+    stop = free[0][3]
+    cut = [row[: row.index(stop)] if stop in row else row for row in free]
+    assert as_lists(generate(model, ids, max_new_tokens=12, stop=[stop])) == cut
+    assert len({len(row) for row in cut}) > 1
+    object.__setattr__(model.config, "eos_id", stop)  # where the config has one, it is the default
+    assert as_lists(generate(model, ids, max_new_tokens=12)) == cut
+    assert as_lists(generate(model, ids, max_new_tokens=12, stop=())) == free
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_streamed_ids_are_the_answers(way):
+    model, ids, streamed = language_model(), tokens(3, 4), [[], [], []]
+    answers = generate(model, ids, max_new_tokens=12, stop=[5, 7], on_token=lambda row, id: streamed[row].append(id), **WAYS[way])  # fmt: skip
+    assert streamed == as_lists(answers)
+    assert any(streamed)
+
+
+# ---- beam search
+
+
+def log_prob(model, prompt, answer):
+    """log P of ``answer`` after ``prompt`` (1, L), from one full forward."""
+    ids = torch.cat((prompt, torch.tensor([answer])), dim=1)
+    with torch.no_grad():
+        steps = model(ids)[0, prompt.shape[1] - 1 : -1].log_softmax(-1)
+    return float(steps[torch.arange(len(answer)), torch.tensor(answer)].sum())
+
+
+def all_answers(length, stop, width):
+    for n in range(1, length + 1):
+        for answer in itertools.product(range(width), repeat=n):
+            if stop not in answer[:-1] and (answer[-1] == stop or n == length):
+                yield answer
+
+
+@pytest.mark.parametrize("penalty", [-1.0, 0.0, 0.6, 2.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_wide_beam_finds_the_best_of_all_answers(seed, penalty):
+    model = language_model(vocab_size=4)
+    prompt = torch.randint(0, 4, (1, 2), generator=torch.Generator().manual_seed(seed))
+    scored = {a: log_prob(model, prompt, a) / length_norm(len(a), penalty) for a in all_answers(4, 3, 4)}
+    best = max(scored, key=scored.__getitem__)
+    (answer,) = generate(model, prompt, max_new_tokens=4, num_beams=4**4, length_penalty=penalty, stop=[3])
+    assert answer.tolist() == [id for id in best if id != 3]
+
+
+def narrow_beam(model, prompt, num_beams, length, stop, penalty):
+    """Beam search over lists, to the end and without a batch."""
+    live, ended = [((), 0.0)], []
+    for n in range(1, length + 1):
+        longer = sorted(((log_prob(model, prompt, (*a, i)), (*a, i)) for a, _ in live for i in range(model.config.vocab_size)), reverse=True)  # fmt: skip
+        live = []
+        for score, answer in longer[:num_beams]:
+            if answer[-1] == stop or n == length:
+                ended.append((score / length_norm(n, penalty), answer))
+            else:
+                live.append((answer, score))
+    return [id for id in max(ended)[1] if id != stop]
+
+
+@pytest.mark.parametrize("penalty", [-1.0, 0.6, 3.0])
+@pytest.mark.parametrize("num_beams", [2, 3, 5])
+def test_a_narrow_beam_equals_a_search_over_lists(num_beams, penalty):
+    model, prompts = language_model(vocab_size=5), torch.randint(0, 5, (4, 2))
+    answers = as_lists(generate(model, prompts, max_new_tokens=6, num_beams=num_beams, length_penalty=penalty, stop=[3]))
+    assert answers == [narrow_beam(model, prompt[None], num_beams, 6, 3, penalty) for prompt in prompts]
+
+
+def test_one_beam_is_greedy_and_more_are_not_worse():
+    from minitx.generation import _beam_search, _Reader
+
+    model, ids = language_model(), tokens(5, 4)
+    greedy = as_lists(generate(model, ids, max_new_tokens=9, stop=[5]))
+    reader = _Reader(model, ids, None, 12)
+    with torch.no_grad():
+        one = _beam_search(reader, reader.read(ids), None, lambda x, seen: x, torch.tensor([5]), 9, 1, 0.6)
+    assert as_lists(one) == greedy
+    wide = as_lists(generate(model, ids, max_new_tokens=9, num_beams=V, length_penalty=0.0, stop=()))
+    plain = as_lists(generate(model, ids, max_new_tokens=9))
+    gains = [log_prob(model, row[None], w) - log_prob(model, row[None], g) for row, w, g in zip(ids, wide, plain, strict=True)]
+    assert min(gains) >= 0.0 < max(gains)
+
+
+# ---- encoder-decoder
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_encoder_decoder_is_read_once_and_decoded_alike_with_and_without_a_cache(way):
+    model, ids = Translator(), tokens(3, 6)
+    key_mask = left_padded((6, 2, 4), 6).flip(1)  # a source may be padded on the right
+    cached, uncached = answers_both_ways(model, ids, key_mask=key_mask, stop=[5], **WAYS[way])
+    assert model.encodings == 2
+    assert cached == uncached
+    if way != "sampled":
+        for row, length in enumerate((6, 2, 4)):
+            (alone,) = generate(model, ids[row : row + 1, :length], max_new_tokens=11, stop=[5], **WAYS[way])
+            assert alone.tolist() == cached[row]
+
+
+def test_an_encoder_decoder_answers_what_its_full_forward_says():
+    model, ids = Translator(), tokens(2, 6)
+    begun = torch.tensor([[1, 4], [1, 9]])
+    for begin, text in ((None, torch.ones(2, 1, dtype=torch.long)), (begun, begun)):
+        start = text.shape[1]
+        for _ in range(7):
+            text = torch.cat((text, model(ids, text)[:, -1].argmax(-1, keepdim=True)), dim=1)
+        assert as_lists(generate(model, ids, decoder_input_ids=begin, max_new_tokens=7)) == text[:, start:].tolist()
+
+
+# ---- what is refused
+
+IDS = torch.tensor([[1, 2, 3]])
+WRONG = {
+    "temperature=-1 must be zero (greedy) or a positive number": {"temperature": -1},
+    "temperature=nan must be zero (greedy) or a positive number": {"temperature": math.nan},
+    "top_k=0 must be a positive whole number": {"temperature": 1.0, "top_k": 0},
+    "top_p=0.0 must lie in (0, 1] (1 keeps everything)": {"temperature": 1.0, "top_p": 0.0},
+    "top_p=1.5 must lie in (0, 1] (1 keeps everything)": {"temperature": 1.0, "top_p": 1.5},
+    "min_p=-0.1 must lie in [0, 1] (0 keeps everything)": {"temperature": 1.0, "min_p": -0.1},
+    "top_p=0.9 has no effect without sampling: set temperature above 0": {"top_p": 0.9},
+    "repetition_penalty=0 must be a positive number (1 for none)": {"repetition_penalty": 0},
+    "max_new_tokens=0 must be a positive whole number": {"max_new_tokens": 0},
+    "num_beams=1.5 must be a positive whole number": {"num_beams": 1.5},
+    "num_beams=2 with temperature=1.0: beam search draws nothing; set temperature=0": {"num_beams": 2, "temperature": 1.0},
+    "length_penalty=inf must be a finite number": {"length_penalty": math.inf, "num_beams": 2},
+    "stop must be ids in [0, 13), got '.'": {"stop": "."},
+    "stop must be ids in [0, 13), got 13": {"stop": [1, 13]},
+    "max_new_tokens=30 after 3 tokens: the position table ends at max_len=31, which leaves room for 29": {"max_new_tokens": 30},
+    "input_ids has 32 tokens a row, but the position table ends at max_len=31": {"input_ids": torch.ones(1, 32).long()},
+    "input_ids must have shape (B, L) with a row and a token at least, got (1, 0)": {"input_ids": torch.ones(1, 0).long()},
+    "key_mask must be bool of the shape of input_ids, (1, 3), got torch.int64 (1, 3)": {"key_mask": torch.ones(1, 3).long()},
+    "key_mask must be True in the last column: generation continues it, so pad prompts on the left": {"key_mask": torch.tensor([[True, True, False]])},
+    "decoder_input_ids belong to an encoder-decoder, and this model has no encode()": {"decoder_input_ids": IDS},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_a_wrong_argument_is_named(said):
+    with pytest.raises(ValueError) as error:  # noqa: PT011  (compared as a whole)
+        generate(language_model(), **{"input_ids": IDS, **WRONG[said]})
+    assert str(error.value) == said
+
+
+def test_the_last_place_of_a_position_table_is_used_by_default_and_others_have_no_end():
+    assert len(generate(language_model(), IDS, max_new_tokens=29)[0]) == 29
+    assert len(generate(language_model(), IDS)[0]) == 29
+    assert len(generate(language_model(position="rotary"), IDS)[0]) == 256
+
+
+def test_a_model_in_training_mode_or_with_broken_logits_is_refused():
+    with pytest.raises(ValueError, match=r"^model is in training mode.*model\.eval\(\) first$"):
+        generate(language_model().train(), IDS)
+    model = language_model()
+    nn.init.constant_(model.head.weight, math.nan)
+    with pytest.raises(FloatingPointError, match=r"^the model's logits are not finite$"):
+        generate(model, IDS)
+
+
+def test_an_encoder_decoder_needs_to_know_how_answers_begin():
+    model = Translator()
+    model.config.bos_id = None
+    with pytest.raises(ValueError, match=r"^decoder_input_ids=None: the config has no bos_id"):
+        generate(model, IDS)
+    with pytest.raises(ValueError, match=r"^decoder_input_ids must have shape \(B, T\) = \(1, T\), got \(2, 1\)$"):
+        generate(model, IDS, decoder_input_ids=torch.ones(2, 1).long())
+
+
+# ---- text
+
+TEXT = "naïve 你好，世界! 太初有道 👩‍👩‍👧 🎉🎊 plain end"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return BPETokenizer.train([TEXT * 3, "the quick brown fox " * 9], 280)  # few merges: characters are cut
+
+
+def test_streamed_text_never_shows_half_a_character(tokenizer):
+    ids, stream = tokenizer.encode(TEXT).tolist(), TextStream(tokenizer.decode)
+    pieces = [stream.push(id) for id in ids]
+    assert "".join(pieces) == TEXT
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert any("\ufffd" in tokenizer.decode([id]) for id in ids)  # some tokens are half a character
+    assert stream.flush() == ""
+
+
+@given(text=st.text(max_size=20))
+def test_streamed_text_is_the_decoded_text(tokenizer, text):
+    ids, stream = tokenizer.encode(text).tolist(), TextStream(tokenizer.decode)
+    assert "".join(map(stream.push, ids)) + stream.flush() == text
+
+
+@given(ids=st.lists(st.integers(0, 255), max_size=12))
+def test_broken_bytes_are_shown_as_decoding_the_whole_would(ids):
+    def decode(ids):
+        return bytes(ids).decode("utf-8", "replace")
+
+    stream = TextStream(decode)
+    assert "".join(map(stream.push, ids)) + stream.flush() == decode(ids)
+    assert stream.push(65) == "A"  # after flush it begins anew
+
+
+def test_text_comes_as_soon_as_it_is_certain():
+    stream = TextStream(lambda ids: bytes(ids).decode("utf-8", "replace"))
+    assert [stream.push(byte) for byte in "a你b🎉".encode()] == ["a", "", "", "你", "b", "", "", "", "🎉"]
