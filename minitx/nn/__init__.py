@@ -8,6 +8,7 @@ Inside attention (B, H, L, D); outside (B, L, E). Masks: bool, True = may attend
 from minitx.nn.attention import DotProductAttention, MultiHeadAttention
 from minitx.nn.backends import (
     AttentionCall,
+    backend_names,
     explain_backends,
     register_backend,
     scaled_dot_product_attention,
@@ -68,6 +69,7 @@ __all__ = [
     "TensorBias",
     "attention_scores",
     "attention_weights",
+    "backend_names",
     "explain_backends",
     "from_key_padding_mask",
     "init_weights",
