@@ -6,7 +6,16 @@ from torch import nn
 from torch.export import Dim
 
 from minitx.config import TransformerConfig
-from minitx.nn import DecoderBlock, DecoderLM, FeedForward, KVCache, MultiHeadAttention, Padding, SlidingWindow
+from minitx.nn import (
+    DecoderBlock,
+    DecoderLM,
+    FeedForward,
+    KVCache,
+    MultiHeadAttention,
+    Padding,
+    SlidingWindow,
+    scaled_dot_product_attention,
+)
 from minitx.nn.models.parts import build_bias, build_block
 
 V, E, H, LENGTHS = 13, 12, 3, range(3, 23)
@@ -96,6 +105,16 @@ def test_a_block_compiles_whole_and_at_most_twice_for_twenty_lengths(kind, decod
             results.append(run(x, real))
         torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-6)
     assert graphs.count <= 2
+
+
+@pytest.mark.parametrize("backend", ["math", "sdpa", "chunked"])
+def test_a_scale_that_changes_from_call_to_call_compiles_whole(backend):
+    def call(q, scale):
+        return scaled_dot_product_attention(q, q, q, is_causal=True, scale=scale, backend=backend)
+
+    compiled, q = torch.compile(call, backend="eager", fullgraph=True), torch.randn(1, 2, 5, 4)
+    for scale in (0.5, 0.25, 1.0):
+        torch.testing.assert_close(compiled(q, scale), call(q, scale), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from typing import ClassVar
 
 import torch
@@ -142,7 +142,7 @@ def _multiplier(scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"scale must be a number or None (1/sqrt(D)), got {scale!r}; words belong to modules and configs")
-    if not isfinite(scale):
+    if not -inf < scale < inf:
         raise ValueError(f"scale must be finite, got {scale}")
     return float(scale)
 
