@@ -27,7 +27,7 @@ from torch import Tensor
 
 from minitx.nn.backends.base import AttentionCall, Backend
 from minitx.nn.backends.programs import cannot_pack, pack, unpack
-from minitx.nn.bias import Bias, TensorBias, as_bias, cut
+from minitx.nn.bias import Bias, TensorBias, as_bias
 from minitx.nn.functional import full_precision, hide_unseen
 from minitx.nn.masks import Mask, simplify
 
@@ -201,7 +201,7 @@ class BiasGradient:
         B, H, L, _ = self.problem.query.shape
         S = self.problem.key.shape[2]
         if isinstance(self.problem.bias, TensorBias):  # its tile is a slice of it, and so is its gradient's
-            part = cut(TensorBias(self.sums[0]).four(), rows, keys)
+            part = TensorBias(self.sums[0]).dense(L, S, rows=rows, keys=keys)
             part += d_logits.sum_to_size(part.shape)
             return
 
