@@ -3,6 +3,9 @@
 Shapes, one legend for the whole project: **B** batch, **H** query heads, **Hkv** key/value heads, **L** query length,
 **S** key length, **D** head_dim (the papers' d_k), **Dv** value head_dim, **E** embed_dim (d_model), **V** vocabulary.
 Inside attention (B, H, L, D); outside (B, L, E). Masks: bool, True = may attend.
+
+``minitx.nn.efficient`` (sliding-window, block-sparse, linear, Performer, Linformer) and ``minitx.nn.conformance`` are
+imported by name.
 """
 
 from minitx.nn.attention import DotProductAttention, MultiHeadAttention
