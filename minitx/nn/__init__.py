@@ -3,11 +3,15 @@
 Shapes, one legend for the whole project: **B** batch, **H** query heads, **Hkv** key/value heads, **L** query length,
 **S** key length, **D** head_dim (the papers' d_k), **Dv** value head_dim, **E** embed_dim (d_model), **V** vocabulary.
 Inside attention (B, H, L, D); outside (B, L, E). Masks: bool, True = may attend.
+
+``minitx.nn.efficient`` (sliding-window, block-sparse, linear, Performer, Linformer) and ``minitx.nn.conformance`` are
+imported by name.
 """
 
 from minitx.nn.attention import DotProductAttention, MultiHeadAttention
 from minitx.nn.backends import (
     AttentionCall,
+    backend_names,
     explain_backends,
     register_backend,
     scaled_dot_product_attention,
@@ -71,6 +75,7 @@ __all__ = [
     "VisionTransformer",
     "attention_scores",
     "attention_weights",
+    "backend_names",
     "explain_backends",
     "from_key_padding_mask",
     "init_weights",

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from minitx.nn.backends import _REGISTRY, make_call, run_attention
+from minitx.nn.backends import backend_names, make_call, run_attention
 from minitx.nn.bias import Bias
 from minitx.nn.cache import LayerCache
 from minitx.nn.masks import Causal, Mask, Padding, as_mask, intersect, real_key_counts
@@ -38,8 +38,8 @@ class DotProductAttention(nn.Module):
             raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
         if softcap is not None and not 0 < softcap < math.inf:
             raise ValueError(f"softcap must be positive and finite (or None for off), got {softcap}")
-        if backend != "auto" and backend not in _REGISTRY:
-            raise ValueError(f"backend={backend!r} is not known; one of auto, {', '.join(_REGISTRY)}")
+        if backend not in backend_names():
+            raise ValueError(f"backend={backend!r} is not known; one of {', '.join(backend_names())}")
         self.dropout, self.softcap, self.backend, self.strict = dropout, softcap, backend, strict
 
     def forward(

@@ -60,22 +60,25 @@ class TensorBias(Bias):
             got = getattr(self.tensor, "dtype", type(self.tensor).__name__)
             raise TypeError(f"attn_bias must be a floating-point tensor or a Bias, got {got}")
 
-    def value(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
-        four = self.four()
-        index = [i if size > 1 else torch.zeros_like(i) for i, size in zip((batch, head, row, key), four.shape, strict=True)]
-        return four[tuple(index)]
-
-    def dense(self, num_queries: int, num_keys: int, **options: object) -> Tensor:
-        return cut(self.four(), options.get("rows"), options.get("keys"))
-
+    @property
     def four(self) -> Tensor:
         """The tensor with four axes."""
         return self.tensor if self.tensor.dim() == 4 else self.tensor[None, None]
 
+    def value(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
+        places = zip((batch, head, row, key), self.four.shape, strict=True)
+        return self.four[tuple(index if size > 1 else torch.zeros_like(index) for index, size in places)]
+
+    def dense(
+        self, num_queries: int, num_keys: int, *, rows: slice = slice(None), keys: slice = slice(None), **axes: object
+    ) -> Tensor:
+        four = self.four[:, :, rows] if self.four.shape[2] > 1 else self.four
+        return four[..., keys] if four.shape[3] > 1 else four
+
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         wanted, got = (batch_size, num_heads, num_queries, num_keys), tuple(self.tensor.shape)
-        full = (1,) * (4 - len(got)) + got
-        if len(got) not in (2, 4) or any(have not in (1, want) for have, want in zip(full, wanted, strict=True)):
+        from_last = zip(got[::-1], wanted[::-1], strict=False)
+        if len(got) not in (2, 4) or any(have not in (1, want) for have, want in from_last):
             raise ValueError(f"attn_bias of shape {got} must be (L, S) or broadcast to (B, H, L, S) = {wanted}")
 
 
@@ -211,12 +214,6 @@ class T5RelativeBias(nn.Module, Bias):
 def widened(tensor: Tensor) -> Tensor:
     """In at least float32: the gradient of a small table is a sum over all pairs, and bfloat16 would lose most of it."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def cut(four: Tensor, rows: object, keys: object) -> Tensor:
-    """The tile ``rows`` × ``keys`` (slices or None) of a tensor that broadcasts to (B, H, L, S)."""
-    four = four[:, :, rows] if isinstance(rows, slice) and four.shape[2] > 1 else four
-    return four[..., keys] if isinstance(keys, slice) and four.shape[3] > 1 else four
 
 
 def as_bias(attn_bias: Tensor | Bias) -> Bias:

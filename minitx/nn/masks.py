@@ -21,9 +21,11 @@ its tensors afterwards, because what it was lowered to is kept and shared by the
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import reduce
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -97,14 +99,17 @@ class Mask:
     def grid(self, num_queries: int, num_keys: int | None = None, *, batch: int = 0, head: int = 0) -> str:
         """A picture in text: ``x`` may attend, ``.`` may not; one line a query, one column a key."""
         num_keys = num_queries if num_keys is None else num_keys
-        one = torch.zeros(1, 1, 1, 1, dtype=torch.long)
         row, key = torch.arange(num_queries).view(1, 1, -1, 1), torch.arange(num_keys).view(1, 1, 1, -1)
-        cells = self.visible(one + batch, one + head, row, key, num_keys - num_queries)
+        cells = self.visible(torch.tensor(batch), torch.tensor(head), row, key, num_keys - num_queries)
         cells = cells.expand(1, 1, num_queries, num_keys)[0, 0]
         return "\n".join(" ".join("x" if cell else "." for cell in line) for line in cells.tolist())
 
+    def size(self) -> tuple[int, int] | None:
+        """The numbers of queries and keys that the mask was made for, where it knows them."""
+        return None
+
     def __str__(self) -> str:
-        return self.grid(6)
+        return self.grid(*(self.size() or (6, 6)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,8 +171,8 @@ class Padding(Mask):
         if tuple(self.key_mask.shape) != (batch_size, num_keys):
             raise ValueError(f"key_mask must have shape (B, S) = {(batch_size, num_keys)}, got {tuple(self.key_mask.shape)}")
 
-    def __str__(self) -> str:
-        return self.grid(self.key_mask.shape[1])
+    def size(self) -> tuple[int, int]:
+        return self.key_mask.shape[1], self.key_mask.shape[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,8 +197,8 @@ class Documents(Mask):
                 f"got {tuple(self.ids.shape)} and L = {num_queries}"
             )
 
-    def __str__(self) -> str:
-        return self.grid(self.ids.shape[1])
+    def size(self) -> tuple[int, int]:
+        return self.ids.shape[1], self.ids.shape[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,111 +248,81 @@ class Dense(Mask):
         if self.tensor.dim() not in (2, 4):
             raise ValueError(f"attn_mask must have shape (L, S) or (B, H, L, S), got {tuple(self.tensor.shape)}")
 
-    def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
-        four = self.tensor if self.tensor.dim() == 4 else self.tensor[None, None]
-        index = [i if size > 1 else torch.zeros_like(i) for i, size in zip((batch, head, row, key), four.shape, strict=True)]
-        return four[tuple(index)]
+    @property
+    def four(self) -> Tensor:
+        """The tensor with four axes."""
+        return self.tensor if self.tensor.dim() == 4 else self.tensor[None, None]
 
-    def dense(self, num_queries: int, num_keys: int, **options: object) -> Tensor:
-        four = self.tensor if self.tensor.dim() == 4 else self.tensor[None, None]
-        rows, keys = options.get("rows", slice(None)), options.get("keys", slice(None))
-        assert isinstance(rows, slice) and isinstance(keys, slice)
-        four = four[:, :, rows] if four.shape[2] > 1 else four
+    def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
+        places = zip((batch, head, row, key), self.four.shape, strict=True)
+        return self.four[tuple(index if size > 1 else torch.zeros_like(index) for index, size in places)]
+
+    def dense(
+        self, num_queries: int, num_keys: int, *, rows: slice = slice(None), keys: slice = slice(None), **axes: object
+    ) -> Tensor:
+        four = self.four[:, :, rows] if self.four.shape[2] > 1 else self.four
         return four[..., keys] if four.shape[3] > 1 else four
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
-        wanted = (batch_size, num_heads, num_queries, num_keys)
-        got = tuple(self.tensor.shape)
-        full = (1,) * (4 - len(got)) + got
-        if any(have not in (1, want) for have, want in zip(full, wanted, strict=True)):
+        wanted, got = (batch_size, num_heads, num_queries, num_keys), tuple(self.tensor.shape)
+        if any(have not in (1, want) for have, want in zip(got[::-1], wanted[::-1], strict=False)):
             raise ValueError(f"attn_mask of shape {got} does not broadcast to (B, H, L, S) = {wanted}")
 
-    def __str__(self) -> str:
-        return self.grid(*self.tensor.shape[-2:])
+    def size(self) -> tuple[int, int]:
+        return self.tensor.shape[-2], self.tensor.shape[-1]
 
 
-@dataclass(frozen=True, eq=False)
-class And(Mask):
-    """The intersection: visible where every part allows it. Made by ``&``; remembers its dense form, shared by all layers."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Combined(Mask):
+    """Several masks as one: ``And`` or ``Or``. Remembers its dense form, which all layers share."""
 
     members: tuple[Mask, ...]
+    join: ClassVar[Any]  # of two bool tensors
+    decisive: ClassVar[bool]  # the verdict on a tile that settles it, whatever the other members say
+    sign: ClassVar[str]
 
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
-        result = self.members[0].visible(batch, head, row, key, offset)
-        for member in self.members[1:]:
-            result = result & member.visible(batch, head, row, key, offset)
-        return result
+        return reduce(self.join, [member.visible(batch, head, row, key, offset) for member in self.members])
 
     def dense(self, num_queries: int, num_keys: int, **options: object) -> Tensor:
         def build() -> Tensor:
-            tiles = [member.dense(num_queries, num_keys, **options) for member in self.members]  # type: ignore[arg-type]
-            result = tiles[0]
-            for tile in tiles[1:]:
-                result = result & tile
-            return result
+            return reduce(self.join, [member.dense(num_queries, num_keys, **options) for member in self.members])  # type: ignore[arg-type]
 
         whole = "rows" not in options and "keys" not in options
         return self.remember("dense", (num_queries, num_keys, *sorted(options.items())), build) if whole else build()
 
     def covers(self, rows: slice, keys: slice, offset: int) -> bool | None:
         verdicts = [member.covers(rows, keys, offset) for member in self.members]
-        return False if False in verdicts else None if None in verdicts else True
+        return self.decisive if self.decisive in verdicts else None if None in verdicts else not self.decisive
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         for member in self.members:
             member.check(batch_size, num_heads, num_queries, num_keys)
+
+    def size(self) -> tuple[int, int] | None:
+        known = [size for member in self.members if (size := member.size())]
+        if not known:
+            return None
+        num_keys = max(keys for _, keys in known)
+        return next((queries for queries, keys in known if 1 < queries != keys), num_keys), num_keys
+
+    def __repr__(self) -> str:
+        return self.sign.join(f"({member!r})" if isinstance(member, Or) else repr(member) for member in self.members)
+
+
+class And(Combined):
+    """The intersection: visible where every member allows it. Made by ``&``."""
+
+    join, decisive, sign = operator.and_, False, " & "
 
     def parts(self) -> Iterator[Mask]:
         return iter(self.members)
 
-    def __str__(self) -> str:
-        return self.grid(*_natural_size(self.members))
 
-    def __repr__(self) -> str:
-        return " & ".join(f"({member!r})" if isinstance(member, Or) else repr(member) for member in self.members)
-
-
-@dataclass(frozen=True, eq=False)
-class Or(Mask):
+class Or(Combined):
     """The union: visible where some member allows it. Made by ``|``."""
 
-    members: tuple[Mask, ...]
-
-    def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
-        result = self.members[0].visible(batch, head, row, key, offset)
-        for member in self.members[1:]:
-            result = result | member.visible(batch, head, row, key, offset)
-        return result
-
-    def covers(self, rows: slice, keys: slice, offset: int) -> bool | None:
-        verdicts = [member.covers(rows, keys, offset) for member in self.members]
-        return True if True in verdicts else None if None in verdicts else False
-
-    def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
-        for member in self.members:
-            member.check(batch_size, num_heads, num_queries, num_keys)
-
-    def __str__(self) -> str:
-        return self.grid(*_natural_size(self.members))
-
-    def __repr__(self) -> str:
-        return " | ".join(repr(member) for member in self.members)
-
-
-def _natural_size(members: tuple[Mask, ...]) -> tuple[int, int]:
-    """The numbers of queries and keys that the members know, else 6 and 6."""
-    known: list[tuple[int, int]] = []
-    for member in members:
-        if isinstance(member, And | Or):
-            known.append(_natural_size(member.members))
-        elif isinstance(member, Dense):
-            known.append((member.tensor.shape[-2], member.tensor.shape[-1]))
-        elif isinstance(member, Padding | Documents):
-            length = (member.key_mask if isinstance(member, Padding) else member.ids).shape[1]
-            known.append((length, length))
-    keys = max((num_keys for _, num_keys in known), default=6)
-    queries = [num_queries for num_queries, num_keys in known if 1 < num_queries != num_keys]
-    return (queries or [keys])[0], keys
+    join, decisive, sign = operator.or_, True, " | "
 
 
 def _require_bool(name: str, tensor: Tensor) -> None:

@@ -32,12 +32,12 @@ from minitx.nn import (
     Padding,
     PrefixLM,
     SlidingWindow,
+    backend_names,
     explain_backends,
     register_backend,
     scaled_dot_product_attention,
     unregister_backend,
 )
-from minitx.nn import backends as registry
 
 BACKENDS = ("math", "sdpa", "chunked", "auto")
 LEFT = torch.tensor([[False, False, True, True, True, True, True], [True] * 7])
@@ -599,9 +599,9 @@ def test_a_refusal_names_the_backends_that_could():
 @pytest.fixture
 def registered():
     """A registry that forgets what the test puts into it."""
-    before = set(registry._REGISTRY)
+    before = set(backend_names())
     yield
-    for name in set(registry._REGISTRY) - before:
+    for name in set(backend_names()) - before:
         unregister_backend(name)
 
 
@@ -624,7 +624,9 @@ def test_a_registered_backend_serves_calls_by_name_only(registered):
     with pytest.raises(RuntimeError, match="'mine' cannot serve this call: no window; sdpa, chunked, math can"):
         scaled_dot_product_attention(q, q, q, SlidingWindow(2), backend="mine")
     assert [report.name for report in explain_backends(q, q, q)][-1] == "mine"
+    assert backend_names()[0] == "auto" and backend_names()[-1] == "mine"
     unregister_backend("mine")
+    assert "mine" not in backend_names()
     with pytest.raises(ValueError, match="backend='mine' is not known"):
         scaled_dot_product_attention(q, q, q, backend="mine")
     for name in ("mine", "math", "sdpa:flash"):  # gone already, or minitx's own

@@ -6,7 +6,23 @@ from torch import nn
 from torch.export import Dim
 
 from minitx.config import TransformerConfig
-from minitx.nn import DecoderBlock, DecoderLM, FeedForward, KVCache, MultiHeadAttention, Padding, SlidingWindow
+from minitx.nn import (
+    DecoderBlock,
+    DecoderLM,
+    FeedForward,
+    KVCache,
+    MultiHeadAttention,
+    Padding,
+    SlidingWindow,
+    scaled_dot_product_attention,
+)
+from minitx.nn.efficient import (
+    BlockSparseAttention,
+    LinearAttention,
+    LinformerAttention,
+    PerformerAttention,
+    SlidingWindowAttention,
+)
 from minitx.nn.models.parts import build_bias, build_block
 
 V, E, H, LENGTHS = 13, 12, 3, range(3, 23)
@@ -96,6 +112,16 @@ def test_a_block_compiles_whole_and_at_most_twice_for_twenty_lengths(kind, decod
             results.append(run(x, real))
         torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-6)
     assert graphs.count <= 2
+
+
+@pytest.mark.parametrize("backend", ["math", "sdpa", "chunked"])
+def test_a_scale_that_changes_from_call_to_call_compiles_whole(backend):
+    def call(q, scale):
+        return scaled_dot_product_attention(q, q, q, is_causal=True, scale=scale, backend=backend)
+
+    compiled, q = torch.compile(call, backend="eager", fullgraph=True), torch.randn(1, 2, 5, 4)
+    for scale in (0.5, 0.25, 1.0):
+        torch.testing.assert_close(compiled(q, scale), call(q, scale), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -192,3 +218,70 @@ def test_a_model_is_exported_with_dynamic_batch_and_length(options):
     for batch, length in ((2, 5), (3, 7), (5, 19)):
         ids, real = torch.randint(1, V, (batch, length)), torch.rand(batch, length) < 0.8
         torch.testing.assert_close(exported(ids, key_mask=real), model(ids, key_mask=real), rtol=0, atol=1e-6)
+
+
+EFFICIENT = {
+    "linformer": (lambda: LinformerAttention(32, 3), False),
+    "linear": (LinearAttention, False),
+    "linear, causal": (lambda: LinearAttention(chunk_size=32), True),
+    "performer": (lambda: PerformerAttention(4), False),
+    "performer, causal": (lambda: PerformerAttention(4, chunk_size=32), True),
+    "window": (lambda: SlidingWindowAttention(5, block_size=2), False),
+    "window, causal": (lambda: SlidingWindowAttention(5, block_size=2), True),
+}
+
+
+def efficient(core, causal):
+    """Self-attention with that core, as a function of x and key_mask."""
+    attention = MultiHeadAttention(E, H, core=core)
+    return attention, lambda x, real: attention(x, key_mask=real, is_causal=causal)
+
+
+def graphs_of(call, lengths):
+    """How many graphs the lengths take, each giving what the plain call gives, without a break."""
+    graphs = Graphs()
+    compiled = torch.compile(call, backend=graphs, fullgraph=True)
+    for length in lengths:
+        x, real = torch.randn(2, length, E), torch.rand(2, length) < 0.8
+        torch.testing.assert_close(compiled(x, real), call(x, real), rtol=0, atol=1e-6)
+    return graphs.count
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == "linformer" else pytest.mark.slow) for k in EFFICIENT])
+def test_an_efficient_core_compiles_whole_and_at_most_twice_for_twenty_lengths(kind):
+    build, causal = EFFICIENT[kind]
+    assert graphs_of(efficient(build(), causal)[1], LENGTHS) <= 2
+
+
+@pytest.mark.slow
+def test_a_causal_kernel_takes_a_graph_or_two_for_every_number_of_chunks_as_documented():
+    call = efficient(LinearAttention(chunk_size=8), True)[1]
+    assert graphs_of(call, (9, 10, 11, 13, 16)) <= 2
+    assert graphs_of(call, (17,)) == 1
+
+
+@pytest.mark.slow
+def test_a_window_takes_a_graph_of_its_own_for_lengths_within_one_block_as_documented():
+    call = efficient(SlidingWindowAttention(5, block_size=4), True)[1]
+    assert graphs_of(call, (3, 4)) == 2
+    assert graphs_of(call, range(5, 13)) <= 2
+
+
+@pytest.mark.slow
+def test_block_sparse_attention_compiles_whole_once_for_every_length_as_documented():
+    call = efficient(BlockSparseAttention(block_size=4), True)[1]
+    assert graphs_of(call, (5, 9, 14)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*EFFICIENT, "block-sparse"])
+def test_compiled_gradients_of_an_efficient_core_are_those_of_the_plain_one(kind):
+    build, causal = EFFICIENT.get(kind, (lambda: BlockSparseAttention(block_size=4), True))
+    attention, call = efficient(build(), causal)
+    results, x, real = [], torch.randn(2, 9, E), torch.rand(2, 9) < 0.8
+    for run in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        attention.zero_grad()
+        run(x, real).square().sum().backward()
+        results.append({name: p.grad.clone() for name, p in attention.named_parameters()})
+    for name, grad in results[0].items():
+        torch.testing.assert_close(results[1][name], grad, rtol=1e-5, atol=1e-5, msg=name)

@@ -110,8 +110,8 @@ def test_intersect_shares_a_mask_that_holds_the_others():
     assert intersect(padding) is padding
 
 
-def test_a_combined_mask_builds_its_dense_form_once():
-    mask = Causal() & Padding(REAL)
+@pytest.mark.parametrize("mask", [Causal() & Padding(REAL), SlidingWindow(1) | Padding(REAL)], ids=["and", "or"])
+def test_a_combined_mask_builds_its_dense_form_once(mask):
     assert whole(mask) is whole(mask)
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "AttentionCall",
     "Backend",
     "BackendReport",
+    "backend_names",
     "explain_backends",
     "register_backend",
     "run_attention",
@@ -32,6 +33,11 @@ _BUILT_IN = (sdpa.BACKEND, chunked.BACKEND, math.BACKEND, flex.BACKEND, flash_at
 _REGISTRY: dict[str, Backend] = {backend.name: backend for backend in _BUILT_IN}
 # scores of all heads together, from which on tiles beat the whole matrix on CPU (measured: docs/backends.md)
 CHUNKED_FROM = 2**21
+
+
+def backend_names() -> tuple[str, ...]:
+    """What ``backend=`` takes: ``auto``, and every backend that is registered now."""
+    return ("auto", *_REGISTRY)
 
 
 def register_backend(
@@ -49,8 +55,8 @@ def register_backend(
     Raises:
         ValueError: a name that is taken.
     """
-    if name in _REGISTRY or name == "auto":
-        raise ValueError(f"backend {name!r} is taken; registered are auto, {', '.join(_REGISTRY)}")
+    if name in backend_names():
+        raise ValueError(f"backend {name!r} is taken; registered are {', '.join(backend_names())}")
     _REGISTRY[name] = Backend(name, run, refuses=supports, falls_back=falls_back)
 
 
@@ -79,7 +85,7 @@ def named(call: AttentionCall, backend: str) -> Backend:
     if backend == "auto":
         return _fastest(call)
     if backend not in _REGISTRY:
-        raise ValueError(f"backend={backend!r} is not known; one of auto, {', '.join(_REGISTRY)}")
+        raise ValueError(f"backend={backend!r} is not known; one of {', '.join(backend_names())}")
     return _REGISTRY[backend]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 
 from torch import Tensor
 
@@ -95,7 +95,7 @@ def make_call(
         scale = D**-0.5
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"scale must be a number or None (1/sqrt(D)), got {scale!r}; words belong to modules and configs")
-    if not isfinite(scale):
+    if not -inf < scale < inf:
         raise ValueError(f"scale must be finite, got {scale}")
     return AttentionCall(query, key, value, mask, float(scale), attn_bias, softcap, sinks, float(dropout_p))
 

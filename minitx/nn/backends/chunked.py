@@ -11,8 +11,8 @@ with R the dropout factors, 0 or 1/(1 − p), drawn anew from a seed of their ow
 rule hides as a whole are skipped: a causal call costs half.
 
 Both passes are ``torch.library`` operators: compiled, each is one node. An operator takes tensors and plain values only,
-so mask and bias travel as a program and its tensors (``programs.py``). The output leaves the operator in the precision
-of the sums, because dZ needs it unrounded.
+so bias, sinks, mask and seed travel as a program and its tensors (``programs.py``); scale, soft-cap (0 for none) and
+dropout are its ``numbers``. The output leaves the operator in the precision of the sums, because dZ needs it unrounded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from minitx.nn.backends.base import AttentionCall, Backend
 from minitx.nn.backends.programs import cannot_pack, pack, unpack
-from minitx.nn.bias import Bias, TensorBias, as_bias, cut
+from minitx.nn.bias import Bias, TensorBias, as_bias
 from minitx.nn.functional import full_precision, hide_unseen
 from minitx.nn.masks import Mask, simplify
 
@@ -42,21 +42,22 @@ class Problem:
     query: Tensor  # (B, H, L, D), already scaled
     key: Tensor
     value: Tensor
-    mask: Mask | None
     bias: Bias | None
-    softcap: float | None
-    dropout_p: float
+    sinks: Tensor | None  # (H, 1, 1)
+    mask: Mask | None
     seed: int
+    scale: float
+    softcap: float  # 0 for none
+    dropout_p: float
 
     @staticmethod
-    def of(
-        query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], program: str, scale: float,
-        softcap: float | None, dropout_p: float, seed: Tensor | None,
-    ) -> Problem:  # fmt: skip
+    def of(query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], program: str, numbers: list[float]) -> Problem:
+        bias, sinks, mask, seed = unpack(program, tensors)  # as ``run`` packs them
+        scale, softcap, dropout_p = numbers
         dtype = _sum_dtype(query)
-        mask, bias = unpack(program, tensors)
-        number = 0 if seed is None else int(seed)
-        return Problem(query.to(dtype) * scale, key.to(dtype), value.to(dtype), mask, bias, softcap, dropout_p, number)
+        query, key, value = query.to(dtype) * scale, key.to(dtype), value.to(dtype)
+        sinks, seed = None if sinks is None else sinks.to(dtype).view(-1, 1, 1), 0 if seed is None else int(seed)
+        return Problem(query, key, value, bias, sinks, mask, seed, scale, softcap, dropout_p)
 
     def tiles(self) -> Iterator[tuple[slice, list[slice]]]:
         """Slices of the rows, each with those slices of the keys of which it may see something."""
@@ -84,7 +85,7 @@ class Problem:
         key, value = hide_unseen(self.key[:, :, keys], visible), hide_unseen(self.value[:, :, keys], visible)
         logits = by_group(self.query[:, :, rows], key.mT)
         capped = None
-        if self.softcap is not None:
+        if self.softcap > 0.0:
             capped = logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
         if bias is not None:
             logits = logits + bias
@@ -118,18 +119,16 @@ def over_group(left: Tensor, right: Tensor, num_kv_heads: int) -> Tensor:
 
 @torch.library.custom_op("minitx::chunked_attention", mutates_args=())
 def chunked_attention(
-    query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], sinks: Tensor | None, seed: Tensor | None,
-    program: str, scale: float, softcap: float | None, dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], program: str, numbers: list[float]
+) -> tuple[Tensor, Tensor, Tensor]:
     """(output (B, H, L, Dv), top (B, H, L, 1), 1/total (B, H, L, 1)), in the dtype of the sums."""
     with full_precision(query.device):
-        problem = Problem.of(query, key, value, tensors, program, scale, softcap, dropout_p, seed)
+        problem = Problem.of(query, key, value, tensors, program, numbers)
         output, top, total = _outputs(problem.query, value)
         output.zero_(), top.fill_(torch.finfo(top.dtype).min), total.zero_()
-        if sinks is not None:  # a logit without a value: where the sums start
-            sink = sinks.to(top.dtype).view(-1, 1, 1)
-            top.copy_(sink.clamp(min=torch.finfo(top.dtype).min))
-            total.copy_((sink - top).exp())
+        if problem.sinks is not None:  # a logit without a value: where the sums start
+            top.copy_(problem.sinks.clamp(min=torch.finfo(top.dtype).min))
+            total.copy_((problem.sinks - top).exp())
         for rows, row_keys in problem.tiles():
             out, largest, summed = output[:, :, rows], top[:, :, rows], total[:, :, rows]
             for keys in row_keys:
@@ -147,16 +146,22 @@ def chunked_attention(
 
 @torch.library.custom_op("minitx::chunked_attention_backward", mutates_args=())
 def chunked_attention_backward(
-    grad: Tensor, output: Tensor, top: Tensor, inverse: Tensor,
-    query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], sinks: Tensor | None, seed: Tensor | None,
-    program: str, scale: float, softcap: float | None, dropout_p: float, wanted: list[bool],
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of query, key, value, sinks (empty without) and of those ``tensors`` that are wanted (else empty)."""
+    grad: Tensor,
+    outputs: list[Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tensors: list[Tensor],
+    program: str,
+    numbers: list[float],
+    wanted: list[bool],
+) -> list[Tensor]:
+    """Gradients of query, key, value, and of those ``tensors`` that are wanted (else empty); ``outputs`` as above."""
     with full_precision(query.device):
-        problem = Problem.of(query, key, value, tensors, program, scale, softcap, dropout_p, seed)
-        Hkv = key.shape[1]
+        problem, (output, top, inverse) = Problem.of(query, key, value, tensors, program, numbers), outputs
         d_query, d_key, d_value = (torch.zeros_like(t) for t in (problem.query, problem.key, problem.value))
-        bias_gradient = BiasGradient(problem, tensors, program, wanted)
+        d_tensors = [_like(t, want, dtype=top.dtype).zero_() for t, want in zip(tensors, wanted, strict=True)]
+        bias_gradient = BiasGradient(problem, d_tensors, wanted)
         delta = (grad * output).sum(-1, keepdim=True)
         for rows, row_keys in problem.tiles():
             d_out, q = grad[:, :, rows], problem.query[:, :, rows]
@@ -167,56 +172,49 @@ def chunked_attention_backward(
                 factors = problem.dropout(rows, keys)
                 if factors is not None:
                     d_weights.mul_(factors)
-                d_value[:, :, keys] += over_group(weights if factors is None else weights * factors, d_out, Hkv)
+                d_value[:, :, keys] += over_group(weights if factors is None else weights * factors, d_out, key.shape[1])
                 d_logits = d_weights.sub_(delta[:, :, rows]).mul_(weights)
                 bias_gradient.add(d_logits, rows, keys)
-                if capped is not None and softcap is not None:
-                    d_logits = d_logits * (1.0 - (capped / softcap).square_())
+                if capped is not None:
+                    d_logits = d_logits * (1.0 - (capped / problem.softcap).square_())
                 d_query[:, :, rows] += by_group(d_logits, seen_key)
-                d_key[:, :, keys] += over_group(d_logits, q, Hkv)
-        d_sinks = query.new_zeros(0)
-        if sinks is not None:
-            d_sinks = ((sinks.to(top.dtype).view(-1, 1, 1) - top).exp() * inverse * delta).sum((0, 2, 3)).neg().to(sinks.dtype)
-        grads = [d_query.mul_(scale).to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), d_sinks]
-        return [*grads, *bias_gradient.result()]
+                d_key[:, :, keys] += over_group(d_logits, q, key.shape[1])
+        if problem.sinks is not None and wanted[bias_gradient.count]:  # sinks come right after the bias
+            d_tensors[bias_gradient.count] -= ((problem.sinks - top).exp() * inverse * delta).sum((0, 2, 3))
+        pairs = zip([d_query.mul_(problem.scale), d_key, d_value, *d_tensors], [query, key, value, *tensors], strict=True)
+        return [gradient.to(tensor.dtype) for gradient, tensor in pairs]
 
 
 class BiasGradient:
-    """Sums the gradient of a bias's tensors over the tiles."""
+    """Sums the gradient of a bias's tensors over the tiles, into the first of ``sums``."""
 
-    def __init__(self, problem: Problem, tensors: list[Tensor], program: str, wanted: list[bool]) -> None:
-        self.problem, self.tensors, self.program, self.wanted = problem, tensors, program, wanted
-        dtype = problem.query.dtype
-        self.sums = [
-            torch.zeros_like(t, dtype=dtype) if want else t.new_zeros(0) for t, want in zip(tensors, wanted, strict=True)
-        ]
+    def __init__(self, problem: Problem, sums: list[Tensor], wanted: list[bool]) -> None:
+        self.problem = problem
+        self.program, self.tensors = pack(problem.bias)
+        self.count = len(self.tensors)
+        self.chosen = [i for i in range(self.count) if wanted[i]]
+        self.sums = [sums[i] for i in self.chosen]
 
     def add(self, d_logits: Tensor, rows: slice, keys: slice) -> None:
-        if not any(self.wanted):
+        if not self.chosen:
             return
         B, H, L, _ = self.problem.query.shape
         S = self.problem.key.shape[2]
         if isinstance(self.problem.bias, TensorBias):  # its tile is a slice of it, and so is its gradient's
-            (total,) = (s for s, want in zip(self.sums, self.wanted, strict=True) if want)
-            part = cut(TensorBias(total).four(), rows, keys)
+            part = TensorBias(self.sums[0]).dense(L, S, rows=rows, keys=keys)
             part += d_logits.sum_to_size(part.shape)
             return
 
         def tile(*chosen: Tensor) -> Tensor:
-            supply = iter(chosen)
-            tensors = [next(supply) if want else t for t, want in zip(self.tensors, self.wanted, strict=True)]
-            bias = unpack(self.program, tensors)[1]
+            tensors = list(self.tensors)
+            for place, tensor in zip(self.chosen, chosen, strict=True):
+                tensors[place] = tensor
+            bias = unpack(self.program, tensors)
             return bias.dense(L, S, batch_size=B, num_heads=H, device=d_logits.device, rows=rows, keys=keys)
 
-        chosen = [t.to(d_logits.dtype) for t, want in zip(self.tensors, self.wanted, strict=True) if want]
-        values, pull = torch.func.vjp(tile, *chosen)  # type: ignore[misc]
-        parts = iter(pull(d_logits.sum_to_size(values.shape).to(values.dtype)))
-        for total, want in zip(self.sums, self.wanted, strict=True):
-            if want:
-                total += next(parts)
-
-    def result(self) -> list[Tensor]:
-        return [s.to(t.dtype) for s, t in zip(self.sums, self.tensors, strict=True)]
+        values, pull = torch.func.vjp(tile, *(self.tensors[i].to(d_logits.dtype) for i in self.chosen))  # type: ignore[misc]
+        for total, part in zip(self.sums, pull(d_logits.sum_to_size(values.shape).to(values.dtype)), strict=True):
+            total += part
 
 
 def _sum_dtype(query: Tensor) -> torch.dtype:
@@ -235,36 +233,33 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
     return _outputs(query, value)
 
 
+def _like(tensor: Tensor, want: bool, **options: Any) -> Tensor:
+    """Room for a gradient: of none where it is not wanted."""
+    return torch.empty_like(tensor, **options) if want else tensor.new_empty(0, **options)
+
+
 @chunked_attention_backward.register_fake
 def _(
-    grad: Tensor, output: Tensor, top: Tensor, inverse: Tensor,
-    query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], sinks: Tensor | None, seed: Tensor | None,
-    program: str, scale: float, softcap: float | None, dropout_p: float, wanted: list[bool],
-) -> list[Tensor]:  # fmt: skip
+    grad: Tensor, outputs: Any, query: Tensor, key: Tensor, value: Tensor, tensors: Any, program: str, numbers: Any, wanted: Any
+) -> list[Tensor]:
     grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)]
-    d_sinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
-    return [
-        *grads,
-        d_sinks,
-        *(torch.empty_like(t) if want else t.new_empty(0) for t, want in zip(tensors, wanted, strict=True)),
-    ]
+    return [*grads, *(_like(t, want) for t, want in zip(tensors, wanted, strict=True))]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    query, key, value, tensors, sinks, seed, *ctx.plain = inputs
+    query, key, value, tensors, *ctx.plain = inputs
     ctx.mark_non_differentiable(*output[1:])
-    ctx.num_tensors = len(tensors)
-    ctx.save_for_backward(*output, query, key, value, sinks, seed, *tensors)
+    ctx.save_for_backward(*output, query, key, value, *tensors)
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    output, top, inverse, query, key, value, sinks, seed, *tensors = ctx.saved_tensors
+    output, top, inverse, query, key, value, *tensors = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[3])
-    d_query, d_key, d_value, d_sinks, *rest = chunked_attention_backward(
-        grad, output, top, inverse, query, key, value, tensors, sinks, seed, *ctx.plain, wanted
+    d_query, d_key, d_value, *d_tensors = chunked_attention_backward(
+        grad, [output, top, inverse], query, key, value, tensors, *ctx.plain, wanted
     )
-    d_tensors = [part if want else None for part, want in zip(rest, wanted, strict=True)]
-    return d_query, d_key, d_value, d_tensors, None if sinks is None else d_sinks, None, None, None, None, None
+    d_tensors = [part if want else None for part, want in zip(d_tensors, wanted, strict=True)]
+    return d_query, d_key, d_value, d_tensors, None, None
 
 
 def _no_second(ctx: Any, *grads: Any) -> None:
@@ -279,11 +274,10 @@ def run(call: AttentionCall) -> Tensor:
     """Attention tile by tile; memory grows with L + S."""
     _, _, L, S = call.shape
     bias = None if call.attn_bias is None else as_bias(call.attn_bias)
-    program, tensors = pack((simplify(call.mask, L, S), bias))
     seed = torch.randint(2**31, ()) if call.dropout_p > 0.0 else None
-    output, _, _ = chunked_attention(
-        call.query, call.key, call.value, tensors, call.sinks, seed, program, call.scale, call.softcap, call.dropout_p
-    )
+    program, tensors = pack((bias, call.sinks, simplify(call.mask, L, S), seed))
+    numbers = [call.scale, call.softcap or 0.0, call.dropout_p]
+    output, _, _ = chunked_attention(call.query, call.key, call.value, tensors, program, numbers)
     return output.to(call.value.dtype)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from typing import ClassVar
 
 import torch
@@ -30,6 +30,9 @@ class EfficientAttention(nn.Module):
     It takes the arguments of ``DotProductAttention``, in the constructor and in the call, and honours or refuses each:
     ``refusals`` says, for every option that the mathematics leaves no place for, why. Everything is computed in at least
     float32, under autocast too, on the same path in training and evaluation; the output has the value's dtype.
+
+    ``minitx.analysis.capture`` records nothing of it: it hooks ``DotProductAttention`` only, whose weights are those that
+    were used. ``need_weights``, where it is not refused, and ``approximation_error`` are what there is to look at.
 
     Args:
         dropout: on the weights, in training only; refused where there are no weights.
@@ -142,7 +145,7 @@ def _multiplier(scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"scale must be a number or None (1/sqrt(D)), got {scale!r}; words belong to modules and configs")
-    if not isfinite(scale):
+    if not -inf < scale < inf:
         raise ValueError(f"scale must be finite, got {scale}")
     return float(scale)
 

@@ -172,13 +172,16 @@ class SlidingWindowAttention(BlockSparseAttention):
     def tiles(self, mask: Mask | None, shape: Shape, device: torch.device) -> Tiles:
         L, S, b, reach = shape[2], shape[3], self.block_size, self.window - 1
         ahead = 0 if mask is not None and any(isinstance(part, Causal) for part in mask.parts()) else reach
-        pairs = []
-        for start in range(0, L, b):
-            first, last = start + S - L, min(start + b, L) - 1 + S - L  # the positions of this block's queries
-            keys = range(max(0, (first - reach) // b), min(-(-S // b) - 1, (last + ahead) // b) + 1)
-            pairs += [(start // b, j) for j in keys]
-        query_block, key_block = torch.tensor(pairs, dtype=torch.long, device=device).reshape(-1, 2).unbind(1)
-        return Tiles(query_block, key_block, _visible(mask, query_block, key_block, b, shape))
+        first, last = (S - L - reach) // b, (S - L + b - 1 + ahead) // b  # key blocks of query block 0; of block i, i more
+        query_block = torch.arange(-(-L // b)).unsqueeze(1).expand(-1, last - first + 1)
+        key_block = query_block + torch.arange(first, last + 1)
+        exists = (key_block >= 0) & (key_block < -(-S // b))
+        # compiled, the edges of the band are computed and hidden: how many exist would tie the graph to one length
+        chosen = (x.flatten() if torch.compiler.is_compiling() else x[exists] for x in (query_block, key_block, exists))
+        query_block, key_block, exists = (x.to(device) for x in chosen)
+        key_block = key_block.clamp(0, -(-S // b) - 1)
+        visible = _visible(mask, query_block, key_block, b, shape) & exists.view(-1, 1, 1)
+        return Tiles(query_block, key_block, visible)
 
     def extra_repr(self) -> str:
         return f"window={self.window}, {super().extra_repr()}"
@@ -191,7 +194,8 @@ def _require_count(name: str, number: int) -> None:
 
 def _blocks(tensor: Tensor, block_size: int) -> Tensor:
     """(..., length, D) -> (..., length / b, b, D), the last block filled up with zeros."""
-    missing = -tensor.shape[-2] % block_size
+    # compiled, at least one position is added: whether none is missing would cost a guard, and a graph
+    missing = block_size - tensor.shape[-2] % block_size if torch.compiler.is_compiling() else -tensor.shape[-2] % block_size
     return F.pad(tensor, (0, 0, 0, missing)).unflatten(-2, (-1, block_size))
 
 

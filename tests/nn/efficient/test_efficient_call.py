@@ -1,5 +1,7 @@
 """What all efficient cores share: the call of the exact core, refusals, dtypes, masks; and Linformer's own formula."""
 
+import re
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from minitx.nn import (
     reference_attention,
 )
 from minitx.nn.efficient import (
+    CORE_KINDS,
     BlockSparseAttention,
     EfficientAttention,
     LinearAttention,
@@ -21,6 +24,7 @@ from minitx.nn.efficient import (
     PerformerAttention,
     SlidingWindowAttention,
     approximation_error,
+    build_core,
 )
 from minitx.nn.masks import as_mask
 
@@ -326,3 +330,53 @@ def test_the_error_is_measured_without_dropout_and_leaves_the_core_as_it_was():
     assert error["relative_error"] < 1e-14
     nothing = approximation_error(core, q, k, torch.zeros_like(v))
     assert nothing["relative_error"] == nothing["max_abs_error"] == 0.0
+
+
+BUILT = {
+    "sliding_window": ({"window": 5, "block_size": 4}, "window=5, block_size=4, dropout=0.0, softcap=None"),
+    "block_sparse": ({"block_size": 4, "softcap": 2.0}, "block_size=4, dropout=0.0, softcap=2.0"),
+    "linear": ({}, "chunk_size=64"),
+    "performer": ({"num_features": 7}, f"{D}, num_features=7, orthogonal=True, chunk_size=64"),
+    "linformer": ({"num_slots": 3, "dropout": 0.1}, f"max_len={S}, num_slots=3, dropout=0.1, softcap=None"),
+}
+
+
+@pytest.mark.parametrize("kind", CORE_KINDS)
+def test_a_core_is_built_from_a_word_and_numbers(kind):
+    options, shown = BUILT[kind]
+    core = build_core(kind, head_dim=D, max_len=S, **options)
+    assert isinstance(core, EfficientAttention)
+    assert core.extra_repr() == shown
+    assert core(*draw()).shape == (B, H, L, DV)
+
+
+def test_what_is_not_said_is_left_to_the_core():
+    assert build_core("sliding_window", window=200).block_size == SlidingWindowAttention(200).block_size == 64
+    assert build_core("block_sparse").block_size == BlockSparseAttention().block_size
+    assert build_core("performer", head_dim=D).num_features == PerformerAttention(D).num_features
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("flash", {}, "attention='flash' is not known; one of sliding_window, block_sparse, linear, performer, linformer"),
+        ("sliding_window", {}, "attention='sliding_window' needs window, got window=None"),
+        ("performer", {}, "attention='performer' needs head_dim, got head_dim=None"),
+        ("linformer", {"num_slots": 3}, "attention='linformer' needs max_len, got max_len=None"),
+        ("linformer", {"max_len": 9}, "attention='linformer' needs num_slots, got num_slots=None"),
+        ("block_sparse", {"window": 5}, "attention='block_sparse' does not take window, got window=5"),
+        ("linear", {"num_features": 5}, "attention='linear' does not take num_features, got num_features=5"),
+        (
+            "sliding_window",
+            {"window": 5, "num_slots": 2},
+            "attention='sliding_window' does not take num_slots, got num_slots=2",
+        ),
+        ("linformer", {"max_len": 9, "num_slots": 3, "block_size": 4}, "attention='linformer' does not take block_size"),
+        ("sliding_window", {"window": 0}, "window must be a positive whole number, got 0"),
+        ("linear", {"dropout": 0.1}, "LinearAttention cannot honour dropout: it forms no weights that could be dropped"),
+        ("performer", {"head_dim": 4, "softcap": 2.0}, "PerformerAttention cannot honour softcap: it forms no scores"),
+    ],
+)
+def test_a_core_that_cannot_be_built_is_one_sentence(kind, options, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        build_core(kind, **options)

@@ -1,12 +1,19 @@
-"""The tables of docs/efficient.md, measured: ``python tests/nn/efficient/figures.py``."""
+"""What the efficient cores cost and how far they are from exact attention: the tables of docs/efficient.md.
 
-import platform
-from datetime import date
+Costs are counted, operations and bytes, by the meter and on the cases of the tests that assert them: no seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from test_efficient_cost import CASES, growth
+from measure import write
+from torch import nn
 
-from minitx.nn import Causal
+from minitx.nn import Causal, Mask
 from minitx.nn.efficient import (
     BlockSparseAttention,
     LinearAttention,
@@ -15,6 +22,9 @@ from minitx.nn.efficient import (
     SlidingWindowAttention,
     approximation_error,
 )
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "nn" / "efficient"))
+from test_efficient_cost import CASES, growth
 
 HEADS, LENGTH, WIDTH, SEEDS = 4, 256, 64, 5
 CORES = {
@@ -27,7 +37,8 @@ CORES = {
 }
 
 
-def error(build, mask, size):
+def error(build: Callable[[], nn.Module], mask: Mask | None, size: float) -> float:
+    """Mean over seeds of the relative error; queries and keys of standard deviation ``size``."""
     found = []
     for seed in range(SEEDS):
         torch.manual_seed(seed)
@@ -36,24 +47,29 @@ def error(build, mask, size):
     return sum(found) / SEEDS
 
 
-def cell(number):
+def cell(number: float) -> str:
+    """Two digits after the point, or the power of ten."""
     return f"{number:.0e}" if number < 1e-3 else f"{number:.2f}"
 
 
-def main():
+def main() -> None:
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()} CPU, {date.today()}\n")
+    exponents = {
+        name: [growth(name, backward)[kind] for backward in (False, True) for kind in ("flops", "peak")] for name in CASES
+    }
     print("| case | flops | peak bytes | flops, with backward | peak bytes, with backward |\n|---|---|---|---|---|")
-    for name in CASES:
-        costs = [growth(name, backward)[kind] for backward in (False, True) for kind in ("flops", "peak")]
+    for name, costs in exponents.items():
         print(f"| {name} | {' | '.join(f'{cost:.2f}' for cost in costs)} |")
     sizes = (0.5, 1.0, 2.0)
+    errors = {
+        name: [error(build, mask, size) for mask in ((None, Causal()) if causal else (None,)) for size in sizes]
+        for name, (build, causal) in CORES.items()
+    }
     print(f"\n| core | {' | '.join(f'{size}' for size in sizes)} | {' | '.join(f'{size}, causal' for size in sizes)} |")
     print("|---|---|---|---|---|---|---|")
-    for name, (build, causal) in CORES.items():
-        numbers = [error(build, None, size) for size in sizes]
-        numbers += [error(build, Causal(), size) for size in sizes] if causal else []
-        print(f"| {name} | {' | '.join(map(cell, numbers))} |" + ("" if causal else " refused |" * len(sizes)))
+    for name, numbers in errors.items():
+        print(f"| {name} | {' | '.join(map(cell, numbers))} |" + " refused |" * (2 * len(sizes) - len(numbers)))
+    print(write("efficient_cost", {"exponents": exponents, "relative_errors": errors}))
 
 
 if __name__ == "__main__":
