@@ -215,6 +215,10 @@ class TransformerConfig:
             f"position={self.position} must be learned or none with architecture=vision",
         )
         require(
+            kind != "vision" or self.window is None,
+            f"window={self.window} counts neighbours in a row, which patches of a picture (architecture=vision) are not",
+        )
+        require(
             self.num_decoder_layers is None or kind == "encoder_decoder",
             f"num_decoder_layers={self.num_decoder_layers} belongs to architecture=encoder_decoder, got architecture={kind}",
         )

@@ -212,6 +212,51 @@ def test_training_flops_are_six_for_each_matrix_weight_and_twelve_for_each_score
     assert network.flops_per_token(length) == pytest.approx(want, rel=1e-12)
 
 
+# ---- efficient cores
+
+CORES = {
+    "sliding_window": {"window": 3},
+    "block_sparse": {"block_size": 4},
+    "linear": {},
+    "performer": {"num_features": 5},
+    "linformer": {"num_slots": 4},
+}
+
+
+REFUSED = [("gpt2", "linformer"), ("llama", "linformer"), ("vision", "sliding_window")]  # by the config, with the reason
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        (name, core)
+        for name in ("gpt2", "llama", "encoder, mean of tokens", "vision")
+        for core in CORES
+        if (name, core) not in REFUSED
+    ],
+)
+def test_one_word_gives_a_model_another_core(name, attention):
+    network, batch = model(name, attention=attention, **CORES[attention]).eval(), inputs(MODELS[name][0])
+    assert {m.core.__class__.__name__.lower() for m in network.modules() if isinstance(m, MultiHeadAttention)} == {
+        attention.replace("_", "") + "attention"
+    }
+    loss, logits = loss_of(network, batch)
+    loss.backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in network.parameters())
+    if MODELS[name][0] == "decoder":
+        changed = {**batch, "input_ids": batch["input_ids"].clone()}
+        changed["input_ids"][:, 4:] = changed["input_ids"][:, 4:] % (V - 1) + 1
+        assert torch.equal(network(**changed)[:, :4], logits[:, :4])
+    exact = {"sliding_window": {"window": 3}}.get(attention, {})
+    difference = (model(name, **exact).eval().requires_grad_(False)(**batch) - logits).abs().max()
+    assert (difference < 1e-12) == (attention in ("sliding_window", "block_sparse"))
+
+
+def test_a_core_that_cannot_serve_an_option_says_so():
+    with pytest.raises(ValueError, match="does not take num_slots, got num_slots=3"):
+        model("gpt2", attention="linear", num_slots=3)
+
+
 # ---- encoders
 
 
@@ -426,6 +471,7 @@ def test_number_of_parameters_by_hand():
         ({"architecture": "vision", "head": "token"}, "head=token must be sequence or none with architecture=vision"),
         ({"architecture": "vision", **IMAGES, "image_size": 7}, "image_size=7 is not divisible by patch_size=2"),
         ({"architecture": "vision", **IMAGES, "position": "t5"}, "position=t5 must be learned or none with architecture=vision"),
+        ({"architecture": "vision", **IMAGES, "window": 3}, "window=3 counts neighbours in a row, which patches of a picture"),
         ({"architecture": "encoder", "num_decoder_layers": 2}, "num_decoder_layers=2 belongs to architecture=encoder_decoder"),
         ({"architecture": "decoder", "head_transform": True}, "head_transform=True belongs to architecture=encoder with head=lm"),
         ({"attention": "linformer", "num_slots": 3}, "attention=linformer is not causal"),

@@ -8,6 +8,7 @@ from minitx.config import TransformerConfig
 from minitx.nn.attention import DotProductAttention, MultiHeadAttention
 from minitx.nn.bias import ALiBi, Bias, T5RelativeBias
 from minitx.nn.blocks import DecoderBlock, EncoderBlock, LayerScale, StochasticDepth
+from minitx.nn.efficient import build_core
 from minitx.nn.feedforward import FeedForward, MixtureOfExperts
 from minitx.nn.norms import QKNorm, make_norm
 from minitx.nn.positions import (
@@ -75,8 +76,18 @@ def build_attention(config: TransformerConfig, *, rotary: bool = True) -> MultiH
         qk_norm=QKNorm(config.qk_norm, D, num_kv_heads=config.kv_heads) if config.qk_norm else None,
         rotary=build_rotary(config) if rotary and config.position == "rotary" else None,
         sinks=config.sinks,
-        core=DotProductAttention(dropout=config.dropout, softcap=config.softcap, backend=config.backend),
+        core=build_attention_core(config),
     )
+
+
+def build_attention_core(config: TransformerConfig) -> nn.Module:
+    """Exact attention through a backend, or an efficient core."""
+    common = {"dropout": config.dropout, "softcap": config.softcap}
+    if config.attention == "exact":
+        return DotProductAttention(**common, backend=config.backend)  # type: ignore[arg-type]
+    sizes = {name: getattr(config, name) for name in ("max_len", "num_features", "num_slots", "block_size")}
+    window = config.window if config.attention == "sliding_window" else None  # elsewhere it is a mask
+    return build_core(config.attention, head_dim=config.width_per_head, window=window, **sizes, **common)
 
 
 def build_rotary(config: TransformerConfig) -> Rotary:
