@@ -95,17 +95,38 @@ def prepare_data(config: RunConfig) -> DataModule:
     return data
 
 
+# what a task asks of a model: architecture and head
+_MODELS_OF = {
+    "language_model": (("decoder", "lm"),),
+    "masked_lm": (("encoder", "lm"),),
+    "seq2seq": (("encoder_decoder", "lm"),),
+    "classify": (("encoder", "sequence"), ("vision", "sequence")),
+}
+
+
 def fit_model_config(model: TransformerConfig, data: DataModule) -> TransformerConfig:
-    """The model's config with the vocabulary that the data has.
+    """The model's config with what the data decides: vocabulary, labels, images, special ids.
 
     Raises:
-        ConfigError: a ``vocab_size`` that is smaller than the data's.
+        ConfigError: a model for another task; sizes that are smaller than the data's.
     """
-    if model.vocab_size is not None and model.vocab_size < data.vocab_size:
-        raise ConfigError(f"model.vocab_size={model.vocab_size} is smaller than the vocabulary of the data, {data.vocab_size}")
-    return dataclasses.replace(
-        model, vocab_size=model.vocab_size or data.vocab_size, type_vocab_size=model.type_vocab_size or data.type_vocab_size
-    )
+    fields = data.model_fields()
+    kinds = [kind for kind in _MODELS_OF[data.task] if (kind[0] == "vision") == ("image_size" in fields)]
+    if (model.architecture, model.head) not in kinds:
+        wanted = " or ".join(f"model.architecture={kind} with model.head={head}" for kind, head in kinds)
+        raise ConfigError(
+            f"model.architecture={model.architecture} with model.head={model.head} does not fit data={data.config.name}, "
+            f"which needs {wanted}"
+        )
+    found = {}
+    for name, value in fields.items():
+        given = getattr(model, name)
+        if given and not name.endswith("_id") and (given < value if name == "vocab_size" else given != value):
+            what = {"vocab_size": "the vocabulary"}.get(name, name)
+            how = "is smaller than" if name == "vocab_size" else "differs from"
+            raise ConfigError(f"model.{name}={given} {how} {what} of the data, {value}")
+        found[name] = value if given is None or (given == 0 and not name.endswith("_id")) else given
+    return dataclasses.replace(model, **found)
 
 
 def build_module(config: RunConfig, model_config: TransformerConfig, data: DataModule) -> TrainingModule:
