@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule
 
 from minitx.config import ConfigError, KeyValueDataConfig, TextDataConfig
 from minitx.data.addressing import AddressedLoader, AddressSampler, Batch, BatchSource, FiniteSource
-from minitx.data.corpus import check_path, data_dir
+from minitx.data.corpus import check_file, data_dir
 from minitx.data.synthetic import KeyValueSource, KeyValueValidation
 from minitx.data.text import TextSource, TextValidation
 from minitx.data.tokenizers import Tokenizer
@@ -118,8 +118,8 @@ class TextDataModule(DataModule):
     def __init__(self, config: TextDataConfig, options: DataOptions) -> None:
         super().__init__(config, options)
         self._text: TokenisedText | None = None
-        if config.name == "text":
-            check_path(config)
+        if config.path is not None:
+            check_file(config.path)
 
     def prepare_data(self) -> None:
         """Make the token cache where it is missing or does not fit. Lightning calls this on one process of a node."""
