@@ -6,7 +6,18 @@ imported. Messages begin with ``key=value``.
 """
 
 from minitx.config.checks import ConfigError, to_dict
-from minitx.config.data import DataConfig, KeyValueDataConfig, TextDataConfig
+from minitx.config.data import (
+    ClassifyDataConfig,
+    CorpusConfig,
+    DataConfig,
+    DatesDataConfig,
+    HubDataConfig,
+    ImageDataConfig,
+    KeyValueDataConfig,
+    MaskedDataConfig,
+    PairsDataConfig,
+    TextDataConfig,
+)
 from minitx.config.model import SCALE_WORDS, TransformerConfig, check_scale
 from minitx.config.run import AblationConfig, RunConfig, StudyConfig
 from minitx.config.training import (
@@ -25,12 +36,19 @@ __all__ = [
     "SCALE_WORDS",
     "AblationConfig",
     "CallbacksConfig",
+    "ClassifyDataConfig",
     "ConfigError",
+    "CorpusConfig",
     "DataConfig",
+    "DatesDataConfig",
     "EvaluationConfig",
+    "HubDataConfig",
+    "ImageDataConfig",
     "KeyValueDataConfig",
+    "MaskedDataConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
+    "PairsDataConfig",
     "ParameterRule",
     "ProbeConfig",
     "RunConfig",

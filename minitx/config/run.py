@@ -88,8 +88,8 @@ class RunConfig:
             rows % (accumulate * ranks) == 0,
             f"data.batch_size={rows} must be divisible by trainer.accumulate={accumulate} x trainer.devices={ranks}",
         )
-        length = getattr(self.data, "context_len", None) or getattr(self.data, "num_pairs", 0) + 1
+        length = self.data.max_tokens
         require(
-            length <= self.model.max_len or self.model.position != "learned",
+            length is None or length <= self.model.max_len or self.model.position != "learned",
             f"model.max_len={self.model.max_len} must reach the rows of the data, which have {length} tokens",
         )

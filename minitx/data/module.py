@@ -5,18 +5,38 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
-from minitx.config import ConfigError, KeyValueDataConfig, TextDataConfig
+from minitx.config import (
+    ClassifyDataConfig,
+    ConfigError,
+    CorpusConfig,
+    DataConfig,
+    DatesDataConfig,
+    HubDataConfig,
+    ImageDataConfig,
+    KeyValueDataConfig,
+    MaskedDataConfig,
+    PairsDataConfig,
+    TextDataConfig,
+)
 from minitx.data.addressing import AddressedLoader, AddressSampler, Batch, BatchSource, FiniteSource
-from minitx.data.corpus import check_path, data_dir
+from minitx.data.baselines import compressed_bits
+from minitx.data.classify import load_classes
+from minitx.data.corpus import check_file, data_dir, find_corpus
+from minitx.data.documents import load_documents
+from minitx.data.examples import ExampleSource, ExampleValidation, Task, TaskName
+from minitx.data.images import load_images
+from minitx.data.masked import load_masked
+from minitx.data.seq2seq import load_pairs
 from minitx.data.synthetic import KeyValueSource, KeyValueValidation
 from minitx.data.text import TextSource, TextValidation
 from minitx.data.tokenizers import Tokenizer
-from minitx.data.tokens import TokenisedText, tokenised
+from minitx.data.tokens import TokenisedText, split_chunks, tokenised
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,13 +64,15 @@ class DataOptions:
 class DataModule(LightningDataModule, ABC):
     """Addressed loaders over one data set; works inside a Lightning trainer and without one.
 
-    After ``setup``: ``vocab_size`` (V of the model), ``type_vocab_size`` (0 where no ``token_type_ids`` are used),
-    ``tokenizer`` or ``None``, ``floors`` (cross-entropies in nats that a model must beat: ``unigram`` and ``bigram``,
+    After ``setup``: ``task``; ``vocab_size`` (V of the model, 0 for images), ``type_vocab_size`` (0 where no
+    ``token_type_ids`` are used), ``tokenizer`` or ``None``, ``label_names`` (of a classification), ``floors`` (cross-entropies in nats that a model must beat: ``unigram`` and ``bigram``,
     or nothing) and ``bits_per`` (factors from nats per token to bits per ``byte`` and ``character``, or nothing).
     """
 
+    task: TaskName = "language_model"
     vocab_size: int
     type_vocab_size: int = 0
+    label_names: tuple[str, ...] = ()
     tokenizer: Tokenizer | None = None
     floors: dict[str, float]
     bits_per: dict[str, float]
@@ -74,6 +96,21 @@ class DataModule(LightningDataModule, ABC):
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Sizes and checksums as plain data, for logs and reports."""
+
+    def model_fields(self) -> dict[str, Any]:
+        """What the model's config must say to fit the data: ``vocab_size``, and with the task ``type_vocab_size``;
+        ``pad_id``, ``bos_id``, ``eos_id``, ``max_source_len`` and ``max_target_len`` (longest rows, marks included);
+        ``num_labels``; ``image_size`` and ``num_channels``."""
+        types = {"type_vocab_size": self.type_vocab_size} if self.type_vocab_size else {}
+        return {"vocab_size": self.vocab_size, **types}
+
+    def baselines(self) -> dict[str, float]:
+        """What a model must beat on the validation split, computed when asked for."""
+        return {}
+
+    def val_examples(self) -> list[tuple[str, str]]:
+        """(source text, reference text or name of the label) of every validation row in order, where the task has both."""
+        return []
 
     def train_dataloader(self) -> AddressedLoader:
         """This rank's training batches from the trainer's current optimizer step on (0 without a trainer)."""
@@ -118,8 +155,8 @@ class TextDataModule(DataModule):
     def __init__(self, config: TextDataConfig, options: DataOptions) -> None:
         super().__init__(config, options)
         self._text: TokenisedText | None = None
-        if config.name == "text":
-            check_path(config)
+        if config.path is not None:
+            check_file(config.path)
 
     def prepare_data(self) -> None:
         """Make the token cache where it is missing or does not fit. Lightning calls this on one process of a node."""
@@ -160,6 +197,14 @@ class TextDataModule(DataModule):
         return TextValidation(
             self.text.val, context_len=self.config.context_len, batch_size=self.val_batch_size(world), world=world
         )
+
+    def baselines(self) -> dict[str, float]:
+        """Bits per character and per byte of the validation split's UTF-8 under ``xz -9`` and ``bzip2 -9``."""
+        folder, splits = self.options.data_dir or data_dir(), self.text.record["splits"]
+        parts = split_chunks(find_corpus(self.config).normalised(folder), splits["train"]["characters"])
+        bits = compressed_bits(chunk.encode() for split, chunk in parts if split == "val")
+        units = ("character", "byte")
+        return {f"{name}_bits_per_{unit}": size / splits["val"][f"{unit}s"] for name, size in bits.items() for unit in units}
 
     def describe(self) -> dict[str, Any]:
         record = self.text.record
@@ -203,13 +248,89 @@ class KeyValueDataModule(DataModule):
     def val_source(self, world: int = 1) -> KeyValueValidation:
         return KeyValueValidation(self.config, batch_size=self.val_batch_size(world), world=world)
 
+    def baselines(self) -> dict[str, float]:
+        return {"chance_accuracy": 1 / self.config.num_values}
+
     def describe(self) -> dict[str, Any]:
         chance = 1 / self.config.num_values
         return {**dataclasses.asdict(self.config), "vocab_size": self.vocab_size, "chance": chance}
 
 
+class ExampleDataModule(DataModule):
+    """Every data set that is a list of examples: what it holds comes from a function in the table ``LOADERS``."""
+
+    def __init__(self, config: Any, options: DataOptions) -> None:
+        super().__init__(config, options)
+        self._task: Task | None = None
+        if isinstance(config, CorpusConfig) and config.path is not None:
+            check_file(config.path)
+
+    @property
+    def examples(self) -> Task:
+        """The data; there after ``setup``."""
+        if self._task is None:
+            raise RuntimeError("call setup() before the data is used")
+        return self._task
+
+    def prepare_data(self) -> None:
+        """Read the data and make its cache where it has one. Lightning calls this on one process of a node."""
+        load = LOADERS[type(self.config)]
+        self._task = load(self.config, self.options.data_dir or data_dir(), self.options.tokenizer)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the data where ``prepare_data`` did not run."""
+        if self._task is None:
+            self.prepare_data()
+        found = self.examples
+        self.task, self.tokenizer, self.bits_per, self.label_names = (
+            found.kind,
+            found.tokenizer,
+            found.bits_per,
+            found.label_names,
+        )
+        self.vocab_size = found.model_fields.get("vocab_size", 0)
+
+    def train_source(self, world: int = 1) -> ExampleSource:
+        return ExampleSource(
+            self.examples.train,
+            batch_size=self.config.batch_size,
+            seed=self.options.seed,
+            bucket=getattr(self.config, "bucket", False),
+            accumulate=self.options.accumulate,
+            world=world,
+        )
+
+    def val_source(self, world: int = 1) -> ExampleValidation:
+        return ExampleValidation(self.examples.val, batch_size=self.val_batch_size(world), world=world)
+
+    def model_fields(self) -> dict[str, Any]:
+        return dict(self.examples.model_fields)
+
+    def baselines(self) -> dict[str, float]:
+        return self.examples.baselines()
+
+    def val_examples(self) -> list[tuple[str, str]]:
+        return list(self.examples.val_examples)
+
+    def describe(self) -> dict[str, Any]:
+        found = self.examples
+        sizes = {"train_rows": len(found.train), "val_rows": len(found.val)}
+        return {"name": self.config.name, "task": found.kind, **found.model_fields, **sizes, **found.description}
+
+
+LOADERS: dict[type, Callable[[Any, Path, Tokenizer | None], Task]] = {
+    MaskedDataConfig: load_masked,
+    DatesDataConfig: load_pairs,
+    PairsDataConfig: load_pairs,
+    ClassifyDataConfig: load_classes,
+    ImageDataConfig: load_images,
+    HubDataConfig: load_documents,
+}
+"""From a config to its data: (config, folder of caches, tokenizer to use instead of learning one)."""
+
+
 def build_data(
-    config: TextDataConfig | KeyValueDataConfig,
+    config: DataConfig,
     *,
     seed: int,
     max_steps: int,
@@ -233,4 +354,6 @@ def build_data(
     )
     if isinstance(config, KeyValueDataConfig):
         return KeyValueDataModule(config, options)
-    return TextDataModule(config, options)
+    if isinstance(config, TextDataConfig):
+        return TextDataModule(config, options)
+    return ExampleDataModule(config, options)

@@ -8,16 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitx.data.addressing import IGNORED, Batch, BatchSource, FiniteSource, generator
+from minitx.data.addressing import IGNORED, Batch, EpochSource, FiniteSource
 from minitx.data.tokens import TokenArray
 
 
-class TextSource(BatchSource):
-    """Training windows: row r of step s is number s · batch_size + r of an endless stream of windows.
+class TextSource(EpochSource):
+    """Training windows, epoch by epoch.
 
-    The stream goes through the text epoch by epoch. Epoch e cuts the text into W windows of L = ``context_len`` tokens
-    (each with the token that follows it) from a random offset below L on, and gives them in random order; both depend
-    on (seed, e) alone. W = max(1, ⌊(n − L) / L⌋) for n tokens, so that every offset fits and W is the same in every
+    Epoch e cuts the text into W windows of L = ``context_len`` tokens (each with the token that follows it) from a
+    random offset below L on, and gives them in random order; both depend on (seed, e) alone. W = max(1, ⌊(n − L) / L⌋) for n tokens, so that every offset fits and W is the same in every
     epoch. A permutation takes 8 bytes a window.
 
     Args:
@@ -34,21 +33,19 @@ class TextSource(BatchSource):
     def __init__(
         self, tokens: TokenArray, *, context_len: int, batch_size: int, seed: int, accumulate: int = 1, world: int = 1
     ) -> None:
-        super().__init__(batch_size, accumulate=accumulate, world=world)
         if len(tokens) <= context_len:
             raise ValueError(f"context_len={context_len} needs at least {context_len + 1} tokens, got {len(tokens)}")
-        self.tokens, self.context_len, self.seed = tokens, context_len, seed
-        self.windows_per_epoch = max(1, (len(tokens) - context_len) // context_len)
-        self._epochs: dict[int, np.ndarray] = {}
+        windows = max(1, (len(tokens) - context_len) // context_len)
+        super().__init__(windows, batch_size=batch_size, seed=seed, accumulate=accumulate, world=world)
+        self.tokens, self.context_len = tokens, context_len
         self._windows: np.ndarray | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_epochs": {}, "_windows": None}  # a pickled view would carry the tokens themselves
+        return {**super().__getstate__(), "_windows": None}  # a pickled view would carry the tokens themselves
 
     def batch(self, step: int, rows: range) -> Batch:
         """See ``BatchSource``; no label is ignored."""
-        first = step * self.batch_size
-        starts = self._starts(np.arange(first + rows.start, first + rows.stop))
+        starts = self.items(step, rows)
         if self._windows is None:  # (n - L, L + 1), a view: making it costs more than a small batch
             self._windows = np.lib.stride_tricks.sliding_window_view(self.tokens.array, self.context_len + 1)
         gathered = self._windows[starts]  # (B, L + 1), one gather
@@ -58,24 +55,10 @@ class TextSource(BatchSource):
             "num_targets": torch.tensor(self.batch_size * self.context_len),
         }
 
-    def _starts(self, positions: np.ndarray) -> np.ndarray:
-        """First token of the windows at these positions of the stream, (B,) int64."""
-        epochs, index = np.divmod(positions, self.windows_per_epoch)
-        starts = np.empty_like(positions)
-        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
-            of_epoch = epochs == epoch
-            starts[of_epoch] = self._epoch(epoch)[index[of_epoch]]
-        return starts
-
-    def _epoch(self, epoch: int) -> np.ndarray:
-        """First token of every window of an epoch in the order of that epoch, (W,) int64; the latest two are kept."""
-        if epoch not in self._epochs:
-            random, length, count = generator(self.seed, "epoch", epoch), self.context_len, self.windows_per_epoch
-            offset = random.integers(min(length, len(self.tokens) - count * length))
-            while len(self._epochs) > 1:
-                del self._epochs[min(self._epochs)]
-            self._epochs[epoch] = random.permutation(count) * length + offset
-        return self._epochs[epoch]
+    def order(self, epoch: int, random: np.random.Generator) -> np.ndarray:
+        """First token of every window of an epoch, (W,) int64."""
+        offset = random.integers(min(self.context_len, len(self.tokens) - self.epoch_len * self.context_len))
+        return random.permutation(self.epoch_len) * self.context_len + offset
 
 
 class TextValidation(FiniteSource):

@@ -1,6 +1,7 @@
-"""Tokenizers: characters, and byte-level BPE.
+"""Tokenizers: characters, byte-level BPE, and those of others from their ``tokenizer.json``.
 
-Both are plain data (``to_dict``), so that a checkpoint carries its own, and both learn from the training split alone.
+All are plain data (``to_dict``), so that a checkpoint carries its own, and ours learn from the training split alone.
+Marks are tokens that no text contains: ``pad``, ``bos``, ``eos``, ``mask`` and ``cls``, for the tasks that need them.
 """
 
 from __future__ import annotations
@@ -9,20 +10,38 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
+
+from minitx.config import ConfigError
 
 if TYPE_CHECKING:
     import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"
 REPLACEMENT = "\ufffd"
+UNKNOWN = "<unk>"
+ONE_CHARACTER = r"[\s\S]"
+# ours first, then what the usual models call them
+NAMES_OF_MARKS = {
+    "pad": ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>"),
+    "bos": ("<bos>", "<s>", "<|begin_of_text|>"),
+    "eos": ("<eos>", "</s>", END_OF_TEXT, "<|end_of_text|>", "[SEP]"),
+    "mask": ("<mask>", "[MASK]"),
+    "cls": ("<cls>", "[CLS]", "<s>"),
+}
 
 
 class Tokenizer(Protocol):
-    """What both tokenizers can do."""
+    """What every tokenizer can do.
+
+    ``mark_ids`` maps the marks that it has (of ``pad``, ``bos``, ``eos``, ``mask``, ``cls``) to their ids.
+    """
+
+    mark_ids: dict[str, int]
 
     @property
     def vocab_size(self) -> int:
@@ -31,8 +50,14 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> np.ndarray:
         """Ids of ``text``, shape (number of tokens,), uint32."""
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of ``ids``."""
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """``encode`` of every text."""
+
+    def decode(self, ids: Iterable[int], *, skip_marks: bool = False) -> str:
+        """The text of ``ids``, marks by their names or left out."""
+
+    def save(self, path: str | Path) -> None:
+        """Write a ``tokenizer.json`` that ``load_tokenizer`` and ``tokenizers.Tokenizer.from_file`` read."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data from which ``from_dict`` makes an equal tokenizer."""
@@ -45,7 +70,7 @@ def from_dict(values: Mapping[str, Any]) -> CharTokenizer | BPETokenizer:
         ValueError: ``kind`` is neither ``char`` nor ``bpe``.
     """
     if values.get("kind") == "char":
-        return CharTokenizer(values["characters"])
+        return CharTokenizer(values["characters"], values.get("marks", ()))
     if values.get("kind") == "bpe":
         return BPETokenizer(values["json"])
     raise ValueError(f"tokenizer kind={values.get('kind')} is not known: one of char, bpe")
@@ -56,6 +81,59 @@ def fingerprint(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(json.dumps(tokenizer.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
+def train_tokenizer(
+    kind: Literal["char", "bpe"], chunks: Iterable[str], *, vocab_size: int, marks: Sequence[str] = ()
+) -> CharTokenizer | BPETokenizer:
+    """A tokenizer of ``kind`` learnt from a text given in chunks; ``vocab_size`` bounds ``bpe``."""
+    return CharTokenizer.train(chunks, marks) if kind == "char" else BPETokenizer.train(chunks, vocab_size, marks)
+
+
+def load_tokenizer(path: str | Path) -> CharTokenizer | BPETokenizer:
+    """The tokenizer of a ``tokenizer.json``, ours or anyone's (``path`` is the file, or the folder that holds it).
+
+    Raises:
+        ConfigError: there is no such file, or ``tokenizers`` cannot read it.
+    """
+    file = Path(path).expanduser()
+    file = file / "tokenizer.json" if file.is_dir() else file
+    try:
+        serialized = file.read_text(encoding="utf-8")
+        return _characters_of(json.loads(serialized)) or BPETokenizer(serialized)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; a tokenizer.json is wanted") from None
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ConfigError(f"{file} is no tokenizer.json: {str(error).splitlines()[0][:200]}") from None
+
+
+def require_marks(tokenizer: Tokenizer, *names: str) -> list[int]:
+    """The ids of these marks.
+
+    Raises:
+        ConfigError: the tokenizer (a checkpoint's, say) has no such mark.
+    """
+    missing = [name for name in names if name not in tokenizer.mark_ids]
+    if missing:
+        has = ", ".join(tokenizer.mark_ids) or "none"
+        raise ConfigError(f"the tokenizer has no {missing[0]} token, which this data needs; it has: {has}")
+    return [tokenizer.mark_ids[name] for name in names]
+
+
+def _characters_of(content: Any) -> CharTokenizer | None:
+    """The CharTokenizer that saved ``content``, or ``None`` where it was none."""
+    if not isinstance(content, dict) or (content.get("pre_tokenizer") or {}).get("pattern") != {"Regex": ONE_CHARACTER}:
+        return None
+    tokens = sorted(content["model"]["vocab"], key=content["model"]["vocab"].get)
+    marks = [token["content"].strip("<>") for token in content["added_tokens"]]
+    return CharTokenizer("".join(tokens[1 : len(tokens) - len(marks)]), marks)
+
+
+def _names_of(marks: Sequence[str]) -> list[str]:
+    unknown = [mark for mark in marks if mark not in NAMES_OF_MARKS]
+    if unknown:
+        raise ValueError(f"marks={unknown} are not known: {', '.join(NAMES_OF_MARKS)}")
+    return [NAMES_OF_MARKS[mark][0] for mark in marks]
+
+
 def _checked(ids: Iterable[int], vocab_size: int) -> np.ndarray:
     array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64)
     if array.size and not (array.min() >= 0 and array.max() < vocab_size):
@@ -64,7 +142,7 @@ def _checked(ids: Iterable[int], vocab_size: int) -> np.ndarray:
 
 
 class CharTokenizer:
-    """One id a character: id 0 is the unknown character, 1 … V−1 are the sorted distinct ``characters``.
+    """One id a character: 0 is the unknown character, then the sorted distinct ``characters``, then the ``marks``.
 
     An unknown character decodes to U+FFFD.
 
@@ -77,97 +155,130 @@ class CharTokenizer:
 
     unk_id = 0
 
-    def __init__(self, characters: str) -> None:
+    def __init__(self, characters: str, marks: Sequence[str] = ()) -> None:
         self.characters = "".join(sorted(set(characters)))
-        codepoints = [ord(c) for c in self.characters]
+        names, codepoints = _names_of(marks), [ord(c) for c in self.characters]
+        self.mark_ids = {mark: len(codepoints) + 1 + i for i, mark in enumerate(marks)}
         self._table = np.zeros(max(codepoints, default=0) + 2, dtype=np.uint32)  # the last entry stays unknown
-        self._table[codepoints] = np.arange(1, self.vocab_size, dtype=np.uint32)
-        self._characters = np.array([REPLACEMENT, *self.characters], dtype=object)  # a string array loses U+0000
+        self._table[codepoints] = np.arange(1, len(codepoints) + 1, dtype=np.uint32)
+        self._texts = np.array([REPLACEMENT, *self.characters, *names], dtype=object)  # a string array loses U+0000
 
     @classmethod
-    def train(cls, chunks: Iterable[str]) -> CharTokenizer:
+    def train(cls, chunks: Iterable[str], marks: Sequence[str] = ()) -> CharTokenizer:
         """Collect the characters of a text given in chunks."""
         found: set[str] = set()
         for chunk in chunks:
             found.update(chunk)
-        return cls("".join(found))
+        return cls("".join(found), marks)
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids: the characters and the unknown one."""
-        return len(self.characters) + 1
+        """Number of ids: the unknown character, the characters and the marks."""
+        return len(self._texts)
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of ``text``, one a character, uint32: a look-up by code point."""
         codepoints = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
         return self._table[np.minimum(codepoints, len(self._table) - 1)]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The characters of ``ids``.
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """``encode`` of every text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int], *, skip_marks: bool = False) -> str:
+        """The characters of ``ids``, marks by their names or left out.
 
         Raises:
             ValueError: an id outside [0, vocab_size).
         """
-        return "".join(self._characters[_checked(ids, self.vocab_size)].tolist())
+        known = _checked(ids, self.vocab_size)
+        kept = known[known <= len(self.characters)] if skip_marks else known
+        return "".join(self._texts[kept].tolist())
 
     def fingerprint(self) -> str:
         """See ``minitx.data.tokenizers.fingerprint``."""
         return fingerprint(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """``{"kind": "char", "characters": ...}``."""
-        return {"kind": "char", "characters": self.characters}
+        """``{"kind": "char", "characters": ...}``, with ``marks`` where there are any."""
+        marks = {"marks": list(self.mark_ids)} if self.mark_ids else {}
+        return {"kind": "char", "characters": self.characters, **marks}
+
+    def save(self, path: str | Path) -> None:
+        """Write a ``tokenizer.json`` of the same ids (a WordLevel model over single characters)."""
+        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+        words = [UNKNOWN, *self._texts[1:].tolist()]
+        tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(ONE_CHARACTER), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        tokenizer.add_special_tokens([AddedToken(name, special=True) for name in _names_of(list(self.mark_ids))])
+        tokenizer.save(str(path))
 
 
 class BPETokenizer:
     """Byte-level BPE (Radford et al. 2019, GPT-2 §2.2): every string has ids and comes back exactly.
 
     The 256 bytes are always in the vocabulary, so nothing is unknown. ``end_id`` is the id of ``<|endoftext|>``, which
-    ``encode`` never gives: the same characters in a text are ordinary bytes.
+    ``encode`` never gives: the same characters in a text are ordinary bytes. So are the marks.
 
     Args:
-        serialized: the ``tokenizer.json`` of Hugging Face's ``tokenizers``.
+        serialized: the ``tokenizer.json`` of Hugging Face's ``tokenizers``; anyone's will do, whatever its model. What
+            it says about padding, truncation and marks around a text is not followed.
     """
 
     def __init__(self, serialized: str) -> None:
         import tokenizers
 
         self._tokenizer = tokenizers.Tokenizer.from_str(serialized)
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True  # read special tokens in a text as text; not part of the JSON
         self.end_id = self._tokenizer.token_to_id(END_OF_TEXT)
+        added = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()}
+        found = {mark: [added[name] for name in names if name in added] for mark, names in NAMES_OF_MARKS.items()}
+        self.mark_ids = {mark: ids[0] for mark, ids in found.items() if ids}
+        self._vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1  # ids may have gaps
 
     @classmethod
-    def train(cls, chunks: Iterable[str], vocab_size: int) -> BPETokenizer:
+    def train(cls, chunks: Iterable[str], vocab_size: int, marks: Sequence[str] = ()) -> BPETokenizer:
         """Learn merges from a text given in chunks, up to ``vocab_size`` ids (fewer where the text has no more pairs).
 
         Raises:
-            ValueError: ``vocab_size`` has no room for 256 bytes and the end mark.
+            ValueError: ``vocab_size`` has no room for 256 bytes, the end mark and ``marks``.
         """
-        if vocab_size < 257:
-            raise ValueError(f"vocab_size={vocab_size} must be at least 257: 256 bytes and {END_OF_TEXT}")
+        special = [END_OF_TEXT, *_names_of(marks)]
+        if vocab_size < 256 + len(special):
+            raise ValueError(
+                f"vocab_size={vocab_size} must be at least {256 + len(special)}: 256 bytes and {' '.join(special)}"
+            )
         tokenizer = _untrained()
         with _one_thread():
-            tokenizer.train_from_iterator(chunks, trainer=_trainer(vocab_size))
+            tokenizer.train_from_iterator(chunks, trainer=_trainer(vocab_size, special))
         return cls(tokenizer.to_str())
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids: 256 bytes, the merges and the end mark."""
-        return self._tokenizer.get_vocab_size()
+        """Number of ids: 256 bytes, the merges and the marks (of others: the largest id and one)."""
+        return self._vocab_size
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of ``text``, uint32; never ``end_id``."""
-        with _one_thread():
-            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(encoding.ids, dtype=np.uint32)
+        """Ids of ``text``, uint32; never a mark."""
+        return self.encode_batch([text])[0]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of ``ids``; bytes that are no UTF-8 become U+FFFD, ``end_id`` its name.
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """``encode`` of every text."""
+        with _one_thread():
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int], *, skip_marks: bool = False) -> str:
+        """The text of ``ids``; bytes that are no UTF-8 become U+FFFD, marks their names (or nothing).
 
         Raises:
             ValueError: an id outside [0, vocab_size).
         """
-        return self._tokenizer.decode(_checked(ids, self.vocab_size).tolist(), skip_special_tokens=False)
+        return self._tokenizer.decode(_checked(ids, self.vocab_size).tolist(), skip_special_tokens=skip_marks)
 
     def fingerprint(self) -> str:
         """See ``minitx.data.tokenizers.fingerprint``."""
@@ -176,6 +287,10 @@ class BPETokenizer:
     def to_dict(self) -> dict[str, Any]:
         """``{"kind": "bpe", "json": tokenizer.json}``."""
         return {"kind": "bpe", "json": self._tokenizer.to_str()}
+
+    def save(self, path: str | Path) -> None:
+        """Write the ``tokenizer.json``."""
+        self._tokenizer.save(str(path))
 
 
 def _untrained() -> tokenizers.Tokenizer:
@@ -187,14 +302,14 @@ def _untrained() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _trainer(vocab_size: int) -> tokenizers.trainers.BpeTrainer:
+def _trainer(vocab_size: int, special: list[str]) -> tokenizers.trainers.BpeTrainer:
     from tokenizers import pre_tokenizers, trainers
 
     return trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
         show_progress=False,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
 

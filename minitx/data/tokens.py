@@ -9,18 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from minitx.config import ConfigError, TextDataConfig
+from minitx.config import ConfigError, CorpusConfig
 from minitx.data.addressing import Split
 from minitx.data.corpus import Corpus, chunks_of, find_corpus, replacing, sha256_of
 from minitx.data.floors import ngram_floors
-from minitx.data.tokenizers import BPETokenizer, CharTokenizer, Tokenizer, fingerprint, from_dict
+from minitx.data.tokenizers import Tokenizer, fingerprint, from_dict, train_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,9 @@ class TokenisedText:
     record: dict[str, Any]
 
 
-def tokenised(config: TextDataConfig, folder: Path, tokenizer: Tokenizer | None = None) -> TokenisedText:
+def tokenised(
+    config: CorpusConfig, folder: Path, tokenizer: Tokenizer | None = None, marks: Sequence[str] = ()
+) -> TokenisedText:
     """The tokenised text that ``config`` names, from the cache in ``folder`` or made anew.
 
     The last ``val_fraction`` of the characters is the validation split, whatever the tokenizer. Files:
@@ -77,18 +79,20 @@ def tokenised(config: TextDataConfig, folder: Path, tokenizer: Tokenizer | None 
         config: which text, tokenizer and split.
         folder: where caches are kept.
         tokenizer: use this one (a checkpoint's, say) instead of learning one from the training split.
+        marks: of the tokenizer that is learnt.
 
     Raises:
         ConfigError: the text is missing, no UTF-8, or too short to be split.
     """
     corpus = find_corpus(config)
     word = "char" if config.tokenizer == "char" else f"bpe{config.bpe_vocab_size}"
+    word = "-".join([word, *marks])
     name = word if tokenizer is None else fingerprint(tokenizer)[:16]
     path = folder / f"{corpus.stem}-{name}-val{config.val_fraction!r}.bin"
     record = _valid_record(path, corpus, tokenizer)
     if record is None:
         logger.info("tokenising %s", config.path or config.name)
-        record = _build(path, corpus, config, tokenizer)
+        record = _build(path, corpus, config, tokenizer, marks)
     splits, dtype = record["splits"], record["dtype"]
     cut, end = splits["train"]["tokens"], splits["train"]["tokens"] + splits["val"]["tokens"]
     return TokenisedText(
@@ -113,16 +117,17 @@ def _valid_record(path: Path, corpus: Corpus, tokenizer: Tokenizer | None) -> di
     return record if fits else None
 
 
-def _build(path: Path, corpus: Corpus, config: TextDataConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _build(
+    path: Path, corpus: Corpus, config: CorpusConfig, tokenizer: Tokenizer | None, marks: Sequence[str]
+) -> dict[str, Any]:
     text = corpus.normalised(path.parent)
     characters = sum(map(len, chunks_of(text)))
     cut = int(characters * (1 - config.val_fraction))
     if not 0 < cut < characters:
         raise ConfigError(f"data.path={config.path} has {characters} characters, too few for a training and a validation split")
     if tokenizer is None:
-        training = (chunk for split, chunk in _split(text, cut) if split == "train")
-        is_char = config.tokenizer == "char"
-        tokenizer = CharTokenizer.train(training) if is_char else BPETokenizer.train(training, config.bpe_vocab_size)
+        training = (chunk for split, chunk in split_chunks(text, cut) if split == "train")
+        tokenizer = train_tokenizer(config.tokenizer, training, vocab_size=config.bpe_vocab_size, marks=marks)
     record = {
         "format": FORMAT,
         "source_sha256": corpus.checksum,
@@ -136,7 +141,7 @@ def _build(path: Path, corpus: Corpus, config: TextDataConfig, tokenizer: Tokeni
     return record
 
 
-def _split(text: Path, cut: int) -> Iterator[tuple[Split, str]]:
+def split_chunks(text: Path, cut: int) -> Iterator[tuple[Split, str]]:
     """The chunks of a text with the split that each belongs to; character ``cut`` begins the validation split."""
     seen = 0
     for chunk in chunks_of(text):
@@ -154,7 +159,7 @@ def _write(path: Path, text: Path, cut: int, tokenizer: Tokenizer) -> dict[str, 
     splits = {split: {"tokens": 0, "characters": 0, "bytes": 0} for split in ("train", "val")}
     digest = hashlib.sha256()
     with replacing(path) as file:
-        for split, chunk in _split(text, cut):
+        for split, chunk in split_chunks(text, cut):
             ids = tokenizer.encode(chunk).astype(dtype)
             counted = {"tokens": ids.size, "characters": len(chunk), "bytes": len(chunk.encode())}
             splits[split] = {key: splits[split][key] + counted[key] for key in counted}

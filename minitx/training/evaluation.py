@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitx.config import EvaluationConfig
+from minitx.data.addressing import Address
 from minitx.data.module import DataModule
 from minitx.generation import generate
 from minitx.training.module import Batch, network_inputs
@@ -116,7 +117,8 @@ def evaluate(network: nn.Module, data: DataModule, options: EvaluationConfig | N
 def _batches(network: nn.Module, data: DataModule, options: EvaluationConfig) -> Iterator[Batch]:
     """Validation batches on the network's device, ``num_rows`` rows at most."""
     device, left = next(network.parameters()).device, options.num_rows
-    for batch in data.val_dataloader():
+    source = data.val_source()  # every row, whatever the number of ranks
+    for batch in (source[Address(step, split="val")] for step in range(len(source))):
         rows = len(batch["labels"]) if left is None else min(left, len(batch["labels"]))
         yield {name: tensor[:rows].to(device) if tensor.dim() else tensor.to(device) for name, tensor in batch.items()}
         if left is not None:

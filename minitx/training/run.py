@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from minitx.config import ConfigError, RunConfig, TrainerConfig, TransformerConf
 from minitx.data.module import DataModule, build_data
 from minitx.nn.models import build_model
 from minitx.training.callbacks import BarProgress, StepLog, StoppedError, StopSignals, checkpoints, progress
+from minitx.training.evaluation import Evaluation, evaluate
 from minitx.training.metrics import MetricsFile
 from minitx.training.module import NonFiniteError, TrainingModule, network_inputs
 from minitx.training.objectives import build_objective
@@ -68,6 +70,8 @@ def train(
             with guard:
                 trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path, weights_only=True)
             finish(trainer, module, data, config, folder)
+            if config.evaluation.at_end and trainer.is_global_zero:
+                report(evaluate(module.network, data, config.evaluation), folder)
         except NonFiniteError as error:
             if config.on_nonfinite == "stop":
                 raise
@@ -111,6 +115,9 @@ def fit_model_config(model: TransformerConfig, data: DataModule) -> TransformerC
         ConfigError: a model for another task; sizes that are smaller than the data's.
     """
     fields = data.model_fields()
+    longest = max(fields.pop(name, 0) for name in ("max_source_len", "max_target_len"))
+    if model.position == "learned" and longest > model.max_len:
+        raise ConfigError(f"model.max_len={model.max_len} must reach the rows of the data, which have {longest} tokens")
     kinds = [kind for kind in _MODELS_OF[data.task] if (kind[0] == "vision") == ("image_size" in fields)]
     if (model.architecture, model.head) not in kinds:
         wanted = " or ".join(f"model.architecture={kind} with model.head={head}" for kind, head in kinds)
@@ -279,6 +286,13 @@ def finish(trainer: L.Trainer, module: TrainingModule, data: DataModule, config:
     if config.trainer.ckpt_every:
         trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
     trainer.strategy.barrier()  # the result is read from files that the first process writes
+
+
+def report(found: Evaluation, folder: Path) -> None:
+    """An evaluation to the log and to ``evaluation.json``."""
+    (folder / "evaluation.json").write_text(json.dumps(found.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    for line in found.lines():
+        log.info("%s", line)
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,8 +13,7 @@ def source(tokens, *, accumulate=1, world=1, seed=3, context_len=7, batch_size=1
 
 
 def starts_of_epoch(text, epoch):
-    first = epoch * text.windows_per_epoch
-    return text._starts(np.arange(first, first + text.windows_per_epoch))
+    return text._order(epoch)
 
 
 @pytest.mark.parametrize(("accumulate", "world"), [(1, 1), (2, 1), (1, 3), (3, 2), (4, 3)])
@@ -40,7 +39,7 @@ def test_labels_are_the_tokens_that_follow(tokens):
     assert batch["input_ids"].shape == batch["labels"].shape == (12, 7)
     assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
     assert torch.equal(batch["labels"][:, :-1], batch["input_ids"][:, 1:])
-    for row, start in enumerate(source(tokens)._starts(np.arange(60, 72))):
+    for row, start in enumerate(source(tokens).items(5, range(12))):
         assert batch["input_ids"][row].tolist() == text[start : start + 7].tolist()
         assert batch["labels"][row, -1] == text[start + 7]
 
@@ -63,7 +62,7 @@ def test_epochs_and_seeds_differ_in_order_and_offset(tokens):
 
 def test_a_batch_may_span_many_epochs_of_a_short_text(tokens):
     text = source(tokens, context_len=1009, batch_size=12)
-    assert text.windows_per_epoch == 1
+    assert text.epoch_len == 1
     assert text[Address(2)]["labels"].shape == (12, 1009)
 
 

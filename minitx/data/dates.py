@@ -1,0 +1,73 @@
+"""Dates as people write them, from Babel's CLDR, and their ISO 8601 form."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+from minitx.config import ConfigError, DatesDataConfig
+from minitx.data.addressing import VALIDATION_SEED, generator
+
+WIDTHS = ("short", "medium", "long", "full")
+SKELETONS = ("yMd", "yMEd", "yMMMd", "yMMMEd")
+
+
+def date_patterns(locale: Any) -> list[str]:
+    """The patterns (CLDR's notation) of whole dates in a Babel locale, without two that are the same.
+
+    A year of two digits would be ambiguous, so it is written in full.
+    """
+    found = [locale.date_formats[width].pattern for width in WIDTHS]
+    found += [locale.datetime_skeletons[name].pattern for name in SKELETONS if name in locale.datetime_skeletons]
+    return sorted({pattern if "yyyy" in pattern else pattern.replace("yy", "y") for pattern in found})
+
+
+def write_date(day: datetime.date, tag: str, locale: Any, pattern: str) -> str:
+    """A date with the tag of its locale in front, which says in which order day and month come.
+
+    >>> from babel import Locale
+    >>> write_date(datetime.date(1999, 3, 7), "de", Locale.parse("de"), "d. MMMM y")
+    'de: 7. März 1999'
+    """
+    from babel.dates import format_date
+
+    return f"{tag}: {format_date(day, pattern, locale)}"
+
+
+def date_pairs(config: DatesDataConfig) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """(source, ISO 8601) pairs of both splits; the days of validation are never in training.
+
+    Days, locales and patterns are drawn with a constant seed, each day of training about as often as any other.
+
+    Raises:
+        ConfigError: Babel is missing or does not know a locale.
+    """
+    formats = [(tag, locale, date_patterns(locale)) for tag, locale in _locales(config)]
+    first = datetime.date(config.first_year, 1, 1).toordinal()
+    count = datetime.date(config.last_year, 12, 31).toordinal() + 1 - first
+    random = generator(VALIDATION_SEED, "dates")
+    days = random.permutation(count) + first
+    val, train = days[: config.val_size], days[config.val_size :]
+    repeated = [random.permutation(train) for _ in range(-(-config.train_size // len(train)))]
+
+    def write(ordinal: int) -> tuple[str, str]:
+        tag, locale, patterns = formats[random.integers(len(formats))]
+        day = datetime.date.fromordinal(ordinal)
+        return write_date(day, tag, locale, patterns[random.integers(len(patterns))]), day.isoformat()
+
+    val_pairs = [write(int(day)) for day in val]
+    return [write(int(day)) for part in repeated for day in part][: config.train_size], val_pairs
+
+
+def _locales(config: DatesDataConfig) -> list[tuple[str, Any]]:
+    try:
+        from babel import Locale, UnknownLocaleError
+    except ImportError:
+        raise ConfigError("data=dates needs the package Babel: pip install Babel") from None
+    found = []
+    for tag in config.locales:
+        try:
+            found.append((tag, Locale.parse(tag)))
+        except (UnknownLocaleError, ValueError):
+            raise ConfigError(f"data.locales={tag} is not a locale that Babel knows, such as en_GB or pt") from None
+    return found

@@ -1,0 +1,219 @@
+"""Language modelling on documents that never see each other: packed into rows, or one a row."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from minitx.config import ConfigError, HubDataConfig
+from minitx.data.addressing import IGNORED, Batch
+from minitx.data.corpus import replacing
+from minitx.data.examples import Draw, Examples, Ragged, Task, hold_out
+from minitx.data.hub import column_of, load_table
+from minitx.data.tokenizers import Tokenizer, fingerprint, from_dict, train_tokenizer
+from minitx.data.tokens import TokenArray
+
+logger = logging.getLogger(__name__)
+FORMAT = 1
+DOCUMENTS_AT_ONCE = 1000
+
+
+class DocumentExamples(Examples):
+    """Rows of whole documents. A document t_1 … t_n is kept as m t_1 … t_n m, with the mark m (or bos, eos) around it;
+
+        input_ids     m t_1 … t_n        labels   t_1 … t_n m
+
+    so that every token and every end is asked for once. A longer document than a row is cut into rows, each of which
+    sees only itself. ``document_ids`` (packing only) number the documents of a row; −1 is padding.
+
+    Args:
+        documents: with the marks around them.
+        context_len: L, the longest row.
+        packing: several documents share a row, as many as fit; else one document (or piece of it) a row.
+    """
+
+    def __init__(self, documents: Ragged, *, context_len: int, packing: bool) -> None:
+        inputs = documents.lengths - 1
+        pieces = -(-inputs // context_len)
+        nth = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # 0, 1, ... in every document
+        starts = np.repeat(documents.starts, pieces) + nth * context_len
+        lengths = np.minimum(context_len, np.repeat(inputs, pieces) - nth * context_len)
+        self.pieces = Ragged(documents.values, starts, lengths + 1)  # one more: the target of the last position
+        self.packing = packing
+        members = pack(lengths, context_len) if packing else [[piece] for piece in range(len(lengths))]
+        self.rows = Ragged.of([np.array(row) for row in members])
+        self.lengths = self.targets = np.array([lengths[row].sum() for row in members])
+
+    def collate(self, index: np.ndarray, draw: Draw) -> Batch:
+        """See ``Examples``; nothing is drawn."""
+        shape = len(index), int(self.lengths[index].max())
+        input_ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
+        document_ids = np.full(shape, -1, np.int64)
+        for row, example in enumerate(index):
+            start = 0
+            for number, piece in enumerate(self.rows[example]):
+                ids = self.pieces[piece]
+                place = slice(start, start + len(ids) - 1)
+                input_ids[row, place], labels[row, place], document_ids[row, place] = ids[:-1], ids[1:], number
+                start = place.stop
+        arrays = {"input_ids": input_ids, "key_mask": document_ids >= 0, "labels": labels}
+        arrays |= {"document_ids": document_ids} if self.packing else {}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Put items into as few rows as the longest-first worst-fit rule finds: each goes to the row with the most room.
+
+    >>> pack(np.array([3, 6, 2, 5]), capacity=8)
+    [[1, 3], [2, 0]]
+    """
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (-room, row), the largest room first
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[item])
+        if not room or -room[0][0] < length:
+            rows.append([])
+            heapq.heappush(room, (-capacity, len(rows) - 1))
+        left, row = room[0]
+        rows[row].append(item)
+        heapq.heapreplace(room, (left + length, row))
+    return rows
+
+
+def load_documents(config: HubDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
+    """Language modelling on the documents that ``config`` names.
+
+    Raises:
+        ConfigError: the data cannot be had, has no such column, or has too few documents.
+    """
+    train, val, made_by, record = _tokenised(config, folder, tokenizer)
+    options: dict[str, Any] = {"context_len": config.context_len, "packing": config.packing}
+    counted = record["splits"]["val"]
+    targets = int((val.lengths - 1).sum())
+    return Task(
+        kind="language_model",
+        train=DocumentExamples(train, **options),
+        val=DocumentExamples(val, **options),
+        tokenizer=made_by,
+        model_fields={"vocab_size": made_by.vocab_size},
+        bits_per={
+            "byte": targets / counted["bytes"] / math.log(2),
+            "character": targets / counted["characters"] / math.log(2),
+        },
+        description={f"{split}_{unit}": n for split, units in record["splits"].items() for unit, n in units.items()},
+    )
+
+
+def _tokenised(config: HubDataConfig, folder: Path, tokenizer: Tokenizer | None) -> tuple[Ragged, Ragged, Tokenizer, dict]:
+    """The documents of both splits with marks around them, the tokenizer and the record, from the cache or made anew."""
+    table = load_table(str(config.path), split=config.split, subset=config.subset)
+    val_table = None
+    if config.val_split is not None:
+        val_table = load_table(str(config.path), split=config.val_split, subset=config.subset, key="val_split")
+    column = _text_column(table, config)
+    learnt = config.tokenizer if config.tokenizer == "char" else f"bpe{config.bpe_vocab_size}"
+    word = learnt if tokenizer is None else fingerprint(tokenizer)
+    prints = [getattr(one, "_fingerprint", None) for one in (table, val_table)]  # datasets' own: of files and revision
+    key = hashlib.sha256(json.dumps([FORMAT, prints, column, word, config.val_fraction]).encode()).hexdigest()[:16]
+    path = folder / f"hf-{key}.bin"
+    try:
+        record = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        whole = record["size"] == path.stat().st_size
+    except (OSError, ValueError, KeyError):
+        whole = False
+    if not whole:
+        logger.info("tokenising %s", config.path)
+        record = _build(path, config, _texts(table, val_table, column, config), tokenizer)
+    lengths = np.array(record["lengths"], np.int64)
+    values = TokenArray(path, record["dtype"], 0, int(lengths.sum()))
+    starts, cut = np.cumsum(lengths) - lengths, record["splits"]["train"]["documents"]
+    both = [Ragged(values, starts[part], lengths[part]) for part in (slice(0, cut), slice(cut, None))]
+    return both[0], both[1], from_dict(record["tokenizer"]), record
+
+
+def _text_column(table: Any, config: HubDataConfig) -> str:
+    if config.text_column is not None:
+        return column_of(table, config.text_column, "text_column")
+    if "text" not in table.column_names and len(table.column_names) != 1:
+        raise ConfigError(f"data.text_column=null must name a column of the data, which has: {', '.join(table.column_names)}")
+    return "text" if "text" in table.column_names else table.column_names[0]
+
+
+class _Texts:
+    """The documents of a split that are not blank, read from the table when they are asked for."""
+
+    def __init__(self, table: Any, column: str, rows: np.ndarray) -> None:
+        self.table, self.column, self.rows = table, column, rows
+
+    def __iter__(self) -> Iterator[str]:
+        for start in range(0, len(self.rows), DOCUMENTS_AT_ONCE):
+            for text in self.table[self.rows[start : start + DOCUMENTS_AT_ONCE]][self.column]:
+                if text is not None and not isinstance(text, str):
+                    raise ConfigError(f"data.text_column={self.column} holds no texts but {type(text).__name__}")
+                if text and not text.isspace():
+                    yield text
+
+
+def _texts(table: Any, val_table: Any, column: str, config: HubDataConfig) -> dict[str, _Texts]:
+    if val_table is not None:
+        column_of(val_table, column, "text_column")
+        whole = (np.arange(len(one)) for one in (table, val_table))
+        return {"train": _Texts(table, column, next(whole)), "val": _Texts(val_table, column, next(whole))}
+    try:
+        train, val = hold_out(range(len(table)), config.val_fraction)
+    except ValueError:
+        raise ConfigError(
+            f"data.path={config.path} has {len(table)} documents, too few for a training and a validation split"
+        ) from None
+    return {"train": _Texts(table, column, train), "val": _Texts(table, column, val)}
+
+
+def _build(path: Path, config: HubDataConfig, texts: dict[str, _Texts], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Write the documents of both splits to ``path`` and the record beside it."""
+    if tokenizer is None:
+        marks = ("eos",) if config.tokenizer == "char" else ()  # byte-level BPE has its <|endoftext|>
+        tokenizer = train_tokenizer(config.tokenizer, texts["train"], vocab_size=config.bpe_vocab_size, marks=marks)
+    marks_of = tokenizer.mark_ids
+    if not marks_of.keys() & {"bos", "eos"}:
+        raise ConfigError(f"data={config.name} needs a tokenizer with a bos or eos token, which ends a document")
+    first, last = marks_of.get("bos", marks_of.get("eos")), marks_of.get("eos", marks_of.get("bos"))
+    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+    splits, lengths = {}, []
+    with replacing(path) as file:
+        for split, documents in texts.items():
+            counted = {"documents": 0, "tokens": 0, "characters": 0, "bytes": 0}
+            for batch in _batches(documents):
+                for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
+                    whole = np.concatenate([[first], ids, [last]]).astype(dtype)
+                    added = {"documents": 1, "tokens": len(whole), "characters": len(text), "bytes": len(text.encode())}
+                    counted = {unit: counted[unit] + added[unit] for unit in counted}
+                    lengths.append(len(whole))
+                    file.write(whole.tobytes())
+            if not counted["documents"]:
+                raise ConfigError(f"data.path={config.path} has no document for the {split} split: all of them are blank")
+            splits[split] = counted
+        size = file.tell()
+    record = {"dtype": dtype, "size": size, "splits": splits, "tokenizer": tokenizer.to_dict(), "lengths": lengths}
+    with replacing(path.with_suffix(".json")) as file:
+        file.write(json.dumps(record).encode())
+    return record
+
+
+def _batches(texts: _Texts) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if len(batch) == DOCUMENTS_AT_ONCE:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
