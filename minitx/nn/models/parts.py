@@ -87,7 +87,7 @@ def build_attention_core(config: TransformerConfig) -> nn.Module:
         return DotProductAttention(**common, backend=config.backend)  # type: ignore[arg-type]
     sizes = {name: getattr(config, name) for name in ("max_len", "num_features", "num_slots", "block_size")}
     window = config.window if config.attention == "sliding_window" else None  # elsewhere it is a mask
-    return build_core(config.attention, head_dim=config.width_per_head, window=window, **sizes, **common)
+    return build_core(config.attention, head_dim=config.width_per_head, window=window, **sizes, **common)  # type: ignore[arg-type]
 
 
 def build_rotary(config: TransformerConfig) -> Rotary:
