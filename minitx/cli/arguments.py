@@ -1,0 +1,75 @@
+"""Programs with plain ``key=value`` arguments: a dataclass says what they take, and ``--help`` says what it means."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeVar
+
+from minitx.cli.errors import JobErrors, exit_code
+from minitx.cli.schema import from_dict
+from minitx.config import ConfigError
+
+T = TypeVar("T")
+
+
+def key(default: Any, meaning: str) -> Any:
+    """A field with its line of ``--help``; ``dataclasses.MISSING`` is no default."""
+    return dataclasses.field(default=default, metadata={"meaning": meaning})
+
+
+def run_program(cls: type[T], usage: str, program: Callable[[T], None]) -> int:
+    """``program(config)`` with ``cls`` from the command line, errors as one sentence; returns the exit code."""
+    arguments = sys.argv[1:]
+    os.environ["MINITX_TRACEBACK"] = "1" if "traceback=true" in arguments else "0"
+    arguments = [argument for argument in arguments if not argument.startswith("traceback=")]
+    if {"--help", "-h"} & set(arguments):
+        return exit_code(lambda job: _write(help_text(cls, usage)), program)
+    return exit_code(partial(_parse_and_run, cls, arguments), program)
+
+
+def _parse_and_run(cls: type[T], arguments: Iterable[str], job: JobErrors) -> None:
+    job(parse(cls, arguments))
+    for error in job.errors:
+        if isinstance(error, BrokenPipeError):  # `generate.py ... | head`: the reader has seen enough
+            raise error
+
+
+def parse(cls: type[T], arguments: Iterable[str]) -> T:
+    """``key=value`` arguments as a ``cls``: text as it stands, everything else as YAML.
+
+    Raises:
+        ConfigError: no ``key=value``, an unknown key (with the nearest known one), a value of another type.
+    """
+    import yaml
+
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        name, is_pair, value = argument.partition("=")
+        if not is_pair:
+            raise ConfigError(f"{argument} is not key=value; --help shows the keys")
+        if name in values:
+            raise ConfigError(f"{name} is given twice")
+        try:
+            values[name] = value if kinds.get(name, "str").startswith("str") else yaml.safe_load(value)
+        except yaml.YAMLError:
+            values[name] = value
+    return from_dict(cls, values)
+
+
+def help_text(cls: type[Any], usage: str) -> str:
+    """The keys with their defaults and meaning."""
+    lines = [usage, ""]
+    for field in dataclasses.fields(cls):
+        default = "" if field.default is dataclasses.MISSING else "null" if field.default is None else field.default
+        lines.append(f"  {f'{field.name}={default}':<24}{field.metadata['meaning']}")
+    return "\n".join([*lines, "", "  traceback=true shows where an error came from", ""])
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,63 @@
+"""``evaluate.py``: a checkpoint in, its task's metrics out, with 95 % intervals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from minitx.cli.arguments import key, run_program
+from minitx.cli.schema import from_dict
+from minitx.config import ConfigError, EvaluationConfig, RunConfig
+
+USAGE = "python scripts/evaluate.py ckpt_path=FILE [key=value ...]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """What ``evaluate.py`` takes; data, tokenizer and model come from the checkpoint."""
+
+    ckpt_path: str = key(dataclasses.MISSING, "checkpoint of a run, such as runs/char_lm/.../checkpoints/last.ckpt")
+    num_rows: int | None = key(None, "validation rows to look at; null: all")
+    num_beams: int = key(1, "of generated answers; 1: greedy")
+    num_shown: int = key(3, "answers to show")
+    batch_size: int | None = key(None, "rows at a time; null: as in training")
+    device: str = key("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
+    output: str | None = key(None, "JSON file to write the numbers to, too")
+
+    def __post_init__(self) -> None:
+        EvaluationConfig(num_rows=self.num_rows, num_beams=self.num_beams, num_shown=self.num_shown)
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ConfigError(f"batch_size={self.batch_size} must be positive")
+        if self.output is not None and not Path(self.output).absolute().parent.is_dir():
+            raise ConfigError(f"output={self.output} is in a folder that does not exist")
+
+
+def main() -> int:
+    """The program behind ``scripts/evaluate.py`` and ``minitx-evaluate``; returns the exit code."""
+    return run_program(EvaluateConfig, USAGE, _evaluate)
+
+
+def _evaluate(config: EvaluateConfig) -> None:
+    from minitx.data.module import build_data
+    from minitx.training.checkpoint import load_model, place
+    from minitx.training.evaluation import evaluate
+    from minitx.training.run import quiet_lightning
+
+    model, tokenizer, state = load_model(config.ckpt_path)
+    run = from_dict(RunConfig, {**state["config"], "logger": {}, "ablation": None})
+    with quiet_lightning():
+        rows = config.batch_size or run.trainer.val_batch_size
+        data = build_data(run.data, seed=run.seed, max_steps=1, val_batch_size=rows, tokenizer=tokenizer)
+        data.prepare_data()
+        data.setup()
+    if data.vocab_size > (model.config.vocab_size or data.vocab_size):
+        raise ConfigError(f"ckpt_path={config.ckpt_path} was trained on other data than data={run.data.name} is now")
+    options = EvaluationConfig(num_rows=config.num_rows, num_beams=config.num_beams, num_shown=config.num_shown)
+    found = evaluate(place(model, config.device), data, options)
+    sys.stdout.write("\n".join(found.lines()) + "\n")
+    if config.output is not None:
+        plain = {"ckpt_path": config.ckpt_path, "data": run.data.name, **found.to_dict()}
+        Path(config.output).write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
