@@ -51,10 +51,9 @@ def language_model(**options):
     for name, p in network.named_parameters():
         if name.endswith(("attn_bias.weight", "log_scale")):
             nn.init.normal_(p, generator=generator)
-    for name, p in network.named_parameters():
-        if p.dim() == 2:
-            with torch.no_grad():
-                p.mul_(2.0)
+    with torch.no_grad():
+        for p in network.parameters():
+            p.mul_(2.0 if p.dim() == 2 else 1.0)
     nn.init.normal_(network.embeddings.token.weight, generator=generator)
     return network
 
