@@ -72,8 +72,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
         return logits
     ranked, order = logits.sort(dim=-1, descending=True, stable=True)
     probs = ranked.softmax(dim=-1)
-    dropped = probs.cumsum(dim=-1) - probs >= p
-    dropped[..., 0] = False
+    dropped = probs.cumsum(dim=-1) - probs >= p  # never the first, before which there is 0
     return logits.scatter(-1, order, ranked.masked_fill(dropped, -math.inf))
 
 

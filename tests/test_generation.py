@@ -51,10 +51,9 @@ def language_model(**options):
     for name, p in network.named_parameters():
         if name.endswith(("attn_bias.weight", "log_scale")):
             nn.init.normal_(p, generator=generator)
-    for name, p in network.named_parameters():
-        if p.dim() == 2:
-            with torch.no_grad():
-                p.mul_(2.0)
+    with torch.no_grad():
+        for p in network.parameters():
+            p.mul_(2.0 if p.dim() == 2 else 1.0)
     nn.init.normal_(network.embeddings.token.weight, generator=generator)
     return network
 
@@ -153,6 +152,13 @@ def test_filters_worked_out_by_hand():
     assert apply_temperature(torch.tensor([[2.0, 4.0]]), 1e-45).tolist() == [[-math.inf, 0.0]]
 
 
+def test_top_p_of_one_keeps_everything_where_rounding_would_not():
+    logits = 5.0 * torch.randn(1, 20_000)
+    probs = logits.softmax(-1).sort(descending=True).values
+    assert (probs.cumsum(-1) - probs >= 1.0).any()
+    assert torch.equal(keep_top_p(logits, 1.0), logits)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_filters_equal_those_of_transformers(seed):
     import transformers as hf
@@ -192,6 +198,16 @@ def test_greedy_takes_the_argmax_of_the_full_forward_at_each_step(position):
         text = torch.cat((text, model(text)[:, -1].argmax(-1, keepdim=True)), dim=1)
     assert as_lists(generate(model, ids, max_new_tokens=9)) == text[:, 5:].tolist()
     assert len(set(text[:, 5:].flatten().tolist())) > 3  # the text is not one id again and again
+
+
+def test_a_repetition_penalty_counts_the_prompt_and_what_was_written():
+    model, text = language_model(position="alibi"), tokens(3, 4)
+    plain = as_lists(generate(model, text, max_new_tokens=9))
+    for _ in range(9):
+        seen = torch.zeros(3, V, dtype=torch.bool).scatter(1, text, True)
+        text = torch.cat((text, penalise_repeats(model(text)[:, -1], seen, 1.5).argmax(-1, keepdim=True)), dim=1)
+    answers = as_lists(generate(model, text[:, :4], max_new_tokens=9, repetition_penalty=1.5))
+    assert answers == text[:, 4:].tolist() != plain
 
 
 def answers_both_ways(model, ids, **options):
@@ -314,6 +330,30 @@ def test_a_wide_beam_finds_the_best_of_all_answers(seed, penalty):
     best = max(scored, key=scored.__getitem__)
     (answer,) = generate(model, prompt, max_new_tokens=4, num_beams=4**4, length_penalty=penalty, stop=[3])
     assert answer.tolist() == [id for id in best if id != 3]
+
+
+class Chain(nn.Module):
+    """The next id depends on the last alone, by a table of probabilities."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.log_probs = torch.tensor(table).log()
+        self.eval()
+
+    def forward(self, input_ids, *, key_mask=None):
+        return self.log_probs[input_ids]
+
+
+def test_a_beam_goes_on_while_an_open_text_may_still_win():
+    # 0 begins, 1 goes on to itself, 2 stops; log P(1 1 1 ...) = ln 0.3 stays, so a long answer gains by its norm
+    patient = Chain([[0.0, 0.3, 0.7], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    begin, options = torch.tensor([[0]]), {"num_beams": 2, "stop": [2], "use_cache": False}
+    for penalty, wanted in ((0.0, []), (3.0, [1] * 6)):
+        assert as_lists(generate(patient, begin, max_new_tokens=6, length_penalty=penalty, **options)) == [wanted]
+    # with a norm that falls, the likelier answer of two tokens beats that of one, long before the norm of 20
+    hasty = Chain([[0.0, 0.8, 0.2], [0.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
+    assert as_lists(generate(hasty, begin, max_new_tokens=20, length_penalty=-3.0, **options)) == [[1]]
+    assert (length_norm(1, 3.0), length_norm(7, 3.0), length_norm(7, 0.0)) == (1.0, 8.0, 1.0)
 
 
 def narrow_beam(model, prompt, num_beams, length, stop, penalty):
@@ -475,3 +515,9 @@ def test_broken_bytes_are_shown_as_decoding_the_whole_would(ids):
 def test_text_comes_as_soon_as_it_is_certain():
     stream = TextStream(lambda ids: bytes(ids).decode("utf-8", "replace"))
     assert [stream.push(byte) for byte in "a你b🎉".encode()] == ["a", "", "", "你", "b", "", "", "", "🎉"]
+
+
+def test_a_decoder_that_strips_the_first_space_keeps_the_others():
+    words = [" in", " the", " be", "ginning"]
+    stream = TextStream(lambda ids: "".join(words[id] for id in ids).removeprefix(" "))
+    assert [stream.push(id) for id in range(4)] == ["in", " the", " be", "ginning"]

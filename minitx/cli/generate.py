@@ -136,7 +136,7 @@ def _lines() -> Iterator[str]:
     if hasattr(sys.stdin, "reconfigure"):  # what is not UTF-8 is named with its line, as in an argument
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     for line in sys.stdin:
-        yield line.removesuffix("\n").removesuffix("\r")
+        yield line.removesuffix("\n")
 
 
 def _placed(model: nn.Module, device: str) -> nn.Module:

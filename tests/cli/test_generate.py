@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -292,8 +293,10 @@ def test_the_script_answers_line_by_line_and_ends_with_130_on_ctrl_c(char_checkp
     process = subprocess.Popen(
         [sys.executable, str(SCRIPT), f"ckpt_path={char_checkpoint}", "max_new_tokens=6", "device=cpu"],
         cwd=tmp_path, text=True, encoding="utf-8", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1"},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1", "PYTHONUNBUFFERED": ""},
     )  # fmt: skip
+    watchdog = threading.Timer(60, process.kill)  # an answer that is kept back would be waited for without end
+    watchdog.start()
     try:
         for prompt in ("God", "你好"):  # each answer is there before the next prompt is asked
             process.stdin.write(f"{prompt}\n")
@@ -303,6 +306,7 @@ def test_the_script_answers_line_by_line_and_ends_with_130_on_ctrl_c(char_checkp
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
     finally:
+        watchdog.cancel()
         process.kill()
     assert (process.returncode, out, err) == (130, "", "stopped by SIGINT\n")
     assert list(tmp_path.iterdir()) == []
