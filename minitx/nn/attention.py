@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
-from minitx.nn.backends import backend_names, make_call, run_attention
+from minitx.nn.backends import backend_names, run_attention
 from minitx.nn.bias import Bias
 from minitx.nn.cache import LayerCache
+from minitx.nn.functional import check_settings, make_call
 from minitx.nn.masks import Causal, Mask, Padding, as_mask, intersect, real_key_counts
 from minitx.nn.norms import QKNorm
 from minitx.nn.positions import Rotary
@@ -34,10 +33,7 @@ class DotProductAttention(nn.Module):
         self, *, dropout: float = 0.0, softcap: float | None = None, backend: str = "auto", strict: bool = False
     ) -> None:
         super().__init__()
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
-        if softcap is not None and not 0 < softcap < math.inf:
-            raise ValueError(f"softcap must be positive and finite (or None for off), got {softcap}")
+        check_settings(softcap, dropout)
         if backend not in backend_names():
             raise ValueError(f"backend={backend!r} is not known; one of {', '.join(backend_names())}")
         self.dropout, self.softcap, self.backend, self.strict = dropout, softcap, backend, strict
@@ -57,16 +53,7 @@ class DotProductAttention(nn.Module):
         """query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv) -> (B, H, L, Dv)[, weights (B, H, L, S)]."""
         dropout_p = self.dropout if self.training else 0.0
         call = make_call(
-            query,
-            key,
-            value,
-            mask,
-            dropout_p,
-            False,
-            scale=scale,
-            attn_bias=attn_bias,
-            softcap=self.softcap,
-            sinks=sinks,
+            query, key, value, mask, dropout_p, False, scale=scale, attn_bias=attn_bias, softcap=self.softcap, sinks=sinks
         )
         return run_attention(call, backend=self.backend, strict=self.strict, need_weights=need_weights)
 

@@ -198,6 +198,9 @@ CALLS = {
     "window": {"attn_mask": SlidingWindow(2)},
     "tensor bias": {"attn_bias": torch.linspace(-1, 1, L * L).view(L, L)},
     "alibi": {"attn_bias": ALiBi(H), "is_causal": True},
+    "bool tensor": {"attn_mask": torch.arange(L * L).view(L, L) % 3 != 1},
+    "positions": {"position_ids": torch.tensor([[3, 1, 4, 0, 5]]), "is_causal": True},
+    "weights": {"key_mask": REAL, "is_causal": True, "need_weights": True},
     "heads": {"head_mask": torch.tensor([1.0, 0.0, 0.5])},
 }
 REFUSED = {("sinks", "sdpa"), ("softcap", "sdpa")}
@@ -230,7 +233,7 @@ def test_train_eval_and_no_grad_run_the_same_code(option, call, backend):
     def run():
         with OpRecorder() as recorder:
             out = attention(*given, **CALLS[call])
-        return out, [op for op in recorder.ops if op not in ("detach", "alias")]
+        return out if isinstance(out, tuple) else (out,), [op for op in recorder.ops if op not in ("detach", "alias")]
 
     trained, train_ops = run()
     attention.eval()
@@ -238,13 +241,15 @@ def test_train_eval_and_no_grad_run_the_same_code(option, call, backend):
     with torch.no_grad():
         silent, _ = run()
     with torch.inference_mode():
-        inferred = attention(*given, **CALLS[call])
+        inferred, _ = run()
+    assert len(trained) == (2 if call == "weights" else 1)
     assert train_ops == eval_ops
     assert len(calls) == 4  # hooks fire in every mode
     for other in (evaluated, silent, inferred):
-        assert torch.equal(other, trained)
+        assert all(torch.equal(a, b) for a, b in zip(other, trained, strict=True))
     reference, given = layer(option, "math")
-    torch.testing.assert_close(trained, reference(*given, **CALLS[call]), rtol=0, atol=1e-5)
+    want = reference(*given, **CALLS[call])
+    torch.testing.assert_close(trained, want if isinstance(want, tuple) else (want,), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +324,7 @@ def test_backends_agree_on_every_option_of_the_layer():
 
 def test_dropout_is_off_in_eval_for_every_backend():
     x = torch.randn(B, L, E)
-    for backend, training in itertools.product(("math", "sdpa", "auto"), (True, False)):
+    for backend, training in itertools.product(("math", "sdpa", "chunked", "auto"), (True, False)):
         attention = MultiHeadAttention(E, H, core=DotProductAttention(dropout=0.5, backend=backend)).train(training)
         assert torch.equal(attention(x), attention(x)) is not training
 

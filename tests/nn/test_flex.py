@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend
 
 from minitx.nn import (
     ALiBi,
+    AttentionCall,
     Causal,
     Padding,
     SlidingWindow,
@@ -25,7 +26,6 @@ from minitx.nn import (
 )
 from minitx.nn import scaled_dot_product_attention as attention
 from minitx.nn.backends import flash_attn, flex, sdpa
-from minitx.nn.backends.base import AttentionCall
 
 
 @pytest.fixture

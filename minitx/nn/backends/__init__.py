@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from minitx.nn.backends import chunked, flash_attn, flex, math, sdpa
-from minitx.nn.backends.base import AttentionCall, Backend, always, make_call
+from minitx.nn.backends.base import Backend, always
 from minitx.nn.bias import Bias
-from minitx.nn.functional import attention_weights
+from minitx.nn.functional import AttentionCall, attention_weights, make_call
 from minitx.nn.masks import Mask
 
 __all__ = [
@@ -114,15 +114,7 @@ def run_attention(
     output = choose(call, backend, strict=strict).run(call)
     if not need_weights:
         return output
-    weights = attention_weights(
-        call.query,
-        call.key,
-        mask=call.mask,
-        scale=call.scale,
-        attn_bias=call.attn_bias,
-        softcap=call.softcap,
-        sinks=call.sinks,
-    )
+    weights = attention_weights(call.query, call.key, **call.terms)
     return output, weights.to(call.query.dtype)
 
 
@@ -174,16 +166,7 @@ def scaled_dot_product_attention(
     torch.Size([2, 3, 5, 7])
     """
     call = make_call(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale=scale,
-        attn_bias=attn_bias,
-        softcap=softcap,
-        sinks=sinks,
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, attn_bias=attn_bias, softcap=softcap, sinks=sinks
     )
     return run_attention(call, backend=backend, need_weights=need_weights)
 
@@ -230,16 +213,7 @@ def explain_backends(
     -> math           can     it holds the whole L x S matrix
     """
     call = make_call(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale=scale,
-        attn_bias=attn_bias,
-        softcap=softcap,
-        sinks=sinks,
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, attn_bias=attn_bias, softcap=softcap, sinks=sinks
     )
     chosen = named(call, backend)
     reports = []

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitx.nn.backends.base import AttentionCall, Backend
+from minitx.nn.backends.base import Backend
 from minitx.nn.backends.programs import cannot_pack, pack, unpack
 from minitx.nn.bias import Bias, TensorBias, as_bias
-from minitx.nn.functional import full_precision, hide_unseen
+from minitx.nn.functional import AttentionCall, full_precision, hide_unseen
 from minitx.nn.masks import Mask, simplify
 
 TILE = 2**19  # scores of a tile, all heads together: two megabytes, which a cache may hold

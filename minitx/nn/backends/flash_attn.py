@@ -11,8 +11,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from minitx.nn.backends.base import AttentionCall, Backend
+from minitx.nn.backends.base import Backend
 from minitx.nn.bias import ALiBi
+from minitx.nn.functional import AttentionCall
 from minitx.nn.masks import Causal, SlidingWindow, simplify
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitx.nn.backends.base import AttentionCall, Backend
+from minitx.nn.backends.base import Backend
 from minitx.nn.bias import Bias, as_bias
-from minitx.nn.functional import hide_unseen
+from minitx.nn.functional import AttentionCall, hide_unseen
 from minitx.nn.masks import Mask, simplify
 
 

@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from minitx.nn.backends.base import AttentionCall, Backend, always
+from minitx.nn.backends.base import Backend, always
 from minitx.nn.backends.programs import tensors_of
-from minitx.nn.functional import hide_unseen, visible_keys
+from minitx.nn.functional import AttentionCall, hide_unseen, visible_keys
 from minitx.nn.masks import Causal, simplify
 
 KERNELS = {

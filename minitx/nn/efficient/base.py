@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import inf
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from minitx.nn.bias import Bias, as_bias
-from minitx.nn.functional import full_precision, reference_attention
+from minitx.nn.bias import Bias
+from minitx.nn.functional import AttentionCall, check_settings, full_precision, make_call, reference_attention
 from minitx.nn.masks import Causal, Mask, Padding
-
-
-@dataclass(frozen=True, eq=False)
-class Terms:
-    """What a checked call says about the scores: ``scale`` is a plain multiplier, the others are None where nothing was given."""
-
-    mask: Mask | None
-    scale: float
-    attn_bias: Bias | None = None
-    sinks: Tensor | None = None
 
 
 class EfficientAttention(nn.Module):
@@ -46,10 +35,7 @@ class EfficientAttention(nn.Module):
 
     def __init__(self, *, dropout: float = 0.0, softcap: float | None = None) -> None:
         super().__init__()
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
-        if softcap is not None and not 0 < softcap < inf:
-            raise ValueError(f"softcap must be positive and finite (or None for off), got {softcap}")
+        check_settings(softcap, dropout)
         self.dropout, self.softcap = dropout, softcap
         self._refuse(dropout=dropout > 0.0, softcap=softcap is not None)
 
@@ -76,23 +62,19 @@ class EfficientAttention(nn.Module):
             ValueError: a refused option or mask, shapes that do not fit. TypeError: dtypes or kinds that do not fit.
         """
         self._refuse(attn_bias=attn_bias is not None, sinks=sinks is not None, need_weights=need_weights)
-        _check_tensors(query, key, value, sinks)
-        shape = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
-        bias = None if attn_bias is None else as_bias(attn_bias)
-        for rule in (mask, bias):
-            if rule is not None:
-                rule.check(*shape)
-        terms = Terms(mask, _multiplier(scale, query.shape[-1]), bias, sinks)
+        options = {"scale": scale, "attn_bias": attn_bias, "softcap": self.softcap, "sinks": sinks}
+        call = make_call(query, key, value, mask, self.dropout if self.training else 0.0, False, **options)  # type: ignore[arg-type]
         dtype = torch.promote_types(query.dtype, torch.float32)
         with full_precision(query.device):
-            out = self.attend(query.to(dtype), key.to(dtype), value.to(dtype), terms).to(value.dtype)
-            return (out, self.attend_weights(query, key, terms).to(query.dtype)) if need_weights else out
+            wide = replace(call, query=query.to(dtype), key=key.to(dtype), value=value.to(dtype))
+            out = self.attend(wide).to(value.dtype)
+            return (out, self.attend_weights(call).to(query.dtype)) if need_weights else out
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """The mathematics, on checked tensors in at least float32: (B, H, L, Dv)."""
         raise NotImplementedError(f"{type(self).__name__} defines no attend")
 
-    def attend_weights(self, query: Tensor, key: Tensor, terms: Terms) -> Tensor:
+    def attend_weights(self, call: AttentionCall) -> Tensor:
         """The weights (B, H, L, S), computed beside the output; only where ``need_weights`` is not refused."""
         raise NotImplementedError(f"{type(self).__name__} defines no weights")
 
@@ -119,35 +101,6 @@ class EfficientAttention(nn.Module):
     def extra_repr(self) -> str:
         given = {"dropout": self.dropout, "softcap": self.softcap}
         return ", ".join(f"{name}={setting}" for name, setting in given.items() if name not in self.refusals)
-
-
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4 or 0 in tensor.shape:
-            raise ValueError(f"{name} must have shape (batch, heads, length, width), none zero, got {tuple(tensor.shape)}")
-        if not tensor.is_floating_point() or tensor.dtype != query.dtype or tensor.device != query.device:
-            raise TypeError(
-                f"{name} must be floating-point, on query's device and of query's dtype ({query.device}, {query.dtype}), "
-                f"got {tensor.device}, {tensor.dtype}"
-            )
-    B, H, _, D = query.shape
-    Hkv, S = key.shape[1:3]
-    if key.shape != (B, Hkv, S, D) or H % Hkv:
-        raise ValueError(f"key must have shape (B, Hkv, S, D) = ({B}, a divisor of {H}, S, {D}), got {tuple(key.shape)}")
-    if value.shape[:3] != (B, Hkv, S):
-        raise ValueError(f"value must have shape (B, Hkv, S, Dv) = ({B}, {Hkv}, {S}, Dv), got {tuple(value.shape)}")
-    if sinks is not None and tuple(sinks.shape) != (H,):
-        raise ValueError(f"sinks must have shape (H,) = ({H},), got {tuple(sinks.shape)}")
-
-
-def _multiplier(scale: float | None, head_dim: int) -> float:
-    if scale is None:
-        return head_dim**-0.5
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise TypeError(f"scale must be a number or None (1/sqrt(D)), got {scale!r}; words belong to modules and configs")
-    if not -inf < scale < inf:
-        raise ValueError(f"scale must be finite, got {scale}")
-    return float(scale)
 
 
 @torch.no_grad()
@@ -188,7 +141,7 @@ def approximation_error(
         got = core(query, key, value, mask=mask, scale=scale)
     finally:
         core.train(training)
-    factor = _multiplier(scale, query.shape[-1])
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
     exact = reference_attention(query.double(), key.double(), value.double(), mask=mask, scale=factor)
     gap = got.double() - exact
     gaps, sizes = (tensor.square().sum((0, 2, 3)) for tensor in (gap, exact))  # (H,)

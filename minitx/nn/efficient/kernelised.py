@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitx.nn.efficient.base import EfficientAttention, Terms
+from minitx.nn.efficient.base import EfficientAttention
+from minitx.nn.functional import AttentionCall
 from minitx.nn.masks import simplify
 
 
@@ -48,12 +49,13 @@ class KernelisedAttention(EfficientAttention):
         """ln φ(query) (B, H, L, m) and ln φ(key) (B, Hkv, S, m), for scores multiplied by ``scale``."""
         raise NotImplementedError(f"{type(self).__name__} defines no features")
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:
-        causal, key_mask = self.causal_and_padding(simplify(terms.mask, query.shape[2], key.shape[2]))
+    def attend(self, call: AttentionCall) -> Tensor:
+        query, key, value = call.query, call.key, call.value
+        causal, key_mask = self.causal_and_padding(simplify(call.mask, query.shape[2], key.shape[2]))
         if key_mask is not None:
             hidden = ~key_mask[:, None, :, None]
             key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)  # no NaN comes from padding
-        log_query, log_key = self.log_features(query, key, terms.scale)
+        log_query, log_key = self.log_features(query, key, call.scale)
         phi_q = (log_query - log_query.detach().amax(-1, keepdim=True)).exp()
         phi_q = phi_q.unflatten(1, (key.shape[1], -1))  # (B, Hkv, G, L, m): query heads beside their key head
         peak = log_key.detach().amax(-1)  # (B, Hkv, S): phi_k * exp(peak) is φ(k)

@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from minitx.nn.efficient.base import EfficientAttention, Terms
-from minitx.nn.functional import reference_attention
+from minitx.nn.efficient.base import EfficientAttention
+from minitx.nn.functional import AttentionCall, reference_attention
 
 
 class LinformerAttention(EfficientAttention):
@@ -59,8 +59,9 @@ class LinformerAttention(EfficientAttention):
         for mix in (self.key_mix, self.value_mix):
             nn.init.normal_(mix, 0.0, self.max_len**-0.5)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:
-        causal, key_mask = self.causal_and_padding(terms.mask)
+    def attend(self, call: AttentionCall) -> Tensor:
+        key, value = call.key, call.value
+        causal, key_mask = self.causal_and_padding(call.mask)
         if causal:
             raise ValueError(
                 "LinformerAttention cannot be causal: every slot mixes all positions, the future among them, before a query "
@@ -74,9 +75,7 @@ class LinformerAttention(EfficientAttention):
             key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
         slots = self.key_mix[:, :num_keys].to(key.dtype) @ key  # (k, S) · (B, Hkv, S, D) -> (B, Hkv, k, D)
         contents = self.value_mix[:, :num_keys].to(value.dtype) @ value  # (B, Hkv, k, Dv)
-        dropout_p = self.dropout if self.training else 0.0
-        options = {"scale": terms.scale, "softcap": self.softcap, "sinks": terms.sinks, "dropout_p": dropout_p}
-        return reference_attention(query, slots, contents, **options)  # type: ignore[arg-type]
+        return reference_attention(call.query, slots, contents, **{**call.terms, "mask": None}, dropout_p=call.dropout_p)
 
     def extra_repr(self) -> str:
         return f"max_len={self.max_len}, num_slots={self.num_slots}, {super().extra_repr()}"

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitx.nn.efficient.base import EfficientAttention, Terms
-from minitx.nn.functional import attention_weights
+from minitx.nn.bias import as_bias
+from minitx.nn.efficient.base import EfficientAttention
+from minitx.nn.functional import AttentionCall, attention_weights
 from minitx.nn.masks import And, Causal, Dense, Documents, Mask, Or, Padding, SlidingWindow, intersect
 
 Shape = tuple[int, int, int, int]  # (B, H, L, S)
@@ -80,53 +81,51 @@ class BlockSparseAttention(EfficientAttention):
 
         return find() if mask is None else mask.remember("tiles", (shape, self.block_size, device), find)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:
-        mask = self.effective_mask(terms.mask)
-        B, H, L, _ = query.shape
-        Hkv, S, b = key.shape[1], key.shape[2], self.block_size
-        tiles = self.tiles(mask, (B, H, L, S), query.device)
+    def attend(self, call: AttentionCall) -> Tensor:
+        query, key, value = call.query, call.key, call.value
+        Hkv, L, S, b = key.shape[1], *call.shape[2:], self.block_size
+        tiles = self.tiles(self.effective_mask(call.mask), call.shape, query.device)
         visible, bias = _grouped(tiles.visible, Hkv), None
-        if terms.attn_bias is not None:
-            index = _indices(tiles.query_block, tiles.key_block, b, (B, H, L, S))
-            bias = _grouped(terms.attn_bias.value(*index, S - L), Hkv).to(query.dtype)  # (B|1, Hkv|1, P, G|1, b|1, b|1)
+        if call.attn_bias is not None:
+            index = _indices(tiles.query_block, tiles.key_block, b, call.shape)
+            bias = _grouped(as_bias(call.attn_bias).value(*index, S - L), Hkv).to(query.dtype)  # (B|1, Hkv|1, P, G|1, b|1, b|1)
             visible = visible & (bias != -torch.inf)
         k, v = _blocks(key, b), _blocks(value, b)  # (B, Hkv, S/b, b, D)
         seen = visible.any(4).any(3).to(k.dtype)  # (B|1, Hkv|1, P, b)
         seen = seen.new_zeros(*seen.shape[:2], *k.shape[2:4]).index_add(2, tiles.key_block, seen) > 0
         k, v = (x.masked_fill(~seen.unsqueeze(-1), 0.0) for x in (k, v))  # a NaN that no query sees stays where it is
         q = _blocks(query.unflatten(1, (Hkv, -1)), b).movedim(2, 3)  # (B, Hkv, L/b, G, b, D), G = H / Hkv
-        out = self._join(q, k, v, replace(tiles, visible=visible), bias, terms)  # (B, Hkv, L/b, G, b, Dv)
+        out = self._join(q, k, v, replace(tiles, visible=visible), bias, call)  # (B, Hkv, L/b, G, b, Dv)
         return out.movedim(3, 2).flatten(3, 4)[..., :L, :].flatten(1, 2)  # (B, Hkv, G, L, Dv) -> (B, H, L, Dv)
 
-    def _join(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, bias: Tensor | None, terms: Terms) -> Tensor:
+    def _join(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, bias: Tensor | None, call: AttentionCall) -> Tensor:
         """Scores of each tile, then one softmax over all the tiles of a query block."""
         rows, columns, hidden = tiles.query_block, tiles.key_block, ~tiles.visible
         grouped = q[:, :, rows].flatten(3, 4)  # (B, Hkv, P, G * b, D): a group's query heads share the product
         scores = (grouped @ k[:, :, columns].transpose(-1, -2)).unflatten(3, q.shape[3:5])  # (B, Hkv, P, G, b, b)
-        scores = scores * terms.scale
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = scores * call.scale
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
         scores = scores if bias is None else scores + bias
         scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
         top = scores.new_full(q.shape[:-1], torch.finfo(scores.dtype).min)  # (B, Hkv, L/b, G, b)
         index = rows.view(-1, 1, 1).expand(*scores.shape[:-1])
         top = top.scatter_reduce(2, index, scores.detach().amax(-1), "amax")
-        sink = None if terms.sinks is None else terms.sinks.to(top.dtype).view(q.shape[1], 1, q.shape[3], 1)
+        sink = None if call.sinks is None else call.sinks.to(top.dtype).view(q.shape[1], 1, q.shape[3], 1)
         if sink is not None:
             top = torch.maximum(top, sink.detach())
         parts = (scores - top[:, :, rows].unsqueeze(-1)).exp().masked_fill(hidden, 0.0)
         total = torch.zeros_like(top).index_add(2, rows, parts.sum(-1))
         if sink is not None:
             total = total + (sink - top).exp()
-        if self.training and self.dropout > 0.0:
-            parts = F.dropout(parts, self.dropout)
+        if call.dropout_p > 0.0:
+            parts = F.dropout(parts, call.dropout_p)
         sums = (parts.flatten(3, 4) @ v[:, :, columns]).unflatten(3, q.shape[3:5])  # (B, Hkv, P, G, b, Dv)
         out = sums.new_zeros(*q.shape[:-1], v.shape[-1]).index_add(2, rows, sums)
         return out / total.masked_fill(total == 0, 1.0).unsqueeze(-1)
 
-    def attend_weights(self, query: Tensor, key: Tensor, terms: Terms) -> Tensor:
-        options = {"scale": terms.scale, "attn_bias": terms.attn_bias, "softcap": self.softcap, "sinks": terms.sinks}
-        return attention_weights(query, key, mask=self.effective_mask(terms.mask), **options)  # type: ignore[arg-type]
+    def attend_weights(self, call: AttentionCall) -> Tensor:
+        return attention_weights(call.query, call.key, **{**call.terms, "mask": self.effective_mask(call.mask)})
 
     def extra_repr(self) -> str:
         return f"block_size={self.block_size}, {super().extra_repr()}"
