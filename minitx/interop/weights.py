@@ -131,6 +131,9 @@ def _locate(folder: Path, family: Family, ignore: Sequence[str]) -> Located:
             if plain in located:
                 raise ValueError(f"{path}: {name} is there twice, also as {located[plain][0]}")
             located[plain] = name, file
+    for copy, original in (family.copies or {}).items():  # of two names of one tensor, a file may hold either
+        if original not in located and copy in located:
+            located[original] = located.pop(copy)
     return located
 
 
@@ -198,13 +201,10 @@ def _read_tensors(
             vocab = ", so its rows are not the vocab_size of the config: padded?" if name == "embeddings.token.weight" else ""
             faults.append(f"{located[theirs][0]} has shape {shapes[theirs]}, but the config wants {wanted}{vocab}")
     for name in located.keys() - used:
-        if name in copies and copies[name] in located:
-            if not torch.equal(_tensor(located[name]), _tensor(located[copies[name]])):
-                faults.append(f"{located[name][0]} differs from {located[copies[name]][0]}, but the config ties them")
-        elif name not in copies:
+        if name not in copies:
             faults.append(f"{located[name][0]} {shapes[name]} is in the file, but this model has no place for it")
-        else:
-            faults.append(f"{located[name][0]} is there without the tensor that it repeats")
+        elif not torch.equal(_tensor(located[name]), _tensor(located[copies[name]])):
+            faults.append(f"{located[name][0]} differs from {located[copies[name]][0]}, but the config ties them")
     if faults:
         raise ValueError(
             f"the weights do not fit {type(model).__name__}: {'; '.join(sorted(faults))}. Tensors of no use: ignore=[...]"
