@@ -118,7 +118,9 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         positive(self, "vocab_size", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "num_layers", "ffn_dim")
-        positive(self, "max_len", "window", "softcap", "norm_eps", "qk_norm_eps", "rotary_base", "rotary_original_len", "layer_scale")
+        positive(
+            self, "max_len", "window", "softcap", "norm_eps", "qk_norm_eps", "rotary_base", "rotary_original_len", "layer_scale"
+        )
         positive(self, "num_experts", "experts_per_token", "num_decoder_layers", "block_size", "num_features", "num_slots")
         positive(self, "num_labels", "image_size", "patch_size", "num_channels", "num_buckets", "max_distance")
         not_negative(self, "type_vocab_size", "position_offset", "pad_id", "bos_id", "eos_id")

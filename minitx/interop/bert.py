@@ -11,10 +11,17 @@ LABELS = Key("num_labels", "num_labels", 2)
 NO_LABELS: Values = {"num_labels": None}
 
 
-def _heads(name: str, masked: dict[str, str], sequence: dict[str, str]) -> dict[str, Architecture]:
-    """The four classes of a family."""
+def _heads(name: str, head: str, transform: str, norm: str, sequence: dict[str, str]) -> dict[str, Architecture]:
+    """The four classes of a family; the parts of its masked head lie under ``head`` and are called ``transform``, ``norm``."""
+    masked = {
+        "head.dense": transform,
+        "head.norm": norm,
+        "head.head.weight": f"{head}.decoder.weight",
+        "head.head.bias": f"{head}.bias",
+    }
+    fields = {"head": "lm", "head_bias": True, "head_transform": True, **NO_LABELS}
     return {
-        f"{name}ForMaskedLM": Architecture({"head": "lm", "head_bias": True, "head_transform": True, **NO_LABELS}, masked),
+        f"{name}ForMaskedLM": Architecture(fields, masked, {f"{head}.decoder.bias": f"{head}.bias"}),
         f"{name}ForSequenceClassification": Architecture({"head": "sequence", "pooler": True}, sequence),
         f"{name}ForTokenClassification": Architecture({"head": "token"}, {"head": "classifier"}),
         f"{name}Model": Architecture({"head": "none", "pooler": True, **NO_LABELS}, {}, is_base=True),
@@ -89,12 +96,9 @@ BERT = _family(
     (None, 0, None),
     architectures=_heads(
         "Bert",
-        {
-            "head.dense": "cls.predictions.transform.dense",
-            "head.norm": "cls.predictions.transform.LayerNorm",
-            "head.head.weight": "cls.predictions.decoder.weight",
-            "head.head.bias": "cls.predictions.bias",
-        },
+        "cls.predictions",
+        "cls.predictions.transform.dense",
+        "cls.predictions.transform.LayerNorm",
         {"head": "classifier"},
     ),
     copies={
@@ -108,12 +112,9 @@ ROBERTA = _family(
     (0, 1, 2),
     architectures=_heads(
         "Roberta",
-        {
-            "head.dense": "lm_head.dense",
-            "head.norm": "lm_head.layer_norm",
-            "head.head.weight": "lm_head.decoder.weight",
-            "head.head.bias": "lm_head.bias",
-        },
+        "lm_head",
+        "lm_head.dense",
+        "lm_head.layer_norm",
         {"pool.dense": "classifier.dense", "head": "classifier.out_proj"},
     ),
     copies={

@@ -89,7 +89,13 @@ T5 = Family(
             {**_block("encoder", "encoder.", 1), **_block("decoder", "", 2), **CROSS, "head": "lm_head"},
         ),
         "T5EncoderModel": Architecture(
-            {"architecture": "encoder", "head": "none", "scale_logits": False, "tie_embeddings": True, "num_decoder_layers": None},
+            {
+                "architecture": "encoder",
+                "head": "none",
+                "scale_logits": False,
+                "tie_embeddings": True,
+                "num_decoder_layers": None,
+            },
             _block("encoder", "", 1),
             harmless=("scale_decoder_outputs", "tie_word_embeddings", "num_decoder_layers", "is_encoder_decoder"),
         ),

@@ -18,18 +18,21 @@ Values = dict[str, Any]
 Tidy = Callable[[Values, Collection[str]], Values]
 
 # what a model computes does not depend on these: names, versions, starting weights, training, decoding, labels' names
-HARMLESS = frozenset(
-    "architectures model_type transformers_version _name_or_path name_or_path torch_dtype dtype use_cache initializer_range "
-    "initializer_factor output_attentions output_hidden_states output_past return_dict torchscript gradient_checkpointing "
-    "chunk_size_feed_forward tokenizer_class prefix finetuning_task task_specific_params problem_type num_labels id2label "
-    "label2id attn_implementation _attn_implementation _attn_implementation_autoset max_length min_length do_sample num_beams "
-    "temperature top_k top_p repetition_penalty length_penalty no_repeat_ngram_size early_stopping sep_token_id "
-    "cls_token_id tf_legacy_loss".split()
-)
+# fmt: off
+HARMLESS = frozenset((
+    "architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path", "torch_dtype", "dtype",
+    "use_cache", "initializer_range", "initializer_factor", "output_attentions", "output_hidden_states", "output_past",
+    "return_dict", "torchscript", "gradient_checkpointing", "chunk_size_feed_forward", "tokenizer_class", "prefix",
+    "finetuning_task", "task_specific_params", "problem_type", "num_labels", "id2label", "label2id",
+    "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "max_length", "min_length",
+    "do_sample", "num_beams", "temperature", "top_k", "top_p", "repetition_penalty", "length_penalty",
+    "no_repeat_ngram_size", "early_stopping", "sep_token_id", "cls_token_id", "tf_legacy_loss",
+))
+# fmt: on
 # what older files say about options that no family here has
 OFF: Values = {"is_decoder": False, "add_cross_attention": False, "is_encoder_decoder": False, "tie_encoder_decoder": False}
 # fields that do not change what a trained model answers
-TRAINING = "dropout stochastic_depth checkpointing backend init init_fold init_zero_outputs".split()
+TRAINING = ("dropout", "stochastic_depth", "checkpointing", "backend", "init", "init_fold", "init_zero_outputs")
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2"}
 
 
@@ -86,10 +89,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Architecture:
-    """One class of a family: the fields and tensors that are its own; ``is_base`` has no prefix before the names."""
+    """One class of a family: the fields and tensors that are its own.
+
+    ``is_base``: no prefix before the names. ``twice``: names that tensors have beside their own where nothing is tied.
+    """
 
     fields: Values
     tensors: Mapping[str, str | Place]
+    twice: Mapping[str, str] | None = None
     is_base: bool = False
     harmless: tuple[str, ...] = ()
 
@@ -169,7 +176,9 @@ def _check_all_came_back(family: Family, architecture: Architecture, values: Val
                     f"overrides={{{name!r}: None}} loads the model without it"
                 )
         elif (keys[name].meaning(values) != keys[name].meaning(again)) if name in keys else value != again[name]:
-            raise ValueError(f"{name}={value!r} cannot be honoured beside the other options; with them it must be {again[name]!r}")
+            raise ValueError(
+                f"{name}={value!r} cannot be honoured beside the other options; with them it must be {again[name]!r}"
+            )
 
 
 def write_keys(family: Family, config: TransformerConfig) -> Values:

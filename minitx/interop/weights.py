@@ -146,7 +146,9 @@ def _files(folder: Path) -> list[Path]:
         strange = [shard for shard in shards if Path(shard).name != shard]
         missing = [shard for shard in shards if not (folder / shard).is_file()]
         if strange or missing:
-            raise FileNotFoundError(f"{folder / INDEX} lists shards that are not in the folder: {', '.join(strange or missing)}")
+            raise FileNotFoundError(
+                f"{folder / INDEX} lists shards that are not in the folder: {', '.join(strange or missing)}"
+            )
         return [folder / shard for shard in shards]
     pickled = any(folder.glob("*.bin"))
     hint = "; pickled weights (*.bin) are not read: have transformers save them as safetensors" if pickled else ""
@@ -248,6 +250,8 @@ def _save(
         whole = torch.cat([tensor for one, tensor in sorted(found, key=lambda pair: pair[0].part)])
         whole = whole.T if place.transposed and whole.dim() == 2 else whole
         tensors[name] = whole.reshape(whole.shape if place.shape is None else place.shape(model.config)).contiguous()
+    for copy, name in ({} if model.config.tie_embeddings else architecture.twice or {}).items():
+        tensors[copy] = tensors[name].clone()
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**values, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")

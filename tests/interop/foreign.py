@@ -29,7 +29,13 @@ GROUPED = {**LLAMA, "num_key_value_heads": 2}
 QWEN3 = {**GROUPED, "head_dim": 14, "rms_norm_eps": 1e-3}
 ROPE = {"rope_theta": 500.0, "factor": 3.0}
 YARN = {**ROPE, "rope_type": "yarn", "original_max_position_embeddings": 13}
-LLAMA3 = {**ROPE, "rope_type": "llama3", "original_max_position_embeddings": 13, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {
+    **ROPE,
+    "rope_type": "llama3",
+    "original_max_position_embeddings": 13,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 GPT2 = {"vocab_size": V, "n_positions": 43, "n_embd": 40, "n_layer": 2, "n_head": 4, "bos_token_id": 2, "eos_token_id": 3}
 BERT = {
     "vocab_size": V,
@@ -82,6 +88,7 @@ CASES = {
     "bert token": ("BertForTokenClassification", {**BERT, "num_labels": 3, "type_vocab_size": 3}),
     "bert pooler": ("BertModel", BERT),
     "roberta masked": ("RobertaForMaskedLM", BERT),
+    "roberta masked untied": ("RobertaForMaskedLM", {**BERT, "tie_word_embeddings": False}),
     "roberta sequence": ("RobertaForSequenceClassification", {**BERT, "num_labels": 5, "type_vocab_size": 1}),
     "roberta token": ("RobertaForTokenClassification", BERT),
     "roberta pooler": ("RobertaModel", BERT),
@@ -108,14 +115,16 @@ def build(name, **options):
     model = cls._from_config(cls.config_class(**{**config, **options}), attn_implementation="eager").eval()
     if kind == "T5ForConditionalGeneration" and config is T5_V11:  # transformers 5 ties at first, whatever the config says
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-    if hasattr(model, "cls"):  # likewise: without ties the second of two names for one bias would be left over
-        model.cls.predictions.bias = model.cls.predictions.decoder.bias
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
             else:
                 parameter.normal_(0.0, 0.6 * parameter[0].numel() ** -0.5)
+        for head in (getattr(model, "cls", None), getattr(model, "lm_head", None)):
+            head = getattr(head, "predictions", head)
+            if hasattr(head, "decoder"):  # two names for one bias, which an untied model takes for two
+                head.decoder.bias.copy_(head.bias)
     return model
 
 

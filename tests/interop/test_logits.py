@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from foreign import CASES, UNPADDED, V, answers, batch, build, in_float64, positions, save, widen, worst
+from foreign import CASES, UNPADDED, answers, batch, build, in_float64, save, widen, worst
 
 from minitx.interop import load_hf
 
