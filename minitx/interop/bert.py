@@ -69,6 +69,10 @@ def _family(model_type: str, ids: tuple[Any, Any, Any], **more: Any) -> Family:
             "blocks.*.feedforward_residual.norm": "encoder.layer.*.output.LayerNorm",
             "pool.dense": "pooler.dense",
         },
+        harmless=(
+            *("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
+            *("pooler_size_per_head", "pooler_type"),
+        ),
         ignored=("embeddings.position_ids", "embeddings.token_type_ids"),
         renames={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
         **more,

@@ -67,7 +67,7 @@ def _inputs(config: TransformerConfig) -> tuple[dict[str, Tensor], dict[str, Any
         example = min(L, config.max_len) if longest else L
         inputs[f"{side}input_ids"] = torch.zeros(B, example, dtype=torch.long)
         inputs[f"{side}key_mask"] = torch.ones(B, example, dtype=torch.bool)
-        axes.update(dict.fromkeys(list(inputs)[-2:], {0: Dim("batch"), 1: length}))
+        axes.update({key: {0: Dim("batch"), 1: length} for key in list(inputs)[-2:]})
     if config.type_vocab_size:
         inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
         axes["token_type_ids"] = axes["input_ids"]

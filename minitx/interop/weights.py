@@ -269,14 +269,21 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int) ->
         shards[-1][name] = tensor
         size += tensor.nbytes
     for stale in (folder / WEIGHTS, folder / INDEX, *folder.glob("model-*-of-*.safetensors")):
-        stale.unlink(missing_ok=True)
+        stale.unlink(missing_ok=True)  # a reader would take the one file before the shards
     if len(shards) == 1:
-        save_file(shards[0], folder / WEIGHTS, metadata={"format": "pt"})
+        write_tensors(shards[0], folder / WEIGHTS, {"format": "pt"})
         return
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        write_tensors(shard, folder / file, {"format": "pt"})
         weight_map.update(dict.fromkeys(shard, file))
     index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Beside the file first: loaded tensors may still be mapped from the one that is replaced."""
+    partial = path.with_name(f"{path.name}.partial")
+    save_file(tensors, partial, metadata=metadata)
+    partial.replace(path)

@@ -23,7 +23,14 @@ MODELS = {
     "token": {**ENCODER, "head": "token", "num_labels": 5},
     "vaswani": {"architecture": "encoder_decoder", "position": "sinusoidal", "scale_embeddings": True},
     "t5": {"architecture": "encoder_decoder", "position": "t5", "scale": "unscaled", "init": "t5", "norm": "rms"},
-    "vision": {"architecture": "vision", "head": "sequence", "num_labels": 5, "image_size": 6, "patch_size": 2, "num_channels": 1},
+    "vision": {
+        "architecture": "vision",
+        "head": "sequence",
+        "num_labels": 5,
+        "image_size": 6,
+        "patch_size": 2,
+        "num_channels": 1,
+    },
 }
 SHAPES = ((1, 1), (3, 7), (2, 31), (5, 13))
 logging.getLogger("torch.onnx").setLevel(logging.ERROR)
@@ -45,9 +52,7 @@ def inputs(config, rows, length):
     return given
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "rotary" else pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "rotary" else pytest.mark.slow) for name in MODELS])
 def test_onnxruntime_answers_as_the_model_does_over_lengths_and_padding(name, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     model = build_model(TransformerConfig(**{**SIZES, **MODELS[name]}))

@@ -12,7 +12,7 @@ from foreign import CASES, V, answers, batch, build, save, worst
 from safetensors.torch import load_file, save_file
 
 from minitx.config import TransformerConfig
-from minitx.interop import load_hf, save_hf
+from minitx.interop import load_hf, save_hf, save_pretrained
 from minitx.nn.models import build_model
 
 ONE_OF_EACH = ("gpt2", "llama", "qwen3", "bert sequence", "roberta masked", "t5 v1.0", "vit")
@@ -284,6 +284,21 @@ STRICT = [
 def test_every_tensor_that_does_not_fit_is_named_with_its_shape(name, change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         load_hf(rewrite(save(build(name), tmp_path), change))
+
+
+def test_a_folder_of_our_own_is_recognised(tmp_path):
+    save_pretrained(own(), tmp_path)
+    with pytest.raises(ValueError, match=r"model_type=None is not known: .*; from_pretrained reads folders of minitx"):
+        load_hf(tmp_path)
+
+
+def test_a_model_is_saved_over_the_folder_that_it_came_from(tmp_path):
+    model = load_hf(save(build("gpt2"), tmp_path))
+    with torch.no_grad():
+        model.final_norm.bias.fill_(0.5)
+    want = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_hf(model, tmp_path)
+    assert all(torch.equal(tensor, want[name]) for name, tensor in load_hf(tmp_path).state_dict().items())
 
 
 def test_folders_that_are_none_are_named(tmp_path):
