@@ -55,6 +55,8 @@ class Key:
         if value is None and callable(self.default):
             value = self.default(values)
         if self.words is None:
+            if not isinstance(value, int | float | None):
+                raise ValueError(f"{self.key}={value!r} must be a number")
             return value
         if isinstance(value, list | dict) or value not in self.words:
             raise ValueError(f"{self.key}={value!r} cannot be honoured: one of {', '.join(map(repr, self.words))}")
@@ -148,14 +150,14 @@ def read_config(family: Family, values: Values, names: Collection[str] = ()) -> 
         values = {**values, "num_labels": len(values["id2label"])}
     if isinstance(values.get("eos_token_id"), list):
         raise ValueError(f"eos_token_id={values['eos_token_id']} cannot be honoured: the model keeps one; name it in overrides")
-    values = family.tidy(dict(values), names)
-    fields: Values = dict(family.fields)
-    for key in family.keys:
-        fields.update(dict.fromkeys((key.names,) if isinstance(key.names, str) else key.names, key.meaning(values)))
-    fields.update(architecture.fields)
-    if "pooler" in fields and fields["head"] == "none":
-        fields["pooler"] = any(name.startswith("pooler.") for name in names)
     try:
+        values = family.tidy(dict(values), names)
+        fields: Values = dict(family.fields)
+        for key in family.keys:
+            fields.update(dict.fromkeys((key.names,) if isinstance(key.names, str) else key.names, key.meaning(values)))
+        fields.update(architecture.fields)
+        if fields.get("pooler") and fields["head"] == "none":  # a base model may lack it, and its config does not say so
+            fields["pooler"] = any(name.startswith("pooler.") for name in names)
         config = TransformerConfig(**fields)
     except TypeError as error:
         raise ValueError(f"config.json holds a value of a wrong type: {error}") from None

@@ -142,7 +142,7 @@ def _files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if (folder / INDEX).is_file():
-        shards = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+        shards = sorted({str(shard) for shard in read_json(folder / INDEX).get("weight_map", {}).values()})
         strange = [shard for shard in shards if Path(shard).name != shard]
         missing = [shard for shard in shards if not (folder / shard).is_file()]
         if strange or missing:
