@@ -27,7 +27,7 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "nn": ({"config"}, {"torch"}, set()),
     "analysis": ({"config", "nn"}, {"torch", "numpy", "safetensors"}, PLOTS),
     "generation": ({"config", "nn"}, {"torch", "numpy", "safetensors"}, PLOTS),
-    "interop": ({"config", "nn"}, {"torch", "numpy", "safetensors"}, PLOTS),
+    "interop": ({"config", "nn"}, {"torch", "numpy", "safetensors"}, {"huggingface_hub", "onnx"}),
     "data": (
         {"config"},
         {"torch", "numpy", "tokenizers", "lightning"},

@@ -22,7 +22,8 @@ class TransformerConfig:
 
     ``architecture`` is the model, and ``head`` what an encoder is for: ``lm`` (a distribution at every token: masked-token
     prediction), ``sequence`` (``num_labels`` logits a row, from the token or the mean that ``pooling`` names, through a
-    tanh layer with ``pooler``), ``token`` (``num_labels`` logits at every token) or ``none`` (hidden states).
+    tanh layer with ``pooler``), ``token`` (``num_labels`` logits at every token) or ``none`` (hidden states; with ``pooler``
+    that layer's answer is ``extras["pooled"]``).
     ``head_transform`` puts BERT's layer before an ``lm`` head.
 
     ``scale`` multiplies q·k: ``inv_sqrt`` 1/√D, ``unscaled`` 1, ``inv`` 1/D, ``learned`` one exp(log-scale) per head,
@@ -71,6 +72,7 @@ class TransformerConfig:
     scale_factor: float = 1.0
     backend: str = "auto"
     qk_norm: Literal["rms", "layer", "l2"] | None = None
+    qk_norm_eps: float = 1e-6
     softcap: float | None = None
     sinks: bool = False
     position: Literal["learned", "sinusoidal", "rotary", "alibi", "t5", "none"] = "learned"
@@ -116,7 +118,9 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         positive(self, "vocab_size", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "num_layers", "ffn_dim")
-        positive(self, "max_len", "window", "softcap", "norm_eps", "rotary_base", "rotary_original_len", "layer_scale")
+        positive(
+            self, "max_len", "window", "softcap", "norm_eps", "qk_norm_eps", "rotary_base", "rotary_original_len", "layer_scale"
+        )
         positive(self, "num_experts", "experts_per_token", "num_decoder_layers", "block_size", "num_features", "num_slots")
         positive(self, "num_labels", "image_size", "patch_size", "num_channels", "num_buckets", "max_distance")
         not_negative(self, "type_vocab_size", "position_offset", "pad_id", "bos_id", "eos_id")
@@ -221,6 +225,11 @@ class TransformerConfig:
         require(
             self.num_decoder_layers is None or kind == "encoder_decoder",
             f"num_decoder_layers={self.num_decoder_layers} belongs to architecture=encoder_decoder, got architecture={kind}",
+        )
+        require(
+            not self.pooler or (kind in ("encoder", "vision") and self.head in ("sequence", "none")),
+            f"pooler=True belongs to architecture=encoder or vision with head=sequence or none, got architecture={kind} and "
+            f"head={self.head}",
         )
         require(
             not self.head_transform or (kind, self.head) == ("encoder", "lm"),

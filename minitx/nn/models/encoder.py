@@ -78,7 +78,7 @@ class Encoder(EncoderModel):
 
     def __init__(self, config: TransformerConfig, *, generator: torch.Generator | None = None) -> None:
         super().__init__(config)
-        self.pool = Pool(config) if config.head == "sequence" else None
+        self.pool = Pool(config) if config.head == "sequence" or config.pooler else None
         self.head = build_head(config, self.embeddings.token)
         self._init_weights(generator)
 
@@ -98,7 +98,7 @@ class Encoder(EncoderModel):
 
         Returns:
             Logits as ``config.head`` says; with ``return_extras`` ``(hidden, extras)`` before ``self.head``: (B, E) of a row
-            for ``sequence``, (B, L, E) otherwise.
+            for ``sequence``, (B, L, E) otherwise. ``extras["pooled"]`` (B, E) is the pooler's answer with ``head=none``.
         """
         hidden, routing = self._encode(
             input_ids,
@@ -109,9 +109,12 @@ class Encoder(EncoderModel):
             mask=mask,
             head_mask=head_mask,
         )
-        if self.pool is not None:
-            hidden = self.pool(hidden, key_mask)
-        return (hidden, router_loss(routing, key_mask)) if return_extras else self.head(hidden)
+        extras = router_loss(routing, key_mask)
+        if self.config.head == "sequence":
+            hidden = self.pool(hidden, key_mask)  # type: ignore[misc]
+        elif self.pool is not None:
+            extras["pooled"] = self.pool(hidden, key_mask)
+        return (hidden, extras) if return_extras else self.head(hidden)
 
     def flops_per_token(self, length: int) -> float:
         """Training FLOPs per token at ``length`` tokens a row: 3 · (2·N_mm + 4·layers·H·D·T_eff); see ``DecoderLM``."""

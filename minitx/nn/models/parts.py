@@ -73,7 +73,7 @@ def build_attention(config: TransformerConfig, *, rotary: bool = True) -> MultiH
         bias=config.bias if config.qkv_bias is None else config.qkv_bias,
         out_bias=config.bias if config.out_bias is None else config.out_bias,
         scale=scale,
-        qk_norm=QKNorm(config.qk_norm, D, num_kv_heads=config.kv_heads) if config.qk_norm else None,
+        qk_norm=QKNorm(config.qk_norm, D, num_kv_heads=config.kv_heads, eps=config.qk_norm_eps) if config.qk_norm else None,
         rotary=build_rotary(config) if rotary and config.position == "rotary" else None,
         sinks=config.sinks,
         core=build_attention_core(config),

@@ -38,7 +38,7 @@ class VisionTransformer(TransformerModel):
         self.embeddings = PatchEmbeddings(config)
         self.blocks = Stack(config, config.num_layers, decoder=False)
         self.final_norm = self._final_norm()
-        self.pool = Pool(config) if config.head == "sequence" else None
+        self.pool = Pool(config) if config.head == "sequence" or config.pooler else None
         self.head = build_head(config)
         self._init_weights(generator)
 
@@ -50,7 +50,8 @@ class VisionTransformer(TransformerModel):
         Args:
             pixel_values: float; h and w are multiples of ``patch_size``, of any size.
             head_mask: as in ``DecoderLM``.
-            return_extras: return ``(hidden, extras)`` before ``self.head``.
+            return_extras: return ``(hidden, extras)`` before ``self.head``; ``extras["pooled"]`` (B, E) is the pooler's answer
+                with ``head=none``.
         """
         routing: Routing = []
         x = self.blocks(
@@ -59,9 +60,14 @@ class VisionTransformer(TransformerModel):
             routing=routing if self.config.num_experts else None,
         )
         hidden = self.final_norm(x)
+        extras = router_loss(routing)
         if self.pool is not None:
-            hidden = self.pool(hidden if self.config.pooling == "first" else hidden[:, self.embeddings.num_class_tokens :])
-        return (hidden, router_loss(routing)) if return_extras else self.head(hidden)
+            pooled = self.pool(hidden if self.config.pooling == "first" else hidden[:, self.embeddings.num_class_tokens :])
+            if self.config.head == "sequence":
+                hidden = pooled
+            else:
+                extras["pooled"] = pooled
+        return (hidden, extras) if return_extras else self.head(hidden)
 
     def flops_per_token(self, length: int | None = None) -> float:
         """Training FLOPs per token where an image has ``length`` tokens (default: those of ``image_size``)."""

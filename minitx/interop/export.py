@@ -1,0 +1,74 @@
+"""``export_onnx``: a model as one ONNX graph, with the batch and the lengths left open."""
+
+from __future__ import annotations
+
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import Dim
+
+from minitx.config import TransformerConfig
+from minitx.nn.models import TransformerModel
+
+
+def export_onnx(model: TransformerModel, path: str | Path) -> None:
+    """Write ``path``: logits of a model as an ONNX graph that takes any batch and any length.
+
+    Inputs are those of the model's ``forward``: ``input_ids`` (B, L) int64 and ``key_mask`` (B, L) bool, ``token_type_ids``
+    where it has types; of an encoder–decoder also ``decoder_input_ids`` and ``decoder_key_mask``; of a vision model
+    ``pixel_values`` (B, C, image_size, image_size) alone, any batch. The output is ``logits``. A key mask that is all True
+    is no padding. What a runtime answers at padding means nothing.
+
+    Args:
+        model: any of the four; exported as it answers in eval mode.
+        path: of the file; weights beyond 2 GB lie beside it.
+
+    Raises:
+        ImportError: onnx or onnxscript is not installed.
+    """
+    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
+    if missing:
+        raise ImportError(f"export_onnx needs {' and '.join(missing)}: pip install minitx[export]")
+    inputs, open_axes = _inputs(model.config)
+    device, was_training = next(model.parameters()).device, model.training
+    try:
+        with warnings.catch_warnings():  # the exporter's own deprecations
+            warnings.simplefilter("ignore")
+            program = torch.onnx.export(
+                model.eval(),
+                kwargs={name: tensor.to(device) for name, tensor in inputs.items()},
+                dynamic_shapes=open_axes,
+                input_names=list(inputs),
+                output_names=["logits"],
+                dynamo=True,
+                verbose=False,
+            )
+    finally:
+        model.train(was_training)
+    assert program is not None
+    program.save(str(path))
+
+
+def _inputs(config: TransformerConfig) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Examples of what the model takes, and which of their axes are open."""
+    B = 2
+    if config.architecture == "vision":
+        assert config.image_size is not None and config.num_channels is not None
+        pixels = torch.zeros(B, config.num_channels, config.image_size, config.image_size)
+        return {"pixel_values": pixels}, {"pixel_values": {0: Dim("batch")}}
+    inputs, axes = {}, {}
+    longest = {"max": config.max_len} if config.position == "learned" else {}
+    sides = {"": (5, Dim("length", **longest)), "decoder_": (7, Dim("decoder_length", **longest))}
+    for side, (L, length) in sides.items() if config.architecture == "encoder_decoder" else list(sides.items())[:1]:
+        example = min(L, config.max_len) if longest else L
+        inputs[f"{side}input_ids"] = torch.zeros(B, example, dtype=torch.long)
+        inputs[f"{side}key_mask"] = torch.ones(B, example, dtype=torch.bool)
+        axes.update({key: {0: Dim("batch"), 1: length} for key in list(inputs)[-2:]})
+    if config.type_vocab_size:
+        inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+        axes["token_type_ids"] = axes["input_ids"]
+    return inputs, axes

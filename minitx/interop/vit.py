@@ -1,0 +1,74 @@
+"""ViT (Dosovitskiy et al. 2021). Patches there are a convolution, whose kernel is our matrix in another shape."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from minitx.config import TransformerConfig
+from minitx.interop.table import ACTIVATIONS, Architecture, Family, Key, Place, Values
+
+
+def tidy(values: Values, names: Collection[str]) -> Values:
+    """A square given as [side, side] is its side."""
+    for name in ("image_size", "patch_size"):
+        sides = values.get(name)
+        if isinstance(sides, list) and len(set(sides)) == 1:
+            values[name] = sides[0]
+        elif isinstance(sides, list):
+            raise ValueError(f"{name}={sides} cannot be honoured: images and patches are squares")
+    return values
+
+
+def _kernel(config: TransformerConfig) -> tuple[int, ...]:
+    assert config.num_channels is not None
+    return config.embed_dim, config.num_channels, config.patch_size, config.patch_size
+
+
+def _positions(config: TransformerConfig) -> tuple[int, ...]:
+    assert config.image_size is not None
+    return 1, (config.image_size // config.patch_size) ** 2 + 1, config.embed_dim
+
+
+VIT = Family(
+    model_type="vit",
+    keys=(
+        Key("hidden_size", "embed_dim", 768),
+        Key("num_hidden_layers", "num_layers", 12),
+        Key("num_attention_heads", "num_heads", 12),
+        Key("intermediate_size", "ffn_dim", 3072),
+        Key("hidden_act", "activation", "gelu", ACTIVATIONS),
+        *(Key(name, "dropout", 0.0) for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")),
+        Key("layer_norm_eps", "norm_eps", 1e-12),
+        Key("image_size", "image_size", 224),
+        Key("patch_size", "patch_size", 16),
+        Key("num_channels", "num_channels", 3),
+        Key("qkv_bias", "qkv_bias", True),
+        Key("num_labels", "num_labels", 2),
+    ),
+    fields={"architecture": "vision"},
+    constants={"pooler_output_size": lambda fields: fields["embed_dim"], "pooler_act": "tanh"},
+    architectures={
+        "ViTForImageClassification": Architecture({"head": "sequence"}, {"head": "classifier"}),
+        "ViTModel": Architecture({"head": "none", "pooler": True, "num_labels": None}, {}, is_base=True),
+    },
+    prefix="vit.",
+    tensors={
+        "embeddings.class_token": "embeddings.cls_token",
+        "embeddings.position.weight": Place("embeddings.position_embeddings", shape=_positions),
+        "embeddings.patch_proj.weight": Place("embeddings.patch_embeddings.projection.weight", shape=_kernel),
+        "embeddings.patch_proj.bias": "embeddings.patch_embeddings.projection.bias",
+        "blocks.*.attention_residual.norm": "encoder.layer.*.layernorm_before",
+        **{
+            f"blocks.*.attention.{word[0]}_proj": f"encoder.layer.*.attention.attention.{word}"
+            for word in ("query", "key", "value")
+        },
+        "blocks.*.attention.out_proj": "encoder.layer.*.attention.output.dense",
+        "blocks.*.feedforward_residual.norm": "encoder.layer.*.layernorm_after",
+        "blocks.*.feedforward.up_proj": "encoder.layer.*.intermediate.dense",
+        "blocks.*.feedforward.down_proj": "encoder.layer.*.output.dense",
+        "final_norm": "layernorm",
+        "pool.dense": "pooler.dense",
+    },
+    harmless=("encoder_stride",),
+    tidy=tidy,
+)

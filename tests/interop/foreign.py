@@ -1,0 +1,207 @@
+"""Random small models of ``transformers`` and what they answer: the golden values of the tests beside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+import transformers
+
+transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
+transformers.utils.logging.disable_progress_bar()
+
+V, L, PAD = 61, 11, 1
+LLAMA = {
+    "vocab_size": V,
+    "hidden_size": 40,
+    "intermediate_size": 53,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 43,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+}
+GROUPED = {**LLAMA, "num_key_value_heads": 2}
+QWEN3 = {**GROUPED, "head_dim": 14, "rms_norm_eps": 1e-3}
+ROPE = {"rope_theta": 500.0, "factor": 3.0}
+YARN = {**ROPE, "rope_type": "yarn", "original_max_position_embeddings": 13}
+LLAMA3 = {
+    **ROPE,
+    "rope_type": "llama3",
+    "original_max_position_embeddings": 13,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+GPT2 = {"vocab_size": V, "n_positions": 43, "n_embd": 40, "n_layer": 2, "n_head": 4, "bos_token_id": 2, "eos_token_id": 3}
+BERT = {
+    "vocab_size": V,
+    "hidden_size": 40,
+    "intermediate_size": 53,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 43,
+    "pad_token_id": PAD,
+}
+T5 = {"vocab_size": V, "d_model": 40, "d_kv": 7, "d_ff": 53, "num_heads": 3, "num_layers": 2}
+T5_V11 = {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+VIT = {
+    "hidden_size": 40,
+    "intermediate_size": 53,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 12,
+    "patch_size": 3,
+    "num_channels": 2,
+}
+CASES = {
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "gpt2 untied": ("GPT2LMHeadModel", {**GPT2, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
+    "gpt2 unscaled relu": (
+        "GPT2LMHeadModel",
+        {**GPT2, "scale_attn_weights": False, "activation_function": "relu", "n_inner": 53},
+    ),
+    "llama": ("LlamaForCausalLM", LLAMA),
+    "llama grouped tied": ("LlamaForCausalLM", {**GROUPED, "tie_word_embeddings": True, "rms_norm_eps": 1e-2}),
+    "llama biases": ("LlamaForCausalLM", {**GROUPED, "attention_bias": True, "mlp_bias": True}),
+    "llama one key head": ("LlamaForCausalLM", {**LLAMA, "num_key_value_heads": 1, "head_dim": 14}),
+    "llama gelu": ("LlamaForCausalLM", {**LLAMA, "hidden_act": "gelu"}),
+    "llama linear": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": {**ROPE, "rope_type": "linear"}}),
+    "llama llama3": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": LLAMA3}),
+    "llama yarn": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": YARN}),
+    "llama yarn turns": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": {**YARN, "beta_fast": 8.0, "beta_slow": 0.5}}),
+    "mistral window": ("MistralForCausalLM", {**GROUPED, "sliding_window": 5}),
+    "mistral": ("MistralForCausalLM", {**GROUPED, "sliding_window": None, "head_dim": 14}),
+    "qwen2": ("Qwen2ForCausalLM", GROUPED),
+    "qwen2 window": (
+        "Qwen2ForCausalLM",
+        {**GROUPED, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0, "tie_word_embeddings": True},
+    ),
+    "qwen3": ("Qwen3ForCausalLM", QWEN3),
+    "qwen3 biases": ("Qwen3ForCausalLM", {**QWEN3, "attention_bias": True, "tie_word_embeddings": True}),
+    "bert masked": ("BertForMaskedLM", BERT),
+    "bert masked untied": ("BertForMaskedLM", {**BERT, "tie_word_embeddings": False, "hidden_act": "gelu_new"}),
+    "bert sequence": ("BertForSequenceClassification", {**BERT, "num_labels": 5}),
+    "bert token": ("BertForTokenClassification", {**BERT, "num_labels": 3, "type_vocab_size": 3}),
+    "bert pooler": ("BertModel", BERT),
+    "roberta masked": ("RobertaForMaskedLM", BERT),
+    "roberta masked untied": ("RobertaForMaskedLM", {**BERT, "tie_word_embeddings": False}),
+    "roberta sequence": ("RobertaForSequenceClassification", {**BERT, "num_labels": 5, "type_vocab_size": 1}),
+    "roberta token": ("RobertaForTokenClassification", BERT),
+    "roberta pooler": ("RobertaModel", BERT),
+    "t5 v1.0": ("T5ForConditionalGeneration", T5),
+    "t5 v1.1": ("T5ForConditionalGeneration", T5_V11),
+    "t5 few buckets": (
+        "T5ForConditionalGeneration",
+        {**T5, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 9, "num_decoder_layers": 3},
+    ),
+    "t5 gated silu": ("T5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-silu", "layer_norm_epsilon": 1e-2}),
+    "t5 encoder": ("T5EncoderModel", {**T5, "feed_forward_proj": "gated-gelu"}),
+    "vit": ("ViTForImageClassification", {**VIT, "num_labels": 7}),
+    "vit no qkv bias": ("ViTForImageClassification", {**VIT, "qkv_bias": False, "hidden_act": "gelu_new"}),
+    "vit pooler": ("ViTModel", VIT),
+}
+UNPADDED = ("vit", "vit no qkv bias", "vit pooler")
+
+
+def build(name, **options):
+    """The model of a case with weights that leave nothing at 0 or 1."""
+    kind, config = CASES[name]
+    cls = getattr(transformers, kind)
+    torch.manual_seed(7)
+    model = cls._from_config(cls.config_class(**{**config, **options}), attn_implementation="eager").eval()
+    if kind == "T5ForConditionalGeneration" and config is T5_V11:  # transformers 5 ties at first, whatever the config says
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+            else:
+                parameter.normal_(0.0, 0.6 * parameter[0].numel() ** -0.5)
+        for head in (getattr(model, "cls", None), getattr(model, "lm_head", None)):
+            head = getattr(head, "predictions", head)
+            if hasattr(head, "decoder"):  # two names for one bias, which an untied model takes for two
+                head.decoder.bias.copy_(head.bias)
+    return model
+
+
+def save(model, folder):
+    model.save_pretrained(folder)
+    return folder
+
+
+def batch(padding, rows=3):
+    """(input_ids, key_mask): rows of several lengths, padded on one side; None for no padding."""
+    ids = torch.randint(4, V, (rows, L))
+    if padding == "none":
+        return ids, None
+    lengths = torch.tensor([L, 7, 5])[:rows, None]
+    at = torch.arange(L)
+    real = at < lengths if padding == "right" else at >= L - lengths
+    return ids.where(real, torch.tensor(PAD)), real
+
+
+def positions(real):
+    return None if real is None else (real.long().cumsum(-1) - 1).clamp(min=0)
+
+
+@contextlib.contextmanager
+def in_float64(monkeypatch):
+    """What ``transformers`` computes in float32 whatever the model's dtype is computed in float64: the formula, unrounded."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+def widen(theirs):
+    """A float64 copy, its rotary frequencies computed anew; inside ``in_float64``."""
+    theirs = theirs.double()
+    if hasattr(theirs, "model") and hasattr(theirs.model, "rotary_emb"):
+        theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
+    return theirs
+
+
+@torch.no_grad()
+def answers(theirs, ours, inputs):
+    """Their logits (or hidden states) and ours, at real tokens; pooled vectors behind them where there are any."""
+    kind, (ids, real) = type(theirs).__name__, inputs
+    if kind.startswith("ViT"):
+        out, pixels = theirs(pixel_values=ids), ids
+        if kind == "ViTModel":
+            hidden, extras = ours(pixels, return_extras=True)
+            return [(out.last_hidden_state, hidden), (out.pooler_output, extras["pooled"])]
+        return [(out.logits, ours(pixels))]
+    seen = torch.ones_like(ids, dtype=torch.bool) if real is None else real
+    mask = None if real is None else real.long()
+    if kind == "T5ForConditionalGeneration":
+        target = ids.roll(1, 0)
+        out = theirs(input_ids=ids, attention_mask=mask, decoder_input_ids=target, decoder_attention_mask=mask)
+        logits = ours(ids, target, key_mask=real, decoder_key_mask=real)
+        return [(out.logits[seen], logits[seen])]
+    options = {} if kind.startswith(("T5", "Roberta")) else {"position_ids": positions(real)}
+    mine = {}
+    if "ert" in kind:  # BERT and RoBERTa
+        types = torch.arange(L).expand_as(ids) % theirs.config.type_vocab_size
+        options["token_type_ids"] = mine["token_type_ids"] = types
+    out = theirs(input_ids=ids, attention_mask=mask, **options)
+    hidden, extras = ours(ids, key_mask=real, return_extras=True, **mine)
+    if kind in ("BertModel", "RobertaModel", "T5EncoderModel"):
+        pairs = [(out.last_hidden_state[seen], hidden[seen])]
+        if "pooled" in extras and seen[:, 0].all():  # they pool the padding of left-padded rows
+            pairs.append((out.pooler_output, extras["pooled"]))
+        return pairs
+    logits = ours.head(hidden)
+    if out.logits.dim() == 2:
+        return [(out.logits[seen[:, 0]], logits[seen[:, 0]])]
+    return [(out.logits[seen], logits[seen])]
+
+
+def worst(pairs):
+    """The largest difference."""
+    assert all(one.shape == two.shape and one.numel() for one, two in pairs)
+    return max(float((one - two).abs().max()) for one, two in pairs)

@@ -1,0 +1,387 @@
+"""Folders in and out: the same bits, a config that means the same, and an error for everything that would be lost."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from foreign import CASES, V, answers, batch, build, save, worst
+from safetensors.torch import load_file, save_file
+
+from minitx.config import TransformerConfig
+from minitx.interop import load_hf, save_hf, save_pretrained
+from minitx.nn.models import build_model
+
+ONE_OF_EACH = ("gpt2", "llama", "qwen3", "bert sequence", "roberta masked", "t5 v1.0", "vit")
+
+
+def edit(folder, **changes):
+    """Change keys of config.json; None removes one."""
+    path = folder / "config.json"
+    values = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in values.items() if value != "absent"}))
+    return folder
+
+
+def rewrite(folder, change):
+    """Replace the tensors of a folder by ``change(tensors)``."""
+    path = folder / "model.safetensors"
+    tensors = change(load_file(path))
+    save_file(tensors, path)
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_round_trip_keeps_every_bit_and_transformers_reads_it_as_the_same_model(name, tmp_path):
+    theirs = build(name)
+    first, second = save(theirs, tmp_path / "first"), tmp_path / "second"
+    save_hf(load_hf(first), second, model_type=theirs.config.model_type)
+    before, after = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) and before[key].dtype == after[key].dtype for key in before)
+    again, report = type(theirs).from_pretrained(second, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    one, two = theirs.config.to_dict(), again.config.to_dict()
+    changed = {key for key in one if one[key] != two.get(key)} - {"_name_or_path"}
+    assert changed <= {"n_inner", "max_window_layers"} | ({"scale_decoder_outputs"} if name == "t5 encoder" else set())
+    assert two.keys() - one.keys() <= {"n_ctx", "head_dim", "position_embedding_type", "decoder_start_token_id"}
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_dtype_is_kept_unless_another_is_wanted(name, dtype, tmp_path):
+    theirs = build(name).to(dtype)
+    kept = load_hf(save(theirs, tmp_path / "first"))
+    assert {parameter.dtype for parameter in kept.parameters()} == {dtype}
+    save_hf(kept, tmp_path / "second")
+    before, after = (load_file(tmp_path / one / "model.safetensors") for one in ("first", "second"))
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    wanted = load_hf(tmp_path / "first", dtype=torch.float32)
+    assert {parameter.dtype for parameter in wanted.parameters()} == {torch.float32}
+    assert not wanted.training
+
+
+def test_shards_are_read_and_written(tmp_path):
+    theirs = build("llama")
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 3
+    ours = load_hf(tmp_path / "theirs")
+    assert worst(answers(theirs, ours, batch("none"))) < 1e-5
+    save_hf(ours, tmp_path / "ours")
+    save_hf(ours, tmp_path / "ours", max_shard_bytes=20_000)  # over a whole one
+    assert not (tmp_path / "ours" / "model.safetensors").exists()
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 3
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours")
+    assert all(torch.equal(one, two) for one, two in zip(again.parameters(), theirs.parameters(), strict=True))
+    next((tmp_path / "ours").glob("model-00002*")).unlink()
+    with pytest.raises(FileNotFoundError, match="lists shards that are not in the folder: model-00002-of-"):
+        load_hf(tmp_path / "ours")
+    index = tmp_path / "ours" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../theirs/model-00001-of-00004.safetensors"}}))
+    with pytest.raises(FileNotFoundError, match=r"not in the folder: \.\./theirs"):
+        load_hf(tmp_path / "ours")
+
+
+def test_tied_parameters_stay_one(tmp_path):
+    for name in ("gpt2", "bert masked", "t5 v1.0"):
+        model = load_hf(save(build(name), tmp_path / name))
+        head = model.head.head if name.startswith("bert") else model.head
+        assert head.weight is model.embeddings.token.weight
+    assert model.encoder.embeddings.token.weight is model.embeddings.token.weight
+    untied = load_hf(save(build("t5 v1.1"), tmp_path / "untied"))
+    assert untied.head.weight is not untied.embeddings.token.weight
+
+
+# how older files spell the same model
+
+
+def test_old_rotary_keys_mean_what_the_new_ones_do(tmp_path):
+    for name in ("llama llama3", "llama yarn", "llama linear", "llama"):
+        folder = save(build(name), tmp_path / name)
+        want = load_hf(folder).config
+        rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+        theta = rope.pop("rope_theta")
+        rope["type"] = rope.pop("rope_type")
+        scaling = None if rope["type"] == "default" else rope
+        edit(folder, rope_parameters="absent", rope_theta=theta, rope_scaling=scaling, dtype="absent", torch_dtype="float32")
+        assert load_hf(folder).config == want
+
+
+def test_old_names_of_tensors_and_buffers_load(tmp_path):
+    folder = save(build("gpt2"), tmp_path / "gpt2")
+    want = load_hf(folder).state_dict()
+    buffers = {f"h.{i}.attn.{kind}": torch.ones(1, 1, 43, 43) for i in range(2) for kind in ("bias", "masked_bias")}
+    rewrite(folder, lambda tensors: {**{k.removeprefix("transformer."): v for k, v in tensors.items()}, **buffers})
+    rewrite(folder, lambda tensors: {**tensors, "lm_head.weight": tensors["wte.weight"].clone()})
+    assert all(torch.equal(value, want[key]) for key, value in load_hf(folder).state_dict().items())
+
+    folder = save(build("bert masked"), tmp_path / "bert")
+    want = load_hf(folder).state_dict()
+
+    def old(tensors):
+        for new, name in (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")):
+            tensors = {key.replace(new, name): value for key, value in tensors.items()}
+        tensors["cls.predictions.decoder.bias"] = tensors.pop("cls.predictions.bias")
+        return {**tensors, "bert.embeddings.position_ids": torch.arange(43)[None]}
+
+    rewrite(folder, old)
+    assert all(torch.equal(value, want[key]) for key, value in load_hf(folder).state_dict().items())
+
+    folder = save(build("t5 v1.0"), tmp_path / "t5")
+    useless = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    copies = ("encoder.embed_tokens.weight", "lm_head.weight")
+    rewrite(folder, lambda t: {**t, **{key: t["shared.weight"].clone() for key in copies}, useless: torch.ones(32, 3)})
+    edit(folder, scale_decoder_outputs="absent", decoder_start_token_id=0, n_positions=512)
+    assert load_hf(folder).config.scale_logits
+
+
+def test_an_old_t5_says_by_its_ties_whether_logits_are_scaled(tmp_path):
+    folder = edit(save(build("t5 v1.1"), tmp_path), scale_decoder_outputs="absent", tie_word_embeddings=False)
+    assert (load_hf(folder).config.scale_logits, load_hf(folder).config.tie_embeddings) == (False, False)
+
+
+def test_a_config_may_leave_out_what_is_the_default(tmp_path):
+    folder = save(build("llama"), tmp_path)
+    want = load_hf(folder).config
+    absent = ("hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "head_dim", "num_key_value_heads", "architectures")
+    assert load_hf(edit(folder, **dict.fromkeys((*absent, "rope_parameters", "tie_word_embeddings"), "absent"))).config == want
+
+
+# what would be lost
+
+
+REFUSED = [
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True cannot be honoured"),
+    ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=True cannot be honoured"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True cannot be honoured"),
+    ("gpt2", {"attn_pdrop": 0.3}, "attn_pdrop=0.3 cannot be honoured beside the other options; with them it must be 0.1"),
+    ("gpt2", {"activation_function": "mish"}, "activation_function='mish' cannot be honoured: one of 'gelu_new', 'gelu'"),
+    ("gpt2", {"n_ctx": 7}, "n_ctx=7 cannot be honoured"),
+    ("gpt2", {"new_trick": True}, "new_trick=True is not a known option of model_type='gpt2'; overrides={'new_trick': None}"),
+    ("gpt2", {"auto_map": {"AutoModel": "modeling.Mine"}}, "auto_map={'AutoModel': 'modeling.Mine'} is not a known option"),
+    ("gpt2", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not a known option"),
+    ("gpt2", {"architectures": ["GPT2ForTokenClassification"]}, "architectures=['GPT2ForTokenClassification'] is not known"),
+    ("gpt2", {"eos_token_id": [3, 5]}, "eos_token_id=[3, 5] cannot be honoured: the model keeps one"),
+    ("gpt2", {"n_head": "4"}, "n_head='4' must be a number"),
+    ("gpt2", {"n_head": None}, "config.json holds a value of a wrong type"),
+    ("roberta masked", {"max_position_embeddings": "43"}, "config.json holds a value of a wrong type"),
+    ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1 cannot be honoured"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not a known option"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "rope_parameters.partial_rotary_factor=0.5",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "rope_parameters.rope_type='dynamic' cannot be honoured: one of 'default', 'linear', 'llama3', 'yarn'",
+    ),
+    ("llama", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0]}}, "rope_type='longrope' cannot be honoured"),
+    (
+        "llama yarn",
+        {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+        "rope_parameters.rope_type='yarn' contradicts the 'linear'",
+    ),
+    ("llama", {"rope_theta": 7.0}, "rope_parameters.rope_theta=10000.0 contradicts the 7.0"),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.full_attention="),
+    ("llama", {"hidden_act": "mish"}, "hidden_act='mish' cannot be honoured: one of 'silu'"),
+    (
+        "qwen2",
+        {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 5},
+        "layer_types=['full_attention', 'sliding_attention'] cannot be honoured",
+    ),
+    (
+        "qwen2",
+        {"layer_types": None, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        "layer_types=['full_attention', 'sliding_attention'] cannot be honoured",
+    ),
+    ("bert masked", {"is_decoder": True}, "is_decoder=True cannot be honoured"),
+    ("bert masked", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key' cannot be honoured"),
+    ("bert masked", {"hidden_dropout_prob": 0.3}, "hidden_dropout_prob=0.3 cannot be honoured"),
+    ("bert sequence", {"classifier_dropout": 0.3}, "classifier_dropout=0.3 cannot be honoured"),
+    ("roberta masked", {"pad_token_id": None}, "pad_token_id=None must be a number in a RoBERTa"),
+    ("t5 v1.0", {"feed_forward_proj": "gated-mish"}, "feed_forward_proj='gated-mish' cannot be honoured"),
+    ("t5 v1.0", {"dense_act_fn": "gelu"}, "dense_act_fn='gelu' cannot be honoured"),
+    ("t5 v1.0", {"classifier_dropout": 0.3}, "classifier_dropout=0.3 cannot be honoured"),
+    ("vit", {"image_size": [12, 24]}, "image_size=[12, 24] cannot be honoured: images and patches are squares"),
+    ("vit pooler", {"pooler_act": "relu"}, "pooler_act='relu' cannot be honoured"),
+    ("vit", {"patch_size": 5}, "image_size=12 is not divisible by patch_size=5"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"), REFUSED, ids=lambda part: next(iter(part)) if isinstance(part, dict) else ""
+)
+def test_an_option_that_cannot_be_honoured_is_named(name, changes, message, tmp_path):
+    folder = save(build(name), tmp_path)
+    load_hf(folder)
+    with pytest.raises(ValueError, match=re.escape(f"{folder / 'config.json'}: ") + ".*" + re.escape(message)):
+        load_hf(edit(folder, **changes))
+
+
+@pytest.mark.parametrize("options", [{"attention_factor": 1.5}, {"mscale": 1.0, "mscale_all_dim": 0.5}, {"truncate": False}])
+def test_yarn_options_that_change_the_numbers_are_refused(options, tmp_path):
+    folder = save(build("llama yarn"), tmp_path)
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    with pytest.raises(ValueError, match=r"rope_parameters\.(attention_factor=|truncate=False)"):
+        load_hf(edit(folder, rope_parameters={**rope, **options}))
+    paper = {"attention_factor": 0.1 * torch.tensor(3.0).double().log().item() + 1.0, "truncate": True}
+    load_hf(edit(folder, rope_parameters={**rope, **paper}))
+
+
+def test_overrides_and_ignore_are_the_ways_out(tmp_path):
+    folder = edit(save(build("gpt2"), tmp_path), eos_token_id=[3, 5], new_trick=True, attn_pdrop=0.3)
+    wanted = {"eos_token_id": 5, "new_trick": None, "attn_pdrop": 0.1}
+    assert load_hf(folder, overrides=wanted).config.eos_id == 5
+    rewrite(folder, lambda tensors: {**tensors, "extra.weight": torch.ones(3), "extra.bias": torch.ones(3)})
+    with pytest.raises(ValueError, match=r"extra\.bias \(3,\) is in the file, .*; extra\.weight \(3,\) is in the file"):
+        load_hf(folder, overrides=wanted)
+    load_hf(folder, overrides=wanted, ignore=["extra.*"])
+
+
+def drop(key):
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if name != key}
+
+
+STRICT = [
+    ("llama", drop("model.norm.weight"), r"final_norm\.weight \(40,\) is not filled: the file has no norm\.weight"),
+    ("llama", drop("lm_head.weight"), r"head\.weight \(61, 40\) is not filled: the file has no lm_head\.weight"),
+    (
+        "llama",
+        lambda t: {**t, "model.layers.2.mlp.up_proj.weight": torch.ones(53, 40)},
+        r"model\.layers\.2\.mlp\.up_proj\.weight \(53, 40\) is in the file, but this model has no place for it",
+    ),
+    (
+        "llama",
+        lambda t: {**t, "model.norm.weight": torch.ones(41)},
+        r"model\.norm\.weight has shape \(41,\), but the config wants \(40,\)",
+    ),
+    ("llama", lambda t: {**t, "model.layers.0.self_attn.q_proj.bias": torch.ones(40)}, r"q_proj\.bias \(40,\) is in the file"),
+    (
+        "gpt2",
+        lambda t: {**t, "transformer.wte.weight": torch.ones(64, 40)},
+        r"wte\.weight has shape \(64, 40\), but the config wants \(61, 40\), so its rows are not the vocab_size of the config: padded\?",
+    ),
+    (
+        "gpt2",
+        lambda t: {**t, "lm_head.weight": torch.ones(61, 40)},
+        r"lm_head\.weight differs from transformer\.wte\.weight, but the config ties them",
+    ),
+    ("gpt2", lambda t: {**t, "wte.weight": torch.ones(61, 40)}, r"wte\.weight is there twice, also as"),
+    (
+        "gpt2",
+        lambda t: {**t, "transformer.h.0.attn.c_attn.weight": torch.ones(120, 40)},
+        r"c_attn\.weight has shape \(120, 40\), but the config wants \(40, 120\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), STRICT)
+def test_every_tensor_that_does_not_fit_is_named_with_its_shape(name, change, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        load_hf(rewrite(save(build(name), tmp_path), change))
+
+
+def test_a_folder_of_our_own_is_recognised(tmp_path):
+    save_pretrained(own(), tmp_path)
+    with pytest.raises(ValueError, match=r"model_type=None is not known: .*; from_pretrained reads folders of minitx"):
+        load_hf(tmp_path)
+
+
+def test_a_model_is_saved_over_the_folder_that_it_came_from(tmp_path):
+    model = load_hf(save(build("gpt2"), tmp_path))
+    with torch.no_grad():
+        model.final_norm.bias.fill_(0.5)
+    want = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_hf(model, tmp_path)
+    assert all(torch.equal(tensor, want[name]) for name, tensor in load_hf(tmp_path).state_dict().items())
+
+
+def test_folders_that_are_none_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
+        load_hf(tmp_path)
+    folder = save(build("gpt2"), tmp_path / "gpt2")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"pickled weights \(\*\.bin\) are not read"):
+        load_hf(folder)
+    (folder / "model.safetensors").write_bytes(b"\x10")
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        load_hf(folder)
+    edit(folder, model_type="mamba")
+    with pytest.raises(ValueError, match="model_type='mamba' is not known: one of gpt2, llama"):
+        load_hf(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="must hold an object, got list"):
+        load_hf(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        load_hf(folder)
+
+
+# models of our own
+
+
+def own(**options):
+    sizes = {"vocab_size": V, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "max_len": 31, "dropout": 0.1}
+    return build_model(TransformerConfig(**{**sizes, **options})).eval()
+
+
+def test_a_model_of_our_own_becomes_a_llama_or_gpt2_that_transformers_runs(tmp_path):
+    shapes = {
+        "GPT2LMHeadModel": {"activation": "gelu_tanh"},
+        "LlamaForCausalLM": {"position": "rotary", "norm": "rms", "activation": "swiglu", "bias": False, "num_kv_heads": 1},
+    }
+    for kind, options in shapes.items():
+        model = own(init="lecun", **options)
+        save_hf(model, tmp_path / kind)
+        theirs = getattr(transformers, kind).from_pretrained(tmp_path / kind, attn_implementation="eager").eval()
+        assert worst(answers(theirs, model, batch("right"))) < 1e-5
+        assert json.loads((tmp_path / kind / "config.json").read_text())["architectures"] == [kind]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sinks": True}, "GPT2LMHeadModel comes nearest and lacks sinks=True (there False)"),
+        ({"position": "alibi"}, "position='alibi' (there 'learned')"),
+        (
+            {
+                "position": "rotary",
+                "norm": "rms",
+                "activation": "swiglu",
+                "bias": False,
+                "rotary_scaling": "ntk",
+                "rotary_factor": 2.0,
+            },
+            "LlamaForCausalLM comes nearest and lacks rotary_scaling='ntk' (there None)",
+        ),
+        ({"layer_scale": 0.1}, "layer_scale=0.1"),
+        ({"scale": "learned"}, "scale='learned' (there 'inv_sqrt')"),
+        ({"norm_position": "sandwich"}, "norm_position='sandwich'"),
+    ],
+)
+def test_a_model_that_no_family_expresses_is_refused_by_field(options, message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        save_hf(own(**options), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_model_type_to_write_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="model_type='gpt3' is not known: one of gpt2"):
+        save_hf(own(), tmp_path, model_type="gpt3")
+    with pytest.raises(ValueError, match=r"BertForMaskedLM comes nearest|Bert\w+ comes nearest"):
+        save_hf(own(), tmp_path, model_type="bert")
+
+
+def test_reading_needs_neither_transformers_nor_a_network(tmp_path):
+    folder = save(build("gpt2"), tmp_path)
+    code = (
+        "import socket, sys\nfrom minitx.interop import load_hf\n"
+        f"socket.socket = None\nload_hf({str(folder)!r})\n"
+        "print({'transformers', 'huggingface_hub', 'onnx'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

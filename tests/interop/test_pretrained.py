@@ -1,0 +1,147 @@
+"""Our own folders: the same model comes back, and neither a changed byte nor another config passes."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from minitx.config import TransformerConfig
+from minitx.interop import from_pretrained, hub_class, save_pretrained
+from minitx.nn.models import build_model
+
+SIZES = {"vocab_size": 7, "embed_dim": 4, "num_heads": 2, "num_layers": 1, "max_len": 5, "ffn_dim": 3}
+MODELS = {
+    "tied": {},
+    "learned scale": {"scale": "learned", "sinks": True, "tie_embeddings": False},
+    "encoder": {"architecture": "encoder", "head": "sequence", "num_labels": 3, "pooler": True},
+    "t5": {"architecture": "encoder_decoder", "position": "t5", "num_buckets": 8},
+    "vision": {"architecture": "vision", "head": "none", "image_size": 4, "num_channels": 1, "vocab_size": None},
+}
+
+
+def build(name="tied", **options):
+    return build_model(TransformerConfig(**{**SIZES, **MODELS[name], **options}))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_model_comes_back_bit_for_bit(name, dtype, tmp_path):
+    model = build(name).to(dtype)
+    save_pretrained(model, tmp_path / "new")
+    state = torch.random.get_rng_state()
+    again = from_pretrained(tmp_path / "new", config=model.config)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert type(again) is type(model) and again.config == model.config and not again.training
+    want, got = model.state_dict(), again.state_dict()
+    assert want.keys() == got.keys()
+    assert all(torch.equal(want[key], got[key]) and want[key].dtype == got[key].dtype for key in want)
+    assert again.num_parameters() == model.num_parameters()
+
+
+def test_a_tied_head_is_written_once_and_tied_again(tmp_path):
+    save_pretrained(build(), tmp_path)
+    again = from_pretrained(tmp_path)
+    assert again.head.weight is again.embeddings.token.weight
+    untied = build(tie_embeddings=False)
+    save_pretrained(untied, tmp_path / "untied")
+    grown = (tmp_path / "untied" / "model.safetensors").stat().st_size - (tmp_path / "model.safetensors").stat().st_size
+    assert grown >= 7 * 4 * 4
+
+
+def test_a_changed_byte_anywhere_in_the_weights_is_an_error(tmp_path):
+    save_pretrained(build(), tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    from_pretrained(tmp_path)
+    for at in range(0, len(whole), 5):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match=r"damaged|is not the config of the weights"):
+            from_pretrained(tmp_path)
+    path.write_bytes(whole[:-4])
+    with pytest.raises(ValueError, match="is damaged"):
+        from_pretrained(tmp_path)
+
+
+def test_a_changed_byte_anywhere_in_the_config_is_an_error(tmp_path):
+    save_pretrained(build(), tmp_path)
+    path = tmp_path / "config.json"
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 5):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match=r"config\.json|format_version="):
+            from_pretrained(tmp_path)
+
+
+def test_a_config_of_another_model_is_refused_by_field(tmp_path):
+    model = build()
+    save_pretrained(model, tmp_path)
+    other = dataclasses.replace(model.config, scale="unscaled", norm_eps=1e-6)
+    with pytest.raises(
+        ValueError, match=r"is not what config asks for: norm_eps=1e-05 against 1e-06, scale=inv_sqrt against unscaled$"
+    ):
+        from_pretrained(tmp_path, config=other)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["model"]["scale"] = "unscaled"
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"is not the config of the weights beside it: scale=unscaled against inv_sqrt$"):
+        from_pretrained(tmp_path)
+
+
+def test_a_model_is_saved_over_the_folder_that_it_came_from(tmp_path):
+    save_pretrained(build(), tmp_path)
+    model = from_pretrained(tmp_path)
+    with torch.no_grad():
+        model.final_norm.bias.fill_(0.5)
+    want = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_pretrained(model, tmp_path)
+    assert all(torch.equal(tensor, want[name]) for name, tensor in from_pretrained(tmp_path).state_dict().items())
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_a_pooler_belongs_to_an_encoder_that_can_use_it():
+    with pytest.raises(ValueError, match=r"^pooler=True belongs to architecture=encoder or vision with head=sequence or none"):
+        TransformerConfig(**SIZES, pooler=True)
+
+
+def test_folders_of_other_kinds_are_recognised(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
+        from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="has format=None; it is of Hugging Face's kind: use load_hf"):
+        from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"format": "minitx", "format_version": 2}')
+    with pytest.raises(ValueError, match="has format_version=2; this version of minitx reads 1"):
+        from_pretrained(tmp_path)
+    save_pretrained(build(), tmp_path)
+    save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="was not written by save_pretrained"):
+        from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors does not exist"):
+        from_pretrained(tmp_path)
+
+
+def test_a_tokenizer_lies_beside_the_model(tmp_path):
+    from minitx.data.tokenizers import CharTokenizer, from_dict
+
+    save_pretrained(build(), tmp_path, tokenizer=CharTokenizer("abcé"))
+    again = from_dict(json.loads((tmp_path / "minitx_tokenizer.json").read_text(encoding="utf-8")))
+    assert again.encode("éa").tolist() == CharTokenizer("abcé").encode("éa").tolist()
+
+
+def test_the_hubs_mixin_writes_and_reads_the_same_folder(tmp_path):
+    model = build()
+    hub = hub_class()
+    hub(model).save_pretrained(tmp_path)
+    assert torch.equal(from_pretrained(tmp_path).head.weight, model.head.weight)
+    assert torch.equal(hub.from_pretrained(str(tmp_path)).model.head.weight, model.head.weight)
+    assert callable(hub.push_to_hub)
+
+
+def test_without_huggingface_hub_its_class_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ImportError, match="hub_class needs huggingface_hub: pip install huggingface_hub"):
+        hub_class()
