@@ -74,7 +74,7 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     """Put items into as few rows as the longest-first worst-fit rule finds: each goes to the row with the most room.
 
     >>> pack(np.array([3, 6, 2, 5]), capacity=8)
-    [[1, 3], [2, 0]]
+    [[1, 2], [3, 0]]
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (-room, row), the largest room first
