@@ -204,4 +204,8 @@ def test_files_that_hold_no_pairs_are_refused_by_name(file, write_text, values, 
     file |= {"empty.txt": write_text("", "empty.txt"), "blank.txt": write_text(" \t\n", "blank.txt")}
     file |= {"one.tsv": write_text("one\teins", "one.tsv"), "latin.tsv": write_text(b"\xe9\ta\nb\tc", "latin.tsv")}
     with pytest.raises(ConfigError, match=f"^{message}$"):
-        load_pairs(pair_config(**{key: file.get(value, value) if "path" in key else value for key, value in values.items()}), None, None)
+        load_pairs(
+            pair_config(**{key: file.get(value, value) if "path" in key else value for key, value in values.items()}),
+            None,
+            None,
+        )
