@@ -214,6 +214,20 @@ def refused(cache):
     return time.monotonic() - began
 
 
+def test_offline_what_was_fetched_before_is_read_from_the_cache(file, cache, tmp_path):
+    import datasets
+
+    load_documents(config(file["a.txt"]), cache, None)  # leaves a cache of datasets, which becomes that of a hub name
+    (made,) = (tmp_path / "datasets" / "text").glob("*/*/*/dataset_info.json")
+    kept = tmp_path / "datasets" / "someone___something" / "default" / "0.0.0" / made.parent.name
+    kept.mkdir(parents=True)
+    (kept / "dataset_info.json").write_text(made.read_text().replace('"dataset_name": "text"', '"dataset_name": "something"'))
+    (kept / "something-train.arrow").write_bytes((made.parent / "text-train.arrow").read_bytes())
+    task = load_documents(config("someone/something"), cache, None)
+    assert sorted(texts_of(task, task.train) + texts_of(task, task.val)) == sorted(DOCUMENTS)
+    assert datasets.config.HF_HUB_OFFLINE is True
+
+
 def test_offline_a_hub_name_is_answered_at_once(cache):
     assert refused(cache) < 2
 

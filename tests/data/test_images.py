@@ -1,5 +1,6 @@
 """Images: scaling, shifts, splits, and image folders."""
 
+import re
 import sys
 
 import numpy as np
@@ -97,3 +98,40 @@ def test_a_column_that_is_not_there_is_refused(image_folder):
         load_images(ImageDataConfig(name="images", path=str(image_folder), label_column="class"), None, None)
     with pytest.raises(ConfigError, match=r"^data.image_column=label holds no images but int$"):
         load_images(ImageDataConfig(name="images", path=str(image_folder), image_column="label"), None, None)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0, -1], "data.split=train has images without a label (-1 in data.label_column=label)"),
+        ([0, None], "data.label_column=label of data.split=train does not hold a label for each image"),
+    ],
+)
+def test_images_without_a_label_are_refused(tmp_path, offline_datasets, labels, message):
+    import datasets
+    import PIL.Image
+
+    pictures = [PIL.Image.fromarray(np.zeros((4, 4), np.uint8))] * 2
+    table = datasets.Dataset.from_dict({"image": pictures, "label": labels}).cast_column(
+        "label", datasets.ClassLabel(names=["cat", "dog"])
+    )
+    table.to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        load_images(ImageDataConfig(name="images", path=str(tmp_path / "a.parquet")), None, None)
+
+
+def test_a_table_of_images_with_a_split_of_its_own_is_read(tmp_path, offline_datasets):
+    import datasets
+    import PIL.Image
+
+    (tmp_path / "set").mkdir()
+    for split, values in (("train", [7, 30, 7, 50]), ("test", [50, 7, 30])):
+        pictures = [PIL.Image.fromarray(np.full((4, 4), value, np.uint8)) for value in values]
+        table = datasets.Dataset.from_dict({"picture": pictures, "kind": [f"k{value}" for value in values]})
+        table.to_parquet(tmp_path / "set" / f"{split}.parquet")
+    columns = {"image_column": "picture", "label_column": "kind"}
+    task = load_images(ImageDataConfig(name="images", path=str(tmp_path / "set"), val_split="test", **columns), None, None)
+    assert (task.label_names, task.model_fields["num_channels"]) == (("k30", "k50", "k7"), 1)
+    assert task.train.labels.tolist() == [2, 0, 2, 1]
+    assert task.val.labels.tolist() == [1, 2, 0]
+    assert (task.val.collate(np.arange(3), None)["pixel_values"][:, 0, 0, 0] * 255).round().tolist() == [50, 7, 30]
