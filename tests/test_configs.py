@@ -44,7 +44,8 @@ DELIBERATE = {"trainer/default": {"val_batches": 100, "val_batch_size": 64}}  # 
 
 
 def overrides_for(group, option):
-    extra = ["data.path=some.txt"] if (group, option) == ("data", "text") else []
+    needs_path = group == "data" and option in ("text", "pairs", "images", "hf")
+    extra = ["data.path=some.txt"] if needs_path else []
     return [f"experiment={option}" if group == "experiment" else f"{group}={option}", *extra]
 
 

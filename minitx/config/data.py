@@ -240,7 +240,9 @@ class ImageDataConfig:
         not_negative(self, "num_workers", "shift")
         require(0.0 < self.val_fraction < 1.0, f"val_fraction={self.val_fraction} must lie in (0, 1)")
         require(self.name != "images" or self.path is not None, "path=null must name a data set or folder with data=images")
-        require(self.name != "digits" or self.path is None, f"path={self.path} belongs to data=images, not to data=digits")
+        for name in ("path", "subset", "val_split", "image_size"):
+            value = getattr(self, name)
+            require(self.name != "digits" or value is None, f"{name}={value} belongs to data=images, not to data=digits")
 
     @property
     def max_tokens(self) -> None:

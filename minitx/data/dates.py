@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
+import numpy as np
+
 from minitx.config import ConfigError, DatesDataConfig
 from minitx.data.addressing import VALIDATION_SEED, generator
 
@@ -48,7 +50,7 @@ def date_pairs(config: DatesDataConfig) -> tuple[list[tuple[str, str]], list[tup
     random = generator(VALIDATION_SEED, "dates")
     days = random.permutation(count) + first
     val, train = days[: config.val_size], days[config.val_size :]
-    repeated = [random.permutation(train) for _ in range(-(-config.train_size // len(train)))]
+    drawn = np.concatenate([random.permutation(train) for _ in range(-(-config.train_size // len(train)))])
 
     def write(ordinal: int) -> tuple[str, str]:
         tag, locale, patterns = formats[random.integers(len(formats))]
@@ -56,7 +58,7 @@ def date_pairs(config: DatesDataConfig) -> tuple[list[tuple[str, str]], list[tup
         return write_date(day, tag, locale, patterns[random.integers(len(patterns))]), day.isoformat()
 
     val_pairs = [write(int(day)) for day in val]
-    return [write(int(day)) for part in repeated for day in part][: config.train_size], val_pairs
+    return [write(int(day)) for day in drawn[: config.train_size]], val_pairs
 
 
 def _locales(config: DatesDataConfig) -> list[tuple[str, Any]]:

@@ -16,7 +16,7 @@ import torch
 
 from minitx.config import ConfigError, HubDataConfig
 from minitx.data.addressing import IGNORED, Batch
-from minitx.data.corpus import replacing
+from minitx.data.corpus import replacing, sha256_of
 from minitx.data.examples import Draw, Examples, Ragged, Task, hold_out
 from minitx.data.hub import column_of, load_table
 from minitx.data.tokenizers import Tokenizer, fingerprint, from_dict, train_tokenizer
@@ -74,7 +74,7 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     """Put items into as few rows as the longest-first worst-fit rule finds: each goes to the row with the most room.
 
     >>> pack(np.array([3, 6, 2, 5]), capacity=8)
-    [[1, 3], [2, 0]]
+    [[1, 2], [3, 0]]
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (-room, row), the largest room first
@@ -127,7 +127,7 @@ def _tokenised(config: HubDataConfig, folder: Path, tokenizer: Tokenizer | None)
     path = folder / f"hf-{key}.bin"
     try:
         record = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        whole = record["size"] == path.stat().st_size
+        whole = record["tokens_sha256"] == sha256_of(path)
     except (OSError, ValueError, KeyError):
         whole = False
     if not whole:
@@ -201,8 +201,13 @@ def _build(path: Path, config: HubDataConfig, texts: dict[str, _Texts], tokenize
             if not counted["documents"]:
                 raise ConfigError(f"data.path={config.path} has no document for the {split} split: all of them are blank")
             splits[split] = counted
-        size = file.tell()
-    record = {"dtype": dtype, "size": size, "splits": splits, "tokenizer": tokenizer.to_dict(), "lengths": lengths}
+    record = {
+        "dtype": dtype,
+        "splits": splits,
+        "tokenizer": tokenizer.to_dict(),
+        "lengths": lengths,
+        "tokens_sha256": sha256_of(path),
+    }
     with replacing(path.with_suffix(".json")) as file:
         file.write(json.dumps(record).encode())
     return record

@@ -72,7 +72,7 @@ def _explained(error: Exception, path: str, split: str, key: str, reached: bool)
 def _hub(datasets: Any, path: str) -> Iterator[bool]:
     """Whether the hub answers; where it does not, ``datasets`` is told to look into its cache alone, without retries."""
     was_offline = datasets.config.HF_HUB_OFFLINE
-    reached = not was_offline and answers(datasets.config.HF_ENDPOINT)
+    reached = not was_offline and answers(datasets.config.HF_ENDPOINT, SECONDS_TO_ANSWER)
     datasets.config.HF_HUB_OFFLINE = not reached
     try:
         yield reached
@@ -94,7 +94,7 @@ def _quiet(datasets: Any) -> Iterator[bool]:
             datasets.enable_progress_bars()
 
 
-def answers(url: str, seconds: float = SECONDS_TO_ANSWER) -> bool:
+def answers(url: str, seconds: float) -> bool:
     """Whether a server answers (anything) within ``seconds``; looking up its name, which has no limit of its own, counts."""
     found = []
 

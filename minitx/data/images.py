@@ -102,9 +102,13 @@ def _table(config: ImageDataConfig, split: str, key: str) -> tuple[np.ndarray, n
     table = load_table(str(config.path), split=split, subset=config.subset, key=key)
     images = table[column_of(table, config.image_column, "image_column")]
     values = list(table[column_of(table, config.label_column, "label_column")])
-    names = getattr(table.features[config.label_column], "names", None) or sorted(set(values))
-    number = {value: i for i, value in enumerate(names)}
-    labels = np.array([value if isinstance(value, int) and value not in number else number[value] for value in values])
+    if not values or not all(isinstance(value, int | str) for value in values):
+        raise ConfigError(f"data.label_column={config.label_column} of data.{key}={split} does not hold a label for each image")
+    names = getattr(table.features[config.label_column], "names", None)  # values are numbers of these, if there are any
+    labels = np.unique(values, return_inverse=True)[1] if names is None else np.array(values)
+    if labels.min() < 0:
+        raise ConfigError(f"data.{key}={split} has images without a label (-1 in data.label_column={config.label_column})")
+    names = sorted(set(values)) if names is None else names
     return _pixels(images, config), labels, tuple(map(str, names))
 
 

@@ -40,3 +40,11 @@ def tokens(text_config, tmp_path) -> tuple[TokenArray, TokenArray]:
 @pytest.fixture
 def cache(tmp_path) -> Path:
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def offline_datasets(tmp_path, monkeypatch):
+    """``datasets`` with an empty cache of the test's own and no way to the hub."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)

@@ -1,3 +1,8 @@
+import bz2
+import dataclasses
+import lzma
+import re
+import typing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -6,7 +11,20 @@ import pytest
 import torch
 import yaml
 
-from minitx.config import ConfigError, KeyValueDataConfig, TextDataConfig
+from minitx.cli.schema import from_dict
+from minitx.config import (
+    ClassifyDataConfig,
+    ConfigError,
+    DataConfig,
+    DatesDataConfig,
+    HubDataConfig,
+    ImageDataConfig,
+    KeyValueDataConfig,
+    MaskedDataConfig,
+    PairsDataConfig,
+    TextDataConfig,
+    to_dict,
+)
 from minitx.data.module import build_data
 
 KEY_VALUE = KeyValueDataConfig(num_keys=13, num_values=5, num_pairs=7, batch_size=12, val_size=41)
@@ -121,13 +139,170 @@ def test_data_cannot_be_used_before_setup(text_config):
         build_data(text_config(), seed=0, max_steps=5).train_dataloader()
 
 
-@pytest.mark.parametrize("name", ["kjv", "text", "kv_lookup"])
+KINDS = {name: kind for kind in typing.get_args(DataConfig) for name in typing.get_args(typing.get_type_hints(kind)["name"])}
+DELIBERATE = {"books": {"tokenizer": "bpe", "max_len": 128}}  # verses are longer than names
+
+
+def test_every_config_has_a_file_and_every_file_a_config():
+    assert sorted(path.stem for path in CONFIGS.glob("*.yaml")) == sorted(KINDS)
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_every_config_lists_every_key_with_its_default(name):
-    values = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
-    must_be_given = {"path": "FILE"} if name == "text" else {}
-    kind = KeyValueDataConfig if name == "kv_lookup" else TextDataConfig
-    assert kind(**{**values, **must_be_given}) == kind(name=name, **must_be_given)
+    values, kind = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()), KINDS[name]
+    must_be_given = {"path": "FILE"} if name in ("text", "pairs", "images", "hf") else {}
+    stated = from_dict(kind, {**values, **must_be_given})
+    assert to_dict(stated) == to_dict(kind(name=name, **must_be_given, **DELIBERATE.get(name, {})))
     assert list(values) == list(kind.__dataclass_fields__)
+    for key in must_be_given:
+        with pytest.raises(ConfigError, match=f"^{key}=null must name a .* with data={name}$"):
+            from_dict(kind, values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (MaskedDataConfig, {"mask_fraction": 0.0}, "mask_fraction=0.0 must lie in (0, 1)"),
+        (MaskedDataConfig, {"bpe_vocab_size": 258}, "bpe_vocab_size=258 must be at least 259 (256 bytes and 3 marks)"),
+        (TextDataConfig, {"bpe_vocab_size": 256}, "bpe_vocab_size=256 must be at least 257 (256 bytes and an end mark)"),
+        (DatesDataConfig, {"locales": ()}, "locales=[] must name at least one locale"),
+        (
+            DatesDataConfig,
+            {"first_year": 900},
+            "first_year=900 and last_year=2099 must be years of four digits in this order",
+        ),
+        (
+            DatesDataConfig,
+            {"first_year": 2099, "val_size": 365},
+            "val_size=365 must be smaller than the number of days, about 365",
+        ),
+        (PairsDataConfig, {"path": "a"}, "path belongs to data=pairs, not to data=verses"),
+        (
+            PairsDataConfig,
+            {"name": "pairs", "path": "a", "val_path": "b", "val_target_path": "c"},
+            "val_path=b must come like path=a: both with a target file, or both with two columns",
+        ),
+        (
+            PairsDataConfig,
+            {"name": "pairs", "path": "a", "target_path": "b", "val_target_path": "c"},
+            "val_target_path=c needs val_path, its sources",
+        ),
+        (
+            PairsDataConfig,
+            {"name": "pairs", "path": "a", "source_column": "en"},
+            "source_column needs the other column beside it: source_column and target_column",
+        ),
+        (
+            PairsDataConfig,
+            {"name": "pairs", "path": "a", "target_path": "b", "source_column": "en", "target_column": "de"},
+            "target_path=b is a file of lines: it has no columns",
+        ),
+        (ClassifyDataConfig, {"languages": ("de", "de")}, "languages=['de', 'de'] must name at least two languages"),
+        (ImageDataConfig, {"path": "a"}, "path=a belongs to data=images, not to data=digits"),
+        (ImageDataConfig, {"shift": -1}, "shift=-1 must be zero or more"),
+        (HubDataConfig, {"path": "a", "val_fraction": 1.0}, "val_fraction=1.0 must lie in (0, 1)"),
+    ],
+)
+def test_configs_that_cannot_be_used_are_refused(kind, values, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        kind(**values)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_config_says_how_long_its_rows_may_be(name, request):
+    given = {"text": "text", "pairs": "pairs", "images": None, "hf": "documents"}
+    limits = {"kv_lookup": 17, "dates": 64, "digits": None, "images": None, "verses": 128, "pairs": 128, "languages": 48}
+    values = {"path": "FILE"} if name in given else {}
+    wanted = limits.get(name, 256 if name == "hf" else 48 if name == "books" else 64)
+    assert KINDS[name](name=name, **values).max_tokens == wanted
+
+
+SMALL = {
+    "masked": (MaskedDataConfig(context_len=7, batch_size=12), "masked_lm"),
+    "dates": (DatesDataConfig(train_size=101, val_size=41, batch_size=12), "seq2seq"),
+    "pairs": (PairsDataConfig(name="pairs", path="FILE", tokenizer="char", batch_size=12), "seq2seq"),
+    "languages": (ClassifyDataConfig(languages=("de", "nl"), batch_size=12), "classify"),
+    "digits": (ImageDataConfig(batch_size=12), "classify"),
+    "hf": (HubDataConfig(path="FILE", tokenizer="char", context_len=17, batch_size=12), "language_model"),
+}
+
+
+@pytest.fixture(params=SMALL)
+def small(request, write_text, offline_datasets):
+    """A small config of every kind of example-based data, and its task."""
+    config, task = SMALL[request.param]
+    contents = {"masked": "the raven " * 400, "pairs": "".join(f"{n}\t{-n}\n" for n in range(61))}
+    if request.param in ("masked", "pairs", "hf"):
+        content = contents.get(request.param, "\n".join("raven" * (n % 5 + 1) for n in range(97)))
+        config = dataclasses.replace(config, path=write_text(content))
+    return config, task
+
+
+def test_every_task_tells_the_model_what_it_must_be(small, cache):
+    config, task = small
+    module = ready(config, cache)
+    fields = module.model_fields()
+    assert module.task == task
+    assert module.vocab_size == fields.get("vocab_size", 0)
+    assert module.describe()["val_rows"] == module.val_source().num_rows
+    if module.tokenizer:
+        assert module.vocab_size == module.tokenizer.vocab_size
+    if task == "classify":
+        assert len(module.label_names) == fields["num_labels"]
+    baselines = module.baselines()
+    assert all(isinstance(value, float) for value in baselines.values())
+    assert bool(baselines) == (task != "language_model")
+    wanted = module.val_source().num_rows if task == "seq2seq" or isinstance(config, ClassifyDataConfig) else 0
+    assert len(module.val_examples()) == wanted
+
+
+def test_every_task_trains_and_resumes_on_addressed_batches(small, cache):
+    config, _ = small
+    module = ready(config, cache, accumulate=2)
+    whole = list(module.train_dataloader())
+    assert len(whole) == 10
+    rest = list(place(ready(config, cache, accumulate=2), step=3).train_dataloader())
+    for one, other in zip(whole[6:], rest, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    for step in range(5):
+        counted = sum(int((batch["labels"] != -100).sum()) for batch in whole[2 * step : 2 * step + 2])
+        assert {int(batch["num_targets"]) for batch in whole[2 * step : 2 * step + 2]} == {counted}
+
+
+def test_workers_make_the_same_batches(cache):
+    config = SMALL["dates"][0]
+    alone = list(ready(config, cache).train_dataloader())
+    helped = list(ready(dataclasses.replace(config, num_workers=2), cache).train_dataloader())
+    assert all(torch.equal(one[key], other[key]) for one, other in zip(alone, helped, strict=True) for key in one)
+
+
+def test_compressors_are_held_against_the_bytes_and_characters_of_validation(text_config, cache):
+    text = "Ünder the räven, never flitting\n" * 97
+    module = ready(text_config(text, val_fraction=0.3), cache)
+    val = text[int(len(text) * (1 - 0.3)) :]
+    found = module.baselines()
+    assert found["xz_bits_per_character"] == 8 * len(lzma.compress(val.encode(), preset=9)) / len(val)
+    assert found["bzip2_bits_per_byte"] == 8 * len(bz2.compress(val.encode(), 9)) / len(val.encode())
+    assert len(found) == 4
+
+
+@pytest.mark.slow
+def test_the_compressors_on_the_king_james_text(cache):
+    found = ready(TextDataConfig(), cache).baselines()
+    assert found["xz_bits_per_character"] == pytest.approx(2.168, abs=0.002)
+    assert found["bzip2_bits_per_character"] == pytest.approx(1.927, abs=0.002)
+
+
+def test_the_fields_of_a_model_for_text_and_for_recall(text_config, cache):
+    assert ready(text_config("abcabd" * 50), cache).model_fields() == {"vocab_size": 5}
+    assert ready(KEY_VALUE, cache).model_fields() == {"vocab_size": 18, "type_vocab_size": 6}
+    assert ready(KEY_VALUE, cache).baselines() == {"chance_accuracy": 0.2}
+
+
+def test_a_missing_text_to_mask_is_refused_before_anything_is_made(cache):
+    with pytest.raises(ConfigError, match=r"data.path=absent.txt does not exist"):
+        build_data(MaskedDataConfig(path="absent.txt"), seed=0, max_steps=5, data_dir=cache)
 
 
 class Recorder(pl.LightningModule):

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minitx.data.tokenizers import END_OF_TEXT, BPETokenizer, CharTokenizer, from_dict
+from minitx.config import ConfigError
+from minitx.data.tokenizers import (
+    END_OF_TEXT,
+    BPETokenizer,
+    CharTokenizer,
+    from_dict,
+    load_tokenizer,
+    require_marks,
+    train_tokenizer,
+)
 
 POEM = "the raven, never flitting, still is sitting, still is sitting\n" * 5
 BPE = BPETokenizer.train([POEM], 307)
@@ -106,3 +115,111 @@ def test_ids_outside_of_the_vocabulary_are_refused(tokenizer, bad):
 def test_a_tokenizer_of_an_unknown_kind_is_refused():
     with pytest.raises(ValueError, match="tokenizer kind=words is not known: one of char, bpe"):
         from_dict({"kind": "words"})
+
+
+MARKS = ("pad", "bos", "eos", "mask", "cls")
+MARKED = [train_tokenizer(kind, [POEM], vocab_size=311, marks=MARKS) for kind in ("char", "bpe")]
+
+
+@pytest.mark.parametrize("tokenizer", MARKED)
+def test_marks_have_ids_that_no_text_has(tokenizer):
+    ids = [tokenizer.mark_ids[mark] for mark in MARKS]
+    assert len(set(ids)) == 5
+    assert max(ids) < tokenizer.vocab_size
+    assert require_marks(tokenizer, "eos", "pad") == [ids[2], ids[0]]
+    for text in (POEM, "<pad><bos><eos><mask><cls>"):
+        assert not set(tokenizer.encode(text).tolist()) & set(ids)
+
+
+@pytest.mark.parametrize("tokenizer", MARKED)
+def test_marks_decode_to_their_names_or_to_nothing(tokenizer):
+    bos, eos = require_marks(tokenizer, "bos", "eos")
+    ids = [bos, *tokenizer.encode("raven"), eos]
+    assert tokenizer.decode(ids) == "<bos>raven<eos>"
+    assert tokenizer.decode(ids, skip_marks=True) == "raven"
+
+
+def test_marks_do_not_move_the_ids_of_characters():
+    plain = CharTokenizer(POEM)
+    assert np.array_equal(MARKED[0].encode(POEM), plain.encode(POEM))
+    assert MARKED[0].vocab_size == plain.vocab_size + 5
+    assert "marks" not in plain.to_dict()  # fingerprints of earlier checkpoints stay
+
+
+def test_a_tokenizer_of_before_has_no_marks_but_its_end():
+    assert CharTokenizer(POEM).mark_ids == {}
+    assert BPE.mark_ids == {"eos": BPE.end_id}
+
+
+def test_unknown_and_missing_marks_are_named():
+    with pytest.raises(ValueError, match=r"marks=\['sep'\] are not known: pad, bos, eos, mask, cls"):
+        CharTokenizer("a", ["sep"])
+    with pytest.raises(ConfigError, match=r"^the tokenizer has no mask token, which this data needs; it has: eos$"):
+        require_marks(BPE, "mask")
+
+
+@pytest.mark.parametrize("tokenizer", MARKED)
+def test_a_batch_is_encoded_as_its_texts_are(tokenizer):
+    texts = ["raven", "", "never flitting ?"]
+    assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [tokenizer.encode(text).tolist() for text in texts]
+
+
+@pytest.mark.parametrize("tokenizer", [*MARKED, BPE, CharTokenizer(POEM), CharTokenizer("<>a\n\r\0\\é😀\u2028", ["eos"])])
+def test_what_we_save_loads_in_tokenizers_and_in_ours(tokenizer, tmp_path):
+    import tokenizers
+
+    tokenizer.save(tmp_path / "tokenizer.json")
+    theirs, ours = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), load_tokenizer(tmp_path)
+    assert ours.fingerprint() == tokenizer.fingerprint()
+    assert theirs.get_vocab_size() == tokenizer.vocab_size
+    for text in (POEM, "a\r\n\0é😀\u2028?", "never  flitting"):
+        ids = tokenizer.encode(text).tolist()
+        assert theirs.encode(text, add_special_tokens=False).ids == ids
+        if CharTokenizer.unk_id not in ids or isinstance(tokenizer, BPETokenizer):
+            assert theirs.decode(ids, skip_special_tokens=False) == tokenizer.decode(ids) == text
+    assert {mark: theirs.token_to_id(f"<{mark}>") for mark in tokenizer.mark_ids if tokenizer is not BPE} == (
+        {} if tokenizer is BPE else tokenizer.mark_ids
+    )
+
+
+def wordpiece():
+    """A tokenizer.json as BERT's, with all that its users set: marks around a text, padding, truncation, a gap in the ids."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    vocab = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, "the": 5, "rav": 6, "##en": 9}
+    theirs = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    theirs.pre_tokenizer, theirs.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    theirs.add_special_tokens(["[PAD]", "[CLS]", "[SEP]", "[MASK]"])
+    theirs.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    theirs.enable_padding(length=16)
+    theirs.enable_truncation(3)
+    return theirs
+
+
+def test_a_tokenizer_of_others_loads_in_ours(tmp_path):
+    theirs = wordpiece()
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert ours.encode("the raven the raven").tolist() == [5, 6, 9, 5, 6, 9]  # nothing around it, nothing cut or filled
+    assert ours.decode([5, 6, 9]) == "the raven"
+    assert ours.decode([2, 5, 3], skip_marks=True) == "the"
+    assert ours.mark_ids == {"pad": 0, "eos": 3, "mask": 4, "cls": 2}
+    assert ours.vocab_size == 10
+    assert from_dict(json.loads(json.dumps(ours.to_dict()))).encode("the raven").tolist() == [5, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read: No such file or directory; a tokenizer.json is wanted"),
+        ("{nope", "is no tokenizer.json: Expecting property name .*"),
+        ("{}", "is no tokenizer.json: .*"),
+        ("[1]", "is no tokenizer.json: .*"),
+    ],
+)
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content, message):
+    path = tmp_path / "tokenizer.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=f"^{path} {message}$"):
+        load_tokenizer(tmp_path if content else path)

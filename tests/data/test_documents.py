@@ -1,0 +1,264 @@
+"""Documents through ``datasets``: rows, packing, token counts, caches, and what is said where there is nothing."""
+
+import itertools
+import json
+import math
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minitx.config import ConfigError, HubDataConfig
+from minitx.data import documents, hub
+from minitx.data.documents import DocumentExamples, load_documents, pack
+from minitx.data.examples import Ragged
+from minitx.data.hub import answers
+from minitx.data.tokenizers import CharTokenizer
+
+pytestmark = pytest.mark.usefixtures("offline_datasets")
+DOCUMENTS = [f"{n} " + "abc" * (n % 23) for n in range(61)]
+
+
+def examples(lengths, *, context_len=11, packing=True):
+    """Documents with the mark 1 around them; every other token is its own number from 2 on."""
+    cuts = np.cumsum([0, *lengths])
+    rows = [np.array([1, *range(2 + first, 2 + last), 1]) for first, last in itertools.pairwise(cuts)]
+    return DocumentExamples(Ragged.of(rows), context_len=context_len, packing=packing)
+
+
+def rows_of(found):
+    return found.collate(np.arange(len(found)), None)
+
+
+def test_two_documents_share_a_row_by_hand():
+    batch = {key: tensor.tolist() for key, tensor in rows_of(examples([3, 2])).items()}
+    assert batch == {
+        "input_ids": [[1, 2, 3, 4, 1, 5, 6]],
+        "labels": [[2, 3, 4, 1, 5, 6, 1]],
+        "document_ids": [[0, 0, 0, 0, 1, 1, 1]],
+        "key_mask": [[True] * 7],
+    }
+
+
+def test_one_document_a_row_by_hand():
+    batch = {key: tensor.tolist() for key, tensor in rows_of(examples([3, 2], packing=False)).items()}
+    assert batch == {
+        "input_ids": [[1, 2, 3, 4], [1, 5, 6, 0]],
+        "labels": [[2, 3, 4, 1], [5, 6, 1, -100]],
+        "key_mask": [[True] * 4, [True, True, True, False]],
+    }
+
+
+LENGTHS = st.lists(st.integers(1, 47), min_size=1, max_size=40)
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=LENGTHS, packing=st.booleans())
+def test_every_token_and_every_end_is_asked_for_once(lengths, packing):
+    found = examples(lengths, packing=packing)
+    batch = rows_of(found)
+    counted = batch["labels"][batch["labels"] != -100]
+    assert sorted(counted.tolist()) == sorted([*range(2, 2 + sum(lengths)), *[1] * len(lengths)])
+    assert found.targets.sum() == len(counted)
+    assert torch.equal(batch["key_mask"], batch["labels"] != -100)
+    assert batch["input_ids"].shape[1] <= 11
+    follows = (batch["labels"] == batch["input_ids"] + 1) | (batch["labels"] == 1) | (batch["input_ids"] == 1)
+    assert follows[batch["key_mask"]].all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=LENGTHS)
+def test_tokens_of_different_documents_have_different_numbers_in_a_row(lengths):
+    batch = rows_of(examples(lengths))
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    for ids, numbers in zip(batch["input_ids"].tolist(), batch["document_ids"].tolist(), strict=True):
+        pairs = {(number, owner[i - 2]) for i, number in zip(ids, numbers, strict=True) if i > 1}
+        assert len({number for number, _ in pairs}) == len(pairs)  # pieces of one document may differ, documents must
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(1, 11), min_size=1, max_size=60))
+def test_packing_keeps_every_item_and_fills_rows(lengths):
+    rows = pack(np.array(lengths), 11)
+    assert sorted(item for row in rows for item in row) == list(range(len(lengths)))
+    room = [11 - sum(lengths[item] for item in row) for row in rows]
+    assert min(room) >= 0
+    if len(rows) > 1:  # two rows that fit into one would have been one
+        fullest = sorted(11 - left for left in room)
+        assert fullest[0] + fullest[1] > 11
+
+
+@pytest.fixture
+def file(write_text):
+    rows = [{"id": n, "text": text} for n, text in enumerate(DOCUMENTS)]
+    return {
+        "a.jsonl": write_text("\n".join(map(json.dumps, rows)), "a.jsonl"),
+        "a.json": write_text(json.dumps(rows), "a.json"),
+        "a.txt": write_text("\n\n".join(DOCUMENTS), "a.txt"),
+        "a.csv": write_text("id,story\n" + "\n".join(f"{n},{text}" for n, text in enumerate(DOCUMENTS)), "a.csv"),
+        "a.tsv": write_text("id\ttext\n" + "\n".join(f"{n}\t{text}" for n, text in enumerate(DOCUMENTS)), "a.tsv"),
+    }
+
+
+def config(path, **values):
+    return HubDataConfig(**{"path": path, "tokenizer": "char", "context_len": 31, "packing": False, **values})
+
+
+def texts_of(task, examples):
+    ids = [examples.pieces[piece][:-1] for piece in range(len(examples.pieces))]
+    return "".join(map(task.tokenizer.decode, ids)).split("<eos>")[1:]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.csv", "a.tsv"])
+def test_every_document_of_a_local_file_is_in_one_split(file, cache, name):
+    task = load_documents(config(file[name], text_column="story" if name == "a.csv" else None), cache, None)
+    train, val = texts_of(task, task.train), texts_of(task, task.val)
+    assert sorted(train + val) == sorted(DOCUMENTS)
+    assert task.description["train_documents"] == len(train)
+    assert task.model_fields == {"vocab_size": task.tokenizer.vocab_size}
+
+
+def test_parquet_and_folders_with_splits_are_read(tmp_path, cache):
+    import datasets
+
+    (tmp_path / "set").mkdir()
+    for split, texts in (("train", DOCUMENTS[:50]), ("test", DOCUMENTS[50:])):
+        datasets.Dataset.from_dict({"text": texts}).to_parquet(tmp_path / "set" / f"{split}.parquet")
+    task = load_documents(config(str(tmp_path / "set"), val_split="test"), cache, None)
+    assert (texts_of(task, task.train), texts_of(task, task.val)) == (DOCUMENTS[:50], DOCUMENTS[50:])
+
+
+def test_bits_per_byte_and_character_count_every_end(file, cache):
+    task = load_documents(config(file["a.txt"], packing=True), cache, None)
+    val = [text for text in DOCUMENTS if text not in texts_of(task, task.train)]
+    characters = sum(map(len, val))
+    assert task.bits_per["character"] == task.bits_per["byte"] == (characters + len(val)) / characters / math.log(2)
+
+
+def test_a_second_run_reads_the_cache(file, cache, monkeypatch):
+    first = load_documents(config(file["a.jsonl"]), cache, None)
+    monkeypatch.setattr(documents, "_build", None)
+    second = load_documents(config(file["a.jsonl"], packing=True), cache, None)
+    assert second.tokenizer.fingerprint() == first.tokenizer.fingerprint()
+    assert texts_of(second, second.val) == texts_of(first, first.val)
+
+
+def test_a_changed_file_a_given_tokenizer_and_a_damaged_cache_are_tokenised_anew(file, cache, write_text):
+    load_documents(config(file["a.txt"]), cache, None)
+    given = CharTokenizer("abc", ("eos",))
+    assert load_documents(config(file["a.txt"]), cache, given).tokenizer.fingerprint() == given.fingerprint()
+    assert len(list(cache.glob("*.bin"))) == 2
+    for path in cache.glob("*.bin"):
+        path.write_bytes(b"x" * path.stat().st_size)
+    task = load_documents(config(file["a.txt"]), cache, None)
+    assert len(texts_of(task, task.train)) + len(texts_of(task, task.val)) == 61
+    time.sleep(0.01)
+    write_text("\n".join(["new", "texts", "here"]), "a.txt")
+    assert load_documents(config(file["a.txt"]), cache, None).description["train_documents"] == 2
+
+
+def test_a_tokenizer_without_an_end_is_refused(file, cache):
+    with pytest.raises(ConfigError, match=r"^data=hf needs a tokenizer with a bos or eos token, which ends a document$"):
+        load_documents(config(file["a.txt"]), cache, CharTokenizer("abc"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "values", "message"),
+    [
+        ("a.csv", None, {}, "data.text_column=null must name a column of the data, which has: id, story"),
+        ("a.csv", None, {"text_column": "stroy"}, "data.text_column=stroy is no column of the data, which has: id, story"),
+        ("a.csv", None, {"text_column": "id"}, "data.text_column=id holds no texts but int"),
+        ("a.txt", None, {"split": "test"}, "data.split=test is no split of .*a.txt: Unknown split \"test\". .*"),
+        ("a.txt", None, {"val_split": "test"}, "data.val_split=test is no split of .*a.txt: Unknown split \"test\". .*"),
+        ("bad.jsonl", "{nope", {}, "data.path=.*bad.jsonl cannot be read: JSON parse error: Missing a name for object member. in row 0"),
+        ("empty.txt", "", {}, "data.path=.*empty.txt is empty; a file of documents is wanted"),
+        ("one.txt", "one line", {}, "data.path=.*one.txt has 1 documents, too few for a training and a validation split"),
+        ("blank.txt", " \n\n \n", {}, "data.path=.*blank.txt has no document for the train split: all of them are blank"),
+        ("a.pdf", "x", {}, "data.path=.*a.pdf is of no kind that is read here: .txt, .json, .jsonl, .csv, .tsv, .parquet, or a folder of them"),
+    ],
+)  # fmt: skip
+def test_files_without_documents_are_refused_by_name(file, cache, write_text, name, content, values, message):
+    path = file[name] if content is None else write_text(content, name)
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        load_documents(config(path, **values), cache, None)
+
+
+@pytest.mark.parametrize("path", ["absent.txt", "./absent", "/absent", "a/b/c"])
+def test_a_missing_file_is_refused(cache, path):
+    message = f"^data.path={path} does not exist; a file, a folder or a name on the Hugging Face hub is wanted$"
+    with pytest.raises(ConfigError, match=message):
+        load_documents(config(path), cache, None)
+
+
+def test_an_empty_folder_is_refused(cache, tmp_path):
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ConfigError, match=r"^data.path=.*none cannot be read: .*doesn't contain any data files$"):
+        load_documents(config(str(tmp_path / "none")), cache, None)
+
+
+NO_HUB = (
+    r"^data.path=someone/something is not in the cache and the Hugging Face hub cannot be reached; fetch it once where there "
+    r"is a network, or read a file or folder of your own: data.path=FILE$"
+)
+
+
+def refused(cache):
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=NO_HUB):
+        load_documents(config("someone/something"), cache, None)
+    return time.monotonic() - began
+
+
+def test_offline_what_was_fetched_before_is_read_from_the_cache(file, cache, tmp_path):
+    import datasets
+
+    load_documents(config(file["a.txt"]), cache, None)  # leaves a cache of datasets, which becomes that of a hub name
+    (made,) = (tmp_path / "datasets" / "text").glob("*/*/*/dataset_info.json")
+    kept = tmp_path / "datasets" / "someone___something" / "default" / "0.0.0" / made.parent.name
+    kept.mkdir(parents=True)
+    (kept / "dataset_info.json").write_text(made.read_text().replace('"dataset_name": "text"', '"dataset_name": "something"'))
+    (kept / "something-train.arrow").write_bytes((made.parent / "text-train.arrow").read_bytes())
+    task = load_documents(config("someone/something"), cache, None)
+    assert sorted(texts_of(task, task.train) + texts_of(task, task.val)) == sorted(DOCUMENTS)
+    assert datasets.config.HF_HUB_OFFLINE is True
+
+
+def test_offline_a_hub_name_is_answered_at_once(cache):
+    assert refused(cache) < 2
+
+
+@pytest.mark.parametrize("endpoint", ["silent", "closed"])
+def test_a_hub_that_does_not_answer_is_given_up_soon(cache, monkeypatch, endpoint):
+    import datasets
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if endpoint == "silent":
+            server.listen()  # takes the call and never says a word
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(hub, "SECONDS_TO_ANSWER", 0.3)
+        assert refused(cache) < 3
+        assert datasets.config.HF_HUB_OFFLINE is False
+
+
+def test_a_server_that_answers_anything_is_there():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+
+        def say_no():
+            connection, _ = server.accept()
+            connection.recv(1000)
+            connection.sendall(b"HTTP/1.0 403 Forbidden\r\n\r\n")
+            connection.close()
+
+        answering = threading.Thread(target=say_no)
+        answering.start()
+        assert answers(f"http://127.0.0.1:{server.getsockname()[1]}", seconds=5)
+        answering.join()

