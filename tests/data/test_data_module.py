@@ -22,7 +22,9 @@ from minitx.config import (
     KeyValueDataConfig,
     MaskedDataConfig,
     PairsDataConfig,
+    RunConfig,
     TextDataConfig,
+    TransformerConfig,
     to_dict,
 )
 from minitx.data.module import build_data
@@ -215,6 +217,13 @@ def test_every_config_says_how_long_its_rows_may_be(name, request):
     values = {"path": "FILE"} if name in given else {}
     wanted = limits.get(name, 256 if name == "hf" else 48 if name == "books" else 64)
     assert KINDS[name](name=name, **values).max_tokens == wanted
+
+
+def test_learned_positions_must_reach_the_longest_row_of_the_data():
+    model = TransformerConfig(max_len=63, position="learned")
+    with pytest.raises(ConfigError, match=r"model.max_len=63 must reach the rows of the data, which have 64 tokens"):
+        RunConfig(model=model, data=DatesDataConfig(batch_size=12))
+    RunConfig(model=model, data=ImageDataConfig(batch_size=12))  # how many patches there are, the model says
 
 
 SMALL = {

@@ -119,6 +119,16 @@ def test_buckets_pad_much_less():
     assert padding(bucket=True) < 0.05 < 0.3 < padding(bucket=False)
 
 
+def test_every_batch_within_an_epoch_is_a_piece_of_a_sorted_window():
+    stream, count = source(texts(1009)), 0
+    for step in range(3 * 84):
+        lengths = stream.examples.lengths[stream.items(step, range(BATCH))]
+        if step * BATCH // 1009 == (step * BATCH + BATCH - 1) // 1009:
+            count += 1
+            assert (np.diff(lengths) >= 0).all()
+    assert count >= 3 * 83
+
+
 def test_batches_of_a_length_are_spread_over_the_epoch():
     stream = source(texts(1009))
     lengths = [stream.examples.lengths[stream.items(step, range(BATCH))].mean() for step in range(84)]
