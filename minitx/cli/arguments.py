@@ -27,7 +27,7 @@ def run_program(cls: type[T], usage: str, program: Callable[[T], None]) -> int:
     os.environ["MINITX_TRACEBACK"] = "1" if "traceback=true" in arguments else "0"
     arguments = [argument for argument in arguments if not argument.startswith("traceback=")]
     if {"--help", "-h"} & set(arguments):
-        return exit_code(lambda job: _write(help_text(cls, usage)), program)
+        return exit_code(lambda job: write(help_text(cls, usage)), program)
     return exit_code(partial(_parse_and_run, cls, arguments), program)
 
 
@@ -70,6 +70,7 @@ def help_text(cls: type[Any], usage: str) -> str:
     return "\n".join([*lines, "", "  traceback=true shows where an error came from", ""])
 
 
-def _write(text: str) -> None:
+def write(text: str) -> None:
+    """``text`` to stdout, at once."""
     sys.stdout.write(text)
     sys.stdout.flush()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from minitx.cli.arguments import key, run_program
+from minitx.cli.arguments import key, run_program, write
 from minitx.cli.schema import from_dict
 from minitx.config import ConfigError, EvaluationConfig, RunConfig
 
@@ -57,7 +56,7 @@ def _evaluate(config: EvaluateConfig) -> None:
         raise ConfigError(f"ckpt_path={config.ckpt_path} was trained on other data than data={run.data.name} is now")
     options = EvaluationConfig(num_rows=config.num_rows, num_beams=config.num_beams, num_shown=config.num_shown)
     found = evaluate(place(model, config.device), data, options)
-    sys.stdout.write("\n".join(found.lines()) + "\n")
+    write("\n".join(found.lines()) + "\n")
     if config.output is not None:
         plain = {"ckpt_path": config.ckpt_path, "data": run.data.name, **found.to_dict()}
         Path(config.output).write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from minitx.cli.errors import JobErrors, exit_code
-from minitx.cli.schema import from_dict
+from minitx.cli.arguments import key, run_program, write
 from minitx.config import ConfigError
 
 if TYPE_CHECKING:
@@ -21,28 +19,27 @@ if TYPE_CHECKING:
     from minitx.generation import TextStream
 
 
-def _key(default: Any, meaning: str) -> Any:
-    return dataclasses.field(default=default, metadata={"meaning": meaning})
+USAGE = "python scripts/generate.py ckpt_path=FILE [prompt=TEXT] [key=value ...]"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
     """What ``generate.py`` takes; the choices of decoding are those of ``minitx.generation.generate``."""
 
-    ckpt_path: str = _key(dataclasses.MISSING, "checkpoint of a run, such as runs/char_lm/.../checkpoints/last.ckpt")
-    prompt: str | None = _key(None, "text to continue, or (encoder-decoder) to answer; without it, a prompt a line of stdin")
-    max_new_tokens: int | None = _key(None, "longest answer; null: 256, or what the model's table of positions leaves room for")
-    temperature: float = _key(0.0, "0 takes the likeliest token each time, above 0 draws one (1: as the model says)")
-    top_k: int | None = _key(None, "draw from the k likeliest tokens only")
-    top_p: float | None = _key(None, "draw from the likeliest tokens that have this probability together only, in (0, 1]")
-    min_p: float | None = _key(None, "draw from tokens with this share of the likeliest one's probability only, in [0, 1]")
-    repetition_penalty: float = _key(1.0, "above 1, tokens that are in the text already get less likely")
-    num_beams: int = _key(1, "above 1, beam search, with temperature=0")
-    length_penalty: float = _key(0.6, "of beam search: 0 favours short answers, more favours longer ones")
-    seed: int = _key(0, "of the draws; the same seed writes the same text")
-    stop: str | None = _key(None, "text of one token that ends an answer; null: the model's end token, if it has one")
-    device: str = _key("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
-    num_samples: int = _key(1, "answers to each prompt, with --- between them; needs temperature above 0")
+    ckpt_path: str = key(dataclasses.MISSING, "checkpoint of a run, such as runs/char_lm/.../checkpoints/last.ckpt")
+    prompt: str | None = key(None, "text to continue, or (encoder-decoder) to answer; without it, a prompt a line of stdin")
+    max_new_tokens: int | None = key(None, "longest answer; null: 256, or what the model's table of positions leaves room for")
+    temperature: float = key(0.0, "0 takes the likeliest token each time, above 0 draws one (1: as the model says)")
+    top_k: int | None = key(None, "draw from the k likeliest tokens only")
+    top_p: float | None = key(None, "draw from the likeliest tokens that have this probability together only, in (0, 1]")
+    min_p: float | None = key(None, "draw from tokens with this share of the likeliest one's probability only, in [0, 1]")
+    repetition_penalty: float = key(1.0, "above 1, tokens that are in the text already get less likely")
+    num_beams: int = key(1, "above 1, beam search, with temperature=0")
+    length_penalty: float = key(0.6, "of beam search: 0 favours short answers, more favours longer ones")
+    seed: int = key(0, "of the draws; the same seed writes the same text")
+    stop: str | None = key(None, "text of one token that ends an answer; null: the model's end token, if it has one")
+    device: str = key("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
+    num_samples: int = key(1, "answers to each prompt, with --- between them; needs temperature above 0")
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -55,62 +52,13 @@ class GenerateConfig:
 
 def main() -> int:
     """The program behind ``scripts/generate.py`` and ``minitx-generate``; returns the exit code."""
-    arguments = sys.argv[1:]
-    os.environ["MINITX_TRACEBACK"] = "1" if "traceback=true" in arguments else "0"
-    arguments = [argument for argument in arguments if not argument.startswith("traceback=")]
-    if {"--help", "-h"} & set(arguments):
-        return exit_code(lambda job: _write(help_text()), _generate)
-    return exit_code(partial(_parse_and_run, arguments), _generate)
-
-
-def _parse_and_run(arguments: Sequence[str], job: JobErrors) -> None:
-    job(parse(arguments))
-    for error in job.errors:
-        if isinstance(error, BrokenPipeError):  # `generate.py ... | head`: the reader has seen enough
-            raise error
-
-
-def parse(arguments: Iterable[str]) -> GenerateConfig:
-    """``key=value`` arguments as a config: text as it stands, everything else as YAML.
-
-    Raises:
-        ConfigError: no ``key=value``, an unknown key (with the nearest known one), a value of another type.
-    """
-    import yaml
-
-    kinds = {field.name: str(field.type) for field in dataclasses.fields(GenerateConfig)}
-    values: dict[str, Any] = {}
-    for argument in arguments:
-        key, is_pair, value = argument.partition("=")
-        if not is_pair:
-            raise ConfigError(f"{argument} is not key=value; --help shows the keys")
-        if key in values:
-            raise ConfigError(f"{key} is given twice")
-        try:
-            values[key] = value if kinds.get(key, "str").startswith("str") else yaml.safe_load(value)
-        except yaml.YAMLError:
-            values[key] = value
-    return from_dict(GenerateConfig, values)
-
-
-def help_text() -> str:
-    """The keys with their defaults and meaning."""
-    lines = ["python scripts/generate.py ckpt_path=FILE [prompt=TEXT] [key=value ...]", ""]
-    for field in dataclasses.fields(GenerateConfig):
-        default = "" if field.default is dataclasses.MISSING else "null" if field.default is None else field.default
-        lines.append(f"  {f'{field.name}={default}':<24}{field.metadata['meaning']}")
-    return "\n".join([*lines, "", "  traceback=true shows where an error came from", ""])
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    return run_program(GenerateConfig, USAGE, _generate)
 
 
 def _generate(config: GenerateConfig) -> None:
     import torch
 
-    from minitx.training.checkpoint import load_model
+    from minitx.training.checkpoint import load_model, place
 
     model, tokenizer, state = load_model(config.ckpt_path)
     kind = state["model"].get("architecture", "decoder")
@@ -119,7 +67,7 @@ def _generate(config: GenerateConfig) -> None:
     if tokenizer is None:
         raise ConfigError(f"ckpt_path={config.ckpt_path} holds no tokenizer: its model was not trained on text")
     generator = torch.Generator().manual_seed(config.seed)
-    answer = partial(_answer, _placed(model, config.device), tokenizer, config, generator)
+    answer = partial(_answer, place(model, config.device), tokenizer, config, generator)
     if config.prompt is not None:
         answer(config.prompt)
         return
@@ -139,17 +87,6 @@ def _lines() -> Iterator[str]:
         yield line.removesuffix("\n")
 
 
-def _placed(model: nn.Module, device: str) -> nn.Module:
-    import torch
-
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return model.to(torch.device(device))
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # a word that is none, or a device that is not there
-        raise ConfigError(f"device={device} cannot be used: {str(error).splitlines()[0]}") from error
-
-
 def _answer(model: nn.Module, tokenizer: Tokenizer, config: GenerateConfig, generator: Any, prompt: str) -> None:
     """Write ``num_samples`` answers to one prompt, each token's text as soon as it is certain."""
     import torch
@@ -164,16 +101,16 @@ def _answer(model: nn.Module, tokenizer: Tokenizer, config: GenerateConfig, gene
     for sample in range(config.num_samples):
         stream = TextStream(tokenizer.decode)
         if sample:
-            _write("---\n")
+            write("---\n")
         try:
             generate(model, ids, **options, stop=stop, generator=generator, on_token=partial(_write_token, stream))
         except ValueError as error:
             raise ConfigError(str(error).replace("input_ids has", "prompt has")) from error
-        _write(stream.flush() + "\n")
+        write(stream.flush() + "\n")
 
 
 def _write_token(stream: TextStream, row: int, id: int) -> None:
-    _write(stream.push(id))
+    write(stream.push(id))
 
 
 def _encode(tokenizer: Tokenizer, text: str, name: str) -> list[int]:

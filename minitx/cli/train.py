@@ -101,6 +101,11 @@ def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any
     plain = redact(to_dict(config))
     files = {"config.yaml": OmegaConf.to_yaml(OmegaConf.create(plain)), "command.txt": command + "\n"}
 
+    start = None
+    if config.model.pretrained is not None:
+        from minitx.cli.pretrained import load_pretrained
+
+        start = load_pretrained(config.model)
     callbacks = instantiate_all(config.callbacks.extra, "callbacks.extra", folder)
 
     def extras() -> tuple[list[Any], list[Any]]:
@@ -115,7 +120,7 @@ def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any
             logger=plain["logger"],
             callbacks=dataclasses.replace(config.callbacks, extra=plain["callbacks"]["extra"]),
         )  # checkpoints hold it: no secret may come along
-        return train(stored, folder, files=files, extras=extras)
+        return train(stored, folder, files=files, extras=extras, start=start)
     finally:
         if "wandb" in sys.modules and sys.modules["wandb"].run is not None:
             sys.modules["wandb"].finish()  # each run of a sweep is one of its own

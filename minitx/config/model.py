@@ -40,6 +40,9 @@ class TransformerConfig:
     learned table at which positions start (2 in RoBERTa). ``scale_embeddings`` multiplies token embeddings by √E
     (Vaswani et al. 2017, §3.4), ``scale_logits`` the last hidden states by 1/√E (T5 with a tied head).
 
+    ``pretrained`` is a folder of Hugging Face's or ours to start from: the model's shape is the folder's, and fields that
+    are not at their defaults replace the folder's.
+
     ``stochastic_depth`` is the chance to drop a sublayer of the last block, growing linearly with depth.
     ``num_experts`` makes the feed-forward a mixture of which a token takes ``experts_per_token``, each ``ffn_dim`` wide and
     without biases. ``checkpointing`` trades a second forward for activation memory.
@@ -115,6 +118,7 @@ class TransformerConfig:
     image_size: int | None = None
     num_channels: int | None = None
     patch_size: int = 2
+    pretrained: str | None = None
 
     def __post_init__(self) -> None:
         positive(self, "vocab_size", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "num_layers", "ffn_dim")

@@ -90,6 +90,6 @@ class RunConfig:
         )
         length = self.data.max_tokens
         require(
-            length is None or length <= self.model.max_len or self.model.position != "learned",
+            length is None or length <= self.model.max_len or self.model.position != "learned" or bool(self.model.pretrained),
             f"model.max_len={self.model.max_len} must reach the rows of the data, which have {length} tokens",
         )

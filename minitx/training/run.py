@@ -19,8 +19,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from minitx.config import ConfigError, RunConfig, TrainerConfig, TransformerConfig, to_dict
 from minitx.data.module import DataModule, build_data
-from minitx.nn.models import build_model
+from minitx.data.tokenizers import Tokenizer
+from minitx.nn.models import TransformerModel, build_model
 from minitx.training.callbacks import BarProgress, StepLog, StoppedError, StopSignals, checkpoints, progress
+from minitx.training.checkpoint import first_line, read_checkpoint
 from minitx.training.evaluation import Evaluation, evaluate
 from minitx.training.metrics import MetricsFile
 from minitx.training.module import NonFiniteError, TrainingModule, network_inputs
@@ -39,6 +41,7 @@ def train(
     *,
     files: Mapping[str, str] | None = None,
     extras: Callable[[], tuple[Sequence[Any], Sequence[L.Callback]]] = lambda: ((), ()),
+    start: tuple[TransformerModel, Tokenizer] | None = None,
 ) -> dict[str, Any]:
     """Train as ``config`` says, in ``folder``, and return the result as plain data (see ``outcome.summarise``).
 
@@ -46,6 +49,7 @@ def train(
         folder: gets ``metrics.csv``, ``probes.jsonl`` where probes are on, and ``checkpoints/``; made only once data,
             model and checkpoint are known to be good.
         files: further text files for the folder, by name (``config.yaml``, ``command.txt``).
+        start: a network and a tokenizer to go on with, in place of new ones.
         extras: makes (loggers, callbacks) in addition to the run's own, once the folder is there.
 
     Raises:
@@ -56,9 +60,10 @@ def train(
         torch.set_num_threads(config.trainer.threads)
     with quiet_lightning():
         check_devices(config.trainer)
-        data = prepare_data(config)
-        model_config = fit_model_config(config.model, data)
-        module = build_module(config, model_config, data)
+        network, tokenizer = start or (None, None)
+        data = prepare_data(config, tokenizer)
+        model_config = fit_model_config(config.model if network is None else network.config, data)
+        module = build_module(config, model_config, data, network)
         resume = load_checkpoint(Path(config.ckpt_path), model_config) if config.ckpt_path else {}
         make_folder(folder, files or {})
         loggers, callbacks = extras()
@@ -85,14 +90,15 @@ def train(
     )
 
 
-def prepare_data(config: RunConfig) -> DataModule:
-    """The data module, opened."""
+def prepare_data(config: RunConfig, tokenizer: Tokenizer | None = None) -> DataModule:
+    """The data module, opened; it reads text with ``tokenizer``, if there is one, or with its own."""
     data = build_data(
         config.data,
         seed=config.seed,
         max_steps=config.trainer.max_steps,
         accumulate=config.trainer.accumulate,
         val_batch_size=config.trainer.val_batch_size,
+        tokenizer=tokenizer,
     )
     data.prepare_data()
     data.setup()
@@ -136,17 +142,20 @@ def fit_model_config(model: TransformerConfig, data: DataModule) -> TransformerC
     return dataclasses.replace(model, **found)
 
 
-def build_module(config: RunConfig, model_config: TransformerConfig, data: DataModule) -> TrainingModule:
-    """Network, objective and optimizer factory in a TrainingModule; initial weights depend on the seed alone.
+def build_module(
+    config: RunConfig, model_config: TransformerConfig, data: DataModule, network: TransformerModel | None = None
+) -> TrainingModule:
+    """Network, objective and optimizer factory in a TrainingModule; the initial weights of a new one depend on the seed alone.
 
     Raises:
         ConfigError: a model that cannot be built or run, optimizer rules that do not fit it.
     """
     torch.manual_seed(config.seed)
     try:
-        network = build_model(model_config)
+        network = build_model(model_config) if network is None else network
     except (ValueError, TypeError, RuntimeError, MemoryError) as error:  # what torch says of sizes, it says in many lines
-        raise ConfigError(f"model cannot be built: {_first_line(error)}") from error
+        raise ConfigError(f"model cannot be built: {first_line(error)}") from error
+    network.config = model_config
     if runs_on_cpu(config.trainer):
         try_forward(network, data)
     try:
@@ -181,7 +190,7 @@ def try_forward(network: torch.nn.Module, data: DataModule) -> None:
         with torch.no_grad():
             network.eval()(**network_inputs(data.probe_batch(1)))
     except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"model cannot be run: {_first_line(error)}") from error
+        raise ConfigError(f"model cannot be run: {first_line(error)}") from error
     network.train()
 
 
@@ -262,7 +271,7 @@ def check_devices(options: TrainerConfig) -> None:
         L.Trainer(**place_of(options), logger=False, enable_checkpointing=False, enable_progress_bar=False)
     except (ValueError, MisconfigurationException, ImportError) as error:
         said = f"trainer.strategy={options.strategy} with trainer.accelerator={options.accelerator}"
-        raise ConfigError(f"{said} and trainer.devices={options.devices} cannot be used: {_first_line(error)}") from error
+        raise ConfigError(f"{said} and trainer.devices={options.devices} cannot be used: {first_line(error)}") from error
 
 
 def runs_on_cpu(options: TrainerConfig) -> bool:
@@ -295,23 +304,14 @@ def report(found: Evaluation, folder: Path) -> None:
         log.info("%s", line)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-
-
 def load_checkpoint(path: Path, model_config: TransformerConfig) -> dict[str, Any]:
     """A checkpoint's plain content, checked against the model that is to continue it. Nothing in it is executed.
 
     Raises:
         ConfigError: no such file, not a checkpoint of ours, or one of another model (the fields are named).
     """
-    if not path.is_file():
-        raise ConfigError(f"ckpt_path={path} is not a file")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        saved = dict(checkpoint["minitx"]["model"])
-    except Exception as error:  # torch raises many kinds for a damaged or foreign file
-        raise ConfigError(f"ckpt_path={path} cannot be read as a checkpoint of minitx: {_first_line(error)}") from None
+    checkpoint = read_checkpoint(path)
+    saved = dict(checkpoint["minitx"]["model"])
     wanted = to_dict(model_config)
     other = [f"{name} {saved.get(name)} != {value}" for name, value in wanted.items() if saved.get(name) != value]
     if other:

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from minitx.cli.generate import GenerateConfig, help_text, main, parse
+from minitx.cli.arguments import help_text, parse
+from minitx.cli.generate import USAGE, GenerateConfig, main
 from minitx.config import (
     CallbacksConfig,
     OptimizerConfig,
@@ -267,7 +268,7 @@ def test_a_failure_that_was_not_typed_exits_with_3(cli, char_checkpoint, tmp_pat
 
 def test_help_names_every_key_with_its_default(cli):
     said = cli("--help")
-    assert (said.code, said.err, said.out) == (0, "", help_text())
+    assert (said.code, said.err, said.out) == (0, "", help_text(GenerateConfig, USAGE))
     for name, field in GenerateConfig.__dataclass_fields__.items():
         assert f"  {name}=" in said.out
         assert field.metadata["meaning"] in said.out
@@ -275,7 +276,9 @@ def test_help_names_every_key_with_its_default(cli):
 
 
 def test_text_arguments_stand_as_they_are_and_others_are_read():
-    config = parse(["ckpt_path=1", "prompt=a: [b, =c #d", "top_p=.9", "stop=null", "max_new_tokens=null", "min_p=1e-3"])
+    config = parse(
+        GenerateConfig, ["ckpt_path=1", "prompt=a: [b, =c #d", "top_p=.9", "stop=null", "max_new_tokens=null", "min_p=1e-3"]
+    )
     assert (config.ckpt_path, config.prompt, config.top_p, config.stop) == ("1", "a: [b, =c #d", 0.9, "null")
     assert (config.max_new_tokens, config.min_p) == (None, 0.001)
 
