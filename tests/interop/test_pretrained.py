@@ -125,10 +125,10 @@ def test_folders_of_other_kinds_are_recognised(tmp_path):
 
 
 def test_a_tokenizer_lies_beside_the_model(tmp_path):
-    from minitx.data.tokenizers import CharTokenizer, from_dict
+    from minitx.data.tokenizers import CharTokenizer, load_tokenizer
 
     save_pretrained(build(), tmp_path, tokenizer=CharTokenizer("abcé"))
-    again = from_dict(json.loads((tmp_path / "minitx_tokenizer.json").read_text(encoding="utf-8")))
+    again = load_tokenizer(tmp_path)
     assert again.encode("éa").tolist() == CharTokenizer("abcé").encode("éa").tolist()
 
 
