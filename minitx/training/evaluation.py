@@ -201,11 +201,21 @@ def _text_metrics() -> dict[str, Any]:
     return {"chrf": CHRF(), "bleu": BLEU()}
 
 
-def _corpus_score(metric: Any, answers: Sequence[str], references: Sequence[str]) -> Metric:
-    """sacrebleu's score with its bootstrap over rows."""
-    score = metric.corpus_score(list(answers), [list(references)], n_bootstrap=1000 if len(answers) > 1 else 1)
-    spread = float(getattr(score, "_ci", math.inf))
-    return Metric(float(score.score), float(score.score) - spread, float(score.score) + spread, len(answers))
+def _corpus_score(metric: Any, answers: Sequence[str], references: Sequence[str], draws: int = 1000) -> Metric:
+    """sacrebleu's score of the corpus, and the percentiles of that of resampled ones.
+
+    Its own bootstrap (``n_bootstrap``) fails where a resampled score is zero, so its counts are resampled here: a score
+    is a function of their sum over rows.
+    """
+    counts = torch.tensor(metric._extract_corpus_statistics(list(answers), [list(references)]), dtype=torch.float64)
+    chosen = torch.randint(len(counts), (draws, len(counts)), generator=torch.Generator().manual_seed(0))
+
+    def score(sums: Tensor) -> float:
+        return float(metric._aggregate_and_compute([[int(n) for n in sums.tolist()]]).score)
+
+    drawn = torch.tensor([score(counts[rows].sum(0)) for rows in chosen], dtype=torch.float64)
+    low, high = drawn.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return Metric(score(counts.sum(0)), low, high, len(answers))
 
 
 TASKS: dict[str, Callable[[nn.Module, DataModule, EvaluationConfig], Evaluation]] = {

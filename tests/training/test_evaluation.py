@@ -1,0 +1,215 @@
+"""Evaluation: intervals that are what they say, metrics by hand, and the same numbers however rows are batched."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from scipy import stats
+
+from minitx.config import (
+    ClassifyDataConfig,
+    ConfigError,
+    DatesDataConfig,
+    EvaluationConfig,
+    MaskedDataConfig,
+    RunConfig,
+    TransformerConfig,
+)
+from minitx.nn.models import build_model
+from minitx.training import evaluation
+from minitx.training.evaluation import evaluate, ratio_interval, share_interval
+from minitx.training.run import fit_model_config, prepare_data, train
+
+SMALL = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "init": "lecun"}
+DATES = DatesDataConfig(locales=("en", "de"), train_size=53, val_size=17, batch_size=6)
+LANGUAGES = ClassifyDataConfig(languages=("en", "de", "fi"), batch_size=16)
+TASKS = {
+    "seq2seq": (DATES, {"architecture": "encoder_decoder", "position": "rotary"}),
+    "classify": (LANGUAGES, {"architecture": "encoder", "head": "sequence", "position": "rotary"}),
+    "masked_lm": (MaskedDataConfig(path="text.txt", batch_size=4, context_len=11), {"architecture": "encoder"}),
+}
+
+
+@pytest.fixture
+def ready(make_config, tmp_path: Path):
+    """``ready("classify")`` gives a network fitted to opened data."""
+
+    def build(task: str | None = None, **trainer):
+        config: RunConfig = make_config(**{f"trainer__{name}": value for name, value in trainer.items()})
+        if task is not None:
+            data, model = TASKS[task]
+            if isinstance(data, MaskedDataConfig):
+                data = dataclasses.replace(data, path=str(tmp_path / "text.txt"))
+            config = dataclasses.replace(config, data=data, model=TransformerConfig(**SMALL, **model))
+        data = prepare_data(config)
+        torch.manual_seed(3)
+        return build_model(fit_model_config(config.model, data)).double(), data
+
+    return build
+
+
+def test_the_interval_of_a_ratio_is_that_of_many_repeated_samples():
+    generator = torch.Generator().manual_seed(0)
+    inside, trials = 0, 400
+    for _ in range(trials):
+        counts = torch.randint(1, 20, (97,), generator=generator)
+        sums = counts * (1.5 + torch.randn(97, generator=generator).double() * 0.4)
+        found = ratio_interval(sums, counts)
+        inside += found.low <= 1.5 <= found.high
+        assert found.value == pytest.approx(float(sums.sum() / counts.sum()))
+    assert 0.92 <= inside / trials <= 0.98
+
+
+@pytest.mark.parametrize(("hits", "trials"), [(0, 13), (13, 13), (5, 13), (1990, 2000)])
+def test_the_interval_of_a_share_is_wilsons(hits, trials):
+    found, want = share_interval(hits, trials), stats.binomtest(hits, trials).proportion_ci(0.95, method="wilson")
+    assert (found.low, found.high) == (pytest.approx(want.low, abs=1e-12), pytest.approx(want.high, abs=1e-12))
+    assert found.value == hits / trials
+
+
+def test_a_language_model_is_judged_in_bits_per_byte_and_character(ready):
+    network, data = ready()
+    found = evaluate(network, data)
+    labels = data.val_source()
+    total = count = 0.0
+    for row in range(labels.num_rows):
+        batch = labels.rows(range(row, row + 1))
+        logits = network.eval()(batch["input_ids"])
+        kept = batch["labels"] != -100
+        total -= float(logits.log_softmax(-1)[kept].gather(1, batch["labels"][kept].unsqueeze(1)).sum())
+        count += int(kept.sum())
+    assert found.metrics["loss"].value == pytest.approx(total / count, rel=1e-12)
+    assert found.metrics["loss"].count == count
+    assert found.metrics["bits_per_character"].value == pytest.approx(total / count / math.log(2), rel=1e-12)
+    assert set(found.baselines) >= {"xz_bits_per_character", "bzip2_bits_per_character"}
+
+
+@pytest.mark.parametrize("task", [None, "classify", "masked_lm", "seq2seq"])
+def test_the_size_of_a_batch_changes_no_metric(ready, task):
+    found = []
+    for size in (3, 8):
+        network, data = ready(task, val_batch_size=size)
+        found.append(evaluate(network.train(), data))
+        assert network.training
+    for name, metric in found[0].metrics.items():
+        assert found[1].metrics[name].value == pytest.approx(metric.value, rel=1e-10), name
+        assert found[1].metrics[name].count == metric.count
+    assert found[0].baselines == found[1].baselines
+
+
+def test_a_masked_model_without_knowledge_is_as_perplexed_as_its_vocabulary_is_large(ready):
+    network, data = ready("masked_lm")
+    for parameter in network.head.parameters():
+        torch.nn.init.zeros_(parameter)
+    found = evaluate(network, data).metrics["masked_perplexity"]
+    assert found.value == pytest.approx(network.config.vocab_size)
+    assert found.low == pytest.approx(found.high)
+
+
+def test_a_classifier_that_always_says_one_thing_scores_its_share(ready):
+    network, data = ready("classify")
+    for parameter in network.head.parameters():
+        torch.nn.init.zeros_(parameter)
+    said = 1
+    with torch.no_grad():
+        network.head.bias[said] = 1.0
+    labels = data.val_source().rows(range(data.val_source().num_rows))["labels"]
+    found = evaluate(network, data)
+    assert found.metrics["accuracy"].value == pytest.approx(float((labels == said).double().mean()))
+    assert {"majority_accuracy", "bag_of_words_accuracy"} <= set(found.baselines)
+
+
+def test_generated_answers_are_held_against_references_and_wrong_ones_are_shown_first(ready, monkeypatch):
+    network, data = ready("seq2seq")
+    references = [reference for _, reference in data.val_examples()]
+    given = list(references)
+    given[5] = "1066-10-14"
+
+    def told(model, input_ids, **options):
+        rows, told.start = given[told.start : told.start + len(input_ids)], told.start + len(input_ids)
+        return [torch.tensor(data.tokenizer.encode(row).tolist()) for row in rows]
+
+    told.start = 0
+    monkeypatch.setattr(evaluation, "generate", told)
+    found = evaluate(network, data, EvaluationConfig(num_shown=2))
+    assert found.metrics["exact_match"].value == pytest.approx(16 / 17)
+    assert found.examples[0] == {"source": data.val_examples()[5][0], "answer": "1066-10-14", "right": references[5]}
+    assert found.examples[1]["answer"] == found.examples[1]["right"]
+    assert 90 < found.metrics["chrf"].value < 100
+    assert found.metrics["chrf"].low < found.metrics["chrf"].value < found.metrics["chrf"].high
+    assert found.baselines["chrf_of_copying"] < 60
+    assert any("1066-10-14" in line for line in found.lines())
+
+
+def test_scores_of_texts_are_sacrebleus():
+    references = ["the cat sat on the mat", "a dog ran over the hill today", "no one was there at all"]
+    answers = ["the cat sat on a mat", "a dog ran over the hills today", "nothing"]
+    for metric in evaluation._text_metrics().values():
+        found = evaluation._corpus_score(metric, answers, references)
+        assert found.value == pytest.approx(metric.corpus_score(answers, [references]).score, abs=1e-9)
+        assert found.low <= found.value <= found.high
+        assert found.low < found.high
+
+
+def test_rows_can_be_few(ready):
+    network, data = ready("seq2seq", val_batch_size=4)
+    found = evaluate(network, data, EvaluationConfig(num_rows=7))
+    assert found.metrics["exact_match"].count == 7
+    assert json.loads(json.dumps(found.to_dict()))["metrics"]["exact_match"]["count"] == 7
+
+
+def test_a_run_writes_its_evaluation_where_it_is_asked_to(make_config, tmp_path):
+    for at_end in (False, True):
+        folder = tmp_path / str(at_end)
+        train(dataclasses.replace(make_config(), evaluation=EvaluationConfig(at_end=at_end)), folder)
+        assert (folder / "evaluation.json").exists() == at_end
+    assert json.loads((tmp_path / "True" / "evaluation.json").read_text(encoding="utf-8"))["metrics"]["loss"]["value"] > 0
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "sentence"),
+    [
+        (
+            DATES, {},
+            "model.architecture=decoder with model.head=lm does not fit data=dates, which needs "
+            "model.architecture=encoder_decoder with model.head=lm",
+        ),
+        (
+            LANGUAGES, {"architecture": "encoder"},
+            "model.architecture=encoder with model.head=lm does not fit data=languages, which needs "
+            "model.architecture=encoder with model.head=sequence",
+        ),
+        (
+            LANGUAGES, {"architecture": "encoder", "head": "sequence", "num_labels": 5},
+            "model.num_labels=5 differs from num_labels of the data, 3",
+        ),
+        (
+            LANGUAGES, {"architecture": "encoder", "head": "sequence", "vocab_size": 5},
+            "model.vocab_size=5 is smaller than the vocabulary of the data",
+        ),
+    ],
+)  # fmt: skip
+def test_a_model_for_another_task_is_refused_by_name(make_config, data, model, sentence):
+    config = dataclasses.replace(make_config(), data=data, model=TransformerConfig(**SMALL, **model))
+    with pytest.raises(ConfigError) as raised:
+        fit_model_config(config.model, prepare_data(config))
+    assert str(raised.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("task", ["seq2seq", "classify"])
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_padded_rows_train_alike_however_a_step_is_split(make_config, tmp_path, task, accumulate):
+    data, model = TASKS[task]
+    data = dataclasses.replace(data, batch_size=6)
+    losses = []
+    for split in (1, accumulate):
+        config = make_config(trainer__accumulate=split, trainer__precision="64-true", trainer__max_steps=4)
+        config = dataclasses.replace(config, data=data, model=TransformerConfig(**SMALL, **model))
+        result = train(config, tmp_path / f"{split}-{len(losses)}")
+        losses.append([loss for _, loss, _ in result["curve"]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
