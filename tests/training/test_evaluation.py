@@ -79,7 +79,7 @@ def test_a_language_model_is_judged_in_bits_per_byte_and_character(ready):
     total = count = 0.0
     for row in range(labels.num_rows):
         batch = labels.rows(range(row, row + 1))
-        logits = network.eval()(batch["input_ids"])
+        logits = network.eval()(batch["input_ids"]).detach()
         kept = batch["labels"] != -100
         total -= float(logits.log_softmax(-1)[kept].gather(1, batch["labels"][kept].unsqueeze(1)).sum())
         count += int(kept.sum())
