@@ -131,7 +131,7 @@ def judged(dtype, mask_name, option_name):
     return leaves, cotangent, reference, run_naive(leaves, cotangent, low_dtype(dtype), *arguments)
 
 
-def check(dtype, mask_name, option_name, backend):
+def check_call(dtype, mask_name, option_name, backend):
     leaves, cotangent, reference, low = judged(dtype, mask_name, option_name)
     options = OPTIONS.get(option_name, {})
     leaves = recast(leaves, dtype)
@@ -150,7 +150,7 @@ def check(dtype, mask_name, option_name, backend):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_mask_equals_the_float64_loops_forward_and_backward(mask, dtype, backend):
-    check(dtype, mask, "default", backend)
+    check_call(dtype, mask, "default", backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -160,9 +160,9 @@ def test_every_mask_equals_the_float64_loops_forward_and_backward(mask, dtype, b
 def test_every_option_equals_the_float64_loops_forward_and_backward(option, mask, dtype, backend):
     if backend == "sdpa" and option in NEEDS_MATH:
         with pytest.raises(RuntimeError, match="backend 'sdpa' cannot serve this call"):
-            check(dtype, mask, option, backend)
+            check_call(dtype, mask, option, backend)
     else:
-        check(dtype, mask, option, backend)
+        check_call(dtype, mask, option, backend)
 
 
 def attend(backend="auto", mask=None, is_causal=False, shape=(B, H, L, D), keys=S, kv_heads=H, dtype=torch.float32, **options):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import DTYPES
-from test_backends import LEFT, MASKS, OPTIONS, attend, check
+from test_backends import LEFT, MASKS, OPTIONS, attend, check_call
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.profiler import ProfilerActivity, profile
 
@@ -30,7 +30,7 @@ def tiny_tiles(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_mask_equals_the_loops_over_many_tiles(mask, dtype):
-    check(dtype, mask, "default", "chunked")
+    check_call(dtype, mask, "default", "chunked")
 
 
 @pytest.mark.usefixtures("tiny_tiles")
@@ -38,7 +38,7 @@ def test_every_mask_equals_the_loops_over_many_tiles(mask, dtype):
 @pytest.mark.parametrize("mask", ["right padding and causal", "empty rows"])
 def test_every_option_equals_the_loops_over_many_tiles(option, mask):
     for dtype in DTYPES:
-        check(dtype, mask, option, "chunked")
+        check_call(dtype, mask, option, "chunked")
 
 
 def allocations(call):
