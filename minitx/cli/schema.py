@@ -55,7 +55,6 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
-    _require(value != "???", f"{key} must be given")  # OmegaConf's mark of what is missing
     if origin in (typing.Union, types.UnionType):
         return _convert_union(arguments, value, key)
     if origin is Literal:

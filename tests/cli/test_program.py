@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import signal
 import subprocess
@@ -258,6 +259,40 @@ def test_two_processes_give_the_losses_of_one(tmp_path):
     weights = [torch.load(tmp_path / name / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for name in ("one", "two")]  # fmt: skip
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, rtol=1e-4, atol=1e-6)
+
+
+KINDS = {
+    "padded": ["data=dates", "data.locales=[en,de]", "data.train_size=97", "data.val_size=32", "model=vaswani_small"],
+    "packed": ["data=hf", "data.path=documents.jsonl", "data.tokenizer=char", "data.context_len=48"],
+    "alone": ["data=hf", "data.path=documents.jsonl", "data.tokenizer=char", "data.context_len=48", "data.packing=false"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_32_rows_at_once_are_32_micro_batches_are_two_processes_of_16(tmp_path, kind):
+    lines = [json.dumps({"text": "word " * (1 + 7 * i % 11) + str(i)}) for i in range(211)]
+    (tmp_path / "documents.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    sizes = ["model.embed_dim=8", "model.num_heads=2", "model.num_layers=1", "data.batch_size=32", "trainer.max_steps=3"]
+    more = [
+        "trainer.accelerator=cpu",
+        "trainer.threads=1",
+        "trainer.log_every=1",
+        "trainer.val_every=0",
+        "callbacks.progress=false",
+    ]
+    splits = {"one": [], "micro": ["trainer.accumulate=32"], "ranks": ["trainer.devices=2", "trainer.strategy=ddp"]}
+    found = {}
+    for name, split in splits.items():
+        code, out, err = run([*KINDS[kind], *sizes, *more, *split, f"output_dir={name}"], tmp_path, 180)
+        assert code == 0, (out, err)
+        found[name] = read_metrics(tmp_path / name / "metrics.csv")
+    for name in ("micro", "ranks"):
+        for got, want in zip(found[name], found["one"], strict=True):
+            assert got["tokens"] == want["tokens"]
+            assert got["train_loss"] == pytest.approx(want["train_loss"], rel=1e-5)
+            assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+        assert found[name][-1]["val_loss"] == pytest.approx(found["one"][-1]["val_loss"], rel=1e-5)
 
 
 def test_the_metrics_file_is_a_plain_table(cli, place):

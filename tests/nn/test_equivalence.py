@@ -257,7 +257,9 @@ def check_random_calls(number, examples):
 
 @pytest.mark.parametrize("number", range(4))
 def test_any_call_equals_float64_forward_and_backward(number):
-    check_random_calls(number, 710)  # a quarter of them has a soft-cap or sinks, which sdpa refuses: 2,000 and more for each backend
+    check_random_calls(
+        number, 710
+    )  # a quarter of them has a soft-cap or sinks, which sdpa refuses: 2,000 and more for each backend
 
 
 @pytest.mark.long
