@@ -143,6 +143,7 @@ def generate(
     stop: Iterable[int] | None = None,
     generator: torch.Generator | None = None,
     use_cache: bool = True,
+    context: int | None = None,
     on_token: Callable[[int, int], object] | None = None,
 ) -> list[Tensor]:
     """The ids that ``model`` writes after each row: greedy, sampled (``temperature`` > 0) or by beam search.
@@ -163,6 +164,8 @@ def generate(
         num_beams: 1 for no beam search. length_penalty: α of beam search; 0.6 as in Vaswani et al. 2017, §6.1.
         stop: ids that end an answer; default ``config.eos_id``, if there is one.
         generator: seeds one stream of draws a row: a row's answer does not depend on the others. Default torch's global one.
+        context: the most tokens of a causal model's text to look back on; where it grows longer, the older half is forgotten
+            and the rest read anew, in positions that the model was trained on. None: everything is kept.
         use_cache: keep keys and values, else the whole text is read again for each token; the same ids.
         on_token: called with (row, id) for each id of the answers at once; with beams, when the search is done.
 
@@ -182,8 +185,9 @@ def generate(
     filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     _check_choice(model, max_new_tokens, temperature, filters, num_beams, length_penalty)
     prompt, prompt_mask = _prompt(model, input_ids, key_mask, decoder_input_ids)
-    max_new_tokens = _fitting(model, prompt.shape[1], max_new_tokens)
-    reader = _Reader(model, input_ids, key_mask, prompt.shape[1] + max_new_tokens - 1 if use_cache else None)
+    max_new_tokens = _fitting(model, prompt.shape[1], max_new_tokens, context)
+    capacity = prompt.shape[1] + max_new_tokens - 1
+    reader = _Reader(model, input_ids, key_mask, capacity if use_cache else None, context)
     logits = reader.read(prompt, prompt_mask)
     seen = None if repetition_penalty == 1.0 else _seen(prompt, prompt_mask, logits)
     stop_ids = _stop_ids(model, stop, logits)
@@ -285,35 +289,49 @@ def _beam_search(
 
 
 class _Reader:
-    """Hands a model the next ids of each row and remembers what it has read: in a cache, or (``capacity=None``) as ids."""
+    """Hands a model the next ids of each row and remembers what it has read: in a cache, or (``capacity=None``) as ids.
 
-    def __init__(self, model: nn.Module, input_ids: Tensor, key_mask: Tensor | None, capacity: int | None) -> None:
-        self.model = model
+    With more than ``context`` ids, the older half is forgotten and what is left is read anew.
+    """
+
+    def __init__(
+        self, model: nn.Module, input_ids: Tensor, key_mask: Tensor | None, capacity: int | None, context: int | None = None
+    ) -> None:
+        self.model, self.capacity, self.context = model, capacity, context
         self.memory = model.encode(input_ids, key_mask=key_mask) if _has_source(model) else None  # type: ignore[operator]
         self.source_mask = key_mask if _has_source(model) else None
         self.cache: KVCache | None = None
-        if capacity is not None:
-            config: Any = model.config
-            self.cache = KVCache(capacity, getattr(config, "decoder_layers", config.num_layers))
-        self.ids: Tensor | None = None
+        self.ids: Tensor | None = None  # what the model has in view, and its padding
         self.key_mask: Tensor | None = None
 
     def read(self, ids: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """ids (B, L) -> logits (B, V) of what follows the last, in float32 at least; ``key_mask`` is the prompt's."""
-        if self.cache is None:
-            if self.ids is not None:
-                key_mask = None if self.key_mask is None else F.pad(self.key_mask, (0, ids.shape[1]), value=True)
-                ids = torch.cat((self.ids, ids), dim=1)
-            self.ids, self.key_mask = ids, key_mask
+        kept, new_mask = self.context, key_mask
+        fresh = self.ids is None or self.cache is None
+        if self.ids is not None:
+            kept = None if kept is None else max(kept // 2, 1)
+            key_mask = None if self.key_mask is None else F.pad(self.key_mask, (0, ids.shape[1]), value=True)
+        view = ids if self.ids is None else torch.cat((self.ids, ids), dim=1)
+        if self.context is not None and kept is not None and view.shape[1] > self.context:
+            view, key_mask, fresh = view[:, -kept:], None if key_mask is None else key_mask[:, -kept:], True
+        self.ids, self.key_mask = view, key_mask
+        if fresh:
+            ids, new_mask, self.cache = view, key_mask, self._new_cache()
         options = {} if self.cache is None else {"cache": self.cache}
         if self.memory is None:
-            logits = self.model(ids, key_mask=key_mask, **options)
+            logits = self.model(ids, key_mask=new_mask, **options)
         else:
             logits = self.model(None, ids, key_mask=self.source_mask, memory=self.memory, **options)
         last = logits[:, -1].to(torch.promote_types(logits.dtype, torch.float32))
         if not bool(torch.isfinite(last.amax(dim=-1)).all()):
             raise FloatingPointError("the model's logits are not finite")
         return last
+
+    def _new_cache(self) -> KVCache | None:
+        if self.capacity is None:
+            return None
+        config: Any = self.model.config
+        return KVCache(min(self.capacity, self.context or self.capacity), getattr(config, "decoder_layers", config.num_layers))
 
     def reorder(self, rows: Tensor) -> None:
         """Row i becomes the old row ``rows[i]``."""
@@ -359,11 +377,18 @@ def _prompt(
     return decoder_input_ids, None
 
 
-def _fitting(model: nn.Module, length: int, max_new_tokens: int | None) -> int:
+def _fitting(model: nn.Module, length: int, max_new_tokens: int | None, context: int | None) -> int:
     """``max_new_tokens`` if it fits behind ``length`` tokens, or its default; the last new token is never read."""
-    if _of_config(model, "position") != "learned":
+    is_table, max_len = _of_config(model, "position") == "learned", _of_config(model, "max_len")
+    if context is not None:
+        if _has_source(model):
+            raise ValueError(f"context={context} is for causal models: an encoder-decoder forgets nothing")
+        if isinstance(context, bool) or not isinstance(context, int) or context < 1:
+            raise ValueError(f"context={context} must be a positive whole number")
+        if is_table and context > max_len:
+            raise ValueError(f"context={context}: the position table ends at max_len={max_len}")
+    if context is not None or not is_table:
         return max_new_tokens or 256
-    max_len = _of_config(model, "max_len")
     room, end = max_len - length + 1, f"the position table ends at max_len={max_len}"
     if room < 1:
         name = "decoder_input_ids" if _has_source(model) else "input_ids"

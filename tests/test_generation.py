@@ -521,3 +521,33 @@ def test_a_decoder_that_strips_the_first_space_keeps_the_others():
     words = [" in", " the", " be", "ginning"]
     stream = TextStream(lambda ids: "".join(words[id] for id in ids).removeprefix(" "))
     assert [stream.push(id) for id in range(4)] == ["in", " the", " be", "ginning"]
+
+
+@pytest.mark.parametrize("position", ["learned", "rotary", "alibi", "none"])
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_beyond_its_context_a_model_reads_the_newer_half_as_a_text_of_its_own(position, num_beams):
+    network, context = language_model(position=position), 8
+    prompt = torch.tensor([[1, 2, 3, 4, 5], [0, 0, 7, 6, 5]])
+    key_mask = torch.tensor([[True] * 5, [False, False, True, True, True]])
+    options = {"key_mask": key_mask, "max_new_tokens": 23, "stop": (), "context": context, "num_beams": num_beams}
+    cached, plain = (generate(network, prompt, use_cache=use_cache, **options) for use_cache in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(cached, plain, strict=True))
+    if num_beams > 1:
+        return
+    for row in range(2):  # by hand, without any cache
+        view = prompt[row, key_mask[row]].tolist()
+        length = prompt.shape[1]
+        for token in cached[row].tolist():
+            assert int(network(torch.tensor([view]))[0, -1].argmax()) == token
+            view, length = [*view, token], length + 1
+            if length > context:
+                view, length = view[-(context // 2) :], context // 2
+
+
+def test_a_prompt_longer_than_the_context_begins_with_its_last_tokens():
+    network = language_model(position="learned")
+    prompt = torch.randint(1, V, (1, 40))  # the table has 31 rows
+    got = generate(network, prompt, max_new_tokens=3, stop=(), context=31)
+    assert torch.equal(got[0], generate(network, prompt[:, -31:], max_new_tokens=3, stop=(), context=31)[0])
+    with pytest.raises(ValueError, match=r"context=32: the position table ends at max_len=31"):
+        generate(network, prompt, context=32)

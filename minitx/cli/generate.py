@@ -28,7 +28,8 @@ class GenerateConfig:
 
     ckpt_path: str = key(dataclasses.MISSING, "checkpoint of a run, such as runs/char_lm/.../checkpoints/last.ckpt")
     prompt: str | None = key(None, "text to continue, or (encoder-decoder) to answer; without it, a prompt a line of stdin")
-    max_new_tokens: int | None = key(None, "longest answer; null: 256, or what the model's table of positions leaves room for")
+    max_new_tokens: int | None = key(None, "longest answer; null: 256")
+    context: int | None = key(None, "tokens to look back on, the older half being forgotten beyond; null: the model's max_len")
     temperature: float = key(0.0, "0 takes the likeliest token each time, above 0 draws one (1: as the model says)")
     top_k: int | None = key(None, "draw from the k likeliest tokens only")
     top_p: float | None = key(None, "draw from the likeliest tokens that have this probability together only, in (0, 1]")
@@ -95,8 +96,20 @@ def _answer(model: nn.Module, tokenizer: Tokenizer, config: GenerateConfig, gene
 
     device = next(model.parameters()).device
     ids = torch.tensor([_prompt_ids(model, tokenizer, prompt)], device=device)
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "num_beams", "length_penalty")
+    names = (
+        "max_new_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "num_beams",
+        "length_penalty",
+        "context",
+    )
     options = {name: getattr(config, name) for name in names}
+    if config.context is None and not hasattr(model, "encode"):
+        options["context"] = getattr(model.config, "max_len", None)
     stop = _stop_ids(model, tokenizer, config.stop)
     for sample in range(config.num_samples):
         stream = TextStream(tokenizer.decode)

@@ -187,13 +187,13 @@ TYPED = {
     "temperature=-1": "temperature=-1.0 must be zero (greedy) or a positive number",
     "temperature=1 top_p=2": "top_p=2.0 must lie in (0, 1] (1 keeps everything)",
     "top_k=5": "top_k=5 has no effect without sampling: set temperature above 0",
-    "max_new_tokens=30": "max_new_tokens=30 after 3 tokens: the position table ends at max_len=24, which leaves room for 22",
+    "context=30": "context=30: the position table ends at max_len=24",
+    "context=0": "context=0 must be a positive whole number",
     "stop=ab": "stop='ab' must be the text of one token, but it has 2",
     "stop=é": f"stop has the character 'é' (U+00E9), which is none of the {len(set(TEXT))} that the model knows",
     "prompt=né": f"prompt has the character 'é' (U+00E9), which is none of the {len(set(TEXT))} that the model knows",
     "prompt=": "prompt is empty: the model needs one character at least",
     "prompt=\udcff": "prompt is not UTF-8 text: character 1 cannot be read",
-    f"prompt={'e' * 30}": "prompt has 30 tokens a row, but the position table ends at max_len=24",
 }
 
 
@@ -324,3 +324,11 @@ def test_a_typo_is_answered_before_torch_is_imported(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", watcher], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done
+
+
+def test_a_text_may_grow_beyond_what_the_model_looks_back_on(cli, char_checkpoint):
+    prompt = "God created the heaven and the earth"  # longer than the table of positions, 24
+    said = cli(f"ckpt_path={char_checkpoint}", f"prompt={prompt}", "max_new_tokens=70")
+    assert (said.code, said.err) == (0, "")
+    assert said.out == written(char_checkpoint, prompt, max_new_tokens=70, context=24)
+    assert len(said.out) == 71
