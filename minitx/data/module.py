@@ -274,13 +274,13 @@ class ExampleDataModule(DataModule):
 
     def prepare_data(self) -> None:
         """Read the data and make its cache where it has one. Lightning calls this on one process of a node."""
-        load = LOADERS[type(self.config)]
-        self._task = load(self.config, self.options.data_dir or data_dir(), self.options.tokenizer)
+        if self._task is None:  # a trainer asks again for what is there
+            load = LOADERS[type(self.config)]
+            self._task = load(self.config, self.options.data_dir or data_dir(), self.options.tokenizer)
 
     def setup(self, stage: str | None = None) -> None:
         """Read the data where ``prepare_data`` did not run."""
-        if self._task is None:
-            self.prepare_data()
+        self.prepare_data()
         found = self.examples
         self.task, self.tokenizer, self.bits_per, self.label_names = (
             found.kind,

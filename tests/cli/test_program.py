@@ -264,7 +264,6 @@ def test_two_processes_give_the_losses_of_one(tmp_path):
 KINDS = {
     "padded": ["data=dates", "data.locales=[en,de]", "data.train_size=97", "data.val_size=32", "model=vaswani_small"],
     "packed": ["data=hf", "data.path=documents.jsonl", "data.tokenizer=char", "data.context_len=48"],
-    "alone": ["data=hf", "data.path=documents.jsonl", "data.tokenizer=char", "data.context_len=48", "data.packing=false"],
 }
 
 
