@@ -293,8 +293,13 @@ def test_the_stop_of_a_byte_level_model_is_its_end_mark(bpe_checkpoint):
 
 
 def test_the_script_answers_line_by_line_and_ends_with_130_on_ctrl_c(char_checkpoint, tmp_path):
+    listening = (  # a shell starts what runs in its background deaf to SIGINT, and children inherit that
+        "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    arguments = [str(SCRIPT), f"ckpt_path={char_checkpoint}", "max_new_tokens=6", "device=cpu"]
     process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), f"ckpt_path={char_checkpoint}", "max_new_tokens=6", "device=cpu"],
+        [sys.executable, "-c", listening, *arguments],
         cwd=tmp_path, text=True, encoding="utf-8", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1", "PYTHONUNBUFFERED": ""},
     )  # fmt: skip
