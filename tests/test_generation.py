@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from minitx.config import TransformerConfig
+from minitx.data.stream import TextStream
 from minitx.data.tokenizers import BPETokenizer
 from minitx.generation import (
-    TextStream,
     apply_temperature,
     draw,
     generate,

@@ -15,8 +15,8 @@ from minitx.config import ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
+    from minitx.data.stream import TextStream
     from minitx.data.tokenizers import Tokenizer
-    from minitx.generation import TextStream
 
 
 USAGE = "python scripts/generate.py ckpt_path=FILE [prompt=TEXT] [key=value ...]"
@@ -92,7 +92,8 @@ def _answer(model: nn.Module, tokenizer: Tokenizer, config: GenerateConfig, gene
     """Write ``num_samples`` answers to one prompt, each token's text as soon as it is certain."""
     import torch
 
-    from minitx.generation import TextStream, generate
+    from minitx.data.stream import TextStream
+    from minitx.generation import generate
 
     device = next(model.parameters()).device
     ids = torch.tensor([_prompt_ids(model, tokenizer, prompt)], device=device)
