@@ -539,8 +539,12 @@ def test_the_config_beside_the_weights_builds_the_same_model(name):
     assert torch.equal(again.eval()(**batch), network.eval()(**batch))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+COMPILED = ("llama", "bert", "encoder, mean of tokens", "t5", "vaswani", "vision")  # the others in the long tier
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in COMPILED else pytest.mark.long) for name in MODELS]
+)
 def test_every_model_compiles_whole_and_at_most_twice_for_several_lengths(name):
     torch._dynamo.reset()
     network, count = model(name).eval(), [0]
