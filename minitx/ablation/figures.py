@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minitx.ablation import probe_figures
-from minitx.ablation.canvas import DPI, GREY, INK, STYLES, dodge, label, legend, panels, png, style, wrapped_panels
 from minitx.ablation.effects import Score, score_table
 from minitx.ablation.records import ARMS, RATE, RECALL, REFERENCE, SOLVED, TEXT, TREATMENT, accuracy_of, loss_of
 from minitx.ablation.render import Drawing
 from minitx.ablation.statistics import Floats, wilson_interval
 from minitx.ablation.verdict import ENDPOINTS, Comparison, Findings
-from minitx.ablation.wording import condition_text
+from minitx.ablation.wording import STYLES, condition_text, style
+from minitx.analysis.canvas import DPI, GREY, INK, dodge, label, legend, panels, png, wrapped_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,7 +1,7 @@
 """Panels, legends and axes that the figures share.
 
 Figures are made without pyplot, so that no global state and no display is touched. Colours are those of Okabe and Ito,
-which colour-blind readers can tell apart; arms also differ by marker.
+which colour-blind readers can tell apart; series also differ by marker.
 """
 
 from __future__ import annotations
@@ -11,32 +11,20 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from minitx.ablation.records import FLOOR, FOLD, REFERENCE, TREATMENT
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 DPI = 110
 INK, GREY, RED = "#222222", "#767676", "#B00020"
-STYLES = {
-    REFERENCE: ("#0072B2", "o"),
-    TREATMENT: ("#D55E00", "s"),
-    FOLD: ("#009E73", "^"),
-    FLOOR: ("#767676", "D"),
-}
-MORE_STYLES = (("#CC79A7", "v"), ("#56B4E9", "P"), ("#E69F00", "X"), ("#8A6D00", "<"), ("#000000", ">"))
+PALETTE = (
+    *(("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#767676", "D"), ("#CC79A7", "v")),
+    *(("#56B4E9", "P"), ("#E69F00", "X"), ("#8A6D00", "<"), ("#000000", ">")),
+)
+"""Colour and marker of a series."""
 
 Entry = tuple[str, str, str, Any]
 """A line of a legend: label, colour, marker, line style."""
-
-
-def style(arm: str, arms: Sequence[str]) -> tuple[str, str]:
-    """Colour and marker of an arm: the same in every figure."""
-    if arm in STYLES:
-        return STYLES[arm]
-    others = [a for a in arms if a not in STYLES]
-    return MORE_STYLES[others.index(arm) % len(MORE_STYLES)]
 
 
 def panels(rows: int, columns: int, width: float = 2.9, height: float = 2.5, **share: Any) -> tuple[Figure, Any]:
