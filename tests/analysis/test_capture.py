@@ -98,5 +98,5 @@ def test_a_wrong_word_and_a_model_without_attention_are_refused():
         capture(model_of(), what="weight"),
     ):
         pass
-    with pytest.raises(ValueError, match="Linear has no DotProductAttention"), capture(torch.nn.Linear(2, 2)):
+    with pytest.raises(ValueError, match="Linear has no attention core with weights"), capture(torch.nn.Linear(2, 2)):
         pass
