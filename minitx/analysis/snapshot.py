@@ -146,7 +146,7 @@ def take_snapshot(
 def _look(look: Look) -> tuple[Tensor, Tensor, Tensor]:
     """weights (B, H, L, S), visible (B, H, L, S), largest |z| of each row (B, H, L)."""
     parts = [
-        (tile.weights, tile.visible, tile.scores.abs().masked_fill(~tile.visible, 0.0).amax(-1))
+        (tile.weights, tile.visible.expand_as(tile.weights), tile.scores.abs().masked_fill(~tile.visible, 0.0).amax(-1))
         for tile in over_tiles(look.call)
     ]
     weights, visible, max_logit = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
