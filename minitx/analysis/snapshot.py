@@ -75,7 +75,13 @@ class Snapshot:
         return self.maps[0].weights.shape[0]
 
     def sentence(self, row: int) -> Snapshot:
-        """One row of the batch, without its padding: B = 1."""
+        """One row of the batch, without its padding: B = 1.
+
+        Raises:
+            ValueError: no such row.
+        """
+        if not 0 <= row < self.num_rows:
+            raise ValueError(f"row={row} must be one of the batch's 0 to {self.num_rows - 1}")
         real = {axis: mask[row] for axis, mask in self.real.items()}
         maps = []
         for layer in self.maps:
