@@ -196,7 +196,7 @@ def _color_bar(figure: Figure, image: AxesImage, **place: Any) -> None:
     bar.outline.set_visible(False)
 
 
-def _mention_hidden(figure: Figure, layers: Sequence[AttentionMap], loc: str) -> None:
+def _mention_hidden(figure: Figure, layers: Sequence[AttentionMap], loc: Any) -> None:
     from matplotlib.patches import Patch
 
     if not all(bool(layer.visible.all()) for layer in layers):
