@@ -140,14 +140,17 @@ def head_heatmap(snapshot: Snapshot, layer: int | str, head: int, row: int = 0) 
     head %= H
     cell = max(0.034, min(0.42, 6.8 / max(L, S)))  # inches
     width, height = max(S * cell, 1.5), max(L * cell, 1.5)
-    figure = Figure(figsize=(width + 2.2, height + 1.4), dpi=DPI, layout="constrained")
+    queries, keys = (token_labels(sentence.tokens[axis][0]) for axis in (chosen.queries, chosen.keys))
+    lies = max(map(len, keys[0])) * 0.09 <= max(width / S, 0.12)
+    left, below = 0.075 * max(map(len, queries[0])), 0.2 if lies else 0.075 * max(map(len, keys[0]))
+    figure = Figure(figsize=(width + left + 1.5, height + below + 1.2), dpi=DPI, layout="constrained")
     ax = figure.subplots()
     ax.tick_params(length=2, colors=INK)
     image = _draw_weights(ax, chosen, head)
     ax.set_aspect("equal" if min(L, S) * cell >= 1.5 else "auto")
-    every_query = _name_tokens(ax.yaxis, sentence.tokens[chosen.queries][0], height / L)
-    every_key = _name_tokens(ax.xaxis, sentence.tokens[chosen.keys][0], width / S)
-    label(ax, f"{_short(chosen.name)}, head {head}", f"key{every_key}", f"query{every_query}")
+    label(ax, f"{_short(chosen.name)}, head {head}", "key", "query")
+    _name_tokens(ax.yaxis, *queries, height / L)
+    _name_tokens(ax.xaxis, *keys, width / S, rotation=0 if lies else 90)
     if max(L, S) <= 12:
         _write_weights(ax, chosen, head)
     _color_bar(figure, image, ax=ax, shrink=min(1.0, 2.6 / height), anchor=(0.0, 1.0), pad=0.03)
@@ -177,15 +180,14 @@ def _write_weights(ax: Axes, layer: AttentionMap, head: int) -> None:
         ax.text(j, i, f"{weights[i, j]:.2f}", ha="center", va="center", fontsize=7, color=color)
 
 
-def _name_tokens(axis: Any, tokens: Sequence[str], cell: float) -> str:
-    """Tick labels, ``cell`` inches apart; says which tokens are named where not all are."""
-    labels, families = token_labels(tokens)
-    lies = axis.axis_name == "x" and max(map(len, labels)) * 0.09 <= max(cell, 0.12)
+def _name_tokens(axis: Any, labels: Sequence[str], families: Sequence[str], cell: float, **options: Any) -> None:
+    """Tick labels, ``cell`` inches apart; the axis' name says which are left out."""
     every = max(1, math.ceil(0.125 / cell))
     places = range(0, len(labels), every)
-    turned = {} if axis.axis_name == "y" else {"rotation": 0 if lies else 90}
-    axis.set_ticks(places, [labels[i] for i in places], fontsize=7.5, fontfamily=families, parse_math=False, **turned)
-    return "" if every == 1 else f" (one in {every} named)"
+    look = {"fontsize": 7.5, "fontfamily": families, "parse_math": False, **options}
+    axis.set_ticks(places, [labels[i] for i in places], **look)
+    if every > 1:
+        axis.set_label_text(f"{axis.get_label_text()} (one in {every} named)")
 
 
 def _color_bar(figure: Figure, image: AxesImage, **place: Any) -> None:
