@@ -48,11 +48,19 @@ def snapshot(decoder):
 
 
 @pytest.fixture(scope="module")
-def translation():
+def translator():
+    """A model and a batch of which the second row is padded at the end on both sides."""
     torch.manual_seed(0)
-    model = EncoderDecoder(TransformerConfig(architecture="encoder_decoder", **SIZES))
     inputs = {"input_ids": torch.randint(1, 31, (2, 7)), "decoder_input_ids": torch.randint(1, 31, (2, 5))}
-    return take_snapshot(model, {**inputs, "key_mask": torch.arange(7) < torch.tensor([[7], [4]])})
+    masks = {"key_mask": torch.tensor([[7], [4]]), "decoder_key_mask": torch.tensor([[5], [3]])}
+    real = {name: torch.arange(7 if name == "key_mask" else 5) < lengths for name, lengths in masks.items()}
+    return EncoderDecoder(TransformerConfig(architecture="encoder_decoder", **SIZES)), {**inputs, **real}
+
+
+@pytest.fixture(scope="module")
+def translation(translator):
+    model, inputs = translator
+    return take_snapshot(model, inputs)
 
 
 def made(tokens, heads=1, causal=True):
@@ -89,8 +97,8 @@ def test_the_grid_draws_every_head_of_the_row_without_its_padding_and_masks_what
     assert [panels[0].get_ylabel(), panels[3].get_ylabel()] == ["blocks.0", "blocks.1"]
 
 
-def test_equal_colours_are_equal_weights_in_every_panel(snapshot):
-    images = [ax.images[0] for ax in heatmap_grid(snapshot).axes if ax.images]
+def test_equal_colours_are_equal_weights_in_every_panel(translation):
+    images = [ax.images[0] for ax in heatmap_grid(translation).axes if ax.images]
     assert len({image.get_cmap().name for image in images}) == 1
     assert {(image.norm.vmin, image.norm.vmax, image.norm.gamma) for image in images} == {(0.0, 1.0, 0.5)}
 
@@ -110,15 +118,18 @@ def test_layers_may_differ_in_their_heads(snapshot):
 
 
 def test_one_head_has_its_tokens_on_both_axes_and_its_weights_in_the_cells(translation):
-    texts = {"input_ids": [list("abcdefg")] * 2, "decoder_input_ids": [["to", " be", "\n", "", "incomprehensible"]] * 2}
+    texts = {
+        "input_ids": [["to", "", "incomprehensible", "\t", *"efg"]] * 2,
+        "decoder_input_ids": [["to", " be", "\n", *"de"]] * 2,
+    }
     sentence = replace(translation, tokens=texts)
     ax = head_heatmap(sentence, "blocks.1.cross", -1, row=1).axes[0]
     layer = next(m for m in translation.maps if m.name == "blocks.1.cross_attention.core")
-    assert np.array_equal(ax.images[0].get_array().filled(0.0), layer.weights[1, 2, :, :4].numpy())
-    assert names(ax.xaxis) == list("abcd")
-    assert names(ax.yaxis) == ["to", "␣be", "↵", "∅", "incomprehensi…"]
+    assert np.array_equal(ax.images[0].get_array().filled(0.0), layer.weights[1, 2, :3, :4].numpy())
+    assert names(ax.xaxis) == ["to", "∅", "incomprehensi…", "⇥"]
+    assert names(ax.yaxis) == ["to", "␣be", "↵"]
     cells = {text.get_position(): text.get_text() for text in ax.texts}
-    assert cells == {(j, i): f"{layer.weights[1, 2, i, j]:.2f}" for i in range(5) for j in range(4)}
+    assert cells == {(j, i): f"{layer.weights[1, 2, i, j]:.2f}" for i in range(3) for j in range(4)}
 
 
 def test_a_layer_goes_by_index_or_by_name(snapshot, translation):
@@ -170,17 +181,21 @@ def captured(what, seed=0, **options):
     return seen
 
 
-def test_entropy_is_that_of_the_statistics_wherever_it_is_read_from(decoder, snapshot):
+@pytest.mark.parametrize("which", ["decoder", "translator"])
+def test_entropy_is_that_of_the_statistics_wherever_it_is_read_from(which, decoder, snapshot, translator, translation):
     model, ids, real = decoder
-    with capture(model.double().eval()) as seen:
-        model(ids, key_mask=real)
-    model.float()
-    wanted = torch.stack([calls[0]["entropy"] for calls in seen.values()])
-    for given, tolerance in ((seen, 0.0), (snapshot, 1e-6)):
-        dots, line = entropy_over_layers(given).axes[0].lines
-        assert dots.get_xdata() == pytest.approx([0, 0, 0, 1, 1, 1])
-        assert list(dots.get_ydata()) == pytest.approx(wanted.flatten().tolist(), abs=tolerance)
-        assert list(line.get_ydata()) == pytest.approx(wanted.mean(1).tolist(), abs=tolerance)
+    model, inputs = (model, {"input_ids": ids, "key_mask": real}) if which == "decoder" else translator
+    with capture(model.eval()) as seen:
+        model(**inputs)
+    wanted: dict[str, list[list[float]]] = {}
+    for name, calls in seen.items():
+        wanted.setdefault(seen.kinds[name], []).append(calls[0]["entropy"].tolist())
+    for given, tolerance in ((seen, 0.0), (snapshot if which == "decoder" else translation, 1e-6)):
+        lines = entropy_over_layers(given).axes[0].lines
+        for dots, line, heads in zip(lines[::2], lines[1::2], wanted.values(), strict=True):
+            assert dots.get_xdata() == pytest.approx([0, 0, 0, 1, 1, 1], abs=0.2)
+            assert list(dots.get_ydata()) == pytest.approx([*heads[0], *heads[1]], abs=tolerance)
+            assert list(line.get_ydata()) == pytest.approx([np.mean(layer) for layer in heads], abs=tolerance)
 
 
 def test_entropy_averages_the_calls_of_a_layer_and_keeps_kinds_apart(translation):
