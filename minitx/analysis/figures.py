@@ -90,14 +90,15 @@ def heatmap_grid(snapshot: Snapshot, row: int = 0) -> Figure:
     axes = figure.subplots(len(layers), heads, squeeze=False, gridspec_kw={**frame, "wspace": 0.08, "hspace": 0.08})
     for ax in axes.flat:
         ax.set(xticks=[], yticks=[])
+    named = 0
     for name, layer, line in zip(names, layers, axes, strict=True):
         line[0].set_ylabel(name, fontsize=8.5, color=INK, rotation=0, ha="right", va="center")
         for head in range(layer.weights.shape[1]):
             image = _draw_weights(line[head], layer, head)
+            label(line[head], f"head {head}" if head >= named else "")
+        named = max(named, layer.weights.shape[1])
         for ax in line[layer.weights.shape[1] :]:
             ax.remove()
-    for head, ax in enumerate(axes[0]):
-        label(ax, f"head {head}")
     bar = figure.add_axes((frame["right"] + 0.15 / width, frame["bottom"], 0.13 / width, frame["top"] - frame["bottom"]))
     _color_bar(figure, image, cax=bar)
     _mention_hidden(figure, layers, loc="lower left")

@@ -113,8 +113,9 @@ def test_only_where_something_is_hidden_the_legend_says_so(snapshot, translation
 def test_layers_may_differ_in_their_heads(snapshot):
     layer = snapshot.maps[1]
     parts = {name: getattr(layer, name)[:, :1] for name in ("weights", "visible", "max_logit")}
-    *panels, _ = heatmap_grid(replace(snapshot, maps=(snapshot.maps[0], replace(layer, **parts)))).axes
-    assert [panel.get_ylabel() for panel in panels] == ["blocks.0", "", "", "blocks.1"]
+    *panels, _ = heatmap_grid(replace(snapshot, maps=(replace(layer, **parts), snapshot.maps[0]))).axes
+    assert [panel.get_ylabel() for panel in panels] == ["blocks.1", "blocks.0", "", ""]
+    assert [panel.get_title() for panel in panels] == ["head 0", "", "head 1", "head 2"]
 
 
 def test_one_head_has_its_tokens_on_both_axes_and_its_weights_in_the_cells(translation):
