@@ -137,9 +137,9 @@ def test_the_distance_to_the_likeliest_key_is_that_of_the_scores(visit):
     row = STEPS[-1].maps[SELF].weights[0, 0, 2]
     k = int(row.argsort()[-2])
     page.mouse.move(*cell(page, 2, k))
-    assert f"z {math.log(row.max() / row[k]):.2f} below" in readout(page)
+    assert f"z {math.log(row.max() / row[k]):.2f} below the row's largest" in readout(page)
     page.mouse.move(*cell(page, 2, int(row.argmax())))
-    assert "the row's largest" in readout(page)
+    assert "z is the row's largest" in readout(page)
 
 
 def test_a_thumbnail_opens_its_head_and_arrows_go_on_from_there(visit):
@@ -285,6 +285,11 @@ def test_lines_of_one_token_alone_are_drawn_when_it_is_pointed_at_or_focused(vis
     all_lines = page.evaluate(drawn)
     page.locator(".web .queries li").nth(5).hover()
     assert 0 < page.evaluate(drawn) < all_lines
+    heights = page.evaluate(  # of the ink where the lines begin, in rows of text
+        "(() => { const c = document.querySelector('.web canvas'), d = c.getContext('2d').getImageData(1, 0, 1, c.height).data;"
+        " return [...d.keys()].filter(i => i % 4 === 3 && d[i]).map(i => Math.floor((i >> 2) / (c.height / c.clientHeight) / 20)) })()"
+    )
+    assert set(heights) == {5}
     strongest = int(STEPS[-1].maps[SELF].weights[0, 0, 5].argmax())
     assert "lit" in page.locator(".web .keys li").nth(strongest).get_attribute("class")
     page.mouse.move(1, 1)

@@ -53,14 +53,14 @@ class LinesView {
   show(layer) {
     this.layer = layer;
     [this.H, this.L, this.S] = DATA.layers[layer].shape;
-    const signed = this.pane === "diff";
-    this.heads = signed ? [state.head] : [...new Set([state.head, ...state.extra])].sort((a, b) => a - b);
+    const isSigned = this.pane === "diff";
+    this.heads = isSigned ? [state.head] : [...new Set([state.head, ...state.extra])].sort((a, b) => a - b);
     this.fields = this.heads.map((head) => field(this.pane, layer, head));
     this.tops = this.fields.map((one) => topOf([one]));
     this.held = null;
     this.fill(this.queries, queriesOf(layer), state.q);
     this.fill(this.keys, keysOf(layer), state.k);
-    this.showChips(signed);
+    this.showChips(isSigned);
     this.draw();
   }
 
@@ -85,8 +85,8 @@ class LinesView {
     this.choose(this.keys, k);
   }
 
-  showChips(signed) {
-    this.chips.hidden = signed || this.H === 1;
+  showChips(isSigned) {
+    this.chips.hidden = isSigned || this.H === 1;
     this.chips.replaceChildren(...Array.from({ length: this.H }, (_, head) => {
       const chip = Object.assign(element("button", "chip", `h${head}`), { type: "button" });
       chip.style.setProperty("--colour", headColour(head));

@@ -78,7 +78,7 @@ function describe({ q, k }) {
       return { weight: signed(one.weights[at]), more: `A ${a}, B ${b}` };
     }
     const row = one.weights.subarray(q * S, (q + 1) * S);
-    return { weight: fixed(one.weights[at]), more: [`z ${below(one.weights[at], largest(row))}`, ...rowFacts(one, q)].join(" · ") };
+    return { weight: fixed(one.weights[at]), more: [`${below(one.weights[at], largest(row))}`, ...rowFacts(one, q)].join(" · ") };
   });
   return { query, key, told };
 }
@@ -86,9 +86,11 @@ function describe({ q, k }) {
 const rowFacts = (one, q) => [`row H̄ ${Number.isNaN(one.entropy[q]) ? "–" : fixed(one.entropy[q], 3)}`, `row max |z| ${fixed(one.logit[q], 2)}`];
 
 function below(weight, top) {
-  if (Number.isNaN(weight)) return "NaN";
-  if (weight === top) return "the row's largest";
-  return weight > 0 ? `${fixed(Math.log(top / weight), 2)} below` : `over ${fixed(Math.log(top * DATA.full), 0)} below`;
+  if (Number.isNaN(weight)) return "z is not a number";
+  if (weight === top) return "z is the row's largest";
+  const digits = Math.max(Math.floor(Math.log10(weight * DATA.full)), 0); // a small weight is known to few digits
+  const distance = weight > 0 ? fixed(Math.log(top / weight), Math.min(digits, 2)) : `over ${Math.floor(Math.log(top * DATA.full))}`;
+  return `z ${distance} below the row's largest`;
 }
 
 function showReadout(cell) {
