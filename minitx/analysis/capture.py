@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.statistics import attention_statistics, favourite_keys, over_tiles, real_queries
+from minitx.analysis.statistics import attention_statistics, over_tiles, real_queries
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.blocks import is_recomputing
 from minitx.nn.functional import AttentionCall, full_precision, make_call
@@ -28,7 +28,8 @@ class Look:
     """One attention call as a recorder gets it.
 
     Attributes:
-        call: query, key and value (detached), and all that the weights depend on; its mask is the effective one.
+        call: query, key and value, still part of the graph if there is one, and all that the weights depend on; its mask is
+            the effective one. A recorder runs without gradients.
         kind: ``causal``, ``self`` or ``cross``, see ``Seen``.
         real_queries: bool (B, L), False where the query is padding.
         heads: int (H',), the heads to record.
@@ -44,12 +45,9 @@ Recorder = Callable[[Look], Any]
 
 
 def _statistics(look: Look) -> dict[str, Tensor]:
-    call, rows = look.call, look.real_queries
-    found = attention_statistics(call.query, call.key, **call.terms, query_mask=rows)
-    del (terms := call.terms)["softcap"], terms["sinks"]  # neither changes the order of the keys
-    favourite = favourite_keys(call.query, call.key, **terms, query_mask=rows)
-    chosen = look.heads.cpu()
-    return {**{name: value[chosen] for name, value in found.items()}, "favourite": favourite[:, look.heads]}
+    found = attention_statistics(look.call.query, look.call.key, **look.call.terms, query_mask=look.real_queries)
+    favourite, chosen = found.pop("favourite"), look.heads.cpu()
+    return {**{name: value[chosen] for name, value in found.items()}, "favourite": favourite[:, chosen]}
 
 
 def _weights(look: Look) -> Tensor:
@@ -101,7 +99,7 @@ def capture(
     the modules, no random number is drawn, and the hooks are removed at the end.
 
     =============== ===========================================================================================
-    ``statistics``  ``attention_statistics``, each (H,), and ``favourite`` (B, H, L); never holds L × S values
+    ``statistics``  what ``attention_statistics`` returns; never holds L × S values
     ``weights``     (B, H, L, S), after softmax and before dropout; rows sum to 1 over visible keys
     ``scores``      (B, H, L, S), scaled, soft-capped and with bias, before softmax; -inf where a key is hidden
     ``values``      (B, H, S, Dv), the values as each query head gets them
@@ -147,7 +145,7 @@ def watch(
 ) -> Iterator[Seen]:
     """``capture`` with a recorder of your own, called with a ``Look`` at each attention call; see there."""
     cores = _chosen_cores(model, layers)
-    _refuse_compiled(model)
+    refuse_compiled(model)
     watcher = _Watcher(Seen(list(cores)), recorder, heads)
     handles = []
     try:
@@ -187,7 +185,12 @@ def _chosen_cores(model: nn.Module, layers: Sequence[int | str] | None) -> dict[
     return {name: cores[name] for name in names if name in chosen}
 
 
-def _refuse_compiled(model: nn.Module) -> None:
+def refuse_compiled(model: nn.Module) -> None:
+    """Hooks need a plain module.
+
+    Raises:
+        RuntimeError: a part of ``model`` is compiled, named.
+    """
     for name, module in model.named_modules():
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
             raise RuntimeError(
@@ -221,9 +224,7 @@ class _Watcher:
         names = ("mask", "scale", "attn_bias", "sinks")
         given: dict[str, Any] = {**dict.fromkeys(names), **{key: kwargs[key] for key in names if key in kwargs}}
         mask = core.effective_mask(given.pop("mask"))  # type: ignore[operator]
-        query, key, value = (
-            tensor.detach() for tensor in (*args, *(kwargs[n] for n in ("query", "key", "value") if n in kwargs))
-        )
+        query, key, value = (*args, *(kwargs[n] for n in ("query", "key", "value") if n in kwargs))
         call = make_call(query, key, value, mask, 0.0, False, **given, softcap=core.softcap)  # type: ignore[arg-type]
         parts = () if call.mask is None else call.mask.parts()
         kind = "cross" if is_cross else "causal" if any(isinstance(part, Causal) for part in parts) else "self"

@@ -130,6 +130,13 @@ class DataModule(LightningDataModule, ABC):
         source = self.val_source()
         return source.rows(range(min(num_rows, source.num_rows)))
 
+    def texts(self, inputs: Batch) -> dict[str, list[list[str]]]:
+        """What stands at each position of a batch's ids, for people; {} where there is no tokenizer."""
+        if self.tokenizer is None:
+            return {}
+        ids = {axis: inputs[axis] for axis in ("input_ids", "decoder_input_ids") if axis in inputs}
+        return {axis: [[self.tokenizer.decode([i]) for i in row] for row in rows.tolist()] for axis, rows in ids.items()}
+
     def val_batch_size(self, world: int) -> int:
         """Rows of a validation batch over all ranks: as asked for, rounded up to a multiple of ``world``."""
         return world * math.ceil((self.options.val_batch_size or self.config.batch_size) / world)
