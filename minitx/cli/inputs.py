@@ -56,18 +56,13 @@ def row_inputs(data: DataModule, row: int) -> Inputs:
     Raises:
         ConfigError: there is no such row.
     """
-    from minitx.data.tokenizers import token_texts
     from minitx.training.module import network_inputs
 
     source = data.val_source()
     if not 0 <= row < source.num_rows:
         raise ConfigError(f"row={row} must lie in [0, {source.num_rows}), the validation rows")
     tensors = network_inputs(source.rows(range(row, row + 1)))
-    ids = {axis: tensors[axis][0].tolist() for axis in (SOURCE, TARGET) if axis in tensors}
-    if data.tokenizer is None:
-        types = tensors[TYPES][0].tolist() if TYPES in tensors else []
-        return Inputs(tensors, {axis: [_id_texts(ids[axis], types)] for axis in ids})
-    return Inputs(tensors, {axis: [token_texts(data.tokenizer, ids[axis])] for axis in ids})
+    return Inputs(tensors, data.texts(tensors))
 
 
 def text_inputs(model: TransformerModel, tokenizer: Tokenizer | None, text: str, target: str | None, **options: Any) -> Inputs:
@@ -119,6 +114,8 @@ def _id_inputs(model: TransformerModel, text: str) -> Inputs:
     """Ids with spaces between them, each ``ID`` or ``ID:TYPE``."""
     import torch
 
+    from minitx.data.synthetic import key_value_texts
+
     config = model.config
     words = text.split()
     wrong = next((word for word in words if not re.fullmatch(r"\d+(:\d+)?", word, re.ASCII)), None)
@@ -130,11 +127,7 @@ def _id_inputs(model: TransformerModel, text: str) -> Inputs:
             raise ConfigError(f"text has {max(numbers)} among its {name}, which must lie in [0, {size})")
     check_length(model, ids, "text")
     tensors = {SOURCE: torch.tensor([ids])} | ({TYPES: torch.tensor([types])} if config.type_vocab_size else {})
-    return Inputs(tensors, {SOURCE: [_id_texts(ids, types)]})
-
-
-def _id_texts(ids: list[int], types: list[int]) -> list[str]:
-    return [f"{id}:{kind}" if kind else str(id) for id, kind in zip(ids, types or [0] * len(ids), strict=True)]
+    return Inputs(tensors, {SOURCE: [key_value_texts(ids, types)]})
 
 
 def check_length(model: TransformerModel, ids: list[int], name: str) -> None:
