@@ -7,6 +7,7 @@ writes one every so many steps.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -186,10 +187,16 @@ def _texts(
         return rows
     if axis in ids:
         return [[str(number) for number in row] for row in ids[axis].tolist()]
-    side = int((size - 1) ** 0.5)  # an image: the class token, then the patches row by row
-    patches = [f"{row},{column}" for row in range(side) for column in range(side)]
-    names = ["cls", *patches] if len(patches) == size - 1 else [str(i) for i in range(size)]
-    return [names] * B
+    return [_patches(size)] * B
+
+
+def _patches(size: int) -> list[str]:
+    """The tokens of an image: its patches row by row, with a class token before them where there is one."""
+    for first in ([], ["cls"]):
+        side = math.isqrt(size - len(first))
+        if side * side == size - len(first):
+            return first + [f"{row},{column}" for row in range(side) for column in range(side)]
+    return [str(i) for i in range(size)]
 
 
 def write_snapshot(snapshot: Snapshot, folder: Path) -> Path:

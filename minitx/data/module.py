@@ -33,9 +33,9 @@ from minitx.data.examples import ExampleSource, ExampleValidation, Task, TaskNam
 from minitx.data.images import load_images
 from minitx.data.masked import load_masked
 from minitx.data.seq2seq import load_pairs
-from minitx.data.synthetic import KeyValueSource, KeyValueValidation
+from minitx.data.synthetic import KeyValueSource, KeyValueValidation, key_value_texts
 from minitx.data.text import TextSource, TextValidation
-from minitx.data.tokenizers import Tokenizer
+from minitx.data.tokenizers import Tokenizer, token_texts
 from minitx.data.tokens import TokenisedText, split_chunks, tokenised
 
 
@@ -135,7 +135,7 @@ class DataModule(LightningDataModule, ABC):
         if self.tokenizer is None:
             return {}
         ids = {axis: inputs[axis] for axis in ("input_ids", "decoder_input_ids") if axis in inputs}
-        return {axis: [[self.tokenizer.decode([i]) for i in row] for row in rows.tolist()] for axis, rows in ids.items()}
+        return {axis: [token_texts(self.tokenizer, row) for row in rows.tolist()] for axis, rows in ids.items()}
 
     def val_batch_size(self, world: int) -> int:
         """Rows of a validation batch over all ranks: as asked for, rounded up to a multiple of ``world``."""
@@ -251,6 +251,11 @@ class KeyValueDataModule(DataModule):
     def train_source(self, world: int = 1) -> KeyValueSource:
         options = self.options
         return KeyValueSource(self.config, seed=options.seed, accumulate=options.accumulate, world=world)
+
+    def texts(self, inputs: Batch) -> dict[str, list[list[str]]]:
+        """See ``key_value_texts``."""
+        rows = zip(inputs["input_ids"].tolist(), inputs["token_type_ids"].tolist(), strict=True)
+        return {"input_ids": [key_value_texts(ids, types) for ids, types in rows]}
 
     def val_source(self, world: int = 1) -> KeyValueValidation:
         return KeyValueValidation(self.config, batch_size=self.val_batch_size(world), world=world)

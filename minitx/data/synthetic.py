@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -36,6 +38,15 @@ def key_value_examples(config: KeyValueDataConfig, num_examples: int, random: np
     labels[:, -1] = config.num_keys + values[rows, asked]
     arrays = {"input_ids": input_ids, "token_type_ids": token_type_ids, "labels": labels}
     return {**{key: torch.from_numpy(a) for key, a in arrays.items()}, "num_targets": torch.tensor(num_examples)}
+
+
+def key_value_texts(input_ids: Sequence[int], token_type_ids: Sequence[int]) -> list[str]:
+    """Positions for people: ``key:value``, values from 1 on as in ``token_type_ids``; the key alone where it has no value.
+
+    >>> key_value_texts([12, 3, 12], [5, 1, 0])
+    ['12:5', '3:1', '12']
+    """
+    return [f"{key}:{value}" if value else str(key) for key, value in zip(input_ids, token_type_ids, strict=True)]
 
 
 def _slice(batch: Batch, rows: range) -> Batch:
