@@ -22,7 +22,7 @@ REFERENCE, TREATMENT, FOLD, FLOOR, NULL = "inv_sqrt", "unscaled", "init_fold", "
 ARMS = (REFERENCE, TREATMENT)
 """What is compared first: unscaled − inv_sqrt."""
 RECALL, TEXT, LADDER, INIT_SWEEP, NULL_CONTROL = "recall", "text", "ladder", "init_sweep", "null_control"
-FLOOR_STUDY = "floor"
+FLOOR_STUDY, DOSE, TWO_BY_TWO = "floor", "dose", "two_by_two"
 RATE, WIDTH, INIT, RUNG = "lr", "head_dim", "init", "rung"
 PRIMARY_INIT, SMALL_INIT = "lecun", "gpt2"
 SOLVED = 0.99

@@ -56,7 +56,7 @@ def expected_cells(grid: AblationConfig) -> list[Record]:
         combinations = [dict(zip(config.factors, c, strict=True)) for c in itertools.product(*config.factors.values())]
         for seed, arm, factors in itertools.product(config.seeds, config.arms, combinations):
             skipped = arm == "uniform" and factors["lr"] != "3e-3"
-            skipped |= arm in ("uniform", "init_fold") and factors["init"] != "lecun"
+            skipped |= arm in ("uniform", "init_fold") and factors.get("init", "lecun") != "lecun"
             if not skipped:
                 cells.append({"study": study, "arm": arm, "factors": factors, "seed": seed})
     return cells

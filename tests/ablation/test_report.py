@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from minitx.ablation import design_figures
 from minitx.ablation.predictions import predictions
 from minitx.ablation.records import accuracy_of, collect, loss_of
 from minitx.ablation.report import Report, write_report
@@ -327,6 +328,38 @@ def test_every_figure_is_a_png_beside_the_page_and_inside_it(quick: Report) -> N
     page = (quick.folder / "report.html").read_text(encoding="utf-8")
     assert page.count('src="data:image/png;base64,') == len(pictures)
     assert all(f"({p.name})" in (quick.folder / "summary.md").read_text(encoding="utf-8") for p in pictures)
+
+
+def test_dose_and_two_by_two_are_drawn_with_every_seed_as_a_dot(fabricate: Any) -> None:
+    rates = dict.fromkeys(("1e-3", "1e-2"), ())
+    options = {"seeds": (0, 1, 2), "score": "accuracy"}
+    studies = {
+        "dose": StudyConfig(
+            arms=("inv_sqrt",), factors={"alpha": dict.fromkeys(("0.5", "1", "11.3"), ()), "lr": rates}, **options
+        ),
+        "two_by_two": StudyConfig(
+            arms=("inv_sqrt", "lr_fold", "init_fold", "unscaled"),
+            factors={"norm_position": dict.fromkeys(("pre", "post"), ()), "lr": rates},
+            **options,
+        ),
+    }
+    arms = dict.fromkeys(("inv_sqrt", "lr_fold", "init_fold", "unscaled"), ())
+    records, grid, expected = fabricate(AblationConfig(arms=arms, studies=studies))
+    assert len(records) == 18 + 48
+    for record in records:  # the response to the dose is known: solved up to 1, at the lower rate only beyond
+        alpha, rate = record["factors"].get("alpha"), record["factors"]["lr"]
+        record["result"]["accuracy"] = 0.2 if alpha == "11.3" and rate == "1e-2" else 1.0
+    findings = analyse(collect(records, grid, expected))
+    best, window = design_figures.dose_response(findings).axes
+    assert [dots(ax) for ax in (best, window)] == [[1.0] * 9, [1.0] * 6 + [0.5] * 3]
+    assert [len(dots(ax)) for ax in design_figures.two_by_two(findings).axes] == [12] * 4
+    empty = analyse(collect([], grid, expected))
+    assert design_figures.dose_response(empty) is design_figures.two_by_two(empty) is None
+
+
+def dots(ax: Any) -> list[float]:
+    """The heights of the single points of a panel."""
+    return [float(line.get_ydata()[0]) for line in ax.get_lines() if len(line.get_xdata()) == 1]
 
 
 def test_the_page_asks_the_network_for_nothing(quick: Report) -> None:
