@@ -12,7 +12,7 @@ from minitx.ablation.records import ARMS, LADDER, RECALL, REFERENCE, TEXT, TREAT
 from minitx.ablation.tables import InitRow, LadderRow
 from minitx.ablation.verdict import Findings, primary_condition
 from minitx.ablation.wording import STYLES, condition_text
-from minitx.analysis.canvas import GREY, INK, PALETTE, RED, label, legend, log_ticks, panels, wrapped_panels
+from minitx.analysis.canvas import GREY, INK, PALETTE, RED, label, legend, log_ticks, panels, step_axis, wrapped_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -116,7 +116,7 @@ def during_training(findings: Findings) -> Figure | None:
         for ax, (name, words) in zip(row, PROBED, strict=True):
             for record in runs:
                 _draw_probes(ax, record, name)
-            _step_axis(ax, max(p["step"] for r in runs for p in r["result"]["probes"]))
+            step_axis(ax, max(p["step"] for r in runs for p in r["result"]["probes"]))
             if name in ("ratio", "max_logit"):
                 log_ticks(ax)
             else:
@@ -153,14 +153,6 @@ def _draw_probes(ax: Axes, record: Record, name: str) -> None:
 def _probe_value(layer: Mapping[str, Any], name: str) -> float:
     value = quotient(layer.get("grad_q"), layer.get("grad_v")) if name == "ratio" else finite(layer.get(name))
     return math.nan if value is None else value
-
-
-def _step_axis(ax: Axes, last: int) -> None:
-    ax.set_xscale("symlog", linthresh=1, base=2)
-    ticks = [0, *(t for t in (1, 4, 16, 64, 256, 1024, 4096, 16384) if t <= last)]
-    ax.set_xticks(ticks, [str(t) for t in ticks])
-    ax.set_xlim(0, last)
-    ax.minorticks_off()
 
 
 # --- the ladder

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import io
 import math
+import pickle
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from minitx.analysis.lettering import drawable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,11 +59,13 @@ def legend(figure: Figure, entries: Sequence[Entry]) -> None:
     """One legend above all panels."""
     from matplotlib.lines import Line2D
 
+    labels, families = drawable([label.replace("$", r"\$") for label, *_ in entries])
     handles = [
-        Line2D([], [], color=color, marker=marker, linestyle=line, markersize=5, label=label.replace("$", r"\$"))
-        for label, color, marker, line in entries
+        Line2D([], [], color=color, marker=marker, linestyle=line, markersize=5, label=label)
+        for label, (_, color, marker, line) in zip(labels, entries, strict=True)
     ]
-    figure.legend(handles=handles, loc="outside upper left", ncols=min(len(handles), 4), fontsize=8, frameon=False)
+    font = {"family": families, "size": 8}
+    figure.legend(handles=handles, loc="outside upper left", ncols=min(len(handles), 4), prop=font, frameon=False)
 
 
 def label(ax: Axes, title: str = "", x: str = "", y: str | None = None) -> None:
@@ -87,8 +92,32 @@ def log_ticks(ax: Axes) -> None:
     ax.minorticks_off()
 
 
+def step_axis(ax: Axes, last: int) -> None:
+    """Steps from 0 to ``last`` on a logarithmic axis that starts at 0."""
+    ax.set_xscale("symlog", linthresh=1, base=2)
+    ticks = [0, *(t for t in (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144) if t <= last)]
+    ax.set_xticks(ticks, [str(t) for t in ticks])
+    ax.set_xlim(0, max(last, 1))
+    ax.minorticks_off()
+
+
 def png(figure: Figure) -> bytes:
     """The figure as a file; equal figures give equal bytes."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
+    _unmoved(figure).savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
     return buffer.getvalue()
+
+
+def svg(figure: Figure) -> bytes:
+    """The figure as a file of curves, texts included; equal figures give equal bytes."""
+    import matplotlib
+
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "minitx", "svg.fonttype": "path"}):
+        _unmoved(figure).savefig(buffer, format="svg", dpi=2 * DPI, metadata={"Date": None, "Creator": None})
+    return buffer.getvalue()
+
+
+def _unmoved(figure: Figure) -> Figure:
+    """A copy: drawing lays panels out anew from where they are, so that a second file would differ from the first."""
+    return pickle.loads(pickle.dumps(figure))

@@ -33,6 +33,11 @@ class AttentionMap:
         queries, keys: which tokens stand on the two axes, keys of ``Snapshot.tokens``.
         weights: (B, H, L, S), before dropout. visible: bool (B, H, L, S), what the masks allow.
         max_logit: (B, H, L), the largest |z| among a row's visible scores.
+
+    >>> weights, visible = torch.tensor([[[[1.0, 0.0], [0.5, 0.5]]]]), torch.ones(2, 2).tril().bool()[None, None]
+    >>> layer = AttentionMap("core", "causal", "query", "query", weights, visible, torch.zeros(1, 1, 2))
+    >>> layer.entropy().tolist()  # the first row has no choice, the second chooses nothing
+    [[[nan, 1.0]]]
     """
 
     name: str
@@ -60,6 +65,14 @@ class Snapshot:
         tokens: for each axis (``input_ids``, ``decoder_input_ids``, ``pixel_values``) and row of the batch, a text a token.
         ids: for each axis, int (B, n); none for images. real: bool (B, n), False at padding.
         step: of training, or None. title: what it was taken of.
+
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import Encoder
+    >>> model = Encoder(TransformerConfig(architecture="encoder", vocab_size=11, embed_dim=12, num_heads=3, num_layers=1))
+    >>> real = torch.tensor([[True, True, True], [True, True, False]])
+    >>> snapshot = take_snapshot(model, {"input_ids": torch.tensor([[1, 2, 3], [5, 7, 0]]), "key_mask": real})
+    >>> snapshot.num_rows, snapshot.sentence(1).maps[0].weights.shape
+    (2, torch.Size([1, 3, 2, 2]))
     """
 
     maps: tuple[AttentionMap, ...]
@@ -75,7 +88,13 @@ class Snapshot:
         return self.maps[0].weights.shape[0]
 
     def sentence(self, row: int) -> Snapshot:
-        """One row of the batch, without its padding: B = 1."""
+        """One row of the batch, without its padding: B = 1.
+
+        Raises:
+            ValueError: no such row.
+        """
+        if not 0 <= row < self.num_rows:
+            raise ValueError(f"row={row} must be one of the batch's 0 to {self.num_rows - 1}")
         real = {axis: mask[row] for axis, mask in self.real.items()}
         maps = []
         for layer in self.maps:
@@ -235,6 +254,15 @@ def read_snapshots(folder: Path) -> list[Snapshot]:
 
     Raises:
         ValueError: none there, or a file that is none.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from minitx.nn import MultiHeadAttention
+    >>> snapshot = take_snapshot(MultiHeadAttention(6, 2), {"query": torch.randn(1, 3, 6)}, step=50)
+    >>> with TemporaryDirectory() as run:
+    ...     path = write_snapshot(snapshot, Path(run) / "attention")
+    ...     [again] = read_snapshots(Path(run))
+    >>> path.name, again.step
+    ('step_00000050.safetensors', 50)
     """
     paths = sorted(folder.glob("step_*.safetensors")) or sorted((folder / "attention").glob("step_*.safetensors"))
     if not paths:
