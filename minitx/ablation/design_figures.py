@@ -72,7 +72,7 @@ def two_by_two(findings: Findings) -> Figure | None:
     conditions = cells.conditions(TWO_BY_TWO)
     if not cells.select(TWO_BY_TWO):
         return None
-    figure, axes = panels(len(ENDPOINTS), len(conditions), width=3.6, height=2.4, sharey="row")
+    figure, axes = panels(len(ENDPOINTS), len(conditions), width=4.2, height=2.4, sharey="row")
     for column, condition in enumerate(conditions):
         for row, words in enumerate(ENDPOINTS.values()):
             ax = axes[row, column]
