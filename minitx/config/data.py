@@ -90,6 +90,10 @@ class LookupConfig:
         return self.num_keys + self.num_values
 
     @property
+    def type_vocab_size(self) -> int:
+        return 0
+
+    @property
     def chance(self) -> float:
         return 1 / self.num_values
 
@@ -127,10 +131,6 @@ class MultiQueryDataConfig(LookupConfig):
     @property
     def max_tokens(self) -> int:
         return 2 * self.num_pairs + self.num_queries
-
-    @property
-    def type_vocab_size(self) -> int:
-        return 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,9 +64,10 @@ class DataOptions:
 class DataModule(LightningDataModule, ABC):
     """Addressed loaders over one data set; works inside a Lightning trainer and without one.
 
-    After ``setup``: ``task``; ``recall`` (whether its rows hold every answer, so that a run is SOLVED or FAILED); ``vocab_size`` (V of the model, 0 for images), ``type_vocab_size`` (0 where no
-    ``token_type_ids`` are used), ``tokenizer`` or ``None``, ``label_names`` (of a classification), ``floors`` (cross-entropies in nats that a model must beat: ``unigram`` and ``bigram``,
-    or nothing) and ``bits_per`` (factors from nats per token to bits per ``byte`` and ``character``, or nothing).
+    After ``setup``: ``task``; ``recall`` (every answer stands in its row, so that a run is SOLVED or FAILED); ``vocab_size``
+    (V of the model, 0 for images), ``type_vocab_size`` (0 where no ``token_type_ids`` are used), ``tokenizer`` or ``None``,
+    ``label_names`` (of a classification), ``floors`` (cross-entropies in nats that a model must beat: ``unigram`` and
+    ``bigram``, or nothing) and ``bits_per`` (factors from nats per token to bits per ``byte`` and ``character``, or nothing).
     """
 
     task: TaskName = "language_model"

@@ -182,7 +182,11 @@ def test_every_config_lists_every_key_with_its_default(name):
         (MaskedDataConfig, {"mask_fraction": 0.0}, "mask_fraction=0.0 must lie in (0, 1)"),
         (MaskedDataConfig, {"bpe_vocab_size": 258}, "bpe_vocab_size=258 must be at least 259 (256 bytes and 3 marks)"),
         (TextDataConfig, {"bpe_vocab_size": 256}, "bpe_vocab_size=256 must be at least 257 (256 bytes and an end mark)"),
-        (MultiQueryDataConfig, {"num_pairs": 65}, "num_pairs=65 must not exceed num_keys=64: the keys of one example are distinct"),
+        (
+            MultiQueryDataConfig,
+            {"num_pairs": 65},
+            "num_pairs=65 must not exceed num_keys=64: the keys of one example are distinct",
+        ),
         (MultiQueryDataConfig, {"num_queries": 17}, "num_queries=17 must not exceed num_pairs=16: a key is asked for once"),
         (MultiQueryDataConfig, {"num_queries": 0}, "num_queries=0 must be positive"),
         (
