@@ -1,7 +1,8 @@
 """The figures of the report: every run is a dot or a line, medians and intervals lie on top.
 
 Each function takes the findings and returns a matplotlib ``Figure``, or ``None`` where the grid has nothing to draw.
-Here are the rates and the paired seeds; ``probe_figures`` looks into the attention and at the ladder.
+Here are the rates and the paired seeds; ``design_figures`` has the studies that take the scale apart, ``probe_figures`` looks
+into the attention and at the ladder.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minitx.ablation import probe_figures
-from minitx.ablation.canvas import DPI, GREY, INK, STYLES, dodge, label, legend, panels, png, style, wrapped_panels
+from minitx.ablation import design_figures, probe_figures
 from minitx.ablation.effects import Score, score_table
 from minitx.ablation.records import ARMS, RATE, RECALL, REFERENCE, SOLVED, TEXT, TREATMENT, accuracy_of, loss_of
 from minitx.ablation.render import Drawing
 from minitx.ablation.statistics import Floats, wilson_interval
 from minitx.ablation.verdict import ENDPOINTS, Comparison, Findings
-from minitx.ablation.wording import condition_text
+from minitx.ablation.wording import STYLES, condition_text, style
+from minitx.analysis.canvas import DPI, GREY, INK, dodge, label, legend, panels, png, wrapped_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -131,6 +132,18 @@ FIGURES: tuple[tuple[str, str, str, Callable[[Findings], Figure | None]], ...] =
         "Learning rate against validation loss on text",
         "Character language model (T4): a dot is a run, lines join medians.",
         functools.partial(rate_against_score, study=TEXT),
+    ),
+    (
+        "dose_response",
+        "Dose and response",
+        "Recall with the scores α / √d_k · q·k, α = 1 the scaled arm and √d_k the unscaled: a dot is a seed, bars are medians.",
+        design_figures.dose_response,
+    ),
+    (
+        "two_by_two",
+        "A bad start against steps that are too large",
+        "Recall by {logit std at init 1 | √d_k} × {logit step matched | not}: a dot is a seed, bars are medians.",
+        design_figures.two_by_two,
     ),
     (
         "init_variance",

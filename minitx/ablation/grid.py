@@ -67,7 +67,8 @@ class Cell:
 
 
 def cells(grid: AblationConfig, *, common: Sequence[str] = (), trimmed: bool = False) -> list[Cell]:
-    """Every cell of the grid, in seed blocks: all arms of the first seed of every study, then of the second …
+    """Every cell of the grid, in seed blocks: all arms of the first seed of every study, then of the second …; seeds to
+    tune on come first.
 
     A grid that is cut off is therefore still balanced. Overrides apply in the order base, arm, factors, trim, seed.
 
@@ -80,7 +81,7 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = (), trimmed: bool = F
     blocks: dict[int, list[Cell]] = {}
     for name, study in grid.studies.items():
         trim = grid.trim.get(name, ()) if trimmed else ()
-        for block, seed in enumerate(study.seeds):
+        for block, seed in enumerate((*study.tune_seeds, *study.seeds)):
             for arm, factors in _combinations(name, study):
                 levels = [override for factor, level in factors.items() for override in study.factors[factor][level]]
                 overrides = (*study.base, *grid.arms[arm], *levels, *trim, f"seed={seed}", *common)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minitx.ablation.canvas import GREY, INK, MORE_STYLES, RED, STYLES, label, legend, log_ticks, panels, wrapped_panels
 from minitx.ablation.records import ARMS, LADDER, RECALL, REFERENCE, TEXT, TREATMENT, Record, as_number, finite, quotient
 from minitx.ablation.tables import InitRow, LadderRow
 from minitx.ablation.verdict import Findings, primary_condition
-from minitx.ablation.wording import condition_text
+from minitx.ablation.wording import STYLES, condition_text
+from minitx.analysis.canvas import GREY, INK, PALETTE, RED, label, legend, log_ticks, panels, step_axis, wrapped_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,8 +31,7 @@ def variance_and_spread(findings: Findings) -> Figure | None:
         return None
     figure, axes = panels(1, 2, width=4.4, height=3.4)
     left, right = axes[0]
-    palette = (*STYLES.values(), *MORE_STYLES)
-    styles = {init: palette[i % len(palette)] for i, init in enumerate(dict.fromkeys(r.init for r in rows))}
+    styles = {init: PALETTE[i % len(PALETTE)] for i, init in enumerate(dict.fromkeys(r.init for r in rows))}
     for init, (color, marker) in styles.items():
         mine = [r for r in rows if r.init == init]
         look = {"marker": marker, "color": color, "markersize": 4.5, "linewidth": 1.2}
@@ -117,7 +116,7 @@ def during_training(findings: Findings) -> Figure | None:
         for ax, (name, words) in zip(row, PROBED, strict=True):
             for record in runs:
                 _draw_probes(ax, record, name)
-            _step_axis(ax, max(p["step"] for r in runs for p in r["result"]["probes"]))
+            step_axis(ax, max(p["step"] for r in runs for p in r["result"]["probes"]))
             if name in ("ratio", "max_logit"):
                 log_ticks(ax)
             else:
@@ -154,14 +153,6 @@ def _draw_probes(ax: Axes, record: Record, name: str) -> None:
 def _probe_value(layer: Mapping[str, Any], name: str) -> float:
     value = quotient(layer.get("grad_q"), layer.get("grad_v")) if name == "ratio" else finite(layer.get(name))
     return math.nan if value is None else value
-
-
-def _step_axis(ax: Axes, last: int) -> None:
-    ax.set_xscale("symlog", linthresh=1, base=2)
-    ticks = [0, *(t for t in (1, 4, 16, 64, 256, 1024, 4096, 16384) if t <= last)]
-    ax.set_xticks(ticks, [str(t) for t in ticks])
-    ax.set_xlim(0, last)
-    ax.minorticks_off()
 
 
 # --- the ladder

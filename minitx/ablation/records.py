@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ REFERENCE, TREATMENT, FOLD, FLOOR, NULL = "inv_sqrt", "unscaled", "init_fold", "
 ARMS = (REFERENCE, TREATMENT)
 """What is compared first: unscaled − inv_sqrt."""
 RECALL, TEXT, LADDER, INIT_SWEEP, NULL_CONTROL = "recall", "text", "ladder", "init_sweep", "null_control"
-FLOOR_STUDY = "floor"
+FLOOR_STUDY, DOSE, TWO_BY_TWO = "floor", "dose", "two_by_two"
 RATE, WIDTH, INIT, RUNG = "lr", "head_dim", "init", "rung"
 PRIMARY_INIT, SMALL_INIT = "lecun", "gpt2"
 SOLVED = 0.99
@@ -116,8 +116,13 @@ class Cells:
         return _in_order({k.arm for k in self.keys(study, **levels)}, self._planned(study).arms)
 
     def seeds(self, study: str, arm: str, **levels: str) -> tuple[int, ...]:
-        """Seeds that the grid wants for these levels."""
-        return tuple(sorted({k.seed for k in self.keys(study, arm, **levels)}))
+        """Seeds that are judged, of these levels."""
+        tuned_on = self._planned(study).tune_seeds
+        return tuple(sorted({k.seed for k in self.keys(study, arm, **levels)} - set(tuned_on)))
+
+    def tune_seeds(self, study: str) -> tuple[int, ...]:
+        """Seeds whose runs choose the rate and are never judged."""
+        return self._planned(study).tune_seeds
 
     def conditions(self, study: str, *arms: str) -> tuple[Condition, ...]:
         """Every combination of the levels of the factors but the learning rate that has these arms, smallest d_k first."""
@@ -176,6 +181,14 @@ def _plain(value: Any) -> Any:
 # --- scores
 
 
+class Score(NamedTuple):
+    """What a study is judged by: of a record a number, whether large is good (1) or small (−1), and its name."""
+
+    of: Callable[[Record], float]
+    better: int
+    name: str
+
+
 def _override(record: Record, key: str, default: float) -> float:
     """The last value that the overrides of a cell give to ``key``."""
     given = (override.lstrip("+").partition("=") for override in record.get("overrides", ()))
@@ -198,6 +211,9 @@ def loss_of(record: Record) -> float:
     measured = None if diverged else finite(result["val_loss"])
     initial = finite(result["initial_loss"])
     return next((loss for loss in (measured, initial) if loss is not None), math.nan)
+
+
+SCORES = {"accuracy": Score(accuracy_of, 1, "accuracy"), "loss": Score(loss_of, -1, "validation loss (nats)")}
 
 
 def visible_keys(record: Record) -> int:

@@ -220,20 +220,39 @@ def leave_one_out(scores: ArrayLike, *, plateau: float = 0.0) -> Choices:
         scores: (seeds, rates), rates ascending, larger is better.
         plateau: difference of mean scores that is flat enough not to flag an edge; it never changes the choice.
     """
+    table = _score_table(scores)
+    others = (np.delete(table, judged, axis=0) if len(table) > 1 else table for judged in range(len(table)))
+    chosen = [_choose(rows.mean(axis=0), plateau) for rows in others]
+    return Choices(tuple(pick for pick, _ in chosen), tuple(edge for _, edge in chosen))
+
+
+def tuned_choice(scores: ArrayLike, num_judged: int, *, plateau: float = 0.0) -> Choices:
+    """One rate for all judged seeds, the best on runs of their own; ties and edges as in :func:`leave_one_out`.
+
+    Args:
+        scores: (tuning seeds, rates), rates ascending, larger is better.
+        num_judged: for how many seeds the choice is given.
+
+    >>> tuned_choice([[0.1, 0.9, 0.9], [0.2, 0.8, 0.8]], 2).picks
+    (1, 1)
+    """
+    pick, edge = _choose(_score_table(scores).mean(axis=0), plateau)
+    return Choices((pick,) * num_judged, (edge,) * num_judged)
+
+
+def _score_table(scores: ArrayLike) -> Floats:
     table = np.asarray(scores, dtype=float)
     if table.ndim != 2 or not table.size:
         raise ValueError(f"scores must be (seeds, rates), got shape {table.shape}")
     _sample(table.ravel())
-    picks, on_edge = [], []
-    for judged in range(len(table)):
-        means = (np.delete(table, judged, axis=0) if len(table) > 1 else table).mean(axis=0)
-        best = int(np.argmax(means >= means.max() - 1e-12))
-        inner = means[1:-1]
-        picks.append(best)
-        on_edge.append(
-            bool(best in (0, len(means) - 1) and (not inner.size or means[best] > inner.max() + max(plateau, 1e-12)))
-        )
-    return Choices(tuple(picks), tuple(on_edge))
+    return table
+
+
+def _choose(means: Floats, plateau: float) -> tuple[int, bool]:
+    """The best of the rates' mean scores, and whether it is on the edge."""
+    best, inner = int(np.argmax(means >= means.max() - 1e-12)), means[1:-1]
+    at_end = best in (0, len(means) - 1)
+    return best, bool(at_end and (not inner.size or means[best] > inner.max() + max(plateau, 1e-12)))
 
 
 def usable_window(scores: ArrayLike, threshold: float = 0.99) -> Window:

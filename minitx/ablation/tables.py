@@ -13,7 +13,7 @@ import numpy as np
 from minitx.ablation import records as rec
 from minitx.ablation.effects import paired_scores
 from minitx.ablation.records import CellKey, Cells, Condition, Record
-from minitx.ablation.statistics import Interval, fit_interval, leave_one_out, usable_window
+from minitx.ablation.statistics import Interval, fit_interval, usable_window
 
 FAILED_OUTCOMES = ("NONFINITE", "DIVERGED", "COLLAPSED")
 """A language model that did not learn: no number, no better than at init, or no better than unigrams."""
@@ -45,9 +45,13 @@ def arm_rows(cells: Cells) -> list[ArmRow]:
     """Every arm of every study, none left out."""
     rows = []
     for study in sorted({k.study for k in cells.expected}):
-        for condition in cells.conditions(study) if study in (rec.RECALL, rec.TEXT) else ({},):
+        for condition in cells.conditions(study) if _is_judged(cells, study) else ({},):
             rows += [_arm_row(cells, study, arm, condition) for arm in cells.arms(study, **condition)]
     return rows
+
+
+def _is_judged(cells: Cells, study: str) -> bool:
+    return study in cells.grid.studies and cells.grid.studies[study].score is not None
 
 
 def _arm_row(cells: Cells, study: str, arm: str, condition: Condition) -> ArmRow:
@@ -62,14 +66,17 @@ def _chosen_rates(
     cells: Cells, study: str, arm: str, condition: Condition
 ) -> tuple[dict[str, int], int, tuple[str | None, ...]]:
     """Seeds a chosen rate, how many of them are on the edge, and the largest usable rate of each seed."""
-    score = rec.accuracy_of if study == rec.RECALL else lambda r: -rec.loss_of(r)
-    table = paired_scores(cells, study, (arm,), condition, score)
-    if study not in (rec.RECALL, rec.TEXT) or len(table.rates) < 2 or not table.seeds:
+    word = cells.grid.studies[study].score if study in cells.grid.studies else None
+    if word is None:
+        return {}, 0, ()
+    score = rec.SCORES[word]
+    table = paired_scores(cells, study, (arm,), condition, score.of)
+    if len(table.rates) < 2 or not table.seeds:
         return {}, 0, ()
     rates, values = table.rates, table.values[0]
-    choices = leave_one_out(values, plateau=cells.grid.margin)
+    choices = table.choices(0, score.better, plateau=cells.grid.margin)
     chosen = {rates[i]: choices.picks.count(i) for i in sorted(set(choices.picks))}
-    windows = usable_window(values, rec.SOLVED).largest if study == rec.RECALL else ()
+    windows = usable_window(values, rec.SOLVED).largest if word == "accuracy" else ()
     return chosen, sum(choices.on_edge), tuple(rates[i] if i >= 0 else None for i in windows)
 
 

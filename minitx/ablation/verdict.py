@@ -1,9 +1,9 @@
 """What the grid says: the comparisons of the arms on recall, and everything else that the report shows.
 
-Two endpoints on the recall task, paired by seed: **E1** accuracy at each arm's own best learning rate, chosen on the
-other seeds; **E2** the usable window, the share of the common rates on which the task is solved. *Primary* is unscaled −
-inv_sqrt at the largest d_k under LeCun init, E1 and E2, adjusted by Holm with m = 2. Everything else is *secondary*:
-the same statistics, not adjusted, and labelled so.
+Two endpoints, paired by seed: **E1** the score at each arm's own best learning rate, chosen on seeds of their own or on the
+other seeds; **E2**, where the score is accuracy, the usable window: the share of the common rates on which the task is
+solved. What the grid calls *primary* is one family, adjusted by Holm over all its endpoints. Everything else is
+*secondary*: the same statistics, not adjusted, and labelled so.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from minitx.ablation import tables
 from minitx.ablation.effects import Effect, Paired, own_best, paired_scores
 from minitx.ablation.records import Cells, Condition
 from minitx.ablation.statistics import Interval, Judgement
+from minitx.config import ComparisonConfig
 
 ENDPOINTS = {"E1": "accuracy at the best rate", "E2": "usable window"}
 
@@ -31,6 +32,7 @@ class Comparison:
     """
 
     primary: bool
+    study: str
     endpoint: str
     arms: tuple[str, str]
     condition: Condition
@@ -46,49 +48,92 @@ class Comparison:
         return f"{self.arms[1]} − {self.arms[0]}"
 
 
-def compare(cells: Cells, arms: tuple[str, str], condition: Condition, *, primary: bool) -> list[Comparison]:
-    """Reference and treatment on both endpoints under one condition; as one Holm family where ``primary``."""
-    pair, margin = paired_scores(cells, rec.RECALL, arms, condition, rec.accuracy_of), cells.grid.margin
-    effects: list[Effect] = []
-    if pair.seeds:
-        effects = [own_best("E1", pair.values), Effect("E2", *(st.usable_window(v, rec.SOLVED).share for v in pair.values))]
-    p_values = [st.sign_flip_p(effect.differences, "less") for effect in effects]
-    adjusted = st.holm(p_values, len(ENDPOINTS))
-    found = []
-    for i, endpoint in enumerate(ENDPOINTS):
-        effect, p = (effects[i], p_values[i]) if effects else (None, None)
-        p_adjusted = adjusted[i] if primary and effects else None
-        p_equal = st.equivalence_p(effect.differences, margin) if effect and len(pair.seeds) > 1 else None
-        judgement = _judge(pair, effect, p if p_adjusted is None else p_adjusted, margin)
-        found.append(Comparison(primary, endpoint, arms, condition, pair.seeds, effect, p, p_adjusted, p_equal, judgement))
-    return found
+@dataclass(frozen=True)
+class _Tested:
+    """One endpoint before the family is adjusted; ``gains`` are the differences with their sign turned so that more is better."""
+
+    planned: ComparisonConfig
+    condition: Condition
+    endpoint: str
+    pair: Paired
+    effect: Effect | None
+    gains: tuple[float, ...]
+
+    @property
+    def primary(self) -> bool:
+        return any(levels.items() <= self.condition.items() for levels in self.planned.primary)
+
+    @property
+    def p_harm(self) -> float | None:
+        return st.sign_flip_p(self.gains, "less") if self.gains else None
+
+    def judged(self, p_adjusted: float | None, margin: float) -> Comparison:
+        p = self.p_harm
+        p_equal = st.equivalence_p(self.gains, margin) if len(self.gains) > 1 else None
+        judgement = _judge(self.pair, self.gains, p if p_adjusted is None else p_adjusted, margin)
+        place = (self.primary, self.planned.study, self.endpoint, self.planned.arms, self.condition, self.pair.seeds)
+        return Comparison(*place, self.effect, p, p_adjusted, p_equal, judgement)
 
 
-def _judge(pair: Paired, effect: Effect | None, p: float | None, margin: float) -> Judgement:
+def _test(cells: Cells, planned: ComparisonConfig, condition: Condition) -> list[_Tested]:
+    """The endpoints of a study for one pair of arms under one condition."""
+    score = score_of(cells, planned.study)
+    pair = paired_scores(cells, planned.study, planned.arms, condition, score.of)
+    effects: dict[str, Effect | None] = dict.fromkeys(ENDPOINTS if score.better > 0 else ("E1",))
+    if pair.seeds and pair.is_tuned:
+        windows = (st.usable_window(v, rec.SOLVED).share for v in pair.values)
+        found = {"E1": own_best("E1", pair, score.better), "E2": Effect("E2", *windows)}
+        effects = {endpoint: found[endpoint] for endpoint in effects}
+    gains = {name: tuple(score.better * d for d in e.differences) if e else () for name, e in effects.items()}
+    return [_Tested(planned, condition, name, pair, effect, gains[name]) for name, effect in effects.items()]
+
+
+def score_of(cells: Cells, study: str) -> rec.Score:
+    """What a compared study is judged by."""
+    word = cells.grid.studies[study].score
+    assert word is not None  # the config refuses a comparison of a study without a score
+    return rec.SCORES[word]
+
+
+def _judge(pair: Paired, gains: Sequence[float], p: float | None, margin: float) -> Judgement:
     if pair.incomplete:
         total = len(pair.incomplete) + len(pair.seeds)
         listed = ", ".join(map(str, pair.incomplete))
         return Judgement("INCONCLUSIVE", f"{len(pair.incomplete)} of {total} seeds lack a finished cell (seed {listed})")
-    if p is None or effect is None:
+    if p is None:
         return Judgement("INCONCLUSIVE", "no paired seeds")
-    return st.verdict(effect.differences, margin=margin, p_harm=p)
-
-
-def primary_condition(cells: Cells) -> Condition | None:
-    """The largest d_k under LeCun init with both arms, or ``None`` where the grid has none."""
-    found = [c for c in cells.conditions(rec.RECALL, *rec.ARMS) if c.get(rec.INIT, rec.PRIMARY_INIT) == rec.PRIMARY_INIT]
-    return max(found, key=rec.width_of, default=None)
+    return st.verdict(gains, margin=margin, p_harm=p)
 
 
 def comparisons(cells: Cells) -> tuple[Comparison, ...]:
-    """The primary family first, then every secondary comparison that the grid allows, smallest d_k first."""
-    first = primary_condition(cells)
-    found = [] if first is None else compare(cells, rec.ARMS, first, primary=True)
-    for arms in (rec.ARMS, (rec.FOLD, rec.TREATMENT), (rec.REFERENCE, rec.FOLD)):
-        for condition in cells.conditions(rec.RECALL, *arms):
-            if (arms, condition) != (rec.ARMS, first):
-                found += compare(cells, arms, condition, primary=False)
-    return tuple(found)
+    """The primary family first, adjusted by Holm; then what is secondary, in the order of the grid, smallest d_k first.
+
+    The family counts every primary endpoint, also those that could not be tested.
+    """
+    tested = [
+        endpoint
+        for planned in cells.grid.comparisons
+        for condition in cells.conditions(planned.study, *planned.arms)
+        for endpoint in _test(cells, planned, condition)
+    ]
+    family = [t for t in tested if t.primary]
+    known = [t for t in family if t.p_harm is not None]
+    adjusted = st.holm([t.p_harm for t in known if t.p_harm is not None], len(family))
+    by_test = {id(t): p for t, p in zip(known, adjusted, strict=True)}
+    ordered = [*family, *(t for t in tested if not t.primary)]
+    return tuple(t.judged(by_test.get(id(t)), cells.grid.margin) for t in ordered)
+
+
+def primary_condition(cells: Cells) -> Condition | None:
+    """The primary condition of recall with the largest d_k, or ``None`` where the grid has none."""
+    planned = [c for c in cells.grid.comparisons if (c.study, c.arms) == (rec.RECALL, rec.ARMS)]
+    found = [
+        condition
+        for comparison in planned
+        for condition in cells.conditions(rec.RECALL, *rec.ARMS)
+        if any(levels.items() <= condition.items() for levels in comparison.primary)
+    ]
+    return max(found, key=rec.width_of, default=None)
 
 
 @dataclass(frozen=True)
@@ -145,8 +190,9 @@ class Findings:
 
     @property
     def main(self) -> list[Comparison]:
-        """Unscaled − inv_sqrt, the primary condition first."""
-        return [c for c in self.comparisons if c.arms == rec.ARMS]
+        """The arms that the grid compares first, under every condition, the primary ones first."""
+        planned = self.cells.grid.comparisons
+        return [c for c in self.comparisons if c.arms == planned[0].arms]
 
     def find(self, endpoint: str, reference: str, treatment: str, **levels: str) -> Comparison | None:
         """The comparison of these arms at the largest d_k with these levels."""

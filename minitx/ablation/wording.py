@@ -1,11 +1,24 @@
-"""Numbers and conditions as the report says them."""
+"""Numbers, conditions and arms as the report says and draws them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from minitx.ablation.records import INIT, WIDTH, Condition
+from minitx.ablation.records import FLOOR, FOLD, INIT, REFERENCE, TREATMENT, WIDTH, Condition
 from minitx.ablation.statistics import Interval
+from minitx.analysis.canvas import PALETTE
+
+STYLES = dict(zip((REFERENCE, TREATMENT, FOLD, FLOOR), PALETTE, strict=False))
+
+
+def style(arm: str, arms: Sequence[str]) -> tuple[str, str]:
+    """Colour and marker of an arm: the same in every figure."""
+    if arm in STYLES:
+        return STYLES[arm]
+    others = [a for a in arms if a not in STYLES]
+    rest = PALETTE[len(STYLES) :]
+    return rest[others.index(arm) % len(rest)]
 
 
 def number(value: float | None, digits: int = 3) -> str:

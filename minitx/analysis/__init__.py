@@ -1,6 +1,33 @@
 """Looking at attention without changing the answer."""
 
 from minitx.analysis.capture import capture
-from minitx.analysis.statistics import attention_statistics, favourite_keys, zhai_entropy_bound
+from minitx.analysis.export import to_bertviz
+from minitx.analysis.figures import (
+    distance_profile,
+    entropy_over_layers,
+    head_heatmap,
+    heatmap_grid,
+    logit_histograms,
+    saturation_over_steps,
+    save_figure,
+)
+from minitx.analysis.snapshot import AttentionMap, Snapshot, read_snapshots, take_snapshot
+from minitx.analysis.statistics import attention_statistics, zhai_entropy_bound
 
-__all__ = ["attention_statistics", "capture", "favourite_keys", "zhai_entropy_bound"]
+__all__ = [
+    "AttentionMap",
+    "Snapshot",
+    "attention_statistics",
+    "capture",
+    "distance_profile",
+    "entropy_over_layers",
+    "head_heatmap",
+    "heatmap_grid",
+    "logit_histograms",
+    "read_snapshots",
+    "saturation_over_steps",
+    "save_figure",
+    "take_snapshot",
+    "to_bertviz",
+    "zhai_entropy_bound",
+]

@@ -2,94 +2,268 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.statistics import attention_statistics, favourite_keys
-from minitx.nn.attention import DotProductAttention
+from minitx.analysis.statistics import attention_statistics, over_tiles, real_queries
+from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.blocks import is_recomputing
-from minitx.nn.functional import attention_weights
+from minitx.nn.functional import AttentionCall, full_precision, make_call
+from minitx.nn.masks import Causal
 
-Record = dict[str, Any]
-
-
-def _statistics(core: DotProductAttention, query: Tensor, key: Tensor, call: Record) -> dict[str, Tensor]:
-    common = {"scale": call["scale"], "mask": call["mask"], "attn_bias": call["attn_bias"]}
-    statistics = attention_statistics(query, key, **common, softcap=core.softcap, sinks=call["sinks"])
-    return {**statistics, "favourite": favourite_keys(query, key, **common)}
+TOLD_BYTES = 2**30
+"""Above this, a record of L × S values is told before it is taken."""
 
 
-def _weights(core: DotProductAttention, query: Tensor, key: Tensor, call: Record) -> Tensor:
-    return attention_weights(
-        query,
-        key,
-        mask=call["mask"],
-        scale=call["scale"],
-        attn_bias=call["attn_bias"],
-        softcap=core.softcap,
-        sinks=call["sinks"],
-    )
+@dataclass(frozen=True)
+class Look:
+    """One attention call as a recorder gets it.
+
+    Attributes:
+        call: query, key and value, still part of the graph if there is one, and all that the weights depend on; its mask is
+            the effective one. A recorder runs without gradients.
+        kind: ``causal``, ``self`` or ``cross``, see ``Seen``.
+        real_queries: bool (B, L), False where the query is padding.
+        heads: int (H',), the heads to record.
+    """
+
+    call: AttentionCall
+    kind: str
+    real_queries: Tensor
+    heads: Tensor
 
 
-RECORDERS: dict[str, Callable[[DotProductAttention, Tensor, Tensor, Record], Any]] = {
+Recorder = Callable[[Look], Any]
+
+
+def _statistics(look: Look) -> dict[str, Tensor]:
+    found = attention_statistics(look.call.query, look.call.key, **look.call.terms, query_mask=look.real_queries)
+    favourite, chosen = found.pop("favourite"), look.heads.cpu()
+    return {**{name: value[chosen] for name, value in found.items()}, "favourite": favourite[:, chosen]}
+
+
+def _weights(look: Look) -> Tensor:
+    return torch.cat([tile.weights[:, look.heads] for tile in over_tiles(look.call)], dim=2)
+
+
+def _scores(look: Look) -> Tensor:
+    tiles = over_tiles(look.call)
+    return torch.cat([t.scores.masked_fill(~t.visible, -torch.inf)[:, look.heads] for t in tiles], dim=2)
+
+
+def _values(look: Look) -> Tensor:
+    group = look.call.query.shape[1] // look.call.value.shape[1]
+    return look.call.value[:, look.heads // group].clone()  # a cache goes on writing into what it handed out
+
+
+RECORDERS: dict[str, Recorder] = {
     "statistics": _statistics,
     "weights": _weights,
+    "scores": _scores,
+    "values": _values,
 }
 
 
+class Seen(dict[str, list[Any]]):
+    """Records by the name of the attention core (``blocks.0.attention.core``): a list with one entry a call.
+
+    Attributes:
+        kinds: what each core did last: ``causal``, ``self`` (both ways), or ``cross`` (keys of another sequence).
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__({name: [] for name in names})
+        self.kinds: dict[str, str] = {}
+
+
 @contextmanager
-def capture(model: nn.Module, *, what: str = "statistics") -> Iterator[dict[str, list[Any]]]:
+def capture(
+    model: nn.Module,
+    *,
+    layers: Sequence[int | str] | None = None,
+    heads: Sequence[int] | None = None,
+    what: str = "statistics",
+) -> Iterator[Seen]:
     """Record every attention call of ``model`` while the context is open.
 
-    Yields a dict from the attention core's name (``blocks.0.attention.core``) to a list with one entry a call:
-    ``statistics`` (see ``attention_statistics``, plus ``favourite`` (B, H, L)) or ``weights`` (B, H, L, S), before
-    dropout. Values are recomputed from the core's inputs; nothing is stored on the modules and the hooks are removed.
+    Works on any module that holds our attention, under every backend, with caches, grouped heads, activation
+    checkpointing and DDP. Values are recomputed from what the core was handed, in at least float32; nothing is stored on
+    the modules, no random number is drawn, and the hooks are removed at the end.
+
+    =============== ===========================================================================================
+    ``statistics``  what ``attention_statistics`` returns; never holds L × S values
+    ``weights``     (B, H, L, S), after softmax and before dropout; rows sum to 1 over visible keys
+    ``scores``      (B, H, L, S), scaled, soft-capped and with bias, before softmax; -inf where a key is hidden
+    ``values``      (B, H, S, Dv), the values as each query head gets them
+    =============== ===========================================================================================
+
+    Args:
+        layers: which attention cores: indices in the order of ``named_modules`` (negative from the end), or parts of
+            their names, such as ``"cross"``; default all.
+        heads: which heads are kept, in this order; default all.
+        what: see above.
+
+    Yields:
+        ``Seen``, a dict from the core's name to a list with one entry a call.
 
     Raises:
-        ValueError: an unknown ``what``; a model without attention. RuntimeError: a compiled module, named, because hooks
-            that are added after compiling never fire.
+        ValueError: an unknown ``what``, layer or head; a model without attention, or with cores that have no weights
+            (linear attention, Performer, Linformer), which are passed over as long as there are others.
+        RuntimeError: a compiled module, named, because hooks that are added after compiling never fire.
+
+    Warns:
+        UserWarning: ``weights`` or ``scores`` are about to take more than 1 GiB; the sentence says how much.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention = MultiHeadAttention(6, 2)
-    >>> with capture(attention, what="weights") as seen:
+    >>> with capture(attention, what="weights", heads=[1]) as seen:
     ...     _ = attention(torch.randn(1, 3, 6), is_causal=True)
-    >>> seen["core"][0].shape
-    torch.Size([1, 2, 3, 3])
+    >>> seen["core"][0].shape, seen.kinds["core"]
+    (torch.Size([1, 1, 3, 3]), 'causal')
     """
     if what not in RECORDERS:
         raise ValueError(f"what={what!r} must be one of {', '.join(RECORDERS)}")
-    cores = {name: module for name, module in model.named_modules() if isinstance(module, DotProductAttention)}
-    if not cores:
-        raise ValueError(f"{type(model).__name__} has no DotProductAttention to look at")
-    compiled = [name or type(module).__name__ for name, module in model.named_modules() if _is_compiled(module)]
-    if compiled:
-        raise RuntimeError(f"{compiled[0]} is compiled, and hooks added after compiling never fire: capture the plain module")
-    seen: dict[str, list[Any]] = {name: [] for name in cores}
-    handles = [
-        core.register_forward_pre_hook(partial(_record, seen[name], what), with_kwargs=True) for name, core in cores.items()
-    ]
-    try:
+    with watch(model, RECORDERS[what], layers=layers, heads=heads) as seen:
         yield seen
+
+
+@contextmanager
+def watch(
+    model: nn.Module,
+    recorder: Recorder,
+    *,
+    layers: Sequence[int | str] | None = None,
+    heads: Sequence[int] | None = None,
+) -> Iterator[Seen]:
+    """``capture`` with a recorder of your own, called with a ``Look`` at each attention call; see there."""
+    cores = _chosen_cores(model, layers)
+    refuse_compiled(model)
+    watcher = _Watcher(Seen(list(cores)), recorder, heads)
+    handles = []
+    try:
+        for name, module in model.named_modules():
+            if isinstance(module, MultiHeadAttention):
+                handles.append(module.register_forward_pre_hook(watcher.enter_attention, with_kwargs=True))
+            if name in cores:
+                handles.append(module.register_forward_pre_hook(partial(watcher.enter_core, name), with_kwargs=True))
+            if "decoder_key_mask" in inspect.signature(module.forward).parameters:
+                handles.append(module.register_forward_pre_hook(watcher.enter_model, with_kwargs=True))
+        yield watcher.seen
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+def attention_cores(model: nn.Module) -> dict[str, nn.Module]:
+    """The cores of ``model`` that have weights, by name: those that can say which mask is in force."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "effective_mask")}
 
 
-@torch.no_grad()
-def _record(entries: list[Any], what: str, core: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if is_recomputing():  # activation checkpointing runs a block again in the backward pass
-        return
-    assert isinstance(core, DotProductAttention)
-    query, key = args[:2]
-    call = {"mask": None, "scale": query.shape[-1] ** -0.5, "attn_bias": None, "sinks": None}
-    call.update({name: given for name, given in kwargs.items() if name in call and given is not None})
-    entries.append(RECORDERS[what](core, query.detach(), key.detach(), call))
+def _chosen_cores(model: nn.Module, layers: Sequence[int | str] | None) -> dict[str, nn.Module]:
+    cores = attention_cores(model)
+    if not cores:
+        raise ValueError(f"{type(model).__name__} has no attention core with weights to look at")
+    if layers is None:
+        return cores
+    names, chosen = list(cores), []
+    for layer in layers:
+        if isinstance(layer, str):
+            found = [name for name in names if layer in name]
+        else:
+            found = [names[layer]] if -len(names) <= layer < len(names) else []
+        if not found:
+            raise ValueError(f"layers: {layer!r} is none of the {len(names)} attention layers {', '.join(names)}")
+        chosen += found
+    return {name: cores[name] for name in names if name in chosen}
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Hooks need a plain module.
+
+    Raises:
+        RuntimeError: a part of ``model`` is compiled, named.
+    """
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            raise RuntimeError(
+                f"{name or type(module).__name__} is compiled, and hooks added after compiling never fire: capture the "
+                "plain module"
+            )
+
+
+class _Watcher:
+    """The hooks: what an attention layer was called with tells its core's record which queries are real."""
+
+    def __init__(self, seen: Seen, recorder: Recorder, heads: Sequence[int] | None) -> None:
+        self.seen, self.recorder, self.heads = seen, recorder, heads
+        self.decoder_key_mask: Tensor | None = None
+        self.is_cross = self.told = False
+        self.num_bytes = 0
+
+    def enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.decoder_key_mask = kwargs.get("decoder_key_mask")
+
+    def enter_attention(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        query, key = [*args, None, None][:2]
+        query, key = kwargs.get("query", query), kwargs.get("key", key)
+        self.is_cross = key is not None and key is not query
+
+    @torch.no_grad()
+    def enter_core(self, name: str, core: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        is_cross, self.is_cross = self.is_cross, False  # of this call alone: a core may be called without its layer
+        if is_recomputing():  # activation checkpointing runs a block again in the backward pass
+            return
+        names = ("mask", "scale", "attn_bias", "sinks")
+        given: dict[str, Any] = {**dict.fromkeys(names), **{key: kwargs[key] for key in names if key in kwargs}}
+        mask = core.effective_mask(given.pop("mask"))  # type: ignore[operator]
+        query, key, value = (*args, *(kwargs[n] for n in ("query", "key", "value") if n in kwargs))
+        call = make_call(query, key, value, mask, 0.0, False, **given, softcap=core.softcap)  # type: ignore[arg-type]
+        parts = () if call.mask is None else call.mask.parts()
+        kind = "cross" if is_cross else "causal" if any(isinstance(part, Causal) for part in parts) else "self"
+        look = Look(call, kind, self._real_queries(call, kind), _head_index(self.heads, call))
+        self._tell_memory(name, look)
+        with full_precision(query.device):
+            self.seen[name].append(self.recorder(look))
+        self.seen.kinds[name] = kind
+
+    def _real_queries(self, call: AttentionCall, kind: str) -> Tensor:
+        """Padding hides keys; in self-attention the last L of them are the queries, in cross-attention the decoder knows."""
+        if kind != "cross":
+            return real_queries(call)
+        B, _, L, _ = call.shape
+        mask = self.decoder_key_mask
+        if mask is None or tuple(mask.shape) != (B, L):
+            return torch.ones(B, L, dtype=torch.bool, device=call.query.device)
+        return mask.to(call.query.device)
+
+    def _tell_memory(self, name: str, look: Look) -> None:
+        if self.told or self.recorder not in (_weights, _scores):
+            return
+        B, _, L, S = look.call.shape
+        taken = B * len(look.heads) * L * S * torch.promote_types(look.call.query.dtype, torch.float32).itemsize
+        self.num_bytes += taken
+        needed = max(self.num_bytes, taken * len(self.seen))
+        if needed > TOLD_BYTES:
+            self.told = True
+            warnings.warn(
+                f"capture is about to take {needed / 2**30:.1f} GiB: {B} x {len(look.heads)} heads x {L} x {S} values for "
+                f"each of {len(self.seen)} layers; layers= and heads= take fewer, what='statistics' takes none",
+                stacklevel=2,
+            )
+
+
+def _head_index(heads: Sequence[int] | None, call: AttentionCall) -> Tensor:
+    H = call.shape[1]
+    chosen = range(H) if heads is None else heads
+    wrong = [head for head in chosen if not -H <= head < H]
+    if wrong or not len(chosen):
+        raise ValueError(f"heads={list(chosen)} must be some of 0 to {H - 1}")
+    return torch.tensor([head % H for head in chosen], device=call.query.device)

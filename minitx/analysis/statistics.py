@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minitx.nn.bias import Bias, as_bias
-from minitx.nn.functional import attention_scores, hide_unseen, masked_softmax
+from minitx.nn.functional import AttentionCall, attention_scores, hide_unseen, masked_softmax
 from minitx.nn.masks import Mask, Padding
 
-_TILE = 2**20  # scores held at a time
+_TILE = 2**18  # scores held at a time: fastest of 2^14 to 2^20 where the caches hold a megabyte
 
 
 def attention_statistics(
@@ -29,8 +31,9 @@ def attention_statistics(
     attn_bias: Tensor | Bias | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    query_mask: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Statistics of one attention call, each (H,) in float64, averaged over batch and rows.
+    """Statistics of one attention call, each (H,) in float64, averaged over batch and rows; and ``favourite``.
 
     With z the scaled scores and p the weights (before dropout), per row i over its n_i visible keys:
 
@@ -45,145 +48,203 @@ def attention_statistics(
     ``ipr``                mean_i Σ_j p², the inverse participation ratio: 1 / the effective number of keys
     ``jacobian_l1``        mean_i (1 - Σ p²) = ½ ‖J‖₁ of softmax's Jacobian J = diag(p) - p pᵀ
     ``jacobian_fro``       mean_i (Σp² - 2 Σp³ + (Σp²)²) = ‖J‖_F²
+    ``scaled_jacobian_l1``  ½ ‖c·J‖₁ = |c| · ``jacobian_l1``, what reaches q·k; ``scaled_jacobian_fro`` = c² · ``jacobian_fro``
     ``query_norm``         mean ‖q‖, ``key_norm`` mean ‖k‖ over keys that are no padding, ``cosine`` mean_ij cos(q_i, k_j)
+    ``favourite``          int (B, H, L), the key with the largest weight; -1 in rows that are not counted. At scale 0,
+                           where all weights are equal, the order is that of q·k
     =====================  ================================================================================
 
     Args:
         query: (B, H, L, D), as the core gets it. key: (B, Hkv, S, D).
-        scale, mask, attn_bias, softcap, sinks: as in ``scaled_dot_product_attention``.
+        scale, mask, attn_bias, softcap, sinks: as in ``scaled_dot_product_attention``. A scale that a module multiplies the
+            query with beforehand (``learned``, ``log_length``) is part of the query here, and c is 1.
+        query_mask: bool (B, L), True = count this query; default as in self-attention, where the keys that padding hides
+            are queries too. Give it for cross-attention.
 
     >>> q = torch.zeros(1, 2, 5, 3)
     >>> round(float(attention_statistics(q, q, scale=1.0)["entropy"][0]), 6)  # equal scores: uniform weights
     1.0
     """
+    call = AttentionCall(query, key, key, mask, scale, attn_bias, softcap, sinks)
+    counted = query_mask if query_mask is not None else real_queries(call)
     totals: dict[str, Tensor] = {}
-    maximum = torch.zeros(query.shape[1], dtype=torch.float64)
-    for tile in _tiles(query, key, mask, attn_bias):
-        sums, top = _tile_sums(*tile, scale=scale, softcap=softcap, sinks=sinks)
-        maximum = torch.maximum(maximum, top.cpu())
+    favourites = []
+    for tile in over_tiles(call):
+        rows = counted[:, None, tile.rows] & tile.chooses
+        sums, favourite = _tile_sums(tile, rows, call)
+        favourites.append(favourite)
         for name, value in sums.items():
-            totals[name] = totals[name] + value.cpu() if name in totals else value.cpu()
+            join = torch.maximum if name == "max_logit" else torch.add
+            totals[name] = join(totals[name], value) if name in totals else value
+    totals = {name: value.cpu() for name, value in totals.items()}
     rows, pairs = totals.pop("rows").clamp(min=1), totals.pop("pairs").clamp(min=1)
     mean, square = totals.pop("logit") / pairs, totals.pop("logit_square") / pairs
+    maximum = totals.pop("max_logit")
     result = {name: value / (pairs if name == "cosine" else rows) for name, value in totals.items()}
     result["logit_std"] = (square - mean**2).clamp(min=0).sqrt()
     result["max_logit"] = maximum
-    real_key = _real(mask, key.shape[0], key.shape[2], key.device)[:, None]  # (B, 1, S)
+    result["scaled_jacobian_l1"] = abs(scale) * result["jacobian_l1"]
+    result["scaled_jacobian_fro"] = scale**2 * result["jacobian_fro"]
+    real_key = real_keys(call)[:, None]  # (B, 1, S)
     norms = key.double().norm(dim=-1).masked_fill(~real_key, 0.0).sum(dim=(0, 2)) / real_key.sum().clamp(min=1)
     result["key_norm"] = norms.repeat_interleave(query.shape[1] // key.shape[1]).cpu()
-    return result
+    return {**result, "favourite": torch.cat(favourites, dim=2).cpu()}
 
 
-def favourite_keys(
-    query: Tensor, key: Tensor, *, scale: float, mask: Mask | None = None, attn_bias: Tensor | Bias | None = None
-) -> Tensor:
-    """The key with the largest weight, per row: int (B, H, L); -1 for rows that see fewer than two keys.
+def logit_step(before: AttentionCall, after: AttentionCall, query_mask: Tensor | None = None) -> Tensor:
+    """RMS of z_after - z_before over the visible pairs of two calls on the same tokens, (H,): what one update did to the logits.
 
-    Sinks keep the order of the keys, and so does a soft-cap where there is no bias; they are not asked for.
+    >>> q = torch.ones(1, 1, 3, 4)
+    >>> logit_step(AttentionCall(q, q, q, scale=1.0), AttentionCall(q, q, q, scale=1.5)).tolist()
+    [2.0]
     """
-    chunks = []
-    for q, k, visible, counted, bias in _tiles(query, key, mask, attn_bias):
-        scores = attention_scores(q, k, scale=1.0 if scale == 0 else scale, attn_bias=bias)
-        best = scores.masked_fill(~visible, -torch.inf).argmax(-1)
-        chunks.append(torch.where(counted, best, -1))
-    return torch.cat(chunks, dim=2)
+    counted = query_mask if query_mask is not None else real_queries(after)
+    total, pairs = torch.zeros(2, after.shape[1], dtype=torch.float64)
+    for old, new in zip(over_tiles(before), over_tiles(after), strict=True):
+        seen = new.visible & (counted[:, None, new.rows] & new.chooses).unsqueeze(-1)
+        change = (new.scores - old.scores).masked_fill(~seen, 0.0)
+        total += change.double().square().sum(dim=(0, 2, 3)).cpu()
+        pairs += seen.expand_as(change).sum(dim=(0, 2, 3)).cpu()
+    return (total / pairs.clamp(min=1)).sqrt()
 
 
-Tile = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+def token_cosine(hidden: Tensor, real: Tensor | None = None) -> Tensor:
+    """Mean cosine of two different tokens of a row, a scalar: 1 where all tokens point the same way (rank collapse).
+
+    mean_{i ≠ j} cos(x_i, x_j) = (‖Σ_i x_i / ‖x_i‖‖² - n) / (n (n - 1)), averaged over the rows of two tokens and more
+    (Dong et al. 2021, arXiv:2103.03404; Noci et al. 2022, arXiv:2206.03126).
+
+    Args:
+        hidden: (B, L, E), what a block gives.
+        real: bool (B, L), False at padding; default all.
+
+    >>> round(float(token_cosine(torch.eye(3).unsqueeze(0))), 6), round(float(token_cosine(torch.ones(1, 3, 5))), 6)
+    (0.0, 1.0)
+    """
+    units = torch.nn.functional.normalize(hidden.double(), dim=-1)
+    real = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device) if real is None else real
+    n = real.sum(-1).double()  # (B,)
+    total = (units * real.unsqueeze(-1)).sum(1).square().sum(-1)
+    rows = n > 1
+    return ((total - n) / (n * (n - 1)).clamp(min=1))[rows].mean()
 
 
-def _tiles(query: Tensor, key: Tensor, mask: Mask | None, attn_bias: Tensor | Bias | None) -> Iterator[Tile]:
-    """(query rows, key, visible (B, H, rows, S), counted (B, H, rows), bias of the rows) for each chunk of rows."""
-    B, H, L, _ = query.shape
-    S = key.shape[2]
-    rows = max(1, _TILE // (B * H * S))
-    real = _real(mask, B, S, query.device)
-    real_query = real[:, S - L :] if L <= S else real.new_ones(B, L)  # the last L of the S positions
-    for start in range(0, L, rows):
-        chunk = slice(start, min(start + rows, L))
-        size = chunk.stop - chunk.start
-        visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=query.device)
-        if mask is not None:
-            visible = mask.dense(L, S, batch_size=B, num_heads=H, device=query.device, rows=chunk, keys=slice(None))
+@dataclass(frozen=True)
+class Tile:
+    """Some rows of one call: query (B, H, l, D), key (B, Hkv, S, D), visible (B or 1, H or 1, l, S), scores (B, H, l, S)."""
+
+    rows: slice
+    query: Tensor
+    key: Tensor
+    visible: Tensor
+    scores: Tensor
+    sinks: Tensor | None
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """(B, H, l, S), before dropout."""
+        return masked_softmax(self.scores, self.visible, self.sinks)
+
+    @cached_property
+    def num_visible(self) -> Tensor:
+        """int (B or 1, H or 1, l)."""
+        return self.visible.sum(-1)
+
+    @property
+    def chooses(self) -> Tensor:
+        """Rows that see more than one key, bool (B or 1, H or 1, l)."""
+        return self.num_visible > 1
+
+
+def over_tiles(call: AttentionCall) -> Iterator[Tile]:
+    """The rows of a call in chunks of at most 2^18 scores, so that no L × S values need ever be held."""
+    B, H, L, S = call.shape
+    size = max(1, _TILE // (B * H * S))
+    for start in range(0, L, size):
+        rows = slice(start, min(start + size, L))
+        options: dict[str, Any] = {
+            "batch_size": B,
+            "num_heads": H,
+            "device": call.query.device,
+            "rows": rows,
+            "keys": slice(None),
+        }
+        visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=call.query.device)
+        if call.mask is not None:
+            visible = call.mask.dense(L, S, **options)
         bias = None
-        if attn_bias is not None:
-            place: dict[str, Any] = {
-                "batch_size": B,
-                "num_heads": H,
-                "device": query.device,
-                "rows": chunk,
-                "keys": slice(None),
-            }
-            bias = as_bias(attn_bias).dense(L, S, **place).detach()
+        if call.attn_bias is not None:
+            bias = as_bias(call.attn_bias).dense(L, S, **options).detach()
             visible = visible & (bias != -torch.inf)
-        visible = visible.expand(B, H, size, S)
-        counted = (visible.sum(-1) > 1) & real_query[:, None, chunk]
-        yield query[:, :, chunk], hide_unseen(key, visible), visible, counted, bias
+        visible = visible.expand(-1, -1, rows.stop - rows.start, S)
+        query, key = call.query[:, :, rows], hide_unseen(call.key, visible)
+        scores = attention_scores(query, key, scale=call.scale, softcap=call.softcap, attn_bias=bias)
+        yield Tile(rows, query, key, visible, scores, call.sinks)
 
 
-def _real(mask: Mask | None, B: int, S: int, device: torch.device) -> Tensor:
-    """Positions that are no padding, (B, S)."""
-    real = torch.ones(B, S, dtype=torch.bool, device=device)
-    for part in mask.parts() if mask is not None else ():
+def real_keys(call: AttentionCall) -> Tensor:
+    """Keys that are no padding, bool (B, S)."""
+    real = torch.ones(call.shape[0], call.shape[3], dtype=torch.bool, device=call.query.device)
+    for part in call.mask.parts() if call.mask is not None else ():
         if isinstance(part, Padding):
             real = real & part.key_mask
     return real
 
 
-def _tile_sums(
-    query: Tensor,
-    key: Tensor,
-    visible: Tensor,
-    counted: Tensor,
-    bias: Tensor | None,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Sums over the counted rows of one tile, each (H,), and the largest |z|."""
-    dots = attention_scores(query, key, scale=1.0)
-    z = attention_scores(query, key, scale=scale, softcap=softcap, attn_bias=bias)
-    p = masked_softmax(z, visible, sinks)
-    seen = visible & counted.unsqueeze(-1)  # (B, H, rows, S)
-    n = seen.sum(-1)
-    z_seen = z.masked_fill(~seen, 0.0).double()
-    top = p.amax(-1)
-    squares = p.double().square()
-    ipr, cubes = squares.sum(-1), (squares * p).sum(-1)
-    entropy = -torch.special.xlogy(p, p).sum(-1).double()
-    cosines = dots / (query.float().norm(dim=-1, keepdim=True) * _grouped(key, query).float().norm(dim=-1).unsqueeze(2))
+def real_queries(call: AttentionCall) -> Tensor:
+    """Queries of a self-attention that are no padding, bool (B, L): they are the last L of its keys."""
+    L, S = call.shape[2:]
+    return real_keys(call)[:, S - L :] if L <= S else torch.ones(call.shape[0], L, dtype=torch.bool, device=call.query.device)
+
+
+def _tile_sums(tile: Tile, counted: Tensor, call: AttentionCall) -> tuple[dict[str, Tensor], Tensor]:
+    """Sums over the counted rows of one tile, each (H,), ``max_logit`` the largest |z|; and the favourite keys (B, H, l).
+
+    Passes over l × S values stay in the scores' dtype; sums over rows and batch are float64.
+    """
+    p, hidden, n = tile.weights, ~tile.visible, tile.num_visible
+    z = tile.scores.masked_fill(hidden, 0.0)
+    is_plain = call.scale != 0 and call.softcap is None and call.attn_bias is None  # z is c · q·k
+    dots = z if is_plain else attention_scores(tile.query, tile.key, scale=1.0).masked_fill_(hidden, 0.0)
+    unit = call.scale if is_plain else 1.0
+    mean, variance = _row_moments(z, hidden, n)
+    dots_variance = variance if is_plain else _row_moments(dots, hidden, n)[1]
+    top, favourite = p.max(-1)
+    squares = p.square()
+    ipr, cubes = squares.sum(-1).double(), (squares * p).sum(-1).double()
+    logs = p.clamp(min=torch.finfo(p.dtype).tiny).log_()  # 0 · ln tiny = 0, as 0 · ln 0 should be
+    query_norm, key_norm = (x.norm(dim=-1).clamp(min=torch.finfo(x.dtype).tiny).to(p.dtype) for x in (tile.query, tile.key))
+    inverse = key_norm.reciprocal().repeat_interleave(p.shape[1] // key_norm.shape[1], dim=1)  # (B, H, S)
+    inverse = inverse.masked_fill_(inverse.isinf(), 0.0)  # a key of zeros has no direction
     per_row = {
         "rows": torch.ones_like(ipr),
         "pairs": n.double(),
-        "logit": z_seen.sum(-1),
-        "logit_square": z_seen.square().sum(-1),
-        "row_std": _row_variance(z, seen, n).sqrt(),
-        "dot_product_variance": _row_variance(dots, seen, n),
-        "entropy": entropy / n.clamp(min=2).double().log(),
+        "logit": n * mean,
+        "logit_square": (n - 1) * variance + n * mean.square(),
+        "row_std": variance.sqrt(),
+        "dot_product_variance": dots_variance / unit**2,
+        "entropy": -(p * logs).sum(-1).double() / n.clamp(min=2).double().log(),
         "max_weight": top.double(),
         "saturation_99": (top > 0.99).double(),
         "saturation_90": (top > 0.9).double(),
         "ipr": ipr,
         "jacobian_l1": 1.0 - ipr,
         "jacobian_fro": ipr - 2.0 * cubes + ipr.square(),
-        "query_norm": query.double().norm(dim=-1),
-        "cosine": cosines.masked_fill(~seen, 0.0).nan_to_num().sum(-1).double(),
+        "query_norm": query_norm.double(),
+        "cosine": (dots @ inverse.unsqueeze(-1)).squeeze(-1).double() / (unit * query_norm.double()),
     }
     sums = {name: value.masked_fill(~counted, 0.0).sum(dim=(0, 2)) for name, value in per_row.items()}
-    return sums, z_seen.abs().amax(dim=(0, 2, 3))
+    sums["max_logit"] = z.abs().amax(-1).masked_fill(~counted, 0.0).amax(dim=(0, 2)).double()
+    if call.scale == 0:
+        favourite = dots.masked_fill(hidden, -torch.inf).argmax(-1)
+    return sums, torch.where(counted, favourite, -1)
 
 
-def _grouped(key: Tensor, query: Tensor) -> Tensor:
-    """Keys repeated for the query heads of their group."""
-    return key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-
-
-def _row_variance(x: Tensor, seen: Tensor, n: Tensor) -> Tensor:
-    """Unbiased variance of each row over the keys it sees, (B, H, rows)."""
-    x = x.masked_fill(~seen, 0.0).double()
-    mean = x.sum(-1, keepdim=True) / n.clamp(min=1).unsqueeze(-1)
-    return (x - mean).masked_fill(~seen, 0.0).square().sum(-1) / (n - 1).clamp(min=1)
+def _row_moments(x: Tensor, hidden: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance of each row over its n visible keys, (B, H, l) each; x is 0 at the hidden ones."""
+    mean = x.sum(-1) / n.clamp(min=1)
+    around = (x - mean.unsqueeze(-1)).masked_fill_(hidden, 0.0)
+    return mean.double(), around.square_().sum(-1).double() / (n - 1).clamp(min=1)
 
 
 def zhai_entropy_bound(scores: Tensor) -> Tensor:
@@ -194,6 +255,11 @@ def zhai_entropy_bound(scores: Tensor) -> Tensor:
 
     Raises:
         ValueError: rows of fewer than two scores.
+
+    >>> row = torch.tensor([3.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    >>> entropy = -(row.softmax(-1) * row.log_softmax(-1)).sum()
+    >>> round(float(zhai_entropy_bound(row)), 6) == round(float(entropy), 6)
+    True
     """
     T = scores.shape[-1]
     if T < 2:

@@ -39,7 +39,7 @@ def _parse_and_run(cls: type[T], arguments: Iterable[str], job: JobErrors) -> No
 
 
 def parse(cls: type[T], arguments: Iterable[str]) -> T:
-    """``key=value`` arguments as a ``cls``: text as it stands, everything else as YAML.
+    """``key=value`` arguments as a ``cls``: text as it stands, everything else as YAML; lists as ``a,b`` or ``[a,b]``.
 
     Raises:
         ConfigError: no ``key=value``, an unknown key (with the nearest known one), a value of another type.
@@ -54,6 +54,8 @@ def parse(cls: type[T], arguments: Iterable[str]) -> T:
             raise ConfigError(f"{argument} is not key=value; --help shows the keys")
         if name in values:
             raise ConfigError(f"{name} is given twice")
+        if kinds.get(name, "").startswith("tuple") and value not in ("", "null") and not value.startswith("["):
+            value = f"[{value}]"
         try:
             values[name] = value if kinds.get(name, "str").startswith("str") else yaml.safe_load(value)
         except yaml.YAMLError:
@@ -65,9 +67,17 @@ def help_text(cls: type[Any], usage: str) -> str:
     """The keys with their defaults and meaning."""
     lines = [usage, ""]
     for field in dataclasses.fields(cls):
-        default = "" if field.default is dataclasses.MISSING else "null" if field.default is None else field.default
-        lines.append(f"  {f'{field.name}={default}':<24}{field.metadata['meaning']}")
+        lines.append(f"  {f'{field.name}={_typed(field.default)}':<24}{field.metadata['meaning']}")
     return "\n".join([*lines, "", "  traceback=true shows where an error came from", ""])
+
+
+def _typed(default: Any) -> str:
+    """A default as somebody would type it."""
+    if default is dataclasses.MISSING:
+        return ""
+    if isinstance(default, tuple):
+        return ",".join(map(_typed, default))
+    return {"None": "null", "True": "true", "False": "false"}.get(str(default), str(default))
 
 
 def write(text: str) -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minitx.cli.arguments import key, run_program, write
-from minitx.cli.schema import from_dict
-from minitx.config import ConfigError, EvaluationConfig, RunConfig
+from minitx.config import ConfigError, EvaluationConfig
 
 USAGE = "python scripts/evaluate.py ckpt_path=FILE [key=value ...]"
 
@@ -40,23 +39,15 @@ def main() -> int:
 
 
 def _evaluate(config: EvaluateConfig) -> None:
-    from minitx.data.module import build_data
+    from minitx.cli.inputs import data_of_run
     from minitx.training.checkpoint import load_model, place
     from minitx.training.evaluation import evaluate
-    from minitx.training.run import quiet_lightning
 
     model, tokenizer, state = load_model(config.ckpt_path)
-    run = from_dict(RunConfig, {**state["config"], "logger": {}, "ablation": None})
-    with quiet_lightning():
-        rows = config.batch_size or run.trainer.val_batch_size
-        data = build_data(run.data, seed=run.seed, max_steps=1, val_batch_size=rows, tokenizer=tokenizer)
-        data.prepare_data()
-        data.setup()
-    if data.vocab_size > (model.config.vocab_size or data.vocab_size):
-        raise ConfigError(f"ckpt_path={config.ckpt_path} was trained on other data than data={run.data.name} is now")
+    data = data_of_run(config.ckpt_path, model, tokenizer, state, config.batch_size)
     options = EvaluationConfig(num_rows=config.num_rows, num_beams=config.num_beams, num_shown=config.num_shown)
     found = evaluate(place(model, config.device), data, options)
     write("\n".join(found.lines()) + "\n")
     if config.output is not None:
-        plain = {"ckpt_path": config.ckpt_path, "data": run.data.name, **found.to_dict()}
+        plain = {"ckpt_path": config.ckpt_path, "data": data.config.name, **found.to_dict()}
         Path(config.output).write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minitx.cli.arguments import key, run_program, write
+from minitx.cli.inputs import encode_text
 from minitx.config import ConfigError
 
 if TYPE_CHECKING:
@@ -127,26 +128,12 @@ def _write_token(stream: TextStream, row: int, id: int) -> None:
     write(stream.push(id))
 
 
-def _encode(tokenizer: Tokenizer, text: str, name: str) -> list[int]:
-    """The ids of ``text``, which is the key ``name``; nothing is replaced by an unknown id."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{name} is not UTF-8 text: character {error.start + 1} cannot be read") from None
-    known: str | None = getattr(tokenizer, "characters", None)
-    unknown = next((character for character in text if known is not None and character not in known), None)
-    if known is not None and unknown is not None:
-        code = f"{unknown!r} (U+{ord(unknown):04X})"
-        raise ConfigError(f"{name} has the character {code}, which is none of the {len(known)} that the model knows")
-    return tokenizer.encode(text).tolist()
-
-
 def _prompt_ids(model: nn.Module, tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The ids of the prompt; of a language model's empty one, the mark with which texts begin."""
     bos_id: Any = getattr(model.config, "bos_id", None)
     if not prompt and (bos_id is None or hasattr(model, "encode")):
         raise ConfigError("prompt is empty: the model needs one character at least")
-    return _encode(tokenizer, prompt, "prompt") or [bos_id]
+    return encode_text(tokenizer, prompt, "prompt") or [bos_id]
 
 
 def _stop_ids(model: nn.Module, tokenizer: Tokenizer, stop: str | None) -> list[int]:
@@ -154,7 +141,7 @@ def _stop_ids(model: nn.Module, tokenizer: Tokenizer, stop: str | None) -> list[
     if stop is None:
         ends = getattr(model.config, "eos_id", None), getattr(tokenizer, "end_id", None)
         return [id for id in ends if id is not None]
-    ids = _encode(tokenizer, stop, "stop")
+    ids = encode_text(tokenizer, stop, "stop")
     if len(ids) != 1:
         raise ConfigError(f"stop={stop!r} must be the text of one token, but it has {len(ids)}")
     return ids

@@ -5,6 +5,7 @@ A config is plain data (``dict``, ``list``, ``str``, numbers) in YAML files, on 
 imported. Messages begin with ``key=value``.
 """
 
+from minitx.config.ablation import AblationConfig, ComparisonConfig, StudyConfig
 from minitx.config.checks import ConfigError, to_dict
 from minitx.config.data import (
     ClassifyDataConfig,
@@ -22,7 +23,7 @@ from minitx.config.data import (
     TextDataConfig,
 )
 from minitx.config.model import SCALE_WORDS, TransformerConfig, check_scale
-from minitx.config.run import AblationConfig, RunConfig, StudyConfig
+from minitx.config.run import RunConfig
 from minitx.config.training import (
     CallbacksConfig,
     EvaluationConfig,
@@ -40,6 +41,7 @@ __all__ = [
     "AblationConfig",
     "CallbacksConfig",
     "ClassifyDataConfig",
+    "ComparisonConfig",
     "ConfigError",
     "CorpusConfig",
     "DataConfig",

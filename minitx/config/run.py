@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from minitx.config.checks import positive, require
+from minitx.config.ablation import AblationConfig
+from minitx.config.checks import require
 from minitx.config.data import DataConfig, TextDataConfig
 from minitx.config.model import TransformerConfig
 from minitx.config.training import (
@@ -17,46 +18,6 @@ from minitx.config.training import (
     ScheduleConfig,
     TrainerConfig,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StudyConfig:
-    """One full factorial of an ablation: ``arms`` × the levels of every factor × ``seeds``.
-
-    ``base`` are overrides that every cell takes; ``factors`` maps a factor's name to its levels and each level to
-    overrides. ``skip`` lists combinations to leave out, each a mapping from factor (or ``arm``) to a level or a list of them.
-    """
-
-    base: tuple[str, ...] = ()
-    arms: tuple[str, ...] = ()
-    factors: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
-    seeds: tuple[int, ...] = (0,)
-    skip: tuple[Mapping[str, tuple[str, ...]], ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class AblationConfig:
-    """A grid of training runs and how it is judged: see ``docs/scaling_ablation`` and ``minitx.ablation``.
-
-    ``arms`` names lists of overrides. ``time_limit`` (seconds) bounds the projection: over it, ``trim`` (overrides that
-    shorten the runs) is applied to every cell. ``margin`` is the smallest difference that counts as harm.
-    """
-
-    name: str = "quick"
-    confirmatory: bool = False
-    arms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    studies: Mapping[str, StudyConfig] = field(default_factory=dict)
-    predictions: Mapping[str, str] = field(default_factory=dict)
-    margin: float = 0.02
-    workers: int | None = None
-    time_limit: float | None = None
-    trim: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        positive(self, "margin", "workers", "time_limit")
-        for name, study in self.studies.items():
-            unknown = [arm for arm in study.arms if arm not in self.arms]
-            require(not unknown, f"studies.{name}.arms={unknown} are not defined; ablation.arms has {', '.join(self.arms)}")
 
 
 @dataclass(frozen=True, kw_only=True)

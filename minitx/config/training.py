@@ -151,15 +151,22 @@ class EvaluationConfig:
 class ProbeConfig:
     """Attention statistics on a fixed validation batch during training; ``every: 0`` switches the probes off.
 
-    Probes run at steps 0, 1, 2, 4, 8, … and at every ``every`` steps, on the first ``batch_size`` validation rows.
+    Probes run at steps 0, 1, 2, 4, 8, … and at every ``every`` steps, on the first ``batch_size`` validation rows. Every
+    ``weights_every`` steps (0: never), a probe also keeps the weights themselves on the first ``weights_rows`` rows.
     """
 
     every: int = 0
-    batch_size: int = 16
+    batch_size: int = 8
+    weights_every: int = 0
+    weights_rows: int = 4
 
     def __post_init__(self) -> None:
         not_negative(self, "every")
         positive(self, "batch_size")
+        not_negative(self, "weights_every")
+        positive(self, "weights_rows")
+        fits = not self.weights_every or bool(self.every and self.weights_every % self.every == 0)
+        require(fits, f"weights_every={self.weights_every} must be a multiple of every={self.every}: a probe keeps the weights")
 
 
 @dataclass(frozen=True, kw_only=True)

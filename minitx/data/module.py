@@ -33,9 +33,9 @@ from minitx.data.examples import ExampleSource, ExampleValidation, Task, TaskNam
 from minitx.data.images import load_images
 from minitx.data.masked import load_masked
 from minitx.data.seq2seq import load_pairs
-from minitx.data.synthetic import RecallSource, RecallValidation
+from minitx.data.synthetic import RecallSource, RecallValidation, key_value_texts
 from minitx.data.text import TextSource, TextValidation
-from minitx.data.tokenizers import Tokenizer
+from minitx.data.tokenizers import Tokenizer, token_texts
 from minitx.data.tokens import TokenisedText, split_chunks, tokenised
 
 
@@ -131,6 +131,13 @@ class DataModule(LightningDataModule, ABC):
         """The first ``num_rows`` rows of validation (all of them where there are fewer)."""
         source = self.val_source()
         return source.rows(range(min(num_rows, source.num_rows)))
+
+    def texts(self, inputs: Batch) -> dict[str, list[list[str]]]:
+        """What stands at each position of a batch's ids, for people; {} where there is no tokenizer."""
+        if self.tokenizer is None:
+            return {}
+        ids = {axis: inputs[axis] for axis in ("input_ids", "decoder_input_ids") if axis in inputs}
+        return {axis: [token_texts(self.tokenizer, row) for row in rows.tolist()] for axis, rows in ids.items()}
 
     def val_batch_size(self, world: int) -> int:
         """Rows of a validation batch over all ranks: as asked for, rounded up to a multiple of ``world``."""
@@ -247,6 +254,13 @@ class RecallDataModule(DataModule):
     def train_source(self, world: int = 1) -> RecallSource:
         options = self.options
         return RecallSource(self.config, seed=options.seed, accumulate=options.accumulate, world=world)
+
+    def texts(self, inputs: Batch) -> dict[str, list[list[str]]]:
+        """See ``key_value_texts``; where positions have no value, the ids."""
+        ids = inputs["input_ids"]
+        types = inputs.get("token_type_ids", ids.new_zeros(ids.shape))
+        rows = zip(ids.tolist(), types.tolist(), strict=True)
+        return {"input_ids": [key_value_texts(*row) for row in rows]}
 
     def val_source(self, world: int = 1) -> RecallValidation:
         return RecallValidation(self.config, batch_size=self.val_batch_size(world), world=world)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,15 @@ def induction_examples(config: InductionDataConfig, num_examples: int, random: n
     labels = np.full(input_ids.shape, IGNORED, np.int64)
     labels[:, n + others :] = copy[:, 1:]
     return _batch(input_ids=input_ids, labels=labels)
+
+
+def key_value_texts(input_ids: Sequence[int], token_type_ids: Sequence[int]) -> list[str]:
+    """Positions for people: ``key:value``, values from 1 on as in ``token_type_ids``; the key alone where it has no value.
+
+    >>> key_value_texts([12, 3, 12], [5, 1, 0])
+    ['12:5', '3:1', '12']
+    """
+    return [f"{key}:{value}" if value else str(key) for key, value in zip(input_ids, token_type_ids, strict=True)]
 
 
 EXAMPLES: dict[type, Callable[[Any, int, np.random.Generator], Batch]] = {

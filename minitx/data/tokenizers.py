@@ -56,6 +56,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int], *, skip_marks: bool = False) -> str:
         """The text of ``ids``, marks by their names or left out."""
 
+    def token_bytes(self, ids: Iterable[int]) -> list[bytes]:
+        """The UTF-8 bytes that each of ``ids`` stands for, marks by their names; see ``token_texts``."""
+
     def save(self, path: str | Path) -> None:
         """Write a ``tokenizer.json`` that ``load_tokenizer`` and ``tokenizers.Tokenizer.from_file`` read."""
 
@@ -116,6 +119,51 @@ def require_marks(tokenizer: Tokenizer, *names: str) -> list[int]:
         has = ", ".join(tokenizer.mark_ids) or "none"
         raise ConfigError(f"the tokenizer has no {missing[0]} token, which this data needs; it has: {has}")
     return [tokenizer.mark_ids[name] for name in names]
+
+
+def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
+    """What each of ``ids`` contributes to their text, by its place among the text's bytes: for axes and lists of tokens.
+
+    A token that holds a part of a character is shown as that character with its share of the bytes: ``你·1/3``, or
+    ``你·2-3/3``. A byte that is no UTF-8 where it stands is ``⟨E4⟩``, an unknown character ``<unk>``, a mark its name.
+
+    Raises:
+        ValueError: an id outside [0, vocab_size).
+
+    >>> bare = BPETokenizer.train([], 257)
+    >>> token_texts(bare, bare.encode("né你"))
+    ['n', 'é·1/2', 'é·2/2', '你·1/3', '你·2/3', '你·3/3']
+    """
+    pieces = tokenizer.token_bytes(ids)
+    text = b"".join(pieces).decode("utf-8", "surrogateescape")  # a byte that is no UTF-8 becomes one lone surrogate
+    places = []  # of every byte: its character, its number in it and how many it has
+    for character in text:
+        size = len(character.encode("utf-8", "surrogateescape"))
+        places += [(character, i, size) for i in range(size)]
+    ends = np.cumsum([len(piece) for piece in pieces]).tolist()
+    return [_share_of_text(places[end - len(piece) : end]) for piece, end in zip(pieces, ends, strict=True)]
+
+
+def _share_of_text(places: Sequence[tuple[str, int, int]]) -> str:
+    shown = ""
+    for at, (character, first, size) in enumerate(places):
+        if at and first:
+            continue  # told with the byte before
+        last = min(first + len(places) - at, size)
+        if "\udc80" <= character <= "\udcff":
+            shown += f"⟨{ord(character) - 0xDC00:02X}⟩"
+        elif last - first == size:
+            shown += character
+        else:
+            shown += f"{character}·{first + 1}/{size}" if last - first == 1 else f"{character}·{first + 1}-{last}/{size}"
+    return shown
+
+
+def _bytes_of_letters() -> dict[str, int]:
+    """The letters for bytes in a byte-level vocabulary (GPT-2): a printable one is itself, the n-th other is chr(256 + n)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def _characters_of(content: Any) -> CharTokenizer | None:
@@ -194,6 +242,16 @@ class CharTokenizer:
         known = _checked(ids, self.vocab_size)
         kept = known[known <= len(self.characters)] if skip_marks else known
         return "".join(self._texts[kept].tolist())
+
+    def token_bytes(self, ids: Iterable[int]) -> list[bytes]:
+        """The UTF-8 bytes of each id's character, marks and the unknown character (``<unk>``) by their names.
+
+        Raises:
+            ValueError: an id outside [0, vocab_size).
+        """
+        known = _checked(ids, self.vocab_size)
+        texts = [UNKNOWN if id == self.unk_id else text for id, text in zip(known, self._texts[known], strict=True)]
+        return [text.encode("utf-8", "surrogatepass") for text in texts]
 
     def fingerprint(self) -> str:
         """See ``minitx.data.tokenizers.fingerprint``."""
@@ -279,6 +337,29 @@ class BPETokenizer:
             ValueError: an id outside [0, vocab_size).
         """
         return self._tokenizer.decode(_checked(ids, self.vocab_size).tolist(), skip_special_tokens=skip_marks)
+
+    def token_bytes(self, ids: Iterable[int]) -> list[bytes]:
+        """The UTF-8 bytes of each id, marks by their names.
+
+        Of a vocabulary that is not byte-level, the piece as it stands, with spaces for ``▁`` and ``<0xE4>`` as its byte;
+        an id that is in a gap of the vocabulary is ``<7>``.
+
+        Raises:
+            ValueError: an id outside [0, vocab_size).
+        """
+        decoder = json.loads(self._tokenizer.to_str())["decoder"] or {}
+        kinds = {part["type"] for part in (decoder, *decoder.get("decoders", ())) if "type" in part}
+        marks = {i: token.content for i, token in self._tokenizer.get_added_tokens_decoder().items()}
+        letters = _bytes_of_letters() if "ByteLevel" in kinds else {}
+        single = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)} if "ByteFallback" in kinds else {}
+
+        def piece(id: int) -> bytes:
+            text = marks.get(id) or self._tokenizer.id_to_token(id) or f"<{id}>"
+            if id not in marks and letters.keys() >= set(text):
+                return bytes(letters[letter] for letter in text)
+            return single.get(text) or text.replace("▁", " ").encode()
+
+        return [piece(id) for id in _checked(ids, self.vocab_size).tolist()]
 
     def fingerprint(self) -> str:
         """See ``minitx.data.tokenizers.fingerprint``."""

@@ -57,6 +57,10 @@ class DotProductAttention(nn.Module):
         )
         return run_attention(call, backend=self.backend, strict=self.strict, need_weights=need_weights)
 
+    def effective_mask(self, mask: Mask | None) -> Mask | None:
+        """What is visible under the mask of a call: here nothing less. What ``capture`` knows a core with weights by."""
+        return mask
+
     def extra_repr(self) -> str:
         return f"dropout={self.dropout}, softcap={self.softcap}, backend={self.backend!r}"
 

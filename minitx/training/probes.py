@@ -3,31 +3,74 @@
 from __future__ import annotations
 
 import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis import capture
+from minitx.analysis.capture import Look, attention_cores, watch
+from minitx.analysis.gradients import gradient_statistics
+from minitx.analysis.snapshot import SOURCE, TARGET, take_snapshot, write_snapshot
+from minitx.analysis.statistics import attention_statistics, logit_step, token_cosine
+from minitx.config import ConfigError, ProbeConfig
 from minitx.nn.attention import MultiHeadAttention
+from minitx.nn.blocks import EncoderBlock
+from minitx.nn.functional import full_precision
 from minitx.training.callbacks import StepCallback
-from minitx.training.module import Batch, TrainingModule
+from minitx.training.metrics import MetricsFile
+from minitx.training.module import Batch, TrainingModule, network_inputs
+from minitx.training.objectives import IGNORED
+
+log = logging.getLogger(__name__)
+
+_LOGGED = ("entropy", "row_std", "max_logit", "saturation_99", "grad_query_rms", "logit_step")
+_PARTS = 4  # of the probe batch, for the signal-to-noise ratio
 
 
 class Probe(StepCallback):
-    """Writes one JSON line a probed step: statistics of every layer, averaged over heads, and gradient norms.
+    """Writes one JSON line a probed step to ``probes.jsonl``: what ``look`` finds in every attention layer.
 
-    Probes run before update 0 and after updates 1, 2, 4, 8, … and every ``every`` steps, in eval mode, without
-    gradients, in float32, on the plain module. No random number is drawn and no state of the run is touched. The
-    gradient norms are those of ‖∇W_Q‖, ‖∇W_K‖, ‖∇W_V‖ in the step that is being made.
+    Probes run before update 0, after updates 1, 2, 4, 8, … and every ``every`` steps, in eval mode and float32, on the plain
+    module. No random number is drawn and no state of the run is touched. Beside the statistics of
+    ``attention_statistics``, each by head, a layer's record holds
+
+    ==================  =====================================================================================
+    ``argmax_retention``  share of rows whose favourite key is that of step 0 (by head)
+    ``logit_step``      RMS of z after this update minus z before it (by head); none at step 0
+    ``token_cosine``    mean cosine of two different tokens after the layer's block: rank collapse
+    ``grad_q, grad_k, grad_v``  ‖∇W_Q‖, ‖∇W_K‖, ‖∇W_V‖ in the step that is being made
+    ``grad_query_rms, grad_query_median``  of ‖dL/dq_i‖ on the probe batch, L summed over its targets
+    ``snr_q, snr_k, snr_v``  signal over noise of the probe's gradients in four parts, see ``gradient_statistics``
+    ==================  =====================================================================================
+
+    Every ``weights_every`` steps, ``attention/step_N.safetensors`` keeps the weights on the first ``weights_rows`` rows.
+    Layer means of some of it go to the run's loggers as ``attention/LAYER/NAME``. At the end of training the log says what
+    looking cost.
+
+    Args:
+        folder: of the run.
+        batch: what is looked at.
+        texts: gives the texts of the tokens of each axis of the batch, see ``Snapshot``; default numbers.
     """
 
-    def __init__(self, path: Path, batch: Batch, every: int) -> None:
-        self.path, self.batch, self.every = path, batch, every
-        self._first_favourites: list[Tensor] | None = None
-        self._gradients: list[dict[str, float]] = []
+    def __init__(
+        self,
+        folder: Path,
+        batch: Batch,
+        options: ProbeConfig,
+        texts: Callable[[Batch], dict[str, list[list[str]]]] = lambda inputs: {},
+    ) -> None:
+        self.folder, self.path, self.batch, self.options, self.texts = folder, folder / "probes.jsonl", batch, options, texts
+        self._first_favourites: dict[str, Tensor] | None = None
+        self._gradients: dict[str, dict[str, float]] = {}
+        self._before: dict[str, Look] = {}
+        self._looks, self._seconds, self._started = 0, 0.0, 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return {"first_favourites": self._first_favourites}
@@ -35,68 +78,179 @@ class Probe(StepCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._first_favourites = state_dict["first_favourites"]
 
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        if not attention_cores(module.network):
+            raise ConfigError("callbacks.probe.every: the model has no attention with weights to look at; set it to 0")
+        self._started = time.perf_counter()
         if trainer.is_global_zero and self.path.exists():  # what came after the checkpoint that goes on comes again
-            kept = [record for record in read_probes(self.path) if record["step"] <= trainer.global_step > 0]
+            kept = [record for record in read_probes(self.path, by_head=True) if record["step"] <= trainer.global_step > 0]
             self.path.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
 
     def due(self, step: int) -> bool:
         """Whether to look after ``step`` updates: powers of two and multiples of ``every``."""
-        return step & (step - 1) == 0 or step % self.every == 0
+        return step & (step - 1) == 0 or step % self.options.every == 0
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
-        step = trainer.global_step
-        if step == 0:  # gradients at initialisation belong to step 0, before its update
-            self._gradients = gradient_norms(module.network)
-            self._write(trainer, module, 0)
-        elif self.due(step + 1):
-            self._gradients = gradient_norms(module.network)
-
-    def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        if self.due(step):
-            self._write(trainer, module, step)
-
-    def _write(self, trainer: L.Trainer, module: TrainingModule, step: int) -> None:
         if not trainer.is_global_zero:
             return
-        layers = self._look(module)
-        for layer, gradients in zip(layers, self._gradients, strict=True):
-            layer.update(gradients)
+        step, began = trainer.global_step, time.perf_counter()
+        if step == 0 or self.due(step + 1):
+            self._gradients = gradient_norms(module.network)
+        if step == 0:  # gradients at initialisation belong to step 0, before its update
+            self._write(trainer, module, 0)
+        elif self.due(step + 1) and not self._before:
+            self._before = self._look(module, statistics=False)[0]
+        self._seconds += time.perf_counter() - began
+
+    def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
+        if trainer.is_global_zero and self.due(step):
+            began = time.perf_counter()
+            self._write(trainer, module, step)
+            self._seconds += time.perf_counter() - began
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if self._looks:
+            passed = time.perf_counter() - self._started
+            cost = (self._looks, self._seconds, 100 * self._seconds / passed, 1000 * self._seconds / self._looks)
+            log.info("%d looks at attention took %.1f s, %.1f %% of the training (%.0f ms each)", *cost)
+
+    def _write(self, trainer: L.Trainer, module: TrainingModule, step: int) -> None:
+        looks, layers = self._look(module, statistics=True)
+        steps = {
+            name: logit_step(self._before[name].call, look.call, look.real_queries)
+            for name, look in looks.items()
+            if name in self._before
+        }
+        self._before = looks if self.due(step + 1) else {}
+        gradients = gradient_statistics(module.network, self._parts(module), lambda part: self._loss(module, part))
+        for name, layer in layers.items():
+            layer.update(gradients[name], **self._gradients.get(name, {}))
+            layer.update({"logit_step": steps[name]} if name in steps else {})
+        plain = [{"name": name, **{key: _plain(value) for key, value in layer.items()}} for name, layer in layers.items()]
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "layers": layers}) + "\n")
+            file.write(json.dumps({"step": step, "layers": plain}) + "\n")
+        self._looks += 1
+        self._log(trainer, plain, step)
+        every = self.options.weights_every
+        if every and (step % every == 0 or step == trainer.max_steps):
+            self._keep_weights(module, step)
 
     @torch.no_grad()
-    def _look(self, module: TrainingModule) -> list[dict[str, Any]]:
+    def _look(self, module: TrainingModule, *, statistics: bool) -> tuple[dict[str, Look], dict[str, dict[str, Any]]]:
+        """Every core's call, and where ``statistics`` are wanted its statistics."""
         network, training = module.network, module.network.training
+        hidden: dict[str, Tensor] = {}
+        handles = [
+            block.register_forward_hook(lambda _, args, out, name=name: hidden.update({name: _first(out)}))
+            for name, block in network.named_modules()
+            if statistics and isinstance(block, EncoderBlock)
+        ]
         network.eval()
-        with capture(network, what="statistics") as seen, torch.autocast(module.device.type, enabled=False):
-            module({name: tensor.to(module.device) for name, tensor in self.batch.items()})
-        network.train(training)
-        records = [entries[0] for entries in seen.values()]
-        favourites = [record.pop("favourite") for record in records]
+        try:
+            with watch(network, lambda look: look) as seen, full_precision(module.device):
+                module(self._on(module.device))
+                looks = {name: records[0] for name, records in seen.items()}
+                layers = {name: _statistics(name, look, hidden) for name, look in looks.items()} if statistics else {}
+        finally:
+            network.train(training)
+            for handle in handles:
+                handle.remove()
+        if statistics:
+            self._retention(layers)
+        return looks, layers
+
+    def _retention(self, layers: dict[str, dict[str, Any]]) -> None:
+        favourites = {name: layer.pop("favourite") for name, layer in layers.items()}
         if self._first_favourites is None:
             self._first_favourites = favourites
-        layers = [{name: float(value.mean()) for name, value in record.items()} for record in records]
-        for layer, first, now in zip(layers, self._first_favourites, favourites, strict=True):
+        for name, layer in layers.items():
+            first, now = self._first_favourites[name], favourites[name]
             counted = first >= 0
-            layer["argmax_retention"] = float((first == now)[counted].double().mean())
-        return layers
+            layer["argmax_retention"] = ((first == now) & counted).sum((0, 2)) / counted.sum((0, 2)).clamp(min=1)
+
+    def _on(self, device: torch.device) -> Batch:
+        return {name: tensor.to(device) for name, tensor in self.batch.items()}
+
+    def _parts(self, module: TrainingModule) -> list[Batch]:
+        """The probe batch in up to four parts of whole rows."""
+        whole = {name: tensor for name, tensor in self._on(module.device).items() if name != "num_targets"}
+        parts = {name: tensor.chunk(_PARTS) for name, tensor in whole.items()}
+        return [{name: pieces[i] for name, pieces in parts.items()} for i in range(len(parts["labels"]))]
+
+    def _loss(self, module: TrainingModule, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The summed loss of a part, and the queries that count: those with a target, where targets stand at queries."""
+        loss = module.objective(module.network(**network_inputs(part)), part["labels"]).loss
+        axis = TARGET if TARGET in part else SOURCE
+        has_target = axis in part and part["labels"].shape == part[axis].shape
+        return loss, {axis: part["labels"] != IGNORED} if has_target else {}
+
+    def _log(self, trainer: L.Trainer, layers: Sequence[Mapping[str, Any]], step: int) -> None:
+        values = {
+            f"attention/{layer['name'].removesuffix('.core')}/{key}": over_heads(layer[key])
+            for layer in layers
+            for key in _LOGGED
+            if key in layer
+        }
+        for logger in trainer.loggers:
+            if not isinstance(logger, MetricsFile):
+                logger.log_metrics(values, step)
+
+    def _keep_weights(self, module: TrainingModule, step: int) -> None:
+        rows = {name: tensor[: self.options.weights_rows] for name, tensor in self._on(module.device).items() if tensor.dim()}
+        inputs = network_inputs(rows)
+        snapshot = take_snapshot(module.network, inputs, tokens=self.texts(inputs), step=step, title=self.folder.name)
+        write_snapshot(snapshot, self.folder / "attention")
 
 
-def gradient_norms(network: nn.Module) -> list[dict[str, float]]:
-    """‖∇W_Q‖, ‖∇W_K‖, ‖∇W_V‖ of every attention layer, in the order of ``network.modules()``."""
-    layers = [module for module in network.modules() if isinstance(module, MultiHeadAttention)]
+def _statistics(name: str, look: Look, hidden: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What can be said of one core's call; ``hidden`` are the blocks' outputs, by name."""
+    rows = look.real_queries
+    found: dict[str, Any] = attention_statistics(look.call.query, look.call.key, **look.call.terms, query_mask=rows)
+    cosines = [token_cosine(tokens, rows) for block, tokens in hidden.items() if name.startswith(f"{block}.")]
+    return {**found, **({"token_cosine": float(cosines[0])} if cosines else {})}
+
+
+def gradient_norms(network: nn.Module) -> dict[str, dict[str, float]]:
+    """‖∇W_Q‖, ‖∇W_K‖, ‖∇W_V‖ of every attention layer, by the name of its core."""
     names = {"grad_q": "q_proj", "grad_k": "k_proj", "grad_v": "v_proj"}
-    return [{name: _norm(getattr(layer, part).weight) for name, part in names.items()} for layer in layers]
+    return {
+        f"{name}.core": {norm: _norm(getattr(layer, part).weight) for norm, part in names.items()}
+        for name, layer in network.named_modules()
+        if isinstance(layer, MultiHeadAttention)
+    }
 
 
 def _norm(weight: Tensor) -> float:
     return 0.0 if weight.grad is None else float(weight.grad.norm())
 
 
-def read_probes(path: Path) -> list[dict[str, Any]]:
-    """The records of a probe file; [] where there is none. A last line cut short by a crash is left out."""
+def _first(out: Any) -> Tensor:
+    """A block's hidden state, with or without extras."""
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _plain(value: Any) -> Any:
+    """A number, or a list with one a head."""
+    return value.double().tolist() if isinstance(value, Tensor) else value
+
+
+def over_heads(value: float | list[float]) -> float:
+    """The mean over heads, where there is one value a head."""
+    return mean(value) if isinstance(value, list) else value
+
+
+def read_probes(path: Path, *, by_head: bool = False) -> list[dict[str, Any]]:
+    """The records of a probe file, averaged over heads unless ``by_head``; [] where there is no file.
+
+    A last line cut short by a crash is left out.
+    """
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    if by_head:
+        return records
+    return [
+        {**record, "layers": [{key: over_heads(value) for key, value in layer.items()} for layer in record["layers"]]}
+        for record in records
+    ]

@@ -218,9 +218,7 @@ def own_callbacks(config: RunConfig, data: DataModule, folder: Path) -> list[Any
     """The run's own callbacks but the signal guard."""
     own: list[Any] = [StepLog(config.trainer.log_every)]
     if config.callbacks.probe.every:
-        own.append(
-            Probe(folder / "probes.jsonl", data.probe_batch(config.callbacks.probe.batch_size), config.callbacks.probe.every)
-        )
+        own.append(Probe(folder, data.probe_batch(config.callbacks.probe.batch_size), config.callbacks.probe, data.texts))
     if config.callbacks.progress:
         own.append(progress())
     return own + checkpoints(config.trainer, folder / "checkpoints")

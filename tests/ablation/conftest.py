@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minitx.config import AblationConfig, StudyConfig
+from minitx.config import AblationConfig, ComparisonConfig, StudyConfig
 
 Record = dict[str, Any]
 
@@ -23,6 +23,13 @@ PREDICTIONS = {f"P{i}": f"statement {i}" for i in range(1, 8)}
 ARMS = ("inv_sqrt", "unscaled", "init_fold", "uniform", "full_fold")
 
 
+COMPARISONS = (
+    ComparisonConfig(study="recall", arms=ARMS[:2], primary=({"init": "lecun", "head_dim": "128"},)),
+    ComparisonConfig(study="recall", arms=("init_fold", "unscaled")),
+    ComparisonConfig(study="recall", arms=("inv_sqrt", "init_fold")),
+)
+
+
 def levels(names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     return dict.fromkeys(names, ())
 
@@ -32,13 +39,14 @@ def quick_grid(seeds: int = 6, **changes: Any) -> AblationConfig:
     everyone = tuple(range(seeds))
     recall = {"head_dim": levels(("8", "128")), "init": levels(("lecun", "gpt2")), "lr": levels(RATES)}
     studies = {
-        "recall": StudyConfig(arms=ARMS[:4], factors=recall, seeds=everyone),
-        "text": StudyConfig(arms=ARMS[:2], factors={"lr": levels(RATES[:2])}, seeds=(0, 1)),
+        "recall": StudyConfig(arms=ARMS[:4], factors=recall, seeds=everyone, score="accuracy"),
+        "text": StudyConfig(arms=ARMS[:2], factors={"lr": levels(RATES[:2])}, seeds=(0, 1), score="loss"),
         "ladder": StudyConfig(arms=ARMS[:2], factors={"rung": levels(RUNGS)}, seeds=(0,)),
         "init_sweep": StudyConfig(arms=ARMS[:2], factors={"head_dim": levels(WIDTHS), "init": levels(tuple(INITS))}),
         "null_control": StudyConfig(arms=("inv_sqrt", "full_fold"), factors={"head_dim": levels(("16",))}),
     }
-    return AblationConfig(**{"arms": dict.fromkeys(ARMS, ()), "studies": studies, "predictions": PREDICTIONS, **changes})
+    whole = {"arms": dict.fromkeys(ARMS, ()), "studies": studies, "predictions": PREDICTIONS, **changes}
+    return AblationConfig(**{"comparisons": COMPARISONS if "recall" in whole["studies"] else (), **whole})
 
 
 def expected_cells(grid: AblationConfig) -> list[Record]:
@@ -48,7 +56,7 @@ def expected_cells(grid: AblationConfig) -> list[Record]:
         combinations = [dict(zip(config.factors, c, strict=True)) for c in itertools.product(*config.factors.values())]
         for seed, arm, factors in itertools.product(config.seeds, config.arms, combinations):
             skipped = arm == "uniform" and factors["lr"] != "3e-3"
-            skipped |= arm in ("uniform", "init_fold") and factors["init"] != "lecun"
+            skipped |= arm in ("uniform", "init_fold") and factors.get("init", "lecun") != "lecun"
             if not skipped:
                 cells.append({"study": study, "arm": arm, "factors": factors, "seed": seed})
     return cells

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 
 import pytest
 
 import minitx.ablation.grid as module
 from minitx.ablation.grid import Cell, cells, code_fingerprint
-from minitx.config import AblationConfig, ConfigError, StudyConfig
+from minitx.config import AblationConfig, ComparisonConfig, ConfigError, StudyConfig
 
 ARMS = {"a": ("model.scale=inv_sqrt",), "b": ("model.scale=unscaled", "optimizer.rules=[{match: '(q|k)_proj', lr: 2}]")}
 FACTORS = {
@@ -143,3 +144,25 @@ def test_the_stored_command_says_to_a_shell_what_the_cell_is():
         assert tuple(words[2:]) == cell.overrides
         assert cell.describe()["command"] == cell.command
         assert cell.describe()["cell"] == cell.hash
+
+
+def test_cells_to_tune_on_come_first_and_a_seed_is_never_both():
+    study = StudyConfig(arms=("a",), base=("trainer.max_steps=1",), tune_seeds=(5, 6), seeds=(0,))
+    grid = AblationConfig(arms={"a": ()}, studies={"one": study})
+    assert [cell.seed for cell in cells(grid)] == [5, 6, 0]
+    with pytest.raises(ConfigError, match=r"studies\.one\.tune_seeds=\[0, 5\] are judged too: seed \[0\]"):
+        AblationConfig(arms={"a": ()}, studies={"one": dataclasses.replace(study, tune_seeds=(0, 5))})
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"study": "two"}, "comparisons[0].study=two is not defined; ablation.studies has one, bare"),
+    ({"study": "bare"}, "comparisons[0].study=bare has no score; set studies.bare.score"),
+    ({"arms": ("a", "c")}, "comparisons[0].arms=['c'] are not in studies.one.arms=['a', 'b']"),
+    ({"primary": ({"width": "9"},)}, "comparisons[0].primary: width=9 is no level of studies.one.factors"),
+])  # fmt: skip
+def test_a_comparison_that_names_nothing_is_refused(changes, message):
+    study = StudyConfig(arms=("a", "b"), factors={"width": {"8": ()}}, score="loss")
+    comparison = ComparisonConfig(**{"study": "one", "arms": ("a", "b"), **changes})
+    studies = {"one": study, "bare": StudyConfig(arms=("a", "b"))}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        AblationConfig(arms={"a": (), "b": ()}, studies=studies, comparisons=(comparison,))

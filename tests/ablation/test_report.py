@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
+import itertools
 import math
 import random
 import re
@@ -13,13 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from minitx.ablation import design_figures
 from minitx.ablation.predictions import predictions
 from minitx.ablation.records import accuracy_of, collect, loss_of
 from minitx.ablation.report import Report, write_report
 from minitx.ablation.sections import controls_part
 from minitx.ablation.tables import init_rows, ladder_rows, null_pairs
 from minitx.ablation.verdict import analyse, comparisons
-from minitx.config import AblationConfig, StudyConfig
+from minitx.config import AblationConfig, ComparisonConfig, StudyConfig
 
 META = {"commit": "0123456", "versions": {"torch": "2.13.0"}, "wall_seconds": 12.0, "command": "python x", "date": "today"}
 NOT_A_VALUE = re.compile(r"\b(nan|NaN|inf|None)\b")
@@ -78,9 +81,73 @@ def test_the_primary_family_is_two_tests_adjusted_by_holm_and_the_rest_is_not_ad
     assert all(c.p_adjusted is None for c in quick.comparisons if not c.primary)
 
 
+def tuned_grid(**changes: Any) -> AblationConfig:
+    """Rates are chosen on seeds 0 and 1 and judged on 10 to 15."""
+    options = {"arms": ("inv_sqrt", "unscaled"), "factors": {"lr": dict.fromkeys(("1e-3", "3e-3"), ())}, "score": "accuracy"}
+    study = StudyConfig(**{**options, "tune_seeds": (0, 1), "seeds": tuple(range(10, 16)), **changes})
+    pair = ComparisonConfig(study="any", arms=("inv_sqrt", "unscaled"), primary=({},))
+    return AblationConfig(arms={"inv_sqrt": (), "unscaled": ()}, studies={"any": study}, comparisons=(pair,))
+
+
+def judged(grid: AblationConfig, score: Any) -> list[Any]:
+    """The comparisons of a grid whose cells score ``score(arm, rate, seed)``."""
+    study = grid.studies["any"]
+    places = itertools.product(study.arms, study.factors["lr"], (*study.tune_seeds, *study.seeds))
+    expected = [{"study": "any", "arm": arm, "factors": {"lr": rate}, "seed": seed} for arm, rate, seed in places]
+    records = []
+    for cell in expected:
+        value = score(cell["arm"], cell["factors"]["lr"], cell["seed"])
+        if value is not None:
+            result = {"accuracy": value, "val_loss": value, "initial_loss": 9.0, "outcome": "OK", "floors": {}}
+            records.append({**cell, "status": "done", "error": None, "overrides": [], "result": result})
+    return list(comparisons(collect(records, grid, expected)))
+
+
+def test_rates_are_chosen_on_seeds_that_are_never_judged() -> None:
+    def score(arm: str, rate: str, seed: int) -> float:
+        if arm == "inv_sqrt":
+            return 1.0
+        return {"1e-3": 0.9, "3e-3": 0.5}[rate] if seed < 10 else {"1e-3": 0.6, "3e-3": 1.0}[rate]
+
+    e1, e2 = judged(tuned_grid(), score)
+    assert e1.seeds == tuple(range(10, 16))
+    assert set(e1.effect.treatment) == {0.6}  # the tuning seeds prefer 1e-3, the judged ones would not
+    assert e1.judgement.word == "HARM"
+    assert set(e2.effect.treatment) == {0.5}
+
+
+def test_a_tuning_seed_that_is_lost_is_named_and_blocks_the_verdict() -> None:
+    e1, _ = judged(tuned_grid(), lambda arm, rate, seed: None if (arm, seed) == ("unscaled", 1) else 1.0)
+    assert e1.judgement.word == "INCONCLUSIVE"
+    assert "1 of 7 seeds lack a finished cell (seed 1)" in e1.judgement.reason
+
+
+def test_a_loss_is_judged_with_its_sign_turned_and_has_no_window() -> None:
+    found = judged(tuned_grid(score="loss"), lambda arm, rate, seed: (2.0 if arm == "inv_sqrt" else 2.4) + 0.001 * seed)
+    assert [c.endpoint for c in found] == ["E1"]
+    assert found[0].effect.difference == pytest.approx(0.4)
+    assert (found[0].judgement.word, found[0].p_harm) == ("HARM", 1 / 64)
+    better = judged(tuned_grid(score="loss"), lambda arm, rate, seed: 2.4 if arm == "inv_sqrt" else 2.0)
+    assert better[0].judgement.word == "INCONCLUSIVE"
+    assert "better by more than the margin" in better[0].judgement.reason
+
+
+def test_the_family_counts_every_primary_endpoint_of_the_grid(make_grid: Any, fabricate: Any) -> None:
+    whole = make_grid()
+    first, fold, _ = whole.comparisons
+    widths = tuple({"init": "lecun", "head_dim": width} for width in ("8", "128"))
+    wider = dataclasses.replace(
+        whole, comparisons=(dataclasses.replace(first, primary=widths), dataclasses.replace(fold, primary=widths[1:]))
+    )
+    primary = [c for c in comparisons(collect(*fabricate(wider))) if c.primary]
+    assert len(primary) == 6
+    smallest = min(primary, key=lambda c: c.p_harm)
+    assert smallest.p_adjusted == pytest.approx(6 * smallest.p_harm)
+
+
 def test_without_an_effect_the_primary_verdict_is_hardly_ever_harm(fabricate: Any, make_grid: Any) -> None:
     whole = make_grid()
-    grid = AblationConfig(arms=whole.arms, studies={"recall": whole.studies["recall"]})
+    grid = dataclasses.replace(whole, studies={"recall": whole.studies["recall"]})
     hits = 0
     for draw in range(12):
         noise = np.random.default_rng(draw)
@@ -261,6 +328,38 @@ def test_every_figure_is_a_png_beside_the_page_and_inside_it(quick: Report) -> N
     page = (quick.folder / "report.html").read_text(encoding="utf-8")
     assert page.count('src="data:image/png;base64,') == len(pictures)
     assert all(f"({p.name})" in (quick.folder / "summary.md").read_text(encoding="utf-8") for p in pictures)
+
+
+def test_dose_and_two_by_two_are_drawn_with_every_seed_as_a_dot(fabricate: Any) -> None:
+    rates = dict.fromkeys(("1e-3", "1e-2"), ())
+    options = {"seeds": (0, 1, 2), "score": "accuracy"}
+    studies = {
+        "dose": StudyConfig(
+            arms=("inv_sqrt",), factors={"alpha": dict.fromkeys(("0.5", "1", "11.3"), ()), "lr": rates}, **options
+        ),
+        "two_by_two": StudyConfig(
+            arms=("inv_sqrt", "lr_fold", "init_fold", "unscaled"),
+            factors={"norm_position": dict.fromkeys(("pre", "post"), ()), "lr": rates},
+            **options,
+        ),
+    }
+    arms = dict.fromkeys(("inv_sqrt", "lr_fold", "init_fold", "unscaled"), ())
+    records, grid, expected = fabricate(AblationConfig(arms=arms, studies=studies))
+    assert len(records) == 18 + 48
+    for record in records:  # the response to the dose is known: solved up to 1, at the lower rate only beyond
+        alpha, rate = record["factors"].get("alpha"), record["factors"]["lr"]
+        record["result"]["accuracy"] = 0.2 if alpha == "11.3" and rate == "1e-2" else 1.0
+    findings = analyse(collect(records, grid, expected))
+    best, window = design_figures.dose_response(findings).axes
+    assert [dots(ax) for ax in (best, window)] == [[1.0] * 9, [1.0] * 6 + [0.5] * 3]
+    assert [len(dots(ax)) for ax in design_figures.two_by_two(findings).axes] == [12] * 4
+    empty = analyse(collect([], grid, expected))
+    assert design_figures.dose_response(empty) is design_figures.two_by_two(empty) is None
+
+
+def dots(ax: Any) -> list[float]:
+    """The heights of the single points of a panel."""
+    return [float(line.get_ydata()[0]) for line in ax.get_lines() if len(line.get_xdata()) == 1]
 
 
 def test_the_page_asks_the_network_for_nothing(quick: Report) -> None:

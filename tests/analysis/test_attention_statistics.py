@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from minitx.analysis import attention_statistics, favourite_keys, statistics
+from minitx.analysis import attention_statistics, statistics
 from minitx.nn import Causal, Padding, SlidingWindow
 
 B, H, HKV, L, S, D = 2, 6, 3, 7, 11, 5
@@ -102,12 +102,12 @@ def test_one_row_of_two_keys_by_hand():
 def test_streaming_in_tiles_changes_nothing(monkeypatch):
     query, key = inputs()
     whole = attention_statistics(query, key, scale=0.5, mask=Causal())
-    favourites = favourite_keys(query, key, scale=0.5, mask=Causal())
+    favourites = attention_statistics(query, key, scale=0.5, mask=Causal())["favourite"]
     monkeypatch.setattr(statistics, "_TILE", 1)
     tiled = attention_statistics(query, key, scale=0.5, mask=Causal())
     for name, value in whole.items():
         torch.testing.assert_close(tiled[name], value, rtol=1e-12, atol=1e-14)
-    assert torch.equal(favourite_keys(query, key, scale=0.5, mask=Causal()), favourites)
+    assert torch.equal(attention_statistics(query, key, scale=0.5, mask=Causal())["favourite"], favourites)
 
 
 def test_no_tensor_of_all_pairs_is_held(monkeypatch):
@@ -143,7 +143,7 @@ def test_a_constant_added_to_a_row_moves_no_statistic_of_the_weights():
 
 def test_the_favourite_key_is_the_one_with_the_largest_weight_and_excluded_rows_have_none():
     query, key = inputs(4, 4)
-    favourites = favourite_keys(query, key, scale=-0.5, mask=Causal())
+    favourites = attention_statistics(query, key, scale=-0.5, mask=Causal())["favourite"]
     assert (favourites[:, :, 0] == -1).all()  # the first row sees one key
     scores = -0.5 * query @ key.repeat_interleave(H // HKV, 1).transpose(-1, -2)
     for i in range(1, 4):

@@ -1,11 +1,17 @@
 """Capture looks without touching."""
 
+import sys
+
 import pytest
 import torch
+from torch.distributed import destroy_process_group, init_process_group
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from minitx.analysis import capture
+from minitx.analysis import attention_statistics, capture, statistics
 from minitx.config import TransformerConfig
-from minitx.nn import Causal, DecoderLM, DotProductAttention, MultiHeadAttention
+from minitx.nn import Causal, DecoderLM, DotProductAttention, EncoderDecoder, KVCache, MultiHeadAttention, Padding
+from minitx.nn.efficient import SlidingWindowAttention
 
 IDS = torch.tensor([[1, 2, 3, 5, 7], [4, 4, 8, 9, 1]])
 
@@ -15,8 +21,8 @@ def model_of(**options):
     return DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2, max_len=8, **options)).eval()
 
 
-@pytest.mark.parametrize("backend", ["auto", "math", "sdpa"])
-@pytest.mark.parametrize("what", ["statistics", "weights"])
+@pytest.mark.parametrize("backend", ["auto", "math", "sdpa", "chunked"])
+@pytest.mark.parametrize("what", ["statistics", "weights", "scores", "values"])
 def test_the_output_and_the_gradients_are_bit_equal_with_and_without_looking(backend, what):
     model = model_of(backend=backend, position="rotary")
     plain = model(IDS)
@@ -98,5 +104,186 @@ def test_a_wrong_word_and_a_model_without_attention_are_refused():
         capture(model_of(), what="weight"),
     ):
         pass
-    with pytest.raises(ValueError, match="Linear has no DotProductAttention"), capture(torch.nn.Linear(2, 2)):
+    with pytest.raises(ValueError, match="Linear has no attention core with weights"), capture(torch.nn.Linear(2, 2)):
         pass
+
+
+def test_chosen_layers_and_heads_are_slices_of_the_whole():
+    model = model_of(num_kv_heads=1)
+    for what in ("weights", "scores", "values", "statistics"):
+        with capture(model, what=what) as whole, capture(model, what=what, layers=[-1], heads=[2, 0]) as part:
+            model(IDS)
+        assert list(part) == ["blocks.1.attention.core"]
+        all_heads, chosen = whole["blocks.1.attention.core"][0], part["blocks.1.attention.core"][0]
+        if what == "statistics":
+            assert torch.equal(chosen["entropy"], all_heads["entropy"][[2, 0]])
+            assert torch.equal(chosen["favourite"], all_heads["favourite"][:, [2, 0]])
+        else:
+            assert torch.equal(chosen, all_heads[:, [2, 0]])
+    with capture(model, layers=["blocks.0"]) as seen:
+        model(IDS)
+    assert list(seen) == ["blocks.0.attention.core"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": [2]}, "layers: 2 is none of the 2 attention layers blocks.0.attention.core, blocks.1.attention.core"),
+        ({"layers": ["cross"]}, "layers: 'cross' is none of"),
+    ],
+)
+def test_a_layer_that_is_not_there_is_refused(options, message):
+    with pytest.raises(ValueError, match=message), capture(model_of(), **options):
+        pass
+
+
+@pytest.mark.parametrize("heads", [[3], [], [-4]])
+def test_a_head_that_is_not_there_is_refused_and_the_hooks_are_gone(heads):
+    model = model_of()
+    with pytest.raises(ValueError, match="must be some of 0 to 2"), capture(model, heads=heads):
+        model(IDS)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_softmax_of_the_scores_is_the_weights_and_hidden_keys_have_minus_infinity():
+    model = model_of(position="alibi", softcap=5.0, window=3)
+    with capture(model, what="scores") as scores, capture(model, what="weights") as weights:
+        model(IDS)
+    for name in scores:
+        torch.testing.assert_close(scores[name][0].softmax(-1), weights[name][0])
+        assert torch.equal(scores[name][0] == -torch.inf, weights[name][0] == 0)
+        assert (scores[name][0] == -torch.inf).any()
+
+
+def test_weights_times_values_through_the_output_projection_is_what_the_layer_gives():
+    torch.manual_seed(0)
+    attention, x = MultiHeadAttention(12, 6, num_kv_heads=2), torch.randn(2, 5, 12)
+    with capture(attention, what="weights") as weights, capture(attention, what="values") as values:
+        out = attention(x, is_causal=True)
+    heads = weights["core"][0] @ values["core"][0]
+    torch.testing.assert_close(attention.out_proj(heads.transpose(1, 2).flatten(2)), out)
+
+
+def test_cached_decoding_gives_row_by_row_what_one_forward_gives():
+    model, cache = model_of(position="rotary"), KVCache(capacity=5, num_layers=2)
+    with torch.no_grad(), capture(model, what="weights") as whole, capture(model) as numbers:
+        model(IDS)
+    with torch.no_grad(), capture(model, what="weights") as steps, capture(model) as of_steps:
+        plain = [model(piece, cache=cache) for piece in IDS.split(1, dim=1)]
+    again = KVCache(capacity=5, num_layers=2)
+    with torch.no_grad():
+        assert all(torch.equal(model(piece, cache=again), out) for piece, out in zip(IDS.split(1, dim=1), plain, strict=True))
+    for name in whole:
+        for i, row in enumerate(steps[name]):
+            torch.testing.assert_close(row[:, :, 0], whole[name][0][:, :, i, : i + 1])
+        entropies = torch.stack([record["entropy"] for record in of_steps[name][1:]])
+        torch.testing.assert_close(entropies.mean(0), numbers[name][0]["entropy"], rtol=1e-5, atol=1e-6)
+
+
+def test_padded_targets_count_neither_in_self_nor_in_cross_attention():
+    torch.manual_seed(0)
+    options = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 1, "init": "lecun"}
+    model = EncoderDecoder(TransformerConfig(architecture="encoder_decoder", **options)).eval().double()
+    source, target = torch.tensor([[1, 2, 3, 5, 7]]), torch.tensor([[2, 4, 6]])
+    with capture(model) as plain:
+        model(source, target)
+    padded_source, padded_target = torch.nn.functional.pad(source, (0, 2)), torch.nn.functional.pad(target, (0, 4))
+    masks = {"key_mask": torch.arange(7)[None] < 5, "decoder_key_mask": torch.arange(7)[None] < 3}
+    with capture(model) as padded:
+        model(padded_source, padded_target, **masks)
+    kinds = {
+        "blocks.0.attention.core": "causal",
+        "blocks.0.cross_attention.core": "cross",
+        "encoder.blocks.0.attention.core": "self",
+    }
+    assert plain.kinds == padded.kinds == kinds
+    for name in kinds:
+        for statistic, value in plain[name][0].items():
+            if statistic != "favourite":
+                torch.testing.assert_close(padded[name][0][statistic], value, msg=lambda m, s=statistic: f"{s}: {m}")
+    assert (padded["blocks.0.cross_attention.core"][0]["favourite"][0, :, 3:] == -1).all()
+
+
+def test_a_core_that_skips_hidden_keys_is_seen_under_its_own_mask_and_one_without_weights_is_not():
+    attention = MultiHeadAttention(12, 3, core=SlidingWindowAttention(window=2))
+    with capture(attention, what="weights") as seen:
+        attention(torch.randn(2, 7, 12), is_causal=True)
+    weights = seen["core"][0]
+    assert (weights.tril(-2) == 0).all()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 7))
+    with pytest.raises(ValueError, match="no attention core with weights"), capture(model_of(attention="linear")):
+        pass
+
+
+def test_our_attention_is_seen_inside_a_model_of_someone_elses():
+    class Theirs(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mixer, self.out = MultiHeadAttention(6, 2), torch.nn.Linear(6, 1)
+
+        def forward(self, x):
+            return self.out(self.mixer(query=x, attn_mask=Causal()))
+
+    model = Theirs()
+    with capture(model, what="weights") as seen:
+        model(torch.randn(1, 3, 6))
+    assert seen["mixer.core"][0].shape == (1, 2, 3, 3)
+
+
+def test_looking_works_under_ddp_and_leaves_its_gradients_bit_equal(tmp_path):
+    init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(model_of())
+        model(IDS).sum().backward()
+        plain = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        with capture(model) as seen:
+            model(IDS).sum().backward()
+    finally:
+        destroy_process_group()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), plain, strict=True))
+    assert all(len(calls) == 1 for calls in seen.values())
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation made."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+def test_statistics_never_hold_a_matrix_of_queries_times_keys(monkeypatch):
+    monkeypatch.setattr(statistics, "_TILE", 2**12)
+    query = torch.randn(1, 2, 211, 3)
+    mask = Causal() & Padding(torch.arange(211)[None] < 199)
+    with Largest() as seen:
+        attention_statistics(query, query, scale=1.0, mask=mask)
+    assert seen.numel <= 2**12
+    with Largest() as seen:
+        list(statistics.over_tiles(statistics.AttentionCall(query, query, query, mask)))
+    assert 2 * 211 < seen.numel <= 2**12
+
+
+def run_captured(model, times):
+    with capture(model, what="weights"):
+        for _ in range(times):
+            model(IDS)
+
+
+def test_a_record_beyond_a_gibibyte_is_told_once_and_beforehand(monkeypatch):
+    module = sys.modules["minitx.analysis.capture"]  # the name in the package is the function's
+    monkeypatch.setattr(module, "TOLD_BYTES", 2 * 600 - 1)  # a layer takes 2 x 3 x 5 x 5 x 4 = 600 bytes
+    model = model_of()
+    with pytest.warns(UserWarning, match=r"0\.0 GiB: 2 x 3 heads x 5 x 5 values for each of 2 layers") as told:
+        run_captured(model, times=2)
+    assert len(told) == 1
+    with capture(model, what="weights", heads=[1]), capture(model), capture(model, what="values"):
+        model(IDS)  # warnings are errors here: nothing is told

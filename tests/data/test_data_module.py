@@ -81,6 +81,14 @@ def test_a_recall_module_knows_what_a_model_needs(cache, config, vocab_size, typ
     assert not cache.exists()
 
 
+def test_the_texts_of_recall_data_are_its_ids_with_the_values_that_stand_beside_them(cache):
+    for config in (KEY_VALUE, MULTI_QUERY, INDUCTION):
+        batch = ready(config, cache).probe_batch(3)
+        (first, *_) = build_data(config, seed=0, max_steps=5).texts(batch)["input_ids"]
+        ids, values = batch["input_ids"][0].tolist(), batch.get("token_type_ids", torch.zeros(1, len(first), dtype=int))[0]
+        assert first == [f"{i}:{v}" if v else str(i) for i, v in zip(ids, values.tolist(), strict=True)]
+
+
 def test_only_the_recall_tasks_are_solved_or_failed(text_config, cache):
     recall = [build_data(config, seed=0, max_steps=5).recall for config in (KEY_VALUE, MULTI_QUERY, INDUCTION)]
     others = [build_data(config, seed=0, max_steps=5).recall for config in (text_config(), DatesDataConfig())]

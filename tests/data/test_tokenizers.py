@@ -1,5 +1,8 @@
+import itertools
 import json
 import os
+import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from minitx.data.tokenizers import (
     from_dict,
     load_tokenizer,
     require_marks,
+    token_texts,
     train_tokenizer,
 )
 
@@ -115,6 +119,59 @@ def test_ids_outside_of_the_vocabulary_are_refused(tokenizer, bad):
 def test_a_tokenizer_of_an_unknown_kind_is_refused():
     with pytest.raises(ValueError, match="tokenizer kind=words is not known: one of char, bpe"):
         from_dict({"kind": "words"})
+
+
+def joined(texts):
+    """Texts of tokens put together again, parts of a character told once."""
+    whole = [re.sub(r"(.)·1(-\d+)?/\d", r"\1", text, flags=re.DOTALL) for text in texts]
+    return "".join(re.sub(r".·\d+(-\d+)?/\d", "", text, flags=re.DOTALL) for text in whole)
+
+
+@pytest.mark.parametrize("text", ["你好，世界。", "🎉👩‍🚀 é", "e\u0301 क्षि", "naïve\n\t x", "שלום عربي", POEM])
+def test_texts_of_tokens_make_the_text_whatever_a_token_cuts(text):
+    for tokenizer in (BPE, BPETokenizer.train([text * 3], 300), CharTokenizer(text)):
+        texts = token_texts(tokenizer, tokenizer.encode(text))
+        assert len(texts) == len(tokenizer.encode(text))
+        assert joined(texts) == text
+        assert not any(wrong in shown for shown in texts for wrong in "\ufffdÃä½Ġ")
+
+
+def test_a_part_of_a_character_is_shown_as_that_character_with_its_bytes():
+    ids = BPE.encode("a你🎉e\u0301")
+    assert token_texts(BPE, ids) == [
+        "a",
+        *(f"你·{i}/3" for i in (1, 2, 3)),
+        *(f"🎉·{i}/4" for i in (1, 2, 3, 4)),
+        "e",
+        *("\u0301·1/2", "\u0301·2/2"),
+    ]
+    assert token_texts(BPE, ids[:3]) == ["a", "⟨E4⟩", "⟨BD⟩"]  # what is missing stands nowhere
+
+
+def test_a_token_across_characters_says_what_it_holds_of_each():
+    merged = BPETokenizer.train(["你好" * 9], 259)
+    assert token_texts(merged, merged.encode("你好")) == ["你·1/3", "你·2-3/3", "好·1/3", "好·2-3/3"]
+    text = "a你你é".encode()
+    cut = SimpleNamespace(token_bytes=lambda ends: [text[a:b] for a, b in itertools.pairwise(ends)])
+    assert token_texts(cut, [0, 3, 5, 8, 9]) == ["a你·1-2/3", "你·3/3你·1/3", "你·2-3/3é·1/2", "é·2/2"]
+
+
+def test_marks_and_the_unknown_character_have_names():
+    for tokenizer in MARKED:
+        ids = [tokenizer.mark_ids["bos"], *tokenizer.encode("rav"), tokenizer.mark_ids["pad"]]
+        assert token_texts(tokenizer, ids)[0] == "<bos>"
+        assert token_texts(tokenizer, ids)[-1] == "<pad>"
+    assert token_texts(CharTokenizer("ab"), [1, 0, 2]) == ["a", "<unk>", "b"]
+    assert token_texts(BPE, []) == []
+
+
+def test_pieces_that_are_no_bytes_stand_as_they_are():
+    from tokenizers import Tokenizer, decoders, models
+
+    theirs = Tokenizer(models.BPE({"▁the": 0, "<0xE4>": 1, "<0xBD>": 2, "<0xA0>": 3, "é": 4}, [], byte_fallback=True))
+    theirs.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    assert token_texts(BPETokenizer(theirs.to_str()), [0, 1, 2, 3, 4]) == [" the", "你·1/3", "你·2/3", "你·3/3", "é"]
+    assert token_texts(BPETokenizer(wordpiece().to_str()), [2, 5, 6, 9, 7]) == ["[CLS]", "the", "rav", "##en", "<7>"]
 
 
 MARKS = ("pad", "bos", "eos", "mask", "cls")

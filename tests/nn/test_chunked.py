@@ -1,7 +1,5 @@
 """chunked: many tiles, no L x S matrix, replayed dropout, one node when compiled."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
@@ -9,8 +7,8 @@ from hypothesis import strategies as st
 from oracle import DTYPES
 from test_backends import LEFT, MASKS, OPTIONS, attend, check_call
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.profiler import ProfilerActivity, profile
 
+from minitx.analysis.meter import allocations
 from minitx.nn import ALiBi, Causal, Documents, Mask, Padding, PrefixLM, SlidingWindow, T5RelativeBias, explain_backends
 from minitx.nn import scaled_dot_product_attention as attention
 from minitx.nn.backends import chunked
@@ -39,15 +37,6 @@ def test_every_mask_equals_the_loops_over_many_tiles(mask, dtype):
 def test_every_option_equals_the_loops_over_many_tiles(option, mask):
     for dtype in DTYPES:
         check_call(dtype, mask, option, "chunked")
-
-
-def allocations(call):
-    """(largest single allocation, peak of what is alive) of a call, in bytes, inside operators too."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        call()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return max(sizes), max(itertools.accumulate(sizes))
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ class EfficientAttention(nn.Module):
     ``refusals`` says, for every option that the mathematics leaves no place for, why. Everything is computed in at least
     float32, under autocast too, on the same path in training and evaluation; the output has the value's dtype.
 
-    ``minitx.analysis.capture`` records nothing of it: it hooks ``DotProductAttention`` only, whose weights are those that
-    were used. ``need_weights``, where it is not refused, and ``approximation_error`` are what there is to look at.
+    ``minitx.analysis.capture`` records those that have weights and so an ``effective_mask`` (windows, sparse blocks); of the
+    others there is the ``approximation_error`` to look at.
 
     Args:
         dropout: on the weights, in training only; refused where there are no weights.

@@ -4,8 +4,8 @@ import functools
 
 import pytest
 import torch
-from efficient_meter import Meter, exponent, measure
 
+from minitx.analysis.meter import Meter, fit_exponent, measure
 from minitx.nn import Causal, Documents, Padding, SlidingWindow, reference_attention
 from minitx.nn.efficient import (
     BlockSparseAttention,
@@ -60,7 +60,7 @@ def growth(name, backward):
     """The exponent in n of each cost of one case."""
     torch.manual_seed(0)
     costs = [cost(*CASES[name](n), n, backward=backward) for n in SIZES]
-    return {kind: exponent(SIZES, [one[kind] for one in costs]) for kind in costs[0]}
+    return {kind: fit_exponent(SIZES, [one[kind] for one in costs]) for kind in costs[0]}
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward and backward"])
@@ -84,7 +84,7 @@ def test_cost_grows_with_the_claimed_power_of_the_length(name, kind, backward):
 def test_cost_grows_in_proportion_to_window_slots_and_features(build, kind):
     sizes = (64, 128, 256)
     costs = [cost(*build(size), 2048, backward=False)[kind] for size in sizes]
-    assert 0.8 < exponent(sizes, costs) < 1.1
+    assert 0.8 < fit_exponent(sizes, costs) < 1.1
 
 
 def test_block_sparse_attention_multiplies_only_the_tiles_that_hold_a_visible_cell():
@@ -120,4 +120,4 @@ def test_the_meter_counts_a_case_worked_out_by_hand():
     with Meter() as meter:
         run()
     assert meter.live == 0
-    assert exponent((1, 10, 100), (3, 300, 30000)) == pytest.approx(2.0)
+    assert fit_exponent((1, 10, 100), (3, 300, 30000)) == pytest.approx(2.0)

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from efficient_meter import exponent
 
+from minitx.analysis.meter import fit_exponent
 from minitx.nn import Causal, Padding, reference_attention
 from minitx.nn.efficient import LinearAttention, PerformerAttention, approximation_error
 
@@ -158,7 +158,7 @@ def test_the_error_of_performer_falls_like_one_over_the_root_of_the_features(mas
         core = PerformerAttention(D, num_features=m)
         seeds = [(core.redraw(), approximation_error(core, q, k, v, mask=mask)["relative_error"])[1] for _ in range(12)]
         errors.append(sum(seeds) / len(seeds))
-    assert -0.6 < exponent(sizes, errors) < -0.4
+    assert -0.6 < fit_exponent(sizes, errors) < -0.4
     assert errors[-1] < 0.02
 
 

@@ -1,17 +1,18 @@
 """Panels, legends and axes that the figures share.
 
 Figures are made without pyplot, so that no global state and no display is touched. Colours are those of Okabe and Ito,
-which colour-blind readers can tell apart; arms also differ by marker.
+which colour-blind readers can tell apart; series also differ by marker.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import pickle
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from minitx.ablation.records import FLOOR, FOLD, REFERENCE, TREATMENT
+from minitx.analysis.lettering import drawable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,24 +20,14 @@ if TYPE_CHECKING:
 
 DPI = 110
 INK, GREY, RED = "#222222", "#767676", "#B00020"
-STYLES = {
-    REFERENCE: ("#0072B2", "o"),
-    TREATMENT: ("#D55E00", "s"),
-    FOLD: ("#009E73", "^"),
-    FLOOR: ("#767676", "D"),
-}
-MORE_STYLES = (("#CC79A7", "v"), ("#56B4E9", "P"), ("#E69F00", "X"), ("#8A6D00", "<"), ("#000000", ">"))
+PALETTE = (
+    *(("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#767676", "D"), ("#CC79A7", "v")),
+    *(("#56B4E9", "P"), ("#E69F00", "X"), ("#8A6D00", "<"), ("#000000", ">")),
+)
+"""Colour and marker of a series."""
 
 Entry = tuple[str, str, str, Any]
 """A line of a legend: label, colour, marker, line style."""
-
-
-def style(arm: str, arms: Sequence[str]) -> tuple[str, str]:
-    """Colour and marker of an arm: the same in every figure."""
-    if arm in STYLES:
-        return STYLES[arm]
-    others = [a for a in arms if a not in STYLES]
-    return MORE_STYLES[others.index(arm) % len(MORE_STYLES)]
 
 
 def panels(rows: int, columns: int, width: float = 2.9, height: float = 2.5, **share: Any) -> tuple[Figure, Any]:
@@ -68,11 +59,13 @@ def legend(figure: Figure, entries: Sequence[Entry]) -> None:
     """One legend above all panels."""
     from matplotlib.lines import Line2D
 
+    labels, families = drawable([label.replace("$", r"\$") for label, *_ in entries])
     handles = [
-        Line2D([], [], color=color, marker=marker, linestyle=line, markersize=5, label=label.replace("$", r"\$"))
-        for label, color, marker, line in entries
+        Line2D([], [], color=color, marker=marker, linestyle=line, markersize=5, label=label)
+        for label, (_, color, marker, line) in zip(labels, entries, strict=True)
     ]
-    figure.legend(handles=handles, loc="outside upper left", ncols=min(len(handles), 4), fontsize=8, frameon=False)
+    font = {"family": families, "size": 8}
+    figure.legend(handles=handles, loc="outside upper left", ncols=min(len(handles), 4), prop=font, frameon=False)
 
 
 def label(ax: Axes, title: str = "", x: str = "", y: str | None = None) -> None:
@@ -99,8 +92,32 @@ def log_ticks(ax: Axes) -> None:
     ax.minorticks_off()
 
 
+def step_axis(ax: Axes, last: int) -> None:
+    """Steps from 0 to ``last`` on a logarithmic axis that starts at 0."""
+    ax.set_xscale("symlog", linthresh=1, base=2)
+    ticks = [0, *(t for t in (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144) if t <= last)]
+    ax.set_xticks(ticks, [str(t) for t in ticks])
+    ax.set_xlim(0, max(last, 1))
+    ax.minorticks_off()
+
+
 def png(figure: Figure) -> bytes:
     """The figure as a file; equal figures give equal bytes."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
+    _unmoved(figure).savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
     return buffer.getvalue()
+
+
+def svg(figure: Figure) -> bytes:
+    """The figure as a file of curves, texts included; equal figures give equal bytes."""
+    import matplotlib
+
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "minitx", "svg.fonttype": "path"}):
+        _unmoved(figure).savefig(buffer, format="svg", dpi=2 * DPI, metadata={"Date": None, "Creator": None})
+    return buffer.getvalue()
+
+
+def _unmoved(figure: Figure) -> Figure:
+    """A copy: drawing lays panels out anew from where they are, so that a second file would differ from the first."""
+    return pickle.loads(pickle.dumps(figure))

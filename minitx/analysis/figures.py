@@ -1,0 +1,517 @@
+"""Figures of attention: weights, entropy, logits, distances, saturation.
+
+Every function returns a matplotlib ``Figure`` that draws the numbers it is given, unsmoothed and unclipped. Nothing goes
+through pyplot, so that no state is shared; ``save_figure`` writes it to a file. Readers who are colour-blind or have a
+print can tell all apart: weights run from white to dark blue, hidden cells are grey and hatched, series differ by marker
+or line as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from minitx.analysis.canvas import (
+    DPI,
+    GREY,
+    INK,
+    PALETTE,
+    dodge,
+    label,
+    legend,
+    log_ticks,
+    panels,
+    png,
+    step_axis,
+    svg,
+    wrapped_panels,
+)
+from minitx.analysis.capture import Seen
+from minitx.analysis.lettering import drawable, token_labels
+from minitx.analysis.snapshot import AttentionMap, Snapshot
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+SEQUENTIAL = "Blues"
+HIDDEN, HATCH = "#D9D9D9", "#B0B0B0"
+KINDS = {"self": "self-attention", "causal": "causal self-attention", "cross": "cross-attention"}
+LINES = ("-", "--", ":", "-.")
+PROBED = {
+    "saturation_99": "share of rows, max p > 0.99",
+    "saturation_90": "share of rows, max p > 0.9",
+    "entropy": "normalised entropy",
+    "max_logit": "largest |logit|",
+}
+
+Record = Mapping[str, Any]
+
+
+# --- weights
+
+
+def heatmap_grid(snapshot: Snapshot, row: int = 0) -> Figure:
+    """The weights of all heads of all layers: a row of panels a layer, a column a head.
+
+    In a panel, queries run from top to bottom and keys from left to right. The colour is stretched by a square root, on a
+    scale from 0 to 1 that all figures share: one key among a hundred does not look like none, and equal colours are equal
+    weights everywhere. Cells that a mask hides are grey and hatched.
+
+    Args:
+        row: of the batch; its padding is left out.
+
+    Raises:
+        ValueError: no such row; weights that are not finite.
+
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import DecoderLM
+    >>> from minitx.analysis import take_snapshot
+    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
+    >>> snapshot = take_snapshot(model, {"input_ids": torch.tensor([[1, 2, 3, 5]])})
+    >>> len(heatmap_grid(snapshot).axes)  # two layers of three heads, and the colour bar
+    7
+    """
+    from matplotlib.figure import Figure
+
+    layers = snapshot.sentence(row).maps
+    names, heads = [_short(layer.name) for layer in layers], max(layer.weights.shape[1] for layer in layers)
+    cell = max(0.6, min(1.3, 9.0 / heads))  # inches
+    left, right, above, below = 0.3 + 0.075 * max(map(len, names)), 0.9, 0.6, 0.4
+    width, height = max(left + cell * heads + right, 5.0), above + cell * len(layers) + below
+    frame = {"left": left / width, "right": (left + cell * heads) / width, "top": 1 - above / height, "bottom": below / height}
+    figure = Figure(figsize=(width, height), dpi=DPI)  # a layout engine takes longer than all the drawing
+    axes = figure.subplots(len(layers), heads, squeeze=False, gridspec_kw={**frame, "wspace": 0.08, "hspace": 0.08})
+    for ax in axes.flat:
+        ax.set(xticks=[], yticks=[])
+    named = 0
+    for name, layer, line in zip(names, layers, axes, strict=True):
+        line[0].set_ylabel(name, fontsize=8.5, color=INK, rotation=0, ha="right", va="center")
+        for head in range(layer.weights.shape[1]):
+            image = _draw_weights(line[head], layer, head)
+            label(line[head], f"head {head}" if head >= named else "")
+        named = max(named, layer.weights.shape[1])
+        for ax in line[layer.weights.shape[1] :]:
+            ax.remove()
+    bar = figure.add_axes((frame["right"] + 0.15 / width, frame["bottom"], 0.13 / width, frame["top"] - frame["bottom"]))
+    _color_bar(figure, image, cax=bar)
+    _mention_hidden(figure, layers, loc="lower left")
+    words = "query from top to bottom, key from left to right"
+    figure.text(1 - 0.15 / width, 0.12 / height, words, fontsize=8, color=INK, ha="right")
+    _headline(figure, snapshot, y=1 - 0.1 / height)
+    return figure
+
+
+def head_heatmap(snapshot: Snapshot, layer: int | str, head: int, row: int = 0) -> Figure:
+    """The weights of one head, with the tokens on both axes and, up to twelve tokens, the numbers in the cells.
+
+    Colours are those of ``heatmap_grid``. Where there is no room for all tokens, every second, third … is named. Tokens of
+    any script are drawn in the fonts that are installed, and as code points where none has them.
+
+    Args:
+        layer: index in ``snapshot.maps``, or a part of a layer's name that no other has. head: index; both may be negative,
+            from the end.
+        row: of the batch; its padding is left out.
+
+    Raises:
+        ValueError: no such layer, head or row; weights that are not finite.
+
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import DecoderLM
+    >>> from minitx.analysis import take_snapshot
+    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
+    >>> texts = {"input_ids": [["to", " be", " or", " not"]]}
+    >>> snapshot = take_snapshot(model, {"input_ids": torch.tensor([[1, 2, 3, 5]])}, tokens=texts)
+    >>> [text.get_text() for text in head_heatmap(snapshot, layer=-1, head=2).axes[0].get_yticklabels()]
+    ['to', '␣be', '␣or', '␣not']
+    """
+    from matplotlib.figure import Figure
+
+    sentence = snapshot.sentence(row)
+    chosen = sentence.maps[_index(sentence, layer)]
+    _, H, L, S = chosen.weights.shape
+    if not -H <= head < H:
+        raise ValueError(f"head={head} must be one of 0 to {H - 1} of {chosen.name}")
+    head %= H
+    cell = max(0.034, min(0.42, 6.8 / max(L, S)))  # inches
+    width, height = max(S * cell, 1.5), max(L * cell, 1.5)
+    queries, keys = (token_labels(sentence.tokens[axis][0]) for axis in (chosen.queries, chosen.keys))
+    lies = max(map(len, keys[0])) * 0.09 <= max(width / S, 0.12)
+    left, below = 0.075 * max(map(len, queries[0])), 0.2 if lies else 0.075 * max(map(len, keys[0]))
+    figure = Figure(figsize=(width + left + 1.5, height + below + 1.2), dpi=DPI, layout="constrained")
+    ax = figure.subplots()
+    ax.tick_params(length=2, colors=INK)
+    image = _draw_weights(ax, chosen, head)
+    ax.set_aspect("equal" if min(L, S) * cell >= 1.5 else "auto")
+    label(ax, f"{_short(chosen.name)}, head {head}", "key", "query")
+    _name_tokens(ax.yaxis, *queries, height / L)
+    _name_tokens(ax.xaxis, *keys, width / S, rotation=0 if lies else 90)
+    if max(L, S) <= 12:
+        _write_weights(ax, chosen, head)
+    _color_bar(figure, image, ax=ax, shrink=min(1.0, 2.6 / height), anchor=(0.0, 1.0), pad=0.03)
+    _mention_hidden(figure, [chosen], loc="outside lower right")
+    _headline(figure, snapshot)
+    return figure
+
+
+def _draw_weights(ax: Axes, layer: AttentionMap, head: int) -> AxesImage:
+    """The only row of ``layer``; hidden cells show what lies behind the image."""
+    import numpy as np
+    from matplotlib.colors import PowerNorm
+
+    weights, visible = layer.weights[0, head].float(), layer.visible[0, head]
+    if not weights.isfinite().all():
+        raise ValueError(f"{layer.name} has weights that are not finite in head {head}; there is nothing to draw")
+    ax.patch.set(facecolor=HIDDEN, edgecolor=HATCH, hatch="/////", linewidth=0.0)
+    ax.grid(False)
+    drawn = np.ma.masked_array(weights.numpy(), ~visible.numpy())
+    return ax.imshow(drawn, cmap=SEQUENTIAL, norm=PowerNorm(0.5, 0.0, 1.0), aspect="auto")
+
+
+def _write_weights(ax: Axes, layer: AttentionMap, head: int) -> None:
+    weights = layer.weights[0, head]
+    for i, j in layer.visible[0, head].nonzero().tolist():
+        color = "#FFFFFF" if weights[i, j] > 0.4 else INK
+        ax.text(j, i, f"{weights[i, j]:.2f}", ha="center", va="center", fontsize=7, color=color)
+
+
+def _name_tokens(axis: Any, labels: Sequence[str], families: Sequence[str], cell: float, **options: Any) -> None:
+    """Tick labels, ``cell`` inches apart; the axis' name says which are left out."""
+    every = max(1, math.ceil(0.125 / cell))
+    places = range(0, len(labels), every)
+    look = {"fontsize": 7.5, "fontfamily": families, "parse_math": False, **options}
+    axis.set_ticks(places, [labels[i] for i in places], **look)
+    if every > 1:
+        axis.set_label_text(f"{axis.get_label_text()} (one in {every} named)")
+
+
+def _color_bar(figure: Figure, image: AxesImage, **place: Any) -> None:
+    bar = figure.colorbar(image, **place)
+    bar.set_ticks([0.0, 0.01, 0.1, 0.25, 0.5, 1.0], labels=["0", ".01", ".1", ".25", ".5", "1"])
+    bar.ax.tick_params(labelsize=7.5, colors=INK)
+    bar.set_label("attention weight", fontsize=8.5, color=INK)
+    bar.outline.set_visible(False)
+
+
+def _mention_hidden(figure: Figure, layers: Sequence[AttentionMap], loc: Any) -> None:
+    from matplotlib.patches import Patch
+
+    if not all(bool(layer.visible.all()) for layer in layers):
+        patch = Patch(facecolor=HIDDEN, edgecolor=HATCH, hatch="/////", linewidth=0.0, label="hidden by the mask")
+        figure.legend(handles=[patch], loc=loc, fontsize=8, frameon=False)
+
+
+def _headline(figure: Figure, snapshot: Snapshot, **place: float) -> None:
+    """What was looked at, and when."""
+    words = [snapshot.title] if snapshot.title else []
+    words += [] if snapshot.step is None else [f"step {snapshot.step}"]
+    if words:
+        (headline,), families = drawable([", ".join(words)])
+        figure.suptitle(headline, fontsize=9, color=INK, fontfamily=families, parse_math=False, **place)
+
+
+# --- statistics
+
+
+def entropy_over_layers(seen: Snapshot | Seen) -> Figure:
+    """Normalised entropy H̄ = mean_i H_i / ln n_i of every head (a dot) and its mean over heads (the line) against the layer.
+
+    n_i are the keys that query i sees: 1 is uniform attention, 0 is one key. Padded queries and those that see fewer than
+    two keys do not count. Encoder, decoder and cross-attention are series of their own.
+
+    Args:
+        seen: a snapshot, or what ``capture(model, what="statistics")`` gave; several calls of a layer are averaged.
+
+    Raises:
+        ValueError: a layer that was not called. TypeError: neither a snapshot nor statistics.
+
+    >>> from minitx.analysis import capture
+    >>> from minitx.nn import MultiHeadAttention
+    >>> attention = MultiHeadAttention(6, 2)
+    >>> with capture(attention) as seen:
+    ...     _ = attention(torch.randn(1, 5, 6), is_causal=True)
+    >>> dots, mean = entropy_over_layers(seen).axes[0].lines
+    >>> dots.get_ydata().tolist() == seen["core"][0]["entropy"].tolist()
+    True
+    """
+    found: dict[str, list[Tensor]] = {}
+    for kind, entropy in _entropies(seen):
+        found.setdefault(kind, []).append(entropy)
+    figure, axes = panels(1, 1, width=max(4.2, 1.2 + 0.35 * max(map(len, found.values()))), height=2.8)
+    ax, entries = axes[0, 0], []
+    for i, (kind, layers) in enumerate(found.items()):
+        color, marker = PALETTE[i]
+        x = torch.arange(len(layers)) + dodge(len(found), i, 0.12)
+        heads = torch.tensor([len(entropy) for entropy in layers])
+        dots = {"markersize": 5, "alpha": 0.55, "markeredgewidth": 0}
+        ax.plot(x.repeat_interleave(heads).tolist(), torch.cat(layers).tolist(), marker, color=color, **dots)
+        ax.plot(x.tolist(), [float(entropy.mean()) for entropy in layers], LINES[i], color=color, linewidth=1.6)
+        entries.append((KINDS[kind], color, marker, LINES[i]))
+    ax.set_xticks(range(max(map(len, found.values()))))
+    ax.set_ylim(-0.03, 1.03)
+    label(ax, "a dot a head, a line their mean", "layer", "normalised entropy")
+    legend(figure, entries)
+    return figure
+
+
+def _entropies(seen: Snapshot | Seen) -> Iterator[tuple[str, Tensor]]:
+    """Kind and normalised entropy (H,) of every layer."""
+    if isinstance(seen, Snapshot):
+        for layer in seen.maps:
+            counts = (layer.visible.sum(-1) > 1) & seen.real[layer.queries][:, None]  # (B, H, L)
+            total = layer.entropy().masked_fill(~counts, 0.0).sum(dim=(0, 2))
+            yield layer.kind, total / counts.sum(dim=(0, 2)).clamp(min=1)
+        return
+    for name, calls in _calls(seen, "entropy_over_layers", "statistics", dict):
+        yield seen.kinds[name], torch.stack([call["entropy"] for call in calls]).mean(0)
+
+
+def _calls(seen: Any, function: str, what: str, kind: type) -> Iterator[tuple[str, list[Any]]]:
+    """Names and records of a capture that recorded ``what``."""
+    if not isinstance(seen, Seen):
+        raise TypeError(f"{function} takes what capture(model, what={what!r}) gave, got {type(seen).__name__}")
+    for name, calls in seen.items():
+        if not calls:
+            raise ValueError(f"{name} was not called while it was looked at")
+        if not isinstance(calls[0], kind):
+            raise TypeError(f"{function} needs capture(model, what={what!r}); {name} holds a {type(calls[0]).__name__}")
+        yield name, calls
+
+
+def logit_histograms(scores: Seen | Mapping[str, Seen], *, query_mask: Tensor | None = None, bins: int = 60) -> Figure:
+    """How the scores that softmax gets are spread: a panel a layer, an outline a series, the area under each is 1.
+
+    Only visible pairs count; the std of each series stands in its panel.
+
+    Args:
+        scores: what ``capture(model, what="scores")`` gave; or several by their label, such as
+            ``{"scaled": seen, "unscaled": other}``, of models with the same layers.
+        query_mask: bool (B, L), False leaves a padded query out; default all queries count.
+        bins: of equal width, from the smallest to the largest score of a series in a layer.
+
+    Raises:
+        ValueError: series with different layers; a layer without a call or a visible score; scores that are not finite.
+        TypeError: no scores.
+
+    >>> from minitx.analysis import capture
+    >>> from minitx.nn import MultiHeadAttention
+    >>> attention = MultiHeadAttention(6, 2)
+    >>> with capture(attention, what="scores") as seen:
+    ...     _ = attention(torch.randn(1, 5, 6), is_causal=True)
+    >>> panel = logit_histograms({"scaled": seen}, bins=7).axes[0]
+    >>> panel.get_title(), len(panel.patches[0].get_data().values)
+    ('core', 7)
+    """
+    import numpy as np
+
+    series = {"": scores} if isinstance(scores, Seen) else dict(scores)
+    found = {name: dict(_visible_scores(name, seen, query_mask)) for name, seen in series.items()}
+    layers = [list(values) for values in found.values()]
+    if not layers or any(names != layers[0] for names in layers):
+        raise ValueError(f"scores must be series of the same layers, got {dict(zip(found, layers, strict=True))}")
+    figure, axes = wrapped_panels(len(layers[0]), "density", width=2.7, height=2.2)
+    for ax, layer in zip(axes, layers[0], strict=True):
+        for i, values in enumerate(found.values()):
+            color, line = PALETTE[i % len(PALETTE)][0], LINES[i % len(LINES)]
+            density, edges = np.histogram(values[layer].numpy(), bins, density=True)
+            ax.stairs(density, edges, color=color, linestyle=line, linewidth=1.4)
+            spread = f"std {float(values[layer].std(correction=0)):.3g}"
+            ax.text(0.98, 0.96 - 0.1 * i, spread, color=color, fontsize=8, ha="right", va="top", transform=ax.transAxes)
+        label(ax, _short(layer), "score")
+    if len(found) > 1 or "" not in found:
+        legend(figure, [(name, PALETTE[i % len(PALETTE)][0], "", LINES[i % len(LINES)]) for i, name in enumerate(found)])
+    return figure
+
+
+def _visible_scores(series: str, seen: Seen, query_mask: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+    """All scores of each layer that a query could see, in float64."""
+    for name, calls in _calls(seen, "logit_histograms", "scores", Tensor):
+        parts = []
+        for call in calls:
+            counts = call != -torch.inf
+            if query_mask is not None:
+                if query_mask.shape != (len(call), call.shape[2]):
+                    raise ValueError(
+                        f"query_mask is {tuple(query_mask.shape)}, {name} has (B, L) = {(len(call), call.shape[2])}"
+                    )
+                counts = counts & query_mask[:, None, :, None].to(call.device)
+            parts.append(call[counts].double().cpu())
+        values = torch.cat(parts)
+        if not len(values) or not values.isfinite().all():
+            wrong = "no visible score" if not len(values) else "scores that are not finite"
+            raise ValueError(f"{name} has {wrong}" + (f" in {series!r}" if series else ""))
+        yield name, values
+
+
+def distance_profile(snapshot: Snapshot) -> Figure:
+    """Mean weight against how far back the key is, a line a head, a panel a layer of self-attention.
+
+    Query i stands at position i + S - L, so that distance 0 is the query's own position, 1 the previous one, and negative
+    distances are keys to its right. The dashed line is what uniform attention over the visible keys, 1 / n_i, would give.
+    All rows of the batch count, without their padding; more than nine heads are drawn alike, with their mean above.
+
+    Raises:
+        ValueError: no layer of self-attention.
+
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import DecoderLM
+    >>> from minitx.analysis import take_snapshot
+    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
+    >>> snapshot = take_snapshot(model, {"input_ids": torch.tensor([[1, 2]])})
+    >>> *heads, uniform = distance_profile(snapshot).axes[0].lines
+    >>> uniform.get_xydata().tolist()  # the first token sees itself alone, the second sees two
+    [[0.0, 0.75], [1.0, 0.5]]
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    layers = [layer for layer in snapshot.maps if layer.kind != "cross"]
+    if not layers:
+        raise ValueError("snapshot has cross-attention alone, in which there is no distance from query to key")
+    figure, axes = wrapped_panels(len(layers), "mean weight", width=2.7, height=2.3)
+    few = max(layer.weights.shape[1] for layer in layers) <= len(PALETTE)
+    for ax, layer in zip(axes, layers, strict=True):
+        distances, means, uniform = _by_distance(layer, snapshot.real)
+        step = max(1, len(distances) // 8)
+        for head, values in enumerate(means.tolist()):
+            color, marker = PALETTE[head] if few else (PALETTE[5][0], "")
+            ax.plot(distances, values, marker=marker, color=color, markersize=4, linewidth=1.1, markevery=(head % step, step))
+        if not few:
+            ax.plot(distances, means.mean(0).tolist(), color=PALETTE[0][0], linewidth=1.8)
+        ax.plot(distances, uniform.tolist(), "--", color="#000000", linewidth=1.2)
+        ax.set_yscale("log")
+        low, high = ax.get_ylim()
+        ax.set_ylim(max(low, float(uniform.min()) / 1000), high)  # a thousandth of uniform is nothing
+        log_ticks(ax)
+        ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        label(ax, _short(layer.name), "positions back")
+    heads = [(f"head {i}", *PALETTE[i], "-") for i in range(means.shape[0])] if few else []
+    heads += [] if few else [("a head", PALETTE[5][0], "", "-"), ("mean of the heads", PALETTE[0][0], "", "-")]
+    legend(figure, [*heads, ("uniform over visible keys", "#000000", "", "--")])
+    return figure
+
+
+def _by_distance(layer: AttentionMap, real: Mapping[str, Tensor]) -> tuple[list[int], Tensor, Tensor]:
+    """Distances that occur (n), mean weights (H, n) and mean 1 / n_i (n) at each, in float64."""
+    H, L, S = layer.weights.shape[1:]
+    seen = layer.visible & real[layer.queries][:, None, :, None]
+    place = (torch.arange(L)[:, None] + S - L - torch.arange(S) + S - 1).flatten()  # 0 is S - 1 to the right
+
+    def total(values: Tensor) -> Tensor:  # (B, H, L, S) to (H, distances)
+        summed = values.double().masked_fill(~seen, 0.0).sum(0).flatten(1)
+        return torch.zeros(H, L + S - 1 + S - L, dtype=torch.float64).index_add_(1, place, summed)
+
+    count = total(seen)
+    share = total((1.0 / layer.visible.sum(-1, keepdim=True).double()).expand_as(layer.weights))
+    occurs = count.sum(0) > 0
+    uniform = share.sum(0)[occurs] / count.sum(0)[occurs]
+    return (occurs.nonzero().flatten() - (S - 1)).tolist(), total(layer.weights)[:, occurs] / count[:, occurs], uniform
+
+
+def saturation_over_steps(probes: Mapping[str, Sequence[Record]] | Sequence[Record]) -> Figure:
+    """Saturation, normalised entropy and the largest logit against the training step: a colour a run, a line a layer.
+
+    Deeper layers are darker. Steps are on a logarithmic axis that starts at 0.
+
+    Args:
+        probes: what ``minitx.training.probes.read_probes`` gave, or several runs by their label. A record is
+            ``{"step": int, "layers": [{"entropy": …, "max_logit": …, "saturation_90": …, "saturation_99": …}]}`` with one
+            number a layer, or one a head, which are averaged.
+
+    Raises:
+        ValueError: no run, a run without records, or a record without one of these statistics.
+
+    >>> layer = {"saturation_99": 0.0, "saturation_90": 0.1, "entropy": [0.8, 0.6], "max_logit": 2.5}
+    >>> figure = saturation_over_steps({"scaled": [{"step": 0, "layers": [layer]}, {"step": 1, "layers": [layer]}]})
+    >>> [ax.lines[0].get_ydata().tolist() for ax in figure.axes]
+    [[0.0, 0.0], [0.1, 0.1], [0.7, 0.7], [2.5, 2.5]]
+    """
+    runs = dict(probes) if isinstance(probes, Mapping) else {"": probes}
+    if not runs:
+        raise ValueError("probes holds no run")
+    for name, records in runs.items():
+        _check_records(name, records)
+    figure, axes = panels(1, len(PROBED), width=2.6, height=2.3)
+    for ax, (statistic, words) in zip(axes.flat, PROBED.items(), strict=True):
+        for i, records in enumerate(runs.values()):
+            _draw_run(ax, sorted(records, key=lambda record: record["step"]), statistic, *PALETTE[i % len(PALETTE)])
+        step_axis(ax, max(record["step"] for records in runs.values() for record in records))
+        if statistic == "max_logit":
+            log_ticks(ax)
+        else:
+            ax.set_ylim(-0.03, 1.03)
+        label(ax, words, "step")
+    deeper = [("deeper layers darker", GREY, "", "-")] if any(len(r["layers"]) > 1 for rs in runs.values() for r in rs) else []
+    legend(figure, [(name, *PALETTE[i % len(PALETTE)], "-") for i, name in enumerate(runs) if name] + deeper)
+    return figure
+
+
+def _check_records(run: str, records: Sequence[Record]) -> None:
+    where = f"probes of {run!r}" if run else "probes"
+    if not records:
+        raise ValueError(f"{where} holds no record; train with callbacks.probe.every=N")
+    for record in records:
+        missing = sorted({name for layer in record["layers"] for name in PROBED if name not in layer})
+        if missing:
+            raise ValueError(f"{where} has no {', '.join(missing)} at step {record['step']}")
+
+
+def _draw_run(ax: Axes, records: Sequence[Record], statistic: str, color: str, marker: str) -> None:
+    steps, layers = [record["step"] for record in records], len(records[0]["layers"])
+    for i in range(layers):
+        values = [_mean(record["layers"][i][statistic]) for record in records]
+        alpha = 0.35 + 0.65 * (i + 1) / layers
+        ax.plot(steps, values, "-", marker=marker, color=color, markersize=3, linewidth=1.0, alpha=alpha)
+
+
+def _mean(value: float | Sequence[float]) -> float:
+    return sum(value) / len(value) if isinstance(value, Sequence) else value
+
+
+# --- files and names
+
+
+def save_figure(figure: Figure, path: Path | str) -> Path:
+    """Write ``figure`` as PNG or SVG, whichever ``path`` ends in; equal figures give equal bytes. Returns the path.
+
+    Nothing in the file tells the date; in an SVG, texts are curves, so that it needs no font where it is shown.
+
+    Raises:
+        ValueError: another ending; a folder that does not exist.
+
+    >>> from matplotlib.figure import Figure
+    >>> save_figure(Figure(), "attention.gif")
+    Traceback (most recent call last):
+    ValueError: path=attention.gif must end in .png or .svg
+    """
+    path = Path(path)
+    writers = {".png": png, ".svg": svg}
+    if path.suffix.lower() not in writers:
+        raise ValueError(f"path={path} must end in .png or .svg")
+    if not path.parent.is_dir():
+        raise ValueError(f"path={path} is in a folder that does not exist")
+    path.write_bytes(writers[path.suffix.lower()](figure))
+    return path
+
+
+def _short(name: str) -> str:
+    """``blocks.0`` for ``blocks.0.attention.core``."""
+    return name.removesuffix(".core").removesuffix(".attention")
+
+
+def _index(snapshot: Snapshot, layer: int | str) -> int:
+    names = [m.name for m in snapshot.maps]
+    if isinstance(layer, int):
+        found = [layer] if -len(names) <= layer < len(names) else []
+    else:
+        exact = [i for i, name in enumerate(names) if layer in (name, _short(name))]
+        found = exact or [i for i, name in enumerate(names) if layer in name]
+    if len(found) != 1:
+        wrong = "is none" if not found else f"fits {len(found)}"
+        raise ValueError(f"layer={layer!r} {wrong} of the {len(names)} attention layers {', '.join(names)}")
+    return found[0]

@@ -1,0 +1,88 @@
+"""How much gradient reaches the queries, and how much of it is signal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minitx.analysis.capture import attention_cores, watch
+from minitx.analysis.snapshot import SOURCE, TARGET
+from minitx.nn.attention import MultiHeadAttention
+
+Loss = Callable[[Any], tuple[Tensor, Mapping[str, Tensor]]]
+_PROJECTIONS = {"snr_q": "q_proj", "snr_k": "k_proj", "snr_v": "v_proj"}
+
+
+def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> dict[str, dict[str, float]]:
+    """Gradients on some batches, beside a training run: nothing is added to any ``.grad`` and no random number is drawn.
+
+    ==========================================  ================================================================
+    ``grad_query_rms``, ``grad_query_median``   over rows i and heads, of ‖dL/dq_i‖, q as the core gets it
+    ``snr_q``, ``snr_k``, ``snr_v``             ‖ḡ‖² / (Σ_m ‖g_m - ḡ‖² / (M - 1)) of the M parts' gradients g_m of W_Q, W_K, W_V:
+                                                power of the mean over the variance of one part; 0 with one part
+    ==========================================  ================================================================
+
+    Args:
+        model: run in eval mode, its mode restored.
+        parts: M batches.
+        loss: gives the loss L of a part, summed over its targets so that M does not matter, and the queries that count as
+            bool (B, L) by the axis they stand on; cores with other queries count all rows.
+
+    Returns:
+        For each attention core, by name, the five numbers.
+
+    >>> from minitx.nn import MultiHeadAttention
+    >>> attention = MultiHeadAttention(6, 2)
+    >>> found = gradient_statistics(attention, list(torch.randn(4, 2, 3, 6)), lambda x: (attention(x).square().sum(), {}))
+    >>> sorted(found["core"])
+    ['grad_query_median', 'grad_query_rms', 'snr_k', 'snr_q', 'snr_v']
+    """
+    cores = attention_cores(model)
+    layers = {f"{name}.core".lstrip("."): m for name, m in model.named_modules() if isinstance(m, MultiHeadAttention)}
+    weights = {
+        (name, key): getattr(layers[name], part).weight
+        for name in cores
+        if name in layers
+        for key, part in _PROJECTIONS.items()
+    }
+    norms: dict[str, list[Tensor]] = {name: [] for name in cores}
+    gradients: dict[tuple[str, str], list[Tensor]] = {place: [] for place in weights}
+    training = model.training
+    model.eval()
+    try:
+        for part in parts:
+            with torch.enable_grad(), watch(model, lambda look: look) as seen:
+                value, counted = loss(part)
+            looks = {name: records[0] for name, records in seen.items()}
+            wanted = [*(look.call.query for look in looks.values()), *weights.values()]
+            found = iter(torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True))
+            for name, look in looks.items():
+                rows = counted.get(_axis(look.kind, counted), look.real_queries)
+                norms[name].append(next(found).double().norm(dim=-1).transpose(1, 2)[rows].flatten())  # (B, L, H)[rows]
+            for place, gradient in zip(weights, found, strict=True):
+                gradients[place].append(gradient.double().flatten())
+    finally:
+        model.train(training)
+    result: dict[str, dict[str, float]] = {}
+    for name in cores:
+        rows = torch.cat(norms[name])
+        result[name] = {"grad_query_rms": float(rows.square().mean().sqrt()), "grad_query_median": float(rows.median())}
+    for (name, key), of_parts in gradients.items():
+        result[name][key] = _signal_to_noise(torch.stack(of_parts))
+    return result
+
+
+def _axis(kind: str, counted: Mapping[str, Tensor]) -> str:
+    """Which axis a core's queries stand on: an encoder reads the source where there is a target too."""
+    return SOURCE if TARGET not in counted or kind == "self" else TARGET
+
+
+def _signal_to_noise(gradients: Tensor) -> float:
+    """(M, number of weights) -> ‖mean‖² over the variance of one part."""
+    if len(gradients) < 2:
+        return 0.0
+    noise = (gradients - gradients.mean(0)).square().sum() / (len(gradients) - 1)
+    return float(gradients.mean(0).square().sum() / noise) if noise > 0 else 0.0

@@ -1,0 +1,277 @@
+"""What attention looked like on one batch at one moment: what the viewer, the atlas and the figures all start from.
+
+A snapshot is taken of a model (``take_snapshot``) or read back from a run's folder (``read_snapshots``), where the probe
+writes one every so many steps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minitx.analysis.capture import Look, watch
+from minitx.analysis.statistics import over_tiles
+from minitx.nn.functional import full_precision
+
+SOURCE, TARGET, PIXELS = "input_ids", "decoder_input_ids", "pixel_values"
+_MASK_OF = {SOURCE: "key_mask", TARGET: "decoder_key_mask"}
+
+
+@dataclass(frozen=True)
+class AttentionMap:
+    """One layer's attention.
+
+    Attributes:
+        name: of the core, ``blocks.0.attention.core``. kind: ``causal``, ``self`` or ``cross``.
+        queries, keys: which tokens stand on the two axes, keys of ``Snapshot.tokens``.
+        weights: (B, H, L, S), before dropout. visible: bool (B, H, L, S), what the masks allow.
+        max_logit: (B, H, L), the largest |z| among a row's visible scores.
+
+    >>> weights, visible = torch.tensor([[[[1.0, 0.0], [0.5, 0.5]]]]), torch.ones(2, 2).tril().bool()[None, None]
+    >>> layer = AttentionMap("core", "causal", "query", "query", weights, visible, torch.zeros(1, 1, 2))
+    >>> layer.entropy().tolist()  # the first row has no choice, the second chooses nothing
+    [[[nan, 1.0]]]
+    """
+
+    name: str
+    kind: str
+    queries: str
+    keys: str
+    weights: Tensor
+    visible: Tensor
+    max_logit: Tensor
+
+    def entropy(self) -> Tensor:
+        """H̄ = -Σ p ln p / ln n of every row, n its visible keys: (B, H, L); NaN where n < 2."""
+        p = self.weights.double()
+        count = self.visible.sum(-1).double()
+        entropy = -torch.special.xlogy(p, p).sum(-1) / count.log()
+        return entropy.masked_fill(count < 2, torch.nan)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All layers on one batch.
+
+    Attributes:
+        maps: in the model's order.
+        tokens: for each axis (``input_ids``, ``decoder_input_ids``, ``pixel_values``) and row of the batch, a text a token.
+        ids: for each axis, int (B, n); none for images. real: bool (B, n), False at padding.
+        step: of training, or None. title: what it was taken of.
+
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import Encoder
+    >>> model = Encoder(TransformerConfig(architecture="encoder", vocab_size=11, embed_dim=12, num_heads=3, num_layers=1))
+    >>> real = torch.tensor([[True, True, True], [True, True, False]])
+    >>> snapshot = take_snapshot(model, {"input_ids": torch.tensor([[1, 2, 3], [5, 7, 0]]), "key_mask": real})
+    >>> snapshot.num_rows, snapshot.sentence(1).maps[0].weights.shape
+    (2, torch.Size([1, 3, 2, 2]))
+    """
+
+    maps: tuple[AttentionMap, ...]
+    tokens: Mapping[str, Sequence[Sequence[str]]]
+    ids: Mapping[str, Tensor]
+    real: Mapping[str, Tensor]
+    step: int | None = None
+    title: str = ""
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return self.maps[0].weights.shape[0]
+
+    def sentence(self, row: int) -> Snapshot:
+        """One row of the batch, without its padding: B = 1.
+
+        Raises:
+            ValueError: no such row.
+        """
+        if not 0 <= row < self.num_rows:
+            raise ValueError(f"row={row} must be one of the batch's 0 to {self.num_rows - 1}")
+        real = {axis: mask[row] for axis, mask in self.real.items()}
+        maps = []
+        for layer in self.maps:
+            q, k = real[layer.queries], real[layer.keys]
+            cut = {name: getattr(layer, name)[row : row + 1][:, :, q][..., k] for name in ("weights", "visible")}
+            maps.append(replace(layer, **cut, max_logit=layer.max_logit[row : row + 1][:, :, q]))
+        tokens = {
+            axis: [[text for text, kept in zip(rows[row], real[axis].tolist(), strict=True) if kept]]
+            for axis, rows in self.tokens.items()
+        }
+        ids = {axis: tensor[row : row + 1, real[axis]] for axis, tensor in self.ids.items()}
+        return replace(self, maps=tuple(maps), tokens=tokens, ids=ids, real={a: m[m].unsqueeze(0) for a, m in real.items()})
+
+
+@torch.no_grad()
+def take_snapshot(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    *,
+    tokens: Mapping[str, Sequence[Sequence[str]]] | None = None,
+    layers: Sequence[int | str] | None = None,
+    step: int | None = None,
+    title: str = "",
+) -> Snapshot:
+    """Run ``model(**inputs)`` in eval mode and float32, and keep what each attention layer did; moved to the CPU.
+
+    Args:
+        inputs: as the model takes them (``input_ids``, ``key_mask``, ``decoder_input_ids`` …).
+        tokens: texts of the tokens, see ``Snapshot``; default the ids as numbers, and ``row,column`` of image patches.
+        layers: as in ``capture``.
+
+    Raises:
+        ValueError, RuntimeError: as in ``capture``; texts that do not fit the ids.
+
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import DecoderLM
+    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
+    >>> snapshot = take_snapshot(model, {"input_ids": torch.tensor([[1, 2, 3, 5]])})
+    >>> snapshot.maps[1].weights.shape, snapshot.tokens["input_ids"]
+    (torch.Size([1, 3, 4, 4]), [['1', '2', '3', '5']])
+    """
+    training = model.training
+    model.eval()
+    device = next(iter(inputs.values())).device
+    try:
+        with watch(model, _look, layers=layers) as seen, full_precision(device):
+            model(**inputs)
+    finally:
+        model.train(training)
+    has_target = TARGET in inputs
+    source = SOURCE if SOURCE in inputs else PIXELS
+    maps = []
+    for name, records in seen.items():
+        kind = seen.kinds[name]
+        queries = TARGET if has_target and kind != "self" else source
+        keys = source if kind == "cross" else queries
+        weights, visible, max_logit = (tensor.cpu() for tensor in records[-1])
+        maps.append(AttentionMap(name, kind, queries, keys, weights, visible, max_logit))
+    ids = {axis: inputs[axis].cpu() for axis in (SOURCE, TARGET) if axis in inputs}
+    sizes = {axis: size for m in maps for axis, size in ((m.queries, m.weights.shape[2]), (m.keys, m.weights.shape[3]))}
+    B = maps[0].weights.shape[0]
+    real = {axis: _real(inputs.get(_MASK_OF.get(axis, "")), B, size) for axis, size in sizes.items()}
+    ids = {axis: tensor for axis, tensor in ids.items() if axis in sizes}
+    texts = {axis: _texts(axis, size, B, ids, tokens or {}) for axis, size in sizes.items()}
+    return Snapshot(tuple(maps), texts, ids, real, step, title)
+
+
+def _look(look: Look) -> tuple[Tensor, Tensor, Tensor]:
+    """weights (B, H, L, S), visible (B, H, L, S), largest |z| of each row (B, H, L)."""
+    parts = [
+        (tile.weights, tile.visible.expand_as(tile.weights), tile.scores.abs().masked_fill(~tile.visible, 0.0).amax(-1))
+        for tile in over_tiles(look.call)
+    ]
+    weights, visible, max_logit = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+    return weights, visible, max_logit
+
+
+def _real(mask: Tensor | None, B: int, size: int) -> Tensor:
+    return torch.ones(B, size, dtype=torch.bool) if mask is None else mask.cpu()
+
+
+def _texts(
+    axis: str, size: int, B: int, ids: Mapping[str, Tensor], given: Mapping[str, Sequence[Sequence[str]]]
+) -> list[list[str]]:
+    if axis in given:
+        rows = [list(row) for row in given[axis]]
+        if len(rows) != B or any(len(row) != size for row in rows):
+            raise ValueError(f"tokens[{axis!r}] must hold {B} rows of {size} texts, got {[len(row) for row in rows]}")
+        return rows
+    if axis in ids:
+        return [[str(number) for number in row] for row in ids[axis].tolist()]
+    return [_patches(size)] * B
+
+
+def _patches(size: int) -> list[str]:
+    """The tokens of an image: its patches row by row, with a class token before them where there is one."""
+    for first in ([], ["cls"]):
+        side = math.isqrt(size - len(first))
+        if side * side == size - len(first):
+            return first + [f"{row},{column}" for row in range(side) for column in range(side)]
+    return [str(i) for i in range(size)]
+
+
+def write_snapshot(snapshot: Snapshot, folder: Path) -> Path:
+    """``folder/step_00000100.safetensors``: weights and logits in float16, masks as bytes, tokens in the header.
+
+    Written beside its name and then renamed, so that a reader never meets half a file.
+    """
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {f"ids/{axis}": tensor for axis, tensor in snapshot.ids.items()}
+    tensors |= {f"real/{axis}": tensor for axis, tensor in snapshot.real.items()}
+    for layer in snapshot.maps:
+        tensors[f"weights/{layer.name}"] = layer.weights.half()
+        tensors[f"visible/{layer.name}"] = layer.visible
+        tensors[f"max_logit/{layer.name}"] = layer.max_logit.float()
+    header = {
+        "step": snapshot.step,
+        "title": snapshot.title,
+        "tokens": snapshot.tokens,
+        "maps": [{name: getattr(layer, name) for name in ("name", "kind", "queries", "keys")} for layer in snapshot.maps],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step_{snapshot.step or 0:08}.safetensors"
+    part = path.with_suffix(".part")
+    save_file({name: t.contiguous() for name, t in tensors.items()}, part, {"minitx": json.dumps(header, ensure_ascii=False)})
+    os.replace(part, path)
+    return path
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """What ``write_snapshot`` wrote.
+
+    Raises:
+        ValueError: not such a file, named.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            header: dict[str, Any] = json.loads((file.metadata() or {})["minitx"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, KeyError, OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a snapshot of attention: {error}") from None
+    maps = tuple(
+        AttentionMap(
+            **places,
+            weights=tensors[f"weights/{places['name']}"].float(),
+            visible=tensors[f"visible/{places['name']}"],
+            max_logit=tensors[f"max_logit/{places['name']}"],
+        )
+        for places in header["maps"]
+    )
+    ids, real = (
+        {name.partition("/")[2]: tensor for name, tensor in tensors.items() if name.startswith(kind)}
+        for kind in ("ids/", "real/")
+    )
+    return Snapshot(maps, header["tokens"], ids, real, header["step"], header["title"])
+
+
+def read_snapshots(folder: Path) -> list[Snapshot]:
+    """All snapshots of a run, in the order of their steps; ``folder`` is the run's or its ``attention/``.
+
+    Raises:
+        ValueError: none there, or a file that is none.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from minitx.nn import MultiHeadAttention
+    >>> snapshot = take_snapshot(MultiHeadAttention(6, 2), {"query": torch.randn(1, 3, 6)}, step=50)
+    >>> with TemporaryDirectory() as run:
+    ...     path = write_snapshot(snapshot, Path(run) / "attention")
+    ...     [again] = read_snapshots(Path(run))
+    >>> path.name, again.step
+    ('step_00000050.safetensors', 50)
+    """
+    paths = sorted(folder.glob("step_*.safetensors")) or sorted((folder / "attention").glob("step_*.safetensors"))
+    if not paths:
+        raise ValueError(f"{folder} holds no snapshots of attention; train with callbacks.probe.weights_every=N")
+    return [read_snapshot(path) for path in paths]

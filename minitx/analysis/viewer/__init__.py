@@ -1,0 +1,168 @@
+"""The attention viewer: snapshots in, one HTML file out that shows them and asks the network for nothing.
+
+The page is plain HTML, CSS and JavaScript, which lie beside this file. What it shows travels as JSON: weights of visible
+pairs as 16-bit numbers, masks as bits, entropy and the largest logit of each row as float32.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from minitx.analysis.snapshot import AttentionMap, Snapshot
+
+__all__ = ["Trace", "viewer_page"]
+
+SCRIPTS = ("data.js", "colours.js", "controls.js", "map.js", "lines.js", "page.js")
+FULL = 65534
+"""The number that stands for a weight of 1; the one above it is NaN."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One model over time.
+
+    Attributes:
+        name: what the page calls it.
+        snapshots: of one sentence (B = 1; see ``Snapshot.sentence``), in the order of their steps.
+    """
+
+    name: str
+    snapshots: Sequence[Snapshot]
+
+
+def viewer_page(traces: Sequence[Trace], *, title: str = "Attention") -> str:
+    """The page as one HTML text: layers × heads, one head large, lines between tokens, steps, two models compared.
+
+    A weight arrives as the nearest k / 65534, so that it is off by less than 8e-6.
+
+    Args:
+        traces: one model, or two to compare (the second is B, and differences are A − B). All snapshots hold the same
+            tokens and layers; padding is left out.
+        title: of the page.
+
+    Raises:
+        ValueError: no trace or more than two, a trace without snapshots or with steps that do not rise, a snapshot with
+            more than one row, tokens or layers that differ.
+
+    >>> import torch
+    >>> from minitx.analysis import take_snapshot
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import DecoderLM
+    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
+    >>> page = viewer_page([Trace("untrained", [take_snapshot(model, {"input_ids": torch.tensor([[1, 2, 3, 5]])})])])
+    >>> page.startswith("<!DOCTYPE html>"), len(page) < 100_000
+    (True, True)
+    """
+    _check_traces(traces)
+    cut = [(trace.name, [snapshot.sentence(0) for snapshot in trace.snapshots]) for trace in traces]
+    first = cut[0][1][0]
+    for name, snapshots in cut:
+        for snapshot in snapshots:
+            _check_alike(name, first, snapshot)
+    masks: dict[bytes, int] = {}
+    data = {
+        "traces": [{"name": name, "snapshots": [_snapshot(s, masks) for s in snapshots]} for name, snapshots in cut],
+        "layers": [
+            {
+                **{key: getattr(layer, key) for key in ("name", "kind", "queries", "keys")},
+                "shape": list(layer.weights.shape[1:]),  # H, L, S
+            }
+            for layer in first.maps
+        ],
+        "tokens": {axis: list(rows[0]) for axis, rows in first.tokens.items()},
+        "masks": [base64.b64encode(bits).decode() for bits in masks],
+        "full": FULL,
+    }
+    return _page(title, data)
+
+
+def _check_traces(traces: Sequence[Trace]) -> None:
+    if not 1 <= len(traces) <= 2:
+        raise ValueError(f"traces must hold one model, or two to compare, got {len(traces)}")
+    for trace in traces:
+        if not trace.snapshots:
+            raise ValueError(f"trace {trace.name!r} has no snapshots")
+        for snapshot in trace.snapshots:
+            if snapshot.num_rows != 1:
+                raise ValueError(
+                    f"trace {trace.name!r} has a snapshot of {snapshot.num_rows} rows: choose one with sentence(row)"
+                )
+        steps = [snapshot.step for snapshot in trace.snapshots]
+        rises = all(a is not None and b is not None and a < b for a, b in itertools.pairwise(steps))
+        if not rises:
+            raise ValueError(f"trace {trace.name!r} must have steps that rise from snapshot to snapshot, got {steps}")
+
+
+def _check_alike(name: str, first: Snapshot, other: Snapshot) -> None:
+    """Refuse what cannot be laid over the first snapshot."""
+    wanted, got = ([(m.name, m.kind, tuple(m.weights.shape[1:])) for m in s.maps] for s in (first, other))
+    different = next((pair for pair in zip(wanted, got, strict=False) if pair[0] != pair[1]), None)
+    if different or len(wanted) != len(got):
+        a, b = different or (f"{len(wanted)} layers", f"{len(got)} layers")
+        raise ValueError(f"{name!r} has other layers than the first snapshot: {_say(b)} against {_say(a)}")
+    for axis, rows in first.tokens.items():
+        mine, theirs = list(rows[0]), list(other.tokens.get(axis, [[]])[0])
+        if mine != theirs:
+            at = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)  # equal sizes: checked above
+            raise ValueError(f"{name!r} has other tokens: {axis}[{at}] is {theirs[at]!r} against {mine[at]!r}")
+
+
+def _say(layer: str | tuple[str, str, tuple[int, ...]]) -> str:
+    return layer if isinstance(layer, str) else f"{layer[0]} ({layer[1]}, heads x queries x keys {layer[2]})"
+
+
+def _snapshot(snapshot: Snapshot, masks: dict[bytes, int]) -> dict[str, Any]:
+    """One step as plain data; ``masks`` collects the different masks, as bits, in the order of their numbers."""
+    layers = [_layer(layer, masks) for layer in snapshot.maps]
+    return {"step": snapshot.step, "title": snapshot.title, "layers": layers}
+
+
+def _layer(layer: AttentionMap, masks: dict[bytes, int]) -> dict[str, Any]:
+    weights, visible = layer.weights[0].double().numpy(), layer.visible[0].numpy()  # (H, L, S)
+    seen = weights[visible].clip(0.0, 1.0)  # rounding may lift a weight above 1; NaN stays
+    numbers = np.where(np.isnan(seen), FULL + 1, np.rint(seen * FULL))
+    bits = [np.packbits(head, bitorder="little").tobytes() for head in visible]
+    return {
+        "weights": _base64(numbers, "<u2"),
+        "masks": [masks.setdefault(head, len(masks)) for head in bits],
+        "entropy": _base64(layer.entropy()[0].numpy(), "<f4"),
+        "max_logit": _base64(layer.max_logit[0].numpy(), "<f4"),
+    }
+
+
+def _base64(values: np.ndarray, kind: str) -> str:
+    return base64.b64encode(values.astype(kind).tobytes()).decode()
+
+
+def _page(title: str, data: dict[str, Any]) -> str:
+    """The files of this folder put together; the hashes in the policy allow this style and this script alone."""
+    style, script = _read("page.css"), "\n".join(_read(name) for name in SCRIPTS)
+    parts = {
+        "style-hash": _hash(style),
+        "script-hash": _hash(script),
+        "title": html.escape(title),
+        "style": style,
+        "script": script,
+        # text of users: in ASCII, and without a "<" that could end the element that holds it
+        "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+    }
+    return re.sub(r"\{\{([a-z-]+)\}\}", lambda place: parts[place[1]], _read("page.html"))  # in one pass: parts may hold {{
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _read(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,106 @@
+// Colours: what a number looks like.
+
+// mako (Waskom, seaborn): lightness falls evenly; nothing is the colour of the page.
+const MAKO = ["#0b0405", "#2e1e3c", "#413d7b", "#37659e", "#348fa7", "#40b7ad", "#8ad9b1", "#def5e5"];
+const RAMPS = {
+  light: { weights: ["#ffffff", ...MAKO.toReversed()], signed: ["#0a3161", "#2a78b8", "#9ccbe6", "#ffffff", "#fbc191", "#d5630f", "#6e2503"] },
+  dark: { weights: ["#15171b", ...MAKO.slice(1)], signed: ["#d4ebff", "#5aa9e6", "#1f4e79", "#15171b", "#74350e", "#ec8a45", "#ffe6d1"] },
+};
+// Okabe and Ito 2008, with a darker and a lighter one in place of yellow and black.
+const HEADS = {
+  light: ["#0072b2", "#d55e00", "#009e73", "#b0478c", "#3a9bd9", "#b87a00", "#5b616b", "#7a5cc4"],
+  dark: ["#56b4e9", "#f08a3c", "#2cc79b", "#e39ac6", "#9fd4f5", "#f0c04a", "#b4bac4", "#b7a2f2"],
+};
+const STEPS_OF_RAMP = 256;
+const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
+
+const theme = () => state.theme ?? (systemIsDark.matches ? "dark" : "light");
+const headColour = (head) => HEADS[theme()][head % HEADS.light.length];
+
+const parse = (colour) => [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
+
+function mix(ramp, t) {
+  const at = Math.min(Math.max(t, 0), 1) * (ramp.length - 1);
+  const i = Math.min(Math.floor(at), ramp.length - 2);
+  const [low, high] = [parse(ramp[i]), parse(ramp[i + 1])];
+  return low.map((c, j) => Math.round(c + (at - i) * (high[j] - c)));
+}
+
+const tables = new Map();
+
+// The ramp as 256 pixels of a canvas.
+function table(isSigned) {
+  const name = theme() + isSigned;
+  if (!tables.has(name)) {
+    const ramp = RAMPS[theme()][isSigned ? "signed" : "weights"];
+    const pixel = ([r, g, b]) => (0xff000000 | (b << 16) | (g << 8) | r) >>> 0;
+    const all = Array.from({ length: STEPS_OF_RAMP }, (_, i) => pixel(mix(ramp, i / (STEPS_OF_RAMP - 1))));
+    tables.set(name, Uint32Array.from(all));
+  }
+  return tables.get(name);
+}
+
+// Where |value| lies between nothing (0) and the full colour (1).
+function strength(value, top) {
+  const t = Math.min(Math.abs(value) / (top || 1), 1);
+  return state.scale === "root" ? Math.sqrt(t) : t;
+}
+
+const topOf = (fields) => (state.scale === "largest" ? Math.max(...fields.map((f) => largest(f.weights))) : 1);
+
+// One pixel a cell; hidden cells are left clear, so that the hatching behind them shows.
+function paint(canvas, { weights, visible, signed: isSigned }, L, S, top) {
+  canvas.width = S;
+  canvas.height = L;
+  const context = canvas.getContext("2d");
+  const image = context.createImageData(S, L);
+  const pixels = new Uint32Array(image.data.buffer);
+  const colours = table(isSigned);
+  const last = STEPS_OF_RAMP - 1;
+  const nan = theme() === "dark" ? 0xff3d3dd0 : 0xff2020b0; // red, in no ramp
+  for (let i = 0; i < weights.length; i++) {
+    if (!visible[i]) continue;
+    const t = strength(weights[i], top);
+    const at = isSigned ? (1 + Math.sign(weights[i]) * t) / 2 : t;
+    pixels[i] = Number.isNaN(at) ? nan : colours[Math.round(at * last)];
+  }
+  context.putImageData(image, 0, 0);
+}
+
+// A bar a row, one pixel high and WIDTH wide; signed ones start in the middle.
+const BAR = 40;
+
+function paintBars(canvas, values, top, isSigned) {
+  canvas.width = BAR;
+  canvas.height = values.length;
+  const context = canvas.getContext("2d");
+  const [less, more] = [mix(RAMPS[theme()].signed, 1 / 6), mix(RAMPS[theme()].signed, 5 / 6)];
+  values.forEach((value, row) => {
+    if (Number.isNaN(value)) return;
+    const length = Math.min(Math.abs(value) / (top || 1), 1) * (isSigned ? BAR / 2 : BAR);
+    context.fillStyle = isSigned ? `rgb(${value > 0 ? more : less})` : getComputedStyle(canvas).color;
+    context.fillRect(isSigned ? BAR / 2 - (value < 0 ? length : 0) : 0, row, length, 1);
+  });
+}
+
+function drawLegend(node, top, isSigned) {
+  const ramp = document.createElement("canvas");
+  const colours = table(isSigned);
+  ramp.width = STEPS_OF_RAMP;
+  ramp.height = 1;
+  const image = ramp.getContext("2d").createImageData(STEPS_OF_RAMP, 1);
+  new Uint32Array(image.data.buffer).set(colours);
+  ramp.getContext("2d").putImageData(image, 0, 0);
+  const parts = isSigned ? [-1, -0.25, 0, 0.25, 1] : state.scale === "root" ? [0, 0.01, 0.1, 0.25, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1];
+  const ticks = parts.map((part) => {
+    const t = strength(part * top, top) * Math.sign(part);
+    const number = isSigned ? signed(part * top, 2) : fixed(part * top, 2);
+    const tick = element("span", "tick", number.replace(/\.?0+$/, ""));
+    tick.style.left = `${100 * (isSigned ? (1 + t) / 2 : t)}%`;
+    return tick;
+  });
+  const scale = element("span", "ramp");
+  scale.append(ramp, ...ticks);
+  node.replaceChildren(...(isSigned ? [element("span", "end", "more in B"), scale, element("span", "end", "more in A")] : [scale]));
+  node.ariaLabel = isSigned ? "Blue: more in B, orange: more in A" : `Colours from 0 to ${fixed(top, 2)}`;
+}

@@ -1,0 +1,228 @@
+// What is shown, where it is kept (the address), and the controls that change it.
+
+const byId = (id) => document.getElementById(id);
+const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
+
+const VIEWS = COMPARES
+  ? { a: "A", b: "B", both: "A beside B", diff: "A − B" }
+  : { a: "A" };
+const SCALES = ["root", "linear", "largest"];
+const CELL = { smallest: 2, largest: 44, readable: 12.5, lying: 20 }; // pixels
+
+// layer: its number in DATA.layers. step: its number in STEPS. q, k: the cell with the cursor. extra: heads whose lines are
+// drawn beside those of `head`. zoom: pixels a cell, null fits them to the page. theme: null follows the system.
+const state = {
+  layer: GROUPS[0].layers[0],
+  head: 0,
+  step: STEPS.length - 1,
+  view: COMPARES ? "both" : "a",
+  q: Infinity, // the last query, which says what comes next, and the key that it looks most at
+  k: Infinity,
+  extra: new Set(),
+  hatch: true,
+  scale: "root",
+  zoom: null,
+  theme: null,
+};
+
+// Every value is brought back to where it means something, whatever stood in the address.
+function settle() {
+  const within = (value, count, fallback) => (Number.isNaN(Number(value)) ? fallback : clamp(value, 0, count - 1));
+  state.layer = within(state.layer, DATA.layers.length, 0);
+  const [H, L, S] = DATA.layers[state.layer].shape;
+  if (!(state.view in VIEWS)) state.view = Object.keys(VIEWS)[0];
+  state.head = within(state.head, H, 0);
+  state.step = within(state.step, STEPS.length, STEPS.length - 1);
+  state.q = within(state.q, L, 0);
+  if (state.k === Infinity) state.k = favourite(field(panes()[0], state.layer, state.head), state.q, S);
+  state.k = within(state.k, S, 0);
+  if (!SCALES.includes(state.scale)) state.scale = SCALES[0];
+  state.extra = new Set([...state.extra].filter((h) => Number.isInteger(h) && h >= 0 && h < H && h !== state.head));
+  state.zoom = Number.isFinite(state.zoom) && state.zoom !== null ? clamp(state.zoom, CELL.smallest, CELL.largest) : null;
+  if (!["light", "dark"].includes(state.theme)) state.theme = null;
+}
+
+function favourite({ weights }, q, S) {
+  const row = weights.subarray(q * S, (q + 1) * S).map(Math.abs);
+  return Math.max(row.indexOf(largest(row)), 0);
+}
+
+function readAddress() {
+  const given = new URLSearchParams(location.hash.slice(1));
+  const number = (name) => (/^\d+$/.test(given.get(name) ?? "") ? Number(given.get(name)) : undefined);
+  const known = { layer: number("layer"), head: number("head"), q: number("q"), k: number("k"), zoom: number("zoom") };
+  for (const name of ["view", "scale", "theme"]) known[name] = given.get(name) ?? undefined;
+  for (const [name, value] of Object.entries(known)) if (value !== undefined) state[name] = value;
+  const step = STEPS.indexOf(number("step"));
+  if (step >= 0) state.step = step;
+  if (given.has("heads")) state.extra = new Set(given.get("heads").split(".").map(Number));
+  if (given.has("hatch")) state.hatch = given.get("hatch") !== "0";
+  settle();
+}
+
+function writeAddress() {
+  const { layer, head, view, q, k } = state;
+  const said = { layer, head, q, k };
+  if (COMPARES) said.view = view;
+  if (STEPS.length > 1) said.step = STEPS[state.step];
+  if (state.extra.size) said.heads = [...state.extra].join(".");
+  if (!state.hatch) said.hatch = 0;
+  if (state.scale !== SCALES[0]) said.scale = state.scale;
+  for (const name of ["zoom", "theme"]) if (state[name] !== null) said[name] = state[name];
+  const address = `#${new URLSearchParams(said)}`;
+  if (address !== location.hash) history.replaceState(null, "", address);
+}
+
+// --- the row of controls
+
+function buildChoice(fieldset, name, options, onChange) {
+  const row = element("div");
+  for (const [value, text] of Object.entries(options)) {
+    const label = element("label");
+    const input = Object.assign(document.createElement("input"), { type: "radio", name, value });
+    input.addEventListener("change", () => onChange(value));
+    label.append(input, element("span", "", text));
+    row.append(label);
+  }
+  fieldset.append(row);
+  fieldset.hidden = Object.keys(options).length < 2;
+}
+
+function setChoice(fieldset, value) {
+  for (const input of fieldset.querySelectorAll("input")) input.checked = input.value === String(value);
+}
+
+function buildControls() {
+  buildChoice(byId("group"), "group", { ...GROUPS.map((group) => group.label) }, (i) => {
+    const from = groupOf(state.layer);
+    const depth = from.layers.indexOf(state.layer);
+    const to = GROUPS[i].layers;
+    update({ layer: to[Math.min(depth, to.length - 1)] });
+  });
+  buildChoice(byId("view"), "view", VIEWS, (view) => update({ view }));
+  byId("steps").hidden = STEPS.length < 2;
+  byId("step").max = STEPS.length - 1;
+  byId("step").addEventListener("input", (event) => update({ step: Number(event.target.value) }));
+  byId("play").addEventListener("click", () => play(timer === null));
+  byId("scale").addEventListener("change", (event) => update({ scale: event.target.value }));
+  byId("hatch").addEventListener("change", (event) => update({ hatch: event.target.checked }));
+  byId("smaller").addEventListener("click", () => zoomBy(1 / 1.4));
+  byId("larger").addEventListener("click", () => zoomBy(1.4));
+  byId("fit").addEventListener("click", () => update({ zoom: null }));
+  byId("theme").addEventListener("click", () => update({ theme: theme() === "dark" ? "light" : "dark" }));
+  byId("models").replaceChildren(...TRACES.map((trace, i) => {
+    const item = element("li");
+    if (COMPARES) item.append(element("b", "model", NAMES[i]));
+    item.append(element("bdi", "", trace.name));
+    const title = trace.snapshots.at(-1).title;
+    if (title && title !== trace.name) item.append(element("bdi", "soft", title));
+    return item;
+  }));
+}
+
+function showControls() {
+  document.documentElement.dataset.theme = theme();
+  setChoice(byId("group"), GROUPS.indexOf(groupOf(state.layer)));
+  setChoice(byId("view"), state.view);
+  byId("step").value = state.step;
+  byId("step").ariaValueText = stepText(state.step);
+  byId("step-text").textContent = stepText(state.step);
+  byId("scale").value = state.scale;
+  byId("hatch").checked = state.hatch;
+  byId("theme").textContent = theme() === "dark" ? "Light" : "Dark";
+  byId("theme").ariaLabel = theme() === "dark" ? "Light colours" : "Dark colours";
+  document.body.classList.toggle("hatched", state.hatch);
+}
+
+const stepText = (i) => (STEPS[i] === null ? "" : `${STEPS[i].toLocaleString("en")} (${i + 1} of ${STEPS.length})`);
+
+let timer = null;
+
+function play(on) {
+  clearInterval(timer);
+  timer = null;
+  if (on) {
+    if (state.step === STEPS.length - 1) update({ step: 0 });
+    timer = setInterval(() => {
+      update({ step: state.step + 1 });
+      if (state.step === STEPS.length - 1) play(false);
+    }, 700);
+  }
+  byId("play").textContent = on ? "Pause" : "Play";
+  byId("play").ariaPressed = String(on);
+}
+
+// --- layers × heads
+
+let builtThumbs = "";
+let drawnThumbs = "";
+
+function showThumbs() {
+  const layers = groupOf(state.layer).layers;
+  const H = Math.max(...layers.map((layer) => DATA.layers[layer].shape[0]));
+  const built = layers.join();
+  if (built !== builtThumbs) buildThumbs(layers, H);
+  const drawn = [built, state.view, state.step, state.scale, theme()].join(" "); // whatever else changes, they stay
+  const wide = panes().length > 1 ? 1.7 : 1;
+  byId("thumbs").style.setProperty("--thumb", `${Math.round(wide * (H > 8 ? 40 : H > 4 ? 52 : 64))}px`);
+  for (const button of byId("thumbs").querySelectorAll("button")) {
+    const [layer, head] = [Number(button.dataset.layer), Number(button.dataset.head)];
+    const chosen = layer === state.layer && head === state.head;
+    button.ariaChecked = String(chosen);
+    button.tabIndex = chosen ? 0 : -1;
+    if (drawn !== drawnThumbs) showThumb(button, layer, head);
+  }
+  [builtThumbs, drawnThumbs] = [built, drawn];
+}
+
+function buildThumbs(layers, H) {
+  const grid = byId("thumbs");
+  grid.style.setProperty("--heads", H);
+  const cells = [element("span"), ...Array.from({ length: H }, (_, h) => element("span", "name", `h${h}`))];
+  layers.forEach((layer, depth) => {
+    cells.push(element("span", "name", `L${depth}`));
+    for (let head = 0; head < H; head++) {
+      if (head >= DATA.layers[layer].shape[0]) {
+        cells.push(element("span"));
+        continue;
+      }
+      const button = Object.assign(element("button", "thumb"), { type: "button", role: "radio" });
+      Object.assign(button.dataset, { layer, head });
+      button.addEventListener("click", () => update({ layer, head }));
+      cells.push(button);
+    }
+  });
+  grid.replaceChildren(...cells);
+}
+
+function showThumb(button, layer, head) {
+  const [, L, S] = DATA.layers[layer].shape;
+  const fields = panes().map((pane) => field(pane, layer, head));
+  const top = topOf(fields);
+  const pictures = fields.map((one) => {
+    const canvas = element("canvas", Math.max(L, S) < 40 ? "large" : "");
+    paint(canvas, one, L, S, top);
+    return canvas;
+  });
+  const picture = element("span", "pictures");
+  picture.style.aspectRatio = String(fields.length * clamp(S / L, 0.4, 2.5));
+  picture.append(...pictures);
+  const say = fields[0].signed ? signed : fixed;
+  const numbers = fields.map((one) => [mean(one.entropy), one.signed ? mean(one.logit) : largest(one.logit)]);
+  const line = (i, digits, name) => `${name} ${numbers.map((n) => say(n[i], digits).replace(/^([+−]?)0\./, "$1.")).join(" | ")}`;
+  button.replaceChildren(picture, element("span", "numbers", line(0, 2, "H̄")), element("span", "numbers", line(1, 1, "z")));
+  const depth = groupOf(layer).layers.indexOf(layer);
+  const told = fields.map((_, i) => `${panes().length > 1 ? `${NAMES[i]}: ` : ""}entropy ${say(numbers[i][0], 2)}, largest score ${say(numbers[i][1], 1)}`);
+  button.ariaLabel = `Layer ${depth}, head ${head}; ${fields[0].signed ? "A − B: " : ""}${told.join("; ")}`;
+}
+
+function moveAmongThumbs(event) {
+  const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
+  if (!(event.key in moves)) return;
+  event.preventDefault();
+  const layers = groupOf(state.layer).layers;
+  const [down, right] = moves[event.key];
+  const layer = layers[clamp(layers.indexOf(state.layer) + down, 0, layers.length - 1)];
+  update({ layer, head: clamp(state.head + right, 0, DATA.layers[layer].shape[0] - 1) });
+  byId("thumbs").querySelector("[aria-checked=true]").focus();
+}

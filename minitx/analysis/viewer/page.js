@@ -1,0 +1,213 @@
+// The page: what is seen follows from `state`, and every change goes through `update`.
+
+let views = []; // of each pane: { pane, node, map, lines }
+
+const panes = () => (state.view === "both" ? ["a", "b"] : [state.view]);
+
+function update(changes) {
+  const cursorOnly = Object.keys(changes).every((name) => name === "q" || name === "k");
+  Object.assign(state, changes);
+  settle();
+  writeAddress();
+  if (cursorOnly) showCursor();
+  else show();
+}
+
+function show() {
+  showControls();
+  showThumbs();
+  showPanes();
+  showCursor();
+}
+
+function showPanes() {
+  const group = groupOf(state.layer);
+  const depth = group.layers.indexOf(state.layer);
+  byId("look-title").textContent = `${GROUPS.length > 1 ? `${group.label}, layer` : "Layer"} ${depth}, head ${state.head}`;
+  byId("core").textContent = DATA.layers[state.layer].name;
+  if (views.map((view) => view.pane).join() !== panes().join()) buildPanes();
+  const fields = panes().map((pane) => field(pane, state.layer, state.head));
+  const top = topOf(fields);
+  const isSigned = fields[0].signed;
+  const tops = [isSigned ? Math.max(...fields.map((one) => largest(one.entropy))) : 1, Math.max(...fields.map((one) => largest(one.logit)))];
+  drawLegend(byId("legend"), top, isSigned);
+  views.forEach((view, i) => {
+    view.node.querySelector("h3").replaceChildren(...paneTitle(view.pane));
+    view.map.cells.ariaLabel = `Attention map${COMPARES ? ` of ${VIEWS[view.pane]}` : ""}: rows are queries, columns keys; arrow keys move`;
+    view.map.show(fields[i], state.layer, top, tops);
+    view.lines.show(state.layer);
+  });
+}
+
+function buildPanes() {
+  const template = byId("pane").content;
+  byId("look").append(byId("row")); // under both maps, or under the only one
+  byId("panes").replaceChildren();
+  views = panes().map((pane) => {
+    const node = template.cloneNode(true).firstElementChild;
+    byId("panes").append(node);
+    if (panes().length === 1) node.querySelector(".left").append(byId("row"));
+    return { pane, node, map: new MapView(node, hover), lines: new LinesView(node, pane) };
+  });
+}
+
+function paneTitle(pane) {
+  const step = (trace) => {
+    const found = TRACES[trace].snapshots[snapshotAt(trace, state.step)].step;
+    return found === null ? "" : `step ${found.toLocaleString("en")}`;
+  };
+  const traces = pane === "diff" ? [0, 1] : [pane === "b" ? 1 : 0];
+  return traces.flatMap((trace) => {
+    const parts = [element("bdi", "", TRACES[trace].name), element("span", "soft", step(trace))];
+    if (COMPARES) parts.unshift(element("b", "model", NAMES[trace]));
+    return trace === traces.at(-1) ? parts : [...parts, element("span", "minus", "−")];
+  });
+}
+
+// --- the cell in words: hovered, or with the cursor
+
+function describe({ q, k }) {
+  const [query, key] = [queriesOf(state.layer)[q], keysOf(state.layer)[k]];
+  const S = DATA.layers[state.layer].shape[2];
+  const told = panes().map((pane) => {
+    const one = field(pane, state.layer, state.head);
+    const at = q * S + k;
+    if (!one.visible[at]) return { weight: "hidden", more: "the mask hides this key from this query" };
+    if (one.signed) {
+      const [a, b] = ["a", "b"].map((p) => fixed(field(p, state.layer, state.head).weights[at]));
+      return { weight: signed(one.weights[at]), more: `A ${a}, B ${b}` };
+    }
+    const row = one.weights.subarray(q * S, (q + 1) * S);
+    return { weight: fixed(one.weights[at]), more: [`${below(one.weights[at], largest(row))}`, ...rowFacts(one, q)].join(" · ") };
+  });
+  return { query, key, told };
+}
+
+const rowFacts = (one, q) => [`row H̄ ${Number.isNaN(one.entropy[q]) ? "–" : fixed(one.entropy[q], 3)}`, `row max |z| ${fixed(one.logit[q], 2)}`];
+
+function below(weight, top) {
+  if (Number.isNaN(weight)) return "z is not a number";
+  if (weight === top) return "z is the row's largest";
+  const digits = Math.max(Math.floor(Math.log10(weight * DATA.full)), 0); // a small weight is known to few digits
+  const distance = weight > 0 ? fixed(Math.log(top / weight), Math.min(digits, 2)) : `over ${Math.floor(Math.log(top * DATA.full))}`;
+  return `z ${distance} below the row's largest`;
+}
+
+function showReadout(cell) {
+  const { query, key, told } = describe(cell);
+  const pairs = told.map((one, i) => tellModel(element("span", "told"), one, told.length > 1 ? NAMES[i] : ""));
+  const arrow = element("span", "soft", "→");
+  const place = (name, i) => element("span", "soft", `${name} ${i}`);
+  byId("readout").replaceChildren(place("query", cell.q), element("bdi", "token", query), arrow, place("key", cell.k), element("bdi", "token", key), ...pairs);
+  return { query, key, told };
+}
+
+function tellModel(node, { weight, more }, name) {
+  node.append(...(name ? [element("b", "model", name), " "] : []), element("strong", "", weight), " ", element("span", "soft", more));
+  return node;
+}
+
+function hover(cell, event) {
+  const tip = byId("tip");
+  tip.hidden = !cell;
+  const at = cell ?? state;
+  const { query, key, told } = showReadout(at);
+  for (const { map } of views) map.point(at);
+  if (!cell) return;
+  const title = element("div", "soft");
+  title.append(element("bdi", "token", query), " → ", element("bdi", "token", key));
+  const rows = told.map((one, i) => tellModel(element("div", "told"), one, told.length > 1 ? NAMES[i] : ""));
+  tip.replaceChildren(title, ...rows);
+  const x = Math.min(event.clientX + 16, innerWidth - tip.offsetWidth - 8);
+  const y = event.clientY + 20 + tip.offsetHeight > innerHeight ? event.clientY - tip.offsetHeight - 12 : event.clientY + 20;
+  tip.style.transform = `translate(${Math.max(x, 8)}px, ${Math.max(y, 8)}px)`;
+}
+
+function showCursor() {
+  showReadout(state);
+  for (const { map, lines } of views) {
+    map.point(state);
+    lines.point(state);
+  }
+  showRow();
+}
+
+// --- the cursor's row as a table
+
+const ROWS_OF_TABLE = 8;
+
+function showRow() {
+  const { layer, head, q, view } = state;
+  const S = DATA.layers[layer].shape[2];
+  const columns = view === "both" || view === "diff" ? ["a", "b", "diff"] : [view];
+  const all = columns.map((pane) => field(pane, layer, head));
+  const rows = all.map((one) => ({ ...one, weights: one.weights.subarray(q * S, (q + 1) * S), visible: one.visible.subarray(q * S, (q + 1) * S) }));
+  const ordering = ({ diff: [2], both: [0, 1] }[view] ?? [0]).map((i) => rows[i].weights);
+  const size = (k) => Math.max(...ordering.map((weights) => Math.abs(weights[k])));
+  const seen = Array.from({ length: S }, (_, k) => k).filter((k) => rows.at(-1).visible[k]);
+  const best = seen.toSorted((i, j) => size(j) - size(i) || i - j).slice(0, ROWS_OF_TABLE);
+  const verb = view === "diff" ? "differs most at" : "looks most at";
+  byId("row-title").replaceChildren(`Query ${q} `, element("bdi", "token", queriesOf(layer)[q]), ` ${verb}`);
+  const facts = all.filter((one) => !one.signed).map((one, i) => `${columns.length > 1 ? `${NAMES[i]}: ` : ""}${rowFacts(one, q).join(" · ")}`);
+  byId("row-facts").textContent = `${seen.length} of ${S} keys visible · ${facts.join(" · ")}`;
+  fillTable(columns, best, seen, rows.map((row) => row.weights));
+  showPicture(rows.filter((row, i) => panes().includes(columns[i])), layer);
+}
+
+function fillTable(columns, best, seen, values) {
+  const names = { a: COMPARES ? "A" : "weight", b: COMPARES ? "B" : "weight", diff: "A − B" };
+  const line = (className, first, ...rest) => {
+    const row = element("tr", className);
+    row.append(first, ...rest);
+    return row;
+  };
+  const heading = (text, scope) => Object.assign(element("th", "", text), { scope });
+  const say = (value, i) => element("td", "number", columns[i] === "diff" ? signed(value) : fixed(value));
+  const top = line("", ...["key", "position", ...columns.map((pane) => names[pane])].map((text) => heading(text, "col")));
+  document.querySelector("#row thead").replaceChildren(top);
+  const rows = best.map((k) => {
+    const token = heading("", "row");
+    token.append(element("bdi", "token", keysOf(state.layer)[k]));
+    return line("", token, element("td", "number", String(k)), ...values.map((column, i) => say(column[k], i)));
+  });
+  const others = seen.filter((k) => !best.includes(k));
+  if (others.length) {
+    const sums = values.map((column) => others.reduce((sum, k) => sum + column[k], 0));
+    rows.push(line("rest", heading(`${others.length} other keys`, "row"), element("td"), ...sums.map(say)));
+  }
+  document.querySelector("#row tbody").replaceChildren(...rows);
+}
+
+// Keys that are patches, named "row,column": the row as the image has them.
+function showPicture(rows, layer) {
+  const names = DATA.tokens[DATA.layers[layer].keys];
+  const patches = names.flatMap((name, k) => (/^\d+,\d+$/.test(name) ? [k] : []));
+  const side = Math.sqrt(patches.length);
+  byId("picture").hidden = DATA.layers[layer].keys !== "pixel_values" || !patches.length || !Number.isInteger(side);
+  if (byId("picture").hidden) return;
+  const top = topOf(rows);
+  byId("picture").querySelector("div").replaceChildren(...rows.map((row) => {
+    const canvas = element("canvas");
+    paint(canvas, { ...row, weights: patches.map((k) => row.weights[k]), visible: patches.map((k) => row.visible[k]) }, side, side, top);
+    return canvas;
+  }));
+}
+
+// --- start
+
+buildControls();
+readAddress();
+byId("thumbs").addEventListener("keydown", moveAmongThumbs);
+addEventListener("hashchange", () => {
+  readAddress();
+  show();
+});
+systemIsDark.addEventListener("change", show);
+show();
+
+let width = byId("panes").clientWidth;
+new ResizeObserver(() => {
+  if (byId("panes").clientWidth === width) return;
+  width = byId("panes").clientWidth;
+  showPanes();
+}).observe(byId("panes"));

@@ -1,0 +1,156 @@
+"""What a checkpoint's model is called with: a text that was typed, or a row of the data that it was trained on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from minitx.cli.schema import from_dict
+from minitx.config import ConfigError, RunConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minitx.data.module import DataModule
+    from minitx.data.tokenizers import Tokenizer
+    from minitx.nn.models import TransformerModel
+
+SOURCE, TARGET = "input_ids", "decoder_input_ids"
+TYPES = "token_type_ids"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One row (B = 1) for a model, on the CPU, and a text for each of its tokens."""
+
+    tensors: dict[str, Tensor]
+    texts: dict[str, list[list[str]]] = field(default_factory=dict)
+
+
+def data_of_run(
+    path: str, model: TransformerModel, tokenizer: Tokenizer | None, state: dict[str, Any], batch_size: int | None = None
+) -> DataModule:
+    """The data of the run that wrote the checkpoint ``path``, opened; ``batch_size`` is that of validation.
+
+    Raises:
+        ConfigError: the data is not there, or has grown beyond the model's vocabulary.
+    """
+    from minitx.data.module import build_data
+    from minitx.training.run import quiet_lightning
+
+    run = from_dict(RunConfig, {**state["config"], "logger": {}, "ablation": None})
+    with quiet_lightning():
+        rows = batch_size or run.trainer.val_batch_size
+        data = build_data(run.data, seed=run.seed, max_steps=1, val_batch_size=rows, tokenizer=tokenizer)
+        data.prepare_data()
+        data.setup()
+    if data.vocab_size > (model.config.vocab_size or data.vocab_size):
+        raise ConfigError(f"ckpt_path={path} was trained on other data than data={run.data.name} is now")
+    return data
+
+
+def row_inputs(data: DataModule, row: int) -> Inputs:
+    """Row ``row`` of the validation split.
+
+    Raises:
+        ConfigError: there is no such row.
+    """
+    from minitx.training.module import network_inputs
+
+    source = data.val_source()
+    if not 0 <= row < source.num_rows:
+        raise ConfigError(f"row={row} must lie in [0, {source.num_rows}), the validation rows")
+    tensors = network_inputs(source.rows(range(row, row + 1)))
+    return Inputs(tensors, data.texts(tensors))
+
+
+def text_inputs(model: TransformerModel, tokenizer: Tokenizer | None, text: str, target: str | None, **options: Any) -> Inputs:
+    """``text`` as ``model`` was trained to read it; of an encoder–decoder, ``target`` (None: its own answer) beside it.
+
+    Args:
+        options: of ``generate``, for the model's own answer.
+
+    Raises:
+        ConfigError: nothing to read, more than ``max_len`` tokens, a character or an id that the model does not know.
+    """
+    import torch
+
+    from minitx.data.tokenizers import token_texts
+
+    config = model.config
+    if config.architecture == "vision":
+        raise ConfigError("text is for models of text: an image is chosen by row=N")
+    if tokenizer is None:
+        return _id_inputs(model, text)
+    starts = [tokenizer.mark_ids["cls"]] if config.head == "sequence" and "cls" in tokenizer.mark_ids else []
+    ids = starts + encode_text(tokenizer, text, "text")
+    check_length(model, ids, "text")
+    rows = {SOURCE: ids}
+    if config.architecture == "encoder_decoder":
+        answer = own_answer(model, ids, **options) if target is None else encode_text(tokenizer, target, "target")
+        assert config.bos_id is not None
+        rows[TARGET] = [config.bos_id, *answer]
+        check_length(model, rows[TARGET], "target")
+    tensors = {axis: torch.tensor([row]) for axis, row in rows.items()}
+    return Inputs(tensors, {axis: [token_texts(tokenizer, row)] for axis, row in rows.items()})
+
+
+def own_answer(model: TransformerModel, ids: list[int], **options: Any) -> list[int]:
+    """What an encoder–decoder answers to ``ids``; ``options`` are those of ``generate``."""
+    import torch
+
+    from minitx.generation import generate
+
+    device = next(model.parameters()).device
+    try:
+        (answer,) = generate(model, torch.tensor([ids], device=device), **options)
+    except (ValueError, FloatingPointError) as error:
+        raise ConfigError(f"the model's own answer cannot be had: {error}; give it as target=TEXT") from error
+    return answer.tolist()
+
+
+def _id_inputs(model: TransformerModel, text: str) -> Inputs:
+    """Ids with spaces between them, each ``ID`` or ``ID:TYPE``."""
+    import torch
+
+    from minitx.data.synthetic import key_value_texts
+
+    config = model.config
+    words = text.split()
+    wrong = next((word for word in words if not re.fullmatch(r"\d+(:\d+)?", word, re.ASCII)), None)
+    if wrong is not None:
+        raise ConfigError(f"text has {wrong!r}, but the model has no tokenizer: give ids, or ID:TYPE, with spaces between them")
+    ids, types = ([int((word + ":0").split(":")[part]) for word in words] for part in (0, 1))
+    for name, numbers, size in (("ids", ids, config.vocab_size or 0), ("types", types, config.type_vocab_size or 1)):
+        if numbers and max(numbers) >= size:
+            raise ConfigError(f"text has {max(numbers)} among its {name}, which must lie in [0, {size})")
+    check_length(model, ids, "text")
+    tensors = {SOURCE: torch.tensor([ids])} | ({TYPES: torch.tensor([types])} if config.type_vocab_size else {})
+    return Inputs(tensors, {SOURCE: [key_value_texts(ids, types)]})
+
+
+def check_length(model: TransformerModel, ids: list[int], name: str) -> None:
+    """Refuse no token, and more than the model was made for."""
+    if not ids:
+        raise ConfigError(f"{name} is empty: the model needs one token at least")
+    if len(ids) > model.config.max_len:
+        raise ConfigError(f"{name} has {len(ids)} tokens, but the model reads {model.config.max_len} at most (max_len)")
+
+
+def encode_text(tokenizer: Tokenizer, text: str, name: str) -> list[int]:
+    """The ids of ``text``, which is the key ``name``; nothing is replaced by an unknown id.
+
+    Raises:
+        ConfigError: text that is not UTF-8, or a character that a character model does not know.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name} is not UTF-8 text: character {error.start + 1} cannot be read") from None
+    known: str | None = getattr(tokenizer, "characters", None)
+    unknown = next((character for character in text if known is not None and character not in known), None)
+    if known is not None and unknown is not None:
+        code = f"{unknown!r} (U+{ord(unknown):04X})"
+        raise ConfigError(f"{name} has the character {code}, which is none of the {len(known)} that the model knows")
+    return tokenizer.encode(text).tolist()

@@ -1,0 +1,231 @@
+"""``view_attention.py``: what a model attends to, as one HTML file to open in a browser."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from minitx.cli.arguments import key, run_program, write
+from minitx.config import ConfigError
+
+if TYPE_CHECKING:
+    from minitx.analysis.snapshot import Snapshot
+    from minitx.analysis.viewer import Trace
+    from minitx.cli.inputs import Inputs
+    from minitx.data.tokenizers import Tokenizer
+    from minitx.nn.models import TransformerModel
+
+USAGE = "python scripts/view_attention.py ckpt_path=FILE text=TEXT [key=value ...]"
+LARGEST_PAGE = 256 * 2**20
+"""Bytes; browsers take minutes over more, or give up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewConfig:
+    """What ``view_attention.py`` takes; model and tokenizer come from the checkpoint."""
+
+    ckpt_path: str = key(
+        dataclasses.MISSING,
+        "checkpoint of a run, several with commas between (a step of the slider each), or the folder of a run that recorded "
+        "its attention",
+    )
+    text: str | None = key(None, "what the model reads; without a tokenizer, ids (ID or ID:TYPE) with spaces between")
+    target: str | None = key(None, "of an encoder-decoder, what it has written; null: its own answer")
+    row: int | None = key(None, "instead of text, a row of the validation data, or a recorded sentence; from 0")
+    compare: str | None = key(None, "a second model, as in ckpt_path: side by side, and as a difference")
+    layers: str | None = key(None, "some of them: numbers from 0, or parts of their names (cross), with commas between")
+    num_beams: int = key(1, "of an encoder-decoder's own answer; 1: greedy")
+    max_new_tokens: int = key(64, "longest answer of an encoder-decoder's own")
+    output: str = key("attention.html", "the file to write")
+    device: str = key("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
+
+    def __post_init__(self) -> None:
+        if self.text is not None and self.row is not None:
+            raise ConfigError(f"row={self.row} takes the place of text: give one of them")
+        if self.target is not None and self.text is None:
+            raise ConfigError("target belongs to a text: give text=TEXT, too")
+        if self.row is not None and self.row < 0:
+            raise ConfigError(f"row={self.row} must be zero or more")
+        for name in ("num_beams", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be positive")
+        if not Path(self.output).absolute().parent.is_dir():
+            raise ConfigError(f"output={self.output} is in a folder that does not exist")
+
+    @property
+    def chosen_layers(self) -> list[int | str] | None:
+        """``layers`` as ``capture`` takes them."""
+        parts = [part.strip() for part in (self.layers or "").strip("[]").split(",")]
+        return [int(p) if re.fullmatch(r"-?\d+", p, re.ASCII) else p for p in parts if p] or None
+
+
+def main() -> int:
+    """The program behind ``scripts/view_attention.py`` and ``minitx-view``; returns the exit code."""
+    return run_program(ViewConfig, USAGE, _view)
+
+
+def _view(config: ViewConfig) -> None:
+    from minitx.analysis.viewer import viewer_page
+
+    paths = {name: path for name in ("ckpt_path", "compare") if (path := getattr(config, name)) is not None}
+    folders = [Path(path).is_dir() for path in paths.values()]
+    if folders[0] != folders[-1]:
+        raise ConfigError(f"compare={config.compare} must be a {'run folder' if folders[0] else 'checkpoint'} as ckpt_path is")
+    title, traces = _recorded(config, paths) if folders[0] else _taken(config, paths)
+    try:
+        page = viewer_page(traces, title=title)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        Path(config.output).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"output={config.output} cannot be written: {error.strerror}") from None
+    write(f"{_say(traces)}\n{config.output}  {len(page.encode()) / 1e6:.2f} MB\n")
+
+
+def _say(traces: list[Trace]) -> str:
+    maps = traces[0].snapshots[0].maps
+    tokens = " and ".join(str(len(rows[0])) for rows in traces[0].snapshots[0].tokens.values())
+    steps = max(len(trace.snapshots) for trace in traces)
+    counted = [f"{len(maps)} layer", f"{maps[0].weights.shape[1]} head", f"{steps} step", f"{len(traces)} model"]
+    return ", ".join(f"{text}s" if int(text.split()[0]) != 1 else text for text in counted) + f", {tokens} tokens"
+
+
+# --- what a run recorded
+
+
+def _recorded(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]:
+    from minitx.analysis.snapshot import read_snapshots
+    from minitx.analysis.viewer import Trace
+
+    if config.text is not None:
+        raise ConfigError("text is for checkpoints: a run's folder holds sentences of its own, to be chosen by row=N")
+    row, traces = config.row or 0, []
+    for path, shown in zip(paths.values(), _names(list(paths.values())), strict=True):
+        try:
+            snapshots = read_snapshots(Path(path))
+        except ValueError as error:
+            raise ConfigError(f"{error}; or give one of its checkpoints") from error
+        count = snapshots[0].num_rows
+        if row >= count:
+            raise ConfigError(f"row={row} must lie in [0, {count}), the sentences that {path} holds")
+        traces.append(Trace(shown, [_with_layers(snapshot.sentence(row), config) for snapshot in snapshots]))
+        _check_size(traces[-1].snapshots[0], sum(len(trace.snapshots) for trace in traces))
+    return f"Attention on recorded sentence {row}", traces
+
+
+def _with_layers(snapshot: Snapshot, config: ViewConfig) -> Snapshot:
+    chosen, names = config.chosen_layers, [layer.name for layer in snapshot.maps]
+    if chosen is None:
+        return snapshot
+    kept: set[str] = set()
+    for layer in chosen:
+        in_range = isinstance(layer, int) and -len(names) <= layer < len(names)
+        found = [name for name in names if layer in name] if isinstance(layer, str) else [names[layer]] if in_range else []
+        if not found:
+            raise ConfigError(f"layers: {layer!r} is none of the {len(names)} recorded layers {', '.join(names)}")
+        kept.update(found)
+    return dataclasses.replace(snapshot, maps=tuple(layer for layer in snapshot.maps if layer.name in kept))
+
+
+# --- what checkpoints do
+
+
+def _taken(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]:
+    from minitx.analysis.viewer import Trace
+    from minitx.training.checkpoint import load_model, place, read_checkpoint
+
+    files = {name: _files(path) for name, path in paths.items()}
+    steps = {file: int(read_checkpoint(file)["global_step"]) for listed in files.values() for file in listed}
+    for name, listed in files.items():
+        listed.sort(key=steps.__getitem__)
+        twice = next((steps[b] for a, b in itertools.pairwise(listed) if steps[a] == steps[b]), None)
+        if twice is not None:
+            raise ConfigError(f"{name} has two checkpoints of step {twice}")
+    first = files["ckpt_path"][-1]  # the latest says what is read, and answers
+    model, tokenizer, state = load_model(first)
+    place(model, config.device)
+    inputs, title = _inputs(config, model, tokenizer, state)
+    count, traces = sum(map(len, files.values())), []
+    for name, shown in zip(files, _names(list(paths.values())), strict=True):
+        snapshots = []
+        for file in files[name]:
+            other, its_tokenizer, _ = load_model(file)
+            _check_reads_alike(f"{name}={file}", (model, tokenizer), (other, its_tokenizer), first)
+            snapshots.append(_snapshot(config, place(other, config.device), inputs, steps[file]))
+            _check_size(snapshots[-1], count)
+        traces.append(Trace(shown, snapshots))
+    return title, traces
+
+
+def _inputs(config: ViewConfig, model: TransformerModel, tokenizer: Tokenizer | None, state: dict) -> tuple[Inputs, str]:
+    """What the models read, and the page's title."""
+    from minitx.cli.inputs import data_of_run, row_inputs, text_inputs
+
+    if config.target is not None and model.config.architecture != "encoder_decoder":
+        raise ConfigError(f"target is for encoder-decoders, and the model's architecture is {model.config.architecture}")
+    if config.text is not None:
+        options = {"num_beams": config.num_beams, "max_new_tokens": config.max_new_tokens}
+        text = config.text if len(config.text) <= 60 else config.text[:59] + "…"
+        return text_inputs(model, tokenizer, config.text, config.target, **options), f"Attention on “{text}”"
+    if config.row is None and tokenizer is not None:
+        raise ConfigError("text is missing: give text=TEXT for the model to read, or row=N for a row of its validation data")
+    row = config.row or 0
+    return row_inputs(data_of_run(config.ckpt_path, model, tokenizer, state), row), f"Attention on validation row {row}"
+
+
+def _snapshot(config: ViewConfig, model: TransformerModel, inputs: Inputs, step: int) -> Snapshot:
+    from minitx.analysis.snapshot import take_snapshot
+
+    device = next(model.parameters()).device
+    tensors = {name: tensor.to(device) for name, tensor in inputs.tensors.items() if tensor.dim()}
+    made = model.config
+    title = f"{made.architecture.replace('_', '–')}, heads of width {made.width_per_head}, scale {made.scale}"
+    try:
+        return take_snapshot(model, tensors, tokens=inputs.texts, layers=config.chosen_layers, step=step, title=title)
+    except (ValueError, RuntimeError, IndexError) as error:
+        raise ConfigError(" ".join(str(error).split())[:300]) from error
+
+
+def _check_reads_alike(
+    said: str,
+    ours: tuple[TransformerModel, Tokenizer | None],
+    theirs: tuple[TransformerModel, Tokenizer | None],
+    first: str,
+) -> None:
+    from minitx.data.tokenizers import fingerprint
+
+    fields = ("architecture", "vocab_size", "type_vocab_size", "image_size", "num_channels", "patch_size")
+    for name in fields:
+        mine, other = getattr(ours[0].config, name), getattr(theirs[0].config, name)
+        if mine != other:
+            raise ConfigError(f"{said} has model.{name}={other}, but {first} has {mine}: they cannot read the same")
+    marks = [None if tokenizer is None else fingerprint(tokenizer) for _, tokenizer in (ours, theirs)]
+    if marks[0] != marks[1]:
+        raise ConfigError(f"{said} reads text with another tokenizer than {first}: their tokens differ")
+
+
+def _check_size(snapshot: Snapshot, count: int) -> None:
+    size = count * sum(int(layer.visible.sum()) for layer in snapshot.maps) * 8 // 3  # two bytes, four letters for three
+    if size > LARGEST_PAGE:
+        raise ConfigError(
+            f"the page would have {size / 2**20:,.0f} MiB, more than browsers take ({LARGEST_PAGE >> 20}): choose some "
+            "layers=, fewer steps, or a shorter text"
+        )
+
+
+def _files(path: str) -> list[str]:
+    return [path] if Path(path).exists() else [part for part in path.split(",") if part]
+
+
+def _names(paths: list[str]) -> list[str]:
+    """What the page calls each: its run's folder, or the whole path where that does not tell them apart."""
+    names = []
+    for path in paths:
+        last = Path(_files(path)[-1])
+        names.append((last.parents[1] if last.parent.name == "checkpoints" else last.with_suffix("")).name or path)
+    return paths if len(set(names)) < len(names) else names

@@ -1,0 +1,87 @@
+"""A grid of training runs as data: arms, studies, what is compared, and what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from minitx.config.checks import positive, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyConfig:
+    """One full factorial of an ablation: ``arms`` × the levels of every factor × ``seeds``.
+
+    ``base`` are overrides that every cell takes; ``factors`` maps a factor's name to its levels and each level to
+    overrides. ``skip`` lists combinations to leave out, each a mapping from factor (or ``arm``) to a level or a list of them.
+
+    The factor ``lr`` is tuned where a study is judged: on the ``tune_seeds``, runs of their own that are never judged, or,
+    where there are none, for every seed on the others. ``score`` is what its cells are judged by: ``accuracy`` (with the
+    share of rates that solve the task, the usable window) or ``loss`` (of validation, in nats).
+    """
+
+    base: tuple[str, ...] = ()
+    arms: tuple[str, ...] = ()
+    factors: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+    seeds: tuple[int, ...] = (0,)
+    tune_seeds: tuple[int, ...] = ()
+    skip: tuple[Mapping[str, tuple[str, ...]], ...] = ()
+    score: Literal["accuracy", "loss"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonConfig:
+    """``arms`` = (reference, treatment), compared under every condition of a study that has both.
+
+    The conditions in ``primary`` (each a mapping from factor to level) form, over all comparisons of the grid, one family
+    that is adjusted by Holm; the others are secondary and not adjusted.
+    """
+
+    study: str
+    arms: tuple[str, str]
+    primary: tuple[Mapping[str, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblationConfig:
+    """A grid of training runs and how it is judged: see ``docs/scaling_ablation`` and ``minitx.ablation``.
+
+    ``arms`` names lists of overrides. ``time_limit`` (seconds) bounds the projection: over it, ``trim`` (overrides that
+    shorten the runs) is applied to every cell. ``margin`` is the smallest difference that counts as harm.
+    """
+
+    name: str = "quick"
+    confirmatory: bool = False
+    arms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    studies: Mapping[str, StudyConfig] = field(default_factory=dict)
+    comparisons: tuple[ComparisonConfig, ...] = ()
+    predictions: Mapping[str, str] = field(default_factory=dict)
+    margin: float = 0.02
+    workers: int | None = None
+    time_limit: float | None = None
+    trim: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        positive(self, "margin", "workers", "time_limit")
+        for name, study in self.studies.items():
+            unknown = [arm for arm in study.arms if arm not in self.arms]
+            require(not unknown, f"studies.{name}.arms={unknown} are not defined; ablation.arms has {', '.join(self.arms)}")
+            both = sorted(set(study.seeds) & set(study.tune_seeds))
+            require(
+                not both, f"studies.{name}.tune_seeds={list(study.tune_seeds)} are judged too: seed {both[:1]} is in both lists"
+            )
+        for i, comparison in enumerate(self.comparisons):
+            self._check_comparison(f"comparisons[{i}]", comparison)
+
+    def _check_comparison(self, place: str, comparison: ComparisonConfig) -> None:
+        study = self.studies.get(comparison.study)
+        if study is None:
+            require(False, f"{place}.study={comparison.study} is not defined; ablation.studies has {', '.join(self.studies)}")
+            return
+        require(study.score is not None, f"{place}.study={comparison.study} has no score; set studies.{comparison.study}.score")
+        unknown = [arm for arm in comparison.arms if arm not in study.arms]
+        require(not unknown, f"{place}.arms={unknown} are not in studies.{comparison.study}.arms={list(study.arms)}")
+        for condition in comparison.primary:
+            wrong = [f"{n}={v}" for n, v in condition.items() if v not in study.factors.get(n, ())]
+            require(not wrong, f"{place}.primary: {', '.join(wrong)} is no level of studies.{comparison.study}.factors")

@@ -1,0 +1,56 @@
+"""Snapshots with known weights for tests of the viewer, and what a page holds read back."""
+
+from __future__ import annotations
+
+import json
+import re
+from base64 import b64decode
+
+import numpy as np
+import torch
+
+from minitx.analysis import AttentionMap, Snapshot
+
+SOURCE = ["你·1/3", "你·2/3", "你·3/3", "<script>alert(1)</script>", " ", "\n", "שלום"]
+TARGET = ["<bos>", "\"quoted\" & 'so'", "</script><!--", "e", "\u0301"]
+AXES = {"self": ("input_ids", "input_ids"), "causal": ("decoder_input_ids",) * 2, "cross": ("decoder_input_ids", "input_ids")}
+
+
+def random_snapshot(
+    seed: int, step: int | None = None, *, kinds=("self", "self", "causal", "cross"), H: int = 3, **other
+) -> Snapshot:
+    """A snapshot as an encoder–decoder's, with random weights: rows sum to 1 over what is visible."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = {"input_ids": [SOURCE], "decoder_input_ids": [TARGET]} | other.pop("tokens", {})
+    maps = []
+    for i, kind in enumerate(kinds):
+        queries, keys = AXES[kind]
+        L, S = len(tokens[queries][0]), len(tokens[keys][0])
+        visible = torch.ones(1, H, L, S, dtype=torch.bool)
+        visible = visible.tril(S - L) if kind == "causal" else visible
+        scores = 3 * torch.randn(1, H, L, S, generator=generator)
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        largest = scores.abs().masked_fill(~visible, 0).amax(-1)
+        maps.append(AttentionMap(f"blocks.{i}.{kind}.core", kind, queries, keys, weights, visible, largest))
+    used = {axis for one in maps for axis in (one.queries, one.keys)}
+    tokens = {axis: rows for axis, rows in tokens.items() if axis in used}
+    real = {axis: torch.ones(1, len(rows[0]), dtype=torch.bool) for axis, rows in tokens.items()}
+    return Snapshot(tuple(maps), tokens, {}, real, step, **other)
+
+
+def data_of(page: str) -> dict:
+    """The JSON in a page."""
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return json.loads(text)
+
+
+def weights_of(data: dict, trace: int, snapshot: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """(weights, visible) of a layer, (H, L, S) each, as the page unpacks them."""
+    H, L, S = data["layers"][layer]["shape"]
+    packed = data["traces"][trace]["snapshots"][snapshot]["layers"][layer]
+    bits = [np.frombuffer(b64decode(data["masks"][mask]), np.uint8) for mask in packed["masks"]]
+    visible = np.stack([np.unpackbits(one, bitorder="little")[: L * S] for one in bits]).reshape(H, L, S).astype(bool)
+    numbers = np.frombuffer(b64decode(packed["weights"]), "<u2").astype(np.float64)
+    weights = np.zeros((H, L, S))
+    weights[visible] = np.where(numbers > data["full"], np.nan, numbers / data["full"])
+    return weights, visible

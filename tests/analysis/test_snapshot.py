@@ -1,0 +1,102 @@
+"""A snapshot holds what attention did, and comes back from its file as it was."""
+
+import pytest
+import torch
+
+from minitx.analysis import read_snapshots, take_snapshot
+from minitx.analysis.snapshot import read_snapshot, write_snapshot
+from minitx.config import TransformerConfig
+from minitx.nn import DecoderLM, EncoderDecoder, VisionTransformer
+
+SIZES = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "init": "lecun"}
+SOURCE, TARGET = torch.tensor([[1, 2, 3, 5, 7], [4, 4, 8, 0, 0]]), torch.tensor([[2, 4, 6], [2, 9, 0]])
+MASKS = {
+    "key_mask": torch.arange(5)[None] < torch.tensor([[5], [3]]),
+    "decoder_key_mask": torch.arange(3)[None] < torch.tensor([[3], [2]]),
+}
+
+
+def translation():
+    torch.manual_seed(0)
+    model = EncoderDecoder(TransformerConfig(architecture="encoder_decoder", **SIZES))
+    return model, {"input_ids": SOURCE, "decoder_input_ids": TARGET, **MASKS}
+
+
+def test_each_map_names_its_axes_and_its_weights_are_those_of_need_weights():
+    model, inputs = translation()
+    snapshot = take_snapshot(model.train(), inputs, step=3)
+    assert model.training
+    axes = {(m.kind, m.queries, m.keys, tuple(m.weights.shape)) for m in snapshot.maps}
+    assert axes == {
+        ("causal", "decoder_input_ids", "decoder_input_ids", (2, 3, 3, 3)),
+        ("cross", "decoder_input_ids", "input_ids", (2, 3, 3, 5)),
+        ("self", "input_ids", "input_ids", (2, 3, 5, 5)),
+    }
+    for layer in snapshot.maps:
+        torch.testing.assert_close(layer.weights.sum(-1), torch.ones_like(layer.max_logit))
+        assert (layer.weights[~layer.visible] == 0).all()
+
+
+def test_a_sentence_without_its_padding_is_what_the_model_does_with_it_alone():
+    model, inputs = translation()
+    model.double()
+    cut = take_snapshot(model, inputs).sentence(1)
+    alone = take_snapshot(model, {"input_ids": SOURCE[1:, :3], "decoder_input_ids": TARGET[1:, :2]})
+    assert cut.tokens == alone.tokens == {"input_ids": [["4", "4", "8"]], "decoder_input_ids": [["2", "9"]]}
+    for one, other in zip(cut.maps, alone.maps, strict=True):
+        torch.testing.assert_close(one.weights, other.weights)
+        torch.testing.assert_close(one.max_logit, other.max_logit)
+        assert torch.equal(one.visible, other.visible)
+        torch.testing.assert_close(one.entropy(), other.entropy(), equal_nan=True)
+
+
+def test_entropy_is_one_for_equal_weights_and_undefined_for_one_key():
+    model = DecoderLM(TransformerConfig(**SIZES, scale=0.0))
+    entropy = take_snapshot(model, {"input_ids": SOURCE}).maps[0].entropy()
+    assert entropy[:, :, 0].isnan().all()
+    torch.testing.assert_close(entropy[:, :, 1:], torch.ones(2, 3, 4, dtype=torch.float64))
+
+
+def test_an_image_is_named_by_its_patches():
+    model = VisionTransformer(
+        TransformerConfig(
+            architecture="vision",
+            head="sequence",
+            num_labels=2,
+            image_size=6,
+            patch_size=3,
+            num_channels=1,
+            **{**SIZES, "vocab_size": None},
+        )
+    )
+    snapshot = take_snapshot(model, {"pixel_values": torch.randn(1, 1, 6, 6)})
+    names = snapshot.tokens["pixel_values"][0]
+    assert names[-4:] == ["0,0", "0,1", "1,0", "1,1"]
+
+
+def test_a_file_gives_the_snapshot_back_to_half_precision(tmp_path):
+    model, inputs = translation()
+    texts = {"input_ids": [["你", "好", "<script>", "\n", "é"]] * 2}
+    for step in (10, 2):
+        path = write_snapshot(take_snapshot(model, inputs, tokens=texts, step=step, title="a"), tmp_path / "attention")
+    assert [snapshot.step for snapshot in read_snapshots(tmp_path)] == [2, 10]
+    again, whole = read_snapshot(path), take_snapshot(model, inputs, tokens=texts, step=2, title="a")
+    assert (again.step, again.title, again.tokens) == (2, "a", whole.tokens)
+    for one, other in zip(again.maps, whole.maps, strict=True):
+        assert (one.name, one.kind, one.queries, one.keys) == (other.name, other.kind, other.queries, other.keys)
+        torch.testing.assert_close(one.weights, other.weights, rtol=2**-11, atol=2**-24)
+        assert torch.equal(one.visible, other.visible)
+    assert all(torch.equal(again.ids[axis], whole.ids[axis]) for axis in whole.ids)
+    assert all(torch.equal(again.real[axis], whole.real[axis]) for axis in whole.real)
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_what_is_no_snapshot_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no snapshots of attention; train with callbacks\.probe\.weights_every"):
+        read_snapshots(tmp_path)
+    (tmp_path / "step_00000001.safetensors").write_bytes(b"no")
+    with pytest.raises(ValueError, match=r"step_00000001\.safetensors is not a snapshot of attention"):
+        read_snapshots(tmp_path)
+    model, inputs = translation()
+    with pytest.raises(ValueError, match="must hold 2 rows of 5 texts, got"):
+        take_snapshot(model, inputs, tokens={"input_ids": [["a"]]})

@@ -1,0 +1,168 @@
+"""What the probes write down is what happened, in the run that they watch."""
+
+import dataclasses
+import json
+import logging
+
+import pytest
+import torch
+
+from minitx.analysis import capture, read_snapshots
+from minitx.analysis.gradients import gradient_statistics
+from minitx.config import CallbacksConfig, ConfigError, ProbeConfig, TransformerConfig
+from minitx.nn import DecoderLM
+from minitx.training.probes import read_probes
+from minitx.training.run import train
+
+
+def probed(config, **options):
+    return dataclasses.replace(
+        config, callbacks=CallbacksConfig(progress=False, probe=ProbeConfig(batch_size=5, every=2, **options))
+    )
+
+
+def test_every_diagnostic_is_there_for_every_layer_and_head(make_config, tmp_path):
+    config = probed(make_config(model__num_layers=2))
+    train(config, tmp_path / "run")
+    records = read_probes(tmp_path / "run" / "probes.jsonl", by_head=True)
+    assert [record["step"] for record in records] == [0, 1, 2, 4, 6]
+    by_head = {"entropy", "row_std", "logit_std", "max_logit", "dot_product_variance", "query_norm", "key_norm", "cosine", "ipr",
+               "saturation_99", "saturation_90", "jacobian_l1", "jacobian_fro", "scaled_jacobian_l1", "scaled_jacobian_fro",
+               "argmax_retention", "max_weight"}  # fmt: skip
+    single = {"token_cosine", "grad_q", "grad_k", "grad_v", "grad_query_rms", "grad_query_median", "snr_q", "snr_k", "snr_v"}
+    for record in records:
+        assert [layer["name"] for layer in record["layers"]] == ["blocks.0.attention.core", "blocks.1.attention.core"]
+        for layer in record["layers"]:
+            steps = {"logit_step"} if record["step"] else set()
+            assert set(layer) == {"name"} | by_head | single | steps
+            assert all(len(layer[name]) == 2 for name in by_head | steps)
+            assert all(isinstance(layer[name], float) for name in single)
+    first = records[0]["layers"][0]
+    assert first["argmax_retention"] == [1.0, 1.0]
+    assert first["grad_query_rms"] >= first["grad_query_median"] > 0
+    means = read_probes(tmp_path / "run" / "probes.jsonl")
+    assert means[1]["layers"][0]["entropy"] == pytest.approx(sum(records[1]["layers"][0]["entropy"]) / 2)
+
+
+def test_the_logit_step_is_the_change_that_one_update_made(make_config, tmp_path):
+    """Against the scores of two checkpoints one update apart, computed from the network alone."""
+    from minitx.data.module import build_data
+
+    config = probed(make_config(trainer__ckpt_every=1))
+    networks = []
+    for steps in (3, 4):
+        shorter = dataclasses.replace(
+            config,
+            trainer=dataclasses.replace(config.trainer, max_steps=steps),
+            schedule=dataclasses.replace(config.schedule, name="constant"),
+        )
+        train(shorter, tmp_path / str(steps))
+        state = torch.load(tmp_path / str(steps) / "checkpoints" / "last.ckpt", weights_only=True)
+        network = DecoderLM(TransformerConfig(**state["minitx"]["model"]))
+        network.load_state_dict({name.removeprefix("network."): w for name, w in state["state_dict"].items()})
+        networks.append(network.eval())
+    data = build_data(config.data, seed=config.seed, max_steps=1)
+    data.prepare_data()
+    data.setup()
+    ids = data.probe_batch(5)["input_ids"]
+    scores = []
+    for network in networks:
+        with torch.no_grad(), capture(network, what="scores") as seen:
+            network(ids)
+        scores.append(seen["blocks.0.attention.core"][0])
+    seen = scores[0].isfinite()
+    seen[:, :, 0] = False  # one visible key
+    change = torch.where(seen, scores[1] - scores[0], 0.0).double()
+    expected = (change.square().sum((0, 2, 3)) / seen.sum((0, 2, 3))).sqrt()
+    records = {record["step"]: record for record in read_probes(tmp_path / "4" / "probes.jsonl", by_head=True)}
+    assert records[4]["layers"][0]["logit_step"] == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+def test_gradient_statistics_equal_autograd_by_hand_and_leave_no_gradient_behind():
+    torch.manual_seed(0)
+    model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=1, init="lecun")).double().eval()
+    ids, labels = torch.randint(0, 11, (2, 4, 7)).unbind()
+    labels[:, :3] = -100
+
+    def loss(part):
+        logits = model(ids[part])
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[part].flatten(), reduction="sum"), {
+            "input_ids": labels[part] != -100
+        }
+
+    parts = [[0], [1], [2], [3]]
+    found = gradient_statistics(model, parts, loss)["blocks.0.attention.core"]
+    assert all(p.grad is None for p in model.parameters())
+
+    layer, norms, gradients = model.blocks[0].attention, [], []
+    for part in parts:
+        queries = []
+        handle = layer.core.register_forward_pre_hook(lambda _, args, kept=queries: kept.append(args[0]))
+        value, _ = loss(part)
+        handle.remove()
+        grad_q, grad_w = torch.autograd.grad(value, [queries[0], layer.q_proj.weight])
+        norms += [float(grad_q[0, h, i].norm()) for h in range(3) for i in range(3, 7)]
+        gradients.append(grad_w.flatten())
+    stacked = torch.stack(gradients)
+    noise = sum(float((g - stacked.mean(0)).norm() ** 2) for g in stacked) / 3
+    assert found["snr_q"] == pytest.approx(float(stacked.mean(0).norm() ** 2) / noise)
+    assert found["grad_query_rms"] == pytest.approx((sum(n * n for n in norms) / len(norms)) ** 0.5)
+    assert found["grad_query_median"] == pytest.approx(sorted(norms)[(len(norms) - 1) // 2])
+
+
+def test_equal_parts_have_no_noise_and_one_part_has_no_ratio():
+    model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=1)).eval()
+    ids = torch.tensor([[1, 2, 3]])
+
+    def found(parts):
+        return gradient_statistics(model, parts, lambda x: (model(x).square().sum(), {}))["blocks.0.attention.core"]["snr_v"]
+
+    assert found([ids]) == 0.0
+    assert found([ids, ids.flip(1)]) > 0.0
+
+
+def test_the_weights_of_a_fixed_batch_are_kept_with_their_texts(make_config, tmp_path):
+    train(probed(make_config(), weights_every=4, weights_rows=2), tmp_path / "run")
+    snapshots = read_snapshots(tmp_path / "run")
+    assert [snapshot.step for snapshot in snapshots] == [0, 4, 6]  # and those of the last step
+    assert snapshots[0].tokens == snapshots[1].tokens
+    assert snapshots[0].maps[0].weights.shape == (2, 2, 7, 7)
+    assert not torch.equal(snapshots[0].maps[0].weights, snapshots[2].maps[0].weights)
+    assert all(len(text) == 1 for text in snapshots[0].tokens["input_ids"][0])
+
+
+def test_statistics_reach_the_loggers_and_the_log_says_what_looking_cost(make_config, tmp_path, caplog):
+    from lightning.pytorch.loggers import CSVLogger
+
+    logger = CSVLogger(tmp_path / "csv")
+    with caplog.at_level(logging.INFO, logger="minitx"):
+        train(probed(make_config()), tmp_path / "run", extras=lambda: ([logger], []))
+    logger.save()
+    header = (tmp_path / "csv" / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0]
+    assert "attention/blocks.0.attention/entropy" in header
+    assert "attention/blocks.0.attention/logit_step" in header
+    assert any("5 looks at attention took" in message and "% of the training" in message for message in caplog.messages)
+    rows = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
+    assert len(rows) == 1 + 6  # the run's own table has a row a step, and none for step 0
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"every": 2, "weights_every": 3}, "weights_every=3 must be a multiple of every=2"),
+    ({"every": 0, "weights_every": 3}, "weights_every=3 must be a multiple of every=0"),
+    ({"weights_rows": 0}, "weights_rows=0 must be positive"),
+])  # fmt: skip
+def test_probes_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        ProbeConfig(**options)
+
+
+def test_a_model_without_weights_to_look_at_is_refused(make_config, tmp_path):
+    with pytest.raises(ConfigError, match=r"callbacks\.probe\.every: the model has no attention with weights"):
+        train(probed(make_config(model__attention="linear")), tmp_path / "run")
+
+
+def test_records_after_the_checkpoint_that_goes_on_are_dropped_and_a_cut_line_is_no_record(tmp_path):
+    path = tmp_path / "probes.jsonl"
+    path.write_text(json.dumps({"step": 0, "layers": [{"name": "a", "entropy": [0.5, 0.7], "grad_q": 2.0}]}) + '\n{"step": 1')
+    assert read_probes(path) == [{"step": 0, "layers": [{"name": "a", "entropy": pytest.approx(0.6), "grad_q": 2.0}]}]
+    assert read_probes(tmp_path / "none.jsonl") == []
