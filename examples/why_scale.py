@@ -28,7 +28,7 @@ from minitx.analysis import attention_statistics, capture, zhai_entropy_bound
 from minitx.analysis.canvas import GREY, INK, PALETTE, RED, Entry, label, legend, log_ticks, panels, png
 from minitx.config import KeyValueDataConfig, OptimizerConfig, ParameterRule, ScheduleConfig, TransformerConfig
 from minitx.data.addressing import Batch
-from minitx.data.synthetic import KeyValueSource, KeyValueValidation
+from minitx.data.synthetic import RecallSource, RecallValidation
 from minitx.nn import DecoderLM, attention_weights, masked_softmax, scale_multiplier
 from minitx.training.optimizers import build_optimizer
 from minitx.training.schedules import lr_factor
@@ -262,7 +262,7 @@ def recall_loss(model: nn.Module, batch: Batch) -> Tensor:
 def model_gradients(head_dim: int, scale: str, init: str = "lecun") -> dict[str, float]:
     """‖∇W_Q‖, ‖∇W_K‖ and ‖∇W_V‖ of a model of width 128 on 256 examples, before the first update."""
     model = one_layer(embed_dim=128, num_heads=max(1, 128 // head_dim), head_dim=head_dim, scale=scale, init=init)
-    recall_loss(model, KeyValueValidation(TASK, batch_size=256).rows(range(256))).backward()
+    recall_loss(model, RecallValidation(TASK, batch_size=256).rows(range(256))).backward()
     attention = model.blocks[0].attention
     return {name: getattr(attention, name).weight.grad.norm().item() for name in ("q_proj", "k_proj", "v_proj")}
 
@@ -307,7 +307,7 @@ if __name__ == "__main__":
 # %%
 def train(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
     """Losses of ``steps`` updates on 64 fresh examples each: 5 % warm-up, then a cosine to a tenth of the rate."""
-    losses, source = [], KeyValueSource(TASK, seed=0)
+    losses, source = [], RecallSource(TASK, seed=0)
     schedule = LambdaLR(optimizer, lr_factor(ScheduleConfig(warmup_steps=steps // 20), steps))
     for step in range(steps):
         loss = recall_loss(model, source.batch(step, range(TASK.batch_size)))
@@ -323,7 +323,7 @@ def recall_accuracy(lr: float, **switches: Any) -> float:
     """Share of 1,024 unseen questions answered after 100 AdamW updates at peak rate ``lr``; chance is 1/16."""
     model = one_layer(**switches)
     train(model, build_optimizer(model, OptimizerConfig(lr=lr), head_dim=64), steps=100)
-    batch = KeyValueValidation(TASK, batch_size=1024).rows(range(1024))
+    batch = RecallValidation(TASK, batch_size=1024).rows(range(1024))
     with torch.no_grad():
         hits = answers(model, batch).argmax(-1) == batch["labels"][:, -1]
     return hits.double().mean().item()
@@ -331,7 +331,7 @@ def recall_accuracy(lr: float, **switches: Any) -> float:
 
 def first_logit_step(lr: float, **switches: Any) -> float:
     """RMS change that the first AdamW update makes to the last query's logits."""
-    model, batch = one_layer(**switches), KeyValueSource(TASK, seed=0).batch(0, range(TASK.batch_size))
+    model, batch = one_layer(**switches), RecallSource(TASK, seed=0).batch(0, range(TASK.batch_size))
     optimizer = build_optimizer(model, OptimizerConfig(lr=lr), head_dim=64)
     with capture(model, what="scores") as seen:
         recall_loss(model, batch).backward()

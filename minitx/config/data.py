@@ -63,13 +63,13 @@ class MaskedDataConfig(CorpusConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyValueDataConfig:
-    """T1, kv-lookup: ``num_pairs`` positions carry a distinct key and a value each; the last position asks for one key.
+class LookupConfig:
+    """``num_pairs`` keys, distinct in one example, with a value each, and questions for values: what T1 and T2 share.
 
     Chance is 1/``num_values``. ``val_size`` fresh examples make the validation split.
     """
 
-    name: Literal["kv_lookup"] = "kv_lookup"
+    name: str
     num_keys: int = 64
     num_values: int = 16
     num_pairs: int = 16
@@ -86,8 +86,101 @@ class KeyValueDataConfig:
         )
 
     @property
+    def vocab_size(self) -> int:
+        return self.num_keys + self.num_values
+
+    @property
+    def type_vocab_size(self) -> int:
+        return 0
+
+    @property
+    def chance(self) -> float:
+        return 1 / self.num_values
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyValueDataConfig(LookupConfig):
+    """T1, kv-lookup: every position shows a key together with its value; the last position asks for one key."""
+
+    name: Literal["kv_lookup"] = "kv_lookup"
+
+    @property
     def max_tokens(self) -> int:
         return self.num_pairs + 1
+
+    @property
+    def type_vocab_size(self) -> int:
+        return self.num_values + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiQueryDataConfig(LookupConfig):
+    """T2, multi-query recall: keys and values are tokens of their own, and ``num_queries`` of the keys are asked for."""
+
+    name: Literal["multi_query_recall"] = "multi_query_recall"
+    num_queries: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "num_queries")
+        require(
+            self.num_queries <= self.num_pairs,
+            f"num_queries={self.num_queries} must not exceed num_pairs={self.num_pairs}: a key is asked for once",
+        )
+
+    @property
+    def max_tokens(self) -> int:
+        return 2 * self.num_pairs + self.num_queries
+
+
+@dataclass(frozen=True, kw_only=True)
+class InductionDataConfig:
+    """T3, induction: ``segment_len`` tokens come twice, 0 to ``max_gap`` others between; the second copy is asked for.
+
+    Chance is 1/``num_tokens``. ``val_size`` fresh examples make the validation split.
+    """
+
+    name: Literal["induction"] = "induction"
+    num_tokens: int = 64
+    segment_len: int = 12
+    max_gap: int = 16
+    batch_size: int = 64
+    val_size: int = 1024
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        positive(self, "num_tokens", "batch_size", "val_size")
+        not_negative(self, "max_gap", "num_workers")
+        require(
+            self.segment_len > 1,
+            f"segment_len={self.segment_len} must be at least 2: the first token of the copy is not asked for",
+        )
+        drawn = self.segment_len + self.max_gap
+        require(
+            drawn <= self.num_tokens,
+            f"num_tokens={self.num_tokens} must be at least segment_len + max_gap = {drawn}: "
+            "the tokens of one example are distinct but for the copy",
+        )
+
+    @property
+    def max_tokens(self) -> int:
+        return 2 * self.segment_len + self.max_gap - 1
+
+    @property
+    def vocab_size(self) -> int:
+        return self.num_tokens
+
+    @property
+    def type_vocab_size(self) -> int:
+        return 0
+
+    @property
+    def chance(self) -> float:
+        return 1 / self.num_tokens
+
+
+RecallDataConfig = KeyValueDataConfig | MultiQueryDataConfig | InductionDataConfig
+"""Synthetic tasks whose answer stands in the row: a run is SOLVED or FAILED."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +378,7 @@ class HubDataConfig:
 
 DataConfig = (
     TextDataConfig
-    | KeyValueDataConfig
+    | RecallDataConfig
     | MaskedDataConfig
     | DatesDataConfig
     | PairsDataConfig

@@ -19,9 +19,9 @@ from minitx.config import (
     DatesDataConfig,
     HubDataConfig,
     ImageDataConfig,
-    KeyValueDataConfig,
     MaskedDataConfig,
     PairsDataConfig,
+    RecallDataConfig,
     TextDataConfig,
 )
 from minitx.data.addressing import AddressedLoader, AddressSampler, Batch, BatchSource, FiniteSource
@@ -33,7 +33,7 @@ from minitx.data.examples import ExampleSource, ExampleValidation, Task, TaskNam
 from minitx.data.images import load_images
 from minitx.data.masked import load_masked
 from minitx.data.seq2seq import load_pairs
-from minitx.data.synthetic import KeyValueSource, KeyValueValidation, key_value_texts
+from minitx.data.synthetic import RecallSource, RecallValidation, key_value_texts
 from minitx.data.text import TextSource, TextValidation
 from minitx.data.tokenizers import Tokenizer, token_texts
 from minitx.data.tokens import TokenisedText, split_chunks, tokenised
@@ -64,12 +64,14 @@ class DataOptions:
 class DataModule(LightningDataModule, ABC):
     """Addressed loaders over one data set; works inside a Lightning trainer and without one.
 
-    After ``setup``: ``task``; ``vocab_size`` (V of the model, 0 for images), ``type_vocab_size`` (0 where no
-    ``token_type_ids`` are used), ``tokenizer`` or ``None``, ``label_names`` (of a classification), ``floors`` (cross-entropies in nats that a model must beat: ``unigram`` and ``bigram``,
-    or nothing) and ``bits_per`` (factors from nats per token to bits per ``byte`` and ``character``, or nothing).
+    After ``setup``: ``task``; ``recall`` (every answer stands in its row, so that a run is SOLVED or FAILED); ``vocab_size``
+    (V of the model, 0 for images), ``type_vocab_size`` (0 where no ``token_type_ids`` are used), ``tokenizer`` or ``None``,
+    ``label_names`` (of a classification), ``floors`` (cross-entropies in nats that a model must beat: ``unigram`` and
+    ``bigram``, or nothing) and ``bits_per`` (factors from nats per token to bits per ``byte`` and ``character``, or nothing).
     """
 
     task: TaskName = "language_model"
+    recall: bool = False
     vocab_size: int
     type_vocab_size: int = 0
     label_names: tuple[str, ...] = ()
@@ -239,33 +241,35 @@ class TextDataModule(DataModule):
             )
 
 
-class KeyValueDataModule(DataModule):
-    """The kv-lookup task (T1)."""
+class RecallDataModule(DataModule):
+    """The recall tasks: kv-lookup (T1), multi-query recall (T2), induction (T3)."""
 
-    config: KeyValueDataConfig
+    config: RecallDataConfig
+    recall = True
 
-    def __init__(self, config: KeyValueDataConfig, options: DataOptions) -> None:
+    def __init__(self, config: RecallDataConfig, options: DataOptions) -> None:
         super().__init__(config, options)
-        self.vocab_size, self.type_vocab_size = config.num_keys + config.num_values, config.num_values + 1
+        self.vocab_size, self.type_vocab_size = config.vocab_size, config.type_vocab_size
 
-    def train_source(self, world: int = 1) -> KeyValueSource:
+    def train_source(self, world: int = 1) -> RecallSource:
         options = self.options
-        return KeyValueSource(self.config, seed=options.seed, accumulate=options.accumulate, world=world)
+        return RecallSource(self.config, seed=options.seed, accumulate=options.accumulate, world=world)
 
     def texts(self, inputs: Batch) -> dict[str, list[list[str]]]:
-        """See ``key_value_texts``."""
-        rows = zip(inputs["input_ids"].tolist(), inputs["token_type_ids"].tolist(), strict=True)
-        return {"input_ids": [key_value_texts(ids, types) for ids, types in rows]}
+        """See ``key_value_texts``; where positions have no value, the ids."""
+        ids = inputs["input_ids"]
+        types = inputs.get("token_type_ids", ids.new_zeros(ids.shape))
+        rows = zip(ids.tolist(), types.tolist(), strict=True)
+        return {"input_ids": [key_value_texts(*row) for row in rows]}
 
-    def val_source(self, world: int = 1) -> KeyValueValidation:
-        return KeyValueValidation(self.config, batch_size=self.val_batch_size(world), world=world)
+    def val_source(self, world: int = 1) -> RecallValidation:
+        return RecallValidation(self.config, batch_size=self.val_batch_size(world), world=world)
 
     def baselines(self) -> dict[str, float]:
-        return {"chance_accuracy": 1 / self.config.num_values}
+        return {"chance_accuracy": self.config.chance}
 
     def describe(self) -> dict[str, Any]:
-        chance = 1 / self.config.num_values
-        return {**dataclasses.asdict(self.config), "vocab_size": self.vocab_size, "chance": chance}
+        return {**dataclasses.asdict(self.config), "vocab_size": self.vocab_size, "chance": self.config.chance}
 
 
 class ExampleDataModule(DataModule):
@@ -364,8 +368,8 @@ def build_data(
         val_batch_size=val_batch_size,
         tokenizer=tokenizer,
     )
-    if isinstance(config, KeyValueDataConfig):
-        return KeyValueDataModule(config, options)
+    if isinstance(config, RecallDataConfig):
+        return RecallDataModule(config, options)
     if isinstance(config, TextDataConfig):
         return TextDataModule(config, options)
     return ExampleDataModule(config, options)

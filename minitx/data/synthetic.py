@@ -1,14 +1,15 @@
-"""Synthetic tasks that attention alone can solve."""
+"""Synthetic tasks that attention alone can solve: every answer stands in its row."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minitx.config import KeyValueDataConfig
+from minitx.config import InductionDataConfig, KeyValueDataConfig, MultiQueryDataConfig, RecallDataConfig
 from minitx.data.addressing import IGNORED, VALIDATION_SEED, Batch, BatchSource, FiniteSource, generator
 
 
@@ -26,18 +27,70 @@ def key_value_examples(config: KeyValueDataConfig, num_examples: int, random: np
         ``input_ids``, ``token_type_ids``, ``labels``, each (num_examples, P + 1) int64, and ``num_targets``.
     """
     shape = (num_examples, config.num_pairs + 1)
-    every_key = np.broadcast_to(np.arange(config.num_keys), (num_examples, config.num_keys))
     input_ids, token_type_ids = np.empty(shape, np.int64), np.zeros(shape, np.int64)
     labels = np.full(shape, IGNORED, np.int64)
-    input_ids[:, :-1] = random.permuted(every_key, axis=1)[:, : config.num_pairs]
+    input_ids[:, :-1] = _distinct(config.num_keys, (num_examples, config.num_pairs), random)
     values = random.integers(config.num_values, size=(num_examples, config.num_pairs))
     token_type_ids[:, :-1] = values + 1
     asked = random.integers(config.num_pairs, size=num_examples)
     rows = np.arange(num_examples)
     input_ids[:, -1] = input_ids[rows, asked]
     labels[:, -1] = config.num_keys + values[rows, asked]
-    arrays = {"input_ids": input_ids, "token_type_ids": token_type_ids, "labels": labels}
-    return {**{key: torch.from_numpy(a) for key, a in arrays.items()}, "num_targets": torch.tensor(num_examples)}
+    return _batch(input_ids=input_ids, token_type_ids=token_type_ids, labels=labels)
+
+
+def multi_query_examples(config: MultiQueryDataConfig, num_examples: int, random: np.random.Generator) -> Batch:
+    """Draw examples of multi-query recall (T2), vectorised: MQAR of Arora et al. 2023, "Zoology" (arXiv:2312.04927, §3).
+
+    With P pairs and Q queries an example has L = 2P + Q positions: P distinct uniform keys, each followed by its value
+    (independent, uniform), then Q of the keys again, distinct and in random order:
+
+        input_ids   k_1   v_1   …  k_P   v_P   q_1 … q_Q          keys are 0 … num_keys − 1, values follow them
+        labels      −100  −100  …  −100  −100  a_1 … a_Q          a_i is the value of q_i
+
+    A value stands one position after its key, so that two layers are needed: one tells each value which key is before it,
+    the next looks the key up. Unlike Zoology's rows, values may repeat (chance is 1/num_values whatever else
+    the row shows), and no filler tokens stand between the queries: a query comes 2 to L − 1 positions after its key.
+
+    Returns:
+        ``input_ids`` and ``labels``, each (num_examples, 2P + Q) int64, and ``num_targets``.
+    """
+    pairs = (num_examples, config.num_pairs)
+    keys = _distinct(config.num_keys, pairs, random)
+    values = config.num_keys + random.integers(config.num_values, size=pairs)
+    asked = _distinct(config.num_pairs, (num_examples, config.num_queries), random)
+    shown = np.stack([keys, values], axis=2).reshape(num_examples, -1)  # (B, P, 2) -> (B, 2P)
+    input_ids = np.concatenate([shown, np.take_along_axis(keys, asked, axis=1)], axis=1)
+    labels = np.full(input_ids.shape, IGNORED, np.int64)
+    labels[:, shown.shape[1] :] = np.take_along_axis(values, asked, axis=1)
+    return _batch(input_ids=input_ids, labels=labels)
+
+
+def induction_examples(config: InductionDataConfig, num_examples: int, random: np.random.Generator) -> Batch:
+    """Draw examples of induction (T3), vectorised: a random segment that comes twice (Olsson et al. 2022, arXiv:2209.11895).
+
+    N = ``segment_len`` tokens come twice and G = ``max_gap`` others once: g of them, uniform in 0 … G, between the copies,
+    the rest before the first. All tokens but the copy's are distinct, so that "the token after the previous occurrence" is
+    one token. With its last token asked for but not shown, an example has L = 2N + G − 1 positions:
+
+        input_ids   x x  A B C D  y y y  A  B  C          N = 4, G = 5, g = 3
+        labels      −100  …  −100        B  C  D
+
+    The distance N + g to the first copy differs from row to row and has nothing to do with the query's own position,
+    because a head that looks a fixed number of positions back could answer rows with a fixed one; such a head is right in
+    1/(G + 1) of the rows.
+
+    Returns:
+        ``input_ids`` and ``labels``, each (num_examples, 2N + G − 1) int64, and ``num_targets``.
+    """
+    n, others = config.segment_len, config.max_gap
+    once = _distinct(config.num_tokens, (num_examples, n + others), random)  # the row without the copy
+    first = others - random.integers(others + 1, size=(num_examples, 1))
+    copy = np.take_along_axis(once, first + np.arange(n), axis=1)
+    input_ids = np.concatenate([once, copy[:, :-1]], axis=1)
+    labels = np.full(input_ids.shape, IGNORED, np.int64)
+    labels[:, n + others :] = copy[:, 1:]
+    return _batch(input_ids=input_ids, labels=labels)
 
 
 def key_value_texts(input_ids: Sequence[int], token_type_ids: Sequence[int]) -> list[str]:
@@ -49,36 +102,91 @@ def key_value_texts(input_ids: Sequence[int], token_type_ids: Sequence[int]) -> 
     return [f"{key}:{value}" if value else str(key) for key, value in zip(input_ids, token_type_ids, strict=True)]
 
 
-def _slice(batch: Batch, rows: range) -> Batch:
-    return {key: value[rows.start : rows.stop] if value.ndim else value for key, value in batch.items()}
+EXAMPLES: dict[type, Callable[[Any, int, np.random.Generator], Batch]] = {
+    KeyValueDataConfig: key_value_examples,
+    MultiQueryDataConfig: multi_query_examples,
+    InductionDataConfig: induction_examples,
+}
+"""From a config to what draws its examples."""
 
 
-class KeyValueSource(BatchSource):
-    """Fresh kv-lookup examples for every step: a pure function of (seed, step).
+def previous_occurrences(input_ids: Tensor) -> Tensor:
+    """For each position the latest earlier one with the same token, −1 where there is none; (B, L) int64 to the same.
 
-    The model needs ``vocab_size`` = num_keys + num_values and ``type_vocab_size`` = num_values + 1.
+    It is where a duplicate-token head looks, and in kv-lookup, where a value stands beside its key, where the answer is.
+
+    >>> previous_occurrences(torch.tensor([[5, 7, 5, 5]])).tolist()
+    [[-1, -1, 0, 2]]
+    """
+    place = torch.arange(input_ids.shape[1], device=input_ids.device)
+    same = input_ids[:, :, None] == input_ids[:, None, :]  # (B, L, S)
+    earlier = place[:, None] > place
+    return torch.where(same & earlier, place, -1).amax(dim=2)
+
+
+def induction_targets(input_ids: Tensor) -> Tensor:
+    """For each position the one after the latest earlier occurrence of its token, −1 where there is none; (B, L) int64.
+
+    It is where an induction head looks (Olsson et al. 2022, arXiv:2209.11895: "prefix matching").
+
+    >>> induction_targets(torch.tensor([[5, 7, 9, 5, 7]])).tolist()
+    [[-1, -1, -1, 1, 2]]
+    """
+    found = previous_occurrences(input_ids)
+    return torch.where(found < 0, found, found + 1)
+
+
+def answer_positions(batch: Batch) -> Tensor:
+    """For each labelled position of a recall task the one that holds its answer, −1 where nothing is asked; (B, L) int64.
+
+    A head whose weights lie there solves the task. Values stand beside their keys in kv-lookup, else one position after.
+    """
+    beside = "token_type_ids" in batch
+    found = previous_occurrences(batch["input_ids"]) if beside else induction_targets(batch["input_ids"])
+    return torch.where(batch["labels"] == IGNORED, -1, found)
+
+
+class RecallSource(BatchSource):
+    """Fresh examples of a recall task for every step: a pure function of (seed, step).
+
+    The model needs the config's ``vocab_size``, and its ``type_vocab_size`` where that is not 0.
     """
 
-    def __init__(self, config: KeyValueDataConfig, *, seed: int, accumulate: int = 1, world: int = 1) -> None:
+    def __init__(self, config: RecallDataConfig, *, seed: int, accumulate: int = 1, world: int = 1) -> None:
         super().__init__(config.batch_size, accumulate=accumulate, world=world)
         self.config, self.seed = config, seed
 
     def batch(self, step: int, rows: range) -> Batch:
-        whole = key_value_examples(self.config, self.batch_size, generator(self.seed, "train", step))
+        whole = EXAMPLES[type(self.config)](self.config, self.batch_size, generator(self.seed, "train", step))
         return _slice(whole, rows)
 
 
-class KeyValueValidation(FiniteSource):
-    """``config.val_size`` fixed kv-lookup examples, the same for every seed."""
+class RecallValidation(FiniteSource):
+    """``config.val_size`` fixed examples of a recall task, the same for every seed."""
 
-    def __init__(self, config: KeyValueDataConfig, *, batch_size: int, world: int = 1) -> None:
+    def __init__(self, config: RecallDataConfig, *, batch_size: int, world: int = 1) -> None:
         super().__init__(batch_size, world=world, split="val")
         self.num_rows = config.val_size
-        self._examples = key_value_examples(config, config.val_size, generator(VALIDATION_SEED, "val"))
+        self._examples = EXAMPLES[type(config)](config, config.val_size, generator(VALIDATION_SEED, "val"))
 
     def rows(self, rows: range) -> Batch:
         chosen = {key: value.clone() for key, value in _slice(self._examples, rows).items()}
         return {**chosen, "num_targets": self.count(rows)}
 
     def count(self, rows: range) -> Tensor:
-        return torch.tensor(len(rows))
+        return (self._examples["labels"][rows.start : rows.stop] != IGNORED).sum()
+
+
+def _distinct(num_kinds: int, shape: tuple[int, int], random: np.random.Generator) -> np.ndarray:
+    """In each row different numbers of 0 … num_kinds − 1, uniform, in random order."""
+    every = np.broadcast_to(np.arange(num_kinds), (shape[0], num_kinds))
+    return random.permuted(every, axis=1)[:, : shape[1]]
+
+
+def _batch(**arrays: np.ndarray) -> Batch:
+    tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+    return {**tensors, "num_targets": (tensors["labels"] != IGNORED).sum()}
+
+
+def _slice(batch: Batch, rows: range) -> Batch:
+    return {key: value[rows.start : rows.stop] if value.ndim else value for key, value in batch.items()}

@@ -84,7 +84,7 @@ def train(
     return summarise(
         folder,
         floors=data.floors,
-        recall=config.data.name == "kv_lookup",
+        recall=data.recall,
         nonfinite_step=nonfinite_step,
         num_parameters=sum(p.numel() for p in module.network.parameters()),
     )

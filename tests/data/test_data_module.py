@@ -19,8 +19,10 @@ from minitx.config import (
     DatesDataConfig,
     HubDataConfig,
     ImageDataConfig,
+    InductionDataConfig,
     KeyValueDataConfig,
     MaskedDataConfig,
+    MultiQueryDataConfig,
     PairsDataConfig,
     RunConfig,
     TextDataConfig,
@@ -30,6 +32,8 @@ from minitx.config import (
 from minitx.data.module import build_data
 
 KEY_VALUE = KeyValueDataConfig(num_keys=13, num_values=5, num_pairs=7, batch_size=12, val_size=41)
+MULTI_QUERY = MultiQueryDataConfig(num_keys=13, num_values=5, num_pairs=7, num_queries=3, batch_size=12, val_size=41)
+INDUCTION = InductionDataConfig(num_tokens=20, segment_len=5, max_gap=7, batch_size=12, val_size=41)
 CONFIGS = Path(__file__).parents[2] / "configs" / "data"
 
 
@@ -65,11 +69,30 @@ def test_bits_per_byte_and_character_count_tokens_of_validation(text_config, cac
     assert module.bits_per == pytest.approx({"byte": 1.442695, "character": 2 * 1.442695})
 
 
-def test_a_key_value_module_knows_what_a_model_needs(cache):
-    module = ready(KEY_VALUE, cache)
-    assert (module.vocab_size, module.type_vocab_size, module.tokenizer) == (18, 6, None)
-    assert (module.floors, module.bits_per, module.describe()["chance"]) == ({}, {}, 0.2)
+@pytest.mark.parametrize(
+    ("config", "vocab_size", "type_vocab_size", "chance"),
+    [(KEY_VALUE, 18, 6, 0.2), (MULTI_QUERY, 18, 0, 0.2), (INDUCTION, 20, 0, 0.05)],
+)
+def test_a_recall_module_knows_what_a_model_needs(cache, config, vocab_size, type_vocab_size, chance):
+    module = ready(config, cache)
+    assert (module.vocab_size, module.type_vocab_size, module.tokenizer) == (vocab_size, type_vocab_size, None)
+    assert (module.floors, module.bits_per, module.describe()["chance"]) == ({}, {}, chance)
+    assert module.baselines() == {"chance_accuracy": chance}
     assert not cache.exists()
+
+
+def test_the_texts_of_recall_data_are_its_ids_with_the_values_that_stand_beside_them(cache):
+    for config in (KEY_VALUE, MULTI_QUERY, INDUCTION):
+        batch = ready(config, cache).probe_batch(3)
+        (first, *_) = build_data(config, seed=0, max_steps=5).texts(batch)["input_ids"]
+        ids, values = batch["input_ids"][0].tolist(), batch.get("token_type_ids", torch.zeros(1, len(first), dtype=int))[0]
+        assert first == [f"{i}:{v}" if v else str(i) for i, v in zip(ids, values.tolist(), strict=True)]
+
+
+def test_only_the_recall_tasks_are_solved_or_failed(text_config, cache):
+    recall = [build_data(config, seed=0, max_steps=5).recall for config in (KEY_VALUE, MULTI_QUERY, INDUCTION)]
+    others = [build_data(config, seed=0, max_steps=5).recall for config in (text_config(), DatesDataConfig())]
+    assert (recall, others) == ([True] * 3, [False] * 2)
 
 
 @pytest.mark.parametrize("kind", ["text", "kv"])
@@ -167,6 +190,24 @@ def test_every_config_lists_every_key_with_its_default(name):
         (MaskedDataConfig, {"mask_fraction": 0.0}, "mask_fraction=0.0 must lie in (0, 1)"),
         (MaskedDataConfig, {"bpe_vocab_size": 258}, "bpe_vocab_size=258 must be at least 259 (256 bytes and 3 marks)"),
         (TextDataConfig, {"bpe_vocab_size": 256}, "bpe_vocab_size=256 must be at least 257 (256 bytes and an end mark)"),
+        (
+            MultiQueryDataConfig,
+            {"num_pairs": 65},
+            "num_pairs=65 must not exceed num_keys=64: the keys of one example are distinct",
+        ),
+        (MultiQueryDataConfig, {"num_queries": 17}, "num_queries=17 must not exceed num_pairs=16: a key is asked for once"),
+        (MultiQueryDataConfig, {"num_queries": 0}, "num_queries=0 must be positive"),
+        (
+            InductionDataConfig,
+            {"segment_len": 1},
+            "segment_len=1 must be at least 2: the first token of the copy is not asked for",
+        ),
+        (InductionDataConfig, {"max_gap": -1}, "max_gap=-1 must be zero or more"),
+        (
+            InductionDataConfig,
+            {"num_tokens": 27},
+            "num_tokens=27 must be at least segment_len + max_gap = 28: the tokens of one example are distinct but for the copy",
+        ),
         (DatesDataConfig, {"locales": ()}, "locales=[] must name at least one locale"),
         (
             DatesDataConfig,
@@ -213,7 +254,8 @@ def test_configs_that_cannot_be_used_are_refused(kind, values, message):
 @pytest.mark.parametrize("name", KINDS)
 def test_every_config_says_how_long_its_rows_may_be(name, request):
     given = {"text": "text", "pairs": "pairs", "images": None, "hf": "documents"}
-    limits = {"kv_lookup": 17, "dates": 64, "digits": None, "images": None, "verses": 128, "pairs": 128, "languages": 48}
+    limits = {"kv_lookup": 17, "multi_query_recall": 48, "induction": 39, "dates": 64, "digits": None, "images": None}
+    limits |= {"verses": 128, "pairs": 128, "languages": 48}
     values = {"path": "FILE"} if name in given else {}
     wanted = limits.get(name, 256 if name == "hf" else 48 if name == "books" else 64)
     assert KINDS[name](name=name, **values).max_tokens == wanted

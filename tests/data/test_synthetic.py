@@ -1,23 +1,48 @@
 import pytest
 import torch
 
-from minitx.config import KeyValueDataConfig
+from minitx.config import InductionDataConfig, KeyValueDataConfig, MultiQueryDataConfig
 from minitx.data.addressing import Address, generator
-from minitx.data.synthetic import KeyValueSource, KeyValueValidation, key_value_examples
+from minitx.data.synthetic import (
+    RecallSource,
+    RecallValidation,
+    answer_positions,
+    induction_examples,
+    induction_targets,
+    key_value_examples,
+    multi_query_examples,
+    previous_occurrences,
+)
 
 CONFIG = KeyValueDataConfig(num_keys=13, num_values=5, num_pairs=7, batch_size=12, val_size=41)
+QUERIES = MultiQueryDataConfig(num_keys=13, num_values=5, num_pairs=7, num_queries=3, batch_size=12, val_size=41)
+INDUCTION = InductionDataConfig(num_tokens=19, segment_len=5, max_gap=7, batch_size=12, val_size=41)
+EVERY_TASK = pytest.mark.parametrize("config", [CONFIG, QUERIES, INDUCTION], ids=["kv_lookup", "multi_query", "induction"])
 
 
 def look_up(batch):
-    """Solve the task by its definition: the value that stands beside the asked key."""
+    """Solve kv-lookup by its definition: the value that stands beside the asked key."""
     keys, asked = batch["input_ids"][:, :-1], batch["input_ids"][:, -1:]
     found = keys == asked
     assert (found.sum(dim=1) == 1).all()
     return CONFIG.num_keys + (batch["token_type_ids"][:, :-1] * found).sum(dim=1) - 1
 
 
+def accuracy_of_looking_back(batch, distance):
+    """Of a head that copies the token ``distance`` positions before, whatever the tokens are."""
+    asked = (batch["labels"] != -100).nonzero()
+    return (batch["input_ids"][asked[:, 0], asked[:, 1] - distance] == batch["labels"][batch["labels"] != -100]).double().mean()
+
+
+def within_noise(shares, probability, count):
+    return bool((torch.as_tensor(shares) - probability).abs().max() < 4.5 * (probability / count) ** 0.5)
+
+
+# T1, kv-lookup
+
+
 def test_the_label_is_the_value_of_the_asked_key():
-    batch = KeyValueSource(CONFIG, seed=0)[Address(3)]
+    batch = RecallSource(CONFIG, seed=0)[Address(3)]
     assert batch["labels"].shape == batch["input_ids"].shape == batch["token_type_ids"].shape == (12, 8)
     assert torch.equal(batch["labels"][:, -1], look_up(batch))
     assert (batch["labels"][:, :-1] == -100).all()
@@ -38,8 +63,7 @@ def test_keys_values_and_the_asked_pair_are_uniform():
     batch = key_value_examples(CONFIG, 20011, generator(1))
     asked = (batch["input_ids"][:, :-1] == batch["input_ids"][:, -1:]).int().argmax(dim=1)
     for drawn, kinds in [(asked, 7), (batch["labels"][:, -1] - 13, 5), (batch["input_ids"][:, 0], 13)]:
-        share = torch.bincount(drawn, minlength=kinds) / len(drawn)
-        assert share.sub(1 / kinds).abs().max() < 4.5 * (1 / kinds / len(drawn)) ** 0.5
+        assert within_noise(torch.bincount(drawn, minlength=kinds) / len(drawn), 1 / kinds, len(drawn))
 
 
 def test_as_many_pairs_as_keys_use_every_key():
@@ -47,32 +71,132 @@ def test_as_many_pairs_as_keys_use_every_key():
     assert batch["input_ids"][:, :-1].sort(dim=1).values.tolist() == [list(range(7))] * 3
 
 
+# T2, multi-query recall
+
+
+def test_every_query_asks_for_the_value_after_its_key():
+    batch = multi_query_examples(QUERIES, 503, generator(0))
+    assert batch["input_ids"].shape == batch["labels"].shape == (503, 17)
+    for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        value_of = dict(zip(ids[0:14:2], ids[1:14:2], strict=True))
+        assert labels == [-100] * 14 + [value_of[key] for key in ids[14:]]
+        assert len(value_of) == 7, "keys are distinct"
+        assert len(set(ids[14:])) == 3, "queries are distinct"
+        assert all(0 <= key < 13 for key in value_of)
+        assert all(13 <= value < 18 for value in value_of.values())
+
+
+def test_values_and_the_order_of_the_queries_are_uniform():
+    batch = multi_query_examples(QUERIES, 20011, generator(1))
+    pair = answer_positions(batch)[:, 14:].sub(1).div(2, rounding_mode="floor")
+    for query in range(3):
+        assert within_noise(torch.bincount(pair[:, query], minlength=7) / 20011, 1 / 7, 20011)
+        assert within_noise(torch.bincount(batch["labels"][:, 14 + query] - 13, minlength=5) / 20011, 1 / 5, 20011)
+    together = torch.bincount(pair[:, 0] * 7 + pair[:, 1], minlength=49).view(7, 7)
+    assert (together.diagonal() == 0).all()
+    assert within_noise(together[~torch.eye(7, dtype=torch.bool)] / 20011, 1 / 42, 20011)
+
+
+def test_no_fixed_distance_answers_more_queries_than_a_value_of_the_row_at_random():
+    batch = multi_query_examples(QUERIES, 5003, generator(2))
+    by_chance = 1 / 7 + 6 / 7 / 5  # the right pair, or another one with the same value
+    assert all(accuracy_of_looking_back(batch, distance) < by_chance + 0.02 for distance in range(1, 15))
+
+
+# T3, induction
+
+
+def test_the_second_copy_asks_for_the_token_that_came_next_in_the_first():
+    batch = induction_examples(INDUCTION, 503, generator(0))
+    assert batch["input_ids"].shape == batch["labels"].shape == (503, 16)
+    for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        assert len(set(ids[:12])) == 12, "the tokens before the copy are distinct"
+        first = ids.index(ids[12])
+        assert ids[12:] == ids[first : first + 4]
+        assert labels == [-100] * 12 + ids[first + 1 : first + 5]
+        assert all(0 <= token < 19 for token in ids)
+
+
+def test_the_gap_and_the_tokens_are_uniform():
+    batch = induction_examples(INDUCTION, 20011, generator(1))
+    gap = 12 - 5 - previous_occurrences(batch["input_ids"])[:, 12]
+    assert within_noise(torch.bincount(gap, minlength=8) / 20011, 1 / 8, 20011)
+    for drawn in (batch["input_ids"][:, 0], batch["input_ids"][:, 12], batch["labels"][:, 15]):
+        assert within_noise(torch.bincount(drawn, minlength=19) / 20011, 1 / 19, 20011)
+
+
+def test_a_head_that_looks_a_fixed_distance_back_solves_induction_only_without_gaps():
+    without = induction_examples(InductionDataConfig(num_tokens=19, segment_len=5, max_gap=0), 101, generator(2))
+    assert accuracy_of_looking_back(without, 4) == 1.0
+    batch = induction_examples(INDUCTION, 5003, generator(2))
+    found = [accuracy_of_looking_back(batch, distance) for distance in range(12)]
+    assert within_noise(found[4:], 1 / 8, 5003)
+    assert max(found[:4]) == 0.0
+
+
+# where the answer is
+
+
+def test_targets_worked_by_hand():
+    ids = torch.tensor([[3, 1, 4, 1, 5, 1, 3], [2, 2, 2, 0, 0, 2, 9]])
+    assert previous_occurrences(ids).tolist() == [[-1, -1, -1, 1, -1, 3, 0], [-1, 0, 1, -1, 3, 2, -1]]
+    assert induction_targets(ids).tolist() == [[-1, -1, -1, 2, -1, 4, 1], [-1, 1, 2, -1, 4, 3, -1]]
+
+
+@EVERY_TASK
+def test_the_answer_stands_at_its_position_and_only_labels_have_one(config):
+    batch = RecallSource(config, seed=0)[Address(2)]
+    position, asked = answer_positions(batch), batch["labels"] != -100
+    assert torch.equal(position >= 0, asked)
+    assert (position <= torch.arange(position.shape[1]))[asked].all(), "a causal head can look there"
+    shown = config.num_keys - 1 + batch["token_type_ids"] if config is CONFIG else batch["input_ids"]
+    assert torch.equal(shown.gather(1, position.clamp(min=0))[asked], batch["labels"][asked])
+
+
+# batches
+
+
+@EVERY_TASK
+def test_rows_are_as_long_and_ids_as_many_as_the_config_says(config):
+    batch = RecallSource(config, seed=0)[Address(0)]
+    assert batch["input_ids"].shape == (12, config.max_tokens)
+    assert batch["input_ids"].max() < config.vocab_size
+    assert 0 <= batch["labels"][batch["labels"] != -100].min() <= batch["labels"].max() < config.vocab_size
+    assert ("token_type_ids" in batch) == (config.type_vocab_size > 0)
+    assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in batch.values())
+
+
+@EVERY_TASK
 @pytest.mark.parametrize(("accumulate", "world"), [(1, 1), (2, 3), (4, 1)])
-def test_any_split_over_micro_batches_and_ranks_gives_the_same_global_batch(accumulate, world):
-    whole = KeyValueSource(CONFIG, seed=5)[Address(11)]
-    parts = KeyValueSource(CONFIG, seed=5, accumulate=accumulate, world=world)
+def test_any_split_over_micro_batches_and_ranks_gives_the_same_global_batch(config, accumulate, world):
+    whole = RecallSource(config, seed=5)[Address(11)]
+    parts = RecallSource(config, seed=5, accumulate=accumulate, world=world)
     slices = [parts[Address(11, micro, rank)] for micro in range(accumulate) for rank in range(world)]
-    for key in ("input_ids", "token_type_ids", "labels"):
+    for key in whole.keys() - {"num_targets"}:
         assert torch.equal(torch.cat([part[key] for part in slices]), whole[key])
-    assert {part["num_targets"].item() for part in slices} == {12}
+    assert {part["num_targets"].item() for part in slices} == {int((whole["labels"] != -100).sum())}
 
 
-def test_steps_and_seeds_give_fresh_examples():
-    batches = [KeyValueSource(CONFIG, seed=seed)[Address(step)]["input_ids"] for seed in (0, 1) for step in (0, 1)]
+@EVERY_TASK
+def test_steps_and_seeds_give_fresh_examples(config):
+    batches = [RecallSource(config, seed=seed)[Address(step)]["input_ids"] for seed in (0, 1) for step in (0, 1)]
     assert len({batch.numpy().tobytes() for batch in batches}) == 4
 
 
+@EVERY_TASK
 @pytest.mark.parametrize(("batch_size", "world"), [(41, 1), (10, 1), (12, 3), (14, 7)])
-def test_validation_gives_the_same_examples_once_each_however_they_are_cut(batch_size, world):
-    val = KeyValueValidation(CONFIG, batch_size=batch_size, world=world)
+def test_validation_gives_the_same_examples_once_each_however_they_are_cut(config, batch_size, world):
+    val = RecallValidation(config, batch_size=batch_size, world=world)
     batches = [val[Address(step, rank=rank, split="val")] for step in range(len(val)) for rank in range(world)]
     counted = [batch["input_ids"][batch["labels"][:, -1] != -100] for batch in batches]
-    whole = KeyValueValidation(CONFIG, batch_size=41)
-    assert torch.equal(torch.cat(counted), whole.rows(range(41))["input_ids"])
-    assert sum(batch["num_targets"].item() for batch in batches) == 41 * world
+    whole = RecallValidation(config, batch_size=41).rows(range(41))
+    assert torch.equal(torch.cat(counted), whole["input_ids"])
+    assert sum(batch["num_targets"].item() for batch in batches) == world * int((whole["labels"] != -100).sum())
 
 
-def test_what_a_caller_does_to_a_validation_batch_does_not_change_the_next():
-    val = KeyValueValidation(CONFIG, batch_size=7)
+@EVERY_TASK
+def test_what_a_caller_does_to_a_validation_batch_does_not_change_the_next(config):
+    val = RecallValidation(config, batch_size=7)
+    kept = val.rows(range(7))["labels"].clone()
     val.rows(range(7))["labels"].fill_(0)
-    assert torch.equal(val.rows(range(7))["labels"][:, -1], look_up(val.rows(range(7))))
+    assert torch.equal(val.rows(range(7))["labels"], kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import logging
@@ -10,6 +11,7 @@ import re
 
 import pytest
 
+from minitx.config import InductionDataConfig, KeyValueDataConfig, MultiQueryDataConfig
 from minitx.training.callbacks import clock
 from minitx.training.metrics import MetricsFile, finite, read_metrics
 from minitx.training.outcome import outcome, spike_share, summarise
@@ -42,6 +44,13 @@ def test_a_language_model_is_held_to_its_floors(final, initial, word):
 def test_a_recall_task_is_solved_from_99_percent_on(accuracy, word):
     assert outcome(1.0, 2.0, accuracy, {}, recall=True) == word
     assert outcome(None, 2.0, accuracy, {}, recall=True) == "NONFINITE"
+
+
+@pytest.mark.parametrize("kind", [KeyValueDataConfig, MultiQueryDataConfig, InductionDataConfig])
+def test_a_run_on_recall_data_is_solved_or_failed(make_config, tmp_path, kind):
+    config = make_config(trainer__max_steps=1, model__position="none")
+    data = kind(batch_size=12, val_size=7)
+    assert train(dataclasses.replace(config, data=data), tmp_path)["outcome"] == "FAILED"
 
 
 def test_without_floors_a_falling_loss_is_ok():
