@@ -1,5 +1,6 @@
 """Looking at attention without changing the answer."""
 
+from minitx.analysis.atlas import atlas_over_steps, head_atlas, head_scores
 from minitx.analysis.capture import capture
 from minitx.analysis.export import to_bertviz
 from minitx.analysis.figures import (
@@ -13,17 +14,23 @@ from minitx.analysis.figures import (
 )
 from minitx.analysis.snapshot import AttentionMap, Snapshot, read_snapshots, take_snapshot
 from minitx.analysis.statistics import attention_statistics, zhai_entropy_bound
+from minitx.analysis.structure import read_brackets, read_conllu
 
 __all__ = [
     "AttentionMap",
     "Snapshot",
+    "atlas_over_steps",
     "attention_statistics",
     "capture",
     "distance_profile",
     "entropy_over_layers",
+    "head_atlas",
     "head_heatmap",
+    "head_scores",
     "heatmap_grid",
     "logit_histograms",
+    "read_brackets",
+    "read_conllu",
     "read_snapshots",
     "saturation_over_steps",
     "save_figure",
