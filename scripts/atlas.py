@@ -1,0 +1,8 @@
+"""What every attention head does: python scripts/atlas.py --help"""
+
+import sys
+
+from minitx.cli.atlas import main
+
+if __name__ == "__main__":
+    sys.exit(main())
