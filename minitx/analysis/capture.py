@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -154,12 +154,18 @@ def watch(
                 handles.append(module.register_forward_pre_hook(watcher.enter_attention, with_kwargs=True))
             if name in cores:
                 handles.append(module.register_forward_pre_hook(partial(watcher.enter_core, name), with_kwargs=True))
-            if "decoder_key_mask" in inspect.signature(module.forward).parameters:
+            if _knows_its_targets(type(module)):
                 handles.append(module.register_forward_pre_hook(watcher.enter_model, with_kwargs=True))
         yield watcher.seen
     finally:
         for handle in handles:
             handle.remove()
+
+
+@cache
+def _knows_its_targets(kind: type) -> bool:
+    """Whether modules of this class are called with the padding of a decoder."""
+    return "decoder_key_mask" in inspect.signature(kind.forward).parameters
 
 
 def attention_cores(model: nn.Module) -> dict[str, nn.Module]:

@@ -70,7 +70,7 @@ class Probe(StepCallback):
         self._first_favourites: dict[str, Tensor] | None = None
         self._gradients: dict[str, dict[str, float]] = {}
         self._before: dict[str, Look] = {}
-        self._looks, self._seconds, self._started = 0, 0.0, 0.0
+        self._looks, self._seconds, self._started, self._first_step = 0, 0.0, 0.0, 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"first_favourites": self._first_favourites}
@@ -81,7 +81,7 @@ class Probe(StepCallback):
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         if not attention_cores(module.network):
             raise ConfigError("callbacks.probe.every: the model has no attention with weights to look at; set it to 0")
-        self._started = time.perf_counter()
+        self._started, self._first_step = time.perf_counter(), trainer.global_step
         if trainer.is_global_zero and self.path.exists():  # what came after the checkpoint that goes on comes again
             kept = [record for record in read_probes(self.path, by_head=True) if record["step"] <= trainer.global_step > 0]
             self.path.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
@@ -109,10 +109,13 @@ class Probe(StepCallback):
             self._seconds += time.perf_counter() - began
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if self._looks:
-            passed = time.perf_counter() - self._started
-            cost = (self._looks, self._seconds, 100 * self._seconds / passed, 1000 * self._seconds / self._looks)
-            log.info("%d looks at attention took %.1f s, %.1f %% of the training (%.0f ms each)", *cost)
+        steps = trainer.global_step - self._first_step
+        if self._looks and steps:
+            a_look, a_step = self._seconds / self._looks, (time.perf_counter() - self._started - self._seconds) / steps
+            log.info(
+                "%d looks at attention, %.0f ms each, took %.1f s: every %d steps that is %.1f %% of the time of the steps",
+                *(self._looks, 1000 * a_look, self._seconds, self.options.every, 100 * a_look / (a_step * self.options.every)),
+            )
 
     def _write(self, trainer: L.Trainer, module: TrainingModule, step: int) -> None:
         looks, layers = self._look(module, statistics=True)
