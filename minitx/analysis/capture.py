@@ -154,7 +154,7 @@ def watch(
                 handles.append(module.register_forward_pre_hook(watcher.enter_attention, with_kwargs=True))
             if name in cores:
                 handles.append(module.register_forward_pre_hook(partial(watcher.enter_core, name), with_kwargs=True))
-            if _knows_its_targets(type(module)):
+            if _knows_its_targets(type(module)):  # type: ignore[arg-type]
                 handles.append(module.register_forward_pre_hook(watcher.enter_model, with_kwargs=True))
         yield watcher.seen
     finally:
@@ -163,7 +163,7 @@ def watch(
 
 
 @cache
-def _knows_its_targets(kind: type) -> bool:
+def _knows_its_targets(kind: type[nn.Module]) -> bool:
     """Whether modules of this class are called with the padding of a decoder."""
     return "decoder_key_mask" in inspect.signature(kind.forward).parameters
 
