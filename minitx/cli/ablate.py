@@ -36,8 +36,8 @@ def run_ablation(config: RunConfig, folder: Path, overrides: Sequence[str], comm
     Raises:
         ConfigError: a grid that cannot be run. CellsFailedError: cells failed; the report is written all the same.
     """
-    grid = config.ablation
-    assert grid is not None
+    assert config.ablation is not None
+    grid = config.ablation.chosen()
     started = time.perf_counter()
     common = [text for text in overrides if not text.lstrip("+~").startswith(_NOT_FOR_CELLS)]
     common += ["callbacks.progress=false", "trainer.threads=1"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from minitx.config.checks import positive, require
@@ -48,13 +48,15 @@ class AblationConfig:
     """A grid of training runs and how it is judged: see ``docs/scaling_ablation`` and ``minitx.ablation``.
 
     ``arms`` names lists of overrides. ``time_limit`` (seconds) bounds the projection: over it, ``trim`` (overrides that
-    shorten the runs) is applied to every cell. ``margin`` is the smallest difference that counts as harm.
+    shorten the runs) is applied to every cell. ``margin`` is the smallest difference that counts as harm. ``only`` names the
+    studies to run; empty: all of them. The cells of a part are those of the whole, so that a grid can be run in parts.
     """
 
     name: str = "quick"
     confirmatory: bool = False
     arms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     studies: Mapping[str, StudyConfig] = field(default_factory=dict)
+    only: tuple[str, ...] = ()
     comparisons: tuple[ComparisonConfig, ...] = ()
     predictions: Mapping[str, str] = field(default_factory=dict)
     margin: float = 0.02
@@ -71,6 +73,8 @@ class AblationConfig:
             require(
                 not both, f"studies.{name}.tune_seeds={list(study.tune_seeds)} are judged too: seed {both[:1]} is in both lists"
             )
+        missing = [name for name in self.only if name not in self.studies]
+        require(not missing, f"only={missing} are no studies of this grid; it has {', '.join(self.studies)}")
         for i, comparison in enumerate(self.comparisons):
             self._check_comparison(f"comparisons[{i}]", comparison)
 
@@ -85,3 +89,10 @@ class AblationConfig:
         for condition in comparison.primary:
             wrong = [f"{n}={v}" for n, v in condition.items() if v not in study.factors.get(n, ())]
             require(not wrong, f"{place}.primary: {', '.join(wrong)} is no level of studies.{comparison.study}.factors")
+
+    def chosen(self) -> AblationConfig:
+        """The grid of the studies that ``only`` names, and of what is compared in them."""
+        if not self.only:
+            return self
+        studies = {name: study for name, study in self.studies.items() if name in self.only}
+        return replace(self, studies=studies, comparisons=tuple(c for c in self.comparisons if c.study in studies), only=())

@@ -166,3 +166,16 @@ def test_a_comparison_that_names_nothing_is_refused(changes, message):
     studies = {"one": study, "bare": StudyConfig(arms=("a", "b"))}
     with pytest.raises(ConfigError, match=re.escape(message)):
         AblationConfig(arms={"a": (), "b": ()}, studies=studies, comparisons=(comparison,))
+
+
+def test_a_grid_run_in_parts_has_the_cells_of_the_whole():
+    whole = grid(comparisons=(ComparisonConfig(study="scored", arms=("a", "b")),), studies={
+        **grid().studies, "scored": StudyConfig(base=("trainer.max_steps=2",), arms=("a", "b"), score="loss"),
+    })  # fmt: skip
+    parts = [dataclasses.replace(whole, only=only).chosen() for only in (("main",), ("side", "scored"))]
+    assert [list(part.studies) for part in parts] == [["main"], ["side", "scored"]]
+    assert [len(part.comparisons) for part in parts] == [0, 1]
+    assert {cell.hash for part in parts for cell in cells(part)} == {cell.hash for cell in cells(whole)}
+    assert whole.chosen() is whole
+    with pytest.raises(ConfigError, match=r"only=\['mian'\] are no studies of this grid; it has main, side, scored"):
+        dataclasses.replace(whole, only=("mian",))
