@@ -13,10 +13,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from minitx.config import AblationConfig, KeyValueDataConfig, StudyConfig, TextDataConfig
+from minitx.config import (
+    AblationConfig,
+    InductionDataConfig,
+    KeyValueDataConfig,
+    MultiQueryDataConfig,
+    StudyConfig,
+    TextDataConfig,
+)
 
 REFERENCE, TREATMENT, FOLD, FLOOR, NULL = "inv_sqrt", "unscaled", "init_fold", "uniform", "full_fold"
 ARMS = (REFERENCE, TREATMENT)
@@ -189,19 +196,27 @@ class Score(NamedTuple):
     name: str
 
 
-def _override(record: Record, key: str, default: float) -> float:
-    """The last value that the overrides of a cell give to ``key``."""
-    given = (override.lstrip("+").partition("=") for override in record.get("overrides", ()))
-    values = [as_number(value) for name, _, value in given if name == key]
-    return (values[-1] or default) if values else default
+_DATA: dict[str, type[Any]] = {
+    "kv_lookup": KeyValueDataConfig,
+    "multi_query_recall": MultiQueryDataConfig,
+    "induction": InductionDataConfig,
+}
+
+
+def data_of(record: Record) -> Any:
+    """The data of a cell, read off its overrides: one of the recall tasks, else text; only numbers are filled in."""
+    given = dict(override.lstrip("+").partition("=")[::2] for override in record.get("overrides", ()))
+    kind = _DATA.get(given.get("data", given.get("data.name", "")), TextDataConfig)
+    numbers = {field.name: as_number(given.get(f"data.{field.name}", "")) for field in fields(kind)}
+    return kind(**{name: int(number) for name, number in numbers.items() if number is not None})
 
 
 def accuracy_of(record: Record) -> float:
-    """Accuracy of a recall cell; where the run left none chance: ``floors.chance``, else 1 / number of values."""
+    """Accuracy of a recall cell; where the run left none, chance: ``floors.chance``, else that of its data."""
     measured, chance = finite(record["result"]["accuracy"]), finite(record["result"]["floors"].get("chance"))
     if measured is not None:
         return measured
-    return chance or 1.0 / _override(record, "data.num_values", KeyValueDataConfig().num_values)
+    return chance or float(getattr(data_of(record), "chance", 0.0))
 
 
 def loss_of(record: Record) -> float:
@@ -217,7 +232,5 @@ SCORES = {"accuracy": Score(accuracy_of, 1, "accuracy"), "loss": Score(loss_of, 
 
 
 def visible_keys(record: Record) -> int:
-    """n of the last row: the length of a row of the cell's data."""
-    if any(o.split("=", 1) in (["data", "kv_lookup"], ["data.name", "kv_lookup"]) for o in record["overrides"]):
-        return int(_override(record, "data.num_pairs", KeyValueDataConfig().num_pairs)) + 1
-    return int(_override(record, "data.context_len", TextDataConfig().context_len))
+    """n of the last row: the tokens of a row of the cell's data."""
+    return int(data_of(record).max_tokens)

@@ -17,7 +17,7 @@ import pytest
 
 from minitx.ablation import design_figures
 from minitx.ablation.predictions import predictions
-from minitx.ablation.records import accuracy_of, collect, loss_of
+from minitx.ablation.records import accuracy_of, collect, loss_of, visible_keys
 from minitx.ablation.report import Report, write_report
 from minitx.ablation.sections import controls_part
 from minitx.ablation.tables import init_rows, ladder_rows, null_pairs
@@ -269,6 +269,21 @@ def test_diverged_runs_score_the_loss_at_init_and_chance() -> None:
     assert accuracy_of(record) == 1 / 8
     assert loss_of({**record, "result": result | {"outcome": "DIVERGED", "val_loss": 9.0}}) == 4.2
     assert accuracy_of({**record, "result": result | {"accuracy": 0.3}}) == 0.3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens", "chance"),
+    [
+        (["data=kv_lookup"], 17, 1 / 16),
+        (["data=kv_lookup", "data.num_pairs=5", "data.num_values=4"], 6, 1 / 4),
+        (["data=multi_query_recall", "data.num_pairs=7", "data.num_queries=3"], 17, 1 / 16),
+        (["experiment=x", "data.context_len=31", "+data.batch_size=3"], 31, 0.0),
+    ],
+)
+def test_a_cell_knows_the_length_and_the_chance_of_its_data(overrides: list[str], tokens: int, chance: float) -> None:
+    record = {"overrides": overrides, "result": {"accuracy": None, "floors": {}}}
+    assert visible_keys(record) == tokens
+    assert accuracy_of(record) == chance
 
 
 def test_the_ladder_names_instability_only_where_the_scaled_arm_trains(fabricate: Any) -> None:
