@@ -67,7 +67,7 @@ def test_r2_step_0_diagnostics_meet_their_oracles(n, width, scaled):
     scale = width**-0.5 if scaled else 1.0
     entropy, top, over_99, over_90, jacobian, *_ = ORACLES[n, width, scaled]
     blocks = [attention_statistics(query, key, scale=scale) for query, key in gaussian_rows(n, width, 4)]
-    mean = {name: sum(float(block[name].mean()) for block in blocks) / 4 for name in blocks[0]}
+    mean = {name: sum(float(block[name].mean()) for block in blocks) / 4 for name in blocks[0] if name != "favourite"}
     assert mean["entropy"] == pytest.approx(entropy, abs=0.02)
     assert mean["max_weight"] == pytest.approx(top, abs=0.02)
     assert mean["saturation_99"] == pytest.approx(over_99, abs=0.02)
