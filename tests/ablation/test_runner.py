@@ -249,7 +249,7 @@ def start_grid(cwd):
         "if __name__ == '__main__':\n"
         "    config = t.compose_config(['experiment=scaling_ablation', 'ablation=smoke', 'ablation.workers=2'])\n"
         "    study = from_dict(StudyConfig, json.loads(sys.argv[1]))\n"
-        "    grid = dataclasses.replace(config.ablation, studies={'recall': study}, trim={})\n"
+        "    grid = dataclasses.replace(config.ablation, studies={'recall': study}, comparisons=(), trim={})\n"
         "    config = dataclasses.replace(config, ablation=grid)\n"
         "    job = lambda _: run_ablation(config, Path('grid').absolute(), [], 'train.py')\n"
         "    sys.exit(exit_code(lambda guarded: guarded(None), job))\n"
