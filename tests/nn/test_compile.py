@@ -50,13 +50,17 @@ BLOCKS = {
 }  # fmt: skip
 
 
-# a compilation takes a second: these by default, all of them in the slow suite
+# a compilation takes a second: these by default, every kind of decoder block and these encoders in the slow tier, the rest in the long one
 QUICK = {"pre", "rotary", "window", "experts", "dropout"}
 
 
 def cases(*, decoder):
-    quick = QUICK if decoder else set()
-    return [pytest.param(kind, decoder, marks=() if kind in quick else pytest.mark.slow) for kind in BLOCKS]
+    def marks(kind):
+        if decoder and kind in QUICK:
+            return ()
+        return pytest.mark.slow if decoder or kind in QUICK else pytest.mark.long
+
+    return [pytest.param(kind, decoder, marks=marks(kind)) for kind in BLOCKS]
 
 
 def config(**options):
