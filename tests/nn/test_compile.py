@@ -50,7 +50,7 @@ BLOCKS = {
 }  # fmt: skip
 
 
-# a compilation takes a second: these by default, every kind of decoder block and these encoders in the slow tier, the rest in the long one
+# a compilation takes a second: these as decoder blocks by default, as encoders in the slow tier, the rest in the long one
 QUICK = {"pre", "rotary", "window", "experts", "dropout"}
 
 
@@ -58,7 +58,7 @@ def cases(*, decoder):
     def marks(kind):
         if decoder and kind in QUICK:
             return ()
-        return pytest.mark.slow if decoder or kind in QUICK else pytest.mark.long
+        return pytest.mark.slow if kind in QUICK else pytest.mark.long
 
     return [pytest.param(kind, decoder, marks=marks(kind)) for kind in BLOCKS]
 
