@@ -167,6 +167,10 @@ class ProbeConfig:
         positive(self, "weights_rows")
         fits = not self.weights_every or bool(self.every and self.weights_every % self.every == 0)
         require(fits, f"weights_every={self.weights_every} must be a multiple of every={self.every}: a probe keeps the weights")
+        looked_at = not self.weights_every or self.weights_rows <= self.batch_size
+        require(
+            looked_at, f"weights_rows={self.weights_rows} must not exceed batch_size={self.batch_size}, the rows of a probe"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,6 +153,7 @@ def test_statistics_reach_the_loggers_and_the_log_says_what_looking_cost(make_co
     ({"every": 2, "weights_every": 3}, "weights_every=3 must be a multiple of every=2"),
     ({"every": 0, "weights_every": 3}, "weights_every=3 must be a multiple of every=0"),
     ({"weights_rows": 0}, "weights_rows=0 must be positive"),
+        ({"every": 2, "weights_every": 4, "weights_rows": 9}, "weights_rows=9 must not exceed batch_size=8, the rows of a probe"),
 ])  # fmt: skip
 def test_probes_that_cannot_be_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
