@@ -16,11 +16,13 @@ Loss = Callable[[Any], tuple[Tensor, Mapping[str, Tensor]]]
 _PROJECTIONS = {"snr_q": "q_proj", "snr_k": "k_proj", "snr_v": "v_proj"}
 
 
-def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> dict[str, dict[str, float]]:
+def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> dict[str, dict[str, Any]]:
     """Gradients on some batches, beside a training run: nothing is added to any ``.grad`` and no random number is drawn.
 
     ==========================================  ================================================================
     ``grad_query_rms``, ``grad_query_median``   over rows i and heads, of ‖dL/dq_i‖, q as the core gets it
+    ``grad_query_histogram``                    number of rows by log10 ‖dL/dq_i‖, rounded down to a quarter: ``{"-1.75": 12, …}``;
+                                                ``"zero"`` counts rows without any gradient
     ``snr_q``, ``snr_k``, ``snr_v``             ‖ḡ‖² / (Σ_m ‖g_m - ḡ‖² / (M - 1)) of the M parts' gradients g_m of W_Q, W_K, W_V:
                                                 power of the mean over the variance of one part; 0 with one part
     ==========================================  ================================================================
@@ -32,13 +34,13 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
             bool (B, L) by the axis they stand on; cores with other queries count all rows.
 
     Returns:
-        For each attention core, by name, the five numbers.
+        For each attention core, by name, the five numbers and the histogram.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention = MultiHeadAttention(6, 2)
     >>> found = gradient_statistics(attention, list(torch.randn(4, 2, 3, 6)), lambda x: (attention(x).square().sum(), {}))
     >>> sorted(found["core"])
-    ['grad_query_median', 'grad_query_rms', 'snr_k', 'snr_q', 'snr_v']
+    ['grad_query_histogram', 'grad_query_median', 'grad_query_rms', 'snr_k', 'snr_q', 'snr_v']
     """
     cores = attention_cores(model)
     layers = {f"{name}.core".lstrip("."): m for name, m in model.named_modules() if isinstance(m, MultiHeadAttention)}
@@ -66,13 +68,25 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
                 gradients[place].append(gradient.double().flatten())
     finally:
         model.train(training)
-    result: dict[str, dict[str, float]] = {}
+    result: dict[str, dict[str, Any]] = {}
     for name in cores:
         rows = torch.cat(norms[name])
-        result[name] = {"grad_query_rms": float(rows.square().mean().sqrt()), "grad_query_median": float(rows.median())}
+        result[name] = {
+            "grad_query_rms": float(rows.square().mean().sqrt()),
+            "grad_query_median": float(rows.median()),
+            "grad_query_histogram": _log_histogram(rows),
+        }
     for (name, key), of_parts in gradients.items():
         result[name][key] = _signal_to_noise(torch.stack(of_parts))
     return result
+
+
+def _log_histogram(norms: Tensor) -> dict[str, int]:
+    """Counts by the lower edge of a quarter of a decade, ascending; zeros (and what is no number) first."""
+    positive = norms[norms > 0]
+    edges, counts = torch.unique((positive.log10() * 4).floor() / 4, return_counts=True)
+    found = {f"{edge:.2f}": int(count) for edge, count in zip(edges.tolist(), counts.tolist(), strict=True)}
+    return {"zero": len(norms) - len(positive), **found} if len(positive) < len(norms) else found
 
 
 def _axis(kind: str, counted: Mapping[str, Tensor]) -> str:

@@ -46,6 +46,7 @@ class Probe(StepCallback):
     ``token_cosine``    mean cosine of two different tokens after the layer's block: rank collapse
     ``grad_q, grad_k, grad_v``  ‖∇W_Q‖, ‖∇W_K‖, ‖∇W_V‖ in the step that is being made
     ``grad_query_rms, grad_query_median``  of ‖dL/dq_i‖ on the probe batch, L summed over its targets
+    ``grad_query_histogram``  of the same: rows by log10 of the norm, see ``gradient_statistics``
     ``snr_q, snr_k, snr_v``  signal over noise of the probe's gradients in four parts, see ``gradient_statistics``
     ==================  =====================================================================================
 
@@ -237,8 +238,8 @@ def _plain(value: Any) -> Any:
     return value.double().tolist() if isinstance(value, Tensor) else value
 
 
-def over_heads(value: float | list[float]) -> float:
-    """The mean over heads, where there is one value a head."""
+def over_heads(value: Any) -> Any:
+    """The mean over heads, where there is one value a head; anything else as it is."""
     return mean(value) if isinstance(value, list) else value
 
 

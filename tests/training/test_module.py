@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from minitx.config import ObjectiveConfig
-from minitx.training.callbacks import StepLog
+from minitx.training.callbacks import AttentionTemperature, StepLog
 from minitx.training.metrics import read_metrics
 from minitx.training.module import Latch, NonFiniteError, TrainingModule, hash_seed
 from minitx.training.objectives import Sums, build_objective
@@ -404,3 +404,26 @@ def test_tokens_are_counted_as_they_come():
             kept, log = log.state_dict(), StepLog(2)
             log.load_state_dict(kept)
     assert recorded == [(1, 3), (2, 8), (4, 26), (5, 39)]
+
+
+def _losses(config, folder, *callbacks):
+    result = train(config, folder, extras=lambda: ((), callbacks))
+    return [loss for _, loss, _ in result["curve"]], result["val_loss"]
+
+
+def test_a_temperature_is_the_scale_factor_of_its_window_and_touches_no_other_update(make_config, tmp_path):
+    plain, _ = _losses(make_config(), tmp_path / "plain")
+    hot, hot_validation = _losses(make_config(), tmp_path / "all", AttentionTemperature(0.25, 0, 6))
+    factor, factor_validation = _losses(make_config(model__scale_factor=4.0), tmp_path / "factor")
+    assert hot == factor
+    assert hot_validation == factor_validation
+    late, late_validation = _losses(make_config(), tmp_path / "late", AttentionTemperature(0.25, 3, 5))
+    assert late[:3] == plain[:3]
+    assert late[3] != plain[3]
+    assert late_validation != hot_validation
+
+
+@pytest.mark.parametrize(("value", "first", "last"), [(0.0, 0, 1), (math.nan, 0, 1), (1.0, 2, 2), (1.0, -1, 2)])
+def test_a_temperature_without_a_meaning_is_refused(value, first, last):
+    with pytest.raises(ValueError, match=r"value=|first="):
+        AttentionTemperature(value, first, last)

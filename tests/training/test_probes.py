@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import math
 import re
 
 import pytest
@@ -35,9 +36,10 @@ def test_every_diagnostic_is_there_for_every_layer_and_head(make_config, tmp_pat
         assert [layer["name"] for layer in record["layers"]] == ["blocks.0.attention.core", "blocks.1.attention.core"]
         for layer in record["layers"]:
             steps = {"logit_step"} if record["step"] else set()
-            assert set(layer) == {"name"} | by_head | single | steps
+            assert set(layer) == {"name", "grad_query_histogram"} | by_head | single | steps
             assert all(len(layer[name]) == 2 for name in by_head | steps)
             assert all(isinstance(layer[name], float) for name in single)
+            assert all(isinstance(count, int) for count in layer["grad_query_histogram"].values())
     first = records[0]["layers"][0]
     assert first["argmax_retention"] == [1.0, 1.0]
     assert first["grad_query_rms"] >= first["grad_query_median"] > 0
@@ -109,6 +111,8 @@ def test_gradient_statistics_equal_autograd_by_hand_and_leave_no_gradient_behind
     assert found["snr_q"] == pytest.approx(float(stacked.mean(0).norm() ** 2) / noise)
     assert found["grad_query_rms"] == pytest.approx((sum(n * n for n in norms) / len(norms)) ** 0.5)
     assert found["grad_query_median"] == pytest.approx(sorted(norms)[(len(norms) - 1) // 2])
+    edges = [f"{math.floor(4 * math.log10(norm)) / 4:.2f}" for norm in norms]
+    assert found["grad_query_histogram"] == {edge: edges.count(edge) for edge in edges}
 
 
 def test_equal_parts_have_no_noise_and_one_part_has_no_ratio():
