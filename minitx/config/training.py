@@ -141,10 +141,13 @@ class EvaluationConfig:
     num_rows: int | None = None
     num_beams: int = 1
     num_shown: int = 3
+    lengths: tuple[int, ...] = ()
+    attention_cost: bool = False
 
     def __post_init__(self) -> None:
         positive(self, "num_rows", "num_beams")
         not_negative(self, "num_shown")
+        require(all(length > 0 for length in self.lengths), f"lengths={list(self.lengths)} must be positive")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from minitx.nn.models import TransformerModel, build_model
 from minitx.training.callbacks import BarProgress, StepLog, StoppedError, StopSignals, checkpoints, progress
 from minitx.training.checkpoint import first_line, read_checkpoint
 from minitx.training.evaluation import Evaluation, evaluate
+from minitx.training.measures import check_measures, measures
 from minitx.training.metrics import MetricsFile
 from minitx.training.module import NonFiniteError, TrainingModule, network_inputs
 from minitx.training.objectives import build_objective
@@ -63,6 +64,7 @@ def train(
         network, tokenizer = start or (None, None)
         data = prepare_data(config, tokenizer)
         model_config = fit_model_config(config.model if network is None else network.config, data)
+        check_measures(config, model_config, data)
         module = build_module(config, model_config, data, network)
         resume = load_checkpoint(Path(config.ckpt_path), model_config) if config.ckpt_path else {}
         make_folder(folder, files or {})
@@ -70,24 +72,27 @@ def train(
         metrics, guard = MetricsFile(folder / "metrics.csv", resume.get("global_step", 0)), stop_signals(config, folder)
         everyone = [*own_callbacks(config, data, folder), *callbacks, guard]
         trainer = build_trainer(config, folder, [metrics, *loggers], everyone)
-        nonfinite_step = None
+        nonfinite_step, measured = None, dict[str, float]()
         try:
             with guard:
                 trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path, weights_only=True)
             finish(trainer, module, data, config, folder)
             if config.evaluation.at_end and trainer.is_global_zero:
                 report(evaluate(module.network, data, config.evaluation), folder)
+            if trainer.is_global_zero:
+                measured = measures(module.network, model_config, data, config)
         except NonFiniteError as error:
             if config.on_nonfinite == "stop":
                 raise
             nonfinite_step = error.step + 1
-    return summarise(
+    result = summarise(
         folder,
         floors=data.floors,
         recall=data.recall,
         nonfinite_step=nonfinite_step,
         num_parameters=sum(p.numel() for p in module.network.parameters()),
     )
+    return {**result, "measures": measured}
 
 
 def prepare_data(config: RunConfig, tokenizer: Tokenizer | None = None) -> DataModule:

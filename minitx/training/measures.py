@@ -1,0 +1,108 @@
+"""Numbers beside the loss of a finished run, asked for in ``evaluation``: longer rows, and what another attention costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minitx.analysis.attention_cost import AttentionShape, core_cost
+from minitx.config import ConfigError, RunConfig, TextDataConfig, TransformerConfig
+from minitx.data.module import DataModule
+from minitx.nn.attention import MultiHeadAttention
+from minitx.nn.efficient import approximation_error
+from minitx.nn.masks import Mask, SlidingWindow, intersect
+from minitx.training.evaluation import evaluate
+from minitx.training.module import Batch, network_inputs
+
+ROWS_OF_ERROR = 8
+
+
+def check_measures(config: RunConfig, model: TransformerConfig, data: DataModule) -> None:
+    """Refuse before training what could not be measured after it.
+
+    Raises:
+        ConfigError: lengths of data whose rows have no ``context_len``, or beyond a table of positions; a bias, sinks or a
+            soft-cap on scores that are to be compared with plain ones.
+    """
+    if config.evaluation.attention_cost:
+        extra: list[str] = [model.position] if model.position in ("alibi", "t5") else []
+        extra += [name for name in ("sinks", "softcap") if getattr(model, name)]
+        extra += ["a window; choose attention=sliding_window"] if model.window and model.attention == "exact" else []
+        if extra or model.architecture == "encoder_decoder":
+            what = extra[0] if extra else "cross-attention"
+            raise ConfigError(f"evaluation.attention_cost=true compares with plain self-attention, and the model has {what}")
+    longest = max(config.evaluation.lengths, default=0)
+    if not longest:
+        return
+    if data.task != "language_model" or not hasattr(config.data, "context_len"):
+        raise ConfigError(
+            f"evaluation.lengths={list(config.evaluation.lengths)} needs a language model of text, not {data.task}"
+        )
+    if model.position in ("learned", "sinusoidal") and longest > model.max_len:
+        raise ConfigError(f"evaluation.lengths: {longest} is beyond model.max_len={model.max_len} of position={model.position}")
+
+
+def measures(network: nn.Module, model: TransformerConfig, data: DataModule, config: RunConfig) -> dict[str, float]:
+    """What ``config.evaluation`` asks for, by name; small is good throughout.
+
+    =====================  ======================================================================================
+    ``loss_at_N``          for each of ``lengths``: loss in nats a token on validation rows of N tokens, of the same text
+    ``attention_error``    ‖core − exact‖_F / ‖exact‖_F of the trained attention, mean over layers, on 8 validation rows
+                           (``approximation_error``; exact softmax attention under the same scale and mask, without a window)
+    ``attention_cost``     operations of a core's forward pass over those of the ``math`` backend (``core_cost``)
+    =====================  ======================================================================================
+
+    The last two with ``attention_cost: true``. The network is in evaluation mode meanwhile; no random number is drawn.
+    """
+    found = {}
+    for length in config.evaluation.lengths:
+        longer = _with_rows_of(length, data, config)
+        found[f"loss_at_{length}"] = evaluate(network, longer, config.evaluation).metrics["loss"].value
+    if config.evaluation.attention_cost:
+        found |= _attention(network, model, data.probe_batch(ROWS_OF_ERROR))
+    return found
+
+
+def _with_rows_of(length: int, data: DataModule, config: RunConfig) -> DataModule:
+    assert isinstance(config.data, TextDataConfig)
+    options = dataclasses.replace(config.data, context_len=length)
+    longer = type(data)(options, dataclasses.replace(data.options, tokenizer=data.tokenizer))
+    longer.prepare_data()
+    longer.setup()
+    return longer
+
+
+@torch.no_grad()
+def _attention(network: nn.Module, model: TransformerConfig, batch: Batch) -> dict[str, float]:
+    """Each core is called once more with what it got, and its operations are counted for that shape."""
+    calls: list[tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]] = []
+    cores = [module.core for module in network.modules() if isinstance(module, MultiHeadAttention)]
+    handles = [core.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True) for core in cores]
+    training, device = network.training, next(network.parameters()).device
+    network.eval()
+    try:
+        network(**{name: tensor.to(device) for name, tensor in network_inputs(batch).items()})
+    finally:
+        network.train(training)
+        for handle in handles:
+            handle.remove()
+    errors = [
+        approximation_error(core, *args[:3], mask=_without_window(kwargs.get("mask")), scale=kwargs.get("scale"))[
+            "relative_error"
+        ]
+        for core, args, kwargs in calls
+    ]
+    rows, _, length, _ = calls[0][1][0].shape
+    shape = AttentionShape(model, rows, length, causal=model.architecture == "decoder", training=False)
+    exact = dataclasses.replace(model, attention="exact", window=None, backend="math")
+    cost = core_cost(shape).forward / core_cost(dataclasses.replace(shape, config=exact)).forward
+    return {"attention_error": mean(map(float, errors)), "attention_cost": cost}
+
+
+def _without_window(mask: Mask | None) -> Mask | None:
+    """A core with a window applies it itself, and exact attention is to see what it drops."""
+    return mask and intersect(*(part for part in mask.parts() if not isinstance(part, SlidingWindow)))
