@@ -24,7 +24,8 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
     ``grad_query_histogram``                    number of rows by log10 ‖dL/dq_i‖, rounded down to a quarter: ``{"-1.75": 12, …}``;
                                                 ``"zero"`` counts rows without any gradient
     ``snr_q``, ``snr_k``, ``snr_v``             ‖ḡ‖² / (Σ_m ‖g_m - ḡ‖² / (M - 1)) of the M parts' gradients g_m of W_Q, W_K, W_V:
-                                                power of the mean over the variance of one part; 0 with one part
+                                                power of the mean over the variance of one part; 0 with one part,
+                                                left out where the weight is frozen
     ==========================================  ================================================================
 
     Args:
@@ -49,6 +50,7 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
         for name in cores
         if name in layers
         for key, part in _PROJECTIONS.items()
+        if getattr(layers[name], part).weight.requires_grad
     }
     norms: dict[str, list[Tensor]] = {name: [] for name in cores}
     gradients: dict[tuple[str, str], list[Tensor]] = {place: [] for place in weights}

@@ -11,7 +11,7 @@ import torch
 
 from minitx.analysis import capture, read_snapshots
 from minitx.analysis.gradients import gradient_statistics
-from minitx.config import CallbacksConfig, ConfigError, ProbeConfig, TransformerConfig
+from minitx.config import CallbacksConfig, ConfigError, ParameterRule, ProbeConfig, TransformerConfig
 from minitx.nn import DecoderLM
 from minitx.training.probes import read_probes
 from minitx.training.run import train
@@ -174,3 +174,12 @@ def test_records_after_the_checkpoint_that_goes_on_are_dropped_and_a_cut_line_is
     path.write_text(json.dumps({"step": 0, "layers": [{"name": "a", "entropy": [0.5, 0.7], "grad_q": 2.0}]}) + '\n{"step": 1')
     assert read_probes(path) == [{"step": 0, "layers": [{"name": "a", "entropy": pytest.approx(0.6), "grad_q": 2.0}]}]
     assert read_probes(tmp_path / "none.jsonl") == []
+
+
+def test_frozen_projections_are_looked_at_like_others_but_have_no_gradient(make_config, tmp_path):
+    rules = (ParameterRule(match="(q|k)_proj", trainable=False),)
+    train(make_config(probe__every=2, optimizer__rules=rules), tmp_path / "run")
+    layers = [record["layers"][0] for record in read_probes(tmp_path / "run" / "probes.jsonl")]
+    assert all("snr_v" in layer and "snr_q" not in layer for layer in layers)
+    assert all(layer["grad_query_rms"] > 0.0 for layer in layers)
+    assert all((layer["grad_q"], layer["grad_k"]) == (0.0, 0.0) for layer in layers)
