@@ -1,4 +1,4 @@
-"""Figures of the studies that take the scale apart: dose and response, and bad start against large steps."""
+"""Figures with arms or doses side by side, a dot a seed: dose and response, bad start against large steps, measures."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minitx.ablation.effects import paired_scores
-from minitx.ablation.records import DOSE, SOLVED, TWO_BY_TWO, Cells, Condition, accuracy_of
+from minitx.ablation.effects import paired_scores, score_table
+from minitx.ablation.records import DOSE, TWO_BY_TWO, Cells, Condition, accuracy_of, measure
 from minitx.ablation.statistics import usable_window
-from minitx.ablation.verdict import ENDPOINTS, Findings
-from minitx.ablation.wording import condition_text
+from minitx.ablation.verdict import WINDOW, Findings
+from minitx.ablation.wording import condition_text, style
 from minitx.analysis.canvas import INK, PALETTE, dodge, label, panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_WORDS = ("accuracy at the best rate", WINDOW)
 STARTS_AND_STEPS = {
     "inv_sqrt": "start 1\nsteps matched",
     "lr_fold": "start √d_k\nsteps matched",
@@ -33,7 +34,7 @@ def _endpoints(cells: Cells, study: str, arm: str, condition: Condition) -> tupl
     if not pair.seeds or not pair.is_tuned:
         return (), ()
     best = pair.values[0][range(len(pair.seeds)), pair.choices(0).picks]
-    return best.tolist(), usable_window(pair.values[0], SOLVED).share
+    return best.tolist(), usable_window(pair.values[0], cells.solved(study)).share
 
 
 def _draw_seeds(ax: Axes, x: float, values: Sequence[float], color: str, marker: str) -> None:
@@ -57,8 +58,8 @@ def dose_response(findings: Findings) -> Figure | None:
     doses = cells.levels(DOSE, "alpha")
     if not cells.select(DOSE):
         return None
-    figure, axes = panels(1, len(ENDPOINTS), width=4.2, height=2.8)
-    for i, (ax, words) in enumerate(zip(axes.flat, ENDPOINTS.values(), strict=True)):
+    figure, axes = panels(1, len(_WORDS), width=4.2, height=2.8)
+    for i, (ax, words) in enumerate(zip(axes.flat, _WORDS, strict=True)):
         for x, dose in enumerate(doses):
             _draw_seeds(ax, x, _endpoints(cells, DOSE, "inv_sqrt", {"alpha": dose})[i], *PALETTE[0])
         _frame(ax, words, doses, "α")
@@ -72,9 +73,9 @@ def two_by_two(findings: Findings) -> Figure | None:
     conditions = cells.conditions(TWO_BY_TWO)
     if not cells.select(TWO_BY_TWO):
         return None
-    figure, axes = panels(len(ENDPOINTS), len(conditions), width=4.2, height=2.4, sharey="row")
+    figure, axes = panels(len(_WORDS), len(conditions), width=4.2, height=2.4, sharey="row")
     for column, condition in enumerate(conditions):
-        for row, words in enumerate(ENDPOINTS.values()):
+        for row, words in enumerate(_WORDS):
             ax = axes[row, column]
             for x, arm in enumerate(arms):
                 _draw_seeds(ax, x, _endpoints(cells, TWO_BY_TWO, arm, condition)[row], *PALETTE[x])
@@ -82,4 +83,28 @@ def two_by_two(findings: Findings) -> Figure | None:
             ax.tick_params(axis="x", labelsize=7)
             if column == 0:
                 ax.set_ylabel(words, fontsize=8.5, color=INK)
+    return figure
+
+
+def measures_by_arm(findings: Findings, study: str) -> Figure | None:
+    """The score and every measure of a study at the rate that the score chose: a row a condition, a column a number."""
+    cells = findings.cells
+    score, conditions = cells.score(study), cells.conditions(study)
+    if score is None or not cells.select(study):
+        return None
+    numbers = [score, *(measure(name) for name in cells.grid.studies[study].measures)]
+    figure, axes = panels(len(conditions), len(numbers), width=max(2.6, 0.62 * len(cells.arms(study))), height=2.3)
+    for row, condition in zip(axes, conditions, strict=True):
+        arms = cells.arms(study, **condition)
+        for ax, number in zip(row, numbers, strict=True):
+            for x, arm in enumerate(arms):
+                pair = paired_scores(cells, study, (arm,), condition, score.of)
+                if pair.seeds and pair.is_tuned:
+                    table = score_table(cells, study, arm, condition, pair.seeds, pair.rates, number.of)
+                    picked = table[range(len(pair.seeds)), pair.choices(0, score.better).picks]
+                    _draw_seeds(ax, x, picked[np.isfinite(picked)].tolist(), *style(arm, cells.arms(study)))
+            ax.set_xticks(range(len(arms)), arms, rotation=30, ha="right", fontsize=7.5)
+            ax.set_xlim(-0.6, len(arms) - 0.4)
+            label(ax, number.name if row is axes[0] else "", "")
+        row[0].set_ylabel(condition_text(condition) if condition else study, fontsize=8, color=INK)
     return figure

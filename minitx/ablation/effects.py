@@ -101,14 +101,14 @@ def best_rate_loss(cells: Cells, study: str, condition: Condition, loss: Score) 
     """Unscaled − inv_sqrt of a loss, each arm at its own best rate; ``None`` where no seed is complete."""
     pair = paired_scores(cells, study, ARMS, condition, loss)
     label = "own best rate" + (" (tuned on itself)" if len(pair.seeds) < 2 else "")
-    return own_best(label, pair, better=-1) if pair.seeds else None
+    return own_best(label, pair, better=-1) if pair.seeds and pair.is_tuned else None
 
 
-def rate_effects(cells: Cells, study: str, condition: Condition, score: Score) -> list[Effect]:
-    """Unscaled − inv_sqrt at the same rate, one effect a rate, on the seeds that both arms finished."""
+def rate_effects(cells: Cells, study: str, arms: Sequence[str], condition: Condition, score: Score) -> list[Effect]:
+    """The difference of two arms at the same rate, one effect a rate, on the seeds that both arms finished."""
     effects = []
     for rate in cells.levels(study, RATE, **condition):
-        pair = paired_scores(cells, study, ARMS, {**condition, RATE: rate}, score)
+        pair = paired_scores(cells, study, arms, {**condition, RATE: rate}, score)
         if pair.seeds:
             effects.append(Effect(f"lr {rate}", *(tuple(v[:, 0].tolist()) for v in pair.values)))
     return effects

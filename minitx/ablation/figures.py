@@ -1,8 +1,8 @@
 """The figures of the report: every run is a dot or a line, medians and intervals lie on top.
 
 Each function takes the findings and returns a matplotlib ``Figure``, or ``None`` where the grid has nothing to draw.
-Here are the rates and the paired seeds; ``design_figures`` has the studies that take the scale apart, ``probe_figures`` looks
-into the attention and at the ladder.
+Here are the rates and the paired seeds; ``design_figures`` sets arms and doses side by side, ``probe_figures`` looks into the
+attention and at the ladder.
 """
 
 from __future__ import annotations
@@ -13,32 +13,34 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minitx.ablation import design_figures, probe_figures
-from minitx.ablation.effects import Score, score_table
-from minitx.ablation.records import ARMS, RATE, RECALL, REFERENCE, SOLVED, TEXT, TREATMENT, accuracy_of, loss_of
+from minitx.ablation import design_figures, probe_figures, records
+from minitx.ablation.effects import score_table
+from minitx.ablation.records import DOSE, RATE, RECALL, TWO_BY_TWO, Cells
 from minitx.ablation.render import Drawing
 from minitx.ablation.statistics import Floats, wilson_interval
-from minitx.ablation.verdict import ENDPOINTS, Comparison, Findings
-from minitx.ablation.wording import STYLES, condition_text, style
-from minitx.analysis.canvas import DPI, GREY, INK, dodge, label, legend, panels, png, wrapped_panels
+from minitx.ablation.verdict import Comparison, Findings
+from minitx.ablation.wording import condition_text, place_text, style
+from minitx.analysis.canvas import DPI, GREY, dodge, label, legend, png, wrapped_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-def rate_against_score(findings: Findings, study: str = RECALL) -> Figure | None:
-    """Learning rate against accuracy (recall) or validation loss (text), a panel a condition, every run a dot."""
-    score, y = (accuracy_of, "accuracy") if study == RECALL else (loss_of, "validation loss (nats)")
-    return _by_rate(findings, study, score, y, _draw_runs)
+def rate_against_score(findings: Findings, study: str) -> Figure | None:
+    """Learning rate against the score of a study, a panel a condition, every run a dot."""
+    score = findings.cells.score(study)
+    return score and _by_rate(findings, study, score, score.name, _draw_runs)
 
 
-def solve_rate(findings: Findings) -> Figure | None:
-    """Share of seeds that solve recall, with Wilson's 95 % interval, against the learning rate."""
-    return _by_rate(findings, RECALL, accuracy_of, "share of seeds solved", _draw_shares)
+def solve_rate(findings: Findings, study: str) -> Figure | None:
+    """Share of seeds that solve a task, with Wilson's 95 % interval, against the learning rate."""
+    score = findings.cells.score(study)
+    draw = functools.partial(_draw_shares, solved=findings.cells.solved(study))
+    return score and _by_rate(findings, study, score, "share of seeds solved", draw)
 
 
-def _by_rate(findings: Findings, study: str, score: Score, y: str, draw: Callable[..., None]) -> Figure | None:
+def _by_rate(findings: Findings, study: str, score: records.Score, y: str, draw: Callable[..., None]) -> Figure | None:
     """A panel a condition with the learning rates side by side; ``draw`` fills in one arm."""
     cells, arms = findings.cells, findings.cells.arms(study)
     conditions = [c for c in cells.conditions(study) if cells.levels(study, RATE, **c)]
@@ -50,12 +52,12 @@ def _by_rate(findings: Findings, study: str, score: Score, y: str, draw: Callabl
         here = cells.arms(study, **condition)
         width = 0.05 if draw is _draw_runs else 0.12
         for i, arm in enumerate(here):
-            values = score_table(cells, study, arm, condition, cells.seeds(study, arm, **condition), rates, score)
+            values = score_table(cells, study, arm, condition, cells.seeds(study, arm, **condition), rates, score.of)
             draw(ax, values, np.arange(len(rates)) + dodge(len(here), i, width), *style(arm, arms))
         ax.set_xticks(range(len(rates)), rates)
         ax.set_xlim(-0.5, len(rates) - 0.5)
-        if study == RECALL:
-            ax.axhline(SOLVED, color=GREY, linewidth=0.8, linestyle="--" if draw is _draw_runs else "")
+        if score.better > 0:
+            ax.axhline(cells.solved(study), color=GREY, linewidth=0.8, linestyle="--" if draw is _draw_runs else "")
             ax.set_ylim(-0.05, 1.05)
         label(ax, condition_text(condition) if condition else study, "learning rate")
     legend(figure, [(arm, *style(arm, arms), "-") for arm in arms])
@@ -72,67 +74,82 @@ def _draw_runs(ax: Axes, values: Floats, x: Floats, color: str, marker: str) -> 
     ax.plot(x[ran], medians, "_", color=color, markersize=9, markeredgewidth=2)
 
 
-def _draw_shares(ax: Axes, values: Floats, x: Floats, color: str, marker: str) -> None:
+def _draw_shares(ax: Axes, values: Floats, x: Floats, color: str, marker: str, *, solved: float) -> None:
     for position, column in zip(x, values.T, strict=True):
         ran = column[np.isfinite(column)]
         if len(ran):
-            share = wilson_interval(int((ran >= SOLVED).sum()), len(ran))
+            share = wilson_interval(int((ran >= solved).sum()), len(ran))
             ax.plot([position, position], [share.low, share.high], "-", color=color, linewidth=1.4)
             ax.plot(position, share.estimate, marker, color=color, markersize=5)
 
 
 def paired_slopes(findings: Findings) -> Figure | None:
-    """Each seed's score with and without the scale: a line a seed, one row of panels an endpoint."""
-    found = {(c.endpoint, condition_text(c.condition)): c for c in findings.main if c.effect}
-    places = [condition_text(c) for c in findings.cells.conditions(RECALL) if ("E1", condition_text(c)) in found]
-    if not places:
+    """Each seed's score under both arms: a line a seed, a panel a comparison that the grid is about."""
+    found = [c for c in findings.main if c.effect]
+    if not found:
         return None
-    figure, axes = panels(len(ENDPOINTS), len(places), width=2.4, height=2.1, sharey="row")
-    for row, (endpoint, words) in zip(axes, ENDPOINTS.items(), strict=True):
-        for ax, place in zip(row, places, strict=True):
-            _draw_pairs(ax, found[endpoint, place])
-            label(ax, f"{place}\n{found[endpoint, place].judgement.word}")
-            ax.set_xticks([0, 1], ARMS)
-            ax.set_xlim(-0.4, 1.4)
+    figure, axes = wrapped_panels(len(found), "", width=2.3, height=2.1)
+    for ax, c in zip(axes, found, strict=True):
+        _draw_pairs(ax, c)
+        label(ax, f"{c.endpoint}, {place_text(c.study, c.condition)}\n{c.judgement.word}")
+        ax.set_xticks([0, 1], c.arms)
+        ax.set_xlim(-0.4, 1.4)
+        if c.better > 0:
             ax.set_ylim(-0.06, 1.06)
-        row[0].set_ylabel(f"{endpoint}: {words}", fontsize=8, color=INK)
     return figure
 
 
 def _draw_pairs(ax: Axes, c: Comparison) -> None:
     assert c.effect is not None
+    (first, _), (second, _) = (style(arm, c.arms) for arm in c.arms)
     for i, (a, b) in enumerate(zip(c.effect.reference, c.effect.treatment, strict=True)):
         shift = dodge(len(c.seeds), i, 0.035)
         ax.plot([shift, 1 + shift], [a, b], "-", color="#B0B0B0", linewidth=1)
-        ax.plot(shift, a, "o", color=STYLES[REFERENCE][0], markersize=4.5)
-        ax.plot(1 + shift, b, "s", color=STYLES[TREATMENT][0], markersize=4.5)
+        ax.plot(shift, a, "o", color=first, markersize=4.5)
+        ax.plot(1 + shift, b, "s", color=second, markersize=4.5)
 
 
-FIGURES: tuple[tuple[str, str, str, Callable[[Findings], Figure | None]], ...] = (
-    (
-        "recall_rates",
-        "Learning rate against accuracy",
-        "Recall (T1): a dot is a run, lines join the medians of the seeds. The dashed line is the bar for solved.",
-        rate_against_score,
-    ),
-    (
-        "recall_solved",
-        "Share of seeds that solve recall",
-        "Points are shares, bars are Wilson's 95 % intervals.",
-        solve_rate,
-    ),
-    (
-        "paired_seeds",
-        "The same seed with and without the scale",
-        "Each line is a seed. Above: accuracy at the rate chosen on the other seeds. Below: share of the rates solved.",
-        paired_slopes,
-    ),
-    (
-        "text_rates",
-        "Learning rate against validation loss on text",
-        "Character language model (T4): a dot is a run, lines join medians.",
-        functools.partial(rate_against_score, study=TEXT),
-    ),
+Draw = Callable[[Findings], "Figure | None"]
+Plan = tuple[str, str, str, Draw]
+"""File name, title, caption, and what draws it."""
+
+
+def _of_study(cells: Cells, study: str) -> list[Plan]:
+    """The figures of one judged study: rates where there are several, shares where there is an accuracy."""
+    score = cells.score(study)
+    if score is None or study in (DOSE, TWO_BY_TWO):  # these have a figure of their own
+        return []
+    plans: list[Plan] = []
+    dots = "A dot is a run, lines join the medians of the seeds that are judged."
+    if len(cells.levels(study, RATE)) > 1:
+        bar = " The dashed line is the bar for solved." if score.better > 0 else ""
+        title = f"{study}: learning rate against {score.name}"
+        plans.append((f"{study}_rates", title, dots + bar, functools.partial(rate_against_score, study=study)))
+        if score.better > 0:
+            caption = "Points are shares, bars are Wilson's 95 % intervals."
+            draw = functools.partial(solve_rate, study=study)
+            plans.append((f"{study}_solved", f"{study}: share of seeds that solve it", caption, draw))
+    if cells.grid.studies[study].measures or len(cells.levels(study, RATE)) < 2:
+        caption = "At the rate that the score chose: a dot is a seed, bars are medians."
+        draw = functools.partial(design_figures.measures_by_arm, study=study)
+        plans.append((f"{study}_arms", f"{study}: every arm", caption, draw))
+    return plans
+
+
+def plans(cells: Cells) -> list[Plan]:
+    """What can be drawn of a grid, in order: its judged studies, the pairs, then what speaks of the scale."""
+    judged = [plan for study in cells.grid.studies for plan in _of_study(cells, study)]
+    judged.sort(key=lambda plan: not plan[0].startswith(RECALL))
+    return [*judged, PAIRS, *OF_THE_SCALE]
+
+
+PAIRS: Plan = (
+    "paired_seeds",
+    "The same seed under both arms",
+    "Each line is a seed. E1: the score at the rate that was chosen. E2: share of the rates that solve the task.",
+    paired_slopes,
+)
+OF_THE_SCALE: tuple[Plan, ...] = (
     (
         "dose_response",
         "Dose and response",
@@ -158,6 +175,12 @@ FIGURES: tuple[tuple[str, str, str, Callable[[Findings], Figure | None]], ...] =
         probe_figures.init_map,
     ),
     (
+        "row_gradients",
+        "Gradient at the queries, row by row, at step 0",
+        "Share of rows (all seeds, layers and heads) by ‖dL/dq‖, L summed over the targets; dotted: the median row.",
+        probe_figures.row_gradients,
+    ),
+    (
         "during_training",
         "Attention during training",
         "A line is one layer of one run; deeper layers are darker.",
@@ -176,12 +199,11 @@ FIGURES: tuple[tuple[str, str, str, Callable[[Findings], Figure | None]], ...] =
         probe_figures.ladder_gradients,
     ),
 )
-"""File name, title, caption, and what draws it."""
 
 
 def draw_all(findings: Findings) -> list[Drawing]:
     """Every figure that the grid has data for, as PNG; equal findings give equal bytes."""
-    drawn = [(name, title, caption, draw(findings)) for name, title, caption, draw in FIGURES]
+    drawn = [(name, title, caption, draw(findings)) for name, title, caption, draw in plans(findings.cells)]
     return [
         Drawing(name, title, caption, round(figure.get_figwidth() * DPI), png(figure))
         for name, title, caption, figure in drawn

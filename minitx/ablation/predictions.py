@@ -1,12 +1,13 @@
 """The fate of the predictions, computed from the findings.
 
-The statements stand in the grid's config; here is a rule for each name, which returns a status and its numbers.
+The statements stand in the grid's config. One that foretells verdicts is held against them; for those about the scale that say
+more than a verdict can, here is a rule for each name, which returns a status and its numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,8 +18,9 @@ from minitx.ablation import statistics as st
 from minitx.ablation.effects import Effect, paired_scores
 from minitx.ablation.records import Record
 from minitx.ablation.tables import gradient_ratios, layer_mean, variance_slopes
-from minitx.ablation.verdict import ENDPOINTS, Findings, primary_condition
-from minitx.ablation.wording import condition_text, number, signed, span
+from minitx.ablation.verdict import Findings, primary_condition
+from minitx.ablation.wording import condition_text, number, place_text, signed, span
+from minitx.config import ExpectedVerdict, PredictionConfig
 
 SLOPE_BAR = 0.1
 """The variance law holds in the real network when the slope of ln Var on ln d_k is within 1 ± this."""
@@ -38,10 +40,32 @@ class Prediction:
 
 
 def predictions(findings: Findings) -> list[Prediction]:
-    """Judge the predictions that the grid brings, by the rules of their names."""
-    unknown: Answer = ("NOT TESTED", "this report has no rule for it")
+    """Judge the predictions that the grid brings: by the verdicts that they foretell, else by the rules of their names."""
     stated = findings.cells.grid.predictions.items()
-    return [Prediction(name, text, *(RULES[name](findings) if name in RULES else unknown)) for name, text in stated]
+    return [Prediction(name, p.statement, *_judge(findings, name, p)) for name, p in stated]
+
+
+def _judge(findings: Findings, name: str, prediction: PredictionConfig) -> Answer:
+    if prediction.expect:
+        return _foretold(findings, prediction.expect)
+    rule = RULES.get(name) if findings.about_the_scale else None
+    return rule(findings) if rule else ("NOT TESTED", "it foretells no verdict, and this report has no rule for it")
+
+
+def _foretold(findings: Findings, expected: Sequence[ExpectedVerdict]) -> Answer:
+    """HELD where every verdict is the one foretold, NOT HELD where one is the opposite."""
+    met: list[bool | None] = []
+    evidence = []
+    for one in expected:
+        asked = (one.study, one.endpoint, one.arms)
+        found = [c for c in findings.comparisons if (c.study, c.endpoint, c.arms) == asked]
+        for c in [c for c in found if one.condition.items() <= c.condition.items()]:
+            met.append(None if c.judgement.word == "INCONCLUSIVE" else c.judgement.word == one.verdict)
+            size = f"{signed(c.effect.difference)} ({span(c.effect.interval)})" if c.effect else c.judgement.reason
+            place = place_text(c.study, c.condition)
+            evidence.append(f"{c.label}, {place}: {c.words} {size}, {c.judgement.word}, foretold {one.verdict}")
+    status: Status = "NOT TESTED" if not met else "NOT HELD" if False in met else "INCONCLUSIVE" if None in met else "HELD"
+    return status, "; ".join(evidence) or "no such comparison"
 
 
 def _variance_law(findings: Findings) -> Answer:
@@ -73,7 +97,7 @@ def _gap_grows(findings: Findings) -> Answer:
 
 
 def _small_init(findings: Findings) -> Answer:
-    e1, e2 = (findings.find(endpoint, *rec.ARMS, init=rec.SMALL_INIT) for endpoint in ENDPOINTS)
+    e1, e2 = (findings.find(endpoint, *rec.ARMS, init=rec.SMALL_INIT) for endpoint in ("E1", "E2"))
     if e1 is None or e2 is None or e1.effect is None or e2.effect is None:
         return "NOT TESTED", f"no recall study with init {rec.SMALL_INIT}"
     final, window = e1.judgement.word, e2.judgement.word
@@ -109,7 +133,7 @@ def _fold(findings: Findings) -> Answer:
     if len(pair.seeds) < 2:
         return "INCONCLUSIVE", "fewer than two paired seeds"
     base, bare, fold = low = [values[:, 0] for values in pair.values]
-    largest = [np.array(st.usable_window(values, rec.SOLVED).largest) for values in pair.values]
+    largest = [np.array(st.usable_window(values, findings.cells.solved(rec.RECALL)).largest) for values in pair.values]
     recovered, smaller = st.paired_t_interval(fold - (base + bare) / 2), st.paired_t_interval(largest[2] - largest[0])
     means = ", ".join(f"{arm} {number(float(v.mean()))}" for arm, v in zip(arms, low, strict=True))
     evidence = (

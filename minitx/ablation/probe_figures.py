@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minitx.ablation.records import ARMS, LADDER, RECALL, REFERENCE, TEXT, TREATMENT, Record, as_number, finite, quotient
+from minitx.ablation.records import (
+    ARMS,
+    INIT,
+    LADDER,
+    PRIMARY_INIT,
+    RECALL,
+    REFERENCE,
+    TEXT,
+    TREATMENT,
+    Record,
+    as_number,
+    finite,
+    quotient,
+)
 from minitx.ablation.tables import InitRow, LadderRow
 from minitx.ablation.verdict import Findings, primary_condition
 from minitx.ablation.wording import STYLES, condition_text
@@ -95,14 +109,48 @@ def _draw_map(ax: Axes, rows: Iterable[InitRow], inits: Sequence[str], widths: S
     ax.set_yticks(range(len(inits)), inits)
 
 
+def row_gradients(findings: Findings) -> Figure | None:
+    """Histogram of ‖dL/dq_i‖ over the rows at step 0, both arms, a panel a d_k of recall under the primary init."""
+    cells = findings.cells
+    panels_of = {}
+    for condition in cells.conditions(RECALL, *ARMS):
+        counts = {arm: _row_histogram(cells.select(RECALL, arm, **condition)) for arm in ARMS}
+        if all(counts.values()) and condition.get(INIT, PRIMARY_INIT) == PRIMARY_INIT:
+            panels_of[condition_text(condition)] = counts
+    if not panels_of:
+        return None
+    figure, axes = wrapped_panels(len(panels_of), "share of rows", width=3.0, height=2.2, sharey=True)
+    for ax, (title, counts) in zip(axes, panels_of.items(), strict=True):
+        for arm, of_arm in counts.items():
+            edges = sorted(of_arm)
+            shares = [of_arm[edge] / sum(of_arm.values()) for edge in edges]
+            ax.bar(edges, shares, width=0.25, align="edge", color=STYLES[arm][0], alpha=0.45)
+            middle = edges[int(np.searchsorted(np.cumsum(shares), 0.5))]
+            ax.axvline(middle + 0.125, color=STYLES[arm][0], linestyle=":", linewidth=1.4)
+        label(ax, title, "log₁₀ ‖dL/dq‖")
+    legend(figure, LINES)
+    return figure
+
+
+def _row_histogram(runs: Iterable[Record]) -> dict[float, int]:
+    """Rows by the lower edge of a quarter of a decade, at step 0, over runs and layers; rows without gradient left out."""
+    counts: Counter[float] = Counter()
+    for run in runs:
+        for probe in (p for p in run["result"]["probes"] if p["step"] == 0):
+            for layer in probe["layers"]:
+                counts.update({float(e): n for e, n in layer.get("grad_query_histogram", {}).items() if e != "zero"})
+    return dict(counts)
+
+
 # --- during training
 
 
 PROBED = (
     ("entropy", "normalised entropy"),
     ("saturation_90", "share of rows, max p > 0.9"),
-    ("ratio", "‖∇W_Q‖ / ‖∇W_V‖"),
     ("max_logit", "largest |logit|"),
+    ("logit_step", "logit step (RMS)"),
+    ("ratio", "‖∇W_Q‖ / ‖∇W_V‖"),
 )
 
 
@@ -111,16 +159,16 @@ def during_training(findings: Findings) -> Figure | None:
     groups = _probed_groups(findings)
     if not groups:
         return None
-    figure, axes = panels(len(groups), len(PROBED), width=2.6, height=2.1)
+    figure, axes = panels(len(groups), len(PROBED), width=2.3, height=2.1)
     for i, (row, (title, runs)) in enumerate(zip(axes, groups.items(), strict=True), 1):
         for ax, (name, words) in zip(row, PROBED, strict=True):
             for record in runs:
                 _draw_probes(ax, record, name)
             step_axis(ax, max(p["step"] for r in runs for p in r["result"]["probes"]))
-            if name in ("ratio", "max_logit"):
-                log_ticks(ax)
-            else:
+            if name in ("entropy", "saturation_90"):
                 ax.set_ylim(-0.03, 1.03)
+            elif any(np.nanmax(line.get_ydata(), initial=0.0) > 0 for line in ax.lines):
+                log_ticks(ax)
             label(ax, words if i == 1 else "", "step" if i == len(groups) else "")
         row[0].set_ylabel(title, fontsize=8, color=INK)
     legend(figure, LINES)

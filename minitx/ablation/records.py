@@ -32,9 +32,6 @@ RECALL, TEXT, LADDER, INIT_SWEEP, NULL_CONTROL = "recall", "text", "ladder", "in
 FLOOR_STUDY, DOSE, TWO_BY_TWO = "floor", "dose", "two_by_two"
 RATE, WIDTH, INIT, RUNG = "lr", "head_dim", "init", "rung"
 PRIMARY_INIT, SMALL_INIT = "lecun", "gpt2"
-SOLVED = 0.99
-"""Recall is solved at this accuracy."""
-
 Record = Mapping[str, Any]
 Condition = Mapping[str, str]
 
@@ -127,6 +124,15 @@ class Cells:
         tuned_on = self._planned(study).tune_seeds
         return tuple(sorted({k.seed for k in self.keys(study, arm, **levels)} - set(tuned_on)))
 
+    def solved(self, study: str) -> float:
+        """The accuracy at which the task of a study is solved."""
+        return self._planned(study).solved
+
+    def score(self, study: str) -> Score | None:
+        """What a study is judged by, ``None`` where it is not judged."""
+        word = self._planned(study).score
+        return None if word is None else SCORES[word]
+
     def tune_seeds(self, study: str) -> tuple[int, ...]:
         """Seeds whose runs choose the rate and are never judged."""
         return self._planned(study).tune_seeds
@@ -189,7 +195,7 @@ def _plain(value: Any) -> Any:
 
 
 class Score(NamedTuple):
-    """What a study is judged by: of a record a number, whether large is good (1) or small (−1), and its name."""
+    """What a study is judged by: of a record a number, whether large is good (1) or small (−1), and its name in words."""
 
     of: Callable[[Record], float]
     better: int
@@ -230,6 +236,18 @@ def loss_of(record: Record) -> float:
 
 
 SCORES = {"accuracy": Score(accuracy_of, 1, "accuracy"), "loss": Score(loss_of, -1, "validation loss (nats)")}
+
+
+def measure(name: str) -> Score:
+    """A number of ``result.measures``, small is good; of a run that left none, NaN (a loss: the loss at init)."""
+
+    def of(record: Record) -> float:
+        measured = finite((record["result"].get("measures") or {}).get(name))
+        if measured is not None:
+            return measured
+        return loss_of(record) if name.startswith("loss") else math.nan
+
+    return Score(of, -1, name.replace("_", " "))
 
 
 def visible_keys(record: Record) -> int:

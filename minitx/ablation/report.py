@@ -17,7 +17,7 @@ from minitx.ablation.predictions import Prediction, predictions
 from minitx.ablation.records import ARMS, Cells, collect, loss_of
 from minitx.ablation.render import Table, to_html, to_markdown, to_text
 from minitx.ablation.verdict import Comparison, Findings, analyse
-from minitx.ablation.wording import condition_text, number, p_text, signed, span
+from minitx.ablation.wording import number, p_text, place_text, signed, span
 from minitx.config import AblationConfig
 
 RESULT_COLUMNS = (
@@ -110,10 +110,15 @@ def summary_text(findings: Findings, judged: Sequence[Prediction]) -> str:
         f"expected, {len(cells.done)} done, {len(cells.failed)} failed, {len(cells.missing)} missing"
     )
     blocks = [counts]
-    rows = [_summary_row(c) for c in findings.main]
+    pairs = list(dict.fromkeys(c.arms for c in findings.main))
+    rows = [_summary_row(c, f"{_letter(pairs, c.arms)}: " if len(pairs) > 1 else "") for c in findings.main]
     if rows:
-        headers = ("", "recall under", "seeds", *ARMS, "change", "95 % interval", "p", "verdict")
-        blocks.append(to_text(Table("E1 accuracy at the best rate, E2 usable window; * primary.", headers, rows)))
+        arms = pairs[0] if len(pairs) == 1 else ("first", "second")
+        headers = ("", "where", "seeds", *arms, "change", "95 % interval", "p", "verdict")
+        caption = "E1 score at the best rate, E2 usable window; * primary."
+        for pair in pairs if len(pairs) > 1 else ():
+            caption += f" {_letter(pairs, pair)}: {pair[1]} − {pair[0]}."
+        blocks.append(to_text(Table(caption, headers, rows)))
     if findings.ladder:
         blocks.append(to_text(_ladder_summary(findings)))
     if findings.null:
@@ -124,11 +129,16 @@ def summary_text(findings: Findings, judged: Sequence[Prediction]) -> str:
     return "\n\n".join(blocks)
 
 
-def _summary_row(c: Comparison) -> tuple[str, ...]:
+def _letter(pairs: Sequence[tuple[str, str]], arms: tuple[str, str]) -> str:
+    """A short name for a pair of arms in a narrow table."""
+    return "abcdefghijklmnopqrstuvwxyz"[pairs.index(arms)]
+
+
+def _summary_row(c: Comparison, pair: str) -> tuple[str, ...]:
     e = c.effect
     means = (number(mean(e.reference)), number(mean(e.treatment)), signed(e.difference)) if e else ("–", "–", "–")
     p = p_text(c.p_adjusted if c.primary else c.p_harm)
-    where = condition_text(c.condition).replace("init ", "")
+    where = pair + place_text(c.study, c.condition).replace("init ", "")
     interval = span(e.interval) if e and e.interval else "–"
     return (c.endpoint, where + ("*" if c.primary else ""), str(len(c.seeds)), *means, interval, p, c.judgement.word)
 

@@ -17,11 +17,14 @@ from minitx.ablation.records import Cells
 from minitx.ablation.render import Block, Table
 from minitx.ablation.statistics import fisher_p
 from minitx.ablation.tables import InitRow, LadderRow
-from minitx.ablation.verdict import ENDPOINTS, Comparison, Findings
-from minitx.ablation.wording import condition_text, number, p_text, signed, span
+from minitx.ablation.verdict import Comparison, Findings
+from minitx.ablation.wording import condition_text, number, p_text, place_text, signed, span
 
 MEANS = "mean (median)"
-EFFECT_HEADERS = ("pairs", *(f"{arm} {MEANS}" for arm in rec.ARMS), "unscaled − inv_sqrt", "95 % interval")
+
+
+def _effect_headers(arms: Sequence[str]) -> tuple[str, ...]:
+    return ("pairs", *(f"{arm} {MEANS}" for arm in arms), f"{arms[1]} − {arms[0]}", "95 % interval")
 
 
 def interval_text(effect: Effect) -> str:
@@ -30,7 +33,7 @@ def interval_text(effect: Effect) -> str:
 
 def clause(c: Comparison) -> str:
     """An endpoint, its difference and its verdict."""
-    return f"{ENDPOINTS[c.endpoint]}{_outcome(c)}"
+    return f"{c.words}{_outcome(c)}"
 
 
 def _outcome(c: Comparison) -> str:
@@ -52,12 +55,13 @@ def _effect_cells(e: Effect) -> tuple[str, ...]:
 
 def verdict_part(findings: Findings) -> list[Block]:
     if not findings.main:
-        return ["The grid has no recall study with both arms, so there is no verdict.", _lost_cells(findings.cells)]
+        return ["The grid compares no two arms, so there is no verdict.", _lost_cells(findings.cells)]
+    family = sum(c.primary for c in findings.comparisons)
     caption = (
-        "Unscaled − inv_sqrt on recall, paired by seed; negative is harm. E1: accuracy at each arm's own best rate. "
-        "E2: usable window, the share of the rates that solve recall. p of harm: exact sign-flip, one-sided; adjusted by "
-        f"Holm over the primary family (m = 2). p of equality: TOST within ±{findings.cells.grid.margin:g}. Other rows are "
-        "secondary: the same statistics, not adjusted."
+        "The second arm minus the first, paired by seed. E1: the score at each arm's own best rate; of accuracy, negative is "
+        "harm, of loss, positive. E2: usable window, the share of the rates that solve the task. p of harm: exact sign-flip, "
+        f"one-sided; adjusted by Holm over the primary family (m = {family}). p of equality: TOST within "
+        f"±{findings.cells.grid.margin:g}. Other rows are secondary: the same statistics, not adjusted."
     )
     reasons: dict[str, list[Comparison]] = {}
     for c in findings.main:
@@ -71,26 +75,30 @@ def verdict_part(findings: Findings) -> list[Block]:
 
 def _places(found: Sequence[Comparison]) -> str:
     """Which endpoints under which condition."""
+    named = len({c.arms for c in found}) > 1
     places: dict[str, list[str]] = {}
     for c in found:
-        places.setdefault(condition_text(c.condition), []).append(c.endpoint)
+        place = place_text(c.study, c.condition)
+        places.setdefault(f"{c.label}, {place}" if named else place, []).append(c.endpoint)
     return "; ".join(f"{where}: {' and '.join(endpoints)}" for where, endpoints in places.items())
 
 
-def _comparison_table(caption: str, found: Sequence[Comparison], named: bool = False) -> Table:
-    """One row a comparison; ``named`` says which arms are compared, where that differs from row to row."""
+def _comparison_table(caption: str, found: Sequence[Comparison], folded: bool = False) -> Table:
+    """One row a comparison; it says which arms are compared where that differs from row to row."""
+    named = len({c.arms for c in found}) > 1
     rows = []
     for c in found:
         e = c.effect
         scores = (signed(e.difference), span(e.interval), _centre(e.reference), _centre(e.treatment)) if e else ("–",) * 4
         p_harm = p_text(c.p_harm) + (f", adjusted {p_text(c.p_adjusted)}" if c.p_adjusted is not None else "")
-        where = condition_text(c.condition) + (" (primary)" if c.primary else "")
-        what = (*((c.label,) if named else ()), c.endpoint, where, c.judgement.word)
+        where = place_text(c.study, c.condition) + (" (primary)" if c.primary else "")
+        endpoint = c.endpoint if c.endpoint in ("E1", "E2") else c.words
+        what = (*((c.label,) if named else ()), endpoint, where, c.judgement.word)
         rows.append((*what, *scores, str(len(c.seeds)), p_harm, p_text(c.p_equal)))
-    arms = ("reference", "treatment") if named else rec.ARMS
+    arms = ("first arm", "second arm") if named else found[0].arms
     headers = (*(("arms",) if named else ()), "endpoint", "condition", "verdict", "difference", "95 % interval")
     tests = (*(f"{arm} {MEANS}" for arm in arms), "seeds", "p of harm", "p of equality")
-    return Table(caption, (*headers, *tests), rows, folded=named)
+    return Table(caption, (*headers, *tests), rows, folded=folded)
 
 
 def _lost_cells(cells: Cells) -> Block:
@@ -106,8 +114,9 @@ def _lost_cells(cells: Cells) -> Block:
 
 
 def claims_part(findings: Findings) -> list[Block]:
+    recall = [c for c in findings.main if (c.study, c.arms) == (rec.RECALL, rec.ARMS)]
     windows, finals = (
-        "; ".join(f"{condition_text(c.condition)}:{_outcome(c)}" for c in findings.main if c.endpoint == e and c.effect)
+        "; ".join(f"{condition_text(c.condition)}:{_outcome(c)}" for c in recall if c.endpoint == e and c.effect)
         for e in ("E2", "E1")
     )
     return [
@@ -162,10 +171,10 @@ def _text_effects(cells: Cells) -> Block:
     rows = []
     for condition in cells.conditions(rec.TEXT):
         best = best_rate_loss(cells, rec.TEXT, condition, rec.loss_of)
-        for e in [*rate_effects(cells, rec.TEXT, condition, rec.loss_of), *([best] if best else [])]:
+        for e in [*rate_effects(cells, rec.TEXT, rec.ARMS, condition, rec.loss_of), *([best] if best else [])]:
             rows.append((condition_text(condition), e.label, *_effect_cells(e)))
     caption = "Text (T4): validation loss in nats; positive is harm."
-    return Table(caption, ("condition", "rate", *EFFECT_HEADERS), rows) if rows else "Text (T4): no paired cells."
+    return Table(caption, ("condition", "rate", *_effect_headers(rec.ARMS)), rows) if rows else "Text (T4): no paired cells."
 
 
 # --- every arm, and the controls
@@ -183,10 +192,13 @@ def arms_part(findings: Findings) -> list[Block]:
         done = f"{r.done} of {r.expected}"
         rows.append((r.study, condition_text(r.condition), r.arm, done, outcomes, chosen, edge, largest))
     headers = ("study", "condition", "arm", "cells", "outcomes", "chosen rate (seeds)", "on the edge", "largest usable (seeds)")
+    tuned = [name for name, study in findings.cells.grid.studies.items() if study.tune_seeds and study.score]
+    how = (
+        f"on seeds of their own ({', '.join(tuned)}), else for each seed by the other seeds" if tuned else "by the other seeds"
+    )
     caption = (
-        "Rates are chosen for each seed by the other seeds; ties go to the smaller rate. An edge is flagged where the "
-        "first or last rate beats every inner one by more than the margin. Largest usable: the largest rate that solves "
-        "recall; in brackets the seeds."
+        f"Rates are chosen {how}; ties go to the smaller rate. An edge is flagged where the first or last rate beats every "
+        "inner one by more than the margin. Largest usable: the largest rate that solves the task; in brackets the seeds."
     )
     return [Table(caption, headers, rows) if rows else "The grid has no cells."]
 
@@ -209,21 +221,22 @@ def controls_part(findings: Findings) -> list[Block]:
 
 
 def where_part(findings: Findings) -> list[Block]:
-    others = [c for c in findings.comparisons if c.arms != rec.ARMS]
-    caption = "Secondary: comparisons with init_fold, same statistics, not adjusted."
+    main = findings.main
+    others = [c for c in findings.comparisons if c not in main]
+    caption = "Secondary: further comparisons and measures, same statistics, not adjusted."
     return [
-        _where_table(findings.main),
+        *([_where_table(main)] if main else ["The grid compares no two arms."]),
         *([_gap_table(findings)] if findings.gaps else []),
-        _same_rate_effects(findings.cells),
-        *([_comparison_table(caption, others, named=True)] if others else []),
+        *_same_rate_effects(findings),
+        *([_comparison_table(caption, others, folded=len(others) > 8)] if others else []),
     ]
 
 
 def _where_table(found: Sequence[Comparison]) -> Table:
     words = {"HARM": "appears", "NO HARM": "disappears", "INCONCLUSIVE": "is open"}
     rows = [(w, title, _places([c for c in found if c.judgement.word == w]) or "nowhere") for w, title in words.items()]
-    caption = "Unscaled − inv_sqrt on recall. E1: accuracy at the best rate. E2: usable window."
-    return Table(caption, ("verdict", "the effect", "where"), rows)
+    labels = ", ".join(dict.fromkeys(c.label for c in found))
+    return Table(f"{labels}. E1: the score at the best rate. E2: usable window.", ("verdict", "the effect", "where"), rows)
 
 
 def _gap_table(findings: Findings) -> Table:
@@ -236,18 +249,32 @@ def _gap_table(findings: Findings) -> Table:
     return Table(caption, ("init", "gap", "slope", "95 % interval"), rows)
 
 
-def _same_rate_effects(cells: Cells) -> Block:
-    """Recall at the same learning rate: accuracy, and solved seeds with Fisher's exact p."""
+def _same_rate_effects(findings: Findings) -> list[Block]:
+    """The first comparison at the same learning rate, a table a study; solved seeds with Fisher's exact p."""
+    blocks: list[Block] = []
+    for study, arms in dict.fromkeys((c.study, c.arms) for c in findings.main):
+        rows = _same_rate_rows(findings.cells, study, arms)
+        score = findings.cells.score(study)
+        if rows and score:
+            sign = "negative" if score.better > 0 else "positive"
+            caption = f"Secondary: {study}, {score.name} of both arms at the same rate; {sign} is harm. Not adjusted."
+            headers = ("condition", "rate", *_effect_headers(arms), "solved", "Fisher p, two-sided")
+            blocks.append(Table(caption, headers, rows, folded=True))
+    return blocks or ["The same rate: no paired cells."]
+
+
+def _same_rate_rows(cells: Cells, study: str, arms: Sequence[str]) -> list[tuple[str, ...]]:
+    score = cells.score(study)
+    assert score is not None
     rows = []
-    for condition in cells.conditions(rec.RECALL):
-        for e in rate_effects(cells, rec.RECALL, condition, rec.accuracy_of):
-            pairs = len(e.reference)
-            a, b = (sum(x >= rec.SOLVED for x in values) for values in (e.reference, e.treatment))
-            p = p_text(fisher_p((a, b), (pairs, pairs)))
-            rows.append((condition_text(condition), e.label, *_effect_cells(e), f"{a} and {b} of {pairs}", p))
-    caption = "Secondary: recall accuracy of both arms at the same rate; negative is harm. Not adjusted."
-    headers = ("condition", "rate", *EFFECT_HEADERS, "solved", "Fisher p, two-sided")
-    return Table(caption, headers, rows, folded=True) if rows else "Recall at the same rate: no paired cells."
+    for condition in cells.conditions(study, *arms):
+        for e in rate_effects(cells, study, arms, condition, score.of):
+            pairs, solved = len(e.reference), ("–", "–")
+            if score.better > 0:
+                a, b = (sum(x >= cells.solved(study) for x in values) for values in (e.reference, e.treatment))
+                solved = (f"{a} and {b} of {pairs}", p_text(fisher_p((a, b), (pairs, pairs))))
+            rows.append((condition_text(condition), e.label, *_effect_cells(e), *solved))
+    return rows
 
 
 # --- the ladder

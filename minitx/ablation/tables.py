@@ -51,7 +51,7 @@ def arm_rows(cells: Cells) -> list[ArmRow]:
 
 
 def _is_judged(cells: Cells, study: str) -> bool:
-    return study in cells.grid.studies and cells.grid.studies[study].score is not None
+    return cells.score(study) is not None
 
 
 def _arm_row(cells: Cells, study: str, arm: str, condition: Condition) -> ArmRow:
@@ -66,17 +66,16 @@ def _chosen_rates(
     cells: Cells, study: str, arm: str, condition: Condition
 ) -> tuple[dict[str, int], int, tuple[str | None, ...]]:
     """Seeds a chosen rate, how many of them are on the edge, and the largest usable rate of each seed."""
-    word = cells.grid.studies[study].score if study in cells.grid.studies else None
-    if word is None:
+    score = cells.score(study)
+    if score is None:
         return {}, 0, ()
-    score = rec.SCORES[word]
     table = paired_scores(cells, study, (arm,), condition, score.of)
     if len(table.rates) < 2 or not table.seeds:
         return {}, 0, ()
     rates, values = table.rates, table.values[0]
     choices = table.choices(0, score.better, plateau=cells.grid.margin)
     chosen = {rates[i]: choices.picks.count(i) for i in sorted(set(choices.picks))}
-    windows = usable_window(values, rec.SOLVED).largest if word == "accuracy" else ()
+    windows = usable_window(values, cells.solved(study)).largest if score.better > 0 else ()
     return chosen, sum(choices.on_edge), tuple(rates[i] if i >= 0 else None for i in windows)
 
 

@@ -1,8 +1,8 @@
 """What the grid says: the comparisons of the arms on recall, and everything else that the report shows.
 
-Two endpoints, paired by seed: **E1** the score at each arm's own best learning rate, chosen on seeds of their own or on the
+Endpoints, paired by seed: **E1** the score at each arm's own best learning rate, chosen on seeds of their own or on the
 other seeds; **E2**, where the score is accuracy, the usable window: the share of the common rates on which the task is
-solved. What the grid calls *primary* is one family, adjusted by Holm over all its endpoints. Everything else is
+solved; and every measure of the study at the rate that E1 chose. What the grid calls *primary* is one family, adjusted by Holm over all its endpoints. Everything else is
 *secondary*: the same statistics, not adjusted, and labelled so.
 """
 
@@ -12,21 +12,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from minitx.ablation import records as rec
 from minitx.ablation import statistics as st
 from minitx.ablation import tables
-from minitx.ablation.effects import Effect, Paired, own_best, paired_scores
+from minitx.ablation.effects import Effect, Paired, own_best, paired_scores, score_table
 from minitx.ablation.records import Cells, Condition
 from minitx.ablation.statistics import Interval, Judgement
 from minitx.config import ComparisonConfig
 
-ENDPOINTS = {"E1": "accuracy at the best rate", "E2": "usable window"}
+WINDOW = "usable window"
+"""E2 in words."""
 
 
 @dataclass(frozen=True)
 class Comparison:
     """``arms`` (reference, treatment) on one endpoint under one condition, and the verdict on their difference.
 
+    ``words`` are the endpoint in words, and ``better`` is −1 where small is good.
     ``effect`` holds the scores of ``seeds``; a seed with a missing or failed cell cannot be scored and makes the verdict
     INCONCLUSIVE. ``p_adjusted`` is ``None`` for secondary comparisons, whose p is not adjusted.
     """
@@ -34,6 +38,8 @@ class Comparison:
     primary: bool
     study: str
     endpoint: str
+    words: str
+    better: int
     arms: tuple[str, str]
     condition: Condition
     seeds: tuple[int, ...]
@@ -55,13 +61,19 @@ class _Tested:
     planned: ComparisonConfig
     condition: Condition
     endpoint: str
+    words: str
+    better: int
     pair: Paired
     effect: Effect | None
-    gains: tuple[float, ...]
 
     @property
     def primary(self) -> bool:
-        return any(levels.items() <= self.condition.items() for levels in self.planned.primary)
+        main = self.endpoint in ("E1", "E2")
+        return main and any(levels.items() <= self.condition.items() for levels in self.planned.primary)
+
+    @property
+    def gains(self) -> tuple[float, ...]:
+        return tuple(self.better * d for d in self.effect.differences) if self.effect else ()
 
     @property
     def p_harm(self) -> float | None:
@@ -71,28 +83,44 @@ class _Tested:
         p = self.p_harm
         p_equal = st.equivalence_p(self.gains, margin) if len(self.gains) > 1 else None
         judgement = _judge(self.pair, self.gains, p if p_adjusted is None else p_adjusted, margin)
-        place = (self.primary, self.planned.study, self.endpoint, self.planned.arms, self.condition, self.pair.seeds)
-        return Comparison(*place, self.effect, p, p_adjusted, p_equal, judgement)
+        place = (self.primary, self.planned.study, self.endpoint, self.words, self.better, self.planned.arms, self.condition)
+        return Comparison(*place, self.pair.seeds, self.effect, p, p_adjusted, p_equal, judgement)
 
 
 def _test(cells: Cells, planned: ComparisonConfig, condition: Condition) -> list[_Tested]:
     """The endpoints of a study for one pair of arms under one condition."""
-    score = score_of(cells, planned.study)
-    pair = paired_scores(cells, planned.study, planned.arms, condition, score.of)
-    effects: dict[str, Effect | None] = dict.fromkeys(ENDPOINTS if score.better > 0 else ("E1",))
-    if pair.seeds and pair.is_tuned:
-        windows = (st.usable_window(v, rec.SOLVED).share for v in pair.values)
-        found = {"E1": own_best("E1", pair, score.better), "E2": Effect("E2", *windows)}
-        effects = {endpoint: found[endpoint] for endpoint in effects}
-    gains = {name: tuple(score.better * d for d in e.differences) if e else () for name, e in effects.items()}
-    return [_Tested(planned, condition, name, pair, effect, gains[name]) for name, effect in effects.items()]
+    study, score = planned.study, cells.score(planned.study)
+    assert score is not None  # the config refuses a comparison of a study without a score
+    pair = paired_scores(cells, study, planned.arms, condition, score.of)
+    usable = bool(pair.seeds) and pair.is_tuned
+
+    def tested(endpoint: str, words: str, better: int, effect: Effect | None) -> _Tested:
+        return _Tested(planned, condition, endpoint, words, better, pair, effect)
+
+    found = [
+        tested("E1", f"{score.name} at the best rate", score.better, own_best("E1", pair, score.better) if usable else None)
+    ]
+    if score.better > 0:
+        windows = (st.usable_window(v, cells.solved(study)).share for v in pair.values) if usable else ()
+        found.append(tested("E2", WINDOW, 1, Effect("E2", *windows) if usable else None))
+    for name in cells.grid.studies[study].measures:
+        effect = measured_effect(cells, study, planned.arms, condition, pair, name) if usable else None
+        found.append(tested(name, rec.measure(name).name, -1, effect))
+    return found
 
 
-def score_of(cells: Cells, study: str) -> rec.Score:
-    """What a compared study is judged by."""
-    word = cells.grid.studies[study].score
-    assert word is not None  # the config refuses a comparison of a study without a score
-    return rec.SCORES[word]
+def measured_effect(
+    cells: Cells, study: str, arms: Sequence[str], condition: Condition, pair: Paired, name: str
+) -> Effect | None:
+    """A measure of both arms at the rates that ``pair`` chose; ``None`` where a run left none."""
+    better = rec.SCORES[cells.grid.studies[study].score or "loss"].better
+    values = []
+    for i, arm in enumerate(arms):
+        table = score_table(cells, study, arm, condition, pair.seeds, pair.rates, rec.measure(name).of)
+        values.append(table[range(len(pair.seeds)), pair.choices(i, better).picks])
+    if not all(np.isfinite(v).all() for v in values):
+        return None
+    return Effect(name, *(tuple(v.tolist()) for v in values))
 
 
 def _judge(pair: Paired, gains: Sequence[float], p: float | None, margin: float) -> Judgement:
@@ -101,7 +129,7 @@ def _judge(pair: Paired, gains: Sequence[float], p: float | None, margin: float)
         listed = ", ".join(map(str, pair.incomplete))
         return Judgement("INCONCLUSIVE", f"{len(pair.incomplete)} of {total} seeds lack a finished cell (seed {listed})")
     if p is None:
-        return Judgement("INCONCLUSIVE", "no paired seeds")
+        return Judgement("INCONCLUSIVE", "no paired seeds" if not pair.seeds else "a run left no number")
     return st.verdict(gains, margin=margin, p_harm=p)
 
 
@@ -155,7 +183,8 @@ class Gap:
 
 def gaps_by_width(found: Sequence[Comparison]) -> list[Gap]:
     """One :class:`Gap` an init with two or more d_k; the slope needs three seeds that are complete at every d_k."""
-    scored = [c for c in found if c.endpoint == "E1" and c.arms == rec.ARMS and c.effect and rec.width_of(c.condition)]
+    mine = [c for c in found if (c.study, c.endpoint, c.arms) == (rec.RECALL, "E1", rec.ARMS)]
+    scored = [c for c in mine if c.effect and rec.width_of(c.condition)]
     gaps = []
     for init in sorted({c.condition.get(rec.INIT, "") for c in scored}):
         rows = sorted((c for c in scored if c.condition.get(rec.INIT, "") == init), key=lambda c: rec.width_of(c.condition))
@@ -190,15 +219,24 @@ class Findings:
 
     @property
     def main(self) -> list[Comparison]:
-        """The arms that the grid compares first, under every condition, the primary ones first."""
+        """What the grid is about: its primary comparisons, and those of the arms that it compares first; primary ones first.
+
+        Measures are not among them.
+        """
         planned = self.cells.grid.comparisons
-        return [c for c in self.comparisons if c.arms == planned[0].arms]
+        endpoints = [c for c in self.comparisons if c.endpoint in ("E1", "E2")]
+        return [c for c in endpoints if c.primary or c.arms == planned[0].arms]
+
+    @property
+    def about_the_scale(self) -> bool:
+        """Whether the grid has the arms that sentences and results about 1/√d_k speak of."""
+        return set(rec.ARMS) <= set(self.cells.grid.arms)
 
     def find(self, endpoint: str, reference: str, treatment: str, **levels: str) -> Comparison | None:
-        """The comparison of these arms at the largest d_k with these levels."""
+        """The comparison of these arms at the largest d_k with these levels; that of recall, where there is one."""
         asked = (endpoint, reference, treatment)
         rows = [c for c in self.comparisons if (c.endpoint, *c.arms) == asked and levels.items() <= c.condition.items()]
-        return max(rows, key=lambda c: rec.width_of(c.condition), default=None)
+        return max(rows, key=lambda c: (c.study == rec.RECALL, rec.width_of(c.condition)), default=None)
 
 
 def analyse(cells: Cells) -> Findings:

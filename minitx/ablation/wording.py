@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from minitx.ablation.records import FLOOR, FOLD, INIT, REFERENCE, TREATMENT, WIDTH, Condition
+from minitx.ablation.records import FLOOR, FOLD, INIT, RECALL, REFERENCE, TREATMENT, WIDTH, Condition
 from minitx.ablation.statistics import Interval
 from minitx.analysis.canvas import PALETTE
 
@@ -58,3 +58,10 @@ def condition_text(condition: Condition) -> str:
     words = {WIDTH: "d_k"}
     names = sorted(condition, key=lambda name: (name != INIT, name))
     return ", ".join(f"{words.get(name, name)} {condition[name]}" for name in names) or "all cells"
+
+
+def place_text(study: str, condition: Condition) -> str:
+    """Where something was compared; the name of recall, which most is about, is left out."""
+    if study == RECALL:
+        return condition_text(condition)
+    return ", ".join([study, condition_text(condition)] if condition else [study])

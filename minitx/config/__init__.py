@@ -5,7 +5,7 @@ A config is plain data (``dict``, ``list``, ``str``, numbers) in YAML files, on 
 imported. Messages begin with ``key=value``.
 """
 
-from minitx.config.ablation import AblationConfig, ComparisonConfig, StudyConfig
+from minitx.config.ablation import AblationConfig, ComparisonConfig, ExpectedVerdict, PredictionConfig, StudyConfig
 from minitx.config.checks import ConfigError, to_dict
 from minitx.config.data import (
     ClassifyDataConfig,
@@ -47,6 +47,7 @@ __all__ = [
     "DataConfig",
     "DatesDataConfig",
     "EvaluationConfig",
+    "ExpectedVerdict",
     "HubDataConfig",
     "ImageDataConfig",
     "InductionDataConfig",
@@ -57,6 +58,7 @@ __all__ = [
     "OptimizerConfig",
     "PairsDataConfig",
     "ParameterRule",
+    "PredictionConfig",
     "ProbeConfig",
     "RecallDataConfig",
     "RunConfig",

@@ -18,7 +18,8 @@ class StudyConfig:
 
     The factor ``lr`` is tuned where a study is judged: on the ``tune_seeds``, runs of their own that are never judged, or,
     where there are none, for every seed on the others. ``score`` is what its cells are judged by: ``accuracy`` (with the
-    share of rates that solve the task, the usable window) or ``loss`` (of validation, in nats).
+    share of rates that reach ``solved``, the usable window) or ``loss`` (of validation, in nats). ``measures`` are further
+    numbers of a run's result, small is good, judged as endpoints of their own at the rate that the score chose.
     """
 
     base: tuple[str, ...] = ()
@@ -28,6 +29,13 @@ class StudyConfig:
     tune_seeds: tuple[int, ...] = ()
     skip: tuple[Mapping[str, tuple[str, ...]], ...] = ()
     score: Literal["accuracy", "loss"] | None = None
+    solved: float = 0.99
+    measures: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(
+            not self.measures or self.score is not None, f"measures={list(self.measures)} need a score to choose the rate by"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +52,31 @@ class ComparisonConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpectedVerdict:
+    """A verdict that a prediction foretells: of ``arms`` = (reference, treatment) of a study on an endpoint, under every
+    condition that has the levels of ``condition``."""
+
+    study: str
+    arms: tuple[str, str]
+    verdict: Literal["HARM", "NO HARM"]
+    endpoint: str = "E1"
+    condition: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionConfig:
+    """A sentence, and the verdicts that it foretells; without any, the report has a rule of its own for it, or says that it
+    has none."""
+
+    statement: str
+    expect: tuple[ExpectedVerdict, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class AblationConfig:
-    """A grid of training runs and how it is judged: see ``docs/scaling_ablation`` and ``minitx.ablation``.
+    """A grid of training runs and how it is judged: see ``docs/ablation.md`` and ``minitx.ablation``.
+
+    ``question`` is the title of the report.
 
     ``arms`` names lists of overrides. ``time_limit`` (seconds) bounds the projection: over it, ``trim`` (overrides that
     shorten the runs) is applied to every cell. ``margin`` is the smallest difference that counts as harm. ``only`` names the
@@ -53,12 +84,13 @@ class AblationConfig:
     """
 
     name: str = "quick"
+    question: str = "An ablation"
     confirmatory: bool = False
     arms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     studies: Mapping[str, StudyConfig] = field(default_factory=dict)
     only: tuple[str, ...] = ()
     comparisons: tuple[ComparisonConfig, ...] = ()
-    predictions: Mapping[str, str] = field(default_factory=dict)
+    predictions: Mapping[str, PredictionConfig] = field(default_factory=dict)
     margin: float = 0.02
     workers: int | None = None
     time_limit: float | None = None
@@ -77,6 +109,9 @@ class AblationConfig:
         require(not missing, f"only={missing} are no studies of this grid; it has {', '.join(self.studies)}")
         for i, comparison in enumerate(self.comparisons):
             self._check_comparison(f"comparisons[{i}]", comparison)
+        for name, prediction in self.predictions.items():
+            for i, expected in enumerate(prediction.expect):
+                self._check_expected(f"predictions.{name}.expect[{i}]", expected)
 
     def _check_comparison(self, place: str, comparison: ComparisonConfig) -> None:
         study = self.studies.get(comparison.study)
@@ -90,9 +125,24 @@ class AblationConfig:
             wrong = [f"{n}={v}" for n, v in condition.items() if v not in study.factors.get(n, ())]
             require(not wrong, f"{place}.primary: {', '.join(wrong)} is no level of studies.{comparison.study}.factors")
 
+    def _check_expected(self, place: str, expected: ExpectedVerdict) -> None:
+        compared = any((c.study, c.arms) == (expected.study, expected.arms) for c in self.comparisons)
+        require(compared, f"{place}: arms={list(expected.arms)} of study={expected.study} are not in ablation.comparisons")
+        study = self.studies[expected.study]
+        endpoints = ("E1", "E2", *study.measures) if study.score == "accuracy" else ("E1", *study.measures)
+        require(expected.endpoint in endpoints, f"{place}.endpoint={expected.endpoint} must be one of {', '.join(endpoints)}")
+        wrong = [f"{n}={v}" for n, v in expected.condition.items() if v not in study.factors.get(n, ())]
+        require(not wrong, f"{place}.condition: {', '.join(wrong)} is no level of studies.{expected.study}.factors")
+
     def chosen(self) -> AblationConfig:
         """The grid of the studies that ``only`` names, and of what is compared in them."""
         if not self.only:
             return self
         studies = {name: study for name, study in self.studies.items() if name in self.only}
-        return replace(self, studies=studies, comparisons=tuple(c for c in self.comparisons if c.study in studies), only=())
+        compared = tuple(c for c in self.comparisons if c.study in studies)
+        foretold = {
+            name: prediction
+            for name, prediction in self.predictions.items()
+            if all(expected.study in studies for expected in prediction.expect)
+        }
+        return replace(self, studies=studies, comparisons=compared, predictions=foretold, only=())

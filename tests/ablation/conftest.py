@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minitx.config import AblationConfig, ComparisonConfig, StudyConfig
+from minitx.config import AblationConfig, ComparisonConfig, PredictionConfig, StudyConfig
 
 Record = dict[str, Any]
 
@@ -19,7 +19,7 @@ WIDTHS = ("4", "8", "16", "32", "64", "128", "256")
 INITS = {"lecun": 1.0, "xavier": 1.0, "torch_mha": 0.5, "torch_linear": 1 / 3, "gpt2": 0.0512}
 RUNGS = ("S0", "S1", "S2", "S3", "S4", "S5a", "S5b", "S5c")
 RATES = ("1e-3", "3e-3", "1e-2")
-PREDICTIONS = {f"P{i}": f"statement {i}" for i in range(1, 8)}
+PREDICTIONS = {f"P{i}": PredictionConfig(statement=f"statement {i}") for i in range(1, 8)}
 ARMS = ("inv_sqrt", "unscaled", "init_fold", "uniform", "full_fold")
 
 
@@ -94,6 +94,8 @@ def layer(std: float, step: int, unscaled: bool) -> Record:
         "grad_q": 0.2 * std**0.7 / (1 + step),
         "grad_k": 0.2 * std**0.7 / (1 + step),
         "grad_v": 0.3,
+        "grad_query_histogram": {"zero": 1, "-2.00": 5, "-1.75": 9} if unscaled else {"-2.25": 8, "-2.00": 7},
+        **({"logit_step": 0.1 * std} if step else {}),
     }
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import minitx.ablation.grid as module
 from minitx.ablation.grid import Cell, cells, code_fingerprint
-from minitx.config import AblationConfig, ComparisonConfig, ConfigError, StudyConfig
+from minitx.config import AblationConfig, ComparisonConfig, ConfigError, PredictionConfig, StudyConfig
 
 ARMS = {"a": ("model.scale=inv_sqrt",), "b": ("model.scale=unscaled", "optimizer.rules=[{match: '(q|k)_proj', lr: 2}]")}
 FACTORS = {
@@ -108,7 +108,14 @@ def test_the_name_of_a_cell_depends_on_what_decides_its_result():
 
 def test_what_only_judges_the_grid_leaves_the_names_of_its_cells_alone():
     names = [cell.hash for cell in cells(grid())]
-    judged = grid(margin=0.5, predictions={"P1": "x"}, workers=7, time_limit=3.0, confirmatory=True, name="other")
+    judged = grid(
+        margin=0.5,
+        predictions={"P1": PredictionConfig(statement="x")},
+        workers=7,
+        time_limit=3.0,
+        confirmatory=True,
+        name="other",
+    )
     assert [cell.hash for cell in cells(judged)] == names
 
 

@@ -22,7 +22,7 @@ from minitx.ablation.report import Report, write_report
 from minitx.ablation.sections import controls_part
 from minitx.ablation.tables import init_rows, ladder_rows, null_pairs
 from minitx.ablation.verdict import analyse, comparisons
-from minitx.config import AblationConfig, ComparisonConfig, StudyConfig
+from minitx.config import AblationConfig, ComparisonConfig, ConfigError, ExpectedVerdict, PredictionConfig, StudyConfig
 
 META = {"commit": "0123456", "versions": {"torch": "2.13.0"}, "wall_seconds": 12.0, "command": "python x", "date": "today"}
 NOT_A_VALUE = re.compile(r"\b(nan|NaN|inf|None)\b")
@@ -38,6 +38,10 @@ def draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def quick(fabricate: Any, tmp_path_factory: pytest.TempPathFactory) -> Report:
     """The report, with its figures, of a grid that behaves as the pilot did."""
     return write_report(*fabricate(), tmp_path_factory.mktemp("quick"), meta=META)
+
+
+def stated(sentences: dict[str, str]) -> dict[str, PredictionConfig]:
+    return {name: PredictionConfig(statement=text) for name, text in sentences.items()}
 
 
 def verdicts(report: Report) -> dict[tuple[str, str, str], str]:
@@ -205,12 +209,98 @@ def test_a_prediction_fails_when_the_data_say_the_opposite(fabricate: Any, tmp_p
 
 
 def test_the_predictions_are_those_of_the_grid(fabricate: Any, make_grid: Any) -> None:
-    records, grid, expected = fabricate(make_grid(predictions={"P1": "as stated here", "Q9": "something else"}))
+    records, grid, expected = fabricate(make_grid(predictions=stated({"P1": "as stated here", "Q9": "something else"})))
     judged = predictions(analyse(collect(records, grid, expected)))
     assert [(p.name, p.statement, p.status) for p in judged] == [
         ("P1", "as stated here", "HELD"),
         ("Q9", "something else", "NOT TESTED"),
     ]
+
+
+# --- a grid about something else
+
+
+NORMS = ("pre", "post")
+
+
+def norm_grid(**changes: Any) -> AblationConfig:
+    """Two arms that have nothing to do with the scale, judged by loss and by the loss of longer rows."""
+    lr = dict.fromkeys(("1e-3", "3e-3"), ())
+    study = StudyConfig(
+        arms=NORMS,
+        factors={"depth": {"2": (), "6": ()}, "lr": lr},
+        seeds=tuple(range(6)),
+        score="loss",
+        measures=("loss_at_9",),
+    )
+    pair = ComparisonConfig(study="norms", arms=NORMS, primary=({"depth": "6"},))
+
+    def foretold(verdict: Any, depth: str, endpoint: str = "E1") -> PredictionConfig:
+        expected = ExpectedVerdict(study="norms", arms=NORMS, verdict=verdict, endpoint=endpoint, condition={"depth": depth})
+        return PredictionConfig(statement="as foretold", expect=(expected,))
+
+    predictions = {"A": foretold("HARM", "6"), "B": foretold("NO HARM", "6"), "C": foretold("NO HARM", "2", "loss_at_9")}
+    whole = {"question": "Where the norm stands", "comparisons": (pair,), "predictions": predictions, **changes}
+    return AblationConfig(name="norms", arms=dict.fromkeys(NORMS, ()), studies={"norms": study}, **whole)
+
+
+def norm_records(grid: AblationConfig) -> tuple[list[dict[str, Any]], AblationConfig, list[dict[str, Any]]]:
+    """Post-norm is 0.3 nats worse at depth 6 and equal at 2; at 3e-3 everything is better but the loss of longer rows."""
+    expected, records = [], []
+    for arm, depth, rate, seed in itertools.product(NORMS, ("2", "6"), ("1e-3", "3e-3"), range(6)):
+        cell = {"study": "norms", "arm": arm, "factors": {"depth": depth, "lr": rate}, "seed": seed}
+        loss = 2.0 + 0.001 * seed + 0.3 * (arm == "post" and depth == "6") - 0.1 * (rate == "3e-3")
+        result = {"val_loss": loss, "initial_loss": 4.0, "outcome": "OK", "floors": {}, "accuracy": None, "probes": []}
+        result |= {"measures": {"loss_at_9": loss + (2.0 if rate == "3e-3" else 0.5)}, "num_parameters": 7, "steps": 3}
+        expected.append(cell)
+        records.append({**cell, "status": "done", "error": None, "overrides": [], "result": result})
+    return records, grid, expected
+
+
+def test_a_grid_about_something_else_gets_the_same_kind_of_report(tmp_path: Path) -> None:
+    report = write_report(*norm_records(norm_grid()), tmp_path, meta=META)
+    assert "norms, post − pre, paired by seed, positive is harm: depth 6 (primary, 6 paired seeds)" in report.headline
+    assert [(c.condition["depth"], c.endpoint, c.judgement.word) for c in report.comparisons] == [
+        ("6", "E1", "HARM"),
+        ("2", "E1", "NO HARM"),
+        ("2", "loss_at_9", "NO HARM"),
+        ("6", "loss_at_9", "HARM"),
+    ]
+    words = words_of(tmp_path / "report.html")
+    assert "Where the norm stands" in words
+    assert not any(word in words for word in ("√d_k", "inv_sqrt", "ladder", "init sweep"))
+    assert {p.name for p in report.files if p.suffix == ".png"} == {"norms_rates.png", "norms_arms.png", "paired_seeds.png"}
+
+
+def test_a_measure_is_taken_at_the_rate_that_the_score_chose() -> None:
+    found = analyse(collect(*norm_records(norm_grid()))).comparisons
+    measured = next(c for c in found if c.endpoint == "loss_at_9" and c.condition == {"depth": "2"})
+    assert measured.effect is not None
+    assert measured.effect.reference[0] == pytest.approx(1.9 + 2.0)  # 3e-3, though 1e-3 has the smaller loss at 9 tokens
+    assert not measured.primary
+
+
+def test_a_prediction_is_held_against_the_verdicts_that_it_foretells() -> None:
+    records, grid, expected = norm_records(norm_grid())
+    status = {p.name: p.status for p in predictions(analyse(collect(records, grid, expected)))}
+    assert status == {"A": "HELD", "B": "NOT HELD", "C": "HELD"}
+    unfinished = [r for r in records if not (r["seed"] == 3 and r["factors"]["depth"] == "6")]
+    status = {p.name: p.status for p in predictions(analyse(collect(unfinished, grid, expected)))}
+    assert status == {"A": "INCONCLUSIVE", "B": "INCONCLUSIVE", "C": "HELD"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arms": ("post", "pre")}, "are not in ablation.comparisons"),
+        ({"endpoint": "E2"}, "endpoint=E2 must be one of E1, loss_at_9"),
+        ({"condition": {"depth": "7"}}, "depth=7 is no level"),
+    ],
+)
+def test_a_prediction_about_nothing_is_refused(changes: Any, message: str) -> None:
+    expected = ExpectedVerdict(**{"study": "norms", "arms": NORMS, "verdict": "HARM", **changes})
+    with pytest.raises(ConfigError, match=message):
+        norm_grid(predictions={"A": PredictionConfig(statement="x", expect=(expected,))})
 
 
 # --- nothing is lost
@@ -338,7 +428,7 @@ def test_the_order_of_the_records_never_shows(fabricate: Any, tmp_path: Path, qu
 
 def test_every_figure_is_a_png_beside_the_page_and_inside_it(quick: Report) -> None:
     pictures = [p for p in quick.files if p.suffix == ".png"]
-    assert len(pictures) == 9
+    assert len(pictures) == 10
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in pictures)
     page = (quick.folder / "report.html").read_text(encoding="utf-8")
     assert page.count('src="data:image/png;base64,') == len(pictures)
@@ -404,9 +494,9 @@ def test_the_twelve_parts_stand_in_order(quick: Report) -> None:
 
 def test_names_from_configs_are_escaped(fabricate: Any, make_grid: Any, tmp_path: Path) -> None:
     evil = '<script>alert("$x")</script>'
-    grid = make_grid(name=evil, predictions={evil: evil})
+    grid = make_grid(name=evil, predictions=stated({evil: evil}))
     study = StudyConfig(arms=("inv_sqrt", "unscaled", evil), factors=grid.studies["recall"].factors, seeds=(0, 1))
-    grid = AblationConfig(name=evil, arms={**grid.arms, evil: ()}, studies={"recall": study}, predictions={evil: evil})
+    grid = AblationConfig(name=evil, arms={**grid.arms, evil: ()}, studies={"recall": study}, predictions=stated({evil: evil}))
     write_report(*fabricate(grid), tmp_path, meta={"command": evil})
     for name in ("report.html", "summary.md"):
         text = (tmp_path / name).read_text(encoding="utf-8")
@@ -431,7 +521,7 @@ def test_a_grid_with_one_study_alone_makes_a_report(fabricate: Any, make_grid: A
     report = write_report(*fabricate(grid), tmp_path, meta={})
     assert report.done == report.expected > 0
     if kept != "recall":
-        assert "no recall study" in report.headline
+        assert "compares no two arms" in report.headline
 
 
 @pytest.mark.parametrize("status", ["missing", "failed"])
