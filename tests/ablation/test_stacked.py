@@ -142,6 +142,16 @@ def test_a_run_that_is_not_finite_stops_at_the_step_of_the_ordinary_trainer(tmp_
         assert ours["val_loss"] is None
 
 
+def test_a_run_that_is_not_finite_keeps_the_weights_it_had(monkeypatch):
+    """Those of the last update before: with a rate of 1e200 the first update is made and the second is not."""
+    kept = {}
+    validate = stacked.Stack.validate
+    monkeypatch.setattr(stacked.Stack, "validate", lambda self, *rest: kept.update(w=self.weights) or validate(self, *rest))
+    train_stack([config(), config(lr=1e200)])
+    assert torch.isfinite(kept["w"]).all()
+    assert [bool(row.abs().max() > 1e100) for row in kept["w"]] == [False, True]
+
+
 def test_the_null_control_holds_bit_for_bit_in_a_stack():
     """At d_k = 16 the folds are powers of two, so no rounding tells the scaled arm from the folded one."""
     size = {"embed_dim": 32}
