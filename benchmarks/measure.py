@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+import minitx  # its version stands in the package, so that a checkout on the path is enough
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -39,7 +41,7 @@ def write(name: str, results: dict[str, Any]) -> Path:
     path = RESULTS / f"{name}.json"
     about = {
         "hardware": f"{_processor()}, {len(_cores())} cores",
-        "versions": {"python": platform.python_version(), "torch": version("torch"), "minitx": version("minitx")},
+        "versions": {"python": platform.python_version(), "torch": version("torch"), "minitx": minitx.__version__},
         "date": datetime.date.today().isoformat(),
         "command": "python " + " ".join(["benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]]),
     }

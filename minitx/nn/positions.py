@@ -192,8 +192,9 @@ def check_position_ids(position_ids: Tensor, batch_size: int, length: int) -> No
 
 
 def check_range(name: str, ids: Tensor, size: int) -> None:
-    """Refuse ids outside 0 … size - 1, where looking costs nothing: on the CPU, outside of a compiled graph."""
-    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
+    """Refuse ids outside 0 … size - 1, where looking costs nothing: on the CPU, outside of a compiled graph and of vmap."""
+    traced = torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(ids)
+    if ids.device.type == "cpu" and not traced and ids.numel():
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= size:
             raise ValueError(f"{name} must lie between 0 and {size - 1}, the end of the table; got {low} to {high}")

@@ -59,7 +59,26 @@ def summarise(
     folder: Path, *, floors: Mapping[str, float], recall: bool, nonfinite_step: int | None, num_parameters: int
 ) -> dict[str, Any]:
     """The result of a run as plain data (no NaN), read back from ``metrics.csv`` and ``probes.jsonl`` in ``folder``."""
-    rows = read_metrics(folder / "metrics.csv")
+    return summarise_rows(
+        read_metrics(folder / "metrics.csv"),
+        read_probes(folder / "probes.jsonl"),
+        floors=floors,
+        recall=recall,
+        nonfinite_step=nonfinite_step,
+        num_parameters=num_parameters,
+    )
+
+
+def summarise_rows(
+    rows: Sequence[Mapping[str, Any]],
+    probes: Sequence[Mapping[str, Any]] = (),
+    *,
+    floors: Mapping[str, float],
+    recall: bool,
+    nonfinite_step: int | None,
+    num_parameters: int,
+) -> dict[str, Any]:
+    """``summarise`` for rows in memory: of ``metrics.COLUMNS`` it reads the step, the losses, the accuracy and the norm."""
     logged = [row for row in rows if row["train_loss"] is not None]
     losses = [row["train_loss"] for row in logged]
     norms = [norm for row in logged if (norm := finite(row["grad_norm"])) is not None]
@@ -83,5 +102,5 @@ def summarise(
         "loss_digest": hashlib.sha256(b"".join(struct.pack("<d", x) for x in losses)).hexdigest(),
         "curve": [[row["step"], finite(row["train_loss"]), finite(row["grad_norm"])] for row in logged[::thin]],
         "num_parameters": num_parameters,
-        "probes": read_probes(folder / "probes.jsonl"),
+        "probes": list(probes),
     }
