@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+from pathlib import Path
 
+import hydra
 import pytest
 
 import minitx.ablation.grid as module
 from minitx.ablation.grid import Cell, cells, code_fingerprint
+from minitx.cli.train import build_config, compose_config
 from minitx.config import AblationConfig, ComparisonConfig, ConfigError, PredictionConfig, StudyConfig
 
 ARMS = {"a": ("model.scale=inv_sqrt",), "b": ("model.scale=unscaled", "optimizer.rules=[{match: '(q|k)_proj', lr: 2}]")}
@@ -186,3 +189,16 @@ def test_a_grid_run_in_parts_has_the_cells_of_the_whole():
     assert whole.chosen() is whole
     with pytest.raises(ConfigError, match=r"only=\['mian'\] are no studies of this grid; it has main, side, scored"):
         dataclasses.replace(whole, only=("mian",))
+
+
+def test_the_grid_in_the_docs_is_one(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "ablation.md").read_text(encoding="utf-8")
+    (tmp_path / "ablation").mkdir()
+    (tmp_path / "ablation" / "my_qk_norm.yaml").write_text(page.partition("```yaml\n")[2].partition("```")[0], encoding="utf-8")
+    with hydra.initialize_config_module("minitx.configs", version_base="1.3"):
+        search = f"hydra.searchpath=[file://{tmp_path}]"
+        grid = build_config(hydra.compose("train", ["experiment=scaling_ablation", "ablation=my_qk_norm", search])).ablation
+    found = cells(grid)
+    assert len(found) == 2 * 3 * 6
+    assert [c.study for c in grid.comparisons] == ["recall"]
+    assert {compose_config(cell.overrides).model.qk_norm for cell in found[:6]} == {None, "rms"}
