@@ -161,12 +161,19 @@ def _shortened(cell: Cell, steps: int) -> list[str]:
 
 
 def run_cells(
-    pool: Pool, cells: Sequence[Cell], folder: Path, *, every_seconds: float = 10.0, expected_seconds: float | None = None
+    pool: Pool,
+    cells: Sequence[Cell],
+    folder: Path,
+    *,
+    every_seconds: float = 10.0,
+    expected_seconds: float | None = None,
+    after_cell: Callable[[], None] = lambda: None,
 ) -> list[Record]:
     """Run what is not done yet and return the records of all ``cells``, in their order.
 
     One JSON line a finished cell is appended to ``cells.jsonl`` as it finishes. A cell that raises gets a record with
     ``status: failed`` and its error; it is tried again when the grid is run again, as is a cell whose worker died.
+    ``after_cell`` is called when a line has been written.
     """
     path = folder / "cells.jsonl"
     done = {record["cell"]: record for record in read_records(path) if record["status"] == "done"}
@@ -182,6 +189,7 @@ def run_cells(
             file.write(json.dumps(record) + "\n")
             file.flush()
             os.fsync(file.fileno())
+            after_cell()
             table.update(record)
     return [done[cell.hash] for cell in cells]
 

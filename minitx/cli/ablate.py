@@ -13,16 +13,18 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from minitx.ablation.grid import Cell, cells
+from minitx.ablation.grid import Cell, cells, code_fingerprint
+from minitx.ablation.records import CellKey, key_of
 from minitx.ablation.report import write_report
 from minitx.ablation.runner import Pool, open_pool, project, projected_seconds, read_records, run_cells
 from minitx.cli.errors import CellsFailedError, GridStoppedError
-from minitx.config import AblationConfig, RunConfig
+from minitx.config import AblationConfig, ConfigError, RunConfig
 
 log = logging.getLogger("minitx")
 
@@ -38,25 +40,57 @@ def run_ablation(config: RunConfig, folder: Path, overrides: Sequence[str], comm
     """
     assert config.ablation is not None
     grid = config.ablation.chosen()
-    started = time.perf_counter()
     common = [text for text in overrides if not text.lstrip("+~").startswith(_NOT_FOR_CELLS)]
     common += ["callbacks.progress=false", "trainer.threads=1"]
+    if grid.report_only:
+        report_again(grid, common, folder)
+        return
     for cell in cells(grid, common=common):  # refuses what cannot be run before anything is written
         cell.steps()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "command.txt").write_text(command + "\n", encoding="utf-8")
+    clock = WallClock(folder / "meta.json", describe_run(command))
     with stop_on_signals(), open_pool(grid.workers or available_cores(), run_cell) as pool:
         chosen, expected_seconds = plan(pool, grid, common, folder)
-        records = run_cells(pool, chosen, folder, expected_seconds=expected_seconds)
-    seconds = time.perf_counter() - started
-    report = write_report(records, grid, [cell.describe() for cell in chosen], folder, meta=describe_run(command, seconds))
-    log.info("\n%s\n\n%s\n\n%s", report.table_text, report.headline, folder / "report.html")
-    log.info("%.0f s in all", time.perf_counter() - started)
+        records = run_cells(pool, chosen, folder, expected_seconds=expected_seconds, after_cell=clock.keep)
+    report(records, grid, chosen, folder, clock.meta())
+    log.info("%.0f s in all", clock.seconds())
     failed = [record for record in records if record["status"] == "failed"]
     if failed:
         raise CellsFailedError(
             f"{len(failed)} of {len(records)} cells failed; the first: {failed[0]['error']} ({failed[0]['command']})"
         )
+
+
+def report_again(grid: AblationConfig, common: Sequence[str], folder: Path) -> None:
+    """Write the report from the records in ``folder``; cells without one count as missing.
+
+    Records are matched by their place in the grid (study, arm, factors, seed), whatever code made them; of several the
+    newest that finished counts, else the newest.
+
+    Raises:
+        ConfigError: ``folder`` holds no records.
+    """
+    path = folder / "cells.jsonl"
+    if not path.exists():
+        raise ConfigError(f"output_dir={folder} holds no cells.jsonl: run the grid first, without ablation.report_only=true")
+    found: dict[CellKey, dict[str, Any]] = {}
+    for record in read_records(path):
+        key = key_of(record)
+        if record["status"] == "done" or found.get(key, record)["status"] == "failed":
+            found[key] = record
+    expected = cells(grid, common=common, trimmed=was_trimmed(folder))
+    wanted = {key_of(cell.describe()) for cell in expected}
+    report([record for key, record in found.items() if key in wanted], grid, expected, folder, read_meta(folder / "meta.json"))
+
+
+def report(
+    records: Sequence[dict[str, Any]], grid: AblationConfig, expected: Sequence[Cell], folder: Path, meta: dict[str, Any]
+) -> None:
+    """Write the report and log its table and headline; how a grid is run (workers, launcher) is no part of its report."""
+    judged = replace(grid, workers=None, report_only=False)
+    written = write_report(records, judged, [cell.describe() for cell in expected], folder, meta=meta)
+    log.info("\n%s\n\n%s\n\n%s", written.table_text, written.headline, folder / "report.html")
 
 
 def plan(pool: Pool, grid: AblationConfig, common: Sequence[str], folder: Path) -> tuple[list[Cell], float | None]:
@@ -65,7 +99,7 @@ def plan(pool: Pool, grid: AblationConfig, common: Sequence[str], folder: Path) 
     The decision is kept in ``plan.json``: a grid that goes on after a stop runs the same cells.
     """
     path = folder / "plan.json"
-    chosen = cells(grid, common=common, trimmed=json.loads(path.read_text())["trimmed"] if path.exists() else False)
+    chosen = cells(grid, common=common, trimmed=was_trimmed(folder))
     done = {record["cell"] for record in read_records(folder / "cells.jsonl") if record["status"] == "done"}
     todo = [cell for cell in chosen if cell.hash not in done]
     if not todo:
@@ -80,9 +114,22 @@ def plan(pool: Pool, grid: AblationConfig, common: Sequence[str], folder: Path) 
             trimmed = True
             todo = chosen = cells(grid, common=common, trimmed=True)
             seconds = projected_seconds(chosen, costs, pool.workers)
-        path.write_text(json.dumps({"trimmed": trimmed}) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps({"trimmed": trimmed}))
     log.info("projection: about %.0f s for %d cells on %d workers", seconds, len(todo), pool.workers)
     return chosen, seconds
+
+
+def was_trimmed(folder: Path) -> bool:
+    """What ``plan`` decided in ``folder``; False where it has not yet."""
+    path = folder / "plan.json"
+    return bool(path.exists() and json.loads(path.read_text(encoding="utf-8"))["trimmed"])
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file in one go: a process killed while it writes leaves the old one."""
+    beside = path.with_suffix(".new")
+    beside.write_text(text + "\n", encoding="utf-8")
+    os.replace(beside, path)
 
 
 @contextmanager
@@ -114,13 +161,61 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def describe_run(command: str, seconds: float) -> dict[str, Any]:
+class WallClock:
+    """Keeps in ``meta.json`` which launches made the cells of a grid, and the wall seconds of each.
+
+    Launches that agree in everything else (commit, versions, machine, date, command) share one entry, and their seconds
+    add up. A launch that runs no cell leaves no trace; a launch that is killed loses what passed since its last cell.
+    """
+
+    def __init__(self, path: Path, launch: dict[str, Any]) -> None:
+        self.path, self.launch, self.started = path, launch, time.perf_counter()
+        self.others = _read_launches(path)
+        same = [other for other in self.others if {**other, "wall_seconds": None} == {**launch, "wall_seconds": None}]
+        self.others = [other for other in self.others if other not in same]
+        self.before = sum(other["wall_seconds"] for other in same)
+
+    def seconds(self) -> float:
+        """Since this launch began."""
+        return time.perf_counter() - self.started
+
+    def keep(self) -> None:
+        """Note that this launch has made a cell, and how long it has taken so far."""
+        launches = [*self.others, {**self.launch, "wall_seconds": round(self.before + self.seconds(), 3)}]
+        write_whole(self.path, json.dumps({"launches": launches}, indent=1))
+
+    def meta(self) -> dict[str, Any]:
+        """What the report says of the launches with this code; of this one where none has made a cell that is on record."""
+        return read_meta(self.path, code=self.launch["code"]) or {**self.launch, "wall_seconds": self.seconds()}
+
+
+def _read_launches(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text(encoding="utf-8"))["launches"] if path.exists() else []
+
+
+def read_meta(path: Path, *, code: str | None = None) -> dict[str, Any]:
+    """``meta.json`` as the report wants it: seconds added up, versions of the last launch, whatever else differs listed.
+
+    ``code`` leaves out the launches of other code, whose cells were run again; ``None`` keeps all.
+    """
+    launches = [launch for launch in _read_launches(path) if code in (None, launch.get("code"))]
+    if not launches:
+        return {}
+    listed = {
+        name: "; ".join(dict.fromkeys(launch[name] for launch in launches))
+        for name in ("commit", "command", "date", "hardware")
+    }
+    seconds = sum(launch["wall_seconds"] for launch in launches)
+    return {**listed, "versions": launches[-1]["versions"], "wall_seconds": seconds}
+
+
+def describe_run(command: str) -> dict[str, Any]:
     """What a reader needs to repeat the run: commit, versions, machine, date, command."""
     packages = ("minitx", "torch", "lightning", "hydra-core", "numpy", "scipy")
     return {
         "commit": _commit(),
+        "code": code_fingerprint(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
-        "wall_seconds": seconds,
         "command": command,
         "date": time.strftime("%Y-%m-%d"),
         "hardware": f"{_processor()}, {available_cores()} cores",

@@ -50,6 +50,8 @@ class AblationConfig:
     ``arms`` names lists of overrides. ``time_limit`` (seconds) bounds the projection: over it, ``trim`` (overrides that
     shorten the runs) is applied to every cell. ``margin`` is the smallest difference that counts as harm. ``only`` names the
     studies to run; empty: all of them. The cells of a part are those of the whole, so that a grid can be run in parts.
+
+    ``report_only`` runs nothing and writes the report again from the records in the grid's folder.
     """
 
     name: str = "quick"
@@ -62,6 +64,7 @@ class AblationConfig:
     margin: float = 0.02
     workers: int | None = None
     time_limit: float | None = None
+    report_only: bool = False
     trim: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
