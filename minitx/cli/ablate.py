@@ -10,9 +10,10 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,9 +21,11 @@ from types import FrameType
 from typing import Any
 
 from minitx.ablation.grid import Cell, cells, code_fingerprint
+from minitx.ablation.launchers import Launcher, devices_of, end_with, open_launcher
+from minitx.ablation.progress import TerminalLine, log_lines
 from minitx.ablation.records import CellKey, key_of
 from minitx.ablation.report import write_report
-from minitx.ablation.runner import Pool, open_pool, project, projected_seconds, read_records, run_cells
+from minitx.ablation.runner import Costs, project, projected_seconds, read_records, run_cells
 from minitx.cli.errors import CellsFailedError, GridStoppedError
 from minitx.config import AblationConfig, ConfigError, RunConfig
 
@@ -30,6 +33,8 @@ log = logging.getLogger("minitx")
 
 # of the grid itself; every other override on the command line reaches every cell
 _NOT_FOR_CELLS = ("experiment=", "ablation=", "ablation.", "output_dir=", "hydra.", "hydra/", "seed=")
+
+_PARENT = "MINITX_PARENT"
 
 
 def run_ablation(config: RunConfig, folder: Path, overrides: Sequence[str], command: str) -> None:
@@ -50,9 +55,14 @@ def run_ablation(config: RunConfig, folder: Path, overrides: Sequence[str], comm
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "command.txt").write_text(command + "\n", encoding="utf-8")
     clock = WallClock(folder / "meta.json", describe_run(command))
-    with stop_on_signals(), open_pool(grid.workers or available_cores(), run_cell) as pool:
-        chosen, expected_seconds = plan(pool, grid, common, folder)
-        records = run_cells(pool, chosen, folder, expected_seconds=expected_seconds, after_cell=clock.keep)
+    in_place = sys.stdout.isatty()
+    shown: dict[str, Any] = {
+        "display": TerminalLine(sys.stdout) if in_place else log_lines,
+        "every_seconds": 1.0 if in_place else 10.0,
+    }
+    with stop_on_signals(), launcher_of(grid, common, folder) as launcher:
+        chosen, costs = plan(launcher, grid, common, folder)
+        records = run_cells(launcher, chosen, folder, costs=costs, after_cell=clock.keep, **shown)
     report(records, grid, chosen, folder, clock.meta())
     log.info("%.0f s in all", clock.seconds())
     failed = [record for record in records if record["status"] == "failed"]
@@ -88,13 +98,35 @@ def report(
     records: Sequence[dict[str, Any]], grid: AblationConfig, expected: Sequence[Cell], folder: Path, meta: dict[str, Any]
 ) -> None:
     """Write the report and log its table and headline; how a grid is run (workers, launcher) is no part of its report."""
-    judged = replace(grid, workers=None, report_only=False)
+    judged = replace(grid, workers=None, launcher="local", launcher_options={}, report_only=False)
     written = write_report(records, judged, [cell.describe() for cell in expected], folder, meta=meta)
     log.info("\n%s\n\n%s\n\n%s", written.table_text, written.headline, folder / "report.html")
 
 
-def plan(pool: Pool, grid: AblationConfig, common: Sequence[str], folder: Path) -> tuple[list[Cell], float | None]:
-    """The cells to run, trimmed where the projection exceeds the time limit, and the seconds that are projected.
+def launcher_of(grid: AblationConfig, common: Sequence[str], folder: Path) -> AbstractContextManager[Launcher]:
+    """What runs the cells of ``grid``; on this machine one worker a core, or one a GPU where cells use them."""
+    devices = gpus(cells(grid, common=common)) if grid.launcher == "local" else []
+    workers = grid.workers or len(devices) or available_cores()
+    return open_launcher(grid.launcher, workers, run_cell, folder, devices=devices, options=grid.launcher_options)
+
+
+def gpus(chosen: Sequence[Cell]) -> list[str]:
+    """The GPUs of this machine, as CUDA_VISIBLE_DEVICES names them, if a study of ``chosen`` trains on one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    from minitx.cli.train import compose_config
+
+    one_a_study = {cell.study: cell for cell in chosen}.values()
+    if all(compose_config(cell.overrides).trainer.accelerator == "cpu" for cell in one_a_study):
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def plan(launcher: Launcher, grid: AblationConfig, common: Sequence[str], folder: Path) -> tuple[list[Cell], Costs | None]:
+    """The cells to run, trimmed where the projection exceeds the time limit, and what was measured for the projection.
 
     The decision is kept in ``plan.json``: a grid that goes on after a stop runs the same cells.
     """
@@ -104,19 +136,19 @@ def plan(pool: Pool, grid: AblationConfig, common: Sequence[str], folder: Path) 
     todo = [cell for cell in chosen if cell.hash not in done]
     if not todo:
         return chosen, None
-    costs = project(pool, todo, folder)
+    costs = project(launcher, todo, folder)
     shutil.rmtree(folder / "projection", ignore_errors=True)
-    seconds = projected_seconds(todo, costs, pool.workers)
+    seconds = projected_seconds(todo, costs, launcher)
     trimmed = False
     if not path.exists():
         if grid.time_limit is not None and seconds > grid.time_limit and grid.trim:
             log.info("projection: %.0f s, over the limit of %.0f s: the runs are shortened", seconds, grid.time_limit)
             trimmed = True
             todo = chosen = cells(grid, common=common, trimmed=True)
-            seconds = projected_seconds(chosen, costs, pool.workers)
+            seconds = projected_seconds(chosen, costs, launcher)
         write_whole(path, json.dumps({"trimmed": trimmed}))
-    log.info("projection: about %.0f s for %d cells on %d workers", seconds, len(todo), pool.workers)
-    return chosen, seconds
+    log.info("projection: about %.0f s for %d cells on %d workers", seconds, len(todo), launcher.workers)
+    return chosen, costs
 
 
 def was_trimmed(folder: Path) -> bool:
@@ -148,12 +180,49 @@ def stop_on_signals() -> Iterator[None]:
 
 
 def run_cell(overrides: Sequence[str], folder: str) -> dict[str, Any]:
-    """One cell, an ordinary training run; called in a worker process."""
+    """One cell, an ordinary training run; called in a worker process.
+
+    A cell of several devices is a program of its own, because Lightning starts the processes of the other devices.
+    """
+    shutil.rmtree(folder, ignore_errors=True)  # what a killed run left
+    return run_in_new_process(overrides, Path(folder)) if devices_of(overrides) > 1 else run_here(overrides, Path(folder))
+
+
+def run_here(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
+    """A training run in this process, and its result."""
     from minitx.cli.train import compose_config, run_training
 
-    shutil.rmtree(folder, ignore_errors=True)  # what a killed run left
-    command = shlex.join(["python", "scripts/train.py", *overrides])
-    return run_training(compose_config(overrides), Path(folder), command)
+    return run_training(compose_config(overrides), folder, shlex.join(["python", "scripts/train.py", *overrides]))
+
+
+def run_in_new_process(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
+    """A training run by ``python -m minitx.cli.ablate``, which leaves ``result.json``; what it says goes to ``output.txt``.
+
+    Raises:
+        RuntimeError: it failed; the last line that it said is the reason.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # Lightning would take the variables of a Slurm job of one task for those of a launch of its own
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    environment[_PARENT] = str(os.getpid())
+    with (folder / "output.txt").open("w", encoding="utf-8") as output:
+        words = [sys.executable, "-m", "minitx.cli.ablate", str(folder), *overrides]
+        code = subprocess.run(words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output).returncode
+    result = folder / "result.json"
+    if code != 0 or not result.exists():
+        said = (folder / "output.txt").read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
+        raise RuntimeError(f"the run on several devices ended with exit code {code}: {last}")
+    return json.loads(result.read_text(encoding="utf-8"))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """``FOLDER OVERRIDE ...``: a cell of several devices, in each of the processes that Lightning starts for them."""
+    end_with(int(os.environ.pop(_PARENT, os.getppid())))  # the other processes of the run are children of the first
+    folder, *overrides = arguments
+    result = run_here(overrides, Path(folder))
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        write_whole(Path(folder, "result.json"), json.dumps(result))
 
 
 def available_cores() -> int:
@@ -243,3 +312,7 @@ def _processor() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
+from minitx.ablation.launchers import Outcome
 from minitx.ablation.records import key_of
-from minitx.ablation.runner import Outcome
 from minitx.cli import ablate
 from minitx.config import ConfigError, RunConfig, StudyConfig
 
@@ -33,8 +33,8 @@ class Here:
         future.set_result(Outcome(result, None if result else "ValueError: no luck", 1.0))
         return future
 
-    def result(self, future):
-        return future.result()
+    def runs_alone(self, cell):
+        return False
 
     def close(self):
         pass
@@ -60,11 +60,11 @@ def lab(tmp_path, fabricate, make_grid, monkeypatch):
         pool = Here({key: None if key in failing else result for key, result in results.items()})
 
         @contextmanager
-        def opened(*args):
+        def opened(*args, **options):
             yield pool
 
         with monkeypatch.context() as patch:
-            patch.setattr(ablate, "open_pool", opened)
+            patch.setattr(ablate, "open_launcher", opened)
             ablate.run_ablation(RunConfig(ablation=replace(grid, **changes)), tmp_path, [], command)
         return pool
 

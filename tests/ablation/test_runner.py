@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from minitx.ablation.grid import Cell
-from minitx.ablation.runner import Pool, _end_with_parent, open_pool, project, projected_seconds, read_records, run_cells
+from minitx.ablation.launchers import Pool, _watch, open_launcher
+from minitx.ablation.runner import project, projected_seconds, read_records, run_cells
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,7 +65,7 @@ def takes_its_time(overrides, folder):
 
 
 def run(tmp_path, todo, run_cell=well_behaved, workers=2):
-    with open_pool(workers, run_cell) as pool:
+    with open_launcher("local", workers, run_cell, tmp_path) as pool:
         return run_cells(pool, todo, tmp_path)
 
 
@@ -144,7 +145,7 @@ def test_a_worker_that_dies_costs_its_own_cell_alone(tmp_path, workers):
 
 
 def test_a_worker_that_is_killed_between_two_cells_is_replaced(tmp_path):
-    with open_pool(1, well_behaved) as pool:
+    with open_launcher("local", 1, well_behaved, tmp_path) as pool:
         first = pool.submit(cell("a"), cell("a").overrides, tmp_path).result().result
         os.kill(first["pid"], signal.SIGKILL)
         deadline = time.monotonic() + 10
@@ -157,20 +158,23 @@ def test_a_worker_that_is_killed_between_two_cells_is_replaced(tmp_path):
 
 def test_a_projection_measures_fixed_cost_and_cost_of_a_step(tmp_path):
     todo = [cell("a", 1001), cell("b", 1001), cell("c", 11, study="other")]
-    with open_pool(1, takes_its_time) as pool:
+    with open_launcher("local", 1, takes_its_time, tmp_path) as pool:
         costs = project(pool, todo, tmp_path)
-    assert set(costs) == {("main", ""), ("other", "")}
+    assert set(costs) == {("main", "", 1), ("other", "", 1)}
     for fixed, a_step in costs.values():
         assert 0.015 < fixed < 0.5
         assert 0.01 < a_step < 0.05
-    assert projected_seconds(todo, {("main", ""): (3.0, 0.5), ("other", ""): (1.0, 2.0)}, workers=2) == (503.0 * 2 + 21.0) / 2
+    assert (
+        projected_seconds(todo, {("main", "", 1): (3.0, 0.5), ("other", "", 1): (1.0, 2.0)}, launcher=Pool(2, takes_its_time))
+        == (503.0 * 2 + 21.0) / 2
+    )
 
 
 def test_a_projection_survives_cells_that_fail_or_die(tmp_path):
     todo = [cell("raise"), cell("die", study="deadly"), cell("a", study="good")]
-    with open_pool(1, moody) as pool:
+    with open_launcher("local", 1, moody, tmp_path) as pool:
         costs = project(pool, todo, tmp_path)
-        assert set(costs) == {("main", ""), ("deadly", ""), ("good", "")}
+        assert set(costs) == {("main", "", 1), ("deadly", "", 1), ("good", "", 1)}
         assert [record["status"] for record in run_cells(pool, todo, tmp_path)] == ["failed", "failed", "done"]
 
 
@@ -185,22 +189,22 @@ def test_closing_a_pool_ends_its_workers_whatever_they_do(tmp_path):
     pool.close()  # once more does no harm
 
 
-def test_a_worker_whose_parent_was_killed_before_it_began_ends_at_once(monkeypatch):
+def test_a_worker_whose_parent_was_killed_before_it_began_ends_at_once(monkeypatch, tmp_path):
     """Its first look at its parent would show the process that adopted it."""
     ended = []
-    monkeypatch.setattr("minitx.ablation.runner.os.getppid", lambda: 1)
+    monkeypatch.setattr("minitx.ablation.launchers.os.getppid", lambda: 1)
 
     def end(code):
         ended.append(code)
         raise SystemExit
 
-    monkeypatch.setattr("minitx.ablation.runner.os._exit", end)
+    monkeypatch.setattr("minitx.ablation.launchers.os._exit", end)
     with pytest.raises(SystemExit):
-        _end_with_parent(os.getpid())
+        _watch(os.getpid())
     assert ended == [1]
-    with open_pool(1, well_behaved) as pool:
+    with open_launcher("local", 1, well_behaved, tmp_path) as pool:
         pool.submit(cell("a"), cell("a").overrides, Path("/nonexistent")).exception(20)
-        assert pool.executor._initargs == (os.getpid(),)
+        assert pool.executor._initargs == (os.getpid(), None)
 
 
 # The real thing: cells are training runs.

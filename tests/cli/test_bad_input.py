@@ -109,7 +109,7 @@ def nothing_runs(monkeypatch):
         raise AssertionError("the run began")
 
     monkeypatch.setattr("minitx.cli.train.run_training", ran)
-    monkeypatch.setattr("minitx.cli.ablate.open_pool", ran)
+    monkeypatch.setattr("minitx.cli.ablate.open_launcher", ran)
 
 
 @pytest.mark.parametrize("typed", COMPOSED)
