@@ -236,12 +236,12 @@ def test_the_launcher_reaches_no_cell(tmp_path, monkeypatch):
         "ray": ["ablation.launcher=ray", "+ablation.launcher_options.task={num_gpus: 1}"],
     }
 
-    class Reached(Exception):
+    class ReachedError(Exception):
         pass
 
     def opened(name, workers, run_cell, folder, *, devices, options):
         found[name]["got"] = (name, workers, options)
-        raise Reached
+        raise ReachedError
 
     def planned(grid, *, common, trimmed=False):
         cells = real(grid, common=common, trimmed=trimmed)
@@ -253,7 +253,7 @@ def test_the_launcher_reaches_no_cell(tmp_path, monkeypatch):
     monkeypatch.setattr(ablate, "open_launcher", opened)
     for overrides in typed.values():
         words = ["experiment=scaling_ablation", "ablation=smoke", *overrides]
-        with pytest.raises(Reached):
+        with pytest.raises(ReachedError):
             ablate.run_ablation(compose_config(words), tmp_path / "grid", words, "train.py")
     assert found["local"]["hashes"] == found["slurm"]["hashes"] == found["ray"]["hashes"]
     assert found["slurm"]["got"] == ("slurm", 7, {"cluster": "local", "timeout_min": 3})
