@@ -52,8 +52,6 @@ def run_ablation(config: RunConfig, folder: Path, overrides: Sequence[str], comm
         return
     for cell in cells(grid, common=common):  # refuses what cannot be run before anything is written
         cell.steps()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "command.txt").write_text(command + "\n", encoding="utf-8")
     clock = WallClock(folder / "meta.json", describe_run(command))
     in_place = sys.stdout.isatty()
     shown: dict[str, Any] = {
@@ -61,6 +59,8 @@ def run_ablation(config: RunConfig, folder: Path, overrides: Sequence[str], comm
         "every_seconds": 1.0 if in_place else 10.0,
     }
     with stop_on_signals(), launcher_of(grid, common, folder) as launcher:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "command.txt").write_text(command + "\n", encoding="utf-8")
         chosen, costs = plan(launcher, grid, common, folder)
         records = run_cells(launcher, chosen, folder, costs=costs, after_cell=clock.keep, **shown)
     report(records, grid, chosen, folder, clock.meta())
