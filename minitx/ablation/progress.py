@@ -80,12 +80,12 @@ class LiveTable:
         self.waiting.discard(cell.hash)
         self.running[cell.hash] = (cell, self.clock())
 
-    def end(self, cell: Cell, seconds: float, error: str | None) -> None:
-        """What came of a cell is known."""
-        self.running.pop(cell.hash, None)
+    def end(self, cell: Cell, error: str | None) -> None:
+        """What came of a cell is known; what it took counts from ``begin``, start of a job and queue included."""
+        _, since = self.running.pop(cell.hash)
         if error is None:
             self.done += 1
-            self.spent += seconds
+            self.spent += self.clock() - since
             self.promised += self.projected[cell.hash]
         else:
             self.failed += 1
@@ -113,7 +113,9 @@ class LiveTable:
         """What there is to say now; the longest-running cell comes last, where a narrow terminal cuts it off."""
         passed, left = duration(self.clock() - self.began), self.seconds_left()
         text = f"{self.done} of {self.total} cells done, {len(self.running)} running, {self.failed} failed, {passed} passed"
-        if self.done + self.failed < self.total and left is not None:
+        if (
+            self.done + self.failed < self.total and left is not None and left >= 0.5
+        ):  # 0: the last ones take longer than projected
             text += f", about {duration(left)} left"
         if self.running:
             cell, since = min(self.running.values(), key=lambda one: one[1])

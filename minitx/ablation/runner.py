@@ -136,7 +136,7 @@ def run_cells(
             file.flush()
             os.fsync(file.fileno())
             after_cell()
-            table.end(job.cell, outcome.seconds, outcome.error)
+            table.end(job.cell, outcome.error)
     return [done[cell.hash] for cell in cells]
 
 

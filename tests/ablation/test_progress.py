@@ -25,6 +25,13 @@ class Clock:
         return self.now
 
 
+def end(live, one, seconds, error=None):
+    """The cell is over, after so many seconds."""
+    live.waiting.discard(one.hash)
+    live.running[one.hash] = (one, live.clock() - seconds)
+    live.end(one, error)
+
+
 @pytest.fixture
 def clock():
     return Clock()
@@ -63,11 +70,11 @@ def test_the_projection_is_corrected_by_what_the_finished_cells_took(table, cloc
     todo, live = table()
     for one in todo[:3]:
         live.begin(one)
-    live.end(todo[0], 30.0, None)
+    end(live, todo[0], 30.0)
     assert live.seconds_left() == 6 * 30.0 / 2
-    live.end(todo[1], 10.0, None)  # 40 s where 20 were projected
+    end(live, todo[1], 10.0)  # 40 s where 20 were projected
     assert live.seconds_left() == 5 * 20.0 / 2
-    live.end(todo[2], 0.1, "ValueError: no luck")  # one that failed tells nothing
+    end(live, todo[2], 0.1, "ValueError: no luck")  # one that failed tells nothing
     assert live.seconds_left() == 4 * 20.0 / 2
 
 
@@ -76,7 +83,7 @@ def test_without_a_projection_the_first_cells_tell_and_before_them_nothing(table
     assert live.seconds_left() is None
     assert "left" not in live.line()
     live.begin(todo[0])
-    live.end(todo[0], 3.0, None)
+    end(live, todo[0], 3.0)
     assert live.seconds_left() == 6 * 3.0 / 2
 
 
@@ -92,7 +99,7 @@ def test_the_line_names_counts_times_and_the_cell_that_runs_longest(table, clock
     clock.now += 8.0
     live.begin(todo[5])
     live.begin(todo[6])
-    live.end(todo[6], 10.0, "ValueError: no luck")
+    end(live, todo[6], 10.0, "ValueError: no luck")
     clock.now += 1.0
     live.look()
     clock.now += 1.0
@@ -106,7 +113,7 @@ def test_the_last_line_stays_and_speaks_of_no_time_left(table, clock, shown):
     todo, live = table(count=1)
     live.begin(todo[0])
     clock.now += 200.0
-    live.end(todo[0], 200.0, None)
+    end(live, todo[0], 200.0)
     live.look()
     assert shown == [("8 of 8 cells done, 0 running, 0 failed, 3 min passed", True)]
 
