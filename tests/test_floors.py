@@ -38,7 +38,7 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "ablation": (
         {"config", "nn", "analysis", "data", "generation", "interop", "training"},
         {"torch", "numpy", "scipy"},
-        PLOTS,
+        PLOTS | {"submitit", "ray"},
     ),
     "cli": (
         {"config", "nn", "analysis", "data", "generation", "interop", "training", "ablation"},

@@ -15,22 +15,25 @@ from typing import Any
 from minitx.config import AblationConfig, ConfigError, StudyConfig
 
 _ROOMS_THAT_DECIDE_A_RUN = ("nn", "data", "training", "analysis")
+_STACKS = "ablation/stacked.py"  # decides a stacked run, too
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One training run of a grid: where it stands, and the overrides that make it."""
+    """One training run of a grid: where it stands, and the overrides that make it; ``stacked`` with others, or alone."""
 
     study: str
     arm: str
     factors: Mapping[str, str]
     seed: int
     overrides: tuple[str, ...]
+    stacked: bool = False
 
     @property
     def hash(self) -> str:
         """Names the cell by its place and what decides its result, overrides and code; a finished one is never run again."""
-        text = json.dumps([self.study, self.arm, dict(self.factors), self.overrides, code_fingerprint()])
+        code = code_fingerprint(*([_STACKS] if self.stacked else []))
+        text = json.dumps([self.study, self.arm, dict(self.factors), self.overrides, code])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -85,7 +88,7 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = (), trimmed: bool = F
             for arm, factors in _combinations(name, study):
                 levels = [override for factor, level in factors.items() for override in study.factors[factor][level]]
                 overrides = (*study.base, *grid.arms[arm], *levels, *trim, f"seed={seed}", *common)
-                blocks.setdefault(block, []).append(Cell(name, arm, factors, seed, overrides))
+                blocks.setdefault(block, []).append(Cell(name, arm, factors, seed, overrides, grid.stack))
     result = [cell for block in sorted(blocks) for cell in blocks[block]]
     twins = {cell.hash for cell in result}
     if len(twins) != len(result):
@@ -112,14 +115,17 @@ def _combinations(name: str, study: StudyConfig) -> Iterator[tuple[str, dict[str
 
 
 @cache
-def code_fingerprint() -> str:
-    """A digest of the code that decides a run's result, and of torch's version; a change of the report's page keeps it."""
+def code_fingerprint(*more: str) -> str:
+    """A digest of the code that decides a run's result, and of torch's version; a change of the report's page keeps it.
+
+    ``more`` are further files, by their path in the package.
+    """
     import torch
 
     root = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256(torch.__version__.encode())
-    for room in _ROOMS_THAT_DECIDE_A_RUN:
-        for path in sorted((root / room).rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode())
-            digest.update(path.read_bytes())
+    files = [path for room in _ROOMS_THAT_DECIDE_A_RUN for path in sorted((root / room).rglob("*.py"))]
+    for path in [*files, *(root / name for name in more)]:
+        digest.update(path.relative_to(root).as_posix().encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -1,34 +1,30 @@
-"""Runs the cells of a grid: over all cores, resumable, with a projection first; a failed cell never stops the others.
+"""Runs the cells of a grid: resumable, with a projection first and a table while it runs; a failed cell never stops the others.
 
-The runner is handed ``run_cell(overrides, folder) -> result`` and knows nothing of configs. Workers are processes that
-live for the whole grid, because importing the training stack costs seconds.
+The runner is handed a launcher and knows nothing of configs, processes or clusters.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from minitx.ablation.grid import Cell
+from minitx.ablation.launchers import WORKER_DIED, Launcher, Outcome, devices_of, one_line
+from minitx.ablation.progress import Display, LiveTable, log_lines
 
 log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
-RunCell = Callable[[Sequence[str], str], dict[str, Any]]
+Kind = tuple[str, str, int]
+Costs = Mapping[Kind, tuple[float, float]]
 PROBE_STEPS = 20
-_DIED = "a worker process died"
 
 
 def read_records(path: Path) -> list[Record]:
@@ -42,101 +38,32 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
-@dataclass
-class Pool:
-    """A pool of persistent worker processes that survives the death of one."""
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A cell to run: with these overrides, in its place under this folder."""
 
-    workers: int
-    run_cell: RunCell
-    executor: ProcessPoolExecutor | None = None
-
-    def submit(self, cell: Cell, overrides: Sequence[str], folder: Path) -> Future[Outcome]:
-        """Start a cell."""
-        if self.executor is None:
-            spawn = multiprocessing.get_context("spawn")
-            self.executor = ProcessPoolExecutor(self.workers, spawn, initializer=_start_worker, initargs=(os.getpid(),))
-        place = str(folder / "cells" / cell.study / cell.hash)
-        try:
-            return self.executor.submit(_attempt, self.run_cell, tuple(overrides), place)
-        except BrokenProcessPool:  # a worker died since the last look
-            self.close()
-            return self.submit(cell, overrides, folder)
-
-    def result(self, future: Future[Outcome]) -> Outcome:
-        """What came of a cell; the death of its worker is an outcome, and the next ``submit`` has new workers."""
-        try:
-            return future.result()
-        except BrokenProcessPool:
-            return Outcome(None, _DIED, 0.0)
-
-    def close(self) -> None:
-        """End the workers, without waiting for cells that have not begun."""
-        if self.executor is not None:
-            processes = list((self.executor._processes or {}).values())  # shutdown forgets them
-            self.executor.shutdown(wait=False, cancel_futures=True)
-            for process in processes:
-                process.kill()  # SIGTERM would only stop the cell that it is in
-            self.executor = None
+    cell: Cell
+    overrides: tuple[str, ...]
+    folder: Path
 
 
-@contextmanager
-def open_pool(workers: int, run_cell: RunCell) -> Iterator[Pool]:
-    """A pool whose workers end with the context, whatever happens in it."""
-    pool = Pool(workers, run_cell)
-    try:
-        yield pool
-    finally:
-        pool.close()
-
-
-def _start_worker(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; it kills its workers
-    logging.disable(logging.INFO)
-    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
-
-
-def _end_with_parent(parent: int) -> None:
-    """A worker whose parent was killed outright, perhaps before the worker began, would otherwise run on."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a cell in its worker; an error travels as text, because not every exception can be sent."""
-
-    result: dict[str, Any] | None
-    error: str | None
-    seconds: float
-
-
-def _attempt(run_cell: RunCell, overrides: tuple[str, ...], folder: str) -> Outcome:
-    started = time.perf_counter()
-    try:
-        result = run_cell(overrides, folder)
-    except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        return Outcome(None, text, time.perf_counter() - started)
-    return Outcome(result, None, time.perf_counter() - started)
-
-
-def project(pool: Pool, cells: Iterable[Cell], folder: Path) -> dict[tuple[str, ...], tuple[float, float]]:
+def project(launcher: Launcher, cells: Iterable[Cell], folder: Path) -> dict[Kind, tuple[float, float]]:
     """Measure (fixed seconds, seconds a step) for each kind of cell by running 1 and 20 steps of one of each.
 
-    A kind is a study and its levels that change the cost (``kind_of``). The probes write into ``probe/`` and are no results.
+    The probes write into ``folder/projection`` and are no results.
     """
-    kinds: dict[tuple[str, ...], Cell] = {}
+    kinds: dict[Kind, Cell] = {}
     for cell in cells:
         kinds.setdefault(kind_of(cell), cell)
-    warm = [pool.submit(cell, _shortened(cell, 1), folder / "projection") for cell in list(kinds.values())[: pool.workers]]
-    wait(warm)  # imports and the first data set are no part of a cell's cost
-    futures = {
-        (kind, steps): pool.submit(cell, _shortened(cell, steps), folder / "projection" / str(steps))
+    warm = [cell for cell in kinds.values() if not launcher.runs_alone(cell)][: launcher.workers]
+    for _ in outcomes(launcher, [Job(cell, _shortened(cell, 1), folder / "projection") for cell in warm]):
+        pass  # imports and the first data set are no part of a cell's cost
+    keys = {
+        Job(cell, _shortened(cell, steps), folder / "projection" / str(steps)): (kind, steps)
         for kind, cell in kinds.items()
-        for steps in {1, min(PROBE_STEPS, cell.steps())}
+        for steps in sorted({1, min(PROBE_STEPS, cell.steps())})
     }
-    seconds = {key: pool.result(future).seconds for key, future in futures.items()}
+    seconds = {keys[job]: outcome.seconds for job, outcome in outcomes(launcher, list(keys))}
     costs = {}
     for kind, cell in kinds.items():
         steps = min(PROBE_STEPS, cell.steps())
@@ -145,69 +72,152 @@ def project(pool: Pool, cells: Iterable[Cell], folder: Path) -> dict[tuple[str, 
     return costs
 
 
-def kind_of(cell: Cell) -> tuple[str, ...]:
-    """What a cell's cost depends on: its study, and a ladder's rung; widths, rates, inits and seeds cost the same."""
-    return (cell.study, cell.factors.get("rung", ""))
+def kind_of(cell: Cell) -> Kind:
+    """What a cell's cost depends on: its study, a ladder's rung, and its devices; widths, rates, inits and seeds cost the same."""
+    return (cell.study, cell.factors.get("rung", ""), devices_of(cell.overrides))
 
 
-def projected_seconds(cells: Iterable[Cell], costs: dict[tuple[str, ...], tuple[float, float]], workers: int) -> float:
-    """Wall seconds for ``cells`` on ``workers`` cores."""
-    total = sum(costs[kind_of(cell)][0] + costs[kind_of(cell)][1] * (cell.steps() - 1) for cell in cells)
-    return total / workers
+def cell_seconds(cell: Cell, costs: Costs) -> float:
+    """What a cell is projected to take."""
+    fixed, a_step = costs[kind_of(cell)]
+    return fixed + a_step * (cell.steps() - 1)
 
 
-def _shortened(cell: Cell, steps: int) -> list[str]:
-    return [*cell.overrides, f"trainer.max_steps={steps}", "schedule.warmup_steps=0", "callbacks.probe.every=0"]
+def lanes_of(cell: Cell, launcher: Launcher) -> int:
+    """How many cells like this one run beside each other."""
+    return 1 if launcher.runs_alone(cell) else launcher.workers
+
+
+def projected_seconds(cells: Iterable[Cell], costs: Costs, launcher: Launcher) -> float:
+    """Wall seconds for ``cells``."""
+    return sum(cell_seconds(cell, costs) / lanes_of(cell, launcher) for cell in cells)
+
+
+def _shortened(cell: Cell, steps: int) -> tuple[str, ...]:
+    return (*cell.overrides, f"trainer.max_steps={steps}", "schedule.warmup_steps=0", "callbacks.probe.every=0")
 
 
 def run_cells(
-    pool: Pool, cells: Sequence[Cell], folder: Path, *, every_seconds: float = 10.0, expected_seconds: float | None = None
+    launcher: Launcher,
+    cells: Sequence[Cell],
+    folder: Path,
+    *,
+    costs: Costs | None = None,
+    display: Display = log_lines,
+    every_seconds: float = 10.0,
+    after_cell: Callable[[], None] = lambda: None,
 ) -> list[Record]:
     """Run what is not done yet and return the records of all ``cells``, in their order.
 
     One JSON line a finished cell is appended to ``cells.jsonl`` as it finishes. A cell that raises gets a record with
     ``status: failed`` and its error; it is tried again when the grid is run again, as is a cell whose worker died.
+
+    Args:
+        costs: what ``project`` measured; without it the first cells tell how long the others take.
+        display: shows a line every ``every_seconds`` (see ``LiveTable``).
+        after_cell: called when a cell's line has been written.
     """
-    path = folder / "cells.jsonl"
-    done = {record["cell"]: record for record in read_records(path) if record["status"] == "done"}
-    todo = [cell for cell in cells if cell.hash not in done]
-    log.info("%d cells: %d done before, %d to run on %d workers", len(cells), len(cells) - len(todo), len(todo), pool.workers)
-    table = LiveTable(len(cells), len(cells) - len(todo), every_seconds, expected_seconds)
-    with path.open("a", encoding="utf-8") as file:
-        if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
-            file.write("\n")  # a line cut short by a crash must not swallow the next one
-        for cell, outcome in _outcomes(pool, todo, folder):
-            record = _record(cell, outcome)
-            done[cell.hash] = record
-            file.write(json.dumps(record) + "\n")
+    book = Book(cells, folder)
+    todo = book.todo
+    log.info("%d cells: %d done before, %d to run on %d workers", len(cells), book.before, len(todo), launcher.workers)
+    seconds = {cell.hash: cell_seconds(cell, costs) for cell in todo} if costs else None
+    lanes = {cell.hash: lanes_of(cell, launcher) for cell in todo}
+    table = LiveTable(len(cells), book.before, seconds, lanes, display=display, every_seconds=every_seconds)
+    for job, outcome in outcomes(launcher, [Job(cell, cell.overrides, folder) for cell in todo], table):
+        book.write(job.cell, outcome)
+        after_cell()
+        table.end(job.cell, outcome.error)
+    return book.records()
+
+
+TrainStack = Callable[[Sequence[Sequence[str]]], Sequence[dict[str, Any]]]
+
+
+def run_stacks(
+    train: TrainStack, stacks: Sequence[Sequence[Cell]], folder: Path, *, after_stack: Callable[[], None] = lambda: None
+) -> list[Record]:
+    """``run_cells`` for stacks: the cells of each are trained at once, in this process, by ``train(overrides of each)``.
+
+    A stack that raises fails all its cells; a cell's seconds are its share of the stack's. Records come stack by stack.
+    """
+    book = Book([cell for stack in stacks for cell in stack], folder)
+    for i, stack in enumerate(stacks, 1):
+        todo = [cell for cell in stack if cell in book.todo]
+        if not todo:
+            continue
+        started, found, error = time.perf_counter(), list[dict[str, Any] | None](), None
+        try:
+            found = list(train([cell.overrides for cell in todo]))
+        except Exception as raised:
+            found, error = [None] * len(todo), one_line(raised)
+        seconds = time.perf_counter() - started
+        for cell, result in zip(todo, found, strict=True):
+            book.write(cell, Outcome(result, error, seconds / len(todo)))
+        after_stack()
+        place = ", ".join([todo[0].study, todo[0].arm, f"{len(todo)} runs at once"])
+        log.info("stack %d of %d, %s: %s, %.1f s", i, len(stacks), place, f"failed: {error}" if error else "done", seconds)
+    return book.records()
+
+
+class Book:
+    """``cells.jsonl`` of a grid's folder: what is done before, and one line a cell as it finishes.
+
+    Attributes:
+        todo: the cells that are not done yet, in their order. before: how many are.
+    """
+
+    def __init__(self, cells: Sequence[Cell], folder: Path) -> None:
+        self.cells, self.path = cells, folder / "cells.jsonl"
+        found = {record["cell"]: record for record in read_records(self.path) if record["status"] == "done"}
+        self._found = {cell.hash: found[cell.hash] for cell in cells if cell.hash in found}
+        self.todo = [cell for cell in cells if cell.hash not in self._found]
+        self.before = len(self._found)
+        if self.path.exists() and self.path.stat().st_size and not self.path.read_bytes().endswith(b"\n"):
+            self._append("\n")  # a line cut short by a crash must not swallow the next one
+
+    def write(self, cell: Cell, outcome: Outcome) -> None:
+        """Keep what came of a cell; it is on the disk when this returns."""
+        self._found[cell.hash] = record = _record(cell, outcome)
+        self._append(json.dumps(record) + "\n")
+
+    def records(self) -> list[Record]:
+        """The records of all cells, in their order, once each has one."""
+        return [self._found[cell.hash] for cell in self.cells]
+
+    def _append(self, text: str) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
-            table.update(record)
-    return [done[cell.hash] for cell in cells]
 
 
-def _outcomes(pool: Pool, todo: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, Outcome]]:
-    """Cells and what came of them, as they finish; only as many are under way as there are workers.
+def outcomes(launcher: Launcher, jobs: Sequence[Job], table: LiveTable | None = None) -> Iterator[tuple[Job, Outcome]]:
+    """Jobs and what came of them, as they finish; only as many are under way as there are workers.
 
-    A worker that dies takes the pool with it. Which of the cells under way did it shows when each runs alone, at the end.
+    Cells that run alone come last, one by one. So do those that were under way when a worker of a pool died and took the
+    others with it: which of them did it shows when each runs alone.
     """
-    waiting, suspects = list(reversed(todo)), list[Cell]()
-    running: dict[Future[Outcome], Cell] = {}
-    while waiting or running or suspects:
-        while len(running) < pool.workers and (waiting or (suspects and not running)):
-            cell = waiting.pop() if waiting else suspects.pop()
-            running[pool.submit(cell, cell.overrides, folder)] = cell
-        finished, _ = wait(running, return_when=FIRST_COMPLETED)
-        if any(pool.result(future).error == _DIED for future in finished):
+    waiting = [job for job in reversed(jobs) if not launcher.runs_alone(job.cell)]
+    alone = [job for job in reversed(jobs) if launcher.runs_alone(job.cell)]
+    running: dict[Future[Outcome], Job] = {}
+    while waiting or running or alone:
+        while len(running) < launcher.workers and (waiting or (alone and not running)):
+            job = waiting.pop() if waiting else alone.pop()
+            if table:
+                table.begin(job.cell)
+            running[launcher.submit(job.cell, job.overrides, job.folder)] = job
+        finished, _ = wait(running, timeout=table.every_seconds if table else None, return_when=FIRST_COMPLETED)
+        if any(future.result().error == WORKER_DIED for future in finished):
             finished, _ = wait(running)
-        outcomes = {future: pool.result(future) for future in finished}
-        several_died = [outcome.error for outcome in outcomes.values()].count(_DIED) > 1
-        for future, outcome in outcomes.items():
-            cell = running.pop(future)
-            if outcome.error == _DIED and several_died:
-                suspects.append(cell)
+        several_died = [future.result().error for future in finished].count(WORKER_DIED) > 1
+        for future in finished:
+            job = running.pop(future)
+            if future.result().error == WORKER_DIED and several_died:
+                alone.append(job)
             else:
-                yield cell, outcome
+                yield job, future.result()
+        if table:
+            table.look()
 
 
 def _record(cell: Cell, outcome: Outcome) -> Record:
@@ -218,36 +228,3 @@ def _record(cell: Cell, outcome: Outcome) -> Record:
         "seconds": round(outcome.seconds, 3),
         "result": outcome.result,
     }
-
-
-class LiveTable:
-    """A line now and then: done, failed, time passed, time left."""
-
-    def __init__(self, total: int, done: int, every_seconds: float, expected_seconds: float | None) -> None:
-        self.total, self.done, self.failed = total, done, 0
-        self.every_seconds, self.expected = every_seconds, expected_seconds
-        self.started = self.last = time.perf_counter()
-        self.before = done
-
-    def update(self, record: Record) -> None:
-        """One more cell is over."""
-        self.done += record["status"] == "done"
-        self.failed += record["status"] == "failed"
-        if record["status"] == "failed":
-            log.info("failed: %s: %s", record["command"], record["error"])
-        now, over = time.perf_counter(), self.done + self.failed
-        if now - self.last < self.every_seconds and over < self.total:
-            return
-        self.last = now
-        passed = now - self.started
-        left = passed / max(1, over - self.before) * (self.total - over)
-        if self.expected is not None:
-            left = max(0.0, self.expected - passed) if over < self.total else 0.0
-        log.info(
-            "%4d of %d cells done, %d failed, %3.0f s passed, about %3.0f s left",
-            self.done,
-            self.total,
-            self.failed,
-            passed,
-            left,
-        )

@@ -10,24 +10,32 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from minitx.ablation.grid import Cell, cells
+from minitx.ablation.grid import Cell, cells, code_fingerprint
+from minitx.ablation.launchers import Launcher, devices_of, end_with, open_launcher
+from minitx.ablation.progress import TerminalLine, log_lines
+from minitx.ablation.records import CellKey, key_of
 from minitx.ablation.report import write_report
-from minitx.ablation.runner import Pool, open_pool, project, projected_seconds, read_records, run_cells
+from minitx.ablation.runner import Costs, project, projected_seconds, read_records, run_cells, run_stacks
+from minitx.ablation.stackable import stacks
 from minitx.cli.errors import CellsFailedError, GridStoppedError
-from minitx.config import AblationConfig, RunConfig
+from minitx.config import AblationConfig, ConfigError, RunConfig
 
 log = logging.getLogger("minitx")
 
 # of the grid itself; every other override on the command line reaches every cell
 _NOT_FOR_CELLS = ("experiment=", "ablation=", "ablation.", "output_dir=", "hydra.", "hydra/", "seed=")
+
+_PARENT = "MINITX_PARENT"
 
 
 def run_ablation(config: RunConfig, folder: Path, overrides: Sequence[str], command: str) -> None:
@@ -38,20 +46,30 @@ def run_ablation(config: RunConfig, folder: Path, overrides: Sequence[str], comm
     """
     assert config.ablation is not None
     grid = config.ablation.chosen()
-    started = time.perf_counter()
     common = [text for text in overrides if not text.lstrip("+~").startswith(_NOT_FOR_CELLS)]
     common += ["callbacks.progress=false", "trainer.threads=1"]
+    if grid.report_only:
+        report_again(grid, common, folder)
+        return
     for cell in cells(grid, common=common):  # refuses what cannot be run before anything is written
         cell.steps()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "command.txt").write_text(command + "\n", encoding="utf-8")
-    with stop_on_signals(), open_pool(grid.workers or available_cores(), run_cell) as pool:
-        chosen, expected_seconds = plan(pool, grid, common, folder)
-        records = run_cells(pool, chosen, folder, expected_seconds=expected_seconds)
-    seconds = time.perf_counter() - started
-    report = write_report(records, grid, [cell.describe() for cell in chosen], folder, meta=describe_run(command, seconds))
-    log.info("\n%s\n\n%s\n\n%s", report.table_text, report.headline, folder / "report.html")
-    log.info("%.0f s in all", time.perf_counter() - started)
+    clock = WallClock(folder / "meta.json", describe_run(command))
+    in_place = sys.stdout.isatty()
+    shown: dict[str, Any] = {
+        "display": TerminalLine(sys.stdout) if in_place else log_lines,
+        "every_seconds": 1.0 if in_place else 10.0,
+    }
+    with stop_on_signals(), nullcontext() if grid.stack else launcher_of(grid, common, folder) as launcher:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "command.txt").write_text(command + "\n", encoding="utf-8")
+        if launcher is None:
+            chosen = cells(grid, common=common)
+            records = run_stacks(train_cells, stacks(chosen), folder, after_stack=clock.keep)
+        else:
+            chosen, costs = plan(launcher, grid, common, folder)
+            records = run_cells(launcher, chosen, folder, costs=costs, after_cell=clock.keep, **shown)
+    report(records, grid, chosen, folder, clock.meta())
+    log.info("%.0f s in all", clock.seconds())
     failed = [record for record in records if record["status"] == "failed"]
     if failed:
         raise CellsFailedError(
@@ -59,30 +77,96 @@ def run_ablation(config: RunConfig, folder: Path, overrides: Sequence[str], comm
         )
 
 
-def plan(pool: Pool, grid: AblationConfig, common: Sequence[str], folder: Path) -> tuple[list[Cell], float | None]:
-    """The cells to run, trimmed where the projection exceeds the time limit, and the seconds that are projected.
+def report_again(grid: AblationConfig, common: Sequence[str], folder: Path) -> None:
+    """Write the report from the records in ``folder``; cells without one count as missing.
+
+    Records are matched by their place in the grid (study, arm, factors, seed), whatever code made them; of several the
+    newest that finished counts, else the newest.
+
+    Raises:
+        ConfigError: ``folder`` holds no records.
+    """
+    path = folder / "cells.jsonl"
+    if not path.exists():
+        raise ConfigError(f"output_dir={folder} holds no cells.jsonl: run the grid first, without ablation.report_only=true")
+    found: dict[CellKey, dict[str, Any]] = {}
+    for record in read_records(path):
+        key = key_of(record)
+        if record["status"] == "done" or found.get(key, record)["status"] == "failed":
+            found[key] = record
+    expected = cells(grid, common=common, trimmed=was_trimmed(folder))
+    wanted = {key_of(cell.describe()) for cell in expected}
+    report([record for key, record in found.items() if key in wanted], grid, expected, folder, read_meta(folder / "meta.json"))
+
+
+def report(
+    records: Sequence[dict[str, Any]], grid: AblationConfig, expected: Sequence[Cell], folder: Path, meta: dict[str, Any]
+) -> None:
+    """Write the report and log its table and headline; how a grid is run (workers, launcher) is no part of its report."""
+    judged = replace(grid, workers=None, launcher="local", launcher_options={}, report_only=False)
+    written = write_report(records, judged, [cell.describe() for cell in expected], folder, meta=meta)
+    log.info("\n%s\n\n%s\n\n%s", written.table_text, written.headline, folder / "report.html")
+
+
+def launcher_of(grid: AblationConfig, common: Sequence[str], folder: Path) -> AbstractContextManager[Launcher]:
+    """What runs the cells of ``grid``; on this machine one worker a core, or one a GPU where cells use them."""
+    devices = gpus(cells(grid, common=common)) if grid.launcher == "local" else []
+    workers = grid.workers or len(devices) or available_cores()
+    return open_launcher(grid.launcher, workers, run_cell, folder, devices=devices, options=grid.launcher_options)
+
+
+def gpus(chosen: Sequence[Cell]) -> list[str]:
+    """The GPUs of this machine, as CUDA_VISIBLE_DEVICES names them, if a study of ``chosen`` trains on one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    from minitx.cli.train import compose_config
+
+    one_a_study = {cell.study: cell for cell in chosen}.values()
+    if all(compose_config(cell.overrides).trainer.accelerator == "cpu" for cell in one_a_study):
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def plan(launcher: Launcher, grid: AblationConfig, common: Sequence[str], folder: Path) -> tuple[list[Cell], Costs | None]:
+    """The cells to run, trimmed where the projection exceeds the time limit, and what was measured for the projection.
 
     The decision is kept in ``plan.json``: a grid that goes on after a stop runs the same cells.
     """
     path = folder / "plan.json"
-    chosen = cells(grid, common=common, trimmed=json.loads(path.read_text())["trimmed"] if path.exists() else False)
+    chosen = cells(grid, common=common, trimmed=was_trimmed(folder))
     done = {record["cell"] for record in read_records(folder / "cells.jsonl") if record["status"] == "done"}
     todo = [cell for cell in chosen if cell.hash not in done]
     if not todo:
         return chosen, None
-    costs = project(pool, todo, folder)
+    costs = project(launcher, todo, folder)
     shutil.rmtree(folder / "projection", ignore_errors=True)
-    seconds = projected_seconds(todo, costs, pool.workers)
+    seconds = projected_seconds(todo, costs, launcher)
     trimmed = False
     if not path.exists():
         if grid.time_limit is not None and seconds > grid.time_limit and grid.trim:
             log.info("projection: %.0f s, over the limit of %.0f s: the runs are shortened", seconds, grid.time_limit)
             trimmed = True
             todo = chosen = cells(grid, common=common, trimmed=True)
-            seconds = projected_seconds(chosen, costs, pool.workers)
-        path.write_text(json.dumps({"trimmed": trimmed}) + "\n", encoding="utf-8")
-    log.info("projection: about %.0f s for %d cells on %d workers", seconds, len(todo), pool.workers)
-    return chosen, seconds
+            seconds = projected_seconds(chosen, costs, launcher)
+        write_whole(path, json.dumps({"trimmed": trimmed}))
+    log.info("projection: about %.0f s for %d cells on %d workers", seconds, len(todo), launcher.workers)
+    return chosen, costs
+
+
+def was_trimmed(folder: Path) -> bool:
+    """What ``plan`` decided in ``folder``; False where it has not yet."""
+    path = folder / "plan.json"
+    return bool(path.exists() and json.loads(path.read_text(encoding="utf-8"))["trimmed"])
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file in one go: a process killed while it writes leaves the old one."""
+    beside = path.with_suffix(".new")
+    beside.write_text(text + "\n", encoding="utf-8")
+    os.replace(beside, path)
 
 
 @contextmanager
@@ -101,12 +185,57 @@ def stop_on_signals() -> Iterator[None]:
 
 
 def run_cell(overrides: Sequence[str], folder: str) -> dict[str, Any]:
-    """One cell, an ordinary training run; called in a worker process."""
+    """One cell, an ordinary training run; called in a worker process.
+
+    A cell of several devices is a program of its own, because Lightning starts the processes of the other devices.
+    """
+    shutil.rmtree(folder, ignore_errors=True)  # what a killed run left
+    return run_in_new_process(overrides, Path(folder)) if devices_of(overrides) > 1 else run_here(overrides, Path(folder))
+
+
+def run_here(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
+    """A training run in this process, and its result."""
     from minitx.cli.train import compose_config, run_training
 
-    shutil.rmtree(folder, ignore_errors=True)  # what a killed run left
-    command = shlex.join(["python", "scripts/train.py", *overrides])
-    return run_training(compose_config(overrides), Path(folder), command)
+    return run_training(compose_config(overrides), folder, shlex.join(["python", "scripts/train.py", *overrides]))
+
+
+def run_in_new_process(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
+    """A training run by ``python -m minitx.cli.ablate``, which leaves ``result.json``; what it says goes to ``output.txt``.
+
+    Raises:
+        RuntimeError: it failed; the last line that it said is the reason.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # Lightning would take the variables of a Slurm job of one task for those of a launch of its own
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    environment[_PARENT] = str(os.getpid())
+    with (folder / "output.txt").open("w", encoding="utf-8") as output:
+        words = [sys.executable, "-m", "minitx.cli.ablate", str(folder), *overrides]
+        code = subprocess.run(words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output).returncode
+    result = folder / "result.json"
+    if code != 0 or not result.exists():
+        said = (folder / "output.txt").read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
+        raise RuntimeError(f"the run on several devices ended with exit code {code}: {last}")
+    return json.loads(result.read_text(encoding="utf-8"))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """``FOLDER OVERRIDE ...``: a cell of several devices, in each of the processes that Lightning starts for them."""
+    end_with(int(os.environ.pop(_PARENT, os.getppid())))  # the other processes of the run are children of the first
+    folder, *overrides = arguments
+    result = run_here(overrides, Path(folder))
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        write_whole(Path(folder, "result.json"), json.dumps(result))
+
+
+def train_cells(overrides: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """The cells of a stack, trained at once in this process."""
+    from minitx.ablation.stacked import train_stack
+    from minitx.cli.train import compose_config
+
+    return train_stack([compose_config(each) for each in overrides])
 
 
 def available_cores() -> int:
@@ -114,13 +243,61 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def describe_run(command: str, seconds: float) -> dict[str, Any]:
+class WallClock:
+    """Keeps in ``meta.json`` which launches made the cells of a grid, and the wall seconds of each.
+
+    Launches that agree in everything else (commit, versions, machine, date, command) share one entry, and their seconds
+    add up. A launch that runs no cell leaves no trace; a launch that is killed loses what passed since its last cell.
+    """
+
+    def __init__(self, path: Path, launch: dict[str, Any]) -> None:
+        self.path, self.launch, self.started = path, launch, time.perf_counter()
+        self.others = _read_launches(path)
+        same = [other for other in self.others if {**other, "wall_seconds": None} == {**launch, "wall_seconds": None}]
+        self.others = [other for other in self.others if other not in same]
+        self.before = sum(other["wall_seconds"] for other in same)
+
+    def seconds(self) -> float:
+        """Since this launch began."""
+        return time.perf_counter() - self.started
+
+    def keep(self) -> None:
+        """Note that this launch has made a cell, and how long it has taken so far."""
+        launches = [*self.others, {**self.launch, "wall_seconds": round(self.before + self.seconds(), 3)}]
+        write_whole(self.path, json.dumps({"launches": launches}, indent=1))
+
+    def meta(self) -> dict[str, Any]:
+        """What the report says of the launches with this code; of this one where none has made a cell that is on record."""
+        return read_meta(self.path, code=self.launch["code"]) or {**self.launch, "wall_seconds": self.seconds()}
+
+
+def _read_launches(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text(encoding="utf-8"))["launches"] if path.exists() else []
+
+
+def read_meta(path: Path, *, code: str | None = None) -> dict[str, Any]:
+    """``meta.json`` as the report wants it: seconds added up, versions of the last launch, whatever else differs listed.
+
+    ``code`` leaves out the launches of other code, whose cells were run again; ``None`` keeps all.
+    """
+    launches = [launch for launch in _read_launches(path) if code in (None, launch.get("code"))]
+    if not launches:
+        return {}
+    listed = {
+        name: "; ".join(dict.fromkeys(launch[name] for launch in launches))
+        for name in ("commit", "command", "date", "hardware")
+    }
+    seconds = sum(launch["wall_seconds"] for launch in launches)
+    return {**listed, "versions": launches[-1]["versions"], "wall_seconds": seconds}
+
+
+def describe_run(command: str) -> dict[str, Any]:
     """What a reader needs to repeat the run: commit, versions, machine, date, command."""
     packages = ("minitx", "torch", "lightning", "hydra-core", "numpy", "scipy")
     return {
         "commit": _commit(),
+        "code": code_fingerprint(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
-        "wall_seconds": seconds,
         "command": command,
         "date": time.strftime("%Y-%m-%d"),
         "hardware": f"{_processor()}, {available_cores()} cores",
@@ -148,3 +325,7 @@ def _processor() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from minitx.config.checks import positive, require
 
@@ -81,6 +81,11 @@ class AblationConfig:
     ``arms`` names lists of overrides. ``time_limit`` (seconds) bounds the projection: over it, ``trim`` (overrides that
     shorten the runs) is applied to every cell. ``margin`` is the smallest difference that counts as harm. ``only`` names the
     studies to run; empty: all of them. The cells of a part are those of the whole, so that a grid can be run in parts.
+
+    ``launcher`` says where cells run: ``local`` processes (one a core, or one a GPU), ``slurm`` jobs (submitit) or ``ray``
+    tasks; ``workers`` cells at once. ``launcher_options`` are handed on (see ``minitx.ablation.launchers``).
+    ``stack`` trains the runs of an arm at once instead (see ``minitx.ablation.stacked``).
+    ``report_only`` runs nothing and writes the report again from the records in the grid's folder.
     """
 
     name: str = "quick"
@@ -93,11 +98,23 @@ class AblationConfig:
     predictions: Mapping[str, PredictionConfig] = field(default_factory=dict)
     margin: float = 0.02
     workers: int | None = None
+    launcher: Literal["local", "slurm", "ray"] = "local"
+    launcher_options: Mapping[str, Any] = field(default_factory=dict)
     time_limit: float | None = None
+    stack: bool = False
+    report_only: bool = False
     trim: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         positive(self, "margin", "workers", "time_limit")
+        require(
+            self.launcher != "local" or not self.launcher_options,
+            f"launcher_options={dict(self.launcher_options)} are for launcher=slurm or ray; launcher=local takes none",
+        )
+        require(
+            not self.stack or self.launcher == "local",
+            f"stack=true trains in this process: launcher={self.launcher} has no use",
+        )
         for name, study in self.studies.items():
             unknown = [arm for arm in study.arms if arm not in self.arms]
             require(not unknown, f"studies.{name}.arms={unknown} are not defined; ablation.arms has {', '.join(self.arms)}")

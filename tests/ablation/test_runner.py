@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from minitx.ablation.grid import Cell
-from minitx.ablation.runner import Pool, _end_with_parent, open_pool, project, projected_seconds, read_records, run_cells
+from minitx.ablation.launchers import Pool, _watch, open_launcher
+from minitx.ablation.runner import project, projected_seconds, read_records, run_cells, run_stacks
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,7 +66,7 @@ def takes_its_time(overrides, folder):
 
 
 def run(tmp_path, todo, run_cell=well_behaved, workers=2):
-    with open_pool(workers, run_cell) as pool:
+    with open_launcher("local", workers, run_cell, tmp_path) as pool:
         return run_cells(pool, todo, tmp_path)
 
 
@@ -144,7 +146,7 @@ def test_a_worker_that_dies_costs_its_own_cell_alone(tmp_path, workers):
 
 
 def test_a_worker_that_is_killed_between_two_cells_is_replaced(tmp_path):
-    with open_pool(1, well_behaved) as pool:
+    with open_launcher("local", 1, well_behaved, tmp_path) as pool:
         first = pool.submit(cell("a"), cell("a").overrides, tmp_path).result().result
         os.kill(first["pid"], signal.SIGKILL)
         deadline = time.monotonic() + 10
@@ -157,20 +159,23 @@ def test_a_worker_that_is_killed_between_two_cells_is_replaced(tmp_path):
 
 def test_a_projection_measures_fixed_cost_and_cost_of_a_step(tmp_path):
     todo = [cell("a", 1001), cell("b", 1001), cell("c", 11, study="other")]
-    with open_pool(1, takes_its_time) as pool:
+    with open_launcher("local", 1, takes_its_time, tmp_path) as pool:
         costs = project(pool, todo, tmp_path)
-    assert set(costs) == {("main", ""), ("other", "")}
+    assert set(costs) == {("main", "", 1), ("other", "", 1)}
     for fixed, a_step in costs.values():
         assert 0.015 < fixed < 0.5
         assert 0.01 < a_step < 0.05
-    assert projected_seconds(todo, {("main", ""): (3.0, 0.5), ("other", ""): (1.0, 2.0)}, workers=2) == (503.0 * 2 + 21.0) / 2
+    assert (
+        projected_seconds(todo, {("main", "", 1): (3.0, 0.5), ("other", "", 1): (1.0, 2.0)}, launcher=Pool(2, takes_its_time))
+        == (503.0 * 2 + 21.0) / 2
+    )
 
 
 def test_a_projection_survives_cells_that_fail_or_die(tmp_path):
     todo = [cell("raise"), cell("die", study="deadly"), cell("a", study="good")]
-    with open_pool(1, moody) as pool:
+    with open_launcher("local", 1, moody, tmp_path) as pool:
         costs = project(pool, todo, tmp_path)
-        assert set(costs) == {("main", ""), ("deadly", ""), ("good", "")}
+        assert set(costs) == {("main", "", 1), ("deadly", "", 1), ("good", "", 1)}
         assert [record["status"] for record in run_cells(pool, todo, tmp_path)] == ["failed", "failed", "done"]
 
 
@@ -185,22 +190,22 @@ def test_closing_a_pool_ends_its_workers_whatever_they_do(tmp_path):
     pool.close()  # once more does no harm
 
 
-def test_a_worker_whose_parent_was_killed_before_it_began_ends_at_once(monkeypatch):
+def test_a_worker_whose_parent_was_killed_before_it_began_ends_at_once(monkeypatch, tmp_path):
     """Its first look at its parent would show the process that adopted it."""
     ended = []
-    monkeypatch.setattr("minitx.ablation.runner.os.getppid", lambda: 1)
+    monkeypatch.setattr("minitx.ablation.launchers.os.getppid", lambda: 1)
 
     def end(code):
         ended.append(code)
         raise SystemExit
 
-    monkeypatch.setattr("minitx.ablation.runner.os._exit", end)
+    monkeypatch.setattr("minitx.ablation.launchers.os._exit", end)
     with pytest.raises(SystemExit):
-        _end_with_parent(os.getpid())
+        _watch(os.getpid())
     assert ended == [1]
-    with open_pool(1, well_behaved) as pool:
+    with open_launcher("local", 1, well_behaved, tmp_path) as pool:
         pool.submit(cell("a"), cell("a").overrides, Path("/nonexistent")).exception(20)
-        assert pool.executor._initargs == (os.getpid(),)
+        assert pool.executor._initargs == (os.getpid(), None)
 
 
 # The real thing: cells are training runs.
@@ -239,95 +244,26 @@ def test_a_used_worker_a_new_process_and_the_stored_command_give_equal_bits(tmp_
     assert digest_in_a_new_process(words[2:], tmp_path / "alone") == digests["wanted"]
 
 
-def start_grid(cwd):
-    """``train.py`` with whole studies replaced: Hydra would merge a mapping into the default one."""
-    program = (
-        "import sys, dataclasses\nimport minitx.cli.train as t\nfrom minitx.cli.ablate import run_ablation\n"
-        "from minitx.cli.schema import from_dict\nfrom minitx.config import StudyConfig\n"
-        "from minitx.cli.errors import exit_code\nfrom pathlib import Path\nimport logging, json\n"
-        "logging.basicConfig(level=logging.INFO, format='%(message)s', stream=sys.stdout)\n"
-        "if __name__ == '__main__':\n"
-        "    config = t.compose_config(['experiment=scaling_ablation', 'ablation=smoke', 'ablation.workers=2'])\n"
-        "    study = from_dict(StudyConfig, json.loads(sys.argv[1]))\n"
-        "    grid = dataclasses.replace(config.ablation, studies={'recall': study}, comparisons=(), trim={})\n"
-        "    config = dataclasses.replace(config, ablation=grid)\n"
-        "    job = lambda _: run_ablation(config, Path('grid').absolute(), [], 'train.py')\n"
-        "    sys.exit(exit_code(lambda guarded: guarded(None), job))\n"
-    )
-    study = {
-        "base": ["experiment=scaling_cell_recall", "trainer.max_steps=40", "schedule.warmup_steps=1", *TINY],
-        "arms": ["inv_sqrt", "unscaled"],
-        "factors": {
-            "head_dim": {"8": []},
-            "init": {"lecun": ["model.init=lecun"]},
-            "lr": {"1e-3": ["optimizer.lr=1e-3"], "3e-3": ["optimizer.lr=3e-3"]},
-        },
-        "seeds": [0, 1, 2, 3],
-    }
-    (cwd / "grid.py").write_text(program)
-    return subprocess.Popen(
-        [sys.executable, "grid.py", json.dumps(study)], cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+def test_a_stack_trains_at_once_goes_on_where_it_stopped_and_fails_as_one(tmp_path):
+    found = [[cell("a", arm_seed=0), cell("b", arm_seed=0)], [cell("raise", arm_seed=1), cell("c", arm_seed=1)]]
+    seen = []
+
+    def train(overrides):
+        seen.append([value_of(each, "name") for each in overrides])
+        if "raise" in seen[-1]:
+            raise ValueError("no luck")
+        return [{"name": name} for name in seen[-1]]
+
+    records = run_stacks(train, found, tmp_path)
+    assert [record["status"] for record in records] == ["done", "done", "failed", "failed"]
+    assert [record["result"] and record["result"]["name"] for record in records] == ["a", "b", None, None]
+    assert records[2]["error"] == "ValueError: no luck"
+    run_stacks(train, found, tmp_path)
+    assert seen == [["a", "b"], ["raise", "c"], ["raise", "c"]]
 
 
-def children_of(pid):
-    """Processes below ``pid``, by /proc."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
-                    found.append(int(entry.name))
-            except (OSError, IndexError):
-                continue
-    return found
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_for_cells(process, path, count):
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline and process.poll() is None:
-        if path.exists() and path.read_text().count("\n") >= count:
-            return
-        time.sleep(0.05)
-    raise AssertionError(process.communicate()[0])
-
-
-def stripped(path):
-    """Results of the cells without times."""
-    return {record["cell"]: record["result"] for record in read_records(path) if record["status"] == "done"}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
-def test_a_killed_grid_leaves_no_process_and_goes_on_to_the_same_results(tmp_path):
-    results = {}
-    for name, number in (("whole", None), ("terminated", signal.SIGTERM), ("killed", signal.SIGKILL)):
-        folder = tmp_path / name
-        folder.mkdir()
-        process = start_grid(folder)
-        path = folder / "grid" / "cells.jsonl"
-        if number is not None:
-            wait_for_cells(process, path, 2)
-            workers = children_of(process.pid)
-            assert len(workers) >= 2
-            process.send_signal(number)
-            out = process.communicate(timeout=30)[0]
-            assert process.returncode == (143 if number == signal.SIGTERM else -9), out
-            deadline = time.monotonic() + (3 if number == signal.SIGTERM else 10)
-            while any(map(alive, workers)) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            assert not any(map(alive, workers))
-            assert 2 <= len(read_records(path)) < 16
-            process = start_grid(folder)
-        out = process.communicate(timeout=120)[0]
-        assert process.returncode == 0, out
-        results[name] = (stripped(path), (folder / "grid" / "report.html").exists())
-    assert results["whole"] == results["terminated"] == results["killed"]
-    assert len(results["whole"][0]) == 16
+def test_a_stacked_cell_is_another_cell_than_one_that_runs_alone():
+    alone = cell("a")
+    stacked = dataclasses.replace(alone, stacked=True)
+    assert stacked.hash != alone.hash
+    assert stacked.describe() | {"cell": ""} == alone.describe() | {"cell": ""}

@@ -78,6 +78,13 @@ COMPOSED = {
     "callbacks.probe.every=-1": ("callbacks.probe.every=-1", "zero or more"),
     "model.embed_dim=${nope}": ("model.embed_dim", "nope"),
     "model.embed_dim=${oc.env:MINITX_NOT_SET}": ("model.embed_dim", "MINITX_NOT_SET"),
+    "experiment=scaling_ablation ablation.launcher=slurn": (
+        "ablation.launcher=slurn",
+        "local, slurm, ray",
+        "did you mean slurm?",
+    ),
+    "experiment=scaling_ablation +ablation.launcher_options.cluster=local": ("ablation.launcher_options", "takes none"),
+    "experiment=scaling_ablation ablation.report_only=true": ("output_dir=", "holds no cells.jsonl", "run the grid first"),
     "experiment=scaling_ablation ablation.margin=0": ("ablation.margin=0", "positive"),
     "experiment=scaling_ablation ablation.studies.text.arms=[foo]": ("studies.text.arms=['foo']", "inv_sqrt"),
     "experiment=scaling_ablation ablation.studies.recall.skip=[{foo:[a]}]": ("skip", "foo", "head_dim"),
@@ -109,7 +116,7 @@ def nothing_runs(monkeypatch):
         raise AssertionError("the run began")
 
     monkeypatch.setattr("minitx.cli.train.run_training", ran)
-    monkeypatch.setattr("minitx.cli.ablate.open_pool", ran)
+    monkeypatch.setattr("minitx.cli.ablate.open_launcher", ran)
 
 
 @pytest.mark.parametrize("typed", COMPOSED)
