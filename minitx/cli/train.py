@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.singleton import Singleton
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -61,9 +63,14 @@ def build_config(composed: DictConfig) -> RunConfig:
 
 
 def compose_config(overrides: Sequence[str]) -> RunConfig:
-    """What ``train.py OVERRIDES`` would run, composed in this process."""
-    with hydra.initialize_config_module("minitx.configs", version_base="1.3"):
-        return build_config(hydra.compose("train", overrides=list(overrides)))
+    """What ``train.py OVERRIDES`` would run, composed in this process, beside a program that hydra runs in it."""
+    state = Singleton.get_state()  # hydra keeps one at a time
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_module("minitx.configs", version_base="1.3"):
+            return build_config(hydra.compose("train", overrides=list(overrides)))
+    finally:
+        Singleton.set_state(state)
 
 
 def output_folder(config: RunConfig) -> Path:
