@@ -15,7 +15,7 @@ from minitx.ablation.predictions import Prediction
 from minitx.ablation.published import contradictions, published
 from minitx.ablation.records import Cells
 from minitx.ablation.render import Block, Drawing, Page, Section, Table
-from minitx.ablation.statistics import MIN_PAIRS
+from minitx.ablation.statistics import ALPHA, MIN_PAIRS
 from minitx.ablation.tables import ladder_sentence
 from minitx.ablation.verdict import Comparison, Findings
 from minitx.ablation.wording import condition_text, count_text, number, signed
@@ -104,6 +104,13 @@ def _limits(findings: Findings) -> list[Block]:
     pairs = min((len(c.seeds) for c in findings.main), default=MIN_PAIRS)
     if pairs < MIN_PAIRS:
         limits.append(f"As few as {count_text(pairs, 'paired seed')}: under {MIN_PAIRS} no verdict is given.")
+    family = [c for c in findings.comparisons if c.primary]
+    floor = len(family) * 0.5**pairs
+    if family and pairs >= MIN_PAIRS and floor >= ALPHA:
+        limits.append(
+            f"With {count_text(pairs, 'paired seed')} and {len(family)} primary endpoints no adjusted p can fall below "
+            f"{floor:.4f}: this grid cannot find harm."
+        )
     edges = sum(r.on_edge for r in findings.arms)
     if edges:
         limits.append(f"{edges} choices of a rate lie on the edge of the grid; the optimum may be outside.")

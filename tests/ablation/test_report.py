@@ -289,6 +289,18 @@ def test_a_prediction_is_held_against_the_verdicts_that_it_foretells() -> None:
     assert status == {"A": "INCONCLUSIVE", "B": "INCONCLUSIVE", "C": "HELD"}
 
 
+@pytest.mark.usefixtures("draws_nothing")
+def test_a_family_too_large_for_its_seeds_is_said_to_find_no_harm(tmp_path: Path) -> None:
+    pair = ComparisonConfig(study="norms", arms=NORMS, primary=({},))
+    twice = (pair, dataclasses.replace(pair, arms=NORMS[::-1]))
+    sentence = "With 6 paired seeds and 4 primary endpoints no adjusted p can fall below 0.0625"
+    assert sentence in words_of(
+        write_report(*norm_records(norm_grid(comparisons=twice)), tmp_path, meta=META).folder / "report.html"
+    )
+    write_report(*norm_records(norm_grid()), tmp_path, meta=META)
+    assert "no adjusted p can fall" not in words_of(tmp_path / "report.html")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
