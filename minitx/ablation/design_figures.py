@@ -94,7 +94,7 @@ def measures_by_arm(findings: Findings, study: str) -> Figure | None:
         return None
     numbers = [score, *(measure(name) for name in cells.grid.studies[study].measures)]
     figure, axes = panels(len(conditions), len(numbers), width=max(2.6, 0.62 * len(cells.arms(study))), height=2.3)
-    for row, condition in zip(axes, conditions, strict=True):
+    for i, (row, condition) in enumerate(zip(axes, conditions, strict=True)):
         arms = cells.arms(study, **condition)
         for ax, number in zip(row, numbers, strict=True):
             for x, arm in enumerate(arms):
@@ -105,6 +105,6 @@ def measures_by_arm(findings: Findings, study: str) -> Figure | None:
                     _draw_seeds(ax, x, picked[np.isfinite(picked)].tolist(), *style(arm, cells.arms(study)))
             ax.set_xticks(range(len(arms)), arms, rotation=30, ha="right", fontsize=7.5)
             ax.set_xlim(-0.6, len(arms) - 0.4)
-            label(ax, number.name if row is axes[0] else "", "")
+            label(ax, number.name if i == 0 else "", "")
         row[0].set_ylabel(condition_text(condition) if condition else study, fontsize=8, color=INK)
     return figure

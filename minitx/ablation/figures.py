@@ -90,7 +90,7 @@ def paired_slopes(findings: Findings) -> Figure | None:
         return None
     figure, axes = wrapped_panels(len(found), "", width=2.3, height=2.1)
     for ax, c in zip(axes, found, strict=True):
-        _draw_pairs(ax, c)
+        _draw_pairs(ax, c, *(style(arm, findings.cells.arms(c.study))[0] for arm in c.arms))
         label(ax, f"{c.endpoint}, {place_text(c.study, c.condition)}\n{c.judgement.word}")
         ax.set_xticks([0, 1], c.arms)
         ax.set_xlim(-0.4, 1.4)
@@ -99,9 +99,8 @@ def paired_slopes(findings: Findings) -> Figure | None:
     return figure
 
 
-def _draw_pairs(ax: Axes, c: Comparison) -> None:
+def _draw_pairs(ax: Axes, c: Comparison, first: str, second: str) -> None:
     assert c.effect is not None
-    (first, _), (second, _) = (style(arm, c.arms) for arm in c.arms)
     for i, (a, b) in enumerate(zip(c.effect.reference, c.effect.treatment, strict=True)):
         shift = dodge(len(c.seeds), i, 0.035)
         ax.plot([shift, 1 + shift], [a, b], "-", color="#B0B0B0", linewidth=1)

@@ -56,14 +56,16 @@ def build_page(findings: Findings, judged: Sequence[Prediction], drawings: Seque
 def headline(findings: Findings) -> list[str]:
     """The verdict in sentences: every comparison that the grid is about, under every condition; text and the ladder beside."""
     cells = findings.cells
-    sentences = []
+    sentences: list[str] = []
     for (study, arms), of_arms in itertools.groupby(findings.main, key=lambda c: (c.study, c.arms)):
         listed = list(of_arms)
         sign = "negative" if listed[0].better > 0 else "positive"
+        rule = f" (paired by seed; {sign} is harm)" if not any(f"{sign} is harm" in sentence for sentence in sentences) else ""
         clauses = [
-            _under_condition(list(group)) for _, group in itertools.groupby(listed, key=lambda c: (c.condition, c.primary))
+            _under_condition(list(group), findings)
+            for _, group in itertools.groupby(listed, key=lambda c: (c.condition, c.primary))
         ]
-        sentences.append(f"{study}, {arms[1]} − {arms[0]}, paired by seed, {sign} is harm: {' '.join(clauses)}")
+        sentences.append(f"{study}, {arms[1]} − {arms[0]}{rule}: {' '.join(clauses)}")
     if not findings.main:
         sentences.append("INCONCLUSIVE, the grid compares no two arms.")
     compared = {c.study for c in findings.main}
@@ -78,10 +80,16 @@ def headline(findings: Findings) -> list[str]:
     return [*sentences, *([ladder_sentence(findings.ladder)] if findings.ladder else [])]
 
 
-def _under_condition(listed: Sequence[Comparison]) -> str:
-    role = "primary" if listed[0].primary else "secondary, not adjusted"
-    seeds = count_text(len(listed[0].seeds), "paired seed")
-    return f"{condition_text(listed[0].condition)} ({role}, {seeds}): {'; '.join(map(sections.clause, listed))}."
+def _under_condition(listed: Sequence[Comparison], findings: Findings) -> str:
+    """The endpoints under one condition, and the measures beside them."""
+    first = listed[0]
+    role = f"{'primary' if first.primary else 'secondary, not adjusted'}, {count_text(len(first.seeds), 'paired seed')}"
+    where = f"{condition_text(first.condition)} ({role})" if first.condition else role
+    said = "; ".join(map(sections.clause, listed))
+    place = (first.study, first.arms, first.condition)
+    measured = [c for c in findings.comparisons if (c.study, c.arms, c.condition) == place and c.endpoint not in ("E1", "E2")]
+    beside = f" Secondary: {'; '.join(map(sections.clause, measured))}." if measured else ""
+    return f"{where}: {said}.{beside}"
 
 
 # --- predictions, limits, and how to repeat it

@@ -181,7 +181,7 @@ def _text_effects(cells: Cells) -> Block:
 
 
 def arms_part(findings: Findings) -> list[Block]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for r in findings.arms:
         chosen = ", ".join(f"{rate} ({count})" for rate, count in r.chosen.items()) or "–"
         edge = "–" if not r.chosen else f"yes, {r.on_edge} of {sum(r.chosen.values())}" if r.on_edge else "no"
@@ -191,14 +191,27 @@ def arms_part(findings: Findings) -> list[Block]:
         largest = ", ".join(f"{rate} ({n})" for rate, n in Counter(x or "none" for x in r.largest).items()) or "–"
         done = f"{r.done} of {r.expected}"
         rows.append((r.study, condition_text(r.condition), r.arm, done, outcomes, chosen, edge, largest))
-    headers = ("study", "condition", "arm", "cells", "outcomes", "chosen rate (seeds)", "on the edge", "largest usable (seeds)")
+    headers: tuple[str, ...] = (
+        "study",
+        "condition",
+        "arm",
+        "cells",
+        "outcomes",
+        "chosen rate (seeds)",
+        "on the edge",
+        "largest usable (seeds)",
+    )
+    usable = any(row[-1] != "–" for row in rows)
+    if not usable:
+        headers, rows = headers[:-1], [row[:-1] for row in rows]
     tuned = [name for name, study in findings.cells.grid.studies.items() if study.tune_seeds and study.score]
     how = (
         f"on seeds of their own ({', '.join(tuned)}), else for each seed by the other seeds" if tuned else "by the other seeds"
     )
     caption = (
         f"Rates are chosen {how}; ties go to the smaller rate. An edge is flagged where the first or last rate beats every "
-        "inner one by more than the margin. Largest usable: the largest rate that solves the task; in brackets the seeds."
+        "inner one by more than the margin."
+        + (" Largest usable: the largest rate that solves the task; in brackets the seeds." if usable else "")
     )
     return [Table(caption, headers, rows) if rows else "The grid has no cells."]
 
@@ -257,7 +270,8 @@ def _same_rate_effects(findings: Findings) -> list[Block]:
         score = findings.cells.score(study)
         if rows and score:
             sign = "negative" if score.better > 0 else "positive"
-            caption = f"Secondary: {study}, {score.name} of both arms at the same rate; {sign} is harm. Not adjusted."
+            label = f"{study}, {arms[1]} − {arms[0]}"
+            caption = f"Secondary: {label}, {score.name} at the same rate; {sign} is harm. Not adjusted."
             headers = ("condition", "rate", *_effect_headers(arms), "solved", "Fisher p, two-sided")
             blocks.append(Table(caption, headers, rows, folded=True))
     return blocks or ["The same rate: no paired cells."]

@@ -259,7 +259,8 @@ def norm_records(grid: AblationConfig) -> tuple[list[dict[str, Any]], AblationCo
 
 def test_a_grid_about_something_else_gets_the_same_kind_of_report(tmp_path: Path) -> None:
     report = write_report(*norm_records(norm_grid()), tmp_path, meta=META)
-    assert "norms, post − pre, paired by seed, positive is harm: depth 6 (primary, 6 paired seeds)" in report.headline
+    assert "norms, post − pre (paired by seed; positive is harm): depth 6 (primary, 6 paired seeds): " in report.headline
+    assert "Secondary: loss at 9 +0.300 (95 % +0.300 to +0.300): HARM." in report.headline
     assert [(c.condition["depth"], c.endpoint, c.judgement.word) for c in report.comparisons] == [
         ("6", "E1", "HARM"),
         ("2", "E1", "NO HARM"),
