@@ -188,7 +188,7 @@ OF_THE_SCALE: tuple[Plan, ...] = (
     (
         "ladder_loss",
         "Stress ladder: training loss",
-        "Every rung, both arms, one run each. Grey: n-gram models on the same text. A diverging loss leaves the panel.",
+        "Every rung, both arms, a line a run. Grey: n-gram models on the same text. A diverging loss leaves the panel.",
         probe_figures.ladder_losses,
     ),
     (

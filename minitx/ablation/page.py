@@ -123,7 +123,7 @@ def _limits(findings: Findings) -> list[Block]:
     if edges:
         limits.append(f"{edges} choices of a rate lie on the edge of the grid; the optimum may be outside.")
     if findings.ladder and len({row.rung for row in findings.ladder}) == len(findings.ladder):
-        limits.append("The ladder has one run a cell: it shows what can happen, not how often.")
+        limits.append("The ladder has one seed a rung: it shows what can happen, not how often.")
     if any(c.endpoint == "E2" for c in findings.main):
         limits.append("The usable window is a share of few rates: it moves in steps, and only within the rates of this grid.")
     reused = sorted({c.study for c in findings.main if not cells.tune_seeds(c.study) and cells.levels(c.study, rec.RATE)})

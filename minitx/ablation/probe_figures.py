@@ -23,7 +23,7 @@ from minitx.ablation.records import (
     finite,
     quotient,
 )
-from minitx.ablation.tables import InitRow, LadderRow
+from minitx.ablation.tables import InitRow
 from minitx.ablation.verdict import Findings, primary_condition
 from minitx.ablation.wording import STYLES, condition_text
 from minitx.analysis.canvas import GREY, INK, PALETTE, RED, label, legend, log_ticks, panels, step_axis, wrapped_panels
@@ -208,16 +208,15 @@ def _probe_value(layer: Mapping[str, Any], name: str) -> float:
 
 def ladder_losses(findings: Findings) -> Figure | None:
     """Training loss against the step on every rung, both arms, beside the n-gram models of the text."""
-    rungs = [row for row in findings.ladder if any(row.runs)]
+    rungs = _runs_by_rung(findings)
     if not rungs:
         return None
     figure, axes = wrapped_panels(len(rungs), "training loss (nats)", width=2.6, height=2.0, sharey=True)
     named: dict[str, str] = {}
-    for ax, row in zip(axes, rungs, strict=True):
-        _draw_curves(ax, row, 1)
-        _cut_above(ax, row)
-        last = next(run for run in reversed(row.runs) if run)
-        floors = {k: v for k, v in last["result"]["floors"].items() if k in ("unigram", "bigram") and v}
+    for ax, (rung, runs) in zip(axes, rungs.items(), strict=True):
+        _draw_curves(ax, rung, runs, 1)
+        _cut_above(ax, runs)
+        floors = {k: v for k, v in runs[-1]["result"]["floors"].items() if k in ("unigram", "bigram") and v}
         for (floor, level), line in zip(sorted(floors.items()), (":", "--"), strict=False):
             ax.axhline(level, color=GREY, linewidth=0.9, linestyle=line)
             named[floor] = line
@@ -227,29 +226,38 @@ def ladder_losses(findings: Findings) -> Figure | None:
 
 def ladder_gradients(findings: Findings) -> Figure | None:
     """Gradient norm against the step on every rung, both arms."""
-    rungs = [row for row in findings.ladder if any(row.runs)]
+    rungs = _runs_by_rung(findings)
     if not rungs:
         return None
     figure, axes = wrapped_panels(len(rungs), "gradient norm", width=2.6, height=2.0)
-    for ax, row in zip(axes, rungs, strict=True):
-        _draw_curves(ax, row, 2)
+    for ax, (rung, runs) in zip(axes, rungs.items(), strict=True):
+        _draw_curves(ax, rung, runs, 2)
         log_ticks(ax)
     legend(figure, LINES)
     return figure
 
 
-def _draw_curves(ax: Axes, row: LadderRow, column: int) -> None:
-    """Both runs of a rung; ``column`` of the curve is 1 for the loss, 2 for the gradient norm."""
-    for run in filter(None, row.runs):
+def _runs_by_rung(findings: Findings) -> dict[str, list[Record]]:
+    """The finished runs of every rung that has one: all seeds, both arms."""
+    rungs: dict[str, list[Record]] = {}
+    for row in findings.ladder:
+        rungs.setdefault(row.rung, []).extend(run for run in row.runs if run)
+    return {rung: runs for rung, runs in rungs.items() if runs}
+
+
+def _draw_curves(ax: Axes, rung: str, runs: Sequence[Record], column: int) -> None:
+    """A line a run; ``column`` of the curve is 1 for the loss, 2 for the gradient norm."""
+    for run in runs:
         points = [(point[0], point[column]) for point in run["result"]["curve"] if point[column] is not None]
         if points:
-            ax.plot(*zip(*points, strict=True), "-", color=STYLES[run["arm"]][0], linewidth=1.2)
-    label(ax, row.label, "step")
+            alpha = 1.0 if len(runs) <= 2 else 0.6
+            ax.plot(*zip(*points, strict=True), "-", color=STYLES[run["arm"]][0], linewidth=1.2, alpha=alpha)
+    label(ax, rung, "step")
 
 
-def _cut_above(ax: Axes, row: LadderRow) -> None:
+def _cut_above(ax: Axes, runs: Sequence[Record]) -> None:
     """Keep a diverging loss from flattening all others: the axis ends a fifth above the losses at init."""
-    starts = [finite(run["result"]["initial_loss"]) for run in row.runs if run]
+    starts = [finite(run["result"]["initial_loss"]) for run in runs]
     top = max((start for start in starts if start), default=None)
     if top is not None and ax.get_ylim()[1] > 1.2 * top:
         ax.set_ylim(top=1.2 * top)

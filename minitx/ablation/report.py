@@ -150,7 +150,7 @@ def _ladder_summary(findings: Findings) -> Table:
         losses = [number(loss_of(run), 2) if run else "–" for run in row.runs]
         ratio = number(row.gradient_ratio, 1)
         note = row.signs[0] if row.signs else "both fail" if row.both_fail else ""
-        rows.append((row.rung, *losses, *outcomes, ratio, note))
+        rows.append((row.label, *losses, *outcomes, ratio, note))
     headers = ("ladder", *ARMS, *("outcome" for _ in ARMS), "gradients", "instability without the scale")
     return Table("Stress ladder: loss in nats, outcome, ratio of the median gradient norms.", headers, rows)
 

@@ -300,7 +300,7 @@ def ladder_part(findings: Findings) -> list[Block]:
     caption = (
         "Loss in nats; the difference scores NONFINITE and DIVERGED runs at the loss at init. "
         f"Apart: worse by more than {tables.SEPARATION:g} nats. Instability is named where the scaled arm trains: failure to "
-        f"learn, spikes, or a gradient norm at least {tables.GRADIENT_RATIO:g} times larger. One run a cell."
+        f"learn, spikes, or a gradient norm at least {tables.GRADIENT_RATIO:g} times larger. One run a row and arm."
     )
     table = [Table(caption, headers, [_ladder_cells(row) for row in findings.ladder])] if findings.ladder else []
     return [tables.ladder_sentence(findings.ladder), *table]

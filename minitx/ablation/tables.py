@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,18 +166,26 @@ def ladder_sentence(rows: Sequence[LadderRow]) -> str:
     compared = [row for row in rows if None not in row.runs]
     if not compared:
         return "Ladder: not run."
-    apart = [row.rung for row in compared if row.separated]
-    shaky = [row for row in compared if row.signs]
-    both = [row.rung for row in compared if row.both_fail]
+    apart = _rungs(compared, lambda row: row.separated)
+    shaky = _rungs(compared, lambda row: bool(row.signs))
+    both = _rungs(compared, lambda row: row.both_fail)
+    first = next((row.signs for row in compared if row.signs), ())
     start = f"separation first at {apart[0]}" if apart else "no rung separates the arms"
     middle = (
-        f"training instability without the scale, where the scaled arm trains, at {', '.join(r.rung for r in shaky)} "
-        f"(first: {'; '.join(shaky[0].signs)})"
+        f"training instability without the scale, where the scaled arm trains, at {', '.join(shaky)} (first: {'; '.join(first)})"
         if shaky
         else "no rung shows instability without the scale where the scaled arm trains"
     )
     end = f"; both arms fail at {', '.join(both)}" if both else ""
-    return f"Ladder of {len(compared)} of {len(rows)} rungs: {start}; {middle}{end}."
+    counts = (len({row.rung for row in some}) for some in (compared, rows))
+    return f"Ladder of {' of '.join(map(str, counts))} rungs: {start}; {middle}{end}."
+
+
+def _rungs(rows: Sequence[LadderRow], holds: Callable[[LadderRow], bool]) -> list[str]:
+    """The rungs of which ``holds`` is true in a seed; in how many, where there are several."""
+    seeds = Counter(row.rung for row in rows)
+    found = Counter(row.rung for row in rows if holds(row))
+    return [f"{rung} ({found[rung]} of {n} seeds)" if n > 1 else rung for rung, n in seeds.items() if found[rung]]
 
 
 # --- statistics at init
