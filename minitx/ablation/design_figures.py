@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minitx.ablation.effects import paired_scores, score_table
-from minitx.ablation.records import DOSE, TWO_BY_TWO, Cells, Condition, accuracy_of, measure
+from minitx.ablation.records import DOSE, TWO_BY_TWO, Cells, Condition, Score, accuracy_of, measure
 from minitx.ablation.statistics import usable_window
 from minitx.ablation.verdict import WINDOW, Findings
 from minitx.ablation.wording import condition_text, style
@@ -87,24 +87,34 @@ def two_by_two(findings: Findings) -> Figure | None:
 
 
 def measures_by_arm(findings: Findings, study: str) -> Figure | None:
-    """The score and every measure of a study at the rate that the score chose: a row a condition, a column a number."""
+    """The score and every measure of a study at the rate that the score chose: a panel a condition and number."""
     cells = findings.cells
     score, conditions = cells.score(study), cells.conditions(study)
     if score is None or not cells.select(study):
         return None
     numbers = [score, *(measure(name) for name in cells.grid.studies[study].measures)]
-    figure, axes = panels(len(conditions), len(numbers), width=max(2.6, 0.62 * len(cells.arms(study))), height=2.3)
+    width = max(2.6, 0.62 * len(cells.arms(study)))
+    if len(numbers) > 1:
+        figure, axes = panels(len(conditions), len(numbers), width=width, height=2.3)
+    else:
+        figure, axes = panels(1, len(conditions), width=width, height=2.3, sharey=True)
+        axes = axes.T
     for i, (row, condition) in enumerate(zip(axes, conditions, strict=True)):
-        arms = cells.arms(study, **condition)
+        place = condition_text(condition) if condition else study
         for ax, number in zip(row, numbers, strict=True):
-            for x, arm in enumerate(arms):
-                pair = paired_scores(cells, study, (arm,), condition, score.of)
-                if pair.seeds and pair.is_tuned:
-                    table = score_table(cells, study, arm, condition, pair.seeds, pair.rates, number.of)
-                    picked = table[range(len(pair.seeds)), pair.choices(0, score.better).picks]
-                    _draw_seeds(ax, x, picked[np.isfinite(picked)].tolist(), *style(arm, cells.arms(study)))
-            ax.set_xticks(range(len(arms)), arms, rotation=30, ha="right", fontsize=7.5)
-            ax.set_xlim(-0.6, len(arms) - 0.4)
-            label(ax, number.name if i == 0 else "", "")
-        row[0].set_ylabel(condition_text(condition) if condition else study, fontsize=8, color=INK)
+            _draw_arms(ax, cells, study, condition, score, number)
+            label(ax, place if len(numbers) == 1 else number.name if i == 0 else "", "")
+        row[0].set_ylabel(place if len(numbers) > 1 else score.name if i == 0 else "", fontsize=8, color=INK)
     return figure
+
+
+def _draw_arms(ax: Axes, cells: Cells, study: str, condition: Condition, score: Score, number: Score) -> None:
+    arms = cells.arms(study, **condition)
+    for x, arm in enumerate(arms):
+        pair = paired_scores(cells, study, (arm,), condition, score.of)
+        if pair.seeds and pair.is_tuned:
+            table = score_table(cells, study, arm, condition, pair.seeds, pair.rates, number.of)
+            picked = table[range(len(pair.seeds)), pair.choices(0, score.better).picks]
+            _draw_seeds(ax, x, picked[np.isfinite(picked)].tolist(), *style(arm, cells.arms(study)))
+    ax.set_xticks(range(len(arms)), arms, rotation=30, ha="right", fontsize=7.5)
+    ax.set_xlim(-0.6, len(arms) - 0.4)
