@@ -17,6 +17,7 @@ from minitx.config import ConfigError, OptimizerConfig, RunConfig, ScheduleConfi
 SERVED: dict[str, tuple[Any, ...]] = {
     "on_nonfinite": ("record",),
     "callbacks.extra": ({},),
+    "evaluation.lengths": ([],),
     "model.attention": ("exact",),
     "model.backend": ("auto", "math"),
     "trainer.strategy": ("auto",),
@@ -24,7 +25,10 @@ SERVED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("ckpt_path", "model.num_experts", "model.pretrained"), (None,)),
     **dict.fromkeys(("model.dropout", "model.stochastic_depth", "trainer.val_every"), (0,)),
     **dict.fromkeys(("trainer.devices", "trainer.accumulate"), (1,)),
-    **dict.fromkeys(("model.checkpointing", "evaluation.at_end", "trainer.compile", "trainer.deterministic"), (False,)),
+    **dict.fromkeys(
+        ("model.checkpointing", "evaluation.at_end", "evaluation.attention_cost", "trainer.compile", "trainer.deterministic"),
+        (False,),
+    ),
 }
 
 

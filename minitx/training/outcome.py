@@ -7,6 +7,7 @@ import statistics
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from minitx.training.metrics import finite, read_metrics
@@ -55,18 +56,12 @@ def outcome(
     return "NO-CONTEXT" if final >= floors.get("bigram", float("inf")) else "OK"
 
 
-def summarise(
-    folder: Path, *, floors: Mapping[str, float], recall: bool, nonfinite_step: int | None, num_parameters: int
-) -> dict[str, Any]:
-    """The result of a run as plain data (no NaN), read back from ``metrics.csv`` and ``probes.jsonl`` in ``folder``."""
-    return summarise_rows(
-        read_metrics(folder / "metrics.csv"),
-        read_probes(folder / "probes.jsonl"),
-        floors=floors,
-        recall=recall,
-        nonfinite_step=nonfinite_step,
-        num_parameters=num_parameters,
-    )
+def summarise(folder: Path, **facts: Any) -> dict[str, Any]:
+    """The result of a run as plain data (no NaN), read back from ``metrics.csv`` and ``probes.jsonl`` in ``folder``.
+
+    ``facts`` are the keywords of ``summarise_rows``.
+    """
+    return summarise_rows(read_metrics(folder / "metrics.csv"), read_probes(folder / "probes.jsonl"), **facts)
 
 
 def summarise_rows(
@@ -77,8 +72,12 @@ def summarise_rows(
     recall: bool,
     nonfinite_step: int | None,
     num_parameters: int,
+    measures: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """``summarise`` for rows in memory: of ``metrics.COLUMNS`` it reads the step, the losses, the accuracy and the norm."""
+    """``summarise`` for rows in memory: of ``metrics.COLUMNS`` it reads the step, the losses, the accuracy and the norm.
+
+    ``measures`` are what ``minitx.training.measures`` found.
+    """
     logged = [row for row in rows if row["train_loss"] is not None]
     losses = [row["train_loss"] for row in logged]
     norms = [norm for row in logged if (norm := finite(row["grad_norm"])) is not None]
@@ -94,6 +93,7 @@ def summarise_rows(
         "accuracy": accuracy,
         "initial_loss": initial,
         "floors": dict(floors),
+        "measures": {name: finite(value) for name, value in measures.items()},
         "steps": logged[-1]["step"] if logged else 0,
         "nonfinite_step": nonfinite_step,
         "grad_norm_median": statistics.median(norms) if norms else None,

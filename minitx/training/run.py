@@ -85,14 +85,14 @@ def train(
             if config.on_nonfinite == "stop":
                 raise
             nonfinite_step = error.step + 1
-    result = summarise(
+    return summarise(
         folder,
         floors=data.floors,
         recall=data.recall,
         nonfinite_step=nonfinite_step,
         num_parameters=sum(p.numel() for p in module.network.parameters()),
+        measures=measured,
     )
-    return {**result, "measures": measured}
 
 
 def prepare_data(config: RunConfig, tokenizer: Tokenizer | None = None) -> DataModule:

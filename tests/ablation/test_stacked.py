@@ -199,6 +199,8 @@ REFUSED = {
     "model.backend": "sdpa",
     "callbacks.extra": {"sharp": {"_target_": "minitx.training.callbacks.AttentionTemperature"}},
     "evaluation.at_end": True,
+    "evaluation.lengths": [9],
+    "evaluation.attention_cost": True,
     "trainer.devices": 2,
     "trainer.strategy": "ddp",
     "trainer.precision": "bf16-mixed",
