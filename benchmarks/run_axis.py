@@ -95,6 +95,33 @@ def ratios(a: Callable[[], object], b: Callable[[], object], pairs: int, factor:
     return {**interval, "a_seconds": median_interval(first)["median"], "b_seconds": median_interval(second)["median"]}
 
 
+def measured(
+    configs: list[RunConfig], block: int, pairs: int
+) -> tuple[dict[str, dict[str, float]], tuple[float, float], int | None]:
+    """The ratios, the seconds of all runs once on each side, and the peak memory of the stack on a GPU."""
+    part = blocks(configs, block)
+    sides: dict[str, Callable[[], object]] = {
+        "one after another": lambda: one_after_another(next(part)),
+        "stacks of one": lambda: [train_stack([config]) for config in next(part)],
+        "one stack": lambda: train_stack(configs),
+    }
+    for work in sides.values():
+        work()  # kernels are loaded, pages are touched
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        train_stack(configs)
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    table = {}
+    for name, other, factor in (
+        ("one after another", "one stack", len(configs) / block),
+        ("stacks of one", "one stack", len(configs) / block),
+        ("one after another", "one after another", 1.0),
+    ):
+        label = "control: A / A" if name == other else f"{name} / {other}"
+        table[label] = ratios(sides[name], sides[other], pairs, factor)
+    return table, (seconds_of(lambda: one_after_another(configs)), seconds_of(sides["one stack"])), peak
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=int, default=7)
@@ -113,28 +140,7 @@ def main() -> None:
     if not difference <= TOLERANCE:
         sys.exit(f"the two sides do not agree to {TOLERANCE}: nothing to measure")
 
-    part = blocks(configs, given.block)
-    sides: dict[str, Callable[[], object]] = {
-        "one after another": lambda: one_after_another(next(part)),
-        "stacks of one": lambda: [train_stack([config]) for config in next(part)],
-        "one stack": lambda: train_stack(configs),
-    }
-    for work in sides.values():
-        work()  # kernels are loaded, pages are touched
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        train_stack(configs)
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-    table = {}
-    for name, other, factor in (
-        ("one after another", "one stack", R / given.block),
-        ("stacks of one", "one stack", R / given.block),
-        ("one after another", "one after another", 1.0),
-    ):
-        label = "control: A / A" if name == other else f"{name} / {other}"
-        table[label] = ratios(sides[name], sides[other], given.pairs, factor)
-    whole = seconds_of(lambda: one_after_another(configs)), seconds_of(sides["one stack"])
-
+    table, whole, peak = measured(configs, given.block, given.pairs)
     print("\n| ratio | median | 95 % | A, s | B, s |\n|---|---|---|---|---|")
     for label, row in table.items():
         interval = f"{row['low']:.2f} to {row['high']:.2f}"

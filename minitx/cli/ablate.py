@@ -26,7 +26,7 @@ from minitx.ablation.progress import TerminalLine, log_lines
 from minitx.ablation.records import CellKey, key_of
 from minitx.ablation.report import write_report
 from minitx.ablation.runner import Costs, project, projected_seconds, read_records, run_cells, run_stacks
-from minitx.ablation.stackable import stacks
+from minitx.ablation.stackable import check_configs, stacks
 from minitx.cli.errors import CellsFailedError, GridStoppedError
 from minitx.config import AblationConfig, ConfigError, RunConfig
 
@@ -51,8 +51,7 @@ def run_ablation(config: RunConfig, folder: Path, overrides: Sequence[str], comm
     if grid.report_only:
         report_again(grid, common, folder)
         return
-    for cell in cells(grid, common=common):  # refuses what cannot be run before anything is written
-        cell.steps()
+    refuse_early(grid, common)
     clock = WallClock(folder / "meta.json", describe_run(command))
     in_place = sys.stdout.isatty()
     shown: dict[str, Any] = {
@@ -75,6 +74,22 @@ def run_ablation(config: RunConfig, folder: Path, overrides: Sequence[str], comm
         raise CellsFailedError(
             f"{len(failed)} of {len(records)} cells failed; the first: {failed[0]['error']} ({failed[0]['command']})"
         )
+
+
+def refuse_early(grid: AblationConfig, common: Sequence[str]) -> None:
+    """Refuse what cannot be run before anything is written.
+
+    Raises:
+        ConfigError: cells without a length, or, of a grid that stacks, that cannot be stacked.
+    """
+    planned = cells(grid, common=common)
+    for cell in planned:
+        cell.steps()
+    if grid.stack:
+        from minitx.cli.train import compose_config
+
+        for stack in stacks(planned):
+            check_configs([compose_config(stack[0].overrides)])
 
 
 def report_again(grid: AblationConfig, common: Sequence[str], folder: Path) -> None:

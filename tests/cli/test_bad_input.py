@@ -84,6 +84,8 @@ COMPOSED = {
         "did you mean slurm?",
     ),
     "experiment=scaling_ablation +ablation.launcher_options.cluster=local": ("ablation.launcher_options", "takes none"),
+    "experiment=position_ablation ablation.stack=true": ("evaluation.lengths", "cannot be trained in a stack"),
+    "experiment=scaling_ablation ablation.stack=true ablation.launcher=ray": ("ablation.stack", "launcher=ray has no use"),
     "experiment=scaling_ablation ablation.report_only=true": ("output_dir=", "holds no cells.jsonl", "run the grid first"),
     "experiment=scaling_ablation ablation.margin=0": ("ablation.margin=0", "positive"),
     "experiment=scaling_ablation ablation.studies.text.arms=[foo]": ("studies.text.arms=['foo']", "inv_sqrt"),
