@@ -9,12 +9,17 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from minitx.config import AblationConfig, ConfigError, StudyConfig
 
-_ROOMS_THAT_DECIDE_A_RUN = ("nn", "data", "training", "analysis")
+# what decides a run, below the package and its configs; of looking, what probes and measures read
+_LOOKS = ("capture", "statistics", "gradients", "snapshot", "attention_cost")
+_CODE = ("nn", "data", "training", "config", *(f"analysis/{name}.py" for name in _LOOKS))
+_CONFIGS = ("callbacks", "data", "experiment", "model", "objective", "optimizer", "schedule", "trainer", "train.yaml")
+_JUDGES = "config/ablation.py"  # decides how a grid is judged; its cells are in the hash anyway
 _STACKS = "ablation/stacked.py"  # decides a stacked run, too
 
 
@@ -122,10 +127,17 @@ def code_fingerprint(*more: str) -> str:
     """
     import torch
 
-    root = Path(__file__).resolve().parent.parent
+    package = Path(__file__).resolve().parent.parent
+    configs = Path(str(find_spec("minitx.configs").origin)).parent  # type: ignore[union-attr]
+    found = {
+        f"{part}/{path.relative_to(root)}": path
+        for root, part, names in ((package, "minitx", (*_CODE, *more)), (configs, "configs", _CONFIGS))
+        for name in names
+        for path in ([root / name] if (root / name).is_file() else (root / name).rglob("*.*"))
+        if path.suffix in (".py", ".yaml")
+    }
     digest = hashlib.sha256(torch.__version__.encode())
-    files = [path for room in _ROOMS_THAT_DECIDE_A_RUN for path in sorted((root / room).rglob("*.py"))]
-    for path in [*files, *(root / name for name in more)]:
-        digest.update(path.relative_to(root).as_posix().encode())
-        digest.update(path.read_bytes())
+    for name in sorted(found.keys() - {f"minitx/{_JUDGES}"}):
+        digest.update(name.encode())
+        digest.update(found[name].read_bytes())
     return digest.hexdigest()[:16]

@@ -244,6 +244,7 @@ class Submitit:
             raise ConfigError(f"ablation.launcher=slurm with launcher_options={dict(options)}: {error}") from None
         self.workers, self.run_cell, self.folder, self.in_process = workers, run_cell, folder, cluster == "debug"
         self.jobs = set[Any]()
+        self.closed = False
         self.lock = threading.Lock()  # submitit keeps one book for all jobs
 
     def submit(self, cell: Cell, overrides: Sequence[str], folder: Path) -> Future[Outcome]:
@@ -259,16 +260,22 @@ class Submitit:
 
     def close(self) -> None:
         with self.lock:
+            self.closed = True
             for job in self.jobs:
                 job.cancel(check=False)
 
     def _run(self, *call: Any) -> Outcome:
         started = time.perf_counter()
+        stopped = Outcome(None, "the job died: the grid was stopped", 0.0)
         with self.lock:
+            if self.closed:
+                return stopped
             job = self.executor.submit(*call)
             self.jobs.add(job)
         try:
             while not self._over(job):
+                if self.closed:  # a job that was cancelled before it began never says that it is over
+                    return stopped
                 time.sleep(0.5)
             with self.lock:
                 outcome = job.result()

@@ -97,7 +97,7 @@ def _under_condition(listed: Sequence[Comparison], findings: Findings) -> str:
 
 def _prediction_table(judged: Sequence[Prediction]) -> Table:
     rows = [(p.name, p.statement, p.status, p.evidence) for p in judged]
-    caption = "Written down before the runs. INCONCLUSIVE where an interval contains zero."
+    caption = "Written down before the runs. INCONCLUSIVE where the runs show neither the prediction nor its opposite."
     return Table(caption, ("name", "prediction", "status", "measured"), rows)
 
 
@@ -113,10 +113,11 @@ def _limits(findings: Findings) -> list[Block]:
     if pairs < MIN_PAIRS:
         limits.append(f"As few as {count_text(pairs, 'paired seed')}: under {MIN_PAIRS} no verdict is given.")
     family = [c for c in findings.comparisons if c.primary]
-    floor = len(family) * 0.5**pairs
-    if family and pairs >= MIN_PAIRS and floor >= ALPHA:
+    seeds = max((len(c.seeds) for c in family), default=0)
+    floor = len(family) * 0.5**seeds
+    if seeds >= MIN_PAIRS and floor >= ALPHA:
         limits.append(
-            f"With {count_text(pairs, 'paired seed')} and {len(family)} primary endpoints no adjusted p can fall below "
+            f"With {count_text(seeds, 'paired seed')} and {len(family)} primary endpoints no adjusted p can fall below "
             f"{floor:.4f}: this grid cannot find harm."
         )
     edges = sum(r.on_edge for r in findings.arms)
@@ -126,7 +127,9 @@ def _limits(findings: Findings) -> list[Block]:
         limits.append("The ladder has one seed a rung: it shows what can happen, not how often.")
     if any(c.endpoint == "E2" for c in findings.main):
         limits.append("The usable window is a share of few rates: it moves in steps, and only within the rates of this grid.")
-    reused = sorted({c.study for c in findings.main if not cells.tune_seeds(c.study) and cells.levels(c.study, rec.RATE)})
+    reused = sorted(
+        {c.study for c in findings.main if not cells.tune_seeds(c.study) and len(cells.levels(c.study, rec.RATE)) > 1}
+    )
     if reused:
         studies = f" ({', '.join(reused)})" if len(reused) < len({c.study for c in findings.main}) else ""
         limits.append(f"Rates are chosen on the other seeds of the same grid, not on seeds of their own{studies}.")

@@ -60,10 +60,11 @@ def _foretold(findings: Findings, expected: Sequence[ExpectedVerdict]) -> Answer
         asked = (one.study, one.endpoint, one.arms)
         found = [c for c in findings.comparisons if (c.study, c.endpoint, c.arms) == asked]
         for c in [c for c in found if one.condition.items() <= c.condition.items()]:
-            met.append(None if c.judgement.word == "INCONCLUSIVE" else c.judgement.word == one.verdict)
+            met.append(c.agrees(one.verdict))
             size = f"{signed(c.effect.difference)} ({span(c.effect.interval)})" if c.effect else c.judgement.reason
             place = place_text(c.study, c.condition)
-            evidence.append(f"{c.label}, {place}: {c.words} {size}, {c.judgement.word}, foretold {one.verdict}")
+            came_out = f"{c.judgement.word}{', a gain' if c.is_gain else ''}"
+            evidence.append(f"{c.label}, {place}: {c.words} {size}, {came_out}, foretold {one.verdict}")
     status: Status = "NOT TESTED" if not met else "NOT HELD" if False in met else "INCONCLUSIVE" if None in met else "HELD"
     return status, "; ".join(evidence) or "no such comparison"
 

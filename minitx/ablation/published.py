@@ -20,7 +20,7 @@ def contradictions(findings: Findings) -> Table:
     null = [p.equal for p in findings.null if p.equal is not None]
     equal = f"full_fold: {sum(null)} of {len(null)} loss series bitwise equal to inv_sqrt"
     small = findings.find("E1", *rec.ARMS, init=rec.SMALL_INIT)
-    tuned = next((c for c in findings.main if c.primary and c.endpoint == "E1"), None)
+    tuned = findings.find("E1", *rec.ARMS, init=rec.PRIMARY_INIT)
     fold = findings.find("E2", rec.REFERENCE, rec.FOLD, init=rec.PRIMARY_INIT)
     rows = [
         (
@@ -46,9 +46,8 @@ def _contradicted(answer: bool | None) -> str:
 
 def _contradicted_by(c: Comparison | None, word: str) -> tuple[str, str]:
     """What was measured, and whether a verdict of ``word`` contradicts the sentence."""
-    judged = c.judgement.word if c else None
-    answer = "INCONCLUSIVE" if judged == "INCONCLUSIVE" else _contradicted(judged == word if judged else None)
-    return _measured(c), answer
+    agrees = c.agrees(word) if c else None
+    return _measured(c), "INCONCLUSIVE" if c and agrees is None else _contradicted(agrees)
 
 
 def _measured(c: Comparison | None) -> str:
@@ -61,7 +60,6 @@ def published(findings: Findings) -> Table:
     null = [p.equal for p in findings.null if p.equal is not None]
     gap = next((g.slope for g in findings.gaps if g.init in (rec.PRIMARY_INIT, "") and g.slope), None)
     fold = findings.find("E1", rec.FOLD, rec.TREATMENT, init=rec.PRIMARY_INIT)
-    harmed = {"HARM": True, "NO HARM": False}.get(fold.judgement.word) if fold else None
     small_scale = findings.find("E1", rec.REFERENCE, "inv", init=rec.PRIMARY_INIT)
     sharp, post = findings.find("E1", "sharp_late", "sharp_early"), findings.find("E1", "pre_norm", "post_norm", warmup="0")
     suite = "asserted by the test suite"
@@ -77,10 +75,12 @@ def published(findings: Findings) -> Table:
         (
             "R7",
             "harmless at small d_k, harmful at large (Britz et al. 2017)",
-            f"gap slope a doubling of d_k {signed(gap.estimate)} ({span(gap)})" if gap else "fewer than two d_k or three seeds",
+            f"gap slope a doubling of d_k {signed(gap.estimate)} ({span(gap)})"
+            if gap
+            else "no recall study with two d_k and three seeds",
             _pass(None if gap is None or gap.low <= 0 <= gap.high else gap.low > 0, gap),
         ),
-        ("R8", "unscaled is worse than init_fold at the largest d_k (T5)", _measured(fold), _pass(harmed, fold)),
+        ("R8", "unscaled is worse than init_fold at the largest d_k (T5)", *_foretold(fold, "HARM")),
         (
             "R9",
             "qk_norm: largest usable rate at least 3 times that of inv_sqrt (Wortsman et al. 2023)",
@@ -108,9 +108,8 @@ def _pass(answer: bool | None, was_run: object) -> str:
 
 
 def _foretold(c: Comparison | None, word: str) -> tuple[str, str]:
-    """What was measured, and PASS where the verdict is ``word``, FAIL where it is the other one."""
-    judged = c.judgement.word if c else None
-    return _measured(c), _pass(None if judged in (None, "INCONCLUSIVE") else judged == word, c)
+    """What was measured, and PASS where it is ``word``, FAIL where it is the opposite."""
+    return _measured(c), _pass(c.agrees(word) if c else None, c)
 
 
 def _largest_rate(findings: Findings) -> tuple[str, str]:
@@ -127,4 +126,5 @@ def _largest_rate(findings: Findings) -> tuple[str, str]:
     ours, base = rates["qk_norm"], rates[rec.REFERENCE]
     top = max(rec.as_number(rate) or 0.0 for rate in findings.cells.levels(rec.RECALL, rec.RATE))
     measured = f"medians over seeds: qk_norm {ours:g}, inv_sqrt {base:g}; the largest rate of the grid is {top:g}"
-    return measured, _pass(None if ours < 3 * base and ours == top else ours >= 3 * base > 0, rates)
+    open_end = base == 0.0 or (ours < 3 * base and ours == top)
+    return measured, _pass(None if open_end else ours >= 3 * base, rates)

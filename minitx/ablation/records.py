@@ -219,11 +219,11 @@ def data_of(record: Record) -> Any:
 
 
 def accuracy_of(record: Record) -> float:
-    """Accuracy of a recall cell; where the run left none, chance: ``floors.chance``, else that of its data."""
-    measured, chance = finite(record["result"]["accuracy"]), finite(record["result"]["floors"].get("chance"))
+    """Accuracy of a cell; where the run left none, chance: ``result.chance``, else that of the data in its overrides."""
+    measured = finite(record["result"]["accuracy"])
     if measured is not None:
         return measured
-    return chance or float(getattr(data_of(record), "chance", 0.0))
+    return finite(record["result"].get("chance")) or float(getattr(data_of(record), "chance", 0.0))
 
 
 def loss_of(record: Record) -> float:
@@ -239,13 +239,15 @@ SCORES = {"accuracy": Score(accuracy_of, 1, "accuracy"), "loss": Score(loss_of, 
 
 
 def measure(name: str) -> Score:
-    """A number of ``result.measures``, small is good; of a run that left none, NaN (a loss: the loss at init)."""
+    """A number of ``result.measures``, small is good; NaN where there is none, but the loss at init for a loss of a run that
+    diverged."""
 
     def of(record: Record) -> float:
         measured = finite((record["result"].get("measures") or {}).get(name))
         if measured is not None:
             return measured
-        return loss_of(record) if name.startswith("loss") else math.nan
+        failed = record["result"]["outcome"] in ("NONFINITE", "DIVERGED")
+        return loss_of(record) if failed and name.startswith("loss") else math.nan
 
     return Score(of, -1, name.replace("_", " "))
 

@@ -67,15 +67,15 @@ def verdict_part(findings: Findings) -> list[Block]:
     for c in findings.main:
         if c.judgement.word == "INCONCLUSIVE":
             reasons.setdefault(c.judgement.reason, []).append(c)
-    said = [f"INCONCLUSIVE ({_places(found)}): {reason}." for reason, found in reasons.items()]
+    named = len({c.arms for c in findings.main}) > 1
+    said = [f"INCONCLUSIVE ({_places(found, named)}): {reason}." for reason, found in reasons.items()]
     if list(reasons.values()) == [findings.main]:
         said = [f"INCONCLUSIVE everywhere: {next(iter(reasons))}."]
     return [_comparison_table(caption, findings.main), *said, _lost_cells(findings.cells)]
 
 
-def _places(found: Sequence[Comparison]) -> str:
-    """Which endpoints under which condition."""
-    named = len({c.arms for c in found}) > 1
+def _places(found: Sequence[Comparison], named: bool) -> str:
+    """Which endpoints under which condition; ``named`` says of which arms."""
     places: dict[str, list[str]] = {}
     for c in found:
         place = place_text(c.study, c.condition)
@@ -247,7 +247,9 @@ def where_part(findings: Findings) -> list[Block]:
 
 def _where_table(found: Sequence[Comparison]) -> Table:
     words = {"HARM": "appears", "NO HARM": "disappears", "INCONCLUSIVE": "is open"}
-    rows = [(w, title, _places([c for c in found if c.judgement.word == w]) or "nowhere") for w, title in words.items()]
+    named = len({c.arms for c in found}) > 1
+    places = {w: _places([c for c in found if c.judgement.word == w], named) for w in words}
+    rows = [(w, title, places[w] or "nowhere") for w, title in words.items()]
     labels = ", ".join(dict.fromkeys(c.label for c in found))
     return Table(f"{labels}. E1: the score at the best rate. E2: usable window.", ("verdict", "the effect", "where"), rows)
 

@@ -62,7 +62,7 @@ def train_stack(configs: Sequence[RunConfig], *, device: str = "auto") -> list[d
             stack.update(batch, step)
         some = data[configs[0].seed]
         final = stack.validate(some.val_source(), options.val_batches)
-    return stack.results(final, options, floors=some.floors, recall=some.recall)
+    return stack.results(final, options, floors=some.floors, recall=some.recall, chance=some.chance)
 
 
 class Stack:

@@ -53,6 +53,20 @@ class Comparison:
     def label(self) -> str:
         return f"{self.arms[1]} − {self.arms[0]}"
 
+    @property
+    def is_gain(self) -> bool:
+        """Whether the second arm is better by more than chance: the whole interval lies on the good side of zero."""
+        interval = self.effect.interval if self.effect else None
+        return interval is not None and min(self.better * interval.low, self.better * interval.high) > 0
+
+    def agrees(self, verdict: str) -> bool | None:
+        """Whether what was measured is ``verdict`` (HARM or NO HARM) or its opposite; ``None``: neither is shown.
+
+        A gain is no harm, though the verdict on it is INCONCLUSIVE, because equivalence is not shown either.
+        """
+        found = "NO HARM" if self.is_gain else self.judgement.word
+        return None if found == "INCONCLUSIVE" else found == verdict
+
 
 @dataclass(frozen=True)
 class _Tested:

@@ -65,7 +65,7 @@ def run_ablation(config: RunConfig, folder: Path, overrides: Sequence[str], comm
             chosen = cells(grid, common=common)
             records = run_stacks(train_cells, stacks(chosen), folder, after_stack=clock.keep)
         else:
-            chosen, costs = plan(launcher, grid, common, folder)
+            chosen, costs = plan(launcher, grid, common, folder, whole=config.ablation)
             records = run_cells(launcher, chosen, folder, costs=costs, after_cell=clock.keep, **shown)
     report(records, grid, chosen, folder, clock.meta())
     log.info("%.0f s in all", clock.seconds())
@@ -111,7 +111,11 @@ def report_again(grid: AblationConfig, common: Sequence[str], folder: Path) -> N
             found[key] = record
     expected = cells(grid, common=common, trimmed=was_trimmed(folder))
     wanted = {key_of(cell.describe()) for cell in expected}
-    report([record for key, record in found.items() if key in wanted], grid, expected, folder, read_meta(folder / "meta.json"))
+    meta = read_meta(folder / "meta.json")
+    here = _commit()
+    if meta and here not in meta["commit"]:
+        meta["commit"] += f", judged and written again by {here}"
+    report([record for key, record in found.items() if key in wanted], grid, expected, folder, meta)
 
 
 def report(
@@ -145,10 +149,13 @@ def gpus(chosen: Sequence[Cell]) -> list[str]:
     return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
 
 
-def plan(launcher: Launcher, grid: AblationConfig, common: Sequence[str], folder: Path) -> tuple[list[Cell], Costs | None]:
-    """The cells to run, trimmed where the projection exceeds the time limit, and what was measured for the projection.
+def plan(
+    launcher: Launcher, grid: AblationConfig, common: Sequence[str], folder: Path, *, whole: AblationConfig
+) -> tuple[list[Cell], Costs | None]:
+    """The cells to run, and what was measured for the projection.
 
-    The decision is kept in ``plan.json``: a grid that goes on after a stop runs the same cells.
+    Runs are trimmed where the projection of the ``whole`` grid exceeds its time limit, of which ``grid`` may be a part.
+    The decision is kept in ``plan.json``: a grid that goes on after a stop, or part by part, runs the same cells.
     """
     path = folder / "plan.json"
     chosen = cells(grid, common=common, trimmed=was_trimmed(folder))
@@ -156,17 +163,18 @@ def plan(launcher: Launcher, grid: AblationConfig, common: Sequence[str], folder
     todo = [cell for cell in chosen if cell.hash not in done]
     if not todo:
         return chosen, None
-    costs = project(launcher, todo, folder)
+    limit = None if path.exists() or not whole.trim else whole.time_limit
+    everything = cells(replace(whole, only=()), common=common) if limit is not None else todo
+    costs = project(launcher, everything, folder)
     shutil.rmtree(folder / "projection", ignore_errors=True)
-    seconds = projected_seconds(todo, costs, launcher)
-    trimmed = False
+    trimmed = was_trimmed(folder)
+    if limit is not None and (seconds := projected_seconds(everything, costs, launcher)) > limit:
+        log.info("projection: %.0f s, over the limit of %.0f s: the runs are shortened", seconds, limit)
+        trimmed = True
+        todo = chosen = cells(grid, common=common, trimmed=True)
     if not path.exists():
-        if grid.time_limit is not None and seconds > grid.time_limit and grid.trim:
-            log.info("projection: %.0f s, over the limit of %.0f s: the runs are shortened", seconds, grid.time_limit)
-            trimmed = True
-            todo = chosen = cells(grid, common=common, trimmed=True)
-            seconds = projected_seconds(chosen, costs, launcher)
         write_whole(path, json.dumps({"trimmed": trimmed}))
+    seconds = projected_seconds(todo, costs, launcher)
     log.info("projection: about %.0f s for %d cells on %d workers", seconds, len(todo), launcher.workers)
     return chosen, costs
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from minitx.config.checks import positive, require
+
+_MEASURES = r"loss_at_\d+|attention_error|attention_cost"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +37,10 @@ class StudyConfig:
 
     def __post_init__(self) -> None:
         require(
-            not self.measures or self.score is not None, f"measures={list(self.measures)} need a score to choose the rate by"
+            self.score is not None or not self.measures, f"measures={list(self.measures)} need a score to choose the rate by"
         )
+        unknown = [name for name in self.measures if not re.fullmatch(_MEASURES, name)]
+        require(not unknown, f"measures={unknown} are none that a run has: loss_at_N, attention_error, attention_cost")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +129,8 @@ class AblationConfig:
             )
         missing = [name for name in self.only if name not in self.studies]
         require(not missing, f"only={missing} are no studies of this grid; it has {', '.join(self.studies)}")
+        trimmed = [name for name in self.trim if name not in self.studies]
+        require(not trimmed, f"trim={trimmed} are no studies of this grid; it has {', '.join(self.studies)}")
         for i, comparison in enumerate(self.comparisons):
             self._check_comparison(f"comparisons[{i}]", comparison)
         for name, prediction in self.predictions.items():
@@ -136,10 +143,14 @@ class AblationConfig:
             require(False, f"{place}.study={comparison.study} is not defined; ablation.studies has {', '.join(self.studies)}")
             return
         require(study.score is not None, f"{place}.study={comparison.study} has no score; set studies.{comparison.study}.score")
+        require(comparison.arms[0] != comparison.arms[1], f"{place}.arms={list(comparison.arms)} compares an arm with itself")
         unknown = [arm for arm in comparison.arms if arm not in study.arms]
         require(not unknown, f"{place}.arms={unknown} are not in studies.{comparison.study}.arms={list(study.arms)}")
         for condition in comparison.primary:
             wrong = [f"{n}={v}" for n, v in condition.items() if v not in study.factors.get(n, ())]
+            require(
+                "lr" not in condition, f"{place}.primary: lr={condition.get('lr')} is tuned, not a condition to judge under"
+            )
             require(not wrong, f"{place}.primary: {', '.join(wrong)} is no level of studies.{comparison.study}.factors")
 
     def _check_expected(self, place: str, expected: ExpectedVerdict) -> None:
@@ -152,7 +163,7 @@ class AblationConfig:
         require(not wrong, f"{place}.condition: {', '.join(wrong)} is no level of studies.{expected.study}.factors")
 
     def chosen(self) -> AblationConfig:
-        """The grid of the studies that ``only`` names, and of what is compared in them."""
+        """The grid of the studies that ``only`` names, and of what is compared in them: a part, which confirms nothing."""
         if not self.only:
             return self
         studies = {name: study for name, study in self.studies.items() if name in self.only}
@@ -162,4 +173,6 @@ class AblationConfig:
             for name, prediction in self.predictions.items()
             if all(expected.study in studies for expected in prediction.expect)
         }
-        return replace(self, studies=studies, comparisons=compared, predictions=foretold, only=())
+        trim = {name: overrides for name, overrides in self.trim.items() if name in studies}
+        part = replace(self, comparisons=compared, predictions=foretold, only=(), trim={}, confirmatory=False)
+        return replace(part, studies=studies, trim=trim)

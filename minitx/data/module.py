@@ -110,6 +110,11 @@ class DataModule(LightningDataModule, ABC):
         """What a model must beat on the validation split, computed when asked for."""
         return {}
 
+    @property
+    def chance(self) -> float:
+        """The accuracy of guessing, where there are a few answers to guess among; else 0."""
+        return 1.0 / len(self.label_names) if self.label_names else 0.0
+
     def val_examples(self) -> list[tuple[str, str]]:
         """(source text, reference text or name of the label) of every validation row in order, where the task has both."""
         return []
@@ -265,8 +270,12 @@ class RecallDataModule(DataModule):
     def val_source(self, world: int = 1) -> RecallValidation:
         return RecallValidation(self.config, batch_size=self.val_batch_size(world), world=world)
 
+    @property
+    def chance(self) -> float:
+        return float(self.config.chance)
+
     def baselines(self) -> dict[str, float]:
-        return {"chance_accuracy": self.config.chance}
+        return {"chance_accuracy": self.chance}
 
     def describe(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self.config), "vocab_size": self.vocab_size, "chance": self.config.chance}

@@ -82,10 +82,11 @@ class AttentionTemperature(L.Callback):
 
     An intervention on a run, added with ``callbacks.extra``: Zhai et al. 2023 (arXiv:2303.06296, §4) make attention ten
     times sharper (``value=0.1``) early or late in training. Only the step that is made decides, so a run that goes on
-    after a stop goes on with the same scores; validation and probes meet the scores of the last update.
+    after a stop goes on with the same scores. Probes meet the scores of the last update, and so does validation between
+    two updates; what comes after the last update of the run meets the model's own.
 
     Raises:
-        ValueError: a temperature that is not a positive number, or a window that is empty.
+        ValueError: a temperature that is not a positive number, a window that is empty, or two such callbacks in a run.
     """
 
     def __init__(self, value: float, first: int, last: int) -> None:
@@ -97,6 +98,8 @@ class AttentionTemperature(L.Callback):
         self._factors: list[tuple[ScoreScale, float]] = []
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        if sum(isinstance(callback, AttentionTemperature) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError("callbacks.extra holds several AttentionTemperature, and each would undo the others: keep one")
         self._factors = [(m, m.factor) for m in module.network.modules() if isinstance(m, ScoreScale)]
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:

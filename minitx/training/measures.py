@@ -35,6 +35,10 @@ def check_measures(config: RunConfig, model: TransformerConfig, data: DataModule
         if extra or model.architecture == "encoder_decoder":
             what = extra[0] if extra else "cross-attention"
             raise ConfigError(f"evaluation.attention_cost=true compares with plain self-attention, and the model has {what}")
+        try:
+            core_cost(AttentionShape(model, 1, 2, causal=model.architecture == "decoder", training=False))
+        except ValueError as error:
+            raise ConfigError(f"evaluation.attention_cost=true: {error}") from None
     longest = max(config.evaluation.lengths, default=0)
     if not longest:
         return
@@ -50,7 +54,8 @@ def measures(network: nn.Module, model: TransformerConfig, data: DataModule, con
     """What ``config.evaluation`` asks for, by name; small is good throughout.
 
     =====================  ======================================================================================
-    ``loss_at_N``          for each of ``lengths``: loss in nats a token on validation rows of N tokens, of the same text
+    ``loss_at_N``          for each of ``lengths``: loss in nats a token on validation rows of N tokens; as many tokens for
+                           every N as ``num_rows`` rows of training's length have, from the start of the split
     ``attention_error``    ‖core − exact‖_F / ‖exact‖_F of the trained attention, mean over layers, on 8 validation rows
                            (``approximation_error``; exact softmax attention under the same scale and mask, without a window)
     ``attention_cost``     operations of a core's forward pass over those of the ``math`` backend (``core_cost``)
@@ -61,10 +66,17 @@ def measures(network: nn.Module, model: TransformerConfig, data: DataModule, con
     found = {}
     for length in config.evaluation.lengths:
         longer = _with_rows_of(length, data, config)
-        found[f"loss_at_{length}"] = evaluate(network, longer, config.evaluation).metrics["loss"].value
+        options = dataclasses.replace(config.evaluation, num_rows=_rows_of(length, config))
+        found[f"loss_at_{length}"] = evaluate(network, longer, options).metrics["loss"].value
     if config.evaluation.attention_cost:
         found |= _attention(network, model, data.probe_batch(ROWS_OF_ERROR))
     return found
+
+
+def _rows_of(length: int, config: RunConfig) -> int | None:
+    assert isinstance(config.data, TextDataConfig)
+    rows = config.evaluation.num_rows
+    return None if rows is None else max(1, rows * config.data.context_len // length)
 
 
 def _with_rows_of(length: int, data: DataModule, config: RunConfig) -> DataModule:

@@ -72,11 +72,12 @@ def summarise_rows(
     recall: bool,
     nonfinite_step: int | None,
     num_parameters: int,
+    chance: float = 0.0,
     measures: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """``summarise`` for rows in memory: of ``metrics.COLUMNS`` it reads the step, the losses, the accuracy and the norm.
 
-    ``measures`` are what ``minitx.training.measures`` found.
+    ``chance`` is the accuracy of guessing, ``measures`` are what ``minitx.training.measures`` found.
     """
     logged = [row for row in rows if row["train_loss"] is not None]
     losses = [row["train_loss"] for row in logged]
@@ -93,6 +94,7 @@ def summarise_rows(
         "accuracy": accuracy,
         "initial_loss": initial,
         "floors": dict(floors),
+        "chance": chance,
         "measures": {name: finite(value) for name, value in measures.items()},
         "steps": logged[-1]["step"] if logged else 0,
         "nonfinite_step": nonfinite_step,

@@ -89,6 +89,7 @@ def train(
         folder,
         floors=data.floors,
         recall=data.recall,
+        chance=data.chance,
         nonfinite_step=nonfinite_step,
         num_parameters=sum(p.numel() for p in module.network.parameters()),
         measures=measured,

@@ -6,6 +6,7 @@ import dataclasses
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import hydra
 import pytest
@@ -133,18 +134,36 @@ def fingerprint_of(root, monkeypatch):
 
 
 def test_the_fingerprint_covers_the_code_that_decides_a_run_and_no_other(tmp_path, monkeypatch):
-    for room in ("nn/backends", "data", "training", "analysis", "ablation", "cli"):
-        (tmp_path / room).mkdir(parents=True)
-        (tmp_path / room / "code.py").write_text("x = 1\n")
+    decides = ("nn/backends/code.py", "data/code.py", "training/code.py", "config/data.py", "analysis/statistics.py")
+    other = ("ablation/code.py", "cli/code.py", "config/ablation.py", "analysis/figures.py")
+    for name in (*decides, *other):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
     before = fingerprint_of(tmp_path, monkeypatch)
-    for room, matters in (("ablation", False), ("cli", False), ("nn/backends", True), ("data", True), ("training", True), ("analysis", True)):  # fmt: skip
-        path = tmp_path / room / "code.py"
-        path.write_text("x = 2\n")
-        assert (fingerprint_of(tmp_path, monkeypatch) != before) == matters, room
-        path.write_text("x = 1\n")
+    for name in (*decides, *other):
+        (tmp_path / name).write_text("x = 2\n")
+        assert (fingerprint_of(tmp_path, monkeypatch) != before) == (name in decides), name
+        (tmp_path / name).write_text("x = 1\n")
     (tmp_path / "nn" / "backends" / "code.py").rename(tmp_path / "nn" / "code.py")
     assert fingerprint_of(tmp_path, monkeypatch) != before
     assert len(code_fingerprint()) == 16
+
+
+def test_the_fingerprint_covers_the_configs_that_cells_start_from(tmp_path, monkeypatch):
+    (tmp_path / "experiment").mkdir()
+    for name in ("__init__.py", "train.yaml", "experiment/cell.yaml", "experiment/notes.txt"):
+        (tmp_path / name).write_text("")
+    monkeypatch.setattr(module, "find_spec", lambda _: SimpleNamespace(origin=tmp_path / "__init__.py"))
+    seen = set()
+    for name in ("experiment/notes.txt", "experiment/cell.yaml", "train.yaml"):
+        code_fingerprint.cache_clear()
+        seen.add(code_fingerprint())
+        (tmp_path / name).write_text("x: 2")
+    code_fingerprint.cache_clear()
+    seen.add(code_fingerprint())
+    monkeypatch.undo()
+    code_fingerprint.cache_clear()
+    assert len(seen) == 3  # the notes change nothing
 
 
 def test_the_stored_command_says_to_a_shell_what_the_cell_is():

@@ -12,6 +12,7 @@ import pytest
 
 from minitx.ablation.launchers import Outcome
 from minitx.ablation.records import key_of
+from minitx.ablation.runner import kind_of
 from minitx.cli import ablate
 from minitx.config import ConfigError, RunConfig, StudyConfig
 
@@ -54,7 +55,7 @@ def lab(tmp_path, fabricate, make_grid, monkeypatch):
     )
     grid = make_grid(studies={"text": text}, comparisons=())
     results = {key_of(record): record["result"] for record in fabricate(grid)[0]}
-    monkeypatch.setattr(ablate, "plan", lambda pool, grid, common, folder: (ablate.cells(grid, common=common), None))
+    monkeypatch.setattr(ablate, "plan", lambda pool, grid, common, folder, whole: (ablate.cells(grid, common=common), None))
 
     def run(command="train.py", failing=(), **changes):
         pool = Here({key: None if key in failing else result for key, result in results.items()})
@@ -169,7 +170,7 @@ def test_a_report_keeps_who_made_the_cells_and_adds_up_the_seconds_of_all_launch
     assert path.read_bytes() == kept
     page = (tmp_path / "report.html").read_text()
     assert "c0ffee" in page
-    assert "decade" not in page
+    assert "c0ffee, judged and written again by decade" in page
 
 
 def test_launches_that_differ_are_listed_and_those_of_other_code_left_out_of_a_new_run(tmp_path):
@@ -184,3 +185,15 @@ def test_launches_that_differ_are_listed_and_those_of_other_code_left_out_of_a_n
     assert (everything["commit"], everything["wall_seconds"], everything["command"]) == ("one; two; three", 17.5, "train.py")
     assert (new["commit"], new["wall_seconds"], new["versions"]) == ("two; three", 7.5, {"a": "three"})
     assert ablate.read_meta(tmp_path / "none.json") == {}
+
+
+@pytest.mark.parametrize(("limit", "trimmed"), [(50.0, True), (1000.0, False)])
+def test_a_part_is_shortened_when_the_whole_grid_would_take_too_long(tmp_path, make_grid, monkeypatch, limit, trimmed):
+    study = StudyConfig(base=("trainer.max_steps=5",), arms=("inv_sqrt",), seeds=(0, 1))
+    long = replace(study, base=("trainer.max_steps=500",))
+    trim = {"short": ("trainer.max_steps=3",)}
+    whole = make_grid(studies={"short": study, "long": long}, comparisons=(), only=("short",), trim=trim, time_limit=limit)
+    monkeypatch.setattr(ablate, "project", lambda launcher, found, folder: {kind_of(cell): (0.0, 0.1) for cell in found})
+    chosen, _ = ablate.plan(Here({}), whole.chosen(), [], tmp_path, whole=whole)
+    assert [cell.steps() for cell in chosen] == [3 if trimmed else 5] * 2
+    assert ablate.was_trimmed(tmp_path) == trimmed

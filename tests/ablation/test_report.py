@@ -302,6 +302,30 @@ def test_a_family_too_large_for_its_seeds_is_said_to_find_no_harm(tmp_path: Path
     assert "no adjusted p can fall" not in words_of(tmp_path / "report.html")
 
 
+def test_a_gain_is_no_harm_though_nothing_shows_equality() -> None:
+    records, grid, expected = norm_records(norm_grid())
+    for record in records:
+        record["arm"] = {"pre": "post", "post": "pre"}[record["arm"]]  # post-norm is now better at depth 6
+    found = analyse(collect(records, grid, expected))
+    gain = next(c for c in found.comparisons if c.endpoint == "E1" and c.condition["depth"] == "6")
+    assert (gain.judgement.word, gain.is_gain) == ("INCONCLUSIVE", True)
+    assert (gain.agrees("HARM"), gain.agrees("NO HARM")) == (False, True)
+    assert {p.name: p.status for p in predictions(found)}["A"] == "NOT HELD"
+    assert {p.name: p.status for p in predictions(found)}["B"] == "HELD"
+
+
+@pytest.mark.parametrize(("outcome", "status"), [("OK", "a run left no number"), ("DIVERGED", "")])
+def test_a_missing_measure_is_never_taken_from_the_score(outcome: str, status: str) -> None:
+    records, grid, expected = norm_records(norm_grid())
+    place = {"depth": "2", "lr": "3e-3"}
+    lost = next(r for r in records if (r["arm"], r["seed"]) == ("post", 0) and r["factors"] == place)
+    lost["result"] |= {"measures": {}, "outcome": outcome}
+    found = analyse(collect(records, grid, expected)).comparisons
+    c = next(c for c in found if c.endpoint == "loss_at_9" and c.condition == {"depth": "2"})
+    assert status in c.judgement.reason
+    assert (c.effect is None) == (outcome == "OK")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -314,6 +338,24 @@ def test_a_prediction_about_nothing_is_refused(changes: Any, message: str) -> No
     expected = ExpectedVerdict(**{"study": "norms", "arms": NORMS, "verdict": "HARM", **changes})
     with pytest.raises(ConfigError, match=message):
         norm_grid(predictions={"A": PredictionConfig(statement="x", expect=(expected,))})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"comparisons": (ComparisonConfig(study="norms", arms=("pre", "pre")),)}, "compares an arm with itself"),
+        ({"comparisons": (ComparisonConfig(study="norms", arms=NORMS, primary=({"lr": "1e-3"},)),)}, "lr=1e-3 is tuned"),
+        ({"trim": {"norm": ()}}, "trim=['norm'] are no studies of this grid; it has norms"),
+    ],
+)
+def test_a_grid_that_means_nothing_is_refused(changes: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        norm_grid(predictions={}, **changes)
+
+
+def test_a_measure_that_no_run_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match="loss_at_far"):
+        StudyConfig(score="loss", measures=("loss_at_far",))
 
 
 # --- nothing is lost

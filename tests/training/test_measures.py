@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from minitx.config import ConfigError, TransformerConfig
+from minitx.training.evaluation import evaluate
 from minitx.training.run import train
 
 
@@ -56,3 +57,20 @@ def test_what_cannot_be_measured_is_refused_before_training(make_config, tmp_pat
     with pytest.raises(ConfigError, match=message):
         train(make_config(**changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_every_length_is_measured_on_as_many_tokens(make_config, tmp_path, monkeypatch):
+    seen = []
+
+    def spy(network, data, options):
+        seen.append((data.config.context_len, options.num_rows))
+        return evaluate(network, data, options)
+
+    monkeypatch.setattr("minitx.training.measures.evaluate", spy)
+    train(make_config(evaluation__lengths=(7, 14, 16), evaluation__num_rows=6), tmp_path / "run")
+    assert seen == [(7, 6), (14, 3), (16, 2)]
+
+
+def test_a_backend_without_a_formula_is_refused_before_training(make_config, tmp_path):
+    with pytest.raises(ConfigError, match=r"evaluation\.attention_cost=true: "):
+        train(make_config(evaluation__attention_cost=True, model__backend="flex"), tmp_path / "run")

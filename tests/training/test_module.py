@@ -427,3 +427,8 @@ def test_a_temperature_is_the_scale_factor_of_its_window_and_touches_no_other_up
 def test_a_temperature_without_a_meaning_is_refused(value, first, last):
     with pytest.raises(ValueError, match=r"value=|first="):
         AttentionTemperature(value, first, last)
+
+
+def test_two_temperatures_in_a_run_are_refused(make_config, tmp_path):
+    with pytest.raises(ValueError, match="several AttentionTemperature"):
+        _losses(make_config(), tmp_path / "run", AttentionTemperature(0.5, 0, 1), AttentionTemperature(0.5, 2, 3))
