@@ -272,10 +272,12 @@ class Submitit:
                 return stopped
             job = self.executor.submit(*call)
             self.jobs.add(job)
+        patience = 5.0  # once cancelled: a job that had not begun never says that it is over
         try:
             while not self._over(job):
-                if self.closed:  # a job that was cancelled before it began never says that it is over
+                if self.closed and patience <= 0.0:
                     return stopped
+                patience -= 0.5 if self.closed else 0.0
                 time.sleep(0.5)
             with self.lock:
                 outcome = job.result()
