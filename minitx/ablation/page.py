@@ -65,7 +65,8 @@ def headline(findings: Findings) -> list[str]:
             _under_condition(list(group), findings)
             for _, group in itertools.groupby(listed, key=lambda c: (c.condition, c.primary))
         ]
-        sentences.append(f"{study}, {arms[1]} − {arms[0]}{rule}: {' '.join(clauses)}")
+        head = f"{study}, {arms[1]} − {arms[0]}{rule}:"
+        sentences += [head, *clauses] if len(clauses) > 1 else [f"{head} {clauses[0]}"]
     if not findings.main:
         sentences.append("INCONCLUSIVE, the grid compares no two arms.")
     compared = {c.study for c in findings.main}
