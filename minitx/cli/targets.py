@@ -18,6 +18,7 @@ ALLOWED = frozenset(
         "lightning.pytorch.callbacks.EarlyStopping",
         "lightning.pytorch.callbacks.DeviceStatsMonitor",
         "lightning.pytorch.callbacks.Timer",
+        "minitx.training.callbacks.AttentionTemperature",
     }
 )
 _SECRET = re.compile(r"(api_?key|token|secret|password|passwd|credential)", re.IGNORECASE)
