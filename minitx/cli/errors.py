@@ -16,6 +16,7 @@ from typing import Any
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from minitx.cli.launch import FOLDER, LaunchStoppedError, RankFailedError, tell_launcher
 from minitx.cli.schema import unknown_key
 from minitx.config import ConfigError, RunConfig
 
@@ -68,7 +69,9 @@ def exit_code(compose_and_run: Callable[[Callable[[Any], None]], Any], job: Call
 def _say(error: Exception | None, text: str, code: int) -> int:
     if error is not None and show_traceback():
         traceback.print_exception(error)
-    sys.stderr.write(f"{'error: ' if code < 128 else ''}{text}\n")
+    tell_launcher(text)
+    if FOLDER not in os.environ:  # else the program that started this process says it, once for all of them
+        sys.stderr.write(f"{'error: ' if code < 128 else ''}{text}\n")
     return code
 
 
@@ -83,10 +86,13 @@ def sentence(error: Exception) -> tuple[str, int]:
         return _one_line(str(error)), 2
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _compose_error(error), 2
+    if isinstance(error, RankFailedError):
+        return _one_line(str(error)), error.code
     number = getattr(error, "number", None)
-    if type(error).__name__ in ("GridStoppedError", "StoppedError") and isinstance(number, int):  # by name: no torch here
+    stopped = isinstance(error, GridStoppedError | LaunchStoppedError) or type(error).__name__ == "StoppedError"
+    if stopped and isinstance(number, int):  # StoppedError by name: no torch here
         return str(error), 128 + number
-    if type(error).__name__ == "NonFiniteError" or isinstance(error, CellsFailedError):
+    if type(error).__name__ in ("NonFiniteError", "CheckpointError") or isinstance(error, CellsFailedError):
         return _one_line(str(error)), 3
     kind = type(error).__name__
     return f"{kind}: {_one_line(str(error)) or 'no message'} (traceback=true shows where)", 3

@@ -20,6 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from minitx.cli.errors import exit_code
+from minitx.cli.launch import FOLDER, launch, needs_launch, rank, shared_folder, started_from_outside
 from minitx.cli.schema import from_dict
 from minitx.cli.targets import check_targets, instantiate_all, redact, redact_overrides
 from minitx.config import ConfigError, RunConfig, to_dict
@@ -32,6 +33,9 @@ log = logging.getLogger("minitx")
 def main() -> int:
     """The program behind ``scripts/train.py`` and ``minitx-train``; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    if rank():  # the first process speaks; each has a log of its own in the run's folder
+        for handler in logging.getLogger().handlers:
+            handler.setLevel(logging.CRITICAL)
     for argument in [a for a in sys.argv if a.startswith("traceback=")]:
         os.environ["MINITX_TRACEBACK"] = "1" if argument == "traceback=true" else "0"
         sys.argv.remove(argument)
@@ -46,13 +50,23 @@ def _main(composed: DictConfig) -> None:
     check_targets(config.callbacks.extra, "callbacks.extra")
     overrides = redact_overrides(list(HydraConfig.get().overrides.task))
     command = shlex.join(["python", "scripts/train.py", *overrides])
+    here = config.ablation is not None or not needs_launch(config.trainer)
     folder = output_folder(config)
-    if config.ablation is not None:
+    if not here:
+        launch(_arguments_of_this_job(), config.trainer.world_size, folder)
+    elif config.ablation is not None:
         from minitx.cli.ablate import run_ablation
 
         run_ablation(config, folder, overrides, command)
     else:
         log.info("%s", summary_line(run_training(config, folder, command), folder))
+
+
+def _arguments_of_this_job() -> list[str]:
+    """The command line of this job alone, for a process of its own: in a sweep without the others."""
+    job = HydraConfig.get()
+    own = [source.path for source in job.runtime.config_sources if source.provider == "command-line"]
+    return [*(f"--config-dir={path}" for path in own), f"--config-name={job.job.config_name}", *job.overrides.task]
 
 
 def build_config(composed: DictConfig) -> RunConfig:
@@ -81,9 +95,15 @@ def output_folder(config: RunConfig) -> Path:
     """
     if config.ablation is not None:
         return Path(config.output_dir or Path("runs", config.experiment, config.ablation.name)).absolute()
+    if FOLDER in os.environ:
+        return Path(os.environ[FOLDER])
     if os.environ.get("LOCAL_RANK", "0") != "0" and _FOLDER_OF_RUN in os.environ:
         return Path(os.environ[_FOLDER_OF_RUN])  # a process that Lightning started for a further device
     folder = Path(config.output_dir or _default_folder(config.experiment)).absolute()
+    if started_from_outside():
+        folder = shared_folder(folder)
+        if rank():
+            return folder
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output_dir={folder} is a file")
     if (folder / "metrics.csv").exists() and config.ckpt_path is None:

@@ -44,10 +44,11 @@ class RunConfig:
         require(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2^32)")
         warmup, steps = self.schedule.warmup_steps, self.trainer.max_steps
         require(warmup <= steps, f"schedule.warmup_steps={warmup} must not exceed trainer.max_steps={steps}")
-        accumulate, ranks, rows = self.trainer.accumulate, self.trainer.devices, self.data.batch_size
+        accumulate, ranks, rows = self.trainer.accumulate, self.trainer.num_replicas, self.data.batch_size
         require(
             rows % (accumulate * ranks) == 0,
-            f"data.batch_size={rows} must be divisible by trainer.accumulate={accumulate} x trainer.devices={ranks}",
+            f"data.batch_size={rows} must be divisible by trainer.accumulate={accumulate} x {ranks} (trainer.devices that see "
+            "different rows)",
         )
         length = self.data.max_tokens
         require(

@@ -104,14 +104,21 @@ class TrainerConfig:
 
     Validation runs every ``val_every`` steps and at the end (``0``: at the end only), over at most ``val_batches``
     batches of ``val_batch_size`` rows (``null``: the whole split; the training batch size). A checkpoint is written
-    every ``ckpt_every`` steps and at the end (``0``: never). ``accumulate`` micro-batches make one step (the global
-    batch stays ``data.batch_size``); ``threads`` is the number of CPU threads, ``null`` for torch's own choice.
+    every ``ckpt_every`` steps, whenever the last one is ``ckpt_minutes`` old (``null``: not by the clock), and at the end
+    (``ckpt_every=0``: never). ``accumulate`` micro-batches make one step (the global batch stays ``data.batch_size``);
+    ``threads`` is the number of CPU threads of a process, ``null`` for torch's own choice.
+
+    A process runs on each of ``devices`` devices of each of ``num_nodes`` machines. ``strategy``: ``ddp`` copies the model to
+    each device, ``sharded`` cuts it (FSDP2), and its heads and hidden units over groups of ``tensor_parallel`` devices;
+    ``auto`` is ``ddp`` where there are several. ``sharded_ckpt`` lets each process write its own shard (a folder).
     """
 
     max_steps: int = 1000
     devices: int = 1
+    num_nodes: int = 1
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
-    strategy: str = "auto"
+    strategy: Literal["auto", "ddp", "sharded"] = "auto"
+    tensor_parallel: int = 1
     precision: Literal["32-true", "64-true", "bf16-mixed", "bf16-true"] = "32-true"
     accumulate: int = 1
     val_every: int = 250
@@ -119,14 +126,33 @@ class TrainerConfig:
     val_batch_size: int | None = None
     log_every: int = 10
     ckpt_every: int = 250
+    ckpt_minutes: float | None = 10.0
+    sharded_ckpt: bool = False
     compile: bool = False
     deterministic: bool = False
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        positive(self, "max_steps", "devices", "accumulate", "log_every", "threads")
-        positive(self, "val_batches", "val_batch_size")
+        positive(self, "max_steps", "devices", "num_nodes", "tensor_parallel", "accumulate", "log_every", "threads")
+        positive(self, "val_batches", "val_batch_size", "ckpt_minutes")
         not_negative(self, "val_every", "ckpt_every")
+        for name, value in {"tensor_parallel": self.tensor_parallel > 1, "sharded_ckpt": self.sharded_ckpt}.items():
+            said = f"{name}={getattr(self, name)} needs strategy=sharded, got strategy={self.strategy}"
+            require(not value or self.strategy == "sharded", said)
+        require(
+            self.world_size % self.tensor_parallel == 0,
+            f"tensor_parallel={self.tensor_parallel} must divide devices={self.devices} x num_nodes={self.num_nodes}",
+        )
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.devices * self.num_nodes
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of processes that see different rows."""
+        return self.world_size // self.tensor_parallel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -149,7 +149,9 @@ class DataModule(LightningDataModule, ABC):
         return world * math.ceil((self.options.val_batch_size or self.config.batch_size) / world)
 
     def _place(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        """Among the processes that see different rows: this one, and how many there are."""
+        place = self.trainer.distributed_sampler_kwargs if self.trainer else None
+        return (place["rank"], place["num_replicas"]) if place else (0, 1)
 
     def _loader(self, source: BatchSource, sampler: AddressSampler) -> AddressedLoader:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"

@@ -13,11 +13,13 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as L
+import torch
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
 
-from minitx.config import TrainerConfig
 from minitx.nn.scale import ScoreScale
-from minitx.training.module import TrainingModule
+from minitx.training.module import NonFiniteError, TrainingModule
+from minitx.training.parallel import any_rank, sum_over_rows
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +59,12 @@ class StepLog(StepCallback):
             return
         if module.device.type != "cpu":
             module.raise_if_nonfinite()
-        loss = module.step_loss
-        if trainer.world_size > 1:
-            loss = trainer.strategy.reduce(loss, reduce_op="sum")
+        loss = float(sum_over_rows(trainer, torch.as_tensor(module.step_loss)))
+        if trainer.world_size > 1 and not math.isfinite(loss):
+            raise NonFiniteError(step - 1, loss, float(module.grad_norm))
         self.tokens = int(self.tokens)
         row = {
-            "train_loss": float(loss),
+            "train_loss": loss,
             "lr": trainer.optimizers[0].param_groups[0]["initial_lr"] * module.lr_factor(step - 1),  # of this update
             "grad_norm": float(module.grad_norm),
             "tokens": self.tokens,
@@ -162,22 +164,27 @@ class StoppedError(Exception):
         self.number = number
 
 
-class StopSignals(StepCallback, Checkpoint):
-    """On SIGINT or SIGTERM: finish the step and its validation, write ``path``, raise ``StoppedError``.
+class LastCheckpoint(StepCallback, Checkpoint):
+    """Writes ``last.ckpt`` every so many steps and minutes, and on SIGINT or SIGTERM, after which it raises ``StoppedError``.
 
-    A second signal acts at once. A ``Checkpoint``, because Lightning runs those last: whatever belongs to the step is
-    logged by then, and the checkpoint lacks nothing.
+    The step and its validation are finished first. A second signal acts at once. A ``Checkpoint``, because Lightning runs
+    those last: whatever belongs to the step is logged by then, and the checkpoint lacks nothing. Signals and the clock are
+    each process's own, so several agree on them in one small collective every ``agree_every`` steps and after validation.
+
+    Args:
+        path: None keeps no checkpoint; signals still stop the run.
+        every: steps. minutes: of wall time since the last one; None: not by the clock.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
+    def __init__(self, path: Path | None, every: int, minutes: float | None, agree_every: int) -> None:
+        self.path, self.every, self.agree_every = path, every, agree_every
+        self.seconds = math.inf if minutes is None else 60.0 * minutes
+        self.saved_at = time.monotonic()
         self._received: int | None = None
         self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._receive)
+    def __enter__(self) -> LastCheckpoint:
+        self._install()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -185,34 +192,44 @@ class StopSignals(StepCallback, Checkpoint):
             signal.signal(number, handler)
         self._previous = {}
 
+    def _install(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                current = signal.signal(number, self._receive)
+                self._previous.setdefault(number, current)
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = number
         self.__exit__()
 
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.saved_at = time.monotonic()
+        if self._previous and self._received is None:
+            self._install()  # in place of Lightning's own handler, which would start a collective in the middle of another
+
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
         every = trainer.val_check_batch
         if every is None or (trainer.fit_loop.total_batch_idx + 1) % every:  # else after the validation
-            self._stop_if_asked(trainer)
+            self._save_or_stop(trainer, agree=step % self.agree_every == 0 or trainer.world_size == 1)
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._stop_if_asked(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._save_or_stop(trainer, agree=True)
 
-    def _stop_if_asked(self, trainer: L.Trainer) -> None:
-        if self._received is not None:
-            if self.path is not None:
-                trainer.save_checkpoint(self.path)
-            raise StoppedError(self._received, trainer.global_step)
+    def _save_or_stop(self, trainer: L.Trainer, *, agree: bool) -> None:
+        late, stop = time.monotonic() - self.saved_at >= self.seconds, self._received is not None
+        late, stop = any_rank(trainer, late, stop) if agree else (False, False)
+        if self.path is not None and (late or stop or trainer.global_step % self.every == 0):
+            trainer.save_checkpoint(self.path)
+            self.saved_at = time.monotonic()
+        if stop:
+            raise StoppedError(self._received or signal.SIGTERM, trainer.global_step)
 
 
-def checkpoints(config: TrainerConfig, folder: Path) -> list[L.Callback]:
-    """``last.ckpt`` every ``ckpt_every`` steps and ``best.ckpt`` at the lowest validation loss."""
-    if not config.ckpt_every:
-        return []
+def best_checkpoint(folder: Path) -> L.Callback:
+    """``best.ckpt`` at the lowest validation loss."""
     options: dict[str, Any] = {"dirpath": folder, "enable_version_counter": False, "save_on_exception": False}
-    return [
-        ModelCheckpoint(filename="last", every_n_train_steps=config.ckpt_every, **options),
-        ModelCheckpoint(filename="best", monitor="val_loss", mode="min", save_top_k=1, **options),
-    ]
+    return ModelCheckpoint(filename="best", monitor="val_loss", mode="min", save_top_k=1, **options)
 
 
 def progress() -> L.Callback:

@@ -1,31 +1,210 @@
-"""A checkpoint alone gives the model, its tokenizer and its config: what generation and evaluation start from."""
+"""Checkpoints: written so that no moment can lose one, read so that no damaged or foreign one is believed or executed.
+
+A checkpoint is torch's zip file with a comment of ours at its end: the SHA-256 of everything before the comment. One of
+several shards is a folder of torch's distributed checkpoint with the digests of its files beside them. Either is written
+under another name, synced to the disk, and then renamed, so that ``last.ckpt`` is always a whole one, the old or the new.
+
+A checkpoint alone gives the model, its tokenizer and its config: what generation and evaluation start from.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import shutil
+import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from minitx.config import ConfigError, TransformerConfig
 from minitx.data.tokenizers import Tokenizer, from_dict
 from minitx.nn.models import TransformerModel, build_model
+from minitx.training.shards import read_shards
+
+FORMAT = 1
+"""What this version writes; it reads this and every earlier one."""
+
+_MARK = b"minitx-sha256:"
+_COMMENT_LEN = len(_MARK) + 64
+_DIGESTS = "digests.json"
+_PART, _OLD = ".part", ".old"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; the one before it is intact."""
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """How Lightning writes and reads checkpoints here; see the module's description.
+
+    Raises:
+        CheckpointError: a full disk, or a folder that cannot be written.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        part = Path(f"{path}{_PART}")
+        try:
+            part.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("w+b") as file:
+                torch.save(checkpoint, file)
+                _append_digest(file)
+                file.flush()
+                os.fsync(file.fileno())
+            _replace(part, Path(path))
+        except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a write that failed
+            cause = next((e for e in (error, error.__cause__, error.__context__) if isinstance(e, OSError)), None)
+            reason = cause.strerror if cause is not None else first_line(error)
+            part.unlink(missing_ok=True)
+            raise CheckpointError(f"checkpoint {path} could not be written: {reason}; an earlier one is intact") from error
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
+        return read_checkpoint(path)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        shutil.rmtree(path) if Path(path).is_dir() else Path(path).unlink(missing_ok=True)
+
+
+def seal_folder(part: str | Path, path: str | Path) -> None:
+    """Give the folder ``part`` of finished shards its digests, sync it, and let it take the place of ``path``."""
+    part, path = Path(part), Path(path)
+    digests = {file.name: _sha256(file) for file in sorted(part.iterdir()) if file.name != _DIGESTS}
+    (part / _DIGESTS).write_text(json.dumps(digests, indent=1), encoding="utf-8")
+    for file in part.iterdir():
+        _sync(file)
+    _sync(part)
+    if path.is_dir():  # a folder cannot be renamed over another
+        shutil.rmtree(f"{path}{_OLD}", ignore_errors=True)
+        path.rename(f"{path}{_OLD}")
+    else:
+        path.unlink(missing_ok=True)
+    _replace(part, path)
+    shutil.rmtree(f"{path}{_OLD}", ignore_errors=True)
+
+
+def clean_up(folder: Path) -> None:
+    """Remove what a killed run left half-written in its folder of checkpoints, and put back what it had moved aside."""
+    for old in folder.glob(f"*{_OLD}"):
+        target = old.with_name(old.name.removesuffix(_OLD))
+        shutil.rmtree(old) if target.exists() else old.rename(target)
+    for part in folder.glob(f"*{_PART}"):
+        shutil.rmtree(part) if part.is_dir() else part.unlink()
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """A checkpoint's plain content, on the CPU. Nothing in it is executed.
 
     Raises:
-        ConfigError: no such file, or not a checkpoint of ours.
+        ConfigError: no such file, not a checkpoint of ours, a damaged one, or one of a newer version; one sentence with
+            the file, what is wrong, and what to do: the newest whole checkpoint beside it is named.
     """
-    if not Path(path).is_file():
-        raise ConfigError(f"ckpt_path={path} is not a file")
+    path = Path(path)
+    if not path.exists():
+        raise ConfigError(f"ckpt_path={path} is not a file{_offer(path)}")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        dict(checkpoint["minitx"]["model"])
-    except Exception as error:  # torch raises many kinds for a damaged or foreign file
-        raise ConfigError(f"ckpt_path={path} cannot be read as a checkpoint of minitx: {first_line(error)}") from None
+        checkpoint = _read(path)
+    except ConfigError as error:
+        raise ConfigError(f"ckpt_path={path} cannot be read as a checkpoint of minitx: {error}{_offer(path)}") from None
     return checkpoint
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        check_digest(path)
+        found = read_shards(path) if path.is_dir() else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = dict(found["minitx"])
+        dict(state["model"])
+    except ConfigError:
+        raise
+    except Exception as error:  # torch raises many kinds for a damaged or foreign file
+        raise ConfigError(first_line(error)) from None
+    written = state.get("format", FORMAT)
+    if not isinstance(written, int) or written > FORMAT:
+        raise ConfigError(f"a newer minitx wrote it (format {written}, this one reads up to {FORMAT}): update minitx")
+    return found
+
+
+def check_digest(path: Path) -> None:
+    """Hold a checkpoint against the digest that was written with it.
+
+    Raises:
+        ConfigError: it has none, or another one.
+    """
+    if path.is_dir():
+        digests = json.loads((path / _DIGESTS).read_text(encoding="utf-8"))
+        for name, digest in digests.items():
+            if Path(name).name != name or _sha256(path / name) != digest:
+                raise ConfigError(f"its file {name} is damaged (the SHA-256 is not the one that was written)")
+        return
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size <= _COMMENT_LEN:
+            raise ConfigError(f"it is {'empty' if size == 0 else 'cut short'} ({size} bytes)")
+        file.seek(size - _COMMENT_LEN)
+        comment = file.read()
+        if not comment.startswith(_MARK):
+            raise ConfigError("it does not end as a checkpoint of minitx does: it is cut short, damaged, or another program's")
+        if _sha256(file, size - _COMMENT_LEN).encode() != comment.removeprefix(_MARK):
+            raise ConfigError("it is damaged (the SHA-256 is not the one that was written)")
+
+
+def newest_valid(folder: Path) -> Path | None:
+    """The newest checkpoint in ``folder`` that is whole, or None."""
+    for path in sorted(folder.glob("*.ckpt"), key=lambda p: p.stat().st_mtime, reverse=True):
+        try:
+            _read(path)
+        except ConfigError:
+            continue
+        return path
+    return None
+
+
+def _offer(path: Path) -> str:
+    """What to do about ``path``: go on from the newest whole checkpoint beside it, if there is one."""
+    found = newest_valid(path.parent) if path.parent.is_dir() else None
+    return f"; go on from the newest whole one beside it with ckpt_path={found}" if found else ""
+
+
+def _append_digest(file: BinaryIO) -> None:
+    """Make the digest the comment of the zip file, which zip readers pass over."""
+    file.seek(-2, os.SEEK_END)
+    if file.read(2) != b"\0\0":
+        raise CheckpointError("torch.save did not end its file with an empty comment")
+    file.seek(-2, os.SEEK_END)
+    file.write(struct.pack("<H", _COMMENT_LEN))
+    size = file.tell()
+    digest = _sha256(file, size).encode()
+    file.seek(size)
+    file.write(_MARK + digest)
+
+
+def _sha256(source: BinaryIO | Path, size: int | None = None) -> str:
+    """Of a file, or of the first ``size`` bytes of an open one."""
+    if isinstance(source, Path):
+        with source.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    source.seek(0)
+    digest, left = hashlib.sha256(), size or 0
+    while chunk := source.read(min(left, 1 << 20)):
+        digest.update(chunk)
+        left -= len(chunk)
+    return digest.hexdigest()
+
+
+def _replace(part: Path, path: Path) -> None:
+    part.replace(path)
+    _sync(path.parent)  # the name, too, must reach the disk
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def load_model(path: str | Path) -> tuple[TransformerModel, Tokenizer | None, dict[str, Any]]:

@@ -60,11 +60,15 @@ class MetricsFile(Logger):
         self._write_row()
 
     def _write_row(self) -> None:
-        if self._row:
+        if not self._row:
+            return
+        try:
             with self.path.open("r+", encoding="utf-8", newline="") as file:
                 file.seek(self._offset)
                 file.truncate()
                 file.write(_csv(self._row))
+        except OSError as error:  # a full disk, which does not say where
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
 
 def _csv(*rows: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """The one LightningModule: a network, an objective and an optimizer factory.
 
 The loss handed to Lightning is Σ · world · accumulate / tokens, with the tokens of the *whole* optimizer step known
-before its first backward; Lightning divides by ``accumulate`` and DDP averages over ``world``, so every split of a step
-gives the gradient of Σ / tokens.
+before its first backward; Lightning divides by ``accumulate``, and DDP and FSDP average over the ``world`` processes that
+see different rows, so every split of a step gives the gradient of Σ / tokens.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from minitx.training.checkpoint import FORMAT
 from minitx.training.objectives import Objective
+from minitx.training.parallel import local_parts, parallelize, replicas, set_gradient_sync, sum_over_rows, total_norm
 
 Batch = dict[str, Tensor]
 NOT_FOR_THE_NETWORK = ("labels", "num_targets")
@@ -76,6 +79,10 @@ class TrainingModule(L.LightningModule):
         self.grad_norm: Tensor | float = 0.0
         self._validation: dict[str, Tensor] = {}
 
+    def configure_model(self) -> None:
+        if self.device_mesh is not None and not any(isinstance(p, DTensor) for p in self.network.parameters()):
+            parallelize(self.network, self.device_mesh)
+
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.network)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.lr_factor)
@@ -86,9 +93,10 @@ class TrainingModule(L.LightningModule):
         return self.run(**network_inputs(batch))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        accumulate, world = self.trainer.accumulate_grad_batches, self.trainer.world_size
+        accumulate, (rank, world) = self.trainer.accumulate_grad_batches, replicas(self.trainer)
         micro = batch_idx % accumulate
-        seed_device(self.device, hash_seed(self.seed, self.global_step, micro, self.global_rank))
+        set_gradient_sync(self.network, micro == accumulate - 1)
+        seed_device(self.device, hash_seed(self.seed, self.global_step, micro, rank))
         balance: Tensor | float = 0.0
         if self.router_loss:
             hidden, extras = self.run(**network_inputs(batch), return_extras=True)
@@ -101,11 +109,13 @@ class TrainingModule(L.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self.grad_norm = torch.nn.utils.get_total_norm(gradients)
-        self.latch.check(optimizer, self.grad_norm + self.step_loss, self.global_step)
+        self.grad_norm = total_norm(gradients)
+        # the loss of several ranks is theirs alone: all must come to the same answer, so it is looked at where it is summed
+        alone = self.trainer.world_size == 1
+        self.latch.check(optimizer, self.grad_norm + self.step_loss if alone else self.grad_norm, self.global_step)
         if self.clip is not None:
             factor = (self.clip / (self.grad_norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(local_parts(gradients), factor)
         if self.device.type == "cpu":
             self.raise_if_nonfinite()
 
@@ -121,14 +131,14 @@ class TrainingModule(L.LightningModule):
             self._validation[name] = value + self._validation.get(name, 0)
 
     def on_validation_epoch_end(self) -> None:
-        totals = {name: self.trainer.strategy.reduce(value, reduce_op="sum") for name, value in self._validation.items()}
+        totals = {name: sum_over_rows(self.trainer, value) for name, value in self._validation.items()}
         self._validation = {}
         count = totals["count"].clamp(min=1)
         means = {"val_loss": totals["nll"] / count, "val_accuracy": totals["correct"] / count}
         self.log_dict(means, rank_zero_only=True, logger=False)  # StepLog writes them, at the right step
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["minitx"] = self.state
+        checkpoint["minitx"] = {**self.state, "format": FORMAT}
 
 
 class Latch:

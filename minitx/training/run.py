@@ -7,13 +7,14 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -21,8 +22,8 @@ from minitx.config import ConfigError, RunConfig, TrainerConfig, TransformerConf
 from minitx.data.module import DataModule, build_data
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.models import TransformerModel, build_model
-from minitx.training.callbacks import BarProgress, StepLog, StoppedError, StopSignals, checkpoints, progress
-from minitx.training.checkpoint import first_line, read_checkpoint
+from minitx.training.callbacks import BarProgress, LastCheckpoint, StepLog, StoppedError, best_checkpoint, progress
+from minitx.training.checkpoint import AtomicCheckpointIO, clean_up, first_line, read_checkpoint
 from minitx.training.evaluation import Evaluation, evaluate
 from minitx.training.measures import check_measures, measures
 from minitx.training.metrics import MetricsFile
@@ -30,6 +31,7 @@ from minitx.training.module import NonFiniteError, TrainingModule, network_input
 from minitx.training.objectives import build_objective
 from minitx.training.optimizers import build_optimizer, parameter_groups
 from minitx.training.outcome import summarise
+from minitx.training.parallel import build_strategy, check_parallel, whole_state
 from minitx.training.probes import Probe
 from minitx.training.schedules import lr_factor
 
@@ -59,17 +61,19 @@ def train(
     """
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
-    with quiet_lightning():
+    with quiet_lightning(), ExitStack() as stack:
         check_devices(config.trainer)
         network, tokenizer = start or (None, None)
         data = prepare_data(config, tokenizer)
         model_config = fit_model_config(config.model if network is None else network.config, data)
         check_measures(config, model_config, data)
+        check_parallel(model_config, config.trainer, probes=config.callbacks.probe.every > 0)
         module = build_module(config, model_config, data, network)
         resume = load_checkpoint(Path(config.ckpt_path), model_config) if config.ckpt_path else {}
         make_folder(folder, files or {})
+        stack.enter_context(rank_log(folder))
         loggers, callbacks = extras()
-        metrics, guard = MetricsFile(folder / "metrics.csv", resume.get("global_step", 0)), stop_signals(config, folder)
+        metrics, guard = MetricsFile(folder / "metrics.csv", resume.get("global_step", 0)), last_checkpoint(config, folder)
         everyone = [*own_callbacks(config, data, folder), *callbacks, guard]
         trainer = build_trainer(config, folder, [metrics, *loggers], everyone)
         nonfinite_step, measured = None, dict[str, float]()
@@ -77,10 +81,7 @@ def train(
             with guard:
                 trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path, weights_only=True)
             finish(trainer, module, data, config, folder)
-            if config.evaluation.at_end and trainer.is_global_zero:
-                report(evaluate(module.network, data, config.evaluation), folder)
-            if trainer.is_global_zero:
-                measured = measures(module.network, model_config, data, config)
+            measured = look_back(trainer, module, data, config, folder)
         except NonFiniteError as error:
             if config.on_nonfinite == "stop":
                 raise
@@ -168,6 +169,8 @@ def build_module(
         parameter_groups(network, config.optimizer, head_dim=model_config.width_per_head)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if config.trainer.precision == "64-true":
+        network.double()  # Lightning would, after it has loaded a checkpoint into float32
     state = {
         "config": to_dict(config),
         "model": to_dict(model_config),
@@ -200,9 +203,11 @@ def try_forward(network: torch.nn.Module, data: DataModule) -> None:
     network.train()
 
 
-def stop_signals(config: RunConfig, folder: Path) -> StopSignals:
-    """The guard of a run, which writes a checkpoint unless the run keeps none."""
-    return StopSignals(folder / "checkpoints" / "last.ckpt" if config.trainer.ckpt_every else None)
+def last_checkpoint(config: RunConfig, folder: Path) -> LastCheckpoint:
+    """The keeper of ``last.ckpt``, which listens for signals even where the run keeps no checkpoint."""
+    options = config.trainer
+    path = folder / "checkpoints" / "last.ckpt" if options.ckpt_every else None
+    return LastCheckpoint(path, options.ckpt_every, options.ckpt_minutes, options.log_every)
 
 
 @rank_zero_only
@@ -214,27 +219,56 @@ def make_folder(folder: Path, files: Mapping[str, str]) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        clean_up(folder / "checkpoints")
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
 
 
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """A full disk ends the run where it loses something; its log alone would only fill the screen, too."""
+
+
+@contextmanager
+def rank_log(folder: Path) -> Iterator[None]:
+    """What this process logs meanwhile goes to ``logs/rank_N.log``, too, and the traceback of what it raises goes there alone."""
+    path = folder / "logs" / f"rank_{getattr(rank_zero_only, 'rank', 0)}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = _LogFile(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    except Exception as error:
+        kind = type(error), error, error.__traceback__
+        handler.emit(logging.LogRecord(__name__, logging.ERROR, __file__, 0, "%s", (error,), kind))
+        raise
+    finally:
+        root.removeHandler(handler)
+        with suppress(OSError):
+            handler.close()
+
+
 def own_callbacks(config: RunConfig, data: DataModule, folder: Path) -> list[Any]:
-    """The run's own callbacks but the signal guard."""
+    """The run's own callbacks but the keeper of the last checkpoint."""
     own: list[Any] = [StepLog(config.trainer.log_every)]
     if config.callbacks.probe.every:
         own.append(Probe(folder, data.probe_batch(config.callbacks.probe.batch_size), config.callbacks.probe, data.texts))
     if config.callbacks.progress:
         own.append(progress())
-    return own + checkpoints(config.trainer, folder / "checkpoints")
+    if config.trainer.ckpt_every:
+        own.append(best_checkpoint(folder / "checkpoints"))
+    return own
 
 
 def build_trainer(config: RunConfig, folder: Path, loggers: Sequence[Any], callbacks: Sequence[L.Callback]) -> L.Trainer:
     """A Lightning trainer whose every count is in optimizer steps."""
     options = config.trainer
     steps = min(options.val_every or options.max_steps, options.max_steps)
-    return L.Trainer(
+    trainer = L.Trainer(
         **place_of(options),
         max_steps=options.max_steps,
         accumulate_grad_batches=options.accumulate,
@@ -251,13 +285,19 @@ def build_trainer(config: RunConfig, folder: Path, loggers: Sequence[Any], callb
         enable_model_summary=False,
         default_root_dir=folder,
     )
+    # a broadcast before every micro-batch, to share a signal that LastCheckpoint shares when it is time
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    return trainer
 
 
 def place_of(options: TrainerConfig) -> dict[str, Any]:
-    """Where and in which precision a trainer runs."""
+    """Where, in which precision and with which checkpoints a trainer runs."""
     precision = supported_precision(options.precision, on_cpu=runs_on_cpu(options))
-    where = {"accelerator": options.accelerator, "devices": options.devices, "strategy": options.strategy}
-    return {**where, "precision": precision}
+    plugins: list[Any] = [AtomicCheckpointIO()]
+    where = {"accelerator": options.accelerator, "devices": options.devices, "num_nodes": options.num_nodes}
+    if options.strategy == "sharded" and precision == "64-true":  # which Lightning refuses by name, not as a plugin
+        return {**where, "strategy": build_strategy(options), "plugins": [*plugins, DoublePrecision()]}
+    return {**where, "strategy": build_strategy(options), "plugins": plugins, "precision": precision}
 
 
 def check_devices(options: TrainerConfig) -> None:
@@ -270,6 +310,11 @@ def check_devices(options: TrainerConfig) -> None:
     if options.accelerator == "gpu" and found < options.devices:
         raise ConfigError(
             f"trainer.accelerator=gpu with trainer.devices={options.devices}: this machine has {found} usable GPUs"
+        )
+    if options.accelerator == "auto" and options.devices > max(found, 1):
+        raise ConfigError(
+            f"trainer.devices={options.devices} with trainer.accelerator=auto: this machine has {found} usable GPUs; "
+            "trainer.accelerator=cpu runs as many processes on the CPU"
         )
     try:
         L.Trainer(**place_of(options), logger=False, enable_checkpointing=False, enable_progress_bar=False)
@@ -301,6 +346,23 @@ def finish(trainer: L.Trainer, module: TrainingModule, data: DataModule, config:
     trainer.strategy.barrier()  # the result is read from files that the first process writes
 
 
+def look_back(
+    trainer: L.Trainer, module: TrainingModule, data: DataModule, config: RunConfig, folder: Path
+) -> dict[str, float]:
+    """What the finished network can do: the evaluation, if asked for, and the measures of the run; by the first process."""
+    network: torch.nn.Module = module.network
+    shape = TransformerConfig(**module.state["model"])
+    if config.trainer.strategy == "sharded":
+        state = whole_state(network)  # from all processes
+        network = build_model(shape)
+        network.to(next(iter(state.values())).dtype).load_state_dict(state)
+    if not trainer.is_global_zero:
+        return {}
+    if config.evaluation.at_end:
+        report(evaluate(network, data, config.evaluation), folder)
+    return measures(network, shape, data, config)
+
+
 def report(found: Evaluation, folder: Path) -> None:
     """An evaluation to the log and to ``evaluation.json``."""
     (folder / "evaluation.json").write_text(json.dumps(found.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -326,17 +388,24 @@ def load_checkpoint(path: Path, model_config: TransformerConfig) -> dict[str, An
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
     """Keep Lightning's notices (devices found, tips, advice about workers) out of our output."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    quiet = {
+        "lightning.pytorch": logging.WARNING,
+        "lightning.fabric": logging.WARNING,
+        "torch.distributed.tensor": logging.ERROR,
+    }
+    loggers = [logging.getLogger(name) for name in quiet]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
-            logger.setLevel(logging.WARNING)
+            logger.setLevel(quiet[logger.name])
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*does not have many workers.*")
             warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists and is not empty.*")
             warnings.filterwarnings("ignore", message=".*isinstance.*LeafSpec.*is deprecated.*")
             warnings.filterwarnings("ignore", message=".*dirpath has changed from.*")
             warnings.filterwarnings("ignore", message=".*found in cache.*precision.*")
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # what is logged is the sum over ranks already
+            warnings.filterwarnings("ignore", message=".*FSDP2-wrapped module.*view tensor.*")  # no block works in place
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):

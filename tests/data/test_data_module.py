@@ -40,7 +40,8 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "data"
 def place(module, *, step=0, rank=0, world=1):
     """Put a module where a trainer would."""
     device = SimpleNamespace(root_device=torch.device("cpu"))
-    module.trainer = SimpleNamespace(global_step=step, global_rank=rank, world_size=world, strategy=device)
+    place = {"rank": rank, "num_replicas": world}
+    module.trainer = SimpleNamespace(global_step=step, distributed_sampler_kwargs=place, strategy=device)
     return module
 
 

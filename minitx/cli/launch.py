@@ -1,0 +1,160 @@
+"""Several processes for one run: who starts them, where they write, and what becomes of the others when one dies.
+
+``train.py trainer=ddp`` starts them itself with torch's elastic agent, one launch for each run of a sweep, so that no job of
+``-m`` ever meets the processes of another. Where torchrun or srun has started them already, they only agree on a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from minitx.config import ConfigError, TrainerConfig
+
+FOLDER = "MINITX_LAUNCHED_FOLDER"
+"""In the environment of a process that ``launch`` started: the folder of its run."""
+
+_GRACE = "50"  # seconds between asking the other processes to stop and killing them
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+class RankFailedError(RuntimeError):
+    """A process of the run failed; ``code`` is its exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class LaunchStoppedError(RuntimeError):
+    """The run was stopped by a signal, as each of its processes was."""
+
+    def __init__(self, name: str, number: int) -> None:
+        super().__init__(f"stopped by {name}; ckpt_path=last goes on from the last checkpoint")
+        self.number = number
+
+
+def rank() -> int:
+    """This process's number among those of the run, 0 where it is alone."""
+    return int(next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), "0"))
+
+
+def started_from_outside() -> int:
+    """How many processes torchrun or srun has started for this run; 0 where none did."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    tasks = int(os.environ.get("SLURM_NTASKS", "1"))
+    return tasks if tasks > 1 and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive") else 0
+
+
+def needs_launch(options: TrainerConfig) -> bool:
+    """Whether this process must start the others.
+
+    Raises:
+        ConfigError: another number of processes was started than the config asks for, or several machines and none was.
+    """
+    outside, wanted = started_from_outside(), options.world_size
+    if outside and outside != wanted:
+        said = f"trainer.devices={options.devices} x trainer.num_nodes={options.num_nodes}"
+        raise ConfigError(f"{said} is {wanted}, but {outside} processes were started")
+    if outside or wanted == 1 or "LOCAL_RANK" in os.environ:
+        return False
+    if options.num_nodes > 1:
+        raise ConfigError(
+            f"trainer.num_nodes={options.num_nodes}: processes on several machines are started by torchrun or srun"
+        )
+    return True
+
+
+def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
+    """``train.py OVERRIDES`` in ``processes`` processes of this machine, which share ``folder``.
+
+    Raises:
+        RankFailedError: one of them failed; the others were ended (asked, and after 50 s killed).
+        LaunchStoppedError: SIGINT or SIGTERM; the processes had 50 s to write their checkpoint.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        *(1, 1, processes),
+        run_id=f"minitx-{os.getpid()}-{time.time_ns()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+    )
+    program = "import sys; from minitx.cli.train import main; sys.exit(main())"
+    with _environment({FOLDER: str(folder), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _GRACE}), _quiet():
+        try:
+            elastic_launch(config, sys.executable)("-c", program, *overrides)
+        except ChildFailedError as error:
+            raise _failure(error.get_first_failure(), folder) from None
+        except SignalException as stop:
+            raise LaunchStoppedError(stop.sigval.name, int(stop.sigval)) from None
+
+
+def _failure(first: tuple[int, Any], folder: Path) -> RankFailedError:
+    number, failure = first
+    said = failure.error_file_data.get("message")
+    if isinstance(said, dict) and failure.exitcode > 0:  # a sentence of ours
+        return RankFailedError(said["message"], failure.exitcode)
+    how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with exit code {failure.exitcode}"
+    text = f"process {number} of the run {how} and the others were stopped; see {folder / 'logs'}"
+    return RankFailedError(text, 3)
+
+
+def tell_launcher(message: str) -> None:
+    """Leave the reason of a failure where the program that started this process looks for it."""
+    path = os.environ.get(_ERROR_FILE)
+    if path:
+        extra = {"timestamp": str(int(time.time())), "py_callstack": ""}
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
+
+
+def shared_folder(folder: Path) -> Path:
+    """Under torchrun and srun each process would name a folder by its own clock: the first one's counts for all."""
+    import torch.distributed as dist
+    from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+
+    place = TorchElasticEnvironment() if TorchElasticEnvironment.detect() else SLURMEnvironment(auto_requeue=False)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place.main_address, str(place.main_port)
+    dist.init_process_group("gloo", rank=place.global_rank(), world_size=place.world_size(), timeout=timedelta(seconds=60))
+    said = [str(folder)]
+    dist.broadcast_object_list(said)
+    dist.destroy_process_group()
+    return Path(said[0])
+
+
+@contextmanager
+def _environment(more: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in more}
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the agent's own account of what it does; the run's sentence says it."""
+    loggers = [logging.getLogger(n) for n in list(logging.root.manager.loggerDict) if n.startswith("torch.distributed.elastic")]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled

@@ -1,0 +1,284 @@
+"""Several devices, from outside the model: Lightning strategies, FSDP2 and a short tensor-parallel plan, and sums over ranks.
+
+Data-parallel ranks see different rows; the ranks of a tensor-parallel group see the same rows and hold different heads and
+hidden units. What is counted once a row must therefore be counted over data-parallel ranks: ``replicas``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from minitx.config import ConfigError, TrainerConfig, TransformerConfig
+from minitx.nn.attention import MultiHeadAttention
+from minitx.nn.feedforward import FeedForward
+from minitx.nn.models.base import Stack
+from minitx.training.checkpoint import read_checkpoint, seal_folder
+from minitx.training.shards import by_name, by_number, load_shards, read_extra
+
+DATA, TENSOR = "data_parallel", "tensor_parallel"
+
+
+class Sharded(ModelParallelStrategy):
+    """Lightning's strategy for FSDP2 and tensor parallelism, with checkpoints that a run on one device reads, and back.
+
+    A folder of shards is replaced as a whole, like a file. In a file, the optimizer's states are numbered as torch numbers
+    them, in the order of the parameter groups (Lightning takes the order of the module, which differs where there are
+    groups, and would hand each moment to another parameter).
+    """
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        assert self.model is not None
+        whole = not self._save_distributed_checkpoint
+        state = get_optimizer_state_dict(
+            self.model, _plain(optimizer), options=StateDictOptions(full_state_dict=whole, cpu_offload=True)
+        )
+        return by_number(state) if whole and state else state
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if not self._save_distributed_checkpoint:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        part = f"{filepath}.part"
+        super().save_checkpoint(checkpoint, part, storage_options)
+        self.barrier()  # every rank has written
+        if self.is_global_zero:
+            seal_folder(part, filepath)
+        self.barrier()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(checkpoint_path))
+        if path.is_dir():
+            return self._load_shards(path)
+        assert self.model is not None
+        checkpoint = read_checkpoint(path)
+        whole = StateDictOptions(full_state_dict=True)
+        load_whole(self.model, checkpoint.pop("state_dict"))
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            names: Any = get_optimizer_state_dict(self.model, _plain(optimizer), options=whole)["param_groups"]
+            set_optimizer_state_dict(self.model, _plain(optimizer), by_name(state, names), options=whole)
+        return checkpoint
+
+    def _load_shards(self, path: Path) -> dict[str, Any]:
+        assert self.model is not None
+        state: dict[str, Any] = {"state_dict": get_model_state_dict(self.model)}
+        state |= {f"optimizer_{i}": get_optimizer_state_dict(self.model, _plain(o)) for i, o in enumerate(self.optimizers)}
+        load_shards(state, path)
+        set_model_state_dict(self.model, state["state_dict"])
+        for i, optimizer in enumerate(self.optimizers):
+            set_optimizer_state_dict(self.model, _plain(optimizer), state[f"optimizer_{i}"])
+        return read_extra(path)
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    return getattr(optimizer, "_optimizer", optimizer)  # Lightning wraps it
+
+
+def build_strategy(options: TrainerConfig) -> Strategy | str:
+    """What Lightning takes as ``strategy``: ``ddp`` for several devices unless ``trainer.strategy`` says otherwise."""
+    if options.strategy == "sharded":
+        return Sharded(
+            data_parallel_size=options.num_replicas,
+            tensor_parallel_size=options.tensor_parallel,
+            save_distributed_checkpoint=options.sharded_ckpt,
+        )
+    if options.strategy == "ddp" or options.num_replicas > 1:
+        return DDPStrategy(gradient_as_bucket_view=True)
+    return "auto"
+
+
+def replicas(trainer: L.Trainer) -> tuple[int, int]:
+    """(rank, number of ranks) among those that see different rows; ``(0, 1)`` on one device."""
+    place = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+    return int(place["rank"]), int(place["num_replicas"])
+
+
+def sum_over_rows(trainer: L.Trainer, value: Tensor) -> Tensor:
+    """The sum of a value of every rank's own rows, on all ranks; the ranks of a tensor-parallel group have the same rows."""
+    if trainer.world_size == 1:
+        return value
+    strategy = trainer.strategy
+    group = strategy.device_mesh[DATA].get_group() if isinstance(strategy, Sharded) else None
+    return strategy.reduce(value.clone(), group=group, reduce_op="sum")  # which works in place
+
+
+def any_rank(trainer: L.Trainer, *flags: bool) -> list[bool]:
+    """Whether each flag is up on any rank: one small collective, or none on one device."""
+    if trainer.world_size == 1:
+        return list(flags)
+    raised = torch.tensor(flags, dtype=torch.int32, device=trainer.strategy.root_device)
+    return [bool(flag) for flag in trainer.strategy.reduce(raised, reduce_op="sum").tolist()]
+
+
+def check_parallel(model: TransformerConfig, options: TrainerConfig, *, probes: bool) -> None:
+    """Refuse what cannot be cut over devices.
+
+    Raises:
+        ConfigError: a part of the model that tensor parallelism has no plan for, heads or hidden units that do not divide,
+            probes of weights that no single device holds.
+    """
+    if options.strategy == "sharded" and probes:
+        raise ConfigError("callbacks.probe.every needs whole weights on one device: set it to 0 with trainer.strategy=sharded")
+    size = options.tensor_parallel
+    if size == 1:
+        return
+    without_plan = {
+        f"model.architecture={model.architecture}": model.architecture == "vision",
+        f"model.attention={model.attention}": model.attention not in ("exact", "sliding_window"),
+        f"model.position={model.position}": model.position in ("alibi", "t5"),  # one slope or table a head
+        f"model.scale={model.scale}": model.scale == "learned",
+        f"model.sinks={model.sinks}": model.sinks,
+        f"model.qk_norm={model.qk_norm}": model.qk_norm == "l2",
+        f"model.num_experts={model.num_experts}": bool(model.num_experts),
+    }
+    for name, refused in without_plan.items():
+        if refused:
+            raise ConfigError(f"{name} has no tensor-parallel plan: set trainer.tensor_parallel=1 (FSDP can serve it)")
+    for name, count in {"num_heads": model.num_heads, "num_kv_heads": model.kv_heads, "ffn_dim": model.ffn_width}.items():
+        if count % size:
+            raise ConfigError(f"model.{name}={count} must be divisible by trainer.tensor_parallel={size}")
+
+
+def parallelize(network: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut ``network`` in place over ``mesh`` with axes ``data_parallel`` and ``tensor_parallel``.
+
+    Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053, §3): each device holds H / N heads of W_Q, W_K, W_V and the
+    rows of W_O that read them, and F / N hidden units; one all-reduce after ``out_proj`` and one after ``down_proj``.
+    All else is replicated. Then FSDP2 (Zhao et al. 2023, arXiv:2304.11277) shards every block, and the rest, over the
+    data-parallel axis.
+    """
+    if mesh[TENSOR].size() > 1:
+        _cut_heads(network, mesh[TENSOR])
+    for stack in [module for module in network.modules() if isinstance(module, Stack)]:
+        for block in stack:
+            fully_shard(block, mesh=mesh[DATA])
+    fully_shard(network, mesh=mesh[DATA])
+
+
+def _cut_heads(network: nn.Module, mesh: DeviceMesh) -> None:
+    tied = _tied_parameters(network)
+    cut: set[nn.Module] = set()
+    for module in network.modules():
+        plan = _plan_of(module)
+        for name, style in plan.items():
+            cut.add(module.get_submodule(name))
+            parallelize_module(module.get_submodule(name), mesh, style)
+        if plan and isinstance(module, MultiHeadAttention):
+            module.num_heads //= mesh.size()
+            module.num_kv_heads //= mesh.size()
+    for module in network.modules():
+        if module not in cut and next(module.parameters(recurse=False), None) is not None:
+            parallelize_module(module, mesh, Replicated())
+    for owner, name, first_owner, first_name in tied:
+        setattr(owner, name, getattr(first_owner, first_name))
+
+
+def _plan_of(module: nn.Module) -> dict[str, ParallelStyle]:
+    """How the projections of an attention or a feed-forward are cut; {} for any other module."""
+    columns: tuple[str, ...]
+    if isinstance(module, MultiHeadAttention):
+        columns, row = ("q_proj", "k_proj", "v_proj"), "out_proj"
+    elif isinstance(module, FeedForward):
+        columns, row = ("up_proj",) if module.gate_proj is None else ("gate_proj", "up_proj"), "down_proj"
+    else:
+        return {}
+    return {**{name: ColwiseParallel() for name in columns}, row: RowwiseParallel()}
+
+
+def _tied_parameters(network: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
+    """(module, name, first module, its name) of every parameter that an earlier module owns, too."""
+    owners: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    tied = []
+    for module in network.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter in owners:
+                tied.append((module, name, *owners[parameter]))
+            else:
+                owners[parameter] = (module, name)
+    return tied
+
+
+class Replicated(ParallelStyle):
+    """A module that every device of a tensor-parallel group runs on the same input with the same weights."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+            return tuple(DTensor.from_local(x, mesh, [Replicate()]) if isinstance(x, Tensor) else x for x in inputs)
+
+        def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            return output.to_local() if isinstance(output, DTensor) else output
+
+        return distribute_module(module, device_mesh, input_fn=enter, output_fn=leave)  # type: ignore[arg-type]
+
+
+def set_gradient_sync(network: nn.Module, enabled: bool) -> None:
+    """FSDP reduces gradients after every backward; here after the last micro-batch of a step only, as DDP does."""
+    if isinstance(network, FSDPModule):
+        network.set_requires_gradient_sync(enabled)
+
+
+def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What this device holds of each tensor."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """‖all gradients‖ of the whole model, on every rank: local squares over the number of copies, summed in one collective."""
+    if not any(isinstance(gradient, DTensor) for gradient in gradients):
+        return torch.nn.utils.get_total_norm(gradients)
+    world = torch.distributed.get_world_size()
+    by_copies: dict[int, list[Tensor]] = {}
+    for gradient, local in zip(gradients, local_parts(gradients), strict=True):
+        by_copies.setdefault(world // _num_parts(gradient), []).append(local)
+    square = torch.stack([torch.nn.utils.get_total_norm(parts).square() / n for n, parts in by_copies.items()]).sum()
+    torch.distributed.all_reduce(square)
+    return square.sqrt()
+
+
+def _num_parts(tensor: Tensor) -> int:
+    """Into how many different pieces a tensor is cut."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = [tensor.device_mesh.size(axis) for axis, place in enumerate(tensor.placements) if not place.is_replicate()]
+    return int(torch.tensor(sizes or [1]).prod())
+
+
+def load_whole(network: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """The inverse of ``whole_state``: each rank takes its part of every tensor; ``state`` is the same on all of them."""
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    for prefix, module in network.named_modules():  # one by one: torch passes over parameters that two modules share
+        own: dict[str, Any] = {name: state[f"{prefix}.{name}" if prefix else name] for name in _own_names(module)}
+        if own:
+            set_model_state_dict(module, own, options=options)
+
+
+def _own_names(module: nn.Module) -> list[str]:
+    lasting = (name for name, _ in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set)
+    return [*(name for name, _ in module.named_parameters(recurse=False)), *lasting]
+
+
+def whole_state(network: nn.Module) -> dict[str, Tensor]:
+    """The state dict with every tensor whole, on the CPU; a collective, for all ranks."""
+    return dict(_whole(network.state_dict()))
+
+
+def _whole(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in state.items():
+        yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()

@@ -1,0 +1,107 @@
+"""Checkpoints in shards: folders of torch's distributed checkpoint, read without executing anything, and optimizer states.
+
+torch reads two parts of such a folder as pickles: the index ``.metadata`` and small values that are no tensors. Here the index
+may name torch's own descriptions of tensors only, and a value must load as plain data first.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+EXTRA = "meta.pt"
+"""Where Lightning keeps what is neither weights nor optimizer state."""
+
+_DESCRIPTIONS = {
+    ("pathlib", "PosixPath"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")
+    ),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
+    ),
+}
+
+
+def read_shards(path: Path) -> dict[str, Any]:
+    """A folder of shards on one device, as Lightning would have written it to one file.
+
+    Raises:
+        pickle.UnpicklingError: something in it that is neither a tensor nor plain data.
+    """
+    found: dict[str, Any] = {}
+    try:
+        dcp.state_dict_loader._load_state_dict(found, SafeReader(path), planner=_SafeWholePlanner(), no_dist=True)
+    except dcp.CheckpointException as error:  # no Exception, and many lines
+        raise pickle.UnpicklingError(str(next(iter(error.failures.values()))[0])) from None
+    states = [by_number(found.pop(name)) for name in sorted(found) if name.startswith("optimizer_")]
+    return {**found, **read_extra(path), "optimizer_states": states}
+
+
+def load_shards(state: dict[str, Any], path: Path) -> None:
+    """Fill ``state`` (sharded as the run that reads is) from a folder that any number of processes wrote; a collective."""
+    dcp.load(state, storage_reader=SafeReader(path), planner=_SafePlanner())
+
+
+def read_extra(path: Path) -> dict[str, Any]:
+    """What a folder of shards holds beside weights and optimizer states."""
+    return dict(torch.load(path / EXTRA, map_location="cpu", weights_only=True))
+
+
+class SafeReader(dcp.FileSystemReader):
+    """torch's reader with an index that can only describe."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = _IndexReader(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _IndexReader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not dtype and (module, name) not in _DESCRIPTIONS:
+            raise pickle.UnpicklingError(f"its index names {module}.{name}")
+        return super().find_class(module, name)
+
+
+class _SafePlanner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        torch.load(value, weights_only=True)  # raises where it is no plain data; torch's own call would execute it
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+class _SafeWholePlanner(_SafePlanner, _EmptyStateDictLoadPlanner):
+    """For a state that is to be made from the folder itself."""
+
+
+def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state that names its parameters, as torch's optimizers number them: through the groups, from 0."""
+    number = {name: i for i, name in enumerate(name for group in state["param_groups"] for name in group["params"])}
+    groups = [{**group, "params": [number[name] for name in group["params"]]} for group in state["param_groups"]]
+    return {"state": {number[name]: moments for name, moments in state["state"].items()}, "param_groups": groups}
+
+
+def by_name(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The inverse of ``by_number``, with the names in ``groups``."""
+    names = [name for group in groups for name in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    name_of = dict(zip(numbers, names, strict=True))
+    named = [{**group, "params": [name_of[number] for number in group["params"]]} for group in state["param_groups"]]
+    return {"state": {name_of[number]: moments for number, moments in state["state"].items()}, "param_groups": named}

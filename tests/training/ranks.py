@@ -1,0 +1,83 @@
+"""Several processes on one machine, as torchrun would start them, from a server that has imported torch once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minitx.cli.train import compose_config, run_training
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["minitx.training.run", "minitx.cli.train", "torch.distributed.fsdp"])
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """What torchrun tells a process."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    return {**{k: str(v) for k, v in places.items()}, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}  # fmt: skip
+
+
+def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> list[Any]:
+    """What ``function(*arguments)`` returns in each of ``world`` processes.
+
+    Raises:
+        AssertionError: one of them raised (with its traceback), died, or was not done in time.
+    """
+    port, pipes, processes = free_port(), [], []
+    for rank in range(world):
+        ours, theirs = _SERVER.Pipe()
+        settings = environment(rank, world, port) if world > 1 else {}
+        process = _SERVER.Process(target=_run, args=(theirs, settings, function, arguments), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    results = []
+    try:
+        for rank, pipe in enumerate(pipes):
+            assert pipe.poll(seconds), f"rank {rank} was not done after {seconds} s"
+            try:
+                good, value = pipe.recv()
+            except EOFError:
+                raise AssertionError(f"rank {rank} died") from None
+            assert good, f"rank {rank} raised:\n{value}"
+            results.append(value)
+    finally:
+        for process in processes:
+            process.kill()
+    return results
+
+
+def _run(pipe: Connection, settings: Mapping[str, str], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.environ.update(settings)
+    torch.set_num_threads(1)
+    try:
+        pipe.send((True, function(*arguments)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    pipe.close()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads can wait for the interpreter for ever while it ends
+
+
+def train_as(overrides: list[str], folder: Path, data: Path) -> dict[str, Any]:
+    """``train.py OVERRIDES`` in ``folder``, with caches of data in ``data``; the run's result."""
+    import minitx.data.module
+
+    minitx.data.module.data_dir = lambda: data  # type: ignore[assignment]
+    return run_training(compose_config(overrides), folder, "command")

@@ -1,0 +1,304 @@
+"""No moment can lose a checkpoint, and no damaged, foreign or malicious one is believed or executed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import resource
+import shutil
+import warnings
+import zipfile
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from minitx.config import ConfigError
+from minitx.training.callbacks import LastCheckpoint
+from minitx.training.checkpoint import (
+    FORMAT,
+    AtomicCheckpointIO,
+    CheckpointError,
+    clean_up,
+    newest_valid,
+    read_checkpoint,
+    seal_folder,
+)
+from minitx.training.run import train
+from minitx.training.shards import by_name, by_number, read_shards
+
+SMALL = {"minitx": {"model": {}, "format": FORMAT}, "state_dict": {"weight": torch.arange(97.0)}}
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A small checkpoint."""
+    AtomicCheckpointIO().save_checkpoint(SMALL, tmp_path / "last.ckpt")
+    return tmp_path / "last.ckpt"
+
+
+def test_what_is_written_is_read(path):
+    assert torch.equal(read_checkpoint(path)["state_dict"]["weight"], torch.arange(97.0))
+    assert sorted(p.name for p in path.parent.iterdir()) == ["last.ckpt"]
+
+
+def test_other_programs_read_it_too(path):
+    assert torch.equal(torch.load(path, weights_only=True)["state_dict"]["weight"], torch.arange(97.0))
+    assert torch.equal(torch.load(path, weights_only=True, mmap=True)["state_dict"]["weight"], torch.arange(97.0))
+    with zipfile.ZipFile(path) as file:
+        assert file.testzip() is None
+
+
+def assert_refused(path, *parts):
+    with pytest.raises(ConfigError) as caught:
+        read_checkpoint(path)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.startswith(f"ckpt_path={path} ")
+    for part in parts:
+        assert part in text, text
+
+
+@pytest.mark.parametrize("percent", [0, 1, 50, 99])
+def test_a_file_that_was_cut_short_is_refused(path, percent):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) * percent // 100])
+    assert_refused(path, "cannot be read as a checkpoint of minitx", "empty" if percent == 0 else "cut short")
+
+
+def test_every_flipped_bit_is_noticed(path):
+    content = path.read_bytes()
+    draw = torch.Generator().manual_seed(0)
+    places = [*torch.randint(8 * len(content), (64,), generator=draw).tolist(), *range(8 * len(content) - 8 * 82, 8 * len(content), 7)]  # fmt: skip
+    for place in places:
+        flipped = bytearray(content)
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        assert_refused(path, "damaged")
+
+
+def test_a_file_of_another_program_is_refused(path):
+    path.write_text("It was a bright cold day in April. " * 9, encoding="utf-8")
+    assert_refused(path, "another program's")
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("a.txt", "text " * 99)
+    assert_refused(path, "another program's")
+    torch.save(SMALL, path)
+    assert_refused(path, "another program's")
+
+
+def test_a_checkpoint_of_a_newer_version_says_so(path):
+    AtomicCheckpointIO().save_checkpoint({**SMALL, "minitx": {"model": {}, "format": FORMAT + 1}}, path)
+    assert_refused(path, "a newer minitx wrote it", f"format {FORMAT + 1}", "update minitx")
+
+
+def test_the_newest_whole_one_is_offered(path):
+    best, older = path.with_name("best.ckpt"), path.with_name("older.ckpt")
+    for age, name in ((20, older), (10, best)):
+        shutil.copy(path, name)
+        os.utime(name, (path.stat().st_mtime - age,) * 2)
+    path.write_bytes(path.read_bytes()[:99])
+    assert_refused(path, "cut short", f"go on from the newest whole one beside it with ckpt_path={best}")
+    path.unlink()
+    assert_refused(path, "is not a file", f"ckpt_path={best}")
+    best.write_bytes(b"")
+    assert newest_valid(path.parent) == older
+    older.unlink()
+    with pytest.raises(ConfigError, match=r"best.ckpt cannot be read[^;]*$"):
+        read_checkpoint(best)
+
+
+# --- writing
+
+
+def test_a_write_that_fails_leaves_the_one_before(path, monkeypatch):
+    before = path.read_bytes()
+
+    def fails(checkpoint, file):
+        file.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fails)
+    with pytest.raises(
+        CheckpointError, match=r"last.ckpt could not be written: No space left on device; an earlier one is intact"
+    ):
+        AtomicCheckpointIO().save_checkpoint(SMALL, path)
+    assert path.read_bytes() == before
+    assert sorted(p.name for p in path.parent.iterdir()) == ["last.ckpt"]
+
+
+def fill_the_disk(config, folder):
+    """The file size limit stands for a full disk: a write beyond it fails."""
+    import signal
+
+    train(config, folder)
+    before = (folder / "checkpoints" / "last.ckpt").read_bytes()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, -1))
+    longer = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, max_steps=9))
+    try:
+        train(dataclasses.replace(longer, ckpt_path=str(folder / "checkpoints" / "last.ckpt")), folder)
+    except CheckpointError as error:
+        return str(error), (folder / "checkpoints" / "last.ckpt").read_bytes() == before
+    return None
+
+
+def test_a_full_disk_keeps_the_old_checkpoint(make_config, tmp_path):
+    config = make_config(trainer__ckpt_every=3)
+    ((said, intact),) = run_ranks(1, fill_the_disk, config, tmp_path / "run")
+    assert "best.ckpt could not be written: File too large; an earlier one is intact" in said
+    assert intact
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")["global_step"] == 6
+
+
+def full_log(config, folder):
+    import signal
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, -1))
+    try:
+        train(config, folder)
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def test_a_full_disk_under_the_log_ends_the_run_with_the_file_named(make_config, tmp_path):
+    (said,) = run_ranks(1, full_log, make_config(trainer__max_steps=40), tmp_path / "run")
+    assert "File too large" in said
+    assert "metrics.csv" in said
+
+
+def test_what_a_killed_save_left_is_cleared_when_the_run_goes_on(make_config, tmp_path):
+    config = make_config(trainer__ckpt_every=3)
+    train(config, tmp_path)
+    part = tmp_path / "checkpoints" / "last.ckpt.part"
+    part.write_bytes(b"half of it")
+    (tmp_path / "checkpoints" / "best.ckpt.part").mkdir()
+    train(dataclasses.replace(config, ckpt_path=str(tmp_path / "checkpoints" / "last.ckpt")), tmp_path)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
+
+
+class Clock(float):
+    """A clock that a test sets."""
+
+    now = 0.0
+
+
+def test_a_checkpoint_is_written_when_the_last_one_is_old(make_config, tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr("minitx.training.callbacks.time.monotonic", lambda: Clock.now)
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", lambda self, found, path, **_: saved.append(found["global_step"]))  # fmt: skip
+
+    def on_step(self, trainer, module, step, batch):
+        Clock.now += 24.0
+        return original(self, trainer, module, step, batch)
+
+    original = LastCheckpoint.on_step
+    monkeypatch.setattr(LastCheckpoint, "on_step", on_step)
+    train(make_config(trainer__ckpt_every=100, trainer__ckpt_minutes=1.0, trainer__max_steps=7), tmp_path / "a")
+    assert saved == [3, 6, 7, 7]  # after 72 s and 144 s, and best and last at the end
+    saved.clear()
+    train(make_config(trainer__ckpt_every=100, trainer__ckpt_minutes=None, trainer__max_steps=7), tmp_path / "b")
+    assert saved == [7, 7]
+
+
+# --- shards
+
+
+def test_numbers_and_names_of_an_optimizer_are_inverses():
+    groups = [{"lr": 0.1, "params": ["b", "d"]}, {"lr": 0.2, "params": ["a"]}]
+    named = {"state": {"a": {"step": 1}, "b": {"step": 2}}, "param_groups": groups}
+    numbered = by_number(named)
+    assert numbered == {"state": {2: {"step": 1}, 0: {"step": 2}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "params": [2]}]}  # fmt: skip
+    assert by_name(numbered, groups) == named
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """A small folder of shards, as one process writes it."""
+    return write_shards(tmp_path, {"state_dict": {"weight": torch.arange(97.0)}, "optimizer_0": by_name_of_weight()})
+
+
+def write_shards(folder, state):
+    import torch.distributed.checkpoint as dcp
+
+    part = folder / "last.ckpt.part"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(state, checkpoint_id=part, no_dist=True)
+    torch.save({"minitx": SMALL["minitx"]}, part / "meta.pt")
+    seal_folder(part, folder / "last.ckpt")
+    return folder / "last.ckpt"
+
+
+def by_name_of_weight():
+    return {"state": {"weight": {"exp_avg": torch.ones(97)}}, "param_groups": [{"params": ["weight"], "lr": 0.1}]}
+
+
+def reseal(shards):
+    part = shards.with_name("last.ckpt.part")
+    shards.rename(part)
+    seal_folder(part, shards)
+
+
+def test_a_folder_of_shards_is_read_as_one_checkpoint(shards):
+    found = read_checkpoint(shards)
+    assert torch.equal(found["state_dict"]["weight"], torch.arange(97.0))
+    assert found["optimizer_states"][0]["param_groups"] == [{"params": [0], "lr": 0.1}]
+    assert sorted(p.name for p in shards.parent.iterdir()) == ["last.ckpt"]
+
+
+def test_a_damaged_shard_is_refused(shards):
+    shard = next(shards.glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert_refused(shards, f"its file {shard.name} is damaged")
+
+
+class Evil:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+def test_an_index_that_would_run_a_program_is_refused(shards, tmp_path):
+    (shards / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "owned")))
+    reseal(shards)
+    assert_refused(shards, "names posix.system")
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_value_in_a_shard_that_would_run_a_program_is_refused(tmp_path):
+    write_shards(tmp_path, {"state_dict": {"weight": torch.ones(3)}, "value": Evil(tmp_path / "owned")})
+    with pytest.raises(pickle.UnpicklingError):
+        read_shards(tmp_path / "last.ckpt")
+    assert_refused(tmp_path / "last.ckpt", "cannot be read")
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_value_beside_the_shards_that_would_run_a_program_is_refused(shards, tmp_path):
+    torch.save({"minitx": Evil(tmp_path / "owned")}, shards / "meta.pt")
+    reseal(shards)
+    assert_refused(shards, "cannot be read")
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_folder_that_was_being_replaced_is_put_back(shards):
+    shards.rename(f"{shards}.old")  # the moment between two renames
+    shards.with_name("last.ckpt.part").mkdir()
+    clean_up(shards.parent)
+    assert sorted(p.name for p in shards.parent.iterdir()) == ["last.ckpt"]
+    assert torch.equal(read_checkpoint(shards)["state_dict"]["weight"], torch.arange(97.0))
+
+
+def test_a_folder_of_shards_takes_the_place_of_an_older_one(shards):
+    part = shards.with_name("last.ckpt.part")
+    shutil.copytree(shards, part)
+    torch.save({"minitx": {**SMALL["minitx"], "new": 1}}, part / "meta.pt")
+    seal_folder(part, shards)
+    assert read_checkpoint(shards)["minitx"]["new"] == 1
+    assert sorted(p.name for p in shards.parent.iterdir()) == ["last.ckpt"]

@@ -1,0 +1,348 @@
+"""Two processes, or four, train as one does; and what happens between them is counted. On the CPU, over gloo, in float64."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks, train_as
+
+from minitx.cli.train import compose_config
+from minitx.config import ConfigError
+from minitx.training.checkpoint import read_checkpoint
+from minitx.training.metrics import read_metrics
+from minitx.training.module import TrainingModule
+from minitx.training.parallel import replicas
+
+QUIET = ["trainer.accelerator=cpu", "trainer.threads=1", "trainer.log_every=1", "callbacks.progress=false"]
+WIDTHS = ["model.embed_dim=8", "model.num_heads=2", "model.num_layers=1"]
+# sources and targets of unequal length, two micro-batches a step, 31 validation rows, two groups of parameters
+BASE = [
+    *QUIET, *WIDTHS, "data=pairs", "data.tokenizer=char", "data.bucket=false", "data.batch_size=24", "model=vaswani_small",
+    "model.dropout=0.0", "trainer.precision=64-true", "trainer.accumulate=2", "trainer.max_steps=20", "trainer.val_every=7",
+    "trainer.val_batch_size=8", "trainer.val_batches=null", "trainer.ckpt_every=10", "optimizer.clip=0.5",
+    "optimizer.weight_decay=0.1", "schedule=constant", "schedule.warmup_steps=3",
+]  # fmt: skip
+PLACES = {
+    "ddp": (2, ["trainer.devices=2", "trainer.strategy=ddp"]),
+    "fsdp": (2, ["trainer.devices=2", "trainer.strategy=sharded"]),
+    "tensor_parallel": (2, ["trainer.devices=2", "trainer.strategy=sharded", "trainer.tensor_parallel=2"]),
+    "shards": (2, ["trainer.devices=2", "trainer.strategy=sharded", "trainer.sharded_ckpt=true"]),
+    "fsdp_of_4": (4, ["trainer.devices=4", "trainer.strategy=sharded"]),
+    "both_of_4": (4, ["trainer.devices=4", "trainer.strategy=sharded", "trainer.tensor_parallel=2"]),
+    "ddp_of_4": (4, ["trainer.devices=4", "trainer.strategy=ddp"]),
+    "one": (1, []),
+}
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("caches")
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """``BASE`` on words and their letters doubled: from one letter to twenty, in no order."""
+    folder = tmp_path_factory.mktemp("pairs")
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcde", k=draw.randint(1, 10))) for _ in range(128)]
+    lines = [f"{word}\t{''.join(2 * letter for letter in word)}" for word in words]
+    for name, part in (("train", lines[:97]), ("val", lines[97:])):
+        (folder / f"{name}.tsv").write_text("\n".join(part), encoding="utf-8")
+    return [*BASE, f"data.path={folder / 'train.tsv'}", f"data.val_path={folder / 'val.tsv'}"]
+
+
+@pytest.fixture(scope="session")
+def ran(tmp_path_factory, cache, base):
+    """``ran(place, steps)``: the folder of the run of ``base`` there, made once."""
+    root, done = tmp_path_factory.mktemp("runs"), {}
+
+    def run(place, steps=20, start=None):
+        key = place, steps, start
+        if key not in done:
+            processes, overrides = PLACES[place]
+            folder = root / f"{place}-{steps}-{len(done)}"
+            more = [f"trainer.max_steps={steps}", *([f"ckpt_path={start}"] if start else [])]
+            results = run_ranks(processes, train_as, [*base, *overrides, *more], folder, cache)
+            assert all(result == results[0] for result in results)
+            done[key] = folder
+        return done[key]
+
+    return run
+
+
+def losses(folder):
+    rows = read_metrics(folder / "metrics.csv")
+    return {(row["step"], name): row[name] for row in rows for name in ("train_loss", "val_loss", "grad_norm") if row[name] is not None}  # fmt: skip
+
+
+def largest_difference(folder, reference):
+    """Between weights, and between the optimizer's moments, by parameter."""
+    ours, theirs = (read_checkpoint(each / "checkpoints" / "last.ckpt") for each in (folder, reference))
+    assert ours["state_dict"].keys() == theirs["state_dict"].keys()
+    weights = max(float((ours["state_dict"][name] - weight).abs().max()) for name, weight in theirs["state_dict"].items())
+    moments, wanted = ours["optimizer_states"][0]["state"], theirs["optimizer_states"][0]["state"]
+    assert moments.keys() == wanted.keys()
+    return max([weights, *(float((moments[i]["exp_avg"] - state["exp_avg"]).abs().max()) for i, state in wanted.items())])
+
+
+def assert_same_run(folder, reference):
+    ours, theirs = losses(folder), losses(reference)
+    for key in ours:
+        assert ours[key] == pytest.approx(theirs[key], rel=1e-12), key
+    assert largest_difference(folder, reference) < 1e-9
+
+
+@pytest.mark.parametrize("place", ["ddp", "fsdp", pytest.param("tensor_parallel", marks=pytest.mark.slow), pytest.param("both_of_4", marks=pytest.mark.slow)])  # fmt: skip
+def test_several_processes_train_as_one(ran, place):
+    assert losses(ran(place)).keys() == losses(ran("one")).keys()
+    assert len(read_metrics(ran(place) / "metrics.csv")) == 20
+    assert_same_run(ran(place), ran("one"))
+
+
+def naive(overrides, folder, cache):
+    """The mean over processes of each one's mean over its own tokens: what most programs do."""
+    step = TrainingModule.training_step
+
+    def training_step(self, batch, batch_idx):
+        own = (batch["labels"] != -100).sum() * replicas(self.trainer)[1] * self.trainer.accumulate_grad_batches
+        return step(self, {**batch, "num_targets": own}, batch_idx)
+
+    TrainingModule.training_step = training_step
+    return train_as(overrides, folder, cache)
+
+
+def test_a_mean_of_means_is_caught(ran, cache, base, tmp_path):
+    processes, overrides = PLACES["ddp"]
+    run_ranks(processes, naive, [*base, *overrides], tmp_path / "naive", cache)
+    with pytest.raises(AssertionError):
+        assert_same_run(tmp_path / "naive", ran("one"))
+    assert largest_difference(tmp_path / "naive", ran("one")) > 1e-6
+
+
+ROADS = [("ddp", "one"), ("one", "ddp"), ("fsdp", "one"), ("one", "fsdp")]
+LONG_ROADS = [
+    ("ddp", "ddp_of_4"), ("fsdp", "fsdp_of_4"), ("shards", "one"), ("shards", "fsdp"), ("fsdp", "shards"), ("shards", "fsdp_of_4"),
+    ("one", "tensor_parallel"), ("tensor_parallel", "one"), ("shards", "both_of_4"), ("ddp", "fsdp"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("first", "then"), [*ROADS, *(pytest.param(*road, marks=pytest.mark.slow) for road in LONG_ROADS)])
+def test_a_run_goes_on_elsewhere(ran, first, then):
+    """Ten steps in one place, ten in another, are twenty in one: weights, moments and schedule have all come along."""
+    start = ran(first, 10) / "checkpoints" / "last.ckpt"
+    assert start.is_dir() == (first == "shards")
+    folder = ran(then, 20, start)
+    assert [row["step"] for row in read_metrics(folder / "metrics.csv")] == list(range(11, 21))
+    assert_same_run(folder, ran("one"))
+
+
+# --- every model and every arm under DDP
+
+DATES = ["data=dates", "data.locales=[en,de]", "data.train_size=97", "data.val_size=31"]
+MODELS = {
+    "char_small": ["data=text", "data.context_len=16"],
+    "gpt2": ["data=text", "data.context_len=16"],
+    "llama_small": ["data=text", "data.context_len=16"],
+    "recall": ["data=kv_lookup"],
+    "bert_small": ["data=masked", "data.tokenizer=char", "model.head=lm"],
+    "encoder_small": ["data=languages"],
+    "vaswani_small": DATES,
+    "t5_small": DATES,
+    "vit_small": ["data=digits"],
+}
+MORE = {
+    "experts": ["model=llama_small", *MODELS["llama_small"], "model.num_experts=3", "objective.router_loss=0.01"],
+    "checkpointing": ["model=char_small", *MODELS["char_small"], "model.checkpointing=true"],
+    "linformer": [
+        "model=encoder_small",
+        "data=languages",
+        "model.attention=linformer",
+        "model.num_slots=4",
+        "model.position=none",
+    ],
+    "frozen": ["model=recall", "data=kv_lookup", "optimizer.rules=[{match: '(q|k)_proj', trainable: false}]"],
+}
+GRIDS = ("full", "gpu", "norm_placement", "position", "attention_variants", "vision", "encoder_decoder")
+
+
+def arms():
+    """Every arm of every grid on the smallest cell that it has."""
+    from minitx.ablation.grid import cells
+
+    found = {}
+    for grid in GRIDS:
+        config = compose_config(["experiment=scaling_ablation", f"ablation={grid}"])
+        for cell in cells(config.ablation):
+            found.setdefault((grid, cell.study, cell.arm), cell.overrides)
+    by_arm = {}
+    for (grid, study, arm), overrides in found.items():
+        by_arm.setdefault((grid if grid not in ("full", "gpu") else "scale", arm), (study, overrides))
+    return {"/".join(key): list(overrides) for key, (study, overrides) in by_arm.items()}
+
+
+def two_steps(runs, folder, cache, text):
+    """Each of ``runs`` for two updates: DDP finds a parameter without a gradient when the second forward begins."""
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+    found = {}
+    for name, overrides in runs.items():
+        two = ["trainer.max_steps=2", "trainer.val_batches=1", "trainer.ckpt_every=0", "schedule.warmup_steps=0"]
+        devices = ["trainer.devices=2", "trainer.strategy=ddp"]
+        text_path = [f"data.path={folder / 'text.txt'}"] if "data=text" in overrides else []
+        try:
+            result = train_as([*overrides, *text_path, *QUIET, *two, *devices], folder / name.replace("/", "-"), cache)
+            found[name] = result["steps"], result["outcome"] != "NONFINITE"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {str(error)[:300]}"
+    return found
+
+
+def test_every_model_makes_two_updates_under_ddp(tmp_path, cache):
+    small = ["data.batch_size=4", *WIDTHS, "model.max_len=128", "optimizer.clip=1.0"]
+    runs = {name: [f"model={name}", *data, *small] for name, data in MODELS.items()}
+    runs |= {name: [*overrides, *small] for name, overrides in MORE.items()}
+    assert set(MODELS) == {path.stem for path in (Path(__file__).parents[2] / "configs" / "model").glob("*.yaml")}
+    for found in run_ranks(2, two_steps, runs, tmp_path, cache, "It was a bright cold day in April. " * 99):
+        assert found == dict.fromkeys(runs, (2, True))
+
+
+@pytest.mark.slow
+def test_every_arm_of_every_grid_makes_two_updates_under_ddp(tmp_path, cache):
+    runs = {name: [*overrides, "data.batch_size=4", "callbacks.probe.every=0"] for name, overrides in arms().items()}
+    assert len(runs) > 30
+    for found in run_ranks(2, two_steps, runs, tmp_path, cache, "", seconds=400.0):
+        assert found == dict.fromkeys(runs, (2, True))
+
+
+# --- what happens between processes
+
+PAIRS = [*QUIET, *WIDTHS, "data=kv_lookup", "data.batch_size=24", "data.val_size=12", "trainer.val_batches=1", "trainer.val_every=0", "trainer.ckpt_every=0"]  # fmt: skip
+
+
+def counted(overrides, folder, cache):
+    """How often a run calls each kind of collective, and reads a value of a tensor."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        train_as(overrides, folder, cache)
+    events = {event.key: event.count for event in seen.key_averages()}
+    wanted = ("gloo:", "nccl:", "aten::_local_scalar_dense")
+    return {name: count for name, count in events.items() if name.startswith(wanted)}
+
+
+@pytest.mark.parametrize("place", ["ddp", "fsdp"])
+def test_a_micro_batch_costs_no_collective_and_no_sync(place, tmp_path, cache):
+    """Four micro-batches a step make as many calls as one; twice the steps between log points add the gradients' alone."""
+    counts = {}
+    for steps, accumulate in ((4, 1), (4, 4), (8, 1)):
+        more = [f"trainer.max_steps={steps}", f"trainer.accumulate={accumulate}", "trainer.log_every=100"]
+        folder = tmp_path / f"{steps}-{accumulate}"
+        counts[steps, accumulate] = run_ranks(2, counted, [*PAIRS, *PLACES[place][1], *more], folder, cache)[0]
+    names = {name for found in counts.values() for name in found if name.startswith("gloo:")}
+    difference = {name: counts[8, 1].get(name, 0) - counts[4, 1].get(name, 0) for name in names}
+    # gradients are reduced once a step, in one bucket or (over gloo as an all_reduce) for the block and the rest; FSDP's norm
+    # is one more; parameters are gathered for each micro-batch
+    each_step = {"ddp": {"gloo:all_reduce": 1}, "fsdp": {"gloo:all_reduce": 3}}[place]
+    difference = {name: n for name, n in difference.items() if n and "gather" not in name}
+    assert difference == {name: 4 * n for name, n in each_step.items()}
+    fixed = [name for name in names if "gather" not in name]
+    assert {name: counts[4, 4].get(name, 0) for name in fixed} == {name: counts[4, 1].get(name, 0) for name in fixed}
+    reads = {key: found["aten::_local_scalar_dense"] for key, found in counts.items()}
+    per_batch = (reads[4, 4] - reads[4, 1]) / 12
+    assert per_batch <= reads_of_checked_ids(), reads
+
+
+def reads_of_checked_ids():
+    """On the CPU, where it costs nothing, a batch's ids are held against their tables: two reads for each of three tables."""
+    return 6
+
+
+def test_the_signal_handler_is_ours_while_training(tmp_path, cache):
+    """Lightning's own would broadcast from inside of a signal, in the middle of another collective."""
+    for found in run_ranks(2, handler_in_training, [*PAIRS, *PLACES["ddp"][1], "trainer.max_steps=2"], tmp_path / "run", cache):
+        assert found == ["LastCheckpoint._receive"] * 2
+
+
+def handler_in_training(overrides, folder, cache):
+    import signal
+
+    found = []
+    step = TrainingModule.training_step
+
+    def training_step(self, batch, batch_idx):
+        found.append(signal.getsignal(signal.SIGTERM).__qualname__)
+        return step(self, batch, batch_idx)
+
+    TrainingModule.training_step = training_step
+    train_as(overrides, folder, cache)
+    return found
+
+
+def stopped(overrides, folder, cache, rank):
+    """A SIGTERM that reaches one process alone, in its third step."""
+    import os
+    import signal
+
+    from minitx.training.callbacks import StoppedError
+
+    step = TrainingModule.training_step
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 2 and self.global_rank == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batch, batch_idx)
+
+    TrainingModule.training_step = training_step
+    try:
+        train_as(overrides, folder, cache)
+    except StoppedError as error:
+        return str(error)
+    return "not stopped"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_process_stops_all_after_the_same_step(rank, tmp_path, cache):
+    more = ["trainer.max_steps=40", "trainer.log_every=4", "trainer.ckpt_every=100", "model.dropout=0.1"]
+    found = run_ranks(2, stopped, [*PAIRS, *PLACES["ddp"][1], *more], tmp_path / "run", cache, rank)
+    assert found == ["stopped by SIGTERM after step 4"] * 2
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")["global_step"] == 4
+
+
+# --- what is refused
+
+REFUSED = {
+    "trainer.tensor_parallel=2": "tensor_parallel=2 needs strategy=sharded",
+    "trainer.sharded_ckpt=true": "sharded_ckpt=True needs strategy=sharded",
+    "trainer.devices=3 trainer.strategy=sharded trainer.tensor_parallel=2": "tensor_parallel=2 must divide devices=3",
+    "trainer.devices=7": "divisible by trainer.accumulate=1 x 7",
+}
+TENSOR = "trainer.devices=2 trainer.strategy=sharded trainer.tensor_parallel=2"
+REFUSED_LATER = {
+    f"{TENSOR} model.position=alibi": "model.position=alibi has no tensor-parallel plan",
+    f"{TENSOR} model.scale=learned": "model.scale=learned has no tensor-parallel plan",
+    f"{TENSOR} model.sinks=true": "model.sinks=True has no tensor-parallel plan",
+    f"{TENSOR} model.num_experts=2": "model.num_experts=2 has no tensor-parallel plan",
+    f"{TENSOR} model.num_heads=1": "model.num_heads=1 must be divisible by trainer.tensor_parallel=2",
+    "trainer.devices=2 trainer.strategy=sharded callbacks.probe.every=5": "callbacks.probe.every needs whole weights",
+}
+
+
+@pytest.mark.parametrize("typed", REFUSED)
+def test_a_cut_that_makes_no_sense_is_refused(typed):
+    with pytest.raises(ConfigError, match=REFUSED[typed]):
+        compose_config(["data=kv_lookup", "data.batch_size=32", *typed.split()])
+
+
+@pytest.mark.parametrize("typed", REFUSED_LATER)
+def test_what_cannot_be_cut_is_named_before_anything_is_written(typed, tmp_path, cache):
+    with pytest.raises(ConfigError, match=REFUSED_LATER[typed]):
+        train_as([*PAIRS, *typed.split(), "data.batch_size=32"], tmp_path / "run", cache)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a machine without a GPU")
+def test_several_devices_without_a_gpu_must_be_asked_for(tmp_path, cache):
+    with pytest.raises(ConfigError, match=r"trainer.devices=2 with trainer.accelerator=auto.*accelerator=cpu"):
+        train_as([*PAIRS, "trainer.accelerator=auto", "trainer.devices=2"], tmp_path / "run", cache)
