@@ -17,7 +17,7 @@ REDACTED = "<redacted>"
 SHORTEST = 8
 """Characters from which on a value of the environment is looked for in texts: shorter ones are found in plain words."""
 
-_WORDS = "(?:api|access|private|secret)_?key|token(?!i[sz]|s(?![a-z]))|secret|passw(?:or)?d|passphrase|credential|authorization"
+_WORDS = "(?:api|access|private|secret)_?key|(?<!per_)token(?!i[sz]|s(?![a-z]))|secret|passw(?:or)?d|passphrase|credential|authorization"
 _SECRET = re.compile(rf"{_WORDS}|(?:^|_)key$", re.IGNORECASE)
 _ENTRY = re.compile(r"(?<![\w.-])['\"]?([\w.-]+)['\"]?\s*:\s*")  # a key of a mapping that was typed
 _LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")
