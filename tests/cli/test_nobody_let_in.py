@@ -187,7 +187,7 @@ def test_nested_allowed_targets_are_built_as_arguments(tmp_path):
 HYDRA = {
     "+hydra.callbacks.x={_target_:builtins.open,file:MARKER,mode:w}": "hydra.callbacks",
     "+hydra.callbacks.x={_target_:torch.load,f:evil.pkl,weights_only:false}": "hydra.callbacks",
-    "+hydra.job_logging={version:1,root:{handlers:[f]},handlers:{f:{class:logging.FileHandler,filename:MARKER}}}": "hydra.job_logging",  # noqa: E501
+    "+hydra.job_logging={version:1,root:{handlers:[f]},handlers:{f:{class:logging.FileHandler,filename:MARKER}}}": "hydra.job_logging",
     "hydra/job_logging=default": "hydra.job_logging",
     "hydra.run.dir=MARKER": "hydra.run",
     "hydra.output_subdir=../MARKER": "hydra.output_subdir",
@@ -430,6 +430,7 @@ TYPED = {
     "+l.x={token: 'abc": "+l.x={token: <redacted>",
     "data.tokenizer=bpe": "data.tokenizer=bpe",
     "data.num_keys=64": "data.num_keys=64",
+    "model.experts_per_token=3": "model.experts_per_token=3",
     "optimizer.rules=[{match: '(q|k)_proj', lr: 2}]": "optimizer.rules=[{match: '(q|k)_proj', lr: 2}]",
 }
 
