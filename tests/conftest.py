@@ -1,9 +1,12 @@
-"""Every test starts from one seed, on one thread."""
+"""Every test starts from one seed, on one thread, without a network (pytest-socket, see pyproject.toml)."""
+
+import os
 
 import pytest
 import torch
 from hypothesis import settings
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # for the programs that tests start, too, whose sockets nobody watches
 settings.register_profile("minitx", deadline=None, derandomize=True)
 settings.load_profile("minitx")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import html
+import re
 import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -161,7 +162,8 @@ def to_html(page: Page) -> str:
 
 
 def _markdown(text: str) -> str:
-    return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|").replace("_", "\\_").replace("*", "\\*")
+    plain = re.sub(r"[\\|_*`]|\](?=[(:])", r"\\\g<0>", " ".join(text.split()))  # no table, no emphasis, no link begins or ends
+    return html.escape(plain, quote=False)
 
 
 def _markdown_block(block: Block) -> str:

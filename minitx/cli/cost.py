@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minitx.cli.arguments import help_text, key, run_program, write
+from minitx.cli.redaction import redact_overrides
 from minitx.cli.schema import from_dict
 from minitx.config import ConfigError, TransformerConfig, to_dict
 
@@ -70,7 +71,7 @@ def main() -> int:
         write(help_text(CostConfig, USAGE))
     overrides = [argument for argument in typed if argument.startswith("model.")]
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument not in overrides]
-    command = shlex.join(["python", "scripts/cost.py", *typed])
+    command = shlex.join(["python", "scripts/cost.py", *redact_overrides(typed)])
     return run_program(CostConfig, USAGE, partial(_cost, overrides=overrides, command=command))
 
 

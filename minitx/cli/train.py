@@ -21,8 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from minitx.cli.errors import exit_code
 from minitx.cli.launch import FOLDER, launch, needs_launch, rank, shared_folder, started_from_outside
+from minitx.cli.redaction import redact, redact_overrides, refuse_secrets
 from minitx.cli.schema import from_dict
-from minitx.cli.targets import check_targets, instantiate_all, redact, redact_overrides
+from minitx.cli.targets import check_names, check_targets, guarded, instantiate_all
 from minitx.config import ConfigError, RunConfig, to_dict
 
 CONFIGS = "pkg://minitx.configs"
@@ -41,14 +42,17 @@ def main() -> int:
         sys.argv.remove(argument)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting; the translation is ours
     decorate = hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")
-    return exit_code(lambda job: decorate(job)(), _main)
+    return exit_code(lambda job: guarded(decorate(job))(), _main)
 
 
 def _main(composed: DictConfig) -> None:
     config = build_config(composed)
     check_targets(config.logger, "logger")
     check_targets(config.callbacks.extra, "callbacks.extra")
-    overrides = redact_overrides(list(HydraConfig.get().overrides.task))
+    check_names(config)
+    overrides = list(HydraConfig.get().overrides.task)
+    refuse_secrets(config, overrides)
+    overrides = redact_overrides(overrides)
     command = shlex.join(["python", "scripts/train.py", *overrides])
     here = config.ablation is not None or not needs_launch(config.trainer)
     folder = output_folder(config)

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -297,6 +298,10 @@ class BPETokenizer:
         found = {mark: [added[name] for name in names if name in added] for mark, names in NAMES_OF_MARKS.items()}
         self.mark_ids = {mark: ids[0] for mark, ids in found.items() if ids}
         self._vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1  # ids may have gaps
+        self._reader = _without_marks(self._tokenizer, set(self.mark_ids.values()))
+
+    def __reduce__(self) -> tuple[type[BPETokenizer], tuple[str]]:
+        return type(self), (self._tokenizer.to_str(),)  # a copy of theirs would read special tokens in a text again
 
     @classmethod
     def train(cls, chunks: Iterable[str], vocab_size: int, marks: Sequence[str] = ()) -> BPETokenizer:
@@ -327,7 +332,7 @@ class BPETokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """``encode`` of every text."""
         with _one_thread():
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self._reader.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int], *, skip_marks: bool = False) -> str:
@@ -372,6 +377,33 @@ class BPETokenizer:
     def save(self, path: str | Path) -> None:
         """Write the ``tokenizer.json``."""
         self._tokenizer.save(str(path))
+
+
+def _without_marks(tokenizer: tokenizers.Tokenizer, marks: set[int]) -> tokenizers.Tokenizer:
+    """``tokenizer``, or a copy of it that finds no special token and none of ``marks`` in a text.
+
+    ``encode_special_tokens`` keeps out those that are added and special. A mark may also be added as an ordinary token, and
+    a vocabulary of whole pieces (Unigram, WordLevel) may itself hold ``</s>``: in the copy its entry has a name that nobody
+    can guess.
+    """
+    added = tokenizer.get_added_tokens_decoder()
+    names = {token.content: i for i, token in added.items() if token.special or i in marks}
+    read = [tokenizer.encode(text, add_special_tokens=False).ids for name in names for text in (name, f" {name} a")]
+    if not {i for ids in read for i in ids} & set(names.values()):
+        return tokenizer
+    content = json.loads(tokenizer.to_str())
+    model = content["model"]
+    unknown = model.get("unk_token")
+    hidden = {name: uuid.uuid4().hex for name in names if name != unknown}
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {hidden.get(name, name): i for name, i in model["vocab"].items()}
+    else:
+        model["vocab"] = [[hidden.get(name, name), score] for name, score in model["vocab"]]
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in names]
+    content["post_processor"] = None
+    reader = type(tokenizer).from_str(json.dumps(content))
+    reader.encode_special_tokens = True
+    return reader
 
 
 def _untrained() -> tokenizers.Tokenizer:

@@ -15,7 +15,8 @@ import pytest
 import torch
 import yaml
 
-from minitx.cli.targets import ALLOWED, check_targets, instantiate_all, redact, redact_overrides
+from minitx.cli.redaction import redact, redact_overrides
+from minitx.cli.targets import ALLOWED, check_targets, instantiate_all
 from minitx.config import ConfigError
 from minitx.training.metrics import read_metrics
 

@@ -1,0 +1,132 @@
+"""What a user writes is text: no tokenizer reads one of its special tokens in it, whoever made the tokenizer."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from minitx.data.tokenizers import (
+    END_OF_TEXT,
+    NAMES_OF_MARKS,
+    BPETokenizer,
+    CharTokenizer,
+    from_dict,
+    load_tokenizer,
+    train_tokenizer,
+)
+
+MARKS = ("pad", "bos", "eos", "mask", "cls")
+NAMES = sorted({name for names in NAMES_OF_MARKS.values() for name in names} | {"<unk>", "[UNK]", "<|im_start|>"})
+TEXTS = [*NAMES, *(f"a {name} b" for name in NAMES), *(f"a{name}{name}b" for name in NAMES), "".join(NAMES), " ".join(NAMES),
+         "＜ｐａｄ＞ ［ＭＡＳＫ］ ＜/s＞", "<<pad>>", "<|endoftext|", "\0<eos>\0"]  # fmt: skip
+LETTERS = sorted(set("".join(TEXTS)))
+
+
+def finished(theirs: tokenizers.Tokenizer, *, special: bool = True) -> str:
+    """A ``tokenizer.json`` with every name as an added token, some of which its model knows already."""
+    added = [AddedToken(name, special=special, normalized=False) for name in NAMES]
+    theirs.add_special_tokens(added) if special else theirs.add_tokens(added)
+    return theirs.to_str()
+
+
+def unigram(**options) -> str:
+    """As T5's: the special tokens are pieces of the vocabulary, with the best score of all."""
+    pieces = [*((name, 0.0) for name in NAMES), ("▁", -2.0), *((letter, -3.0) for letter in LETTERS)]
+    theirs = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=NAMES.index("<unk>")))
+    theirs.normalizer, theirs.pre_tokenizer, theirs.decoder = (
+        normalizers.NFKC(),
+        pre_tokenizers.Metaspace(),
+        decoders.Metaspace(),
+    )
+    return finished(theirs, **options)
+
+
+def whole_words(**options) -> str:
+    words = {word: i for i, word in enumerate([*NAMES, "a", "b"])}
+    theirs = tokenizers.Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    theirs.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return finished(theirs, **options)
+
+
+def word_pieces(**options) -> str:
+    vocab = {word: i for i, word in enumerate([*NAMES, *LETTERS, *(f"##{letter}" for letter in LETTERS)])}
+    theirs = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    theirs.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+"), "removed")
+    return finished(theirs, **options)
+
+
+def byte_pairs(**options) -> str:
+    """As Llama's: a piece that is a word of the vocabulary is not looked at by the merges."""
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocab = letters | {name: len(letters) + i for i, name in enumerate(NAMES)}
+    theirs = tokenizers.Tokenizer(models.BPE(vocab, [], ignore_merges=True))
+    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    theirs.decoder = decoders.ByteLevel()
+    return finished(theirs, **options)
+
+
+def ours(kind: str):
+    text = ["".join(TEXTS), "the raven"]
+    return train_tokenizer(kind, text, vocab_size=290, marks=MARKS)
+
+
+MADE = {
+    "char": lambda: ours("char"),
+    "bytes": lambda: BPETokenizer.train([], 256 + 1 + len(MARKS), MARKS),
+    "bpe": lambda: ours("bpe"),
+    **{f"{make.__name__} of others": lambda make=make: BPETokenizer(make()) for make in (unigram, whole_words, word_pieces, byte_pairs)},
+    **{f"{make.__name__} of others, not special": lambda make=make: BPETokenizer(make(special=False)) for make in (unigram, whole_words, word_pieces, byte_pairs)},
+}  # fmt: skip
+
+
+def specials(tokenizer) -> set[int]:
+    """Ids that no text may have; the unknown one is what a text that is not known has."""
+    if isinstance(tokenizer, CharTokenizer):
+        return set(tokenizer.mark_ids.values())
+    added = tokenizer._tokenizer.get_added_tokens_decoder().items()
+    return {i for i, token in added if token.special and token.content not in ("<unk>", "[UNK]")} | set(
+        tokenizer.mark_ids.values()
+    )
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_no_special_token_is_read_in_a_text(made):
+    tokenizer = MADE[made]()
+    forbidden = specials(tokenizer)
+    assert len(forbidden) >= len(MARKS)
+    again = [tokenizer, from_dict(tokenizer.to_dict()), pickle.loads(pickle.dumps(tokenizer)), copy.deepcopy(tokenizer)]
+    for one in again:
+        for text, ids in zip(TEXTS, one.encode_batch(TEXTS), strict=True):
+            assert not forbidden & set(ids.tolist()), (text, ids)
+            assert ids.tolist() == one.encode(text).tolist()
+        if "others" not in made or "byte_pairs" in made:
+            assert [one.decode(one.encode(text)) for text in TEXTS] == TEXTS
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_special_tokens_keep_their_ids_and_names(made):
+    tokenizer = MADE[made]()
+    for mark, i in tokenizer.mark_ids.items():
+        assert tokenizer.token_bytes([i])[0].decode() in NAMES_OF_MARKS[mark]
+
+
+def test_other_added_tokens_are_still_read(tmp_path):
+    """GPT-NeoX adds runs of spaces as ordinary tokens; they are text."""
+    theirs = tokenizers.Tokenizer.from_str(byte_pairs(special=False))
+    theirs.add_tokens([AddedToken("    ", special=False)])
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    spaces = theirs.token_to_id("    ")
+    assert load_tokenizer(tmp_path).encode("a    b<pad>").tolist()[1] == spaces
+
+
+def test_a_prompt_is_text_too():
+    from minitx.cli.inputs import encode_text
+
+    for made in ("char", "bpe", "unigram of others"):
+        tokenizer = MADE[made]()
+        for name in (END_OF_TEXT, "<pad>", "</s>"):
+            assert not specials(tokenizer) & set(encode_text(tokenizer, f"a {name} b", "prompt")), (made, name)
