@@ -25,10 +25,11 @@ from minitx.ablation.stackable import check_configs
 from minitx.config import ConfigError, RunConfig, TrainerConfig
 from minitx.data.addressing import Address, Batch, FiniteSource
 from minitx.data.module import DataModule
+from minitx.training.devices import check_devices, runs_on_cpu
 from minitx.training.module import TrainingModule, network_inputs
 from minitx.training.optimizers import parameter_groups
 from minitx.training.outcome import summarise_rows
-from minitx.training.run import build_module, check_devices, fit_model_config, prepare_data, quiet_lightning, runs_on_cpu
+from minitx.training.run import build_module, fit_model_config, prepare_data, quiet_lightning
 
 BACKEND = "math"
 DTYPES = {"32-true": torch.float32, "64-true": torch.float64}

@@ -105,6 +105,8 @@ def output_folder(config: RunConfig) -> Path:
         return Path(os.environ[_FOLDER_OF_RUN])  # a process that Lightning started for a further device
     folder = Path(config.output_dir or _default_folder(config.experiment)).absolute()
     if started_from_outside():
+        if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+            raise ConfigError("a sweep (-m) starts the processes of each of its runs: call it without torchrun and srun")
         folder = shared_folder(folder)
         if rank():
             return folder

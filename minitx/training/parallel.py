@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,7 +26,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from minitx.config import ConfigError, TrainerConfig, TransformerConfig
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.feedforward import FeedForward
 from minitx.nn.models.base import Stack
@@ -91,19 +90,6 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
     return getattr(optimizer, "_optimizer", optimizer)  # Lightning wraps it
 
 
-def build_strategy(options: TrainerConfig) -> Strategy | str:
-    """What Lightning takes as ``strategy``: ``ddp`` for several devices unless ``trainer.strategy`` says otherwise."""
-    if options.strategy == "sharded":
-        return Sharded(
-            data_parallel_size=options.num_replicas,
-            tensor_parallel_size=options.tensor_parallel,
-            save_distributed_checkpoint=options.sharded_ckpt,
-        )
-    if options.strategy == "ddp" or options.num_replicas > 1:
-        return DDPStrategy(gradient_as_bucket_view=True)
-    return "auto"
-
-
 def replicas(trainer: L.Trainer) -> tuple[int, int]:
     """(rank, number of ranks) among those that see different rows; ``(0, 1)`` on one device."""
     place = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
@@ -125,35 +111,6 @@ def any_rank(trainer: L.Trainer, *flags: bool) -> list[bool]:
         return list(flags)
     raised = torch.tensor(flags, dtype=torch.int32, device=trainer.strategy.root_device)
     return [bool(flag) for flag in trainer.strategy.reduce(raised, reduce_op="sum").tolist()]
-
-
-def check_parallel(model: TransformerConfig, options: TrainerConfig, *, probes: bool) -> None:
-    """Refuse what cannot be cut over devices.
-
-    Raises:
-        ConfigError: a part of the model that tensor parallelism has no plan for, heads or hidden units that do not divide,
-            probes of weights that no single device holds.
-    """
-    if options.strategy == "sharded" and probes:
-        raise ConfigError("callbacks.probe.every needs whole weights on one device: set it to 0 with trainer.strategy=sharded")
-    size = options.tensor_parallel
-    if size == 1:
-        return
-    without_plan = {
-        f"model.architecture={model.architecture}": model.architecture == "vision",
-        f"model.attention={model.attention}": model.attention not in ("exact", "sliding_window"),
-        f"model.position={model.position}": model.position in ("alibi", "t5"),  # one slope or table a head
-        f"model.scale={model.scale}": model.scale == "learned",
-        f"model.sinks={model.sinks}": model.sinks,
-        f"model.qk_norm={model.qk_norm}": model.qk_norm == "l2",
-        f"model.num_experts={model.num_experts}": bool(model.num_experts),
-    }
-    for name, refused in without_plan.items():
-        if refused:
-            raise ConfigError(f"{name} has no tensor-parallel plan: set trainer.tensor_parallel=1 (FSDP can serve it)")
-    for name, count in {"num_heads": model.num_heads, "num_kv_heads": model.kv_heads, "ffn_dim": model.ffn_width}.items():
-        if count % size:
-            raise ConfigError(f"model.{name}={count} must be divisible by trainer.tensor_parallel={size}")
 
 
 def parallelize(network: nn.Module, mesh: DeviceMesh) -> None:

@@ -7,31 +7,30 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.plugins import DoublePrecision
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from minitx.config import ConfigError, RunConfig, TrainerConfig, TransformerConfig, to_dict
+from minitx.config import ConfigError, RunConfig, TransformerConfig, to_dict
 from minitx.data.module import DataModule, build_data
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.models import TransformerModel, build_model
 from minitx.training.callbacks import BarProgress, LastCheckpoint, StepLog, StoppedError, best_checkpoint, progress
-from minitx.training.checkpoint import AtomicCheckpointIO, clean_up, first_line, read_checkpoint
+from minitx.training.checkpoint import first_line, read_checkpoint
+from minitx.training.devices import check_devices, check_parallel, place_of, runs_on_cpu
 from minitx.training.evaluation import Evaluation, evaluate
+from minitx.training.folder import make_folder, rank_log
 from minitx.training.measures import check_measures, measures
 from minitx.training.metrics import MetricsFile
 from minitx.training.module import NonFiniteError, TrainingModule, network_inputs
 from minitx.training.objectives import build_objective
 from minitx.training.optimizers import build_optimizer, parameter_groups
 from minitx.training.outcome import summarise
-from minitx.training.parallel import build_strategy, check_parallel, whole_state
+from minitx.training.parallel import whole_state
 from minitx.training.probes import Probe
 from minitx.training.schedules import lr_factor
 
@@ -210,48 +209,6 @@ def last_checkpoint(config: RunConfig, folder: Path) -> LastCheckpoint:
     return LastCheckpoint(path, options.ckpt_every, options.ckpt_minutes, options.log_every)
 
 
-@rank_zero_only
-def make_folder(folder: Path, files: Mapping[str, str]) -> None:
-    """The run's folder with its text files, by the first process of a run.
-
-    Raises:
-        ConfigError: it cannot be made or written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        clean_up(folder / "checkpoints")
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
-
-
-class _LogFile(logging.FileHandler):
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """A full disk ends the run where it loses something; its log alone would only fill the screen, too."""
-
-
-@contextmanager
-def rank_log(folder: Path) -> Iterator[None]:
-    """What this process logs meanwhile goes to ``logs/rank_N.log``, too, and the traceback of what it raises goes there alone."""
-    path = folder / "logs" / f"rank_{getattr(rank_zero_only, 'rank', 0)}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = _LogFile(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    root = logging.getLogger()
-    root.addHandler(handler)
-    try:
-        yield
-    except Exception as error:
-        kind = type(error), error, error.__traceback__
-        handler.emit(logging.LogRecord(__name__, logging.ERROR, __file__, 0, "%s", (error,), kind))
-        raise
-    finally:
-        root.removeHandler(handler)
-        with suppress(OSError):
-            handler.close()
-
-
 def own_callbacks(config: RunConfig, data: DataModule, folder: Path) -> list[Any]:
     """The run's own callbacks but the keeper of the last checkpoint."""
     own: list[Any] = [StepLog(config.trainer.log_every)]
@@ -288,52 +245,6 @@ def build_trainer(config: RunConfig, folder: Path, loggers: Sequence[Any], callb
     # a broadcast before every micro-batch, to share a signal that LastCheckpoint shares when it is time
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     return trainer
-
-
-def place_of(options: TrainerConfig) -> dict[str, Any]:
-    """Where, in which precision and with which checkpoints a trainer runs."""
-    precision = supported_precision(options.precision, on_cpu=runs_on_cpu(options))
-    plugins: list[Any] = [AtomicCheckpointIO()]
-    where = {"accelerator": options.accelerator, "devices": options.devices, "num_nodes": options.num_nodes}
-    if options.strategy == "sharded" and precision == "64-true":  # which Lightning refuses by name, not as a plugin
-        return {**where, "strategy": build_strategy(options), "plugins": [*plugins, DoublePrecision()]}
-    return {**where, "strategy": build_strategy(options), "plugins": plugins, "precision": precision}
-
-
-def check_devices(options: TrainerConfig) -> None:
-    """Refuse what this machine lacks or Lightning does not know.
-
-    Raises:
-        ConfigError: no GPU, or fewer than asked for; a strategy that is none, or that does not fit the rest.
-    """
-    found = torch.cuda.device_count()
-    if options.accelerator == "gpu" and found < options.devices:
-        raise ConfigError(
-            f"trainer.accelerator=gpu with trainer.devices={options.devices}: this machine has {found} usable GPUs"
-        )
-    if options.accelerator == "auto" and options.devices > max(found, 1):
-        raise ConfigError(
-            f"trainer.devices={options.devices} with trainer.accelerator=auto: this machine has {found} usable GPUs; "
-            "trainer.accelerator=cpu runs as many processes on the CPU"
-        )
-    try:
-        L.Trainer(**place_of(options), logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    except (ValueError, MisconfigurationException, ImportError) as error:
-        said = f"trainer.strategy={options.strategy} with trainer.accelerator={options.accelerator}"
-        raise ConfigError(f"{said} and trainer.devices={options.devices} cannot be used: {first_line(error)}") from error
-
-
-def runs_on_cpu(options: TrainerConfig) -> bool:
-    """Whether ``accelerator`` comes to the CPU on this machine."""
-    return options.accelerator == "cpu" or not torch.cuda.is_available()
-
-
-def supported_precision(precision: str, *, on_cpu: bool) -> str:
-    """bf16 on a CPU only where it pays (AMX tiles); elsewhere float32, said once."""
-    if precision.startswith("bf16") and on_cpu and not torch.cpu._is_amx_tile_supported():
-        log.info("trainer.precision=%s runs as 32-true: this CPU has no AMX, where bf16 is many times slower", precision)
-        return "32-true"
-    return precision
 
 
 def finish(trainer: L.Trainer, module: TrainingModule, data: DataModule, config: RunConfig, folder: Path) -> None:

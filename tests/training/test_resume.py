@@ -5,15 +5,23 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import math
+import os
+import pickle
+import subprocess
+import sys
 
 import lightning.pytorch as L
 import pytest
 import torch
 
-from minitx.config import ConfigError, to_dict
+from minitx.cli.errors import sentence
+from minitx.config import ConfigError, ImageDataConfig, KeyValueDataConfig, to_dict
 from minitx.training.callbacks import StoppedError
+from minitx.training.checkpoint import read_checkpoint
 from minitx.training.metrics import read_metrics
-from minitx.training.run import train
+from minitx.training.module import NonFiniteError
+from minitx.training.run import prepare_data, train
 
 
 class StopAfter(L.Callback):
@@ -224,3 +232,145 @@ def test_every_row_of_the_metrics_file_is_one_step(make_config, tmp_path):
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["1", "2", "3", "4", "5", "6"]
     assert [bool(row["val_loss"]) for row in rows] == [False, True, False, True, False, True]
+
+
+# --- the whole matrix
+
+POSITIONS = {"first": 1, "mid": 4, "last but one": 11, "epoch end": 5}  # of 12 steps; 60 rows of a text are 5 batches of 12
+
+
+def _matrix_config(make_config, tmp_path, dropout, data, accumulate, workers, warmup):
+    config = make_config(
+        trainer__ckpt_every=100, trainer__max_steps=12, trainer__accumulate=accumulate, trainer__val_every=4,
+        model__dropout=dropout, optimizer__clip=0.7, optimizer__weight_decay=0.1, schedule__warmup_steps=warmup,
+    )  # fmt: skip
+    if data == "rows drawn anew":
+        config = dataclasses.replace(
+            config, data=KeyValueDataConfig(num_keys=5, num_values=3, num_pairs=4, batch_size=12, val_size=8)
+        )
+    else:
+        text = tmp_path / "epochs.txt"
+        text.write_text(("abcdefg" * 99)[: 60 * 7 * 10 // 9 + 16], encoding="utf-8")
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(text), val_fraction=0.1))
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, num_workers=workers))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warmup", [0, 6])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("data", ["shuffled epochs", "rows drawn anew"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_the_matrix_of_128_resumes(make_config, tmp_path, dropout, data, accumulate, workers, warmup):
+    """Each of the 32 at 4 places: what the loss, the batches, dropout, optimizer and schedule come to is bit-equal."""
+    config = _matrix_config(make_config, tmp_path, dropout, data, accumulate, workers, warmup)
+    whole = train(config, tmp_path / "whole")
+    for name, stop in POSITIONS.items():
+        folder = tmp_path / name
+        with pytest.raises(StoppedError, match=f"after step {stop}"):
+            train(config, folder, extras=lambda stop=stop: ([], [StopAfter(stop)]))
+        assert read_checkpoint(folder / "checkpoints" / "last.ckpt")["global_step"] == stop
+        result = train(resumed(config, folder), folder)
+        assert result["loss_digest"] == whole["loss_digest"], name
+        assert rows_without_time(folder) == rows_without_time(tmp_path / "whole"), name
+        same_state(folder, tmp_path / "whole")
+
+
+def same_state(folder, reference):
+    """Weights, moments, steps and schedules, bit for bit."""
+    ours, theirs = (read_checkpoint(each / "checkpoints" / "last.ckpt") for each in (folder, reference))
+    same_weights(ours["state_dict"], theirs["state_dict"])
+    assert ours["lr_schedulers"] == theirs["lr_schedulers"]
+    for mine, wanted in zip(ours["optimizer_states"], theirs["optimizer_states"], strict=True):
+        assert mine["param_groups"] == wanted["param_groups"]
+        for i, state in wanted["state"].items():
+            same_weights(mine["state"][i], state)
+
+
+def test_the_epoch_of_the_matrix_ends_where_it_is_said_to(make_config, tmp_path):
+    config = _matrix_config(make_config, tmp_path, 0.0, "shuffled epochs", 1, 0, 0)
+    assert prepare_data(config).train_source().epoch_len == 12 * POSITIONS["epoch end"]
+
+
+# --- the same bits
+
+
+def test_the_same_seed_gives_the_same_bits_in_any_process(make_config, tmp_path):
+    config = make_config(trainer__ckpt_every=6, model__dropout=0.2, trainer__val_every=3)
+    train(config, tmp_path / "a")
+    train(config, tmp_path / "b")
+    same_state(tmp_path / "b", tmp_path / "a")
+    with_workers = dataclasses.replace(config, data=dataclasses.replace(config.data, num_workers=2))
+    train(with_workers, tmp_path / "workers")
+    same_state(tmp_path / "workers", tmp_path / "a")
+    code = "import pickle, sys, torch; from minitx.training.run import train; torch.set_num_threads(1); train(*pickle.load(sys.stdin.buffer))"
+    folder, environment = tmp_path / "another process", {**os.environ, "PYTHONHASHSEED": "1"}
+    subprocess.run([sys.executable, "-c", code], input=pickle.dumps((config, folder)), env=environment, check=True, timeout=120)
+    same_state(folder, tmp_path / "a")
+    assert rows_without_time(folder) == rows_without_time(tmp_path / "a")
+
+
+class NoSuchKernel(L.Callback):
+    """Calls an operation that has no deterministic kernel."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
+
+
+def test_deterministic_names_the_kernel_that_cannot(make_config, tmp_path):
+    train(make_config(trainer__deterministic=False), tmp_path / "a", extras=lambda: ([], [NoSuchKernel()]))
+    try:
+        with pytest.raises(RuntimeError, match=r"put_ does not have a deterministic implementation"):
+            train(make_config(trainer__deterministic=True), tmp_path / "b", extras=lambda: ([], [NoSuchKernel()]))
+        train(make_config(trainer__deterministic=True, trainer__ckpt_every=6), tmp_path / "c")
+        train(make_config(trainer__ckpt_every=6), tmp_path / "d")
+        same_state(tmp_path / "c", tmp_path / "d")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# --- what is not finite
+
+
+class Poison(L.Callback):
+    """Puts a NaN or an infinity somewhere in update ``step`` (from 1)."""
+
+    def __init__(self, where, value, step):
+        self.where, self.value, self.step = where, value, step
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == self.step - 1:
+            self.network = module.network
+            self.before = {name: weight.clone() for name, weight in module.network.state_dict().items()}
+            if self.where == "data":
+                batch["pixel_values"][0, 0, 0, 0] = self.value
+            elif self.where == "weights":
+                next(module.network.parameters()).data.view(-1)[0] = self.value
+            elif self.where == "loss":
+                objective = module.objective
+                module.objective = lambda *x: dataclasses.replace(objective(*x), loss=objective(*x).loss * self.value)
+
+    def on_after_backward(self, trainer, module):
+        if trainer.global_step == self.step - 1 and self.where == "gradient":
+            next(module.network.parameters()).grad.view(-1)[0] = self.value
+
+
+@pytest.mark.parametrize("step", [1, 50])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["data", "weights", "loss", "gradient"])
+def test_what_is_not_finite_ends_the_run_before_the_update(make_config, tmp_path, where, value, step):
+    config = make_config(trainer__max_steps=51, trainer__ckpt_every=49, trainer__log_every=50)
+    if where == "data":
+        model = dataclasses.replace(config.model, architecture="vision", head="sequence", image_size=8, patch_size=4)
+        config = dataclasses.replace(config, data=ImageDataConfig(name="digits", batch_size=12), model=model)
+    poison = Poison(where, value, step)
+    with pytest.raises(NonFiniteError, match=f"not finite in step {step} .*the update was not made") as caught:
+        train(config, tmp_path, extras=lambda: ([], [poison]))
+    assert sentence(caught.value)[1] == 3
+    for name, weight in poison.before.items():
+        changed = poison.network.state_dict()[name] != weight
+        assert int(changed.sum()) <= (1 if where == "weights" else 0), name
+    if step == 50:
+        kept = read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
+        assert kept["global_step"] == 49
+        assert all(bool(weight.isfinite().all()) for weight in kept["state_dict"].values() if weight.is_floating_point())

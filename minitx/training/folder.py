@@ -1,0 +1,55 @@
+"""The folder of a run: its text files, and the log of each process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from minitx.config import ConfigError
+from minitx.training.checkpoint import clean_up
+
+
+@rank_zero_only
+def make_folder(folder: Path, files: Mapping[str, str]) -> None:
+    """The run's folder with its text files, by the first process of a run.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        clean_up(folder / "checkpoints")
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
+
+
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """A full disk ends the run where it loses something; its log alone would only fill the screen, too."""
+
+
+@contextmanager
+def rank_log(folder: Path) -> Iterator[None]:
+    """What this process logs meanwhile goes to ``logs/rank_N.log``, too, and the traceback of what it raises goes there alone."""
+    path = folder / "logs" / f"rank_{getattr(rank_zero_only, 'rank', 0)}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = _LogFile(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    except Exception as error:
+        kind = type(error), error, error.__traceback__
+        handler.emit(logging.LogRecord(__name__, logging.ERROR, __file__, 0, "%s", (error,), kind))
+        raise
+    finally:
+        root.removeHandler(handler)
+        with suppress(OSError):
+            handler.close()

@@ -1,0 +1,134 @@
+"""Runs that are killed or stopped at a random moment and go on: the harness of the suite and of ``benchmarks/endurance.py``.
+
+Each run is a process of its own, forked by a server that has imported everything once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import _SERVER, train_as
+
+from minitx.training.callbacks import StoppedError
+from minitx.training.checkpoint import AtomicCheckpointIO, read_checkpoint
+from minitx.training.metrics import read_metrics
+
+RUN = [
+    "data=kv_lookup", "data.batch_size=8", "data.val_size=8", "model.embed_dim=8", "model.num_heads=2", "model.num_layers=1",
+    "model.dropout=0.1", "trainer.accelerator=cpu", "trainer.threads=1", "trainer.log_every=1", "trainer.val_batches=1",
+    "callbacks.progress=false", "optimizer.clip=0.5",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Blow:
+    """How a run is hit: which signal, a share of the run's time after which, or (``save``) in its n-th save of a checkpoint."""
+
+    number: int
+    after: float
+    save: int | None = None
+    tmpdir: str | None = None
+
+
+def length_of(steps: int) -> list[str]:
+    """A run of ``steps``, with a checkpoint and a validation now and then, at different steps."""
+    every = [f"trainer.ckpt_every={max(steps // 16, 1)}", f"trainer.val_every={max(steps // 10, 1)}"]
+    return [*RUN, f"trainer.max_steps={steps}", *every]
+
+
+def _child(overrides: list[str], folder: Path, cache: Path, blow: Blow | None, saving: Any) -> None:
+    torch.set_num_threads(1)
+    if blow is not None and blow.tmpdir is not None:
+        tempfile.tempdir = os.environ["TMPDIR"] = blow.tmpdir
+    count, save = 0, AtomicCheckpointIO.save_checkpoint
+
+    def save_checkpoint(self: Any, *arguments: Any, **options: Any) -> None:
+        nonlocal count
+        count += 1
+        if blow is not None and blow.save == count:
+            saving.send(count)
+        save(self, *arguments, **options)
+
+    AtomicCheckpointIO.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+    code = 0
+    try:
+        train_as(overrides, folder, cache)
+    except StoppedError as error:
+        code = 128 + error.number
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def run(overrides: list[str], folder: Path, cache: Path, blow: Blow | None = None, whole_seconds: float = 0.0) -> int:
+    """One process: its exit code, negative for the signal that ended it; ``blow`` hits it on the way."""
+    ours, theirs = _SERVER.Pipe()
+    process = _SERVER.Process(target=_child, args=(overrides, folder, cache, blow, theirs))
+    process.start()
+    theirs.close()
+    if blow is not None:
+        if blow.save is None:
+            process.join(blow.after * whole_seconds)
+        else:
+            ours.poll(60.0)
+            time.sleep(blow.after * 0.02)  # a save of this size takes a few milliseconds
+        if process.exitcode is None and process.pid is not None:
+            os.kill(process.pid, blow.number)
+    process.join(120.0)
+    assert process.exitcode is not None, "the run did not end"
+    return process.exitcode
+
+
+def result_of(folder: Path) -> str:
+    """A digest of everything that a finished run leaves: weights, moments, schedule, and every row but its time."""
+    checkpoint = read_checkpoint(folder / "checkpoints" / "last.ckpt")
+    digest = hashlib.sha256()
+    state = checkpoint["optimizer_states"][0]["state"]
+    tensors = [
+        *checkpoint["state_dict"].items(),
+        *((f"{i}.{n}", t) for i in sorted(state) for n, t in sorted(state[i].items())),
+    ]
+    for name, tensor in tensors:
+        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in read_metrics(folder / "metrics.csv")]
+    plain = {"rows": rows, "schedule": checkpoint["lr_schedulers"], "step": checkpoint["global_step"]}
+    digest.update(json.dumps(plain, default=str, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def hit_and_go_on(steps: int, folder: Path, cache: Path, blow: Blow, whole_seconds: float) -> dict[str, Any]:
+    """A run that ``blow`` hits, continued until it is done: how it ended, where it went on, and what it came to."""
+    overrides, last = length_of(steps), folder / "checkpoints" / "last.ckpt"
+    code = run(overrides, folder, cache, blow, whole_seconds)
+    step = None
+    if code != 0:
+        if last.exists():
+            step = int(read_checkpoint(last)["global_step"])
+        else:
+            shutil.rmtree(folder, ignore_errors=True)  # before the first checkpoint there is nothing to go on from
+        again = run([*overrides, *([f"ckpt_path={last}"] if step is not None else [])], folder, cache)
+        assert again == 0, again
+    left = sorted(p.name for p in last.parent.iterdir())
+    return {"code": code, "went_on_from": step, "left": left, "result": result_of(folder)}
+
+
+def blows(seed: int, kills: int, terms: int, interrupts: int, tmpdirs: list[str | None]) -> list[Blow]:
+    """Random moments; half of the kills are aimed into saves."""
+    draw = random.Random(seed)
+    found = []
+    for i in range(kills):
+        save = draw.randint(1, 16) if i % 2 else None
+        found.append(Blow(signal.SIGKILL, draw.random(), save, tmpdirs[i // 2 % len(tmpdirs)]))
+    found += [Blow(signal.SIGTERM, draw.random()) for _ in range(terms)]
+    return found + [Blow(signal.SIGINT, draw.random()) for _ in range(interrupts)]

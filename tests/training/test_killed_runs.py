@@ -1,0 +1,52 @@
+"""A run that is killed or stopped at any moment, and goes on, is the run that was left alone. 240 of them are in the record."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from killing import blows, hit_and_go_on, length_of, result_of, run
+
+STEPS = 80
+BLOWS = blows(seed=1, kills=5, terms=5, interrupts=5, tmpdirs=[None])
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("caches")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, cache):
+    """The result of the run that was left alone, and its seconds."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(length_of(1), folder.with_name("warm"), cache)  # the server imports
+    began = time.perf_counter()
+    assert run(length_of(STEPS), folder, cache) == 0
+    return result_of(folder), time.perf_counter() - began
+
+
+@pytest.mark.parametrize("blow", BLOWS, ids=lambda blow: f"{signal.Signals(blow.number).name}-{blow.after:.2f}-{blow.save}")
+def test_a_run_that_was_hit_comes_to_the_same_end(blow, whole, cache, tmp_path):
+    found = hit_and_go_on(STEPS, tmp_path / "run", cache, blow, whole[1])
+    assert found["result"] == whole[0]
+    assert found["left"] == ["best.ckpt", "last.ckpt"]  # and no half of one
+    assert found["code"] in (0, -blow.number, 128 + blow.number)
+
+
+def test_the_digest_of_a_run_sees_its_last_bit(whole, cache, tmp_path):
+    assert run([*length_of(STEPS), "seed=1"], tmp_path / "run", cache) == 0
+    assert result_of(tmp_path / "run") != whole[0]
+
+
+def test_the_record_holds_240_hits_that_all_came_to_the_same_end():
+    record = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "kills.json").read_text(encoding="utf-8"))
+    counts = {name: found["runs"] for name, found in record["signals"].items()}
+    assert counts == {"SIGKILL": 200, "SIGTERM": 20, "SIGINT": 20}
+    assert all(found["equal"] == found["runs"] for found in record["signals"].values())
+    assert record["steps"] == 400
+    assert record["in_a_save"] == 100
+    assert record["hit_while_running"] >= 200
