@@ -68,11 +68,11 @@ def train(
         check_measures(config, model_config, data)
         check_parallel(model_config, config.trainer, probes=config.callbacks.probe.every > 0)
         module = build_module(config, model_config, data, network)
-        resume = load_checkpoint(Path(config.ckpt_path), model_config) if config.ckpt_path else {}
+        done = int(load_checkpoint(Path(config.ckpt_path), model_config)["global_step"]) if config.ckpt_path else 0
         make_folder(folder, files or {})
         stack.enter_context(rank_log(folder))
         loggers, callbacks = extras()
-        metrics, guard = MetricsFile(folder / "metrics.csv", resume.get("global_step", 0)), last_checkpoint(config, folder)
+        metrics, guard = MetricsFile(folder / "metrics.csv", done), last_checkpoint(config, folder)
         everyone = [*own_callbacks(config, data, folder), *callbacks, guard]
         trainer = build_trainer(config, folder, [metrics, *loggers], everyone)
         nonfinite_step, measured = None, dict[str, float]()
