@@ -77,12 +77,14 @@ def output_folder(config: RunConfig) -> Path:
     """``output_dir``, else ``runs/<experiment>/<date_time>`` (a grid: ``runs/<experiment>/<grid>``, so that it resumes).
 
     Raises:
-        ConfigError: the folder holds a run already and ``ckpt_path`` does not continue it.
+        ConfigError: the folder holds a run already and ``ckpt_path`` does not continue it, or holds none and should.
     """
     if config.ablation is not None:
         return Path(config.output_dir or Path("runs", config.experiment, config.ablation.name)).absolute()
     if os.environ.get("LOCAL_RANK", "0") != "0" and _FOLDER_OF_RUN in os.environ:
         return Path(os.environ[_FOLDER_OF_RUN])  # a process that Lightning started for a further device
+    if config.ckpt_path == "last" and config.output_dir is None:
+        raise ConfigError("ckpt_path=last is the newest checkpoint in output_dir=null: say which run goes on, output_dir=FOLDER")
     folder = Path(config.output_dir or _default_folder(config.experiment)).absolute()
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output_dir={folder} is a file")
