@@ -50,4 +50,7 @@ def _evaluate(config: EvaluateConfig) -> None:
     write("\n".join(found.lines()) + "\n")
     if config.output is not None:
         plain = {"ckpt_path": config.ckpt_path, "data": data.config.name, **found.to_dict()}
-        Path(config.output).write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        try:
+            Path(config.output).write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"output={config.output} cannot be written: {error.strerror}") from None

@@ -148,6 +148,12 @@ class DataModule(LightningDataModule, ABC):
         """Rows of a validation batch over all ranks: as asked for, rounded up to a multiple of ``world``."""
         return world * math.ceil((self.options.val_batch_size or self.config.batch_size) / world)
 
+    def _check_batch(self, said: str, rows: int) -> None:
+        """Refuse a batch that would hold the same row twice."""
+        wanted = self.config.batch_size
+        if rows < wanted:
+            raise ConfigError(f"{said} has {rows} training rows, fewer than a batch has: data.batch_size={wanted}")
+
     def _place(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
 
@@ -244,6 +250,7 @@ class TextDataModule(DataModule):
                 f"{said} has {len(text.val)} validation tokens with data.val_fraction={self.config.val_fraction}, "
                 "but at least 2 are needed"
             )
+        self._check_batch(said, self.train_source().epoch_len)
 
 
 class RecallDataModule(DataModule):
@@ -314,6 +321,8 @@ class ExampleDataModule(DataModule):
             found.label_names,
         )
         self.vocab_size = found.model_fields.get("vocab_size", 0)
+        path = getattr(self.config, "path", None)
+        self._check_batch(f"data.path={path}" if path else f"data={self.config.name}", len(found.train))
 
     def train_source(self, world: int = 1) -> ExampleSource:
         return ExampleSource(

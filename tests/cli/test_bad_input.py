@@ -5,11 +5,18 @@ The cases are in ``bad_input_cases.py``, and what they print is in ``docs/errors
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from io import IOBase
+from pathlib import Path
+
 import errors_page
 import pytest
 import torch
 from bad_input_cases import CASES, TINY, Case
 
+SCRIPT = Path(__file__).parents[2] / "scripts" / "train.py"
 COMMITTED = errors_page.rows_in(errors_page.committed())
 
 
@@ -42,13 +49,14 @@ def test_a_mistake_gets_one_line_that_names_it(cli, place, monkeypatch, once, ro
     for name, content in case.files.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    if case.prepare is not None:
-        case.prepare(place, monkeypatch)
+    prepared = case.prepare(place, monkeypatch) if case.prepare is not None else None
     if not case.builds:  # a mistake that slips through would train for minutes
         for name in ("minitx.cli.train.run_training", "minitx.cli.ablate.open_launcher"):
             monkeypatch.setattr(name, lambda *args, **kwargs: pytest.fail("the run began"))
     before = sorted(place.rglob("*"))
     said = cli(*case.arguments, program=case.program)
+    if isinstance(prepared, IOBase):
+        prepared.close()
     if case.code:
         assert_one_line(said, case.names, case.code)
     else:
@@ -99,3 +107,46 @@ def test_a_run_that_records_ends_with_0(cli):
     arguments = (*TINY, "trainer.max_steps=4", "optimizer.lr=1e30", "model.norm_position=post", "on_nonfinite=record")
     said = cli(*arguments)
     assert (said.code, said.err) == (0, "")
+
+
+# --- as processes of their own
+
+
+def script(*arguments, wait=True):
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, *arguments], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    return (process.communicate(timeout=60)[1], process.returncode) if wait else process
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "part"),
+    [
+        ("", ["--config-dir=.", "--config-name=mine"], "mine.yaml chooses no model and no data"),
+        ("seed: 1", [*TINY[1:], "data=text", "data.path=gone.txt"], "data.path=gone.txt does not exist"),
+    ],
+)
+def test_the_script_itself_says_one_line(place, content, arguments, part):
+    (place / "mine.yaml").write_text(content, encoding="utf-8")
+    said, code = script(*arguments)
+    assert (code, said.count("\n")) == (2, 1)
+    assert said.startswith("error: ") and part in said
+    assert [path.name for path in place.iterdir()] == ["mine.yaml"]
+
+
+def test_a_folder_belongs_to_one_run_until_that_is_dead(place):
+    steps = ("trainer.max_steps=1000000", "trainer.ckpt_every=0", "trainer.log_every=1")
+    arguments = (*(a for a in TINY if a != "debug=one_step"), *steps, "output_dir=run")
+    first = script(*arguments, wait=False)
+    try:
+        until = time.monotonic() + 60
+        while not (place / "run" / "metrics.csv").is_file() and time.monotonic() < until:
+            time.sleep(0.05)
+        said, code = script(*arguments, "ckpt_path=last")
+        assert code == 2 and "belongs to a run that is going on" in said
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.communicate()
+    said, code = script(*arguments)
+    assert code == 2 and "holds a run already" in said
