@@ -31,6 +31,8 @@ class EvaluateConfig:
             raise ConfigError(f"batch_size={self.batch_size} must be positive")
         if self.output is not None and not Path(self.output).absolute().parent.is_dir():
             raise ConfigError(f"output={self.output} is in a folder that does not exist")
+        if self.output is not None and Path(self.output).is_dir():
+            raise ConfigError(f"output={self.output} is a folder, but must name a file")
 
 
 def main() -> int:

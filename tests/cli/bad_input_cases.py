@@ -398,7 +398,7 @@ ENVIRONMENT = [
     built("no package for dates", "data=dates model=vaswani_small", "Babel", prepare=without("babel", "babel.dates")),
     built("no package for data sets", "data=hf data.path=d.jsonl", "data.path=d.jsonl", "datasets", files={"d.jsonl": ""}, prepare=without("datasets")),
     built("no package for TensorBoard", "+logger.x={_target_:lightning.pytorch.loggers.TensorBoardLogger}", "logger.x", "cannot be built", prepare=without("tensorboard", "tensorboardX"), cut="cannot be built:"),
-    built("a worker that is killed", "data.num_workers=1 trainer.max_steps=100000 output_dir=run", "data.num_workers=1", "ended from outside", code=3, prepare=kill_worker),
+    built("a worker that is killed", "data.num_workers=1 trainer.max_steps=100000 output_dir=run", "data.num_workers=1", "ended from outside", code=3, cut="in the training process", prepare=kill_worker),
 ]  # fmt: skip
 
 CASES: dict[Group, list[Case]] = {"config": CONFIG, "data": DATA, "files": FILES, "environment": ENVIRONMENT}

@@ -45,7 +45,7 @@ Behind `traceback=true`, which every program takes, the traceback comes before t
 
 def row_of(case: Case, line: str, place: Path) -> str:
     """The row of the table for a case that printed ``line`` in the folder ``place``."""
-    said = re.sub(r"\(pid\(s\) [\d, ]+\)", "(pid N)", line.strip().replace(str(place), "FOLDER"))
+    said = line.strip().replace(str(place), "FOLDER")
     if case.cut is not None:
         before, found, _ = said.partition(case.cut)
         assert found, (case.cut, said)
