@@ -24,7 +24,7 @@ from minitx.config import (
     RecallDataConfig,
     TextDataConfig,
 )
-from minitx.data.addressing import AddressedLoader, AddressSampler, Batch, BatchSource, FiniteSource
+from minitx.data.addressing import AddressedLoader, AddressSampler, Batch, BatchSource, EpochSource, FiniteSource
 from minitx.data.baselines import compressed_bits
 from minitx.data.classify import load_classes
 from minitx.data.corpus import check_file, data_dir, find_corpus
@@ -148,11 +148,17 @@ class DataModule(LightningDataModule, ABC):
         """Rows of a validation batch over all ranks: as asked for, rounded up to a multiple of ``world``."""
         return world * math.ceil((self.options.val_batch_size or self.config.batch_size) / world)
 
-    def _check_batch(self, said: str, rows: int) -> None:
-        """Refuse a batch that would hold the same row twice."""
-        wanted = self.config.batch_size
-        if rows < wanted:
-            raise ConfigError(f"{said} has {rows} training rows, fewer than a batch has: data.batch_size={wanted}")
+    def check_batch(self) -> None:
+        """Refuse to train on batches that would hold a row twice; evaluation reads the same data without asking.
+
+        Raises:
+            ConfigError: fewer training rows than ``data.batch_size``.
+        """
+        source, wanted = self.train_source(), self.config.batch_size
+        if isinstance(source, EpochSource) and source.epoch_len < wanted:
+            path = getattr(self.config, "path", None)
+            said = f"data.path={path}" if path else f"data={self.config.name}"
+            raise ConfigError(f"{said} has {source.epoch_len} training rows, fewer than a batch has: data.batch_size={wanted}")
 
     def _place(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
@@ -250,7 +256,6 @@ class TextDataModule(DataModule):
                 f"{said} has {len(text.val)} validation tokens with data.val_fraction={self.config.val_fraction}, "
                 "but at least 2 are needed"
             )
-        self._check_batch(said, self.train_source().epoch_len)
 
 
 class RecallDataModule(DataModule):
@@ -321,8 +326,6 @@ class ExampleDataModule(DataModule):
             found.label_names,
         )
         self.vocab_size = found.model_fields.get("vocab_size", 0)
-        path = getattr(self.config, "path", None)
-        self._check_batch(f"data.path={path}" if path else f"data={self.config.name}", len(found.train))
 
     def train_source(self, world: int = 1) -> ExampleSource:
         return ExampleSource(
