@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
-from minitx.cli.errors import JobErrors, exit_code
+from minitx.cli.errors import JobErrors, exit_code, take_traceback
 from minitx.cli.schema import from_dict
 from minitx.config import ConfigError
 
@@ -23,9 +22,7 @@ def key(default: Any, meaning: str) -> Any:
 
 def run_program(cls: type[T], usage: str, program: Callable[[T], None]) -> int:
     """``program(config)`` with ``cls`` from the command line, errors as one sentence; returns the exit code."""
-    arguments = sys.argv[1:]
-    os.environ["MINITX_TRACEBACK"] = "1" if "traceback=true" in arguments else "0"
-    arguments = [argument for argument in arguments if not argument.startswith("traceback=")]
+    arguments = take_traceback(sys.argv[1:])
     if {"--help", "-h"} & set(arguments):
         return exit_code(lambda job: write(help_text(cls, usage)), program)
     return exit_code(partial(_parse_and_run, cls, arguments), program)
@@ -52,6 +49,8 @@ def parse(cls: type[T], arguments: Iterable[str]) -> T:
         name, is_pair, value = argument.partition("=")
         if not is_pair:
             raise ConfigError(f"{argument} is not key=value; --help shows the keys")
+        if name == "traceback":
+            raise ConfigError(f"{argument} must be true or false")
         if name in values:
             raise ConfigError(f"{name} is given twice")
         if kinds.get(name, "").startswith("tuple") and value not in ("", "null") and not value.startswith("["):

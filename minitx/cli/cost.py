@@ -274,8 +274,11 @@ def _save(folder: Path, plain: Mapping[str, Any], curves: Sequence[Growth], conf
     from minitx.analysis.canvas import png
     from minitx.analysis.cost import figure
 
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "cost.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "cost.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
     passes = "forward and backward" if config.backward else "forward"
     title = f"{config.model}: one attention layer between its projections, {passes}"
     (folder / "cost.png").write_bytes(png(figure(curves, title)))

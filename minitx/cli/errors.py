@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hydra.errors import HydraException
@@ -75,6 +75,12 @@ def _say(error: Exception | None, text: str, code: int) -> int:
     return code
 
 
+def take_traceback(arguments: Sequence[str]) -> list[str]:
+    """``arguments`` without ``traceback=true`` or ``false``, which says whether errors show where they came from."""
+    os.environ["MINITX_TRACEBACK"] = "1" if "traceback=true" in arguments else "0"
+    return [argument for argument in arguments if argument not in ("traceback=true", "traceback=false")]
+
+
 def show_traceback() -> bool:
     """Whether ``traceback=true`` was asked for."""
     return os.environ.get("MINITX_TRACEBACK") == "1"
@@ -92,8 +98,12 @@ def sentence(error: Exception) -> tuple[str, int]:
     stopped = isinstance(error, GridStoppedError | LaunchStoppedError) or type(error).__name__ == "StoppedError"
     if stopped and isinstance(number, int):  # StoppedError by name: no torch here
         return str(error), 128 + number
-    if type(error).__name__ in ("NonFiniteError", "CheckpointError") or isinstance(error, CellsFailedError):
+    if type(error).__name__ in ("NonFiniteError", "CheckpointError", "WorkerError") or isinstance(error, CellsFailedError):
         return _one_line(str(error)), 3
+    if isinstance(error, RecursionError) and (key := re.search(r"full_key: ([a-z_.]+)", str(error))):
+        return f"{key[1]} holds itself, without end", 2
+    if type(error).__module__.startswith("yaml."):
+        return _yaml_error(error), 2
     kind = type(error).__name__
     return f"{kind}: {_one_line(str(error)) or 'no message'} (traceback=true shows where)", 3
 
@@ -111,8 +121,23 @@ def _compose_error(error: Exception) -> str:
             return f"{group[1].replace('/', '=', 1)} is not an option; {options[1]} is one of: {', '.join(options[2].split())}"
         return f"{group[1]} is not a config group or option; --help shows what there is"
     full_key = re.search(r"full_key: (\S+)", text)
-    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    if text.startswith("Ambiguous value for argument"):
+        typed = text.split("'")[1]
+        name, _, value = typed.partition("=")
+        return f"{typed} is several values: write [{value}] for a list, '{name}=\"{value}\"' for a text, or -m to run each"
+    lines = text.strip().splitlines() or [type(error).__name__]
+    told = [line for line in lines[1:2] if lines[0].startswith("Error merging") or lines[0].endswith(":")]
+    first = ": ".join([lines[0].removesuffix(":"), *told])
     return _one_line(f"{full_key[1]}: {first}" if full_key and full_key[1] not in first else first)
+
+
+def _yaml_error(error: Any) -> str:
+    """Where in which file, and what is wrong there."""
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    what = getattr(error, "problem", None) or getattr(error, "reason", None) or "something else"
+    if mark is None:
+        return _one_line(f"{getattr(error, 'name', 'a config')} is no YAML: {what}")
+    return _one_line(f"{mark.name}, line {mark.line + 1}, is no YAML: {what}")
 
 
 def _one_line(text: str) -> str:

@@ -31,6 +31,8 @@ class EvaluateConfig:
             raise ConfigError(f"batch_size={self.batch_size} must be positive")
         if self.output is not None and not Path(self.output).absolute().parent.is_dir():
             raise ConfigError(f"output={self.output} is in a folder that does not exist")
+        if self.output is not None and Path(self.output).is_dir():
+            raise ConfigError(f"output={self.output} is a folder, but must name a file")
 
 
 def main() -> int:
@@ -50,4 +52,7 @@ def _evaluate(config: EvaluateConfig) -> None:
     write("\n".join(found.lines()) + "\n")
     if config.output is not None:
         plain = {"ckpt_path": config.ckpt_path, "data": data.config.name, **found.to_dict()}
-        Path(config.output).write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        try:
+            Path(config.output).write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"output={config.output} cannot be written: {error.strerror}") from None

@@ -123,16 +123,22 @@ def tell_launcher(message: str) -> None:
 
 def shared_folder(folder: Path) -> Path:
     """Under torchrun and srun each process would name a folder by its own clock: the first one's counts for all."""
-    import torch.distributed as dist
-    from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+    from lightning.fabric.plugins.environments import SLURMEnvironment
+    from torch.distributed import TCPStore, rendezvous
 
-    place = TorchElasticEnvironment() if TorchElasticEnvironment.detect() else SLURMEnvironment(auto_requeue=False)
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place.main_address, str(place.main_port)
-    dist.init_process_group("gloo", rank=place.global_rank(), world_size=place.world_size(), timeout=timedelta(seconds=60))
-    said = [str(folder)]
-    dist.broadcast_object_list(said)
-    dist.destroy_process_group()
-    return Path(said[0])
+    wait, processes = timedelta(seconds=60), started_from_outside()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        store, _, _ = next(rendezvous("env://", timeout=wait))  # that of torchrun
+    else:
+        place = SLURMEnvironment(auto_requeue=False)
+        store = TCPStore(place.main_address, place.main_port + 1, processes, is_master=rank() == 0, timeout=wait)
+    if rank() == 0:
+        store.set("minitx/folder", str(folder))
+        store.wait([f"minitx/read/{i}" for i in range(1, processes)], wait)  # it may live in this process
+        return folder
+    found = Path(store.get("minitx/folder").decode())
+    store.set(f"minitx/read/{rank()}", "")
+    return found
 
 
 @contextmanager

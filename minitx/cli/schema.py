@@ -64,14 +64,18 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         )
         return value
     if dataclasses.is_dataclass(hint):
-        _require(isinstance(value, Mapping), f"{key}={value} must be a group of keys")
+        _require(isinstance(value, Mapping), f"{key}={_shown(value)} must be a group of keys")
         return from_dict(typing.cast(type, hint), value, f"{key}.")
     if origin is tuple:
         return _convert_tuple(arguments, value, key)
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        _require(isinstance(value, Mapping), f"{key}={value} must be a mapping")
+        _require(isinstance(value, Mapping), f"{key}={_shown(value)} must be a mapping")
         return {str(k): _convert(arguments[1], v, f"{key}.{k}") for k, v in value.items()}
     return _convert_plain(hint, value, key)
+
+
+def _shown(value: Any) -> Any:
+    return "null" if value is None else value
 
 
 def _nearest(value: Any, allowed: Sequence[Any]) -> str:
@@ -86,7 +90,7 @@ def _convert_union(arguments: tuple[Any, ...], value: Any, key: str) -> Any:
     options = [a for a in arguments if a is not type(None)]
     kinds = [o for o in options if dataclasses.is_dataclass(o)]
     if len(kinds) > 1:  # told apart by their field `name`
-        _require(isinstance(value, Mapping), f"{key}={value} must be a group of keys")
+        _require(isinstance(value, Mapping), f"{key}={_shown(value)} must be a group of keys")
         names = {n: kind for kind in kinds for n in typing.get_args(typing.get_type_hints(kind)["name"])}
         name = value.get("name")
         _require(name in names, f"{key}.name={name} is not allowed: one of {', '.join(names)}{_nearest(name, list(names))}")
@@ -111,7 +115,7 @@ _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def _convert_tuple(arguments: tuple[Any, ...], value: Any, key: str) -> Any:
-    _require(isinstance(value, list | tuple), f"{key}={value} must be a list")
+    _require(isinstance(value, list | tuple), f"{key}={_shown(value)} must be a list")
     if len(arguments) == 2 and arguments[1] is Ellipsis:
         return tuple(_convert(arguments[0], v, f"{key}[{i}]") for i, v in enumerate(value))
     _require(len(value) == len(arguments), f"{key}={value} must have {len(arguments)} entries")

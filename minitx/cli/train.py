@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,18 @@ from hydra.core.singleton import Singleton
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from minitx.cli.errors import exit_code
+from minitx.cli.claim import claimed
+from minitx.cli.errors import exit_code, take_traceback
 from minitx.cli.launch import FOLDER, launch, needs_launch, rank, shared_folder, started_from_outside
+from minitx.cli.overrides import check_arguments
 from minitx.cli.redaction import redact, redact_overrides, refuse_secrets
 from minitx.cli.schema import from_dict
 from minitx.cli.targets import check_names, check_targets, guarded, instantiate_all
 from minitx.config import ConfigError, RunConfig, to_dict
 
 CONFIGS = "pkg://minitx.configs"
+CHOSEN = ("model", "data", "objective", "optimizer", "schedule", "trainer", "callbacks", "evaluation")
+"""Groups that a config must fill: a run on the defaults of all of them is not what anybody asked for."""
 _FOLDER_OF_RUN = "MINITX_FOLDER_OF_RUN"
 log = logging.getLogger("minitx")
 
@@ -37,12 +41,15 @@ def main() -> int:
     if rank():  # the first process speaks; each has a log of its own in the run's folder
         for handler in logging.getLogger().handlers:
             handler.setLevel(logging.CRITICAL)
-    for argument in [a for a in sys.argv if a.startswith("traceback=")]:
-        os.environ["MINITX_TRACEBACK"] = "1" if argument == "traceback=true" else "0"
-        sys.argv.remove(argument)
+    sys.argv[1:] = take_traceback(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting; the translation is ours
     decorate = hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")
-    return exit_code(lambda job: guarded(decorate(job))(), _main)
+
+    def compose_and_run(job: Callable[[Any], None]) -> None:
+        check_arguments(sys.argv[1:])
+        guarded(decorate(job))()
+
+    return exit_code(compose_and_run, _main)
 
 
 def _main(composed: DictConfig) -> None:
@@ -56,14 +63,15 @@ def _main(composed: DictConfig) -> None:
     command = shlex.join(["python", "scripts/train.py", *overrides])
     here = config.ablation is not None or not needs_launch(config.trainer)
     folder = output_folder(config)
-    if not here:
-        launch(_arguments_of_this_job(), config.trainer.world_size, folder)
-    elif config.ablation is not None:
-        from minitx.cli.ablate import run_ablation
+    with claimed(folder):
+        if not here:
+            launch(_arguments_of_this_job(), config.trainer.world_size, folder)
+        elif config.ablation is not None:
+            from minitx.cli.ablate import run_ablation
 
-        run_ablation(config, folder, overrides, command)
-    else:
-        log.info("%s", summary_line(run_training(config, folder, command), folder))
+            run_ablation(config, folder, overrides, command)
+        else:
+            log.info("%s", summary_line(run_training(config, folder, command), folder))
 
 
 def _arguments_of_this_job() -> list[str]:
@@ -77,6 +85,16 @@ def build_config(composed: DictConfig) -> RunConfig:
     """The composed config as dataclasses, every interpolation resolved and every field checked."""
     values = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(values, dict)
+    for name in ("experiment", "debug"):  # what a file without that line says lands there
+        if isinstance(values.get(name), dict | list):
+            raise ConfigError(
+                f"{name}={values[name]} is no config: its file must hold keys and begin with the line '# @package _global_'"
+            )
+    for name in CHOSEN:
+        if not values.get(name):
+            raise ConfigError(
+                f"{name} is missing: choose an option, {name}=OPTION, or begin your config with 'defaults: [train]'"
+            )
     return from_dict(RunConfig, {str(key): value for key, value in values.items()})
 
 
@@ -95,7 +113,7 @@ def output_folder(config: RunConfig) -> Path:
     """``output_dir``, else ``runs/<experiment>/<date_time>`` (a grid: ``runs/<experiment>/<grid>``, so that it resumes).
 
     Raises:
-        ConfigError: the folder holds a run already and ``ckpt_path`` does not continue it.
+        ConfigError: the folder holds a run already and ``ckpt_path`` does not continue it, or holds none and should.
     """
     if config.ablation is not None:
         return Path(config.output_dir or Path("runs", config.experiment, config.ablation.name)).absolute()
@@ -103,6 +121,10 @@ def output_folder(config: RunConfig) -> Path:
         return Path(os.environ[FOLDER])
     if os.environ.get("LOCAL_RANK", "0") != "0" and _FOLDER_OF_RUN in os.environ:
         return Path(os.environ[_FOLDER_OF_RUN])  # a process that Lightning started for a further device
+    if config.ckpt_path == "last" and config.output_dir is None:
+        raise ConfigError(
+            "ckpt_path=last is the newest checkpoint in output_dir=null: say which run goes on, output_dir=FOLDER"
+        )
     folder = Path(config.output_dir or _default_folder(config.experiment)).absolute()
     if started_from_outside():
         if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -110,9 +132,13 @@ def output_folder(config: RunConfig) -> Path:
         folder = shared_folder(folder)
         if rank():
             return folder
-    if folder.exists() and not folder.is_dir():
+    try:
+        is_file, is_run = folder.exists() and not folder.is_dir(), (folder / "metrics.csv").exists()
+    except OSError as error:
+        raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
+    if is_file:
         raise ConfigError(f"output_dir={folder} is a file")
-    if (folder / "metrics.csv").exists() and config.ckpt_path is None:
+    if is_run and config.ckpt_path is None:
         raise ConfigError(f"output_dir={folder} holds a run already; continue it with ckpt_path=last, or choose another folder")
     os.environ[_FOLDER_OF_RUN] = str(folder)
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,12 +21,14 @@ def positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         require(value is None or value > 0, f"{name}={value} must be positive")
+        require(value is None or value < math.inf, f"{name}={value} must be finite")
 
 
 def not_negative(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         require(value is None or value >= 0, f"{name}={value} must be zero or more")
+        require(value is None or value < math.inf, f"{name}={value} must be finite")
 
 
 def fraction(config: Any, *names: str) -> None:

@@ -42,6 +42,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2^32)")
+        for name in ("ckpt_path", "output_dir"):
+            require(getattr(self, name) != "", f"{name}= must name a {'file' if name == 'ckpt_path' else 'folder'}, or be null")
         warmup, steps = self.schedule.warmup_steps, self.trainer.max_steps
         require(warmup <= steps, f"schedule.warmup_steps={warmup} must not exceed trainer.max_steps={steps}")
         accumulate, ranks, rows = self.trainer.accumulate, self.trainer.num_replicas, self.data.batch_size

@@ -212,6 +212,10 @@ class FiniteSource(BatchSource):
         """Number of counted labels in these rows, 0-d int64."""
 
 
+class WorkerError(RuntimeError):
+    """A process that makes batches has died."""
+
+
 class AddressedLoader(DataLoader[Batch]):
     """A ``DataLoader`` of whole batches with a state: the optimizer step that comes next.
 
@@ -243,7 +247,19 @@ class AddressedLoader(DataLoader[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         self._handed_out = 0
-        for batch in super().__iter__():
+        batches = super().__iter__()
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader worker"):
+                    raise
+                raise WorkerError(
+                    f"data.num_workers={self.num_workers}: a process that makes batches was ended from outside, often for "
+                    f"want of memory; take fewer, or 0 to make batches in the training process ({error})"
+                ) from error
             self._handed_out += 1
             yield batch
 

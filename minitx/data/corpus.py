@@ -44,15 +44,21 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """Write a file beside ``path`` and move it there when all went well, so that no reader ever sees half a file.
 
     Several processes may do so at once: the last one wins, and each of them leaves a whole file.
+
+    Raises:
+        ConfigError: the folder cannot be made, or the file not written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with beside.open("xb") as file:
             yield file
         os.replace(beside, path)
+    except OSError as error:
+        raise ConfigError(f"{path}, which keeps prepared data, cannot be written: {error.strerror}") from error
     finally:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink()
 
 
 def sha256_of(path: Path) -> str:
@@ -113,8 +119,11 @@ def check_file(name: str, key: str = "path", wanted: str = "a UTF-8 text file") 
     """
     path = Path(name).expanduser()
     said = f"data.{key}={name}"
-    if not path.exists():
-        raise ConfigError(f"{said} does not exist; {wanted} is wanted")
+    try:
+        path.stat()
+    except OSError as error:  # nothing there, a link to itself, a name too long
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        raise ConfigError(f"{said} {reason}; {wanted} is wanted") from None
     if not path.is_file():
         raise ConfigError(f"{said} is {'a folder' if path.is_dir() else 'no file'}; {wanted} is wanted")
     if path.stat().st_size == 0:
@@ -138,6 +147,8 @@ def _decoded(path: Path) -> Iterator[str]:
                 raise ConfigError(
                     f"data.path={path} is not UTF-8 at byte {offset - waiting + error.start}; convert it to UTF-8"
                 ) from None
+            if "\0" in text:
+                raise ConfigError(f"data.path={path} has a NUL character, which no text has; UTF-16? convert it to UTF-8")
             if first and text:
                 text, first = text.removeprefix("\ufeff"), False
             yield newlines.decode(text, final=not data)

@@ -16,6 +16,9 @@ from minitx.data.examples import Draw, Examples, Task
 from minitx.data.hub import column_of, load_table
 from minitx.data.tokenizers import Tokenizer
 
+EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
+"""Modes of PIL that become grey or RGB without loss of range; the others hold floats or 16 and 32 bits."""
+
 
 class LabelledImages(Examples):
     """Images with a label each: ``pixel_values`` (B, C, H, W) float32 in [0, 1], ``labels`` (B,).
@@ -65,6 +68,10 @@ def load_images(config: ImageDataConfig, folder: Path, tokenizer: Tokenizer | No
     if height != width or val_pixels.shape[1:] != pixels.shape[1:]:
         raise ConfigError(
             f"data.path={config.path} has images of {height}x{width} pixels; make them squares: data.image_size=SIZE"
+        )
+    if config.shift >= height:
+        raise ConfigError(
+            f"data.shift={config.shift} must be less than the {height} pixels of an image, or nothing is left of it"
         )
     return Task(
         kind="classify",
@@ -117,6 +124,11 @@ def _pixels(images: Sequence[Any], config: ImageDataConfig) -> np.ndarray:
     for image in images:
         if not hasattr(image, "convert"):
             raise ConfigError(f"data.image_column={config.image_column} holds no images but {type(image).__name__}")
+        if image.mode not in EIGHT_BITS:
+            raise ConfigError(
+                f"data.image_column={config.image_column} has an image of mode {image.mode}, whose values need not fit 8 bits "
+                "or be numbers at all; convert it to 8 bits a channel"
+            )
         mode = mode or ("L" if image.mode in ("1", "L") else "RGB")
         image = image.convert(mode)
         if config.image_size is not None:

@@ -24,7 +24,7 @@ from minitx.config import (
     RecallDataConfig,
     TextDataConfig,
 )
-from minitx.data.addressing import AddressedLoader, AddressSampler, Batch, BatchSource, FiniteSource
+from minitx.data.addressing import AddressedLoader, AddressSampler, Batch, BatchSource, EpochSource, FiniteSource
 from minitx.data.baselines import compressed_bits
 from minitx.data.classify import load_classes
 from minitx.data.corpus import check_file, data_dir, find_corpus
@@ -147,6 +147,18 @@ class DataModule(LightningDataModule, ABC):
     def val_batch_size(self, world: int) -> int:
         """Rows of a validation batch over all ranks: as asked for, rounded up to a multiple of ``world``."""
         return world * math.ceil((self.options.val_batch_size or self.config.batch_size) / world)
+
+    def check_batch(self) -> None:
+        """Refuse to train on batches that would hold a row twice; evaluation reads the same data without asking.
+
+        Raises:
+            ConfigError: fewer training rows than ``data.batch_size``.
+        """
+        source, wanted = self.train_source(), self.config.batch_size
+        if isinstance(source, EpochSource) and source.epoch_len < wanted:
+            path = getattr(self.config, "path", None)
+            said = f"data.path={path}" if path else f"data={self.config.name}"
+            raise ConfigError(f"{said} has {source.epoch_len} training rows, fewer than a batch has: data.batch_size={wanted}")
 
     def _place(self) -> tuple[int, int]:
         """Among the processes that see different rows: this one, and how many there are."""

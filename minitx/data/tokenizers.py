@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 REPLACEMENT = "\ufffd"
 UNKNOWN = "<unk>"
+LONGEST_WORD = 100_000
 ONE_CHARACTER = r"[\s\S]"
 # ours first, then what the usual models call them
 NAMES_OF_MARKS = {
@@ -88,8 +89,26 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 def train_tokenizer(
     kind: Literal["char", "bpe"], chunks: Iterable[str], *, vocab_size: int, marks: Sequence[str] = ()
 ) -> CharTokenizer | BPETokenizer:
-    """A tokenizer of ``kind`` learnt from a text given in chunks; ``vocab_size`` bounds ``bpe``."""
-    return CharTokenizer.train(chunks, marks) if kind == "char" else BPETokenizer.train(chunks, vocab_size, marks)
+    """A tokenizer of ``kind`` learnt from a text given in chunks; ``vocab_size`` bounds ``bpe``.
+
+    Raises:
+        ConfigError: a word that ``bpe`` would take hours over.
+    """
+    if kind == "char":
+        return CharTokenizer.train(chunks, marks)
+    return BPETokenizer.train(_with_spaces(chunks), vocab_size, marks)
+
+
+def _with_spaces(chunks: Iterable[str]) -> Iterator[str]:
+    """``chunks`` as they are, as long as byte-level BPE, which learns inside of words, does not take hours over one."""
+    for chunk in chunks:
+        longest = max(map(len, chunk.split()), default=0)
+        if longest > LONGEST_WORD:
+            raise ConfigError(
+                f"data.tokenizer=bpe cannot learn from a word of {longest} characters, above {LONGEST_WORD}: the text has no "
+                "white space there; take data.tokenizer=char"
+            )
+        yield chunk
 
 
 def load_tokenizer(path: str | Path) -> CharTokenizer | BPETokenizer:

@@ -122,6 +122,8 @@ def _build(
 ) -> dict[str, Any]:
     text = corpus.normalised(path.parent)
     characters = sum(map(len, chunks_of(text)))
+    if all(chunk.isspace() for chunk in chunks_of(text)):
+        raise ConfigError(f"data.path={config.path} has no text: {characters} characters, none of them but white space")
     cut = int(characters * (1 - config.val_fraction))
     if not 0 < cut < characters:
         raise ConfigError(f"data.path={config.path} has {characters} characters, too few for a training and a validation split")

@@ -124,8 +124,9 @@ def fit_model_config(model: TransformerConfig, data: DataModule) -> TransformerC
     """The model's config with what the data decides: vocabulary, labels, images, special ids.
 
     Raises:
-        ConfigError: a model for another task; sizes that are smaller than the data's.
+        ConfigError: a model for another task; sizes that are smaller than the data's; fewer rows than a batch.
     """
+    data.check_batch()
     fields = data.model_fields()
     longest = max(fields.pop(name, 0) for name in ("max_source_len", "max_target_len"))
     if model.position == "learned" and longest > model.max_len:

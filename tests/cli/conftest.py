@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
-from minitx.cli.train import main
+from minitx.cli import atlas, cost, evaluate, generate, train, view
+
+PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "cost": cost, "view": view, "atlas": atlas}
 
 
 class Said(NamedTuple):
@@ -36,14 +38,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_data: Path) ->
 
 @pytest.fixture
 def cli(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    """``cli("model.scale=inv", ...)`` runs ``train.py`` in this process."""
+    """``cli("model.scale=inv", ...)`` runs ``train.py``, or another ``program``, in this process."""
 
-    def run(*arguments: str) -> Said:
+    def run(*arguments: str, program: str = "train") -> Said:
         with monkeypatch.context() as patch:
-            patch.setattr(sys, "argv", ["train.py", *arguments])
+            patch.setattr(sys, "argv", [f"{program}.py", *arguments])
             for name in ("HYDRA_FULL_ERROR", "MINITX_TRACEBACK"):
                 patch.setenv(name, os.environ.get(name, "0"))
-            code = main()
+            code = PROGRAMS[program].main()
         out, err = capfd.readouterr()
         return Said(code, out, err)
 

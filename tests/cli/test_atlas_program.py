@@ -34,7 +34,10 @@ def trained(tmp_path_factory):
     (folder / "text.txt").write_text("The old cat slept, and Ann left her boat early. " * 60, encoding="utf-8")
     runs = {
         "text": (TextDataConfig(name="text", path=str(folder / "text.txt"), context_len=24), {}),
-        "dates": (DatesDataConfig(locales=("en", "de"), train_size=53, val_size=17), {"architecture": "encoder_decoder"}),
+        "dates": (
+            DatesDataConfig(locales=("en", "de"), train_size=53, val_size=17, batch_size=6),
+            {"architecture": "encoder_decoder"},
+        ),
         "kv_lookup": (KeyValueDataConfig(num_keys=11, num_pairs=7, val_size=29), {}),
     }
     with pytest.MonkeyPatch.context() as patch:

@@ -100,6 +100,7 @@ def test_rows_beams_and_shown_answers_can_be_chosen(cli, trained):
         (["ckpt_path={last}", "batch_size=x"], "batch_size=x must be a whole number"),
         (["ckpt_path={last}", "batch_size=-1"], "batch_size=-1 must be positive"),
         (["ckpt_path={last}", "output=no/such/found.json"], "output=no/such/found.json is in a folder that does not exist"),
+        (["ckpt_path={last}", "output=."], "output=. is a folder, but must name a file"),
         (["ckpt_path={last}", "device=toaster"], "device=toaster cannot be used"),
         (["ckpt_path={last}", "fast"], "fast is not key=value; --help shows the keys"),
     ],

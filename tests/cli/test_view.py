@@ -69,7 +69,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.txt").write_text(TEXT * 40, encoding="utf-8")
     text = TextDataConfig(name="text", path=str(folder / "text.txt"), context_len=11)
-    dates = DatesDataConfig(locales=("en", "de"), train_size=53, val_size=17)
+    dates = DatesDataConfig(locales=("en", "de"), train_size=53, val_size=17, batch_size=6)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minitx.data.module.data_dir", lambda: folder)
         save(folder / "text", text, 5)
