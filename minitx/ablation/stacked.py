@@ -25,7 +25,8 @@ from minitx.ablation.stackable import check_configs
 from minitx.config import ConfigError, RunConfig, TrainerConfig
 from minitx.data.addressing import Address, Batch, FiniteSource
 from minitx.data.module import DataModule
-from minitx.training.devices import check_devices, runs_on_cpu
+from minitx.training.devices import check_devices
+from minitx.training.hardware import runs_on_cpu
 from minitx.training.module import TrainingModule, network_inputs
 from minitx.training.optimizers import parameter_groups
 from minitx.training.outcome import summarise_rows

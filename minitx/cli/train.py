@@ -65,6 +65,9 @@ def _main(composed: DictConfig) -> None:
     folder = output_folder(config)
     with claimed(folder):
         if not here:
+            from minitx.training.hardware import check_count
+
+            check_count(config.trainer)
             launch(_arguments_of_this_job(), config.trainer.world_size, folder)
         elif config.ablation is not None:
             from minitx.cli.ablate import run_ablation

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from minitx.config import ConfigError, TrainerConfig, TransformerConfig
 from minitx.training.checkpoint import AtomicCheckpointIO, first_line
+from minitx.training.hardware import check_count, runs_on_cpu
 from minitx.training.parallel import Sharded
 
 log = logging.getLogger(__name__)
@@ -29,31 +30,17 @@ def place_of(options: TrainerConfig) -> dict[str, Any]:
 
 
 def check_devices(options: TrainerConfig) -> None:
-    """Refuse what this machine lacks or Lightning does not know.
+    """Refuse what this machine lacks or Lightning does not take.
 
     Raises:
-        ConfigError: no GPU, or fewer than asked for; a strategy that is none, or that does not fit the rest.
+        ConfigError: no GPU, or fewer than asked for; a strategy that does not fit the rest.
     """
-    found = torch.cuda.device_count()
-    if options.accelerator == "gpu" and found < options.devices:
-        raise ConfigError(
-            f"trainer.accelerator=gpu with trainer.devices={options.devices}: this machine has {found} usable GPUs"
-        )
-    if options.accelerator == "auto" and options.devices > max(found, 1):
-        raise ConfigError(
-            f"trainer.devices={options.devices} with trainer.accelerator=auto: this machine has {found} usable GPUs; "
-            "trainer.accelerator=cpu runs as many processes on the CPU"
-        )
+    check_count(options)
     try:
         L.Trainer(**place_of(options), logger=False, enable_checkpointing=False, enable_progress_bar=False)
     except (ValueError, MisconfigurationException, ImportError) as error:
         said = f"trainer.strategy={options.strategy} with trainer.accelerator={options.accelerator}"
         raise ConfigError(f"{said} and trainer.devices={options.devices} cannot be used: {first_line(error)}") from error
-
-
-def runs_on_cpu(options: TrainerConfig) -> bool:
-    """Whether ``accelerator`` comes to the CPU on this machine."""
-    return options.accelerator == "cpu" or not torch.cuda.is_available()
 
 
 def supported_precision(precision: str, *, on_cpu: bool) -> str:

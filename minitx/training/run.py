@@ -21,9 +21,10 @@ from minitx.data.tokenizers import Tokenizer
 from minitx.nn.models import TransformerModel, build_model
 from minitx.training.callbacks import BarProgress, LastCheckpoint, StepLog, StoppedError, best_checkpoint, progress
 from minitx.training.checkpoint import first_line, read_checkpoint
-from minitx.training.devices import check_devices, check_parallel, place_of, runs_on_cpu
+from minitx.training.devices import check_devices, check_parallel, place_of
 from minitx.training.evaluation import Evaluation, evaluate
 from minitx.training.folder import make_folder, rank_log
+from minitx.training.hardware import runs_on_cpu
 from minitx.training.measures import check_measures, measures
 from minitx.training.metrics import MetricsFile
 from minitx.training.module import NonFiniteError, TrainingModule, network_inputs

@@ -372,7 +372,84 @@ DATA = [
     of("cost", "a folder for costs that cannot be", "model=char_small output_dir=/dev/null/x lengths=8,16 compare=math model.max_len=16", "output_dir=/dev/null/x"),
 ]  # fmt: skip
 
+def checkpoint(damage: Callable[[bytes], bytes] = bytes, **state: Any) -> Callable[[Path, Any], None]:
+    """A checkpoint ``bad.ckpt`` of a small model, whose bytes went through ``damage``."""
+
+    def prepare(place: Path, _: Any) -> None:
+        import torch
+
+        from minitx.config import TransformerConfig, to_dict
+        from minitx.training.checkpoint import AtomicCheckpointIO
+
+        model = to_dict(TransformerConfig(vocab_size=80, embed_dim=16, num_heads=2, num_layers=1))
+        whole = {"state_dict": {"weight": torch.zeros(997)}, "global_step": 3, "minitx": {"model": model, **state}}
+        AtomicCheckpointIO().save_checkpoint(whole, place / "bad.ckpt")
+        (place / "bad.ckpt").write_bytes(damage((place / "bad.ckpt").read_bytes()))
+
+    return prepare
+
+
+def without_digest(place: Path, _: Any) -> None:
+    import torch
+
+    torch.save({"state_dict": {}, "minitx": {"model": {}}}, place / "bad.ckpt")
+
+
+def run_of_checkpoints(place: Path, patch: Any) -> None:
+    """A folder whose ``last.ckpt`` is damaged and whose ``best.ckpt`` is not."""
+    (place / "run" / "checkpoints").mkdir(parents=True)
+    checkpoint()(place, patch)
+    (place / "bad.ckpt").rename(place / "run" / "checkpoints" / "best.ckpt")
+    (place / "run" / "checkpoints" / "last.ckpt").write_bytes(b"")
+
+
+def evil(place: Path, _: Any) -> None:
+    import os
+
+    import torch
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, ("touch owned",)
+
+    from minitx.training.checkpoint import AtomicCheckpointIO
+
+    AtomicCheckpointIO().save_checkpoint({"minitx": Evil(), "weight": torch.zeros(3)}, place / "bad.ckpt")
+
+
+def cut_to(percent: int) -> Callable[[bytes], bytes]:
+    return lambda content: content[: len(content) * percent // 100]
+
+
+def flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 8]) + content[middle + 1 :]
+
+
+def started(processes: int) -> Callable[[Path, Any], None]:
+    """As if torchrun had started this process as one of several."""
+
+    def prepare(place: Path, patch: Any) -> None:
+        for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": str(processes), "RANK": "0"}.items():
+            patch.setenv(name, value)
+
+    return prepare
+
+
+BAD = "ckpt_path=bad.ckpt"
+NOT_OURS = "bad.ckpt cannot be read as a checkpoint of minitx"
+
 FILES = [
+    built("an empty checkpoint", BAD, NOT_OURS, "it is empty", prepare=checkpoint(cut_to(0))),
+    built("a checkpoint of which 1 % is left", BAD, NOT_OURS, "cut short", prepare=checkpoint(cut_to(1)), cut="it is cut short"),
+    built("a checkpoint of which half is left", BAD, NOT_OURS, "cut short", prepare=checkpoint(cut_to(50))),
+    built("a checkpoint of which 99 % is left", BAD, NOT_OURS, "cut short", prepare=checkpoint(cut_to(99))),
+    built("a checkpoint with one bit flipped", BAD, NOT_OURS, "SHA-256", prepare=checkpoint(flipped)),
+    built("a zip file for a checkpoint", BAD, NOT_OURS, "another program's", prepare=without_digest),
+    built("a checkpoint of a newer version", BAD, NOT_OURS, "a newer minitx wrote it (format 99", "update minitx", prepare=checkpoint(format=99)),
+    built("a checkpoint of another model", BAD, "holds another model", "embed_dim 16 != 8", prepare=checkpoint(format=1)),
+    built("a checkpoint that would run a program", BAD, NOT_OURS, prepare=evil, cut="of minitx:"),
+    built("a damaged last checkpoint beside a whole one", "output_dir=run ckpt_path=last", "last.ckpt cannot be read", "it is empty", "go on from the newest whole one", "best.ckpt", prepare=run_of_checkpoints),
     built("a checkpoint that is not there", "ckpt_path=missing.ckpt", "ckpt_path=missing.ckpt", "not a file"),
     built("the last checkpoint of no run", "ckpt_path=last", "ckpt_path=last", "output_dir=null"),
     built("the last checkpoint of a folder without a run", "ckpt_path=last output_dir=run", "ckpt_path=", "run/checkpoints/last.ckpt", "not a file"),
@@ -392,6 +469,10 @@ FILES = [
 ]  # fmt: skip
 
 ENVIRONMENT = [
+    built("several devices where there is one CPU", "trainer.devices=2", "trainer.devices=2", "accelerator=auto", "trainer.accelerator=cpu"),
+    built("more GPUs than there are", "trainer=ddp trainer.devices=64 data.batch_size=64", "trainer.accelerator=gpu with trainer.devices=64", cut="this machine has"),
+    built("machines that nobody has started", "trainer.num_nodes=2", "trainer.num_nodes=2", "torchrun or srun"),
+    built("fewer processes than were started", "trainer.devices=1", "trainer.devices=1 x trainer.num_nodes=1 is 1, but 2 processes were started", prepare=started(2)),
     built("no network for a data set of the hub", "data=hf data.path=someone/stories", "data.path=someone/stories", "cannot be reached", "data.path=FILE", prepare=no_network),
     built("no network for images of the hub", "data=images data.path=someone/pictures model=vit_small", "data.path=someone/pictures", "cannot be reached", prepare=no_network),
     built("no package for digits", "data=digits model=vit_small", "data=digits", "scikit-learn", prepare=without("sklearn.datasets")),
