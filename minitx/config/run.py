@@ -47,10 +47,10 @@ class RunConfig:
         warmup, steps = self.schedule.warmup_steps, self.trainer.max_steps
         require(warmup <= steps, f"schedule.warmup_steps={warmup} must not exceed trainer.max_steps={steps}")
         accumulate, ranks, rows = self.trainer.accumulate, self.trainer.num_replicas, self.data.batch_size
+        counted = "" if ranks == self.trainer.devices else " (those that see different rows)"
         require(
             rows % (accumulate * ranks) == 0,
-            f"data.batch_size={rows} must be divisible by trainer.accumulate={accumulate} x {ranks} (trainer.devices that see "
-            "different rows)",
+            f"data.batch_size={rows} must be divisible by trainer.accumulate={accumulate} x trainer.devices={ranks}{counted}",
         )
         length = self.data.max_tokens
         require(

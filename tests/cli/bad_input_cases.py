@@ -372,6 +372,7 @@ DATA = [
     of("cost", "a folder for costs that cannot be", "model=char_small output_dir=/dev/null/x lengths=8,16 compare=math model.max_len=16", "output_dir=/dev/null/x"),
 ]  # fmt: skip
 
+
 def checkpoint(damage: Callable[[bytes], bytes] = bytes, **state: Any) -> Callable[[Path, Any], None]:
     """A checkpoint ``bad.ckpt`` of a small model, whose bytes went through ``damage``."""
 
