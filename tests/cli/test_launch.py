@@ -104,8 +104,7 @@ def steps_of(folder):
     return [row["step"] for row in read_metrics(path)] if path.exists() else []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.slow)])
 def test_a_process_that_dies_ends_the_others_with_the_reason(victim, tmp_path):
     process = start([*TINY, "trainer=ddp_cpu", "trainer.max_steps=100000", "output_dir=run"], tmp_path)
     wait_for(lambda: max(steps_of(tmp_path / "run"), default=0) >= 10)
@@ -122,7 +121,7 @@ def test_a_process_that_dies_ends_the_others_with_the_reason(victim, tmp_path):
     assert sorted(p.name for p in (tmp_path / "run" / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_signal_stops_all_and_the_run_goes_on(tmp_path):
     common = [*TINY, "trainer=ddp_cpu", "model.dropout=0.1", "trainer.max_steps=300", "trainer.ckpt_every=1000"]
     process = start([*common, "output_dir=cut"], tmp_path)
@@ -150,7 +149,7 @@ def test_each_run_of_a_sweep_has_processes_of_its_own(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["alone", "sweep"]  # no job took part in another
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_mistake_that_every_process_finds_is_said_once(tmp_path):
     code, _, err = run([*TINY, "trainer=ddp_cpu", "model.backend=nonsense", "output_dir=run"], tmp_path)
     assert code == 2

@@ -128,10 +128,18 @@ def test_a_write_that_fails_leaves_the_one_before(path, monkeypatch):
     assert sorted(p.name for p in path.parent.iterdir()) == ["last.ckpt"]
 
 
+def keep_data_beside(folder):
+    import minitx.data.module
+
+    minitx.data.module.data_dir = lambda: folder.parent / "caches"
+    return folder.parent / "caches"
+
+
 def fill_the_disk(config, folder):
     """The file size limit stands for a full disk: a write beyond it fails."""
     import signal
 
+    keep_data_beside(folder)
     train(config, folder)
     before = (folder / "checkpoints" / "last.ckpt").read_bytes()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -156,6 +164,7 @@ def test_a_full_disk_keeps_the_old_checkpoint(make_config, tmp_path):
 def full_log(config, folder):
     import signal
 
+    keep_data_beside(folder)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, -1))
     try:
@@ -169,6 +178,26 @@ def test_a_full_disk_under_the_log_ends_the_run_with_the_file_named(make_config,
     (said,) = run_ranks(1, full_log, make_config(trainer__max_steps=40), tmp_path / "run")
     assert "File too large" in said
     assert "metrics.csv" in said
+
+
+def full_cache(config, folder):
+    import signal
+
+    data = keep_data_beside(folder)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, -1))
+    try:
+        train(config, folder)
+    except ConfigError as error:
+        return str(error), sorted(data.rglob("*.*"))
+    return None
+
+
+def test_a_full_disk_under_the_cache_leaves_no_half_of_it(make_config, tmp_path):
+    ((said, left),) = run_ranks(1, full_cache, make_config(), tmp_path / "run")
+    assert "which keeps prepared data, cannot be written: File too large" in said
+    assert left == []
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_a_killed_save_left_is_cleared_when_the_run_goes_on(make_config, tmp_path):

@@ -123,13 +123,12 @@ def test_a_mean_of_means_is_caught(ran, cache, base, tmp_path):
 
 
 ROADS = [("ddp", "one"), ("one", "ddp"), ("fsdp", "one"), ("one", "fsdp")]
-LONG_ROADS = [
-    ("ddp", "ddp_of_4"), ("fsdp", "fsdp_of_4"), ("shards", "one"), ("shards", "fsdp"), ("fsdp", "shards"), ("shards", "fsdp_of_4"),
-    ("one", "tensor_parallel"), ("tensor_parallel", "one"), ("shards", "both_of_4"), ("ddp", "fsdp"),
-]  # fmt: skip
+SLOW_ROADS = [("ddp", "ddp_of_4"), ("shards", "one"), ("fsdp", "shards"), ("shards", "fsdp_of_4"), ("one", "tensor_parallel")]
+LONG_ROADS = [("fsdp", "fsdp_of_4"), ("shards", "fsdp"), ("tensor_parallel", "one"), ("shards", "both_of_4"), ("ddp", "fsdp")]
+MARKED = [pytest.param(*road, marks=mark) for roads, mark in ((SLOW_ROADS, pytest.mark.slow), (LONG_ROADS, pytest.mark.long)) for road in roads]  # fmt: skip
 
 
-@pytest.mark.parametrize(("first", "then"), [*ROADS, *(pytest.param(*road, marks=pytest.mark.slow) for road in LONG_ROADS)])
+@pytest.mark.parametrize(("first", "then"), [*ROADS, *MARKED])
 def test_a_run_goes_on_elsewhere(ran, first, then):
     """Ten steps in one place, ten in another, are twenty in one: weights, moments and schedule have all come along."""
     start = ran(first, 10) / "checkpoints" / "last.ckpt"

@@ -255,9 +255,8 @@ def _matrix_config(make_config, tmp_path, dropout, data, accumulate, workers, wa
     return dataclasses.replace(config, data=dataclasses.replace(config.data, num_workers=workers))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("warmup", [0, 6])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("data", ["shuffled epochs", "rows drawn anew"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
@@ -303,7 +302,12 @@ def test_the_same_seed_gives_the_same_bits_in_any_process(make_config, tmp_path)
     with_workers = dataclasses.replace(config, data=dataclasses.replace(config.data, num_workers=2))
     train(with_workers, tmp_path / "workers")
     same_state(tmp_path / "workers", tmp_path / "a")
-    code = "import pickle, sys, torch; from minitx.training.run import train; torch.set_num_threads(1); train(*pickle.load(sys.stdin.buffer))"
+    code = (
+        "import pathlib, pickle, sys, torch, minitx.data.module; from minitx.training.run import train; torch.set_num_threads(1)\n"
+        "config, folder = pickle.load(sys.stdin.buffer)\n"
+        "minitx.data.module.data_dir = lambda: folder.parent / 'data'\n"
+        "train(config, folder)"
+    )
     folder, environment = tmp_path / "another process", {**os.environ, "PYTHONHASHSEED": "1"}
     subprocess.run([sys.executable, "-c", code], input=pickle.dumps((config, folder)), env=environment, check=True, timeout=120)
     same_state(folder, tmp_path / "a")
