@@ -25,7 +25,7 @@ from minitx.training.checkpoint import (
     read_checkpoint,
     seal_folder,
 )
-from minitx.training.run import train
+from minitx.training.run import prepare_data, train
 from minitx.training.shards import by_name, by_number, read_shards
 
 SMALL = {"minitx": {"model": {}, "format": FORMAT}, "state_dict": {"weight": torch.arange(97.0)}}
@@ -165,6 +165,7 @@ def full_log(config, folder):
     import signal
 
     keep_data_beside(folder)
+    prepare_data(config)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, -1))
     try:
