@@ -29,7 +29,7 @@ from minitx.config import (
 )
 from minitx.data.tokenizers import BPETokenizer, CharTokenizer
 from minitx.generation import generate
-from minitx.training.checkpoint import load_model
+from minitx.training.checkpoint import AtomicCheckpointIO, load_model
 from minitx.training.run import train
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
@@ -229,7 +229,7 @@ def test_what_is_not_a_checkpoint_for_text_is_refused(cli, char_checkpoint, tmp_
     def changed(**values):
         checkpoint = torch.load(char_checkpoint, weights_only=True)
         checkpoint["minitx"] = {**checkpoint["minitx"], **values}
-        torch.save(checkpoint, path)
+        AtomicCheckpointIO().save_checkpoint(checkpoint, path)
         said = cli(f"ckpt_path={path}", "prompt=a")
         assert (said.code, said.out, said.err.count("\n")) == (2, "", 1)
         return said.err.removeprefix(f"error: ckpt_path={path} ").rstrip()
@@ -250,7 +250,7 @@ def test_a_checkpoint_that_holds_code_is_not_executed(cli, tmp_path):
             return (Path.touch, (tmp_path / "executed",))
 
     path = tmp_path / "evil.ckpt"
-    torch.save({"minitx": {"model": Evil()}}, path)
+    AtomicCheckpointIO().save_checkpoint({"minitx": {"model": Evil()}}, path)
     assert cli(f"ckpt_path={path}", "prompt=a").code == 2
     assert not (tmp_path / "executed").exists()
 
@@ -259,7 +259,7 @@ def test_a_failure_that_was_not_typed_exits_with_3(cli, char_checkpoint, tmp_pat
     checkpoint = torch.load(char_checkpoint, weights_only=True)
     for weight in checkpoint["state_dict"].values():
         weight.fill_(torch.nan)
-    torch.save(checkpoint, tmp_path / "nan.ckpt")
+    AtomicCheckpointIO().save_checkpoint(checkpoint, tmp_path / "nan.ckpt")
     said = cli(f"ckpt_path={tmp_path / 'nan.ckpt'}", "prompt=a")
     assert said.code == 3
     assert said.err == "error: FloatingPointError: the model's logits are not finite (traceback=true shows where)\n"

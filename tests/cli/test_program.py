@@ -62,7 +62,7 @@ def test_the_script_runs_from_any_folder_and_keeps_to_its_own(tmp_path):
     assert (code, err) == (0, ""), (out, err)
     (folder,) = (tmp_path / "runs" / "kv_lookup").iterdir()
     assert [p.name for p in tmp_path.iterdir()] == ["runs"]
-    assert sorted(p.name for p in folder.iterdir()) == ["checkpoints", "command.txt", "config.yaml", "metrics.csv"]
+    assert sorted(p.name for p in folder.iterdir()) == ["checkpoints", "command.txt", "config.yaml", "logs", "metrics.csv"]
     assert str(folder) in out
     assert "step 2/2" in out
 

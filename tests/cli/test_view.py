@@ -30,7 +30,7 @@ from minitx.config import (
 from minitx.data.tokenizers import BPETokenizer, CharTokenizer, token_texts
 from minitx.generation import generate
 from minitx.nn.models import build_model
-from minitx.training.checkpoint import load_model
+from minitx.training.checkpoint import AtomicCheckpointIO, load_model
 from minitx.training.run import build_module, fit_model_config, prepare_data
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "view_attention.py"
@@ -52,7 +52,7 @@ def save(folder, data, step, **model):
 def write(folder, weights, state, step):
     path = folder / "checkpoints" / f"step{step}.ckpt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"state_dict": weights, "minitx": state, "global_step": step}, path)
+    AtomicCheckpointIO().save_checkpoint({"state_dict": weights, "minitx": state, "global_step": step}, path)
 
 
 def save_bare(folder, tokenizer, **model):

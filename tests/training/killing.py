@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ranks import _SERVER, train_as
+from ranks import _SERVER, say_nothing, train_as
 
 from minitx.training.callbacks import StoppedError
 from minitx.training.checkpoint import AtomicCheckpointIO, read_checkpoint
@@ -49,6 +49,7 @@ def length_of(steps: int) -> list[str]:
 
 
 def _child(overrides: list[str], folder: Path, cache: Path, blow: Blow | None, saving: Any) -> None:
+    say_nothing()
     torch.set_num_threads(1)
     if blow is not None and blow.tmpdir is not None:
         tempfile.tempdir = os.environ["TMPDIR"] = blow.tmpdir
@@ -67,6 +68,8 @@ def _child(overrides: list[str], folder: Path, cache: Path, blow: Blow | None, s
         train_as(overrides, folder, cache)
     except StoppedError as error:
         code = 128 + error.number
+    except KeyboardInterrupt:  # before the run listens
+        code = 130
     sys.stdout.flush()
     os._exit(code)
 

@@ -65,6 +65,7 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, seconds
 
 def _run(pipe: Connection, settings: Mapping[str, str], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.environ.update(settings)
+    say_nothing()
     torch.set_num_threads(1)
     try:
         pipe.send((True, function(*arguments)))
@@ -73,6 +74,13 @@ def _run(pipe: Connection, settings: Mapping[str, str], function: Callable[..., 
     pipe.close()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads can wait for the interpreter for ever while it ends
+
+
+def say_nothing() -> None:
+    """The server keeps the output of the test that it was started in; what its processes print belongs to no test."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(null, stream)
 
 
 def train_as(overrides: list[str], folder: Path, data: Path) -> dict[str, Any]:

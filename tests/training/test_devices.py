@@ -95,7 +95,7 @@ def assert_same_run(folder, reference):
     assert largest_difference(folder, reference) < 1e-9
 
 
-@pytest.mark.parametrize("place", ["ddp", "fsdp", pytest.param("tensor_parallel", marks=pytest.mark.slow), pytest.param("both_of_4", marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize("place", ["ddp", "fsdp", pytest.param("tensor_parallel", marks=pytest.mark.slow), pytest.param("both_of_4", marks=pytest.mark.long)])  # fmt: skip
 def test_several_processes_train_as_one(ran, place):
     assert losses(ran(place)).keys() == losses(ran("one")).keys()
     assert len(read_metrics(ran(place) / "metrics.csv")) == 20
@@ -123,8 +123,16 @@ def test_a_mean_of_means_is_caught(ran, cache, base, tmp_path):
 
 
 ROADS = [("ddp", "one"), ("one", "ddp"), ("fsdp", "one"), ("one", "fsdp")]
-SLOW_ROADS = [("ddp", "ddp_of_4"), ("shards", "one"), ("fsdp", "shards"), ("shards", "fsdp_of_4"), ("one", "tensor_parallel")]
-LONG_ROADS = [("fsdp", "fsdp_of_4"), ("shards", "fsdp"), ("tensor_parallel", "one"), ("shards", "both_of_4"), ("ddp", "fsdp")]
+SLOW_ROADS = [("ddp", "ddp_of_4"), ("shards", "one"), ("fsdp", "shards")]
+LONG_ROADS = [
+    ("shards", "fsdp_of_4"),
+    ("one", "tensor_parallel"),
+    ("fsdp", "fsdp_of_4"),
+    ("shards", "fsdp"),
+    ("tensor_parallel", "one"),
+    ("shards", "both_of_4"),
+    ("ddp", "fsdp"),
+]
 MARKED = [pytest.param(*road, marks=mark) for roads, mark in ((SLOW_ROADS, pytest.mark.slow), (LONG_ROADS, pytest.mark.long)) for road in roads]  # fmt: skip
 
 

@@ -172,6 +172,7 @@ def test_a_run_makes_its_folder_and_nothing_else(make_config, tmp_path, monkeypa
         "checkpoints/last.ckpt",
         "command.txt",
         "config.yaml",
+        "logs/rank_0.log",
         "metrics.csv",
         "probes.jsonl",
     ]
@@ -179,7 +180,7 @@ def test_a_run_makes_its_folder_and_nothing_else(make_config, tmp_path, monkeypa
 
 def test_a_run_without_checkpoints_writes_none(make_config, tmp_path):
     train(make_config(), tmp_path / "run")
-    assert [p.name for p in (tmp_path / "run").iterdir()] == ["metrics.csv"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["logs", "metrics.csv"]
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal(make_config, tmp_path, monkeypatch, caplog):
