@@ -71,8 +71,8 @@ def train(
         module = build_module(config, model_config, data, network)
         done = int(load_checkpoint(Path(config.ckpt_path), model_config)["global_step"]) if config.ckpt_path else 0
         make_folder(folder, files or {})
-        stack.enter_context(rank_log(folder))
         loggers, callbacks = extras()
+        stack.enter_context(rank_log(folder))
         metrics, guard = MetricsFile(folder / "metrics.csv", done), last_checkpoint(config, folder)
         everyone = [*own_callbacks(config, data, folder), *callbacks, guard]
         trainer = build_trainer(config, folder, [metrics, *loggers], everyone)

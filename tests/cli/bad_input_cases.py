@@ -237,7 +237,7 @@ CONFIG = [
     composed("a study whose run has too few steps", "experiment=scaling_ablation ablation.studies.floor.base=['data=kv_lookup']", "ablation.studies.floor.base", "trainer.max_steps"),
     composed("a logger without a class", "+logger.x.project=minitx", "logger.x", "_target_"),
     composed("a key of a logger that was not chosen", "logger.wandb.project=x", "logger.wandb.project is not a key"),
-    built("a strategy that nobody knows", "trainer.strategy=nonsense", "trainer.strategy=nonsense", cut="cannot be used:"),
+    composed("a strategy that nobody knows", "trainer.strategy=nonsense", "trainer.strategy=nonsense", "auto, ddp, sharded"),
     built("a backend that nobody knows", "model.backend=nonsense", "nonsense", "sdpa", "math"),
     built("a backend without the option", "model.backend=sdpa model.softcap=5", "sdpa", "soft-cap"),
     built("an endless soft-cap", "model.softcap=inf", "softcap", "inf"),
