@@ -106,7 +106,7 @@ TINY = ["experiment=scaling_cell_recall", "data.num_pairs=3", "data.num_keys=8",
         "trainer.threads=1", "schedule.warmup_steps=0", "callbacks.progress=false", "callbacks.probe.every=0", "seed=3"]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_cell_of_two_devices_is_a_program_of_its_own_and_gives_the_losses_of_one(tmp_path):
     from minitx.cli.ablate import run_cell
 

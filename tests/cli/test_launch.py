@@ -138,7 +138,7 @@ def test_a_signal_stops_all_and_the_run_goes_on(tmp_path):
     assert all(torch.equal(cut["state_dict"][name], weight) for name, weight in whole["state_dict"].items())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_run_of_a_sweep_has_processes_of_its_own(tmp_path):
     common = [*TINY, "trainer=ddp_cpu", "trainer.max_steps=5"]
     code, _, err = run(["-m", *common, "seed=1,2", "hydra.sweep.dir=sweep"], tmp_path)
@@ -158,7 +158,7 @@ def test_a_mistake_that_every_process_finds_is_said_once(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchrun_and_srun_share_one_folder(tmp_path):
     arguments = [*TINY, "trainer=ddp_cpu", "trainer.max_steps=5"]
     for name in ("torchrun", "srun"):

@@ -243,7 +243,7 @@ def test_wandb_runs_offline_without_a_key_and_stays_in_the_folder(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != "home") == ["run"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_give_the_losses_of_one(tmp_path):
     common = [*TINY, "trainer.max_steps=4", "trainer.log_every=1", "trainer.val_every=2", "trainer.ckpt_every=4", "model.dropout=0.0", "callbacks.progress=false"]  # fmt: skip
     one = run([*common, "output_dir=one"], tmp_path)
@@ -268,7 +268,7 @@ KINDS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_32_rows_at_once_are_32_micro_batches_are_two_processes_of_16(tmp_path, kind):
     lines = [json.dumps({"text": "word " * (1 + 7 * i % 11) + str(i)}) for i in range(211)]
