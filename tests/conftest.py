@@ -7,6 +7,7 @@ import torch
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # for the programs that tests start, too, whose sockets nobody watches
+os.environ["KINETO_LOG_LEVEL"] = "99"  # as cost.py does; torch's profiler reads it once in a process, whoever profiles first
 settings.register_profile("minitx", deadline=None, derandomize=True)
 settings.load_profile("minitx")
 
