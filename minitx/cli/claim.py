@@ -19,8 +19,8 @@ STARTED = ("metrics.csv", "checkpoints", "cells.jsonl")
 def claimed(folder: Path) -> Iterator[None]:
     """Make ``folder`` and keep other processes from running in it; the kernel lets go when this process dies.
 
-    Of several processes of one run the first one claims, or the program that started them. A folder that was made here goes again where the run
-    found a mistake before it began.
+    Of several processes of one run the first one claims, or the program that started them. A folder that was made here goes
+    again where the run found a mistake before it began.
 
     Raises:
         ConfigError: another run is going on in it, or it cannot be made or written.

@@ -31,7 +31,6 @@ from minitx.config import ConfigError, RunConfig, to_dict
 CONFIGS = "pkg://minitx.configs"
 CHOSEN = ("model", "data", "objective", "optimizer", "schedule", "trainer", "callbacks", "evaluation")
 """Groups that a config must fill: a run on the defaults of all of them is not what anybody asked for."""
-_FOLDER_OF_RUN = "MINITX_FOLDER_OF_RUN"
 log = logging.getLogger("minitx")
 
 
@@ -122,8 +121,6 @@ def output_folder(config: RunConfig) -> Path:
         return Path(config.output_dir or Path("runs", config.experiment, config.ablation.name)).absolute()
     if FOLDER in os.environ:
         return Path(os.environ[FOLDER])
-    if os.environ.get("LOCAL_RANK", "0") != "0" and _FOLDER_OF_RUN in os.environ:
-        return Path(os.environ[_FOLDER_OF_RUN])  # a process that Lightning started for a further device
     if config.ckpt_path == "last" and config.output_dir is None:
         raise ConfigError(
             "ckpt_path=last is the newest checkpoint in output_dir=null: say which run goes on, output_dir=FOLDER"
@@ -143,7 +140,6 @@ def output_folder(config: RunConfig) -> Path:
         raise ConfigError(f"output_dir={folder} is a file")
     if is_run and config.ckpt_path is None:
         raise ConfigError(f"output_dir={folder} holds a run already; continue it with ckpt_path=last, or choose another folder")
-    os.environ[_FOLDER_OF_RUN] = str(folder)
     return folder
 
 

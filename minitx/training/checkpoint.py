@@ -65,7 +65,7 @@ class AtomicCheckpointIO(CheckpointIO):
         return read_checkpoint(path)
 
     def remove_checkpoint(self, path: Any) -> None:
-        shutil.rmtree(path) if Path(path).is_dir() else Path(path).unlink(missing_ok=True)
+        _remove(Path(path))
 
 
 def seal_folder(part: str | Path, path: str | Path) -> None:
@@ -76,22 +76,16 @@ def seal_folder(part: str | Path, path: str | Path) -> None:
     for file in part.iterdir():
         _sync(file)
     _sync(part)
-    if path.is_dir():  # a folder cannot be renamed over another
-        shutil.rmtree(f"{path}{_OLD}", ignore_errors=True)
-        path.rename(f"{path}{_OLD}")
-    else:
-        path.unlink(missing_ok=True)
     _replace(part, path)
-    shutil.rmtree(f"{path}{_OLD}", ignore_errors=True)
 
 
 def clean_up(folder: Path) -> None:
     """Remove what a killed run left half-written in its folder of checkpoints, and put back what it had moved aside."""
     for old in folder.glob(f"*{_OLD}"):
         target = old.with_name(old.name.removesuffix(_OLD))
-        shutil.rmtree(old) if target.exists() else old.rename(target)
+        _remove(old) if target.exists() else old.rename(target)
     for part in folder.glob(f"*{_PART}"):
-        shutil.rmtree(part) if part.is_dir() else part.unlink()
+        _remove(part)
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -195,8 +189,18 @@ def _sha256(source: BinaryIO | Path, size: int | None = None) -> str:
 
 
 def _replace(part: Path, path: Path) -> None:
+    """Let ``part`` take the place of ``path``. A folder replaces nothing in one instant: what was there moves aside first."""
+    old = Path(f"{path}{_OLD}")
+    if path.is_dir() or (part.is_dir() and path.exists()):
+        _remove(old)
+        path.rename(old)
     part.replace(path)
     _sync(path.parent)  # the name, too, must reach the disk
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

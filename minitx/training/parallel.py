@@ -53,7 +53,8 @@ class Sharded(ModelParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if not self._save_distributed_checkpoint:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            if self.is_global_zero:  # Lightning would first remove a folder of shards that has this name
+                self.checkpoint_io.save_checkpoint(checkpoint, filepath)
             return
         part = f"{filepath}.part"
         super().save_checkpoint(checkpoint, part, storage_options)

@@ -332,3 +332,19 @@ def test_a_folder_of_shards_takes_the_place_of_an_older_one(shards):
     seal_folder(part, shards)
     assert read_checkpoint(shards)["minitx"]["new"] == 1
     assert sorted(p.name for p in shards.parent.iterdir()) == ["last.ckpt"]
+
+
+def test_a_file_takes_the_place_of_a_folder_of_shards_and_back(shards):
+    AtomicCheckpointIO().save_checkpoint({**SMALL, "global_step": 7}, shards)
+    assert shards.is_file()
+    assert read_checkpoint(shards)["global_step"] == 7
+    assert sorted(p.name for p in shards.parent.iterdir()) == ["last.ckpt"]
+    write_shards(shards.parent, {"state_dict": {"weight": torch.ones(3)}})
+    assert torch.equal(read_checkpoint(shards)["state_dict"]["weight"], torch.ones(3))
+    assert sorted(p.name for p in shards.parent.iterdir()) == ["last.ckpt"]
+
+
+def test_a_file_that_a_folder_was_replacing_is_put_back(path):
+    path.rename(f"{path}.old")
+    clean_up(path.parent)
+    assert torch.equal(read_checkpoint(path)["state_dict"]["weight"], torch.arange(97.0))
