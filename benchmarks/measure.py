@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import platform
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +27,77 @@ def in_pairs(a: Callable[[], float], b: Callable[[], float], pairs: int) -> tupl
         for side in (0, 1) if index % 2 == 0 else (1, 0):
             seconds[side].append((a, b)[side]())
     return seconds
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Wall seconds of one call."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def compare(
+    a: Callable[[], object], b: Callable[[], object], *, pairs: int = 20, block: float = 0.5, warm: int = 2
+) -> dict[str, Any]:
+    """How many times as fast ``b`` is as ``a``: both in blocks of ``block`` seconds at least, in the order A B B A.
+
+    ``pairs`` of neighbours A and B give ``ratio`` (seconds of A over seconds of B, median with its 95 % interval, made on the
+    logarithm); the two blocks of A in every A B B A, which is first and which last by turns, give ``control``, whose interval must
+    hold 1 (``control_holds``).
+    """
+    for work in (a, b):
+        for _ in range(warm):
+            work()
+    repeats = [max(1, math.ceil(block / seconds_of(work))) for work in (a, b)]
+
+    def timed(side: int) -> float:
+        return seconds_of(lambda: [(a, b)[side]() for _ in range(repeats[side])]) / repeats[side]
+
+    ratios, controls, seconds = [], [], ([], [])  # type: ignore[var-annotated]
+    for index in range(pairs // 2):
+        order = (0, 1, 1, 0) if index % 2 == 0 else (1, 0, 0, 1)
+        found = [timed(side) for side in order]
+        for side, value in zip(order, found, strict=True):
+            seconds[side].append(value)
+        for pair in (0, 2):
+            first, second = found[pair : pair + 2]
+            ratios.append(first / second if order[pair] == 0 else second / first)
+        own = [value for side, value in zip(order, found, strict=True) if side == 0]
+        controls.append(own[0] / own[1] if index % 4 < 2 else own[1] / own[0])
+    control = ratio_interval(controls)
+    return {
+        "ratio": ratio_interval(ratios),
+        "control": control,
+        "control_holds": control["low"] <= 1.0 <= control["high"],
+        "a_seconds": median_interval(seconds[0])["median"],
+        "b_seconds": median_interval(seconds[1])["median"],
+        "pairs": len(ratios),
+    }
+
+
+def judged(name: str, interval: dict[str, float], wanted: str | None, **more: Any) -> dict[str, Any]:
+    """A row of ``rows`` in a result: what was measured, and whether the whole interval meets ``wanted`` (``>= 1.2``, ``<= 1.02``).
+
+    ``wanted=None`` is a number that no target speaks of. ``more`` are further columns.
+
+    >>> judged("speed", {"median": 1.4, "low": 1.3, "high": 1.5}, ">= 1.2")["met"]
+    True
+    """
+    row = {"name": name, **interval, "wanted": wanted}
+    if wanted is not None:
+        sign, bound = wanted.split()
+        row["met"] = {">=": interval["low"] >= float(bound), "<=": interval["high"] <= float(bound)}[sign]
+    return {**row, **more}
+
+
+def inverse(interval: dict[str, float]) -> dict[str, float]:
+    """1 / a ratio and its interval: A over B as B over A."""
+    return {"median": 1.0 / interval["median"], "low": 1.0 / interval["high"], "high": 1.0 / interval["low"]}
+
+
+def ratio_interval(ratios: Sequence[float]) -> dict[str, float]:
+    """Median of ratios with the 95 % bootstrap interval of its logarithm."""
+    return {name: math.exp(value) for name, value in median_interval([math.log(ratio) for ratio in ratios]).items()}
 
 
 def median_interval(values: Sequence[float], *, draws: int = 10_000) -> dict[str, float]:
