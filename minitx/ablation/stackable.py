@@ -19,6 +19,7 @@ SERVED: dict[str, tuple[Any, ...]] = {
     "callbacks.extra": ({},),
     "evaluation.lengths": ([],),
     "model.attention": ("exact",),
+    "optimizer.name": ("adamw",),
     "model.backend": ("auto", "math"),
     "trainer.strategy": ("auto",),
     "trainer.precision": ("32-true", "64-true"),

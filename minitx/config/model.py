@@ -43,6 +43,10 @@ class TransformerConfig:
     ``pretrained`` is a folder of Hugging Face's or ours to start from: the model's shape is the folder's, and fields that
     are not at their defaults replace the folder's.
 
+    ``logit_softcap`` t makes logits t · tanh(logits / t) (Gemma 2, arXiv:2408.00118, §2). ``embed_shortcut`` adds the embeddings
+    to the input of every later block, ``value_residual`` the first layer's values to those of every later layer, each with
+    two learned numbers (Zhou et al. 2024, arXiv:2410.17897; Jordan et al. 2024, "modded-nanogpt").
+
     ``stochastic_depth`` is the chance to drop a sublayer of the last block, growing linearly with depth.
     ``num_experts`` makes the feed-forward a mixture of which a token takes ``experts_per_token``, each ``ffn_dim`` wide and
     without biases. ``checkpointing`` trades a second forward for activation memory.
@@ -96,6 +100,8 @@ class TransformerConfig:
     scale_embeddings: bool = False
     scale_logits: bool = False
     parallel: bool = False
+    embed_shortcut: bool = False
+    value_residual: bool = False
     layer_scale: float | None = None
     stochastic_depth: float = 0.0
     checkpointing: bool = False
@@ -111,6 +117,7 @@ class TransformerConfig:
     tie_embeddings: bool = True
     head: Literal["lm", "sequence", "token", "none"] = "lm"
     head_bias: bool = False
+    logit_softcap: float | None = None
     head_transform: bool = False
     num_labels: int | None = None
     pooling: Literal["first", "mean"] = "first"
@@ -125,6 +132,7 @@ class TransformerConfig:
         positive(
             self, "max_len", "window", "softcap", "norm_eps", "qk_norm_eps", "rotary_base", "rotary_original_len", "layer_scale"
         )
+        positive(self, "logit_softcap")
         positive(self, "num_experts", "experts_per_token", "num_decoder_layers", "block_size", "num_features", "num_slots")
         positive(self, "num_labels", "image_size", "patch_size", "num_channels", "num_buckets", "max_distance")
         not_negative(self, "type_vocab_size", "position_offset", "pad_id", "bos_id", "eos_id")
@@ -234,6 +242,10 @@ class TransformerConfig:
             not self.pooler or (kind in ("encoder", "vision") and self.head in ("sequence", "none")),
             f"pooler=True belongs to architecture=encoder or vision with head=sequence or none, got architecture={kind} and "
             f"head={self.head}",
+        )
+        require(
+            self.logit_softcap is None or kind in ("decoder", "encoder_decoder"),
+            f"logit_softcap={self.logit_softcap} belongs to architecture=decoder or encoder_decoder, got architecture={kind}",
         )
         require(
             not self.head_transform or (kind, self.head) == ("encoder", "lm"),

@@ -46,6 +46,10 @@ class RunConfig:
             require(getattr(self, name) != "", f"{name}= must name a {'file' if name == 'ckpt_path' else 'folder'}, or be null")
         warmup, steps = self.schedule.warmup_steps, self.trainer.max_steps
         require(warmup <= steps, f"schedule.warmup_steps={warmup} must not exceed trainer.max_steps={steps}")
+        require(
+            self.optimizer.name != "muon" or self.trainer.strategy != "sharded",
+            "optimizer.name=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp",
+        )
         accumulate, ranks, rows = self.trainer.accumulate, self.trainer.num_replicas, self.data.batch_size
         counted = "" if ranks == self.trainer.devices else " (those that see different rows)"
         require(

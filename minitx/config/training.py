@@ -65,10 +65,17 @@ def evaluate_factor(factor: float | str, *, head_dim: int, key: str = "factor") 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW. ``clip`` is the largest global gradient norm, ``null`` for none; weight decay spares vectors (biases, norms)."""
+    """``adamw``, or ``muon``: Muon for the matrices of the blocks, with ``matrix_lr``, ``momentum`` and ``ns_steps`` of
+    Newton-Schulz, and AdamW for embeddings, heads and vectors.
 
-    name: Literal["adamw"] = "adamw"
+    ``clip`` is the largest global gradient norm, ``null`` for none; weight decay spares vectors (biases, norms).
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
     lr: float = 1e-3
+    matrix_lr: float = 0.02
+    momentum: float = 0.95
+    ns_steps: int = 5
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -76,8 +83,9 @@ class OptimizerConfig:
     rules: tuple[ParameterRule, ...] = ()
 
     def __post_init__(self) -> None:
-        positive(self, "lr", "eps", "clip")
+        positive(self, "lr", "matrix_lr", "ns_steps", "eps", "clip")
         not_negative(self, "weight_decay")
+        require(0.0 <= self.momentum < 1.0, f"momentum={self.momentum} must lie in [0, 1)")
         require(all(0.0 <= beta < 1.0 for beta in self.betas), f"betas={list(self.betas)} must lie in [0, 1)")
 
 

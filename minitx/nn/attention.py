@@ -83,6 +83,8 @@ class MultiHeadAttention(nn.Module):
         qk_norm: a ``QKNorm``, or None.
         rotary: a ``Rotary`` for self-attention, or None.
         sinks: learn one extra logit per head without a value (initially 0).
+        value_residual: mixes the first layer's values into this layer's, (V, V₁) -> V, for example a ``LearnedMix`` (Zhou et al.
+            2024, arXiv:2410.17897); ``forward`` then needs ``first_value``.
         core: what computes attention; default ``DotProductAttention()``. Dropout, soft-cap and backend are its own.
 
     Raises:
@@ -108,6 +110,7 @@ class MultiHeadAttention(nn.Module):
         qk_norm: QKNorm | None = None,
         rotary: Rotary | None = None,
         sinks: bool = False,
+        value_residual: nn.Module | None = None,
         core: nn.Module | None = None,
     ) -> None:
         super().__init__()
@@ -129,7 +132,7 @@ class MultiHeadAttention(nn.Module):
         self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias if out_bias is None else out_bias)
         if not isinstance(scale, ScoreScale):
             scale = ScoreScale(scale, head_dim=self.head_dim, num_heads=num_heads)
-        self.scale, self.qk_norm, self.rotary = scale, qk_norm, rotary
+        self.scale, self.qk_norm, self.rotary, self.value_residual = scale, qk_norm, rotary, value_residual
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
         self.core = DotProductAttention() if core is None else core
 
@@ -146,7 +149,9 @@ class MultiHeadAttention(nn.Module):
         position_ids: Tensor | None = None,
         head_mask: Tensor | None = None,
         cache: LayerCache | None = None,
+        first_value: Tensor | None = None,
         need_weights: bool = False,
+        need_value: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend. All constraints that are given intersect.
 
@@ -162,16 +167,22 @@ class MultiHeadAttention(nn.Module):
             head_mask: (H,) or (B, H), multiplies each head's output: 0 ablates a head.
             cache: for self-attention, the earlier keys and values, to which these are appended: S counts them all, in
                 masks and biases too. For cross-attention, keys and values are computed at its first use only.
+            first_value: (B, Hkv, L, D), the first layer's values of these positions, for ``value_residual``.
             need_weights: also return the weights (B, H, L, S), before dropout.
+            need_value: also return the values (B, Hkv, L, D) of these positions (of self-attention), for later layers.
 
         Returns:
-            (B, L, E), or ``(output, weights)``.
+            (B, L, E), or ``(output, weights)``, or ``(output, values)``.
         """
         self._check_inputs(query, key, value)
+        if (first_value is None) != (self.value_residual is None) or (need_weights and need_value):
+            raise ValueError(
+                "first_value belongs to a layer with value_residual, which needs it; need_weights and need_value exclude each other"
+            )
         mask = intersect(
             as_mask(attn_mask), Padding(key_mask) if key_mask is not None else None, Causal() if is_causal else None
         )
-        q, k, v = self._project(query, key, value, position_ids, cache)
+        q, k, v = self._project(query, key, value, position_ids, cache, first_value)
         counts = None
         if self.scale.needs_counts:
             if mask is not None:
@@ -183,12 +194,20 @@ class MultiHeadAttention(nn.Module):
         if head_mask is not None:
             out = out * self._per_head(head_mask, out)
         out = self.out_proj(out.transpose(1, 2).flatten(2))  # (B, H, L, D) -> (B, L, H * D) -> (B, L, E)
+        if need_value:
+            return out, v[:, :, -query.shape[1] :]  # without those that a cache put before them
         return out if weights is None else (out, weights)
 
     def _project(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, position_ids: Tensor | None, cache: LayerCache | None
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        position_ids: Tensor | None,
+        cache: LayerCache | None,
+        first_value: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Projections, heads, QK-norm, rotary and cache: q (B, H, L, D), k and v (B, Hkv, S, D)."""
+        """Projections, heads, value residual, QK-norm, rotary and cache: q (B, H, L, D), k and v (B, Hkv, S, D)."""
         is_self = key is None or key is query
         q = self._split(self.q_proj(query), self.num_heads)
         if cache is not None and cache.memory is not None and not is_self:
@@ -197,6 +216,8 @@ class MultiHeadAttention(nn.Module):
         key = query if key is None else key
         k = self._split(self.k_proj(key), self.num_kv_heads)
         v = self._split(self.v_proj(key if value is None else value), self.num_kv_heads)
+        if self.value_residual is not None:
+            v = self.value_residual(v, first_value)
         if self.qk_norm is not None:
             q, k = self.qk_norm(q, k)
         if self.rotary is not None:
@@ -276,6 +297,7 @@ class MultiHeadAttention(nn.Module):
             "qk_norm": self.qk_norm is not None,
             "rotary": self.rotary is not None,
             "sinks": self.sinks is not None,
+            "value_residual": self.value_residual is not None,
             "softcap": getattr(self.core, "softcap", None) is not None,
             type(self.core).__name__: not isinstance(self.core, DotProductAttention),
         }

@@ -47,6 +47,31 @@ class LayerScale(nn.Module):
         return x * self.gain
 
 
+class LearnedMix(nn.Module):
+    """a · x + b · y with two learned numbers.
+
+    Args:
+        x, y: where a and b start.
+
+    >>> LearnedMix(0.5, 0.25)(torch.ones(2), torch.ones(2)).tolist()
+    [0.75, 0.75]
+    """
+
+    def __init__(self, x: float, y: float) -> None:
+        super().__init__()
+        self.start = (x, y)
+        self.weights = nn.Parameter(torch.tensor(self.start))
+
+    def reset_parameters(self) -> None:
+        """Both numbers back to their start."""
+        with torch.no_grad():
+            self.weights.copy_(torch.tensor(self.start))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        a, b = self.weights.to(x.dtype)
+        return a * x + b * y
+
+
 class StochasticDepth(nn.Module):
     """In training, drop a sublayer's whole output for each sample by chance ``p``, and divide what is kept by 1 - p.
 
@@ -122,6 +147,8 @@ class EncoderBlock(nn.Module):
         norm_position: ``pre``, ``post``, ``sandwich`` or ``deepnorm``.
         parallel: attention and feed-forward read the same normed input and are added together (GPT-J; pre-norm only).
         dropout: on each sublayer's output. residual_scale: α of ``deepnorm``. branch: as in ``Residual``.
+        shortcut: (x, embeddings) -> x, before everything else, for example a ``LearnedMix``; ``forward`` then needs
+            ``embeddings``.
 
     Raises:
         ValueError: ``parallel`` with another norm position than ``pre``.
@@ -143,11 +170,12 @@ class EncoderBlock(nn.Module):
         dropout: float = 0.0,
         residual_scale: float = 1.0,
         branch: Callable[[], nn.Module] | None = None,
+        shortcut: nn.Module | None = None,
     ) -> None:
         super().__init__()
         if parallel and norm_position != "pre":
             raise ValueError(f"parallel sublayers need norm_position='pre', got {norm_position!r}")
-        self.attention, self.feedforward, self.parallel = attention, feedforward, parallel
+        self.attention, self.feedforward, self.parallel, self.shortcut = attention, feedforward, parallel, shortcut
         residual = partial(Residual, norm, norm_position, dropout=dropout, residual_scale=residual_scale, branch=branch)
         self.attention_residual = residual()
         self.feedforward_residual = None if parallel else residual()
@@ -160,25 +188,51 @@ class EncoderBlock(nn.Module):
         position_ids: Tensor | None = None,
         attn_bias: Tensor | Bias | None = None,
         head_mask: Tensor | None = None,
+        embeddings: Tensor | None = None,
+        first_value: Tensor | None = None,
+        need_value: bool = False,
         return_extras: bool = False,
     ) -> Tensor | tuple[Tensor, Extras]:
         """One block.
 
         Args:
             x: (B, L, E).
-            attn_mask, position_ids, attn_bias, head_mask: as in ``MultiHeadAttention.forward``.
+            attn_mask, position_ids, attn_bias, head_mask, first_value: as in ``MultiHeadAttention.forward``.
+            embeddings: (B, L, E), what entered the first block, for ``shortcut``.
+            need_value: put the attention's values (B, Hkv, L, D) into ``extras["value"]``.
             return_extras: return ``(x, extras)``, with ``router_probs`` (B, L, N) and ``router_choice`` (B, L, k) where the
                 feed-forward is a ``MixtureOfExperts``.
         """
         attend = _given(
-            self.attention, attn_mask=attn_mask, position_ids=position_ids, attn_bias=attn_bias, head_mask=head_mask
+            self.attention,
+            attn_mask=attn_mask,
+            position_ids=position_ids,
+            attn_bias=attn_bias,
+            head_mask=head_mask,
+            first_value=first_value,
+            need_value=need_value or None,
         )
-        return self._run(x, attend, None, return_extras)
+        return self._run(x, embeddings, attend, None, return_extras)
 
     def _run(
-        self, x: Tensor, attend: Callable[[Tensor], Any], cross: Callable[[Tensor], Any] | None, return_extras: bool
+        self,
+        x: Tensor,
+        embeddings: Tensor | None,
+        attend: Callable[[Tensor], Any],
+        cross: Callable[[Tensor], Any] | None,
+        return_extras: bool,
     ) -> Tensor | tuple[Tensor, Extras]:
+        if (embeddings is None) != (self.shortcut is None):
+            raise ValueError("embeddings belong to a block with a shortcut, which needs them")
+        if self.shortcut is not None:
+            x = self.shortcut(x, embeddings)
         extras: Extras = {}
+
+        def look(h: Tensor) -> Tensor:
+            out = attend(h)
+            if isinstance(out, tuple):
+                out, extras["value"] = out
+            return out
 
         def feed(h: Tensor) -> Tensor:
             if not (return_extras and isinstance(self.feedforward, MixtureOfExperts)):
@@ -186,7 +240,7 @@ class EncoderBlock(nn.Module):
             out, extras["router_probs"], extras["router_choice"] = self.feedforward(h, return_routing=True)
             return out
 
-        x = self.attention_residual(x, (lambda h: attend(h) + feed(h)) if self.parallel else attend)
+        x = self.attention_residual(x, (lambda h: look(h) + feed(h)) if self.parallel else look)
         if cross is not None:
             x = self.cross_residual(x, cross)  # type: ignore[operator]
         if self.feedforward_residual is not None:
@@ -216,9 +270,10 @@ class DecoderBlock(EncoderBlock):
         dropout: float = 0.0,
         residual_scale: float = 1.0,
         branch: Callable[[], nn.Module] | None = None,
+        shortcut: nn.Module | None = None,
     ) -> None:
         options = {"norm": norm, "norm_position": norm_position, "dropout": dropout, "residual_scale": residual_scale}
-        super().__init__(attention, feedforward, **options, parallel=parallel, branch=branch)  # type: ignore[arg-type]
+        super().__init__(attention, feedforward, **options, parallel=parallel, branch=branch, shortcut=shortcut)  # type: ignore[arg-type]
         self.cross_attention = cross_attention
         self.cross_residual = None if cross_attention is None else Residual(**options, branch=branch)  # type: ignore[arg-type]
 
@@ -233,12 +288,16 @@ class DecoderBlock(EncoderBlock):
         cache: LayerCache | None = None,
         memory: Tensor | None = None,
         memory_mask: Tensor | Mask | None = None,
+        embeddings: Tensor | None = None,
+        first_value: Tensor | None = None,
+        need_value: bool = False,
         return_extras: bool = False,
     ) -> Tensor | tuple[Tensor, Extras]:
         """One block, causal.
 
         Args:
-            x, attn_mask, position_ids, attn_bias, head_mask, return_extras: as in ``EncoderBlock.forward``.
+            x, attn_mask, position_ids, attn_bias, head_mask, embeddings, first_value, need_value, return_extras: as in
+                ``EncoderBlock.forward``.
             cache: the layer's earlier keys and values, and the memory's: x is what comes after them, and masks count
                 them among the S keys.
             memory: (B, S, kdim) of the encoder, for ``cross_attention``; its keys and values are computed at a cache's
@@ -258,13 +317,15 @@ class DecoderBlock(EncoderBlock):
             attn_bias=attn_bias,
             head_mask=head_mask,
             cache=cache,
+            first_value=first_value,
+            need_value=need_value or None,
         )
         cross = (
             None
             if self.cross_attention is None
             else _given(self.cross_attention, key=memory, attn_mask=memory_mask, cache=cache)
         )
-        return self._run(x, attend, cross, return_extras)
+        return self._run(x, embeddings, attend, cross, return_extras)
 
 
 def _given(module: nn.Module, **options: Any) -> Callable[[Tensor], Any]:

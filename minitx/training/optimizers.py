@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from minitx.config import OptimizerConfig, ParameterRule, evaluate_factor
+from minitx.training.muon import Muon, matrix_names
 
 
 def parameter_groups(network: nn.Module, config: OptimizerConfig, *, head_dim: int) -> list[dict[str, object]]:
-    """Groups of parameters that share lr, weight decay and eps.
+    """Groups of parameters that share lr, weight decay, eps and, with ``name=muon``, who updates them (``matrix``).
 
-    Weight decay spares vectors (biases, norms, gains). A parameter takes the first of ``config.rules`` whose ``match``
+    Weight decay spares vectors (biases, norms, gains). Matrices that Muon takes start from ``matrix_lr``, all others from ``lr``. A parameter takes the first of ``config.rules`` whose ``match``
     is found in its name; ``trainable: false`` freezes it (``requires_grad`` is switched off).
 
     Args:
@@ -25,7 +26,8 @@ def parameter_groups(network: nn.Module, config: OptimizerConfig, *, head_dim: i
     Raises:
         ValueError: a rule that matches no parameter, a factor below zero, or that nothing is left to train.
     """
-    groups: dict[tuple[float, float, float], list[nn.Parameter]] = defaultdict(list)
+    groups: dict[tuple[float, float, float, bool], list[nn.Parameter]] = defaultdict(list)
+    matrices = matrix_names(network) if config.name == "muon" else set()
     unused = set(range(len(config.rules)))
     for name, parameter in network.named_parameters():
         index = _first_match(config.rules, name)
@@ -36,12 +38,16 @@ def parameter_groups(network: nn.Module, config: OptimizerConfig, *, head_dim: i
             continue
         lr, decay, eps = (_factor(rule, key, f"optimizer.rules[{index}]", head_dim) for key in ("lr", "weight_decay", "eps"))
         decay = decay if parameter.dim() > 1 else 0.0
-        groups[config.lr * lr, config.weight_decay * decay, config.eps * eps].append(parameter)
+        rate = (config.matrix_lr if name in matrices else config.lr) * lr
+        groups[rate, config.weight_decay * decay, config.eps * eps, name in matrices].append(parameter)
     if unused:
         raise ValueError(f"optimizer.rules[{min(unused)}].match={config.rules[min(unused)].match} matches no parameter name")
     if not groups:
         raise ValueError("optimizer.rules freeze every parameter: nothing is left to train")
-    return [{"params": params, "lr": lr, "weight_decay": decay, "eps": eps} for (lr, decay, eps), params in groups.items()]
+    return [
+        {"params": params, "lr": lr, "weight_decay": decay, "eps": eps, **({"matrix": True} if matrix else {})}
+        for (lr, decay, eps, matrix), params in groups.items()
+    ]
 
 
 def _factor(rule: ParameterRule, key: str, path: str, head_dim: int) -> float:
@@ -59,10 +65,11 @@ def _first_match(rules: Iterable[ParameterRule], name: str) -> int | None:
 
 
 def build_optimizer(network: nn.Module, config: OptimizerConfig, *, head_dim: int) -> torch.optim.Optimizer:
-    """Fused AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) over ``parameter_groups``.
+    """Fused AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) over ``parameter_groups``, or ``Muon``.
 
-    The fused kernel honours ``found_inf``, the latch by which a non-finite step skips every later update.
+    Both honour ``found_inf``, the latch by which a non-finite step skips every later update.
     """
-    return torch.optim.AdamW(
-        parameter_groups(network, config, head_dim=head_dim), betas=config.betas, eps=config.eps, fused=True
-    )
+    groups = parameter_groups(network, config, head_dim=head_dim)
+    if config.name == "muon":
+        return Muon(groups, betas=config.betas, momentum=config.momentum, steps=config.ns_steps)
+    return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=True)

@@ -290,7 +290,7 @@ def load_checkpoint(path: Path, model_config: TransformerConfig) -> dict[str, An
         ConfigError: no such file, not a checkpoint of ours, or one of another model (the fields are named).
     """
     checkpoint = read_checkpoint(path)
-    saved = dict(checkpoint["minitx"]["model"])
+    saved = to_dict(TransformerConfig(**checkpoint["minitx"]["model"]))  # options that are younger than it, at their defaults
     wanted = to_dict(model_config)
     other = [f"{name} {saved.get(name)} != {value}" for name, value in wanted.items() if saved.get(name) != value]
     if other:

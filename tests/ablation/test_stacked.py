@@ -196,6 +196,7 @@ REFUSED = {
     "model.pretrained": "folder",
     "model.checkpointing": True,
     "model.attention": "linear",
+    "optimizer.name": "muon",
     "model.backend": "sdpa",
     "callbacks.extra": {"sharp": {"_target_": "minitx.training.callbacks.AttentionTemperature"}},
     "evaluation.at_end": True,

@@ -222,6 +222,8 @@ CONFIG = [
     composed("a word for the seed", "seed=abc", "seed=abc", "whole number"),
     composed("an unknown answer to a loss that is not finite", "on_nonfinite=ignore", "on_nonfinite=ignore", "stop, record"),
     composed("probes at negative steps", "callbacks.probe.every=-1", "callbacks.probe.every=-1", "zero or more"),
+    composed("Muon over cut matrices", "optimizer=muon trainer=fsdp", "optimizer.name=muon", "trainer.strategy=sharded", "ddp"),
+    composed("a soft-cap on logits of an encoder", "model.architecture=encoder model.logit_softcap=30", "logit_softcap=30.0", "architecture=encoder"),
     composed("an interpolation to nothing", "model.embed_dim=${nope}", "model.embed_dim", "nope"),
     composed("an interpolation to an unset variable", "model.embed_dim=${oc.env:MINITX_NOT_SET}", "model.embed_dim", "MINITX_NOT_SET"),
     composed("a misspelt launcher", "experiment=scaling_ablation ablation.launcher=slurn", "ablation.launcher=slurn", "local, slurm, ray", "did you mean slurm?"),

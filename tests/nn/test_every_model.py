@@ -21,6 +21,10 @@ from minitx.nn import (
 from minitx.nn.models import build_model
 
 V, E, H, L, S, C = 13, 12, 3, 7, 5, 3
+MODERN = {
+    **{"position": "rotary", "qk_norm": "rms", "norm": "rms", "bias": False, "activation": "relu2", "tie_embeddings": False},
+    **{"embed_shortcut": True, "value_residual": True, "logit_softcap": 30.0},
+}
 VANILLA = {"position": "sinusoidal", "norm_position": "post", "scale_embeddings": True, "activation": "relu"}
 T5 = {
     "position": "t5", "norm": "rms", "bias": False, "scale": "unscaled", "activation": "relu", "scale_logits": True,
@@ -36,6 +40,7 @@ MODELS = {
     "qwen2": ("decoder", {**LLAMA, "qkv_bias": True}),
     "decoder with alibi and a window": ("decoder", {"position": "alibi", "window": 3}),
     "decoder with a learned scale": ("decoder", {"scale": "learned", "qk_norm": "l2"}),
+    "modern decoder": ("decoder", MODERN),
     "bert": ("encoder", BERT),
     "bert, sequence": ("encoder", {**BERT, **SEQUENCE, "head_transform": False, "pooler": True}),
     "encoder, mean of tokens": ("encoder", {**SEQUENCE, "pooling": "mean", "position": "rotary"}),

@@ -27,7 +27,8 @@ class Stack(nn.ModuleList):
     def __init__(self, config: TransformerConfig, num_layers: int, *, decoder: bool, cross: bool = False) -> None:
         depth = {"num_layers": num_layers, "decoder": decoder, "cross": cross}
         super().__init__(build_block(config, layer, **depth) for layer in range(num_layers))  # type: ignore[arg-type]
-        self.checkpointing = config.checkpointing
+        self.checkpointing, self.value_residual = config.checkpointing, config.value_residual
+        self.embed_shortcut = config.embed_shortcut
 
     def forward(
         self,
@@ -40,13 +41,17 @@ class Stack(nn.ModuleList):
     ) -> Tensor:
         """``options`` go to every block; ``head_masks`` and the cache by layer; ``routing`` collects what routers chose."""
         run = run_checkpointed if self.checkpointing and torch.is_grad_enabled() else _run
-        if routing is not None:
-            options["return_extras"] = True
+        embeddings, first_value = x if self.embed_shortcut else None, None
         for layer, block in enumerate(self):
             own = {} if cache is None else {"cache": cache.layers[layer]}
-            x = run(block, x, **options, **own, head_mask=(head_masks or {}).get(layer))
-            if routing is not None:
+            shared = {"embeddings": embeddings, "first_value": first_value} if layer else {"need_value": self.value_residual}
+            need_extras = routing is not None or (self.value_residual and not layer)
+            head_mask = (head_masks or {}).get(layer)
+            x = run(block, x, **options, **own, **shared, head_mask=head_mask, return_extras=need_extras)
+            if need_extras:
                 x, extras = x
+                first_value = extras.pop("value", first_value)
+            if routing is not None:
                 routing.append(extras)
         return x
 

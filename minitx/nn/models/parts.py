@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from minitx.config import TransformerConfig
 from minitx.nn.attention import DotProductAttention, MultiHeadAttention
 from minitx.nn.bias import ALiBi, Bias, T5RelativeBias
-from minitx.nn.blocks import DecoderBlock, EncoderBlock, LayerScale, StochasticDepth
+from minitx.nn.blocks import DecoderBlock, EncoderBlock, LayerScale, LearnedMix, StochasticDepth
 from minitx.nn.efficient import build_core
 from minitx.nn.feedforward import FeedForward, MixtureOfExperts
 from minitx.nn.norms import QKNorm, make_norm
@@ -61,8 +62,8 @@ class Embeddings(nn.Module):
         return self.dropout(x if self.norm is None else self.norm(x))
 
 
-def build_attention(config: TransformerConfig, *, rotary: bool = True) -> MultiHeadAttention:
-    """One attention layer; cross-attention takes no rotary positions."""
+def build_attention(config: TransformerConfig, *, rotary: bool = True, later: bool = False) -> MultiHeadAttention:
+    """One attention layer; cross-attention takes no rotary positions, and only a ``later`` layer the first one's values."""
     D = config.width_per_head
     scale = ScoreScale(config.scale, head_dim=D, num_heads=config.num_heads, max_len=config.max_len, factor=config.scale_factor)
     return MultiHeadAttention(
@@ -76,8 +77,25 @@ def build_attention(config: TransformerConfig, *, rotary: bool = True) -> MultiH
         qk_norm=QKNorm(config.qk_norm, D, num_kv_heads=config.kv_heads, eps=config.qk_norm_eps) if config.qk_norm else None,
         rotary=build_rotary(config) if rotary and config.position == "rotary" else None,
         sinks=config.sinks,
+        value_residual=LearnedMix(0.5, 0.5) if config.value_residual and later else None,
         core=build_attention_core(config),
     )
+
+
+class LMHead(nn.Linear):
+    """Logits over the vocabulary: xW + b, or t · tanh((xW + b) / t) with a soft-cap t (Gemma 2, arXiv:2408.00118, §2).
+
+    >>> bool(LMHead(3, 5, softcap=2.0)(torch.full((1, 3), 100.0)).abs().max() <= 2.0)
+    True
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = True, softcap: float | None = None) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.softcap = softcap
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
 def build_attention_core(config: TransformerConfig) -> nn.Module:
@@ -130,7 +148,7 @@ def build_block(
         return nn.Sequential(*gain, *([StochasticDepth(drop)] if drop > 0.0 else []))
 
     parts = {
-        "attention": build_attention(config),
+        "attention": build_attention(config, later=layer > 0),
         "feedforward": build_feedforward(config),
         "norm": lambda: make_norm(config.norm, config.embed_dim, config.norm_eps),
         "norm_position": config.norm_position,
@@ -138,6 +156,7 @@ def build_block(
         "dropout": config.dropout,
         "residual_scale": deepnorm_factors(config, decoder=decoder)[0],
         "branch": branch,
+        "shortcut": LearnedMix(1.0, 0.0) if config.embed_shortcut and layer else None,
     }
     if not decoder:
         return EncoderBlock(**parts)  # type: ignore[arg-type]

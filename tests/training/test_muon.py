@@ -1,0 +1,175 @@
+"""Muon: its formula, torch's own, and what it shares with AdamW."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from minitx.config import OptimizerConfig, ParameterRule, TransformerConfig
+from minitx.nn import DecoderLM
+from minitx.nn.models import build_model
+from minitx.training.muon import COEFFICIENTS, Muon, matrix_names, orthogonalise
+from minitx.training.optimizers import build_optimizer
+
+SHAPES = ((7, 13), (13, 7), (11, 11), (7, 13), (2, 5, 3))
+SMALL = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
+
+
+def parameters(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(3)
+    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in SHAPES]
+
+
+def give_gradients(params, step):
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+
+
+def muon(params, lr=0.1, decay=0.3, **options):
+    groups = [{"params": params, "lr": lr, "weight_decay": decay, "eps": 1e-8, "matrix": True}]
+    return Muon(groups, betas=(0.9, 0.95), **options)
+
+
+def by_the_book(weight, gradients, lr, decay, momentum, steps):
+    """One matrix at a time, as the formula is written."""
+    average = torch.zeros_like(weight)
+    for gradient in gradients:
+        average = momentum * average + (1 - momentum) * gradient
+        x = (1 - momentum) * gradient + momentum * average
+        tall = x.shape[0] > x.shape[1]
+        x = x.T if tall else x
+        x = x / x.norm()
+        a, b, c = COEFFICIENTS
+        for _ in range(steps):
+            x = a * x + b * (x @ x.T @ x) + c * (x @ x.T @ x @ x.T @ x)
+        x = x.T if tall else x
+        factor = max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5
+        weight = weight - lr * decay * weight - lr * factor * x
+    return weight
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5])
+def test_each_matrix_is_updated_by_the_formula_as_if_it_stood_alone(steps):
+    params = parameters()
+    before = [p.detach().clone() for p in params]
+    optimizer, gradients = muon(params, momentum=0.8, steps=steps), []
+    for step in range(3):
+        give_gradients(params, step)
+        gradients.append([p.grad.clone() for p in params])
+        optimizer.step()
+    for i, p in enumerate(params):
+        alone = zip(before[i].reshape(-1, *p.shape[-2:]), p.detach().reshape(-1, *p.shape[-2:]), strict=True)
+        for j, (start, end) in enumerate(alone):
+            own = [g[i].reshape(-1, *p.shape[-2:])[j] for g in gradients]
+            torch.testing.assert_close(end, by_the_book(start, own, 0.1, 0.3, 0.8, steps), rtol=1e-11, atol=1e-11)
+
+
+def test_torchs_muon_makes_the_same_steps_within_its_bfloat16():
+    ours, theirs = (parameters(torch.float32)[:4] for _ in range(2))
+    mine, other = muon(ours, decay=0.1), torch.optim.Muon(theirs, lr=0.1, weight_decay=0.1, momentum=0.95)
+    for step in range(3):
+        for params, optimizer in ((ours, mine), (theirs, other)):
+            give_gradients(params, step)
+            optimizer.step()
+    start = parameters(torch.float32)
+    for a, b, c in zip(ours, theirs, start, strict=False):
+        assert (a - b).norm() < 0.02 * (b - c).norm()  # of the whole way; another factor or sign would be 100 times that
+
+
+def test_singular_values_come_near_one_and_directions_stay():
+    matrices = torch.randn(3, 17, 29, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    u, _, v = torch.linalg.svd(matrices, full_matrices=False)
+    inner = u.mT @ orthogonalise(matrices) @ v.mT
+    values = torch.diagonal(inner, dim1=-2, dim2=-1)
+    assert values.min() > 0.6 and values.max() < 1.25
+    assert (inner - torch.diag_embed(values)).abs().max() < 1e-10
+
+
+def test_what_is_no_matrix_is_updated_by_adamw_bit_for_bit():
+    def with_adamw(network):
+        return build_optimizer(network, OptimizerConfig(lr=1e-2, weight_decay=0.1), head_dim=4)
+
+    def with_muon(network):
+        return build_optimizer(network, OptimizerConfig(name="muon", lr=1e-2, weight_decay=0.1), head_dim=4)
+
+    networks = []
+    for build in (with_adamw, with_muon):
+        torch.manual_seed(0)
+        network = DecoderLM(SMALL)
+        optimizer = build(network)
+        for step in range(3):
+            give_gradients(list(network.parameters()), step)
+            optimizer.step()
+        networks.append(dict(network.named_parameters()))
+    matrices = matrix_names(DecoderLM(SMALL))
+    for name, theirs in networks[0].items():
+        assert torch.equal(theirs, networks[1][name]) == (name not in matrices), name
+
+
+@pytest.mark.parametrize("architecture", ["decoder", "encoder", "encoder_decoder", "vision"])
+@pytest.mark.parametrize("experts", [None, 3])
+def test_muon_takes_the_matrices_between_hidden_states_and_nothing_else(architecture, experts):
+    options = {"architecture": architecture, "num_experts": experts, "tie_embeddings": False}
+    if architecture == "vision":
+        options |= {"head": "sequence", "num_labels": 3, "image_size": 4, "num_channels": 1, "vocab_size": None}
+    network = build_model(replace(SMALL, **options))
+    shapes = {name: p.shape for name, p in network.named_parameters()}
+    taken = matrix_names(network)
+    assert taken and taken <= set(shapes)
+    assert all(len(shapes[name]) in (2, 3) for name in taken)
+    left = [name for name in set(shapes) - taken if len(shapes[name]) > 1]
+    assert all("head" in name or "embeddings" in name or "router" in name for name in left), left
+    assert not any("head." in name or "embeddings.token" in name for name in taken)
+
+
+def test_rates_and_rules_reach_the_matrices_too():
+    rules = (ParameterRule(match="q_proj", lr=0.5), ParameterRule(match="head|token", lr=3.0))
+    network = DecoderLM(SMALL)
+    config = OptimizerConfig(name="muon", lr=1e-3, matrix_lr=0.04, weight_decay=0.1, rules=rules)
+    optimizer = build_optimizer(network, config, head_dim=4)
+    rate = {id(p): (g["matrix"], g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    found = {name: rate[id(p)] for name, p in network.named_parameters()}
+    assert found["blocks.0.attention.q_proj.weight"] == (True, 0.02, 0.1)
+    assert found["blocks.0.attention.k_proj.weight"] == (True, 0.04, 0.1)
+    assert found["blocks.0.attention.q_proj.bias"] == (False, 0.0005, 0.0)
+    assert found["embeddings.token.weight"] == (False, pytest.approx(0.003), 0.1)
+
+
+def test_a_step_that_must_not_be_made_changes_no_weight():
+    params = parameters()
+    params.append(nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    groups = [
+        {"params": params[:-1], "lr": 0.1, "weight_decay": 0.1, "eps": 1e-8, "matrix": True},
+        {"params": params[-1:], "lr": 0.1, "weight_decay": 0.1, "eps": 1e-8},
+    ]
+    optimizer = Muon(groups, betas=(0.9, 0.95))
+    before = [p.detach().clone() for p in params]
+    for step, stop in enumerate((1.0, 1.0, 0.0)):
+        give_gradients(params, step)
+        if stop:
+            params[0].grad.fill_(torch.nan)
+            params[-1].grad.fill_(torch.inf)
+        optimizer.found_inf = torch.tensor(stop)
+        optimizer.step()
+        moved = [not torch.equal(a, b) for a, b in zip(before, params, strict=True)]
+        assert all(moved) if not stop else not any(moved)
+        assert all(torch.isfinite(p).all() for p in params)
+
+
+def test_a_saved_state_goes_on_with_the_same_bits():
+    params = parameters()
+    optimizer = muon(params)
+    for step in range(2):
+        give_gradients(params, step)
+        optimizer.step()
+    copies = [nn.Parameter(p.detach().clone()) for p in params]
+    other = muon(copies)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for step in range(2, 4):
+        for those, using in ((params, optimizer), (copies, other)):
+            give_gradients(those, step)
+            using.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, copies, strict=True))
