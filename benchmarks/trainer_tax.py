@@ -56,17 +56,18 @@ def raw_blocks(batches: Iterator[dict[str, Tensor]]) -> Callable[[TrainingModule
     return block
 
 
+def raw_seconds(rows: int) -> float:
+    """Seconds of a raw step."""
+    module, data = ready(run_config(rows, 12))
+    optimizer = module.configure_optimizers()["optimizer"]
+    batches = data.train_dataloader()
+    return median_interval([seconds_of(lambda: raw_step(module.network, optimizer, batch)) for batch in batches])["median"]
+
+
 def rows_for(seconds: float) -> int:
     """How many rows a batch must have for a raw step of about so many seconds."""
-    found = 0.0
-    for rows in (12, 48):  # the first is the warm-up of the second
-        module, data = ready(run_config(rows, 20))
-        optimizer = module.configure_optimizers()["optimizer"]
-        batches = iter(data.train_dataloader())
-        found = median_interval([seconds_of(lambda: raw_step(module.network, optimizer, next(batches))) for _ in range(12)])[
-            "median"
-        ]
-    return max(1, round(48 * seconds / found))
+    raw_seconds(12)  # warm
+    return max(1, round(48 * seconds / raw_seconds(48)))
 
 
 class Recorded(SimpleProfiler):
