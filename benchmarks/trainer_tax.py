@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
@@ -61,7 +62,7 @@ def raw_seconds(rows: int) -> float:
     module, data = ready(run_config(rows, 12))
     optimizer = module.configure_optimizers()["optimizer"]
     batches = data.train_dataloader()
-    return median_interval([seconds_of(lambda: raw_step(module.network, optimizer, batch)) for batch in batches])["median"]
+    return median_interval([seconds_of(partial(raw_step, module.network, optimizer, batch)) for batch in batches])["median"]
 
 
 def rows_for(seconds: float) -> int:
