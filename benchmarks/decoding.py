@@ -2,8 +2,9 @@
 
 Over Hugging Face: ``generate`` of ``GPT2LMHeadModel`` (torch's fused attention, its default cache, no end token) against
 ``minitx.generation.generate``, same weights, same prompt; reading the prompt counts on both sides, and every call's ids must be
-the same. Over no cache: ours against ours with ``use_cache=False``, which reads the whole text again for each token; that is slow,
-so it is timed on a smaller model (``--small-layers``, ``--small-width``) at the full lengths, and the row says so.
+the same. Over no cache: ours against ours with ``use_cache=False``, which reads the whole text again for each token. That takes
+minutes for a whole answer, so one token is timed on both sides, that after 384 others, the middle of 256 + 256; reading the
+prompt does not count there.
 
 A token of batch 1 reads every weight once: at float32 no implementation can be faster than memory. So a further row holds the
 bound: the time of one matrix-vector product with each of the model's matrices, ``torch.mv`` and nothing else, over our time for
@@ -19,7 +20,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from measure import compare, in_pairs, judged, median_interval, ratio_interval, row, seconds_of, table, write
+from measure import compare, compared, in_pairs, judged, median_interval, ratio_interval, row, seconds_of, table, turns, write
 from peers import Peer, decoder, hugging_face
 from torch import Tensor, nn
 
@@ -72,10 +73,11 @@ def reading_bound(model: nn.Module) -> Callable[[], None]:
     return run
 
 
-def token_seconds(model: nn.Module, prompt: Tensor, new: int) -> float:
+def token_seconds(model: nn.Module, prompt: Tensor, new: int, use_cache: bool = True) -> float:
     """Median seconds between two tokens of ours; the first, which needs the whole prompt, is left out."""
     clock: list[float] = []
-    generate(model, prompt, max_new_tokens=new, stop=(), on_token=lambda row, token: clock.append(time.perf_counter()))
+    note = lambda row, token: clock.append(time.perf_counter())  # noqa: E731
+    generate(model, prompt, max_new_tokens=new, stop=(), use_cache=use_cache, on_token=note)
     return median_interval([b - a for a, b in pairwise(clock)])["median"]
 
 
@@ -96,28 +98,28 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--small-width", type=int, default=256)
-    parser.add_argument("--small-layers", type=int, default=4)
     given = parser.parse_args()
     torch.manual_seed(0)
-    context = given.prompt + given.new
+    context = given.prompt + given.new + 32
     prompt = torch.randint(VOCABULARY, (1, given.prompt))
-    lengths = f"{given.prompt} + {given.new} tokens"
     rows = []
     peer = hugging_face(decoder(VOCABULARY, given.width, given.layers, context))
     peer.module.eval()
     sides = same(lambda: hugging_face_ids(peer, prompt, given.new), lambda: our_ids(peer.ours, prompt, given.new))
     found = compare(*sides, pairs=given.pairs, warm=1)
     speed = {"b_tokens_per_second": round(given.new / found["b_seconds"], 1)}
-    shape = f"{sum(p.numel() for p in peer.ours.parameters()) / 1e6:.0f}M, {lengths}"
-    rows.append(row(f"{shape}: over Hugging Face", found, WANTED_HUGGING_FACE, **speed))
+    size = f"{sum(p.numel() for p in peer.ours.parameters()) / 1e6:.0f}M"
+    rows.append(row(f"{size}, {given.prompt} + {given.new} tokens: over Hugging Face", found, WANTED_HUGGING_FACE, **speed))
     rows.append(bound_row(peer.ours, prompt, given.pairs))
     print(table(rows), flush=True)
-    small = hugging_face(decoder(VOCABULARY, given.small_width, given.small_layers, context)).ours
-    sides = same(lambda: our_ids(small, prompt, given.new, use_cache=False), lambda: our_ids(small, prompt, given.new))
-    found = compare(*sides, pairs=given.pairs, warm=1)
-    shape = f"{sum(p.numel() for p in small.parameters()) / 1e6:.0f}M, {lengths}"
-    rows.append(row(f"{shape}: over no cache", found, WANTED_NO_CACHE))
+    middle = torch.randint(VOCABULARY, (1, given.prompt + given.new // 2))
+    if not torch.equal(our_ids(peer.ours, middle, 3, use_cache=False), our_ids(peer.ours, middle, 3)):
+        raise SystemExit("error: other ids without a cache")
+    blocks = [
+        (side, token_seconds(peer.ours, middle, 3 if side == 0 else 17, use_cache=side == 1)) for side in turns(given.pairs)
+    ]
+    name = f"{size}, a token after {middle.shape[1]}: over no cache"
+    rows.append(row(name, compared(blocks), WANTED_NO_CACHE))
     print(table(rows[-1:]))
     title = "Greedy decoding with a cache on a CPU, float32, one row, equal ids"
     print(write("decoding", {"target": "P8", "title": title, "threads": torch.get_num_threads(), "rows": rows}))
