@@ -27,12 +27,20 @@ from minitx.nn import DecoderLM
 
 @dataclass(frozen=True)
 class Peer:
-    """A decoder of others, and ours with the same weights; ``logits`` are those of (B, L) ids."""
+    """A decoder of others, and ours with the same weights; ``logits`` are those of (B, L) ids.
+
+    ``own_loss`` is for a module that makes its mean cross-entropy of ids and labels by itself.
+    """
 
     name: str
     module: nn.Module
     logits: Callable[[Tensor], Tensor]
     ours: DecoderLM
+    own_loss: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def loss(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross-entropy of (B, L) labels."""
+        return loss_of(self.logits(ids), labels) if self.own_loss is None else self.own_loss(ids, labels)
 
 
 def decoder(vocab_size: int, width: int, layers: int, context: int, **more: Any) -> TransformerConfig:
@@ -141,13 +149,13 @@ def nano_gpt(config: TransformerConfig, checkout: Path) -> Peer:
         pairs += _linear(layer.attn.c_proj, attention.out_proj)
         pairs += _linear(layer.mlp.c_fc, block.feedforward.up_proj) + _linear(layer.mlp.c_proj, block.feedforward.down_proj)
     _copy(pairs)
-    return Peer("nanoGPT", theirs, lambda ids: theirs(ids, ids)[0], ours)
+    return Peer("nanoGPT", theirs, lambda ids: theirs(ids, ids)[0], ours, lambda ids, labels: theirs(ids, labels)[1])
 
 
 def check_equal(peer: Peer, ids: Tensor, labels: Tensor) -> float:
     """The loss that both sides give; ends the benchmark where they differ by more than rounding."""
     with torch.no_grad():
-        theirs, ours = (float(loss_of(logits, labels)) for logits in (peer.logits(ids), peer.ours(ids)))
+        theirs, ours = float(peer.loss(ids, labels)), float(loss_of(peer.ours(ids), labels))
     if not abs(theirs - ours) <= 1e-5 * abs(ours):
         raise SystemExit(f"error: {peer.name} has the loss {theirs}, ours {ours}: there is nothing to compare")
     return ours

@@ -2,7 +2,7 @@
 
 Both sides have the same architecture, number of parameters (those of both are printed; a peer without some biases meets ours
 without them, norms apart), weights, batch and context; their losses agree before anything is timed. Both steps are the same
-few lines: logits, ``F.cross_entropy``, backward, fused AdamW over all parameters in one group, gradients dropped. Nobody has
+few lines: logits, ``F.cross_entropy`` (nanoGPT's own call of it), backward, fused AdamW over all parameters in one group, gradients dropped. Nobody has
 dropout, a cache, a compiler or autocast; a peer's attention is torch's fused kernel, as ours is. What is left is what the two
 libraries do around the same matrix products.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,17 +29,21 @@ TORCH = ">= 1.0"
 SIZES = {"char": (65, 128, 4, 64, 12), "E 256": (65, 256, 4, 256, 8)}  # vocabulary, width, layers, context, batch
 
 
-def training_step(module: nn.Module, logits: Callable[[Tensor], Tensor], ids: Tensor, labels: Tensor) -> Callable[[], None]:
+def training_step(module: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
     """One step on the same batch, over and over."""
     module.train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def step() -> None:
-        loss_of(logits(ids), labels).backward()
+        loss().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+def our_loss(peer: Peer, ids: Tensor, labels: Tensor) -> Tensor:
+    return loss_of(peer.ours(ids), labels)
 
 
 def peers_of(size: str, nanogpt: Path | None) -> Iterator[Peer]:
@@ -67,10 +72,8 @@ def main() -> None:
             loss = check_equal(peer, ids, labels)
             counts = num_parameters(peer.module), num_parameters(peer.ours)
             assert abs(counts[0] / counts[1] - 1) < 0.01, counts
-            theirs, ours = (
-                training_step(module, logits, ids, labels)
-                for module, logits in ((peer.module, peer.logits), (peer.ours, peer.ours))
-            )
+            theirs = training_step(peer.module, partial(peer.loss, ids, labels))
+            ours = training_step(peer.ours, partial(our_loss, peer, ids, labels))
             found = compare(theirs, ours, pairs=given.pairs)
             more = {"a_parameters": counts[0], "b_parameters": counts[1], "loss": loss}
             more["b_tokens_per_second"] = round(batch * context / found["b_seconds"])
