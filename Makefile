@@ -1,10 +1,11 @@
 # make ablation   set up and run the scaling ablation        make test   set up and pass the tests
+# make bench      measure beside others, docs/performance.md (20 minutes on two cores)
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: ablation test slow lint clean
+.PHONY: ablation test slow lint bench bench-quality clean
 
 ablation: $(VENV)/train.installed
 	$(BIN)/python scripts/train.py experiment=scaling_ablation
@@ -14,6 +15,15 @@ test: $(VENV)/dev.installed
 
 slow: $(VENV)/dev.installed
 	$(BIN)/python -m pytest -n 2 -m slow
+
+BENCHES := data_path attention_statistics trainer_tax training_throughput cold_start memory decoding
+bench: $(VENV)/dev.installed
+	set -e; for name in $(BENCHES); do $(BIN)/python benchmarks/$$name.py; done
+	$(BIN)/python benchmarks/report.py
+
+bench-quality: $(VENV)/dev.installed
+	$(BIN)/python benchmarks/quality.py
+	$(BIN)/python benchmarks/report.py
 
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .

@@ -43,7 +43,7 @@ def compare(
 
     ``pairs`` of neighbours A and B give ``ratio`` (seconds of A over seconds of B, median with its 95 % interval, made on the
     logarithm); the two blocks of A in every A B B A, which is first and which last by turns, give ``control``, whose interval must
-    hold 1 (``control_holds``).
+    hold 1 (``control_holds``). ``pairs`` is an even number.
     """
     for work in (a, b):
         for _ in range(warm):
@@ -53,16 +53,28 @@ def compare(
     def timed(side: int) -> float:
         return seconds_of(lambda: [(a, b)[side]() for _ in range(repeats[side])]) / repeats[side]
 
+    return compared([(side, timed(side)) for side in turns(pairs)])
+
+
+def turns(pairs: int) -> list[int]:
+    """Whose block is next, 0 for A and 1 for B: A B B A, B A A B, …; ``pairs`` (even) of neighbours.
+
+    >>> turns(4)
+    [0, 1, 1, 0, 1, 0, 0, 1]
+    """
+    return [side for index in range(pairs // 2) for side in ((0, 1, 1, 0) if index % 2 == 0 else (1, 0, 0, 1))]
+
+
+def compared(blocks: Sequence[tuple[int, float]]) -> dict[str, Any]:
+    """What ``compare`` returns, from the (side, seconds) of blocks that were measured in the order of ``turns``."""
     ratios, controls, seconds = [], [], ([], [])  # type: ignore[var-annotated]
-    for index in range(pairs // 2):
-        order = (0, 1, 1, 0) if index % 2 == 0 else (1, 0, 0, 1)
-        found = [timed(side) for side in order]
-        for side, value in zip(order, found, strict=True):
+    for index, first in enumerate(range(0, len(blocks), 4)):
+        four = blocks[first : first + 4]
+        for side, value in four:
             seconds[side].append(value)
-        for pair in (0, 2):
-            first, second = found[pair : pair + 2]
-            ratios.append(first / second if order[pair] == 0 else second / first)
-        own = [value for side, value in zip(order, found, strict=True) if side == 0]
+        for (side, one), (_, other) in (four[:2], four[2:]):
+            ratios.append(one / other if side == 0 else other / one)
+        own = [value for side, value in four if side == 0]
         controls.append(own[0] / own[1] if index % 4 < 2 else own[1] / own[0])
     control = ratio_interval(controls)
     return {
@@ -93,6 +105,46 @@ def judged(name: str, interval: dict[str, float], wanted: str | None, **more: An
 def inverse(interval: dict[str, float]) -> dict[str, float]:
     """1 / a ratio and its interval: A over B as B over A."""
     return {"median": 1.0 / interval["median"], "low": 1.0 / interval["high"], "high": 1.0 / interval["low"]}
+
+
+def row(name: str, found: dict[str, Any], wanted: str | None, **more: Any) -> dict[str, Any]:
+    """``judged`` of what ``compare`` returned. ``wanted`` with ``<=`` speaks of B's time over A's, with ``>=`` of how many
+    times as fast B is as A."""
+    ratio = inverse(found["ratio"]) if wanted is not None and wanted.startswith("<=") else found["ratio"]
+    return judged(name, ratio, wanted, **{key: value for key, value in found.items() if key != "ratio"}, **more)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """``rows`` of a result as a Markdown table."""
+    lines = ["| measured | median | 95 % | wanted | | A, s | B, s | A against A |", "|---|---|---|---|---|---|---|---|"]
+    for one in rows:
+        interval = "" if one["low"] == one["high"] else f"{number(one['low'])} to {number(one['high'])}"
+        seconds = [number(one[key]) if key in one else "" for key in ("a_seconds", "b_seconds")]
+        control = one.get("control")
+        own = f"{number(control['low'])} to {number(control['high'])}" if control else ""
+        told = own if one.get("control_holds", True) else f"{own}, does not hold 1"
+        cells = (one["name"], number(one["median"]), interval, wish(one), verdict(one), *seconds, told)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def number(value: float) -> str:
+    """Three digits that count, four from 1 on.
+
+    >>> [number(x) for x in (0.000123456, 0.5, 1.02345, 1234.5)]
+    ['0.000123', '0.500', '1.023', '1234']
+    """
+    return f"{value:.3g}" if 0 < abs(value) < 0.01 else f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def wish(one: dict[str, Any]) -> str:
+    """What a row was to be."""
+    return one["wanted"] or ""
+
+
+def verdict(one: dict[str, Any]) -> str:
+    """Whether a row is what it was to be, where that was said."""
+    return "" if one["wanted"] is None else "met" if one["met"] else "missed"
 
 
 def ratio_interval(ratios: Sequence[float]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from minitx.nn import KVCache
+from minitx.nn.models import TransformerModel
 
 
 def penalise_repeats(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -317,13 +318,20 @@ class _Reader:
             ids, new_mask, self.cache = view, key_mask, self._new_cache()
         options = {} if self.cache is None else {"cache": self.cache}
         if self.memory is None:
-            logits = self.model(ids, key_mask=new_mask, **options)
+            last = self._last_logits(ids, key_mask=new_mask, **options)
         else:
-            logits = self.model(None, ids, key_mask=self.source_mask, memory=self.memory, **options)
-        last = logits[:, -1].to(torch.promote_types(logits.dtype, torch.float32))
+            last = self._last_logits(None, ids, key_mask=self.source_mask, memory=self.memory, **options)
+        last = last.to(torch.promote_types(last.dtype, torch.float32))
         if not bool(torch.isfinite(last.amax(dim=-1)).all()):
             raise FloatingPointError("the model's logits are not finite")
         return last
+
+    def _last_logits(self, *args: Any, **options: Any) -> Tensor:
+        """(B, V) after the last position; of a prompt, the head, often the largest matrix, need not see the others."""
+        if not isinstance(self.model, TransformerModel):
+            return self.model(*args, **options)[:, -1]
+        hidden, _ = self.model(*args, **options, return_extras=True)
+        return self.model.get_submodule("head")(hidden[:, -1])
 
     def _new_cache(self) -> KVCache | None:
         if self.capacity is None:

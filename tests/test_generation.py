@@ -551,3 +551,11 @@ def test_a_prompt_longer_than_the_context_begins_with_its_last_tokens():
     assert torch.equal(got[0], generate(network, prompt[:, -31:], max_new_tokens=3, stop=(), context=31)[0])
     with pytest.raises(ValueError, match=r"context=32: the position table ends at max_len=31"):
         generate(network, prompt, context=32)
+
+
+def test_the_head_is_computed_for_the_last_position_only():
+    model, seen = language_model(), []
+    handle = model.head.register_forward_pre_hook(lambda head, args: seen.append(args[0].shape))
+    generate(model, torch.randint(V, (2, 7)), max_new_tokens=3)
+    handle.remove()
+    assert seen == [(2, E)] * 3

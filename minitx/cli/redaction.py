@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from minitx.config import ConfigError, RunConfig, to_dict
@@ -98,12 +99,17 @@ def _texts(node: Any, path: str) -> Iterator[tuple[str, str]]:
 
 def _of_environment() -> list[str]:
     """Values of secret-looking variables, the longest first, so that one that holds another is taken out whole."""
-    values = {value for name, value in os.environ.items() if _SECRET.search(name) and len(value) >= SHORTEST}
+    values = {value for name, value in os.environ.items() if _sounds_secret(name) and len(value) >= SHORTEST}
     return sorted(values, key=len, reverse=True)
 
 
+@cache  # every text of a config is held against every variable of the environment
+def _sounds_secret(name: str) -> bool:
+    return bool(_SECRET.search(name))
+
+
 def _is_secret(key: str, value: Any) -> bool:
-    return bool(_SECRET.search(key)) and value is not None and value != "" and not isinstance(value, bool)
+    return _sounds_secret(key) and value is not None and value != "" and not isinstance(value, bool)
 
 
 def _redact_override(key: str, sign: str, value: str) -> str:

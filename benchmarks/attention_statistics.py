@@ -1,0 +1,79 @@
+"""P11: training that looks at the attention of every layer and head each 50 steps, over training that never looks.
+
+Both sides take turns inside one running fit of the small character model: blocks of 50 steps with the probe of
+``callbacks.probe`` (its record at the end of the block, and the look before that update, both as a run has them) and blocks of
+50 without. The probe reads 8 rows of validation. That no L × S matrix lives in memory is asserted on the statistics themselves:
+the largest tensor and the peak of bytes, counted by ``minitx.analysis.meter``, as the context doubles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+from inside_fit import Turns, fit, ready, run_config
+from measure import compared, row, table, write
+
+from minitx.analysis.meter import fit_exponent, measure
+from minitx.analysis.statistics import attention_statistics
+from minitx.config import ProbeConfig
+from minitx.nn import Causal
+from minitx.training.probes import Probe
+
+WANTED, EVERY, LENGTHS = "<= 1.03", 50, (512, 1024, 2048, 4096)
+
+
+class Switched(Probe):
+    """The run's probe, at each 50th step of the blocks that look and at no other."""
+
+    looks = False
+
+    def due(self, step: int) -> bool:
+        return self.looks and step % self.options.every == 0
+
+
+def memory_of_statistics() -> dict[str, float]:
+    """The powers of the length with which peak memory and the largest tensor grow; ends the benchmark at 1.5 or where one of
+    the tensors is as large as one head's L × S matrix."""
+    peaks, largest = [], []
+    for length in LENGTHS:
+        query, key = torch.randn(2, 1, 4, length, 32).unbind()
+
+        def look(query: torch.Tensor = query, key: torch.Tensor = key) -> None:
+            attention_statistics(query, key, mask=Causal(), scale=32**-0.5)
+
+        cost = measure(look)
+        peaks.append(cost["peak"])
+        largest.append(cost["largest"])
+    powers = {"peak_bytes": fit_exponent(LENGTHS, peaks), "largest_tensor": fit_exponent(LENGTHS, largest)}
+    if max(powers.values()) >= 1.5 or largest[-1] >= LENGTHS[-1] ** 2:
+        raise SystemExit(f"error: the statistics hold a matrix of L x S: {powers}, {largest[-1]} elements at L = {LENGTHS[-1]}")
+    return powers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=12, help="rows of a training step")
+    given = parser.parse_args()
+    powers = memory_of_statistics()
+    print("statistics: " + ", ".join(f"{name} grows as L^{power:.2f}" for name, power in powers.items()))
+    with tempfile.TemporaryDirectory() as folder:
+        _, data = ready(run_config(given.batch_size, 1))
+        probe = Switched(Path(folder), data.probe_batch(8), ProbeConfig(every=EVERY))
+        blocks = Turns(EVERY, given.pairs, before=lambda side: setattr(probe, "looks", side == 1), warm=EVERY)
+        fit(run_config(given.batch_size, blocks.num_steps), [blocks, probe])
+        looks = len((Path(folder) / "probes.jsonl").read_text(encoding="utf-8").splitlines())
+    assert looks == given.pairs + 1, looks  # one a block, and step 0
+    found = compared(blocks.blocks)
+    rows = [row(f"probe each {EVERY} steps / none", found, WANTED, batch_size=given.batch_size)]
+    print(table(rows))
+    title = "Attention statistics of every layer and head each 50 steps, over none"
+    about = {"target": "P11", "title": title, "threads": torch.get_num_threads(), "rows": rows}
+    print(write("attention_statistics", {**about, "growth_with_length": powers}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Writes docs/performance.md from the files of benchmarks/results/ that have ``rows``.
+
+    python benchmarks/report.py
+
+Runs nothing. Numbers come from the files alone, so the page says what was recorded, where, when and with which command.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from measure import RESULTS, number, table, verdict, wish
+
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+TARGETS = {
+    "P1": "training throughput over other libraries, same architecture, weights and batch",
+    "P2": "time to nanoGPT's loss on tiny-shakespeare",
+    "P3": "tokens to that loss, modern preset over GPT-2's",
+    "P4": "a step under the trainer over a raw loop",
+    "P5": "fused and chunked attention over math attention",
+    "P6": "regret of `auto` over the best backend",
+    "P7": "ragged encoder training over padding",
+    "P8": "greedy decoding with a cache",
+    "P9": "peak memory of a training step over Hugging Face",
+    "P10": "cold start to the first step, and batches from the loader",
+    "P11": "attention statistics each 50 steps over none",
+    "P12": "a grid of runs through the run axis over one after another",
+}
+HEAD = """# Performance
+
+What minitx costs beside others, on the machines named below. `make bench` measures the CPU's part again and writes this page;
+`python benchmarks/report.py` writes it from the files in `benchmarks/results/`, from which every number here comes.
+
+Both sides of a row run in one process (or in fresh ones, where it says so), with the same threads and the same batch, in blocks
+by turns, A B B A. Each pair of neighbours gives a ratio; a row shows the median and its 95 % bootstrap interval, and counts as *met*
+when the whole interval meets what was wanted. A against A is the same measurement between blocks of one side: where its interval
+does not hold 1, the machine was not quiet enough for the row, whatever it says. Ratios with `≥` say how many times as fast
+minitx is, those with `≤` its time or memory over the other's. Rows without an interval are counted, not timed.
+"""
+
+
+def read(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """The results that have ``rows``, by target and name."""
+    found = [{"file": path.stem, **json.loads(path.read_text(encoding="utf-8"))} for path in sorted(folder.glob("*.json"))]
+    return sorted((one for one in found if "rows" in one), key=lambda one: (_order(one["target"]), one["file"]))
+
+
+def page(results: list[dict[str, Any]]) -> str:
+    """The whole page."""
+    parts = [HEAD, "## Targets\n", summary(results)]
+    parts += [part for one in results for part in (f"\n## {one['target']}: {one['title']}\n", section(one))]
+    return "\n".join(parts)
+
+
+def summary(results: list[dict[str, Any]]) -> str:
+    """One line for each row that something was wanted of; a target without one is not measured."""
+    lines = ["| target | what | measured | median (95 %) | wanted | |", "|---|---|---|---|---|---|"]
+    for target, what in TARGETS.items():
+        rows = [row for one in results if one["target"] == target for row in one["rows"] if row["wanted"] is not None]
+        if not rows:
+            lines.append(f"| {target} | {what} | | | | not measured |")
+        for row in rows:
+            interval = "" if row["low"] == row["high"] else f" ({number(row['low'])} to {number(row['high'])})"
+            cells = (target, what, row["name"], number(row["median"]) + interval, sign(wish(row)), verdict(row))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def section(one: dict[str, Any]) -> str:
+    """All rows of one file, and where they come from."""
+    versions = ", ".join(f"{name} {version}" for name, version in one["versions"].items())
+    threads = f"{one['threads']} threads, " if "threads" in one else ""
+    return f"{one['hardware']}; {threads}{versions}; {one['date']}.\n\n    {one['command']}\n\n{sign(table(one['rows']))}\n"
+
+
+def sign(text: str) -> str:
+    """Comparisons as people write them."""
+    return text.replace("<=", "≤").replace(">=", "≥")
+
+
+def _order(target: str) -> int:
+    return list(TARGETS).index(target)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(read()), encoding="utf-8")
+    print(PAGE)
