@@ -23,7 +23,7 @@ SERVED: dict[str, tuple[Any, ...]] = {
     "model.backend": ("auto", "math"),
     "trainer.strategy": ("auto",),
     "trainer.precision": ("32-true", "64-true"),
-    **dict.fromkeys(("ckpt_path", "model.num_experts", "model.pretrained"), (None,)),
+    **dict.fromkeys(("ckpt_path", "model.num_experts", "model.pretrained", "objective.chunk_tokens"), (None,)),
     **dict.fromkeys(("model.dropout", "model.stochastic_depth", "trainer.val_every"), (0,)),
     **dict.fromkeys(("trainer.devices", "trainer.accumulate"), (1,)),
     **dict.fromkeys(

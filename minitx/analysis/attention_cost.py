@@ -122,7 +122,7 @@ class CoreCost(NamedTuple):
 def running_core(shape: AttentionShape) -> str:
     """What serves the call: the kind of an efficient core, or ``math``, ``sdpa`` or ``chunked`` as ``explain_backends`` says.
 
-    Where ``sdpa`` leaves its fused kernel, torch multiplies what ``math`` does, and so it is called here.
+    Where ``sdpa`` leaves its fused kernel, it is called ``sdpa:math``, torch's plain path.
 
     Raises:
         ValueError: a backend that cannot serve the call, with its reason, or of which no formula is known.
@@ -141,8 +141,8 @@ def running_core(shape: AttentionShape) -> str:
     if chosen is None:
         reason = next((line.reason for line in lines if line.name == config.backend), "")
         raise ValueError(f"backend={config.backend} cannot serve this call: {reason}")
-    name = {"sdpa:flash": "sdpa", "sdpa:math": "math"}.get(chosen.name, chosen.name)
-    name = "math" if name == "sdpa" and not chosen.fused else name
+    name = {"sdpa:flash": "sdpa"}.get(chosen.name, chosen.name)
+    name = "sdpa:math" if name == "sdpa" and not chosen.fused else name
     if name not in _CORES:
         raise ValueError(f"backend={chosen.name} has no formula here; math, sdpa and chunked have one")
     return name
@@ -207,6 +207,14 @@ def _math(shape: AttentionShape) -> CoreCost:
     keeps = matrix * matrices + 2 * dense * hides + 8 * shape.length**2 * (shape.bias == "t5") + FLOAT * shape.rows
     alone = matrix * (3 + hides) + dense * (2 * hides + FLOAT * (shape.bias is not None))
     return CoreCost(forward, 2 * forward, reads, keeps, 1, (max(_rule(shape), alone), 4 * matrix + FLOAT * reads))
+
+
+def _plain(shape: AttentionShape) -> CoreCost:
+    """``math``'s products in torch's plain path. Kept: the weights, with dropout its factors and what it left; of a bias that
+    learns, its numbers before they were limited, two bools a cell, and T5's buckets."""
+    learns, dropout = shape.bias == "t5", shape.training and shape.config.dropout > 0.0
+    bias = (6 * shape.config.num_heads + 8) * shape.length**2 * learns
+    return _math(shape)._replace(keeps=FLOAT * shape.cells * (1 + 2 * dropout) + bias)
 
 
 def _sdpa(shape: AttentionShape) -> CoreCost:
@@ -306,6 +314,7 @@ def _linformer(shape: AttentionShape) -> CoreCost:
 _CORES: dict[str, Callable[[AttentionShape], CoreCost]] = {
     "math": _math,
     "sdpa": _sdpa,
+    "sdpa:math": _plain,
     "chunked": _chunked,
     "sliding_window": _tiled,
     "block_sparse": _tiled,

@@ -14,16 +14,19 @@ from minitx.config.checks import ConfigError, fraction, not_negative, positive, 
 class ObjectiveConfig:
     """What is minimised, averaged over the labels of a whole optimizer step; the name of a function in ``training.objectives``.
 
+    ``chunk_tokens``: logits of so many tokens are held at a time, where the model has an ``lm`` head; ``null`` holds all.
     ``router_loss`` is the weight of the experts' load-balancing loss, where a model has experts (0.01: Fedus et al. 2021,
     "Switch Transformers", arXiv:2101.03961, §2.2).
     """
 
     name: Literal["cross_entropy"] = "cross_entropy"
     label_smoothing: float = 0.0
+    chunk_tokens: int | None = None
     router_loss: float = 0.01
 
     def __post_init__(self) -> None:
         fraction(self, "label_smoothing")
+        positive(self, "chunk_tokens")
         not_negative(self, "router_loss")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from minitx.config import ConfigError, HubDataConfig
 from minitx.data.addressing import IGNORED, Batch
@@ -87,6 +88,57 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
         rows[row].append(item)
         heapq.heapreplace(room, (left + length, row))
     return rows
+
+
+def pack_batch(batch: Batch, length: int | None = None) -> Batch:
+    """The rows of a padded batch, several in one: the same tokens, targets and loss with less padding.
+
+    Padding costs as much as text. Real tokens keep their order; ``document_ids`` number the rows of the old batch within a row
+    of the new one (-1 is padding), by which a model hides them from each other and counts positions from 0 in each. For
+    tasks that ask at tokens (masked tokens, tags, language models), not once a row. Krell et al. 2021, "Efficient sequence
+    packing without cross-contamination", arXiv:2107.02027.
+
+    Args:
+        batch: ``input_ids``, ``labels`` and whatever else has shape (B, L), with ``key_mask`` (B, L), True = real; rows may be
+            padded on either side. What has no shape, such as ``num_targets``, is kept.
+        length: the longest row of the new batch; ``None``: L.
+
+    Returns:
+        Tensors (R, M) with R <= B and M <= ``length``, ``key_mask`` and ``document_ids`` among them.
+
+    Raises:
+        ValueError: no ``key_mask``, a tensor of another shape, rows that are packed already, or one longer than ``length``.
+
+    >>> real = torch.tensor([[True, True, False], [True, True, True], [True, False, False]])
+    >>> ids = torch.tensor([[5, 6, 0], [1, 2, 3], [9, 0, 0]])
+    >>> packed = pack_batch({"input_ids": ids, "key_mask": real, "labels": ids})
+    >>> packed["input_ids"].tolist(), packed["document_ids"].tolist()
+    ([[1, 2, 3], [5, 6, 9]], [[0, 0, 0], [0, 0, 1]])
+    """
+    if "key_mask" not in batch or "document_ids" in batch:
+        raise ValueError(f"batch must have a key_mask and no document_ids, got {', '.join(batch)}")
+    real = batch["key_mask"]
+    tensors = {name: tensor for name, tensor in batch.items() if tensor.dim() and name != "key_mask"}
+    for name, tensor in tensors.items():
+        if tensor.shape != real.shape:
+            raise ValueError(f"{name} must have the shape of key_mask, {tuple(real.shape)}, got {tuple(tensor.shape)}")
+    lengths, longest = real.sum(1).numpy(), real.shape[1] if length is None else length
+    if lengths.max() > longest:
+        raise ValueError(f"length={longest} must reach the longest row, which has {lengths.max()} tokens")
+    members = pack(lengths, longest)
+    order = torch.tensor([row for row_members in members for row in row_members])
+    used = np.array([lengths[row_members].sum() for row_members in members])
+    place = torch.from_numpy(np.arange(used.max()) < used[:, None])  # (R, M), filled from the left, row by row
+    nth = np.concatenate([np.arange(len(row_members)) for row_members in members])
+
+    def laid_out(tokens: Tensor, fill: int) -> Tensor:
+        return torch.full(place.shape, fill, dtype=tokens.dtype).masked_scatter_(place, tokens)
+
+    kept = {name: tensor for name, tensor in batch.items() if not tensor.dim()}
+    fills = {"labels": IGNORED}
+    moved = {name: laid_out(tensor[order][real[order]], fills.get(name, 0)) for name, tensor in tensors.items()}
+    numbers = torch.from_numpy(np.repeat(nth, lengths[order.numpy()]))
+    return {**moved, "key_mask": place, "document_ids": laid_out(numbers, -1), **kept}
 
 
 def load_documents(config: HubDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import lightning.pytorch as L
-import torch
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from minitx.config import ConfigError, TrainerConfig, TransformerConfig
 from minitx.training.checkpoint import AtomicCheckpointIO, first_line
-from minitx.training.hardware import check_count, runs_on_cpu
+from minitx.training.hardware import check_count, cpu_precision, runs_on_cpu
 from minitx.training.parallel import Sharded
-
-log = logging.getLogger(__name__)
 
 
 def place_of(options: TrainerConfig) -> dict[str, Any]:
@@ -44,11 +40,8 @@ def check_devices(options: TrainerConfig) -> None:
 
 
 def supported_precision(precision: str, *, on_cpu: bool) -> str:
-    """bf16 on a CPU only where it pays (AMX tiles); elsewhere float32, said once."""
-    if precision.startswith("bf16") and on_cpu and not torch.cpu._is_amx_tile_supported():
-        log.info("trainer.precision=%s runs as 32-true: this CPU has no AMX, where bf16 is many times slower", precision)
-        return "32-true"
-    return precision
+    """``precision``, or on a CPU what it comes to there (``cpu_precision``)."""
+    return cpu_precision(precision) if on_cpu else precision
 
 
 def build_strategy(options: TrainerConfig) -> Strategy | str:

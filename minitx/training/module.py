@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from minitx.training.checkpoint import FORMAT
-from minitx.training.objectives import Objective
+from minitx.training.objectives import HeadObjective, Objective, Sums
 from minitx.training.parallel import local_parts, parallelize, replicas, set_gradient_sync, sum_over_rows, total_norm
 
 Batch = dict[str, Tensor]
@@ -46,6 +46,8 @@ class TrainingModule(L.LightningModule):
         network: called as ``network(**inputs)`` with the batch's keys other than labels; returns logits.
         objective: (logits, labels) -> ``Sums``.
         make_optimizer: network -> optimizer. lr_factor: step -> factor of the learning rate.
+        head_objective: (hidden, the head's weight and bias, labels) -> ``Sums``, in place of ``objective``, for a network whose
+            ``head`` is one linear map: no tensor of all logits.
         router_loss: weight of the experts' load-balancing loss; 0 where the network has none. A mean over a micro-batch, so
             that its gradient (unlike that of the objective) depends on how a step is split.
         clip: largest global gradient norm, or None. Clipping is done here, because Lightning refuses it together with
@@ -62,6 +64,7 @@ class TrainingModule(L.LightningModule):
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
         lr_factor: Callable[[int], float],
         *,
+        head_objective: HeadObjective | None = None,
         router_loss: float = 0.0,
         clip: float | None = None,
         compile: bool = False,
@@ -71,6 +74,7 @@ class TrainingModule(L.LightningModule):
         super().__init__()
         self.network = network
         self.objective, self.make_optimizer, self.lr_factor = objective, make_optimizer, lr_factor
+        self.head_objective = head_objective
         self.router_loss, self.clip, self.seed = router_loss, clip, seed
         self.run: Callable[..., Any] = torch.compile(lambda **inputs: network(**inputs)) if compile else network.__call__
         self.state = dict(state or {})
@@ -99,18 +103,26 @@ class TrainingModule(L.LightningModule):
         """Logits of a batch."""
         return self.run(**network_inputs(batch))
 
+    def sums(self, batch: Batch) -> tuple[Sums, dict[str, Tensor]]:
+        """The objective's sums over a batch, and the network's extras where one of them counts."""
+        labels = batch["labels"]
+        if self.head_objective is None and not self.router_loss:
+            return self.objective(self(batch), labels), {}
+        hidden, extras = self.run(**network_inputs(batch), return_extras=True)
+        head = self.network.get_submodule("head")
+        if self.head_objective is None:
+            return self.objective(head(hidden), labels), extras
+        weight, *bias = local_parts(list(head.parameters()))
+        return self.head_objective(hidden, weight, bias[0] if bias else None, labels), extras
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         accumulate, (rank, world) = self.trainer.accumulate_grad_batches, replicas(self.trainer)
         micro = batch_idx % accumulate
         set_gradient_sync(self.network, micro == accumulate - 1)
         seed_device(self.device, hash_seed(self.seed, self.global_step, micro, rank))
-        balance: Tensor | float = 0.0
-        if self.router_loss:
-            hidden, extras = self.run(**network_inputs(batch), return_extras=True)
-            logits, balance = self.network.get_submodule("head")(hidden), self.router_loss * extras["router_loss"]
-        else:
-            logits = self(batch)
-        share = self.objective(logits, batch["labels"]).loss / batch["num_targets"]  # this micro-batch's part of the mean loss
+        sums, extras = self.sums(batch)
+        balance = self.router_loss * extras["router_loss"] if self.router_loss else 0.0
+        share = sums.loss / batch["num_targets"]  # this micro-batch's part of the mean loss
         self.step_loss = share.detach() + (self.step_loss if micro else 0.0)
         return share * (world * accumulate) + balance
 
@@ -133,7 +145,7 @@ class TrainingModule(L.LightningModule):
             raise NonFiniteError(step, float(self.step_loss), float(self.grad_norm))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        sums = self.objective(self(batch), batch["labels"])
+        sums, _ = self.sums(batch)
         for name, value in (("nll", sums.nll.double()), ("correct", sums.correct), ("count", sums.count)):
             self._validation[name] = value + self._validation.get(name, 0)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from minitx.config import ObjectiveConfig
+from minitx.config import ConfigError, ObjectiveConfig
 
 IGNORED = -100
 """The label of a position that does not count."""
@@ -27,6 +28,8 @@ class Sums:
 
 
 Objective = Callable[[Tensor, Tensor], Sums]
+HeadObjective = Callable[[Tensor, Tensor, Tensor | None, Tensor], Sums]
+"""(hidden states, the head's weight, its bias or None, labels) -> sums: an objective that makes the logits itself."""
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Sums:
@@ -52,6 +55,156 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
     return Sums(loss, nll.detach(), correct, counted.sum())
 
 
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    chunk_tokens: int,
+    label_smoothing: float = 0.0,
+) -> Sums:
+    """``cross_entropy(hidden @ weight.T + bias, labels)`` that holds the logits of ``chunk_tokens`` tokens at a time.
+
+    Of T tokens and a vocabulary of V the plain loss keeps T x V logits for the backward pass, which for a small model are
+    most of its memory. Here the gradient is made in the forward pass, as soon as a chunk's logits Z are there, and they are
+    let go:
+
+        dZ = softmax(Z) - (1 - ε) onehot(label) - ε / V    dhidden = dZ W    dW = Σ dZᵀ hidden    dbias = Σ dZ
+
+    so the backward pass only multiplies by the gradient of the loss. As many operations as the plain way, and the same
+    numbers but for rounding; dW is summed in at least float32. As in Wijmans et al. 2024, "Cut your losses in
+    large-vocabulary language models", arXiv:2411.09009, §3, without its kernel. Not twice differentiable.
+
+    Args:
+        hidden: float (..., E), what goes into the head. weight: (V, E), a tied table, too. bias: (V,) or None.
+        labels: int (...), -100 where a position does not count.
+        chunk_tokens: tokens whose logits are held at once; memory for 2 to 3 x ``chunk_tokens`` x V numbers.
+        label_smoothing: ε, as in ``cross_entropy``.
+
+    Raises:
+        ValueError: ``chunk_tokens`` below 1, or shapes that do not fit.
+
+    >>> hidden, weight = torch.randn(2, 3, 5), torch.randn(7, 5)
+    >>> labels = torch.tensor([[0, 1, -100], [2, 3, 6]])
+    >>> chunked = chunked_cross_entropy(hidden, weight, None, labels, chunk_tokens=4)
+    >>> bool(torch.isclose(chunked.loss, cross_entropy(hidden @ weight.T, labels).loss)), int(chunked.count)
+    (True, 5)
+    """
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
+    if hidden.shape[:-1] != labels.shape or weight.shape[1:] != hidden.shape[-1:]:
+        raise ValueError(
+            f"hidden must be (..., E) beside labels (...) and weight (V, E), got {tuple(hidden.shape)}, "
+            f"{tuple(labels.shape)} and {tuple(weight.shape)}"
+        )
+    flat, targets = hidden.flatten(0, -2), labels.flatten()
+    wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (flat, weight, bias)]
+    loss, nll, correct = _LinearCrossEntropy.apply(flat, weight, bias, targets, chunk_tokens, label_smoothing, wanted)
+    return Sums(loss, nll, correct, (targets != IGNORED).sum())
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """(loss, nll, correct) of ``chunked_cross_entropy``, with the gradients that are ``wanted`` made on the way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        chunk_tokens: int,
+        smoothing: float,
+        wanted: list[bool],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        device = hidden.device.type
+        narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        wide = torch.promote_types(narrow, torch.float32)
+        w, b = weight.to(narrow), None if bias is None else bias.to(narrow)  # once: autocast would for every chunk
+        sums = [hidden.new_zeros((), dtype=wide), hidden.new_zeros((), dtype=wide), labels.new_zeros(())]
+        grads = [
+            torch.zeros_like(x, dtype=dtype) if want and x is not None else None
+            for x, want, dtype in zip((hidden, weight, bias), wanted, (hidden.dtype, wide, wide), strict=True)
+        ]
+        with torch.autocast(device, enabled=False):
+            for start in range(0, len(hidden), chunk_tokens):
+                part = slice(start, start + chunk_tokens)
+                h, target = hidden[part].to(narrow), labels[part]
+                log_p = F.linear(h, w, b).to(wide).log_softmax(-1)  # (chunk, V), and the logits are gone
+                _add_sums(sums, log_p, target, smoothing)
+                if any(wanted):
+                    _add_gradients(grads, _gradient(log_p, target, smoothing).to(narrow), h, w, part)
+        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        ctx.save_for_backward(*grads)
+        ctx.mark_non_differentiable(*sums[1:])
+        return sums[0], sums[1], sums[2]
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True: what was made in the forward pass would count as constant
+            raise RuntimeError("the chunked cross-entropy is not twice differentiable; objective.chunk_tokens=null is")
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        # multiplied in the loss's precision: 1 / tokens, rounded to bfloat16, would be off by up to 1/256 for all alike
+        found = [None if g is None else (g.to(d_loss.dtype) * d_loss).to(dtype) for g, dtype in pairs]
+        return *found, None, None, None, None
+
+
+def _add_sums(sums: list[Tensor], log_p: Tensor, target: Tensor, smoothing: float) -> None:
+    """Add a chunk's loss, nll and hits."""
+    counted = target != IGNORED
+    nll = -log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    loss = torch.lerp(nll, -log_p.mean(-1), smoothing) if smoothing else nll
+    for total, value in zip(sums, (loss, nll, log_p.argmax(-1) == target), strict=True):
+        total += value.masked_fill(~counted, 0).sum()
+
+
+def _gradient(log_p: Tensor, target: Tensor, smoothing: float) -> Tensor:
+    """d loss / d logits of a chunk, in the place of ``log_p``; 0 where a position does not count."""
+    hit = target.clamp(min=0).unsqueeze(-1)
+    d_logits = log_p.exp_().sub_(smoothing / log_p.shape[-1])
+    d_logits.scatter_add_(-1, hit, torch.full_like(hit, smoothing - 1.0, dtype=d_logits.dtype))
+    return d_logits.masked_fill_((target == IGNORED).unsqueeze(-1), 0.0)
+
+
+def _add_gradients(grads: list[Tensor | None], d_logits: Tensor, hidden: Tensor, weight: Tensor, part: slice) -> None:
+    """Add what a chunk contributes: to its own rows of d_hidden, and to all of d_weight and d_bias."""
+    d_hidden, d_weight, d_bias = grads
+    if d_hidden is not None:
+        d_hidden[part] = d_logits @ weight
+    if d_weight is not None:
+        if d_weight.dtype == d_logits.dtype:
+            torch.addmm(d_weight, d_logits.mT, hidden, out=d_weight)  # without a (V, E) of its own
+        else:
+            d_weight += d_logits.mT @ hidden
+    if d_bias is not None:
+        d_bias += d_logits.sum(0, dtype=d_bias.dtype)
+
+
 def build_objective(config: ObjectiveConfig) -> Objective:
     """The function that ``config.name`` names, with its options bound."""
     return partial({"cross_entropy": cross_entropy}[config.name], label_smoothing=config.label_smoothing)
+
+
+def build_head_objective(config: ObjectiveConfig) -> HeadObjective | None:
+    """``chunked_cross_entropy`` where ``config.chunk_tokens`` asks for it, else None."""
+    if config.chunk_tokens is None:
+        return None
+    options: dict[str, Any] = {"chunk_tokens": config.chunk_tokens, "label_smoothing": config.label_smoothing}
+    return partial(chunked_cross_entropy, **options)
+
+
+def check_head(config: ObjectiveConfig, network: nn.Module, kind: str) -> None:
+    """Refuse ``chunk_tokens`` where the way from hidden states to logits is more than one linear map.
+
+    Args:
+        kind: ``model.head``, what the model is for.
+
+    Raises:
+        ConfigError: no ``lm`` head, or one with a layer of its own.
+    """
+    if config.chunk_tokens is not None and (kind != "lm" or type(network.get_submodule("head")) is not nn.Linear):
+        found = f"model.head={kind}" + (" with model.head_transform=True" if kind == "lm" else "")
+        raise ConfigError(
+            f"objective.chunk_tokens={config.chunk_tokens} needs model.head=lm that is one linear map, got {found}: set it to null"
+        )

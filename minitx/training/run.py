@@ -28,7 +28,7 @@ from minitx.training.hardware import runs_on_cpu
 from minitx.training.measures import check_measures, measures
 from minitx.training.metrics import MetricsFile
 from minitx.training.module import NonFiniteError, TrainingModule, network_inputs
-from minitx.training.objectives import build_objective
+from minitx.training.objectives import build_head_objective, build_objective, check_head
 from minitx.training.optimizers import build_optimizer, parameter_groups
 from minitx.training.outcome import summarise
 from minitx.training.parallel import whole_state
@@ -164,6 +164,7 @@ def build_module(
     except (ValueError, TypeError, RuntimeError, MemoryError) as error:  # what torch says of sizes, it says in many lines
         raise ConfigError(f"model cannot be built: {first_line(error)}") from error
     network.config = model_config
+    check_head(config.objective, network, model_config.head)
     if runs_on_cpu(config.trainer):
         try_forward(network, data)
     try:
@@ -182,6 +183,7 @@ def build_module(
         build_objective(config.objective),
         partial(build_optimizer, config=config.optimizer, head_dim=model_config.width_per_head),
         lr_factor(config.schedule, config.trainer.max_steps),
+        head_objective=build_head_objective(config.objective),
         router_loss=config.objective.router_loss if model_config.num_experts else 0.0,
         clip=config.optimizer.clip,
         compile=config.trainer.compile,

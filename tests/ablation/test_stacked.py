@@ -194,6 +194,7 @@ REFUSED = {
     "model.stochastic_depth": 0.1,
     "model.num_experts": 4,
     "model.pretrained": "folder",
+    "objective.chunk_tokens": 7,
     "model.checkpointing": True,
     "model.attention": "linear",
     "optimizer.name": "muon",

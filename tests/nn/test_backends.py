@@ -492,13 +492,13 @@ def test_sdpa_runs_the_fused_cpu_kernel_exactly_where_it_says_so(name):
 
 
 @pytest.mark.parametrize("name", fused_cases())
-def test_auto_takes_sdpa_where_it_is_fused_and_math_elsewhere(name):
+def test_auto_takes_sdpa_for_small_calls_fused_or_by_torchs_plain_path(name):
     q, k, v, options = fused_cases()[name]
-    (running,) = [report.name for report in explain_backends(q, k, v, **options) if report.runs]
-    assert running == ("math" if name in LEAVE_THE_KERNEL else "sdpa")
+    (running,) = [report for report in explain_backends(q, k, v, **options) if report.runs]
+    assert (running.name, running.fused) == ("sdpa", name not in LEAVE_THE_KERNEL)
     with OpRecorder() as recorder:
         scaled_dot_product_attention(q, k, v, **options)
-    assert recorder.fused == (running == "sdpa")
+    assert recorder.fused == running.fused
 
 
 def test_math_never_runs_a_fused_kernel():

@@ -235,6 +235,28 @@ def test_auto_takes_it_for_large_calls_that_the_fused_kernel_leaves():
     assert runs(511, softcap=3.0) == "math"
     assert runs(512) == "sdpa"
     assert runs(512, dropout_p=0.1) == "chunked"
+    assert runs(511, dropout_p=0.1) == "sdpa"  # torch's plain path
+    assert runs(1023, attn_bias=T5RelativeBias(8)) == "sdpa"  # a bias that learns costs chunked more
+    assert runs(1024, attn_bias=T5RelativeBias(8)) == "chunked"
+
+
+def test_auto_takes_it_where_a_window_leaves_a_quarter_of_the_tiles_or_less():
+    def runs(length, window, heads=4, causal=True):
+        q = torch.randn(1, heads, length, 4)
+        mask = SlidingWindow(window)
+        return next(report.name for report in explain_backends(q, q, q, mask, 0.0, causal) if report.runs)
+
+    assert runs(2048, 64) == "chunked"  # 15 of 64 tiles of 256 x 256
+    assert runs(2048, 300) == "sdpa"  # 21 of 64
+    assert runs(1024, 64) == "sdpa"  # 7 of 16
+    assert runs(512, 1, heads=1) == "sdpa"  # as few scores as cost nothing
+    assert runs(4096, 64, causal=False) == "chunked"  # 46 of 256
+
+
+def test_auto_takes_it_for_one_query_that_the_fused_kernel_leaves():
+    q, k = torch.randn(2, 8, 1, 4), torch.randn(2, 8, 9, 4)
+    assert next(report.name for report in explain_backends(q, k, k, softcap=3.0) if report.runs) == "chunked"
+    assert next(report.name for report in explain_backends(k, k, k, softcap=3.0) if report.runs) == "math"
 
 
 def test_a_program_gives_the_rule_back():

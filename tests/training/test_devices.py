@@ -102,6 +102,13 @@ def test_several_processes_train_as_one(ran, place):
     assert_same_run(ran(place), ran("one"))
 
 
+@pytest.mark.parametrize("place", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow), pytest.param("both_of_4", marks=pytest.mark.long)])  # fmt: skip
+def test_a_chunked_loss_trains_on_several_devices_as_the_plain_one_on_one(ran, cache, base, tmp_path, place):
+    processes, overrides = PLACES[place]
+    run_ranks(processes, train_as, [*base, *overrides, "objective.chunk_tokens=7"], tmp_path / "chunked", cache)
+    assert_same_run(tmp_path / "chunked", ran("one"))
+
+
 def naive(overrides, folder, cache):
     """The mean over processes of each one's mean over its own tokens: what most programs do."""
     step = TrainingModule.training_step

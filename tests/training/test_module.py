@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.config import ObjectiveConfig
+from minitx.config import ConfigError, ObjectiveConfig, TransformerConfig
+from minitx.nn.models import build_model
 from minitx.training.callbacks import AttentionTemperature, StepLog
 from minitx.training.metrics import read_metrics
 from minitx.training.module import Latch, NonFiniteError, TrainingModule, hash_seed
-from minitx.training.objectives import Sums, build_objective
+from minitx.training.objectives import Sums, build_objective, check_head
 from minitx.training.run import quiet_lightning, train
 
 
@@ -368,6 +369,29 @@ def test_the_validation_loss_is_the_mean_over_every_validation_token(make_config
         losses[size] = train(config, tmp_path / str(size))["val_loss"]
     assert losses[5] == pytest.approx(losses[7], rel=1e-6)
     assert losses[5] == pytest.approx(losses[1000], rel=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{}, {"model__num_experts": 2, "model__tie_embeddings": False}])
+def test_a_run_with_a_chunked_loss_is_the_plain_run(make_config, tmp_path, changes):
+    curves = {}
+    for chunk_tokens in (None, 5):
+        config = make_config(
+            trainer__precision="64-true", objective__chunk_tokens=chunk_tokens, trainer__accumulate=2, **changes
+        )
+        result = train(config, tmp_path / str(chunk_tokens))
+        curves[chunk_tokens] = [number for row in result["curve"] for number in row] + [result["val_loss"]]
+    assert curves[5] == pytest.approx(curves[None], rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"architecture": "encoder", "head_transform": True}, {"architecture": "encoder", "head": "token"}]
+)
+def test_a_chunked_loss_is_refused_where_the_head_is_more_than_one_linear_map(changes):
+    config = TransformerConfig(vocab_size=11, embed_dim=8, num_heads=2, num_layers=1, num_labels=3, **changes)
+    network = build_model(config)
+    check_head(ObjectiveConfig(), network, config.head)
+    with pytest.raises(ConfigError, match=f"objective.chunk_tokens=5 needs model.head=lm .* got model.head={config.head}"):
+        check_head(ObjectiveConfig(chunk_tokens=5), network, config.head)
 
 
 class Routed(Table):

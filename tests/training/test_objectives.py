@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from minitx.analysis.meter import measure
 from minitx.config import ObjectiveConfig, OptimizerConfig, ParameterRule, ScheduleConfig, TransformerConfig, evaluate_factor
 from minitx.nn.models import build_model
-from minitx.training.objectives import build_objective, cross_entropy
+from minitx.training.objectives import build_objective, chunked_cross_entropy, cross_entropy
 from minitx.training.optimizers import build_optimizer, parameter_groups
 from minitx.training.schedules import lr_factor
 
@@ -167,3 +168,138 @@ def test_the_update_is_adamw_by_hand():
     optimizer.step()
     expected = start * (1 - 0.1 * 0.5) - 0.1 * gradient / (gradient.abs() + 1e-3)
     torch.testing.assert_close(layer.weight.detach(), expected)
+
+
+# --- the chunked cross-entropy
+
+T, WIDTH, WORDS = 23, 7, 11
+
+
+def head_and_tokens(*, bias=True, dtype=torch.float64, ignored=0.3):
+    torch.manual_seed(3)
+    hidden = torch.randn(T, WIDTH, dtype=dtype, requires_grad=True)
+    head = torch.nn.Linear(WIDTH, WORDS, bias=bias, dtype=dtype)
+    labels = torch.randint(WORDS, (T,)).masked_fill(torch.rand(T) < ignored, -100)
+    return hidden, head, labels
+
+
+def gradients(loss, hidden, head, factor=1.0):
+    wanted = [x for x in (hidden, *head.parameters()) if x.requires_grad]
+    return torch.autograd.grad(loss * factor, wanted)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 22, 23, 1000])
+@pytest.mark.parametrize(("bias", "smoothing"), [(True, 0.0), (False, 0.3)])
+def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(chunk_tokens, bias, smoothing):
+    hidden, head, labels = head_and_tokens(bias=bias)
+    plain = cross_entropy(head(hidden), labels, label_smoothing=smoothing)
+    ours = chunked_cross_entropy(hidden, head.weight, head.bias, labels, chunk_tokens=chunk_tokens, label_smoothing=smoothing)
+    for name in ("loss", "nll"):
+        torch.testing.assert_close(getattr(ours, name), getattr(plain, name), rtol=1e-13, atol=0)
+    assert (int(ours.correct), int(ours.count)) == (int(plain.correct), int(plain.count))
+    found, wanted = gradients(ours.loss, hidden, head, 0.37), gradients(plain.loss, hidden, head, 0.37)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+    assert found[0][labels == -100].abs().max() == 0.0
+
+
+def test_the_gradient_of_the_chunked_loss_is_its_slope():
+    hidden, head, labels = head_and_tokens()
+
+    def loss(hidden, weight, bias):
+        return chunked_cross_entropy(hidden, weight, bias, labels, chunk_tokens=5, label_smoothing=0.1).loss
+
+    assert torch.autograd.gradcheck(loss, (hidden, head.weight, head.bias))
+    with pytest.raises(RuntimeError, match=r"not twice differentiable; objective\.chunk_tokens=null is"):
+        torch.autograd.grad(loss(hidden, head.weight, head.bias), hidden, create_graph=True)
+
+
+def test_the_chunked_loss_without_a_label_is_zero_and_so_is_its_gradient_beside_hidden_states_that_are_not_finite():
+    hidden, head, labels = head_and_tokens()
+    empty = chunked_cross_entropy(hidden, head.weight, None, torch.full_like(labels, -100), chunk_tokens=4)
+    assert (float(empty.loss.detach()), int(empty.count), int(empty.correct)) == (0.0, 0, 0)
+    assert not any(g.any() for g in torch.autograd.grad(empty.loss, (hidden, head.weight)))
+    poisoned = hidden.detach().clone()
+    poisoned[labels == -100] = torch.inf
+    poisoned.requires_grad_()
+    sums = chunked_cross_entropy(poisoned, head.weight, None, labels, chunk_tokens=4)
+    assert torch.isfinite(sums.loss) and torch.isfinite(torch.autograd.grad(sums.loss, poisoned)[0]).all()
+
+
+def test_the_chunked_loss_leaves_frozen_weights_alone_and_does_not_touch_its_inputs():
+    hidden, head, labels = head_and_tokens()
+    wanted = gradients(cross_entropy(head(hidden), labels).loss, hidden, head)[0]
+    head.requires_grad_(False)
+    before = hidden.detach().clone(), head.weight.clone()
+    sums = chunked_cross_entropy(hidden, head.weight, head.bias, labels, chunk_tokens=5)
+    (found,) = gradients(sums.loss, hidden, head)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+    assert torch.equal(hidden.detach(), before[0]) and torch.equal(head.weight, before[1])
+    with torch.no_grad():
+        assert not chunked_cross_entropy(hidden, head.weight, head.bias, labels, chunk_tokens=5).loss.requires_grad
+
+
+def test_a_tied_head_gets_the_gradient_of_both_its_uses():
+    model = network(tie_embeddings=True).double()
+    ids, labels = torch.randint(11, (3, 5)), torch.randint(11, (3, 5))
+    found = []
+    for chunked in (False, True):
+        model.zero_grad()
+        hidden, _ = model(ids, return_extras=True)
+        if chunked:
+            chunked_cross_entropy(hidden, model.head.weight, None, labels, chunk_tokens=4).loss.backward()
+        else:
+            cross_entropy(model.head(hidden), labels).loss.backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert model.head.weight is model.embeddings.token.weight
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-11, atol=1e-13, msg=name)
+
+
+def test_under_bfloat16_autocast_the_chunked_loss_errs_no_more_than_the_plain_one():
+    """Against float64: the chunked weight gradient is summed in float32 and may only be better."""
+    hidden, head, labels = head_and_tokens(ignored=0.0)
+    exact = gradients(cross_entropy(head(hidden), labels).loss, hidden, head, 1 / T)
+    narrow, low = hidden.detach().float().requires_grad_(), torch.nn.Linear(WIDTH, WORDS)
+    low.load_state_dict(head.state_dict())
+    errors = []
+    for chunked in (False, True):
+        with torch.autocast("cpu", torch.bfloat16):
+            if chunked:
+                loss = chunked_cross_entropy(narrow, low.weight, low.bias, labels, chunk_tokens=5).loss
+            else:
+                loss = cross_entropy(low(narrow), labels).loss
+        assert loss.dtype == torch.float32
+        found = gradients(loss, narrow, low, 1 / T)
+        assert [g.dtype for g in found] == [torch.float32] * 3
+        errors.append([float((g.double() - e).norm() / e.norm()) for g, e in zip(found, exact, strict=True)])
+    for plain, ours in zip(*errors, strict=True):
+        assert ours < 2 * plain + 2**-8
+
+
+def test_the_chunked_loss_never_holds_the_logits_of_all_tokens():
+    """512 tokens, 2,003 words: the plain loss holds three tensors of 512 x 2,003, the chunked one none of more than 64 x 2,003."""
+    tokens, words = 512, 2003
+    hidden = torch.randn(tokens, 8, requires_grad=True)
+    weight, labels = torch.randn(words, 8, requires_grad=True), torch.randint(words, (tokens,))
+    plain = measure(lambda: cross_entropy(F.linear(hidden, weight), labels).loss.backward())
+    hidden.grad = weight.grad = None
+    ours = measure(lambda: chunked_cross_entropy(hidden, weight, None, labels, chunk_tokens=64).loss.backward())
+    assert plain["largest"] == tokens * words
+    assert ours["largest"] == 64 * words
+    assert ours["peak"] < plain["peak"] / 4
+    assert ours["flops"] == plain["flops"]  # nothing is computed twice
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"chunk_tokens": 0}, "chunk_tokens=0 must be at least 1"),
+        ({"labels": torch.zeros(T - 1, dtype=torch.long)}, r"labels \(...\) and weight \(V, E\), got \(23, 7\), \(22,\)"),
+        ({"weight": torch.zeros(WORDS, WIDTH + 1, dtype=torch.float64)}, r"and \(11, 8\)"),
+    ],
+)
+def test_a_chunked_loss_of_things_that_do_not_fit_is_refused(changes, said):
+    hidden, head, labels = head_and_tokens()
+    options = {"weight": head.weight, "bias": None, "labels": labels, "chunk_tokens": 4, **changes}
+    with pytest.raises(ValueError, match=said):
+        chunked_cross_entropy(hidden, **options)

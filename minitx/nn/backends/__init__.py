@@ -1,7 +1,7 @@
 """Kernels behind one function: choice, explanation, and a slot for yours.
 
 Every backend equals ``math`` or refuses with a reason. ``auto`` takes torch's fused kernel where it serves the call;
-where it does not, ``chunked`` for large score matrices and ``math`` for small ones.
+where it does not, ``chunked`` for large score matrices, and for small ones torch's plain path or ``math``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from minitx.nn.backends import chunked, flash_attn, flex, math, sdpa
 from minitx.nn.backends.base import Backend, always
+from minitx.nn.backends.programs import tensors_of
 from minitx.nn.bias import Bias
 from minitx.nn.functional import AttentionCall, attention_weights, make_call
-from minitx.nn.masks import Mask
+from minitx.nn.masks import Mask, SlidingWindow
 
 __all__ = [
     "AttentionCall",
@@ -31,8 +33,11 @@ __all__ = [
 
 _BUILT_IN = (sdpa.BACKEND, chunked.BACKEND, math.BACKEND, flex.BACKEND, flash_attn.BACKEND, *sdpa.VARIANTS)
 _REGISTRY: dict[str, Backend] = {backend.name: backend for backend in _BUILT_IN}
-# scores of all heads together, from which on tiles beat the whole matrix on CPU (measured: docs/backends.md)
-CHUNKED_FROM = 2**21
+# scores of all heads together, from which on tiles beat the whole matrix on CPU (measured: docs/backends.md); with a bias
+# that learns, each tile of the backward pass goes through the bias's rule once more, so they do from later on
+CHUNKED_FROM, CHUNKED_FROM_WITH_BIAS_GRADIENT = 2**21, 2**23
+# of the tiles, the share up to which computing them alone beats torch's CPU kernel, which computes what a mask hides, too
+FEW_TILES = 0.25
 
 
 def backend_names() -> tuple[str, ...]:
@@ -72,12 +77,25 @@ def unregister_backend(name: str) -> None:
 
 
 def _fastest(call: AttentionCall) -> Backend:
-    """What ``auto`` runs: looks at types and sizes only."""
-    if sdpa.BACKEND.refuses(call) is None and sdpa.BACKEND.falls_back(call) is None:
-        return sdpa.BACKEND
+    """What ``auto`` runs: looks at types and sizes only. The rules are measured by ``benchmarks/kernel_choice.py``."""
     B, H, L, S = call.shape
-    large = B * H * L * S >= CHUNKED_FROM and L > 1
-    return chunked.BACKEND if large and chunked.BACKEND.refuses(call) is None else math.BACKEND
+    scores, on_cpu = B * H * L * S, call.query.device.type == "cpu"
+    tiled = chunked.BACKEND.refuses(call) is None
+    if sdpa.BACKEND.refuses(call) is not None:  # a soft-cap or sinks
+        few_rows = L == 1 and on_cpu  # a row of scores and its online softmax are one tile
+        large = scores >= CHUNKED_FROM and L > 1
+        return chunked.BACKEND if tiled and (few_rows or large) else math.BACKEND
+    if sdpa.BACKEND.falls_back(call) is None:
+        return chunked.BACKEND if tiled and on_cpu and scores >= CHUNKED_FROM and _few_tiles(call) else sdpa.BACKEND
+    learns = any(tensor.requires_grad for tensor in tensors_of(call.attn_bias))
+    large = scores >= (CHUNKED_FROM_WITH_BIAS_GRADIENT if learns else CHUNKED_FROM) and L > 1
+    return chunked.BACKEND if tiled and large else sdpa.BACKEND  # torch's plain path: that of math, in fewer calls
+
+
+def _few_tiles(call: AttentionCall) -> bool:
+    """Whether a window leaves few tiles; not asked in a compiled graph, where every length would be a graph of its own."""
+    windowed = call.mask is not None and any(isinstance(part, SlidingWindow) for part in call.mask.parts())
+    return windowed and not is_compiling() and chunked.share_of_tiles(call) <= FEW_TILES
 
 
 def named(call: AttentionCall, backend: str) -> Backend:

@@ -61,15 +61,9 @@ class Problem:
 
     def tiles(self) -> Iterator[tuple[slice, list[slice]]]:
         """Slices of the rows, each with those slices of the keys of which it may see something."""
-        B, H, L, _ = self.query.shape
-        S = self.key.shape[2]
-        side = min(max(math.isqrt(TILE // (B * H)) // 32 * 32, SMALLEST), LARGEST)
-        height = min(side, L)
-        width = min(side * side // height, S)
-        for row in range(0, L, height):
-            rows = slice(row, min(row + height, L))
-            slices = [slice(key, min(key + width, S)) for key in range(0, S, width)]
-            yield rows, [keys for keys in slices if self.mask is None or self.mask.covers(rows, keys, S - L) is not False]
+        shape = *self.query.shape[:3], self.key.shape[2]
+        for rows, slices in tiles_of(shape):
+            yield rows, [keys for keys in slices if not _hides(self.mask, rows, keys, shape)]
 
     def tile(self, rows: slice, keys: slice) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Logits (B, H, l, s) with -inf where hidden, the soft-capped scores, and the keys and values of the tile."""
@@ -102,6 +96,26 @@ class Problem:
         shape = (*self.query.shape[:2], rows.stop - rows.start, keys.stop - keys.start)
         drawn = torch.rand(shape, generator=generator, device=self.query.device)
         return (drawn >= self.dropout_p).to(self.query.dtype).div_(1.0 - self.dropout_p)
+
+
+def tiles_of(shape: tuple[int, int, int, int]) -> Iterator[tuple[slice, list[slice]]]:
+    """The tiles of a call (B, H, L, S): slices of the rows, each with its slices of the keys."""
+    B, H, L, S = shape
+    side = min(max(math.isqrt(TILE // (B * H)) // 32 * 32, SMALLEST), LARGEST)
+    height = min(side, L)
+    width = min(side * side // height, S)
+    for row in range(0, L, height):
+        yield slice(row, min(row + height, L)), [slice(key, min(key + width, S)) for key in range(0, S, width)]
+
+
+def _hides(mask: Mask | None, rows: slice, keys: slice, shape: tuple[int, int, int, int]) -> bool:
+    return mask is not None and mask.covers(rows, keys, shape[3] - shape[2]) is False
+
+
+def share_of_tiles(call: AttentionCall) -> float:
+    """The share of a call's tiles that its mask's rule does not hide as a whole: of those alone the work is done."""
+    verdicts = [_hides(call.mask, rows, keys, call.shape) for rows, row_keys in tiles_of(call.shape) for keys in row_keys]
+    return 1.0 - sum(verdicts) / len(verdicts)
 
 
 def by_group(left: Tensor, right: Tensor) -> Tensor:

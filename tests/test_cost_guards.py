@@ -1,0 +1,212 @@
+"""Speed kept without a stop-watch: what a step dispatches, reads, allocates and imports, counted."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import subprocess
+import sys
+import traceback
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minitx.analysis.canvas import panels
+from minitx.analysis.meter import measure
+from minitx.config import (
+    CallbacksConfig,
+    KeyValueDataConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    ProbeConfig,
+    RunConfig,
+    TrainerConfig,
+    TransformerConfig,
+)
+from minitx.nn import DecoderLM, Padding
+from minitx.nn.backends import chunked
+from minitx.nn.models import build_model
+from minitx.training.module import TrainingModule
+from minitx.training.run import train
+
+SCRIPTS = sorted((Path(__file__).parents[1] / "scripts").glob("*.py"))
+# seconds each; torch is wanted by a run, but not by an answer to --help
+HEAVY = {"wandb", "datasets", "transformers", "matplotlib", "scipy", "sklearn", "babel", "pythonbible", "sacrebleu", "pandas"}
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts what is dispatched, and by which function the values of tensors are read."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops, self.readers = Counter(), Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._overloadpacket.__name__
+        self.ops[name] += 1
+        if name == "_local_scalar_dense":
+            frames = traceback.extract_stack()
+            self.readers[next((f.name for f in reversed(frames) if "/minitx/" in f.filename), frames[-2].name)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def config(steps, *, layers=1, **groups):
+    values = {
+        "model": TransformerConfig(embed_dim=8, num_heads=2, num_layers=layers, ffn_dim=16, max_len=32),
+        "data": KeyValueDataConfig(batch_size=12, val_size=5),
+        "optimizer": OptimizerConfig(clip=1.0, weight_decay=0.1),
+        "trainer": TrainerConfig(max_steps=steps, accelerator="cpu", val_every=0, log_every=1000, ckpt_every=0),
+        "callbacks": CallbacksConfig(progress=False, probe=ProbeConfig(batch_size=3)),
+    }
+    changed = {name: dataclasses.replace(values.get(name, ObjectiveConfig()), **keys) for name, keys in groups.items()}
+    return RunConfig(**{**values, **changed})
+
+
+def step_of(folder, **options):
+    """What one optimizer step between two log points dispatches: of a run of 13 steps and one of 8, the difference."""
+    runs = []
+    for steps in (8, 13):
+        with Dispatched() as seen:
+            train(config(steps, **options), folder / str(steps))
+        runs.append(seen)
+    return tuple({name: (longer[name] - shorter[name]) / 5 for name in longer if longer[name] != shorter[name]}
+                 for shorter, longer in ((runs[0].ops, runs[1].ops), (runs[0].readers, runs[1].readers)))  # fmt: skip
+
+
+LOOKED_AT_ON_A_CPU = {"check_range": 6.0}  # smallest and largest id of three tables, refused before torch crashes on them
+
+
+def test_on_a_cpu_a_step_reads_the_ids_and_once_whether_the_numbers_are_finite(tmp_path):
+    _, readers = step_of(tmp_path)
+    assert readers == {**LOOKED_AT_ON_A_CPU, "first_bad_step": 1.0}
+
+
+@pytest.mark.parametrize("changes", [{}, {"objective": {"chunk_tokens": 50}}], ids=str)
+def test_on_an_accelerator_a_step_reads_no_value_between_log_points(tmp_path, monkeypatch, changes):
+    """Simulated: the module believes that it is not on a CPU."""
+    monkeypatch.setattr(TrainingModule, "device", property(lambda self: torch.device("meta")))
+    ops, readers = step_of(tmp_path, **changes)
+    assert readers == LOOKED_AT_ON_A_CPU
+    assert not ops.keys() & {"nonzero", "unique", "is_nonzero", "masked_select", "item"}  # whose sizes are values
+
+
+def test_a_read_in_a_step_is_counted(tmp_path, monkeypatch):
+    """The counter itself: a loss that is looked at in every step shows."""
+    real = TrainingModule.training_step
+
+    def curious(self, batch, batch_idx):
+        share = real(self, batch, batch_idx)
+        float(share.detach())
+        return share
+
+    monkeypatch.setattr(TrainingModule, "training_step", curious)
+    seen = Dispatched()
+    with seen:
+        train(config(3), tmp_path)
+    assert seen.ops["_local_scalar_dense"] >= 3 * 8
+
+
+def test_a_layer_costs_eighteen_products_and_one_fused_attention_each_way(tmp_path):
+    """Six matrices a layer (Q, K, V, O, up, down), each in one product forward and two backward."""
+    one, three = (step_of(tmp_path / str(layers), layers=layers)[0] for layers in (1, 3))
+    layer = {name: (three[name] - one.get(name, 0)) / 2 for name in three}
+    assert layer["mm"] + layer["addmm"] == 18
+    assert layer.get("bmm", 0) == layer.get("copy_", 0) == 0
+    assert layer["_scaled_dot_product_flash_attention_for_cpu"] == 1
+    assert layer["_scaled_dot_product_flash_attention_for_cpu_backward"] == 1
+    assert layer["native_layer_norm"] == layer["native_layer_norm_backward"] == 2
+    assert layer.get("_softmax", 0) == layer.get("clone", 0) == layer.get("_to_copy", 0) == 0
+
+
+def test_what_a_step_does_to_all_parameters_does_not_grow_with_their_number(tmp_path):
+    """Norm, clipping and update are one operation each for all of a group's parameters."""
+    one, three = (step_of(tmp_path / str(layers), layers=layers)[0] for layers in (1, 3))
+    for name in ("_foreach_norm", "_foreach_mul_", "_fused_adamw_", "linalg_vector_norm"):
+        assert one[name] == three[name] <= 2, name
+    outside = sum(one.values()) - (sum(three.values()) - sum(one.values())) / 2
+    assert outside <= 120  # 99 in torch 2.13: embeddings, loss, head, clipping, latch, optimizer and Lightning together
+
+
+LENGTH = 512
+
+
+@pytest.mark.parametrize(
+    ("options", "padded"),
+    [
+        ({}, False),
+        ({"position": "rotary", "num_kv_heads": 1, "activation": "swiglu"}, False),
+        ({"scale": "learned", "qk_norm": "rms"}, False),
+        ({"softcap": 5.0, "num_heads": 8}, False),
+        ({"dropout": 0.1, "num_heads": 8}, True),
+        ({"sinks": True, "num_heads": 8, "window": 9}, False),
+    ],
+    ids=str,
+)
+def test_a_training_step_holds_no_matrix_of_queries_by_keys(options, padded):
+    """Not even for one head, or with ``chunked`` no more than a tile; ``math``, the control, has one of all heads."""
+    sizes = {"vocab_size": 11, "embed_dim": 16, "num_heads": 2, "num_layers": 2, "ffn_dim": 32, "max_len": LENGTH}
+    ids, real = torch.randint(11, (1, LENGTH)), torch.arange(LENGTH)[None] < LENGTH - 7
+
+    def step(**more):
+        model = DecoderLM(TransformerConfig(**{**sizes, **options, **more}))
+        return measure(lambda: model(ids, key_mask=real if padded else None).sum().backward())["largest"]
+
+    assert step() <= (chunked.TILE if options.get("num_heads") == 8 else LENGTH**2 // 2)
+    assert step(backend="math") >= options.get("num_heads", 2) * LENGTH**2
+
+
+def test_all_layers_share_one_dense_mask():
+    """Padding and Causal become one (B, 1, L, S) tensor for the model, not one a layer."""
+    built = []
+    real = Padding.dense
+
+    def dense(self, *args, **kwargs):
+        built.append(1)
+        return real(self, *args, **kwargs)
+
+    sizes = {"vocab_size": 11, "embed_dim": 8, "num_heads": 2, "num_layers": 5, "max_len": 64}
+    model = build_model(TransformerConfig(**sizes))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Padding, "dense", dense)
+        model(torch.randint(11, (2, 64)), key_mask=torch.arange(64)[None] < torch.tensor([[64], [9]]))
+    assert len(built) == 1
+
+
+# --- imports
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_answers_help_without_torch_or_anything_heavy(script, tmp_path):
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = [{str(script)!r}, '--help']\n"
+        "try:\n"
+        f"    runpy.run_path({str(script)!r}, run_name='__main__')\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "print('loaded:', *sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    *said, loaded = done.stdout.strip().splitlines()
+    assert said and loaded.startswith("loaded:")
+    assert not set(loaded.split()) & (HEAVY | {"torch", "numpy", "lightning", "tokenizers", "huggingface_hub"})
+
+
+def test_a_run_imports_nothing_heavy_of_its_own(tmp_path, monkeypatch):
+    """What Lightning brings (torchmetrics, and with it scipy or transformers where they are installed) is not ours to refuse."""
+    asked, real = set(), builtins.__import__
+
+    def watch(name, globals=None, *rest):
+        if ((globals or {}).get("__name__") or "").startswith("minitx") and name.partition(".")[0] in HEAVY:
+            asked.add((globals["__name__"], name))
+        return real(name, globals, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", watch)
+    small = config(2, trainer={"ckpt_every": 1}, callbacks={"probe": ProbeConfig(every=1, batch_size=3)})
+    train(small, tmp_path)
+    assert asked == set()
+    panels(1, 1)  # the watch itself: a figure does import matplotlib
+    assert {name.partition(".")[0] for _, name in asked} == {"matplotlib"}
