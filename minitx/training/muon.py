@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from minitx.nn.feedforward import MixtureOfExperts
-
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
@@ -21,7 +19,7 @@ def matrix_names(network: nn.Module) -> set[str]:
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear) and not name.endswith("head"):
             names.add(f"{name}.weight")
-        elif isinstance(module, MixtureOfExperts):
+        elif hasattr(module, "num_experts"):  # stacks of matrices, one an expert
             names |= {f"{name}.{part}" for part, _ in module.named_parameters(recurse=False)}
     return names
 

@@ -203,8 +203,11 @@ def check_head(config: ObjectiveConfig, network: nn.Module, kind: str) -> None:
     Raises:
         ConfigError: no ``lm`` head, or one with a layer of its own.
     """
-    if config.chunk_tokens is not None and (kind != "lm" or type(network.get_submodule("head")) is not nn.Linear):
-        found = f"model.head={kind}" + (" with model.head_transform=True" if kind == "lm" else "")
+    head = network.get_submodule("head") if config.chunk_tokens is not None and kind == "lm" else None
+    softcap = getattr(head, "softcap", None)
+    if config.chunk_tokens is not None and (not isinstance(head, nn.Linear) or softcap is not None):
+        more = "model.head_transform=True" if softcap is None else f"model.logit_softcap={softcap}"
+        found = f"model.head={kind}" + (f" with {more}" if kind == "lm" else "")
         raise ConfigError(
             f"objective.chunk_tokens={config.chunk_tokens} needs model.head=lm that is one linear map, got {found}: set it to null"
         )

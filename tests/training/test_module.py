@@ -384,7 +384,12 @@ def test_a_run_with_a_chunked_loss_is_the_plain_run(make_config, tmp_path, chang
 
 
 @pytest.mark.parametrize(
-    "changes", [{"architecture": "encoder", "head_transform": True}, {"architecture": "encoder", "head": "token"}]
+    "changes",
+    [
+        {"architecture": "encoder", "head_transform": True},
+        {"architecture": "encoder", "head": "token"},
+        {"logit_softcap": 30.0},
+    ],
 )
 def test_a_chunked_loss_is_refused_where_the_head_is_more_than_one_linear_map(changes):
     config = TransformerConfig(vocab_size=11, embed_dim=8, num_heads=2, num_layers=1, num_labels=3, **changes)
