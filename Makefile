@@ -16,7 +16,7 @@ test: $(VENV)/dev.installed
 slow: $(VENV)/dev.installed
 	$(BIN)/python -m pytest -n 2 -m slow
 
-BENCHES := data_path attention_statistics trainer_tax training_throughput cold_start memory decoding
+BENCHES := fused_attention kernel_choice ragged data_path attention_statistics trainer_tax training_throughput cold_start memory decoding
 bench: $(VENV)/dev.installed
 	set -e; for name in $(BENCHES); do $(BIN)/python benchmarks/$$name.py; done
 	$(BIN)/python benchmarks/report.py

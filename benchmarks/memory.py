@@ -10,7 +10,7 @@ Ours is the step of the trainer, by config: ``--model`` and ``--objective`` set 
 ``ObjectiveConfig``. Its loss must be Hugging Face's to rounding. The target speaks of the row with both; the others say what
 each switch brings.
 
-    python benchmarks/memory.py --model checkpointing=true --objective NAME=VALUE
+    python benchmarks/memory.py --model checkpointing=true --objective chunk_tokens=256
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from minitx.analysis.meter import allocations
 from minitx.config import ObjectiveConfig, OptimizerConfig, RunConfig
 from minitx.nn import DecoderLM
 from minitx.training.module import TrainingModule
-from minitx.training.objectives import build_objective
+from minitx.training.objectives import build_head_objective, build_objective
 from minitx.training.optimizers import build_optimizer
 
 WANTED = "<= 0.5"
@@ -83,6 +83,7 @@ def ours(peer: Peer, batch: dict[str, Tensor], model: dict[str, Any], objective:
         build_objective(config.objective),
         lambda net: build_optimizer(net, config.optimizer, head_dim=network.config.width_per_head),
         lambda step: 1.0,
+        head_objective=build_head_objective(config.objective),
     )
     module._trainer = Alone()  # type: ignore[assignment]
     return peak_of(network, module.make_optimizer(network), lambda: module.training_step(batch, 0))
@@ -105,7 +106,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--model", nargs="*", default=["checkpointing=true"], help="fields of TransformerConfig")
-    parser.add_argument("--objective", nargs="*", default=[], help="fields of ObjectiveConfig")
+    parser.add_argument("--objective", nargs="*", default=["chunk_tokens=256"], help="fields of ObjectiveConfig")
     given = parser.parse_args()
     model, objective = ({k: v for text in texts for k, v in fields(text).items()} for texts in (given.model, given.objective))
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from measure import in_pairs, median_interval, write
+from measure import in_pairs, judged, median_interval, write
 
 from minitx.ablation.stacked import train_stack
 from minitx.config import (
@@ -145,11 +145,19 @@ def main() -> None:
     for label, row in table.items():
         interval = f"{row['low']:.2f} to {row['high']:.2f}"
         print(f"| {label} | {row['median']:.2f} | {interval} | {row['a_seconds']:.2f} | {row['b_seconds']:.2f} |")
+    wanted = f">= {TARGET:g}" if device != "cpu" else None  # the target speaks of a GPU
+    rows = [
+        judged(label, {name: row[name] for name in ("median", "low", "high")}, wanted if i == 0 else None)
+        for i, (label, row) in enumerate(table.items())
+    ]
     met = table["one after another / one stack"]["low"] >= TARGET
     print(f"\nall {R}, once: {whole[0]:.1f} s one after another, {whole[1]:.1f} s stacked: {whole[0] / whole[1]:.2f}")
     print(f"peak memory of the stack: {'not measured on a CPU' if peak is None else f'{peak / 2**20:.0f} MiB'}")
     print(f"target {TARGET:g} on a GPU: {'met' if met else 'not met'} on {device}")
     results = {
+        "target": "P12",
+        "title": f"{R} small runs through the run axis over one after another, {device}",
+        "rows": rows,
         "device": device,
         "runs": R,
         **vars(given),
