@@ -19,12 +19,20 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over the labels that count: what is minimised, the plain negative log-likelihood (nats), hits, and how many."""
+    """Sums over the labels that count: what is minimised, the plain negative log-likelihood (nats), and how many they are.
+
+    ``hits`` counts the labels that are likeliest, when ``correct`` is asked for: training never asks.
+    """
 
     loss: Tensor
     nll: Tensor
-    correct: Tensor
+    hits: Callable[[], Tensor]
     count: Tensor
+
+    @property
+    def correct(self) -> Tensor:
+        """The number of labels that are likeliest."""
+        return self.hits()
 
 
 Objective = Callable[[Tensor, Tensor], Sums]
@@ -49,10 +57,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
     loss = nll
     if label_smoothing:
         loss = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
-    with torch.no_grad():
-        counted = targets != IGNORED
-        correct = ((flat.argmax(-1) == targets) & counted).sum()
-    return Sums(loss, nll.detach(), correct, counted.sum())
+    counted = targets != IGNORED
+    return Sums(loss, nll.detach(), lambda: ((flat.detach().argmax(-1) == targets) & counted).sum(), counted.sum())
 
 
 def chunked_cross_entropy(
@@ -101,7 +107,7 @@ def chunked_cross_entropy(
     flat, targets = hidden.flatten(0, -2), labels.flatten()
     wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (flat, weight, bias)]
     loss, nll, correct = _LinearCrossEntropy.apply(flat, weight, bias, targets, chunk_tokens, label_smoothing, wanted)
-    return Sums(loss, nll, correct, (targets != IGNORED).sum())
+    return Sums(loss, nll, lambda: correct, (targets != IGNORED).sum())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -160,7 +160,7 @@ def explode_at(step):
         calls[0] += 1
         sums = build_objective(ObjectiveConfig())(logits, labels)
         factor = float("nan") if calls[0] == step + 1 else 1.0
-        return Sums(sums.loss * factor, sums.nll, sums.correct, sums.count)
+        return Sums(sums.loss * factor, sums.nll, sums.hits, sums.count)
 
     return objective
 
