@@ -1,5 +1,6 @@
 # make ablation   set up and run the scaling ablation        make test   set up and pass the tests
 # make bench      measure beside others, docs/performance.md (20 minutes on two cores)
+# make bench-quality TEXT=tinyshakespeare.txt                  time and tokens to a loss (25 minutes on two cores)
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -22,7 +23,7 @@ bench: $(VENV)/dev.installed
 	$(BIN)/python benchmarks/report.py
 
 bench-quality: $(VENV)/dev.installed
-	$(BIN)/python benchmarks/quality.py
+	$(BIN)/python benchmarks/quality.py --text "$(TEXT)"
 	$(BIN)/python benchmarks/report.py
 
 lint: $(VENV)/dev.installed

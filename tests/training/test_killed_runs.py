@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from killing import blows, hit_and_go_on, length_of, result_of, run
@@ -38,3 +40,13 @@ def test_a_run_that_was_hit_comes_to_the_same_end(blow, whole, cache, tmp_path):
 def test_the_digest_of_a_run_sees_its_last_bit(whole, cache, tmp_path):
     assert run([*length_of(STEPS), "seed=1"], tmp_path / "run", cache) == 0
     assert result_of(tmp_path / "run") != whole[0]
+
+
+def test_the_record_holds_240_hits_that_all_came_to_the_same_end():
+    record = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "kills.json").read_text(encoding="utf-8"))
+    counts = {name: found["runs"] for name, found in record["signals"].items()}
+    assert counts == {"SIGKILL": 200, "SIGTERM": 20, "SIGINT": 20}
+    assert all(found["equal"] == found["runs"] for found in record["signals"].values())
+    assert record["steps"] == 400
+    assert record["in_a_save"] == 100
+    assert record["hit_while_running"] >= 200

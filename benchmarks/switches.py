@@ -1,0 +1,103 @@
+"""What each switch of the fast recipe buys in tokens and in seconds: the grid ``experiment=speedrun_ablation``, and a stop-watch.
+
+    python scripts/train.py experiment=speedrun_ablation        # half an hour on two cores
+    python benchmarks/switches.py
+
+The grid says, arm by arm and seed by seed, the validation loss at two lengths of training; a line through loss against the logarithm of
+tokens says how many tokens each arm needs for the loss that the whole recipe has halfway between (in ln tokens). Seconds a step
+are measured here, each arm against the whole recipe in blocks by turns. Seconds = tokens x seconds a step; an arm's rates are the
+recipe's, tuned for the whole, but for AdamW's, which are its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from measure import compare, judged, ratio_interval, table, write
+
+from minitx.ablation.grid import cells
+from minitx.cli.train import compose_config
+from minitx.config import RunConfig
+from minitx.training.run import build_module, fit_model_config, prepare_data
+
+ROOT = Path(__file__).parents[1]
+FULL = "all"
+
+
+def step_of(overrides: list[str]) -> Callable[[], object]:
+    """A training step of a cell: forward, loss, backward, update."""
+    config: RunConfig = compose_config([*overrides, "trainer.accelerator=cpu"])
+    data = prepare_data(config)
+    module = build_module(config, fit_model_config(config.model, data), data)
+    optimizer = module.make_optimizer(module.network)
+    batch = data.train_source().batch(0, range(config.data.batch_size))
+
+    def step() -> None:
+        logits = module.network(batch["input_ids"])
+        F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def tokens_at(loss: float, points: dict[int, float]) -> float:
+    """Where the line through (ln steps, loss) of the shortest and the longest run has ``loss``."""
+    (x0, y0), (x1, y1) = ((math.log(steps), points[steps]) for steps in (min(points), max(points)))
+    return math.exp(x0 + (y0 - loss) * (x1 - x0) / (y0 - y1))
+
+
+def losses(records: Path) -> dict[str, dict[int, dict[int, float]]]:
+    """arm -> seed -> steps -> validation loss, of the finished cells."""
+    found: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for line in records.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if record["status"] == "done":
+            found[record["arm"]][record["seed"]][int(record["factors"]["steps"])] = record["result"]["val_loss"]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=Path, default=ROOT / "runs" / "speedrun_ablation" / "speedrun" / "cells.jsonl")
+    parser.add_argument("--pairs", type=int, default=20)
+    given = parser.parse_args()
+    if not given.records.is_file():
+        sys.exit(
+            f"error: {given.records} does not exist; run the grid first: python scripts/train.py experiment=speedrun_ablation"
+        )
+    found = losses(given.records)
+    grid = compose_config(["experiment=speedrun_ablation"]).ablation
+    assert grid is not None
+    overrides = {cell.arm: list(cell.overrides) for cell in cells(grid)}
+    full = step_of(overrides[FULL])
+    rows, seconds = [], {}
+    for arm in found:
+        ratios: list[float] = []
+        for seed, points in found[arm].items():
+            wanted = sum(found[FULL][seed].values()) / len(found[FULL][seed])  # on its line, halfway in ln tokens
+            ratios.append(tokens_at(wanted, points) / tokens_at(wanted, found[FULL][seed]))
+        if arm == FULL:
+            continue
+        timed = compare(step_of(overrides[arm]), full, pairs=given.pairs)
+        seconds[arm] = timed
+        rows.append(judged(f"{arm}, tokens", ratio_interval(ratios), None, seeds=ratios))
+        rows.append(judged(f"{arm}, seconds a step", timed["ratio"], None, control=timed["control"]))
+        rows.append(judged(f"{arm}, seconds", ratio_interval([r * timed["ratio"]["median"] for r in ratios]), None))
+        print(table(rows[-3:]), flush=True)
+    title = "One switch of the fast recipe at a time, over the whole recipe (more than 1: the switch pays)"
+    results: dict[str, Any] = {"losses": found, "steps": seconds}
+    print(write("switches", {"target": "P3", "title": title, "threads": torch.get_num_threads(), "rows": rows, **results}))
+
+
+if __name__ == "__main__":
+    main()
