@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 
 import minitx  # its version stands in the package, so that a checkout on the path is enough
 
@@ -154,10 +154,10 @@ def ratio_interval(ratios: Sequence[float]) -> dict[str, float]:
 
 def median_interval(values: Sequence[float], *, draws: int = 10_000) -> dict[str, float]:
     """Median with its 95 % bootstrap interval."""
-    rng = np.random.default_rng(0)
-    medians = np.median(rng.choice(np.asarray(values), size=(draws, len(values))), axis=1)
-    low, high = np.quantile(medians, [0.025, 0.975])
-    return {"median": float(np.median(values)), "low": float(low), "high": float(high)}
+    found = torch.tensor(values, dtype=torch.float64, device="cpu")
+    chosen = torch.randint(len(found), (draws, len(found)), generator=torch.Generator().manual_seed(0), device="cpu")
+    low, high = found[chosen].quantile(0.5, dim=1).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64, device="cpu"))
+    return {"median": float(found.quantile(0.5)), "low": float(low), "high": float(high)}
 
 
 def write(name: str, results: dict[str, Any]) -> Path:
