@@ -52,7 +52,9 @@ def inputs(config, rows, length):
     return given
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "rotary" else pytest.mark.slow) for name in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks={"rotary": [], "t5": pytest.mark.long}.get(name, pytest.mark.slow)) for name in MODELS]
+)
 def test_onnxruntime_answers_as_the_model_does_over_lengths_and_padding(name, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     model = build_model(TransformerConfig(**{**SIZES, **MODELS[name]}))

@@ -724,7 +724,7 @@ def test_any_call_equals_the_float64_loops(data):
 
 
 @pytest.mark.slow
-@settings(max_examples=2000)
+@settings(max_examples=1000)
 @given(st.data())
 def test_any_call_equals_the_float64_loops_at_length(data):
     check_any_call(data)

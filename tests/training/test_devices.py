@@ -160,6 +160,7 @@ MODELS = {
     "char_small": ["data=text", "data.context_len=16"],
     "gpt2": ["data=text", "data.context_len=16"],
     "llama_small": ["data=text", "data.context_len=16"],
+    "modern_small": ["data=text", "data.context_len=16", "optimizer=muon"],
     "recall": ["data=kv_lookup"],
     "bert_small": ["data=masked", "data.tokenizer=char", "model.head=lm"],
     "encoder_small": ["data=languages"],
