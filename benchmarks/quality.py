@@ -2,6 +2,8 @@
 
     python benchmarks/quality.py --text FILE          # tiny-shakespeare, in one file; about 25 minutes on two cores
 
+Every run is kept in runs/quality/ under what its config says, so that a benchmark that was stopped goes on.
+
 P2. A is ``experiment=gpt2_baseline`` (0.80 million parameters, 2000 steps of 12 x 64 characters: nanoGPT's recipe for a CPU), B is
 ``experiment=speedrun_char``, each as ``scripts/train.py`` runs it, in a process of its own, seed by seed in turn. Training seconds leave out
 the validation; the whole process is what a clock beside it shows. The loss is that of the whole validation split (the last tenth of
@@ -16,6 +18,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
+import json
 import math
 import subprocess
 import sys
@@ -27,19 +31,33 @@ from typing import Any
 import torch
 from measure import judged, median_interval, ratio_interval, table, write
 
+from minitx.cli.train import compose_config
+from minitx.config import to_dict
+
 ROOT = Path(__file__).parents[1]
+KEPT = ROOT / "runs" / "quality"
 LOSS = 1.885
 PRESETS = ("gpt2_baseline", "speedrun_char")
-RATES, TUNING_SEED, TUNING_STEPS = ("1e-3", "2e-3", "4e-3"), 1000, 1000
-LENGTHS = {"gpt2_baseline": (1000, 1600), "speedrun_char": (160, 230)}
+RATES, TUNING_SEED, TUNING_STEPS = ("1e-3", "2e-3", "4e-3"), 1000, 900
+LENGTHS = {"gpt2_baseline": (900, 1500), "speedrun_char": (180, 250)}
 
 
 def trained(text: Path, preset: str, seed: int, *more: str) -> dict[str, float]:
-    """One run: its last validation loss, training and process seconds, and tokens."""
+    """One run: its last validation loss, training and process seconds, and tokens; kept, and read where it was kept."""
+    options = [f"experiment={preset}", "data=text", f"data.path='{text}'", f"seed={seed}", "callbacks.progress=false", *more]
+    said = json.dumps([to_dict(compose_config(options)), torch.__version__, torch.get_num_threads()], sort_keys=True)
+    kept = KEPT / f"{preset}-{seed}-{hashlib.sha256(said.encode()).hexdigest()[:16]}.json"
+    found = json.loads(kept.read_text()) if kept.exists() else _trained(options, seed)
+    KEPT.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(found))
+    print(f"{preset} {' '.join(more)} {found}", flush=True)
+    return found
+
+
+def _trained(options: list[str], seed: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        options = [f"experiment={preset}", "data=text", f"data.path='{text}'", f"seed={seed}", f"output_dir={run}"]
-        command = [sys.executable, "scripts/train.py", *options, "callbacks.progress=false", *more]
+        command = [sys.executable, "scripts/train.py", *options, f"output_dir={run}"]
         began = time.perf_counter()
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         whole = time.perf_counter() - began
@@ -50,9 +68,7 @@ def trained(text: Path, preset: str, seed: int, *more: str) -> dict[str, float]:
     losses = [float(row["val_loss"]) for row in rows if row["val_loss"]]
     last = next(row for row in reversed(rows) if row["seconds"])
     found = {"seed": seed, "loss": losses[-1], "training_seconds": float(last["seconds"]), "process_seconds": whole}
-    found |= {"tokens": int(last["tokens"]), "steps": int(last["step"])}
-    print(f"{preset} {' '.join(more)} {found}", flush=True)
-    return found
+    return found | {"tokens": int(last["tokens"]), "steps": int(last["step"])}
 
 
 def time_to_loss(text: Path, seeds: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Writes docs/performance.md from the files of benchmarks/results/ that have ``rows``.
+"""Writes docs/performance.md, and the README's lines about speed, from the files of benchmarks/results/ that have ``rows``.
 
     python benchmarks/report.py
 
@@ -14,6 +14,8 @@ from typing import Any
 from measure import RESULTS, number, table, verdict, wish
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+README = PAGE.parents[1] / "README.md"
+BEGIN, END = "<!-- performance:begin -->\n", "<!-- performance:end -->"
 TARGETS = {
     "P1": "training throughput over other libraries, same architecture, weights and batch",
     "P2": "time to nanoGPT's loss on tiny-shakespeare",
@@ -68,6 +70,25 @@ def summary(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def headlines(results: list[dict[str, Any]]) -> str:
+    """One line a target: how many of its rows are met, and the first of them."""
+    lines = ["| target | rows met | first row | median (95 %) | wanted |", "|---|---|---|---|---|"]
+    for target, what in TARGETS.items():
+        rows = [row for one in results if one["target"] == target for row in one["rows"] if row["wanted"] is not None]
+        if rows:
+            met, first = sum(row["met"] for row in rows), rows[0]
+            interval = "" if first["low"] == first["high"] else f" ({number(first['low'])} to {number(first['high'])})"
+            cells = (f"{target}: {what}", f"{met} of {len(rows)}", first["name"], number(first["median"]) + interval)
+            lines.append(f"| {' | '.join(cells)} | {sign(wish(first))} |")
+    return "\n".join(lines) + "\n"
+
+
+def readme(text: str, results: list[dict[str, Any]]) -> str:
+    """The README with its lines about speed written anew."""
+    before, _, rest = text.partition(BEGIN)
+    return before + BEGIN + headlines(results) + END + rest.partition(END)[2]
+
+
 def section(one: dict[str, Any]) -> str:
     """All rows of one file, and where they come from."""
     versions = ", ".join(f"{name} {version}" for name, version in one["versions"].items())
@@ -86,4 +107,5 @@ def _order(target: str) -> int:
 
 if __name__ == "__main__":
     PAGE.write_text(page(read()), encoding="utf-8")
+    README.write_text(readme(README.read_text(encoding="utf-8"), read()), encoding="utf-8")
     print(PAGE)

@@ -38,6 +38,8 @@ def result():
 
 def test_the_committed_page_is_what_the_recorded_files_give(report):
     assert report.PAGE.read_text(encoding="utf-8") == report.page(report.read()), "run python benchmarks/report.py"
+    text = report.README.read_text(encoding="utf-8")
+    assert text == report.readme(text, report.read()), "run python benchmarks/report.py"
 
 
 def test_every_target_has_a_line_and_those_without_a_file_are_not_measured(report, result):
@@ -58,6 +60,12 @@ def test_files_of_another_kind_are_passed_over_and_the_others_stand_in_the_order
     for name, content in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     assert [one["file"] for one in report.read(tmp_path)] == ["b", "z", "a"]
+
+
+def test_the_readme_has_a_line_a_target_with_the_share_of_rows_that_are_met(report, result):
+    text = report.readme(f"above\n{report.BEGIN}old\n{report.END}\nbelow\n", [result])
+    assert "old" not in text and text.startswith("above\n") and text.endswith("\nbelow\n")
+    assert "| P4: a step under the trainer over a raw loop | 1 of 2 | kept | 1.400 (1.300 to 1.500) | ≥ 1.2 |" in text
 
 
 def test_a_section_names_hardware_versions_date_and_command(report, result):

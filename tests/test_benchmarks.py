@@ -1,0 +1,96 @@
+"""The arithmetic behind the benchmarks, without a stop-watch: what a ratio, its interval and its control are."""
+
+import importlib
+import itertools
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def load():
+    sys.path.insert(0, str(BENCHMARKS))
+    yield importlib.import_module
+    sys.path.remove(str(BENCHMARKS))
+
+
+def seconds(a, b, pairs, drift=0.0):
+    """Blocks of a machine that needs ``a`` and ``b`` seconds and becomes slower by ``drift`` a block."""
+    sides = [side for index in range(pairs // 2) for side in ((0, 1, 1, 0) if index % 2 == 0 else (1, 0, 0, 1))]
+    return [(side, (a, b)[side] * (1.0 + drift * i)) for i, side in enumerate(sides)]
+
+
+def test_the_ratio_is_the_first_sides_seconds_over_the_seconds_and_the_control_is_one(load):
+    found = load("measure").compared(seconds(3.0, 1.5, 20))
+    assert found["pairs"] == 20
+    assert found["ratio"] == pytest.approx({"median": 2.0, "low": 2.0, "high": 2.0})
+    assert found["control"] == pytest.approx({"median": 1.0, "low": 1.0, "high": 1.0})
+    assert (found["a_seconds"], found["b_seconds"]) == (3.0, 1.5)
+
+
+def test_a_machine_that_slows_down_does_not_move_the_ratio_away_from_the_truth(load):
+    found = load("measure").compared(seconds(3.0, 1.5, 40, drift=0.01))
+    assert found["ratio"]["low"] <= 2.0 <= found["ratio"]["high"]
+    assert found["control_holds"]
+
+
+def test_a_control_that_one_side_always_wins_does_not_hold(load):
+    blocks = [(side, value * (1.3 if i % 4 == 0 else 1.0)) for i, (side, value) in enumerate(seconds(1.0, 1.0, 40))]
+    by_turns = [four[::-1] if index % 4 >= 2 else four for index, four in enumerate(zip(*[iter(blocks)] * 4, strict=True))]
+    found = load("measure").compared(list(itertools.chain(*by_turns)))
+    assert not found["control_holds"]
+
+
+def test_both_sides_take_their_turns_in_blocks_that_last_long_enough(load, monkeypatch):
+    measure = load("measure")
+    clock, calls = [0.0], []
+
+    def work(side, takes):
+        def run():
+            calls.append(side)
+            clock[0] += takes
+
+        return run
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+    found = measure.compare(work("a", 0.25), work("b", 0.125), pairs=4, block=0.5, warm=1)
+    assert found["ratio"]["median"] == pytest.approx(2.0)
+    warm, blocks = calls[:4], calls[4:]
+    assert sorted(warm) == ["a", "a", "b", "b"]  # to warm up, and to see how long one call takes
+    assert ["".join(group) for _, group in itertools.groupby(blocks)] == ["aa", "b" * 8, "aa" + "", "b" * 4, "aaaa", "b" * 4]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "met"), [(">= 1.25", True), (">= 1.35", False), ("<= 1.55", True), ("<= 1.45", False), (None, None)]
+)
+def test_a_target_counts_as_met_when_the_whole_interval_meets_it(load, wanted, met):
+    row = load("measure").judged("speed", {"median": 1.4, "low": 1.3, "high": 1.5}, wanted)
+    assert row.get("met") is met
+
+
+def test_the_inverse_of_a_ratio_has_its_ends_in_order(load):
+    found = load("measure").inverse({"median": 2.0, "low": 1.0, "high": 4.0})
+    assert found == {"median": 0.5, "low": 0.25, "high": 1.0}
+
+
+def test_tokens_to_a_loss_are_read_off_a_line_in_the_logarithm_of_tokens(load):
+    def loss(tokens):
+        return 5.0 - 0.3 * math.log(tokens)
+
+    pair = [{"tokens": tokens, "loss": loss(tokens)} for tokens in (1e5, 3e5)]
+    assert load("quality").tokens_at(loss(2e5), pair) == pytest.approx(2e5)
+    assert load("quality").tokens_at(loss(9e5), pair) == pytest.approx(9e5)  # beyond the longer run, too
+    points = {int(run["tokens"]): run["loss"] for run in pair}
+    assert load("switches").tokens_at(loss(2e5), points) == pytest.approx(2e5)
+
+
+def test_regret_is_measured_on_other_rounds_than_those_that_chose_the_best(load):
+    regret = load("kernel_choice").regret
+    lucky = [1.0, 1.0, 9.0, 9.0] * 5  # looks best in one half of the rounds, and only there
+    ratios, best = regret("steady", {"steady": [2.0] * 20, "lucky": lucky})
+    assert best == ["lucky", "steady"]
+    assert sorted(set(ratios)) == [pytest.approx(2.0 / 9.0), 1.0]
