@@ -179,7 +179,10 @@ class _Sizes:
         parameters = layers * self._core_parameters()
         if config.position == "t5" and not shape.cross:
             parameters += config.num_buckets * config.num_heads  # one table for all layers
-        kept = 0 if config.checkpointing else layers * self._attention_bytes(shape)
+        mixed = layers - 1 if config.value_residual and not shape.cross else 0
+        parameters += 2 * mixed
+        values = FLOAT * shape.k  # of each layer whose values are mixed; under checkpointing the first layer's are handed on
+        kept = values * (mixed > 0) if config.checkpointing else layers * self._attention_bytes(shape) + mixed * values
         core = Part(stack, "core", parameters, layers * flops, layers * shape.needed * self.passes, kept)
         return [*parts[:3], core, parts[3]]
 
@@ -219,7 +222,9 @@ class _Sizes:
         if (config.head == "sequence" and config.pooling == "mean") or (config.scale_logits and stack == "decoder"):
             final -= self.stream  # a mean and a factor need nothing of what they are taken of
         norms = layers * residuals * parameters + (0 if ends_normed else self.norm[0])
-        return [self._feedforward(stack, layers), Part(stack, "norms", norms, 0, 0, total + final)]
+        mixed = (layers - 1) * config.embed_shortcut
+        total += mixed * self.stream * (not config.checkpointing)
+        return [self._feedforward(stack, layers), Part(stack, "norms", norms + 2 * mixed, 0, 0, total + final)]
 
     def _residual(self) -> tuple[int, int]:
         """Parameters and kept bytes of one residual connection: its norms, and the stream after it."""
@@ -255,7 +260,8 @@ class _Sizes:
             assert V is not None
             tied = config.tie_embeddings
             parameters = V * E * (not tied) + V * config.head_bias
-            flops, kept = self.product(self.tokens, E, V), FLOAT * self.tokens * V + self.stream * config.scale_logits
+            logits = FLOAT * self.tokens * V * (1 + (config.logit_softcap is not None))
+            flops, kept = self.product(self.tokens, E, V), logits + self.stream * config.scale_logits
             if config.head_transform:
                 act = 1 if config.activation in ("relu", "reglu") else 2
                 parameters += dense + self.norm[0]

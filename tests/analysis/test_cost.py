@@ -68,6 +68,9 @@ def test_every_part_of_every_preset_costs_what_is_counted(name, backend, backwar
 
 
 OPTIONS = [
+    {"value_residual": True, "num_layers": 3},
+    {"embed_shortcut": True, "logit_softcap": 30.0, "num_layers": 3},
+    {"value_residual": True, "embed_shortcut": True, "checkpointing": True, "num_layers": 3},
     {"norm_position": "sandwich", "norm": "rms", "layer_scale": 0.1},
     {"norm_position": "deepnorm", "activation": "relu2", "embed_norm": True},
     {"parallel": True, "activation": "geglu", "stochastic_depth": 0.1, "type_vocab_size": 2},
