@@ -86,16 +86,16 @@ def _fastest(call: AttentionCall) -> Backend:
         large = scores >= CHUNKED_FROM and L > 1
         return chunked.BACKEND if tiled and (few_rows or large) else math.BACKEND
     if sdpa.BACKEND.falls_back(call) is None:
-        return chunked.BACKEND if tiled and on_cpu and scores >= CHUNKED_FROM and _few_tiles(call) else sdpa.BACKEND
+        return chunked.BACKEND if tiled and on_cpu and _few_tiles(call, scores) else sdpa.BACKEND
     learns = any(tensor.requires_grad for tensor in tensors_of(call.attn_bias))
     large = scores >= (CHUNKED_FROM_WITH_BIAS_GRADIENT if learns else CHUNKED_FROM) and L > 1
     return chunked.BACKEND if tiled and large else sdpa.BACKEND  # torch's plain path: that of math, in fewer calls
 
 
-def _few_tiles(call: AttentionCall) -> bool:
-    """Whether a window leaves few tiles; not asked in a compiled graph, where every length would be a graph of its own."""
+def _few_tiles(call: AttentionCall, scores: int) -> bool:
+    """Whether a window leaves few tiles of many; not asked in a graph, whose sizes may be symbols: each would be one graph."""
     windowed = call.mask is not None and any(isinstance(part, SlidingWindow) for part in call.mask.parts())
-    return windowed and not is_compiling() and chunked.share_of_tiles(call) <= FEW_TILES
+    return windowed and not is_compiling() and scores >= CHUNKED_FROM and chunked.share_of_tiles(call) <= FEW_TILES
 
 
 def named(call: AttentionCall, backend: str) -> Backend:
