@@ -160,6 +160,12 @@ def median_interval(values: Sequence[float], *, draws: int = 10_000) -> dict[str
     return {"median": float(found.quantile(0.5)), "low": float(low), "high": float(high)}
 
 
+def reached(loss: float, points: dict[int, float]) -> float:
+    """How many tokens (or steps) have ``loss``, on the line through (ln tokens, loss) of the shortest and the longest run."""
+    (x0, y0), (x1, y1) = ((math.log(tokens), points[tokens]) for tokens in (min(points), max(points)))
+    return math.exp(x0 + (y0 - loss) * (x1 - x0) / (y0 - y1))
+
+
 def write(name: str, results: dict[str, Any]) -> Path:
     """Write ``results/<name>.json`` with machine, versions, date and command."""
     RESULTS.mkdir(exist_ok=True)

@@ -2,7 +2,8 @@
 
     python benchmarks/quality.py --text FILE          # tiny-shakespeare, in one file; about 25 minutes on two cores
 
-Every run is kept in runs/quality/ under what its config says, so that a benchmark that was stopped goes on.
+Every run is kept in runs/quality/ under what its config says, so that a benchmark that was stopped goes on: runs of the two sides
+may then lie some minutes apart.
 
 P2. A is ``experiment=gpt2_baseline`` (0.80 million parameters, 2000 steps of 12 x 64 characters: nanoGPT's recipe for a CPU), B is
 ``experiment=speedrun_char``, each as ``scripts/train.py`` runs it, in a process of its own, seed by seed in turn. Training seconds leave out
@@ -20,7 +21,6 @@ import argparse
 import csv
 import hashlib
 import json
-import math
 import subprocess
 import sys
 import tempfile
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import judged, median_interval, ratio_interval, table, write
+from measure import judged, median_interval, ratio_interval, reached, table, write
 
 from minitx.cli.train import compose_config
 from minitx.config import to_dict
@@ -103,17 +103,14 @@ def tokens_to_loss(text: Path, seeds: int) -> dict[str, Any]:
         runs[preset] = [
             [trained(text, preset, seed, f"trainer.max_steps={length}", *own) for length in lengths] for seed in range(seeds)
         ]
-    needed = {preset: [tokens_at(LOSS, pair) for pair in found] for preset, found in runs.items()}
+    needed = {
+        preset: [reached(LOSS, {int(run["tokens"]): run["loss"] for run in pair}) for pair in found]
+        for preset, found in runs.items()
+    }
     ratios = [a / b for a, b in zip(needed["gpt2_baseline"], needed["speedrun_char"], strict=True)]
     rows = [judged("tokens, gpt2_baseline / speedrun_char", ratio_interval(ratios), ">= 2")]
     rows += [judged(f"thousand tokens to {LOSS}, {p}", median_interval([n / 1e3 for n in needed[p]]), None) for p in needed]
     return {"rows": rows, "rate": rate, "tuning": tuning, "runs": runs, "tokens_to_loss": needed, "loss": LOSS}
-
-
-def tokens_at(loss: float, pair: list[dict[str, float]]) -> float:
-    """Where the line through (ln tokens, loss) of two runs has ``loss``."""
-    (x0, y0), (x1, y1) = ((math.log(run["tokens"]), run["loss"]) for run in pair)
-    return math.exp(x0 + (y0 - loss) * (x1 - x0) / (y0 - y1))
 
 
 def _exact(value: float) -> dict[str, float]:

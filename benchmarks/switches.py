@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measure import compare, judged, ratio_interval, table, write
+from measure import compare, judged, ratio_interval, reached, table, write
 
 from minitx.ablation.grid import cells
 from minitx.cli.train import compose_config
@@ -48,12 +47,6 @@ def step_of(overrides: list[str]) -> Callable[[], object]:
         optimizer.zero_grad(set_to_none=True)
 
     return step
-
-
-def tokens_at(loss: float, points: dict[int, float]) -> float:
-    """Where the line through (ln steps, loss) of the shortest and the longest run has ``loss``."""
-    (x0, y0), (x1, y1) = ((math.log(steps), points[steps]) for steps in (min(points), max(points)))
-    return math.exp(x0 + (y0 - loss) * (x1 - x0) / (y0 - y1))
 
 
 def losses(records: Path) -> dict[str, dict[int, dict[int, float]]]:
@@ -85,7 +78,7 @@ def main() -> None:
         ratios: list[float] = []
         for seed, points in found[arm].items():
             wanted = sum(found[FULL][seed].values()) / len(found[FULL][seed])  # on its line, halfway in ln tokens
-            ratios.append(tokens_at(wanted, points) / tokens_at(wanted, found[FULL][seed]))
+            ratios.append(reached(wanted, points) / reached(wanted, found[FULL][seed]))
         if arm == FULL:
             continue
         timed = compare(step_of(overrides[arm]), full, pairs=given.pairs)

@@ -84,11 +84,9 @@ def test_tokens_to_a_loss_are_read_off_a_line_in_the_logarithm_of_tokens(load):
     def loss(tokens):
         return 5.0 - 0.3 * math.log(tokens)
 
-    pair = [{"tokens": tokens, "loss": loss(tokens)} for tokens in (1e5, 3e5)]
-    assert load("quality").tokens_at(loss(2e5), pair) == pytest.approx(2e5)
-    assert load("quality").tokens_at(loss(9e5), pair) == pytest.approx(9e5)  # beyond the longer run, too
-    points = {int(run["tokens"]): run["loss"] for run in pair}
-    assert load("switches").tokens_at(loss(2e5), points) == pytest.approx(2e5)
+    points = {tokens: loss(tokens) for tokens in (100_000, 300_000)}
+    for wanted in (2e5, 9e5):  # between the two runs, and beyond the longer one
+        assert load("measure").reached(loss(wanted), points) == pytest.approx(wanted)
 
 
 def test_regret_is_measured_on_other_rounds_than_those_that_chose_the_best(load):

@@ -365,7 +365,8 @@ def test_a_secret_is_refused_where_a_run_would_keep_it(monkeypatch, key):
 def test_a_secret_under_its_key_may_go_to_a_logger_or_a_callback(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     given = {"a": {"b": {"api_key": SECRET, "tokens": 3}}}
-    refuse_secrets(RunConfig(logger=given, callbacks=CallbacksConfig(extra=given)), [f"+logger.a.b.api_key={SECRET}"])
+    config = RunConfig(logger=given, callbacks=CallbacksConfig(extra=given))
+    assert refuse_secrets(config, [f"+logger.a.b.api_key={SECRET}"]) is None
 
 
 @pytest.mark.parametrize("typed", ["output_dir=${oc.env:MINITX_SECRET}", f"output_dir={SECRET}", "logger=wandb +logger.wandb.notes=${oc.env:MINITX_SECRET}"])  # fmt: skip
