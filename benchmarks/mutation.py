@@ -3,6 +3,7 @@
     python benchmarks/mutation.py                    # make mutation: all files (about an hour on one core), resumable
     python benchmarks/mutation.py masks chunked      # only these files
     python benchmarks/mutation.py --again            # only those that survived, after tests were added
+    python benchmarks/mutation.py --record           # counts and survivors into results/mutation.json
 
 A mutant is a change of one comparison, operator, number, condition, keyword, return value or statement (``changes``); text,
 annotations, assertions and what stands in a ``raise`` are left alone. No file is written: a process that has collected the tests
@@ -19,6 +20,7 @@ import contextlib
 import gc
 import importlib.abc
 import importlib.machinery
+import itertools
 import json
 import os
 import pickle
@@ -26,8 +28,9 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -36,7 +39,7 @@ import pytest
 import torch  # imported here, once, and not in every fork
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks/results/mutation.json"
+WORK = ROOT / "build/mutation.json"  # what became of each mutant so far
 FILES = ["minitx/nn/functional.py", "minitx/nn/masks.py", *(f"minitx/nn/backends/{name}.py" for name in (
     "__init__", "base", "chunked", "flash_attn", "flex", "math", "programs", "sdpa"))]  # fmt: skip
 TESTS = [f"tests/nn/test_{name}.py" for name in (
@@ -252,8 +255,8 @@ def covered(items: list[Any], files: list[str], kept: Path) -> dict[str, Any]:
 class Run:
     """A plugin of pytest: instead of running the tests once, runs the covering ones for every mutant."""
 
-    def __init__(self, todo: list[Mutant], record: Any, kept: Path) -> None:
-        self.todo, self.record, self.kept = todo, record, kept
+    def __init__(self, todo: list[Mutant], note: Callable[[Mutant, str], None], kept: Path) -> None:
+        self.todo, self.note, self.kept = todo, note, kept
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> None:
@@ -273,22 +276,26 @@ class Run:
                 code = thing.__code__
                 functions.setdefault((code.co_filename, code.co_qualname, code.co_firstlineno), []).append(thing)
         for mutant in self.todo:
-            mine = Path(mutant.file).stem
-            covering = [item for item in items if set(mutant.lines) & set(known[item.nodeid]["lines"][mutant.file])]
-            seconds = {item: known[item.nodeid]["seconds"] for item in covering}
-            chosen = [item for item in covering if seconds[item] < LONGEST]
-            chosen.sort(key=lambda item: (seconds[item] > 0.3, mine not in item.nodeid, seconds[item]))  # noqa: B023
-            total, kept = 0.0, []
-            for item in chosen:
-                if (total := total + seconds[item]) < BUDGET:
-                    kept.append(item)
-            started = time.monotonic()
-            outcome = forked(lambda: exchange(mutant, functions) and passes(kept), LIMIT) if kept else "not executed"  # noqa: B023
-            self.record(mutant, outcome, f"{len(kept)}/{len(covering)}", time.monotonic() - started)
+            tests = chosen(mutant, items, known)
+            self.note(mutant, forked(partial(all_pass, mutant, functions, tests), LIMIT) if tests else "not executed")
         return True
 
 
-def exchange(mutant: Mutant, functions: dict[tuple[str, str, int], list[FunctionType]]) -> bool:
+def chosen(mutant: Mutant, items: list[Any], known: dict[str, Any]) -> list[Any]:
+    """The tests that execute the changed line, up to ``BUDGET``: quick ones first, those of the same name before others."""
+    own, lines = Path(mutant.file).stem, set(mutant.lines)
+    seconds = {item: known[item.nodeid]["seconds"] for item in items if lines & set(known[item.nodeid]["lines"][mutant.file])}
+    order = sorted((item for item in seconds if seconds[item] < LONGEST), key=lambda item: (seconds[item] > 0.3, own not in item.nodeid, seconds[item]))  # fmt: skip
+    ends = itertools.accumulate(seconds[item] for item in order)
+    return [item for item, end in zip(order, ends, strict=True) if end < BUDGET]
+
+
+def all_pass(mutant: Mutant, functions: dict[tuple[str, str, int], list[FunctionType]], tests: list[Any]) -> bool:
+    exchange(mutant, functions)
+    return passes(tests)
+
+
+def exchange(mutant: Mutant, functions: dict[tuple[str, str, int], list[FunctionType]]) -> None:
     """Give the functions that exist the changed code."""
     stack, path = [mutant.code], str(ROOT / mutant.file)
     while stack:
@@ -297,7 +304,6 @@ def exchange(mutant: Mutant, functions: dict[tuple[str, str, int], list[Function
         if code.co_qualname == mutant.scope:
             for function in functions.get((path, code.co_qualname, code.co_firstlineno), ()):
                 function.__code__ = code
-    return True
 
 
 def at_import(mutant: Mutant) -> bool:
@@ -313,43 +319,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", help="words in the paths of the files to change; none for all")
     parser.add_argument("--again", action="store_true", help="test those again that were not killed")
-    parser.add_argument("--count", action="store_true", help="count the mutants, test none")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--record", action="store_true", help="write down what is known, test none")
+    parser.add_argument("--work", type=Path, default=WORK, help="what is known so far")
     chosen = parser.parse_args()
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     torch.set_num_threads(1)
-    known = {entry["name"]: entry for entry in json.loads(chosen.out.read_text())["mutants"]} if chosen.out.exists() else {}
-    wanted = [path for path in FILES if not chosen.files or any(word in path for word in chosen.files)]
-    every = [mutant for path in wanted for mutant in mutants(path)]
-    fresh = {mutant.name for mutant in every}
-    known = {name: entry for name, entry in known.items() if name in fresh or entry["file"] not in wanted}
-    todo = [
-        m for m in every if m.name not in known or (chosen.again and known[m.name]["outcome"] in ("survived", "not executed"))
-    ]
-    print(Counter(m.file for m in every), len(todo), "to test", sum(not m.scope for m in todo), "at import", flush=True)
-    if chosen.count:
+    every = [mutant for path in FILES for mutant in mutants(path)]
+    found = json.loads(chosen.work.read_text()) if chosen.work.exists() else {}
+    found = {mutant.name: found[mutant.name] for mutant in every if mutant.name in found}
+    if chosen.record:
+        record(every, found)
         return
+    open_again = ("survived", "not executed") if chosen.again else ()
+    todo = [mutant for mutant in every if found.get(mutant.name) in (None, *open_again)]
+    todo = [mutant for mutant in todo if not chosen.files or any(word in mutant.file for word in chosen.files)]
+    print(f"{len(every)} mutants, {len(todo)} to test", flush=True)
 
-    def record(mutant: Mutant, outcome: str, tests: str, seconds: float) -> None:
-        entry = {key: getattr(mutant, key) for key in ("file", "line", "scope", "before", "after")}
-        known[mutant.name] = {"name": mutant.name, **entry, "outcome": outcome, "tests": tests}
-        print(f"{outcome:12} {seconds:6.1f} s {tests:>9} {mutant.name}", flush=True)
-        chosen.out.write_text(json.dumps({"mutants": list(known.values())}, indent=0) + "\n")
+    def note(mutant: Mutant, outcome: str) -> None:
+        found[mutant.name] = outcome
+        print(f"{outcome:12} {mutant.name}", flush=True)
+        chosen.work.parent.mkdir(exist_ok=True)
+        chosen.work.write_text(json.dumps(found, indent=0) + "\n")
 
-    inside = [mutant for mutant in todo if mutant.scope]
-    if inside:
-        forked_loop(inside, record, chosen.out.with_suffix(".covered"))
-    for mutant in todo:
+    for mutant in todo:  # first: nothing of minitx is imported yet
         if not mutant.scope:
-            started = time.monotonic()
-            outcome = forked(lambda: at_import(mutant), LIMIT)  # noqa: B023
-            record(mutant, outcome, "all", time.monotonic() - started)
-    print(Counter((entry["file"], entry["outcome"]) for entry in known.values()))
+            note(mutant, forked(partial(at_import, mutant), LIMIT))
+    inside = [mutant for mutant in todo if mutant.scope]
+    pytest.main([*TESTS, *FILES, "-p", "no:cacheprovider"], plugins=[Run(inside, note, chosen.work.with_suffix(".covered"))])
 
 
-def forked_loop(todo: list[Mutant], record: Any, kept: Path) -> None:
-    pytest.main([*TESTS, *FILES, "-p", "no:cacheprovider", "-q"], plugins=[Run(todo, record, kept)])
+def record(every: list[Mutant], found: dict[str, str]) -> None:
+    """Counts by file, and the mutants that no test noticed."""
+    from measure import write
+
+    counts = {path: Counter(found.get(mutant.name, "not tested") for mutant in every if mutant.file == path) for path in FILES}
+    alive = [mutant.name for mutant in every if found.get(mutant.name) not in ("killed", "timeout")]
+    write("mutation", {"counts": counts, "alive": alive})
 
 
 if __name__ == "__main__":

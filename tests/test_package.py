@@ -41,7 +41,9 @@ def run(*command: object, folder: Path, code: int | None = 0, **environment: str
     """A program in ``folder`` that is told of no checkout."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST", "COV_"))}
     environment = {**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", **environment}
-    done = subprocess.run([str(word) for word in command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [str(word) for word in command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert code is None or done.returncode == code, f"{command}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -72,7 +74,9 @@ def environment(folder: Path, wheel: Path, packages: Path) -> Path:
     """The ``bin`` of a new environment with the wheel in it, which sees ``packages`` as well."""
     run(sys.executable, "-m", "venv", "--without-pip", folder, folder=folder.parent)
     python = folder / "bin/python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel, folder=folder.parent)
+    run(
+        sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel, folder=folder.parent
+    )
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "others.pth").write_text(f"{packages}\n")  # a .pth in there is not read: no editable minitx comes with it
     return folder / "bin"
@@ -137,7 +141,8 @@ def test_the_wheel_says_what_a_package_index_shows(wheel):
 @slow
 def test_the_sdist_holds_what_the_wheel_is_built_from_and_no_data(built):
     (path,) = built.glob("*.tar.gz")
-    names = {name.partition("/")[2] for name in tarfile.open(path).getnames()}
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {name.replace("minitx/configs/", "configs/", 1) for name in source_files()}
     assert wanted | {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"} <= names
     assert {name.partition("/")[0] for name in names} & {"tests", "data", "runs", ".venv", ".git"} == set()
