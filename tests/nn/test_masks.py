@@ -317,3 +317,45 @@ def test_a_prefix_of_nothing_is_causal_and_none_takes_more_queries_than_keys():
     assert torch.equal(PrefixLM(0).dense(3, 5), Causal().dense(3, 5))
     with pytest.raises(ValueError, match="at least as many keys as queries"):
         PrefixLM(2).check(1, 1, 5, 4)
+
+
+def test_a_tile_neither_comes_from_the_kept_dense_form_nor_replaces_it():
+    mask = Causal() & Padding(REAL)
+    kept = whole(mask)
+    for tile in ({"rows": slice(1, 3)}, {"keys": slice(2, 4)}, {"rows": slice(1, 3), "keys": slice(2, 4)}):
+        rows, keys = tile.get("rows", slice(None)), tile.get("keys", slice(None))
+        assert torch.equal(whole(mask, **tile), kept[:, :, rows, keys])
+        assert whole(mask) is kept
+
+
+def test_a_combined_mask_has_the_size_of_the_member_that_knows_fewer_queries():
+    square, wide, row = Padding(REAL), Dense(torch.ones(3, 5, dtype=torch.bool)), Dense(torch.ones(1, 5, dtype=torch.bool))
+    assert (square & wide).size() == (wide & square).size() == (3, 5)
+    assert (row & square).size() == (row & Causal()).size() == (5, 5)  # one row stands for any number of queries
+    assert (Causal() & SlidingWindow(2)).size() is None
+
+
+def test_only_attn_mask_is_told_where_additive_values_belong():
+    with pytest.raises(TypeError, match=r"attn_mask must be a bool tensor .* additive values belong in attn_bias"):
+        Dense(torch.zeros(2, 2))
+    with pytest.raises(TypeError, match=r"key_mask must be a bool tensor \(True = may attend\), got torch.float32$"):
+        Padding(torch.zeros(2, 2))
+
+
+def test_in_a_graph_a_window_stays_whatever_it_covers_and_causal_goes_where_it_hides_nothing(monkeypatch):
+    mask = SlidingWindow(9) & Causal()
+    assert simplify(mask, 1, 5) is None
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert repr(simplify(mask, 1, 5)) == "SlidingWindow(window=9)"
+    assert simplify(mask, 3, 5) is mask
+
+
+def test_a_window_shortens_no_packed_document():
+    packed = Documents(IDS) & Causal() & Padding(REAL)
+    assert torch.equal(real_key_counts(packed & SlidingWindow(1), 5, 5, CPU), real_key_counts(packed, 5, 5, CPU))
+
+
+def test_real_keys_are_counted_on_the_device_that_is_asked_for():
+    meta = torch.device("meta")
+    assert real_key_counts(Causal(), 3, 5, meta).device.type == real_key_counts(None, 3, 5, meta).device.type == "meta"
+    assert real_key_counts(Documents(IDS.to("meta")) & Causal(), 3, 5, meta).device.type == "meta"
