@@ -45,7 +45,7 @@ FILES = ["minitx/nn/functional.py", "minitx/nn/masks.py", *(f"minitx/nn/backends
 TESTS = [f"tests/nn/test_{name}.py" for name in (
     "functional", "masks", "backends", "chunked", "flex", "bad_inputs", "attention", "bias", "cache", "scale", "torch_interop",
     "conformance")]  # fmt: skip
-LONGEST, BUDGET, LIMIT = 3.0, 60.0, 150.0  # seconds: of one test, of a mutant's tests together, of a fork's processor
+LONGEST, BUDGET, LIMIT = 3.0, 30.0, 150.0  # seconds: of one test, of a mutant's tests together, of a fork's processor
 
 COMPARISONS = {
     ast.Lt: (ast.LtE, ast.GtE), ast.LtE: (ast.Lt, ast.Gt), ast.Gt: (ast.GtE, ast.LtE), ast.GtE: (ast.Gt, ast.Lt),
@@ -282,10 +282,12 @@ class Run:
 
 
 def chosen(mutant: Mutant, items: list[Any], known: dict[str, Any]) -> list[Any]:
-    """The tests that execute the changed line, up to ``BUDGET``: quick ones first, those of the same name before others."""
-    own, lines = Path(mutant.file).stem, set(mutant.lines)
+    """The tests that execute the changed line, up to ``BUDGET``: those of the same name first, quick ones before others."""
+    own = f"test_{Path(mutant.file).stem}".replace("__init__", "backends")
+    lines = set(mutant.lines)
     seconds = {item: known[item.nodeid]["seconds"] for item in items if lines & set(known[item.nodeid]["lines"][mutant.file])}
-    order = sorted((item for item in seconds if seconds[item] < LONGEST), key=lambda item: (seconds[item] > 0.3, own not in item.nodeid, seconds[item]))  # fmt: skip
+    short = [item for item in seconds if seconds[item] < LONGEST]
+    order = sorted(short, key=lambda item: (own not in item.nodeid, seconds[item]))
     ends = itertools.accumulate(seconds[item] for item in order)
     return [item for item, end in zip(order, ends, strict=True) if end < BUDGET]
 
