@@ -1,7 +1,7 @@
 """The reference itself: against numbers worked out by hand, and against loops."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from minitx.nn import (
     reference_attention,
     scaled_dot_product_attention,
 )
-from minitx.nn.functional import check_settings, hide_unseen
+from minitx.nn.functional import AttentionCall, check_settings, hide_unseen
 from minitx.nn.masks import Dense, Mask
 
 
@@ -184,3 +184,14 @@ def test_an_axis_of_nothing_is_refused(axis):
     shape[axis] = 0
     with pytest.raises(ValueError, match="at least one head, position and channel"):
         scaled_dot_product_attention(*3 * [torch.ones(shape)])
+
+
+def test_what_a_call_leaves_out_is_off():
+    query = torch.randn(1, 2, 3, 4)
+    call = AttentionCall(query, query, query)
+    assert call.terms == {"mask": None, "scale": 1.0, "attn_bias": None, "softcap": None, "sinks": None}
+    assert call.dropout_p == 0.0
+    torch.testing.assert_close(reference_attention(query, query, query, scale=1.0), (query @ query.mT).softmax(-1) @ query)
+    assert call != AttentionCall(query, query, query) and len({call}) == 1
+    with pytest.raises(FrozenInstanceError):
+        call.scale = 2.0

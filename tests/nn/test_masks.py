@@ -1,6 +1,6 @@
 """Masks: the rule, how rules combine, tiles, and pictures."""
 
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass, replace
 
 import pytest
 import torch
@@ -359,3 +359,28 @@ def test_real_keys_are_counted_on_the_device_that_is_asked_for():
     meta = torch.device("meta")
     assert real_key_counts(Causal(), 3, 5, meta).device.type == real_key_counts(None, 3, 5, meta).device.type == "meta"
     assert real_key_counts(Documents(IDS.to("meta")) & Causal(), 3, 5, meta).device.type == "meta"
+
+
+@pytest.mark.parametrize("name", [*RULES, "and", "or"])
+def test_a_mask_cannot_be_written_to_and_equals_itself_alone(name):
+    combined = {"and": lambda: Causal() & Padding(REAL), "or": lambda: Causal() | Padding(REAL)}
+    mask, other = (combined[name]() if name in combined else replace(RULES[name][0]) for _ in range(2))
+    assert mask == mask and mask != other and len({mask, other}) == 2  # tensors have no truth value to compare by
+    for field in mask.__dataclass_fields__ or ("anything",):
+        with pytest.raises(FrozenInstanceError):
+            setattr(mask, field, None)
+
+
+def test_a_picture_is_of_the_first_head_of_the_first_row_unless_another_is_asked_for():
+    mask = Dense(CELLS)
+    pictures = {(b, h): "\n".join(" ".join("x" if c else "." for c in line) for line in CELLS[b, h].tolist()) for b in range(2) for h in range(3)}  # fmt: skip
+    assert mask.grid(5) == pictures[0, 0] and mask.grid(5, batch=1, head=2) == pictures[1, 2]
+    assert len(set(pictures.values())) > 1
+
+
+def test_a_rule_that_knows_neither_batch_nor_heads_is_lowered_for_one_of_each():
+    class Everywhere(Mask):
+        def visible(self, batch, head, row, key, offset):
+            return (batch >= 0) & (head >= 0) & (row >= 0) & (key >= 0)
+
+    assert Everywhere().dense(3, 5).shape == (1, 1, 3, 5)
