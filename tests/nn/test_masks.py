@@ -384,3 +384,25 @@ def test_a_rule_that_knows_neither_batch_nor_heads_is_lowered_for_one_of_each():
             return (batch >= 0) & (head >= 0) & (row >= 0) & (key >= 0)
 
     assert Everywhere().dense(3, 5).shape == (1, 1, 3, 5)
+
+
+def test_a_mask_without_a_rule_says_so():
+    with pytest.raises(NotImplementedError, match="Mask defines no rule"):
+        Mask().dense(2, 3)
+
+
+def test_in_a_graph_a_combined_mask_is_lowered_anew_and_keeps_nothing(monkeypatch):
+    mask = Causal() & Padding(REAL)
+    kept = whole(Causal() & Padding(REAL))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    first, second = whole(mask), whole(mask)
+    assert torch.equal(first, kept) and torch.equal(second, kept) and first is not second
+
+
+def test_every_index_of_a_rule_lies_on_the_device_that_is_asked_for():
+    class Asks(Mask):
+        def visible(self, *indices):
+            assert [index.device.type for index in indices[:4]] == ["meta"] * 4
+            return indices[3] <= indices[2]
+
+    assert Asks().dense(3, 5, batch_size=2, num_heads=3, device="meta").shape == (1, 1, 3, 5)
