@@ -294,6 +294,8 @@ def test_a_tile_of_a_tensor_is_a_slice_of_its_axes_that_are_not_one(shape):
     tile = Dense(tensor).dense(5, 5, rows=slice(1, 3), keys=slice(2, 5))
     assert torch.equal(tile.expand(tile.shape[0], tile.shape[1], 2, 3), torch.broadcast_to(tensor, (*tile.shape[:2], 5, 5))[:, :, 1:3, 2:5])  # fmt: skip
     assert tile.shape[2:] == (2 if tile.shape[2] > 1 else 1, 3 if tile.shape[3] > 1 else 1)
+    two = Dense(torch.tensor([[True, False], [False, True]]))  # the smallest that there is something to cut from
+    assert two.dense(2, 2, rows=slice(0, 1), keys=slice(1, 2)).tolist() == [[[[False]]]]
     rule = Dense(tensor).visible(*(torch.arange(n).view([-1 if i == j else 1 for j in range(4)]) for i, n in enumerate((2, 3, 5, 5))), 0)  # fmt: skip
     assert torch.equal(rule.expand(2, 3, 5, 5), torch.broadcast_to(tensor, (2, 3, 5, 5)))
 
