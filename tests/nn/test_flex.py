@@ -87,6 +87,32 @@ class TestLowering:
         assert flex.block_mask(mask, call) is flex.block_mask(mask, call)
         assert flex.seen_keys(mask, call) is flex.seen_keys(mask, call)
 
+    @pytest.mark.parametrize("rule", [ALiBi(H), T5RelativeBias(H, num_buckets=8, max_distance=6)], ids=["alibi", "t5"])
+    def test_a_rule_counts_from_the_last_key_where_the_future_is_visible_too(self, rule):
+        if isinstance(rule, T5RelativeBias):
+            torch.nn.init.normal_(rule.weight)
+        with torch.no_grad():
+            torch.testing.assert_close(*both(rule=rule))
+
+
+@pytest.mark.parametrize("compiling", [False, True])
+def test_flex_hands_over_what_the_call_has_and_in_a_graph_leaves_compiling_to_it(monkeypatch, compiling):
+    from torch.nn.attention import flex_attention as module
+
+    def kernel(name):
+        return lambda query, key, value, **options: given.append((name, options)) or value
+
+    given = []
+    monkeypatch.setattr(module, "flex_attention", kernel("plain"))
+    monkeypatch.setattr(flex, "_kernel", lambda: kernel("compiled"))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    for key in (q, k):
+        flex.run(AttentionCall(q, key, key, scale=0.3))
+    assert [name for name, _ in given] == 2 * ["plain" if compiling else "compiled"]
+    assert [options.pop("enable_gqa") for _, options in given] == [False, True]
+    assert [options for _, options in given] == 2 * [{"score_mod": None, "block_mask": None, "scale": 0.3, "return_aux": None}]
+
 
 def reason(backend, **options):
     q = options.pop("query", torch.randn(1, 4, 6, 8))
@@ -152,7 +178,10 @@ def test_flash_attn_gets_lengths_before_heads_the_scale_and_the_cap(flash):
         (Causal(), (-1, 0)),
         (SlidingWindow(3), (2, 2)),  # its own and two to either side
         (SlidingWindow(3) & Causal(), (2, 0)),
+        (Causal() & SlidingWindow(3), (2, 0)),
         (SlidingWindow(4) & SlidingWindow(3), (2, 2)),
+        (SlidingWindow(3) & SlidingWindow(4), (2, 2)),
+        (SlidingWindow(1) & SlidingWindow(3), (0, 0)),
         (Padding(LEFT) & Causal(), None),
         (Causal() | SlidingWindow(2), None),
     ],
@@ -170,13 +199,22 @@ def test_a_band_is_keys_to_the_left_and_right_of_the_querys_own(mask, window):
 @pytest.mark.usefixtures("flash")
 def test_flash_attn_refuses_what_it_has_no_argument_for():
     assert "computes in float16 or bfloat16 on CUDA, not in torch.float32 on cpu" in reason("flash_attn")
+    assert "on CUDA, not in torch.float16 on cpu" in reason("flash_attn", query=torch.randn(1, 4, 6, 8).half())
     with FakeTensorMode():
+        assert "not in torch.float32 on cuda" in reason("flash_attn", query=torch.randn(1, 4, 6, 8, device="cuda"))
         q = torch.randn(1, 4, 6, 8, device="cuda", dtype=torch.bfloat16)
         assert reason("flash_attn", query=q, is_causal=True, softcap=3.0, dropout_p=0.1) == ""
         assert "no sinks" in reason("flash_attn", query=q, sinks=torch.zeros(4, device="cuda"))
         assert "no bias but ALiBi" in reason("flash_attn", query=q, attn_bias=torch.zeros(6, 6, device="cuda"))
         assert "causal and window masks only" in reason("flash_attn", query=q, attn_mask=torch.ones(6, 6, dtype=torch.bool))
         assert "as wide as queries" in reason("flash_attn", query=q, value=torch.randn(1, 4, 6, 9, device="cuda").bfloat16())
+
+
+def test_flash_attn_gets_the_slopes_in_float32_beside_the_queries(flash):
+    with FakeTensorMode():
+        q = torch.randn(1, 4, 6, 8, device="cuda", dtype=torch.bfloat16)
+        flash_attn.run(AttentionCall(q, q, q, attn_bias=ALiBi(4)))
+        assert (flash["alibi_slopes"].device.type, flash["alibi_slopes"].dtype) == ("cuda", torch.float32)
 
 
 # ---- the kernels under sdpa
