@@ -134,6 +134,7 @@ def test_the_script_itself_says_one_line(place, content, arguments, part):
     assert [path.name for path in place.iterdir()] == ["mine.yaml"]
 
 
+@pytest.mark.slow
 def test_a_folder_belongs_to_one_run_until_that_is_dead(place):
     steps = ("trainer.max_steps=1000000", "trainer.ckpt_every=0", "trainer.log_every=1")
     arguments = (*(a for a in TINY if a != "debug=one_step"), *steps, "output_dir=run")

@@ -255,7 +255,9 @@ def check_random_calls(number, examples):
     part()
 
 
-@pytest.mark.parametrize("number", [0, 1, *(pytest.param(number, marks=pytest.mark.long) for number in (2, 3))])
+@pytest.mark.parametrize(
+    "number", [0, pytest.param(1, marks=pytest.mark.slow), *(pytest.param(number, marks=pytest.mark.long) for number in (2, 3))]
+)
 def test_any_call_equals_float64_forward_and_backward(number):
     check_random_calls(
         number, 710

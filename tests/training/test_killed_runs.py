@@ -11,7 +11,7 @@ import pytest
 from killing import blows, hit_and_go_on, length_of, result_of, run
 
 STEPS = 48
-BLOWS = blows(seed=1, kills=5, terms=5, interrupts=5, tmpdirs=[None])
+BLOWS = blows(seed=1, kills=4, terms=1, interrupts=1, tmpdirs=[None])
 
 
 @pytest.fixture(scope="module")
