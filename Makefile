@@ -17,9 +17,11 @@ test: $(VENV)/dev.installed
 slow: $(VENV)/dev.installed
 	$(BIN)/python -m pytest -n 2 -m slow
 
-BENCHES := fused_attention kernel_choice ragged data_path attention_statistics trainer_tax training_throughput cold_start memory decoding
+BENCHES := fused_attention kernel_choice ragged data_path attention_statistics trainer_tax training_throughput memory
 bench: $(VENV)/dev.installed
 	set -e; for name in $(BENCHES); do $(BIN)/python benchmarks/$$name.py; done
+	$(BIN)/python benchmarks/cold_start.py --pairs 12          # 12 s a pair: 20 of them, and --torch, by hand
+	$(BIN)/python benchmarks/decoding.py --pairs 12 --new 32   # the target speaks of 256 + 256 tokens: by hand, 10 minutes
 	$(BIN)/python benchmarks/report.py
 
 bench-quality: $(VENV)/dev.installed
