@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor, nn
 
@@ -95,7 +97,7 @@ class DropInAttention(nn.Module):
                 rules.append(Padding(from_key_padding_mask(padding)))
             else:
                 biases.append(padding[:, None, None])  # (B, S) -> (B, 1, 1, S)
-        return intersect(*rules), sum(biases) if biases else None
+        return intersect(*rules), reduce(torch.add, biases) if biases else None
 
 
 def _swapped(*tensors: Tensor) -> list[Tensor]:
