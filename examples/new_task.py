@@ -1,0 +1,122 @@
+"""A task of one's own with its own data, trained and judged by minitx, from a file outside of the package.
+
+The task: is a word of eight letters a palindrome? In the other half of the words two letters have changed places, so that which letters a
+word holds says nothing, and neither does any one place: a guess, and a count of letters, is right half of the time.
+
+A new data set is three things: a config (what ``RunConfig.data`` holds), ``Examples`` of each split, and a function from the config to a
+``Task``, which ``LOADERS`` knows by the config's type. Trainer, checkpoints, evaluation with intervals and baselines are then minitx's.
+
+    python examples/new_task.py
+
+prints the accuracy on words that training never saw, with its 95 % interval, beside the two baselines.
+"""
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from minitx.config import EvaluationConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainerConfig, TransformerConfig
+from minitx.data.examples import Examples, Task
+from minitx.data.module import LOADERS
+from minitx.training.run import train
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PalindromeConfig:
+    """What the task is made of. ``batch_size``, ``num_workers`` and ``max_tokens`` are asked of every data config."""
+
+    name: str = "palindromes"
+    length: int = 8
+    train_size: int = 20_000
+    val_size: int = 1_000
+    batch_size: int = 64
+    num_workers: int = 0
+
+    @property
+    def max_tokens(self) -> int:
+        return self.length + 1
+
+
+def make_words(config: PalindromeConfig, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """``count`` words as ids of letters (count, length), and whether each is a palindrome (count,)."""
+    draw = np.random.default_rng(seed)
+    half = draw.permuted(np.tile(np.arange(len(LETTERS)), (count, 1)), axis=1)[
+        :, : config.length // 2
+    ]  # letters of a half differ
+    words, labels = np.concatenate((half, half[:, ::-1]), axis=1), draw.integers(2, size=count)
+    i, j = draw.permuted(np.tile(np.arange(config.length // 2), (count, 1)), axis=1)[:, :2].T
+    broken = np.flatnonzero(labels == 0)
+    i, j = i[broken], j[broken]
+    words[broken, i], words[broken, j] = words[broken, j], words[broken, i]  # in the first half alone
+    return words, labels
+
+
+class Words(Examples):
+    """One split: ids of letters behind a first position that gathers the answer."""
+
+    def __init__(self, words: np.ndarray, labels: np.ndarray) -> None:
+        first = np.full((len(words), 1), len(LETTERS))
+        self.ids, self.labels = torch.from_numpy(np.concatenate((first, words), axis=1)), torch.from_numpy(labels)
+        self.lengths, self.targets = np.full(len(words), self.ids.shape[1]), np.ones(len(words), np.int64)
+
+    def collate(self, index, draw):
+        return {"input_ids": self.ids[index], "labels": self.labels[index]}
+
+
+def count_accuracy(train_words, train_labels, val_words, val_labels) -> float:
+    """Least squares on how often each letter occurs: what a model without any order could do."""
+    counts = [np.stack([(words == letter).sum(1) for letter in range(len(LETTERS))], 1) for words in (train_words, val_words)]
+    weights, *_ = np.linalg.lstsq(np.c_[counts[0], np.ones(len(counts[0]))], train_labels, rcond=None)
+    return float(((np.c_[counts[1], np.ones(len(counts[1]))] @ weights > 0.5) == val_labels).mean())
+
+
+def load_palindromes(config: PalindromeConfig, folder: Path, tokenizer: object) -> Task:
+    """The task: examples, what the model must be, baselines."""
+    splits = make_words(config, config.train_size, seed=0), make_words(config, config.val_size, seed=1)
+    known = {word.tobytes() for word in splits[0][0]}
+    new = np.array([word.tobytes() not in known for word in splits[1][0]])
+    validation = splits[1][0][new], splits[1][1][new]
+    return Task(
+        kind="classify",
+        train=Words(*splits[0]),
+        val=Words(*validation),
+        model_fields={"vocab_size": len(LETTERS) + 1, "num_labels": 2},
+        label_names=("no", "palindrome"),
+        baselines=lambda: {"guess_accuracy": 0.5, "letter_count_accuracy": count_accuracy(*splits[0], *validation)},
+    )
+
+
+LOADERS[PalindromeConfig] = load_palindromes
+
+
+def main(steps: int = 300) -> dict[str, float]:
+    """Print and return what was measured."""
+    model = TransformerConfig(
+        architecture="encoder", head="sequence", embed_dim=64, num_heads=4, num_layers=2, ffn_dim=128, max_len=16, init="lecun"
+    )
+    config = RunConfig(
+        model=model,
+        data=PalindromeConfig(),
+        optimizer=OptimizerConfig(lr=3e-3),
+        schedule=ScheduleConfig(warmup_steps=30),
+        trainer=TrainerConfig(max_steps=steps, accelerator="cpu", threads=1, ckpt_every=0),
+        evaluation=EvaluationConfig(at_end=True),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        train(config, Path(folder, "run"))
+        report = json.loads(Path(folder, "run", "evaluation.json").read_text(encoding="utf-8"))
+    found = report["metrics"]["accuracy"]
+    print(f"accuracy on {found['count']} new words: {found['value']:.3f} ({found['low']:.3f} to {found['high']:.3f})")
+    for name, value in report["baselines"].items():
+        print(f"{name.replace('_', ' ')}: {value:.3f}")
+    return {"accuracy": found["value"], "low": found["low"], **report["baselines"]}
+
+
+if __name__ == "__main__":
+    main()
