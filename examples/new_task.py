@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from minitx.config import EvaluationConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainerConfig, TransformerConfig
+from minitx.data.baselines import majority_accuracy
 from minitx.data.examples import Examples, Task
 from minitx.data.module import LOADERS
 from minitx.training.run import train
@@ -88,7 +89,10 @@ def load_palindromes(config: PalindromeConfig, folder: Path, tokenizer: object) 
         val=Words(*validation),
         model_fields={"vocab_size": len(LETTERS) + 1, "num_labels": 2},
         label_names=("no", "palindrome"),
-        baselines=lambda: {"guess_accuracy": 0.5, "letter_count_accuracy": count_accuracy(*splits[0], *validation)},
+        baselines=lambda: {
+            "majority_accuracy": majority_accuracy(splits[0][1], validation[1]),
+            "letter_count_accuracy": count_accuracy(*splits[0], *validation),
+        },
     )
 
 
@@ -97,11 +101,9 @@ LOADERS[PalindromeConfig] = load_palindromes
 
 def main(steps: int = 300) -> dict[str, float]:
     """Print and return what was measured."""
-    model = TransformerConfig(
-        architecture="encoder", head="sequence", embed_dim=64, num_heads=4, num_layers=2, ffn_dim=128, max_len=16, init="lecun"
-    )
+    sizes = {"embed_dim": 64, "num_heads": 4, "num_layers": 2, "ffn_dim": 128, "max_len": 16}
     config = RunConfig(
-        model=model,
+        model=TransformerConfig(architecture="encoder", head="sequence", init="lecun", **sizes),
         data=PalindromeConfig(),
         optimizer=OptimizerConfig(lr=3e-3),
         schedule=ScheduleConfig(warmup_steps=30),

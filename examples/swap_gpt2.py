@@ -35,14 +35,17 @@ class OurAttention(nn.Module):
         super().__init__()
         core = DotProductAttention(dropout=theirs.attn_dropout.p)
         attention = MultiHeadAttention(theirs.embed_dim, theirs.num_heads, scale=theirs.scaling, core=core)
-        self.attention, self.resid_dropout, self.layer = attention, theirs.resid_dropout, theirs.layer_idx
-        weights, biases = (
-            theirs.c_attn.weight.T.chunk(3),
-            theirs.c_attn.bias.chunk(3),
-        )  # theirs is (in, out), and one matrix of three
+        self.attention, self.resid_dropout, self.layer = (
+            attention.to(theirs.c_proj.weight),
+            theirs.resid_dropout,
+            theirs.layer_idx,
+        )
+        weights = (*theirs.c_attn.weight.T.chunk(3), theirs.c_proj.weight.T)  # theirs are (in, out), and q, k, v are one
+        biases = (*theirs.c_attn.bias.chunk(3), theirs.c_proj.bias)
         ours = attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj
-        for linear, weight, bias in zip(ours, (*weights, theirs.c_proj.weight.T), (*biases, theirs.c_proj.bias), strict=True):
-            linear.weight, linear.bias = nn.Parameter(weight.detach().clone()), nn.Parameter(bias.detach().clone())
+        with torch.no_grad():
+            for linear, weight, bias in zip(ours, weights, biases, strict=True):
+                linear.weight.copy_(weight), linear.bias.copy_(bias)
         self.train(theirs.training)
 
     def forward(self, hidden_states: Tensor, past_key_values=None, attention_mask: Tensor | None = None, **unused):
@@ -55,9 +58,8 @@ class OurAttention(nn.Module):
 def their_model(dtype: torch.dtype = torch.float32) -> GPT2LMHeadModel:
     """A GPT-2 with random weights, large enough that attention counts, in evaluation mode."""
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=97, n_positions=64, n_embd=48, n_layer=3, n_head=4, initializer_range=0.2, bos_token_id=0, eos_token_id=1
-    )
+    sizes = {"vocab_size": 97, "n_positions": 64, "n_embd": 48, "n_layer": 3, "n_head": 4}
+    config = GPT2Config(**sizes, initializer_range=0.2, bos_token_id=0, eos_token_id=1)
     return GPT2LMHeadModel(config).to(dtype).eval()
 
 

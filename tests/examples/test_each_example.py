@@ -221,7 +221,7 @@ def test_the_ablation_of_the_scale_runs_from_a_folder_of_ones_own(python, tmp_pa
 def test_the_new_task_is_learned_where_its_baselines_guess(example):
     found = example("new_task").main()
     assert found["low"] > 0.9
-    assert found["guess_accuracy"] == 0.5
+    assert abs(found["majority_accuracy"] - 0.5) < 0.06
     assert abs(found["letter_count_accuracy"] - 0.5) < 0.06
 
 
