@@ -1,7 +1,7 @@
 """A task of one's own with its own data, trained and judged by minitx, from a file outside of the package.
 
-The task: is a word of eight letters a palindrome? In the other half of the words two letters have changed places, so that neither the
-letters that a word holds nor any one place says anything: a guess is right half of the time.
+The task: is a word of six letters a palindrome? In the other half of the words two letters have changed places, so that neither the
+letters that a word holds nor any one place says anything: a guess is right about half of the time.
 
 A new data set is three things: a config (what ``RunConfig.data`` holds), ``Examples`` of each split, and a function from the config to a
 ``Task``, which ``LOADERS`` knows by the config's type. Trainer, checkpoints, evaluation with intervals and baselines are then minitx's.
@@ -34,8 +34,8 @@ class PalindromeConfig:
     """What the task is made of. ``batch_size``, ``num_workers`` and ``max_tokens`` are asked of every data config."""
 
     name: str = "palindromes"
-    length: int = 8
-    train_size: int = 20_000
+    length: int = 6
+    train_size: int = 8_000
     val_size: int = 1_000
     batch_size: int = 64
     num_workers: int = 0
@@ -91,7 +91,7 @@ def load_palindromes(config: PalindromeConfig, folder: Path, tokenizer: object) 
 LOADERS[PalindromeConfig] = load_palindromes
 
 
-def main(steps: int = 300) -> dict[str, float]:
+def main(steps: int = 200) -> dict[str, float]:
     """Print and return what was measured."""
     sizes = {"embed_dim": 64, "num_heads": 4, "num_layers": 2, "ffn_dim": 128, "max_len": 16}
     config = RunConfig(

@@ -73,7 +73,7 @@ def accuracy(model: nn.Module, rows: Tensor, answers: Tensor, *, use_attention: 
     return (model(rows, use_attention=use_attention).argmax(-1) == answers).float().mean().item()
 
 
-def main(steps: int = 300) -> dict[str, float]:
+def main(steps: int = 200) -> dict[str, float]:
     """Print and return what was measured."""
     rows, answers, _ = make_rows(10_000, seed=0)
     unseen, right, guess = make_rows(2_000, seed=1)

@@ -1,6 +1,8 @@
 """How the tests run an example: as a reader imports it, and as a program."""
 
+import contextlib
 import importlib.util
+import io
 import os
 import subprocess
 import sys
@@ -25,6 +27,20 @@ def example():
         return found[name]
 
     return load
+
+
+@pytest.fixture(scope="session")
+def ran(example):
+    """``ran(name)``: what main() of an example found, and what it printed; run once."""
+    found = {}
+
+    def run(name):
+        if name not in found:
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                found[name] = example(name).main(), printed.getvalue()
+        return found[name]
+
+    return run
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ def _registry_left_as_found():
 # a plain torch model
 
 
-def test_a_plain_loop_learns_recall_with_our_attention_and_nothing_without_it(example):
-    found = example("plain_torch").main()
+def test_a_plain_loop_learns_recall_with_our_attention_and_nothing_without_it(ran):
+    found = dict(ran("plain_torch")[0])
     assert found["with attention"] > 0.98
     guess = found["a guess among the digits of the row"]
     assert abs(found["without attention"] - guess) < 0.05
@@ -50,8 +50,8 @@ def test_the_training_loop_has_thirty_lines_at_most(example):
 # swaps
 
 
-def test_gpt2_answers_the_same_with_our_attention_whole_padded_and_cached(example):
-    found = example("swap_gpt2").main()
+def test_gpt2_answers_the_same_with_our_attention_whole_padded_and_cached(ran):
+    found = dict(ran("swap_gpt2")[0])
     assert found.pop("same tokens") is True
     assert len(found) == 8
     for what, difference in found.items():
@@ -92,8 +92,8 @@ def test_additive_masks_of_gpt2_are_refused_with_a_sentence(example):
         model(torch.arange(6).view(2, 3), attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]]))
 
 
-def test_a_vision_transformer_answers_the_same_with_our_attention(example):
-    found = example("swap_vit").main()
+def test_a_vision_transformer_answers_the_same_with_our_attention(ran):
+    found = dict(ran("swap_vit")[0])
     differences = {what: value for what, value in found.items() if what.startswith("float")}
     assert len(differences) == 4
     for what, difference in differences.items():
@@ -122,13 +122,13 @@ def test_the_mask_says_what_the_paper_says(example):
     assert cells == [[j <= i and (i - j < 4 or (i - j) % 4 == 0) for j in range(13)] for i in range(13)]
 
 
-def test_the_mask_gives_one_answer_on_every_backend_and_with_a_cache(example, capsys):
-    found = example("custom_mask").main()
+def test_the_mask_gives_one_answer_on_every_backend_and_with_a_cache(ran):
+    found = dict(ran("custom_mask")[0])
     errors = {name: error for name, error in found.items() if not isinstance(error, str)}
     assert {"sdpa", "chunked", "math", "cache"} <= set(errors)
     assert max(errors.values()) < 2e-6
     assert errors["cache"] < 1e-12
-    assert capsys.readouterr().out.startswith("x . . .")
+    assert ran("custom_mask")[1].startswith("x . . .")
 
 
 def test_the_mask_changes_the_answer(example):
@@ -145,13 +145,13 @@ def test_the_mask_changes_the_answer(example):
 # a backend
 
 
-def test_the_backend_passes_the_kit_and_serves_a_model(example, capsys):
-    found = example("custom_backend").main()
+def test_the_backend_passes_the_kit_and_serves_a_model(ran):
+    found = dict(ran("custom_backend")[0])
     assert found["passed"] == 96
     assert "failed" not in found
     assert found["skipped"] == 40  # bias, soft-cap, sinks, dropout and weights, which it does not claim
     assert found["difference"] < 1e-6
-    assert "-> one_pass       can" in capsys.readouterr().out
+    assert "-> one_pass       can" in ran("custom_backend")[1]
 
 
 def test_the_kit_fails_the_backend_without_the_lines_that_it_asked_for(example, monkeypatch):
@@ -183,7 +183,7 @@ def test_the_kit_runs_the_backend_as_its_page_says(python):
 POWER = "--config-dir=custom_scale", "experiment=scaling_ablation", "ablation=power_scale"
 
 
-def test_the_arms_of_the_scale_are_what_they_say_at_every_head_dim(python):
+def test_the_arm_of_ones_own_is_what_it_says_at_every_head_dim(python):
     """Composed as the program composes it; in place of the runs it prints what each cell would multiply by."""
     code = f"""
 import sys
@@ -193,6 +193,8 @@ sys.argv[1:] = {list(POWER)}
 def look(config, folder, overrides, command):
     from minitx.nn import scale_multiplier
     for cell in cells(config.ablation.chosen()):
+        if cell.arm != "power" or cell.seed:  # composing one takes half a second
+            continue
         model = train.compose_config(cell.overrides).model
         print(cell.arm, model.width_per_head, round(scale_multiplier(model.scale, model.width_per_head), 6))
 import minitx.cli.ablate
@@ -201,9 +203,7 @@ sys.exit(train.main())
 """
     done = python("-c", code)
     assert done.returncode == 0, done.stdout + done.stderr
-    powers = {"inv_sqrt": -0.5, "power": -0.75, "inv": -1.0}
-    wanted = {f"{arm} {width} {round(width**power, 6)}" for arm, power in powers.items() for width in (8, 64)}
-    assert set(done.stdout.splitlines()) == wanted
+    assert done.stdout.splitlines() == [f"power {width} {round(width**-0.75, 6)}" for width in (8, 64)]
 
 
 @pytest.mark.slow
@@ -218,8 +218,8 @@ def test_the_ablation_of_the_scale_runs_from_a_folder_of_ones_own(python, tmp_pa
 # a task
 
 
-def test_the_new_task_is_learned_where_a_guess_is_right_half_of_the_time(example):
-    found = example("new_task").main()
+def test_the_new_task_is_learned_where_a_guess_is_right_half_of_the_time(ran):
+    found = dict(ran("new_task")[0])
     assert found["low"] > 0.9
     assert abs(found["guess"] - 0.5) < 0.06
 
@@ -230,7 +230,7 @@ def test_half_of_the_words_are_palindromes_and_the_others_hold_the_same_pairs(ex
     mirrored = (words == words[:, ::-1]).all(1)
     assert (mirrored == (labels == 1)).all()
     assert 0.4 < labels.mean() < 0.6
-    assert all((sorted(word[:4]) == sorted(word[4:])) for word in words.tolist())
+    assert all((sorted(word[:3]) == sorted(word[3:])) for word in words.tolist())
 
 
 # the page
@@ -242,6 +242,17 @@ def test_every_example_is_on_the_page_with_its_command():
         assert f"python examples/{path.name}" in page, path.name
         assert f"python examples/{path.name}" in path.read_text(encoding="utf-8"), path.name
     assert "--config-dir examples/custom_scale" in page
+
+
+@pytest.mark.parametrize("name", ["plain_torch", "swap_gpt2", "swap_vit", "custom_mask", "custom_backend", "new_task"])
+def test_the_page_shows_what_an_example_prints(name, ran):
+    """But for the digits of what is measured."""
+
+    def plain(text):
+        return re.sub(r"[-+]?\d[\d.,]*(e[-+]\d+)?", "#", text).strip()
+
+    shown = PAGE.read_text(encoding="utf-8").split(f"python examples/{name}.py")[1].split("```text\n")[1].split("```")[0]
+    assert plain(ran(name)[1]) == plain(shown)
 
 
 @pytest.mark.parametrize("name", ["plain_torch", "swap_gpt2", "swap_vit", "custom_mask", "custom_backend", "new_task"])
