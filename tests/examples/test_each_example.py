@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.nn import Causal, MultiHeadAttention, ScoreScale, SlidingWindow, backend_names, explain_backends, unregister_backend
+from minitx.ablation.grid import cells
+from minitx.cli.train import compose_config
+from minitx.nn import (
+    Causal,
+    MultiHeadAttention,
+    ScoreScale,
+    SlidingWindow,
+    backend_names,
+    explain_backends,
+    scale_multiplier,
+    unregister_backend,
+)
 from minitx.nn.conformance import conformance
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,27 +194,15 @@ def test_the_kit_runs_the_backend_as_its_page_says(python):
 POWER = "--config-dir=custom_scale", "experiment=scaling_ablation", "ablation=power_scale"
 
 
-def test_the_arm_of_ones_own_is_what_it_says_at_every_head_dim(python):
-    """Composed as the program composes it; in place of the runs it prints what each cell would multiply by."""
-    code = f"""
-import sys
-from minitx.ablation.grid import cells
-from minitx.cli import train
-sys.argv[1:] = {list(POWER)}
-def look(config, folder, overrides, command):
-    from minitx.nn import scale_multiplier
-    for cell in cells(config.ablation.chosen()):
-        if cell.arm != "power" or cell.seed:  # composing one takes half a second
-            continue
-        model = train.compose_config(cell.overrides).model
-        print(cell.arm, model.width_per_head, round(scale_multiplier(model.scale, model.width_per_head), 6))
-import minitx.cli.ablate
-minitx.cli.ablate.run_ablation = look
-sys.exit(train.main())
-"""
-    done = python("-c", code)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines() == [f"power {width} {round(width**-0.75, 6)}" for width in (8, 64)]
+def test_the_arm_of_ones_own_is_what_it_says_at_every_head_dim():
+    folder = ROOT / "examples" / "custom_scale"
+    grid = compose_config([f"hydra.searchpath=[file://{folder}]", *POWER[1:]]).ablation
+    found = {}
+    for cell in cells(grid.chosen()):
+        if cell.arm == "power" and cell.seed == 0:
+            model = compose_config(cell.overrides).model
+            found[model.width_per_head] = scale_multiplier(model.scale, model.width_per_head)
+    assert found == {8: pytest.approx(8**-0.75), 64: pytest.approx(64**-0.75)}
 
 
 @pytest.mark.slow
