@@ -26,7 +26,7 @@ from minitx.nn import DecoderLM, Encoder
 PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "cost": cost, "view_attention": view, "atlas": atlas}
 
 SMALL = {
-    r"^train(?!.*(--help|--cfg|ablation))": "trainer.max_steps=2 schedule.warmup_steps=1 trainer.val_every=0 trainer.val_batches=1 "
+    r"^train(?!.*(--help|--cfg|ablation|one_step))": "trainer.max_steps=2 schedule.warmup_steps=1 trainer.val_every=0 trainer.val_batches=1 "
     "trainer.val_batch_size=4 trainer.accelerator=cpu trainer.threads=1 data.batch_size=4 evaluation.num_rows=2 evaluation.num_beams=1 "
     "callbacks.progress=false",
     r"^train(?!.*(--help|--cfg|ablation|finetune|pretrained))": "model.num_layers=1 model.embed_dim=16 model.num_heads=2",
@@ -116,6 +116,12 @@ def their_bert(folder: Path) -> None:
     save_file({**load_file(folder / "model.safetensors"), **more}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def their_experiment(file: Path) -> None:
+    """The file that docs/configuring.md shows."""
+    (block,) = blocks("docs/configuring.md", "yaml")
+    file.write_text(block.text, encoding="utf-8")
+
+
 def lines(*texts: str) -> Callable[[Path], object]:
     return lambda path: path.write_text("\n".join(texts) + "\n", encoding="utf-8")
 
@@ -143,11 +149,13 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
     "runs/char_lm/...": "char",
     "runs/translate_dates/...": "dates",
     "last.ckpt": "char/checkpoints/last.ckpt",
+    "my text.txt": "my.txt",
+    "conf": lambda path: (path / "experiment").mkdir(parents=True) or their_experiment(path / "experiment" / "mine.yaml"),
     "my_module.py": lines("from minitx.nn import scaled_dot_product_attention as my_attention"),
 }
 """What a page speaks of as there: how it is made, or the overrides of a short run, or where on this shelf it is copied from."""
 
-NAMING = r"(?:^|^(?:ckpt_path|compare|output_dir|structure|model\.pretrained|data\.\w*path)=|,)"
+NAMING = r"(?:^|^(?:--config-dir|ckpt_path|compare|output_dir|structure|model\.pretrained|data\.\w*path)=\"?|,)"
 """What stands before a path in an argument."""
 
 SLOW = ("docs/cost.md", "docs/tasks.md", "docs/viewer.md", "docs/weights.md")
@@ -189,7 +197,7 @@ class Shelf:
 
 def presumed(words: Sequence[str]) -> list[str]:
     """The names of ``PRESUMED`` that stand in ``words`` as a path or its beginning."""
-    return [name for name in PRESUMED if any(re.search(rf"{NAMING}{re.escape(name)}(?=$|[/,])", word) for word in words)]
+    return [name for name in PRESUMED if any(re.search(rf"{NAMING}{re.escape(name)}(?=$|[/,\"])", word) for word in words)]
 
 
 @pytest.fixture(scope="session")
