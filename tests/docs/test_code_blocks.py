@@ -116,10 +116,15 @@ def their_bert(folder: Path) -> None:
     save_file({**load_file(folder / "model.safetensors"), **more}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def their_experiment(file: Path) -> None:
-    """The file that docs/configuring.md shows."""
-    (block,) = blocks("docs/configuring.md", "yaml")
-    file.write_text(block.text, encoding="utf-8")
+def yaml_of(page: str, file: str) -> Callable[[Path], None]:
+    """A folder of configs with the one block of YAML that ``page`` shows, as ``file``."""
+
+    def make(folder: Path) -> None:
+        (block,) = blocks(page, "yaml")
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).write_text(block.text, encoding="utf-8")
+
+    return make
 
 
 def lines(*texts: str) -> Callable[[Path], object]:
@@ -138,19 +143,22 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
     "FOLDER": their_gpt2,
     "folder": their_gpt2,
     "llama": their_llama,
-    "bert-base-uncased": their_bert,
+    "bert": their_bert,
     "char": "experiment=char_lm",
     "a": "char",
     "b": "experiment=char_lm seed=1",
     "digits": "experiment=vit_digits",
     "dates": "experiment=translate_dates callbacks=probe callbacks.probe.weights_every=1",
+    "lookup": "experiment=kv_lookup",
+    "unscaled_lookup": "experiment=kv_lookup",
     "scaled": "experiment=kv_lookup callbacks=probe callbacks.probe.weights_every=1",
     "unscaled": "experiment=kv_lookup model.scale=unscaled callbacks=probe callbacks.probe.weights_every=1",
     "runs/char_lm/...": "char",
     "runs/translate_dates/...": "dates",
     "last.ckpt": "char/checkpoints/last.ckpt",
     "my text.txt": "my.txt",
-    "conf": lambda path: (path / "experiment").mkdir(parents=True) or their_experiment(path / "experiment" / "mine.yaml"),
+    "conf": yaml_of("docs/configuring.md", "experiment/mine.yaml"),
+    "mine": yaml_of("docs/getting_started.md", "ablation/heads.yaml"),
     "my_module.py": lines("from minitx.nn import scaled_dot_product_attention as my_attention"),
 }
 """What a page speaks of as there: how it is made, or the overrides of a short run, or where on this shelf it is copied from."""
@@ -243,7 +251,9 @@ def call(program: str, arguments: Sequence[str]) -> None:
 
 def compose(arguments: Sequence[str], processes: int | None = None) -> None:
     """The command's config, as ``train.py`` would check it; with the number of ``processes`` that a launcher starts."""
-    config = train.compose_config([word for word in arguments if not word.startswith("-")])
+    folders = [f"file://{Path(word.partition('=')[2]).absolute()}" for word in arguments if word.startswith("--config-dir=")]
+    search = [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
+    config = train.compose_config([*(word for word in arguments if not word.startswith("-")), *search])
     assert processes in (None, config.trainer.world_size), (processes, config.trainer)
     assert config.ablation is None or cells(config.ablation)
 
@@ -277,6 +287,7 @@ def obey(words: list[str], shelf: Shelf, place: Path) -> None:
         program = programs.get(words[0]) or Path(words[1]).stem
         arguments = words[1 if words[0] in programs else 2 :]
         if any(re.search(pattern, said([program, *arguments])) for pattern in COMPOSED):
+            shelf.bring_all([word for word in arguments if word.startswith("--")], place)
             compose(arguments)
         else:
             shelf.bring_all(arguments, place)
