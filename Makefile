@@ -1,12 +1,13 @@
 # make ablation   set up and run the scaling ablation        make test   set up and pass the tests
 # make bench      measure beside others, docs/performance.md (20 minutes on two cores)
+# make docs       write the generated pages again: errors, configuring, performance
 # make bench-quality TEXT=tinyshakespeare.txt                  time and tokens to a loss (25 minutes on two cores)
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: ablation test slow lint bench bench-quality clean
+.PHONY: ablation test slow lint bench bench-quality docs clean
 
 ablation: $(VENV)/train.installed
 	$(BIN)/python scripts/train.py experiment=scaling_ablation
@@ -26,6 +27,11 @@ bench: $(VENV)/dev.installed
 
 bench-quality: $(VENV)/dev.installed
 	$(BIN)/python benchmarks/quality.py --text "$(TEXT)"
+	$(BIN)/python benchmarks/report.py
+
+docs: $(VENV)/dev.installed
+	MINITX_WRITE_ERRORS=1 $(BIN)/python -m pytest tests/cli/test_bad_input.py
+	$(BIN)/python tests/docs/configuring_page.py
 	$(BIN)/python benchmarks/report.py
 
 lint: $(VENV)/dev.installed

@@ -14,7 +14,7 @@ def scale_multiplier(scale: str | float, head_dim: int) -> float:
     """The multiplier that a fixed ``scale`` stands for.
 
     ``inv_sqrt`` is 1/√D (Vaswani et al. 2017, arXiv:1706.03762, §3.2.1), ``inv`` 1/D (μP; Yang et al. 2022,
-    arXiv:2203.03466, §4), ``unscaled`` 1; ``head_dim^p`` is D to the power p, and a number stands for itself.
+    arXiv:2203.03466, §4), ``unscaled`` 1; ``head_dim^p`` is D to the power p, and a number stands for itself. ``head_dim`` is D.
 
     >>> scale_multiplier("inv_sqrt", 16), scale_multiplier("unscaled", 16), scale_multiplier("inv", 16)
     (0.25, 1.0, 0.0625)
@@ -53,6 +53,10 @@ class ScoreScale(nn.Module):
 
     Raises:
         ValueError: another word, a missing ``num_heads`` or ``max_len``.
+
+    >>> query, multiplier = ScoreScale("inv_sqrt", head_dim=16)(torch.ones(1, 1, 1, 16))
+    >>> multiplier
+    0.25
     """
 
     def __init__(
