@@ -8,7 +8,7 @@ Two of its lines are there because the kit asked for them: without ``hide_unseen
 0 · NaN, and without ``masked_fill`` of the total a query that sees nothing was 0 / 0. 20 of 96 checks failed.
 
     python examples/custom_backend.py
-    cd examples && python -m minitx.nn.conformance custom_backend:attention     # the whole table, exit code 0
+    python -m minitx.nn.conformance examples.custom_backend:attention     # the whole table, exit code 0
 
 The first prints the kit's counts, what ``explain_backends`` says of two calls, and the difference that naming the kernel makes to a model.
 """

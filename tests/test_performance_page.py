@@ -67,7 +67,9 @@ def test_the_readme_has_a_line_a_target_with_the_share_of_rows_that_are_met(repo
     text = report.readme(f"above\n{report.BEGIN}old\n{report.END}\nbelow\n", [result])
     assert "old" not in text and text.startswith("above\n") and text.endswith("\nbelow\n")
     assert "| P4: a step under the trainer over a raw loop | 1 of 2 | kept | 1.400 (1.300 to 1.500) | ≥ 1.2 |" in text
-    assert "| P4：训练器中的一步与裸循环之比 | 1 / 2 | kept | 1.400 (1.300 ～ 1.500) | ≥ 1.2 |" in report.headlines([result], "zh")
+    assert "| P4：训练器中的一步与裸循环之比 | 1 / 2 | kept | 1.400 (1.300 ～ 1.500) | ≥ 1.2 |" in report.headlines(
+        [result], "zh"
+    )
 
 
 def test_both_languages_name_every_target(report):

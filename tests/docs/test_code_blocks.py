@@ -54,6 +54,7 @@ COMPOSED = {
 """Commands that are composed and checked, as ``train.py`` would, and not run."""
 
 ELSEWHERE = {
+    "docs/examples.md": "tests/examples/test_each_example.py",
     "docs/figures.md": "tests/analysis/test_figures_page.py",
     "docs/why_scale.md": "tests/examples/test_why_scale.py",
 }
@@ -133,7 +134,6 @@ def lines(*texts: str) -> Callable[[Path], object]:
 
 PRESUMED: dict[str, Callable[[Path], object] | str] = {
     "my.txt": lines(TEXT * 40),
-    "NAME_OR_FILE": lambda path: path.mkdir() or lines(*STORIES)(path / "stories.jsonl"),
     "stories.jsonl": lines(*STORIES),
     "pairs.tsv": lines(*(f"das ist {n}\tthis is {n}" for n in range(40))),
     "train.de": lines(*(f"das ist {n}" for n in range(40))),
@@ -159,6 +159,7 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
     "my text.txt": "my.txt",
     "conf": yaml_of("docs/configuring.md", "experiment/mine.yaml"),
     "mine": yaml_of("docs/getting_started.md", "ablation/heads.yaml"),
+    "examples/custom_scale": lambda path: shutil.copytree(ROOT / "examples" / "custom_scale", path),
     "my_module.py": lines("from minitx.nn import scaled_dot_product_attention as my_attention"),
 }
 """What a page speaks of as there: how it is made, or the overrides of a short run, or where on this shelf it is copied from."""

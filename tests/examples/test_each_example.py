@@ -240,7 +240,7 @@ def test_every_example_is_on_the_page_with_its_command():
     for path in (ROOT / "examples").glob("*.py"):
         assert f"python examples/{path.name}" in page, path.name
         assert f"python examples/{path.name}" in path.read_text(encoding="utf-8"), path.name
-    assert "--config-dir examples/custom_scale" in page
+    assert "--config-dir=examples/custom_scale" in page
 
 
 @pytest.mark.parametrize("name", ["plain_torch", "swap_gpt2", "swap_vit", "custom_mask", "custom_backend", "new_task"])
