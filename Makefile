@@ -13,7 +13,7 @@ ablation: $(VENV)/train.installed
 	$(BIN)/python scripts/train.py experiment=scaling_ablation
 
 test: $(VENV)/dev.installed
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 slow: $(VENV)/dev.installed
 	$(BIN)/python -m pytest -n 2 -m slow

@@ -135,7 +135,14 @@ def test_every_experiment_runs_one_step(experiment, tmp_path, monkeypatch, data_
     assert config.experiment == experiment
 
 
-@pytest.mark.parametrize("grid", [name for group, name in OPTIONS if group == "ablation"])
+GRIDS = [
+    pytest.param(name, marks=[] if name in ("quick", "vision", "speedrun") else [pytest.mark.slow])
+    for group, name in OPTIONS
+    if group == "ablation"
+]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
 def test_a_cell_of_every_study_of_every_grid_composes(grid):
     from minitx.ablation.grid import cells
 

@@ -123,7 +123,12 @@ def script(*arguments, wait=True):
     ("content", "arguments", "part"),
     [
         ("", ["--config-dir=.", "--config-name=mine"], "mine.yaml chooses no model and no data"),
-        ("seed: 1", [*TINY[1:], "data=text", "data.path=gone.txt"], "data.path=gone.txt does not exist"),
+        pytest.param(
+            "seed: 1",
+            [*TINY[1:], "data=text", "data.path=gone.txt"],
+            "data.path=gone.txt does not exist",
+            marks=pytest.mark.slow,
+        ),  # fmt: skip
     ],
 )
 def test_the_script_itself_says_one_line(place, content, arguments, part):

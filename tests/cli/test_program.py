@@ -67,7 +67,8 @@ def test_the_script_runs_from_any_folder_and_keeps_to_its_own(tmp_path):
     assert "step 2/2" in out
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_a_run_with_its_code_and_a_checkpoint_that_goes_on(tmp_path, number, code):
     arguments = [*TINY, "output_dir=run", "trainer.max_steps=100000", "trainer.log_every=1", "trainer.ckpt_every=99999", "trainer.val_every=0"]  # fmt: skip
     process = start(arguments, tmp_path)

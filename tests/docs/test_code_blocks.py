@@ -167,8 +167,17 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
 NAMING = r"(?:^|^(?:--config-dir|ckpt_path|compare|output_dir|structure|model\.pretrained|data\.\w*path)=\"?|,)"
 """What stands before a path in an argument."""
 
-SLOW = ("docs/atlas.md", "docs/configuring.md", "docs/cost.md", "docs/tasks.md", "docs/viewer.md", "docs/weights.md")
-"""Pages that are run in the slow tier: their programs have faster tests of their own in the other one."""
+SLOW = (
+    "README.zh.md",
+    "docs/atlas.md",
+    "docs/configuring.md",
+    "docs/cost.md",
+    "docs/tasks.md",
+    "docs/viewer.md",
+    "docs/weights.md",
+)
+"""Pages that are run in the slow tier: their programs have faster tests of their own in the other one, and the Chinese README has the code
+of the English one (tests/test_readme.py)."""
 
 
 class Shelf:
