@@ -128,7 +128,7 @@ def script(*arguments, wait=True):
             [*TINY[1:], "data=text", "data.path=gone.txt"],
             "data.path=gone.txt does not exist",
             marks=pytest.mark.slow,
-        ),  # fmt: skip
+        ),
     ],
 )
 def test_the_script_itself_says_one_line(place, content, arguments, part):
