@@ -1,13 +1,14 @@
 # make ablation   set up and run the scaling ablation        make test   set up and pass the tests
 # make bench      measure beside others, docs/performance.md (20 minutes on two cores)
 # make docs       write the generated pages again: errors, configuring, performance
+# make coverage   lines and branches of minitx/nn that its tests run      make mutation   faults seeded one by one (hours, goes on where it stopped)
 # make bench-quality TEXT=tinyshakespeare.txt                  time and tokens to a loss (25 minutes on two cores)
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: ablation test slow lint bench bench-quality docs clean
+.PHONY: ablation test slow lint coverage mutation bench bench-quality docs clean
 
 ablation: $(VENV)/train.installed
 	$(BIN)/python scripts/train.py experiment=scaling_ablation
@@ -39,10 +40,18 @@ lint: $(VENV)/dev.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+coverage: $(VENV)/dev.installed
+	$(BIN)/coverage run -m pytest tests/nn minitx/nn --ignore tests/nn/test_equivalence.py --ignore tests/nn/test_compile.py
+	$(BIN)/coverage report --fail-under=98
+
+mutation: $(VENV)/dev.installed
+	$(BIN)/python benchmarks/mutation.py
+	$(BIN)/python benchmarks/mutation.py --record
+
 $(VENV)/%.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[$*]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis

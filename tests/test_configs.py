@@ -159,6 +159,13 @@ def test_a_cell_of_every_study_of_every_grid_composes(grid):
         assert composed.trainer.max_steps == cell.steps()
 
 
+def test_the_smoke_grid_is_small_and_has_a_study_of_each_kind():
+    from minitx.ablation.grid import cells
+
+    found = cells(compose_config(["experiment=scaling_ablation", "ablation=smoke"]).ablation)
+    assert len(found) <= 20 and {cell.study for cell in found} == {"null_control", "init_sweep", "text", "recall"}
+
+
 def test_an_arm_is_one_switch(tmp_path):
     """The scaled and the unscaled cell differ in model.scale alone."""
     from minitx.ablation.grid import cells

@@ -309,7 +309,7 @@ class MultiHeadAttention(nn.Module):
             names = ", ".join(name for name, given in lacking.items() if given)
             raise ValueError(f"torch.nn.MultiheadAttention has no {names}")
         sizes = {"kdim": self.k_proj.in_features, "vdim": self.v_proj.in_features, "bias": self.q_proj.bias is not None}
-        theirs = nn.MultiheadAttention(E, H, dropout=self.core.dropout, batch_first=True, **sizes)  # type: ignore[arg-type]
+        theirs = nn.MultiheadAttention(E, H, dropout=self.core.dropout, batch_first=True, **sizes)
         theirs = theirs.to(self.q_proj.weight).train(self.training)
         for ours_part, theirs_part in _torch_parts(self, theirs):
             theirs_part.copy_(ours_part)

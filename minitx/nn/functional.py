@@ -176,7 +176,7 @@ def reference_attention(
     >>> reference_attention(torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 2, 4), value, scale=1.0).item()
     2.0
     """
-    attn_bias = dense_bias(attn_bias, (*query.shape[:3], key.shape[2]), query.device)  # type: ignore[arg-type]
+    attn_bias = dense_bias(attn_bias, (*query.shape[:3], key.shape[2]), query.device)
     weights = attention_weights(query, key, mask=mask, scale=scale, attn_bias=attn_bias, softcap=softcap, sinks=sinks)
     if dropout_p > 0.0:
         weights = torch.nn.functional.dropout(weights, dropout_p)
@@ -213,7 +213,7 @@ class AttentionCall:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, L, S)."""
-        return (*self.query.shape[:3], self.key.shape[2])  # type: ignore[return-value]
+        return (*self.query.shape[:3], self.key.shape[2])
 
     def dense_bias(self) -> Tensor | None:
         """The bias as a tensor that broadcasts to (B, H, L, S), or None."""

@@ -149,7 +149,7 @@ def init_weights(
         elif isinstance(module, nn.Linear):
             draw.linear(module, "head" if name.endswith("head") else "weight", module.in_features)
         elif not isinstance(module, MultiHeadAttention | FeedForward) and hasattr(module, "reset_parameters"):
-            module.reset_parameters()  # type: ignore[operator]
+            module.reset_parameters()
     return model
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 
 import pytest
 import torch
@@ -632,6 +633,21 @@ def test_a_registered_backend_serves_calls_by_name_only(registered):
     for name in ("mine", "math", "sdpa:flash"):  # gone already, or minitx's own
         with pytest.raises(ValueError, match=f"'{name}' was not registered by register_backend"):
             unregister_backend(name)
+
+
+def test_a_registered_backend_without_a_fused_kernel_says_so_and_strict_refuses_it(registered):
+    register_backend("plain", lambda call: call.value, falls_back=lambda call: "one step at a time")
+    register_backend("fused", lambda call: call.value)
+    q = torch.randn(1, 2, 3, 4)
+    lines = [str(report) for report in explain_backends(q, q, q, backend="fused")]
+    assert lines[-2:] == ["   plain          can     one step at a time", "-> fused          fused"]
+    assert "   math           can     it holds the whole L x S matrix" in lines
+    assert "   flash_attn     cannot  flash-attn is not installed" in lines or "flash_attn" in sys.modules
+    assert DotProductAttention(backend="plain")(q, q, q) is q
+    for need_weights in (False, True):
+        with pytest.raises(RuntimeError, match=r"strict: backend 'plain' .* without a fused kernel: one step at a time"):
+            DotProductAttention(backend="plain", strict=True)(q, q, q, need_weights=need_weights)
+    assert DotProductAttention(backend="fused", strict=True)(q, q, q) is q
 
 
 @pytest.mark.parametrize("name", ["math", "sdpa", "auto"])

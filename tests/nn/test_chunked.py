@@ -9,12 +9,26 @@ from test_backends import LEFT, MASKS, OPTIONS, attend, check_call
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from minitx.analysis.meter import allocations
-from minitx.nn import ALiBi, Causal, Documents, Mask, Padding, PrefixLM, SlidingWindow, T5RelativeBias, explain_backends
+from minitx.nn import (
+    ALiBi,
+    Causal,
+    Documents,
+    Mask,
+    Padding,
+    PrefixLM,
+    SlidingWindow,
+    T5RelativeBias,
+    backends,
+    explain_backends,
+)
 from minitx.nn import scaled_dot_product_attention as attention
 from minitx.nn.backends import chunked
 from minitx.nn.backends.programs import pack, unpack
 from minitx.nn.bias import TensorBias
+from minitx.nn.functional import make_call
 from minitx.nn.masks import Dense, Or
+
+NOTHING = {"scale": None, "attn_bias": None, "softcap": None, "sinks": None}
 
 
 @pytest.fixture
@@ -257,6 +271,57 @@ def test_auto_takes_it_for_one_query_that_the_fused_kernel_leaves():
     q, k = torch.randn(2, 8, 1, 4), torch.randn(2, 8, 9, 4)
     assert next(report.name for report in explain_backends(q, k, k, softcap=3.0) if report.runs) == "chunked"
     assert next(report.name for report in explain_backends(k, k, k, softcap=3.0) if report.runs) == "math"
+
+
+def test_auto_takes_it_from_the_measured_sizes_on_and_they_count_as_reached(monkeypatch):
+    def runs(L, S, *, device="cpu", window=None, **options):
+        q, k = torch.zeros(1, 1, L, 4, device=device), torch.zeros(1, 1, S, 4, device=device)
+        mask = None if window is None else SlidingWindow(window) & Causal()
+        return next(report.name for report in explain_backends(q, k, k, mask, **options) if report.runs)
+
+    monkeypatch.setattr(backends, "CHUNKED_FROM", 64 * 64)
+    assert runs(64, 64, softcap=3.0) == runs(64, 64, dropout_p=0.1) == "chunked"
+    assert (runs(64, 63, softcap=3.0), runs(64, 63, dropout_p=0.1)) == ("math", "sdpa")
+    assert (runs(2, 2048, device="meta", softcap=3.0), runs(1, 4096, device="meta", softcap=3.0)) == ("chunked", "math")
+    assert (runs(2, 2048, dropout_p=0.1), runs(1, 4096, dropout_p=0.1)) == ("chunked", "sdpa")
+    monkeypatch.setattr(chunked, "LARGEST", 64)
+    monkeypatch.setattr(backends, "CHUNKED_FROM", 256 * 256)
+    assert chunked.share_of_tiles(make_call(*3 * [torch.zeros(1, 1, 256, 4)], SlidingWindow(1), 0.0, True, **NOTHING)) == 0.25
+    assert (runs(256, 256, window=1), runs(256, 256, window=2)) == ("chunked", "sdpa")
+    assert runs(256, 256, window=1, device="meta") == "sdpa"  # torch's kernels elsewhere were not measured
+    monkeypatch.setattr(backends, "CHUNKED_FROM", 256 * 256 + 1)
+    assert runs(256, 256, window=1) == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("shape", "height", "width"),
+    [((1, 1, 999, 999), 256, 256), ((1, 8, 999, 999), 256, 256), ((1, 12, 999, 999), 192, 192), ((4, 8, 999, 999), 128, 128),
+     ((64, 16, 999, 999), 64, 64), ((1, 1, 16, 9999), 16, 4096), ((1, 8, 1, 99999), 1, 65536), ((2, 3, 5, 7), 5, 7)],
+)  # fmt: skip
+def test_tiles_are_as_large_as_a_cache_may_hold_and_cover_every_score_once(shape, height, width):
+    tiles = [(rows, keys) for rows, row_keys in chunked.tiles_of(shape) for keys in row_keys]
+    assert tiles[0] == (slice(0, height), slice(0, width))
+    assert {(t.start % height, t.stop - t.start == height or t.stop == shape[2]) for t, _ in tiles} == {(0, True)}
+    assert sum((t.stop - t.start) * (s.stop - s.start) for t, s in tiles) == shape[2] * shape[3]
+    assert len({(t.start, s.start) for t, s in tiles}) == len(tiles) == -(-shape[2] // height) * -(-shape[3] // width)
+
+
+@pytest.mark.usefixtures("tiny_tiles")
+def test_the_gradient_of_a_low_precision_bias_is_rounded_once_and_not_at_every_tile():
+    q, k = torch.randn(1, 1, 63, 4), torch.randn(1, 1, 5, 4)
+    low = torch.randn(1, 1, 1, 5, dtype=torch.bfloat16, requires_grad=True)
+    wide = low.detach().float().requires_grad_()
+    for bias in (low, wide):
+        attention(q, k, k, attn_bias=bias, backend="chunked").square().sum().backward()
+    assert torch.equal(low.grad, wide.grad.bfloat16())
+
+
+def test_no_two_tiles_drop_the_same_places(monkeypatch):
+    monkeypatch.setattr(chunked, "LARGEST", 64)
+    q = torch.zeros(1, 1, 192, 1)
+    whole = factors_of(q, q, torch.tensor(7), 0.5)
+    tiles = [tile for rows in whole[0, 0].split(64) for tile in rows.split(64, dim=1)]
+    assert len({tuple(tile.flatten().tolist()) for tile in tiles}) == 9
 
 
 def test_a_program_gives_the_rule_back():

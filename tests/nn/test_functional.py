@@ -1,13 +1,23 @@
 """The reference itself: against numbers worked out by hand, and against loops."""
 
 import math
+from dataclasses import FrozenInstanceError, dataclass
 
 import pytest
 import torch
 from oracle import DTYPES, DV, HKV, B, D, H, L, S, grids, naive
 
-from minitx.nn import Causal, attention_scores, attention_weights, masked_softmax, reference_attention
-from minitx.nn.masks import Dense
+from minitx.nn import (
+    ALiBi,
+    Causal,
+    attention_scores,
+    attention_weights,
+    masked_softmax,
+    reference_attention,
+    scaled_dot_product_attention,
+)
+from minitx.nn.functional import AttentionCall, check_settings, hide_unseen
+from minitx.nn.masks import Dense, Mask
 
 
 def test_two_keys_worked_out_by_hand():
@@ -99,3 +109,89 @@ def test_every_option_together_equals_the_loops():
     options = {"mask": Dense(visible), "scale": -0.7, "attn_bias": bias, "softcap": 1.3, "sinks": sinks}
     torch.testing.assert_close(reference_attention(q, k, v, **options), want, rtol=0, atol=1e-14)
     torch.testing.assert_close(attention_weights(q, k, **options), want_weights, rtol=0, atol=1e-14)
+
+
+def test_keys_that_no_query_sees_are_zeroed_and_others_kept_by_group():
+    tensor = torch.full((1, 2, 3, 1), 7.0)
+    visible = torch.zeros(1, 4, 5, 3, dtype=torch.bool)
+    visible[0, 1, 4, 0] = visible[0, 2, 0, 2] = True  # query heads 0, 1 share the first key head, 2, 3 the second
+    assert hide_unseen(tensor, visible).flatten().tolist() == [7.0, 0.0, 0.0, 0.0, 0.0, 7.0]
+    assert hide_unseen(tensor, None) is tensor
+
+
+def test_a_rule_for_the_bias_gets_the_batch_the_heads_and_the_device_of_the_call():
+    query, key = torch.randn(2, 4, 3, 5), torch.randn(2, 2, 7, 5)
+    dense = ALiBi(4).dense(3, 7, batch_size=2, num_heads=4)
+    expected = attention_weights(query, key, scale=1.0, attn_bias=dense)
+    assert torch.equal(attention_weights(query, key, scale=1.0, attn_bias=ALiBi(4)), expected)
+    on_meta = attention_weights(query.to("meta"), key.to("meta"), scale=1.0, attn_bias=ALiBi(4), mask=Causal())
+    assert on_meta.shape == (2, 4, 3, 7) and on_meta.device.type == "meta"
+
+
+def test_a_mask_by_head_and_row_of_the_batch_reaches_every_one():
+    @dataclass(frozen=True, eq=False)
+    class Near(Mask):
+        def visible(self, batch, head, row, key, offset):
+            return row + offset - key <= head + 2 * batch
+
+    query, key = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 7, 4)
+    weights = attention_weights(query, key, mask=Near() & Causal(), scale=1.0)
+    assert torch.equal(weights > 0, grids(lambda b, h, t, j, i: 0 <= t - j <= h + 2 * b or j > t, (2, 3, 5, 7)) & Causal().dense(5, 7))  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", [math.inf, -math.inf, math.nan])
+def test_a_scale_that_is_not_finite_is_refused(scale):
+    x = torch.ones(1, 1, 2, 3)
+    with pytest.raises(ValueError, match="scale must be finite"):
+        scaled_dot_product_attention(x, x, x, scale=scale)
+
+
+def test_a_truth_value_or_a_word_is_no_scale():
+    x = torch.ones(1, 1, 2, 3)
+    for scale in (True, "inv_sqrt"):
+        with pytest.raises(TypeError, match="scale must be a number or None"):
+            scaled_dot_product_attention(x, x, x, scale=scale)
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0, math.inf, math.nan])
+def test_a_soft_cap_that_is_not_positive_and_finite_is_refused(softcap):
+    with pytest.raises(ValueError, match="softcap must be positive and finite"):
+        check_settings(softcap, 0.0)
+
+
+@pytest.mark.parametrize("dropout", [-0.1, 1.0, math.nan])
+def test_a_dropout_outside_of_its_range_is_refused_and_its_ends_are_not(dropout):
+    check_settings(None, 0.0), check_settings(None, 0.99)
+    with pytest.raises(ValueError, match=r"name must lie in \[0, 1\)"):
+        check_settings(None, dropout, "name")
+
+
+@pytest.mark.parametrize("wrong", ["key", "value"])
+def test_each_tensor_alone_must_have_the_querys_batch_dtype_and_device(wrong):
+    fits = {name: torch.ones(2, 3, 5, 7) for name in ("query", "key", "value")}
+    for other, error in (
+        (torch.ones(1, 3, 5, 7), "one batch size"),
+        (fits[wrong].double(), wrong),
+        (fits[wrong].to("meta"), wrong),
+    ):
+        with pytest.raises((ValueError, TypeError), match=error):
+            scaled_dot_product_attention(**{**fits, wrong: other})
+
+
+@pytest.mark.parametrize("axis", [1, 2, 3])
+def test_an_axis_of_nothing_is_refused(axis):
+    shape = [2, 3, 5, 7]
+    shape[axis] = 0
+    with pytest.raises(ValueError, match="at least one head, position and channel"):
+        scaled_dot_product_attention(*3 * [torch.ones(shape)])
+
+
+def test_what_a_call_leaves_out_is_off():
+    query = torch.randn(1, 2, 3, 4)
+    call = AttentionCall(query, query, query)
+    assert call.terms == {"mask": None, "scale": 1.0, "attn_bias": None, "softcap": None, "sinks": None}
+    assert call.dropout_p == 0.0
+    torch.testing.assert_close(reference_attention(query, query, query, scale=1.0), (query @ query.mT).softmax(-1) @ query)
+    assert call != AttentionCall(query, query, query) and len({call}) == 1
+    with pytest.raises(FrozenInstanceError):
+        call.scale = 2.0

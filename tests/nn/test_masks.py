@@ -1,5 +1,7 @@
 """Masks: the rule, how rules combine, tiles, and pictures."""
 
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
+
 import pytest
 import torch
 from hypothesis import assume, given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from oracle import grids
 
 from minitx.nn import Causal, Documents, Padding, PrefixLM, SlidingWindow, from_key_padding_mask, intersect
-from minitx.nn.masks import And, Dense, as_mask, real_key_counts, simplify
+from minitx.nn.masks import And, Dense, Mask, Or, as_mask, real_key_counts, simplify
 
 CPU = torch.device("cpu")
 REAL = torch.tensor([[False, False, True, True, True], [True, True, True, True, False]])  # left and right padding
@@ -236,3 +238,149 @@ def test_a_tensor_becomes_a_dense_mask_and_a_mask_stays_itself():
     assert as_mask(mask) is mask
     assert as_mask(None) is None
     assert isinstance(intersect(cells, mask), And)
+
+
+SLICES = [slice(i, j) for i in range(5) for j in range(i + 1, 6)]
+
+
+@pytest.mark.parametrize("num_queries", [1, 3, 5])
+@pytest.mark.parametrize(
+    "mask", [Causal(), *map(SlidingWindow, (1, 2, 4, 5, 7)), *map(PrefixLM, (0, 1, 3, 5))], ids=lambda mask: repr(mask)
+)
+def test_a_tile_counts_as_visible_or_hidden_just_where_all_of_it_is(mask, num_queries):
+    cells = mask.dense(num_queries, 5)[0, 0].tolist()
+    for rows in (s for s in SLICES if s.stop <= num_queries):
+        for keys in SLICES:
+            tile = [cell for line in cells[rows] for cell in line[keys]]
+            wanted = True if all(tile) else None if any(tile) else False
+            assert mask.covers(rows, keys, 5 - num_queries) is wanted, (rows, keys)
+
+
+def test_what_only_the_values_know_is_said_of_no_tile():
+    one = slice(0, 1), slice(4, 5), 0
+    assert Padding(REAL).covers(*one) is Documents(IDS).covers(*one) is Dense(CELLS).covers(*one) is None
+    assert PrefixLM(LENGTHS).covers(*one) is None  # the future of a row, or its prefix
+    assert PrefixLM(LENGTHS).covers(slice(4, 5), slice(0, 5), 0) is True
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "both", "either"),
+    [((True, True), True, True), ((True, False), False, True), ((True, None), None, True), ((False, None), False, None),
+     ((None, None), None, None), ((False, False), False, False)],
+)  # fmt: skip
+def test_the_verdict_on_a_tile_of_two_masks_follows_from_theirs(verdicts, both, either):
+    tile = slice(2, 3), slice(2, 4), 0
+    members = [
+        {True: SlidingWindow(9), False: SlidingWindow(9) & PrefixLM(0) & _Nothing(), None: Causal()}[v] for v in verdicts
+    ]
+    assert [member.covers(*tile) for member in members] == list(verdicts)
+    for order in (members, members[::-1]):
+        assert And(tuple(order)).covers(*tile) is both
+        assert Or(tuple(order)).covers(*tile) is either
+
+
+@dataclass(frozen=True, eq=False)
+class _Nothing(Mask):
+    def visible(self, batch, head, row, key, offset):
+        return (row < 0) & (key < 0)
+
+    def covers(self, rows, keys, offset):
+        return False
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (2, 3, 5, 5), (2, 1, 1, 5), (1, 3, 5, 1), (1, 1, 1, 1)])
+def test_a_tile_of_a_tensor_is_a_slice_of_its_axes_that_are_not_one(shape):
+    tensor = torch.rand(shape) < 0.5
+    tile = Dense(tensor).dense(5, 5, rows=slice(1, 3), keys=slice(2, 5))
+    assert torch.equal(tile.expand(tile.shape[0], tile.shape[1], 2, 3), torch.broadcast_to(tensor, (*tile.shape[:2], 5, 5))[:, :, 1:3, 2:5])  # fmt: skip
+    assert tile.shape[2:] == (2 if tile.shape[2] > 1 else 1, 3 if tile.shape[3] > 1 else 1)
+    rule = Dense(tensor).visible(*(torch.arange(n).view([-1 if i == j else 1 for j in range(4)]) for i, n in enumerate((2, 3, 5, 5))), 0)  # fmt: skip
+    assert torch.equal(rule.expand(2, 3, 5, 5), torch.broadcast_to(tensor, (2, 3, 5, 5)))
+
+
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(2), PrefixLM(2), Causal() & SlidingWindow(2)], ids=repr)
+def test_a_rule_is_lowered_on_the_device_that_is_asked_for(mask):
+    assert mask.dense(3, 5, batch_size=2, num_heads=3, device="meta").device.type == "meta"
+
+
+def test_a_rule_by_head_gets_every_head():
+    class Distance(Mask):
+        def visible(self, batch, head, row, key, offset):
+            return row + offset - key <= head + batch
+
+    cells = Distance().dense(5, 5, batch_size=2, num_heads=3)
+    assert torch.equal(cells, grids(lambda b, h, t, j, i: t - j <= h + b, (2, 3, 5, 5)))
+    assert Distance().grid(2, batch=1, head=0) == "x x\nx x" and Distance().grid(2) == "x x\n. x"
+
+
+def test_a_prefix_of_nothing_is_causal_and_none_takes_more_queries_than_keys():
+    assert torch.equal(PrefixLM(0).dense(3, 5), Causal().dense(3, 5))
+    with pytest.raises(ValueError, match="at least as many keys as queries"):
+        PrefixLM(2).check(1, 1, 5, 4)
+
+
+def test_a_tile_neither_comes_from_the_kept_dense_form_nor_replaces_it():
+    mask = Causal() & Padding(REAL)
+    kept = whole(mask)
+    for tile in ({"rows": slice(1, 3)}, {"keys": slice(2, 4)}, {"rows": slice(1, 3), "keys": slice(2, 4)}):
+        rows, keys = tile.get("rows", slice(None)), tile.get("keys", slice(None))
+        assert torch.equal(whole(mask, **tile), kept[:, :, rows, keys])
+        assert whole(mask) is kept
+
+
+def test_a_combined_mask_has_the_size_of_the_member_that_knows_fewer_queries():
+    square, wide, row = Padding(REAL), Dense(torch.ones(3, 5, dtype=torch.bool)), Dense(torch.ones(1, 5, dtype=torch.bool))
+    assert (square & wide).size() == (wide & square).size() == (3, 5)
+    assert (row & square).size() == (row & Causal()).size() == (5, 5)  # one row stands for any number of queries
+    assert (Causal() & SlidingWindow(2)).size() is None
+
+
+def test_only_attn_mask_is_told_where_additive_values_belong():
+    with pytest.raises(TypeError, match=r"attn_mask must be a bool tensor .* additive values belong in attn_bias"):
+        Dense(torch.zeros(2, 2))
+    with pytest.raises(TypeError, match=r"key_mask must be a bool tensor \(True = may attend\), got torch.float32$"):
+        Padding(torch.zeros(2, 2))
+
+
+def test_in_a_graph_a_window_stays_whatever_it_covers_and_causal_goes_where_it_hides_nothing(monkeypatch):
+    mask = SlidingWindow(9) & Causal()
+    assert simplify(mask, 1, 5) is None
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert repr(simplify(mask, 1, 5)) == "SlidingWindow(window=9)"
+    assert simplify(mask, 3, 5) is mask
+
+
+def test_a_window_shortens_no_packed_document():
+    packed = Documents(IDS) & Causal() & Padding(REAL)
+    assert torch.equal(real_key_counts(packed & SlidingWindow(1), 5, 5, CPU), real_key_counts(packed, 5, 5, CPU))
+
+
+def test_real_keys_are_counted_on_the_device_that_is_asked_for():
+    meta = torch.device("meta")
+    assert real_key_counts(Causal(), 3, 5, meta).device.type == real_key_counts(None, 3, 5, meta).device.type == "meta"
+    assert real_key_counts(Documents(IDS.to("meta")) & Causal(), 3, 5, meta).device.type == "meta"
+
+
+@pytest.mark.parametrize("name", [*RULES, "and", "or"])
+def test_a_mask_cannot_be_written_to_and_equals_itself_alone(name):
+    combined = {"and": lambda: Causal() & Padding(REAL), "or": lambda: Causal() | Padding(REAL)}
+    mask, other = (combined[name]() if name in combined else replace(RULES[name][0]) for _ in range(2))
+    assert mask == mask and mask != other and len({mask, other}) == 2  # tensors have no truth value to compare by
+    for name in [field.name for field in fields(mask)] or ["anything"]:
+        with pytest.raises(FrozenInstanceError):
+            setattr(mask, name, None)
+
+
+def test_a_picture_is_of_the_first_head_of_the_first_row_unless_another_is_asked_for():
+    mask = Dense(CELLS)
+    pictures = {(b, h): "\n".join(" ".join("x" if c else "." for c in line) for line in CELLS[b, h].tolist()) for b in range(2) for h in range(3)}  # fmt: skip
+    assert mask.grid(5) == pictures[0, 0] and mask.grid(5, batch=1, head=2) == pictures[1, 2]
+    assert len(set(pictures.values())) > 1
+
+
+def test_a_rule_that_knows_neither_batch_nor_heads_is_lowered_for_one_of_each():
+    class Everywhere(Mask):
+        def visible(self, batch, head, row, key, offset):
+            return (batch >= 0) & (head >= 0) & (row >= 0) & (key >= 0)
+
+    assert Everywhere().dense(3, 5).shape == (1, 1, 3, 5)

@@ -21,4 +21,4 @@ def build_model(config: TransformerConfig) -> TransformerModel:
     >>> type(build_model(TransformerConfig(architecture="encoder", vocab_size=11))).__name__
     'Encoder'
     """
-    return MODELS[config.architecture](config)  # type: ignore[abstract]
+    return MODELS[config.architecture](config)

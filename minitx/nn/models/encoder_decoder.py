@@ -9,8 +9,8 @@ from minitx.config import TransformerConfig
 from minitx.nn.cache import KVCache
 from minitx.nn.init import init_weights
 from minitx.nn.masks import Mask, Padding
-from minitx.nn.models.base import Routing, mean_visible, router_loss
-from minitx.nn.models.decoder import CausalModel, HeadMask
+from minitx.nn.models.base import HeadMask, Routing, mean_visible, router_loss
+from minitx.nn.models.decoder import CausalModel
 from minitx.nn.models.encoder import EncoderModel
 from minitx.nn.models.parts import init_gains
 

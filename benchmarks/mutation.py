@@ -1,0 +1,364 @@
+"""Do the tests notice a fault? One small change to the source at a time, and the tests that execute the changed line.
+
+    python benchmarks/mutation.py                    # make mutation: all files (about an hour on one core), resumable
+    python benchmarks/mutation.py masks chunked      # only these files
+    python benchmarks/mutation.py --again            # only those that survived, after tests were added
+    python benchmarks/mutation.py --record           # counts and survivors into results/mutation.json
+
+A mutant is a change of one comparison, operator, number, condition, keyword, return value or statement (``changes``); text,
+annotations, assertions and what stands in a ``raise`` are left alone. No file is written: a process that has collected the tests
+forks once a mutant, exchanges the code of one function, and runs the tests that execute the line, quick ones first, to the first
+failure. What runs at import (defaults, constants, class attributes) is forked before the collection and imported changed.
+Survivors were looked at one by one: ``docs/mutation.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import gc
+import importlib.abc
+import importlib.machinery
+import itertools
+import json
+import os
+import pickle
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import pytest
+import torch  # imported here, once, and not in every fork
+
+ROOT = Path(__file__).resolve().parents[1]
+WORK = ROOT / "build/mutation.json"  # what became of each mutant so far
+FILES = ["minitx/nn/functional.py", "minitx/nn/masks.py", *(f"minitx/nn/backends/{name}.py" for name in (
+    "__init__", "base", "chunked", "flash_attn", "flex", "math", "programs", "sdpa"))]  # fmt: skip
+TESTS = [f"tests/nn/test_{name}.py" for name in (
+    "functional", "masks", "backends", "chunked", "flex", "bad_inputs", "attention", "bias", "cache", "scale", "torch_interop",
+    "conformance")]  # fmt: skip
+LONGEST, BUDGET, LIMIT = 3.0, 30.0, 150.0  # seconds: of one test, of a mutant's tests together, of a fork's processor
+
+COMPARISONS = {
+    ast.Lt: (ast.LtE, ast.GtE), ast.LtE: (ast.Lt, ast.Gt), ast.Gt: (ast.GtE, ast.LtE), ast.GtE: (ast.Gt, ast.Lt),
+    ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,), ast.Is: (ast.IsNot,), ast.IsNot: (ast.Is,),
+    ast.In: (ast.NotIn,), ast.NotIn: (ast.In,),
+}  # fmt: skip
+OPERATORS = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult,
+    ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.And: ast.Or, ast.Or: ast.And,
+}  # fmt: skip
+
+
+@dataclass
+class Mutant:
+    """One change: where, what stood there and what stands there now."""
+
+    file: str
+    line: int
+    column: int
+    before: str
+    after: str
+    scope: str = ""  # the outermost function, by qualified name; empty for what runs at import
+    code: CodeType | None = field(default=None, repr=False)
+    lines: range = range(0)  # of the statement
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}: {self.before} -> {self.after}"
+
+
+def changes(node: ast.AST) -> Iterator[ast.AST | None]:
+    """What may stand in a node's place; None deletes a statement."""
+
+    def other(**new: Any) -> ast.AST:
+        return ast.copy_location(type(node)(**{name: new.get(name, value) for name, value in ast.iter_fields(node)}), node)
+
+    match node:
+        case ast.Compare(ops=[op]):
+            yield from (other(ops=[kind()]) for kind in COMPARISONS[type(op)])
+        case ast.Compare(ops=ops):
+            for i, op in enumerate(ops):
+                yield from (other(ops=[*ops[:i], kind(), *ops[i + 1 :]]) for kind in COMPARISONS[type(op)])
+        case ast.BinOp(op=op) | ast.BoolOp(op=op) | ast.AugAssign(op=op) if type(op) in OPERATORS:
+            yield other(op=OPERATORS[type(op)]())
+        case ast.UnaryOp(operand=operand):
+            yield operand
+        case ast.Constant(value=bool(value)):
+            yield other(value=not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield other(value=value + 1)
+        case ast.If() | ast.While():
+            yield other(test=ast.UnaryOp(ast.Not(), node.test))
+        case ast.IfExp(body=body, orelse=orelse):
+            yield from (body, orelse)
+        case ast.comprehension(ifs=[_]):
+            yield other(ifs=[])
+        case ast.Call(keywords=keywords) if len(keywords) > 0:
+            yield from (other(keywords=[k for k in keywords if k is not gone]) for gone in keywords if gone.arg)
+        case ast.Return(value=value) if value is not None and not (isinstance(value, ast.Constant) and value.value is None):
+            yield other(value=ast.Constant(None))
+        case ast.Expr(value=ast.Call() | ast.Tuple()) | ast.Raise():
+            yield None
+
+
+def mutants(path: str) -> list[Mutant]:
+    """Every mutant of a file, in the order of its lines."""
+    tree = ast.parse((ROOT / path).read_text())
+    found: list[Mutant] = []
+
+    def visit(parent: ast.AST, scope: str, inside: bool, lines: range) -> None:
+        for name, value in ast.iter_fields(parent):
+            if name in ("annotation", "returns", "msg") or isinstance(parent, ast.Assert):
+                continue
+            # a function's defaults and decorators run where it is defined; what a raise says is text
+            here = (
+                (scope, inside)
+                if name == "body" or not isinstance(parent, ast.FunctionDef)
+                else (scope.rpartition(".")[0], False)
+            )
+            for place, node in enumerate(value if isinstance(value, list) else [value]):
+                if isinstance(node, ast.AST):
+                    visit_one(parent, name, place if isinstance(value, list) else None, node, *here, lines)
+
+    def visit_one(parent: Any, name: str, place: int | None, node: Any, scope: str, inside: bool, lines: range) -> None:
+        if isinstance(node, ast.stmt):
+            body = getattr(node, "body", None)
+            lines = range(node.lineno, body[0].lineno if body else node.end_lineno + 1)
+        for new in changes(node):
+            shown = ast.unparse(new) if new is not None else "pass"
+            changed = new if new is not None else ast.copy_location(ast.Pass(), node)
+            old = getattr(parent, name)
+            setattr(parent, name, changed if place is None else [*old[:place], changed, *old[place + 1 :]])
+            line, column = getattr(node, "lineno", lines.start), getattr(node, "col_offset", 0)
+            code = compile(ast.fix_missing_locations(tree), str(ROOT / path), "exec")
+            texts = first_line(ast.unparse(node)), first_line(shown)
+            found.append(Mutant(path, line, column, *texts, scope if inside else "", code, lines))
+            setattr(parent, name, old)
+        if isinstance(node, ast.Raise):
+            return
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not inside:
+            scope = f"{scope}.{node.name}".lstrip(".")
+        visit(node, scope, inside or isinstance(node, ast.FunctionDef), lines)
+
+    visit(tree, "", False, range(0))
+    return found
+
+
+def first_line(text: str) -> str:
+    line = text.split("\n", 1)[0]
+    return line if len(line) <= 160 else line[:157] + "..."
+
+
+class Changed(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
+    """Imports one module from a changed tree."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self.mutant = mutant
+        self.module = mutant.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.module:
+            return None
+        here = str(ROOT / self.mutant.file)
+        spec = importlib.machinery.ModuleSpec(name, self, origin=here, is_package=here.endswith("__init__.py"))
+        spec.has_location = True
+        if spec.submodule_search_locations is not None:
+            spec.submodule_search_locations.append(str(Path(here).parent))
+        return spec
+
+    def get_filename(self, name: str) -> str:
+        return str(ROOT / self.mutant.file)
+
+    def get_data(self, path: str) -> bytes:
+        return Path(path).read_bytes()
+
+    def get_code(self, name: str) -> CodeType:
+        return self.mutant.code
+
+
+def forked(work: Any, limit: float) -> str:
+    """killed, survived or timeout (seconds of the processor): what became of ``work`` (True = all tests pass) in a fork."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit)))
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 1), os.dup2(null, 2)
+            code = 0 if work() else 1
+        os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    return "survived" if status == 0 else "timeout" if os.WIFSIGNALED(status) else "killed"
+
+
+def passes(items: list[Any]) -> bool:
+    """Whether all these tests pass; stops at the first that does not."""
+    for item, following in zip(items, [*items[1:], None], strict=True):
+        failed: list[bool] = []
+        item.config.pluginmanager.register(watch := Watch(failed))
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        item.config.pluginmanager.unregister(watch)
+        if failed:
+            return False
+    return True
+
+
+class Watch:
+    def __init__(self, failed: list[bool]) -> None:
+        self.failed = failed
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.failed.append(True)
+
+
+def covered(items: list[Any], files: list[str], kept: Path) -> dict[str, Any]:
+    """For each test, by name, its seconds and the lines of each file that it executes; ``kept`` holds what was found before.
+
+    Found in a fork, so that no cache in this process is warm when the first mutant runs.
+    """
+
+    def work() -> bool:
+        import coverage
+
+        watcher = coverage.Coverage(include=[str(ROOT / path) for path in files], data_file=None, config_file=False)
+        watcher.start()
+        for item in new:
+            watcher.switch_context(item.nodeid)
+            started = time.perf_counter()
+            assert passes([item]), item.nodeid
+            known[item.nodeid] = {"seconds": time.perf_counter() - started, "lines": {path: [] for path in files}}
+        watcher.stop()
+        for path in files:
+            for line, tests in watcher.get_data().contexts_by_lineno(str(ROOT / path)).items():
+                for test in filter(None, tests):
+                    known[test]["lines"][path].append(line)
+        kept.write_bytes(pickle.dumps(known))
+        return True
+
+    known = pickle.loads(kept.read_bytes()) if kept.exists() else {}
+    new = [item for item in items if item.nodeid not in known]
+    assert not new or forked(work, 1200.0) == "survived", "the tests do not pass unchanged"
+    return pickle.loads(kept.read_bytes())
+
+
+class Run:
+    """A plugin of pytest: instead of running the tests once, runs the covering ones for every mutant."""
+
+    def __init__(self, todo: list[Mutant], note: Callable[[Mutant, str], None], kept: Path) -> None:
+        self.todo, self.note, self.kept = todo, note, kept
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self) -> None:
+        import hypothesis  # not before pytest, which rewrites its assertions
+
+        quick = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # a failure is enough, it need not be small
+        hypothesis.settings.register_profile("mutation", parent=hypothesis.settings.default, phases=quick, database=None)
+        hypothesis.settings.load_profile("mutation")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: Any) -> bool:
+        items = [item for item in session.items if "compile" not in item.nodeid]
+        known = covered(items, FILES, self.kept)
+        functions: dict[tuple[str, str, int], list[FunctionType]] = {}
+        for thing in gc.get_objects():
+            if type(thing) is FunctionType:
+                code = thing.__code__
+                functions.setdefault((code.co_filename, code.co_qualname, code.co_firstlineno), []).append(thing)
+        for mutant in self.todo:
+            tests = chosen(mutant, items, known)
+            self.note(mutant, forked(partial(all_pass, mutant, functions, tests), LIMIT) if tests else "not executed")
+        return True
+
+
+def chosen(mutant: Mutant, items: list[Any], known: dict[str, Any]) -> list[Any]:
+    """The tests that execute the changed line, up to ``BUDGET``: those of the same name first, quick ones before others."""
+    own = f"test_{Path(mutant.file).stem}".replace("__init__", "backends")
+    lines = set(mutant.lines)
+    seconds = {item: known[item.nodeid]["seconds"] for item in items if lines & set(known[item.nodeid]["lines"][mutant.file])}
+    short = [item for item in seconds if seconds[item] < LONGEST]
+    order = sorted(short, key=lambda item: (own not in item.nodeid, seconds[item]))
+    ends = itertools.accumulate(seconds[item] for item in order)
+    return [item for item, end in zip(order, ends, strict=True) if end < BUDGET]
+
+
+def all_pass(mutant: Mutant, functions: dict[tuple[str, str, int], list[FunctionType]], tests: list[Any]) -> bool:
+    exchange(mutant, functions)
+    return passes(tests)
+
+
+def exchange(mutant: Mutant, functions: dict[tuple[str, str, int], list[FunctionType]]) -> None:
+    """Give the functions that exist the changed code."""
+    stack, path = [mutant.code], str(ROOT / mutant.file)
+    while stack:
+        code = stack.pop()
+        stack.extend(const for const in code.co_consts if isinstance(const, CodeType))
+        if code.co_qualname == mutant.scope:
+            for function in functions.get((path, code.co_qualname, code.co_firstlineno), ()):
+                function.__code__ = code
+
+
+def at_import(mutant: Mutant) -> bool:
+    """Whether the tests pass with the module imported changed."""
+    sys.meta_path.insert(0, Changed(mutant))
+    own = [
+        test for test in TESTS if any(word in test for word in (Path(mutant.file).stem, "functional", "backends", "bad_inputs"))
+    ]
+    return pytest.main([*own, "-x", "-p", "no:cacheprovider", "-k", "not compile"]) == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", help="words in the paths of the files to change; none for all")
+    parser.add_argument("--again", action="store_true", help="test those again that were not killed")
+    parser.add_argument("--record", action="store_true", help="write down what is known, test none")
+    parser.add_argument("--work", type=Path, default=WORK, help="what is known so far")
+    chosen = parser.parse_args()
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    torch.set_num_threads(1)
+    every = [mutant for path in FILES for mutant in mutants(path)]
+    found = json.loads(chosen.work.read_text()) if chosen.work.exists() else {}
+    found = {mutant.name: found[mutant.name] for mutant in every if mutant.name in found}
+    if chosen.record:
+        record(every, found)
+        return
+    open_again = ("survived", "not executed") if chosen.again else ()
+    todo = [mutant for mutant in every if found.get(mutant.name) in (None, *open_again)]
+    todo = [mutant for mutant in todo if not chosen.files or any(word in mutant.file for word in chosen.files)]
+    print(f"{len(every)} mutants, {len(todo)} to test", flush=True)
+
+    def note(mutant: Mutant, outcome: str) -> None:
+        found[mutant.name] = outcome
+        print(f"{outcome:12} {mutant.name}", flush=True)
+        chosen.work.parent.mkdir(exist_ok=True)
+        chosen.work.write_text(json.dumps(found, indent=0) + "\n")
+
+    for mutant in todo:  # first: nothing of minitx is imported yet
+        if not mutant.scope:
+            note(mutant, forked(partial(at_import, mutant), LIMIT))
+    inside = [mutant for mutant in todo if mutant.scope]
+    pytest.main([*TESTS, *FILES, "-p", "no:cacheprovider"], plugins=[Run(inside, note, chosen.work.with_suffix(".covered"))])
+
+
+def record(every: list[Mutant], found: dict[str, str]) -> None:
+    """Counts by file, and the mutants that no test noticed."""
+    from measure import write
+
+    counts = {path: Counter(found.get(mutant.name, "not tested") for mutant in every if mutant.file == path) for path in FILES}
+    alive = [mutant.name for mutant in every if found.get(mutant.name) not in ("killed", "timeout")]
+    write("mutation", {"counts": counts, "alive": alive})
+
+
+if __name__ == "__main__":
+    main()

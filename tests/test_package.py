@@ -1,0 +1,206 @@
+"""What a user installs: the wheel and the sdist, in environments made here, from folders that know nothing of the checkout."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import minitx
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SITE = Path(sysconfig.get_path("purelib"))
+SHIPPED = {"minitx": "minitx", "configs": "minitx/configs"}  # folder of the checkout: folder of the package
+slow = pytest.mark.slow
+
+
+def source_files() -> set[str]:
+    """What the package must hold, by its path in the wheel."""
+    kinds = {".py", ".yaml", ".html", ".css", ".js", ".typed"}
+    return {
+        f"{inside}/{path.relative_to(ROOT / folder)}"
+        for folder, inside in SHIPPED.items()
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in kinds or path.name == "py.typed"
+    }
+
+
+def run(*command: object, folder: Path, code: int | None = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A program in ``folder`` that is told of no checkout."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST", "COV_"))}
+    environment = {**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", **environment}
+    done = subprocess.run(
+        [str(word) for word in command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert code is None or done.returncode == code, f"{command}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A folder with one sdist and one wheel; the wheel is built from the sdist, as ``python -m build`` does."""
+    place = tmp_path_factory.mktemp("source") / "minitx"
+    place.mkdir()
+    for path in ROOT.iterdir():  # a copy: setuptools leaves build folders behind; data, runs and environments are not looked at
+        if path.name in {"minitx", "configs", "tests", "docs", "scripts", "examples"}:
+            shutil.copytree(path, place / path.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        elif path.is_file():
+            shutil.copy(path, place)
+    (place / "minitx/configs").unlink(missing_ok=True)
+    into = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", into, place, folder=into)
+    return into
+
+
+@pytest.fixture(scope="module")
+def wheel(built) -> Path:
+    (found,) = built.glob("*.whl")
+    return found
+
+
+def environment(folder: Path, wheel: Path, packages: Path) -> Path:
+    """The ``bin`` of a new environment with the wheel in it, which sees ``packages`` as well."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder, folder=folder.parent)
+    python = folder / "bin/python"
+    run(
+        sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel, folder=folder.parent
+    )
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "others.pth").write_text(f"{packages}\n")  # a .pth in there is not read: no editable minitx comes with it
+    return folder / "bin"
+
+
+def needed_by(name: str, known: dict[str, Distribution]) -> dict[str, Distribution]:
+    """A distribution and what it needs, without extras, on this machine."""
+    found = known[name] = distribution(name)
+    for requirement in map(Requirement, found.requires or ()):
+        wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if wanted and requirement.name not in known:
+            needed_by(requirement.name, known)
+    return known
+
+
+@pytest.fixture(scope="module")
+def torch_alone(tmp_path_factory, wheel) -> Path:
+    """An environment with minitx, torch, and what torch needs."""
+    packages = tmp_path_factory.mktemp("torch_alone")
+    for found in needed_by("torch", {}).values():
+        for top in {path.parts[0] for path in found.files or () if path.parts[0] not in ("..", "__pycache__")}:
+            where = Path(str(found.locate_file(top)))
+            if where.exists() and not (packages / top).exists():
+                (packages / top).symlink_to(where)
+    return environment(tmp_path_factory.mktemp("bare") / "venv", wheel, packages)
+
+
+@pytest.fixture(scope="module")
+def with_train(tmp_path_factory, wheel) -> Path:
+    """An environment with minitx from the wheel and the packages that the tests have."""
+    return environment(tmp_path_factory.mktemp("train") / "venv", wheel, SITE)
+
+
+@pytest.fixture
+def empty(tmp_path) -> Path:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    return folder
+
+
+@slow
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    info = {name for name in names if ".dist-info/" in name}
+    assert {name for name in names - info if "configs/" in name or name.startswith("minitx/")} == names - info
+    assert names - info == source_files()
+    assert any(name.endswith("licenses/LICENSE") for name in info)
+
+
+@slow
+def test_the_wheel_says_what_a_package_index_shows(wheel):
+    (found,) = Distribution.discover(path=[str(wheel)])
+    assert found.version == minitx.__version__
+    assert found.metadata["License-Expression"] == "Apache-2.0" and found.metadata["License-File"] == "LICENSE"
+    assert found.metadata["Description-Content-Type"] == "text/markdown"
+    assert [line for line in found.requires or () if "extra" not in line] == ["torch>=2.10"]
+    assert {entry.name for entry in found.entry_points} == {
+        f"minitx-{program}" for program in ("train", "evaluate", "generate", "cost", "view", "atlas")
+    }
+
+
+@slow
+def test_the_sdist_holds_what_the_wheel_is_built_from_and_no_data(built):
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {name.replace("minitx/configs/", "configs/", 1) for name in source_files()}
+    assert wanted | {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"} <= names
+    assert {name.partition("/")[0] for name in names} & {"tests", "data", "runs", ".venv", ".git"} == set()
+
+
+@slow
+def test_with_torch_alone_a_block_of_the_wheel_runs_forward_and_backward(torch_alone, empty):
+    code = (
+        "import sys, torch, minitx.nn as nn\n"
+        "block = nn.DecoderBlock(nn.MultiHeadAttention(16, 4), nn.FeedForward(16, 37), norm=lambda: torch.nn.LayerNorm(16))\n"
+        "x = torch.randn(2, 5, 16, requires_grad=True)\n"
+        "block(x).square().sum().backward()\n"
+        "assert all(p.grad is not None and p.grad.isfinite().all() for p in [x, *block.parameters()])\n"
+        "missing = [name for name in ('numpy', 'hydra', 'lightning') if name in sys.modules]\n"
+        "print(nn.__file__, missing)\n"
+    )
+    said = run(torch_alone / "python", "-W", "ignore:Failed to initialize NumPy", "-c", code, folder=empty).stdout
+    assert said == f"{next(torch_alone.parent.glob('lib/python*'))}/site-packages/minitx/nn/__init__.py []\n"
+
+
+@slow
+@pytest.mark.parametrize("program", ["train", "evaluate", "generate", "cost", "view", "atlas"])
+def test_with_torch_alone_a_program_says_what_to_install(torch_alone, empty, program):
+    done = run(torch_alone / f"minitx-{program}", "model=char_small", folder=empty, code=2)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: minitx-{program} needs the package ") and line.endswith(": pip install minitx[train]")
+    assert done.stdout == "" and list(empty.iterdir()) == []
+
+
+@slow
+def test_with_train_the_wheel_runs_the_scaling_ablation_from_an_empty_folder(with_train, empty):
+    where = run(with_train / "python", "-c", "import minitx; print(minitx.__file__)", folder=empty).stdout
+    assert Path(where.strip()).is_relative_to(with_train.parent)  # and not the checkout
+    cache = {"XDG_CACHE_HOME": str(empty.parent / "cache")}
+    run(with_train / "minitx-train", "experiment=scaling_ablation", "ablation=smoke", folder=empty, **cache)
+    (report,) = empty.rglob("report.html")
+    assert report.stat().st_size > 10_000
+    assert [path.name for path in empty.iterdir()] == ["runs"]
+
+
+@slow
+@pytest.mark.parametrize("program", ["train", "evaluate", "generate", "cost", "view", "atlas"])
+def test_with_train_each_program_answers_help(with_train, empty, program):
+    assert len(run(with_train / f"minitx-{program}", "--help", folder=empty).stdout.splitlines()) > 10
+
+
+def test_every_extra_but_dev_is_part_of_dev_or_too_large_for_it():
+    extras = PROJECT["optional-dependencies"]
+    whole = next(line for line in extras["dev"] if line.startswith("minitx["))
+    assert set(whole.removeprefix("minitx[").removesuffix("]").split(",")) == set(extras) - {"dev", "ray"}
+
+
+def test_every_package_folder_is_listed_for_the_wheel():
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    found = {
+        ".".join([*inside.split("/"), *path.relative_to(ROOT / folder).parts])
+        for folder, inside in SHIPPED.items()
+        for path in itertools.chain([ROOT / folder], (ROOT / folder).rglob("*"))
+        if path.is_dir() and not path.is_symlink() and any(part.suffix in {".py", ".yaml"} for part in path.iterdir())
+    }
+    assert listed == found
