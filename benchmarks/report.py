@@ -65,12 +65,16 @@ WHY = """
 
 - P1 on a CPU: most of a float32 step are matrix products that every side hands to the same kernel, so that only the rest can be
   faster. bfloat16 does not pay on this CPU, which has no instructions for it.
-- P2: the median is above what was wanted; the lower end of the interval of five seeds is not. `speedrun_char` makes as many steps as the
-  slowest of the five seeds needs, so that four of them train longer than they must.
+- P2: the median is above what was wanted, the lower end of the interval of five seeds is not; in one pair of the five `speedrun_char` took
+  21.5 s, where it took 17 to 22 s in the others. It makes as many steps as the slowest seed needs, so that the others train longer than they must.
 - P4: a trainer's step takes some 2.5 ms more than the loop's. 0.9 ms are the gradient norm and the check for NaN before every update, which the
   loop leaves out; the rest is Lightning's own Python between two steps.
-- P10 on rows of `datasets`: its loader reads a whole batch at once. One row after another was not measured.
-- P11: the interval is wide beside what is wanted; it holds 1.03, and says neither.
+- P8: a token of a single row reads every weight once. The bare products of the matrices with a vector take two thirds of our time for a token, and
+  Hugging Face takes as long as we do: on this machine nobody can be twice as fast. Without a cache a token costs one pass over the whole text,
+  whose products run at full speed, and whose head is computed for the last position only.
+- P10 on rows of `datasets`: its loader reads a whole batch at once; the rows above have both ways.
+- P11: the interval is wide beside what is wanted; it holds 1.03, and says neither. A look of the probe is more than statistics of
+  attention: it takes the gradients of four parts of its batch, too.
 """
 
 
