@@ -1,5 +1,7 @@
 """chunked: many tiles, no L x S matrix, replayed dropout, one node when compiled."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given
@@ -24,7 +26,7 @@ from minitx.nn import (
 from minitx.nn import scaled_dot_product_attention as attention
 from minitx.nn.backends import chunked
 from minitx.nn.backends.programs import pack, unpack
-from minitx.nn.bias import TensorBias
+from minitx.nn.bias import Bias, TensorBias
 from minitx.nn.functional import make_call
 from minitx.nn.masks import Dense, Or
 
@@ -314,6 +316,24 @@ def test_the_gradient_of_a_low_precision_bias_is_rounded_once_and_not_at_every_t
     for bias in (low, wide):
         attention(q, k, k, attn_bias=bias, backend="chunked").square().sum().backward()
     assert torch.equal(low.grad, wide.grad.bfloat16())
+
+
+@dataclass(frozen=True, eq=False)
+class Slopes(Bias):
+    """A bias with a slope for each row of the batch."""
+
+    table: torch.Tensor
+
+    def value(self, batch, head, row, key, offset):
+        return self.table[batch] * (row + offset - key) / (head + 1)
+
+
+@pytest.mark.usefixtures("tiny_tiles")
+def test_a_rule_that_differs_by_row_of_the_batch_has_its_gradient():
+    q = torch.randn(3, 2, 5, 4, dtype=torch.float64)
+    table = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    grads = [torch.autograd.grad(attention(q, q, q, attn_bias=Slopes(table), backend=name).square().sum(), table)[0] for name in ("chunked", "math")]  # fmt: skip
+    torch.testing.assert_close(*grads)
 
 
 def test_no_two_tiles_drop_the_same_places(monkeypatch):
