@@ -45,7 +45,13 @@ FILES = ["minitx/nn/functional.py", "minitx/nn/masks.py", *(f"minitx/nn/backends
 TESTS = [f"tests/nn/test_{name}.py" for name in (
     "functional", "masks", "backends", "chunked", "flex", "bad_inputs", "attention", "bias", "cache", "scale", "torch_interop",
     "conformance")]  # fmt: skip
-LONGEST, BUDGET, LIMIT = 3.0, 30.0, 150.0  # seconds: of one test, of a mutant's tests together, of a fork's processor
+OWN = {
+    "__init__": ("backends",),
+    "sdpa": ("backends", "flex"),
+    "flash_attn": ("flex",),
+    "programs": ("chunked",),
+}  # else by name
+LONGEST, BUDGET, LIMIT = 3.0, 12.0, 100.0  # seconds of the processor: of one test, of a mutant's tests together, of a fork
 
 COMPARISONS = {
     ast.Lt: (ast.LtE, ast.GtE), ast.LtE: (ast.Lt, ast.Gt), ast.Gt: (ast.GtE, ast.LtE), ast.GtE: (ast.Gt, ast.Lt),
@@ -283,11 +289,12 @@ class Run:
 
 def chosen(mutant: Mutant, items: list[Any], known: dict[str, Any]) -> list[Any]:
     """The tests that execute the changed line, up to ``BUDGET``: those of the same name first, quick ones before others."""
-    own = f"test_{Path(mutant.file).stem}".replace("__init__", "backends")
+    stem = Path(mutant.file).stem
+    own = [f"test_{name}.py" for name in OWN.get(stem, (stem,))]
     lines = set(mutant.lines)
     seconds = {item: known[item.nodeid]["seconds"] for item in items if lines & set(known[item.nodeid]["lines"][mutant.file])}
     short = [item for item in seconds if seconds[item] < LONGEST]
-    order = sorted(short, key=lambda item: (own not in item.nodeid, seconds[item]))
+    order = sorted(short, key=lambda item: (not any(name in item.nodeid for name in own), seconds[item]))
     ends = itertools.accumulate(seconds[item] for item in order)
     return [item for item, end in zip(order, ends, strict=True) if end < BUDGET]
 

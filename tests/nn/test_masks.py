@@ -294,6 +294,8 @@ def test_a_tile_of_a_tensor_is_a_slice_of_its_axes_that_are_not_one(shape):
     tile = Dense(tensor).dense(5, 5, rows=slice(1, 3), keys=slice(2, 5))
     assert torch.equal(tile.expand(tile.shape[0], tile.shape[1], 2, 3), torch.broadcast_to(tensor, (*tile.shape[:2], 5, 5))[:, :, 1:3, 2:5])  # fmt: skip
     assert tile.shape[2:] == (2 if tile.shape[2] > 1 else 1, 3 if tile.shape[3] > 1 else 1)
+    two = Dense(torch.tensor([[True, False], [False, True]]))  # the smallest that there is something to cut from
+    assert two.dense(2, 2, rows=slice(0, 1), keys=slice(1, 2)).tolist() == [[[[False]]]]
     rule = Dense(tensor).visible(*(torch.arange(n).view([-1 if i == j else 1 for j in range(4)]) for i, n in enumerate((2, 3, 5, 5))), 0)  # fmt: skip
     assert torch.equal(rule.expand(2, 3, 5, 5), torch.broadcast_to(tensor, (2, 3, 5, 5)))
 
@@ -384,3 +386,25 @@ def test_a_rule_that_knows_neither_batch_nor_heads_is_lowered_for_one_of_each():
             return (batch >= 0) & (head >= 0) & (row >= 0) & (key >= 0)
 
     assert Everywhere().dense(3, 5).shape == (1, 1, 3, 5)
+
+
+def test_a_mask_without_a_rule_says_so():
+    with pytest.raises(NotImplementedError, match="Mask defines no rule"):
+        Mask().dense(2, 3)
+
+
+def test_in_a_graph_a_combined_mask_is_lowered_anew_and_keeps_nothing(monkeypatch):
+    mask = Causal() & Padding(REAL)
+    kept = whole(Causal() & Padding(REAL))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    first, second = whole(mask), whole(mask)
+    assert torch.equal(first, kept) and torch.equal(second, kept) and first is not second
+
+
+def test_every_index_of_a_rule_lies_on_the_device_that_is_asked_for():
+    class Asks(Mask):
+        def visible(self, *indices):
+            assert [index.device.type for index in indices[:4]] == ["meta"] * 4
+            return indices[3] <= indices[2]
+
+    assert Asks().dense(3, 5, batch_size=2, num_heads=3, device="meta").shape == (1, 1, 3, 5)
