@@ -54,7 +54,12 @@ def inputs(config, rows, length):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.long if name in ("t5", "alibi", "token") else pytest.mark.slow) for name in MODELS],
+    [
+        pytest.param(
+            name, marks=pytest.mark.long if name in ("t5", "alibi", "token", "window", "sequence") else pytest.mark.slow
+        )
+        for name in MODELS
+    ],
 )
 def test_onnxruntime_answers_as_the_model_does_over_lengths_and_padding(name, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")

@@ -257,12 +257,10 @@ def check_random_calls(number, examples):
 
 @pytest.mark.parametrize(
     "number",
-    [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1)), *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))],
+    [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3))],
 )
 def test_any_call_equals_float64_forward_and_backward(number):
-    check_random_calls(
-        number, 710
-    )  # a quarter of them has a soft-cap or sinks, which sdpa refuses: 1,000 and more for each backend
+    check_random_calls(number, 710)  # a quarter of them has a soft-cap or sinks, which sdpa refuses
 
 
 @pytest.mark.long

@@ -249,7 +249,7 @@ def counted(overrides, folder, cache):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["ddp", "fsdp"])
+@pytest.mark.parametrize("place", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_a_micro_batch_costs_no_collective_and_no_sync(place, tmp_path, cache):
     """Four micro-batches a step make as many calls as one; twice the steps between log points add the gradients' alone."""
     counts = {}
