@@ -6,7 +6,8 @@
     python benchmarks/mutation.py --record           # counts and survivors into results/mutation.json
 
 A mutant is a change of one comparison, operator, number, condition, keyword, return value or statement (``changes``); text,
-annotations, assertions and what stands in a ``raise`` are left alone. No file is written: a process that has collected the tests
+annotations, assertions, the ``strict`` of ``zip`` and what stands in a ``raise`` are left alone. No file is written: a process that
+has collected the tests
 forks once a mutant, exchanges the code of one function, and runs the tests that execute the line, quick ones first, to the first
 failure. What runs at import (defaults, constants, class attributes) is forked before the collection and imported changed.
 Survivors were looked at one by one: ``docs/mutation.md``.
@@ -109,7 +110,9 @@ def changes(node: ast.AST) -> Iterator[ast.AST | None]:
         case ast.comprehension(ifs=[_]):
             yield other(ifs=[])
         case ast.Call(keywords=keywords) if len(keywords) > 0:
-            yield from (other(keywords=[k for k in keywords if k is not gone]) for gone in keywords if gone.arg)
+            yield from (
+                other(keywords=[k for k in keywords if k is not gone]) for gone in keywords if gone.arg not in (None, "strict")
+            )
         case ast.Return(value=value) if value is not None and not (isinstance(value, ast.Constant) and value.value is None):
             yield other(value=ast.Constant(None))
         case ast.Expr(value=ast.Call() | ast.Tuple()) | ast.Raise():
@@ -123,7 +126,8 @@ def mutants(path: str) -> list[Mutant]:
 
     def visit(parent: ast.AST, scope: str, inside: bool, lines: range) -> None:
         for name, value in ast.iter_fields(parent):
-            if name in ("annotation", "returns", "msg") or isinstance(parent, ast.Assert):
+            checks = isinstance(parent, ast.Assert) or (isinstance(parent, ast.keyword) and parent.arg == "strict")
+            if name in ("annotation", "returns") or checks:
                 continue
             # a function's defaults and decorators run where it is defined; what a raise says is text
             here = (
