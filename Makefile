@@ -1,5 +1,6 @@
 # make ablation   set up and run the scaling ablation        make test   set up and pass the tests
 # make bench      measure beside others, docs/performance.md (20 minutes on two cores)
+# make docs       write the generated pages again: errors, configuring, performance
 # make coverage   lines and branches of minitx/nn that its tests run      make mutation   faults seeded one by one (hours, goes on where it stopped)
 # make bench-quality TEXT=tinyshakespeare.txt                  time and tokens to a loss (25 minutes on two cores)
 PYTHON ?= python3
@@ -7,24 +8,31 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: ablation test slow lint coverage mutation bench bench-quality clean
+.PHONY: ablation test slow lint coverage mutation bench bench-quality docs clean
 
 ablation: $(VENV)/train.installed
 	$(BIN)/python scripts/train.py experiment=scaling_ablation
 
 test: $(VENV)/dev.installed
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 slow: $(VENV)/dev.installed
 	$(BIN)/python -m pytest -n 2 -m slow
 
-BENCHES := fused_attention kernel_choice ragged data_path attention_statistics trainer_tax training_throughput cold_start memory decoding
+BENCHES := fused_attention kernel_choice ragged data_path attention_statistics trainer_tax training_throughput memory
 bench: $(VENV)/dev.installed
 	set -e; for name in $(BENCHES); do $(BIN)/python benchmarks/$$name.py; done
+	$(BIN)/python benchmarks/cold_start.py --pairs 12          # 12 s a pair: 20 of them, and --torch, by hand
+	$(BIN)/python benchmarks/decoding.py --pairs 12 --new 32   # the target speaks of 256 + 256 tokens: by hand, 10 minutes
 	$(BIN)/python benchmarks/report.py
 
 bench-quality: $(VENV)/dev.installed
 	$(BIN)/python benchmarks/quality.py --text "$(TEXT)"
+	$(BIN)/python benchmarks/report.py
+
+docs: $(VENV)/dev.installed
+	MINITX_WRITE_ERRORS=1 $(BIN)/python -m pytest tests/cli/test_bad_input.py
+	$(BIN)/python tests/docs/configuring_page.py
 	$(BIN)/python benchmarks/report.py
 
 lint: $(VENV)/dev.installed

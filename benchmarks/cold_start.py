@@ -60,6 +60,7 @@ def until_said(kind: str, tokens: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--torch", action="store_true", help="beside bare torch, too; nothing is wanted of that ratio")
     given = parser.parse_args()
     _, data = ready(run_config(12, 1))  # makes the token file
     tokens = data.train_source().tokens.path
@@ -68,7 +69,7 @@ def main() -> None:
         ("bare Lightning", WANTED, lambda: until_said("lightning", tokens)),
         ("bare torch", None, lambda: until_said("torch", tokens)),
     )
-    for name, wanted, start in bare:
+    for name, wanted, start in bare[: 1 + given.torch]:
         sides = (start, until_first_step)
         for side in sides:
             side()  # bytecode and the page cache

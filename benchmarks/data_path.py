@@ -2,8 +2,8 @@
 
 nanoGPT's ``get_batch``, written anew from what its README and comments say: the token file is mapped again for every batch
 (which keeps memory flat), random starts are drawn, a slice for each row is cast to int64 and stacked, for inputs and for targets.
-Hugging Face ``datasets``: the text cut into rows, a ``Dataset`` in torch format, random rows through a ``DataLoader``; once from
-memory-mapped Arrow, as a data set on disk is. All three give int64 inputs and targets of the same shape; nobody has workers.
+Hugging Face ``datasets``: the text cut into rows, a ``Dataset`` in torch format in memory-mapped Arrow, as a data set on disk is;
+random rows through a ``DataLoader``, which reads a whole batch at once, and one after another, ``data[i]``. All four give int64 inputs and targets of the same shape; nobody has workers.
 Ours is the loader that training iterates: addressed batches, a gather from the mapped file, an order without repetition.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,8 +36,8 @@ def get_batch(tokens: TokenArray, batch_size: int, context: int) -> tuple[Tensor
     return torch.stack([one[:-1] for one in rows]), torch.stack([one[1:] for one in rows])
 
 
-def hugging_face_rows(tokens: TokenArray, batch_size: int, context: int, folder: str) -> DataLoader[dict[str, Tensor]]:
-    """Random rows of a data set on disk, in torch format."""
+def hugging_face_rows(tokens: TokenArray, context: int, folder: str) -> Any:
+    """The rows as a data set on disk, in torch format."""
     from datasets import Dataset, disable_progress_bars, load_from_disk
 
     disable_progress_bars()
@@ -44,7 +45,13 @@ def hugging_face_rows(tokens: TokenArray, batch_size: int, context: int, folder:
     ids = np.asarray(tokens.array[: num_rows * context + 1], dtype=np.int64)
     inputs, labels = (ids[i : i + num_rows * context].reshape(num_rows, context) for i in (0, 1))
     Dataset.from_dict({"input_ids": inputs, "labels": labels}).save_to_disk(folder)
-    return DataLoader(load_from_disk(folder).with_format("torch"), batch_size=batch_size, shuffle=True)
+    return load_from_disk(folder).with_format("torch")
+
+
+def one_after_another(data: Any, batch_size: int) -> tuple[Tensor, ...]:
+    """A batch of random rows, each asked for by its number."""
+    rows = [data[i] for i in torch.randint(len(data), (batch_size,)).tolist()]
+    return tuple(torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
 
 
 def forever(loader: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -81,9 +88,15 @@ def main() -> None:
         speed = {"b_batches_per_second": round(BATCHES / found["b_seconds"])}
         rows.append(row(f"{size}: loader over nanoGPT's get_batch", found, WANTED_GET_BATCH, **speed))
         with tempfile.TemporaryDirectory() as folder:
-            theirs = forever(hugging_face_rows(tokens, batch_size, context, folder))
-            found = compare(pieces(lambda theirs=theirs: next(theirs)), ours, pairs=given.pairs, block=0.25)
-        rows.append(row(f"{size}: loader over random rows of datasets", found, WANTED_DATASETS))
+            theirs = hugging_face_rows(tokens, context, folder)
+            batches = forever(DataLoader(theirs, batch_size=batch_size, shuffle=True))
+            sides: dict[str, Callable[[], object]] = {
+                "one after another": lambda: one_after_another(theirs, batch_size),  # noqa: B023
+                "a batch at once": lambda: next(batches),  # noqa: B023
+            }
+            for how, side in sides.items():
+                found = compare(pieces(side), ours, pairs=given.pairs, block=0.25)
+                rows.append(row(f"{size}: loader over random rows of datasets, {how}", found, WANTED_DATASETS))
     print(table(rows))
     title = f"Batches from the loader; seconds are those of {BATCHES} batches"
     print(write("data_path", {"target": "P10", "title": title, "threads": torch.get_num_threads(), "rows": rows}))

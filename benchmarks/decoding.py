@@ -113,10 +113,10 @@ def main() -> None:
     rows.append(bound_row(peer.ours, prompt, given.pairs))
     print(table(rows), flush=True)
     middle = torch.randint(VOCABULARY, (1, given.prompt + given.new // 2))
-    if not torch.equal(our_ids(peer.ours, middle, 3, use_cache=False), our_ids(peer.ours, middle, 3)):
+    if not torch.equal(our_ids(peer.ours, middle, 2, use_cache=False), our_ids(peer.ours, middle, 2)):
         raise SystemExit("error: other ids without a cache")
     blocks = [
-        (side, token_seconds(peer.ours, middle, 3 if side == 0 else 17, use_cache=side == 1)) for side in turns(given.pairs)
+        (side, token_seconds(peer.ours, middle, 2 if side == 0 else 9, use_cache=side == 1)) for side in turns(given.pairs)
     ]
     name = f"{size}, a token after {middle.shape[1]}: over no cache"
     rows.append(row(name, compared(blocks), WANTED_NO_CACHE))

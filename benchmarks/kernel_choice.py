@@ -154,7 +154,7 @@ def regret(auto: str, seconds: dict[str, list[float]]) -> tuple[list[float], lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=20, help="rounds: passes through the backends of a kind, a multiple of 4")
-    parser.add_argument("--block", type=float, default=0.1, help="seconds that a backend runs in a round")
+    parser.add_argument("--block", type=float, default=0.05, help="seconds that a backend runs in a round")
     parser.add_argument("--only", default="", help="kinds whose name holds this")
     given = parser.parse_args()
     if given.pairs < 4 or given.pairs % 4:

@@ -10,7 +10,7 @@ annotations, assertions, the ``strict`` of ``zip`` and what stands in a ``raise`
 has collected the tests
 forks once a mutant, exchanges the code of one function, and runs the tests that execute the line, quick ones first, to the first
 failure. What runs at import (defaults, constants, class attributes) is forked before the collection and imported changed.
-Survivors were looked at one by one: ``docs/mutation.md``.
+What is known of the survivors: ``docs/mutation.md``.
 """
 
 from __future__ import annotations

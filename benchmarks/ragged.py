@@ -126,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"width": 128, "heads": 4, "layers": 4, "vocab": 2048, "length": 128, "batch-size": 32}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--batches", type=int, default=4, help="of an epoch, which is one piece of work")
+    parser.add_argument("--batches", type=int, default=2, help="of an epoch, which is one piece of work")
     parser.add_argument("--pairs", type=int, default=20)
     given = parser.parse_args()
     config = TransformerConfig(

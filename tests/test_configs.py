@@ -115,7 +115,13 @@ def somebodys_model(folder):
     return [f"model.pretrained={folder / 'theirs'}", f"data.path={folder / 'text.txt'}"]
 
 
-@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name != "scaling_ablation"])
+LARGE = ("translate_text", "bpe_lm", "masked_lm")  # prepare a whole text
+STEPS = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in LARGE else []) for name in EXPERIMENTS if name != "scaling_ablation"
+]
+
+
+@pytest.mark.parametrize("experiment", STEPS)
 def test_every_experiment_runs_one_step(experiment, tmp_path, monkeypatch, data_cache):
     monkeypatch.setattr("minitx.data.module.data_dir", lambda: data_cache)
     shown = ["debug=one_step", "trainer.accelerator=cpu", "callbacks.progress=false"]
@@ -129,7 +135,14 @@ def test_every_experiment_runs_one_step(experiment, tmp_path, monkeypatch, data_
     assert config.experiment == experiment
 
 
-@pytest.mark.parametrize("grid", [name for group, name in OPTIONS if group == "ablation"])
+GRIDS = [
+    pytest.param(name, marks=[] if name in ("quick", "vision", "speedrun") else [pytest.mark.slow])
+    for group, name in OPTIONS
+    if group == "ablation"
+]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
 def test_a_cell_of_every_study_of_every_grid_composes(grid):
     from minitx.ablation.grid import cells
 

@@ -38,8 +38,9 @@ def result():
 
 def test_the_committed_page_is_what_the_recorded_files_give(report):
     assert report.PAGE.read_text(encoding="utf-8") == report.page(report.read()), "run python benchmarks/report.py"
-    text = report.README.read_text(encoding="utf-8")
-    assert text == report.readme(text, report.read()), "run python benchmarks/report.py"
+    for language, path in report.READMES.items():
+        text = path.read_text(encoding="utf-8")
+        assert text == report.readme(text, report.read(), language), "run python benchmarks/report.py"
 
 
 def test_every_target_has_a_line_and_those_without_a_file_are_not_measured(report, result):
@@ -66,6 +67,13 @@ def test_the_readme_has_a_line_a_target_with_the_share_of_rows_that_are_met(repo
     text = report.readme(f"above\n{report.BEGIN}old\n{report.END}\nbelow\n", [result])
     assert "old" not in text and text.startswith("above\n") and text.endswith("\nbelow\n")
     assert "| P4: a step under the trainer over a raw loop | 1 of 2 | kept | 1.400 (1.300 to 1.500) | ≥ 1.2 |" in text
+    assert "| P4：训练器中的一步与裸循环之比 | 1 / 2 | kept | 1.400 (1.300 ～ 1.500) | ≥ 1.2 |" in report.headlines(
+        [result], "zh"
+    )
+
+
+def test_both_languages_name_every_target(report):
+    assert list(report.CHINESE) == list(report.TARGETS)
 
 
 def test_a_section_names_hardware_versions_date_and_command(report, result):

@@ -84,10 +84,12 @@ class Effect:
 
     @property
     def differences(self) -> tuple[float, ...]:
+        """Treatment minus reference, seed by seed."""
         return tuple(b - a for a, b in zip(self.reference, self.treatment, strict=True))
 
     @property
     def interval(self) -> Interval | None:
+        """Student's interval of the mean difference; None for a single pair."""
         return paired_t_interval(self.differences) if len(self.reference) > 1 else None
 
 

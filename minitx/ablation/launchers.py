@@ -41,7 +41,8 @@ class Launcher(Protocol):
     """Runs cells, ``workers`` at once; who calls sees to it that no more are under way."""
 
     @property
-    def workers(self) -> int: ...
+    def workers(self) -> int:
+        """How many cells may be under way at once."""
 
     def submit(self, cell: Cell, overrides: Sequence[str], folder: Path) -> Future[Outcome]:
         """Start a cell with ``overrides`` in its place under ``folder``; the future never raises."""
@@ -113,6 +114,7 @@ def attempt(run_cell: RunCell, overrides: Sequence[str], place: str) -> Outcome:
 
 
 def one_line(error: BaseException) -> str:
+    """An exception's kind and words, without line ends."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -132,6 +134,7 @@ class Pool:
         self.executor: ProcessPoolExecutor | None = None
 
     def submit(self, cell: Cell, overrides: Sequence[str], folder: Path) -> Future[Outcome]:
+        """As ``Launcher.submit``: in a worker, or, where a cell runs alone, in processes of its own."""
         place = place_of(cell, folder)
         if self.runs_alone(cell):
             self.close()  # idle workers would keep the devices' memory
@@ -145,6 +148,7 @@ class Pool:
             return self.submit(cell, overrides, folder)
 
     def runs_alone(self, cell: Cell) -> bool:
+        """Whether the cell asks for several devices."""
         return devices_of(cell.overrides) > 1
 
     def close(self) -> None:
@@ -248,6 +252,7 @@ class Submitit:
         self.lock = threading.Lock()  # submitit keeps one book for all jobs
 
     def submit(self, cell: Cell, overrides: Sequence[str], folder: Path) -> Future[Outcome]:
+        """As ``Launcher.submit``: a job of its own."""
         arguments = (attempt, self.run_cell, tuple(overrides), place_of(cell, folder))
         if not self.in_process:
             return _in_thread(self._run, *arguments)
@@ -256,9 +261,11 @@ class Submitit:
         return future
 
     def runs_alone(self, cell: Cell) -> bool:
+        """Never: Slurm finds each job its place."""
         return False
 
     def close(self) -> None:
+        """Cancel the jobs that are under way."""
         with self.lock:
             self.closed = True
             for job in self.jobs:
@@ -325,12 +332,15 @@ class Ray:
         self.workers, self.run_cell, self.shutdown = workers, run_cell, ray.shutdown
 
     def submit(self, cell: Cell, overrides: Sequence[str], folder: Path) -> Future[Outcome]:
+        """As ``Launcher.submit``: a task of its own."""
         return _in_thread(self._run, tuple(overrides), place_of(cell, folder))
 
     def runs_alone(self, cell: Cell) -> bool:
+        """Never: Ray finds each task its place."""
         return False
 
     def close(self) -> None:
+        """Leave the cluster, or end the one that was started here."""
         self.shutdown()
 
     def _run(self, overrides: Sequence[str], place: str) -> Outcome:

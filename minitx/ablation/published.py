@@ -55,6 +55,7 @@ def _measured(c: Comparison | None) -> str:
 
 
 def published(findings: Findings) -> Table:
+    """The table of published results beside what this grid found."""
     slope = variance_slopes(findings.init).get(rec.PRIMARY_INIT)
     variance = f"slope of ln Var on ln d_k in the network {number(slope.estimate, 2)}" if slope else "no init sweep"
     null = [p.equal for p in findings.null if p.equal is not None]

@@ -28,6 +28,7 @@ def _effect_headers(arms: Sequence[str]) -> tuple[str, ...]:
 
 
 def interval_text(effect: Effect) -> str:
+    """An effect's 95 % interval in words."""
     return "one pair, no interval" if effect.interval is None else f"95 % {span(effect.interval)}"
 
 
@@ -54,6 +55,7 @@ def _effect_cells(e: Effect) -> tuple[str, ...]:
 
 
 def verdict_part(findings: Findings) -> list[Block]:
+    """Part 1: what is primary, its verdicts, and the cells that are missing."""
     if not findings.main:
         return ["The grid compares no two arms, so there is no verdict.", _lost_cells(findings.cells)]
     family = sum(c.primary for c in findings.comparisons)
@@ -114,6 +116,7 @@ def _lost_cells(cells: Cells) -> Block:
 
 
 def claims_part(findings: Findings) -> list[Block]:
+    """Part 2: start, optimisation and final quality, each judged apart."""
     recall = [c for c in findings.main if (c.study, c.arms) == (rec.RECALL, rec.ARMS)]
     windows, finals = (
         "; ".join(f"{condition_text(c.condition)}:{_outcome(c)}" for c in recall if c.endpoint == e and c.effect)
@@ -181,6 +184,7 @@ def _text_effects(cells: Cells) -> Block:
 
 
 def arms_part(findings: Findings) -> list[Block]:
+    """Part 4: every arm with its chosen rates and its failures."""
     rows: list[tuple[str, ...]] = []
     for r in findings.arms:
         chosen = ", ".join(f"{rate} ({count})" for rate, count in r.chosen.items()) or "–"
@@ -217,6 +221,7 @@ def arms_part(findings: Findings) -> list[Block]:
 
 
 def controls_part(findings: Findings) -> list[Block]:
+    """Part 5: what must be equal bit for bit, and what must fail."""
     words = {True: "EQUAL", False: "DIFFERENT", None: "NOT RUN"}
     rows = [(p.label, str(p.steps or "–"), words[p.equal]) for p in findings.null]
     caption = "full_fold against inv_sqrt: are the training-loss series equal bit by bit?"
@@ -234,6 +239,7 @@ def controls_part(findings: Findings) -> list[Block]:
 
 
 def where_part(findings: Findings) -> list[Block]:
+    """Part 6: the conditions under which the effect is there or gone."""
     main = findings.main
     others = [c for c in findings.comparisons if c not in main]
     caption = "Secondary: further comparisons and measures, same statistics, not adjusted."
@@ -297,6 +303,7 @@ def _same_rate_rows(cells: Cells, study: str, arms: Sequence[str]) -> list[tuple
 
 
 def ladder_part(findings: Findings) -> list[Block]:
+    """Part 7: the stress ladder, rung by rung."""
     pairs = tuple(f"{n}, inv_sqrt / unscaled" for n in ("val loss", "median gradient", "largest gradient", "spike share"))
     headers = ("rung", *(f"outcome {arm}" for arm in rec.ARMS), pairs[0], "difference", "apart", *pairs[1:], "instability")
     caption = (

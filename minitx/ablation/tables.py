@@ -105,10 +105,12 @@ class LadderRow:
 
     @property
     def runs(self) -> tuple[Record | None, Record | None]:
+        """The runs of both arms, None where one is missing."""
         return self.reference, self.treatment
 
     @property
     def label(self) -> str:
+        """The rung, with the seed where it is not the first."""
         return self.rung if self.seed == 0 else f"{self.rung}, seed {self.seed}"
 
 

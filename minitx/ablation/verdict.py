@@ -51,6 +51,7 @@ class Comparison:
 
     @property
     def label(self) -> str:
+        """The comparison as a difference: treatment − reference."""
         return f"{self.arms[1]} − {self.arms[0]}"
 
     @property

@@ -50,6 +50,7 @@ def p_text(p: float | None) -> str:
 
 
 def count_text(count: int, word: str) -> str:
+    """A count with its noun, in the plural where it is not one."""
     return f"{count} {word}" + ("" if count == 1 else "s")
 
 

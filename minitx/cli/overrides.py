@@ -64,7 +64,7 @@ def _check_override(argument: str) -> None:
     try:
         override = OverridesParser.create().parse_override(argument)
     except HydraException:
-        raise ConfigError(f"{argument} cannot be read: a value with one of =,()[]{{}}'\" is {_quoted(name, value)}") from None
+        raise ConfigError(f"{argument} cannot be read: {_quoted(name, value)}") from None
     if override.key_or_group in GROUPS:
         field = {field.name: field for field in dataclasses.fields(RunConfig)}.get(override.key_or_group)
         if override.is_delete() and field is not None and field.default is dataclasses.MISSING:
@@ -76,7 +76,9 @@ def _check_override(argument: str) -> None:
 
 def _quoted(name: str, value: str) -> str:
     """How a shell is given a value that Hydra reads as it stands."""
-    return f"written with two pairs of quotes: '{name}=\"{value.strip(chr(34))}\"'"
+    if value[:1] in "[{":
+        return f"within a list or a mapping, a text with another sign than -_./+*@% stands in quotes: \"{name}=[{{a: 'b^c'}}]\""
+    return "a value with one of ^=,()[]{}'\" is " + f"written with two pairs of quotes: '{name}=\"{value.strip(chr(34))}\"'"
 
 
 def _check_folder(folder: Path, primary: str | None) -> None:

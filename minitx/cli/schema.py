@@ -107,7 +107,7 @@ def _convert_union(arguments: tuple[Any, ...], value: Any, key: str) -> Any:
 
 def _wanted(options: Sequence[Any], key: str) -> str:
     if key.endswith(".scale"):
-        return f"one of {', '.join(SCALE_WORDS)}, or a number; 'unscaled' is no scaling, 'inv_sqrt' is 1/sqrt(head_dim)"
+        return f"one of {', '.join(SCALE_WORDS)}, head_dim^p, or a number; 'unscaled' is no scaling, 'inv_sqrt' is 1/sqrt(head_dim)"
     return " or ".join(_PLAIN.get(option, getattr(option, "__name__", str(option))) for option in options)
 
 

@@ -16,13 +16,21 @@ _MEASURES = r"loss_at_\d+|attention_error|attention_cost"
 class StudyConfig:
     """One full factorial of an ablation: ``arms`` × the levels of every factor × ``seeds``.
 
-    ``base`` are overrides that every cell takes; ``factors`` maps a factor's name to its levels and each level to
-    overrides. ``skip`` lists combinations to leave out, each a mapping from factor (or ``arm``) to a level or a list of them.
+    The factor ``lr`` is tuned where a study is judged: on the ``tune_seeds``, or, where there are none, for every seed on
+    the others.
 
-    The factor ``lr`` is tuned where a study is judged: on the ``tune_seeds``, runs of their own that are never judged, or,
-    where there are none, for every seed on the others. ``score`` is what its cells are judged by: ``accuracy`` (with the
-    share of rates that reach ``solved``, the usable window) or ``loss`` (of validation, in nats). ``measures`` are further
-    numbers of a run's result, small is good, judged as endpoints of their own at the rate that the score chose.
+    Attributes:
+        base: overrides that every cell takes.
+        arms: names of ``ablation.arms``.
+        factors: a factor's name to its levels, and each level to overrides.
+        seeds: of the runs that are judged.
+        tune_seeds: of runs of their own that choose the factor ``lr`` and are never judged.
+        skip: combinations to leave out, each a mapping from factor (or ``arm``) to a level or a list of them.
+        score: what cells are judged by: ``accuracy`` (with the share of rates that reach ``solved``, the usable window) or
+            ``loss`` (of validation, in nats); ``null``: they are not judged.
+        solved: the accuracy from which a rate counts as usable.
+        measures: further numbers of a run's result, small is good, judged as endpoints of their own at the rate that the
+            score chose: ``loss_at_N``, ``attention_error``, ``attention_cost``.
     """
 
     base: tuple[str, ...] = ()
@@ -45,10 +53,13 @@ class StudyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonConfig:
-    """``arms`` = (reference, treatment), compared under every condition of a study that has both.
+    """Two arms, compared under every condition of a study that has both.
 
-    The conditions in ``primary`` (each a mapping from factor to level) form, over all comparisons of the grid, one family
-    that is adjusted by Holm; the others are secondary and not adjusted.
+    Attributes:
+        study: a name of ``ablation.studies``.
+        arms: reference and treatment.
+        primary: conditions, each a mapping from factor to level, that form one family over all comparisons of the grid,
+            adjusted by Holm; the others are secondary and not adjusted.
     """
 
     study: str
@@ -58,8 +69,15 @@ class ComparisonConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedVerdict:
-    """A verdict that a prediction foretells: of ``arms`` = (reference, treatment) of a study on an endpoint, under every
-    condition that has the levels of ``condition``."""
+    """A verdict that a prediction foretells.
+
+    Attributes:
+        study: of the comparison.
+        arms: its reference and treatment.
+        verdict: what it will be.
+        endpoint: ``E1`` (the score at the best rate), ``E2`` (the usable window) or a measure of the study.
+        condition: it holds under every condition that has these levels.
+    """
 
     study: str
     arms: tuple[str, str]
@@ -70,8 +88,12 @@ class ExpectedVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionConfig:
-    """A sentence, and the verdicts that it foretells; without any, the report has a rule of its own for it, or says that it
-    has none."""
+    """What was expected before the runs.
+
+    Attributes:
+        statement: a sentence.
+        expect: the verdicts that it foretells; without any, the report has a rule of its own for it, or says that it has none.
+    """
 
     statement: str
     expect: tuple[ExpectedVerdict, ...] = ()
@@ -81,16 +103,15 @@ class PredictionConfig:
 class AblationConfig:
     """A grid of training runs and how it is judged: see ``docs/ablation.md`` and ``minitx.ablation``.
 
-    ``question`` is the title of the report.
+    What every grid shares, and what those keys mean, is ``configs/ablation/parts/run.yaml``.
 
-    ``arms`` names lists of overrides. ``time_limit`` (seconds) bounds the projection: over it, ``trim`` (overrides that
-    shorten the runs) is applied to every cell. ``margin`` is the smallest difference that counts as harm. ``only`` names the
-    studies to run; empty: all of them. The cells of a part are those of the whole, so that a grid can be run in parts.
-
-    ``launcher`` says where cells run: ``local`` processes (one a core, or one a GPU), ``slurm`` jobs (submitit) or ``ray``
-    tasks; ``workers`` cells at once. ``launcher_options`` are handed on (see ``minitx.ablation.launchers``).
-    ``stack`` trains the runs of an arm at once instead (see ``minitx.ablation.stacked``).
-    ``report_only`` runs nothing and writes the report again from the records in the grid's folder.
+    Attributes:
+        name: of the grid's folder, ``runs/<experiment>/<name>/``.
+        question: the title of the report.
+        arms: names for lists of overrides.
+        studies: by name.
+        comparisons: what is judged.
+        predictions: by name, written before the runs.
     """
 
     name: str = "quick"

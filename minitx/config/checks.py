@@ -13,11 +13,13 @@ class ConfigError(ValueError):
 
 
 def require(condition: bool, message: str) -> None:
+    """Raise ``ConfigError`` with ``message`` unless the condition holds."""
     if not condition:
         raise ConfigError(message)
 
 
 def positive(config: Any, *names: str) -> None:
+    """Refuse a field among ``names`` that is neither None nor finite and above zero."""
     for name in names:
         value = getattr(config, name)
         require(value is None or value > 0, f"{name}={value} must be positive")
@@ -25,6 +27,7 @@ def positive(config: Any, *names: str) -> None:
 
 
 def not_negative(config: Any, *names: str) -> None:
+    """Refuse a field among ``names`` that is neither None nor finite and zero or more."""
     for name in names:
         value = getattr(config, name)
         require(value is None or value >= 0, f"{name}={value} must be zero or more")
@@ -32,6 +35,7 @@ def not_negative(config: Any, *names: str) -> None:
 
 
 def fraction(config: Any, *names: str) -> None:
+    """Refuse a field among ``names`` outside of [0, 1)."""
     for name in names:
         value = getattr(config, name)
         require(0.0 <= value < 1.0, f"{name}={value} must lie in [0, 1)")

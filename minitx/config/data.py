@@ -35,6 +35,7 @@ class CorpusConfig:
 
     @property
     def max_tokens(self) -> int:
+        """The tokens of the longest row."""
         return self.context_len
 
 
@@ -87,14 +88,17 @@ class LookupConfig:
 
     @property
     def vocab_size(self) -> int:
+        """Keys and values, each a token."""
         return self.num_keys + self.num_values
 
     @property
     def type_vocab_size(self) -> int:
+        """Token types: none."""
         return 0
 
     @property
     def chance(self) -> float:
+        """Accuracy of a guess."""
         return 1 / self.num_values
 
 
@@ -106,10 +110,12 @@ class KeyValueDataConfig(LookupConfig):
 
     @property
     def max_tokens(self) -> int:
+        """The tokens of the longest row."""
         return self.num_pairs + 1
 
     @property
     def type_vocab_size(self) -> int:
+        """Token types: a value each, and one for the question."""
         return self.num_values + 1
 
 
@@ -130,6 +136,7 @@ class MultiQueryDataConfig(LookupConfig):
 
     @property
     def max_tokens(self) -> int:
+        """The tokens of the longest row."""
         return 2 * self.num_pairs + self.num_queries
 
 
@@ -164,18 +171,22 @@ class InductionDataConfig:
 
     @property
     def max_tokens(self) -> int:
+        """The tokens of the longest row."""
         return 2 * self.segment_len + self.max_gap - 1
 
     @property
     def vocab_size(self) -> int:
+        """The different tokens."""
         return self.num_tokens
 
     @property
     def type_vocab_size(self) -> int:
+        """Token types: none."""
         return 0
 
     @property
     def chance(self) -> float:
+        """Accuracy of a guess."""
         return 1 / self.num_tokens
 
 
@@ -218,6 +229,7 @@ class DatesDataConfig:
 
     @property
     def max_tokens(self) -> int:
+        """The tokens of the longest row."""
         return 64  # sources are far shorter, see minitx.data.dates
 
 
@@ -270,6 +282,7 @@ class PairsDataConfig:
 
     @property
     def max_tokens(self) -> int:
+        """The tokens of the longest row."""
         return max(self.max_source_len, self.max_target_len)
 
 
@@ -304,6 +317,7 @@ class ClassifyDataConfig:
 
     @property
     def max_tokens(self) -> int:
+        """The tokens of the longest row."""
         return self.max_len
 
 
@@ -339,6 +353,7 @@ class ImageDataConfig:
 
     @property
     def max_tokens(self) -> None:
+        """None: rows are images."""
         return None
 
 
@@ -373,6 +388,7 @@ class HubDataConfig:
 
     @property
     def max_tokens(self) -> int:
+        """The tokens of the longest row."""
         return self.context_len
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from minitx.config.checks import ConfigError, fraction, not_negative, positive, require
+from minitx.config.training import evaluate_factor
 
 SCALE_WORDS = ("inv_sqrt", "unscaled", "inv", "learned", "log_length")
 
@@ -27,7 +28,8 @@ class TransformerConfig:
     ``head_transform`` puts BERT's layer before an ``lm`` head.
 
     ``scale`` multiplies q·k: ``inv_sqrt`` 1/√D, ``unscaled`` 1, ``inv`` 1/D, ``learned`` one exp(log-scale) per head,
-    ``log_length`` ln(n_i)/ln(max_len)/√D, or a number; ``scale_factor`` multiplies whatever ``scale`` means.
+    ``log_length`` ln(n_i)/ln(max_len)/√D, ``head_dim^p`` D to the power p, or a number; ``scale_factor`` multiplies whatever
+    ``scale`` means.
     ``init_fold`` moves 1/√D into the initial weights: ``query`` multiplies W_Q by D^-½, ``symmetric`` multiplies W_Q
     and W_K (with their biases) by D^-¼ each. ``init_zero_outputs`` starts every block as the identity; ``deepnorm`` brings
     its own gain β on W_V, W_O and the feed-forward.
@@ -276,8 +278,14 @@ class TransformerConfig:
 
 
 def check_scale(scale: object) -> None:
-    """Refuse what is no score scale for a module or a config (a word of ``SCALE_WORDS`` or a finite number)."""
+    """Refuse what is no score scale for a module or a config: a word of ``SCALE_WORDS``, ``head_dim^p`` or a finite number."""
+    if isinstance(scale, str) and scale.startswith("head_dim"):
+        try:
+            evaluate_factor(scale, head_dim=2**20, key="scale")
+        except OverflowError:
+            raise ConfigError(f"scale={scale} is larger than any number") from None
+        return
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool) and math.isfinite(scale)
     if not is_number and scale not in SCALE_WORDS:
         hint = "; use 'unscaled' for no scaling or 'inv_sqrt' for 1/sqrt(head_dim)" if scale in (None, "none", "null") else ""
-        raise ConfigError(f"scale={scale} is not allowed: one of {', '.join(SCALE_WORDS)}, or a number{hint}")
+        raise ConfigError(f"scale={scale} is not allowed: one of {', '.join(SCALE_WORDS)}, head_dim^p, or a number{hint}")

@@ -34,8 +34,14 @@ class ObjectiveConfig:
 class ParameterRule:
     """Factors for the parameters whose name matches ``match`` (a regular expression, searched).
 
-    ``lr``, ``weight_decay`` and ``eps`` multiply the optimizer's own: a number, or ``head_dim^p`` (d_k to the power p).
-    A parameter takes the first rule that matches it. ``trainable: false`` freezes it.
+    A parameter takes the first rule that matches it. A factor is a number, or ``head_dim^p`` (d_k to the power p).
+
+    Attributes:
+        match: a regular expression, searched in the parameter's name.
+        lr: factor of the optimizer's.
+        weight_decay: factor of the optimizer's.
+        eps: factor of the optimizer's.
+        trainable: ``false`` freezes the parameter.
     """
 
     match: str

@@ -89,6 +89,7 @@ def tidy(values: Values, names: Collection[str]) -> Values:
 
 
 def untidy(values: Values) -> Values:
+    """Our values as RoBERTa's config states them: its table has the rows before the offset, too."""
     offset = values["position_offset"]
     rows = (values["max_position_embeddings"] or 0) + offset
     values = {key: value for key, value in values.items() if key != "position_offset"}

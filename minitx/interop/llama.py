@@ -84,6 +84,7 @@ def tidy_qwen(values: Values, names: Collection[str]) -> Values:
 
 
 def untidy_qwen(values: Values) -> Values:
+    """Our values as Qwen2's config states them, which says for each layer whether it has a window."""
     return {**untidy(values), "max_window_layers": values["num_hidden_layers"] if values["sliding_window"] is None else 0}
 
 

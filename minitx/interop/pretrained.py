@@ -26,7 +26,8 @@ TOKENIZER = "tokenizer.json"
 class CanSave(Protocol):
     """A tokenizer of ``minitx.data``, or of ``tokenizers``."""
 
-    def save(self, path: str) -> None: ...
+    def save(self, path: str) -> None:
+        """Write the tokenizer to the file ``path``."""
 
 
 def save_pretrained(model: TransformerModel, folder: str | Path, *, tokenizer: CanSave | None = None) -> None:

@@ -20,6 +20,7 @@ from minitx.nn.backends import (
 from minitx.nn.bias import ALiBi, Bias, T5RelativeBias, TensorBias
 from minitx.nn.blocks import DecoderBlock, EncoderBlock, LayerScale, Residual, StochasticDepth, is_recomputing
 from minitx.nn.cache import KVCache, LayerCache
+from minitx.nn.drop_in import DropInAttention
 from minitx.nn.feedforward import FeedForward, MixtureOfExperts, load_balancing_loss
 from minitx.nn.functional import attention_scores, attention_weights, masked_softmax, reference_attention
 from minitx.nn.init import init_weights
@@ -49,6 +50,7 @@ __all__ = [
     "Dense",
     "Documents",
     "DotProductAttention",
+    "DropInAttention",
     "Encoder",
     "EncoderBlock",
     "EncoderDecoder",

@@ -27,6 +27,10 @@ class DotProductAttention(nn.Module):
 
     Raises:
         ValueError: dropout outside [0, 1); a soft-cap that is not positive; a backend that nobody registered.
+
+    >>> q = torch.randn(1, 2, 5, 8)
+    >>> DotProductAttention(backend="math")(q, q, q, scale=0.5).shape
+    torch.Size([1, 2, 5, 8])
     """
 
     def __init__(

@@ -21,7 +21,11 @@ from torch import Tensor, nn
 
 
 class Bias:
-    """A rule ``value(batch, head, row, key, offset) -> float`` over broadcastable index tensors."""
+    """A rule ``value(batch, head, row, key, offset) -> float`` over broadcastable index tensors.
+
+    >>> ALiBi(slopes=torch.tensor([0.5])).dense(1, 3).flatten().tolist()  # one query after two cached keys
+    [-1.0, -0.5, -0.0]
+    """
 
     def value(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         """What is added to the score of query ``row`` (at position ``row + offset``) and ``key``; indices broadcast."""
@@ -51,7 +55,11 @@ class Bias:
 
 @dataclass(frozen=True, eq=False)
 class TensorBias(Bias):
-    """A plain tensor as a rule: (L, S), or 4-D and broadcastable to (B, H, L, S)."""
+    """A plain tensor as a rule: (L, S), or 4-D and broadcastable to (B, H, L, S).
+
+    >>> TensorBias(torch.tensor([[0.0, -1.0]])).dense(1, 2).flatten().tolist()
+    [0.0, -1.0]
+    """
 
     tensor: Tensor
 

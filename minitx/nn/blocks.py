@@ -28,6 +28,10 @@ class LayerScale(nn.Module):
     Touvron et al. 2021, "Going deeper with Image Transformers", arXiv:2103.17239, §2.1 (10⁻¹ up to 18 layers, 10⁻⁵ up to
     24, 10⁻⁶ beyond).
 
+    Args:
+        embed_dim: E, the number of channels.
+        start: λ before training, positive.
+
     >>> LayerScale(3, 0.5)(torch.ones(1, 2, 3)).unique().tolist()
     [0.5]
     """
@@ -110,6 +114,9 @@ class Residual(nn.Module):
         norm: makes one norm. norm_position: one of the four.
         dropout: on the sublayer's output, in training only. residual_scale: α.
         branch: makes what the output passes through last: ``LayerScale``, ``StochasticDepth``, or both.
+
+    >>> Residual(norm=lambda: nn.LayerNorm(3))(torch.ones(1, 2, 3), lambda x: x).tolist()[0]  # ones have no deviation
+    [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
 
     def __init__(
@@ -255,7 +262,14 @@ class DecoderBlock(EncoderBlock):
 
     Args:
         cross_attention: a ``MultiHeadAttention`` over ``memory``, or None for a decoder-only block.
-        The others are those of ``EncoderBlock``.
+        attention, feedforward, norm, norm_position, parallel, dropout, residual_scale, branch, shortcut: as in
+            ``EncoderBlock``.
+
+    >>> from minitx.nn import FeedForward, MultiHeadAttention
+    >>> block = DecoderBlock(MultiHeadAttention(12, 3), FeedForward(12, 48), norm=lambda: nn.LayerNorm(12)).eval()
+    >>> x = torch.randn(2, 5, 12)
+    >>> torch.allclose(block(x)[:, :3], block(x[:, :3]), atol=1e-6)  # the future changes nothing
+    True
     """
 
     def __init__(
@@ -340,6 +354,9 @@ def is_recomputing() -> bool:
     """Whether this is the second forward of a checkpointed block, made in the backward pass: a record skips it.
 
     Hooks fire in both runs, because one that changes a value has to change it in both.
+
+    >>> is_recomputing()
+    False
     """
     return _RECOMPUTING.get()
 

@@ -50,6 +50,11 @@ def attention_scores(
 ) -> Tensor:
     """Scaled scores before mask and softmax, (B, H, L, S), in at least float32.
 
+    Args:
+        query: (B, H, L, D). key: (B, Hkv, S, D), Hkv dividing H.
+        scale: multiplies q·k. softcap: t, scores become t · tanh(score / t).
+        attn_bias: added last, broadcastable to (B, H, L, S).
+
     >>> attention_scores(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4), scale=0.5).item()
     2.0
     """
@@ -129,7 +134,17 @@ def attention_weights(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The weights that attention uses, before dropout: (B, H, L, S), in at least float32."""
+    """The weights that attention uses, before dropout: (B, H, L, S), in at least float32.
+
+    Args:
+        query, key, scale, softcap: as in ``attention_scores``.
+        mask: which keys are visible; None: all.
+        attn_bias: a tensor or a rule; −inf in it hides.
+        sinks: (H,) extra logits without a value.
+
+    >>> attention_weights(torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 2, 4), scale=1.0).tolist()
+    [[[[0.5, 0.5]]]]
+    """
     shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     with full_precision(query.device):
         attn_bias = dense_bias(attn_bias, shape, query.device)
@@ -150,7 +165,17 @@ def reference_attention(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Attention as the module's docstring defines it: (B, H, L, Dv) in the value's dtype. Twice differentiable."""
+    """Attention as the module's docstring defines it: (B, H, L, Dv) in the value's dtype. Twice differentiable.
+
+    Args:
+        query, key, mask, scale, attn_bias, softcap, sinks: as in ``attention_weights``.
+        value: (B, Hkv, S, Dv).
+        dropout_p: probability with which a weight is dropped.
+
+    >>> value = torch.tensor([[[[1.0], [3.0]]]])
+    >>> reference_attention(torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 2, 4), value, scale=1.0).item()
+    2.0
+    """
     attn_bias = dense_bias(attn_bias, (*query.shape[:3], key.shape[2]), query.device)
     weights = attention_weights(query, key, mask=mask, scale=scale, attn_bias=attn_bias, softcap=softcap, sinks=sinks)
     if dropout_p > 0.0:
@@ -170,7 +195,8 @@ class AttentionCall:
 
     query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv) with Hkv dividing H; ``scale`` is a plain multiplier
     (never ``None``); ``mask`` is symbolic, ``None`` when nothing is hidden; ``attn_bias`` is a tensor or a rule, and
-    ``dense_bias()`` makes a tensor of either. The order of operations is scale → soft-cap → + bias → mask → sinks → softmax
+    ``dense_bias()`` makes a tensor of either; ``softcap`` and ``sinks`` are None where there are none, and ``dropout_p`` is 0.0
+    outside of training. The order of operations is scale → soft-cap → + bias → mask → sinks → softmax
     → dropout → · value.
     """
 

@@ -34,7 +34,11 @@ Lowered = TypeVar("Lowered")
 
 
 class Mask:
-    """A rule ``visible(batch, head, row, key, offset) -> bool`` over broadcastable index tensors."""
+    """A rule ``visible(batch, head, row, key, offset) -> bool`` over broadcastable index tensors.
+
+    >>> (Causal() & SlidingWindow(2)).grid(3).splitlines()
+    ['x . .', 'x x .', '. x x']
+    """
 
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         """True where query ``row`` (at position ``row + offset``) may attend to ``key``; indices broadcast."""
@@ -114,7 +118,12 @@ class Mask:
 
 @dataclass(frozen=True, eq=False)
 class Causal(Mask):
-    """A query sees itself and what came before it: ``j <= i + offset`` (lower-right aligned)."""
+    """A query sees itself and what came before it: ``j <= i + offset`` (lower-right aligned).
+
+    >>> print(Causal().grid(2, 3))  # two queries after one cached key
+    x x .
+    x x x
+    """
 
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         return key <= row + offset
@@ -135,6 +144,11 @@ class SlidingWindow(Mask):
     """Keys nearer than ``window``: ``|i + offset - j| < window``.
 
     With ``& Causal()`` a query sees ``window`` keys *including its own*.
+
+    >>> print((SlidingWindow(2) & Causal()).grid(3))
+    x . .
+    x x .
+    . x x
     """
 
     window: int
@@ -155,7 +169,12 @@ class SlidingWindow(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Padding(Mask):
-    """Hides keys that are padding. ``key_mask`` is bool (B, S), **True = real token** (a tokenizer's ``attention_mask``)."""
+    """Hides keys that are padding. ``key_mask`` is bool (B, S), **True = real token** (a tokenizer's ``attention_mask``).
+
+    >>> print(Padding(torch.tensor([[False, True, True]])).grid(2, 3))
+    . x x
+    . x x
+    """
 
     key_mask: Tensor
 
@@ -177,7 +196,13 @@ class Padding(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Documents(Mask):
-    """Packed documents: a query sees keys with its own id. ``ids`` is an integer tensor (B, S) over the key positions."""
+    """Packed documents: a query sees keys with its own id. ``ids`` is an integer tensor (B, S) over the key positions.
+
+    >>> print(Documents(torch.tensor([[0, 0, 1]])).grid(3))
+    x x .
+    x x .
+    . . x
+    """
 
     ids: Tensor
 
@@ -203,7 +228,13 @@ class Documents(Mask):
 
 @dataclass(frozen=True, eq=False)
 class PrefixLM(Mask):
-    """The first ``length`` positions (an int, or one a row: (B,)) see each other both ways; after them, causal."""
+    """The first ``length`` positions (an int, or one a row: (B,)) see each other both ways; after them, causal.
+
+    >>> print(PrefixLM(2).grid(3))
+    x x .
+    x x .
+    x x x
+    """
 
     length: int | Tensor
 
@@ -234,7 +265,12 @@ class PrefixLM(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Dense(Mask):
-    """Any bool tensor of shape (L, S), or 4-D and broadcastable to (B, H, L, S); True = may attend."""
+    """Any bool tensor of shape (L, S), or 4-D and broadcastable to (B, H, L, S); True = may attend.
+
+    >>> print(Dense(torch.tensor([[True, False], [False, True]])).grid(2))
+    x .
+    . x
+    """
 
     tensor: Tensor
 
@@ -347,6 +383,10 @@ def intersect(*masks: Tensor | Mask | None) -> Mask | None:
 
     A second ``Causal`` changes nothing, and a mask that already holds all the others is returned itself, so that layers
     share its dense form.
+
+    >>> print(intersect(Causal(), None, SlidingWindow(1)).grid(2))
+    x .
+    . x
     """
     given = [mask for mask in map(as_mask, masks) if mask is not None]
     parts = _distinct(part for mask in given for part in mask.parts())
@@ -408,6 +448,10 @@ def real_key_counts(mask: Mask | None, num_queries: int, num_keys: int, device: 
 
 
 def from_key_padding_mask(key_padding_mask: Tensor) -> Tensor:
-    """Torch's ``key_padding_mask`` (True = *hidden*) as a ``key_mask`` (True = real): the one inverter of the project."""
+    """Torch's ``key_padding_mask`` (True = *hidden*) as a ``key_mask`` (True = real): the one inverter of the project.
+
+    >>> from_key_padding_mask(torch.tensor([[False, True]])).tolist()
+    [[True, False]]
+    """
     _require_bool("key_padding_mask", key_padding_mask)
     return ~key_padding_mask

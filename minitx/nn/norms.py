@@ -8,7 +8,20 @@ from torch import Tensor, nn
 
 
 def make_norm(kind: str, width: int, eps: float = 1e-5) -> nn.Module:
-    """``layer``: LayerNorm (Ba et al. 2016, arXiv:1607.06450); ``rms``: RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    """torch's norm of that name.
+
+    Args:
+        kind: ``layer``: LayerNorm (Ba et al. 2016, arXiv:1607.06450); ``rms``: RMSNorm (Zhang & Sennrich 2019,
+            arXiv:1910.07467).
+        width: of the last axis.
+        eps: added to variance or mean square.
+
+    Raises:
+        ValueError: another kind.
+
+    >>> make_norm("rms", 4)(torch.full((1, 4), 3.0)).round(decimals=3).tolist()
+    [[1.0, 1.0, 1.0, 1.0]]
+    """
     if kind == "layer":
         return nn.LayerNorm(width, eps=eps)
     if kind == "rms":
@@ -24,6 +37,19 @@ class QKNorm(nn.Module):
       logits √D · cos(q, k) (Henry et al. 2020, arXiv:2010.04245, with g learned).
 
     Shapes: query (B, H, L, D), key (B, Hkv, S, D), unchanged.
+
+    Args:
+        kind: ``rms``, ``layer`` or ``l2``.
+        head_dim: D.
+        num_kv_heads: Hkv; only ``l2`` needs it.
+        eps: under the root, or (``l2``) the smallest norm to divide by.
+
+    Raises:
+        ValueError: another kind, or ``l2`` without ``num_kv_heads``.
+
+    >>> query, key = QKNorm("rms", 4)(torch.full((1, 2, 3, 4), 5.0), torch.full((1, 1, 3, 4), 7.0))
+    >>> query.mean().item(), key.mean().item()
+    (1.0, 1.0)
     """
 
     def __init__(self, kind: str, head_dim: int, *, num_kv_heads: int | None = None, eps: float = 1e-6) -> None:

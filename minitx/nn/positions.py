@@ -28,7 +28,15 @@ def sinusoids(position_ids: Tensor, width: int, *, base: float = 10000.0, dtype:
 
 
 class SinusoidalPositions(nn.Module):
-    """Fixed sinusoids (..., L) -> (..., L, E); any length, no parameters."""
+    """Fixed sinusoids (..., L) -> (..., L, E); any length, no parameters (Vaswani et al. 2017, §3.5).
+
+    Args:
+        embed_dim: E.
+        base: of the wavelengths, which grow from 2π to base · 2π.
+
+    >>> SinusoidalPositions(4)(torch.tensor([0])).tolist()
+    [[0.0, 1.0, 0.0, 1.0]]
+    """
 
     def __init__(self, embed_dim: int, *, base: float = 10000.0) -> None:
         super().__init__()
@@ -41,9 +49,16 @@ class SinusoidalPositions(nn.Module):
 class LearnedPositions(nn.Module):
     """A table (max_len, E) (Gehring et al. 2017, arXiv:1705.03122; GPT-2).
 
+    Args:
+        max_len: rows, the positions that there are.
+        embed_dim: E.
+
     Raises:
         ValueError: position_ids outside the table (looked at on the CPU only; an accelerator's own assertion answers
             there, because reading values would make it wait).
+
+    >>> LearnedPositions(7, 4)(torch.tensor([[0, 1, 2]])).shape
+    torch.Size([1, 3, 4])
     """
 
     def __init__(self, max_len: int, embed_dim: int) -> None:
@@ -79,6 +94,9 @@ class RotaryScaling:
 
     Raises:
         ValueError: another kind, a factor below 1, a missing or non-positive length.
+
+    >>> RotaryScaling("linear", factor=2.0).factor
+    2.0
     """
 
     kind: str

@@ -7,24 +7,26 @@ import math
 import torch
 from torch import Tensor, nn
 
-from minitx.config import check_scale
+from minitx.config import check_scale, evaluate_factor
 
 
 def scale_multiplier(scale: str | float, head_dim: int) -> float:
     """The multiplier that a fixed ``scale`` stands for.
 
     ``inv_sqrt`` is 1/√D (Vaswani et al. 2017, arXiv:1706.03762, §3.2.1), ``inv`` 1/D (μP; Yang et al. 2022,
-    arXiv:2203.03466, §4), ``unscaled`` 1; a number stands for itself.
+    arXiv:2203.03466, §4), ``unscaled`` 1; ``head_dim^p`` is D to the power p, and a number stands for itself. ``head_dim`` is D.
 
     >>> scale_multiplier("inv_sqrt", 16), scale_multiplier("unscaled", 16), scale_multiplier("inv", 16)
     (0.25, 1.0, 0.0625)
+    >>> scale_multiplier("head_dim^-0.75", 16)
+    0.125
 
     Raises:
         ValueError: a word that needs parameters or lengths (``learned``, ``log_length``), or no word at all.
     """
     check_scale(scale)
-    if not isinstance(scale, str):
-        return float(scale)
+    if not isinstance(scale, str) or scale.startswith("head_dim"):
+        return evaluate_factor(scale, head_dim=head_dim)
     if scale not in ("inv_sqrt", "unscaled", "inv"):
         raise ValueError(f"scale={scale} has no fixed multiplier; use ScoreScale")
     return {"inv_sqrt": head_dim**-0.5, "unscaled": 1.0, "inv": 1.0 / head_dim}[scale]
@@ -42,7 +44,7 @@ class ScoreScale(nn.Module):
       growing with length (Chiang & Cholak 2022, arXiv:2202.12172; Su 2021).
 
     Args:
-        scale: a word of ``minitx.config.SCALE_WORDS`` or a number (1 and 1.0 alike). ``None`` is refused: in torch it
+        scale: a word of ``minitx.config.SCALE_WORDS``, ``head_dim^p`` or a number (1 and 1.0 alike). ``None`` is refused: in torch it
             means 1/√D, and a reader would take it for "none".
         head_dim: D.
         num_heads: H; only ``learned`` needs it.
@@ -51,6 +53,10 @@ class ScoreScale(nn.Module):
 
     Raises:
         ValueError: another word, a missing ``num_heads`` or ``max_len``.
+
+    >>> query, multiplier = ScoreScale("inv_sqrt", head_dim=16)(torch.ones(1, 1, 1, 16))
+    >>> multiplier
+    0.25
     """
 
     def __init__(

@@ -64,6 +64,7 @@ class Sharded(ModelParallelStrategy):
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a file, or a folder of shards, into sharded model and optimizers."""
         path = Path(self.broadcast(checkpoint_path))
         if path.is_dir():
             return self._load_shards(path)

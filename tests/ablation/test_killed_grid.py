@@ -139,7 +139,7 @@ def without_times(folder):
     return files
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 def test_a_grid_killed_ten_times_leaves_no_process_and_ends_in_the_same_report(tmp_path, fabricate, make_grid):
     arms = {name: (f"arm={name}",) for name in ("inv_sqrt", "unscaled")}

@@ -470,6 +470,7 @@ def test_a_floor_in_a_study_of_its_own_is_reported_as_a_control(fabricate: Any, 
 # --- the files
 
 
+@pytest.mark.long
 def test_the_order_of_the_records_never_shows(fabricate: Any, tmp_path: Path, quick: Report) -> None:
     records, grid, expected = fabricate()
     random.Random(4).shuffle(records)

@@ -226,6 +226,7 @@ def digest_in_a_new_process(overrides, folder):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_used_worker_a_new_process_and_the_stored_command_give_equal_bits(tmp_path):
     from minitx.cli.ablate import run_cell
 

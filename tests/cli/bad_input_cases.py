@@ -201,6 +201,7 @@ CONFIG = [
     composed("a rule with a misspelt key", "optimizer.rules=[{matc:q_proj}]", "optimizer.rules[0].matc is not a key", "match"),
     composed("a rule that matches nothing by name", "optimizer.rules=[{lr:2}]", "optimizer.rules[0].match is missing"),
     composed("a rule with a broken regular expression", "optimizer.rules=[{match:'('}]", "optimizer.rules[0].match=(", "regular expression"),
+    composed("a power of d_k without quotes in a rule", "optimizer.rules=[{match:q_proj,lr:head_dim^-0.5}]", "cannot be read", "stands in quotes"),
     composed("a rule with a word for its factor", "optimizer.rules=[{match:q_proj,lr:big}]", "optimizer.rules[0].lr=big", "head_dim^p"),
     composed("torch's word for a device", "trainer.accelerator=cuda", "trainer.accelerator=cuda", "auto, cpu, gpu"),
     composed("a precision that is not offered", "trainer.precision=16", "trainer.precision=16", "bf16-mixed"),

@@ -123,7 +123,12 @@ def script(*arguments, wait=True):
     ("content", "arguments", "part"),
     [
         ("", ["--config-dir=.", "--config-name=mine"], "mine.yaml chooses no model and no data"),
-        ("seed: 1", [*TINY[1:], "data=text", "data.path=gone.txt"], "data.path=gone.txt does not exist"),
+        pytest.param(
+            "seed: 1",
+            [*TINY[1:], "data=text", "data.path=gone.txt"],
+            "data.path=gone.txt does not exist",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_script_itself_says_one_line(place, content, arguments, part):
@@ -134,6 +139,7 @@ def test_the_script_itself_says_one_line(place, content, arguments, part):
     assert [path.name for path in place.iterdir()] == ["mine.yaml"]
 
 
+@pytest.mark.slow
 def test_a_folder_belongs_to_one_run_until_that_is_dead(place):
     steps = ("trainer.max_steps=1000000", "trainer.ckpt_every=0", "trainer.log_every=1")
     arguments = (*(a for a in TINY if a != "debug=one_step"), *steps, "output_dir=run")

@@ -292,6 +292,7 @@ def test_the_stop_of_a_byte_level_model_is_its_end_mark(bpe_checkpoint):
     assert _stop_ids(model, tokenizer, "G") == tokenizer.encode("G").tolist()
 
 
+@pytest.mark.slow
 def test_the_script_answers_line_by_line_and_ends_with_130_on_ctrl_c(char_checkpoint, tmp_path):
     listening = (  # a shell starts what runs in its background deaf to SIGINT, and children inherit that
         "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "

@@ -104,7 +104,8 @@ def steps_of(folder):
     return [row["step"] for row in read_metrics(path)] if path.exists() else []
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_dies_ends_the_others_with_the_reason(victim, tmp_path):
     process = start([*TINY, "trainer=ddp_cpu", "trainer.max_steps=100000", "output_dir=run"], tmp_path)
     wait_for(lambda: max(steps_of(tmp_path / "run"), default=0) >= 10)

@@ -67,7 +67,8 @@ def test_the_script_runs_from_any_folder_and_keeps_to_its_own(tmp_path):
     assert "step 2/2" in out
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)])
 def test_a_signal_ends_a_run_with_its_code_and_a_checkpoint_that_goes_on(tmp_path, number, code):
     arguments = [*TINY, "output_dir=run", "trainer.max_steps=100000", "trainer.log_every=1", "trainer.ckpt_every=99999", "trainer.val_every=0"]  # fmt: skip
     process = start(arguments, tmp_path)
@@ -233,7 +234,7 @@ def test_a_run_with_a_bad_model_starts_no_logger(cli, place, monkeypatch):
     assert list(place.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wandb_runs_offline_without_a_key_and_stays_in_the_folder(tmp_path):
     environment = {"WANDB_API_KEY": "", "HOME": str(tmp_path / "home"), "NETRC": str(tmp_path / "none")}
     (tmp_path / "home").mkdir()

@@ -53,7 +53,13 @@ def inputs(config, rows, length):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks={"rotary": [], "t5": pytest.mark.long}.get(name, pytest.mark.slow)) for name in MODELS]
+    "name",
+    [
+        pytest.param(
+            name, marks=pytest.mark.long if name in ("t5", "alibi", "token", "window", "sequence") else pytest.mark.slow
+        )
+        for name in MODELS
+    ],
 )
 def test_onnxruntime_answers_as_the_model_does_over_lengths_and_padding(name, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")

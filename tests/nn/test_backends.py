@@ -739,7 +739,7 @@ def test_any_call_equals_the_float64_loops(data):
     check_any_call(data)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=1000)
 @given(st.data())
 def test_any_call_equals_the_float64_loops_at_length(data):

@@ -264,7 +264,7 @@ def test_a_causal_kernel_takes_a_graph_or_two_for_every_number_of_chunks_as_docu
     assert graphs_of(call, (17,)) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_window_takes_a_graph_of_its_own_for_lengths_within_one_block_as_documented():
     call = efficient(SlidingWindowAttention(5, block_size=4), True)[1]
     assert graphs_of(call, (3, 4)) == 2

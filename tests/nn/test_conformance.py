@@ -174,6 +174,7 @@ def test_a_bad_target_is_one_sentence_and_exit_code_2(target, sentence, capsys):
     assert sentence in shown.err and shown.err.count("\n") == 1 and not shown.out
 
 
+@pytest.mark.slow
 def test_the_program_prints_a_table_and_exits_1_on_a_failure(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from minitx.nn import scaled_dot_product_attention as good\n"

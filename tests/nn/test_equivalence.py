@@ -255,11 +255,12 @@ def check_random_calls(number, examples):
     part()
 
 
-@pytest.mark.parametrize("number", [0, 1, *(pytest.param(number, marks=pytest.mark.long) for number in (2, 3))])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3))],
+)
 def test_any_call_equals_float64_forward_and_backward(number):
-    check_random_calls(
-        number, 710
-    )  # a quarter of them has a soft-cap or sinks, which sdpa refuses: 1,000 and more for each backend
+    check_random_calls(number, 710)  # a quarter of them has a soft-cap or sinks, which sdpa refuses
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """What the words for the scale mean, and that every path honours them."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -13,7 +14,17 @@ D, H = 7, 3
 
 @pytest.mark.parametrize(
     ("word", "multiplier"),
-    [("inv_sqrt", 7**-0.5), ("unscaled", 1.0), ("inv", 1 / 7), (1, 1.0), (1.0, 1.0), (0, 0.0), (-2.5, -2.5)],
+    [
+        ("inv_sqrt", 7**-0.5),
+        ("unscaled", 1.0),
+        ("inv", 1 / 7),
+        ("head_dim^-0.75", 7**-0.75),
+        ("head_dim^2", 49.0),
+        (1, 1.0),
+        (1.0, 1.0),
+        (0, 0.0),
+        (-2.5, -2.5),
+    ],
 )
 def test_fixed_words_and_numbers_by_hand(word, multiplier):
     assert scale_multiplier(word, D) == multiplier
@@ -60,7 +71,7 @@ def test_log_length_of_a_query_without_real_keys_is_finite():
 
 
 @pytest.mark.parametrize("backend", ["math", "sdpa", "auto"])
-@pytest.mark.parametrize("word", ["inv_sqrt", "unscaled", "inv", "learned", "log_length", 0.3, -2.0])
+@pytest.mark.parametrize("word", ["inv_sqrt", "unscaled", "inv", "learned", "log_length", "head_dim^-0.75", 0.3, -2.0])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_every_word_through_every_backend_equals_plain_formulas(word, backend, is_causal):
     E, L = 12, 5
@@ -80,6 +91,7 @@ def test_every_word_through_every_backend_equals_plain_formulas(word, backend, i
         "inv_sqrt": ones / math.sqrt(D),
         "unscaled": ones,
         "inv": ones / D,
+        "head_dim^-0.75": ones / D**0.75,
         "learned": ones * torch.tensor([-1.0, 0.3, 0.1], dtype=torch.float64).exp().view(1, H, 1, 1),
         "log_length": ones * counts.double().log() / math.log(11) / math.sqrt(D),
     }.get(word, ones * (word if isinstance(word, float) else 0))
@@ -115,10 +127,21 @@ def test_none_and_null_are_told_what_to_say_instead():
         ScoreScale(None, head_dim=4)
 
 
-def test_the_models_scale_reaches_every_layer():
-    model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2, scale=0.3, scale_factor=2.0))
+@pytest.mark.parametrize("power", ["head_dim", "head_dim^", "head_dim^x", "head_dim**2", "head_dim^-1/2", "head_dim^nan"])
+def test_what_is_no_power_of_the_head_dim_is_refused(power):
+    for build in (lambda: ScoreScale(power, head_dim=4), lambda: TransformerConfig(scale=power)):
+        with pytest.raises(ConfigError, match=re.escape(f"scale={power} must be a number or head_dim^p")):
+            build()
+    with pytest.raises(ConfigError, match="larger than any number"):
+        ScoreScale("head_dim^99", head_dim=4)
+
+
+@pytest.mark.parametrize(("scale", "multiplier"), [(0.3, 0.6), ("head_dim^-0.5", 1.0)])
+def test_the_models_scale_reaches_every_layer(scale, multiplier):
+    sizes = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2}
+    model = DecoderLM(TransformerConfig(**sizes, scale=scale, scale_factor=2.0))
     seen = []
     for block in model.blocks:
         block.attention.core.register_forward_pre_hook(lambda m, a, k: seen.append(k["scale"]), with_kwargs=True)
     model(torch.tensor([[1, 2, 3]]))
-    assert seen == [0.6, 0.6]
+    assert seen == [multiplier, multiplier]

@@ -152,6 +152,7 @@ def fill_the_disk(config, folder):
     return None
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_the_old_checkpoint(make_config, tmp_path):
     config = make_config(trainer__ckpt_every=3)
     ((said, intact),) = run_ranks(1, fill_the_disk, config, tmp_path / "run")

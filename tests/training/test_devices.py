@@ -129,8 +129,8 @@ def test_a_mean_of_means_is_caught(ran, cache, base, tmp_path):
     assert largest_difference(tmp_path / "naive", ran("one")) > 1e-6
 
 
-ROADS = [("ddp", "one"), ("one", "ddp"), ("fsdp", "one"), ("one", "fsdp")]
-SLOW_ROADS = [("ddp", "ddp_of_4"), ("shards", "one"), ("fsdp", "shards")]
+ROADS = [("ddp", "one"), ("one", "ddp")]
+SLOW_ROADS = [("fsdp", "one"), ("one", "fsdp"), ("ddp", "ddp_of_4"), ("shards", "one"), ("fsdp", "shards")]
 LONG_ROADS = [
     ("shards", "fsdp_of_4"),
     ("one", "tensor_parallel"),
@@ -214,6 +214,7 @@ def two_steps(runs, folder, cache, text):
     return found
 
 
+@pytest.mark.slow
 def test_every_model_makes_two_updates_under_ddp(tmp_path, cache):
     small = ["data.batch_size=4", *WIDTHS, "model.max_len=128", "optimizer.clip=1.0"]
     runs = {name: [f"model={name}", *data, *small] for name, data in MODELS.items()}
@@ -223,7 +224,7 @@ def test_every_model_makes_two_updates_under_ddp(tmp_path, cache):
         assert found == dict.fromkeys(runs, (2, True))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_arm_of_every_grid_makes_two_updates_under_ddp(tmp_path, cache):
     runs = {name: [*overrides, "data.batch_size=4", "callbacks.probe.every=0"] for name, overrides in arms().items()}
     assert len(runs) > 30
@@ -247,7 +248,8 @@ def counted(overrides, folder, cache):
     return {name: count for name, count in events.items() if name.startswith(wanted)}
 
 
-@pytest.mark.parametrize("place", ["ddp", "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_a_micro_batch_costs_no_collective_and_no_sync(place, tmp_path, cache):
     """Four micro-batches a step make as many calls as one; twice the steps between log points add the gradients' alone."""
     counts = {}

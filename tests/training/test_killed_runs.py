@@ -11,7 +11,7 @@ import pytest
 from killing import blows, hit_and_go_on, length_of, result_of, run
 
 STEPS = 48
-BLOWS = blows(seed=1, kills=5, terms=5, interrupts=5, tmpdirs=[None])
+BLOWS = blows(seed=1, kills=4, terms=1, interrupts=1, tmpdirs=[None])
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +29,7 @@ def whole(tmp_path_factory, cache):
     return result_of(folder), time.perf_counter() - began
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blow", BLOWS, ids=lambda blow: f"{signal.Signals(blow.number).name}-{blow.after:.2f}-{blow.save}")
 def test_a_run_that_was_hit_comes_to_the_same_end(blow, whole, cache, tmp_path):
     found = hit_and_go_on(STEPS, tmp_path / "run", cache, blow, whole[1])
@@ -37,6 +38,7 @@ def test_a_run_that_was_hit_comes_to_the_same_end(blow, whole, cache, tmp_path):
     assert found["code"] in (0, -blow.number, 128 + blow.number)
 
 
+@pytest.mark.slow
 def test_the_digest_of_a_run_sees_its_last_bit(whole, cache, tmp_path):
     assert run([*length_of(STEPS), "seed=1"], tmp_path / "run", cache) == 0
     assert result_of(tmp_path / "run") != whole[0]

@@ -294,6 +294,7 @@ def test_the_epoch_of_the_matrix_ends_where_it_is_said_to(make_config, tmp_path)
 # --- the same bits
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits_in_any_process(make_config, tmp_path):
     config = make_config(trainer__ckpt_every=6, model__dropout=0.2, trainer__val_every=3)
     train(config, tmp_path / "a")

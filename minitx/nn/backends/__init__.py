@@ -41,7 +41,11 @@ FEW_TILES = 0.25
 
 
 def backend_names() -> tuple[str, ...]:
-    """What ``backend=`` takes: ``auto``, and every backend that is registered now."""
+    """What ``backend=`` takes: ``auto``, and every backend that is registered now.
+
+    >>> {"auto", "math", "sdpa", "chunked", "flex"} <= set(backend_names())
+    True
+    """
     return ("auto", *_REGISTRY)
 
 
@@ -54,11 +58,17 @@ def register_backend(
 ) -> None:
     """Make ``backend=name`` mean ``run(call)``, everywhere: functions, modules, configs.
 
-    ``supports(call)`` returns None where ``run`` can serve the call, else the reason why not. A registered backend is
-    used when it is named; ``auto`` does not pick it.
+    ``supports(call)`` returns None where ``run`` can serve the call, else the reason why not; ``falls_back(call)`` likewise why
+    it would serve it without its fused kernel. A registered backend is used when it is named; ``auto`` does not pick it.
 
     Raises:
         ValueError: a name that is taken.
+
+    >>> from minitx.nn import reference_attention
+    >>> register_backend("mine", lambda call: reference_attention(call.query, call.key, call.value, **call.terms))
+    >>> "mine" in backend_names()
+    True
+    >>> unregister_backend("mine")
     """
     if name in backend_names():
         raise ValueError(f"backend {name!r} is taken; registered are {', '.join(backend_names())}")
@@ -128,7 +138,12 @@ def choose(call: AttentionCall, backend: str, *, strict: bool = False) -> Backen
 def run_attention(
     call: AttentionCall, *, backend: str = "auto", strict: bool = False, need_weights: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Serve a checked call; with ``need_weights`` the weights are computed *beside* the kernel, not instead of it."""
+    """Serve a checked call; with ``need_weights`` the weights are computed *beside* the kernel, not instead of it.
+
+    Args:
+        call: as ``make_call`` gives it. backend: a name, or ``auto``.
+        strict: a fall from a fused kernel is an error.
+    """
     output = choose(call, backend, strict=strict).run(call)
     if not need_weights:
         return output
@@ -191,7 +206,11 @@ def scaled_dot_product_attention(
 
 @dataclass(frozen=True)
 class BackendReport:
-    """One line of ``explain_backends``."""
+    """One line of ``explain_backends``.
+
+    ``name`` of the backend, whether it ``can`` serve the call, whether by its ``fused`` kernel, whether it is the one that
+    ``runs``, and the ``reason`` why not, or what it falls back to.
+    """
 
     name: str
     can: bool
@@ -220,7 +239,9 @@ def explain_backends(
 ) -> list[BackendReport]:
     """For a call with these arguments: every backend, whether it can and why not, and which one runs. Nothing is run.
 
-    A named ``backend`` that cannot serve the call is explained, not raised: no line runs then.
+    A named ``backend`` that cannot serve the call is explained, not raised: no line runs then. ``query``, ``key``, ``value``,
+    ``attn_mask``, ``dropout_p``, ``is_causal``, ``scale``, ``attn_bias``, ``softcap`` and ``sinks`` are those of
+    ``scaled_dot_product_attention``.
 
     >>> import torch
     >>> q = torch.randn(1, 2, 5, 8)

@@ -18,7 +18,7 @@ def always(call: AttentionCall) -> None:
 class Backend:
     """A named way to compute attention.
 
-    ``run(call)`` returns (B, H, L, Dv). ``refuses(call)`` gives the reason why it cannot serve a call, or None.
+    ``name`` is what ``backend=`` takes. ``run(call)`` returns (B, H, L, Dv). ``refuses(call)`` gives the reason why it cannot serve a call, or None.
     ``falls_back(call)`` gives the reason why it serves the call without its fused kernel (slower, with an L × S matrix),
     or None; backends without a fused kernel always give one.
     """

@@ -210,6 +210,7 @@ class BiasGradient:
         self.sums = [sums[i] for i in self.chosen]
 
     def add(self, d_logits: Tensor, rows: slice, keys: slice) -> None:
+        """Add what the tile ``rows`` × ``keys`` gives, from the gradient of its logits."""
         if not self.chosen:
             return
         B, H, L, _ = self.problem.query.shape

@@ -15,5 +15,10 @@ MODELS = {"decoder": DecoderLM, "encoder": Encoder, "encoder_decoder": EncoderDe
 
 
 def build_model(config: TransformerConfig) -> TransformerModel:
-    """The model that ``config.architecture`` names."""
+    """The model that ``config.architecture`` names.
+
+    >>> from minitx.config import TransformerConfig
+    >>> type(build_model(TransformerConfig(architecture="encoder", vocab_size=11))).__name__
+    'Encoder'
+    """
     return MODELS[config.architecture](config)

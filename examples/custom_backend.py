@@ -1,0 +1,97 @@
+"""A kernel of one's own: written, checked by the conformance kit, registered, and named in a model.
+
+The kernel is the softmax in one pass over the keys (Milakov & Gimelshein 2018, arXiv:1805.02867): for every query it keeps the largest
+score m so far, the sum of exp(score - m), and the sum of exp(score - m) · value. No L x S matrix; slow, and 20 lines. It serves masks,
+any scale and grouped heads, and says no to the rest.
+
+Two of its lines are there because the kit asked for them: without ``hide_unseen`` a NaN in a key that no query may see came through as
+0 · NaN, and without ``masked_fill`` of the total a query that sees nothing was 0 / 0. 20 of 96 checks failed.
+
+    python examples/custom_backend.py
+    python -m minitx.nn.conformance examples.custom_backend:attention     # the whole table, exit code 0
+
+The first prints the kit's counts, what ``explain_backends`` says of two calls, and the difference that naming the kernel makes to a model.
+"""
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from minitx.config import TransformerConfig
+from minitx.nn import AttentionCall, DecoderLM, backend_names, explain_backends, register_backend, scaled_dot_product_attention
+from minitx.nn.conformance import conformance
+from minitx.nn.functional import hide_unseen
+
+
+def one_pass(call: AttentionCall) -> Tensor:
+    """Attention (B, H, L, Dv), one key after the other."""
+    B, H, L, S = call.shape
+    group = H // call.key.shape[1]  # query head h uses key head h // group
+    dtype = torch.promote_types(call.query.dtype, torch.float32)  # the softmax in at least float32
+    query, key, value = (t.to(dtype) for t in (call.query * call.scale, call.key, call.value))
+    largest = query.new_full((B, H, L, 1), torch.finfo(dtype).min)
+    total, output = torch.zeros_like(largest), query.new_zeros(B, H, L, value.shape[-1])
+    for j in range(S):
+        sees = None
+        if call.mask is not None:
+            sees = call.mask.dense(L, S, batch_size=B, num_heads=H, keys=slice(j, j + 1), device=query.device)
+        k, v = (hide_unseen(t[:, :, j : j + 1], sees).repeat_interleave(group, dim=1) for t in (key, value))  # (B, H, 1, D)
+        score = (query * k).sum(-1, keepdim=True)
+        if sees is not None:
+            score = score.masked_fill(~sees, -torch.inf)
+        new = torch.maximum(largest, score)
+        shrink, weight = (largest - new).exp(), (score - new).exp()
+        total, output, largest = total * shrink + weight, output * shrink + weight * v, new
+    return (output / total.masked_fill(total == 0.0, 1.0)).to(call.query.dtype)
+
+
+def refuses(call: AttentionCall) -> str | None:
+    """None where ``one_pass`` can serve a call, else why not: what ``explain_backends`` and the error of a named backend say."""
+    lacks = {
+        "dropout": call.dropout_p > 0,
+        "bias": call.attn_bias is not None,
+        "soft-cap": call.softcap,
+        "sinks": call.sinks is not None,
+    }
+    missing = [name for name, asked in lacks.items() if asked]
+    return f"it has no {' and no '.join(missing)}" if missing else None
+
+
+if "one_pass" not in backend_names():  # a module may be read twice, as a program and by the kit
+    register_backend(
+        "one_pass", one_pass, supports=refuses, falls_back=lambda call: "it takes one key at a time, in plain torch"
+    )
+
+
+def attention(query, key, value, *, attn_mask=None, is_causal=False, scale=None):
+    """What the kit calls. A parameter that is missing here is a feature that the kernel does not claim."""
+    return scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, scale=scale, backend="one_pass")
+
+
+def main() -> dict[str, float]:
+    """Print and return what was measured."""
+    results = conformance(attention)
+    found: dict[str, float] = dict(Counter(result.status for result in results))
+    print("conformance:", ", ".join(f"{count} {status}" for status, count in found.items()))
+    for result in results:
+        if result.status == "failed":
+            print(f"  {result.case}, {result.dtype}: {result.what}")
+    query = torch.randn(1, 2, 5, 8)
+    for options in ({}, {"softcap": 30.0}):
+        report = explain_backends(query, query, query, is_causal=True, backend="one_pass", **options)
+        print(options or "causal", "|", next(str(line) for line in report if line.name == "one_pass"))
+
+    config = {"vocab_size": 31, "embed_dim": 24, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2}
+    logits = []
+    for backend in ("one_pass", "auto"):
+        torch.manual_seed(0)
+        model = DecoderLM(TransformerConfig(**config, backend=backend)).eval()
+        logits.append(model(torch.arange(12).view(2, 6)))
+    found["difference"] = (logits[0] - logits[1]).abs().max().item()
+    print(f"model with backend=one_pass, largest difference of the logits: {found['difference']:.1e}")
+    return found
+
+
+if __name__ == "__main__":
+    main()

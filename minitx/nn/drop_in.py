@@ -1,0 +1,106 @@
+"""Our attention where a model of somebody else's calls ``torch.nn.MultiheadAttention``."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+
+from minitx.nn.attention import MultiHeadAttention
+from minitx.nn.masks import Dense, Mask, Padding, from_key_padding_mask, intersect
+
+
+class DropInAttention(nn.Module):
+    """``MultiHeadAttention`` behind the call of ``torch.nn.MultiheadAttention``, with copies of its weights.
+
+    Takes and returns what torch's layer does: ``(output, weights)``, True = *hidden* in its bool masks, weights averaged over
+    heads, ``batch_first`` as it was. ``attention`` is the layer inside; what ``from_torch`` says of its answers holds: weights are
+    before dropout, and a row without a visible key is zero before ``out_proj``, where torch's is NaN. An ``nn.TransformerEncoder`` that
+    packs padded rows for torch's fused path (it looks for ``in_proj_weight`` then) needs ``enable_nested_tensor=False``.
+
+    Args:
+        theirs: the layer to stand in for; its mode, dtype and device are kept.
+        backend: as in ``DotProductAttention``.
+
+    Raises:
+        ValueError: ``add_bias_kv`` or ``add_zero_attn``.
+
+    >>> block = nn.TransformerEncoderLayer(12, 2, batch_first=True).eval()
+    >>> x = torch.randn(3, 5, 12)
+    >>> before = block(x)
+    >>> block.self_attn = DropInAttention(block.self_attn)
+    >>> bool(torch.allclose(block(x), before, atol=1e-5))
+    True
+    """
+
+    # nn.TransformerEncoderLayer looks for a packed bias before it takes its fused path, past the layer that it holds
+    in_proj_bias = None
+
+    def __init__(self, theirs: nn.MultiheadAttention, *, backend: str = "auto") -> None:
+        super().__init__()
+        self.attention = MultiHeadAttention.from_torch(theirs, backend=backend)
+        self.batch_first = theirs.batch_first
+        self.train(theirs.training)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend, as torch's layer is asked to.
+
+        Args:
+            query, key, value: (B, L or S, width), or (L or S, B, width) without ``batch_first``.
+            key_padding_mask: (B, S), bool with True = hidden, or float, added to the scores.
+            need_weights: also return the weights.
+            attn_mask: (L, S) or (B · H, L, S), bool with True = hidden, or float, added to the scores.
+            average_attn_weights: weights (B, L, S), the mean over heads; else (B, H, L, S).
+            is_causal: the hint that ``attn_mask`` is causal, as in torch; the mask is what counts.
+
+        Returns:
+            ``(output, weights)``, weights None where they are not asked for.
+
+        Raises:
+            ValueError: ``is_causal`` without ``attn_mask``, which torch refuses, too; shapes that do not fit.
+        """
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal=True is a hint about attn_mask, which is missing")
+        if not self.batch_first:
+            query, key, value = _swapped(query, key, value)
+        mask, bias = self._constraints(attn_mask, key_padding_mask)
+        out = self.attention(query, key, value, attn_mask=mask, attn_bias=bias, need_weights=need_weights)
+        output, weights = out if need_weights else (out, None)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(dim=1)
+        return output if self.batch_first else output.transpose(0, 1), weights
+
+    def _constraints(self, attn_mask: Tensor | None, padding: Tensor | None) -> tuple[Mask | None, Tensor | None]:
+        """Torch's two masks as what may be seen and what is added to the scores."""
+        rules: list[Mask] = []
+        biases: list[Tensor] = []
+        if attn_mask is not None:
+            if attn_mask.dim() == 3:
+                attn_mask = attn_mask.unflatten(0, (-1, self.attention.num_heads))  # (B * H, L, S) -> (B, H, L, S)
+            if attn_mask.dtype == torch.bool:
+                rules.append(Dense(~attn_mask))
+            else:
+                biases.append(attn_mask)
+        if padding is not None:
+            if padding.dtype == torch.bool:
+                rules.append(Padding(from_key_padding_mask(padding)))
+            else:
+                biases.append(padding[:, None, None])  # (B, S) -> (B, 1, 1, S)
+        return intersect(*rules), reduce(torch.add, biases) if biases else None
+
+
+def _swapped(*tensors: Tensor) -> list[Tensor]:
+    """Batch first; one tensor that came three times stays one, by which self-attention is known."""
+    swapped = {id(tensor): tensor.transpose(0, 1) for tensor in tensors}
+    return [swapped[id(tensor)] for tensor in tensors]

@@ -1,0 +1,405 @@
+"""Every fenced block of README and docs runs: Python as it stands, commands made small by the one table ``SMALL``."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shutil
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from page_blocks import ROOT, Block, blocks, commands, pages, read
+
+from minitx.ablation.grid import cells
+from minitx.cli import atlas, cost, evaluate, generate, train, view
+from minitx.config import TransformerConfig
+from minitx.interop import save_hf
+from minitx.nn import DecoderLM, Encoder
+
+PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "cost": cost, "view_attention": view, "atlas": atlas}
+
+SMALL = {
+    r"^train(?!.*(--help|--cfg|ablation|one_step))": "trainer.max_steps=2 schedule.warmup_steps=1 trainer.val_every=0 trainer.val_batches=1 "
+    "trainer.val_batch_size=4 trainer.accelerator=cpu trainer.threads=1 data.batch_size=4 evaluation.num_rows=2 evaluation.num_beams=1 "
+    "callbacks.progress=false",
+    r"^train(?!.*(--help|--cfg|ablation|finetune|pretrained))": "model.num_layers=1 model.embed_dim=16 model.num_heads=2",
+    r"^train .*experiment=translate_dates": "data.train_size=97 data.val_size=8 data.locales=[en,de]",
+    r"^train .*experiment=vit_digits": "model.patch_size=4",
+    r"^train .*(ckpt_path=last|seed=1)": "trainer.max_steps=3",
+    r"^train .*tokenizer=bpe": "data.bpe_vocab_size=300",
+    r"^train .*data=(hf|pairs)": "data.bpe_vocab_size=300",
+    r"^train .*callbacks=probe": "callbacks.probe.every=1 callbacks.probe.batch_size=4",
+    r"^train .*weights_every=": "callbacks.probe.weights_every=1",
+    r"^train .*context_len=|^train .*data=(text|hf)": "data.context_len=16",
+    r"^evaluate": "num_rows=2 num_beams=1 device=cpu",
+    r"^generate": "max_new_tokens=3 device=cpu",
+    r"^view_attention": "device=cpu",
+    r"^atlas": "num_rows=5 device=cpu",
+    r"^cost": "lengths=16,32,64 length=8 model.embed_dim=32 model.num_layers=1 model.num_heads=2",
+}
+"""A command that a pattern is found in gets these overrides behind its own: the same command on a toy."""
+
+COMPOSED = {
+    r"^train .*_ablation": "a grid takes minutes; tests/test_configs.py composes cells of every study, tests/ablation runs grids",
+    r"^train .*trainer=(ddp|fsdp|tensor_parallel|ddp_cpu)": "wants several devices; tests/training/test_devices.py has two",
+    r"^train .*data.path=ylecun/mnist": "wants a network; tests/data/test_images.py reads pictures from files",
+}
+"""Commands that are composed and checked, as ``train.py`` would, and not run."""
+
+ELSEWHERE = {
+    "docs/examples.md": "tests/examples/test_each_example.py",
+    "docs/figures.md": "tests/analysis/test_figures_page.py",
+    "docs/why_scale.md": "tests/examples/test_why_scale.py",
+}
+"""Pages whose Python is run, or compared with the file that it is from, by tests of their own."""
+
+TEXT = "In the beginning was the Word, and the Word was with God, and the Word was God.\n"
+STORIES = [f'{{"text": "story {n} of the cat and the hat"}}' for n in range(40)]
+TREES = "1\tthe\t_\t_\t_\t_\t2\tdet\t_\t_\n2\tword\t_\t_\t_\t_\t3\tnsubj\t_\t_\n3\twas\t_\t_\t_\t_\t0\troot\t_\t_\n\n"
+
+
+# What the pages presume: files of the reader's own, and runs that are made before
+
+
+def their_gpt2(folder: Path) -> None:
+    """A folder as the hub has them, with a byte-level tokenizer."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=270, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"], show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    shape = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "max_len": 128, "activation": "gelu_tanh"}
+    save_hf(DecoderLM(TransformerConfig(vocab_size=tokenizer.get_vocab_size(), **shape)), folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def their_llama(folder: Path) -> None:
+    import json
+
+    shape = {
+        "embed_dim": 12,
+        "num_heads": 3,
+        "num_layers": 1,
+        "position": "rotary",
+        "norm": "rms",
+        "activation": "swiglu",
+        "bias": False,
+    }
+    save_hf(DecoderLM(TransformerConfig(vocab_size=17, **shape)), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [1, 2, 3]}))
+
+
+def their_bert(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shape = {
+        "embed_dim": 12,
+        "num_heads": 3,
+        "num_layers": 1,
+        "norm_position": "post",
+        "embed_norm": True,
+        "type_vocab_size": 2,
+    }
+    head = {"head": "lm", "head_bias": True, "head_transform": True}
+    save_hf(Encoder(TransformerConfig(architecture="encoder", vocab_size=17, **shape, **head)), folder)
+    more = {"cls.seq_relationship.weight": torch.zeros(2, 12), "bert.pooler.dense.weight": torch.zeros(12, 12)}
+    save_file({**load_file(folder / "model.safetensors"), **more}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def yaml_of(page: str, file: str) -> Callable[[Path], None]:
+    """A folder of configs with the one block of YAML that ``page`` shows, as ``file``."""
+
+    def make(folder: Path) -> None:
+        (block,) = blocks(page, "yaml")
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).write_text(block.text, encoding="utf-8")
+
+    return make
+
+
+def lines(*texts: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+
+
+PRESUMED: dict[str, Callable[[Path], object] | str] = {
+    "my.txt": lines(TEXT * 40),
+    "stories.jsonl": lines(*STORIES),
+    "pairs.tsv": lines(*(f"das ist {n}\tthis is {n}" for n in range(40))),
+    "train.de": lines(*(f"das ist {n}" for n in range(40))),
+    "train.en": lines(*(f"this is {n}" for n in range(40))),
+    "trees.conllu": lines(TREES * 7),
+    "path/to/a/gpt2/folder": their_gpt2,
+    "FOLDER": their_gpt2,
+    "folder": their_gpt2,
+    "llama": their_llama,
+    "bert": their_bert,
+    "char": "experiment=char_lm",
+    "a": "char",
+    "b": "experiment=char_lm seed=1",
+    "digits": "experiment=vit_digits",
+    "dates": "experiment=translate_dates callbacks=probe callbacks.probe.weights_every=1",
+    "lookup": "experiment=kv_lookup",
+    "unscaled_lookup": "experiment=kv_lookup",
+    "scaled": "experiment=kv_lookup callbacks=probe callbacks.probe.weights_every=1",
+    "unscaled": "experiment=kv_lookup model.scale=unscaled callbacks=probe callbacks.probe.weights_every=1",
+    "runs/char_lm/...": "char",
+    "runs/translate_dates/...": "dates",
+    "last.ckpt": "char/checkpoints/last.ckpt",
+    "my text.txt": "my.txt",
+    "conf": yaml_of("docs/configuring.md", "experiment/mine.yaml"),
+    "mine": yaml_of("docs/getting_started.md", "ablation/heads.yaml"),
+    "examples/custom_scale": lambda path: shutil.copytree(ROOT / "examples" / "custom_scale", path),
+    "my_module.py": lines("from minitx.nn import scaled_dot_product_attention as my_attention"),
+}
+"""What a page speaks of as there: how it is made, or the overrides of a short run, or where on this shelf it is copied from."""
+
+NAMING = r"(?:^|^(?:--config-dir|ckpt_path|compare|output_dir|structure|model\.pretrained|data\.\w*path)=\"?|,)"
+"""What stands before a path in an argument."""
+
+SLOW = (
+    "README.zh.md",
+    "docs/atlas.md",
+    "docs/configuring.md",
+    "docs/cost.md",
+    "docs/tasks.md",
+    "docs/viewer.md",
+    "docs/weights.md",
+)
+"""Pages that are run in the slow tier: their programs have faster tests of their own in the other one, and the Chinese README has the code
+of the English one (tests/test_readme.py)."""
+
+
+class Shelf:
+    """Each thing that the pages presume, made once and copied to where a block runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def bring(self, name: str, place: Path) -> None:
+        """``name`` in the folder ``place``, unless it is there."""
+        if (place / name).exists():
+            return
+        made, how = self.folder / name, PRESUMED[name]
+        if not made.exists():
+            made.parent.mkdir(parents=True, exist_ok=True)
+            if callable(how):
+                how(made)
+            elif how.startswith("experiment="):
+                call("train", [*how.split(), f"output_dir={made}"])
+            else:
+                self.bring(how.partition("/")[0], self.folder)
+                (shutil.copytree if (self.folder / how).is_dir() else shutil.copy)(self.folder / how, made)
+        if place == self.folder:
+            return
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if made.is_dir() else shutil.copy)(made, place / name)
+
+    def bring_all(self, words: Sequence[str], place: Path) -> None:
+        """Everything that a command names, but the folder that it is about to make."""
+        new = [] if "ckpt_path=last" in words else [word.partition("=")[2] for word in words if word.startswith("output_dir=")]
+        for name in presumed(words):
+            if name not in new:
+                self.bring(name, place)
+
+
+def presumed(words: Sequence[str]) -> list[str]:
+    """The names of ``PRESUMED`` that stand in ``words`` as a path or its beginning."""
+    return [name for name in PRESUMED if any(re.search(rf"{NAMING}{re.escape(name)}(?=$|[/,\"])", word) for word in words)]
+
+
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    return Shelf(tmp_path_factory.mktemp("shelf"))
+
+
+@pytest.fixture(scope="session")
+def shared_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_data: Path) -> Path:
+    """An empty current folder, as the root of a checkout without the code."""
+    monkeypatch.setattr("minitx.data.module.data_dir", lambda: shared_data)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", shared_data / "datasets")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# Commands
+
+
+def said(words: Sequence[str]) -> str:
+    """A command as the tables above see it: the program without path and ending, and its arguments."""
+    return " ".join([re.sub(r"^scripts/(\w+)\.py$", r"\1", words[0]), *words[1:]])
+
+
+def call(program: str, arguments: Sequence[str]) -> None:
+    """The program in this process, on a toy."""
+    typed = said([program, *arguments])
+    more = [word for pattern, extra in SMALL.items() if re.search(pattern, typed) for word in extra.split()]
+    replaced = {word.partition("=")[0] for word in more}  # train.py takes the last of two, the others refuse a second
+    with pytest.MonkeyPatch.context() as patch:
+        given = arguments if program == "train" else [word for word in arguments if word.partition("=")[0] not in replaced]
+        patch.setattr(sys, "argv", [f"{program}.py", *given, *more])
+        for name in ("HYDRA_FULL_ERROR", "MINITX_TRACEBACK"):
+            patch.setenv(name, "0")
+        code = PROGRAMS[program].main()
+    assert code == 0, f"exit code {code} of: {program}.py {' '.join([*arguments, *more])}"
+
+
+def compose(arguments: Sequence[str], processes: int | None = None) -> None:
+    """The command's config, as ``train.py`` would check it; with the number of ``processes`` that a launcher starts."""
+    folders = [f"file://{Path(word.partition('=')[2]).absolute()}" for word in arguments if word.startswith("--config-dir=")]
+    search = [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
+    config = train.compose_config([*(word for word in arguments if not word.startswith("-")), *search])
+    assert processes in (None, config.trainer.world_size), (processes, config.trainer)
+    assert config.ablation is None or cells(config.ablation)
+
+
+def check_install(words: Sequence[str]) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for word in words:
+        for extra in re.findall(r"\[([\w,]+)\]", word):
+            assert set(extra.split(",")) <= set(extras), word
+        assert not word.endswith(".txt") or (ROOT / word).is_file(), word
+
+
+def check_make(words: Sequence[str]) -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert [word for word in words[1:] if "=" not in word and word not in targets] == []
+
+
+def number(words: Sequence[str], option: str) -> int:
+    return next((int(word.partition("=")[2]) for word in words if word.startswith(f"--{option}=")), 1)
+
+
+def obey(words: list[str], shelf: Shelf, place: Path) -> None:
+    """Run a command, or, where that cannot be, hold all that can be known of it against the repository."""
+    programs = {f"minitx-{name.partition('_')[0]}": name for name in PROGRAMS}
+    script = next((word for word in words if re.fullmatch(r"(scripts|examples|benchmarks)/\w+\.py", word)), None)
+    if words[0] in ("pip", "pip3") and words[1] == "install":
+        check_install(words)
+    elif words[0] == "make":
+        check_make(words)
+    elif words[0] in programs or (words[0] == "python" and script is not None and script.startswith("scripts/")):
+        program = programs.get(words[0]) or Path(words[1]).stem
+        arguments = words[1 if words[0] in programs else 2 :]
+        if any(re.search(pattern, said([program, *arguments])) for pattern in COMPOSED):
+            shelf.bring_all([word for word in arguments if word.startswith("--")], place)
+            compose(arguments)
+        else:
+            shelf.bring_all(arguments, place)
+            call(program, arguments)
+    elif words[0] in ("torchrun", "srun"):
+        names = {"torchrun": ("nproc-per-node", "nnodes"), "srun": ("ntasks-per-node", "nodes")}[words[0]]
+        assert script == "scripts/train.py"
+        compose(words[words.index(script) + 1 :], number(words, names[0]) * number(words, names[1]))
+    elif words[:3] == ["python", "-m", "minitx.nn.conformance"]:
+        from minitx.nn.conformance import main
+
+        if words[3].startswith(
+            "examples."
+        ):  # registers its kernel for the whole process; tests/examples/ runs it in one of its own
+            assert (ROOT / f"{words[3].partition(':')[0].replace('.', '/')}.py").is_file()
+            return
+        shelf.bring_all([f"{word.partition(':')[0]}.py" for word in words[3:]], place)
+        assert main(words[3:]) == 0
+    elif script is not None:
+        assert (ROOT / script).is_file(), script
+    else:
+        assert words[:3] == ["python3", "-m", "venv"] or words == [".", ".venv/bin/activate"], f"no way to check: {words}"
+
+
+BASH = [block for page in pages() for block in blocks(page, "bash")]
+PYTHON = [page for page in pages() if blocks(page, "python") and page not in ELSEWHERE]
+
+
+def tiers(things: Sequence[Any], page_of: Callable[[Any], str]) -> list[Any]:
+    return [
+        pytest.param(one, id=name, marks=pytest.mark.slow if page_of(one) in SLOW else ())
+        for one in things
+        for name in [getattr(one, "name", one)]
+    ]
+
+
+@pytest.mark.parametrize("block", tiers(BASH, lambda block: block.page))
+def test_every_command_runs(block: Block, shelf: Shelf, place: Path) -> None:
+    for words in commands(block):
+        obey(words, shelf, place)
+
+
+# Python
+
+
+def matches(printed: str, shown: str) -> bool:
+    """Whether a block printed what stands below it, where a line ``...`` stands for any lines."""
+    pattern = "".join("(?:.*\n)*?" if line == "..." else re.escape(line.rstrip()) + r"[ ]*\n" for line in shown.splitlines())
+    return re.fullmatch(pattern, printed) is not None
+
+
+@pytest.mark.parametrize("page", tiers(PYTHON, str))
+def test_the_python_of_a_page_runs_in_order_and_prints_what_stands_below_it(page: str, shelf: Shelf, place: Path) -> None:
+    found, names = blocks(page), {"__name__": "__main__"}
+    for block, after in zip(found, [*found[1:], None], strict=True):
+        if block.language != "python":
+            continue
+        shelf.bring_all(re.findall(r'"([^"\n]*)"', block.text), place)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * (block.line - 1) + block.text, page, "exec", dont_inherit=True), names)
+        if (
+            after is not None
+            and after.language == "text"
+            and read(page).split(block.text + "```\n", 1)[1].startswith("\n```text\n")
+        ):
+            assert matches(printed.getvalue(), after.text), f"{block.name} printed:\n{printed.getvalue()}"
+
+
+def test_what_was_printed_is_compared_line_by_line():
+    assert matches("a\nb  \nc\n", "a\n...\nc\n") and matches("a\n", "a\n") and matches("a\nc\n", "a\n...\nc\n")
+    assert not matches("a\nb\n", "a\n") and not matches("a\n", "a\nb\n") and not matches("a\nd\n", "a\n...\nc\n")
+
+
+# The tables
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_block_is_of_a_language_that_is_checked(page: str) -> None:
+    """``text`` stands below Python that printed it, ``yaml`` where a test of its own composes it."""
+    for block in blocks(page):
+        assert block.language in ("bash", "python", "text", "yaml"), f"{block.name} is {block.language!r}: nothing runs it"
+
+
+@pytest.mark.parametrize("page", ELSEWHERE)
+def test_pages_that_are_run_elsewhere_are(page: str) -> None:
+    assert Path(page).name in (ROOT / ELSEWHERE[page]).read_text(encoding="utf-8")
+    assert blocks(page, "python")
+
+
+def test_no_exception_is_left_over():
+    every = [words for block in BASH for words in commands(block)]
+    typed = [said(words[1:] if words[0] == "python" else words) for words in every]
+    typed += [f"train {how}" for how in PRESUMED.values() if isinstance(how, str)]
+    unused = [
+        pattern for table in (SMALL, COMPOSED) for pattern in table if not any(re.search(pattern, line) for line in typed)
+    ]
+    assert unused == [], "no command of a page needs it any more"
+    named = presumed(
+        [word for words in every for word in words] + re.findall(r'"([^"\n]*)"', "".join(read(page) for page in pages()))
+    )
+    named += [str(how).partition("/")[0] for how in PRESUMED.values()] + ["my_module.py"]
+    assert set(SLOW) <= set(PYTHON) | {block.page for block in BASH}
+    assert [name for name in PRESUMED if name not in named] == [], "no page speaks of it any more"

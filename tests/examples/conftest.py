@@ -1,0 +1,55 @@
+"""How the tests run an example: as a reader imports it, and as a program."""
+
+import contextlib
+import importlib.util
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def example():
+    """``example(name)``: examples/NAME.py as a module, read once."""
+    found = {}
+
+    def load(name):
+        if name not in found:
+            spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
+            found[name] = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = found[name]  # dataclasses look their module up
+            spec.loader.exec_module(found[name])
+        return found[name]
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def ran(example):
+    """``ran(name)``: what main() of an example found, and what it printed; run once."""
+    found = {}
+
+    def run(name):
+        if name not in found:
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                found[name] = example(name).main(), printed.getvalue()
+        return found[name]
+
+    return run
+
+
+@pytest.fixture
+def python():
+    """``python(*arguments)``: a process of its own in the folder of the examples, warnings as errors."""
+
+    def run(*arguments, cwd=ROOT / "examples"):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-W", "error", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, check=False)
+
+    return run

@@ -1,0 +1,276 @@
+"""What each file in examples/ shows, asserted; and that the page prints what the files say."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from minitx.ablation.grid import cells
+from minitx.cli.train import compose_config
+from minitx.nn import (
+    Causal,
+    MultiHeadAttention,
+    ScoreScale,
+    SlidingWindow,
+    backend_names,
+    explain_backends,
+    scale_multiplier,
+    unregister_backend,
+)
+from minitx.nn.conformance import conformance
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "examples.md"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registry_left_as_found():
+    yield
+    if "one_pass" in backend_names():
+        unregister_backend("one_pass")
+
+
+# a plain torch model
+
+
+def test_a_plain_loop_learns_recall_with_our_attention_and_nothing_without_it(ran):
+    found = dict(ran("plain_torch")[0])
+    assert found["with attention"] > 0.98
+    guess = found["a guess among the digits of the row"]
+    assert abs(found["without attention"] - guess) < 0.05
+    assert guess == pytest.approx(1 / 6 + 5 / 6 / 10, abs=0.01)  # the place asked for, or another with the same digit by chance
+
+
+def test_the_plain_model_imports_neither_lightning_nor_hydra(python):
+    code = (
+        "import plain_torch, sys; plain_torch.make_rows(2, 0); plain_torch.TheirReader();"
+        "heavy = {'lightning', 'pytorch_lightning', 'hydra', 'omegaconf', 'transformers', 'matplotlib'};"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = python("-c", code)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_the_training_loop_has_thirty_lines_at_most(example):
+    assert len(inspect.getsource(example("plain_torch").train).splitlines()) <= 30
+
+
+# swaps
+
+
+def test_gpt2_answers_the_same_with_our_attention_whole_padded_and_cached(ran):
+    found = dict(ran("swap_gpt2")[0])
+    assert found.pop("same tokens") is True
+    assert len(found) == 8
+    for what, difference in found.items():
+        assert difference < (1e-12 if "float64" in what else 1e-5), what
+
+
+def test_gpt2_really_runs_our_layer(example):
+    """Equal outputs would also come of a swap that changed nothing."""
+    swap_gpt2 = example("swap_gpt2")
+    model, input_ids = swap_gpt2.their_model(), torch.arange(2, 12).view(2, 5)
+    swap_gpt2.swap(model)
+    layers = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
+    assert len(layers) == model.config.n_layer
+    assert not [name for name, _ in model.named_modules() if name.endswith("c_attn")]
+    with torch.no_grad():
+        before = model(input_ids).logits
+        layers[-1].v_proj.weight.mul_(1.5)
+        assert (model(input_ids).logits - before).abs().max() > 0.1
+
+
+def test_gpt2_trains_the_same_with_our_attention(example):
+    swap_gpt2 = example("swap_gpt2")
+    input_ids, gradients = torch.arange(2, 22).view(2, 10), []
+    for swap in (lambda model: None, swap_gpt2.swap):
+        model = swap_gpt2.their_model(torch.float64)
+        swap(model)
+        model(input_ids, labels=input_ids).loss.backward()
+        gradients.append(model.transformer.wte.weight.grad)
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
+def test_additive_masks_of_gpt2_are_refused_with_a_sentence(example):
+    swap_gpt2 = example("swap_gpt2")
+    model = swap_gpt2.their_model()
+    model.set_attn_implementation("eager")
+    swap_gpt2.swap(model)
+    with pytest.raises(TypeError, match="additive values belong in attn_bias"):
+        model(torch.arange(6).view(2, 3), attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]]))
+
+
+def test_a_vision_transformer_answers_the_same_with_our_attention(ran):
+    found = dict(ran("swap_vit")[0])
+    differences = {what: value for what, value in found.items() if what.startswith("float")}
+    assert len(differences) == 4
+    for what, difference in differences.items():
+        assert difference < (1e-12 if "float64" in what else 2e-6), what
+    assert len(found) == 4 + 3  # a look at each of the three layers
+
+
+def test_hidden_patches_change_no_logit_of_the_vision_transformer(example):
+    """Polarity: True = hidden, as in torch; with the other one the class token would go."""
+    vit = example("swap_vit").SmallViT().eval()
+    example("swap_vit").swap(vit)
+    images, hidden = torch.randn(2, 3, 16, 16), (torch.arange(17) == 16).expand(2, 17)
+    other = images.clone()
+    other[:, :, 12:, 12:] += 1.0  # the last patch
+    with torch.no_grad():
+        assert torch.equal(vit(images, hidden), vit(other, hidden))
+        assert not torch.equal(vit(images), vit(other))
+    assert not [module for module in vit.modules() if isinstance(module, nn.MultiheadAttention)]
+
+
+# a mask
+
+
+def test_the_mask_says_what_the_paper_says(example):
+    cells = [[cell == "x" for cell in line.split()] for line in example("custom_mask").sparse(4).grid(13).splitlines()]
+    assert cells == [[j <= i and (i - j < 4 or (i - j) % 4 == 0) for j in range(13)] for i in range(13)]
+
+
+def test_the_mask_gives_one_answer_on_every_backend_and_with_a_cache(ran):
+    found = dict(ran("custom_mask")[0])
+    errors = {name: error for name, error in found.items() if not isinstance(error, str)}
+    assert {"sdpa", "chunked", "math", "cache"} <= set(errors)
+    assert max(errors.values()) < 2e-6
+    assert errors["cache"] < 1e-12
+    assert ran("custom_mask")[1].startswith("x . . .")
+
+
+def test_the_mask_changes_the_answer(example):
+    custom_mask = example("custom_mask")
+    query = torch.randn(1, 1, 9, 4)
+    outs = [
+        custom_mask.scaled_dot_product_attention(query, query, query, mask)
+        for mask in (custom_mask.sparse(3), Causal() & SlidingWindow(3))
+    ]
+    assert torch.equal(outs[0][:, :, :3], outs[1][:, :, :3])
+    assert not torch.allclose(outs[0][:, :, 3:], outs[1][:, :, 3:])
+
+
+# a backend
+
+
+def test_the_backend_passes_the_kit_and_serves_a_model(ran):
+    found = dict(ran("custom_backend")[0])
+    assert found["passed"] == 96
+    assert "failed" not in found
+    assert found["skipped"] == 40  # bias, soft-cap, sinks, dropout and weights, which it does not claim
+    assert found["difference"] < 1e-6
+    assert "-> one_pass       can" in ran("custom_backend")[1]
+
+
+def test_the_kit_fails_the_backend_without_the_lines_that_it_asked_for(example, monkeypatch):
+    custom_backend = example("custom_backend")
+    monkeypatch.setattr(custom_backend, "hide_unseen", lambda tensor, sees: tensor)
+    failed = {result.case for result in conformance(custom_backend.attention) if result.status == "failed"}
+    assert failed == {"NaN where no query looks"}
+
+
+def test_the_backend_refuses_what_it_lacks_by_name(example):
+    example("custom_backend")
+    query = torch.randn(1, 2, 5, 8)
+    report = explain_backends(query, query, query, dropout_p=0.1, softcap=30.0, backend="one_pass")
+    reasons = {line.name: line.reason for line in report if not line.can}
+    assert reasons["one_pass"] == "it has no dropout and no soft-cap"
+    assert "one_pass" in backend_names()
+
+
+@pytest.mark.slow
+def test_the_kit_runs_the_backend_as_its_page_says(python):
+    done = python("-m", "minitx.nn.conformance", "custom_backend:attention")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "96 passed, 0 failed, 40 skipped, 0 refused" in done.stdout
+
+
+# a scale
+
+
+POWER = "--config-dir=custom_scale", "experiment=scaling_ablation", "ablation=power_scale"
+
+
+def test_the_arm_of_ones_own_is_what_it_says_at_every_head_dim():
+    folder = ROOT / "examples" / "custom_scale"
+    grid = compose_config([f"hydra.searchpath=[file://{folder}]", *POWER[1:]]).ablation
+    found = {}
+    for cell in cells(grid.chosen()):
+        if cell.arm == "power" and cell.seed == 0:
+            model = compose_config(cell.overrides).model
+            found[model.width_per_head] = scale_multiplier(model.scale, model.width_per_head)
+    assert found == {8: pytest.approx(8**-0.75), 64: pytest.approx(64**-0.75)}
+
+
+@pytest.mark.slow
+def test_the_ablation_of_the_scale_runs_from_a_folder_of_ones_own(python, tmp_path):
+    program = str(ROOT / "scripts" / "train.py")
+    done = python(program, *POWER, f"output_dir={tmp_path / 'out'}", "ablation.workers=1", "trainer.max_steps=20")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "12 cells expected, 12 done" in done.stdout
+    assert "power" in (tmp_path / "out" / "summary.md").read_text(encoding="utf-8")
+
+
+# a task
+
+
+def test_the_new_task_is_learned_where_a_guess_is_right_half_of_the_time(ran):
+    found = dict(ran("new_task")[0])
+    assert found["low"] > 0.9
+    assert abs(found["guess"] - 0.5) < 0.06
+
+
+def test_half_of_the_words_are_palindromes_and_the_others_hold_the_same_pairs(example):
+    new_task = example("new_task")
+    words, labels = new_task.make_words(new_task.PalindromeConfig(), 500, seed=3)
+    mirrored = (words == words[:, ::-1]).all(1)
+    assert (mirrored == (labels == 1)).all()
+    assert 0.4 < labels.mean() < 0.6
+    assert all((sorted(word[:3]) == sorted(word[3:])) for word in words.tolist())
+
+
+# the page
+
+
+def test_every_example_is_on_the_page_with_its_command():
+    page = PAGE.read_text(encoding="utf-8")
+    for path in (ROOT / "examples").glob("*.py"):
+        assert f"python examples/{path.name}" in page, path.name
+        assert f"python examples/{path.name}" in path.read_text(encoding="utf-8"), path.name
+    assert "--config-dir=examples/custom_scale" in page
+
+
+@pytest.mark.parametrize("name", ["plain_torch", "swap_gpt2", "swap_vit", "custom_mask", "custom_backend", "new_task"])
+def test_the_page_shows_what_an_example_prints(name, ran):
+    """But for the digits of what is measured."""
+
+    def plain(text):
+        return re.sub(r"[-+]?\d[\d.,]*(e[-+]\d+)?", "#", text).strip()
+
+    shown = PAGE.read_text(encoding="utf-8").split(f"python examples/{name}.py")[1].split("```text\n")[1].split("```")[0]
+    assert plain(ran(name)[1]) == plain(shown)
+
+
+@pytest.mark.parametrize("name", ["plain_torch", "swap_gpt2", "swap_vit", "custom_mask", "custom_backend", "new_task"])
+def test_an_example_is_short(name):
+    text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+    assert 30 <= len(text.splitlines()) <= 130
+    assert re.match(r'""".+?\n\n.+?"""', text, flags=re.DOTALL)
+
+
+def test_a_scale_that_is_no_power_of_d_k_is_a_subclass_of_score_scale():
+    """As docs/examples.md says: ``forward`` returns the query and a multiplier."""
+
+    class Tempered(ScoreScale):
+        def forward(self, query, counts=None):
+            query, multiplier = super().forward(query, counts)
+            return query, multiplier / 3.0
+
+    torch.manual_seed(0)
+    ours, plain = MultiHeadAttention(12, 3, scale=Tempered(head_dim=4)), MultiHeadAttention(12, 3, scale=4**-0.5 / 3.0)
+    plain.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 5, 12)
+    torch.testing.assert_close(ours(x), plain(x))

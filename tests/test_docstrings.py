@@ -1,0 +1,117 @@
+"""``help()`` reads well: every public name says what it is; those of ``minitx.nn`` name each argument and show an example."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import minitx
+from minitx import interop, nn
+from minitx.nn import backends, efficient, models
+
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(minitx.__path__, "minitx.")
+    if "configs" not in module.name and module.name != "minitx.__main__"
+)
+
+
+def members(name: str) -> Iterator[tuple[str, Any]]:
+    """The public classes and functions that a module defines, and their public methods."""
+    module = importlib.import_module(name)
+    for key, thing in vars(module).items():
+        if (
+            key.startswith("_")
+            or getattr(thing, "__module__", None) != name
+            or not (inspect.isclass(thing) or inspect.isfunction(thing))
+        ):
+            continue
+        yield key, thing
+        for method, function in vars(thing).items() if inspect.isclass(thing) else ():
+            if not method.startswith("_") and is_method(function):
+                yield f"{key}.{method}", getattr(thing, method)
+
+
+def is_method(thing: Any) -> bool:
+    function = thing.fget if isinstance(thing, property) else thing
+    return inspect.isfunction(function) and function.__name__ != "<lambda>"
+
+
+def says_what(thing: Any) -> bool:
+    """Whether there is a docstring, its own or that of what it overrides; the signature that a dataclass gets is none."""
+    text = inspect.getdoc(thing)
+    made = (
+        f"{thing.__name__}{str(inspect.signature(thing)).removesuffix(' -> None')}" if dataclasses.is_dataclass(thing) else None
+    )
+    return bool(text) and text != made
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_public_name_says_what_it_is(name):
+    assert importlib.import_module(name).__doc__, f"{name} has no docstring"
+    silent = [f"{name}.{key}" for key, thing in members(name) if not says_what(thing)]
+    assert silent == []
+
+
+PUBLIC = {
+    f"{room.__name__}.{key}": getattr(room, key)
+    for room in (nn, efficient, backends, models, interop)
+    for key in room.__all__
+    if callable(getattr(room, key)) or inspect.isclass(getattr(room, key))
+}
+CALLABLE = [name for name, thing in PUBLIC.items() if inspect.isclass(thing) or inspect.isfunction(thing)]
+
+
+def arguments(thing: Any) -> list[str]:
+    """What a reader may pass: the parameters of a function or of a constructor, the fields of a dataclass."""
+    if inspect.isclass(thing) and dataclasses.is_dataclass(thing):
+        return [field.name for field in dataclasses.fields(thing) if field.init]
+    parameters = inspect.signature(thing).parameters.values()
+    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and not p.name.startswith("_")]
+
+
+def text_of(thing: Any) -> str:
+    own = inspect.getdoc(thing) or ""
+    built = inspect.getdoc(thing.__init__) if inspect.isclass(thing) and "__init__" in vars(thing) else None
+    return f"{own}\n{built or ''}"
+
+
+@pytest.mark.parametrize("name", CALLABLE)
+def test_every_argument_is_named_in_the_docstring(name):
+    thing = PUBLIC[name]
+    text = text_of(thing)
+    missing = [one for one in arguments(thing) if not re.search(rf"\b{re.escape(one)}\b", text)]
+    assert missing == []
+
+
+UNSHOWN = {
+    "minitx.nn.efficient.EfficientAttention": "abstract: its cores have examples",
+    "minitx.nn.models.TransformerModel": "abstract: the four models have examples",
+    "minitx.nn.AttentionCall": "a record that backends are handed; docs/backends.md shows a kernel that takes one",
+    "minitx.nn.backends.Backend": "a record; register_backend has an example",
+    "minitx.nn.backends.BackendReport": "a record; explain_backends prints it",
+    "minitx.nn.backends.run_attention": "behind scaled_dot_product_attention, which has an example",
+    "minitx.nn.unregister_backend": "shown in register_backend",
+    **{
+        f"minitx.interop.{name}": "wants files; docs/weights.md is run"
+        for name in ("export_onnx", "from_pretrained", "hub_class", "load_hf", "save_hf")
+    },
+}
+"""Names without an example of their own, and why. By their first place in ``PUBLIC``."""
+
+
+@pytest.mark.parametrize("name", CALLABLE)
+def test_every_name_shows_an_example_or_is_listed_with_a_reason(name):
+    first = next(other for other in CALLABLE if PUBLIC[other] is PUBLIC[name])
+    assert (">>>" in text_of(PUBLIC[name])) != (first in UNSHOWN), "an example is missing, or its exception is left over"
+
+
+def test_the_exceptions_are_public_names():
+    assert set(UNSHOWN) <= set(CALLABLE)
