@@ -115,9 +115,9 @@ def somebodys_model(folder):
     return [f"model.pretrained={folder / 'theirs'}", f"data.path={folder / 'text.txt'}"]
 
 
-LARGE = ("translate_text", "bpe_lm", "masked_lm")  # prepare a whole text
+QUICK = ("char_lm", "kv_lookup", "vit_digits", "finetune")
 STEPS = [
-    pytest.param(name, marks=[pytest.mark.slow] if name in LARGE else []) for name in EXPERIMENTS if name != "scaling_ablation"
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in EXPERIMENTS if name != "scaling_ablation"
 ]
 
 

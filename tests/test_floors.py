@@ -1,6 +1,7 @@
 """Who may import whom: the table of the design, what an import drags in, and what nobody may call."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -181,6 +182,7 @@ def test_the_walker_lets_pass_what_the_table_allows(tmp_path, path, source):
     assert violations(file, tmp_path) == []
 
 
+@functools.cache
 def loaded_after(statement: str) -> set[str]:
     """The top-level packages that a fresh interpreter holds after ``statement``."""
     code = f"import sys\n{statement}\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 import shlex
@@ -144,10 +145,12 @@ def output_folder(config: RunConfig) -> Path:
 
 
 def _default_folder(experiment: str) -> Path:
-    """``runs/<experiment>/<date_time>``; in a sweep (``-m``) the job's number within the sweep's folder."""
+    """``runs/<experiment>/<date_time>``, with ``_2`` where that second has a run; in a sweep (``-m``) the job's number in its folder."""
     if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
         return Path(HydraConfig.get().sweep.dir, str(HydraConfig.get().job.num))
-    return Path("runs", experiment, time.strftime("%Y-%m-%d_%H-%M-%S"))
+    second = Path("runs", experiment, time.strftime("%Y-%m-%d_%H-%M-%S"))
+    numbered = (second.with_name(f"{second.name}_{number}") for number in itertools.count(2))
+    return next(folder for folder in itertools.chain([second], numbered) if not os.path.lexists(folder))
 
 
 def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any]:

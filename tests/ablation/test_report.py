@@ -149,6 +149,7 @@ def test_the_family_counts_every_primary_endpoint_of_the_grid(make_grid: Any, fa
     assert smallest.p_adjusted == pytest.approx(6 * smallest.p_harm)
 
 
+@pytest.mark.slow
 def test_without_an_effect_the_primary_verdict_is_hardly_ever_harm(fabricate: Any, make_grid: Any) -> None:
     whole = make_grid()
     grid = dataclasses.replace(whole, studies={"recall": whole.studies["recall"]})
@@ -590,6 +591,7 @@ def test_a_grid_of_which_nothing_finished_makes_a_report(fabricate: Any, tmp_pat
     assert "No figure" in words_of(tmp_path / "report.html")
 
 
+@pytest.mark.slow
 def test_runs_without_probes_or_numbers_make_a_report(fabricate: Any, make_grid: Any, tmp_path: Path) -> None:
     records, grid, expected = fabricate(make_grid(2))
     for record in records:

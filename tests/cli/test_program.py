@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ import yaml
 
 from minitx.cli.redaction import redact, redact_overrides
 from minitx.cli.targets import ALLOWED, check_targets, instantiate_all
-from minitx.config import ConfigError
+from minitx.cli.train import output_folder
+from minitx.config import ConfigError, RunConfig
 from minitx.training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -122,6 +124,16 @@ def test_a_run_continues_with_ckpt_path_last(cli, place):
     assert cli(*arguments, "trainer.max_steps=2").code == 0
     assert cli(*arguments, "trainer.max_steps=4", "ckpt_path=last").code == 0
     assert [row["step"] for row in read_metrics(place / "run" / "metrics.csv")] == [1, 2, 3, 4]
+
+
+def test_runs_that_begin_in_one_second_get_a_folder_each(place, monkeypatch):
+    monkeypatch.setattr("minitx.cli.train.time", SimpleNamespace(strftime=lambda _: "2026-11-22_10-00-00"))
+    names = []
+    for _ in range(3):
+        folder = output_folder(RunConfig())
+        folder.mkdir(parents=True)
+        names.append(folder.relative_to(place / "runs").as_posix())
+    assert names == [f"default/2026-11-22_10-00-00{number}" for number in ("", "_2", "_3")]
 
 
 def test_each_job_of_a_sweep_is_a_run_with_a_folder_of_its_own(cli, place):

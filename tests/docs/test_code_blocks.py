@@ -172,6 +172,7 @@ SLOW = (
     "docs/atlas.md",
     "docs/configuring.md",
     "docs/cost.md",
+    "docs/running.md",
     "docs/tasks.md",
     "docs/viewer.md",
     "docs/weights.md",

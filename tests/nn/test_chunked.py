@@ -188,7 +188,7 @@ def test_it_says_that_it_is_not_twice_differentiable():
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("p", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
 def test_both_operators_pass_opcheck(p):
     q, k, v = (torch.randn(2, h, 7, 3) for h in (4, 2, 2))
     options = {"mask": Causal() & Padding(LEFT), "sinks": torch.randn(4), "seed": torch.tensor(5) if p else None}

@@ -50,15 +50,16 @@ BLOCKS = {
 }  # fmt: skip
 
 
-# a compilation takes a second: these as decoder blocks by default, as encoders in the slow tier, the rest in the long one
-QUICK = {"pre", "rotary", "window", "experts", "dropout"}
+# a compilation takes a second: these as decoder blocks by default, these and some more in the slow tier, the rest in the long one
+QUICK = {"pre", "rotary"}
+SLOW = {*QUICK, "window", "experts", "dropout"}
 
 
 def cases(*, decoder):
     def marks(kind):
         if decoder and kind in QUICK:
             return ()
-        return pytest.mark.slow if kind in QUICK else pytest.mark.long
+        return pytest.mark.slow if kind in SLOW else pytest.mark.long
 
     return [pytest.param(kind, decoder, marks=marks(kind)) for kind in BLOCKS]
 
@@ -128,9 +129,8 @@ def test_a_scale_that_changes_from_call_to_call_compiles_whole(backend):
         torch.testing.assert_close(compiled(q, scale), call(q, scale), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "kind", ["pre", "experts", *(pytest.param(k, marks=pytest.mark.slow) for k in ("t5", "chunked", "sandwich"))]
-)
+@pytest.mark.parametrize("kind", ["pre", "experts", "t5", "chunked", "sandwich"])
+@pytest.mark.slow
 def test_compiled_gradients_are_those_of_the_plain_block(kind):
     module, results = built(kind, True), []
     x, real = torch.randn(2, 7, E), torch.rand(2, 7) < 0.8
@@ -142,6 +142,7 @@ def test_compiled_gradients_are_those_of_the_plain_block(kind):
         torch.testing.assert_close(results[1][name], grad, rtol=1e-5, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_a_block_with_cross_attention_compiles_whole():
     block = DecoderBlock(
         MultiHeadAttention(E, H),
@@ -190,9 +191,7 @@ def test_decoding_with_a_cache_compiles_whole_and_at_most_twice(position):
     "kind",
     [
         "pre",
-        "window",
-        "experts",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in BLOCKS if k not in ("pre", "window", "experts")),
+        *(pytest.param(k, marks=pytest.mark.slow) for k in BLOCKS if k != "pre"),
     ],
 )
 def test_a_block_is_exported_with_dynamic_batch_and_length(kind):

@@ -94,6 +94,7 @@ def test_an_honest_textbook_passes():
     assert {result.status for result in kit.conformance(textbook)} == {"passed"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_seeded_fault_is_caught(fault):
     caught = failures(partial(textbook, fault=fault))

@@ -58,6 +58,7 @@ class TestLowering:
         got, want = both(attn_mask, is_causal)
         torch.testing.assert_close(got, want)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("option", OPTIONS)
     @pytest.mark.parametrize("mask", ["none", "right padding and causal", "empty rows"])
     def test_every_option_becomes_a_score_modification(self, option, mask):

@@ -176,6 +176,7 @@ def full_log(config, folder):
     return None
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_the_log_ends_the_run_with_the_file_named(make_config, tmp_path):
     (said,) = run_ranks(1, full_log, make_config(trainer__max_steps=40), tmp_path / "run")
     assert "File too large" in said
@@ -195,6 +196,7 @@ def full_cache(config, folder):
     return None
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_the_cache_leaves_no_half_of_it(make_config, tmp_path):
     ((said, left),) = run_ranks(1, full_cache, make_config(), tmp_path / "run")
     assert "which keeps prepared data, cannot be written: File too large" in said

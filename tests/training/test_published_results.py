@@ -137,6 +137,7 @@ def test_r3_the_null_control_is_bitwise_equal_at_d_k_16(tmp_path):
 
 
 @pytest.mark.parametrize(("width", "heads"), [(8, 16), (64, 2)])
+@pytest.mark.slow
 def test_r3_the_null_control_holds_at_other_widths_in_float64(tmp_path, width, heads):
     changes = (
         f"model.num_heads={heads}",

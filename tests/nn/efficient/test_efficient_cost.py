@@ -81,6 +81,7 @@ def test_cost_grows_with_the_claimed_power_of_the_length(name, kind, backward):
     ],
     ids=["window", "slots", "features"],
 )
+@pytest.mark.slow
 def test_cost_grows_in_proportion_to_window_slots_and_features(build, kind):
     sizes = (64, 128, 256)
     costs = [cost(*build(size), 2048, backward=False)[kind] for size in sizes]
