@@ -1,5 +1,5 @@
 # make ablation   set up and run the scaling ablation        make test   set up and pass the tests
-# make bench      measure beside others, docs/performance.md (20 minutes on two cores)
+# make bench      measure beside others, docs/performance.md (18 minutes on two cores; PAIRS=20 as published: 25)
 # make docs       write the generated pages again: errors, configuring, performance
 # make coverage   lines and branches of minitx/nn that its tests run      make mutation   faults seeded one by one (hours, goes on where it stopped)
 # make bench-quality TEXT=tinyshakespeare.txt                  time and tokens to a loss (25 minutes on two cores)
@@ -19,10 +19,12 @@ test: $(VENV)/dev.installed
 slow: $(VENV)/dev.installed
 	$(BIN)/python -m pytest -n 2 -m slow
 
-BENCHES := fused_attention kernel_choice ragged data_path attention_statistics trainer_tax training_throughput memory
+PAIRS   ?= 12
+BENCHES := fused_attention kernel_choice ragged data_path attention_statistics trainer_tax training_throughput
 bench: $(VENV)/dev.installed
-	set -e; for name in $(BENCHES); do $(BIN)/python benchmarks/$$name.py; done
-	$(BIN)/python benchmarks/cold_start.py --pairs 12          # 12 s a pair: 20 of them, and --torch, by hand
+	set -e; for name in $(BENCHES); do $(BIN)/python benchmarks/$$name.py --pairs $(PAIRS); done
+	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/cold_start.py --pairs 12          # 12 s a pair
 	$(BIN)/python benchmarks/decoding.py --pairs 12 --new 32   # the target speaks of 256 + 256 tokens: by hand, 10 minutes
 	$(BIN)/python benchmarks/report.py
 

@@ -14,6 +14,7 @@ from minitx.config import TransformerConfig
 from minitx.data.stream import TextStream
 from minitx.data.tokenizers import BPETokenizer
 from minitx.generation import (
+    CompiledDecoder,
     apply_temperature,
     draw,
     generate,
@@ -379,18 +380,75 @@ def test_a_narrow_beam_equals_a_search_over_lists(num_beams, penalty):
 
 
 def test_one_beam_is_greedy_and_more_are_not_worse():
-    from minitx.generation import _beam_search, _Reader
+    from minitx.generation.reader import Reader
+    from minitx.generation.search import beam_search
 
     model, ids = language_model(), tokens(5, 4)
     greedy = as_lists(generate(model, ids, max_new_tokens=9, stop=[5]))
-    reader = _Reader(model, ids, None, 12)
+    reader = Reader(model, ids, None, 12)
     with torch.no_grad():
-        one = _beam_search(reader, reader.read(ids), None, lambda x, seen: x, torch.tensor([5]), 9, 1, 0.6)
+        one = beam_search(reader, reader.read(ids), None, lambda x, seen: x, torch.tensor([5]), 9, 1, 0.6)
     assert as_lists(one) == greedy
     wide = as_lists(generate(model, ids, max_new_tokens=9, num_beams=V, length_penalty=0.0, stop=()))
     plain = as_lists(generate(model, ids, max_new_tokens=9))
     gains = [log_prob(model, row[None], w) - log_prob(model, row[None], g) for row, w, g in zip(ids, wide, plain, strict=True)]
     assert min(gains) >= 0.0 < max(gains)
+
+
+# ---- compiled
+
+
+def compiled_with(network, seen):
+    """Compiled by torch's first stage alone, which calls ``seen`` once a graph."""
+    torch._dynamo.reset()
+
+    def backend(graph, inputs):
+        seen.append(graph)
+        return graph.forward
+
+    return CompiledDecoder(network, backend=backend, fullgraph=True)
+
+
+@pytest.mark.parametrize("way", ["greedy", "greedy with penalty", "sampled"])
+@pytest.mark.parametrize("position", ["learned", "rotary", "alibi"])
+def test_a_compiled_decoder_writes_the_ids_of_the_model(position, way):
+    network, ids = language_model(position=position), tokens(3, 6)
+    options = {"key_mask": left_padded((6, 2, 4), 6), "max_new_tokens": 11, "stop": [5], **WAYS[way]}
+    graphs, answers = [], []
+    for writer in (network, compiled_with(network, graphs)):
+        answers.append(as_lists(generate(writer, ids, generator=torch.Generator().manual_seed(7), **options)))
+    assert answers[1] == answers[0]
+    assert len({id for answer in answers[0] for id in answer}) > 2
+    assert len(graphs) == 1
+
+
+def test_prompts_of_many_lengths_share_one_compiled_step():
+    network, graphs = language_model(position="rotary"), []
+    fast = compiled_with(network, graphs)
+    for length in (2, 7, 19):
+        ids = tokens(2, length)
+        assert as_lists(generate(fast, ids, max_new_tokens=9)) == as_lists(generate(network, ids, max_new_tokens=9))
+    assert len(graphs) == 1
+    generate(fast, tokens(3, 2), max_new_tokens=9)  # more rows
+    generate(fast, tokens(2, 60), max_new_tokens=9)  # more room
+    generate(fast, tokens(2, 60), max_new_tokens=1)  # nothing to read after the prompt
+    assert len(graphs) == 3
+
+
+def test_a_compiled_decoder_forgets_as_the_model_does():
+    network, ids = language_model(position="learned"), tokens(2, 5)
+    fast = compiled_with(network, [])
+    options = {"max_new_tokens": 23, "stop": (), "context": 8}
+    assert as_lists(generate(fast, ids, **options)) == as_lists(generate(network, ids, **options))
+
+
+def test_what_cannot_be_compiled_is_named():
+    fast = CompiledDecoder(language_model())
+    for options in ({"num_beams": 2}, {"use_cache": False}):
+        with pytest.raises(ValueError, match="a CompiledDecoder writes one text a row from a cache"):
+            generate(fast, IDS, **options)
+    with pytest.raises(ValueError, match="CompiledDecoder is for causal models"):
+        CompiledDecoder(Translator())
 
 
 # ---- encoder-decoder

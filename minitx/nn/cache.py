@@ -38,6 +38,11 @@ class LayerCache:
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
+    @property
+    def num_rows(self) -> int:
+        """B, or 0 where nothing was read yet."""
+        return 0 if self._keys is None else self._keys.shape[0]
+
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """key (B, Hkv, L, D) and value (B, Hkv, L, Dv) of the next L positions; returns all so far, as views."""
         if self._keys is None or self._values is None:
@@ -92,7 +97,7 @@ class KVCache:
     def __init__(self, capacity: int, num_layers: int) -> None:
         if num_layers < 1:
             raise ValueError(f"num_layers must be positive, got {num_layers}")
-        self.layers = tuple(LayerCache(capacity) for _ in range(num_layers))
+        self.layers: tuple[LayerCache, ...] = tuple(LayerCache(capacity) for _ in range(num_layers))
         self.capacity = capacity
         self.key_mask: Tensor | None = None  # (B, length), None where nothing is padding
         self.document_ids: Tensor | None = None  # (B, length)
@@ -131,6 +136,95 @@ class KVCache:
             layer.reorder(rows)
         self.key_mask = None if self.key_mask is None else self.key_mask.index_select(0, rows)
         self.document_ids = None if self.document_ids is None else self.document_ids.index_select(0, rows)
+
+
+class StaticCache(KVCache):
+    """A cache whose tensors keep their shape and their place from token to token, as a CUDA graph wants them.
+
+    What was read lies at the right end and moves one place to the left with each token; before it stands padding. So
+    masks, windows, biases and positions count as they do for any left-padded text, with no case of their own. The price is
+    one more reading and writing of the cache a token.
+
+    ``fill`` takes over what an ordinary cache read of a prompt; then tokens come one at a time.
+
+    Raises:
+        ValueError: as in ``KVCache``; a capacity below 2; several tokens at once; documents; a token beyond ``capacity``
+            (not noticed on a GPU or in a compiled step, where looking would stop the host: count before).
+
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import DecoderLM
+    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)).eval()
+    >>> prompt, static = KVCache(capacity=3, num_layers=2), StaticCache(capacity=8, num_layers=2)
+    >>> with torch.no_grad():
+    ...     _ = model(torch.tensor([[1, 2, 3]]), cache=prompt)
+    ...     static.fill(prompt)
+    ...     last = model(torch.tensor([[5]]), cache=static)
+    ...     bool(torch.allclose(last, model(torch.tensor([[1, 2, 3, 5]]))[:, -1:], atol=1e-5))
+    True
+    """
+
+    def __init__(self, capacity: int, num_layers: int) -> None:
+        super().__init__(capacity, num_layers)
+        if capacity < 2:
+            raise ValueError(f"capacity of a static cache must be 2 at least, got {capacity}")
+        self.layers = tuple(_StaticLayer(capacity) for _ in range(num_layers))
+
+    def fill(self, cache: KVCache) -> None:
+        """Take over what ``cache`` holds, into the tensors that are there already after the first time."""
+        if cache.document_ids is not None:
+            raise ValueError("a static cache holds no documents")
+        check_room(cache.length, 0, self.capacity)
+        for mine, theirs in zip(self.layers, cache.layers, strict=True):
+            assert isinstance(mine, _StaticLayer)
+            keys = mine.fill(theirs)
+        real = keys.new_zeros(keys.shape[0], self.capacity, dtype=torch.bool)
+        real[:, self.capacity - cache.length :] = True if cache.key_mask is None else cache.key_mask
+        self.key_mask = real if self.key_mask is None else self.key_mask.copy_(real)
+
+    def joined(
+        self, input_ids: Tensor, key_mask: Tensor | None, document_ids: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The padding of what is kept and of the new token, (B, capacity)."""
+        if self.key_mask is None or input_ids.shape[1] != 1 or document_ids is not None:
+            raise ValueError(
+                "a static cache is filled from another first, then takes one token a row at a time, without documents"
+            )
+        if not (self.key_mask.is_cuda or torch.compiler.is_compiling()) and bool(self.key_mask[:, 0].any()):
+            check_room(self.capacity, 1, self.capacity)
+        new = torch.ones_like(self.key_mask[:, :1]) if key_mask is None else key_mask
+        return self.key_mask.copy_(torch.cat((self.key_mask[:, 1:], new), dim=1)), None
+
+
+class _StaticLayer(LayerCache):
+    """Keys and values of the last ``capacity`` positions; masks see ``capacity - 1`` of them before each new one."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.length = capacity - 1
+
+    def fill(self, other: LayerCache) -> Tensor:
+        """Copy ``other`` to the right end; returns the keys."""
+        if other._keys is None or other._values is None:
+            raise ValueError("a static cache is filled from one that has read something")
+        start = self.capacity - other.length
+        for name in ("_keys", "_values"):
+            theirs, mine = getattr(other, name), getattr(self, name)
+            if mine is None:
+                mine = theirs.new_zeros(*theirs.shape[:2], self.capacity, theirs.shape[3])
+                setattr(self, name, mine)
+            _check_like(name.removeprefix("_"), theirs, mine)
+            mine[:, :, start:] = theirs[:, :, : other.length]
+        assert self._keys is not None
+        return self._keys
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """key (B, Hkv, 1, D) and value (B, Hkv, 1, Dv) of the next position; returns all, (B, Hkv, capacity, ·)."""
+        assert self._keys is not None
+        assert self._values is not None
+        for name, new, kept in (("key", key, self._keys), ("value", value, self._values)):
+            _check_like(name, new, kept)
+            kept.copy_(torch.cat((kept[:, :, 1:], new), dim=2))
+        return self._keys, self._values
 
 
 def check_room(length: int, num_new: int, capacity: int) -> None:

@@ -18,6 +18,7 @@ from minitx.nn import (
     QKNorm,
     Rotary,
     SlidingWindow,
+    StaticCache,
 )
 
 V, E, H, L = 13, 12, 3, 11
@@ -72,6 +73,15 @@ def in_pieces(network, ids, lengths, capacity=L, **described):
             for i, piece in enumerate(ids.split(lengths, dim=1))
         ]
     return torch.cat(pieces, dim=1)
+
+
+def after_a_prompt(network, ids, length, static, key_mask=None):
+    """The logits of ``ids`` after the first ``length``, which an ordinary cache reads, token by token from ``static``."""
+    prompt = KVCache(length, num_layers=network.config.num_layers)
+    with torch.no_grad():
+        network(ids[:, :length], cache=prompt, key_mask=None if key_mask is None else key_mask[:, :length])
+        static.fill(prompt)
+        return torch.cat([network(token, cache=static) for token in ids[:, length:].split(1, dim=1)], dim=1)
 
 
 def tokens(*shape):
@@ -232,6 +242,55 @@ def test_the_tensors_of_a_cache_are_allocated_once():
     assert len(addresses) == 1
     assert cache.layers[1]._keys.shape == (2, 1, L, 4)
     assert cache.length == L
+
+
+@pytest.mark.parametrize("padding", [(0, 0, 0), (0, 2, 4)], ids=["whole", "left-padded"])
+@pytest.mark.parametrize(
+    ("position", "variant"),
+    [*((position, variant) for position in POSITIONS for variant in ("default", "window")), *(("rotary", variant) for variant in VARIANTS)],
+)  # fmt: skip
+def test_tokens_from_a_static_cache_are_those_of_the_full_forward(position, variant, padding):
+    network, ids = model(**POSITIONS[position], **VARIANTS[variant]), tokens(3, L)
+    real = torch.tensor([[t >= missing for t in range(L)] for missing in padding])
+    given = real if any(padding) else None
+    got = after_a_prompt(network, ids, 5, StaticCache(17, num_layers=2), given)
+    assert_same(got, network(ids, key_mask=given)[:, 5:])
+
+
+def test_a_static_cache_keeps_shape_and_place_from_token_to_token_and_from_text_to_text():
+    network, static, seen = model(num_kv_heads=1), StaticCache(13, num_layers=2), set()
+    for length in (5, 2, 7):
+        ids = tokens(2, L)
+        assert_same(after_a_prompt(network, ids, length, static), network(ids)[:, length:])
+        held = [static.key_mask, *(t for layer in static.layers for t in (layer._keys, layer._values))]
+        seen.add(tuple((t.data_ptr(), t.shape) for t in held))
+    assert len(seen) == 1
+
+
+def test_what_a_static_cache_cannot_hold_is_named():
+    network, ids, read = model(), tokens(2, L), KVCache(L, num_layers=2)
+    one_at_a_time = "takes one token a row at a time"
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=one_at_a_time):  # not filled
+            network(ids[:, :1], cache=StaticCache(L, num_layers=2))
+        network(ids[:, :5], cache=read)
+        static = StaticCache(6, num_layers=2)
+        static.fill(read)
+        with pytest.raises(ValueError, match=one_at_a_time):
+            network(ids[:, 5:7], cache=static)
+        network(ids[:, 5:6], cache=static)
+        with pytest.raises(ValueError, match="cache has capacity for 6 positions: 6 are taken, 1 more do not fit"):
+            network(ids[:, 6:7], cache=static)
+        with pytest.raises(ValueError, match="cache has capacity for 4 positions: 5 are taken, 0 more do not fit"):
+            StaticCache(4, num_layers=2).fill(read)
+        with pytest.raises(ValueError, match="filled from one that has read something"):
+            static.fill(KVCache(3, num_layers=2))
+        with pytest.raises(ValueError, match="capacity of a static cache must be 2 at least, got 1"):
+            StaticCache(1, num_layers=2)
+        packed = KVCache(3, num_layers=2)
+        network(ids[:, :3], cache=packed, document_ids=torch.tensor([[0, 0, 1]] * 2))
+        with pytest.raises(ValueError, match="a static cache holds no documents"):
+            static.fill(packed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
