@@ -80,7 +80,8 @@ def soak(steps: int = 20_000, warm: int = 2_000) -> dict[str, Any]:
     import numpy as np
     import torch
 
-    from minitx.cli.train import compose_config, run_training
+    from minitx.cli.compose import compose_config
+    from minitx.cli.run import run_training
     from minitx.training.module import TrainingModule
 
     torch.set_num_threads(1)

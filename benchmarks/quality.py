@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from measure import judged, median_interval, ratio_interval, reached, table, write
 
-from minitx.cli.train import compose_config
+from minitx.cli.compose import compose_config
 from minitx.config import to_dict
 
 ROOT = Path(__file__).parents[1]

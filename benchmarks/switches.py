@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from measure import compare, judged, ratio_interval, reached, table, write
 
 from minitx.ablation.grid import cells
-from minitx.cli.train import compose_config
+from minitx.cli.compose import compose_config
 from minitx.config import RunConfig
 from minitx.training.run import build_module, fit_model_config, prepare_data
 

@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from minitx.cli.ablate import run_cell
+from minitx.cli.compose import compose_config
+from minitx.cli.run import run_training
 from minitx.cli.schema import from_dict
-from minitx.cli.train import compose_config, run_training
 from minitx.config import (
     CallbacksConfig,
     KeyValueDataConfig,

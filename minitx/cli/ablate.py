@@ -27,7 +27,9 @@ from minitx.ablation.records import CellKey, key_of
 from minitx.ablation.report import write_report
 from minitx.ablation.runner import Costs, project, projected_seconds, read_records, run_cells, run_stacks
 from minitx.ablation.stackable import check_configs, stacks
+from minitx.cli.compose import compose_config
 from minitx.cli.errors import CellsFailedError, GridStoppedError
+from minitx.cli.run import run_training
 from minitx.config import AblationConfig, ConfigError, RunConfig
 
 log = logging.getLogger("minitx")
@@ -86,8 +88,6 @@ def refuse_early(grid: AblationConfig, common: Sequence[str]) -> None:
     for cell in planned:
         cell.steps()
     if grid.stack:
-        from minitx.cli.train import compose_config
-
         for stack in stacks(planned):
             check_configs([compose_config(stack[0].overrides)])
 
@@ -140,7 +140,6 @@ def gpus(chosen: Sequence[Cell]) -> list[str]:
 
     if not torch.cuda.is_available():
         return []
-    from minitx.cli.train import compose_config
 
     one_a_study = {cell.study: cell for cell in chosen}.values()
     if all(compose_config(cell.overrides).trainer.accelerator == "cpu" for cell in one_a_study):
@@ -218,7 +217,6 @@ def run_cell(overrides: Sequence[str], folder: str) -> dict[str, Any]:
 
 def run_here(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
     """A training run in this process, and its result."""
-    from minitx.cli.train import compose_config, run_training
 
     return run_training(compose_config(overrides), folder, shlex.join(["python", "scripts/train.py", *overrides]))
 
@@ -256,7 +254,6 @@ def main(arguments: Sequence[str]) -> None:
 def train_cells(overrides: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     """The cells of a stack, trained at once in this process."""
     from minitx.ablation.stacked import train_stack
-    from minitx.cli.train import compose_config
 
     return train_stack([compose_config(each) for each in overrides])
 

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.singleton import Singleton
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from minitx.cli.claim import claimed
+from minitx.cli.compose import build_config
 from minitx.cli.errors import exit_code, take_traceback
 from minitx.cli.launch import FOLDER, launch, needs_launch, rank, shared_folder, started_from_outside
 from minitx.cli.overrides import check_arguments
-from minitx.cli.redaction import redact, redact_overrides, refuse_secrets
-from minitx.cli.schema import from_dict
-from minitx.cli.targets import check_names, check_targets, guarded, instantiate_all
-from minitx.config import ConfigError, RunConfig, to_dict
+from minitx.cli.redaction import redact_overrides, refuse_secrets
+from minitx.cli.run import run_training, summary_line
+from minitx.cli.targets import check_names, check_targets, guarded
+from minitx.config import ConfigError, RunConfig
 
 CONFIGS = "pkg://minitx.configs"
-CHOSEN = ("model", "data", "objective", "optimizer", "schedule", "trainer", "callbacks", "evaluation")
-"""Groups that a config must fill: a run on the defaults of all of them is not what anybody asked for."""
 log = logging.getLogger("minitx")
 
 
@@ -84,34 +80,6 @@ def _arguments_of_this_job() -> list[str]:
     return [*(f"--config-dir={path}" for path in own), f"--config-name={job.job.config_name}", *job.overrides.task]
 
 
-def build_config(composed: DictConfig) -> RunConfig:
-    """The composed config as dataclasses, every interpolation resolved and every field checked."""
-    values = OmegaConf.to_container(composed, resolve=True)
-    assert isinstance(values, dict)
-    for name in ("experiment", "debug"):  # what a file without that line says lands there
-        if isinstance(values.get(name), dict | list):
-            raise ConfigError(
-                f"{name}={values[name]} is no config: its file must hold keys and begin with the line '# @package _global_'"
-            )
-    for name in CHOSEN:
-        if not values.get(name):
-            raise ConfigError(
-                f"{name} is missing: choose an option, {name}=OPTION, or begin your config with 'defaults: [train]'"
-            )
-    return from_dict(RunConfig, {str(key): value for key, value in values.items()})
-
-
-def compose_config(overrides: Sequence[str]) -> RunConfig:
-    """What ``train.py OVERRIDES`` would run, composed in this process, beside a program that hydra runs in it."""
-    state = Singleton.get_state()  # hydra keeps one at a time
-    GlobalHydra.instance().clear()
-    try:
-        with hydra.initialize_config_module("minitx.configs", version_base="1.3"):
-            return build_config(hydra.compose("train", overrides=list(overrides)))
-    finally:
-        Singleton.set_state(state)
-
-
 def output_folder(config: RunConfig) -> Path:
     """``output_dir``, else ``runs/<experiment>/<date_time>`` (a grid: ``runs/<experiment>/<grid>``, so that it resumes).
 
@@ -151,48 +119,3 @@ def _default_folder(experiment: str) -> Path:
     second = Path("runs", experiment, time.strftime("%Y-%m-%d_%H-%M-%S"))
     numbered = (second.with_name(f"{second.name}_{number}") for number in itertools.count(2))
     return next(folder for folder in itertools.chain([second], numbered) if not os.path.lexists(folder))
-
-
-def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any]:
-    """One run in ``folder``: its files, its loggers, its result."""
-    from minitx.training.run import train
-
-    if config.ckpt_path == "last":
-        config = dataclasses.replace(config, ckpt_path=str(folder / "checkpoints" / "last.ckpt"))
-    plain = redact(to_dict(config))
-    files = {"config.yaml": OmegaConf.to_yaml(OmegaConf.create(plain)), "command.txt": command + "\n"}
-
-    start = None
-    if config.model.pretrained is not None:
-        from minitx.cli.pretrained import load_pretrained
-
-        start = load_pretrained(config.model)
-    callbacks = instantiate_all(config.callbacks.extra, "callbacks.extra", folder)
-
-    def extras() -> tuple[list[Any], list[Any]]:
-        loggers = instantiate_all(config.logger, "logger", folder)
-        for logger in loggers:
-            logger.log_hyperparams(plain)
-        return loggers, callbacks
-
-    try:
-        stored = dataclasses.replace(
-            config,
-            logger=plain["logger"],
-            callbacks=dataclasses.replace(config.callbacks, extra=plain["callbacks"]["extra"]),
-        )  # checkpoints hold it: no secret may come along
-        return train(stored, folder, files=files, extras=extras, start=start)
-    finally:
-        if "wandb" in sys.modules and sys.modules["wandb"].run is not None:
-            sys.modules["wandb"].finish()  # each run of a sweep is one of its own
-
-
-def summary_line(result: Mapping[str, Any], folder: Path) -> str:
-    """What a run came to, in one line."""
-    values = [result["outcome"], f"{result['steps']} steps"]
-    for name in ("val_loss", "accuracy"):
-        if result[name] is not None:
-            values.append(f"{name.replace('val_', 'validation ')} {result[name]:.4f}")
-    for name, floor in result["floors"].items():
-        values.append(f"{name} floor {floor:.4f}")
-    return "  ".join(values) + f"\n{folder}"

@@ -13,7 +13,7 @@ import pytest
 
 import minitx.ablation.grid as module
 from minitx.ablation.grid import Cell, cells, code_fingerprint
-from minitx.cli.train import build_config, compose_config
+from minitx.cli.compose import build_config, compose_config
 from minitx.config import AblationConfig, ComparisonConfig, ConfigError, PredictionConfig, StudyConfig
 
 ARMS = {"a": ("model.scale=inv_sqrt",), "b": ("model.scale=unscaled", "optimizer.rules=[{match: '(q|k)_proj', lr: 2}]")}

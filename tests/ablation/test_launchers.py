@@ -227,7 +227,7 @@ def test_what_ray_refuses_is_a_config_error(tmp_path):
 def test_the_launcher_reaches_no_cell(tmp_path, monkeypatch):
     """The same cells, whatever runs them: their hashes stay, and so does the report."""
     from minitx.cli import ablate
-    from minitx.cli.train import compose_config
+    from minitx.cli.compose import compose_config
 
     found = {}
     typed = {

@@ -15,9 +15,9 @@ import pytest
 import torch
 import yaml
 
+from minitx.cli.compose import compose_config
 from minitx.cli.redaction import SHORTEST, redact, redact_overrides, refuse_secrets
 from minitx.cli.targets import ALLOWED, check_names, instantiate_all
-from minitx.cli.train import compose_config
 from minitx.config import (
     AblationConfig,
     CallbacksConfig,

@@ -241,7 +241,7 @@ def test_no_file_of_a_run_holds_a_secret(cli, place, monkeypatch):
 
 
 def test_a_run_with_a_bad_model_starts_no_logger(cli, place, monkeypatch):
-    monkeypatch.setattr("minitx.cli.train.instantiate_all", lambda group, key, folder: [] if not group else pytest.fail("made"))
+    monkeypatch.setattr("minitx.cli.run.instantiate_all", lambda group, key, folder: [] if not group else pytest.fail("made"))
     assert cli(*TINY, "logger=wandb", "model.backend=nonsense").code == 2
     assert list(place.iterdir()) == []
 

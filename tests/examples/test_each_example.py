@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from minitx.ablation.grid import cells
-from minitx.cli.train import compose_config
+from minitx.cli.compose import compose_config
 from minitx.nn import (
     Causal,
     MultiHeadAttention,

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from minitx.cli.train import compose_config, run_training
+from minitx.cli.compose import compose_config
+from minitx.cli.run import run_training
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["minitx.training.run", "minitx.cli.train", "torch.distributed.fsdp"])
+_SERVER.set_forkserver_preload(["minitx.training.run", "minitx.cli.run", "minitx.cli.compose", "torch.distributed.fsdp"])
 
 
 def free_port() -> int:

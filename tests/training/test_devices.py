@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks, train_as
 
-from minitx.cli.train import compose_config
+from minitx.cli.compose import compose_config
 from minitx.config import ConfigError
 from minitx.training.checkpoint import read_checkpoint
 from minitx.training.metrics import read_metrics

@@ -10,7 +10,7 @@ import torch
 
 from minitx.ablation.grid import cells
 from minitx.analysis import attention_statistics, zhai_entropy_bound
-from minitx.cli.train import compose_config
+from minitx.cli.compose import compose_config
 from minitx.config import CallbacksConfig, KeyValueDataConfig, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig
 from minitx.nn.functional import attention_scores, masked_softmax
 from minitx.training.metrics import read_metrics

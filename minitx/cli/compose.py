@@ -1,0 +1,44 @@
+"""From overrides to a config: what hydra composes, as dataclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.singleton import Singleton
+from omegaconf import DictConfig, OmegaConf
+
+from minitx.cli.schema import from_dict
+from minitx.config import ConfigError, RunConfig
+
+CHOSEN = ("model", "data", "objective", "optimizer", "schedule", "trainer", "callbacks", "evaluation")
+"""Groups that a config must fill: a run on the defaults of all of them is not what anybody asked for."""
+
+
+def build_config(composed: DictConfig) -> RunConfig:
+    """The composed config as dataclasses, every interpolation resolved and every field checked."""
+    values = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(values, dict)
+    for name in ("experiment", "debug"):  # what a file without that line says lands there
+        if isinstance(values.get(name), dict | list):
+            raise ConfigError(
+                f"{name}={values[name]} is no config: its file must hold keys and begin with the line '# @package _global_'"
+            )
+    for name in CHOSEN:
+        if not values.get(name):
+            raise ConfigError(
+                f"{name} is missing: choose an option, {name}=OPTION, or begin your config with 'defaults: [train]'"
+            )
+    return from_dict(RunConfig, {str(key): value for key, value in values.items()})
+
+
+def compose_config(overrides: Sequence[str]) -> RunConfig:
+    """What ``train.py OVERRIDES`` would run, composed in this process, beside a program that hydra runs in it."""
+    state = Singleton.get_state()  # hydra keeps one at a time
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_module("minitx.configs", version_base="1.3"):
+            return build_config(hydra.compose("train", overrides=list(overrides)))
+    finally:
+        Singleton.set_state(state)
