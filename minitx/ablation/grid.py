@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from minitx.config import AblationConfig, ConfigError, StudyConfig
+from minitx.config import CONFIG_DIR, AblationConfig, ConfigError, StudyConfig
 
 # what decides a run, below the package and its configs; of looking, what probes and measures read
 _LOOKS = ("capture", "statistics", "gradients", "snapshot", "attention_cost")
@@ -38,13 +38,15 @@ class Cell:
     def hash(self) -> str:
         """Names the cell by its place and what decides its result, overrides and code; a finished one is never run again."""
         code = code_fingerprint(*([_STACKS] if self.stacked else []))
-        text = json.dumps([self.study, self.arm, dict(self.factors), self.overrides, code])
+        keys = [text for text in self.overrides if not text.startswith(CONFIG_DIR)]
+        own = [folder_fingerprint(text.removeprefix(CONFIG_DIR)) for text in self.overrides if text.startswith(CONFIG_DIR)]
+        text = json.dumps([self.study, self.arm, dict(self.factors), keys, code, *own])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def command(self) -> str:
         """The command that runs this cell alone."""
-        return shlex.join(["python", "scripts/train.py", *self.overrides])
+        return command_of(self.overrides)
 
     def steps(self) -> int:
         """The number of optimizer steps that the last ``trainer.max_steps`` override asks for.
@@ -72,6 +74,12 @@ class Cell:
             "overrides": list(self.overrides),
             "command": self.command,
         }
+
+
+def command_of(overrides: Sequence[str]) -> str:
+    """The command that runs these overrides; a folder of configs among them stands first, as argparse wants it."""
+    words = sorted(overrides, key=lambda text: not text.startswith(CONFIG_DIR))
+    return shlex.join(["python", "scripts/train.py", *words])
 
 
 def cells(grid: AblationConfig, *, common: Sequence[str] = (), trimmed: bool = False) -> list[Cell]:
@@ -136,8 +144,21 @@ def code_fingerprint(*more: str) -> str:
         for path in ([root / name] if (root / name).is_file() else (root / name).rglob("*.*"))
         if path.suffix in (".py", ".yaml")
     }
-    digest = hashlib.sha256(torch.__version__.encode())
-    for name in sorted(found.keys() - {f"minitx/{_JUDGES}"}):
+    found.pop(f"minitx/{_JUDGES}", None)
+    return _digest(found, torch.__version__)
+
+
+@cache
+def folder_fingerprint(folder: str) -> str:
+    """A digest of the configs in a folder of the user's, but for the grids in its ``ablation/``, wherever it lies."""
+    found = {path.relative_to(folder).as_posix(): path for path in Path(folder).rglob("*.yaml")}
+    return _digest({name: path for name, path in found.items() if not name.startswith("ablation/")})
+
+
+def _digest(files: Mapping[str, Path], first: str = "") -> str:
+    """Of names and contents, in the order of the names."""
+    digest = hashlib.sha256(first.encode())
+    for name in sorted(files):
         digest.update(name.encode())
-        digest.update(found[name].read_bytes())
+        digest.update(files[name].read_bytes())
     return digest.hexdigest()[:16]

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import platform
-import shlex
 import shutil
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from minitx.ablation.grid import Cell, cells, code_fingerprint
+from minitx.ablation.grid import Cell, cells, code_fingerprint, command_of
 from minitx.ablation.launchers import Launcher, devices_of, end_with, open_launcher
 from minitx.ablation.progress import TerminalLine, log_lines
 from minitx.ablation.records import CellKey, key_of
@@ -218,7 +217,7 @@ def run_cell(overrides: Sequence[str], folder: str) -> dict[str, Any]:
 def run_here(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
     """A training run in this process, and its result."""
 
-    return run_training(compose_config(overrides), folder, shlex.join(["python", "scripts/train.py", *overrides]))
+    return run_training(compose_config(overrides), folder, command_of(overrides))
 
 
 def run_in_new_process(overrides: Sequence[str], folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -10,7 +11,7 @@ from hydra.core.singleton import Singleton
 from omegaconf import DictConfig, OmegaConf
 
 from minitx.cli.schema import from_dict
-from minitx.config import ConfigError, RunConfig
+from minitx.config import CONFIG_DIR, ConfigError, RunConfig
 
 CHOSEN = ("model", "data", "objective", "optimizer", "schedule", "trainer", "callbacks", "evaluation")
 """Groups that a config must fill: a run on the defaults of all of them is not what anybody asked for."""
@@ -33,12 +34,20 @@ def build_config(composed: DictConfig) -> RunConfig:
     return from_dict(RunConfig, {str(key): value for key, value in values.items()})
 
 
-def compose_config(overrides: Sequence[str]) -> RunConfig:
-    """What ``train.py OVERRIDES`` would run, composed in this process, beside a program that hydra runs in it."""
+def compose_config(words: Sequence[str]) -> RunConfig:
+    """What ``train.py WORDS`` would run, composed in this process, beside a program that hydra runs in it.
+
+    ``words`` are overrides, and ``--config-dir=FOLDER`` where configs of the user's own are meant.
+    """
+    folders = [Path(word.removeprefix(CONFIG_DIR)).absolute() for word in words if word.startswith(CONFIG_DIR)]
+    overrides = [word for word in words if not word.startswith(CONFIG_DIR)]
+    if folders:
+        quoted = ("'file://" + str(folder).replace("'", r"\'") + "'" for folder in folders)
+        overrides.append(f"hydra.searchpath=[{','.join(quoted)}]")
     state = Singleton.get_state()  # hydra keeps one at a time
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_module("minitx.configs", version_base="1.3"):
-            return build_config(hydra.compose("train", overrides=list(overrides)))
+            return build_config(hydra.compose("train", overrides=overrides))
     finally:
         Singleton.set_state(state)

@@ -25,7 +25,7 @@ from minitx.cli.overrides import check_arguments
 from minitx.cli.redaction import redact_overrides, refuse_secrets
 from minitx.cli.run import run_training, summary_line
 from minitx.cli.targets import check_names, check_targets, guarded
-from minitx.config import ConfigError, RunConfig
+from minitx.config import CONFIG_DIR, ConfigError, RunConfig
 
 CONFIGS = "pkg://minitx.configs"
 log = logging.getLogger("minitx")
@@ -56,7 +56,10 @@ def _main(composed: DictConfig) -> None:
     overrides = list(HydraConfig.get().overrides.task)
     refuse_secrets(config, overrides)
     overrides = redact_overrides(overrides)
-    command = shlex.join(["python", "scripts/train.py", *overrides])
+    words = [*_own_folders(), *overrides]
+    primary = HydraConfig.get().job.config_name
+    named = [] if primary == "train" else [f"--config-name={primary}"]
+    command = shlex.join(["python", "scripts/train.py", *named, *words])
     here = config.ablation is not None or not needs_launch(config.trainer)
     folder = output_folder(config)
     with claimed(folder):
@@ -68,7 +71,7 @@ def _main(composed: DictConfig) -> None:
         elif config.ablation is not None:
             from minitx.cli.ablate import run_ablation
 
-            run_ablation(config, folder, overrides, command)
+            run_ablation(config, folder, words, command)
         else:
             log.info("%s", summary_line(run_training(config, folder, command), folder))
 
@@ -76,8 +79,13 @@ def _main(composed: DictConfig) -> None:
 def _arguments_of_this_job() -> list[str]:
     """The command line of this job alone, for a process of its own: in a sweep without the others."""
     job = HydraConfig.get()
-    own = [source.path for source in job.runtime.config_sources if source.provider == "command-line"]
-    return [*(f"--config-dir={path}" for path in own), f"--config-name={job.job.config_name}", *job.overrides.task]
+    return [*_own_folders(), f"--config-name={job.job.config_name}", *job.overrides.task]
+
+
+def _own_folders() -> list[str]:
+    """``--config-dir=FOLDER`` of this command line, if it was given."""
+    sources = HydraConfig.get().runtime.config_sources
+    return [f"{CONFIG_DIR}{source.path}" for source in sources if source.provider == "command-line"]
 
 
 def output_folder(config: RunConfig) -> Path:

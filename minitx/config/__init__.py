@@ -23,7 +23,7 @@ from minitx.config.data import (
     TextDataConfig,
 )
 from minitx.config.model import SCALE_WORDS, TransformerConfig, check_scale
-from minitx.config.run import RunConfig
+from minitx.config.run import CONFIG_DIR, RunConfig
 from minitx.config.training import (
     CallbacksConfig,
     EvaluationConfig,
@@ -37,6 +37,7 @@ from minitx.config.training import (
 )
 
 __all__ = [
+    "CONFIG_DIR",
     "SCALE_WORDS",
     "AblationConfig",
     "CallbacksConfig",

@@ -19,6 +19,9 @@ from minitx.config.training import (
     TrainerConfig,
 )
 
+CONFIG_DIR = "--config-dir="
+"""How a word of a command line begins that names a folder of the user's own configs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:

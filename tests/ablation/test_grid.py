@@ -16,6 +16,7 @@ from minitx.ablation.grid import Cell, cells, code_fingerprint
 from minitx.cli.compose import build_config, compose_config
 from minitx.config import AblationConfig, ComparisonConfig, ConfigError, PredictionConfig, StudyConfig
 
+ROOT = Path(__file__).parents[2]
 ARMS = {"a": ("model.scale=inv_sqrt",), "b": ("model.scale=unscaled", "optimizer.rules=[{match: '(q|k)_proj', lr: 2}]")}
 FACTORS = {
     "init": {"lecun": ("model.init=lecun",), "gpt2": ("model.init=gpt2",)},
@@ -108,6 +109,30 @@ def test_the_name_of_a_cell_depends_on_what_decides_its_result():
         dataclasses.replace(base, factors={"lr": "high"}),
     ]
     assert len({base.hash, *(cell.hash for cell in others)}) == 6
+
+
+def test_the_name_of_a_cell_follows_the_users_own_configs_and_not_their_place(tmp_path):
+    def name(folder, experiment, grid="seed: 0"):
+        for path, text in ((f"{folder}/experiment/mine.yaml", experiment), (f"{folder}/ablation/mine.yaml", grid)):
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(text, encoding="utf-8")
+        return Cell("main", "a", {}, 1, (f"--config-dir={tmp_path / folder}", "seed=1")).hash
+
+    names = [name("one", "seed: 1"), name("two", "seed: 1"), name("three", "seed: 2"), name("four", "seed: 1", grid="seed: 7")]
+    assert names[0] == names[1] == names[3] != names[2]
+    assert Cell("main", "a", {}, 1, ("seed=1",)).hash not in names
+
+
+def test_a_cell_starts_from_an_experiment_of_the_users_own(tmp_path):
+    (tmp_path / "it's mine" / "experiment").mkdir(parents=True)
+    shipped = (ROOT / "configs" / "experiment" / "scaling_cell_recall.yaml").read_text(encoding="utf-8")
+    own = tmp_path / "it's mine" / "experiment" / "my_cell.yaml"
+    own.write_text(shipped.replace("experiment: scaling_cell_recall", "experiment: my_cell"), encoding="utf-8")
+    words = [f"--config-dir={own.parents[1]}", "experiment=my_cell", "seed=7"]
+    config = compose_config([words[1], words[0], words[2]])
+    assert (config.experiment, config.seed) == ("my_cell", 7)
+    cell = Cell("main", "a", {}, 7, (words[1], words[0], words[2]))
+    assert shlex.split(cell.command)[2:] == words  # as argparse wants them
 
 
 def test_what_only_judges_the_grid_leaves_the_names_of_its_cells_alone():
