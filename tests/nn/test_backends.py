@@ -569,6 +569,36 @@ def test_explanation_names_every_backend_and_the_reason():
     assert reports["math"].can and reports["math"].runs and not reports["math"].fused
 
 
+def test_a_kernel_by_name_is_that_kernel_and_its_report_says_so():
+    q = torch.randn(1, 2, 16, 8)
+    for backend, fused in (("sdpa", True), ("sdpa:flash", True), ("sdpa:math", False)):
+        with OpRecorder() as recorder:
+            scaled_dot_product_attention(q, q, q, is_causal=True, backend=backend)
+        assert recorder.fused == fused, backend
+    reports = {report.name: (report.can, report.fused, report.reason) for report in explain_backends(q, q, q, is_causal=True)}
+    assert reports["sdpa:flash"] == (True, True, "")
+    assert reports["sdpa:math"] == (True, False, "torch's own plain path")
+    assert reports["chunked"] == (True, False, "it works tile by tile in plain torch")
+    for kernel in ("efficient", "cudnn"):
+        assert reports[f"sdpa:{kernel}"] == (False, False, f"torch has no {kernel} kernel for the CPU")
+
+
+def test_an_explanation_is_of_a_call_that_is_not_causal_unless_it_says_so(registered):
+    seen = []
+    register_backend("recording", lambda call: call.value, supports=lambda call: seen.append(call.mask))
+    q = torch.randn(1, 2, 3, 4)
+    explain_backends(q, q, q)
+    explain_backends(q, q, q, is_causal=True)
+    assert [type(mask) for mask in seen] == [type(None), Causal]
+
+
+@pytest.mark.parametrize("backend", ["math", "sdpa", "sdpa:math", "chunked"])
+def test_without_dropout_no_random_number_is_drawn(backend):
+    q, state = torch.randn(1, 2, 5, 4, requires_grad=True), torch.get_rng_state()
+    scaled_dot_product_attention(q, q, q, backend=backend).sum().backward()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_explaining_runs_nothing():
     q = torch.randn(1, 2, 3, 4)
     mask = Padding(torch.ones(1, 3, dtype=torch.bool))

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from oracle import DTYPES
 from test_backends import LEFT, MASKS, OPTIONS, attend, check_call
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from minitx.analysis.meter import allocations
 from minitx.nn import (
@@ -186,6 +188,23 @@ def test_it_says_that_it_is_not_twice_differentiable():
     (grad,) = torch.autograd.grad(attention(q, q, q, backend="chunked").sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="'chunked' is not twice differentiable; backend='math' is"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_compiler_is_told_the_shapes_and_types_that_come(dtype):
+    q, k, v = (torch.randn(1, heads, 7, width).to(dtype) for heads, width in ((4, 3), (2, 3), (2, 5)))
+    tensors, *plain = packed(
+        mask=Causal(), bias=TensorBias(torch.randn(4, 7, 7)[None].to(dtype)), sinks=torch.randn(4), scale=0.3
+    )
+    forward, backward = torch.ops.minitx.chunked_attention.default, torch.ops.minitx.chunked_attention_backward.default
+    outputs = forward(q, k, v, tensors, *plain)
+    first = [True, *[False] * (len(tensors) - 1)]
+    arguments = torch.randn_like(outputs[0]), list(outputs), q.mT.contiguous().mT, k, v, tensors, *plain, first
+    came = [*outputs, *backward(*arguments)]
+    with FakeTensorMode() as fake:
+        told = tree_map_only(torch.Tensor, fake.from_tensor, arguments)
+        expected = [*forward(*told[2:6], *plain), *backward(*told)]
+    assert [(t.shape, t.dtype, t.stride()) for t in expected] == [(t.shape, t.dtype, t.stride()) for t in came]
 
 
 @pytest.mark.parametrize("p", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])

@@ -117,7 +117,7 @@ def named(call: AttentionCall, backend: str) -> Backend:
     return _REGISTRY[backend]
 
 
-def choose(call: AttentionCall, backend: str, *, strict: bool = False) -> Backend:
+def choose(call: AttentionCall, backend: str, *, strict: bool) -> Backend:
     """The backend that serves ``call``.
 
     Raises:

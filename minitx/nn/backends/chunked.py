@@ -173,7 +173,7 @@ def chunked_attention_backward(
     """Gradients of query, key, value, and of those ``tensors`` that are wanted (else empty); ``outputs`` as above."""
     with full_precision(query.device):
         problem, (output, top, inverse) = Problem.of(query, key, value, tensors, program, numbers), outputs
-        d_query, d_key, d_value = (torch.zeros_like(t) for t in (problem.query, problem.key, problem.value))
+        d_query, d_key, d_value = (t.new_zeros(t.shape) for t in (problem.query, problem.key, problem.value))
         d_tensors = [_like(t, want, dtype=top.dtype).zero_() for t, want in zip(tensors, wanted, strict=True)]
         bias_gradient = BiasGradient(problem, d_tensors, wanted)
         delta = (grad * output).sum(-1, keepdim=True)
