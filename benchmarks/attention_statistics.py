@@ -2,19 +2,23 @@
 
 Both sides take turns inside one running fit of the small character model: blocks of 50 steps with the probe of
 ``callbacks.probe`` (its record at the end of the block, and the look before that update, both as a run has them) and blocks of
-50 without. The probe reads 8 rows of validation. That no L × S matrix lives in memory is asserted on the statistics themselves:
+50 without. The probe reads 8 rows of validation, and takes gradients of four parts of them besides; in a second row it takes the
+statistics alone. That no L × S matrix lives in memory is asserted on the statistics themselves:
 the largest tensor and the peak of bytes, counted by ``minitx.analysis.meter``, as the context doubles.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from inside_fit import Turns, fit, ready, run_config
 from measure import compared, row, table, write
+from torch import Tensor
 
 from minitx.analysis.meter import fit_exponent, measure
 from minitx.analysis.statistics import attention_statistics
@@ -32,6 +36,30 @@ class Switched(Probe):
 
     def due(self, step: int) -> bool:
         return self.looks and step % self.options.every == 0
+
+
+class StatisticsAlone(Switched):
+    """What of it are statistics: no gradients, no look before the update."""
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        pass
+
+    def _write(self, trainer: Any, module: Any, step: int) -> None:
+        _, layers = self._look(module, statistics=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(layers, default=Tensor.tolist) + "\n")
+
+
+def share(kind: type[Switched], batch_size: int, pairs: int) -> dict[str, Any]:
+    """Blocks that look over blocks that do not."""
+    with tempfile.TemporaryDirectory() as folder:
+        _, data = ready(run_config(batch_size, 1))
+        probe = kind(Path(folder), data.probe_batch(8), ProbeConfig(every=EVERY))
+        blocks = Turns(EVERY, pairs, before=lambda side: setattr(probe, "looks", side == 1), warm=EVERY)
+        fit(run_config(batch_size, blocks.num_steps), [blocks, probe])
+        looks = len((Path(folder) / "probes.jsonl").read_text(encoding="utf-8").splitlines())
+    assert looks in (pairs, pairs + 1), looks  # one a block, and the whole probe at step 0
+    return compared(blocks.blocks)
 
 
 def memory_of_statistics() -> dict[str, float]:
@@ -60,15 +88,12 @@ def main() -> None:
     given = parser.parse_args()
     powers = memory_of_statistics()
     print("statistics: " + ", ".join(f"{name} grows as L^{power:.2f}" for name, power in powers.items()))
-    with tempfile.TemporaryDirectory() as folder:
-        _, data = ready(run_config(given.batch_size, 1))
-        probe = Switched(Path(folder), data.probe_batch(8), ProbeConfig(every=EVERY))
-        blocks = Turns(EVERY, given.pairs, before=lambda side: setattr(probe, "looks", side == 1), warm=EVERY)
-        fit(run_config(given.batch_size, blocks.num_steps), [blocks, probe])
-        looks = len((Path(folder) / "probes.jsonl").read_text(encoding="utf-8").splitlines())
-    assert looks == given.pairs + 1, looks  # one a block, and step 0
-    found = compared(blocks.blocks)
-    rows = [row(f"probe each {EVERY} steps / none", found, WANTED, batch_size=given.batch_size)]
+    rows = [
+        row(
+            f"{name} each {EVERY} steps / none", share(kind, given.batch_size, given.pairs), WANTED, batch_size=given.batch_size
+        )
+        for name, kind in (("probe", Switched), ("statistics alone", StatisticsAlone))
+    ]
     print(table(rows))
     title = "Attention statistics of every layer and head each 50 steps, over none"
     about = {"target": "P11", "title": title, "threads": torch.get_num_threads(), "rows": rows}

@@ -323,9 +323,9 @@ def exchange(mutant: Mutant, functions: dict[tuple[str, str, int], list[Function
 def at_import(mutant: Mutant) -> bool:
     """Whether the tests pass with the module imported changed."""
     sys.meta_path.insert(0, Changed(mutant))
-    own = [
-        test for test in TESTS if any(word in test for word in (Path(mutant.file).stem, "functional", "backends", "bad_inputs"))
-    ]
+    stem = Path(mutant.file).stem
+    words = (stem, *OWN.get(stem, ()), "functional", "backends", "bad_inputs")
+    own = [test for test in TESTS if any(word in test for word in words)]
     return pytest.main([*own, "-x", "-p", "no:cacheprovider", "-k", "not compile"]) == 0
 
 

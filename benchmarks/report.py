@@ -73,8 +73,8 @@ WHY = """
   Hugging Face takes as long as we do: on this machine nobody can be twice as fast. Without a cache a token costs one pass over the whole text,
   whose products run at full speed, and whose head is computed for the last position only.
 - P10 on rows of `datasets`: its loader reads a whole batch at once; the rows above have both ways.
-- P11: the interval is wide beside what is wanted; it holds 1.03, and says neither. A look of the probe is more than statistics of
-  attention: it takes the gradients of four parts of its batch, too.
+- P11: a look of the probe is more than statistics of attention: it takes the gradients of four parts of its batch, too. The second row
+  has the statistics alone.
 """
 
 

@@ -191,7 +191,7 @@ def test_it_says_that_it_is_not_twice_differentiable():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_compiler_is_told_the_shapes_and_types_that_come(dtype):
+def test_a_graph_is_told_the_shapes_and_types_that_come(dtype):
     q, k, v = (torch.randn(1, heads, 7, width).to(dtype) for heads, width in ((4, 3), (2, 3), (2, 5)))
     tensors, *plain = packed(
         mask=Causal(), bias=TensorBias(torch.randn(4, 7, 7)[None].to(dtype)), sinks=torch.randn(4), scale=0.3
