@@ -19,7 +19,8 @@ from page_blocks import ROOT, Block, blocks, commands, pages, read
 
 from minitx.ablation.grid import cells
 from minitx.cli import atlas, cost, evaluate, generate, train, view
-from minitx.config import TransformerConfig
+from minitx.cli.compose import compose_config
+from minitx.config import CONFIG_DIR, TransformerConfig
 from minitx.interop import save_hf
 from minitx.nn import DecoderLM, Encoder
 
@@ -263,9 +264,7 @@ def call(program: str, arguments: Sequence[str]) -> None:
 
 def compose(arguments: Sequence[str], processes: int | None = None) -> None:
     """The command's config, as ``train.py`` would check it; with the number of ``processes`` that a launcher starts."""
-    folders = [f"file://{Path(word.partition('=')[2]).absolute()}" for word in arguments if word.startswith("--config-dir=")]
-    search = [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
-    config = train.compose_config([*(word for word in arguments if not word.startswith("-")), *search])
+    config = compose_config([word for word in arguments if not word.startswith("-") or word.startswith(CONFIG_DIR)])
     assert processes in (None, config.trainer.world_size), (processes, config.trainer)
     assert config.ablation is None or cells(config.ablation)
 
