@@ -162,8 +162,8 @@ def test_a_block_with_cross_attention_compiles_whole():
     "options",
     [
         {},
-        pytest.param({"checkpointing": True, "position": "rotary"}, marks=pytest.mark.slow),
-        pytest.param({"num_experts": 4, "position": "t5"}, marks=pytest.mark.slow),
+        pytest.param({"checkpointing": True, "position": "rotary"}, marks=pytest.mark.long),
+        pytest.param({"num_experts": 4, "position": "t5"}, marks=pytest.mark.long),
     ],
 )
 def test_a_model_compiles_whole_and_at_most_twice_for_twenty_lengths(options):
@@ -250,13 +250,13 @@ def graphs_of(call, lengths):
     return graphs.count
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == "linformer" else pytest.mark.slow) for k in EFFICIENT])
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == "linformer" else pytest.mark.long) for k in EFFICIENT])
 def test_an_efficient_core_compiles_whole_and_at_most_twice_for_twenty_lengths(kind):
     build, causal = EFFICIENT[kind]
     assert graphs_of(efficient(build(), causal)[1], LENGTHS) <= 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_causal_kernel_takes_a_graph_or_two_for_every_number_of_chunks_as_documented():
     call = efficient(LinearAttention(chunk_size=8), True)[1]
     assert graphs_of(call, (9, 10, 11, 13, 16)) <= 2
@@ -276,7 +276,7 @@ def test_block_sparse_attention_compiles_whole_once_for_every_length_as_document
     assert graphs_of(call, (5, 9, 14)) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [*EFFICIENT, "block-sparse"])
 def test_compiled_gradients_of_an_efficient_core_are_those_of_the_plain_one(kind):
     build, causal = EFFICIENT.get(kind, (lambda: BlockSparseAttention(block_size=4), True))
