@@ -170,11 +170,14 @@ def write(name: str, results: dict[str, Any]) -> Path:
     """Write ``results/<name>.json`` with machine, versions, date and command."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
+    words = [
+        Path(word).name if word.startswith("/") else word for word in sys.argv[1:]
+    ]  # where a file lies here is nobody's concern
     about = {
         "hardware": f"{_processor()}, {len(_cores())} cores",
         "versions": {"python": platform.python_version(), "torch": version("torch"), "minitx": minitx.__version__},
         "date": datetime.date.today().isoformat(),
-        "command": "python " + " ".join(["benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": "python " + " ".join(["benchmarks/" + Path(sys.argv[0]).name, *words]),
     }
     path.write_text(json.dumps({**about, **results}, indent=1) + "\n", encoding="utf-8")
     return path
