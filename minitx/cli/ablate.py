@@ -216,7 +216,6 @@ def run_cell(overrides: Sequence[str], folder: str) -> dict[str, Any]:
 
 def run_here(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
     """A training run in this process, and its result."""
-
     return run_training(compose_config(overrides), folder, command_of(overrides))
 
 

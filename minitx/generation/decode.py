@@ -83,11 +83,7 @@ def generate(
     [torch.Size([4]), torch.Size([4])]
     """
     filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    start: Callable[[KVCache], Callable[[Tensor], Tensor]] | None = None
-    if isinstance(model, CompiledDecoder):
-        if num_beams != 1 or not use_cache:
-            raise ValueError(f"a CompiledDecoder writes one text a row from a cache, got {num_beams=}, {use_cache=}")
-        start, model = model.start, model.model
+    model, start = _opened(model, num_beams, use_cache)
     _check_choice(model, max_new_tokens, temperature, filters, num_beams, length_penalty)
     prompt, prompt_mask = _prompt(model, input_ids, key_mask, decoder_input_ids)
     max_new_tokens = _fitting(model, prompt.shape[1], max_new_tokens, context)
@@ -113,6 +109,17 @@ def generate(
         return logits.argmax(-1) if uniforms is None else draw(_filtered(logits, temperature, **filters), uniforms[:, step])  # type: ignore[arg-type]
 
     return token_by_token(reader, logits, seen, choose, stop_ids, max_new_tokens, on_token)
+
+
+def _opened(
+    model: nn.Module | CompiledDecoder, num_beams: int, use_cache: bool
+) -> tuple[nn.Module, Callable[[KVCache], Callable[[Tensor], Tensor]] | None]:
+    """The model itself, and what reads its tokens after the prompt if it is compiled."""
+    if not isinstance(model, CompiledDecoder):
+        return model, None
+    if num_beams != 1 or not use_cache:
+        raise ValueError(f"a CompiledDecoder writes one text a row from a cache, got {num_beams=}, {use_cache=}")
+    return model.model, model.start
 
 
 def _filtered(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, min_p: float | None) -> Tensor:

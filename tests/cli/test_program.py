@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -106,8 +107,6 @@ def test_the_composed_config_can_be_printed(cli, place):
 def test_config_and_command_in_the_folder_repeat_the_run(cli, place):
     arguments = [*TINY, "trainer.max_steps=3", "trainer.log_every=1", "optimizer.rules=[{match: '(q|k)_proj', lr: 'head_dim^-0.25'}]"]  # fmt: skip
     assert cli(*arguments, "output_dir=one").code == 0
-    import shlex
-
     words = shlex.split((place / "one" / "command.txt").read_text())
     assert words[:2] == ["python", "scripts/train.py"]
     again = ["output_dir=two" if word.startswith("output_dir=") else word for word in words[2:]]
@@ -117,6 +116,24 @@ def test_config_and_command_in_the_folder_repeat_the_run(cli, place):
     stored = yaml.safe_load((place / "one" / "config.yaml").read_text())
     assert stored["trainer"]["max_steps"] == 3
     assert stored["optimizer"]["rules"][0]["lr"] == "head_dim^-0.25"
+
+
+def test_the_stored_command_names_the_users_own_configs(cli, place):
+    (place / "mine" / "experiment").mkdir(parents=True)
+    (place / "mine" / "experiment" / "own.yaml").write_text("# @package _global_\nexperiment: own\nseed: 7\n", encoding="utf-8")
+    (place / "mine" / "primary.yaml").write_text("defaults: [train, _self_]\nseed: 8\n", encoding="utf-8")
+    for folder, words in (("a", ["experiment=own"]), ("b", ["--config-name=primary"])):
+        said = cli("--config-dir=mine", *words, *TINY, "trainer.max_steps=1", "schedule.warmup_steps=0", f"output_dir={folder}")
+        assert said.code == 0, said.err
+        command = shlex.split((place / folder / "command.txt").read_text(encoding="utf-8"))[2:]
+        assert f"--config-dir={place / 'mine'}" in command
+        assert words[0] in command
+        assert cli(*command[:-1], f"output_dir={folder}2").code == 0
+        first, again = (
+            yaml.safe_load((place / name / "config.yaml").read_text(encoding="utf-8")) for name in (folder, f"{folder}2")
+        )
+        assert {**first, "output_dir": None} == {**again, "output_dir": None}
+        assert first["seed"] == (7 if folder == "a" else 8)
 
 
 def test_a_run_continues_with_ckpt_path_last(cli, place):
