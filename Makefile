@@ -1,5 +1,5 @@
 # make ablation   set up and run the scaling ablation        make test   set up and pass the tests
-# make bench      measure beside others, docs/performance.md (25 minutes on two cores with PAIRS=20; 12 by default)
+# make bench      measure beside others, docs/performance.md (under 20 minutes on two cores with 12 pairs a row; PAIRS=20 for more)
 # make docs       write the generated pages again: errors, configuring, performance
 # make coverage   lines and branches of minitx/nn that its tests run      make mutation   faults seeded one by one (hours, goes on where it stopped)
 # make bench-quality TEXT=tinyshakespeare.txt                  time and tokens to a loss (25 minutes on two cores)
@@ -24,8 +24,8 @@ BENCHES := fused_attention kernel_choice ragged data_path attention_statistics t
 bench: $(VENV)/dev.installed
 	set -e; for name in $(BENCHES); do $(BIN)/python benchmarks/$$name.py --pairs $(PAIRS); done
 	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/cold_start.py --pairs 12          # 12 s a pair
-	$(BIN)/python benchmarks/decoding.py --pairs 12 --new 32   # the target speaks of 256 + 256 tokens: by hand, 10 minutes
+	$(BIN)/python benchmarks/cold_start.py --pairs 8           # 14 s a pair
+	$(BIN)/python benchmarks/decoding.py --pairs 8 --new 32    # the target speaks of 256 + 256 tokens: python benchmarks/decoding.py, 10 minutes
 	$(BIN)/python benchmarks/report.py
 
 bench-quality: $(VENV)/dev.installed

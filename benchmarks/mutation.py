@@ -41,13 +41,14 @@ import torch  # imported here, once, and not in every fork
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build/mutation.json"  # what became of each mutant so far
-FILES = ["minitx/nn/functional.py", "minitx/nn/masks.py", *(f"minitx/nn/backends/{name}.py" for name in (
+FILES = [*(f"minitx/nn/{name}.py" for name in ("functional", "masks", "tensor_rule")), *(f"minitx/nn/backends/{name}.py" for name in (
     "__init__", "base", "chunked", "flash_attn", "flex", "math", "programs", "sdpa"))]  # fmt: skip
 TESTS = [f"tests/nn/test_{name}.py" for name in (
     "functional", "masks", "backends", "chunked", "flex", "bad_inputs", "attention", "bias", "cache", "scale", "torch_interop",
     "conformance")]  # fmt: skip
 OWN = {
     "__init__": ("backends", "chunked"),
+    "tensor_rule": ("masks", "bias"),
     "sdpa": ("backends", "flex"),
     "flash_attn": ("flex",),
     "programs": ("chunked",),
@@ -364,11 +365,19 @@ def main() -> None:
 
 
 def record(every: list[Mutant], found: dict[str, str]) -> None:
-    """Counts by file, and the mutants that no test noticed."""
-    from measure import write
+    """Counts by file, and the mutants that no test noticed; a file of which nothing is known keeps what was recorded."""
+    from measure import RESULTS, write
 
-    counts = {path: Counter(found.get(mutant.name, "not tested") for mutant in every if mutant.file == path) for path in FILES}
-    alive = [mutant.name for mutant in every if found.get(mutant.name) not in ("killed", "timeout")]
+    before = json.loads((RESULTS / "mutation.json").read_text())
+    counts, alive = {}, []
+    for path in FILES:
+        mine = [mutant for mutant in every if mutant.file == path]
+        if path in before["counts"] and not any(mutant.name in found for mutant in mine):
+            counts[path] = before["counts"][path]
+            alive += [name for name in before["alive"] if name.startswith(f"{path}:")]
+            continue
+        counts[path] = Counter(found.get(mutant.name, "not tested") for mutant in mine)
+        alive += [mutant.name for mutant in mine if found.get(mutant.name) not in ("killed", "timeout")]
     write("mutation", {"counts": counts, "alive": alive})
 
 

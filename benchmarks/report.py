@@ -36,8 +36,8 @@ CHINESE = {
     "P3": "达到该损失所需的词元数，现代配方与 GPT-2 配方之比",
     "P4": "训练器中的一步与裸循环之比",
     "P5": "融合与分块注意力相对 math 后端",
-    "P6": "`auto` 相对最佳后端的损失",
-    "P7": "长短不一的编码器批次，相对填充",
+    "P6": "`auto` 的遗憾值：比最佳后端多花的时间",
+    "P7": "变长序列的编码器训练，相对填充",
     "P8": "带缓存的贪心解码",
     "P9": "一个训练步的峰值内存，相对 Hugging Face",
     "P10": "冷启动到第一步，以及数据加载",
@@ -50,14 +50,17 @@ WORDS = {
 }
 HEAD = """# Performance
 
-What minitx costs beside others, on the machines named below. `make bench` measures the CPU's part again and writes this page;
-`python benchmarks/report.py` writes it from the files in `benchmarks/results/`, from which every number here comes.
+What minitx costs beside others, on the machines named below. `make bench` measures the CPU's part again and writes this page, but for
+P2 and P3, runs of minutes each (`make bench-quality TEXT=tinyshakespeare.txt`, the file of 1,115,394 characters that nanoGPT reads), and P8's whole
+length (`python benchmarks/decoding.py`). The switches under P3 come from the grid `experiment=speedrun_ablation`, on the King James text. `python benchmarks/report.py` writes it from the files in `benchmarks/results/`, from which every number
+here comes.
 
-Both sides of a row run in one process (or in fresh ones, where it says so), with the same threads and the same batch, in blocks
-by turns, A B B A. Each pair of neighbours gives a ratio; a row shows the median and its 95 % bootstrap interval, and counts as *met*
+Both sides of a row run in one process (P2, P3 and the cold start of P10: in processes of their own, one after another), with the same
+threads and the same batch, in blocks by turns, A B B A. Each pair of neighbours gives a ratio; a row shows the median and its 95 % bootstrap interval, and counts as *met*
 when the whole interval meets what was wanted. A against A is the same measurement between blocks of one side: where its interval
 does not hold 1, the machine was not quiet enough for the row, whatever it says. Ratios with `≥` say how many times as fast
-minitx is, those with `≤` its time or memory over the other's. Rows without an interval are counted, not timed.
+minitx is, those with `≤` its time or memory over the other's. Rows without an interval are counted, not timed; so are those of P6 whose
+regret is 1: there `auto` took the very backend that was the fastest in either half of the rounds.
 """
 
 WHY = """
@@ -65,13 +68,14 @@ WHY = """
 
 - P1 on a CPU: most of a float32 step are matrix products that every side hands to the same kernel, so that only the rest can be
   faster. bfloat16 does not pay on this CPU, which has no instructions for it.
-- P2: the median is above what was wanted, the lower end of the interval of five seeds is not; in one pair of the five `speedrun_char` took
-  21.5 s, where it took 17 to 22 s in the others. It makes as many steps as the slowest seed needs, so that the others train longer than they must.
+- P2: the median is above what was wanted, the lower end of the interval of five seeds is not: in the pair behind it `gpt2_baseline` took 105 s,
+  where it took up to 132 s in others, and `speedrun_char` 21.5 s. `speedrun_char` makes as many steps as its slowest seed needs. `gpt2_baseline` is
+  nanoGPT's recipe for a CPU with its rate of 1e-3 and 2,000 steps, whole, and ends between 1.889 and 1.909: the row is the time of its budget over
+  the time to 1.885. With a rate of its own, as P3 has it, it needs fewer tokens.
 - P4: a trainer's step takes some 2.5 ms more than the loop's. 0.9 ms are the gradient norm and the check for NaN before every update, which the
   loop leaves out; the rest is Lightning's own Python between two steps.
-- P8: a token of a single row reads every weight once. The bare products of the matrices with a vector take two thirds of our time for a token, and
-  Hugging Face takes as long as we do: on this machine nobody can be twice as fast. Without a cache a token costs one pass over the whole text,
-  whose products run at full speed, and whose head is computed for the last position only.
+- P8: a token of a single row reads every weight once, and reading them is most of our time for a token (the row below). The prompt, which counts, takes
+  as long on both sides.
 - P10 on rows of `datasets`: its loader reads a whole batch at once; the rows above have both ways.
 - P11: a look of the probe is more than statistics of attention: it takes the gradients of four parts of its batch, too. The second row
   has the statistics alone. The control shows that on this machine a few hundredths are noise, as large as what is wanted.

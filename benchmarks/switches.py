@@ -1,6 +1,6 @@
 """What each switch of the fast recipe buys in tokens and in seconds: the grid ``experiment=speedrun_ablation``, and a stop-watch.
 
-    python scripts/train.py experiment=speedrun_ablation        # a quarter of an hour on two cores
+    python scripts/train.py experiment=speedrun_ablation        # 36 minutes on two cores
     python benchmarks/switches.py
 
 The grid says, arm by arm and seed by seed, the validation loss at two lengths of training; a line through loss against the logarithm of

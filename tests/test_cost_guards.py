@@ -140,7 +140,7 @@ LENGTH = 512
         ({"position": "rotary", "num_kv_heads": 1, "activation": "swiglu"}, False),
         ({"scale": "learned", "qk_norm": "rms"}, False),
         ({"softcap": 5.0, "num_heads": 8}, False),
-        ({"dropout": 0.1, "num_heads": 8}, True),
+        ({"dropout": 0.1, "num_heads": 32, "embed_dim": 32}, True),
         ({"sinks": True, "num_heads": 8, "window": 9}, False),
     ],
     ids=str,
@@ -154,7 +154,7 @@ def test_a_training_step_holds_no_matrix_of_queries_by_keys(options, padded):
         model = DecoderLM(TransformerConfig(**{**sizes, **options, **more}))
         return measure(lambda: model(ids, key_mask=real if padded else None).sum().backward())["largest"]
 
-    assert step() <= (chunked.TILE if options.get("num_heads") == 8 else LENGTH**2 // 2)
+    assert step() <= (chunked.TILE if options.get("num_heads", 2) >= 8 else LENGTH**2 // 2)
     assert step(backend="math") >= options.get("num_heads", 2) * LENGTH**2
 
 

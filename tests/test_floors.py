@@ -11,7 +11,8 @@ import pytest
 import minitx
 
 PACKAGE = Path(minitx.__file__).parent
-NN_0 = {"nn.masks", "nn.bias", "nn.scale", "nn.positions", "nn.feedforward", "nn.norms", "nn.functional"}
+NN_0 = {f"nn.{name}" for name in ("masks", "bias", "scale", "positions", "feedforward", "norms", "functional")}
+NN_0 |= {"nn.linear", "nn.tensor_rule"}  # below the others: what two of them share
 NN_1 = {"nn.backends", "nn.efficient", "nn.cache"}
 PLOTS = {"matplotlib"}
 # room: (rooms of minitx below it, packages at import, packages inside functions); a room may import itself
@@ -19,6 +20,10 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "": (set(), set(), set()),
     "config": (set(), set(), set()),
     **{room: ({"config"}, {"torch"}, set()) for room in NN_0},
+    **{room: (set(), {"torch"}, set()) for room in ("nn.linear", "nn.tensor_rule")},
+    "nn.feedforward": ({"config", "nn.linear"}, {"torch"}, set()),
+    "nn.masks": ({"config", "nn.tensor_rule"}, {"torch"}, set()),
+    "nn.bias": ({"config", "nn.tensor_rule"}, {"torch"}, set()),
     "nn.functional": ({"config", "nn.masks", "nn.bias"}, {"torch"}, set()),
     **{room: ({"config"} | NN_0, {"torch"}, {"flash_attn"}) for room in NN_1},
     "nn.attention": ({"config"} | NN_0 | NN_1, {"torch"}, set()),

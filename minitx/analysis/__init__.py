@@ -6,12 +6,11 @@ from minitx.analysis.export import to_bertviz
 from minitx.analysis.figures import (
     distance_profile,
     entropy_over_layers,
-    head_heatmap,
-    heatmap_grid,
     logit_histograms,
     saturation_over_steps,
     save_figure,
 )
+from minitx.analysis.heatmaps import head_heatmap, heatmap_grid
 from minitx.analysis.snapshot import AttentionMap, Snapshot, read_snapshots, take_snapshot
 from minitx.analysis.statistics import attention_statistics, zhai_entropy_bound
 from minitx.analysis.structure import read_brackets, read_conllu

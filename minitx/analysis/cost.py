@@ -20,31 +20,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from minitx.analysis.attention_cost import FLOAT, AttentionShape, attention_call, attention_cost, core_cost, running_core
-from minitx.analysis.meter import Meter, fit_exponent, measure
+from minitx.analysis.attention_cost import FLOAT, AttentionShape, core_cost, running_core
+from minitx.analysis.meter import Meter
 from minitx.config import TransformerConfig
 from minitx.nn.feedforward import GATED
 from minitx.nn.models import TransformerModel, build_model
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
-ATTENTIONS: dict[str, dict[str, Any]] = {  # what a model can be asked to attend with, and the options that it then takes
-    **{name: {"attention": "exact", "backend": name} for name in ("math", "sdpa", "chunked")},
-    "sliding_window": {"attention": "sliding_window", "window": 64, "block_size": None},
-    "block_sparse": {"attention": "block_sparse", "block_size": None},
-    "linear": {"attention": "linear"},
-    "performer": {"attention": "performer", "num_features": None},
-    "linformer": {"attention": "linformer", "num_slots": 64},
-}
 # tensors as wide as the hidden layer that wait for the backward pass: inputs of what is not linear, outputs of ReLU
 _HIDDEN = {"gelu": 2, "gelu_tanh": 2, "relu": 1, "relu2": 2, "swiglu": 4, "geglu": 4, "geglu_tanh": 4, "reglu": 3}
 
@@ -380,92 +368,3 @@ def example_inputs(config: TransformerConfig, batch_size: int, length: int) -> d
     ids = {name: torch.randint(config.vocab_size, (batch_size, length)) for name in names}
     types = {"token_type_ids": torch.zeros(batch_size, length, dtype=torch.long)} if config.type_vocab_size else {}
     return ids | types
-
-
-@dataclass(frozen=True)
-class Growth:
-    """One attention layer by itself, of the shape that a model gives it, at several lengths.
-
-    ``flops`` and ``bytes`` by formula, ``counted`` and ``peak`` (bytes at once) as measured; the exponents in the length are
-    fitted to what was measured.
-    """
-
-    attention: str
-    lengths: tuple[int, ...]
-    flops: tuple[int, ...]
-    counted: tuple[int, ...]
-    bytes: tuple[int, ...]
-    peak: tuple[int, ...]
-
-    @property
-    def flops_exponent(self) -> float:
-        """p of counted operations ∝ lengthᵖ."""
-        return fit_exponent(self.lengths, self.counted)
-
-    @property
-    def bytes_exponent(self) -> float:
-        """p of measured bytes ∝ lengthᵖ."""
-        return fit_exponent(self.lengths, self.peak)
-
-
-def with_attention(config: TransformerConfig, attention: str, length: int) -> TransformerConfig:
-    """``config`` with another core or backend, a word of ``ATTENTIONS``, made for sequences of ``length``.
-
-    Options that it takes (window, block size, features, slots) stay as the model has them, where it has them.
-
-    Raises:
-        ConfigError: a model that cannot attend like that, with the reason. ValueError: another word.
-    """
-    if attention not in ATTENTIONS:
-        raise ValueError(f"attention={attention!r} is not known; one of {', '.join(ATTENTIONS)}")
-    options = ATTENTIONS[attention]
-    taken = {name: getattr(config, name) or options[name] for name in options if name not in ("attention", "backend")}
-    foreign = {name: None for name in ("block_size", "num_features", "num_slots") if name not in options}
-    return dataclasses.replace(config, **{**options, **taken, **foreign}, max_len=length)
-
-
-def growth(
-    config: TransformerConfig, attention: str, lengths: Sequence[int], *, batch_size: int = 1, backward: bool = True
-) -> Growth:
-    """How one attention layer of ``config`` grows with the length if it attends by ``attention``; self-attention, causal in
-    a decoder.
-
-    Raises:
-        ConfigError, ValueError: as in ``with_attention``; a backend that cannot serve the call.
-
-    >>> config = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
-    >>> round(growth(config, "math", (64, 128), backward=False).flops_exponent, 6)
-    2.0
-    """
-    rows = []
-    for length in lengths:
-        causal = config.architecture in ("decoder", "encoder_decoder")
-        shape = AttentionShape(with_attention(config, attention, length), batch_size, length, causal, training=backward)
-        found = measure(attention_call(shape))
-        flops, estimate = attention_cost(shape)
-        rows.append((length, flops, found["flops"], estimate, found["peak"]))
-    return Growth(attention, *zip(*rows, strict=True))
-
-
-def figure(curves: Sequence[Growth], title: str = "") -> Figure:
-    """Operations and bytes against length, both logarithmic: marks are measured, lines the formulas, and the legends have the
-    fitted exponents.
-    """
-    from minitx.analysis.canvas import INK, PALETTE, label, panels
-
-    drawn, axes = panels(1, 2, width=5.0, height=3.5)
-    kinds = ("operations", "flops", "counted", "flops_exponent"), ("bytes at once", "bytes", "peak", "bytes_exponent")
-    for ax, (kind, formula, found, exponent) in zip(axes.flat, kinds, strict=True):
-        for curve, (color, marker) in zip(curves, PALETTE, strict=False):
-            name = f"{curve.attention}: $n^{{{getattr(curve, exponent):.2f}}}$"
-            ax.plot(curve.lengths, getattr(curve, formula), color=color, linewidth=1.0)
-            ax.plot(curve.lengths, getattr(curve, found), color=color, marker=marker, markersize=5, linestyle="", label=name)
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
-        ax.set_xticks(curves[0].lengths, [str(length) for length in curves[0].lengths])
-        ax.minorticks_off()
-        place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
-        ax.legend(**place, fontsize=8, frameon=False, title="measured, fitted\nlines: formula", title_fontsize=8)
-        label(ax, x="length n", y=kind)
-    drawn.suptitle(title, fontsize=9.5, color=INK, parse_math=False)
-    return drawn

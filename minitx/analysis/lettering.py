@@ -81,3 +81,12 @@ def _glyphs(path: str, characters: Sequence[str]) -> set[str]:
     except (RuntimeError, OSError):  # gone since the list was made, or a font of bitmaps
         return set()
     return {c for c in characters if font.get_char_index(ord(c))}
+
+
+def short_name(module: str) -> str:
+    """How a layer is called in a figure.
+
+    >>> short_name("blocks.0.attention.core")
+    'blocks.0'
+    """
+    return module.removesuffix(".core").removesuffix(".attention")

@@ -22,7 +22,8 @@ from minitx.cli.schema import from_dict
 from minitx.config import ConfigError, TransformerConfig, to_dict
 
 if TYPE_CHECKING:
-    from minitx.analysis.cost import Growth, Measured, Part
+    from minitx.analysis.cost import Measured, Part
+    from minitx.analysis.growth import Growth
 
 USAGE = "python scripts/cost.py model=NAME [model.KEY=VALUE ...] [key=value ...]"
 CONVENTIONS = """\
@@ -79,7 +80,8 @@ def _cost(config: CostConfig, overrides: Sequence[str], command: str) -> None:
     model, assumed = completed(compose_model([f"model={config.model}", *overrides]))
     length = _length(config.length, model)
 
-    from minitx.analysis.cost import growth, ledger, measure_model, model_call
+    from minitx.analysis.cost import ledger, measure_model, model_call
+    from minitx.analysis.growth import growth
     from minitx.analysis.meter import allocations
 
     compared = _compared(config, model)
@@ -161,7 +163,7 @@ def _compared(config: CostConfig, model: TransformerConfig) -> dict[str, str | N
         ConfigError: what was asked for by name and is unknown or impossible.
     """
     from minitx.analysis.attention_cost import AttentionShape, running_core
-    from minitx.analysis.cost import ATTENTIONS, with_attention
+    from minitx.analysis.growth import ATTENTIONS, with_attention
 
     found: dict[str, str | None] = {}
     for name in config.compare or ATTENTIONS:
@@ -272,7 +274,7 @@ def _machine() -> dict[str, Any]:
 
 def _save(folder: Path, plain: Mapping[str, Any], curves: Sequence[Growth], config: CostConfig) -> None:
     from minitx.analysis.canvas import png
-    from minitx.analysis.cost import figure
+    from minitx.analysis.growth import figure
 
     try:
         folder.mkdir(parents=True, exist_ok=True)

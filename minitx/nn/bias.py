@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from minitx.nn.tensor_rule import TensorRule
+
 
 class Bias:
     """A rule ``value(batch, head, row, key, offset) -> float`` over broadcastable index tensors.
@@ -54,39 +56,24 @@ class Bias:
 
 
 @dataclass(frozen=True, eq=False)
-class TensorBias(Bias):
+class TensorBias(TensorRule, Bias):
     """A plain tensor as a rule: (L, S), or 4-D and broadcastable to (B, H, L, S).
 
     >>> TensorBias(torch.tensor([[0.0, -1.0]])).dense(1, 2).flatten().tolist()
     [0.0, -1.0]
     """
 
-    tensor: Tensor
-
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, Tensor) or not self.tensor.is_floating_point():
             got = getattr(self.tensor, "dtype", type(self.tensor).__name__)
             raise TypeError(f"attn_bias must be a floating-point tensor or a Bias, got {got}")
 
-    @property
-    def four(self) -> Tensor:
-        """The tensor with four axes."""
-        return self.tensor if self.tensor.dim() == 4 else self.tensor[None, None]
-
     def value(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
-        places = zip((batch, head, row, key), self.four.shape, strict=True)
-        return self.four[tuple(index if size > 1 else torch.zeros_like(index) for index, size in places)]
-
-    def dense(
-        self, num_queries: int, num_keys: int, *, rows: slice = slice(None), keys: slice = slice(None), **axes: object
-    ) -> Tensor:
-        four = self.four[:, :, rows] if self.four.shape[2] > 1 else self.four
-        return four[..., keys] if four.shape[3] > 1 else four
+        return self.at(batch, head, row, key)
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         wanted, got = (batch_size, num_heads, num_queries, num_keys), tuple(self.tensor.shape)
-        from_last = zip(got[::-1], wanted[::-1], strict=False)
-        if len(got) not in (2, 4) or any(have not in (1, want) for have, want in from_last):
+        if len(got) not in (2, 4) or not self.broadcasts_to(wanted):
             raise ValueError(f"attn_bias of shape {got} must be (L, S) or broadcast to (B, H, L, S) = {wanted}")
 
 

@@ -30,6 +30,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from minitx.nn.tensor_rule import TensorRule
+
 Lowered = TypeVar("Lowered")
 
 
@@ -264,15 +266,13 @@ class PrefixLM(Mask):
 
 
 @dataclass(frozen=True, eq=False)
-class Dense(Mask):
+class Dense(TensorRule, Mask):
     """Any bool tensor of shape (L, S), or 4-D and broadcastable to (B, H, L, S); True = may attend.
 
     >>> print(Dense(torch.tensor([[True, False], [False, True]])).grid(2))
     x .
     . x
     """
-
-    tensor: Tensor
 
     def __post_init__(self) -> None:
         _require_bool("attn_mask", self.tensor)
@@ -284,25 +284,13 @@ class Dense(Mask):
         if self.tensor.dim() not in (2, 4):
             raise ValueError(f"attn_mask must have shape (L, S) or (B, H, L, S), got {tuple(self.tensor.shape)}")
 
-    @property
-    def four(self) -> Tensor:
-        """The tensor with four axes."""
-        return self.tensor if self.tensor.dim() == 4 else self.tensor[None, None]
-
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
-        places = zip((batch, head, row, key), self.four.shape, strict=True)
-        return self.four[tuple(index if size > 1 else torch.zeros_like(index) for index, size in places)]
-
-    def dense(
-        self, num_queries: int, num_keys: int, *, rows: slice = slice(None), keys: slice = slice(None), **axes: object
-    ) -> Tensor:
-        four = self.four[:, :, rows] if self.four.shape[2] > 1 else self.four
-        return four[..., keys] if four.shape[3] > 1 else four
+        return self.at(batch, head, row, key)
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
-        wanted, got = (batch_size, num_heads, num_queries, num_keys), tuple(self.tensor.shape)
-        if any(have not in (1, want) for have, want in zip(got[::-1], wanted[::-1], strict=False)):
-            raise ValueError(f"attn_mask of shape {got} does not broadcast to (B, H, L, S) = {wanted}")
+        wanted = (batch_size, num_heads, num_queries, num_keys)
+        if not self.broadcasts_to(wanted):
+            raise ValueError(f"attn_mask of shape {tuple(self.tensor.shape)} does not broadcast to (B, H, L, S) = {wanted}")
 
     def size(self) -> tuple[int, int]:
         return self.tensor.shape[-2], self.tensor.shape[-1]

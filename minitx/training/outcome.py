@@ -41,7 +41,7 @@ def spike_share(losses: Sequence[float], window: int, sigmas: float) -> float:
 def outcome(
     final: float | None, initial: float | None, accuracy: float | None, floors: Mapping[str, float], *, recall: bool
 ) -> str:
-    """The word for a run (ABLATION section 3): a recall task is SOLVED or FAILED, a language model is held to its floors.
+    """The word for a run: a recall task is SOLVED or FAILED, a language model is held to its floors.
 
     NONFINITE · DIVERGED (final ≥ loss at init) · COLLAPSED (≥ unigram) · NO-CONTEXT (≥ bigram) · OK.
     """

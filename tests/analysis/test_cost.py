@@ -13,7 +13,8 @@ from torch import nn
 
 from minitx.analysis import attention_cost as formulas
 from minitx.analysis.attention_cost import AttentionShape, attention_call, attention_cost, running_core
-from minitx.analysis.cost import ATTENTIONS, figure, growth, ledger, measure_model, model_call, with_attention
+from minitx.analysis.cost import ledger, measure_model, model_call
+from minitx.analysis.growth import ATTENTIONS, figure, growth, with_attention
 from minitx.analysis.meter import Meter, allocations, fit_exponent, measure
 from minitx.config import ConfigError, TransformerConfig
 from minitx.nn import Causal, scaled_dot_product_attention

@@ -24,7 +24,8 @@ from minitx.analysis import (
     to_bertviz,
 )
 from minitx.analysis.canvas import PALETTE, png, svg
-from minitx.analysis.figures import HIDDEN, PROBED, SEQUENTIAL
+from minitx.analysis.figures import PROBED
+from minitx.analysis.heatmaps import HIDDEN, SEQUENTIAL
 from minitx.analysis.snapshot import AttentionMap, Snapshot
 from minitx.config import TransformerConfig
 from minitx.nn import Causal, DecoderLM, EncoderDecoder, MultiHeadAttention

@@ -253,7 +253,8 @@ python scripts/train.py experiment=char_lm debug=one_step               # one st
 ```
 
 What comes later wins: the option of each group (and what its own `defaults` name), then `experiment`, then `debug`, then the command
-line from left to right. Nothing else is read: no environment variable changes a key.
+line from left to right. Nothing else is read: an environment variable changes a key only where a
+config names it, as `${oc.env:NAME}`.
 
 A key that does not exist, a value of another type and a combination that has no meaning are answered in one sentence with exit code 2,
 before torch is imported ([errors.md](errors.md)). A key that is `null` says in its meaning what then holds.

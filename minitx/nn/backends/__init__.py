@@ -14,7 +14,6 @@ from torch.compiler import is_compiling
 
 from minitx.nn.backends import chunked, flash_attn, flex, math, sdpa
 from minitx.nn.backends.base import Backend, always
-from minitx.nn.backends.programs import tensors_of
 from minitx.nn.bias import Bias
 from minitx.nn.functional import AttentionCall, attention_weights, make_call
 from minitx.nn.masks import Mask, SlidingWindow
@@ -33,9 +32,9 @@ __all__ = [
 
 _BUILT_IN = (sdpa.BACKEND, chunked.BACKEND, math.BACKEND, flex.BACKEND, flash_attn.BACKEND, *sdpa.VARIANTS)
 _REGISTRY: dict[str, Backend] = {backend.name: backend for backend in _BUILT_IN}
-# scores of all heads together, from which on tiles beat the whole matrix on CPU (measured: docs/backends.md); with a bias
-# that learns, each tile of the backward pass goes through the bias's rule once more, so they do from later on
-CHUNKED_FROM, CHUNKED_FROM_WITH_BIAS_GRADIENT = 2**21, 2**23
+# scores of all heads together, from which on tiles beat the whole matrix on CPU (measured: docs/backends.md): that of math, and
+# that of torch's plain path, which makes it in fewer calls
+CHUNKED_FROM, CHUNKED_FROM_OVER_PLAIN = 2**21, 2**23
 # of the tiles, the share up to which computing them alone beats torch's CPU kernel, which computes what a mask hides, too
 FEW_TILES = 0.25
 
@@ -97,9 +96,7 @@ def _fastest(call: AttentionCall) -> Backend:
         return chunked.BACKEND if tiled and (few_rows or large) else math.BACKEND
     if sdpa.BACKEND.falls_back(call) is None:
         return chunked.BACKEND if tiled and on_cpu and _few_tiles(call, scores) else sdpa.BACKEND
-    learns = any(tensor.requires_grad for tensor in tensors_of(call.attn_bias))
-    large = scores >= (CHUNKED_FROM_WITH_BIAS_GRADIENT if learns else CHUNKED_FROM) and L > 1
-    return chunked.BACKEND if tiled and large else sdpa.BACKEND  # torch's plain path: that of math, in fewer calls
+    return chunked.BACKEND if tiled and L > 1 and scores >= CHUNKED_FROM_OVER_PLAIN else sdpa.BACKEND
 
 
 def _few_tiles(call: AttentionCall, scores: int) -> bool:
