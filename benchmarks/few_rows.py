@@ -1,4 +1,4 @@
-"""How many times as fast ``minitx.nn.linear.Linear`` is as ``F.linear`` where a matrix meets a few rows, as in a decoding step.
+"""How many times as fast ``minitx.nn.FewRows`` makes ``F.linear`` where a matrix meets a few rows, as in a decoding step.
 
 One matrix after another of as many of a shape as fill 128 MiB, so that each is read from memory and not from a cache, as in a
 model; float32, no gradient. The last rows are all matrices of GPT-2's smallest model. ``LEAST_WEIGHTS`` and ``MOST_ROWS`` come from here.
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from measure import compare, number, row, table, write
 from torch import Tensor
 
-from minitx.nn.linear import product_in_halves
+from minitx.nn.few_rows import linear_in_halves
 
 SHAPES = [(128, 128), (256, 256), (768, 768), (3072, 768), (768, 3072), (50257, 768)]
 GPT2 = [*([(768, 768)] * 4 + [(3072, 768), (768, 3072)]) * 12, (50257, 768)]
@@ -28,7 +28,7 @@ def whole(matrices: Sequence[Tensor], num_rows: int) -> None:
 
 def halves(matrices: Sequence[Tensor], num_rows: int) -> None:
     for matrix in matrices:
-        product_in_halves(torch.ones(num_rows, matrix.shape[1]), matrix)
+        linear_in_halves(torch.ones(num_rows, matrix.shape[1]), matrix)
 
 
 def main() -> None:

@@ -11,9 +11,9 @@ import subprocess
 import sys
 import time
 
-from measure import in_pairs, median_interval, write
+from measure import in_pairs, judged, median_interval, number, table, write
 
-TARGET = 0.1
+WANTED = "<= 0.1"
 ENVIRONMENT = {name: setting for name, setting in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
@@ -34,25 +34,18 @@ def main() -> None:
     first, second = in_pairs(lambda: seconds_of("import torch"), lambda: seconds_of("import torch"), pairs)
     extra = median_interval([b - a for a, b in zip(torch, ours, strict=True)])
     control = median_interval([b - a for a, b in zip(first, second, strict=True)])
-    met = extra["high"] <= TARGET
-    path = write(
-        "import_time",
-        {
-            "target_seconds": TARGET,
-            "pairs": pairs,
-            "import_torch_seconds": median_interval(torch),
-            "extra_seconds": extra,
-            "control_torch_minus_torch_seconds": control,
-            "met": met,
-        },
+    seconds = {"a_seconds": median_interval(torch)["median"], "b_seconds": median_interval(ours)["median"], "pairs": pairs}
+    holds = control["low"] <= 0.0 <= control["high"]
+    row = judged("seconds of import minitx.nn over import torch", extra, WANTED, **seconds)
+    print(table([row]))
+    print(
+        f"control, torch - torch: {number(control['low'])} to {number(control['high'])} s{'' if holds else ', does not hold 0'}"
     )
-    print(f"import torch {as_text(median_interval(torch))}; minitx.nn on top {as_text(extra)}; control {as_text(control)}")
-    print(f"target {TARGET} s {'met' if met else 'missed'}; {path}")
-
-
-def as_text(interval: dict[str, float]) -> str:
-    """Median and interval as text."""
-    return f"{interval['median']:.3f} s ({interval['low']:.3f} to {interval['high']:.3f})"
+    print(
+        write(
+            "import_time", {"target": "P10", "title": "What importing a block costs", "rows": [row], "control_seconds": control}
+        )
+    )
 
 
 if __name__ == "__main__":

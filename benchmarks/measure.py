@@ -174,7 +174,7 @@ def write(name: str, results: dict[str, Any]) -> Path:
         Path(word).name if word.startswith("/") else word for word in sys.argv[1:]
     ]  # where a file lies here is nobody's concern
     about = {
-        "hardware": f"{_processor()}, {len(_cores())} cores",
+        "hardware": f"{_processor()}, {len(_cores())} cores, {torch.backends.cpu.get_cpu_capability()}",
         "versions": {"python": platform.python_version(), "torch": version("torch"), "minitx": minitx.__version__},
         "date": datetime.date.today().isoformat(),
         "command": "python " + " ".join(["benchmarks/" + Path(sys.argv[0]).name, *words]),

@@ -59,8 +59,8 @@ Both sides of a row run in one process (P2, P3 and the cold start of P10: in pro
 threads and the same batch, in blocks by turns, A B B A. Each pair of neighbours gives a ratio; a row shows the median and its 95 % bootstrap interval, and counts as *met*
 when the whole interval meets what was wanted. A against A is the same measurement between blocks of one side: where its interval
 does not hold 1, the machine was not quiet enough for the row, whatever it says. Ratios with `≥` say how many times as fast
-minitx is, those with `≤` its time or memory over the other's. Rows without an interval are counted, not timed; so are those of P6 whose
-regret is 1: there `auto` took the very backend that was the fastest in either half of the rounds.
+minitx is, those with `≤` its time or memory over the other's. Rows without an interval are counted, not timed. A regret of 1
+without a spread (P6): there `auto` took the very backend that was the fastest in either half of the rounds.
 """
 
 WHY = """

@@ -24,6 +24,7 @@ from minitx.config import (
     evaluate_factor,
     to_dict,
 )
+from minitx.config.checks import first_line
 
 
 def test_the_config_module_needs_the_standard_library_alone():
@@ -127,3 +128,15 @@ def test_what_is_no_number_is_refused(value):
 def test_a_list_of_rules_is_checked_entry_by_entry():
     with pytest.raises(ConfigError, match=r"^optimizer\.rules\[1\]\.trainable=perhaps must be true or false"):
         from_dict(OptimizerConfig, {"rules": [{"match": "a"}, {"match": "b", "trainable": "perhaps"}]}, "optimizer.")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError(), "ValueError"),
+        (ValueError(" \n"), "ValueError"),
+        (RuntimeError("sizes differ:\n\tq_proj\nthird"), "sizes differ: q_proj"),
+    ],
+)
+def test_an_error_is_told_in_one_line_also_where_it_says_nothing(error, line):
+    assert first_line(error) == line

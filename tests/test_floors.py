@@ -12,7 +12,7 @@ import minitx
 
 PACKAGE = Path(minitx.__file__).parent
 NN_0 = {f"nn.{name}" for name in ("masks", "bias", "scale", "positions", "feedforward", "norms", "functional")}
-NN_0 |= {"nn.linear", "nn.tensor_rule"}  # below the others: what two of them share
+NN_0 |= {"nn.modes", "nn.few_rows", "nn.tensor_rule"}
 NN_1 = {"nn.backends", "nn.efficient", "nn.cache"}
 PLOTS = {"matplotlib"}
 # room: (rooms of minitx below it, packages at import, packages inside functions); a room may import itself
@@ -20,8 +20,7 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "": (set(), set(), set()),
     "config": (set(), set(), set()),
     **{room: ({"config"}, {"torch"}, set()) for room in NN_0},
-    **{room: (set(), {"torch"}, set()) for room in ("nn.linear", "nn.tensor_rule")},
-    "nn.feedforward": ({"config", "nn.linear"}, {"torch"}, set()),
+    **{room: (set(), {"torch"}, set()) for room in ("nn.modes", "nn.few_rows", "nn.tensor_rule")},
     "nn.masks": ({"config", "nn.tensor_rule"}, {"torch"}, set()),
     "nn.bias": ({"config", "nn.tensor_rule"}, {"torch"}, set()),
     "nn.functional": ({"config", "nn.masks", "nn.bias"}, {"torch"}, set()),
@@ -226,6 +225,7 @@ IMPORTS_OF_CODE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marsha
 NEEDED_BECAUSE = {
     ("analysis.canvas", "pickle"): "a figure of ours is copied by dumps and loads of its own bytes",
     ("analysis.canvas", "pickle.loads"): "the same",
+    ("cli.entry", "importlib.import_module"): "of our own programs, which the code names",
     ("cli.targets", "importlib.import_module"): "only of a name in ALLOWED",
     ("data.bible", "importlib.import_module"): "of two packages that the code names",
     ("training.shards", "pickle"): "to read torch's index with a reader that knows its descriptions only",

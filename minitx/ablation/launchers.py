@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from minitx.ablation.grid import Cell
 from minitx.config import ConfigError
+from minitx.config.checks import first_line
 
 RunCell = Callable[[Sequence[str], str], dict[str, Any]]
 WORKER_DIED = "a worker process died"
@@ -289,8 +290,7 @@ class Submitit:
             with self.lock:
                 outcome = job.result()
         except Exception as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            return Outcome(None, f"the job died: {reason}", time.perf_counter() - started)
+            return Outcome(None, f"the job died: {first_line(error)}", time.perf_counter() - started)
         finally:
             with self.lock:
                 self.jobs.discard(job)
@@ -348,8 +348,7 @@ class Ray:
         try:
             outcome: Outcome = self.remote.remote(self.run_cell, overrides, place).future().result()
         except Exception as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            return Outcome(None, f"the task died: {reason}", time.perf_counter() - started)
+            return Outcome(None, f"the task died: {first_line(error)}", time.perf_counter() - started)
         return outcome
 
 

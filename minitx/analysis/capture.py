@@ -177,18 +177,30 @@ def _chosen_cores(model: nn.Module, layers: Sequence[int | str] | None) -> dict[
     cores = attention_cores(model)
     if not cores:
         raise ValueError(f"{type(model).__name__} has no attention core with weights to look at")
+    return {name: cores[name] for name in chosen_names(list(cores), layers)}
+
+
+def chosen_names(names: Sequence[str], layers: Sequence[int | str] | None) -> list[str]:
+    """Those of the layers' ``names`` that ``layers`` means, in their order: indices, also from the end, and parts of names.
+
+    Raises:
+        ValueError: one that is none of them.
+
+    >>> chosen_names(["encoder.0", "encoder.1", "decoder.0"], ["encoder", -1])
+    ['encoder.0', 'encoder.1', 'decoder.0']
+    """
     if layers is None:
-        return cores
-    names, chosen = list(cores), []
+        return list(names)
+    chosen: set[str] = set()
     for layer in layers:
         if isinstance(layer, str):
             found = [name for name in names if layer in name]
         else:
             found = [names[layer]] if -len(names) <= layer < len(names) else []
         if not found:
-            raise ValueError(f"layers: {layer!r} is none of the {len(names)} attention layers {', '.join(names)}")
-        chosen += found
-    return {name: cores[name] for name in names if name in chosen}
+            raise ValueError(f"layers: {layer!r} is none of the {len(names)} layers {', '.join(names)}")
+        chosen.update(found)
+    return [name for name in names if name in chosen]
 
 
 def refuse_compiled(model: nn.Module) -> None:

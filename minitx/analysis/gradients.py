@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from minitx.analysis.capture import attention_cores, watch
 from minitx.analysis.snapshot import SOURCE, TARGET
 from minitx.nn.attention import MultiHeadAttention
+from minitx.nn.modes import evaluating
 
 Loss = Callable[[Any], tuple[Tensor, Mapping[str, Tensor]]]
 _PROJECTIONS = {"snr_q": "q_proj", "snr_k": "k_proj", "snr_v": "v_proj"}
@@ -54,9 +55,7 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
     }
     norms: dict[str, list[Tensor]] = {name: [] for name in cores}
     gradients: dict[tuple[str, str], list[Tensor]] = {place: [] for place in weights}
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for part in parts:
             with torch.enable_grad(), watch(model, lambda look: look) as seen:
                 value, counted = loss(part)
@@ -68,8 +67,6 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
                 norms[name].append(next(found).double().norm(dim=-1).transpose(1, 2)[rows].flatten())  # (B, L, H)[rows]
             for place, gradient in zip(weights, found, strict=True):
                 gradients[place].append(gradient.double().flatten())
-    finally:
-        model.train(training)
     result: dict[str, dict[str, Any]] = {}
     for name in cores:
         rows = torch.cat(norms[name])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from minitx.analysis.capture import Look, watch
 from minitx.analysis.statistics import over_tiles
 from minitx.nn.functional import full_precision
+from minitx.nn.modes import evaluating
 
 SOURCE, TARGET, PIXELS = "input_ids", "decoder_input_ids", "pixel_values"
 _MASK_OF = {SOURCE: "key_mask", TARGET: "decoder_key_mask"}
@@ -137,14 +138,9 @@ def take_snapshot(
     >>> snapshot.maps[1].weights.shape, snapshot.tokens["input_ids"]
     (torch.Size([1, 3, 4, 4]), [['1', '2', '3', '5']])
     """
-    training = model.training
-    model.eval()
     device = next(iter(inputs.values())).device
-    try:
-        with watch(model, _look, layers=layers) as seen, full_precision(device):
-            model(**inputs)
-    finally:
-        model.train(training)
+    with evaluating(model), watch(model, _look, layers=layers) as seen, full_precision(device):
+        model(**inputs)
     has_target = TARGET in inputs
     source = SOURCE if SOURCE in inputs else PIXELS
     maps = []

@@ -10,17 +10,13 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from minitx.config import SCALE_WORDS, ConfigError
+from minitx.config.checks import require
 
 T = TypeVar("T")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
@@ -34,12 +30,10 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     hints = typing.get_type_hints(cls)
     for key in values:
         if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=1)
-            hint = f"did you mean {path}{near[0]}? " if near else ""
-            raise ConfigError(f"{path}{key} is not a key; {hint}allowed here: {', '.join(fields)}")
+            raise ConfigError(_no_key(f"{path}{key}", str(key), path, fields))
     converted = {key: _convert(hints[key], value, f"{path}{key}") for key, value in values.items()}
     missing = [n for n, f in fields.items() if n not in values and _is_required(f)]
-    _require(not missing, f"{path}{''.join(missing[:1])} is missing")
+    require(not missing, f"{path}{''.join(missing[:1])} is missing")
     try:
         return cls(**converted)
     except ConfigError as error:
@@ -58,18 +52,18 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _convert_union(arguments, value, key)
     if origin is Literal:
-        _require(
+        require(
             value in arguments,
             f"{key}={value} is not allowed: one of {', '.join(map(str, arguments))}{_nearest(value, arguments)}",
         )
         return value
     if dataclasses.is_dataclass(hint):
-        _require(isinstance(value, Mapping), f"{key}={_shown(value)} must be a group of keys")
+        require(isinstance(value, Mapping), f"{key}={_shown(value)} must be a group of keys")
         return from_dict(typing.cast(type, hint), value, f"{key}.")
     if origin is tuple:
         return _convert_tuple(arguments, value, key)
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        _require(isinstance(value, Mapping), f"{key}={_shown(value)} must be a mapping")
+        require(isinstance(value, Mapping), f"{key}={_shown(value)} must be a mapping")
         return {str(k): _convert(arguments[1], v, f"{key}.{k}") for k, v in value.items()}
     return _convert_plain(hint, value, key)
 
@@ -85,15 +79,15 @@ def _nearest(value: Any, allowed: Sequence[Any]) -> str:
 
 def _convert_union(arguments: tuple[Any, ...], value: Any, key: str) -> Any:
     if value is None:
-        _require(type(None) in arguments, f"{key}=null is not allowed: {_wanted(arguments, key)}")
+        require(type(None) in arguments, f"{key}=null is not allowed: {_wanted(arguments, key)}")
         return None
     options = [a for a in arguments if a is not type(None)]
     kinds = [o for o in options if dataclasses.is_dataclass(o)]
     if len(kinds) > 1:  # told apart by their field `name`
-        _require(isinstance(value, Mapping), f"{key}={_shown(value)} must be a group of keys")
+        require(isinstance(value, Mapping), f"{key}={_shown(value)} must be a group of keys")
         names = {n: kind for kind in kinds for n in typing.get_args(typing.get_type_hints(kind)["name"])}
         name = value.get("name")
-        _require(name in names, f"{key}.name={name} is not allowed: one of {', '.join(names)}{_nearest(name, list(names))}")
+        require(name in names, f"{key}.name={name} is not allowed: one of {', '.join(names)}{_nearest(name, list(names))}")
         return _convert(names[name], value, key)
     if len(options) == 1:
         return _convert(options[0], value, key)
@@ -115,10 +109,10 @@ _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def _convert_tuple(arguments: tuple[Any, ...], value: Any, key: str) -> Any:
-    _require(isinstance(value, list | tuple), f"{key}={_shown(value)} must be a list")
+    require(isinstance(value, list | tuple), f"{key}={_shown(value)} must be a list")
     if len(arguments) == 2 and arguments[1] is Ellipsis:
         return tuple(_convert(arguments[0], v, f"{key}[{i}]") for i, v in enumerate(value))
-    _require(len(value) == len(arguments), f"{key}={value} must have {len(arguments)} entries")
+    require(len(value) == len(arguments), f"{key}={value} must have {len(arguments)} entries")
     return tuple(_convert(a, v, f"{key}[{i}]") for i, (a, v) in enumerate(zip(arguments, value, strict=True)))
 
 
@@ -132,8 +126,14 @@ def _convert_plain(hint: Any, value: Any, key: str) -> Any:
         return int(value)
     if isinstance(value, hint) and not (is_bool and hint is not bool):
         return value
-    _require(value is not None, f"{key}=null is not allowed: it must be {_wanted([hint], key)}")
+    require(value is not None, f"{key}=null is not allowed: it must be {_wanted([hint], key)}")
     raise ConfigError(f"{key}={value} must be {_wanted([hint], key)}, got {type(value).__name__}")
+
+
+def _no_key(key: str, name: str, path: str, fields: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, fields, n=1)
+    hint = f"did you mean {path}{near[0]}? " if near else ""
+    return f"{key} is not a key; {hint}allowed here: {', '.join(fields)}"
 
 
 def unknown_key(cls: type, key: str) -> str:
@@ -149,9 +149,7 @@ def unknown_key(cls: type, key: str) -> str:
             return f"{key} is not a key: {path.rstrip('.')} has no keys of its own"
         fields = [f.name for f in dataclasses.fields(cls)]
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
-            hint = f"did you mean {path}{near[0]}? " if near else ""
-            return f"{key} is not a key; {hint}allowed here: {', '.join(fields)}"
+            return _no_key(key, name, path, fields)
         path += f"{name}."
         hint_types = typing.get_args(typing.get_type_hints(cls)[name]) or (typing.get_type_hints(cls)[name],)
         kinds = [kind for kind in hint_types if dataclasses.is_dataclass(kind)]

@@ -119,16 +119,12 @@ def _recorded(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trac
 
 
 def _with_layers(snapshot: Snapshot, config: ViewConfig) -> Snapshot:
-    chosen, names = config.chosen_layers, [layer.name for layer in snapshot.maps]
-    if chosen is None:
-        return snapshot
-    kept: set[str] = set()
-    for layer in chosen:
-        in_range = isinstance(layer, int) and -len(names) <= layer < len(names)
-        found = [name for name in names if layer in name] if isinstance(layer, str) else [names[layer]] if in_range else []
-        if not found:
-            raise ConfigError(f"layers: {layer!r} is none of the {len(names)} recorded layers {', '.join(names)}")
-        kept.update(found)
+    from minitx.analysis.capture import chosen_names
+
+    try:
+        kept = chosen_names([layer.name for layer in snapshot.maps], config.chosen_layers)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     return dataclasses.replace(snapshot, maps=tuple(layer for layer in snapshot.maps if layer.name in kept))
 
 

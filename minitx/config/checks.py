@@ -41,6 +41,12 @@ def fraction(config: Any, *names: str) -> None:
         require(0.0 <= value < 1.0, f"{name}={value} must lie in [0, 1)")
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return " ".join(line.strip() for line in lines[:2])[:200]  # torch names the tensors in the second line
+
+
 def to_dict(config: Any) -> Any:
     """A config as plain data (dicts, lists, strings, numbers): what YAML files and checkpoints hold."""
     if dataclasses.is_dataclass(config):

@@ -94,22 +94,16 @@ class AddressSampler(Sampler[Address]):
         return (self.num_steps - self.start_step) * self.accumulate
 
     def __iter__(self) -> Iterator[Address]:
-        self._given = 0
         for step in range(self.start_step, self.num_steps):
             for micro in range(self.accumulate):
-                self._given += 1
                 yield Address(step, micro, self.rank, self.split)
-
-    def state_dict(self) -> dict[str, int]:
-        """``{"step": next optimizer step}``, a step counting as done once all of its addresses were given."""
-        return {"step": self.start_step + self._given // self.accumulate}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin the next ``iter`` at ``state["step"]``."""
         step = int(state["step"])
         if not 0 <= step <= self.num_steps:
             raise ValueError(f"start_step={step} must lie in [0, {self.num_steps}], the steps of this run")
-        self.start_step, self._given = step, 0
+        self.start_step = step
 
 
 class BatchSource(Dataset[Batch], ABC):

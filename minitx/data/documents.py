@@ -8,6 +8,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,6 @@ def load_documents(config: HubDataConfig, folder: Path, tokenizer: Tokenizer | N
             "byte": targets / counted["bytes"] / math.log(2),
             "character": targets / counted["characters"] / math.log(2),
         },
-        description={f"{split}_{unit}": n for split, units in record["splits"].items() for unit, n in units.items()},
     )
 
 
@@ -243,7 +243,8 @@ def _build(path: Path, config: HubDataConfig, texts: dict[str, _Texts], tokenize
     with replacing(path) as file:
         for split, documents in texts.items():
             counted = {"documents": 0, "tokens": 0, "characters": 0, "bytes": 0}
-            for batch in _batches(documents):
+            supply = iter(documents)
+            while batch := list(islice(supply, DOCUMENTS_AT_ONCE)):
                 for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
                     whole = np.concatenate([[first], ids, [last]]).astype(dtype)
                     added = {"documents": 1, "tokens": len(whole), "characters": len(text), "bytes": len(text.encode())}
@@ -263,14 +264,3 @@ def _build(path: Path, config: HubDataConfig, texts: dict[str, _Texts], tokenize
     with replacing(path.with_suffix(".json")) as file:
         file.write(json.dumps(record).encode())
     return record
-
-
-def _batches(texts: _Texts) -> Iterator[list[str]]:
-    batch: list[str] = []
-    for text in texts:
-        batch.append(text)
-        if len(batch) == DOCUMENTS_AT_ONCE:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

@@ -148,7 +148,6 @@ class Task:
         label_names: of a classification.
         baselines: computes what a model must beat, by name.
         bits_per: factors from nats per token to bits per ``byte`` and ``character`` (language models).
-        description: sizes, as plain data.
     """
 
     kind: TaskName
@@ -160,7 +159,6 @@ class Task:
     label_names: tuple[str, ...] = ()
     baselines: Callable[[], dict[str, float]] = dict
     bits_per: dict[str, float] = dataclasses.field(default_factory=dict)
-    description: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def hold_out(groups: Sequence[Any], fraction: float, always_train: Iterable[Any] = ()) -> tuple[np.ndarray, np.ndarray]:

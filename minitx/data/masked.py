@@ -91,5 +91,4 @@ def load_masked(config: MaskedDataConfig, folder: Path, tokenizer: Tokenizer | N
         baselines=lambda: {
             "unigram_perplexity": float(np.exp(unigram_nll(text.train.array, text.val.array, vocab_size))),
         },
-        description={f"{split}_{unit}": n for split, counted in text.record["splits"].items() for unit, n in counted.items()},
     )

@@ -95,10 +95,6 @@ class DataModule(LightningDataModule, ABC):
     def val_source(self, world: int = 1) -> FiniteSource:
         """The validation batches for ``world`` ranks."""
 
-    @abstractmethod
-    def describe(self) -> dict[str, Any]:
-        """Sizes and checksums as plain data, for logs and reports."""
-
     def model_fields(self) -> dict[str, Any]:
         """What the model's config must say to fit the data: ``vocab_size``, and with the task ``type_vocab_size``;
         ``pad_id``, ``bos_id``, ``eos_id``, ``max_source_len`` and ``max_target_len`` (longest rows, marks included);
@@ -188,13 +184,14 @@ class TextDataModule(DataModule):
 
     def prepare_data(self) -> None:
         """Make the token cache where it is missing or does not fit. Lightning calls this on one process of a node."""
-        self._text = tokenised(self.config, self.options.data_dir or data_dir(), self.options.tokenizer)
-        self._check_lengths(self._text)
+        if self._text is None:  # a trainer asks again for what is there
+            text = tokenised(self.config, self.options.data_dir or data_dir(), self.options.tokenizer)
+            self._check_lengths(text)
+            self._text = text
 
     def setup(self, stage: str | None = None) -> None:
         """Open the token cache (made here where ``prepare_data`` did not run)."""
-        if self._text is None:
-            self.prepare_data()
+        self.prepare_data()
         self.tokenizer = self.text.tokenizer
         self.vocab_size = self.tokenizer.vocab_size
         self.floors = self.text.record["floors"] or {}
@@ -233,17 +230,6 @@ class TextDataModule(DataModule):
         bits = compressed_bits(chunk.encode() for split, chunk in parts if split == "val")
         units = ("character", "byte")
         return {f"{name}_bits_per_{unit}": size / splits["val"][f"{unit}s"] for name, size in bits.items() for unit in units}
-
-    def describe(self) -> dict[str, Any]:
-        record = self.text.record
-        return {
-            "name": self.config.name,
-            "tokenizer": self.config.tokenizer,
-            "vocab_size": self.vocab_size,
-            "source_sha256": record["source_sha256"],
-            "tokenizer_fingerprint": record["tokenizer_fingerprint"],
-            **{f"{split}_{unit}": n for split, counted in record["splits"].items() for unit, n in counted.items()},
-        }
 
     def _check_lengths(self, text: TokenisedText) -> None:
         said = f"data.path={self.config.path}" if self.config.name == "text" else f"data={self.config.name}"
@@ -290,9 +276,6 @@ class RecallDataModule(DataModule):
 
     def baselines(self) -> dict[str, float]:
         return {"chance_accuracy": self.chance}
-
-    def describe(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self.config), "vocab_size": self.vocab_size, "chance": self.config.chance}
 
 
 class ExampleDataModule(DataModule):
@@ -350,11 +333,6 @@ class ExampleDataModule(DataModule):
 
     def val_examples(self) -> list[tuple[str, str]]:
         return list(self.examples.val_examples)
-
-    def describe(self) -> dict[str, Any]:
-        found = self.examples
-        sizes = {"train_rows": len(found.train), "val_rows": len(found.val)}
-        return {"name": self.config.name, "task": found.kind, **found.model_fields, **sizes, **found.description}
 
 
 LOADERS: dict[type, Callable[[Any, Path, Tokenizer | None], Task]] = {

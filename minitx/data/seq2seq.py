@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from minitx.data.dates import date_pairs
 from minitx.data.examples import Draw, Examples, Ragged, Task, hold_out
 from minitx.data.tokenizers import CharTokenizer, Tokenizer, require_marks, train_tokenizer
 
+log = logging.getLogger(__name__)
 MARKS = ("pad", "bos", "eos")
 Pairs = list[tuple[str, str]]
 
@@ -74,9 +76,12 @@ def load_pairs(config: DatesDataConfig | PairsDataConfig, folder: Path, tokenize
     longest = (
         (config.max_tokens,) * 2 if isinstance(config, DatesDataConfig) else (config.max_source_len, config.max_target_len)
     )
-    kept_train, train_examples = _examples(train, tokenizer, marks, longest, config)
+    _, train_examples = _examples(train, tokenizer, marks, longest, config)
     kept_val, val_examples = _examples(val, tokenizer, marks, longest, config)
     both = (train_examples, val_examples)
+    left_out = len(train) + len(val) - len(train_examples) - len(val_examples)
+    if left_out:
+        log.info("left out %d of %d pairs: longer than the config allows", left_out, len(train) + len(val))
     return Task(
         kind="seq2seq",
         train=train_examples,
@@ -90,7 +95,6 @@ def load_pairs(config: DatesDataConfig | PairsDataConfig, folder: Path, tokenize
         },
         val_examples=kept_val,
         baselines=lambda: {"copy_exact_match": float(np.mean([source == target for source, target in kept_val]))},
-        description={"left_out": len(train) + len(val) - len(kept_train) - len(kept_val)},
     )
 
 

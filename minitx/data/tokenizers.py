@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from minitx.config import ConfigError
+from minitx.config.checks import first_line
 
 if TYPE_CHECKING:
     import tokenizers
@@ -125,7 +126,7 @@ def load_tokenizer(path: str | Path) -> CharTokenizer | BPETokenizer:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; a tokenizer.json is wanted") from None
     except Exception as error:  # tokenizers raises plain Exception
-        raise ConfigError(f"{file} is no tokenizer.json: {str(error).splitlines()[0][:200]}") from None
+        raise ConfigError(f"{file} is no tokenizer.json: {first_line(error)}") from None
 
 
 def require_marks(tokenizer: Tokenizer, *names: str) -> list[int]:

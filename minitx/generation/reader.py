@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from minitx.nn import KVCache
+from minitx.nn import FewRows, KVCache
+from minitx.nn.few_rows import pays
 from minitx.nn.models import TransformerModel
 
 
@@ -30,6 +32,7 @@ class Reader:
         start: Callable[[KVCache], Callable[[Tensor], Tensor]] | None = None,
     ) -> None:
         self.model, self.capacity, self.context, self.start = model, capacity, context, start
+        self.products: AbstractContextManager[object] = FewRows() if pays(model) else nullcontext()
         self.memory = model.encode(input_ids, key_mask=key_mask) if has_source(model) else None  # type: ignore[operator]
         self.source_mask = key_mask if has_source(model) else None
         self.cache: KVCache | None = None
@@ -60,9 +63,10 @@ class Reader:
 
     def _forward(self, ids: Tensor, key_mask: Tensor | None) -> Tensor:
         options = {} if self.cache is None else {"cache": self.cache}
-        if self.memory is None:
-            return last_logits(self.model, ids, key_mask=key_mask, **options)
-        return last_logits(self.model, None, ids, key_mask=self.source_mask, memory=self.memory, **options)
+        with self.products:
+            if self.memory is None:
+                return last_logits(self.model, ids, key_mask=key_mask, **options)
+            return last_logits(self.model, None, ids, key_mask=self.source_mask, memory=self.memory, **options)
 
     def _new_cache(self) -> KVCache | None:
         if self.capacity is None:

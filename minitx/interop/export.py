@@ -13,6 +13,7 @@ from torch.export import Dim
 
 from minitx.config import TransformerConfig
 from minitx.nn.models import TransformerModel
+from minitx.nn.modes import evaluating
 
 
 def export_onnx(model: TransformerModel, path: str | Path) -> None:
@@ -34,21 +35,18 @@ def export_onnx(model: TransformerModel, path: str | Path) -> None:
     if missing:
         raise ImportError(f"export_onnx needs {' and '.join(missing)}: pip install minitx[export]")
     inputs, open_axes = _inputs(model.config)
-    device, was_training = next(model.parameters()).device, model.training
-    try:
-        with warnings.catch_warnings():  # the exporter's own deprecations
-            warnings.simplefilter("ignore")
-            program = torch.onnx.export(
-                model.eval(),
-                kwargs={name: tensor.to(device) for name, tensor in inputs.items()},
-                dynamic_shapes=open_axes,
-                input_names=list(inputs),
-                output_names=["logits"],
-                dynamo=True,
-                verbose=False,
-            )
-    finally:
-        model.train(was_training)
+    device = next(model.parameters()).device
+    with evaluating(model), warnings.catch_warnings():  # the exporter's own deprecations
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            model,
+            kwargs={name: tensor.to(device) for name, tensor in inputs.items()},
+            dynamic_shapes=open_axes,
+            input_names=list(inputs),
+            output_names=["logits"],
+            dynamo=True,
+            verbose=False,
+        )
     assert program is not None
     program.save(str(path))
 

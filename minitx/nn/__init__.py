@@ -22,6 +22,7 @@ from minitx.nn.blocks import DecoderBlock, EncoderBlock, LayerScale, Residual, S
 from minitx.nn.cache import KVCache, LayerCache, StaticCache
 from minitx.nn.drop_in import DropInAttention
 from minitx.nn.feedforward import FeedForward, MixtureOfExperts, load_balancing_loss
+from minitx.nn.few_rows import FewRows
 from minitx.nn.functional import attention_scores, attention_weights, masked_softmax, reference_attention
 from minitx.nn.init import init_weights
 from minitx.nn.masks import (
@@ -55,6 +56,7 @@ __all__ = [
     "EncoderBlock",
     "EncoderDecoder",
     "FeedForward",
+    "FewRows",
     "KVCache",
     "LayerCache",
     "LayerScale",

@@ -9,7 +9,6 @@ from minitx.nn.backends import backend_names, run_attention
 from minitx.nn.bias import Bias
 from minitx.nn.cache import LayerCache
 from minitx.nn.functional import check_settings, make_call
-from minitx.nn.linear import Linear
 from minitx.nn.masks import Causal, Mask, Padding, as_mask, intersect, real_key_counts
 from minitx.nn.norms import QKNorm
 from minitx.nn.positions import Rotary
@@ -131,10 +130,10 @@ class MultiHeadAttention(nn.Module):
         kdim, vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
         if min(self.head_dim, kdim, vdim) < 1:
             raise ValueError(f"head_dim, kdim and vdim must be positive, got {self.head_dim}, {kdim} and {vdim}")
-        self.q_proj = Linear(embed_dim, num_heads * self.head_dim, bias=bias)
-        self.k_proj = Linear(kdim, self.num_kv_heads * self.head_dim, bias=bias)
-        self.v_proj = Linear(vdim, self.num_kv_heads * self.head_dim, bias=bias)
-        self.out_proj = Linear(num_heads * self.head_dim, embed_dim, bias=bias if out_bias is None else out_bias)
+        self.q_proj = nn.Linear(embed_dim, num_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(kdim, self.num_kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(vdim, self.num_kv_heads * self.head_dim, bias=bias)
+        self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias if out_bias is None else out_bias)
         if not isinstance(scale, ScoreScale):
             scale = ScoreScale(scale, head_dim=self.head_dim, num_heads=num_heads)
         self.scale, self.qk_norm, self.rotary, self.value_residual = scale, qk_norm, rotary, value_residual

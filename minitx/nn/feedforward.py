@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitx.nn.linear import Linear
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -49,9 +47,9 @@ class FeedForward(nn.Module):
         super().__init__()
         _check_network(embed_dim, ffn_dim, activation)
         self.activation = activation
-        self.gate_proj = Linear(embed_dim, ffn_dim, bias=bias) if activation in GATED else None
-        self.up_proj = Linear(embed_dim, ffn_dim, bias=bias)
-        self.down_proj = Linear(ffn_dim, embed_dim, bias=bias)
+        self.gate_proj = nn.Linear(embed_dim, ffn_dim, bias=bias) if activation in GATED else None
+        self.up_proj = nn.Linear(embed_dim, ffn_dim, bias=bias)
+        self.down_proj = nn.Linear(ffn_dim, embed_dim, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:

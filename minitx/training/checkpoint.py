@@ -21,6 +21,7 @@ import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from minitx.config import ConfigError, TransformerConfig
+from minitx.config.checks import first_line
 from minitx.data.tokenizers import Tokenizer, from_dict
 from minitx.nn.models import TransformerModel, build_model
 from minitx.training.shards import read_shards
@@ -244,10 +245,4 @@ def place(model: TransformerModel, device: str) -> TransformerModel:
     try:
         return model.to(torch.device(device))
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ConfigError(f"device={device} cannot be used: {str(error).splitlines()[0]}") from error
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    lines = (str(error).strip() or type(error).__name__).splitlines()
-    return " ".join(line.strip() for line in lines[:2])[:200]  # torch names the tensors in the second line
+        raise ConfigError(f"device={device} cannot be used: {first_line(error)}") from error

@@ -10,7 +10,8 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from minitx.config import ConfigError, TrainerConfig, TransformerConfig
-from minitx.training.checkpoint import AtomicCheckpointIO, first_line
+from minitx.config.checks import first_line
+from minitx.training.checkpoint import AtomicCheckpointIO
 from minitx.training.hardware import check_count, cpu_precision, runs_on_cpu
 from minitx.training.parallel import Sharded
 

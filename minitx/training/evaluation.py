@@ -19,6 +19,7 @@ from minitx.config import EvaluationConfig
 from minitx.data.addressing import Address
 from minitx.data.module import DataModule
 from minitx.generation import generate
+from minitx.nn.modes import evaluating
 from minitx.training.module import Batch, network_inputs
 from minitx.training.objectives import IGNORED
 
@@ -105,13 +106,8 @@ def evaluate(network: nn.Module, data: DataModule, options: EvaluationConfig | N
     The network is in evaluation mode meanwhile; its mode is restored.
     """
     options = options or EvaluationConfig()
-    training = network.training
-    network.eval()
-    try:
-        with torch.inference_mode():
-            return TASKS[data.task](network, data, options)
-    finally:
-        network.train(training)
+    with evaluating(network), torch.inference_mode():
+        return TASKS[data.task](network, data, options)
 
 
 def _batches(network: nn.Module, data: DataModule, options: EvaluationConfig) -> Iterator[Batch]:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.attention_cost import AttentionShape, core_cost
-from minitx.config import ConfigError, RunConfig, TextDataConfig, TransformerConfig
+from minitx.config import ConfigError, RunConfig, TransformerConfig
 from minitx.data.module import DataModule
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.efficient import approximation_error
 from minitx.nn.masks import Mask, SlidingWindow, intersect
+from minitx.nn.modes import evaluating
 from minitx.training.evaluation import evaluate
 from minitx.training.module import Batch, network_inputs
 
@@ -65,25 +66,18 @@ def measures(network: nn.Module, model: TransformerConfig, data: DataModule, con
     """
     found = {}
     for length in config.evaluation.lengths:
-        longer = _with_rows_of(length, data, config)
-        options = dataclasses.replace(config.evaluation, num_rows=_rows_of(length, config))
+        rows = config.evaluation.num_rows
+        rows = None if rows is None else max(1, rows * data.config.context_len // length)
+        longer, options = _with_rows_of(length, data), dataclasses.replace(config.evaluation, num_rows=rows)
         found[f"loss_at_{length}"] = evaluate(network, longer, options).metrics["loss"].value
     if config.evaluation.attention_cost:
         found |= _attention(network, model, data.probe_batch(ROWS_OF_ERROR))
     return found
 
 
-def _rows_of(length: int, config: RunConfig) -> int | None:
-    assert isinstance(config.data, TextDataConfig)
-    rows = config.evaluation.num_rows
-    return None if rows is None else max(1, rows * config.data.context_len // length)
-
-
-def _with_rows_of(length: int, data: DataModule, config: RunConfig) -> DataModule:
-    assert isinstance(config.data, TextDataConfig)
-    options = dataclasses.replace(config.data, context_len=length)
+def _with_rows_of(length: int, data: DataModule) -> DataModule:
+    options = dataclasses.replace(data.config, context_len=length)
     longer = type(data)(options, dataclasses.replace(data.options, tokenizer=data.tokenizer))
-    longer.prepare_data()
     longer.setup()
     return longer
 
@@ -94,12 +88,11 @@ def _attention(network: nn.Module, model: TransformerConfig, batch: Batch) -> di
     calls: list[tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]] = []
     cores = [module.core for module in network.modules() if isinstance(module, MultiHeadAttention)]
     handles = [core.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True) for core in cores]
-    training, device = network.training, next(network.parameters()).device
-    network.eval()
+    device = next(network.parameters()).device
     try:
-        network(**{name: tensor.to(device) for name, tensor in network_inputs(batch).items()})
+        with evaluating(network):
+            network(**{name: tensor.to(device) for name, tensor in network_inputs(batch).items()})
     finally:
-        network.train(training)
         for handle in handles:
             handle.remove()
     errors = [

@@ -22,6 +22,7 @@ from minitx.config import ConfigError, ProbeConfig
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.blocks import EncoderBlock
 from minitx.nn.functional import full_precision
+from minitx.nn.modes import evaluating
 from minitx.training.callbacks import StepCallback
 from minitx.training.metrics import MetricsFile
 from minitx.training.module import Batch, TrainingModule, network_inputs
@@ -142,21 +143,19 @@ class Probe(StepCallback):
     @torch.no_grad()
     def _look(self, module: TrainingModule, *, statistics: bool) -> tuple[dict[str, Look], dict[str, dict[str, Any]]]:
         """Every core's call, and where ``statistics`` are wanted its statistics."""
-        network, training = module.network, module.network.training
+        network = module.network
         hidden: dict[str, Tensor] = {}
         handles = [
             block.register_forward_hook(lambda _, args, out, name=name: hidden.update({name: _first(out)}))
             for name, block in network.named_modules()
             if statistics and isinstance(block, EncoderBlock)
         ]
-        network.eval()
         try:
-            with watch(network, lambda look: look) as seen, full_precision(module.device):
+            with evaluating(network), watch(network, lambda look: look) as seen, full_precision(module.device):
                 module(self._on(module.device))
                 looks = {name: records[0] for name, records in seen.items()}
                 layers = {name: _statistics(name, look, hidden) for name, look in looks.items()} if statistics else {}
         finally:
-            network.train(training)
             for handle in handles:
                 handle.remove()
         if statistics:

@@ -16,11 +16,12 @@ import lightning.pytorch as L
 import torch
 
 from minitx.config import ConfigError, RunConfig, TransformerConfig, to_dict
+from minitx.config.checks import first_line
 from minitx.data.module import DataModule, build_data
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.models import TransformerModel, build_model
 from minitx.training.callbacks import BarProgress, LastCheckpoint, StepLog, StoppedError, best_checkpoint, progress
-from minitx.training.checkpoint import first_line, read_checkpoint
+from minitx.training.checkpoint import read_checkpoint
 from minitx.training.devices import check_devices, check_parallel, place_of
 from minitx.training.evaluation import Evaluation, evaluate
 from minitx.training.folder import make_folder, rank_log
@@ -107,7 +108,6 @@ def prepare_data(config: RunConfig, tokenizer: Tokenizer | None = None) -> DataM
         val_batch_size=config.trainer.val_batch_size,
         tokenizer=tokenizer,
     )
-    data.prepare_data()
     data.setup()
     return data
 

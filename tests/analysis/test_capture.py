@@ -127,7 +127,7 @@ def test_chosen_layers_and_heads_are_slices_of_the_whole():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layers": [2]}, "layers: 2 is none of the 2 attention layers blocks.0.attention.core, blocks.1.attention.core"),
+        ({"layers": [2]}, "layers: 2 is none of the 2 layers blocks.0.attention.core, blocks.1.attention.core"),
         ({"layers": ["cross"]}, "layers: 'cross' is none of"),
     ],
 )

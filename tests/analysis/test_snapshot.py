@@ -37,6 +37,17 @@ def test_each_map_names_its_axes_and_its_weights_are_those_of_need_weights():
         assert (layer.weights[~layer.visible] == 0).all()
 
 
+def test_looking_leaves_every_part_in_the_mode_that_it_was_in():
+    model, inputs = translation()
+    model.train().encoder.eval()
+    modes = {name: part.training for name, part in model.named_modules()}
+    take_snapshot(model, inputs)
+    with pytest.raises(TypeError):
+        take_snapshot(model, {**inputs, "colour": inputs["input_ids"]})
+    assert {name: part.training for name, part in model.named_modules()} == modes
+    assert set(modes.values()) == {True, False}
+
+
 def test_a_sentence_without_its_padding_is_what_the_model_does_with_it_alone():
     model, inputs = translation()
     model.double()

@@ -73,18 +73,6 @@ def test_a_sampler_gives_every_micro_batch_of_every_remaining_step():
     assert len(sampler) == 4
 
 
-@pytest.mark.parametrize(("given_addresses", "step"), [(0, 2), (1, 2), (2, 2), (3, 3), (7, 4), (9, 5)])
-def test_a_stop_inside_an_accumulation_window_resumes_at_its_start(given_addresses, step):
-    sampler = AddressSampler(5, start_step=2, accumulate=3)
-    addresses = iter(sampler)
-    for _ in range(given_addresses):
-        next(addresses)
-    assert sampler.state_dict() == {"step": step}
-    resumed = AddressSampler(5, accumulate=3)
-    resumed.load_state_dict(sampler.state_dict())
-    assert [a.step for a in resumed] == [s for s in range(step, 5) for _ in range(3)]
-
-
 @pytest.mark.parametrize("step", [-1, 6])
 def test_a_state_outside_of_the_run_is_refused(step):
     with pytest.raises(ValueError, match=rf"start_step={step} must lie in \[0, 5\]"):

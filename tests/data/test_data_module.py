@@ -29,6 +29,7 @@ from minitx.config import (
     TransformerConfig,
     to_dict,
 )
+from minitx.data import module as data_module
 from minitx.data.module import build_data
 
 KEY_VALUE = KeyValueDataConfig(num_keys=13, num_values=5, num_pairs=7, batch_size=12, val_size=41)
@@ -62,7 +63,7 @@ def test_a_text_module_knows_what_a_model_needs(text_config, cache):
     assert module.tokenizer.decode(module.probe_batch(1)["input_ids"][0]) in "abcabd" * 3
     assert module.floors["bigram"] < module.floors["unigram"]
     assert module.bits_per == pytest.approx({"byte": 1.442695, "character": 1.442695})
-    assert module.describe()["train_tokens"] == 270
+    assert len(module.text.train) == 270
 
 
 def test_bits_per_byte_and_character_count_tokens_of_validation(text_config, cache):
@@ -77,7 +78,7 @@ def test_bits_per_byte_and_character_count_tokens_of_validation(text_config, cac
 def test_a_recall_module_knows_what_a_model_needs(cache, config, vocab_size, type_vocab_size, chance):
     module = ready(config, cache)
     assert (module.vocab_size, module.type_vocab_size, module.tokenizer) == (vocab_size, type_vocab_size, None)
-    assert (module.floors, module.bits_per, module.describe()["chance"]) == ({}, {}, chance)
+    assert (module.floors, module.bits_per, module.chance) == ({}, {}, chance)
     assert module.baselines() == {"chance_accuracy": chance}
     assert not cache.exists()
 
@@ -151,8 +152,24 @@ def test_a_model_sees_text_through_a_given_tokenizer(text_config, cache):
 )
 def test_a_text_too_short_is_refused_by_name(text_config, cache, content, values, message):
     module = build_data(text_config(content, **values), seed=0, max_steps=5, data_dir=cache)
-    with pytest.raises(ConfigError, match=rf"^data.path=.*text.txt {message}"):
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=rf"^data.path=.*text.txt {message}"):
+            module.prepare_data()
+
+
+def test_text_is_read_once_however_often_a_trainer_asks(text_config, cache, monkeypatch):
+    asked, real = [], data_module.tokenised
+
+    def tokenised(*args):
+        asked.append(args)
+        return real(*args)
+
+    monkeypatch.setattr(data_module, "tokenised", tokenised)
+    module = build_data(text_config(), seed=0, max_steps=5, data_dir=cache)
+    for _ in range(3):
         module.prepare_data()
+        module.setup("fit")
+    assert len(asked) == 1
 
 
 def test_a_missing_file_is_refused_before_anything_is_made(cache):
@@ -296,7 +313,7 @@ def test_every_task_tells_the_model_what_it_must_be(small, cache):
     fields = module.model_fields()
     assert module.task == task
     assert module.vocab_size == fields.get("vocab_size", 0)
-    assert module.describe()["val_rows"] == module.val_source().num_rows
+    assert len(module.examples.val) == module.val_source().num_rows
     if module.tokenizer:
         assert module.vocab_size == module.tokenizer.vocab_size
     if task == "classify":

@@ -183,12 +183,14 @@ def test_a_source_with_several_targets_lies_in_one_split(write_text):
     assert not {source for source, _ in train} & {source for source, _ in val}
 
 
-def test_long_pairs_are_left_out_and_counted(write_text):
+def test_long_pairs_are_left_out_and_counted(write_text, caplog):
     path = write_text("\n".join(f"{n}\t{'x' * (n % 7)}" for n in range(100)), "a.tsv")
-    task = load_pairs(pair_config(path=path, max_target_len=5), None, None)
+    with caplog.at_level("INFO"):
+        task = load_pairs(pair_config(path=path, max_target_len=5), None, None)
     kept = sum(1 for n in range(100) if 1 <= n % 7 <= 4)  # the end mark is the fifth token
     assert len(task.train) + len(task.val) == kept
-    assert task.description == {"left_out": sum(1 for n in range(100) if n % 7 > 4)}
+    long = sum(1 for n in range(100) if n % 7 > 4)
+    assert f"left out {long} of {kept + long} pairs: longer than the config allows" in caplog.text
     assert task.model_fields["max_target_len"] == 5
 
 

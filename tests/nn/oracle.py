@@ -54,6 +54,20 @@ def rounding_band(dtype, reference, size=1.0):
     return 4 * torch.finfo(dtype).eps * max(1.0, size, reference.abs().max().item())
 
 
+def cancelling(leaves, cotangent, visible, scale):
+    """By name, the size of the terms of which a gradient of the scores is a difference.
+
+    It is p (dp - Σ p dp): zero for a row with one key, where each dp is as large as a dot product; times scale and key, or query.
+    """
+    query, key, value = (leaves[name].detach().double() for name in ("query", "key", "value"))
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    largest_dp = (cotangent.double() @ value.mT).masked_fill(~visible, 0.0).abs().max().item()
+    return {
+        "query": abs(scale) * largest_dp * key.abs().max().item(),
+        "key": abs(scale) * largest_dp * query.abs().max().item(),
+    }
+
+
 def tolerance(dtype, reference, low, size=1.0):
     """Twice the error of an independent run in ``dtype`` plus a rounding band.
 

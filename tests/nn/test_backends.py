@@ -19,6 +19,7 @@ from oracle import (
     OpRecorder,
     S,
     assert_as_good_as_naive,
+    cancelling,
     grids,
     low_dtype,
     naive,
@@ -129,11 +130,13 @@ def judged(dtype, mask_name, option_name):
     scale = 1 / math.sqrt(D) if scale is None else scale
     arguments = visible, scale, options.get("softcap")
     reference = run_naive(leaves, cotangent, torch.float64, *arguments)
-    return leaves, cotangent, reference, run_naive(leaves, cotangent, low_dtype(dtype), *arguments)
+    # half-precision answers are rounded once at the end, which is the larger error
+    sizes = cancelling(leaves, cotangent, visible, scale) if dtype in (torch.float32, torch.float64) else {}
+    return leaves, cotangent, reference, run_naive(leaves, cotangent, low_dtype(dtype), *arguments), sizes
 
 
 def check_call(dtype, mask_name, option_name, backend):
-    leaves, cotangent, reference, low = judged(dtype, mask_name, option_name)
+    leaves, cotangent, reference, low, sizes = judged(dtype, mask_name, option_name)
     options = OPTIONS.get(option_name, {})
     leaves = recast(leaves, dtype)
     attn_mask, is_causal, _ = MASKS[mask_name]
@@ -144,7 +147,7 @@ def check_call(dtype, mask_name, option_name, backend):
     )  # fmt: skip
     got = {"output": output.detach(), **gradients(output, cotangent, leaves)}
     for name in reference:
-        assert_as_good_as_naive(got[name], reference[name], low[name], dtype, name)
+        assert_as_good_as_naive(got[name], reference[name], low[name], dtype, name, sizes.get(name, 1.0))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

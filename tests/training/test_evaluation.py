@@ -94,8 +94,9 @@ def test_the_size_of_a_batch_changes_no_metric(ready, task):
     found = []
     for size in (3, 8):
         network, data = ready(task, val_batch_size=size)
-        found.append(evaluate(network.train(), data))
-        assert network.training
+        part = next(network.train().children()).eval()
+        found.append(evaluate(network, data))
+        assert (network.training, part.training) == (True, False)
     for name, metric in found[0].metrics.items():
         assert found[1].metrics[name].value == pytest.approx(metric.value, rel=1e-10), name
         assert found[1].metrics[name].count == metric.count

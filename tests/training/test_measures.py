@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from minitx.config import ConfigError, TransformerConfig
+from minitx.config import ConfigError, HubDataConfig, TransformerConfig
 from minitx.training.evaluation import evaluate
 from minitx.training.run import train
 
@@ -17,6 +17,18 @@ def test_the_loss_at_the_length_of_training_is_the_validation_loss(make_config, 
     assert set(result["measures"]) == {"loss_at_7", "loss_at_13"}
     assert result["measures"]["loss_at_7"] == pytest.approx(result["val_loss"], rel=1e-5)
     assert result["measures"]["loss_at_13"] != pytest.approx(result["val_loss"], rel=1e-3)
+
+
+def test_documents_are_measured_at_every_length(make_config, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    path = tmp_path / "documents.txt"
+    path.write_text("\n".join(f"{n} " + "abc" * (n % 7) for n in range(61)), encoding="utf-8")
+    documents = HubDataConfig(path=str(path), tokenizer="char", context_len=11, batch_size=4)
+    config = make_config(evaluation__lengths=(5, 11), model__position="rotary", trainer__val_batches=None)
+    result = train(dataclasses.replace(config, data=documents), tmp_path / "run")
+    assert result["measures"]["loss_at_11"] == pytest.approx(result["val_loss"], rel=1e-5)
+    assert result["measures"]["loss_at_5"] != pytest.approx(result["val_loss"], rel=1e-3)
 
 
 def test_measuring_leaves_the_run_bit_equal(make_config, tmp_path):

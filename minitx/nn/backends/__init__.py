@@ -32,7 +32,7 @@ __all__ = [
 
 _BUILT_IN = (sdpa.BACKEND, chunked.BACKEND, math.BACKEND, flex.BACKEND, flash_attn.BACKEND, *sdpa.VARIANTS)
 _REGISTRY: dict[str, Backend] = {backend.name: backend for backend in _BUILT_IN}
-# scores of all heads together, from which on tiles beat the whole matrix on CPU (measured: docs/backends.md): that of math, and
+# scores of all heads together, from which on tiles beat the whole matrix on CPU (measured: docs/decisions.md): that of math, and
 # that of torch's plain path, which makes it in fewer calls
 CHUNKED_FROM, CHUNKED_FROM_OVER_PLAIN = 2**21, 2**23
 # of the tiles, the share up to which computing them alone beats torch's CPU kernel, which computes what a mask hides, too

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from minitx.nn.bias import Bias
 from minitx.nn.functional import AttentionCall, check_settings, full_precision, make_call, reference_attention
 from minitx.nn.masks import Causal, Mask, Padding
+from minitx.nn.modes import evaluating
 
 
 class EfficientAttention(nn.Module):
@@ -135,12 +136,8 @@ def approximation_error(
     >>> error["relative_error"] < 1e-6, error["relative_error_per_head"].shape
     (True, torch.Size([2]))
     """
-    training = core.training
-    core.eval()
-    try:
+    with evaluating(core):
         got = core(query, key, value, mask=mask, scale=scale)
-    finally:
-        core.train(training)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     exact = reference_attention(query.double(), key.double(), value.double(), mask=mask, scale=factor)
     gap = got.double() - exact

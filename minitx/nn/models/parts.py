@@ -11,7 +11,6 @@ from minitx.nn.bias import ALiBi, Bias, T5RelativeBias
 from minitx.nn.blocks import DecoderBlock, EncoderBlock, LayerScale, LearnedMix, StochasticDepth
 from minitx.nn.efficient import build_core
 from minitx.nn.feedforward import FeedForward, MixtureOfExperts
-from minitx.nn.linear import Linear
 from minitx.nn.norms import QKNorm, make_norm
 from minitx.nn.positions import (
     LearnedPositions,
@@ -83,7 +82,7 @@ def build_attention(config: TransformerConfig, *, rotary: bool = True, later: bo
     )
 
 
-class LMHead(Linear):
+class LMHead(nn.Linear):
     """Logits over the vocabulary: xW + b, or t · tanh((xW + b) / t) with a soft-cap t (Gemma 2, arXiv:2408.00118, §2).
 
     >>> bool(LMHead(3, 5, softcap=2.0)(torch.full((1, 3), 100.0)).abs().max() <= 2.0)

@@ -1,0 +1,84 @@
+"""A faster product for a matrix and the few rows of a decoding step, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+# up to how many rows, and from how many weights on, halves beat the whole (benchmarks/few_rows.py; smaller matrices, and all of
+# models that fit into a cache, are read from there, where the usual kernel is as fast)
+MOST_ROWS, LEAST_WEIGHTS = 4, 2**19
+
+
+class FewRows(TorchFunctionMode):
+    """A context in which ``F.linear`` of a large matrix and at most four rows is made of two products, one for each half of W.
+
+    Such products, of which a decoding step consists, are bound by reading W. On a CPU the kernel behind ``F.linear`` reads it at
+    less than half of the memory's speed; a batch of two products comes close to it. Everything else is as outside of the
+    context: other calls, calls of which a gradient is wanted (whose backward pass would be slower), other devices, number types and
+    layouts, compiled code. Works for any model, changes none, and hooks fire; answers agree to rounding.
+    ``minitx.generation.generate`` reads under it; a decoding loop of one's own may do so as well.
+
+    >>> layer, row = nn.Linear(1024, 1024), torch.randn(1, 1024)
+    >>> with torch.no_grad(), FewRows():
+    ...     out = layer(row)
+    >>> bool(torch.allclose(out, layer(row), atol=1e-5))
+    True
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is F.linear and not kwargs and faster_in_halves(*args):
+            return linear_in_halves(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def pays(model: nn.Module) -> bool:
+    """Whether ``model`` has a matrix for which ``FewRows`` is worth being asked at every call."""
+    return any(p.device.type == "cpu" and p.dim() == 2 and p.numel() >= LEAST_WEIGHTS for p in model.parameters())
+
+
+def faster_in_halves(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether this call is one that halves make faster; looks at no values."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # a graph is for any number of rows
+        return False
+    if weight.numel() < LEAST_WEIGHTS or not 0 < input.numel() <= MOST_ROWS * weight.shape[-1]:
+        return False
+    tensors = [tensor for tensor in (input, weight, bias) if tensor is not None]
+    plain = all(
+        type(tensor) in (Tensor, nn.Parameter)  # nothing sharded or quantised
+        and tensor.device.type == "cpu"
+        and tensor.dtype == torch.float32
+        and tensor.layout == torch.strided
+        and not torch._C._functorch.is_batchedtensor(tensor)  # a weight would be copied for each sample
+        for tensor in tensors
+    )
+    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    fits = weight.dim() == 2 and input.shape[-1:] == weight.shape[1:] and (bias is None or bias.shape == weight.shape[:1])
+    known = torch.backends.mkl.is_available() and not torch.is_autocast_enabled("cpu")
+    return plain and fits and known and not learns and weight.is_contiguous()
+
+
+def linear_in_halves(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear``: (..., in) to (..., out), as two products at once and that of the last row of W where it has an odd number.
+
+    >>> weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    >>> linear_in_halves(torch.tensor([[1.0, 2.0]]), weight)
+    tensor([[1., 2., 3.]])
+    """
+    (outputs, width), half = weight.shape, len(weight) // 2
+    rows = input.reshape(-1, width)
+    out = torch.bmm(weight[: 2 * half].view(2, half, width), rows.t().expand(2, -1, -1))  # (2, out / 2, R)
+    out = out.view(2 * half, len(rows)).t()
+    out = torch.cat([out, rows @ weight[2 * half :].t()], 1) if outputs % 2 else out.contiguous()
+    return (out if bias is None else out + bias).view(*input.shape[:-1], outputs)
