@@ -51,16 +51,16 @@ WORDS = {
 HEAD = """# Performance
 
 What minitx costs beside others, on the machines named below. `make bench` measures the CPU's part again and writes this page, but for
-P2 and P3, runs of minutes each (`make bench-quality TEXT=tinyshakespeare.txt`, the file of 1,115,394 characters that nanoGPT reads), and P8's whole
-length (`python benchmarks/decoding.py`). The switches under P3 come from the grid `experiment=speedrun_ablation`, on the King James text. `python benchmarks/report.py` writes it from the files in `benchmarks/results/`, from which every number
-here comes.
+P2 and P3, runs of minutes each (`make bench-quality TEXT=tinyshakespeare.txt`, the file of 1,115,394 characters that nanoGPT reads), and
+P8's whole length (`python benchmarks/decoding.py`). The switches under P3 come from the grid `experiment=speedrun_ablation`, on the King
+James text. `python benchmarks/report.py` writes the page from the files in `benchmarks/results/`, from which every number here comes.
 
 Both sides of a row run in one process (P2, P3 and the cold start of P10: in processes of their own, one after another), with the same
-threads and the same batch, in blocks by turns, A B B A. Each pair of neighbours gives a ratio; a row shows the median and its 95 % bootstrap interval, and counts as *met*
-when the whole interval meets what was wanted. A against A is the same measurement between blocks of one side: where its interval
-does not hold 1, the machine was not quiet enough for the row, whatever it says. Ratios with `≥` say how many times as fast
-minitx is, those with `≤` its time or memory over the other's. Rows without an interval are counted, not timed. A regret of 1
-without a spread (P6): there `auto` took the very backend that was the fastest in either half of the rounds.
+threads and the same batch, in blocks by turns, A B B A. Each pair of neighbours gives a ratio; a row shows the median and its 95 %
+bootstrap interval, and counts as *met* when the whole interval meets what was wanted. A against A is the same measurement between
+blocks of one side: where its interval does not hold 1, the machine was not quiet enough for the row, whatever it says. Ratios with `≥`
+say how many times as fast minitx is, those with `≤` its time or memory over the other's. Rows without an interval are counted, not
+timed. A regret of 1 without a spread (P6): there `auto` took the very backend that was the fastest in either half of the rounds.
 """
 
 WHY = """
