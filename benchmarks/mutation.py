@@ -19,6 +19,7 @@ import argparse
 import ast
 import contextlib
 import gc
+import hashlib
 import importlib.abc
 import importlib.machinery
 import itertools
@@ -365,20 +366,21 @@ def main() -> None:
 
 
 def record(every: list[Mutant], found: dict[str, str]) -> None:
-    """Counts by file, and the mutants that no test noticed; a file of which nothing is known keeps what was recorded."""
+    """Counts by file, and the mutants that no test noticed; an unchanged file of which nothing is known keeps its record."""
     from measure import RESULTS, write
 
     before = json.loads((RESULTS / "mutation.json").read_text())
     counts, alive = {}, []
+    sources = {path: hashlib.sha256((ROOT / path).read_bytes()).hexdigest()[:16] for path in FILES}
     for path in FILES:
         mine = [mutant for mutant in every if mutant.file == path]
-        if path in before["counts"] and not any(mutant.name in found for mutant in mine):
+        if before.get("sources", {}).get(path) == sources[path] and not any(mutant.name in found for mutant in mine):
             counts[path] = before["counts"][path]
             alive += [name for name in before["alive"] if name.startswith(f"{path}:")]
             continue
         counts[path] = Counter(found.get(mutant.name, "not tested") for mutant in mine)
         alive += [mutant.name for mutant in mine if found.get(mutant.name) not in ("killed", "timeout")]
-    write("mutation", {"counts": counts, "alive": alive})
+    write("mutation", {"counts": counts, "alive": alive, "sources": sources})
 
 
 if __name__ == "__main__":
