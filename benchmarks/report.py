@@ -74,8 +74,9 @@ WHY = """
   the time to 1.885. With a rate of its own, as P3 has it, it needs fewer tokens.
 - P4: a trainer's step takes some 2.5 ms more than the loop's. 0.9 ms are the gradient norm and the check for NaN before every update, which the
   loop leaves out; the rest is Lightning's own Python between two steps.
-- P8: a token of a single row reads every weight once, and reading them is most of our time for a token (the row below). The prompt, which counts, takes
-  as long on both sides.
+- P8: a token of a single row reads every weight once, and both sides are bound by how fast their products do so. Ours are made in halves
+  (the second table below); reading the weights and nothing else would take under half of our time for a token. The prompt, which
+  counts, takes as long on both sides.
 - P10 on rows of `datasets`: its loader reads a whole batch at once; the rows above have both ways.
 - P11: a look of the probe is more than statistics of attention: it takes the gradients of four parts of its batch, too. The second row
   has the statistics alone. The control shows that on this machine a few hundredths are noise, as large as what is wanted.
