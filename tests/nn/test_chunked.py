@@ -269,9 +269,9 @@ def test_auto_takes_it_for_large_calls_that_the_fused_kernel_leaves():
     assert runs(512, softcap=3.0) == "chunked"
     assert runs(511, softcap=3.0) == "math"
     assert runs(512) == "sdpa"
-    for options in ({"dropout_p": 0.1}, {"attn_bias": T5RelativeBias(8)}):
-        assert runs(1023, **options) == "sdpa"  # torch's plain path
-        assert runs(1024, **options) == "chunked"
+    for first, options in ((512, {"dropout_p": 0.1}), (1024, {"attn_bias": T5RelativeBias(8)})):
+        assert runs(first - 1, **options) == "sdpa"  # torch's plain path
+        assert runs(first, **options) == "chunked"
 
 
 def test_auto_takes_it_where_a_window_leaves_a_quarter_of_the_tiles_or_less():
@@ -300,8 +300,10 @@ def test_auto_takes_it_from_the_measured_sizes_on_and_they_count_as_reached(monk
         return next(report.name for report in explain_backends(q, k, k, mask, **options) if report.runs)
 
     monkeypatch.setattr(backends, "CHUNKED_FROM", 64 * 64)
-    monkeypatch.setattr(backends, "CHUNKED_FROM_OVER_PLAIN", 64 * 64)
+    monkeypatch.setattr(backends, "CHUNKED_FROM_OVER_PLAIN", 64 * 65)
     assert runs(64, 64, softcap=3.0) == runs(64, 64, dropout_p=0.1) == "chunked"
+    learns = torch.zeros(1, 1, 64, 65, requires_grad=True)  # torch's fused kernel has no gradient of a bias
+    assert (runs(64, 64, attn_bias=learns[..., 1:]), runs(64, 65, attn_bias=learns)) == ("sdpa", "chunked")
     assert (runs(64, 63, softcap=3.0), runs(64, 63, dropout_p=0.1)) == ("math", "sdpa")
     assert (runs(2, 2048, device="meta", softcap=3.0), runs(1, 4096, device="meta", softcap=3.0)) == ("chunked", "math")
     assert (runs(2, 2048, dropout_p=0.1), runs(1, 4096, dropout_p=0.1)) == ("chunked", "sdpa")

@@ -33,7 +33,7 @@ __all__ = [
 _BUILT_IN = (sdpa.BACKEND, chunked.BACKEND, math.BACKEND, flex.BACKEND, flash_attn.BACKEND, *sdpa.VARIANTS)
 _REGISTRY: dict[str, Backend] = {backend.name: backend for backend in _BUILT_IN}
 # scores of all heads together, from which on tiles beat the whole matrix on CPU (measured: docs/decisions.md): that of math, and
-# that of torch's plain path, which makes it in fewer calls
+# that of torch's plain path, which makes it in fewer calls as long as it need not draw another for dropout
 CHUNKED_FROM, CHUNKED_FROM_OVER_PLAIN = 2**21, 2**23
 # of the tiles, the share up to which computing them alone beats torch's CPU kernel, which computes what a mask hides, too
 FEW_TILES = 0.25
@@ -96,7 +96,8 @@ def _fastest(call: AttentionCall) -> Backend:
         return chunked.BACKEND if tiled and (few_rows or large) else math.BACKEND
     if sdpa.BACKEND.falls_back(call) is None:
         return chunked.BACKEND if tiled and on_cpu and _few_tiles(call, scores) else sdpa.BACKEND
-    return chunked.BACKEND if tiled and L > 1 and scores >= CHUNKED_FROM_OVER_PLAIN else sdpa.BACKEND
+    start = CHUNKED_FROM if call.dropout_p > 0.0 else CHUNKED_FROM_OVER_PLAIN
+    return chunked.BACKEND if tiled and L > 1 and scores >= start else sdpa.BACKEND
 
 
 def _few_tiles(call: AttentionCall, scores: int) -> bool:
