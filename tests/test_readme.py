@@ -39,3 +39,7 @@ def test_both_languages_tell_the_same(part):
 @pytest.mark.parametrize("text", [ENGLISH, CHINESE], ids=["English", "Chinese"])
 def test_a_readme_can_be_read_in_one_go(text):
     assert len(text.splitlines()) <= 230
+
+
+def test_no_chinese_sentence_is_broken_by_a_line_end_which_would_show_as_a_space():
+    assert re.findall(r"[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]\n[^\n|#`<!-]", CHINESE) == []
