@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-import logging
 import math
 from collections.abc import Iterator
 from itertools import islice
@@ -22,9 +21,8 @@ from minitx.data.corpus import replacing, sha256_of
 from minitx.data.examples import Draw, Examples, Ragged, Task, hold_out
 from minitx.data.hub import column_of, load_table
 from minitx.data.tokenizers import Tokenizer, fingerprint, from_dict, train_tokenizer
-from minitx.data.tokens import TokenArray
+from minitx.data.tokens import TokenArray, cached
 
-logger = logging.getLogger(__name__)
 FORMAT = 1
 DOCUMENTS_AT_ONCE = 1000
 
@@ -177,14 +175,11 @@ def _tokenised(config: HubDataConfig, folder: Path, tokenizer: Tokenizer | None)
     prints = [getattr(one, "_fingerprint", None) for one in (table, val_table)]  # datasets' own: of files and revision
     key = hashlib.sha256(json.dumps([FORMAT, prints, column, word, config.val_fraction]).encode()).hexdigest()[:16]
     path = folder / f"hf-{key}.bin"
-    try:
-        record = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        whole = record["tokens_sha256"] == sha256_of(path)
-    except (OSError, ValueError, KeyError):
-        whole = False
-    if not whole:
-        logger.info("tokenising %s", config.path)
-        record = _build(path, config, _texts(table, val_table, column, config), tokenizer)
+
+    def build() -> dict[str, Any]:
+        return _build(path, config, _texts(table, val_table, column, config), tokenizer)
+
+    record = cached(path, str(config.path), lambda _: True, build)  # the file's name says what it is of
     lengths = np.array(record["lengths"], np.int64)
     values = TokenArray(path, record["dtype"], 0, int(lengths.sum()))
     starts, cut = np.cumsum(lengths) - lengths, record["splits"]["train"]["documents"]
@@ -230,7 +225,7 @@ def _texts(table: Any, val_table: Any, column: str, config: HubDataConfig) -> di
 
 
 def _build(path: Path, config: HubDataConfig, texts: dict[str, _Texts], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Write the documents of both splits to ``path`` and the record beside it."""
+    """Write the documents of both splits to ``path``; returns the record of it."""
     if tokenizer is None:
         marks = ("eos",) if config.tokenizer == "char" else ()  # byte-level BPE has its <|endoftext|>
         tokenizer = train_tokenizer(config.tokenizer, texts["train"], vocab_size=config.bpe_vocab_size, marks=marks)
@@ -254,13 +249,10 @@ def _build(path: Path, config: HubDataConfig, texts: dict[str, _Texts], tokenize
             if not counted["documents"]:
                 raise ConfigError(f"data.path={config.path} has no document for the {split} split: all of them are blank")
             splits[split] = counted
-    record = {
+    return {
         "dtype": dtype,
         "splits": splits,
         "tokenizer": tokenizer.to_dict(),
         "lengths": lengths,
         "tokens_sha256": sha256_of(path),
     }
-    with replacing(path.with_suffix(".json")) as file:
-        file.write(json.dumps(record).encode())
-    return record

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def tokenised(
 
     The last ``val_fraction`` of the characters is the validation split, whatever the tokenizer. Files:
     ``<text>-<tokenizer>-val<val_fraction>.bin`` and ``.json``. A cache is made again if its source has another checksum,
-    its tokenizer another fingerprint, or its ids another size or checksum than the record says.
+    its tokenizer another fingerprint, or its ids another checksum than the record says.
 
     Args:
         config: which text, tokenizer and split.
@@ -89,10 +89,13 @@ def tokenised(
     word = "-".join([word, *marks])
     name = word if tokenizer is None else fingerprint(tokenizer)[:16]
     path = folder / f"{corpus.stem}-{name}-val{config.val_fraction!r}.bin"
-    record = _valid_record(path, corpus, tokenizer)
-    if record is None:
-        logger.info("tokenising %s", config.path or config.name)
-        record = _build(path, corpus, config, tokenizer, marks)
+
+    def fits(record: dict[str, Any]) -> bool:
+        made_by = from_dict(record["tokenizer"])
+        same_tokenizer = record["tokenizer_fingerprint"] == fingerprint(tokenizer or made_by) == fingerprint(made_by)
+        return record["format"] == FORMAT and record["source_sha256"] == corpus.checksum and same_tokenizer
+
+    record = cached(path, str(config.path or config.name), fits, lambda: _build(path, corpus, config, tokenizer, marks))
     splits, dtype = record["splits"], record["dtype"]
     cut, end = splits["train"]["tokens"], splits["train"]["tokens"] + splits["val"]["tokens"]
     return TokenisedText(
@@ -100,21 +103,23 @@ def tokenised(
     )
 
 
-def _valid_record(path: Path, corpus: Corpus, tokenizer: Tokenizer | None) -> dict[str, Any] | None:
-    """The record of the cache at ``path``, or ``None`` where the cache must be made again."""
+def cached(
+    path: Path, source: str, fits: Callable[[dict[str, Any]], bool], build: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """The record beside the ids at ``path``: the one that is there, where it ``fits`` and the ids are those that it speaks of, else
+    that of ``build``, which writes the ids. ``source`` is what the log calls them."""
+    beside = path.with_suffix(".json")
     try:
-        record = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        made_by = from_dict(record["tokenizer"])
-        fits = (
-            record["format"] == FORMAT
-            and record["source_sha256"] == corpus.checksum
-            and record["tokenizer_fingerprint"] == fingerprint(tokenizer or made_by) == fingerprint(made_by)
-            and record["size"] == path.stat().st_size
-            and record["tokens_sha256"] == sha256_of(path)
-        )
+        record = json.loads(beside.read_text(encoding="utf-8"))
+        if fits(record) and record["tokens_sha256"] == sha256_of(path):
+            return record
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # missing, cut short or not ours: all of them mean "make it again"
-    return record if fits else None
+        pass  # missing, cut short or not ours: all of them mean "make it again"
+    logger.info("tokenising %s", source)
+    record = build()
+    with replacing(beside) as file:
+        file.write(json.dumps(record).encode())
+    return record
 
 
 def _build(
@@ -138,8 +143,6 @@ def _build(
         **_write(path, text, cut, tokenizer),
     }
     record["floors"] = _floors(path, record, tokenizer.vocab_size)
-    with replacing(path.with_suffix(".json")) as file:
-        file.write(json.dumps(record, indent=1).encode())
     return record
 
 
@@ -167,8 +170,7 @@ def _write(path: Path, text: Path, cut: int, tokenizer: Tokenizer) -> dict[str, 
             splits[split] = {key: splits[split][key] + counted[key] for key in counted}
             digest.update(ids.tobytes())
             file.write(ids.tobytes())
-        size = file.tell()
-    return {"dtype": dtype, "splits": splits, "size": size, "tokens_sha256": digest.hexdigest()}
+    return {"dtype": dtype, "splits": splits, "tokens_sha256": digest.hexdigest()}
 
 
 def _floors(path: Path, record: dict[str, Any], vocab_size: int) -> dict[str, float] | None:
