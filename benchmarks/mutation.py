@@ -54,6 +54,7 @@ OWN = {
     "flash_attn": ("flex",),
     "programs": ("chunked",),
 }  # else by name
+CHOICE = ("-m", "not long", "-p", "no:cacheprovider")  # of the slow tests, too
 LONGEST, BUDGET, LIMIT = 3.0, 12.0, 100.0  # seconds of the processor: of one test, of a mutant's tests together, of a fork
 
 COMPARISONS = {
@@ -328,7 +329,7 @@ def at_import(mutant: Mutant) -> bool:
     stem = Path(mutant.file).stem
     words = (stem, *OWN.get(stem, ()), "functional", "backends", "bad_inputs")
     own = [test for test in TESTS if any(word in test for word in words)]
-    return pytest.main([*own, "-x", "-p", "no:cacheprovider", "-k", "not compile"]) == 0
+    return pytest.main([*own, *CHOICE, "-x", "-k", "not compile"]) == 0
 
 
 def main() -> None:
@@ -362,7 +363,7 @@ def main() -> None:
         if not mutant.scope:
             note(mutant, forked(partial(at_import, mutant), LIMIT))
     inside = [mutant for mutant in todo if mutant.scope]
-    pytest.main([*TESTS, *FILES, "-p", "no:cacheprovider"], plugins=[Run(inside, note, chosen.work.with_suffix(".covered"))])
+    pytest.main([*TESTS, *FILES, *CHOICE], plugins=[Run(inside, note, chosen.work.with_suffix(".covered"))])
 
 
 def record(every: list[Mutant], found: dict[str, str]) -> None:

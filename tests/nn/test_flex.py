@@ -287,6 +287,54 @@ def test_on_cuda_torch_is_asked_which_kernel_takes_a_call(monkeypatch):
         assert asked == ["efficient", "cudnn"]  # flash was not asked: it would have said yes to a call without the mask
 
 
+def test_torch_is_asked_about_the_call_that_its_kernel_would_get(monkeypatch):
+    asked = []
+    monkeypatch.setattr(sdpa.cuda, "SDPAParams", lambda *arguments: arguments)
+    monkeypatch.setattr(sdpa.cuda, "can_use_efficient_attention", lambda params: asked.append(params[-2:]) or True)
+    for kernel in ("flash", "cudnn"):
+        monkeypatch.setattr(sdpa.cuda, f"can_use_{kernel}_attention", lambda params: True)
+    with FakeTensorMode():
+        q, k = torch.randn(1, 4, 6, 8, device="cuda"), torch.randn(1, 2, 6, 8, device="cuda")
+        mask = Padding(torch.ones(1, 6, dtype=torch.bool, device="cuda"))
+        for key in (q, k):  # a mask is spelled out as a tensor, causality and grouped heads with it
+            for options in ({}, {"is_causal": True}, {"is_causal": True, "attn_mask": mask}):
+                assert reason("sdpa:efficient", query=q, key=key, **options) == ""
+    assert asked == [
+        (False, False),
+        (True, False),
+        (False, False),
+        (False, True),
+        (True, True),
+        (False, False),
+    ]  # causal, grouped
+    q = torch.randn(1, 4, 6, 8, device="meta")
+    assert reason("sdpa:flash", query=q) == "torch has no flash kernel for meta"
+
+
+def test_no_kernel_meets_a_row_without_a_key_and_a_bias_is_as_exact_as_it_takes(monkeypatch):
+    given = []
+    kernel = sdpa.F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        sdpa.F,
+        "scaled_dot_product_attention",
+        lambda *args, **options: given.append(options["attn_mask"]) or kernel(*args, **options),
+    )
+    q = torch.randn(2, 1, 3, 4)
+    real = torch.tensor([[True, False, False], [False, False, False]])
+    attention(q, q, q, Padding(real), backend="sdpa")
+    assert given.pop().tolist() == [[[[True, False, False]]], [[[True, True, True]]]]
+    bias = torch.tensor([[-torch.inf, 100.3, torch.inf], [-torch.inf, -torch.inf, -torch.inf], [0.1, -1e30, 0.0]])
+    attention(q.half(), q.half(), q.half(), attn_bias=bias, backend="sdpa")
+    most = torch.finfo(
+        torch.float32
+    ).max  # float32 stays beside half-precision queries, and becomes no infinity but where it hides
+    want = torch.tensor([[-torch.inf, 100.3, most], [0.0, 0.0, 0.0], [0.1, -1e30, 0.0]])
+    assert given[0].dtype == torch.float32 and torch.equal(given[0].expand(2, 1, 3, 3), want.expand(2, 1, 3, 3))
+    with FakeTensorMode():  # elsewhere the kernels want the queries' own
+        bias = sdpa._finite_bias(torch.randn(3, 3, device="cuda"), torch.randn(1, 1, 3, 4, device="cuda", dtype=torch.float16))
+    assert bias.dtype == torch.float16
+
+
 def test_grouped_heads_beside_a_mask_are_repeated_where_the_kernel_wants_it(monkeypatch):
     given = []
     kernel = sdpa.F.scaled_dot_product_attention
