@@ -296,11 +296,17 @@ class Run:
 
 
 def chosen(mutant: Mutant, items: list[Any], known: dict[str, Any]) -> list[Any]:
-    """The tests that execute the changed line, up to ``BUDGET``: those of the same name first, quick ones before others."""
+    """The tests that execute the changed line, up to ``BUDGET``: those of the same name first, quick ones before others.
+
+    Where none is seen to, those that enter its function: torch's compiler reads an inner function instead of running it.
+    """
     stem = Path(mutant.file).stem
     own = [f"test_{name}.py" for name in OWN.get(stem, (stem,))]
-    lines = set(mutant.lines)
-    seconds = {item: known[item.nodeid]["seconds"] for item in items if lines & set(known[item.nodeid]["lines"][mutant.file])}
+    entered = range(min(code.co_firstlineno for code in changed_functions(mutant)) + 1, mutant.line)
+    seconds: dict[Any, float] = {}
+    for lines in (set(mutant.lines), set(entered)):
+        found = [item for item in items if lines & set(known[item.nodeid]["lines"][mutant.file])]
+        seconds = seconds or {item: known[item.nodeid]["seconds"] for item in found}
     short = [item for item in seconds if seconds[item] < LONGEST]
     order = sorted(short, key=lambda item: (not any(name in item.nodeid for name in own), seconds[item]))
     ends = itertools.accumulate(seconds[item] for item in order)
@@ -314,13 +320,19 @@ def all_pass(mutant: Mutant, functions: dict[tuple[str, str, int], list[Function
 
 def exchange(mutant: Mutant, functions: dict[tuple[str, str, int], list[FunctionType]]) -> None:
     """Give the functions that exist the changed code."""
-    stack, path = [mutant.code], str(ROOT / mutant.file)
+    for code in changed_functions(mutant):
+        for function in functions.get((str(ROOT / mutant.file), code.co_qualname, code.co_firstlineno), ()):
+            function.__code__ = code
+
+
+def changed_functions(mutant: Mutant) -> Iterator[CodeType]:
+    """The functions of the changed module that have the qualified name of the one that was changed."""
+    stack = [mutant.code]
     while stack:
         code = stack.pop()
         stack.extend(const for const in code.co_consts if isinstance(const, CodeType))
         if code.co_qualname == mutant.scope:
-            for function in functions.get((path, code.co_qualname, code.co_firstlineno), ()):
-                function.__code__ = code
+            yield code
 
 
 def at_import(mutant: Mutant) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from minitx.nn import FewRows, KVCache
-from minitx.nn.few_rows import pays
 from minitx.nn.models import TransformerModel
 
 
@@ -32,7 +30,7 @@ class Reader:
         start: Callable[[KVCache], Callable[[Tensor], Tensor]] | None = None,
     ) -> None:
         self.model, self.capacity, self.context, self.start = model, capacity, context, start
-        self.products: AbstractContextManager[object] = FewRows() if pays(model) else nullcontext()
+        self.products = FewRows(model)
         self.memory = model.encode(input_ids, key_mask=key_mask) if has_source(model) else None  # type: ignore[operator]
         self.source_mask = key_mask if has_source(model) else None
         self.cache: KVCache | None = None

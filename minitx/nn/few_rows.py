@@ -2,50 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 # up to how many rows, and from how many weights on, halves beat the whole (benchmarks/few_rows.py; smaller matrices, and all of
 # models that fit into a cache, are read from there, where the usual kernel is as fast)
 MOST_ROWS, LEAST_WEIGHTS = 4, 2**19
 
 
-class FewRows(TorchFunctionMode):
-    """A context in which ``F.linear`` of a large matrix and at most four rows is made of two products, one for each half of W.
+class FewRows:
+    """A context in which a large ``nn.Linear`` of ``model`` meets up to four rows as two products, one for each half of W.
 
     Such products, of which a decoding step consists, are bound by reading W. On a CPU the kernel behind ``F.linear`` reads it at
     less than half of the memory's speed; a batch of two products comes close to it. Everything else is as outside of the
-    context: other calls, calls of which a gradient is wanted (whose backward pass would be slower), other devices, number types and
-    layouts, compiled code. Works for any model, changes none, and hooks fire; answers agree to rounding.
+    context: other layers, calls of which a gradient is wanted (whose backward pass would be slower), other devices, number types
+    and layouts, compiled code. Works for any model, and hooks fire; answers agree to rounding. While it lasts, the layers have another
+    ``forward``; a layer that somebody gave a ``forward`` of its own keeps it. A context can be entered again and again.
     ``minitx.generation.generate`` reads under it; a decoding loop of one's own may do so as well.
 
     >>> layer, row = nn.Linear(1024, 1024), torch.randn(1, 1024)
-    >>> with torch.no_grad(), FewRows():
+    >>> with torch.no_grad(), FewRows(layer):
     ...     out = layer(row)
     >>> bool(torch.allclose(out, layer(row), atol=1e-5))
     True
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is F.linear and not kwargs and faster_in_halves(*args):
-            return linear_in_halves(*args)
-        return func(*args, **(kwargs or {}))
+    def __init__(self, model: nn.Module) -> None:
+        linears = [m for m in model.modules() if isinstance(m, nn.Linear) and type(m).forward is nn.Linear.forward]
+        self.layers = [m for m in linears if m.weight.numel() >= LEAST_WEIGHTS and m.weight.device.type == "cpu"]
+        self.changed: list[nn.Linear] = []
+
+    def __enter__(self) -> None:
+        self.changed = [layer for layer in self.layers if "forward" not in vars(layer)]
+        for layer in self.changed:
+            vars(layer)["forward"] = partial(_forward, layer)
+
+    def __exit__(self, *error: object) -> None:
+        for layer in self.changed:
+            vars(layer).pop("forward", None)
 
 
-def pays(model: nn.Module) -> bool:
-    """Whether ``model`` has a matrix for which ``FewRows`` is worth being asked at every call."""
-    return any(p.device.type == "cpu" and p.dim() == 2 and p.numel() >= LEAST_WEIGHTS for p in model.parameters())
+def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
+    weight, bias = layer.weight, layer.bias
+    return (linear_in_halves if faster_in_halves(input, weight, bias) else F.linear)(input, weight, bias)
 
 
 def faster_in_halves(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
@@ -54,7 +56,7 @@ def faster_in_halves(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
         return False
     if weight.numel() < LEAST_WEIGHTS or not 0 < input.numel() <= MOST_ROWS * weight.shape[-1]:
         return False
-    tensors = [tensor for tensor in (input, weight, bias) if tensor is not None]
+    tensors = (input, weight) if bias is None else (input, weight, bias)
     plain = all(
         type(tensor) in (Tensor, nn.Parameter)  # nothing sharded or quantised
         and tensor.device.type == "cpu"

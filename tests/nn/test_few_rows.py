@@ -1,6 +1,5 @@
 """``FewRows`` changes which product runs, never what it gives: when it does, and that both agree."""
 
-import contextlib
 import copy
 
 import pytest
@@ -14,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minitx.config import TransformerConfig
 from minitx.generation import generate
 from minitx.nn import DecoderLM, FewRows
-from minitx.nn.few_rows import LEAST_WEIGHTS, MOST_ROWS, faster_in_halves, linear_in_halves, pays
+from minitx.nn.few_rows import LEAST_WEIGHTS, MOST_ROWS, faster_in_halves, linear_in_halves
 
 WIDE = 733, 719  # more weights than LEAST_WEIGHTS
 
@@ -32,10 +31,10 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def halves_of(call, grad=False):
-    """How many products of ``call`` are made in halves, without a gradient unless it is asked for."""
-    with Products() as counted, FewRows(), contextlib.nullcontext() if grad else torch.no_grad():
-        call()
+def halves_of(model, *inputs, grad=False):
+    """How many products of a call are made in halves, without a gradient unless it is asked for."""
+    with Products() as counted, FewRows(model), torch.set_grad_enabled(grad):
+        model(*inputs)
     return counted.in_halves
 
 
@@ -55,9 +54,9 @@ def test_a_layer_answers_as_without_the_context(shape, bias):
     torch.manual_seed(0)
     layer, x = nn.Linear(*WIDE, bias=bias), torch.randn(shape)
     judge = copy.deepcopy(layer).double()
-    with torch.no_grad(), FewRows():
+    with torch.no_grad(), FewRows(layer):
         out = layer(x)
-    assert halves_of(lambda: layer(x)) == 1
+    assert halves_of(layer, x) == 1
     assert out.shape == (*shape[:-1], 719) and out.dtype == torch.float32
     torch.testing.assert_close(out, judge(x.double()).float(), rtol=1e-5, atol=1e-5)
 
@@ -73,16 +72,49 @@ def test_a_layer_answers_as_without_the_context(shape, bias):
     ],
 )
 def test_few_rows_and_many_weights_take_halves(rows, inputs, outputs, in_halves):
-    x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
-    assert (halves_of(lambda: F.linear(x, weight)) > 0) is in_halves
+    layer = nn.Linear(inputs, outputs, bias=False)
+    assert (halves_of(layer, torch.randn(rows, inputs)) > 0) is in_halves
 
 
 def test_a_call_of_which_a_gradient_is_wanted_is_left_alone():
     layer, x = nn.Linear(*WIDE), torch.randn(1, 733)
-    assert halves_of(lambda: layer(x), grad=True) == 0
+    assert halves_of(layer, x, grad=True) == 0
     frozen = copy.deepcopy(layer).requires_grad_(False)
-    assert halves_of(lambda: frozen(x), grad=True) == 1
-    assert halves_of(lambda: frozen(x.clone().requires_grad_()), grad=True) == 0
+    assert halves_of(frozen, x, grad=True) == 1
+    assert halves_of(frozen, x.clone().requires_grad_(), grad=True) == 0
+
+
+def test_it_lasts_as_long_as_the_context_and_leaves_what_has_a_forward_of_its_own():
+    layer, x = nn.Linear(*WIDE), torch.randn(1, 733)
+    model = nn.Sequential(layer, nn.ReLU())
+    fast = FewRows(model)
+    for _ in range(2):  # again and again
+        with torch.no_grad(), fast, Products() as inside:
+            with FewRows(model):  # one in the other
+                model(x)
+            model(x)
+        with torch.no_grad(), Products() as outside:
+            model(x)
+        assert (inside.in_halves, outside.in_halves) == (2, 0)
+    with pytest.raises(ZeroDivisionError), fast:
+        _ = 1 / 0
+    assert vars(layer).keys() == vars(nn.Linear(*WIDE)).keys()
+    layer.forward = lambda x: x  # as some who wrap layers do
+    with fast:
+        assert layer(x) is x
+    assert "forward" in vars(layer)
+
+
+class Twice(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_layer_that_computes_something_else_is_left_alone():
+    layer, x = Twice(*WIDE), torch.randn(1, 733)
+    assert halves_of(layer, x) == 0
+    with torch.no_grad(), FewRows(layer):
+        assert torch.equal(layer(x), 2 * F.linear(x, layer.weight, layer.bias))
 
 
 def test_other_kinds_of_numbers_and_tensors_are_left_alone():
@@ -94,21 +126,25 @@ def test_other_kinds_of_numbers_and_tensors_are_left_alone():
     assert not faster_in_halves(x, torch.randn(733, 719).t(), bias)
     assert not faster_in_halves(x, weight.to_sparse(), bias)
     assert not faster_in_halves(x.as_subclass(type("Own", (torch.Tensor,), {})), weight, bias)
-    with torch.autocast("cpu", dtype=torch.bfloat16), FewRows():
+    with torch.autocast("cpu", dtype=torch.bfloat16), FewRows(layer):
         assert layer(x).dtype == torch.bfloat16
         assert not faster_in_halves(x, weight, bias)
     samples = torch.randn(7, 2, 733)
-    assert halves_of(lambda: torch.func.vmap(layer)(samples)) == 0
+    with torch.no_grad(), FewRows(layer), Products() as step:
+        torch.func.vmap(layer)(samples)
+    assert step.in_halves == 0
 
 
 @pytest.mark.parametrize("change", [{"input": (1, 500)}, {"input": ()}, {"bias": (3,)}, {"weight": (720, 730)}])
 def test_what_does_not_fit_is_refused_in_the_words_of_torch(change):
     shapes = {"input": (1, 733), "weight": (719, 733), "bias": (719,), **change}
-    tensors = [torch.zeros(shape) for shape in shapes.values()]
-    with pytest.raises(RuntimeError) as plain:
-        F.linear(*tensors)
-    with pytest.raises(RuntimeError) as ours, FewRows():
-        F.linear(*tensors)
+    input, weight, bias = (torch.zeros(shape) for shape in shapes.values())
+    layer = nn.Linear(*WIDE)
+    layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(bias)
+    with torch.no_grad(), pytest.raises(RuntimeError) as plain:
+        layer(input)
+    with torch.no_grad(), pytest.raises(RuntimeError) as ours, FewRows(layer):
+        layer(input)
     assert str(ours.value) == str(plain.value)
 
 
@@ -121,7 +157,7 @@ def test_what_is_traced_or_compiled_serves_any_number_of_rows():
         return graph.forward
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=keep)
-    with FewRows():
+    with FewRows(layer):
         traced = torch.jit.trace(layer, torch.randn(3, 733))
         for rows in (2, 3, 5, 7):
             x = torch.randn(rows, 733)
@@ -154,8 +190,5 @@ def test_every_product_of_a_decoding_step_is_made_in_halves():
     assert step.in_halves == few
 
 
-def test_a_model_without_a_large_matrix_is_read_without_asking():
-    assert pays(decoder(768)) and not pays(decoder(64)) and not pays(decoder(768).to("meta"))
-    with Products() as step:
-        generate(decoder(64), torch.tensor([[1, 2, 3, 5, 7]]), max_new_tokens=3, stop=())
-    assert step.in_halves == 0
+def test_only_large_matrices_on_a_cpu_are_asked():
+    assert [len(FewRows(model).layers) for model in (decoder(768), decoder(64), decoder(768).to("meta"))] == [13, 0, 0]

@@ -17,6 +17,7 @@ from minitx.nn import (
     ALiBi,
     AttentionCall,
     Causal,
+    Dense,
     Padding,
     SlidingWindow,
     T5RelativeBias,
@@ -285,6 +286,13 @@ def test_on_cuda_torch_is_asked_which_kernel_takes_a_call(monkeypatch):
         mask = Padding(torch.ones(1, 6, dtype=torch.bool, device="cuda"))
         assert reason("sdpa:flash", query=q, attn_mask=mask) == "torch's flash kernel takes no mask or bias"
         assert asked == ["efficient", "cudnn"]  # flash was not asked: it would have said yes to a call without the mask
+
+
+def test_a_key_is_seen_where_some_query_of_its_own_head_sees_it():
+    q = torch.zeros(2, 3, 5, 4)
+    mask = Dense(torch.rand(2, 3, 5, 5) < 0.3)
+    want = mask.dense(5, 5, batch_size=2, num_heads=3).any(-2, keepdim=True)
+    assert torch.equal(flex.seen_keys(mask, AttentionCall(q, q, q)), want)
 
 
 def test_torch_is_asked_about_the_call_that_its_kernel_would_get(monkeypatch):

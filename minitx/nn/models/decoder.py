@@ -10,7 +10,7 @@ from minitx.nn.bias import as_bias
 from minitx.nn.cache import KVCache
 from minitx.nn.masks import Mask
 from minitx.nn.models.base import HeadMask, Routing, Stack, TransformerModel, mean_visible, router_loss
-from minitx.nn.models.parts import Embeddings, LMHead, build_bias
+from minitx.nn.models.parts import Embeddings, build_bias, build_lm_head
 from minitx.nn.positions import position_ids_from
 
 
@@ -25,7 +25,7 @@ class CausalModel(TransformerModel):
         self.blocks = Stack(config, config.decoder_layers, decoder=True, cross=cross)
         self.attn_bias = build_bias(config, decoder=True)
         self.final_norm = self._final_norm()
-        self.head = LMHead(config.embed_dim, config.vocab_size, bias=config.head_bias, softcap=config.logit_softcap)
+        self.head = build_lm_head(config)
         if config.tie_embeddings:
             self.head.weight = self.embeddings.token.weight
 

@@ -82,20 +82,27 @@ def build_attention(config: TransformerConfig, *, rotary: bool = True, later: bo
     )
 
 
-class LMHead(nn.Linear):
-    """Logits over the vocabulary: xW + b, or t · tanh((xW + b) / t) with a soft-cap t (Gemma 2, arXiv:2408.00118, §2).
+class CappedHead(nn.Linear):
+    """Logits over the vocabulary with a soft-cap t: t · tanh((xW + b) / t) (Gemma 2, arXiv:2408.00118, §2).
 
-    >>> bool(LMHead(3, 5, softcap=2.0)(torch.full((1, 3), 100.0)).abs().max() <= 2.0)
+    >>> bool(CappedHead(3, 5, softcap=2.0)(torch.full((1, 3), 100.0)).abs().max() <= 2.0)
     True
     """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = True, softcap: float | None = None) -> None:
+    def __init__(self, in_features: int, out_features: int, *, softcap: float, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias=bias)
         self.softcap = softcap
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = super().forward(x)
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        return self.softcap * torch.tanh(super().forward(x) / self.softcap)
+
+
+def build_lm_head(config: TransformerConfig) -> nn.Linear:
+    """Logits over the vocabulary, xW + b, with a soft-cap if the config has one."""
+    assert config.vocab_size is not None
+    if config.logit_softcap is None:
+        return nn.Linear(config.embed_dim, config.vocab_size, bias=config.head_bias)
+    return CappedHead(config.embed_dim, config.vocab_size, softcap=config.logit_softcap, bias=config.head_bias)
 
 
 def build_attention_core(config: TransformerConfig) -> nn.Module:
