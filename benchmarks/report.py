@@ -77,8 +77,8 @@ WHY = """
 - P6, worst kind: values wider than the queries, 2²² scores. There torch's plain path and `chunked` take about as long, and which of them is ahead changes
   from recording to recording (docs/decisions.md has six); a rule about sizes cannot be right in all.
 - P8: a token of a single row reads every weight once, and both sides are bound by how fast their products do so. Ours are made in halves
-  (the second table below); reading the weights and nothing else would take under half of our time for a token. The prompt, which
-  counts, takes as long on both sides.
+  (the second table below); reading the weights and nothing else would take more than half of our time for a token. The prompt,
+  which counts, takes as long on both sides.
 - P10 on rows of `datasets`: its loader reads a whole batch at once; the rows above have both ways.
 - P11: a look of the probe is more than statistics of attention: it takes the gradients of four parts of its batch, too. The second row
   has the statistics alone. The control shows that on this machine a few hundredths are noise, as large as what is wanted.
