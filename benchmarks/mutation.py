@@ -5,18 +5,14 @@
     python benchmarks/mutation.py --again            # only those that survived, after tests were added
     python benchmarks/mutation.py --record           # counts and survivors into results/mutation.json
 
-A mutant is a change of one comparison, operator, number, condition, keyword, return value or statement (``changes``); text,
-annotations, assertions, the ``strict`` of ``zip`` and what stands in a ``raise`` are left alone. No file is written: a process that
-has collected the tests
-forks once a mutant, exchanges the code of one function, and runs the tests that execute the line, quick ones first, to the first
-failure. What runs at import (defaults, constants, class attributes) is forked before the collection and imported changed.
-What is known of the survivors: ``docs/mutation.md``.
+What is changed: ``mutants.py``. No file is written: a process that has collected the tests forks once a mutant, exchanges the code of
+one function, and runs the tests that execute the line, quick ones first, to the first failure. What runs at import (defaults,
+constants, class attributes) is forked before the collection and imported changed. What is known of the survivors: ``docs/mutation.md``.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import gc
 import hashlib
@@ -31,7 +27,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -39,8 +34,8 @@ from typing import Any
 
 import pytest
 import torch  # imported here, once, and not in every fork
+from mutants import ROOT, Mutant, mutants
 
-ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build/mutation.json"  # what became of each mutant so far
 FILES = [*(f"minitx/nn/{name}.py" for name in ("functional", "masks", "tensor_rule")), *(f"minitx/nn/backends/{name}.py" for name in (
     "__init__", "base", "chunked", "flash_attn", "flex", "math", "programs", "sdpa"))]  # fmt: skip
@@ -56,119 +51,6 @@ OWN = {
 }  # else by name
 CHOICE = ("-m", "not long", "-p", "no:cacheprovider")  # of the slow tests, too
 LONGEST, BUDGET, LIMIT = 3.0, 12.0, 100.0  # seconds of the processor: of one test, of a mutant's tests together, of a fork
-
-COMPARISONS = {
-    ast.Lt: (ast.LtE, ast.GtE), ast.LtE: (ast.Lt, ast.Gt), ast.Gt: (ast.GtE, ast.LtE), ast.GtE: (ast.Gt, ast.Lt),
-    ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,), ast.Is: (ast.IsNot,), ast.IsNot: (ast.Is,),
-    ast.In: (ast.NotIn,), ast.NotIn: (ast.In,),
-}  # fmt: skip
-OPERATORS = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult,
-    ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.And: ast.Or, ast.Or: ast.And,
-}  # fmt: skip
-
-
-@dataclass
-class Mutant:
-    """One change: where, what stood there and what stands there now."""
-
-    file: str
-    line: int
-    column: int
-    before: str
-    after: str
-    scope: str = ""  # the outermost function, by qualified name; empty for what runs at import
-    code: CodeType | None = field(default=None, repr=False)
-    lines: range = range(0)  # of the statement
-
-    @property
-    def name(self) -> str:
-        return f"{self.file}:{self.line}:{self.column}: {self.before} -> {self.after}"
-
-
-def changes(node: ast.AST) -> Iterator[ast.AST | None]:
-    """What may stand in a node's place; None deletes a statement."""
-
-    def other(**new: Any) -> ast.AST:
-        return ast.copy_location(type(node)(**{name: new.get(name, value) for name, value in ast.iter_fields(node)}), node)
-
-    match node:
-        case ast.Compare(ops=[op]):
-            yield from (other(ops=[kind()]) for kind in COMPARISONS[type(op)])
-        case ast.Compare(ops=ops):
-            for i, op in enumerate(ops):
-                yield from (other(ops=[*ops[:i], kind(), *ops[i + 1 :]]) for kind in COMPARISONS[type(op)])
-        case ast.BinOp(op=op) | ast.BoolOp(op=op) | ast.AugAssign(op=op) if type(op) in OPERATORS:
-            yield other(op=OPERATORS[type(op)]())
-        case ast.UnaryOp(operand=operand):
-            yield operand
-        case ast.Constant(value=bool(value)):
-            yield other(value=not value)
-        case ast.Constant(value=int(value) | float(value)):
-            yield other(value=value + 1)
-        case ast.If() | ast.While():
-            yield other(test=ast.UnaryOp(ast.Not(), node.test))
-        case ast.IfExp(body=body, orelse=orelse):
-            yield from (body, orelse)
-        case ast.comprehension(ifs=[_]):
-            yield other(ifs=[])
-        case ast.Call(keywords=keywords) if len(keywords) > 0:
-            yield from (
-                other(keywords=[k for k in keywords if k is not gone]) for gone in keywords if gone.arg not in (None, "strict")
-            )
-        case ast.Return(value=value) if value is not None and not (isinstance(value, ast.Constant) and value.value is None):
-            yield other(value=ast.Constant(None))
-        case ast.Expr(value=ast.Call() | ast.Tuple()) | ast.Raise():
-            yield None
-
-
-def mutants(path: str) -> list[Mutant]:
-    """Every mutant of a file, in the order of its lines."""
-    tree = ast.parse((ROOT / path).read_text())
-    found: list[Mutant] = []
-
-    def visit(parent: ast.AST, scope: str, inside: bool, lines: range) -> None:
-        for name, value in ast.iter_fields(parent):
-            checks = isinstance(parent, ast.Assert) or (isinstance(parent, ast.keyword) and parent.arg == "strict")
-            if name in ("annotation", "returns") or checks:
-                continue
-            # a function's defaults and decorators run where it is defined; what a raise says is text
-            here = (
-                (scope, inside)
-                if name == "body" or not isinstance(parent, ast.FunctionDef)
-                else (scope.rpartition(".")[0], False)
-            )
-            for place, node in enumerate(value if isinstance(value, list) else [value]):
-                if isinstance(node, ast.AST):
-                    visit_one(parent, name, place if isinstance(value, list) else None, node, *here, lines)
-
-    def visit_one(parent: Any, name: str, place: int | None, node: Any, scope: str, inside: bool, lines: range) -> None:
-        if isinstance(node, ast.stmt):
-            body = getattr(node, "body", None)
-            lines = range(node.lineno, body[0].lineno if body else node.end_lineno + 1)
-        for new in changes(node):
-            shown = ast.unparse(new) if new is not None else "pass"
-            changed = new if new is not None else ast.copy_location(ast.Pass(), node)
-            old = getattr(parent, name)
-            setattr(parent, name, changed if place is None else [*old[:place], changed, *old[place + 1 :]])
-            line, column = getattr(node, "lineno", lines.start), getattr(node, "col_offset", 0)
-            code = compile(ast.fix_missing_locations(tree), str(ROOT / path), "exec")
-            texts = first_line(ast.unparse(node)), first_line(shown)
-            found.append(Mutant(path, line, column, *texts, scope if inside else "", code, lines))
-            setattr(parent, name, old)
-        if isinstance(node, ast.Raise):
-            return
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not inside:
-            scope = f"{scope}.{node.name}".lstrip(".")
-        visit(node, scope, inside or isinstance(node, ast.FunctionDef), lines)
-
-    visit(tree, "", False, range(0))
-    return found
-
-
-def first_line(text: str) -> str:
-    line = text.split("\n", 1)[0]
-    return line if len(line) <= 160 else line[:157] + "..."
 
 
 class Changed(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
