@@ -1,4 +1,4 @@
-"""How many times as fast ``minitx.nn.FewRows`` makes a linear layer where a matrix meets a few rows, as in a decoding step.
+"""How many times as fast as ``F.linear`` a product in halves (``minitx.nn.FewRows``) is where a matrix meets a few rows, as in decoding.
 
 One matrix after another of as many of a shape as fill 128 MiB, so that each is read from memory and not from a cache, as in a
 model; float32, no gradient. The last rows are all matrices of GPT-2's smallest model. ``LEAST_WEIGHTS`` and ``MOST_ROWS`` come from here.

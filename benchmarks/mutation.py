@@ -1,6 +1,6 @@
 """Do the tests notice a fault? One small change to the source at a time, and the tests that execute the changed line.
 
-    python benchmarks/mutation.py                    # make mutation: all files (about an hour on one core), resumable
+    python benchmarks/mutation.py                    # make mutation: all files (an hour on one core without the slow tests), resumable
     python benchmarks/mutation.py masks chunked      # only these files
     python benchmarks/mutation.py --again            # only those that survived, after tests were added
     python benchmarks/mutation.py --record           # counts and survivors into results/mutation.json

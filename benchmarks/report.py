@@ -75,7 +75,7 @@ WHY = """
 - P4: a trainer's step takes some 2.5 ms more than the loop's. 0.9 ms are the gradient norm and the check for NaN before every update, which the
   loop leaves out; the rest is Lightning's own Python between two steps.
 - P6, worst kind: values wider than the queries, 2²² scores. There torch's plain path and `chunked` take about as long, and which of them is ahead changes
-  from recording to recording (docs/decisions.md has six); a rule about sizes cannot be right in all.
+  from recording to recording (docs/decisions.md); a rule about sizes cannot be right in all.
 - P8: a token of a single row reads every weight once, and both sides are bound by how fast their products do so. Ours are made in halves
   (the second table below); reading the weights and nothing else would take more than half of our time for a token. The prompt,
   which counts, takes as long on both sides.

@@ -33,15 +33,15 @@ class FewRows:
     def __init__(self, model: nn.Module) -> None:
         linears = [m for m in model.modules() if isinstance(m, nn.Linear) and type(m).forward is nn.Linear.forward]
         self.layers = [m for m in linears if m.weight.numel() >= LEAST_WEIGHTS and m.weight.device.type == "cpu"]
-        self.changed: list[nn.Linear] = []
+        self.changed: list[list[nn.Linear]] = []  # by each entering that has not ended
 
     def __enter__(self) -> None:
-        self.changed = [layer for layer in self.layers if "forward" not in vars(layer)]
-        for layer in self.changed:
+        self.changed.append([layer for layer in self.layers if "forward" not in vars(layer)])
+        for layer in self.changed[-1]:
             vars(layer)["forward"] = partial(_forward, layer)
 
     def __exit__(self, *error: object) -> None:
-        for layer in self.changed:
+        for layer in self.changed.pop():
             vars(layer).pop("forward", None)
 
 

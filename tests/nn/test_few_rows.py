@@ -90,7 +90,7 @@ def test_it_lasts_as_long_as_the_context_and_leaves_what_has_a_forward_of_its_ow
     fast = FewRows(model)
     for _ in range(2):  # again and again
         with torch.no_grad(), fast, Products() as inside:
-            with FewRows(model):  # one in the other
+            with FewRows(model), fast:  # one in the other
                 model(x)
             model(x)
         with torch.no_grad(), Products() as outside:

@@ -307,56 +307,55 @@ def test_torch_is_asked_about_the_call_that_its_kernel_would_get(monkeypatch):
         for key in (q, k):  # a mask is spelled out as a tensor, causality and grouped heads with it
             for options in ({}, {"is_causal": True}, {"is_causal": True, "attn_mask": mask}):
                 assert reason("sdpa:efficient", query=q, key=key, **options) == ""
-    assert asked == [
-        (False, False),
-        (True, False),
-        (False, False),
-        (False, True),
-        (True, True),
-        (False, False),
-    ]  # causal, grouped
+    causal, grouped = zip(*asked, strict=True)
+    assert causal == (False, True, False) * 2
+    assert grouped == (False, False, False, True, True, False)
     q = torch.randn(1, 4, 6, 8, device="meta")
     assert reason("sdpa:flash", query=q) == "torch has no flash kernel for meta"
 
 
-def test_no_kernel_meets_a_row_without_a_key_and_a_bias_is_as_exact_as_it_takes(monkeypatch):
-    given = []
+@pytest.fixture
+def handed(monkeypatch):
+    """Records what torch's attention is called with: tensors and options."""
+    calls = []
     kernel = sdpa.F.scaled_dot_product_attention
-    monkeypatch.setattr(
-        sdpa.F,
-        "scaled_dot_product_attention",
-        lambda *args, **options: given.append(options["attn_mask"]) or kernel(*args, **options),
-    )
+
+    def recording(*tensors, **options):
+        calls.append((tensors, options))
+        return kernel(*tensors, **options)
+
+    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", recording)
+    return calls
+
+
+def test_no_kernel_meets_a_row_without_a_key(handed):
     q = torch.randn(2, 1, 3, 4)
-    real = torch.tensor([[True, False, False], [False, False, False]])
-    attention(q, q, q, Padding(real), backend="sdpa")
-    assert given.pop().tolist() == [[[[True, False, False]]], [[[True, True, True]]]]
-    bias = torch.tensor([[-torch.inf, 100.3, torch.inf], [-torch.inf, -torch.inf, -torch.inf], [0.1, -1e30, 0.0]])
-    attention(q.half(), q.half(), q.half(), attn_bias=bias, backend="sdpa")
-    most = torch.finfo(
-        torch.float32
-    ).max  # float32 stays beside half-precision queries, and becomes no infinity but where it hides
-    want = torch.tensor([[-torch.inf, 100.3, most], [0.0, 0.0, 0.0], [0.1, -1e30, 0.0]])
-    assert given[0].dtype == torch.float32 and torch.equal(given[0].expand(2, 1, 3, 3), want.expand(2, 1, 3, 3))
+    attention(q, q, q, Padding(torch.tensor([[True, False, False], [False, False, False]])), backend="sdpa")
+    ((_, options),) = handed
+    assert options["attn_mask"].tolist() == [[[[True, False, False]]], [[[True, True, True]]]]
+
+
+def test_a_bias_goes_to_the_kernel_as_exact_as_it_takes_and_without_new_infinities(handed):
+    q, most = torch.randn(1, 1, 3, 4).half(), torch.finfo(torch.float32).max
+    bias = torch.tensor([[-torch.inf, 100.3, torch.inf], [-torch.inf] * 3, [0.1, -1e30, 0.0]])
+    attention(q, q, q, attn_bias=bias, backend="sdpa")
+    ((_, options),) = handed
+    want = torch.tensor(
+        [[-torch.inf, 100.3, most], [0.0, 0.0, 0.0], [0.1, -1e30, 0.0]]
+    )  # on a CPU float32 beside half precision
+    assert options["attn_mask"].dtype == torch.float32 and torch.equal(options["attn_mask"][0, 0], want)
     with FakeTensorMode():  # elsewhere the kernels want the queries' own
         bias = sdpa._finite_bias(torch.randn(3, 3, device="cuda"), torch.randn(1, 1, 3, 4, device="cuda", dtype=torch.float16))
     assert bias.dtype == torch.float16
 
 
-def test_grouped_heads_beside_a_mask_are_repeated_where_the_kernel_wants_it(monkeypatch):
-    given = []
-    kernel = sdpa.F.scaled_dot_product_attention
-    monkeypatch.setattr(
-        sdpa.F,
-        "scaled_dot_product_attention",
-        lambda q, k, v, **options: given.append((k.shape[1], options["enable_gqa"])) or kernel(q, k, v, **options),
-    )
+def test_grouped_heads_beside_a_mask_are_repeated_where_the_kernel_wants_it(handed, monkeypatch):
     assert sdpa.repeats_heads("cuda", 2) and not sdpa.repeats_heads("cuda", 1) and not sdpa.repeats_heads("cpu", 2)
     plain, want = both(Padding(LEFT), True, backend="sdpa")
     monkeypatch.setattr(sdpa, "repeats_heads", lambda device, group: group > 1)  # as on CUDA
     repeated, _ = both(Padding(LEFT), True, backend="sdpa")
     both(None, False, backend="sdpa")  # without a mask flash takes grouped heads
-    assert given == [(HKV, True), (H, False), (HKV, True)]
+    assert [(key.shape[1], options["enable_gqa"]) for (_, key, _), options in handed] == [(HKV, True), (H, False), (HKV, True)]
     torch.testing.assert_close(repeated, want)
     torch.testing.assert_close(plain, want)
 
