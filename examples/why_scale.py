@@ -11,21 +11,19 @@ knows ``# %%``. docs/why_scale.md tells the story around these functions; tests/
 # %%
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+import why_scale_figures as figures
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from minitx.analysis import attention_statistics, capture, zhai_entropy_bound
-from minitx.analysis.canvas import GREY, INK, PALETTE, RED, Entry, label, legend, log_ticks, panels, png
 from minitx.config import KeyValueDataConfig, OptimizerConfig, ParameterRule, ScheduleConfig, TransformerConfig
 from minitx.data.addressing import Batch
 from minitx.data.synthetic import RecallSource, RecallValidation
@@ -35,55 +33,11 @@ from minitx.training.schedules import lr_factor
 
 WIDTHS = (8, 16, 32, 64, 128, 256, 512, 1024)
 SCALES = ("unscaled", "inv_sqrt", "inv")
-LOOKS = dict(zip(("inv_sqrt", "unscaled", "t5", "inv"), (*PALETTE[:3], PALETTE[4]), strict=True))
-
-
-class Arguments(argparse.ArgumentParser):
-    """Says what is wrong in one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; --help shows what it takes\n")
-
-
-def output_folder(arguments: Sequence[str]) -> Path:
-    """The folder that ``--output`` names, made if it is not there."""
-    parser = Arguments(prog="why_scale.py", description="Why 1/√d_k, in numbers and figures.", allow_abbrev=False)
-    parser.add_argument("--output", metavar="FOLDER", default="runs/why_scale", help="for figures and tables (%(default)s)")
-    given = parser.parse_args(arguments).output
-    try:
-        Path(given or "\0").mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        reasons = {FileExistsError: "it is a file", ValueError: "that is no name of a folder"}
-        parser.error(f"--output {given!r} cannot be written to: {reasons.get(type(error), error)}")
-    return Path(given)
-
-
-def tell(name: str, headings: Sequence[object], rows: Sequence[Sequence[str | float]]) -> None:
-    """Print a Markdown table, and keep it in tables.md."""
-    cells = [[x if isinstance(x, str) else f"{x:.3g}" for x in row] for row in rows]
-    lines = [f"| {' | '.join(map(str, line))} |" for line in (headings, ["---"] * len(headings), *cells)]
-    with (OUTPUT / "tables.md").open("a", encoding="utf-8") as file:
-        file.write("\n".join([f"<!-- {name} -->", *lines, "", ""]))
-    print(f"\n{name}", *lines, sep="\n")
-
-
-def curves(ax: Any, x: Sequence[float], series: Mapping[str, Sequence[float]], line: str = "-", **look: Any) -> list[Entry]:
-    """A line for each series against a logarithmic x; gives the entries of their legend."""
-    entries: list[Entry] = []
-    for (name, values), usual in zip(series.items(), PALETTE, strict=False):
-        color, marker = LOOKS.get(name, usual)
-        ax.plot(x, values, linestyle=line, marker=marker, color=color, **{"markersize": 4.5, "linewidth": 1.2, **look})
-        entries.append((name, color, marker, line))
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(x, [f"{tick:g}" for tick in x])
-    ax.minorticks_off()
-    return entries
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    OUTPUT = output_folder([] if "ipykernel" in sys.modules else sys.argv[1:])
-    (OUTPUT / "tables.md").unlink(missing_ok=True)
+    OUTPUT = figures.Output(figures.output_folder([] if "ipykernel" in sys.modules else sys.argv[1:]))
 
 # %% [markdown]
 # ## 1. q·k has variance d_k
@@ -120,16 +74,9 @@ if __name__ == "__main__":
     widths = WIDTHS[:6]
     variances = {draw.__name__: [variance_of_dot_products(width, draw) for width in widths] for draw in (normal, signs, alike)}
     rows = [[name, *np.divide(of, widths), f"{slope(widths, of):.3f}"] for name, of in variances.items()]
-    tell("variance", ["Var(q·k) / d_k", *(f"d_k {width}" for width in widths), "slope"], rows)
+    OUTPUT.table("variance", ["Var(q·k) / d_k", *(f"d_k {width}" for width in widths), "slope"], rows)
 
-    figure, ((ax,),) = panels(1, 1, width=4.6, height=2.8)
-    entries = curves(ax, widths, variances, "", fillstyle="none", markersize=7)
-    ax.plot(widths, widths, "--", color=INK, linewidth=1)
-    ax.plot(widths, np.square(widths), ":", color=INK, linewidth=1)
-    log_ticks(ax)
-    label(ax, "", "d_k", "variance of q·k")
-    legend(figure, [*entries, ("d_k", INK, "", "--"), ("d_k²", INK, "", ":")])
-    (OUTPUT / "variance.png").write_bytes(png(figure))
+    OUTPUT.figure("variance", figures.variance(widths, variances))
 
 # %% [markdown]
 # ## 2. Large logits saturate softmax
@@ -159,25 +106,17 @@ def step_0(num_keys: int, head_dim: int, scale: str) -> dict[str, float]:
 
 if __name__ == "__main__":
     rows = [[f"{scale:g}", *three_logits(scale).tolist()] for scale in (1.0, 1 / 8)]
-    tell("three logits", ["scale", "weight of 1", "weight of 2", "weight of 30"], rows)
+    OUTPUT.table("three logits", ["scale", "weight of 1", "weight of 2", "weight of 30"], rows)
     cells = [(64, 8, "unscaled"), (64, 64, "unscaled"), (64, 256, "unscaled"), (64, 64, "inv_sqrt")]
     cells += [(256, 64, "unscaled"), (256, 64, "inv_sqrt")]
     rows = [[*map(str, cell), *(f"{value:.3f}" for value in list(step_0(*cell).values())[:4])] for cell in cells]
-    tell("saturation", ["n", "d_k", "scale", "entropy / ln n", "largest weight", "rows above .9", "rows above .99"], rows)
+    OUTPUT.table(
+        "saturation", ["n", "d_k", "scale", "entropy / ln n", "largest weight", "rows above .9", "rows above .99"], rows
+    )
 
     spreads = [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
-    found = {f"{n} keys": [at_spread(std, n) for std in spreads] for n in (16, 64, 256)}
-    figure, axes = panels(1, 2, width=3.5, height=2.5)
-    for ax, name, words in zip(axes[0], ("entropy", "max_weight"), ("entropy / ln n", "largest weight"), strict=True):
-        entries = curves(ax, spreads, {n: [row[name] for row in of] for n, of in found.items()})
-        for n, color, *_ in entries:
-            ax.axvline(np.sqrt(2 * np.log(int(n.split()[0]))), color=color, linewidth=1, linestyle="-.")
-        ax.set_ylim(-0.03, 1.03)
-        label(ax, "", "std of the logits", words)
-    bound = [row["bound"] for row in found["64 keys"]]
-    axes[0, 0].plot(spreads, bound, ":", color=PALETTE[1][0], linewidth=1.2)
-    legend(figure, [*entries, ("√(2 ln n)", GREY, "", "-."), ("Zhai's bound, 64 keys", PALETTE[1][0], "", ":")])
-    (OUTPUT / "saturation.png").write_bytes(png(figure))
+    found = {n: [at_spread(std, n) for std in spreads] for n in (16, 64, 256)}
+    OUTPUT.figure("saturation", figures.saturation(spreads, found))
 
 # %% [markdown]
 # ## 3. A saturated softmax has a small Jacobian
@@ -206,17 +145,9 @@ if __name__ == "__main__":
     rows = [["½ ‖J‖₁", scale, *size[scale]] for scale in SCALES]
     rows += [["‖J‖_F²", scale, *(row["jacobian_fro"] for row in before[scale])] for scale in SCALES]
     rows += [["½ ‖c·J‖₁", scale, *reaching[scale]] for scale in SCALES]
-    tell("jacobian", ["mean of", "scale", *(f"d_k {width}" for width in WIDTHS)], rows)
+    OUTPUT.table("jacobian", ["mean of", "scale", *(f"d_k {width}" for width in WIDTHS)], rows)
 
-    figure, axes = panels(1, 2, width=3.5, height=2.5)
-    titles = ("J: from the weights to the logits", "c·J: from the weights to q·k")
-    for ax, title, series in zip(axes[0], titles, (size, reaching), strict=True):
-        entries = curves(ax, WIDTHS, series)
-        ax.plot(WIDTHS, gap_density(64) / np.sqrt(WIDTHS), "--", color=INK, linewidth=1)
-        log_ticks(ax)
-        label(ax, title, "d_k", "mean of ½ ‖·‖₁")
-    legend(figure, [*entries, (f"{gap_density(64):.2f} / √d_k", INK, "", "--")])
-    (OUTPUT / "jacobian.png").write_bytes(png(figure))
+    OUTPUT.figure("jacobian", figures.jacobian(WIDTHS, size, reaching, gap_density(64)))
 
 # %% [markdown]
 # ## 4. The gradient at init
@@ -274,7 +205,9 @@ if __name__ == "__main__":
         rms = {scale: [of.square().mean().sqrt().item() for of in norms[scale]] for scale in SCALES}
         medians = {scale: [of.median().item() for of in norms[scale]] for scale in SCALES}
         rows.append([str(num_keys), f"{crossing(widths, medians['unscaled'], medians['inv_sqrt']):.0f}"])
-    tell("crossing", ["n", "d_k from which the median row gets less without the scale"], sorted(rows, key=lambda r: int(r[0])))
+    OUTPUT.table(
+        "crossing", ["n", "d_k from which the median row gets less without the scale"], sorted(rows, key=lambda r: int(r[0]))
+    )
     models = {
         init: {scale: [model_gradients(width, scale, init)["q_proj"] for width in WIDTHS] for scale in SCALES}
         for init in ("lecun", "gpt2")
@@ -286,19 +219,9 @@ if __name__ == "__main__":
         "‖∇W_Q‖, gpt2": models["gpt2"],
     }
     rows = [[kind, scale, *of[scale]] for kind, of in kinds.items() for scale in SCALES]
-    tell("gradients", ["", "scale", *(f"d_k {width}" for width in WIDTHS)], rows)
+    OUTPUT.table("gradients", ["", "scale", *(f"d_k {width}" for width in WIDTHS)], rows)
 
-    figure, axes = panels(1, 3, width=2.9, height=2.4)
-    entries = curves(axes[0, 0], WIDTHS, rms)
-    curves(axes[0, 0], WIDTHS, medians, ":", fillstyle="none")
-    label(axes[0, 0], "64 keys, unit-normal rows", "d_k", "‖dL/dq‖")
-    for ax, init in zip(axes[0, 1:], models, strict=True):
-        curves(ax, WIDTHS, models[init])
-        label(ax, f"one-layer model, init {init}", "d_k", "‖∇W_Q‖")
-    for ax in axes[0]:
-        log_ticks(ax)
-    legend(figure, [*entries, ("the median row", GREY, "", ":")])
-    (OUTPUT / "gradients.png").write_bytes(png(figure))
+    OUTPUT.figure("gradients", figures.gradients(WIDTHS, rms, medians, models))
 
 # %% [markdown]
 # ## 5. Which learning rates work
@@ -352,30 +275,15 @@ if __name__ == "__main__":
     }
     accuracies = {arm: [recall_accuracy(lr, **switches) for lr in rates] for arm, switches in arms.items()}
     rows = [[*arm, *(f"{value:.2f}" for value in of), first_logit_step(1e-2, **arms[arm])] for arm, of in accuracies.items()]
-    tell("rates", ["start", "arm", *(f"rate {rate:g}" for rate in rates), "first step of the logits at rate 0.01"], rows)
+    OUTPUT.table(
+        "rates", ["start", "arm", *(f"rate {rate:g}" for rate in rates), "first step of the logits at rate 0.01"], rows
+    )
 
-    figure, axes = panels(1, 2, width=3.5, height=2.5, sharey=True)
-    for ax, start in zip(axes[0], ("variance 1", "N(0, 0.02²)"), strict=True):
-        shown = {arm: of for (which, arm), of in accuracies.items() if which == start}
-        for dodged, (arm, values) in zip((0.94, 1.06, 1.0), shown.items(), strict=False):
-            curves(ax, np.multiply(rates, dodged), {arm: values})
-        ax.set_xticks(rates, [f"{rate:g}" for rate in rates])
-        ax.axhline(1 / TASK.num_values, color=GREY, linewidth=1, linestyle=":")
-        ax.set_ylim(-0.03, 1.03)
-        label(ax, f"queries and keys start with {start}" if start == "variance 1" else f"init {start}", "peak learning rate")
-    axes[0, 0].set_ylabel("accuracy after 100 steps", fontsize=8.5, color=INK)
-    words = {"inv_sqrt": "inv_sqrt", "unscaled": "unscaled", "t5": "unscaled, 1/√d_k in the initial W_Q (t5)"}
-    legend(figure, [*((words[arm], *LOOKS[arm], "-") for arm in words), ("chance", GREY, "", ":")])
-    (OUTPUT / "rates.png").write_bytes(png(figure))
+    OUTPUT.figure("rates", figures.rates(rates, accuracies, chance=1 / TASK.num_values))
 
     steps = {scale: [first_logit_step(1e-2, scale=scale, head_dim=width) for width in WIDTHS] for scale in SCALES}
-    tell("steps", ["scale", *(f"d_k {width}" for width in WIDTHS)], [[scale, *of] for scale, of in steps.items()])
-    figure, ((ax,),) = panels(1, 1, width=4.6, height=2.8)
-    entries = curves(ax, WIDTHS, steps)
-    log_ticks(ax)
-    label(ax, "", "d_k", "first step of the logits, rate 0.01")
-    legend(figure, entries)
-    (OUTPUT / "steps.png").write_bytes(png(figure))
+    OUTPUT.table("steps", ["scale", *(f"d_k {width}" for width in WIDTHS)], [[scale, *of] for scale, of in steps.items()])
+    OUTPUT.figure("steps", figures.steps(WIDTHS, steps))
 
 # %% [markdown]
 # ## 6. Where the story is weaker than it is told
@@ -417,17 +325,11 @@ if __name__ == "__main__":
     pairs = {"AdamW, W_Q's rate and eps folded too": twins(folded_adamw)}
     pairs |= {"AdamW, one rate for all": twins(adamw), "Adafactor, T5's optimizer": twins(adafactor)}
     rows = [[name, a[-1], b[-1], max(np.abs(np.subtract(a, b)))] for name, (a, b) in pairs.items()]
-    tell("folds", ["optimizer", "last loss, scale in the scores", "last loss, scale in W_Q", "largest difference"], rows)
+    OUTPUT.table(
+        "folds", ["optimizer", "last loss, scale in the scores", "last loss, scale in W_Q", "largest difference"], rows
+    )
 
-    figure, axes = panels(1, 3, width=2.8, height=2.3, sharey=True)
-    for ax, (name, (scores, weights)) in zip(axes[0], pairs.items(), strict=True):
-        ax.plot(scores, "-", color=LOOKS["inv_sqrt"][0], linewidth=4, alpha=0.45)
-        ax.plot(weights, "--", color=INK, linewidth=1.1)
-        label(ax, name, "step")
-    axes[0, 0].set_ylabel("training loss (nats)", fontsize=8.5, color=INK)
-    entries = [("1/√d_k in the scores", LOOKS["inv_sqrt"][0], "", "-"), ("1/√d_k in the initial W_Q", INK, "", "--")]
-    legend(figure, entries)
-    (OUTPUT / "folds.png").write_bytes(png(figure))
+    OUTPUT.figure("folds", figures.folds(pairs))
 
 # %% [markdown]
 # The init decides whether anything saturates.
@@ -447,13 +349,7 @@ def logit_spread(init: str, embed_dim: int) -> float:
 if __name__ == "__main__":
     widths = (64, 128, 256, 512, 768, 1600)
     stds = {init: [logit_spread(init, w) for w in widths] for init in ("lecun", "torch_mha", "t5", "torch_linear", "gpt2")}
-    tell("spreads", ["init", *(f"d_model {w}" for w in widths)], [[init, *of] for init, of in stds.items()])
+    OUTPUT.table("spreads", ["init", *(f"d_model {w}" for w in widths)], [[init, *of] for init, of in stds.items()])
 
-    figure, ((ax,),) = panels(1, 1, width=4.6, height=2.8)
-    entries = curves(ax, widths, stds)
-    ax.axhline(np.sqrt(2 * np.log(64)), color=RED, linewidth=1, linestyle="-.")
-    log_ticks(ax)
-    label(ax, "", "d_model, at d_k 64", "row std of unscaled logits")
-    legend(figure, [*entries, ("√(2 ln 64)", RED, "", "-.")])
-    (OUTPUT / "spreads.png").write_bytes(png(figure))
-    print(f"\nfigures and tables.md are in {OUTPUT}")
+    OUTPUT.figure("spreads", figures.spreads(widths, stds))
+    print(f"\nfigures and tables.md are in {OUTPUT.folder}")

@@ -1,7 +1,7 @@
 """Each claim of docs/why_scale.md, through the functions of examples/why_scale.py; and the page itself."""
 
 import ast
-import importlib.util
+import importlib
 import math
 import os
 import re
@@ -21,15 +21,12 @@ PAGE = (ROOT / "docs" / "why_scale.md").read_text(encoding="utf-8")
 FIGURES = ROOT / "docs" / "why_scale"
 
 
-def load():
-    """The script as a module: its cells run only when it is the program."""
-    spec = importlib.util.spec_from_file_location("why_scale", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-why = load()
+sys.path.insert(0, str(SCRIPT.parent))  # where Python looks when it runs the script
+try:
+    why = importlib.import_module("why_scale")  # its cells run only when it is the program
+    figures = importlib.import_module("why_scale_figures")
+finally:
+    sys.path.pop(0)
 
 # 1. Var(q·k) = d_k
 
@@ -312,7 +309,7 @@ def run(*arguments):
 )
 def test_a_bad_argument_gets_one_sentence(arguments, complaint, capsys):
     with pytest.raises(SystemExit) as ended:
-        why.output_folder(arguments)
+        figures.output_folder(arguments)
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert complaint in said
