@@ -163,6 +163,7 @@ class Run:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: Any) -> bool:
+        session.config.pluginmanager.unregister(name="terminalreporter")  # its dots would stand before the outcomes
         items = [item for item in session.items if "compile" not in item.nodeid]
         known = covered(items, FILES, self.kept)
         functions: dict[tuple[str, str, int], list[FunctionType]] = {}

@@ -337,7 +337,9 @@ def tiers(things: Sequence[Any], page_of: Callable[[Any], str]) -> list[Any]:
 
 @pytest.mark.parametrize("block", tiers(BASH, lambda block: block.page))
 def test_every_command_runs(block: Block, shelf: Shelf, place: Path) -> None:
-    for words in commands(block):
+    typed = commands(block)
+    assert typed, f"no command in {block.name}"
+    for words in typed:
         obey(words, shelf, place)
 
 
