@@ -1,4 +1,4 @@
-"""What all models share: a stack of blocks, checks of what comes in, and their size."""
+"""What all models share: a stack of blocks, initial weights, and their size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from minitx.nn.blocks import run_checkpointed
 from minitx.nn.cache import KVCache
 from minitx.nn.feedforward import MixtureOfExperts, load_balancing_loss
 from minitx.nn.init import init_weights
-from minitx.nn.masks import Causal, Documents, Mask, Padding, SlidingWindow, intersect
 from minitx.nn.models.parts import build_block, init_gains
 from minitx.nn.norms import make_norm
 
@@ -74,28 +73,6 @@ class TransformerModel(nn.Module):
         options = {"fold": config.init_fold, "num_layers": config.decoder_layers, "gains": init_gains(config)}
         init_weights(self, config.init, **options, generator=generator)  # type: ignore[arg-type]
 
-    def _mask(
-        self,
-        shape: tuple[int, int, int],
-        *,
-        causal: bool,
-        key_mask: Tensor | None,
-        document_ids: Tensor | None,
-        mask: Mask | None,
-    ) -> Mask | None:
-        """Everything that hides keys from (B, L, S), symbolic; built once and shared by all layers."""
-        B, L, S = shape
-        full_mask = intersect(
-            Causal() if causal else None,
-            SlidingWindow(self.config.window) if self.config.window is not None else None,
-            Padding(key_mask) if key_mask is not None else None,
-            Documents(document_ids) if document_ids is not None else None,
-            mask,
-        )
-        if full_mask is not None:
-            full_mask.check(B, self.config.num_heads, L, S)
-        return full_mask
-
     def _head_masks(self, head_mask: HeadMask, num_layers: int) -> dict[int, Tensor]:
         """The head mask of each layer that has one."""
         if head_mask is None:
@@ -109,18 +86,6 @@ class TransformerModel(nn.Module):
         if unknown:
             raise ValueError(f"head_mask names layers {unknown}, but the model has 0 to {N - 1}")
         return dict(head_mask)
-
-    def _check_ids(self, input_ids: Tensor, position_ids: Tensor | None, past: int = 0, name: str = "input_ids") -> None:
-        if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
-            raise ValueError(f"{name} must be whole numbers of shape (B, L), got {input_ids.dtype} {tuple(input_ids.shape)}")
-        if 0 in input_ids.shape:
-            raise ValueError(f"{name} must have at least one row and one token, got shape {tuple(input_ids.shape)}")
-        config, L = self.config, input_ids.shape[1]
-        if position_ids is not None and config.position in ("alibi", "t5", "none"):
-            raise ValueError(f"position_ids were given, but position={config.position} does not read them")
-        if config.position == "learned" and position_ids is None and config.max_len < past + L:
-            before = f" after {past} in the cache" if past else ""
-            raise ValueError(f"{name} has {L} tokens a row{before}, but the position table ends at max_len={config.max_len}")
 
     def num_parameters(self) -> int:
         """Number of trainable scalars; a tied head counts once."""

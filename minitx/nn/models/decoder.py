@@ -2,75 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from minitx.config import TransformerConfig
-from minitx.nn.bias import as_bias
 from minitx.nn.cache import KVCache
 from minitx.nn.masks import Mask
-from minitx.nn.models.base import HeadMask, Routing, Stack, TransformerModel, mean_visible, router_loss
-from minitx.nn.models.parts import Embeddings, build_bias, build_lm_head
-from minitx.nn.positions import position_ids_from
+from minitx.nn.models.base import HeadMask, Routing, mean_visible, router_loss
+from minitx.nn.models.parts import build_lm_head
+from minitx.nn.models.token_model import TokenModel
 
 
-class CausalModel(TransformerModel):
-    """Embeddings, decoder blocks and a head over the vocabulary: a language model, and the half of an encoder–decoder."""
+class CausalModel(TokenModel):
+    """Decoder blocks and a head over the vocabulary: a language model, and the half of an encoder–decoder."""
 
     def __init__(self, config: TransformerConfig, *, cross: bool = False, token: nn.Embedding | None = None) -> None:
-        super().__init__(config)
-        if config.vocab_size is None:
-            raise ValueError(f"vocab_size=None: {type(self).__name__} needs the number of token ids")
-        self.embeddings = Embeddings(config, token)
-        self.blocks = Stack(config, config.decoder_layers, decoder=True, cross=cross)
-        self.attn_bias = build_bias(config, decoder=True)
-        self.final_norm = self._final_norm()
+        super().__init__(config, decoder=True, cross=cross, token=token)
         self.head = build_lm_head(config)
         if config.tie_embeddings:
             self.head.weight = self.embeddings.token.weight
 
-    def _decode(
-        self,
-        input_ids: Tensor,
-        *,
-        key_mask: Tensor | None,
-        token_type_ids: Tensor | None,
-        position_ids: Tensor | None,
-        document_ids: Tensor | None,
-        mask: Mask | None,
-        head_mask: HeadMask,
-        cache: KVCache | None,
-        memory: Tensor | None = None,
-        memory_mask: Mask | None = None,
-        name: str = "input_ids",
-    ) -> tuple[Tensor, Routing, Tensor | None]:
-        """Hidden states (B, L, E) before the head, what the routers chose, and the padding of the new tokens."""
-        past, L = 0 if cache is None else cache.length, input_ids.shape[-1]
-        if cache is not None and len(cache.layers) != len(self.blocks):
-            raise ValueError(f"cache has {len(cache.layers)} layers, but the model has num_layers={len(self.blocks)}")
-        self._check_ids(input_ids, position_ids, past, name)
-        new_key_mask = key_mask
-        if cache is not None:
-            key_mask, document_ids = cache.joined(input_ids, key_mask, document_ids)  # (B, S)
-        shape = input_ids.shape[0], L, past + L
-        full_mask = self._mask(shape, causal=True, key_mask=key_mask, document_ids=document_ids, mask=mask)
-        if position_ids is None:
-            position_ids = position_ids_from(key_mask, document_ids, past + L, input_ids.device)[:, past:]
-        routing: Routing = []
-        x = self.blocks(
-            self.embeddings(input_ids, position_ids, token_type_ids),  # (B, L, E)
-            attn_mask=full_mask,
-            position_ids=position_ids,
-            attn_bias=None if self.attn_bias is None else as_bias(self.attn_bias),
-            head_masks=self._head_masks(head_mask, len(self.blocks)),
-            cache=cache,
-            routing=routing if self.config.num_experts else None,
-            **({} if memory is None else {"memory": memory, "memory_mask": memory_mask}),
-        )
-        if cache is not None:
-            cache.key_mask, cache.document_ids = key_mask, document_ids
-        hidden = self.final_norm(x)
-        return hidden * self.config.embed_dim**-0.5 if self.config.scale_logits else hidden, routing, new_key_mask
+    def _decode(self, input_ids: Tensor, **options: Any) -> tuple[Tensor, Routing]:
+        """Hidden states (B, L, E) before the head, and what the routers chose; ``options`` as in ``TokenModel``."""
+        hidden, routing = self._hidden(input_ids, **options)
+        return hidden * self.config.embed_dim**-0.5 if self.config.scale_logits else hidden, routing
 
 
 class DecoderLM(CausalModel):
@@ -128,7 +85,7 @@ class DecoderLM(CausalModel):
         Raises:
             ValueError: inputs that do not fit each other, the cache, or the tables of the model.
         """
-        hidden, routing, real = self._decode(
+        hidden, routing = self._decode(
             input_ids,
             key_mask=key_mask,
             token_type_ids=token_type_ids,
@@ -138,7 +95,7 @@ class DecoderLM(CausalModel):
             head_mask=head_mask,
             cache=cache,
         )
-        return (hidden, router_loss(routing, real)) if return_extras else self.head(hidden)
+        return (hidden, router_loss(routing, key_mask)) if return_extras else self.head(hidden)
 
     def flops_per_token(self, length: int) -> float:
         """Training FLOPs per token at ``length`` tokens a row, causal and exact: 3 · (2·N_mm + 4·layers·H·D·T_eff).

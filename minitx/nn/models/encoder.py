@@ -6,57 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from minitx.config import TransformerConfig
-from minitx.nn.bias import as_bias
 from minitx.nn.feedforward import ACTIVATIONS
 from minitx.nn.masks import Mask
-from minitx.nn.models.base import HeadMask, Routing, Stack, TransformerModel, mean_visible, router_loss
-from minitx.nn.models.parts import Embeddings, build_bias
+from minitx.nn.models.base import HeadMask, mean_visible, router_loss
+from minitx.nn.models.token_model import TokenModel
 from minitx.nn.norms import make_norm
-from minitx.nn.positions import position_ids_from
 
 
-class EncoderModel(TransformerModel):
-    """Embeddings and encoder blocks: what an ``Encoder`` and the source side of an encoder–decoder share."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config)
-        if config.vocab_size is None:
-            raise ValueError(f"vocab_size=None: {type(self).__name__} needs the number of token ids")
-        self.embeddings = Embeddings(config)
-        self.blocks = Stack(config, config.num_layers, decoder=False)
-        self.attn_bias = build_bias(config, decoder=False)
-        self.final_norm = self._final_norm()
-
-    def _encode(
-        self,
-        input_ids: Tensor,
-        *,
-        key_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        mask: Mask | None = None,
-        head_mask: HeadMask = None,
-    ) -> tuple[Tensor, Routing]:
-        """Hidden states (B, L, E) and what the routers chose."""
-        self._check_ids(input_ids, position_ids)
-        B, L = input_ids.shape
-        full_mask = self._mask((B, L, L), causal=False, key_mask=key_mask, document_ids=document_ids, mask=mask)
-        if position_ids is None:
-            position_ids = position_ids_from(key_mask, document_ids, L, input_ids.device)
-        routing: Routing = []
-        x = self.blocks(
-            self.embeddings(input_ids, position_ids, token_type_ids),
-            attn_mask=full_mask,
-            position_ids=position_ids,
-            attn_bias=None if self.attn_bias is None else as_bias(self.attn_bias),
-            head_masks=self._head_masks(head_mask, self.config.num_layers),
-            routing=routing if self.config.num_experts else None,
-        )
-        return self.final_norm(x), routing
-
-
-class Encoder(EncoderModel):
+class Encoder(TokenModel):
     """Bidirectional Transformer over token ids: logits out, never a loss.
 
     ``config.head`` says what for: ``lm`` gives (B, L, V), the masked tokens' distributions; ``sequence`` (B, num_labels),
@@ -77,7 +34,7 @@ class Encoder(EncoderModel):
     """
 
     def __init__(self, config: TransformerConfig, *, generator: torch.Generator | None = None) -> None:
-        super().__init__(config)
+        super().__init__(config, decoder=False)
         self.pool = Pool(config) if config.head == "sequence" or config.pooler else None
         self.head = build_head(config, self.embeddings.token)
         self._init_weights(generator)
@@ -100,7 +57,7 @@ class Encoder(EncoderModel):
             Logits as ``config.head`` says; with ``return_extras`` ``(hidden, extras)`` before ``self.head``: (B, E) of a row
             for ``sequence``, (B, L, E) otherwise. ``extras["pooled"]`` (B, E) is the pooler's answer with ``head=none``.
         """
-        hidden, routing = self._encode(
+        hidden, routing = self._hidden(
             input_ids,
             key_mask=key_mask,
             token_type_ids=token_type_ids,

@@ -11,15 +11,18 @@ from minitx.nn.init import init_weights
 from minitx.nn.masks import Mask, Padding
 from minitx.nn.models.base import HeadMask, Routing, mean_visible, router_loss
 from minitx.nn.models.decoder import CausalModel
-from minitx.nn.models.encoder import EncoderModel
 from minitx.nn.models.parts import init_gains
+from minitx.nn.models.token_model import TokenModel
 
 
-class SourceEncoder(EncoderModel):
+class SourceEncoder(TokenModel):
     """The encoder of an ``EncoderDecoder``: hidden states, and what its routers chose."""
 
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config, decoder=False)
+
     def forward(self, input_ids: Tensor, *, key_mask: Tensor | None = None) -> tuple[Tensor, Routing]:
-        return self._encode(input_ids, key_mask=key_mask)
+        return self._hidden(input_ids, key_mask=key_mask)
 
 
 class EncoderDecoder(CausalModel):
@@ -90,12 +93,9 @@ class EncoderDecoder(CausalModel):
         if memory.dim() != 3 or memory.shape[0] != decoder_input_ids.shape[0]:
             wanted = f"(B, S, E) = ({decoder_input_ids.shape[0]}, S, {self.config.embed_dim})"
             raise ValueError(f"memory must have the target's rows, {wanted}, got {tuple(memory.shape)}")
-        hidden, decoded, real = self._decode(
+        hidden, decoded = self._decode(
             decoder_input_ids,
             key_mask=decoder_key_mask,
-            token_type_ids=None,
-            position_ids=None,
-            document_ids=None,
             mask=mask,
             head_mask=head_mask,
             cache=cache,
@@ -105,7 +105,7 @@ class EncoderDecoder(CausalModel):
         )
         if not return_extras:
             return self.head(hidden)
-        losses = [*router_loss(routing, key_mask).values(), *router_loss(decoded, real).values()]
+        losses = [*router_loss(routing, key_mask).values(), *router_loss(decoded, decoder_key_mask).values()]
         return hidden, {"router_loss": torch.stack(losses).mean()} if losses else {}
 
     def encode(self, input_ids: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
