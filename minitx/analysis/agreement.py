@@ -145,7 +145,7 @@ def _rules(named: Tensor, total: int) -> dict[Rule, float]:
 def judge(
     shares: Sequence[Mapping[Candidate, Tensor]],
     rules: Sequence[Mapping[Candidate, Mapping[Rule, float]]],
-    shuffled: Sequence[Mapping[Candidate, Tensor]] | None = None,
+    shuffled: Sequence[Mapping[Candidate, Tensor]],
 ) -> list[list[Agreement]]:
     """Each head's agreement with every relation and direction, the chosen one first; [] where the sentences are too few.
 
@@ -153,7 +153,8 @@ def judge(
     relation and direction whose excess has the highest lower end. On the odd ones all are judged.
 
     Args:
-        shares, rules: of each sentence, as ``agreement_of`` gives them. shuffled: the shares with shuffled words.
+        shares, rules: of each sentence, as ``agreement_of`` gives them. shuffled: the shares with shuffled words; {} where
+            none were shuffled.
     """
     halves = [
         [c for c in {c: None for found in shares for c in found} if sum(c in found for found in half) >= MIN_SENTENCES]
@@ -163,11 +164,11 @@ def judge(
     if not candidates:
         return []
     best = {c: _best_rule(rules[0::2], c) for c in candidates}
-    agreed = _stack(shares, candidates)  # (n, H, C)
+    H = next(len(share) for found in shares for share in found.values())
+    agreed, control = _stack(shares, candidates, H), _stack(shuffled, candidates, H)  # (n, H, C)
     guessed = [[found[c].get(best[c], 0.0) if c in found else math.nan for c in candidates] for found in rules]
     baseline = torch.tensor(guessed, dtype=torch.float64)  # (n, C)
     chosen = mean_interval((agreed - baseline[:, None])[0::2])[1].nan_to_num(nan=-math.inf).argmax(-1)  # (H,)
-    control = torch.full_like(agreed, math.nan) if shuffled is None else _stack(shuffled, candidates, like=agreed)
     out = []
     for head, best_one in enumerate(chosen.tolist()):
         own: list[Agreement] = []
@@ -198,9 +199,7 @@ def _best_rule(rules: Sequence[Mapping[Candidate, Mapping[Rule, float]]], candid
     return max(total, key=lambda rule: (total[rule], -abs(rule[1])))
 
 
-def _stack(shares: Sequence[Mapping[Candidate, Tensor]], candidates: Sequence[Candidate], like: Tensor | None = None) -> Tensor:
-    """(n, H, C), NaN where a sentence has no such relation; H that of ``like`` where no sentence has any."""
-    some = next((tensor for found in shares for tensor in found.values()), None if like is None else like[0, :, 0])
-    assert some is not None
-    nothing = torch.full_like(some, math.nan)
+def _stack(shares: Sequence[Mapping[Candidate, Tensor]], candidates: Sequence[Candidate], H: int) -> Tensor:
+    """(n, H, C), NaN where a sentence has no such relation."""
+    nothing = torch.full((H,), math.nan, dtype=torch.float64)
     return torch.stack([torch.stack([found.get(c, nothing) for c in candidates], -1) for found in shares])

@@ -186,16 +186,17 @@ def _row(name: str, excess: Interval, value: float, baseline: float) -> dict[str
 
 # --- from sentences to the table
 
+_Shares = dict[Candidate, Tensor]
+_Rules = dict[Candidate, dict[Rule, float]]
+
 
 @dataclass(frozen=True)
 class _Sentence:
-    """Its ids, and of each attention map scores, shares and rules of its agreement, and shares of the control."""
+    """Its ids, and of each attention map, by name and kind: its scores, shares and rules of its agreement, and shares of the
+    control."""
 
     ids: Ids
-    scores: list[dict[str, Tensor]]
-    shares: list[dict[Candidate, Tensor]]
-    rules: list[dict[Candidate, dict[Rule, float]]]
-    shuffled: list[dict[Candidate, Tensor]]
+    maps: dict[tuple[str, str], tuple[dict[str, Tensor], _Shares, _Rules, _Shares]]
 
 
 def _measure(
@@ -208,40 +209,32 @@ def _measure(
     them, and where these are too few the rows after it."""
     if structure is not None and len(structure.rows) != snapshot.num_rows:
         raise ValueError(f"structure has {len(structure.rows)} rows, but the snapshot has {snapshot.num_rows}")
-    ids: list[Ids] = [
-        {axis: tensor[row : row + 1, snapshot.real[axis][row]] for axis, tensor in snapshot.ids.items()}
-        for row in range(snapshot.num_rows)
-    ]
+    shuffled, moved = control or (snapshot, None)
+    ids = [snapshot.sentence(row).ids for row in range(snapshot.num_rows)]
     found = []
     for row in range(snapshot.num_rows):
-        sentence = snapshot.sentence(row)
-        agreed = [_agreement(layer, structure, row) for layer in sentence.maps]
-        shuffled = []
-        if control is not None:
-            shuffled = [_agreement(layer, control[1], row)[0] for layer in control[0].sentence(row).maps]
         earlier = [*before, *ids[:row]][-NUM_OTHERS:]
         others = [*earlier, *ids[row + 1 : row + 1 + NUM_OTHERS - len(earlier)]]
-        scores = [sentence_scores(layer, ids[row], others) for layer in sentence.maps]
-        found.append(_Sentence(ids[row], scores, [a for a, _ in agreed], [b for _, b in agreed], shuffled))
+        sentence = _Sentence(ids[row], {})
+        for layer, again in zip(snapshot.sentence(row).maps, shuffled.sentence(row).maps, strict=True):
+            scores, (agreed, rules) = sentence_scores(layer, ids[row], others), _agreement(layer, structure, row)
+            sentence.maps[layer.name, layer.kind] = scores, agreed, rules, _agreement(again, moved, row)[0]
+        found.append(sentence)
     return found
 
 
-def _places(snapshot: Snapshot) -> list[tuple[str, str]]:
-    return [(layer.name, layer.kind) for layer in snapshot.maps]
-
-
-def _agreement(layer: AttentionMap, structure: Structure | None, row: int) -> tuple[dict[Any, Any], dict[Any, Any]]:
+def _agreement(layer: AttentionMap, structure: Structure | None, row: int) -> tuple[_Shares, _Rules]:
     if structure is None or (layer.queries, layer.keys) != (structure.queries, structure.keys):
         return {}, {}
     return agreement_of(layer, structure.rows[row])
 
 
-def _table(places: Sequence[tuple[str, str]], sentences: Sequence[_Sentence], step: int | None) -> Atlas:
+def _table(sentences: Sequence[_Sentence], step: int | None) -> Atlas:
     heads: list[HeadScores] = []
-    for m, (layer, kind) in enumerate(places):
-        scores = {name: _scores(torch.stack([s.scores[m][name] for s in sentences], 1), name) for name in BEST}
-        shuffled = [s.shuffled[m] for s in sentences] if sentences[0].shuffled else None
-        agreed = judge([s.shares[m] for s in sentences], [s.rules[m] for s in sentences], shuffled)
+    for layer, kind in sentences[0].maps:
+        found, *agreement = zip(*(sentence.maps[layer, kind] for sentence in sentences), strict=True)
+        scores = {name: _scores(torch.stack([of[name] for of in found], 1), name) for name in BEST}
+        agreed = judge(*agreement)
         for h, own in enumerate(zip(*scores.values(), strict=True)):
             heads.append(HeadScores(layer, kind, h, dict(zip(BEST, own, strict=True)), tuple(agreed[h]) if agreed else ()))
     return Atlas(tuple(heads), step)
@@ -280,7 +273,7 @@ def head_scores(
     >>> [head.label for head in head_scores(snapshot).heads]
     ['next', 'next']
     """
-    return _table(_places(snapshot), _measure(snapshot, structure, control), snapshot.step)
+    return _table(_measure(snapshot, structure, control), snapshot.step)
 
 
 def head_atlas(
@@ -309,18 +302,15 @@ def head_atlas(
     """
     look = (lambda inputs: take_snapshot(attend, inputs)) if isinstance(attend, nn.Module) else attend
     sentences: list[_Sentence] = []
-    places: list[tuple[str, str]] = []
     for number, (inputs, structure) in enumerate(batches):
         control = None
         if structure is not None:
             shuffled, moved = shuffle_words(inputs, structure, seed=seed + number)
             control = look(shuffled), moved
-        snapshot = look(inputs)
-        sentences += _measure(snapshot, structure, control, [s.ids for s in sentences[-NUM_OTHERS:]])
-        places = _places(snapshot)
+        sentences += _measure(look(inputs), structure, control, [s.ids for s in sentences[-NUM_OTHERS:]])
     if not sentences:
         raise ValueError("batches must hold at least one batch of sentences")
-    return _table(places, sentences, None)
+    return _table(sentences, None)
 
 
 def atlas_over_steps(snapshots: Sequence[Snapshot], structure: Structure | None = None) -> list[Atlas]:

@@ -94,6 +94,14 @@ def test_only_the_head_that_reads_syntax_is_syntactic():
     assert by_nothing.label == "none"
 
 
+@pytest.mark.parametrize("plain_first", [False, True])
+def test_batches_without_a_structure_leave_what_the_others_say_of_agreement(plain_first):
+    batches = [noun_phrases(40), (noun_phrases(2)[0], None)]
+    heads = head_atlas(attend, batches[::-1] if plain_first else batches).heads
+    assert [head.agreement.verdict for head in heads[:3]] == ["syntactic", "by word identity", "no better than position"]
+    assert heads[0].agreement.excess.sentences == 20
+
+
 def test_shuffling_brings_syntactic_down_to_the_baseline_and_leaves_identity_alone():
     inputs, structure = noun_phrases(40)
     shuffled, moved = shuffle_words(inputs, structure)
