@@ -144,15 +144,17 @@ def watch(
     heads: Sequence[int] | None = None,
 ) -> Iterator[Seen]:
     """``capture`` with a recorder of your own, called with a ``Look`` at each attention call; see there."""
-    cores = _chosen_cores(model, layers)
+    cores = attention_cores(model)
+    if not cores:
+        raise ValueError(f"{type(model).__name__} has no attention core with weights to look at")
+    watcher = _Watcher(Seen(chosen_names(list(cores), layers)), recorder, heads)
     refuse_compiled(model)
-    watcher = _Watcher(Seen(list(cores)), recorder, heads)
     handles = []
     try:
         for name, module in model.named_modules():
             if isinstance(module, MultiHeadAttention):
                 handles.append(module.register_forward_pre_hook(watcher.enter_attention, with_kwargs=True))
-            if name in cores:
+            if name in watcher.seen:
                 handles.append(module.register_forward_pre_hook(partial(watcher.enter_core, name), with_kwargs=True))
             if _knows_its_targets(type(module)):  # type: ignore[arg-type]
                 handles.append(module.register_forward_pre_hook(watcher.enter_model, with_kwargs=True))
@@ -171,13 +173,6 @@ def _knows_its_targets(kind: type[nn.Module]) -> bool:
 def attention_cores(model: nn.Module) -> dict[str, nn.Module]:
     """The cores of ``model`` that have weights, by name: those that can say which mask is in force."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "effective_mask")}
-
-
-def _chosen_cores(model: nn.Module, layers: Sequence[int | str] | None) -> dict[str, nn.Module]:
-    cores = attention_cores(model)
-    if not cores:
-        raise ValueError(f"{type(model).__name__} has no attention core with weights to look at")
-    return {name: cores[name] for name in chosen_names(list(cores), layers)}
 
 
 def chosen_names(names: Sequence[str], layers: Sequence[int | str] | None) -> list[str]:
@@ -239,9 +234,8 @@ class _Watcher:
         is_cross, self.is_cross = self.is_cross, False  # of this call alone: a core may be called without its layer
         if is_recomputing():  # activation checkpointing runs a block again in the backward pass
             return
-        names = ("mask", "scale", "attn_bias", "sinks")
-        given: dict[str, Any] = {**dict.fromkeys(names), **{key: kwargs[key] for key in names if key in kwargs}}
-        mask = core.effective_mask(given.pop("mask"))  # type: ignore[operator]
+        given: dict[str, Any] = {name: kwargs.get(name) for name in ("scale", "attn_bias", "sinks")}
+        mask = core.effective_mask(kwargs.get("mask"))  # type: ignore[operator]
         query, key, value = (*args, *(kwargs[n] for n in ("query", "key", "value") if n in kwargs))
         call = make_call(query, key, value, mask, 0.0, False, **given, softcap=core.softcap)  # type: ignore[arg-type]
         parts = () if call.mask is None else call.mask.parts()

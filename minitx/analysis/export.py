@@ -54,7 +54,10 @@ def to_bertviz(seen: Snapshot | Seen, row: int = 0) -> Layers | tuple[Layers | N
     >>> [tuple(layer.shape) for layer in to_bertviz(seen, row=2)]
     [(1, 2, 5, 5)]
     """
-    layers = _of_snapshot(seen, row) if isinstance(seen, Snapshot) else _of_seen(seen, row)
+    if isinstance(seen, Snapshot):
+        layers = [(layer.kind, layer.weights) for layer in seen.sentence(row).maps]
+    else:
+        layers = _of_seen(seen, row)
     by_kind = {kind: tuple(weights for its, weights in layers if its == kind) for kind in ("self", "causal", "cross")}
     for kind, weights in by_kind.items():
         heads = [layer.shape[1] for layer in weights]
@@ -63,10 +66,6 @@ def to_bertviz(seen: Snapshot | Seen, row: int = 0) -> Layers | tuple[Layers | N
     if by_kind["cross"]:
         return by_kind["self"] or None, by_kind["causal"] or None, by_kind["cross"]
     return tuple(weights for _, weights in layers)
-
-
-def _of_snapshot(snapshot: Snapshot, row: int) -> list[tuple[str, Tensor]]:
-    return [(layer.kind, layer.weights) for layer in snapshot.sentence(row).maps]
 
 
 def _of_seen(seen: Seen, row: int) -> list[tuple[str, Tensor]]:

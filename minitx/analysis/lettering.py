@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 FAMILIES = (
     *("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "Source Han Sans CN", "WenQuanYi Micro Hei"),
@@ -52,35 +52,31 @@ def _families(characters: frozenset[str]) -> dict[str, str]:
     for family, path in _upright():
         if not wanted:
             break
-        glyphs = _glyphs(path, wanted)
-        found |= dict.fromkeys(glyphs, family)
-        wanted = [c for c in wanted if c not in glyphs]
-    return {c: found[c] for c in sorted(found, key=lambda c: (_rank(found[c]), c))}
+        found |= dict.fromkeys(_glyphs(path, wanted), family)
+        wanted = [c for c in wanted if c not in found]
+    return found
 
 
-def _upright() -> Iterator[tuple[str, str]]:
+def _upright() -> list[tuple[str, str]]:
     """Installed families in the order in which they are asked, and the file of their upright, regular face."""
     from matplotlib.font_manager import fontManager
 
     faces = [e for e in fontManager.ttflist if e.style == "normal" and e.weight in (400, "normal", "regular")]
     files = {e.name: e.fname for e in sorted(faces, key=lambda e: e.fname, reverse=True)}
     files = {name: path for name, path in files.items() if not name.startswith("Last Resort")}  # boxes for everything
-    yield from sorted(files.items(), key=lambda item: _rank(item[0]))
+    rank = {family: place for place, family in enumerate(FAMILIES)}
+    return sorted(files.items(), key=lambda item: (rank.get(item[0], len(rank)), item[0]))
 
 
-def _rank(family: str) -> tuple[int, str]:
-    return (FAMILIES.index(family) if family in FAMILIES else len(FAMILIES), family)
-
-
-def _glyphs(path: str, characters: Sequence[str]) -> set[str]:
+def _glyphs(path: str, characters: Sequence[str]) -> list[str]:
     """Those of ``characters`` that the font in ``path`` can draw."""
     from matplotlib.font_manager import get_font
 
     try:
         font = get_font(path)
     except (RuntimeError, OSError):  # gone since the list was made, or a font of bitmaps
-        return set()
-    return {c for c in characters if font.get_char_index(ord(c))}
+        return []
+    return [c for c in characters if font.get_char_index(ord(c))]
 
 
 def short_name(module: str) -> str:

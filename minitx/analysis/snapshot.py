@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -141,20 +140,19 @@ def take_snapshot(
     device = next(iter(inputs.values())).device
     with evaluating(model), watch(model, _look, layers=layers) as seen, full_precision(device):
         model(**inputs)
-    has_target = TARGET in inputs
     source = SOURCE if SOURCE in inputs else PIXELS
     maps = []
     for name, records in seen.items():
         kind = seen.kinds[name]
-        queries = TARGET if has_target and kind != "self" else source
+        queries = TARGET if TARGET in inputs and kind != "self" else source
         keys = source if kind == "cross" else queries
         weights, visible, max_logit = (tensor.cpu() for tensor in records[-1])
         maps.append(AttentionMap(name, kind, queries, keys, weights, visible, max_logit))
-    ids = {axis: inputs[axis].cpu() for axis in (SOURCE, TARGET) if axis in inputs}
     sizes = {axis: size for m in maps for axis, size in ((m.queries, m.weights.shape[2]), (m.keys, m.weights.shape[3]))}
     B = maps[0].weights.shape[0]
-    real = {axis: _real(inputs.get(_MASK_OF.get(axis, "")), B, size) for axis, size in sizes.items()}
-    ids = {axis: tensor for axis, tensor in ids.items() if axis in sizes}
+    everything = {axis: torch.ones(B, size, dtype=torch.bool) for axis, size in sizes.items()}
+    real = {axis: inputs.get(_MASK_OF.get(axis, ""), mask).cpu() for axis, mask in everything.items()}
+    ids = {axis: inputs[axis].cpu() for axis in (SOURCE, TARGET) if axis in sizes}
     texts = {axis: _texts(axis, size, B, ids, tokens or {}) for axis, size in sizes.items()}
     return Snapshot(tuple(maps), texts, ids, real, step, title)
 
@@ -167,10 +165,6 @@ def _look(look: Look) -> tuple[Tensor, Tensor, Tensor]:
     ]
     weights, visible, max_logit = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
     return weights, visible, max_logit
-
-
-def _real(mask: Tensor | None, B: int, size: int) -> Tensor:
-    return torch.ones(B, size, dtype=torch.bool) if mask is None else mask.cpu()
 
 
 def _texts(
@@ -218,8 +212,7 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> Path:
     path = folder / f"step_{snapshot.step or 0:08}.safetensors"
     part = path.with_suffix(".part")
     save_file({name: t.contiguous() for name, t in tensors.items()}, part, {"minitx": json.dumps(header, ensure_ascii=False)})
-    os.replace(part, path)
-    return path
+    return part.replace(path)
 
 
 def read_snapshot(path: Path) -> Snapshot:

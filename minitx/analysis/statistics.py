@@ -162,13 +162,7 @@ def over_tiles(call: AttentionCall) -> Iterator[Tile]:
     size = max(1, _TILE // (B * H * S))
     for start in range(0, L, size):
         rows = slice(start, min(start + size, L))
-        options: dict[str, Any] = {
-            "batch_size": B,
-            "num_heads": H,
-            "device": call.query.device,
-            "rows": rows,
-            "keys": slice(None),
-        }
+        options: dict[str, Any] = {"batch_size": B, "num_heads": H, "device": call.query.device, "rows": rows}
         visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=call.query.device)
         if call.mask is not None:
             visible = call.mask.dense(L, S, **options)
