@@ -107,20 +107,22 @@ def evaluate(network: nn.Module, data: DataModule, options: EvaluationConfig | N
     """
     options = options or EvaluationConfig()
     with evaluating(network), torch.inference_mode():
-        return TASKS[data.task](network, data, options)
+        nll, counts, right = _losses(network, data, options)
+        if data.task == "seq2seq":
+            return _of_answers(network, data, options, ratio_interval(nll, counts))
+        return Evaluation(_of_labels(data, nll, counts, right), data.baselines())
 
 
 def _batches(network: nn.Module, data: DataModule, options: EvaluationConfig) -> Iterator[Batch]:
     """Validation batches on the network's device, ``num_rows`` rows at most."""
-    device, left = next(network.parameters()).device, options.num_rows
+    device, left = next(network.parameters()).device, options.num_rows or math.inf
     source = data.val_source()  # every row, whatever the number of ranks
     for batch in (source[Address(step, split="val")] for step in range(len(source))):
-        rows = len(batch["labels"]) if left is None else min(left, len(batch["labels"]))
+        rows = int(min(left, len(batch["labels"])))
         yield {name: tensor[:rows].to(device) if tensor.dim() else tensor.to(device) for name, tensor in batch.items()}
-        if left is not None:
-            left -= rows
-            if left == 0:
-                return
+        left -= rows
+        if left == 0:
+            return
 
 
 def _losses(network: nn.Module, data: DataModule, options: EvaluationConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,29 +141,19 @@ def _losses(network: nn.Module, data: DataModule, options: EvaluationConfig) -> 
     return nll[real], counts[real], right[real]
 
 
-def _language_model(network: nn.Module, data: DataModule, options: EvaluationConfig) -> Evaluation:
-    nll, counts, right = _losses(network, data, options)
-    found = Evaluation(baselines=data.baselines())
-    for unit, factor in data.bits_per.items():
-        found.metrics[f"bits_per_{unit}"] = ratio_interval(nll * factor, counts)
-    found.metrics["loss"] = ratio_interval(nll, counts)
-    found.metrics["next_token_accuracy"] = ratio_interval(right, counts)
-    return found
+def _of_labels(data: DataModule, nll: Tensor, counts: Tensor, right: Tensor) -> dict[str, Metric]:
+    """The metrics of a task that labels judge."""
+    if data.task == "classify":
+        return {"accuracy": share_interval(int(right.sum()), len(right))}
+    loss, accuracy = ratio_interval(nll, counts), ratio_interval(right, counts)
+    if data.task == "masked_lm":
+        return {"masked_perplexity": loss.transformed(math.exp), "masked_accuracy": accuracy}
+    bits = {f"bits_per_{unit}": ratio_interval(nll * factor, counts) for unit, factor in data.bits_per.items()}
+    return {**bits, "loss": loss, "next_token_accuracy": accuracy}
 
 
-def _masked_lm(network: nn.Module, data: DataModule, options: EvaluationConfig) -> Evaluation:
-    nll, counts, right = _losses(network, data, options)
-    perplexity = ratio_interval(nll, counts).transformed(math.exp)
-    return Evaluation({"masked_perplexity": perplexity, "masked_accuracy": ratio_interval(right, counts)}, data.baselines())
-
-
-def _classify(network: nn.Module, data: DataModule, options: EvaluationConfig) -> Evaluation:
-    _, _, right = _losses(network, data, options)
-    return Evaluation({"accuracy": share_interval(int(right.sum()), len(right))}, data.baselines())
-
-
-def _seq2seq(network: nn.Module, data: DataModule, options: EvaluationConfig) -> Evaluation:
-    nll, counts, _ = _losses(network, data, options)
+def _of_answers(network: nn.Module, data: DataModule, options: EvaluationConfig, loss: Metric) -> Evaluation:
+    """What generated answers are worth, and the loss beside them."""
     answers = list(_answers(network, data, options))
     pairs = data.val_examples()[: len(answers)]
     sources, references = [source for source, _ in pairs], [str(reference) for _, reference in pairs]
@@ -170,7 +162,7 @@ def _seq2seq(network: nn.Module, data: DataModule, options: EvaluationConfig) ->
     for name, metric in _text_metrics().items():
         found.metrics[name] = _corpus_score(metric, answers, references)
         found.baselines[f"{name}_of_copying"] = float(metric.corpus_score(sources, [references]).score)
-    found.metrics["loss"] = ratio_interval(nll, counts)
+    found.metrics["loss"] = loss
     wrong = [i for i, hit in enumerate(hits) if not hit]
     for i in (wrong + [i for i, hit in enumerate(hits) if hit])[: options.num_shown]:
         found.examples.append({"source": sources[i], "answer": answers[i], "right": references[i]})
@@ -212,11 +204,3 @@ def _corpus_score(metric: Any, answers: Sequence[str], references: Sequence[str]
     drawn = torch.tensor([score(counts[rows].sum(0)) for rows in chosen], dtype=torch.float64)
     low, high = drawn.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return Metric(score(counts.sum(0)), low, high, len(answers))
-
-
-TASKS: dict[str, Callable[[nn.Module, DataModule, EvaluationConfig], Evaluation]] = {
-    "language_model": _language_model,
-    "masked_lm": _masked_lm,
-    "classify": _classify,
-    "seq2seq": _seq2seq,
-}
