@@ -167,22 +167,21 @@ class Latch:
     """
 
     def __init__(self) -> None:
-        self._bad: Tensor | None = None
-        self._step: Tensor | None = None
+        self._step: Tensor | None = None  # -1 as long as all is finite
 
     def check(self, optimizer: torch.optim.Optimizer, value: Tensor, step: int) -> None:
         """Latch if ``value`` is not finite."""
         bad_now = ~torch.isfinite(value.detach())
-        if self._bad is None or self._step is None:
-            self._bad, self._step = torch.zeros_like(bad_now), torch.full_like(bad_now, -1, dtype=torch.long)
-        self._step = torch.where(bad_now & ~self._bad, step, self._step)
-        self._bad = self._bad | bad_now
+        if self._step is None:
+            self._step = torch.full_like(bad_now, -1, dtype=torch.long)
+        self._step = torch.where(bad_now & (self._step < 0), step, self._step)
         if optimizer.defaults.get("fused"):  # others refuse it; on a CPU the host stops them in time
-            optimizer.found_inf = self._bad.float()  # type: ignore[attr-defined]
+            optimizer.found_inf = (self._step >= 0).float()  # type: ignore[attr-defined]
 
     def first_bad_step(self) -> int | None:
         """The first bad step (counted from 0), or None; reads the device."""
-        return None if self._bad is None or self._step is None or not bool(self._bad) else int(self._step)
+        step = -1 if self._step is None else int(self._step)
+        return None if step < 0 else step
 
 
 def seed_device(device: torch.device, seed: int) -> None:

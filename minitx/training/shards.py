@@ -21,17 +21,13 @@ EXTRA = "meta.pt"
 """Where Lightning keeps what is neither weights nor optimizer state."""
 
 _DESCRIPTIONS = {
-    ("pathlib", "PosixPath"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")
-    ),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
+    "pathlib": ("PosixPath",),
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     ),
 }
 
@@ -75,7 +71,7 @@ class SafeReader(dcp.FileSystemReader):
 class _IndexReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not dtype and (module, name) not in _DESCRIPTIONS:
+        if not dtype and name not in _DESCRIPTIONS.get(module, ()):
             raise pickle.UnpicklingError(f"its index names {module}.{name}")
         return super().find_class(module, name)
 
@@ -93,15 +89,18 @@ class _SafeWholePlanner(_SafePlanner, _EmptyStateDictLoadPlanner):
 
 def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state that names its parameters, as torch's optimizers number them: through the groups, from 0."""
-    number = {name: i for i, name in enumerate(name for group in state["param_groups"] for name in group["params"])}
-    groups = [{**group, "params": [number[name] for name in group["params"]]} for group in state["param_groups"]]
-    return {"state": {number[name]: moments for name, moments in state["state"].items()}, "param_groups": groups}
+    return _renamed(state, {name: number for number, name in enumerate(_parameters(state["param_groups"]))})
 
 
 def by_name(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The inverse of ``by_number``, with the names in ``groups``."""
-    names = [name for group in groups for name in group["params"]]
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    name_of = dict(zip(numbers, names, strict=True))
-    named = [{**group, "params": [name_of[number] for number in group["params"]]} for group in state["param_groups"]]
-    return {"state": {name_of[number]: moments for number, moments in state["state"].items()}, "param_groups": named}
+    return _renamed(state, dict(zip(_parameters(state["param_groups"]), _parameters(groups), strict=True)))
+
+
+def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _renamed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
+    groups = [{**group, "params": [new[old] for old in group["params"]]} for group in state["param_groups"]]
+    return {"state": {new[old]: moments for old, moments in state["state"].items()}, "param_groups": groups}
