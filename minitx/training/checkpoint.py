@@ -100,10 +100,9 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     if not path.exists():
         raise ConfigError(f"ckpt_path={path} is not a file{_offer(path)}")
     try:
-        checkpoint = _read(path)
+        return _read(path)
     except ConfigError as error:
         raise ConfigError(f"ckpt_path={path} cannot be read as a checkpoint of minitx: {error}{_offer(path)}") from None
-    return checkpoint
 
 
 def _read(path: Path) -> dict[str, Any]:

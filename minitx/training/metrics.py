@@ -74,12 +74,8 @@ class MetricsFile(Logger):
 def _csv(*rows: dict[str, Any]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
-    writer.writerows({name: "" if value is None else _as_text(value) for name, value in row.items()} for row in rows)
+    writer.writerows(rows)
     return text.getvalue()
-
-
-def _as_text(value: Any) -> str:
-    return repr(float(value)) if isinstance(value, float) else str(value)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -196,8 +196,7 @@ def build_head_objective(config: ObjectiveConfig) -> HeadObjective | None:
     """``chunked_cross_entropy`` where ``config.chunk_tokens`` asks for it, else None."""
     if config.chunk_tokens is None:
         return None
-    options: dict[str, Any] = {"chunk_tokens": config.chunk_tokens, "label_smoothing": config.label_smoothing}
-    return partial(chunked_cross_entropy, **options)
+    return partial(chunked_cross_entropy, chunk_tokens=config.chunk_tokens, label_smoothing=config.label_smoothing)
 
 
 def check_head(config: ObjectiveConfig, network: nn.Module, kind: str) -> None:

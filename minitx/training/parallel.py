@@ -6,7 +6,8 @@ hidden units. What is counted once a row must therefore be counted over data-par
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,8 +216,8 @@ def _num_parts(tensor: Tensor) -> int:
     """Into how many different pieces a tensor is cut."""
     if not isinstance(tensor, DTensor):
         return 1
-    sizes = [tensor.device_mesh.size(axis) for axis, place in enumerate(tensor.placements) if not place.is_replicate()]
-    return int(torch.tensor(sizes or [1]).prod())
+    mesh = tensor.device_mesh
+    return math.prod(mesh.size(axis) for axis, place in enumerate(tensor.placements) if not place.is_replicate())
 
 
 def load_whole(network: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -235,9 +236,5 @@ def _own_names(module: nn.Module) -> list[str]:
 
 def whole_state(network: nn.Module) -> dict[str, Tensor]:
     """The state dict with every tensor whole, on the CPU; a collective, for all ranks."""
-    return dict(_whole(network.state_dict()))
-
-
-def _whole(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in state.items():
-        yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+    state = network.state_dict().items()
+    return {name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu() for name, tensor in state}

@@ -308,11 +308,10 @@ def quiet_lightning() -> Iterator[None]:
         "lightning.fabric": logging.WARNING,
         "torch.distributed.tensor": logging.ERROR,
     }
-    loggers = [logging.getLogger(name) for name in quiet]
-    levels = [logger.level for logger in loggers]
+    levels = {name: logging.getLogger(name).level for name in quiet}
     try:
-        for logger in loggers:
-            logger.setLevel(quiet[logger.name])
+        for name, level in quiet.items():
+            logging.getLogger(name).setLevel(level)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*does not have many workers.*")
             warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists and is not empty.*")
@@ -323,8 +322,8 @@ def quiet_lightning() -> Iterator[None]:
             warnings.filterwarnings("ignore", message=".*FSDP2-wrapped module.*view tensor.*")  # no block works in place
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
 
 
 __all__ = ["StoppedError", "train"]
