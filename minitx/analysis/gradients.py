@@ -14,7 +14,6 @@ from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.modes import evaluating
 
 Loss = Callable[[Any], tuple[Tensor, Mapping[str, Tensor]]]
-_PROJECTIONS = {"snr_q": "q_proj", "snr_k": "k_proj", "snr_v": "v_proj"}
 
 
 def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> dict[str, dict[str, Any]]:
@@ -44,14 +43,12 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
     >>> sorted(found["core"])
     ['grad_query_histogram', 'grad_query_median', 'grad_query_rms', 'snr_k', 'snr_q', 'snr_v']
     """
-    cores = attention_cores(model)
-    layers = {f"{name}.core".lstrip("."): m for name, m in model.named_modules() if isinstance(m, MultiHeadAttention)}
+    cores, projections = attention_cores(model), projection_weights(model)
     weights = {
-        (name, key): getattr(layers[name], part).weight
+        (name, f"snr_{letter}"): weight
         for name in cores
-        if name in layers
-        for key, part in _PROJECTIONS.items()
-        if getattr(layers[name], part).weight.requires_grad
+        for letter, weight in projections.get(name, {}).items()
+        if weight.requires_grad
     }
     norms: dict[str, list[Tensor]] = {name: [] for name in cores}
     gradients: dict[tuple[str, str], list[Tensor]] = {place: [] for place in weights}
@@ -78,6 +75,12 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
     for (name, key), of_parts in gradients.items():
         result[name][key] = _signal_to_noise(torch.stack(of_parts))
     return result
+
+
+def projection_weights(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """W_Q, W_K and W_V of every attention layer as ``q``, ``k`` and ``v``, by the name of its core."""
+    layers = {f"{name}.core".lstrip("."): m for name, m in model.named_modules() if isinstance(m, MultiHeadAttention)}
+    return {name: {letter: getattr(layer, f"{letter}_proj").weight for letter in "qkv"} for name, layer in layers.items()}
 
 
 def _log_histogram(norms: Tensor) -> dict[str, int]:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.capture import Look, attention_cores, watch
-from minitx.analysis.gradients import gradient_statistics
+from minitx.analysis.gradients import gradient_statistics, projection_weights
 from minitx.analysis.snapshot import SOURCE, TARGET, take_snapshot, write_snapshot
 from minitx.analysis.statistics import attention_statistics, logit_step, token_cosine
 from minitx.config import ConfigError, ProbeConfig
-from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.blocks import EncoderBlock
 from minitx.nn.functional import full_precision
 from minitx.nn.modes import evaluating
@@ -121,16 +120,12 @@ class Probe(StepCallback):
 
     def _write(self, trainer: L.Trainer, module: TrainingModule, step: int) -> None:
         looks, layers = self._look(module, statistics=True)
-        steps = {
-            name: logit_step(self._before[name].call, look.call, look.real_queries)
-            for name, look in looks.items()
-            if name in self._before
-        }
-        self._before = looks if self.due(step + 1) else {}
         gradients = gradient_statistics(module.network, self._parts(module), lambda part: self._loss(module, part))
         for name, layer in layers.items():
             layer.update(gradients[name], **self._gradients.get(name, {}))
-            layer.update({"logit_step": steps[name]} if name in steps else {})
+            if name in self._before:
+                layer["logit_step"] = logit_step(self._before[name].call, looks[name].call, looks[name].real_queries)
+        self._before = looks if self.due(step + 1) else {}
         plain = [{"name": name, **{key: _plain(value) for key, value in layer.items()}} for name, layer in layers.items()]
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "layers": plain}) + "\n")
@@ -215,16 +210,10 @@ def _statistics(name: str, look: Look, hidden: Mapping[str, Tensor]) -> dict[str
 
 def gradient_norms(network: nn.Module) -> dict[str, dict[str, float]]:
     """‖∇W_Q‖, ‖∇W_K‖, ‖∇W_V‖ of every attention layer, by the name of its core."""
-    names = {"grad_q": "q_proj", "grad_k": "k_proj", "grad_v": "v_proj"}
     return {
-        f"{name}.core": {norm: _norm(getattr(layer, part).weight) for norm, part in names.items()}
-        for name, layer in network.named_modules()
-        if isinstance(layer, MultiHeadAttention)
+        name: {f"grad_{letter}": 0.0 if w.grad is None else float(w.grad.norm()) for letter, w in weights.items()}
+        for name, weights in projection_weights(network).items()
     }
-
-
-def _norm(weight: Tensor) -> float:
-    return 0.0 if weight.grad is None else float(weight.grad.norm())
 
 
 def _first(out: Any) -> Tensor:

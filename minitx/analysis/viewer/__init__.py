@@ -99,8 +99,7 @@ def _check_traces(traces: Sequence[Trace]) -> None:
                     f"trace {trace.name!r} has a snapshot of {snapshot.num_rows} rows: choose one with sentence(row)"
                 )
         steps = [snapshot.step for snapshot in trace.snapshots]
-        rises = all(a is not None and b is not None and a < b for a, b in itertools.pairwise(steps))
-        if not rises:
+        if not all(a is not None and b is not None and a < b for a, b in itertools.pairwise(steps)):
             raise ValueError(f"trace {trace.name!r} must have steps that rise from snapshot to snapshot, got {steps}")
 
 
