@@ -40,20 +40,19 @@ class Reader:
 
     def read(self, ids: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """ids (B, L) -> logits (B, V) of what follows the last, in float32 at least; ``key_mask`` is the prompt's."""
-        kept, new_mask = self.context, key_mask
-        fresh = self.ids is None or self.cache is None
+        view, view_mask, kept = ids, key_mask, self.context or 0
         if self.ids is not None:
-            kept = None if kept is None else max(kept // 2, 1)
-            key_mask = None if self.key_mask is None else F.pad(self.key_mask, (0, ids.shape[1]), value=True)
-        view = ids if self.ids is None else torch.cat((self.ids, ids), dim=1)
-        if self.context is not None and kept is not None and view.shape[1] > self.context:
-            view, key_mask, fresh = view[:, -kept:], None if key_mask is None else key_mask[:, -kept:], True
-        self.ids, self.key_mask = view, key_mask
-        if fresh:
-            ids, new_mask, self.cache, self.step = view, key_mask, self._new_cache(), None
-        elif self.start is not None and self.step is None and self.cache is not None:
+            view, kept = torch.cat((self.ids, ids), dim=1), max(kept // 2, 1)
+            view_mask = None if self.key_mask is None else F.pad(self.key_mask, (0, ids.shape[1]), value=True)
+        forgets = self.context is not None and view.shape[1] > self.context
+        if forgets:
+            view, view_mask = view[:, -kept:], None if view_mask is None else view_mask[:, -kept:]
+        self.ids, self.key_mask = view, view_mask
+        if self.cache is None or forgets:
+            ids, key_mask, self.cache, self.step = view, view_mask, self._new_cache(), None
+        elif self.start is not None and self.step is None:
             self.step = self.start(self.cache)
-        last = self._forward(ids, new_mask) if self.step is None else self.step(ids)
+        last = self._forward(ids, key_mask) if self.step is None else self.step(ids)
         last = last.to(torch.promote_types(last.dtype, torch.float32))
         if not bool(torch.isfinite(last.amax(dim=-1)).all()):
             raise FloatingPointError("the model's logits are not finite")

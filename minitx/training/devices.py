@@ -18,11 +18,11 @@ from minitx.training.parallel import Sharded
 
 def place_of(options: TrainerConfig) -> dict[str, Any]:
     """Where, in which precision and with which checkpoints a trainer runs."""
-    precision = supported_precision(options.precision, on_cpu=runs_on_cpu(options))
+    precision: str | None = cpu_precision(options.precision) if runs_on_cpu(options) else options.precision
     plugins: list[Any] = [AtomicCheckpointIO()]
-    where = {"accelerator": options.accelerator, "devices": options.devices, "num_nodes": options.num_nodes}
     if options.strategy == "sharded" and precision == "64-true":  # which Lightning refuses by name, not as a plugin
-        return {**where, "strategy": build_strategy(options), "plugins": [*plugins, DoublePrecision()]}
+        plugins, precision = [*plugins, DoublePrecision()], None
+    where = {"accelerator": options.accelerator, "devices": options.devices, "num_nodes": options.num_nodes}
     return {**where, "strategy": build_strategy(options), "plugins": plugins, "precision": precision}
 
 
@@ -38,11 +38,6 @@ def check_devices(options: TrainerConfig) -> None:
     except (ValueError, MisconfigurationException, ImportError) as error:
         said = f"trainer.strategy={options.strategy} with trainer.accelerator={options.accelerator}"
         raise ConfigError(f"{said} and trainer.devices={options.devices} cannot be used: {first_line(error)}") from error
-
-
-def supported_precision(precision: str, *, on_cpu: bool) -> str:
-    """``precision``, or on a CPU what it comes to there (``cpu_precision``)."""
-    return cpu_precision(precision) if on_cpu else precision
 
 
 def build_strategy(options: TrainerConfig) -> Strategy | str:

@@ -7,8 +7,9 @@ import logging
 import pytest
 import torch
 
+from minitx.config import TrainerConfig
 from minitx.training import hardware
-from minitx.training.devices import supported_precision
+from minitx.training.devices import place_of
 from minitx.training.hardware import bf16_speed, cpu_precision
 
 
@@ -24,7 +25,8 @@ def test_bf16_runs_on_a_cpu_where_it_is_measured_to_pay_and_the_reason_is_logged
     asked = []
     monkeypatch.setattr(hardware, "bf16_speed", lambda: (asked.append(1), speed)[1])
     with caplog.at_level(logging.INFO, logger="minitx"):
-        assert [supported_precision("bf16-mixed", on_cpu=True) for _ in range(3)] == [chosen] * 3
+        options = TrainerConfig(precision="bf16-mixed", accelerator="cpu")
+        assert [place_of(options)["precision"] for _ in range(3)] == [chosen] * 3
     assert len(asked) == 1
     (said,) = caplog.messages
     assert said.startswith(f"trainer.precision=bf16-mixed runs as {chosen}: a matrix product in bfloat16 is {speed:.2g} times")
@@ -33,7 +35,8 @@ def test_bf16_runs_on_a_cpu_where_it_is_measured_to_pay_and_the_reason_is_logged
 @pytest.mark.parametrize(("precision", "on_cpu"), [("32-true", True), ("64-true", True), ("bf16-true", False)])
 def test_other_precisions_and_accelerators_are_taken_at_their_word_without_measuring(monkeypatch, caplog, precision, on_cpu):
     monkeypatch.setattr(hardware, "bf16_speed", lambda: pytest.fail("measured"))
-    assert supported_precision(precision, on_cpu=on_cpu) == precision
+    monkeypatch.setattr("minitx.training.devices.runs_on_cpu", lambda options: on_cpu)
+    assert place_of(TrainerConfig(precision=precision))["precision"] == precision
     assert not caplog.messages
 
 
