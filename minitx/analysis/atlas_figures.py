@@ -32,15 +32,17 @@ COLORS: Mapping[str, str] = {
 
 def atlas_figure(atlas: Atlas) -> Figure:
     """A panel for each kind of attention: layers × heads, coloured by class, with the mean of the leading score."""
-    kinds = {head.kind: _layers(atlas, head.kind) for head in atlas.heads}
-    most = max(len(heads) for layers in kinds.values() for heads in layers)
-    deepest = max(len(layers) for layers in kinds.values())
+    kinds: dict[str, dict[str, list[HeadScores]]] = {}
+    for head in atlas.heads:
+        kinds.setdefault(head.kind, {}).setdefault(head.layer, []).append(head)
+    most = max(len(heads) for layers in kinds.values() for heads in layers.values())
+    deepest = max(map(len, kinds.values()))
     figure, axes = panels(1, len(kinds), width=max(0.85 * most + 0.6, 2.6), height=0.6 * deepest + 1.1)
     for ax, (kind, layers) in zip(axes[0], kinds.items(), strict=True):
-        for row, heads in enumerate(layers):
+        for row, heads in enumerate(layers.values()):
             for head in heads:
                 _cell(ax, head, head.head, row)
-        _grid(ax, [str(i) for i in range(max(map(len, layers)))], [str(i) for i in range(len(layers))])
+        _grid(ax, [str(i) for i in range(max(map(len, layers.values())))], [str(i) for i in range(len(layers))])
         label(ax, KINDS[kind], "head", "layer")
     legend(figure, _classes(atlas.heads))
     return figure
@@ -101,15 +103,6 @@ def _excess(head: HeadScores, name: str, final: HeadScores) -> tuple[float, floa
         wanted = final.agreement.relation, final.agreement.direction
         found = [one.excess for one in head.relations if (one.relation, one.direction) == wanted]
     return next(((one.low, one.mean, one.high) for one in found), (math.nan,) * 3)
-
-
-def _layers(atlas: Atlas, kind: str) -> list[list[HeadScores]]:
-    """The heads of a kind, layer by layer."""
-    layers: dict[str, list[HeadScores]] = {}
-    for head in atlas.heads:
-        if head.kind == kind:
-            layers.setdefault(head.layer, []).append(head)
-    return list(layers.values())
 
 
 def _cell(ax: Axes, head: HeadScores, column: int, row: int, *, text: bool = True) -> None:

@@ -103,21 +103,19 @@ def step_axis(ax: Axes, last: int) -> None:
 
 def png(figure: Figure) -> bytes:
     """The figure as a file; equal figures give equal bytes."""
-    buffer = io.BytesIO()
-    _unmoved(figure).savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
-    return buffer.getvalue()
+    return _file(figure, "png", DPI, Software=None)
 
 
 def svg(figure: Figure) -> bytes:
     """The figure as a file of curves, texts included; equal figures give equal bytes."""
     import matplotlib
 
-    buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "minitx", "svg.fonttype": "path"}):
-        _unmoved(figure).savefig(buffer, format="svg", dpi=2 * DPI, metadata={"Date": None, "Creator": None})
+        return _file(figure, "svg", 2 * DPI, Date=None, Creator=None)
+
+
+def _file(figure: Figure, kind: str, dpi: int, **metadata: None) -> bytes:
+    """Of a copy: drawing lays panels out anew from where they are, so that a second file would differ from the first."""
+    buffer = io.BytesIO()
+    pickle.loads(pickle.dumps(figure)).savefig(buffer, format=kind, dpi=dpi, metadata=metadata)
     return buffer.getvalue()
-
-
-def _unmoved(figure: Figure) -> Figure:
-    """A copy: drawing lays panels out anew from where they are, so that a second file would differ from the first."""
-    return pickle.loads(pickle.dumps(figure))

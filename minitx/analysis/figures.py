@@ -232,7 +232,7 @@ def _by_distance(layer: AttentionMap, real: Mapping[str, Tensor]) -> tuple[list[
 
     def total(values: Tensor) -> Tensor:  # (B, H, L, S) to (H, distances)
         summed = values.double().masked_fill(~seen, 0.0).sum(0).flatten(1)
-        return torch.zeros(H, L + S - 1 + S - L, dtype=torch.float64).index_add_(1, place, summed)
+        return torch.zeros(H, 2 * S - 1, dtype=torch.float64).index_add_(1, place, summed)
 
     count = total(seen)
     share = total((1.0 / layer.visible.sum(-1, keepdim=True).double()).expand_as(layer.weights))

@@ -22,6 +22,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from minitx.config import ConfigError, TransformerConfig
 from minitx.config.checks import first_line
+from minitx.data.corpus import sha256_of
 from minitx.data.tokenizers import Tokenizer, from_dict
 from minitx.nn.models import TransformerModel, build_model
 from minitx.training.shards import read_shards
@@ -72,7 +73,7 @@ class AtomicCheckpointIO(CheckpointIO):
 def seal_folder(part: str | Path, path: str | Path) -> None:
     """Give the folder ``part`` of finished shards its digests, sync it, and let it take the place of ``path``."""
     part, path = Path(part), Path(path)
-    digests = {file.name: _sha256(file) for file in sorted(part.iterdir()) if file.name != _DIGESTS}
+    digests = {file.name: sha256_of(file) for file in sorted(part.iterdir()) if file.name != _DIGESTS}
     (part / _DIGESTS).write_text(json.dumps(digests, indent=1), encoding="utf-8")
     for file in part.iterdir():
         _sync(file)
@@ -130,7 +131,7 @@ def check_digest(path: Path) -> None:
     if path.is_dir():
         digests = json.loads((path / _DIGESTS).read_text(encoding="utf-8"))
         for name, digest in digests.items():
-            if Path(name).name != name or _sha256(path / name) != digest:
+            if Path(name).name != name or sha256_of(path / name) != digest:
                 raise ConfigError(f"its file {name} is damaged (the SHA-256 is not the one that was written)")
         return
     with path.open("rb") as file:
@@ -175,14 +176,11 @@ def _append_digest(file: BinaryIO) -> None:
     file.write(_MARK + digest)
 
 
-def _sha256(source: BinaryIO | Path, size: int | None = None) -> str:
-    """Of a file, or of the first ``size`` bytes of an open one."""
-    if isinstance(source, Path):
-        with source.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    source.seek(0)
-    digest, left = hashlib.sha256(), size or 0
-    while chunk := source.read(min(left, 1 << 20)):
+def _sha256(file: BinaryIO, size: int) -> str:
+    """Of the first ``size`` bytes."""
+    file.seek(0)
+    digest, left = hashlib.sha256(), size
+    while chunk := file.read(min(left, 1 << 20)):
         digest.update(chunk)
         left -= len(chunk)
     return digest.hexdigest()

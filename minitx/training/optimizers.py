@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -30,7 +29,7 @@ def parameter_groups(network: nn.Module, config: OptimizerConfig, *, head_dim: i
     matrices = matrix_names(network) if config.name == "muon" else set()
     unused = set(range(len(config.rules)))
     for name, parameter in network.named_parameters():
-        index = _first_match(config.rules, name)
+        index = next((i for i, rule in enumerate(config.rules) if re.search(rule.match, name)), None)
         rule = ParameterRule(match="") if index is None else config.rules[index]
         unused.discard(-1 if index is None else index)
         if not rule.trainable:
@@ -58,10 +57,6 @@ def _factor(rule: ParameterRule, key: str, path: str, head_dim: int) -> float:
     if not 0.0 <= factor < math.inf:
         raise ValueError(f"{path}.{key}={getattr(rule, key)} must be a finite factor of zero or more")
     return factor
-
-
-def _first_match(rules: Iterable[ParameterRule], name: str) -> int | None:
-    return next((i for i, rule in enumerate(rules) if re.search(rule.match, name)), None)
 
 
 def build_optimizer(network: nn.Module, config: OptimizerConfig, *, head_dim: int) -> torch.optim.Optimizer:
