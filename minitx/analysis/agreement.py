@@ -156,11 +156,8 @@ def judge(
         shares, rules: of each sentence, as ``agreement_of`` gives them. shuffled: the shares with shuffled words; {} where
             none were shuffled.
     """
-    halves = [
-        [c for c in {c: None for found in shares for c in found} if sum(c in found for found in half) >= MIN_SENTENCES]
-        for half in (shares[0::2], shares[1::2])
-    ]
-    candidates = [candidate for candidate in halves[0] if candidate in halves[1]]
+    halves, seen = (shares[0::2], shares[1::2]), dict.fromkeys(c for found in shares for c in found)
+    candidates = [c for c in seen if all(sum(c in found for found in half) >= MIN_SENTENCES for half in halves)]
     if not candidates:
         return []
     best = {c: _best_rule(rules[0::2], c) for c in candidates}
