@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -149,19 +149,15 @@ def watch(
         raise ValueError(f"{type(model).__name__} has no attention core with weights to look at")
     watcher = _Watcher(Seen(chosen_names(list(cores), layers)), recorder, heads)
     refuse_compiled(model)
-    handles = []
-    try:
+    with ExitStack() as hooks:
         for name, module in model.named_modules():
             if isinstance(module, MultiHeadAttention):
-                handles.append(module.register_forward_pre_hook(watcher.enter_attention, with_kwargs=True))
+                hooks.enter_context(module.register_forward_pre_hook(watcher.enter_attention, with_kwargs=True))
             if name in watcher.seen:
-                handles.append(module.register_forward_pre_hook(partial(watcher.enter_core, name), with_kwargs=True))
+                hooks.enter_context(module.register_forward_pre_hook(partial(watcher.enter_core, name), with_kwargs=True))
             if _knows_its_targets(type(module)):  # type: ignore[arg-type]
-                handles.append(module.register_forward_pre_hook(watcher.enter_model, with_kwargs=True))
+                hooks.enter_context(module.register_forward_pre_hook(watcher.enter_model, with_kwargs=True))
         yield watcher.seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @cache

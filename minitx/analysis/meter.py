@@ -17,7 +17,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -117,15 +117,11 @@ class Meter(TorchDispatchMode):
 
         In the backward pass an operation belongs to the module whose forward made the node that runs.
         """
-        handles = []
-        for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
+        with ExitStack() as hooks:
+            for name, module in model.named_modules():
+                hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(self._leave, always_call=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._claim((args, kwargs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import ExitStack
 from statistics import mean
 from typing import Any
 
@@ -86,15 +87,13 @@ def _with_rows_of(length: int, data: DataModule) -> DataModule:
 def _attention(network: nn.Module, model: TransformerConfig, batch: Batch) -> dict[str, float]:
     """Each core is called once more with what it got, and its operations are counted for that shape."""
     calls: list[tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]] = []
-    cores = [module.core for module in network.modules() if isinstance(module, MultiHeadAttention)]
-    handles = [core.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True) for core in cores]
     device = next(network.parameters()).device
-    try:
-        with evaluating(network):
-            network(**{name: tensor.to(device) for name, tensor in network_inputs(batch).items()})
-    finally:
-        for handle in handles:
-            handle.remove()
+    with evaluating(network), ExitStack() as hooks:
+        for module in network.modules():
+            if isinstance(module, MultiHeadAttention):
+                hook = module.core.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True)
+                hooks.enter_context(hook)
+        network(**{name: tensor.to(device) for name, tensor in network_inputs(batch).items()})
     errors = [
         approximation_error(core, *args[:3], mask=_without_window(kwargs.get("mask")), scale=kwargs.get("scale"))[
             "relative_error"

@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -138,21 +139,16 @@ class Probe(StepCallback):
     @torch.no_grad()
     def _look(self, module: TrainingModule, *, statistics: bool) -> tuple[dict[str, Look], dict[str, dict[str, Any]]]:
         """Every core's call, and where ``statistics`` are wanted its statistics."""
-        network = module.network
+        network, device = module.network, module.device
         hidden: dict[str, Tensor] = {}
-        handles = [
-            block.register_forward_hook(lambda _, args, out, name=name: hidden.update({name: _first(out)}))
-            for name, block in network.named_modules()
-            if statistics and isinstance(block, EncoderBlock)
-        ]
-        try:
-            with evaluating(network), watch(network, lambda look: look) as seen, full_precision(module.device):
-                module(self._on(module.device))
-                looks = {name: records[0] for name, records in seen.items()}
-                layers = {name: _statistics(name, look, hidden) for name, look in looks.items()} if statistics else {}
-        finally:
-            for handle in handles:
-                handle.remove()
+        with evaluating(network), watch(network, lambda look: look) as seen, full_precision(device), ExitStack() as hooks:
+            for name, block in network.named_modules():
+                if statistics and isinstance(block, EncoderBlock):
+                    hook = block.register_forward_hook(lambda _, args, out, name=name: hidden.update({name: _first(out)}))
+                    hooks.enter_context(hook)
+            module(self._on(device))
+            looks = {name: records[0] for name, records in seen.items()}
+            layers = {name: _statistics(name, look, hidden) for name, look in looks.items()} if statistics else {}
         if statistics:
             self._retention(layers)
         return looks, layers
