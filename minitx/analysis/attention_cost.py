@@ -171,18 +171,16 @@ def attention_call(shape: AttentionShape) -> Callable[[], None]:
     """The call that ``attention_cost`` is about, on random queries, keys and values laid out as a layer hands them on."""
     config, training = shape.config, shape.training
     core: nn.Module = build_attention_core(config).train(training)
-    sizes = shape.batch_size, shape.length, config.width_per_head
     leaves = [
-        torch.randn(sizes[0], sizes[1], heads, sizes[2], requires_grad=training)
+        torch.randn(shape.batch_size, shape.length, heads, config.width_per_head, requires_grad=training)
         for heads in (config.num_heads, config.kv_heads, config.kv_heads)
     ]
-    mask, bias = shape.mask, shape.attn_bias()
-    options = {"attn_bias": bias, "sinks": shape.sinks()}
+    options = {"mask": shape.mask, "attn_bias": shape.attn_bias(), "sinks": shape.sinks()}
     given = {name: option for name, option in options.items() if option is not None}
 
     def run() -> None:
         with torch.set_grad_enabled(training):
-            out = core(*(leaf.transpose(1, 2) for leaf in leaves), mask=mask, **given)
+            out = core(*(leaf.transpose(1, 2) for leaf in leaves), **given)
             if training:
                 out.backward(torch.ones(()).expand_as(out))
 

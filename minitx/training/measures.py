@@ -94,17 +94,15 @@ def _attention(network: nn.Module, model: TransformerConfig, batch: Batch) -> di
                 hook = module.core.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True)
                 hooks.enter_context(hook)
         network(**{name: tensor.to(device) for name, tensor in network_inputs(batch).items()})
-    errors = [
-        approximation_error(core, *args[:3], mask=_without_window(kwargs.get("mask")), scale=kwargs.get("scale"))[
-            "relative_error"
-        ]
-        for core, args, kwargs in calls
-    ]
+    errors = []
+    for core, args, kwargs in calls:
+        mask = _without_window(kwargs.get("mask"))
+        errors.append(float(approximation_error(core, *args[:3], mask=mask, scale=kwargs.get("scale"))["relative_error"]))
     rows, _, length, _ = calls[0][1][0].shape
     shape = AttentionShape(model, rows, length, causal=model.architecture == "decoder", training=False)
     exact = dataclasses.replace(model, attention="exact", window=None, backend="math")
     cost = core_cost(shape).forward / core_cost(dataclasses.replace(shape, config=exact)).forward
-    return {"attention_error": mean(map(float, errors)), "attention_cost": cost}
+    return {"attention_error": mean(errors), "attention_cost": cost}
 
 
 def _without_window(mask: Mask | None) -> Mask | None:
