@@ -209,17 +209,21 @@ def _measure(
     them, and where these are too few the rows after it."""
     if structure is not None and len(structure.rows) != snapshot.num_rows:
         raise ValueError(f"structure has {len(structure.rows)} rows, but the snapshot has {snapshot.num_rows}")
-    shuffled, moved = control or (snapshot, None)
-    ids = [snapshot.sentence(row).ids for row in range(snapshot.num_rows)]
+    ids: list[Ids] = [
+        {axis: tensor[row : row + 1, snapshot.real[axis][row]] for axis, tensor in snapshot.ids.items()}
+        for row in range(snapshot.num_rows)
+    ]
     found = []
     for row in range(snapshot.num_rows):
         earlier = [*before, *ids[:row]][-NUM_OTHERS:]
         others = [*earlier, *ids[row + 1 : row + 1 + NUM_OTHERS - len(earlier)]]
-        sentence = _Sentence(ids[row], {})
-        for layer, again in zip(snapshot.sentence(row).maps, shuffled.sentence(row).maps, strict=True):
+        sentence = snapshot.sentence(row)
+        shuffled, moved = (sentence, None) if control is None else (control[0].sentence(row), control[1])
+        maps = {}
+        for layer, again in zip(sentence.maps, shuffled.maps, strict=True):
             scores, (agreed, rules) = sentence_scores(layer, ids[row], others), _agreement(layer, structure, row)
-            sentence.maps[layer.name, layer.kind] = scores, agreed, rules, _agreement(again, moved, row)[0]
-        found.append(sentence)
+            maps[layer.name, layer.kind] = scores, agreed, rules, _agreement(again, moved, row)[0]
+        found.append(_Sentence(ids[row], maps))
     return found
 
 
