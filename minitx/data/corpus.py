@@ -6,10 +6,8 @@ the user's in memory.
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import hashlib
-import io
 import os
 import uuid
 from collections.abc import Iterator
@@ -135,26 +133,20 @@ def check_file(name: str, key: str = "path", wanted: str = "a UTF-8 text file") 
 
 def _decoded(path: Path) -> Iterator[str]:
     """The text of a UTF-8 file in chunks, without a byte-order mark and with ``\\n`` for every line end."""
-    decoder, newlines = codecs.getincrementaldecoder("utf-8")(), io.IncrementalNewlineDecoder(None, translate=True)
-    offset, first = 0, True
-    with path.open("rb") as file:
+    with path.open(encoding="utf-8-sig") as file:
         while True:
-            data = file.read(CHUNK)
-            waiting = len(decoder.getstate()[0])
             try:
-                text = decoder.decode(data, final=not data)
+                text = file.read(CHUNK)
             except UnicodeDecodeError as error:
+                first = file.buffer.tell() - len(error.object)  # the decoder was given what has just been read
                 raise ConfigError(
-                    f"data.path={path} is not UTF-8 at byte {offset - waiting + error.start}; convert it to UTF-8"
+                    f"data.path={path} is not UTF-8 at byte {first + error.start}; convert it to UTF-8"
                 ) from None
             if "\0" in text:
                 raise ConfigError(f"data.path={path} has a NUL character, which no text has; UTF-16? convert it to UTF-8")
-            if first and text:
-                text, first = text.removeprefix("\ufeff"), False
-            yield newlines.decode(text, final=not data)
-            if not data:
+            if not text:
                 return
-            offset += len(data)
+            yield text
 
 
 def chunks_of(path: Path) -> Iterator[str]:
