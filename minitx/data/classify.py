@@ -13,6 +13,7 @@ from minitx.config import ClassifyDataConfig, ConfigError
 from minitx.data.addressing import Batch
 from minitx.data.baselines import bag_of_words_accuracy, majority_accuracy
 from minitx.data.bible import book_names, read_verses
+from minitx.data.dates import babel_locale
 from minitx.data.examples import Draw, Examples, Ragged, Task, hold_out
 from minitx.data.tokenizers import Tokenizer, require_marks, train_tokenizer
 
@@ -105,14 +106,8 @@ def language_names(languages: Sequence[str]) -> Rows:
 
 def _items(language: str) -> Iterator[tuple[str, str]]:
     """(item, name in this language) of everything that has a name of at least two letters and is not its own code."""
-    try:
-        from babel import Locale, UnknownLocaleError
-    except ImportError:
-        raise ConfigError("data=languages needs the package Babel: pip install Babel") from None
-    try:
-        locale = Locale.parse(language)
-    except (UnknownLocaleError, ValueError):
-        raise ConfigError(f"data.languages={language} is not a language that Babel knows, such as de or pt") from None
+    wanted = f"data.languages={language} is not a language that Babel knows, such as de or pt"
+    locale = babel_locale(language, "languages", wanted)
     tables: dict[str, Any] = {name: getattr(locale, name) for name in ("territories", "languages", "scripts", "currencies")}
     tables |= {"months": locale.months["format"]["wide"], "days": locale.days["format"]["wide"]}
     for table, names in tables.items():

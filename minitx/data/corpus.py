@@ -139,9 +139,7 @@ def _decoded(path: Path) -> Iterator[str]:
                 text = file.read(CHUNK)
             except UnicodeDecodeError as error:
                 first = file.buffer.tell() - len(error.object)  # the decoder was given what has just been read
-                raise ConfigError(
-                    f"data.path={path} is not UTF-8 at byte {first + error.start}; convert it to UTF-8"
-                ) from None
+                raise ConfigError(f"data.path={path} is not UTF-8 at byte {first + error.start}; convert it to UTF-8") from None
             if "\0" in text:
                 raise ConfigError(f"data.path={path} has a NUL character, which no text has; UTF-16? convert it to UTF-8")
             if not text:

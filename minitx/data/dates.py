@@ -69,7 +69,11 @@ def date_pairs(config: DatesDataConfig) -> tuple[list[tuple[str, str]], list[tup
     Raises:
         ConfigError: Babel is missing or does not know a locale.
     """
-    formats = [(tag, locale, date_patterns(locale)) for tag, locale in _locales(config)]
+    formats = []
+    for tag in config.locales:
+        wanted = f"data.locales={tag} is not a locale that Babel knows, such as en_GB or pt"
+        locale = babel_locale(tag, "dates", wanted)
+        formats.append((tag, locale, date_patterns(locale)))
     first = datetime.date(config.first_year, 1, 1).toordinal()
     count = datetime.date(config.last_year, 12, 31).toordinal() + 1 - first
     random = generator(VALIDATION_SEED, "dates")
@@ -86,15 +90,17 @@ def date_pairs(config: DatesDataConfig) -> tuple[list[tuple[str, str]], list[tup
     return [write(int(day)) for day in drawn[: config.train_size]], val_pairs
 
 
-def _locales(config: DatesDataConfig) -> list[tuple[str, Any]]:
+def babel_locale(tag: str, data: str, wanted: str) -> Any:
+    """Babel's locale ``tag``, asked for by ``data``; ``wanted`` says what ``tag`` should be where Babel knows none.
+
+    Raises:
+        ConfigError: Babel is missing or does not know the locale.
+    """
     try:
         from babel import Locale, UnknownLocaleError
     except ImportError:
-        raise ConfigError("data=dates needs the package Babel: pip install Babel") from None
-    found = []
-    for tag in config.locales:
-        try:
-            found.append((tag, Locale.parse(tag)))
-        except (UnknownLocaleError, ValueError):
-            raise ConfigError(f"data.locales={tag} is not a locale that Babel knows, such as en_GB or pt") from None
-    return found
+        raise ConfigError(f"data={data} needs the package Babel: pip install Babel") from None
+    try:
+        return Locale.parse(tag)
+    except (UnknownLocaleError, ValueError):
+        raise ConfigError(wanted) from None

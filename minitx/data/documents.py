@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from minitx.config import ConfigError, HubDataConfig
 from minitx.data.addressing import IGNORED, Batch
-from minitx.data.corpus import replacing, sha256_of
 from minitx.data.examples import Draw, Examples, Ragged, Task, hold_out
 from minitx.data.hub import column_of, load_table
 from minitx.data.tokenizers import Tokenizer, fingerprint, from_dict, train_tokenizer
-from minitx.data.tokens import TokenArray, cached
+from minitx.data.tokens import TokenArray, bits_per, cached, write_ids
 
 FORMAT = 1
 DOCUMENTS_AT_ONCE = 1000
+Texts = dict[str, Callable[[], Iterator[str]]]
 
 
 class DocumentExamples(Examples):
@@ -148,18 +148,13 @@ def load_documents(config: HubDataConfig, folder: Path, tokenizer: Tokenizer | N
     """
     train, val, made_by, record = _tokenised(config, folder, tokenizer)
     options: dict[str, Any] = {"context_len": config.context_len, "packing": config.packing}
-    counted = record["splits"]["val"]
-    targets = int((val.lengths - 1).sum())
     return Task(
         kind="language_model",
         train=DocumentExamples(train, **options),
         val=DocumentExamples(val, **options),
         tokenizer=made_by,
         model_fields={"vocab_size": made_by.vocab_size},
-        bits_per={
-            "byte": targets / counted["bytes"] / math.log(2),
-            "character": targets / counted["characters"] / math.log(2),
-        },
+        bits_per=bits_per(int((val.lengths - 1).sum()), record["splits"]["val"]),
     )
 
 
@@ -195,64 +190,54 @@ def _text_column(table: Any, config: HubDataConfig) -> str:
     return "text" if "text" in table.column_names else table.column_names[0]
 
 
-class _Texts:
-    """The documents of a split that are not blank, read from the table when they are asked for."""
-
-    def __init__(self, table: Any, column: str, rows: np.ndarray) -> None:
-        self.table, self.column, self.rows = table, column, rows
-
-    def __iter__(self) -> Iterator[str]:
-        for start in range(0, len(self.rows), DOCUMENTS_AT_ONCE):
-            for text in self.table[self.rows[start : start + DOCUMENTS_AT_ONCE]][self.column]:
-                if text is not None and not isinstance(text, str):
-                    raise ConfigError(f"data.text_column={self.column} holds no texts but {type(text).__name__}")
-                if text and not text.isspace():
-                    yield text
+def _documents(table: Any, column: str, rows: np.ndarray) -> Iterator[str]:
+    """The documents of these rows that are not blank, read from the table when they are asked for."""
+    for start in range(0, len(rows), DOCUMENTS_AT_ONCE):
+        for text in table[rows[start : start + DOCUMENTS_AT_ONCE]][column]:
+            if text is not None and not isinstance(text, str):
+                raise ConfigError(f"data.text_column={column} holds no texts but {type(text).__name__}")
+            if text and not text.isspace():
+                yield text
 
 
-def _texts(table: Any, val_table: Any, column: str, config: HubDataConfig) -> dict[str, _Texts]:
+def _texts(table: Any, val_table: Any, column: str, config: HubDataConfig) -> Texts:
+    """The documents of both splits, as often as they are asked for."""
     if val_table is not None:
         column_of(val_table, column, "text_column")
-        whole = (np.arange(len(one)) for one in (table, val_table))
-        return {"train": _Texts(table, column, next(whole)), "val": _Texts(val_table, column, next(whole))}
+        tables = {"train": table, "val": val_table}
+        return {split: partial(_documents, one, column, np.arange(len(one))) for split, one in tables.items()}
     try:
         train, val = hold_out(range(len(table)), config.val_fraction)
     except ValueError:
         raise ConfigError(
             f"data.path={config.path} has {len(table)} documents, too few for a training and a validation split"
         ) from None
-    return {"train": _Texts(table, column, train), "val": _Texts(table, column, val)}
+    return {"train": partial(_documents, table, column, train), "val": partial(_documents, table, column, val)}
 
 
-def _build(path: Path, config: HubDataConfig, texts: dict[str, _Texts], tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _build(path: Path, config: HubDataConfig, texts: Texts, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Write the documents of both splits to ``path``; returns the record of it."""
     if tokenizer is None:
         marks = ("eos",) if config.tokenizer == "char" else ()  # byte-level BPE has its <|endoftext|>
-        tokenizer = train_tokenizer(config.tokenizer, texts["train"], vocab_size=config.bpe_vocab_size, marks=marks)
+        tokenizer = train_tokenizer(config.tokenizer, texts["train"](), vocab_size=config.bpe_vocab_size, marks=marks)
     marks_of = tokenizer.mark_ids
     if not marks_of.keys() & {"bos", "eos"}:
         raise ConfigError(f"data={config.name} needs a tokenizer with a bos or eos token, which ends a document")
     first, last = marks_of.get("bos", marks_of.get("eos")), marks_of.get("eos", marks_of.get("bos"))
-    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
-    splits, lengths = {}, []
-    with replacing(path) as file:
+    encode_batch = tokenizer.encode_batch
+    lengths: dict[str, list[int]] = {split: [] for split in texts}
+
+    def marked() -> Iterator[tuple[str, str, np.ndarray]]:
         for split, documents in texts.items():
-            counted = {"documents": 0, "tokens": 0, "characters": 0, "bytes": 0}
-            supply = iter(documents)
+            supply = documents()
             while batch := list(islice(supply, DOCUMENTS_AT_ONCE)):
-                for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
-                    whole = np.concatenate([[first], ids, [last]]).astype(dtype)
-                    added = {"documents": 1, "tokens": len(whole), "characters": len(text), "bytes": len(text.encode())}
-                    counted = {unit: counted[unit] + added[unit] for unit in counted}
-                    lengths.append(len(whole))
-                    file.write(whole.tobytes())
-            if not counted["documents"]:
+                for text, ids in zip(batch, encode_batch(batch), strict=True):
+                    lengths[split].append(len(ids) + 2)
+                    yield split, text, np.concatenate([[first], ids, [last]])
+            if not lengths[split]:
                 raise ConfigError(f"data.path={config.path} has no document for the {split} split: all of them are blank")
-            splits[split] = counted
-    return {
-        "dtype": dtype,
-        "splits": splits,
-        "tokenizer": tokenizer.to_dict(),
-        "lengths": lengths,
-        "tokens_sha256": sha256_of(path),
-    }
+
+    record = write_ids(path, tokenizer, marked())
+    for split, counted in record["splits"].items():
+        counted["documents"] = len(lengths[split])
+    return {**record, "tokenizer": tokenizer.to_dict(), "lengths": lengths["train"] + lengths["val"]}

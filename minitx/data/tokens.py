@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,10 +141,10 @@ def _build(
         "source_sha256": corpus.checksum,
         "tokenizer_fingerprint": fingerprint(tokenizer),
         "tokenizer": tokenizer.to_dict(),
-        **_write(path, text, cut, tokenizer),
+        **write_ids(path, tokenizer, ((split, chunk, tokenizer.encode(chunk)) for split, chunk in split_chunks(text, cut))),
     }
-    record["floors"] = _floors(path, record, tokenizer.vocab_size)
-    return record
+    ids, first = np.memmap(path, dtype=record["dtype"], mode="r"), record["splits"]["train"]["tokens"]
+    return {**record, "floors": ngram_floors(np.asarray(ids)[:first], np.asarray(ids)[first:], tokenizer.vocab_size)}
 
 
 def split_chunks(text: Path, cut: int) -> Iterator[tuple[Split, str]]:
@@ -158,22 +159,21 @@ def split_chunks(text: Path, cut: int) -> Iterator[tuple[Split, str]]:
             yield "val", val
 
 
-def _write(path: Path, text: Path, cut: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Write the ids of ``text`` to ``path``; returns the part of the record that describes them."""
+def write_ids(path: Path, tokenizer: Tokenizer, pieces: Iterable[tuple[str, str, np.ndarray]]) -> dict[str, Any]:
+    """Write the ids of ``pieces`` (split, text, its ids) to ``path``; returns the part of the record that describes them."""
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     splits = {split: {"tokens": 0, "characters": 0, "bytes": 0} for split in ("train", "val")}
     digest = hashlib.sha256()
     with replacing(path) as file:
-        for split, chunk in split_chunks(text, cut):
-            ids = tokenizer.encode(chunk).astype(dtype)
-            counted = {"tokens": ids.size, "characters": len(chunk), "bytes": len(chunk.encode())}
-            splits[split] = {key: splits[split][key] + counted[key] for key in counted}
-            digest.update(ids.tobytes())
-            file.write(ids.tobytes())
+        for split, text, ids in pieces:
+            written = ids.astype(dtype).tobytes()
+            counted = {"tokens": len(ids), "characters": len(text), "bytes": len(text.encode())}
+            splits[split] = {unit: splits[split][unit] + counted[unit] for unit in counted}
+            digest.update(written)
+            file.write(written)
     return {"dtype": dtype, "splits": splits, "tokens_sha256": digest.hexdigest()}
 
 
-def _floors(path: Path, record: dict[str, Any], vocab_size: int) -> dict[str, float] | None:
-    cut = record["splits"]["train"]["tokens"]
-    ids = np.memmap(path, dtype=record["dtype"], mode="r")
-    return ngram_floors(np.asarray(ids)[:cut], np.asarray(ids)[cut:], vocab_size)
+def bits_per(targets: int, counted: Mapping[str, int]) -> dict[str, float]:
+    """Factors from nats per token to bits per ``byte`` and ``character`` of a split with so many ``targets`` and counts."""
+    return {unit: targets / counted[f"{unit}s"] / math.log(2) for unit in ("byte", "character")}
