@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import uuid
 from collections.abc import Iterator
@@ -133,12 +134,13 @@ def check_file(name: str, key: str = "path", wanted: str = "a UTF-8 text file") 
 
 def _decoded(path: Path) -> Iterator[str]:
     """The text of a UTF-8 file in chunks, without a byte-order mark and with ``\\n`` for every line end."""
-    with path.open(encoding="utf-8-sig") as file:
+    with path.open("rb") as file:
+        characters = io.TextIOWrapper(file, encoding="utf-8-sig")
         while True:
             try:
-                text = file.read(CHUNK)
+                text = characters.read(CHUNK)
             except UnicodeDecodeError as error:
-                first = file.buffer.tell() - len(error.object)  # the decoder was given what has just been read
+                first = file.tell() - len(error.object)  # the decoder was given what has just been read
                 raise ConfigError(f"data.path={path} is not UTF-8 at byte {first + error.start}; convert it to UTF-8") from None
             if "\0" in text:
                 raise ConfigError(f"data.path={path} has a NUL character, which no text has; UTF-16? convert it to UTF-8")

@@ -141,24 +141,26 @@ class Task:
 
     Attributes:
         kind: which task a model is trained for.
-        train, val: the examples.
+        train, val: the examples, or (``TextDataModule``) the ids of the text.
         model_fields: what the model's config must say (``vocab_size``, ``num_labels``, ``pad_id`` ...).
         tokenizer: of every text in it.
         val_examples: (source text, reference text or label) of the validation rows, in order.
         label_names: of a classification.
         baselines: computes what a model must beat, by name.
         bits_per: factors from nats per token to bits per ``byte`` and ``character`` (language models).
+        floors: cross-entropies in nats that a model must beat (language models).
     """
 
     kind: TaskName
-    train: Examples
-    val: Examples
+    train: Any
+    val: Any
     model_fields: dict[str, Any]
     tokenizer: Tokenizer | None = None
     val_examples: Sequence[tuple[str, str]] = ()
     label_names: tuple[str, ...] = ()
     baselines: Callable[[], dict[str, float]] = dict
     bits_per: dict[str, float] = dataclasses.field(default_factory=dict)
+    floors: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def hold_out(groups: Sequence[Any], fraction: float, always_train: Iterable[Any] = ()) -> tuple[np.ndarray, np.ndarray]:

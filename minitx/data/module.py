@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,18 +24,16 @@ from minitx.config import (
     TextDataConfig,
 )
 from minitx.data.addressing import AddressedLoader, AddressSampler, Batch, BatchSource, EpochSource, FiniteSource
-from minitx.data.baselines import compressed_bits
 from minitx.data.classify import load_classes
-from minitx.data.corpus import check_file, data_dir, find_corpus
+from minitx.data.corpus import check_file, data_dir
 from minitx.data.documents import load_documents
 from minitx.data.examples import ExampleSource, ExampleValidation, Task, TaskName
 from minitx.data.images import load_images
 from minitx.data.masked import load_masked
 from minitx.data.seq2seq import load_pairs
 from minitx.data.synthetic import RecallSource, RecallValidation, key_value_texts
-from minitx.data.text import TextSource, TextValidation
+from minitx.data.text import TextSource, TextValidation, load_text
 from minitx.data.tokenizers import Tokenizer, token_texts
-from minitx.data.tokens import TokenisedText, split_chunks, tokenised
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,18 +53,23 @@ class DataOptions:
     seed: int
     max_steps: int
     accumulate: int = 1
-    data_dir: Path | None = None
+    data_dir: str | Path | None = None
     val_batch_size: int | None = None
     tokenizer: Tokenizer | None = None
 
 
-class DataModule(LightningDataModule, ABC):
+class DataModule(LightningDataModule):
     """Addressed loaders over one data set; works inside a Lightning trainer and without one.
 
-    After ``setup``: ``task``; ``recall`` (every answer stands in its row, so that a run is SOLVED or FAILED); ``vocab_size``
-    (V of the model, 0 for images), ``type_vocab_size`` (0 where no ``token_type_ids`` are used), ``tokenizer`` or ``None``,
-    ``label_names`` (of a classification), ``floors`` (cross-entropies in nats that a model must beat: ``unigram`` and
-    ``bigram``, or nothing) and ``bits_per`` (factors from nats per token to bits per ``byte`` and ``character``, or nothing).
+    What it holds comes from a function in the table ``LOADERS``. After ``setup``: ``task``; ``recall`` (every answer stands in
+    its row, so that a run is SOLVED or FAILED); ``vocab_size`` (V of the model, 0 for images), ``type_vocab_size`` (0 where no
+    ``token_type_ids`` are used), ``tokenizer`` or ``None``, ``label_names`` (of a classification), ``floors`` (cross-entropies
+    in nats that a model must beat: ``unigram`` and ``bigram``, or nothing) and ``bits_per`` (factors from nats per token to
+    bits per ``byte`` and ``character``, or nothing).
+
+    Raises:
+        ConfigError: at construction where ``data.path`` names no readable text; in ``prepare_data`` where the data cannot be
+            read or are too few.
     """
 
     task: TaskName = "language_model"
@@ -83,37 +85,57 @@ class DataModule(LightningDataModule, ABC):
         super().__init__()
         self.config, self.options = config, options
         self.floors, self.bits_per = {}, {}
+        self._examples: Task | None = None
+        if isinstance(config, CorpusConfig) and config.path is not None:
+            check_file(config.path)
+
+    @property
+    def examples(self) -> Task:
+        """The data; there after ``setup``."""
+        if self._examples is None:
+            raise RuntimeError("call setup() before the data is used")
+        return self._examples
+
+    def prepare_data(self) -> None:
+        """Read the data and make its cache where it has one. Lightning calls this on one process of a node."""
+        if self._examples is None:  # a trainer asks again for what is there
+            load = LOADERS[type(self.config)]
+            self._examples = load(self.config, Path(self.options.data_dir or data_dir()), self.options.tokenizer)
 
     def setup(self, stage: str | None = None) -> None:
-        """Nothing to open, unless a data set overrides this."""
+        """Read the data where ``prepare_data`` did not run."""
+        self.prepare_data()
+        found = self.examples
+        self.task, self.tokenizer, self.label_names = found.kind, found.tokenizer, found.label_names
+        self.floors, self.bits_per = found.floors, found.bits_per
+        self.vocab_size = found.model_fields.get("vocab_size", 0)
 
-    @abstractmethod
     def train_source(self, world: int = 1) -> BatchSource:
         """The training batches for ``world`` ranks."""
+        return ExampleSource(self.examples.train, bucket=getattr(self.config, "bucket", False), **self._slices(world))
 
-    @abstractmethod
     def val_source(self, world: int = 1) -> FiniteSource:
         """The validation batches for ``world`` ranks."""
+        return ExampleValidation(self.examples.val, batch_size=self.val_batch_size(world), world=world)
 
     def model_fields(self) -> dict[str, Any]:
         """What the model's config must say to fit the data: ``vocab_size``, and with the task ``type_vocab_size``;
         ``pad_id``, ``bos_id``, ``eos_id``, ``max_source_len`` and ``max_target_len`` (longest rows, marks included);
         ``num_labels``; ``image_size`` and ``num_channels``."""
-        types = {"type_vocab_size": self.type_vocab_size} if self.type_vocab_size else {}
-        return {"vocab_size": self.vocab_size, **types}
+        return dict(self.examples.model_fields)
 
     def baselines(self) -> dict[str, float]:
         """What a model must beat on the validation split, computed when asked for."""
-        return {}
+        return self.examples.baselines()
+
+    def val_examples(self) -> list[tuple[str, str]]:
+        """(source text, reference text or name of the label) of every validation row in order, where the task has both."""
+        return list(self.examples.val_examples)
 
     @property
     def chance(self) -> float:
         """The accuracy of guessing, where there are a few answers to guess among; else 0."""
         return 1.0 / len(self.label_names) if self.label_names else 0.0
-
-    def val_examples(self) -> list[tuple[str, str]]:
-        """(source text, reference text or name of the label) of every validation row in order, where the task has both."""
-        return []
 
     def train_dataloader(self) -> AddressedLoader:
         """This rank's training batches from the trainer's current optimizer step on (0 without a trainer)."""
@@ -156,6 +178,11 @@ class DataModule(LightningDataModule, ABC):
             said = f"data.path={path}" if path else f"data={self.config.name}"
             raise ConfigError(f"{said} has {source.epoch_len} training rows, fewer than a batch has: data.batch_size={wanted}")
 
+    def _slices(self, world: int) -> dict[str, int]:
+        """How the training batches of ``world`` ranks are drawn and cut."""
+        seed, accumulate = self.options.seed, self.options.accumulate
+        return {"batch_size": self.config.batch_size, "seed": seed, "accumulate": accumulate, "world": world}
+
     def _place(self) -> tuple[int, int]:
         """Among the processes that see different rows: this one, and how many there are."""
         place = self.trainer.distributed_sampler_kwargs if self.trainer else None
@@ -167,98 +194,50 @@ class DataModule(LightningDataModule, ABC):
 
 
 class TextDataModule(DataModule):
-    """Language modelling on the King James text or the user's file.
-
-    Raises:
-        ConfigError: at construction where ``data.path`` names no readable file; in ``prepare_data`` where the text
-            cannot be read or is shorter than a row.
-    """
-
-    config: TextDataConfig
-
-    def __init__(self, config: TextDataConfig, options: DataOptions) -> None:
-        super().__init__(config, options)
-        self._text: TokenisedText | None = None
-        if config.path is not None:
-            check_file(config.path)
-
-    def prepare_data(self) -> None:
-        """Make the token cache where it is missing or does not fit. Lightning calls this on one process of a node."""
-        if self._text is None:  # a trainer asks again for what is there
-            text = tokenised(self.config, self.options.data_dir or data_dir(), self.options.tokenizer)
-            self._check_lengths(text)
-            self._text = text
-
-    def setup(self, stage: str | None = None) -> None:
-        """Open the token cache (made here where ``prepare_data`` did not run)."""
-        self.prepare_data()
-        self.tokenizer = self.text.tokenizer
-        self.vocab_size = self.tokenizer.vocab_size
-        self.floors = self.text.record["floors"] or {}
-        counted = self.text.record["splits"]["val"]
-        self.bits_per = {
-            "byte": counted["tokens"] / counted["bytes"] / math.log(2),
-            "character": counted["tokens"] / counted["characters"] / math.log(2),
-        }
-
-    @property
-    def text(self) -> TokenisedText:
-        """The tokenised text; there after ``setup``."""
-        if self._text is None:
-            raise RuntimeError("call setup() before the data is used")
-        return self._text
+    """Language modelling on the King James text or the user's file."""
 
     def train_source(self, world: int = 1) -> TextSource:
-        return TextSource(
-            self.text.train,
-            context_len=self.config.context_len,
-            batch_size=self.config.batch_size,
-            seed=self.options.seed,
-            accumulate=self.options.accumulate,
-            world=world,
-        )
+        return TextSource(self.examples.train, context_len=self.config.context_len, **self._slices(world))
 
     def val_source(self, world: int = 1) -> TextValidation:
-        return TextValidation(
-            self.text.val, context_len=self.config.context_len, batch_size=self.val_batch_size(world), world=world
-        )
-
-    def baselines(self) -> dict[str, float]:
-        """Bits per character and per byte of the validation split's UTF-8 under ``xz -9`` and ``bzip2 -9``."""
-        folder, splits = self.options.data_dir or data_dir(), self.text.record["splits"]
-        parts = split_chunks(find_corpus(self.config).normalised(folder), splits["train"]["characters"])
-        bits = compressed_bits(chunk.encode() for split, chunk in parts if split == "val")
-        units = ("character", "byte")
-        return {f"{name}_bits_per_{unit}": size / splits["val"][f"{unit}s"] for name, size in bits.items() for unit in units}
-
-    def _check_lengths(self, text: TokenisedText) -> None:
-        said = f"data.path={self.config.path}" if self.config.name == "text" else f"data={self.config.name}"
-        wanted = self.config.context_len + 1
-        if len(text.train) < wanted:
-            raise ConfigError(
-                f"{said} has {len(text.train)} training tokens, but data.context_len={self.config.context_len} "
-                f"needs at least {wanted}"
-            )
-        if len(text.val) < 2:
-            raise ConfigError(
-                f"{said} has {len(text.val)} validation tokens with data.val_fraction={self.config.val_fraction}, "
-                "but at least 2 are needed"
-            )
+        size = self.val_batch_size(world)
+        return TextValidation(self.examples.val, context_len=self.config.context_len, batch_size=size, world=world)
 
 
 class RecallDataModule(DataModule):
-    """The recall tasks: kv-lookup (T1), multi-query recall (T2), induction (T3)."""
+    """The recall tasks: kv-lookup (T1), multi-query recall (T2), induction (T3), which are drawn and not read."""
 
-    config: RecallDataConfig
     recall = True
 
     def __init__(self, config: RecallDataConfig, options: DataOptions) -> None:
         super().__init__(config, options)
         self.vocab_size, self.type_vocab_size = config.vocab_size, config.type_vocab_size
 
+    def prepare_data(self) -> None:
+        """Nothing to read."""
+
+    def setup(self, stage: str | None = None) -> None:
+        """Nothing to open."""
+
     def train_source(self, world: int = 1) -> RecallSource:
-        options = self.options
-        return RecallSource(self.config, seed=options.seed, accumulate=options.accumulate, world=world)
+        return RecallSource(self.config, seed=self.options.seed, accumulate=self.options.accumulate, world=world)
+
+    def val_source(self, world: int = 1) -> RecallValidation:
+        return RecallValidation(self.config, batch_size=self.val_batch_size(world), world=world)
+
+    def model_fields(self) -> dict[str, Any]:
+        types = {"type_vocab_size": self.type_vocab_size} if self.type_vocab_size else {}
+        return {"vocab_size": self.vocab_size, **types}
+
+    def baselines(self) -> dict[str, float]:
+        return {"chance_accuracy": self.chance}
+
+    def val_examples(self) -> list[tuple[str, str]]:
+        return []
+
+    @property
+    def chance(self) -> float:
+        return float(self.config.chance)
 
     def texts(self, inputs: Batch) -> dict[str, list[list[str]]]:
         """See ``key_value_texts``; where positions have no value, the ids."""
@@ -267,75 +246,9 @@ class RecallDataModule(DataModule):
         rows = zip(ids.tolist(), types.tolist(), strict=True)
         return {"input_ids": [key_value_texts(*row) for row in rows]}
 
-    def val_source(self, world: int = 1) -> RecallValidation:
-        return RecallValidation(self.config, batch_size=self.val_batch_size(world), world=world)
-
-    @property
-    def chance(self) -> float:
-        return float(self.config.chance)
-
-    def baselines(self) -> dict[str, float]:
-        return {"chance_accuracy": self.chance}
-
-
-class ExampleDataModule(DataModule):
-    """Every data set that is a list of examples: what it holds comes from a function in the table ``LOADERS``."""
-
-    def __init__(self, config: Any, options: DataOptions) -> None:
-        super().__init__(config, options)
-        self._task: Task | None = None
-        if isinstance(config, CorpusConfig) and config.path is not None:
-            check_file(config.path)
-
-    @property
-    def examples(self) -> Task:
-        """The data; there after ``setup``."""
-        if self._task is None:
-            raise RuntimeError("call setup() before the data is used")
-        return self._task
-
-    def prepare_data(self) -> None:
-        """Read the data and make its cache where it has one. Lightning calls this on one process of a node."""
-        if self._task is None:  # a trainer asks again for what is there
-            load = LOADERS[type(self.config)]
-            self._task = load(self.config, self.options.data_dir or data_dir(), self.options.tokenizer)
-
-    def setup(self, stage: str | None = None) -> None:
-        """Read the data where ``prepare_data`` did not run."""
-        self.prepare_data()
-        found = self.examples
-        self.task, self.tokenizer, self.bits_per, self.label_names = (
-            found.kind,
-            found.tokenizer,
-            found.bits_per,
-            found.label_names,
-        )
-        self.vocab_size = found.model_fields.get("vocab_size", 0)
-
-    def train_source(self, world: int = 1) -> ExampleSource:
-        return ExampleSource(
-            self.examples.train,
-            batch_size=self.config.batch_size,
-            seed=self.options.seed,
-            bucket=getattr(self.config, "bucket", False),
-            accumulate=self.options.accumulate,
-            world=world,
-        )
-
-    def val_source(self, world: int = 1) -> ExampleValidation:
-        return ExampleValidation(self.examples.val, batch_size=self.val_batch_size(world), world=world)
-
-    def model_fields(self) -> dict[str, Any]:
-        return dict(self.examples.model_fields)
-
-    def baselines(self) -> dict[str, float]:
-        return self.examples.baselines()
-
-    def val_examples(self) -> list[tuple[str, str]]:
-        return list(self.examples.val_examples)
-
 
 LOADERS: dict[type, Callable[[Any, Path, Tokenizer | None], Task]] = {
+    TextDataConfig: load_text,
     MaskedDataConfig: load_masked,
     DatesDataConfig: load_pairs,
     PairsDataConfig: load_pairs,
@@ -346,31 +259,13 @@ LOADERS: dict[type, Callable[[Any, Path, Tokenizer | None], Task]] = {
 """From a config to its data: (config, folder of caches, tokenizer to use instead of learning one)."""
 
 
-def build_data(
-    config: DataConfig,
-    *,
-    seed: int,
-    max_steps: int,
-    accumulate: int = 1,
-    data_dir: str | Path | None = None,
-    val_batch_size: int | None = None,
-    tokenizer: Tokenizer | None = None,
-) -> DataModule:
+def build_data(config: DataConfig, **options: Any) -> DataModule:
     """The data module that ``config`` names; the keywords are those of ``DataOptions``.
 
     Raises:
         ConfigError: ``data.path`` names no readable file.
     """
-    options = DataOptions(
-        seed=seed,
-        max_steps=max_steps,
-        accumulate=accumulate,
-        data_dir=None if data_dir is None else Path(data_dir),
-        val_batch_size=val_batch_size,
-        tokenizer=tokenizer,
-    )
     if isinstance(config, RecallDataConfig):
-        return RecallDataModule(config, options)
-    if isinstance(config, TextDataConfig):
-        return TextDataModule(config, options)
-    return ExampleDataModule(config, options)
+        return RecallDataModule(config, DataOptions(**options))
+    kind = TextDataModule if isinstance(config, TextDataConfig) else DataModule
+    return kind(config, DataOptions(**options))

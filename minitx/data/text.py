@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from minitx.config import ConfigError, TextDataConfig
 from minitx.data.addressing import IGNORED, Batch, EpochSource, FiniteSource
-from minitx.data.tokens import TokenArray
+from minitx.data.baselines import compressed_bits
+from minitx.data.corpus import find_corpus
+from minitx.data.examples import Task
+from minitx.data.tokenizers import Tokenizer
+from minitx.data.tokens import TokenArray, bits_per, split_chunks, tokenised
 
 
 class TextSource(EpochSource):
@@ -98,3 +104,42 @@ class TextValidation(FiniteSource):
         """See ``FiniteSource``."""
         last = len(self.tokens) - 1
         return torch.tensor(min(rows.stop * self.context_len, last) - rows.start * self.context_len)
+
+
+def load_text(config: TextDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
+    """Language modelling on the text that ``config`` names.
+
+    Raises:
+        ConfigError: the text cannot be read, or is shorter than a row.
+    """
+    text = tokenised(config, folder, tokenizer)
+    said = f"data.path={config.path}" if config.name == "text" else f"data={config.name}"
+    wanted = config.context_len + 1
+    if len(text.train) < wanted:
+        raise ConfigError(
+            f"{said} has {len(text.train)} training tokens, but data.context_len={config.context_len} needs at least {wanted}"
+        )
+    if len(text.val) < 2:
+        raise ConfigError(
+            f"{said} has {len(text.val)} validation tokens with data.val_fraction={config.val_fraction}, "
+            "but at least 2 are needed"
+        )
+    splits = text.record["splits"]
+
+    def baselines() -> dict[str, float]:
+        """Bits per character and per byte of the validation split's UTF-8 under ``xz -9`` and ``bzip2 -9``."""
+        parts = split_chunks(find_corpus(config).normalised(folder), splits["train"]["characters"])
+        bits = compressed_bits(chunk.encode() for split, chunk in parts if split == "val")
+        units = ("character", "byte")
+        return {f"{name}_bits_per_{unit}": size / splits["val"][f"{unit}s"] for name, size in bits.items() for unit in units}
+
+    return Task(
+        kind="language_model",
+        train=text.train,
+        val=text.val,
+        tokenizer=text.tokenizer,
+        model_fields={"vocab_size": text.tokenizer.vocab_size},
+        baselines=baselines,
+        bits_per=bits_per(splits["val"]["tokens"], splits["val"]),
+        floors=text.record["floors"] or {},
+    )

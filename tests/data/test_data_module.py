@@ -29,7 +29,7 @@ from minitx.config import (
     TransformerConfig,
     to_dict,
 )
-from minitx.data import module as data_module
+from minitx.data import text as text_data
 from minitx.data.module import build_data
 
 KEY_VALUE = KeyValueDataConfig(num_keys=13, num_values=5, num_pairs=7, batch_size=12, val_size=41)
@@ -63,7 +63,7 @@ def test_a_text_module_knows_what_a_model_needs(text_config, cache):
     assert module.tokenizer.decode(module.probe_batch(1)["input_ids"][0]) in "abcabd" * 3
     assert module.floors["bigram"] < module.floors["unigram"]
     assert module.bits_per == pytest.approx({"byte": 1.442695, "character": 1.442695})
-    assert len(module.text.train) == 270
+    assert len(module.examples.train) == 270
 
 
 def test_bits_per_byte_and_character_count_tokens_of_validation(text_config, cache):
@@ -158,13 +158,13 @@ def test_a_text_too_short_is_refused_by_name(text_config, cache, content, values
 
 
 def test_text_is_read_once_however_often_a_trainer_asks(text_config, cache, monkeypatch):
-    asked, real = [], data_module.tokenised
+    asked, real = [], text_data.tokenised
 
     def tokenised(*args):
         asked.append(args)
         return real(*args)
 
-    monkeypatch.setattr(data_module, "tokenised", tokenised)
+    monkeypatch.setattr(text_data, "tokenised", tokenised)
     module = build_data(text_config(), seed=0, max_steps=5, data_dir=cache)
     for _ in range(3):
         module.prepare_data()
@@ -424,7 +424,7 @@ def test_a_resumed_lightning_run_sees_what_an_uninterrupted_one_sees(text_config
     whole, trainer = train(ready(config, cache, **options), max_steps=5)
     assert trainer.global_step == 5
     assert len(whole.seen) == 10
-    assert whole.validated == 2 * (len(ready(config, cache).text.val) - 1)
+    assert whole.validated == 2 * (len(ready(config, cache).examples.val) - 1)
     kept = tmp_path / "stopped.ckpt"
     first, _ = train(ready(config, cache, **options), max_steps=stop, keep=kept)
     second, trainer = train(ready(config, cache, **options), max_steps=5, ckpt_path=kept)
