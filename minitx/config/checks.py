@@ -41,6 +41,13 @@ def fraction(config: Any, *names: str) -> None:
         require(0.0 <= value < 1.0, f"{name}={value} must lie in [0, 1)")
 
 
+def needs(config: Any, name: str, other: str, *values: str, verb: str = "needs") -> None:
+    """Refuse the field ``name``, unless it is at its default, where the field ``other`` is none of ``values``."""
+    value, found = getattr(config, name), getattr(config, other)
+    is_default = value == type(config).__dataclass_fields__[name].default
+    require(is_default or found in values, f"{name}={value} {verb} {other}={' or '.join(values)}, got {other}={found}")
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, in one line."""
     lines = (str(error).strip() or type(error).__name__).splitlines()

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from minitx.config.checks import ConfigError, fraction, not_negative, positive, require
+from minitx.config.checks import ConfigError, fraction, needs, not_negative, positive, require
 from minitx.config.training import evaluate_factor
 
 SCALE_WORDS = ("inv_sqrt", "unscaled", "inv", "learned", "log_length")
@@ -146,10 +146,7 @@ class TransformerConfig:
             self.scale != "log_length" or self.max_len > 1,
             f"max_len={self.max_len} must exceed 1 with scale=log_length, which divides by ln(max_len)",
         )
-        require(
-            not self.parallel or self.norm_position == "pre",
-            f"parallel={self.parallel} needs norm_position=pre, got norm_position={self.norm_position}",
-        )
+        needs(self, "parallel", "norm_position", "pre")
         self._check_rotary_scaling()
         self._check_attention()
         self._check_architecture()
@@ -175,10 +172,7 @@ class TransformerConfig:
 
     def _check_rotary_scaling(self) -> None:
         kind = self.rotary_scaling
-        require(
-            kind is None or self.position == "rotary",
-            f"rotary_scaling={kind} needs position=rotary, got position={self.position}",
-        )
+        needs(self, "rotary_scaling", "position", "rotary")
         require(1.0 <= self.rotary_factor < math.inf, f"rotary_factor={self.rotary_factor} must be a number from 1")
         require(
             kind is not None or self.rotary_factor == 1.0,
@@ -216,39 +210,26 @@ class TransformerConfig:
 
     def _check_architecture(self) -> None:
         kind = self.architecture
-        require(
-            self.head == "lm" or kind in ("encoder", "vision"),
-            f"head={self.head} belongs to architecture=encoder or vision, got architecture={kind}",
-        )
-        require(
-            kind != "vision" or self.head in ("sequence", "none"),
-            f"head={self.head} must be sequence or none with architecture=vision",
-        )
+        needs(self, "head", "architecture", "encoder", "vision", verb="belongs to")
+        for name, fitting in {"head": ("sequence", "none"), "position": ("learned", "none")}.items():
+            value = getattr(self, name)
+            fits = kind != "vision" or value in fitting
+            require(fits, f"{name}={value} must be {' or '.join(fitting)} with architecture=vision")
         require(
             kind != "vision" or self.image_size is None or self.image_size % self.patch_size == 0,
             f"image_size={self.image_size} is not divisible by patch_size={self.patch_size}",
         )
         require(
-            kind != "vision" or self.position in ("learned", "none"),
-            f"position={self.position} must be learned or none with architecture=vision",
-        )
-        require(
             kind != "vision" or self.window is None,
             f"window={self.window} counts neighbours in a row, which patches of a picture (architecture=vision) are not",
         )
-        require(
-            self.num_decoder_layers is None or kind == "encoder_decoder",
-            f"num_decoder_layers={self.num_decoder_layers} belongs to architecture=encoder_decoder, got architecture={kind}",
-        )
+        needs(self, "num_decoder_layers", "architecture", "encoder_decoder", verb="belongs to")
         require(
             not self.pooler or (kind in ("encoder", "vision") and self.head in ("sequence", "none")),
             f"pooler=True belongs to architecture=encoder or vision with head=sequence or none, got architecture={kind} and "
             f"head={self.head}",
         )
-        require(
-            self.logit_softcap is None or kind in ("decoder", "encoder_decoder"),
-            f"logit_softcap={self.logit_softcap} belongs to architecture=decoder or encoder_decoder, got architecture={kind}",
-        )
+        needs(self, "logit_softcap", "architecture", "decoder", "encoder_decoder", verb="belongs to")
         require(
             not self.head_transform or (kind, self.head) == ("encoder", "lm"),
             "head_transform=True belongs to architecture=encoder with head=lm",

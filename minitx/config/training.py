@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from minitx.config.checks import ConfigError, fraction, not_negative, positive, require
+from minitx.config.checks import ConfigError, fraction, needs, not_negative, positive, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         positive(self, "lr", "matrix_lr", "ns_steps", "eps", "clip")
         not_negative(self, "weight_decay")
-        require(0.0 <= self.momentum < 1.0, f"momentum={self.momentum} must lie in [0, 1)")
+        fraction(self, "momentum")
         require(all(0.0 <= beta < 1.0 for beta in self.betas), f"betas={list(self.betas)} must lie in [0, 1)")
 
 
@@ -153,9 +153,8 @@ class TrainerConfig:
         positive(self, "max_steps", "devices", "num_nodes", "tensor_parallel", "accumulate", "log_every", "threads")
         positive(self, "val_batches", "val_batch_size", "ckpt_minutes")
         not_negative(self, "val_every", "ckpt_every")
-        for name, value in {"tensor_parallel": self.tensor_parallel > 1, "sharded_ckpt": self.sharded_ckpt}.items():
-            said = f"{name}={getattr(self, name)} needs strategy=sharded, got strategy={self.strategy}"
-            require(not value or self.strategy == "sharded", said)
+        needs(self, "tensor_parallel", "strategy", "sharded")
+        needs(self, "sharded_ckpt", "strategy", "sharded")
         require(
             self.world_size % self.tensor_parallel == 0,
             f"tensor_parallel={self.tensor_parallel} must divide devices={self.devices} x num_nodes={self.num_nodes}",
