@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minitx.config import TransformerConfig, to_dict
-from minitx.interop.weights import WEIGHTS, read_json, write_tensors
+from minitx.interop.weights import WEIGHTS, read_json, write_json, write_tensors
 from minitx.nn.models import TransformerModel, build_model
 
 FORMAT, VERSION = "minitx", 1
@@ -52,7 +52,7 @@ def save_pretrained(model: TransformerModel, folder: str | Path, *, tokenizer: C
     config = json.dumps(to_dict(model.config), sort_keys=True)
     metadata = {"config": config, "sha256": _digest(tensors, config)}
     write_tensors(tensors, folder / WEIGHTS, metadata)
-    _write_json(folder / "config.json", {"format": FORMAT, "format_version": VERSION, "model": to_dict(model.config)})
+    write_json(folder / "config.json", {"format": FORMAT, "format_version": VERSION, "model": to_dict(model.config)})
     if tokenizer is not None:
         tokenizer.save(str(folder / TOKENIZER))
 
@@ -87,8 +87,9 @@ def from_pretrained(folder: str | Path, *, config: TransformerConfig | None = No
     with torch.random.fork_rng(devices=[]):
         model = build_model(found)
     targets = _tensors(model)
-    if {name: tensor.shape for name, tensor in targets.items()} != {name: tensor.shape for name, tensor in tensors.items()}:
-        wrong = sorted(name for name in targets.keys() | tensors.keys() if _shape(targets, name) != _shape(tensors, name))
+    shapes, found_shapes = ({name: one.shape for name, one in some.items()} for some in (targets, tensors))
+    wrong = sorted(name for name in shapes.keys() | found_shapes.keys() if shapes.get(name) != found_shapes.get(name))
+    if wrong:
         raise ValueError(f"{folder}: the weights were written by another version of minitx; these differ: {', '.join(wrong)}")
     for name, tensor in targets.items():
         tensor.data = tensors[name]
@@ -165,11 +166,3 @@ def _refuse_other(found: Any, wanted: Mapping[str, Any], what: str) -> None:
     if names:
         differences = (f"{name}={found.get(name, 'absent')} against {wanted.get(name, 'absent')}" for name in names)
         raise ValueError(f"{what}: {', '.join(differences)}")
-
-
-def _shape(tensors: Mapping[str, Tensor], name: str) -> torch.Size | None:
-    return tensors[name].shape if name in tensors else None
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -90,7 +90,7 @@ def save_hf(
         for name, architecture in family.architectures.items():
             places = _places(model, family, architecture)
             values = write_config(family, name, model.config)
-            names = {place.name for place in places.values() if place is not None}
+            names = {place.name for place in places.values()}
             lacking[name] = unlike(family, values, model.config, names)  # type: ignore[arg-type]
             if not lacking[name]:
                 _save(model, Path(folder), family, architecture, values, max_shard_bytes)
@@ -111,6 +111,11 @@ def read_json(path: Path) -> Values:
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold an object, got {type(values).__name__}")
     return values
+
+
+def write_json(path: Path, values: Values) -> None:
+    """An object to a file, as ``read_json`` reads it."""
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _locate(folder: Path, family: Family, ignore: Sequence[str]) -> Located:
@@ -155,18 +160,17 @@ def _files(folder: Path) -> list[Path]:
     raise FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}")
 
 
-def _places(model: nn.Module, family: Family, architecture: Architecture, *, prefix: bool = False) -> dict[str, Place | None]:
-    """Where each parameter lies, None where the table does not know it; ``prefix`` for the names as they are written."""
+def _places(model: nn.Module, family: Family, architecture: Architecture, *, prefix: bool = False) -> dict[str, Place]:
+    """Where each parameter lies that the table knows; ``prefix`` for the names as they are written."""
     config: TransformerConfig = model.config  # type: ignore[assignment]
     base = "" if architecture.is_base or not prefix else family.prefix
     tables = (architecture.tensors, ""), (family.tensors, base)
-    places: dict[str, Place | None] = {}
+    places: dict[str, Place] = {}
     for name, _ in model.named_parameters():
         pattern, layer = re.sub(r"\.\d+\.", ".*.", name), "".join(re.findall(r"\.(\d+)\.", name)[:1])
         module, _, kind = pattern.rpartition(".")
         keys = (pattern, ""), (module, f".{kind}")
         found = [(table[key], start, end) for table, start in tables for key, end in keys if key in table]
-        places[name] = None
         if found:
             place, start, end = found[0]
             place = place if isinstance(place, Place) else Place(place)
@@ -189,11 +193,11 @@ def _read_tensors(
     """(name, tensor) of every parameter, after all of them have been found to fit."""
     places, copies = _places(model, family, architecture), family.copies or {}
     parameters = dict(model.named_parameters())
-    used = {place.name for place in places.values() if place is not None}
+    used = {place.name for place in places.values()}
     shapes = {name: tuple(file.get_slice(theirs).get_shape()) for name, (theirs, file) in located.items()}
     faults = []
     for name, parameter in parameters.items():
-        place = places[name]
+        place = places.get(name)
         theirs = None if place is None else str(place.name)
         if place is None or theirs not in located:
             faults.append(f"{name} {tuple(parameter.shape)} is not filled: the file has no {theirs}")
@@ -213,7 +217,6 @@ def _read_tensors(
         )
     for name, parameter in parameters.items():
         place = places[name]
-        assert place is not None
         tensor = _tensor(located[str(place.name)])
         tensor = tensor.T if place.transposed and tensor.dim() == 2 else tensor
         yield name, tensor.chunk(place.part[1])[place.part[0]].reshape(parameter.shape)
@@ -226,12 +229,9 @@ def _tensor(where: tuple[str, Any]) -> Tensor:
 def _fill(model: nn.Module, tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> None:
     """Put tensors in the place of parameters on the meta device; a shared parameter stays shared."""
     parameters = dict(model.named_parameters())
-    fresh = {}
-    for name, tensor in tensors:
-        fresh[parameters[name]] = nn.Parameter(tensor.to(dtype or tensor.dtype).contiguous())
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, name, fresh[parameter])
+    fresh = {parameters[name]: nn.Parameter(tensor.to(dtype or tensor.dtype).contiguous()) for name, tensor in tensors}
+    every = model.named_parameters(remove_duplicate=False)
+    model.load_state_dict({name: fresh[parameter] for name, parameter in every}, assign=True)
 
 
 def _save(
@@ -240,7 +240,7 @@ def _save(
     places = _places(model, family, architecture, prefix=True)
     parts: dict[str, list[tuple[Place, Tensor]]] = {}
     for name, parameter in model.named_parameters():
-        place = places[name]
+        place = places.get(name)
         if place is None:
             raise ValueError(f"{name} {tuple(parameter.shape)} has no place in a model_type={family.model_type!r}")
         parts.setdefault(str(place.name), []).append((place, parameter.detach().cpu()))
@@ -254,7 +254,7 @@ def _save(
         tensors[copy] = tensors[name].clone()
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**values, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "config.json", {**values, "dtype": dtype})
     _write(folder, tensors, max_shard_bytes)
 
 
@@ -279,7 +279,7 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int) ->
         write_tensors(shard, folder / file, {"format": "pt"})
         weight_map.update(dict.fromkeys(shard, file))
     index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / INDEX, index)
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
