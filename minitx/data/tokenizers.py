@@ -330,14 +330,25 @@ class BPETokenizer:
         Raises:
             ValueError: ``vocab_size`` has no room for 256 bytes, the end mark and ``marks``.
         """
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
         special = [END_OF_TEXT, *_names_of(marks)]
         if vocab_size < 256 + len(special):
             raise ValueError(
                 f"vocab_size={vocab_size} must be at least {256 + len(special)}: 256 bytes and {' '.join(special)}"
             )
-        tokenizer = _untrained()
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=2,
+            show_progress=False,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        )
         with _one_thread():
-            tokenizer.train_from_iterator(chunks, trainer=_trainer(vocab_size, special))
+            tokenizer.train_from_iterator(chunks, trainer=trainer)
         return cls(tokenizer.to_str())
 
     @property
@@ -424,27 +435,6 @@ def _without_marks(tokenizer: tokenizers.Tokenizer, marks: set[int]) -> tokenize
     reader = type(tokenizer).from_str(json.dumps(content))
     reader.encode_special_tokens = True
     return reader
-
-
-def _untrained() -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def _trainer(vocab_size: int, special: list[str]) -> tokenizers.trainers.BpeTrainer:
-    from tokenizers import pre_tokenizers, trainers
-
-    return trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        show_progress=False,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
 
 
 @contextlib.contextmanager
