@@ -6,11 +6,13 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from minitx.cli.errors import JobErrors, exit_code, take_traceback
 from minitx.cli.schema import from_dict
 from minitx.config import ConfigError
+from minitx.config.checks import require
 
 T = TypeVar("T")
 
@@ -77,6 +79,30 @@ def _typed(default: Any) -> str:
     if isinstance(default, tuple):
         return ",".join(map(_typed, default))
     return {"None": "null", "True": "true", "False": "false"}.get(str(default), str(default))
+
+
+def check_output(path: str, wanted: Literal["file", "folder"] | None = None) -> None:
+    """Refuse an ``output`` in a folder that does not exist, or one that is there and not what is ``wanted``.
+
+    Raises:
+        ConfigError: the message names the path.
+    """
+    there = Path(path)
+    require(there.absolute().parent.is_dir(), f"output={path} is in a folder that does not exist")
+    require(wanted != "file" or not there.is_dir(), f"output={path} is a folder, but must name a file")
+    require(wanted != "folder" or not there.is_file(), f"output={path} is a file, but must name a folder")
+
+
+def write_output(path: str, text: str) -> None:
+    """``text`` to the file ``output``.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"output={path} cannot be written: {error.strerror}") from None
 
 
 def write(text: str) -> None:

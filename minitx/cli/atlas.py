@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minitx.cli.arguments import key, run_program, write
+from minitx.cli.arguments import check_output, key, run_program, write
 from minitx.cli.schema import from_dict
 from minitx.config import ConfigError, RunConfig
+from minitx.config.checks import positive, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,15 +40,10 @@ class AtlasConfig:
     output: str | None = key(None, "folder to write atlas.csv, atlas.json and figures to")
 
     def __post_init__(self) -> None:
-        for name in ("num_rows", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be positive")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed={self.seed} must lie in [0, 2^63)")
-        if self.output is not None and not Path(self.output).absolute().parent.is_dir():
-            raise ConfigError(f"output={self.output} is in a folder that does not exist")
-        if self.output is not None and Path(self.output).is_file():
-            raise ConfigError(f"output={self.output} is a file, but must name a folder")
+        positive(self, "num_rows", "batch_size")
+        require(0 <= self.seed < 2**63, f"seed={self.seed} must lie in [0, 2^63)")
+        if self.output is not None:
+            check_output(self.output, "folder")
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -19,8 +20,7 @@ CHOSEN = ("model", "data", "objective", "optimizer", "schedule", "trainer", "cal
 
 def build_config(composed: DictConfig) -> RunConfig:
     """The composed config as dataclasses, every interpolation resolved and every field checked."""
-    values = OmegaConf.to_container(composed, resolve=True)
-    assert isinstance(values, dict)
+    values = plain(composed)
     for name in ("experiment", "debug"):  # what a file without that line says lands there
         if isinstance(values.get(name), dict | list):
             raise ConfigError(
@@ -31,11 +31,29 @@ def build_config(composed: DictConfig) -> RunConfig:
             raise ConfigError(
                 f"{name} is missing: choose an option, {name}=OPTION, or begin your config with 'defaults: [train]'"
             )
-    return from_dict(RunConfig, {str(key): value for key, value in values.items()})
+    return from_dict(RunConfig, values)
+
+
+def plain(composed: DictConfig) -> dict[str, Any]:
+    """A composed config, or a group of it, as plain data with every interpolation resolved."""
+    values = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def composed(overrides: Sequence[str]) -> DictConfig:
+    """What hydra composes for ``train.py OVERRIDES``, in this process, beside a program that hydra runs in it."""
+    state = Singleton.get_state()  # hydra keeps one at a time
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_module("minitx.configs", version_base="1.3"):
+            return hydra.compose("train", overrides=list(overrides))
+    finally:
+        Singleton.set_state(state)
 
 
 def compose_config(words: Sequence[str]) -> RunConfig:
-    """What ``train.py WORDS`` would run, composed in this process, beside a program that hydra runs in it.
+    """What ``train.py WORDS`` would run.
 
     ``words`` are overrides, and ``--config-dir=FOLDER`` where configs of the user's own are meant.
     """
@@ -44,10 +62,4 @@ def compose_config(words: Sequence[str]) -> RunConfig:
     if folders:
         quoted = ("'file://" + str(folder).replace("'", r"\'") + "'" for folder in folders)
         overrides.append(f"hydra.searchpath=[{','.join(quoted)}]")
-    state = Singleton.get_state()  # hydra keeps one at a time
-    GlobalHydra.instance().clear()
-    try:
-        with hydra.initialize_config_module("minitx.configs", version_base="1.3"):
-            return build_config(hydra.compose("train", overrides=overrides))
-    finally:
-        Singleton.set_state(state)
+    return build_config(composed(overrides))

@@ -20,6 +20,7 @@ from minitx.cli.arguments import help_text, key, run_program, write
 from minitx.cli.redaction import redact_overrides
 from minitx.cli.schema import from_dict
 from minitx.config import ConfigError, TransformerConfig, to_dict
+from minitx.config.checks import positive, require
 
 if TYPE_CHECKING:
     from minitx.analysis.cost import Measured, Part
@@ -51,17 +52,17 @@ class CostConfig:
     save: bool = key(True, "write them; false: show the tables only")
 
     def __post_init__(self) -> None:
-        for name in ("length", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be positive")
-        if len(set(self.lengths)) < 2 or min(self.lengths) < 1:
-            given = ",".join(map(str, self.lengths))
-            raise ConfigError(f"lengths={given} must be two different positive numbers at least, for a fit")
-        if self.compare is not None and not self.compare:
-            raise ConfigError("compare= must name one at least; null compares all that the model can attend with")
-        if self.save and Path(self.output_dir).is_file():
-            raise ConfigError(f"output_dir={self.output_dir} is a file")
+        positive(self, "length", "batch_size")
+        given = ",".join(map(str, self.lengths))
+        fits = len(set(self.lengths)) > 1 and min(self.lengths) > 0
+        require(fits, f"lengths={given} must be two different positive numbers at least, for a fit")
+        require(self.compare != (), "compare= must name one at least; null compares all that the model can attend with")
+        require(not self.save or not Path(self.output_dir).is_file(), f"output_dir={self.output_dir} is a file")
+
+    @property
+    def passes(self) -> str:
+        """What is counted, in words."""
+        return "forward and backward pass" if self.backward else "forward pass"
 
 
 def main() -> int:
@@ -109,16 +110,10 @@ def _cost(config: CostConfig, overrides: Sequence[str], command: str) -> None:
 
 def compose_model(overrides: Sequence[str]) -> TransformerConfig:
     """The model that ``train.py OVERRIDES`` builds, but for what its data would decide."""
-    import hydra
-    from omegaconf import OmegaConf
+    from minitx.cli.compose import composed, plain
 
-    with hydra.initialize_config_module("minitx.configs", version_base="1.3"):
-        composed = hydra.compose("train", overrides=list(overrides))
-    values = OmegaConf.to_container(composed.model, resolve=True)
-    assert isinstance(values, dict)
-    model = from_dict(TransformerConfig, {str(name): value for name, value in values.items()}, "model.")
-    if model.pretrained is not None:
-        raise ConfigError(f"model.pretrained={model.pretrained}: a cost is that of a shape; give its sizes instead")
+    model = from_dict(TransformerConfig, plain(composed(overrides).model), "model.")
+    require(model.pretrained is None, f"model.pretrained={model.pretrained}: a cost is that of a shape; give its sizes instead")
     return model
 
 
@@ -191,9 +186,8 @@ def _heading(config: CostConfig, model: TransformerConfig, length: int, assumed:
         values = ", ".join(f"model.{name}={value}" for name, value in assumed.items())
         lines.append(f"assumed, since the data decide it in training: {values}")
     side = " of source and of target" if model.architecture == "encoder_decoder" else ""
-    passes = "forward and backward pass" if config.backward else "forward pass"
     rows = f"{config.batch_size} row{'s' * (config.batch_size > 1)} of {length} tokens{side}"
-    return [*lines, f"{rows}, {passes}, self-attention by {core}"]
+    return [*lines, f"{rows}, {config.passes}, self-attention by {core}"]
 
 
 def _table(parts: Sequence[Part], measured: Measured, allocated: int, backward: bool) -> list[str]:
@@ -217,8 +211,7 @@ def _table(parts: Sequence[Part], measured: Measured, allocated: int, backward: 
 
 def _growth_tables(curves: Sequence[Growth], config: CostConfig) -> list[str]:
     """Counted operations and measured bytes by length, with the fitted exponents and how far the formulas are."""
-    passes = "forward and backward pass" if config.backward else "forward pass"
-    lines = [f"one attention layer between its projections, {passes}, batch_size={config.batch_size}"]
+    lines = [f"one attention layer between its projections, {config.passes}, batch_size={config.batch_size}"]
     lengths = [f"n = {length}" for length in config.lengths]
     kinds = ("flops, counted", "flops", "counted", "flops_exponent"), ("most bytes at once", "bytes", "peak", "bytes_exponent")
     for title, formula, found, exponent in kinds:
@@ -281,7 +274,6 @@ def _save(folder: Path, plain: Mapping[str, Any], curves: Sequence[Growth], conf
         (folder / "cost.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
-    passes = "forward and backward" if config.backward else "forward"
-    title = f"{config.model}: one attention layer between its projections, {passes}"
+    title = f"{config.model}: one attention layer between its projections, {config.passes.removesuffix(' pass')}"
     (folder / "cost.png").write_bytes(png(figure(curves, title)))
     write(f"\n{folder / 'cost.json'}\n{folder / 'cost.png'}\n")

@@ -16,7 +16,7 @@ from typing import Any
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from minitx.cli.launch import FOLDER, LaunchStoppedError, RankFailedError, tell_launcher
+from minitx.cli.launch import FOLDER, RankFailedError, tell_launcher
 from minitx.cli.schema import unknown_key
 from minitx.config import ConfigError, RunConfig
 
@@ -94,17 +94,15 @@ def sentence(error: Exception) -> tuple[str, int]:
         return _compose_error(error), 2
     if isinstance(error, RankFailedError):
         return _one_line(str(error)), error.code
-    number = getattr(error, "number", None)
-    stopped = isinstance(error, GridStoppedError | LaunchStoppedError) or type(error).__name__ == "StoppedError"
-    if stopped and isinstance(number, int):  # StoppedError by name: no torch here
-        return str(error), 128 + number
-    if type(error).__name__ in ("NonFiniteError", "CheckpointError", "WorkerError") or isinstance(error, CellsFailedError):
+    kind = type(error).__name__  # some are of rooms that load torch, and known by name
+    if kind in ("GridStoppedError", "LaunchStoppedError", "StoppedError"):
+        return str(error), 128 + error.number  # type: ignore[attr-defined]
+    if kind in ("NonFiniteError", "CheckpointError", "WorkerError", "CellsFailedError"):
         return _one_line(str(error)), 3
     if isinstance(error, RecursionError) and (key := re.search(r"full_key: ([a-z_.]+)", str(error))):
         return f"{key[1]} holds itself, without end", 2
     if type(error).__module__.startswith("yaml."):
         return _yaml_error(error), 2
-    kind = type(error).__name__
     return f"{kind}: {_one_line(str(error)) or 'no message'} (traceback=true shows where)", 3
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
-from minitx.cli.arguments import key, run_program, write
-from minitx.config import ConfigError, EvaluationConfig
+from minitx.cli.arguments import check_output, key, run_program, write, write_output
+from minitx.config import EvaluationConfig
+from minitx.config.checks import positive
 
 USAGE = "python scripts/evaluate.py ckpt_path=FILE [key=value ...]"
 
@@ -27,12 +27,9 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         EvaluationConfig(num_rows=self.num_rows, num_beams=self.num_beams, num_shown=self.num_shown)
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ConfigError(f"batch_size={self.batch_size} must be positive")
-        if self.output is not None and not Path(self.output).absolute().parent.is_dir():
-            raise ConfigError(f"output={self.output} is in a folder that does not exist")
-        if self.output is not None and Path(self.output).is_dir():
-            raise ConfigError(f"output={self.output} is a folder, but must name a file")
+        positive(self, "batch_size")
+        if self.output is not None:
+            check_output(self.output, "file")
 
 
 def main() -> int:
@@ -52,7 +49,4 @@ def _evaluate(config: EvaluateConfig) -> None:
     write("\n".join(found.lines()) + "\n")
     if config.output is not None:
         plain = {"ckpt_path": config.ckpt_path, "data": data.config.name, **found.to_dict()}
-        try:
-            Path(config.output).write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"output={config.output} cannot be written: {error.strerror}") from None
+        write_output(config.output, json.dumps(plain, indent=1, ensure_ascii=False) + "\n")

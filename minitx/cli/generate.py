@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from minitx.cli.arguments import key, run_program, write
 from minitx.cli.inputs import encode_text
 from minitx.config import ConfigError
+from minitx.config.checks import positive, require
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,12 +45,10 @@ class GenerateConfig:
     num_samples: int = key(1, "answers to each prompt, with --- between them; needs temperature above 0")
 
     def __post_init__(self) -> None:
-        if self.num_samples < 1:
-            raise ConfigError(f"num_samples={self.num_samples} must be positive")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed={self.seed} must lie in [0, 2^63)")
-        if self.num_samples > 1 and self.temperature == 0.0:
-            raise ConfigError(f"num_samples={self.num_samples} needs temperature above 0: without draws all are the same")
+        positive(self, "num_samples")
+        require(0 <= self.seed < 2**63, f"seed={self.seed} must lie in [0, 2^63)")
+        draws = self.num_samples == 1 or self.temperature != 0.0
+        require(draws, f"num_samples={self.num_samples} needs temperature above 0: without draws all are the same")
 
 
 def main() -> int:

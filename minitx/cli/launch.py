@@ -81,6 +81,7 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
         RankFailedError: one of them failed; the others were ended (asked, and after 50 s killed).
         LaunchStoppedError: SIGINT or SIGTERM; the processes had 50 s to write their checkpoint.
     """
+    from hydra.core.utils import env_override
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -94,7 +95,7 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
         max_restarts=0,
     )
     program = "import sys; from minitx.cli.train import main; sys.exit(main())"
-    with _environment({FOLDER: str(folder), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _GRACE}), _quiet():
+    with env_override({FOLDER: str(folder), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _GRACE}), _quiet():
         try:
             elastic_launch(config, sys.executable)("-c", program, *overrides)
         except ChildFailedError as error:
@@ -139,17 +140,6 @@ def shared_folder(folder: Path) -> Path:
     found = Path(store.get("minitx/folder").decode())
     store.set(f"minitx/read/{rank()}", "")
     return found
-
-
-@contextmanager
-def _environment(more: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in more}
-    os.environ.update(more)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 @contextmanager

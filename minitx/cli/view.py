@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minitx.cli.arguments import key, run_program, write
+from minitx.cli.arguments import check_output, key, run_program, write, write_output
 from minitx.config import ConfigError
+from minitx.config.checks import not_negative, positive, require
 
 if TYPE_CHECKING:
     from minitx.analysis.snapshot import Snapshot
@@ -44,17 +45,11 @@ class ViewConfig:
     device: str = key("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
 
     def __post_init__(self) -> None:
-        if self.text is not None and self.row is not None:
-            raise ConfigError(f"row={self.row} takes the place of text: give one of them")
-        if self.target is not None and self.text is None:
-            raise ConfigError("target belongs to a text: give text=TEXT, too")
-        if self.row is not None and self.row < 0:
-            raise ConfigError(f"row={self.row} must be zero or more")
-        for name in ("num_beams", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be positive")
-        if not Path(self.output).absolute().parent.is_dir():
-            raise ConfigError(f"output={self.output} is in a folder that does not exist")
+        require(self.text is None or self.row is None, f"row={self.row} takes the place of text: give one of them")
+        require(self.target is None or self.text is not None, "target belongs to a text: give text=TEXT, too")
+        not_negative(self, "row")
+        positive(self, "num_beams", "max_new_tokens")
+        check_output(self.output)
 
     @property
     def chosen_layers(self) -> list[int | str] | None:
@@ -80,10 +75,7 @@ def _view(config: ViewConfig) -> None:
         page = viewer_page(traces, title=title)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    try:
-        Path(config.output).write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"output={config.output} cannot be written: {error.strerror}") from None
+    write_output(config.output, page)
     write(f"{_say(traces)}\n{config.output}  {len(page.encode()) / 1e6:.2f} MB\n")
 
 
