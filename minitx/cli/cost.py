@@ -103,7 +103,9 @@ def _cost(config: CostConfig, overrides: Sequence[str], command: str) -> None:
     if config.save:
         sizes = {"batch_size": config.batch_size, "length": length, "backward": backward}
         peaks = {"peak": measured.peak, "allocated": allocated}
-        found = {"parts": _plain(parts, measured), **peaks, "growth": [_curve(curve) for curve in curves]}
+        fitted = ("flops_exponent", "bytes_exponent")
+        grown = [{**dataclasses.asdict(curve), **{name: getattr(curve, name) for name in fitted}} for curve in curves]
+        found = {"parts": _plain(parts, measured), **peaks, "growth": grown}
         plain = {"command": command, **_machine(), "model": to_dict(model), "assumed": assumed, **sizes, **found}
         _save(Path(config.output_dir), plain, curves, config)
 
@@ -252,11 +254,6 @@ def _plain(parts: Sequence[Part], measured: Measured) -> list[dict[str, Any]]:
         }
         for part in parts
     ]
-
-
-def _curve(curve: Growth) -> dict[str, Any]:
-    exponents = {"flops_exponent": curve.flops_exponent, "bytes_exponent": curve.bytes_exponent}
-    return {**dataclasses.asdict(curve), **exponents}
 
 
 def _machine() -> dict[str, Any]:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 USAGE = "python scripts/generate.py ckpt_path=FILE [prompt=TEXT] [key=value ...]"
+NOT_OF_DECODING = {"ckpt_path", "prompt", "seed", "stop", "device", "num_samples"}
+"""Keys of this program; all others are arguments of ``minitx.generation.generate``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,17 +99,7 @@ def _answer(model: nn.Module, tokenizer: Tokenizer, config: GenerateConfig, gene
 
     device = next(model.parameters()).device
     ids = torch.tensor([_prompt_ids(model, tokenizer, prompt)], device=device)
-    names = (
-        "max_new_tokens",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "num_beams",
-        "length_penalty",
-        "context",
-    )
+    names = {field.name for field in dataclasses.fields(config)} - NOT_OF_DECODING
     options = {name: getattr(config, name) for name in names}
     if config.context is None and not hasattr(model, "encode"):
         options["context"] = getattr(model.config, "max_len", None)

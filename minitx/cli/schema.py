@@ -32,16 +32,13 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
         if key not in fields:
             raise ConfigError(_no_key(f"{path}{key}", str(key), path, fields))
     converted = {key: _convert(hints[key], value, f"{path}{key}") for key, value in values.items()}
-    missing = [n for n, f in fields.items() if n not in values and _is_required(f)]
+    required = [n for n, f in fields.items() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+    missing = [n for n in required if n not in values]
     require(not missing, f"{path}{''.join(missing[:1])} is missing")
     try:
         return cls(**converted)
     except ConfigError as error:
         raise ConfigError(f"{path}{error}") from None
-
-
-def _is_required(f: dataclasses.Field[Any]) -> bool:
-    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:
@@ -143,20 +140,16 @@ def unknown_key(cls: type, key: str) -> str:
     >>> unknown_key(RunConfig, "trainer.max_step").split(";")[0]
     'trainer.max_step is not a key'
     """
-    path = ""
-    for name in key.split("."):
+    path, names = "", key.split(".")
+    for name, following in zip(names, [*names[1:], ""], strict=True):
         if not dataclasses.is_dataclass(cls):
             return f"{key} is not a key: {path.rstrip('.')} has no keys of its own"
         fields = [f.name for f in dataclasses.fields(cls)]
         if name not in fields:
             return _no_key(key, name, path, fields)
         path += f"{name}."
-        hint_types = typing.get_args(typing.get_type_hints(cls)[name]) or (typing.get_type_hints(cls)[name],)
-        kinds = [kind for kind in hint_types if dataclasses.is_dataclass(kind)]
-        cls = typing.cast(type, next((kind for kind in kinds if _has_next(kind, key, path)), kinds[0] if kinds else object))
+        hint = typing.get_type_hints(cls)[name]
+        kinds = [kind for kind in typing.get_args(hint) or (hint,) if dataclasses.is_dataclass(kind)]
+        fitting = [kind for kind in kinds if following in {f.name for f in dataclasses.fields(kind)}]
+        cls = typing.cast(type, [*fitting, *kinds, object][0])
     return f"{key} is not a key of this choice of options; --help shows the keys"
-
-
-def _has_next(cls: Any, key: str, path: str) -> bool:
-    following = key.removeprefix(path).split(".")[0]
-    return dataclasses.is_dataclass(cls) and following in {f.name for f in dataclasses.fields(cls)}

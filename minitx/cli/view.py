@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from minitx.data.tokenizers import Tokenizer
     from minitx.nn.models import TransformerModel
 
+    Reader = tuple[TransformerModel, Tokenizer | None]
+
 USAGE = "python scripts/view_attention.py ckpt_path=FILE text=TEXT [key=value ...]"
 LARGEST_PAGE = 256 * 2**20
 """Bytes; browsers take minutes over more, or give up."""
@@ -179,16 +181,10 @@ def _snapshot(config: ViewConfig, model: TransformerModel, inputs: Inputs, step:
         raise ConfigError(" ".join(str(error).split())[:300]) from error
 
 
-def _check_reads_alike(
-    said: str,
-    ours: tuple[TransformerModel, Tokenizer | None],
-    theirs: tuple[TransformerModel, Tokenizer | None],
-    first: str,
-) -> None:
+def _check_reads_alike(said: str, ours: Reader, theirs: Reader, first: str) -> None:
     from minitx.data.tokenizers import fingerprint
 
-    fields = ("architecture", "vocab_size", "type_vocab_size", "image_size", "num_channels", "patch_size")
-    for name in fields:
+    for name in ("architecture", "vocab_size", "type_vocab_size", "image_size", "num_channels", "patch_size"):
         mine, other = getattr(ours[0].config, name), getattr(theirs[0].config, name)
         if mine != other:
             raise ConfigError(f"{said} has model.{name}={other}, but {first} has {mine}: they cannot read the same")
