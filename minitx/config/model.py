@@ -134,9 +134,8 @@ class TransformerConfig:
         positive(
             self, "max_len", "window", "softcap", "norm_eps", "qk_norm_eps", "rotary_base", "rotary_original_len", "layer_scale"
         )
-        positive(self, "logit_softcap")
         positive(self, "num_experts", "experts_per_token", "num_decoder_layers", "block_size", "num_features", "num_slots")
-        positive(self, "num_labels", "image_size", "patch_size", "num_channels", "num_buckets", "max_distance")
+        positive(self, "num_labels", "image_size", "patch_size", "num_channels", "num_buckets", "max_distance", "logit_softcap")
         not_negative(self, "type_vocab_size", "position_offset", "pad_id", "bos_id", "eos_id")
         fraction(self, "dropout", "stochastic_depth")
         self._check_heads()

@@ -206,16 +206,12 @@ class ProbeConfig:
     weights_rows: int = 4
 
     def __post_init__(self) -> None:
-        not_negative(self, "every")
-        positive(self, "batch_size")
-        not_negative(self, "weights_every")
-        positive(self, "weights_rows")
+        not_negative(self, "every", "weights_every")
+        positive(self, "batch_size", "weights_rows")
         fits = not self.weights_every or bool(self.every and self.weights_every % self.every == 0)
         require(fits, f"weights_every={self.weights_every} must be a multiple of every={self.every}: a probe keeps the weights")
-        looked_at = not self.weights_every or self.weights_rows <= self.batch_size
-        require(
-            looked_at, f"weights_rows={self.weights_rows} must not exceed batch_size={self.batch_size}, the rows of a probe"
-        )
+        seen = not self.weights_every or self.weights_rows <= self.batch_size
+        require(seen, f"weights_rows={self.weights_rows} must not exceed batch_size={self.batch_size}, the rows of a probe")
 
 
 @dataclass(frozen=True, kw_only=True)
