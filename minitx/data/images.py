@@ -51,17 +51,15 @@ def load_images(config: ImageDataConfig, folder: Path, tokenizer: Tokenizer | No
     Raises:
         ConfigError: a package, the data or a column is missing; images differ in size.
     """
-    largest, val_data = 16 if config.name == "digits" else 255, None
-    if config.name == "digits":
-        pixels, labels, names = _digits()
+    pixels, labels, names = _digits() if config.name == "digits" else _table(config, "split")
+    if config.val_split is None:
+        train, val = stratified(labels, config.val_fraction)
+        val_pixels, val_labels = pixels[val], labels[val]
     else:
-        pixels, labels, names = _table(config, config.split, "split")
-    if config.val_split is not None and config.name == "images":
-        val_data = _table(config, config.val_split, "val_split")
-        if val_data[2] != names:
+        train = np.arange(len(labels))
+        val_pixels, val_labels, val_names = _table(config, "val_split")
+        if val_names != names:
             raise ConfigError(f"data.val_split={config.val_split} has other labels than data.split={config.split}")
-    train, val = (np.arange(len(labels)), None) if val_data else stratified(labels, config.val_fraction)
-    val_pixels, val_labels = val_data[:2] if val_data else (pixels[val], labels[val])
     if not len(train) or not len(val_labels):
         raise ConfigError(f"data.val_fraction={config.val_fraction} leaves a split of {len(labels)} images empty")
     channels, height, width = pixels.shape[1:]
@@ -73,6 +71,7 @@ def load_images(config: ImageDataConfig, folder: Path, tokenizer: Tokenizer | No
         raise ConfigError(
             f"data.shift={config.shift} must be less than the {height} pixels of an image, or nothing is left of it"
         )
+    largest = 16 if config.name == "digits" else 255
     return Task(
         kind="classify",
         train=LabelledImages(pixels[train], labels[train], largest=largest, shift=config.shift),
@@ -104,8 +103,9 @@ def _digits() -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
     return digits.images[:, None].astype(np.uint8), digits.target, tuple("0123456789")
 
 
-def _table(config: ImageDataConfig, split: str, key: str) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
-    """Pixels (N, C, H, W) uint8, labels (N,) and their names of a split that ``datasets`` reads."""
+def _table(config: ImageDataConfig, key: str) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+    """Pixels (N, C, H, W) uint8, labels (N,) and their names of the split ``config.key``, which ``datasets`` reads."""
+    split = getattr(config, key)
     table = load_table(str(config.path), split=split, subset=config.subset, key=key)
     images = table[column_of(table, config.image_column, "image_column")]
     values = list(table[column_of(table, config.label_column, "label_column")])

@@ -165,22 +165,22 @@ def _columns(config: PairsDataConfig, key: str) -> Pairs:
     name = getattr(config, key)
     is_csv = Path(name).suffix.lower() == ".csv"
     rows = _read(name, key, lambda file: list(csv.reader(file)) if is_csv else [line.split("\t") for line in _lines(file)])
-    first, second, start = 0, 1, 0
+    places, start = [0, 1], 0
     if config.source_column is not None:
-        places = []
+        places, start = [], 1
         for column in ("source_column", "target_column"):
             wanted = getattr(config, column)
             if wanted not in rows[0]:
                 raise ConfigError(f"data.{column}={wanted} is no column of {name}, which has: {', '.join(rows[0])}")
             places.append(rows[0].index(wanted))
-        (first, second), start = places, 1
     for number, row in enumerate(rows[start:], start=start + 1):
-        if row and any(row) and len(row) <= max(first, second):
+        if row and any(row) and len(row) <= max(places):
             between = "commas" if is_csv else "tabs"
             raise ConfigError(
                 f"data.{key}={name} has {len(row)} columns in row {number}, but two are needed, separated by {between} "
                 "(or give the file of the targets: data.target_path=FILE)"
             )
+    first, second = places
     return [(row[first], row[second]) for row in rows[start:] if row and any(row)]
 
 
