@@ -30,8 +30,7 @@ class CorpusConfig:
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        positive(self, "batch_size", "context_len")
-        _check_common(self, marks=3 if self.name == "masked" else 1)
+        _check_text(self, "context_len", marks=3 if self.name == "masked" else 1)
 
     @property
     def max_tokens(self) -> int:
@@ -260,8 +259,7 @@ class PairsDataConfig:
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        positive(self, "batch_size", "max_source_len", "max_target_len")
-        _check_common(self, marks=4)
+        _check_text(self, "max_source_len", "max_target_len", marks=4)
         files = ("path", "target_path", "val_path", "val_target_path", "source_column", "target_column")
         given = [name for name in files if getattr(self, name) is not None]
         if self.name == "verses":
@@ -308,8 +306,7 @@ class ClassifyDataConfig:
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        positive(self, "batch_size", "max_len")
-        _check_common(self, marks=3)
+        _check_text(self, "max_len", marks=3)
         require(
             self.name != "languages" or len(set(self.languages)) > 1,
             f"languages={list(self.languages)} must name at least two languages",
@@ -382,8 +379,7 @@ class HubDataConfig:
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        positive(self, "batch_size", "context_len")
-        _check_common(self)
+        _check_text(self, "context_len", marks=1)
         require(self.path is not None, "path=null must name a data set, file or folder with data=hf")
 
     @property
@@ -404,7 +400,9 @@ DataConfig = (
 )
 
 
-def _check_common(config: CorpusConfig | PairsDataConfig | ClassifyDataConfig | HubDataConfig, marks: int = 1) -> None:
+def _check_text(config: CorpusConfig | PairsDataConfig | ClassifyDataConfig | HubDataConfig, *sizes: str, marks: int) -> None:
+    """What all data of texts check: ``sizes`` are fields beside ``batch_size``, ``marks`` how many a tokenizer learns."""
+    positive(config, "batch_size", *sizes)
     not_negative(config, "num_workers")
     require(0.0 < config.val_fraction < 1.0, f"val_fraction={config.val_fraction} must lie in (0, 1)")
     wanted = f"256 bytes and {'an end mark' if marks == 1 else f'{marks} marks'}"
