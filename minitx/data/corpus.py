@@ -13,6 +13,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO
 
@@ -182,14 +183,8 @@ def kjv_text() -> str:
     Raises:
         ConfigError: the package is not installed.
     """
-    lines: list[str] = []
-    chapter = None
-    for verse, words in read_verses("kjv", needed_by="data=kjv").items():
-        if chapter not in (None, verse // 1000):
-            lines.append("")
-        chapter = verse // 1000
-        lines.append(words)
-    return "\n".join(lines) + "\n"
+    chapters = groupby(read_verses("kjv", needed_by="data=kjv").items(), key=lambda verse: verse[0] // 1000)
+    return "\n\n".join("\n".join(words for _, words in verses) for _, verses in chapters) + "\n"
 
 
 def _checked_kjv() -> bytes:

@@ -46,7 +46,7 @@ def load_table(path: str, *, split: str, subset: str | None = None, key: str = "
     elif local.suffix.lower() in KINDS or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ConfigError(f"data.path={path} does not exist; a file, a folder or a name on the Hugging Face hub is wanted")
     try:
-        with _quiet(datasets) if local.exists() else _hub(datasets, path) as reached:
+        with _quiet(datasets) if local.exists() else _hub(datasets) as reached:
             return datasets.load_dataset(**options)
     except Exception as error:  # datasets raises many kinds, some of them long
         raise _explained(error, path, split, key, reached) from None
@@ -69,7 +69,7 @@ def _explained(error: Exception, path: str, split: str, key: str, reached: bool)
 
 
 @contextlib.contextmanager
-def _hub(datasets: Any, path: str) -> Iterator[bool]:
+def _hub(datasets: Any) -> Iterator[bool]:
     """Whether the hub answers; where it does not, ``datasets`` is told to look into its cache alone, without retries."""
     was_offline = datasets.config.HF_HUB_OFFLINE
     reached = not was_offline and answers(datasets.config.HF_ENDPOINT, SECONDS_TO_ANSWER)
