@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minitx.cli.arguments import check_output, key, run_program, write
-from minitx.cli.schema import from_dict
+from minitx.cli.inputs import data_of_run, first_ids, stored_run
 from minitx.config import ConfigError, RunConfig
 from minitx.config.checks import positive, require
 
@@ -63,7 +63,7 @@ def _atlas(config: AtlasConfig) -> None:
         if not path.is_file():
             raise ConfigError(f"ckpt_path={config.ckpt_path} is a folder without checkpoints/last.ckpt")
     model, tokenizer, state = load_model(path)
-    run = from_dict(RunConfig, {**state["config"], "logger": {}, "ablation": None})
+    run = stored_run(state)
     if config.structure is None:
         what, batches = _validation(config, run, model, tokenizer, state)
     else:
@@ -139,7 +139,6 @@ def _validation(
     config: AtlasConfig, run: RunConfig, model: TransformerModel, tokenizer: Tokenizer | None, state: dict[str, Any]
 ) -> tuple[str, Batches]:
     """The first rows of the validation split, with the structure that is known of their task."""
-    from minitx.cli.inputs import data_of_run
     from minitx.data.module import TextDataModule
     from minitx.training.module import network_inputs
 
@@ -169,7 +168,7 @@ def _sentences(config: AtlasConfig, model: TransformerModel, tokenizer: Tokenize
     sentences = _read_structure(str(config.structure))
     known = getattr(tokenizer, "characters", None)
     unknown = {c for sentence in sentences for c in sentence.text if known is not None and c not in known}
-    marks = [tokenizer.mark_ids["cls"]] if wanted.head == "sequence" and "cls" in tokenizer.mark_ids else []
+    marks = first_ids(wanted, tokenizer)
     reader = tokenizer
 
     def read(rows: Sequence[Sentence]) -> tuple[dict[str, Tensor], Structure]:

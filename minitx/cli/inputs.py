@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from minitx.cli.schema import from_dict
-from minitx.config import ConfigError, RunConfig
+from minitx.config import ConfigError, RunConfig, TransformerConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +28,11 @@ class Inputs:
     texts: dict[str, list[list[str]]] = field(default_factory=dict)
 
 
+def stored_run(state: dict[str, Any]) -> RunConfig:
+    """The config of the run that wrote a checkpoint, without its loggers and its grid."""
+    return from_dict(RunConfig, {**state["config"], "logger": {}, "ablation": None})
+
+
 def data_of_run(
     path: str, model: TransformerModel, tokenizer: Tokenizer | None, state: dict[str, Any], batch_size: int | None = None
 ) -> DataModule:
@@ -39,7 +44,7 @@ def data_of_run(
     from minitx.data.module import build_data
     from minitx.training.run import quiet_lightning
 
-    run = from_dict(RunConfig, {**state["config"], "logger": {}, "ablation": None})
+    run = stored_run(state)
     with quiet_lightning():
         rows = batch_size or run.trainer.val_batch_size
         data = build_data(run.data, seed=run.seed, max_steps=1, val_batch_size=rows, tokenizer=tokenizer)
@@ -82,8 +87,7 @@ def text_inputs(model: TransformerModel, tokenizer: Tokenizer | None, text: str,
         raise ConfigError("text is for models of text: an image is chosen by row=N")
     if tokenizer is None:
         return _id_inputs(model, text)
-    starts = [tokenizer.mark_ids["cls"]] if config.head == "sequence" and "cls" in tokenizer.mark_ids else []
-    ids = starts + encode_text(tokenizer, text, "text")
+    ids = first_ids(config, tokenizer) + encode_text(tokenizer, text, "text")
     check_length(model, ids, "text")
     rows = {SOURCE: ids}
     if config.architecture == "encoder_decoder":
@@ -93,6 +97,11 @@ def text_inputs(model: TransformerModel, tokenizer: Tokenizer | None, text: str,
         check_length(model, rows[TARGET], "target")
     tensors = {axis: torch.tensor([row]) for axis, row in rows.items()}
     return Inputs(tensors, {axis: [token_texts(tokenizer, row)] for axis, row in rows.items()})
+
+
+def first_ids(config: TransformerConfig, tokenizer: Tokenizer) -> list[int]:
+    """What stands before a text: the mark at which a classification is read off, where the tokenizer has one."""
+    return [tokenizer.mark_ids["cls"]] if config.head == "sequence" and "cls" in tokenizer.mark_ids else []
 
 
 def own_answer(model: TransformerModel, ids: list[int], **options: Any) -> list[int]:
