@@ -11,6 +11,19 @@ LABELS = Key("num_labels", "num_labels", 2)
 NO_LABELS: Values = {"num_labels": None}
 
 
+def block(core: str, attention_norm: str, feedforward_norm: str) -> dict[str, str]:
+    """The tensors of a block as BERT calls them: ``core`` holds the three projections, and the two norms have these names."""
+    layer = "encoder.layer.*"
+    return {
+        **{f"blocks.*.attention.{word[0]}_proj": f"{layer}.attention.{core}.{word}" for word in ("query", "key", "value")},
+        "blocks.*.attention.out_proj": f"{layer}.attention.output.dense",
+        "blocks.*.attention_residual.norm": f"{layer}.{attention_norm}",
+        "blocks.*.feedforward.up_proj": f"{layer}.intermediate.dense",
+        "blocks.*.feedforward.down_proj": f"{layer}.output.dense",
+        "blocks.*.feedforward_residual.norm": f"{layer}.{feedforward_norm}",
+    }
+
+
 def _heads(name: str, head: str, transform: str, norm: str, sequence: dict[str, str]) -> dict[str, Architecture]:
     """The four classes of a family; the parts of its masked head lie under ``head`` and are called ``transform``, ``norm``."""
     masked = {
@@ -58,15 +71,7 @@ def _family(model_type: str, ids: tuple[Any, Any, Any], **more: Any) -> Family:
             "embeddings.position.table": "embeddings.position_embeddings",
             "embeddings.token_type": "embeddings.token_type_embeddings",
             "embeddings.norm": "embeddings.LayerNorm",
-            **{
-                f"blocks.*.attention.{word[0]}_proj": f"encoder.layer.*.attention.self.{word}"
-                for word in ("query", "key", "value")
-            },
-            "blocks.*.attention.out_proj": "encoder.layer.*.attention.output.dense",
-            "blocks.*.attention_residual.norm": "encoder.layer.*.attention.output.LayerNorm",
-            "blocks.*.feedforward.up_proj": "encoder.layer.*.intermediate.dense",
-            "blocks.*.feedforward.down_proj": "encoder.layer.*.output.dense",
-            "blocks.*.feedforward_residual.norm": "encoder.layer.*.output.LayerNorm",
+            **block("self", "attention.output.LayerNorm", "output.LayerNorm"),
             "pool.dense": "pooler.dense",
         },
         harmless=(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from minitx.config import TransformerConfig
+from minitx.interop.bert import block
 from minitx.interop.table import ACTIVATIONS, Architecture, Family, Key, Place, Values
 
 
@@ -57,15 +58,7 @@ VIT = Family(
         "embeddings.position.weight": Place("embeddings.position_embeddings", shape=_positions),
         "embeddings.patch_proj.weight": Place("embeddings.patch_embeddings.projection.weight", shape=_kernel),
         "embeddings.patch_proj.bias": "embeddings.patch_embeddings.projection.bias",
-        "blocks.*.attention_residual.norm": "encoder.layer.*.layernorm_before",
-        **{
-            f"blocks.*.attention.{word[0]}_proj": f"encoder.layer.*.attention.attention.{word}"
-            for word in ("query", "key", "value")
-        },
-        "blocks.*.attention.out_proj": "encoder.layer.*.attention.output.dense",
-        "blocks.*.feedforward_residual.norm": "encoder.layer.*.layernorm_after",
-        "blocks.*.feedforward.up_proj": "encoder.layer.*.intermediate.dense",
-        "blocks.*.feedforward.down_proj": "encoder.layer.*.output.dense",
+        **block("attention", "layernorm_before", "layernorm_after"),
         "final_norm": "layernorm",
         "pool.dense": "pooler.dense",
     },
