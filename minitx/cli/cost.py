@@ -159,15 +159,13 @@ def _compared(config: CostConfig, model: TransformerConfig) -> dict[str, str | N
     Raises:
         ConfigError: what was asked for by name and is unknown or impossible.
     """
-    from minitx.analysis.attention_cost import AttentionShape, running_core
     from minitx.analysis.growth import ATTENTIONS, with_attention
 
     found: dict[str, str | None] = {}
     for name in config.compare or ATTENTIONS:
         try:
             variant = with_attention(model, name, max(config.lengths))
-            causal = model.architecture in ("decoder", "encoder_decoder")
-            running_core(AttentionShape(variant, config.batch_size, max(config.lengths), causal, training=config.backward))
+            _core(config, variant, max(config.lengths))
             found[name] = None
         except ValueError as error:
             if config.compare is not None:
@@ -176,11 +174,15 @@ def _compared(config: CostConfig, model: TransformerConfig) -> dict[str, str | N
     return found
 
 
-def _heading(config: CostConfig, model: TransformerConfig, length: int, assumed: Mapping[str, int]) -> list[str]:
+def _core(config: CostConfig, model: TransformerConfig, length: int) -> str:
+    """What the self-attention of ``model`` runs on."""
     from minitx.analysis.attention_cost import AttentionShape, running_core
 
     causal = model.architecture in ("decoder", "encoder_decoder")
-    core = running_core(AttentionShape(model, config.batch_size, length, causal, training=config.backward))
+    return running_core(AttentionShape(model, config.batch_size, length, causal, training=config.backward))
+
+
+def _heading(config: CostConfig, model: TransformerConfig, length: int, assumed: Mapping[str, int]) -> list[str]:
     layers = f"{model.num_layers} + {model.decoder_layers}" if model.architecture == "encoder_decoder" else model.num_layers
     sizes = f"{layers} layers, E = {model.embed_dim}, H = {model.num_heads}, D = {model.width_per_head}, F = {model.ffn_width}"
     lines = [f"{config.model}: {model.architecture}, {sizes}"]
@@ -189,7 +191,7 @@ def _heading(config: CostConfig, model: TransformerConfig, length: int, assumed:
         lines.append(f"assumed, since the data decide it in training: {values}")
     side = " of source and of target" if model.architecture == "encoder_decoder" else ""
     rows = f"{config.batch_size} row{'s' * (config.batch_size > 1)} of {length} tokens{side}"
-    return [*lines, f"{rows}, {config.passes}, self-attention by {core}"]
+    return [*lines, f"{rows}, {config.passes}, self-attention by {_core(config, model, length)}"]
 
 
 def _table(parts: Sequence[Part], measured: Measured, allocated: int, backward: bool) -> list[str]:
