@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minitx.ablation.effects import paired_scores, score_table
-from minitx.ablation.records import DOSE, TWO_BY_TWO, Cells, Condition, Score, accuracy_of, measure
+from minitx.ablation.effects import Paired
+from minitx.ablation.records import DOSE, SCORES, TWO_BY_TWO, Cells, Condition, Score, measure
 from minitx.ablation.statistics import usable_window
 from minitx.ablation.verdict import WINDOW, Findings
 from minitx.ablation.wording import condition_text, style
@@ -30,11 +30,10 @@ STARTS_AND_STEPS = {
 
 def _endpoints(cells: Cells, study: str, arm: str, condition: Condition) -> tuple[Sequence[float], ...]:
     """E1 and E2 of an arm, a number a seed; empty where no seed is complete."""
-    pair = paired_scores(cells, study, (arm,), condition, accuracy_of)
-    if not pair.seeds or not pair.is_tuned:
+    runs = Paired(cells, study, (arm,), condition, SCORES["accuracy"])
+    if not runs.usable:
         return (), ()
-    best = pair.values[0][range(len(pair.seeds)), pair.choices(0).picks]
-    return best.tolist(), usable_window(pair.values[0], cells.solved(study)).share
+    return runs.at_best(0).tolist(), usable_window(runs.values[0], cells.solved(study)).share
 
 
 def _draw_seeds(ax: Axes, x: float, values: Sequence[float], color: str, marker: str) -> None:
@@ -111,10 +110,9 @@ def measures_by_arm(findings: Findings, study: str) -> Figure | None:
 def _draw_arms(ax: Axes, cells: Cells, study: str, condition: Condition, score: Score, number: Score) -> None:
     arms = cells.arms(study, **condition)
     for x, arm in enumerate(arms):
-        pair = paired_scores(cells, study, (arm,), condition, score.of)
-        if pair.seeds and pair.is_tuned:
-            table = score_table(cells, study, arm, condition, pair.seeds, pair.rates, number.of)
-            picked = table[range(len(pair.seeds)), pair.choices(0, score.better).picks]
+        runs = Paired(cells, study, (arm,), condition, score)
+        if runs.usable:
+            picked = runs.at_best(0, number)
             _draw_seeds(ax, x, picked[np.isfinite(picked)].tolist(), *style(arm, cells.arms(study)))
     ax.set_xticks(range(len(arms)), arms, rotation=30, ha="right", fontsize=7.5)
     ax.set_xlim(-0.6, len(arms) - 0.4)

@@ -52,7 +52,7 @@ def _by_rate(findings: Findings, study: str, score: records.Score, y: str, draw:
         here = cells.arms(study, **condition)
         width = 0.05 if draw is _draw_runs else 0.12
         for i, arm in enumerate(here):
-            values = score_table(cells, study, arm, condition, cells.seeds(study, arm, **condition), rates, score.of)
+            values = score_table(cells, study, arm, condition, cells.seeds(study, arm, **condition), rates, score)
             draw(ax, values, np.arange(len(rates)) + dodge(len(here), i, width), *style(arm, arms))
         ax.set_xticks(range(len(rates)), rates)
         ax.set_xlim(-0.5, len(rates) - 0.5)

@@ -71,7 +71,7 @@ def headline(findings: Findings) -> list[str]:
         sentences.append("INCONCLUSIVE, the grid compares no two arms.")
     compared = {c.study for c in findings.main}
     for condition in cells.conditions(rec.TEXT) if rec.TEXT not in compared else ():
-        best = best_rate_loss(cells, rec.TEXT, condition, rec.loss_of)
+        best = best_rate_loss(cells, condition)
         if best:
             pairs, size = count_text(len(best.reference), "paired seed"), f"{signed(best.difference)} nats"
             text = (

@@ -15,7 +15,7 @@ import numpy as np
 
 from minitx.ablation import records as rec
 from minitx.ablation import statistics as st
-from minitx.ablation.effects import Effect, paired_scores
+from minitx.ablation.effects import Effect, Paired
 from minitx.ablation.records import Record
 from minitx.ablation.tables import gradient_ratios, layer_mean, variance_slopes
 from minitx.ablation.verdict import Findings, primary_condition
@@ -130,7 +130,7 @@ def _fold(findings: Findings) -> Answer:
     if window is None or not window.seeds:
         return "NOT TESTED", "no init_fold arm"
     arms = (*rec.ARMS, rec.FOLD)
-    pair = paired_scores(findings.cells, rec.RECALL, arms, window.condition, rec.accuracy_of)
+    pair = Paired(findings.cells, rec.RECALL, arms, window.condition, rec.SCORES["accuracy"])
     if len(pair.seeds) < 2:
         return "INCONCLUSIVE", "fewer than two paired seeds"
     base, bare, fold = low = [values[:, 0] for values in pair.values]
@@ -170,7 +170,7 @@ def _retention(findings: Findings) -> Answer:
     seeds = sorted(kept[rec.REFERENCE].keys() & kept[rec.TREATMENT].keys())
     if not seeds:
         return "NOT TESTED", "no probe after step 0"
-    effect = Effect("retention", *(tuple(float(np.mean(kept[arm][s])) for s in seeds) for arm in rec.ARMS))
+    effect = Effect(*(tuple(float(np.mean(kept[arm][s])) for s in seeds) for arm in rec.ARMS))
     base, level, interval = float(np.mean(effect.reference)), float(np.mean(effect.treatment)), effect.interval
     evidence = (
         f"share of rows whose favourite key is still that of step 0 at the last probe: inv_sqrt {number(base)}, unscaled "

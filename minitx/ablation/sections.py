@@ -173,9 +173,11 @@ def _text_effects(cells: Cells) -> Block:
     """Validation loss on text, at the same rate and at each arm's own best."""
     rows = []
     for condition in cells.conditions(rec.TEXT):
-        best = best_rate_loss(cells, rec.TEXT, condition, rec.loss_of)
-        for e in [*rate_effects(cells, rec.TEXT, rec.ARMS, condition, rec.loss_of), *([best] if best else [])]:
-            rows.append((condition_text(condition), e.label, *_effect_cells(e)))
+        effects = rate_effects(cells, rec.TEXT, rec.ARMS, condition, rec.SCORES["loss"])
+        best = best_rate_loss(cells, condition)
+        if best:
+            effects["own best rate" + (" (tuned on itself)" if len(best.reference) < 2 else "")] = best
+        rows += [(condition_text(condition), rate, *_effect_cells(e)) for rate, e in effects.items()]
     caption = "Text (T4): validation loss in nats; positive is harm."
     return Table(caption, ("condition", "rate", *_effect_headers(rec.ARMS)), rows) if rows else "Text (T4): no paired cells."
 
@@ -290,12 +292,12 @@ def _same_rate_rows(cells: Cells, study: str, arms: Sequence[str]) -> list[tuple
     assert score is not None
     rows = []
     for condition in cells.conditions(study, *arms):
-        for e in rate_effects(cells, study, arms, condition, score.of):
+        for rate, e in rate_effects(cells, study, arms, condition, score).items():
             pairs, solved = len(e.reference), ("–", "–")
             if score.better > 0:
                 a, b = (sum(x >= cells.solved(study) for x in values) for values in (e.reference, e.treatment))
                 solved = (f"{a} and {b} of {pairs}", p_text(fisher_p((a, b), (pairs, pairs))))
-            rows.append((condition_text(condition), e.label, *_effect_cells(e), *solved))
+            rows.append((condition_text(condition), rate, *_effect_cells(e), *solved))
     return rows
 
 

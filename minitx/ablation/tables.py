@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from minitx.ablation import records as rec
-from minitx.ablation.effects import paired_scores
+from minitx.ablation.effects import Paired
 from minitx.ablation.records import CellKey, Cells, Condition, Record
 from minitx.ablation.statistics import Interval, fit_interval, usable_window
 
@@ -69,13 +69,13 @@ def _chosen_rates(
     score = cells.score(study)
     if score is None:
         return {}, 0, ()
-    table = paired_scores(cells, study, (arm,), condition, score.of)
-    if len(table.rates) < 2 or not table.seeds:
+    runs = Paired(cells, study, (arm,), condition, score)
+    rates = runs.rates
+    if len(rates) < 2 or not runs.seeds:
         return {}, 0, ()
-    rates, values = table.rates, table.values[0]
-    choices = table.choices(0, score.better, plateau=cells.grid.margin)
+    choices = runs.choices(0, plateau=cells.grid.margin)
     chosen = {rates[i]: choices.picks.count(i) for i in sorted(set(choices.picks))}
-    windows = usable_window(values, cells.solved(study)).largest if score.better > 0 else ()
+    windows = usable_window(runs.values[0], cells.solved(study)).largest if score.better > 0 else ()
     return chosen, sum(choices.on_edge), tuple(rates[i] if i >= 0 else None for i in windows)
 
 

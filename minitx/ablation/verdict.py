@@ -9,15 +9,14 @@ solved; and every measure of the study at the rate that E1 chose. What the grid 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from minitx.ablation import records as rec
 from minitx.ablation import statistics as st
 from minitx.ablation import tables
-from minitx.ablation.effects import Effect, Paired, own_best, paired_scores, score_table
+from minitx.ablation.effects import Effect, Paired
 from minitx.ablation.records import Cells, Condition
 from minitx.ablation.statistics import Interval, Judgement
 from minitx.config import ComparisonConfig
@@ -31,8 +30,8 @@ class Comparison:
     """``arms`` (reference, treatment) on one endpoint under one condition, and the verdict on their difference.
 
     ``words`` are the endpoint in words, and ``better`` is −1 where small is good.
-    ``effect`` holds the scores of ``seeds``; a seed with a missing or failed cell cannot be scored and makes the verdict
-    INCONCLUSIVE. ``p_adjusted`` is ``None`` for secondary comparisons, whose p is not adjusted.
+    ``effect`` holds the scores of ``seeds``; a seed with a missing or failed cell cannot be scored, is ``incomplete`` and makes
+    the verdict INCONCLUSIVE. ``p_adjusted`` is ``None`` for secondary comparisons, whose p is not adjusted.
     """
 
     primary: bool
@@ -43,16 +42,42 @@ class Comparison:
     arms: tuple[str, str]
     condition: Condition
     seeds: tuple[int, ...]
+    incomplete: tuple[int, ...]
     effect: Effect | None
-    p_harm: float | None
-    p_adjusted: float | None
-    p_equal: float | None
-    judgement: Judgement
+    margin: float
+    p_adjusted: float | None = None
 
     @property
     def label(self) -> str:
         """The comparison as a difference: treatment − reference."""
         return f"{self.arms[1]} − {self.arms[0]}"
+
+    @property
+    def gains(self) -> tuple[float, ...]:
+        """The differences with their sign turned so that more is better; none without an effect."""
+        return tuple(self.better * d for d in self.effect.differences) if self.effect else ()
+
+    @cached_property
+    def p_harm(self) -> float | None:
+        """One-sided p of "no harm", not adjusted."""
+        return st.sign_flip_p(self.gains, "less") if self.gains else None
+
+    @property
+    def p_equal(self) -> float | None:
+        """p of "not equal within the margin"; None under two pairs."""
+        return st.equivalence_p(self.gains, self.margin) if len(self.gains) > 1 else None
+
+    @cached_property
+    def judgement(self) -> Judgement:
+        """The verdict, and why."""
+        p = self.p_harm if self.p_adjusted is None else self.p_adjusted
+        if self.incomplete:
+            total = len(self.incomplete) + len(self.seeds)
+            listed = ", ".join(map(str, self.incomplete))
+            return Judgement("INCONCLUSIVE", f"{len(self.incomplete)} of {total} seeds lack a finished cell (seed {listed})")
+        if p is None:
+            return Judgement("INCONCLUSIVE", "no paired seeds" if not self.seeds else "a run left no number")
+        return st.verdict(self.gains, margin=self.margin, p_harm=p)
 
     @property
     def is_gain(self) -> bool:
@@ -69,83 +94,33 @@ class Comparison:
         return None if found == "INCONCLUSIVE" else found == verdict
 
 
-@dataclass(frozen=True)
-class _Tested:
-    """One endpoint before the family is adjusted; ``gains`` are the differences with their sign turned so that more is better."""
-
-    planned: ComparisonConfig
-    condition: Condition
-    endpoint: str
-    words: str
-    better: int
-    pair: Paired
-    effect: Effect | None
-
-    @property
-    def primary(self) -> bool:
-        main = self.endpoint in ("E1", "E2")
-        return main and any(levels.items() <= self.condition.items() for levels in self.planned.primary)
-
-    @property
-    def gains(self) -> tuple[float, ...]:
-        return tuple(self.better * d for d in self.effect.differences) if self.effect else ()
-
-    @property
-    def p_harm(self) -> float | None:
-        return st.sign_flip_p(self.gains, "less") if self.gains else None
-
-    def judged(self, p_adjusted: float | None, margin: float) -> Comparison:
-        p = self.p_harm
-        p_equal = st.equivalence_p(self.gains, margin) if len(self.gains) > 1 else None
-        judgement = _judge(self.pair, self.gains, p if p_adjusted is None else p_adjusted, margin)
-        place = (self.primary, self.planned.study, self.endpoint, self.words, self.better, self.planned.arms, self.condition)
-        return Comparison(*place, self.pair.seeds, self.effect, p, p_adjusted, p_equal, judgement)
-
-
-def _test(cells: Cells, planned: ComparisonConfig, condition: Condition) -> list[_Tested]:
-    """The endpoints of a study for one pair of arms under one condition."""
+def _compare(cells: Cells, planned: ComparisonConfig, condition: Condition) -> Iterator[Comparison]:
+    """The endpoints of a study for one pair of arms under one condition; no p is adjusted."""
     study, score = planned.study, cells.score(planned.study)
     assert score is not None  # the config refuses a comparison of a study without a score
-    pair = paired_scores(cells, study, planned.arms, condition, score.of)
-    usable = bool(pair.seeds) and pair.is_tuned
-
-    def tested(endpoint: str, words: str, better: int, effect: Effect | None) -> _Tested:
-        return _Tested(planned, condition, endpoint, words, better, pair, effect)
-
-    found = [
-        tested("E1", f"{score.name} at the best rate", score.better, own_best("E1", pair, score.better) if usable else None)
-    ]
+    pair = Paired(cells, study, planned.arms, condition, score)
+    found = [("E1", f"{score.name} at the best rate", score.better, pair.effect())]
     if score.better > 0:
-        windows = (st.usable_window(v, cells.solved(study)).share for v in pair.values) if usable else ()
-        found.append(tested("E2", WINDOW, 1, Effect("E2", *windows) if usable else None))
+        windows = (st.usable_window(v, cells.solved(study)).share for v in pair.values)
+        found.append(("E2", WINDOW, 1, Effect(*windows) if pair.usable else None))
     for name in cells.grid.studies[study].measures:
-        effect = measured_effect(cells, study, planned.arms, condition, pair, name) if usable else None
-        found.append(tested(name, rec.measure(name).name, -1, effect))
-    return found
-
-
-def measured_effect(
-    cells: Cells, study: str, arms: Sequence[str], condition: Condition, pair: Paired, name: str
-) -> Effect | None:
-    """A measure of both arms at the rates that ``pair`` chose; ``None`` where a run left none."""
-    better = rec.SCORES[cells.grid.studies[study].score or "loss"].better
-    values = []
-    for i, arm in enumerate(arms):
-        table = score_table(cells, study, arm, condition, pair.seeds, pair.rates, rec.measure(name).of)
-        values.append(table[range(len(pair.seeds)), pair.choices(i, better).picks])
-    if not all(np.isfinite(v).all() for v in values):
-        return None
-    return Effect(name, *(tuple(v.tolist()) for v in values))
-
-
-def _judge(pair: Paired, gains: Sequence[float], p: float | None, margin: float) -> Judgement:
-    if pair.incomplete:
-        total = len(pair.incomplete) + len(pair.seeds)
-        listed = ", ".join(map(str, pair.incomplete))
-        return Judgement("INCONCLUSIVE", f"{len(pair.incomplete)} of {total} seeds lack a finished cell (seed {listed})")
-    if p is None:
-        return Judgement("INCONCLUSIVE", "no paired seeds" if not pair.seeds else "a run left no number")
-    return st.verdict(gains, margin=margin, p_harm=p)
+        measured = rec.measure(name)
+        found.append((name, measured.name, measured.better, pair.effect(measured)))
+    is_primary = any(levels.items() <= condition.items() for levels in planned.primary)
+    for endpoint, words, better, effect in found:
+        yield Comparison(
+            primary=is_primary and endpoint in ("E1", "E2"),
+            study=study,
+            endpoint=endpoint,
+            words=words,
+            better=better,
+            arms=planned.arms,
+            condition=condition,
+            seeds=pair.seeds,
+            incomplete=pair.incomplete,
+            effect=effect,
+            margin=cells.grid.margin,
+        )
 
 
 def comparisons(cells: Cells) -> tuple[Comparison, ...]:
@@ -153,18 +128,16 @@ def comparisons(cells: Cells) -> tuple[Comparison, ...]:
 
     The family counts every primary endpoint, also those that could not be tested.
     """
-    tested = [
-        endpoint
+    found = [
+        comparison
         for planned in cells.grid.comparisons
         for condition in cells.conditions(planned.study, *planned.arms)
-        for endpoint in _test(cells, planned, condition)
+        for comparison in _compare(cells, planned, condition)
     ]
-    family = [t for t in tested if t.primary]
-    known = [t for t in family if t.p_harm is not None]
-    adjusted = st.holm([t.p_harm for t in known if t.p_harm is not None], len(family))
-    by_test = {id(t): p for t, p in zip(known, adjusted, strict=True)}
-    ordered = [*family, *(t for t in tested if not t.primary)]
-    return tuple(t.judged(by_test.get(id(t)), cells.grid.margin) for t in ordered)
+    family = [c for c in found if c.primary]
+    adjusted = iter(st.holm([c.p_harm for c in family if c.p_harm is not None], len(family)))
+    family = [c if c.p_harm is None else replace(c, p_adjusted=next(adjusted)) for c in family]
+    return (*family, *(c for c in found if not c.primary))
 
 
 def primary_condition(cells: Cells) -> Condition | None:
