@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -54,14 +54,14 @@ class Cell:
         Raises:
             ConfigError: none does, so that the grid's time cannot be projected.
         """
-        given = [text.partition("=")[2] for text in self.overrides if text.startswith("trainer.max_steps=")]
-        if not given:
+        given = settings(self.overrides).get("trainer.max_steps")
+        if given is None:
             raise ConfigError(
                 f"ablation.studies.{self.study}.base must set trainer.max_steps, so that its time can be projected"
             )
-        if not given[-1].isdecimal():
-            raise ConfigError(f"ablation.studies.{self.study}: trainer.max_steps={given[-1]} must be a whole number")
-        return int(given[-1])
+        if not given.isdecimal():
+            raise ConfigError(f"ablation.studies.{self.study}: trainer.max_steps={given} must be a whole number")
+        return int(given)
 
     def describe(self) -> dict[str, Any]:
         """The cell as plain data, as it stands in ``cells.jsonl``."""
@@ -74,6 +74,16 @@ class Cell:
             "overrides": list(self.overrides),
             "command": self.command,
         }
+
+
+def settings(overrides: Iterable[str]) -> dict[str, str]:
+    """The values that overrides set, by key; of several for one key the last.
+
+    >>> settings(["seed=1", "+data.path=a=b", "seed=2"])
+    {'seed': '2', 'data.path': 'a=b'}
+    """
+    pairs = (text.lstrip("+").partition("=") for text in overrides)
+    return {key: value for key, _, value in pairs}
 
 
 def command_of(overrides: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Where cells run: worker processes of this machine, Slurm jobs (submitit) or Ray tasks, behind one small protocol.
+"""Where cells run: worker processes of this machine, Slurm jobs (submitit) or Ray tasks, behind one small class.
 
 A launcher takes a cell and gives a future of its ``Outcome``. The future never raises: a cell that fails, and a process,
 job or node that dies with it, are outcomes. submitit and Ray are imported when they are asked for.
@@ -13,14 +13,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from minitx.ablation.grid import Cell
+from minitx.ablation.grid import Cell, settings
 from minitx.config import ConfigError
 from minitx.config.checks import first_line
 
@@ -38,21 +38,30 @@ class Outcome:
     seconds: float
 
 
-class Launcher(Protocol):
+class Launcher:
     """Runs cells, ``workers`` at once; who calls sees to it that no more are under way."""
 
-    @property
-    def workers(self) -> int:
-        """How many cells may be under way at once."""
+    def __init__(self, workers: int, run_cell: RunCell) -> None:
+        self.workers, self.run_cell = workers, run_cell
 
-    def submit(self, cell: Cell, overrides: Sequence[str], folder: Path) -> Future[Outcome]:
-        """Start a cell with ``overrides`` in its place under ``folder``; the future never raises."""
+    def submit(self, cell: Cell, folder: Path) -> Future[Outcome]:
+        """Start a cell in its place under ``folder``; the future never raises."""
+        return _in_thread(self._run, *self._arguments(cell, folder))
 
     def runs_alone(self, cell: Cell) -> bool:
-        """Whether nothing may run beside ``cell``."""
+        """Whether nothing may run beside ``cell``; a cluster finds each job and task its place."""
+        return False
 
     def close(self) -> None:
         """End what is under way."""
+
+    def _arguments(self, cell: Cell, folder: Path) -> tuple[Any, ...]:
+        """Those with which ``attempt`` runs a cell."""
+        return self.run_cell, cell.overrides, str(folder / "cells" / cell.study / cell.hash)
+
+    def _run(self, *arguments: Any) -> Outcome:
+        """What comes of ``attempt`` where it is called elsewhere."""
+        raise NotImplementedError
 
 
 @contextmanager
@@ -89,19 +98,14 @@ def open_launcher(
         launcher.close()
 
 
-def place_of(cell: Cell, folder: Path) -> str:
-    """The folder of a cell's run within a grid's ``folder``."""
-    return str(folder / "cells" / cell.study / cell.hash)
-
-
 def devices_of(overrides: Sequence[str]) -> int:
     """The number of devices that the last ``trainer.devices`` override asks for; 1 where none does.
 
     >>> devices_of(["trainer.devices=4", "seed=1", "trainer.devices=2"]), devices_of(["seed=1"])
     (2, 1)
     """
-    given = [text.partition("=")[2] for text in overrides if text.lstrip("+").startswith("trainer.devices=")]
-    return int(given[-1]) if given and given[-1].isdecimal() else 1
+    given = settings(overrides).get("trainer.devices", "")
+    return int(given) if given.isdecimal() else 1
 
 
 def attempt(run_cell: RunCell, overrides: Sequence[str], place: str) -> Outcome:
@@ -122,7 +126,7 @@ def one_line(error: BaseException) -> str:
 # --- this machine
 
 
-class Pool:
+class Pool(Launcher):
     """Worker processes that live for the whole grid, because importing the training stack costs seconds.
 
     Where one dies, all are replaced, and the cells that were under way come back as ``WORKER_DIED``. With ``devices``
@@ -131,22 +135,23 @@ class Pool:
     """
 
     def __init__(self, workers: int, run_cell: RunCell, devices: Sequence[str] = ()) -> None:
-        self.workers, self.run_cell, self.devices = workers, run_cell, tuple(devices)
+        super().__init__(workers, run_cell)
+        self.devices = tuple(devices)
         self.executor: ProcessPoolExecutor | None = None
 
-    def submit(self, cell: Cell, overrides: Sequence[str], folder: Path) -> Future[Outcome]:
+    def submit(self, cell: Cell, folder: Path) -> Future[Outcome]:
         """As ``Launcher.submit``: in a worker, or, where a cell runs alone, in processes of its own."""
-        place = place_of(cell, folder)
+        arguments = self._arguments(cell, folder)
         if self.runs_alone(cell):
             self.close()  # idle workers would keep the devices' memory
-            return _in_thread(attempt, self.run_cell, tuple(overrides), place)
+            return _in_thread(attempt, *arguments)
         if self.executor is None:
             self.executor = self._start()
         try:
-            return _settled(self.executor.submit(attempt, self.run_cell, tuple(overrides), place))
+            return _in_thread(_from_worker, self.executor.submit(attempt, *arguments))
         except BrokenProcessPool:  # a worker died since the last look
             self.close()
-            return self.submit(cell, overrides, folder)
+            return self.submit(cell, folder)
 
     def runs_alone(self, cell: Cell) -> bool:
         """Whether the cell asks for several devices."""
@@ -190,20 +195,11 @@ def _watch(parent: int) -> None:
     os._exit(1)
 
 
-def _settled(inner: Future[Outcome]) -> Future[Outcome]:
-    """A future of what came of a cell, in place of one that raises where its worker died."""
-    outer: Future[Outcome] = Future()
-
-    def settle(done: Future[Outcome]) -> None:
-        try:
-            outer.set_result(done.result())
-        except BrokenProcessPool:
-            outer.set_result(Outcome(None, WORKER_DIED, 0.0))
-        except (Exception, CancelledError) as error:
-            outer.set_result(Outcome(None, one_line(error), 0.0))
-
-    inner.add_done_callback(settle)
-    return outer
+def _from_worker(future: Future[Outcome]) -> Outcome:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        return Outcome(None, WORKER_DIED, 0.0)
 
 
 def _in_thread(function: Callable[..., Outcome], *arguments: Any) -> Future[Outcome]:
@@ -224,7 +220,7 @@ def _in_thread(function: Callable[..., Outcome], *arguments: Any) -> Future[Outc
 # --- a cluster
 
 
-class Submitit:
+class Submitit(Launcher):
     """Slurm jobs, one a cell, by submitit (https://github.com/facebookincubator/submitit).
 
     ``options`` are those of its ``update_parameters`` (``slurm_partition``, ``timeout_min``, ``gpus_per_node`` …; an hour
@@ -234,6 +230,7 @@ class Submitit:
     """
 
     def __init__(self, workers: int, run_cell: RunCell, folder: Path, options: Mapping[str, Any]) -> None:
+        super().__init__(workers, run_cell)
         try:
             import submitit
         except ImportError:
@@ -247,23 +244,18 @@ class Submitit:
             self.executor.update_parameters(**parameters)
         except (RuntimeError, NameError, AssertionError) as error:
             raise ConfigError(f"ablation.launcher=slurm with launcher_options={dict(options)}: {error}") from None
-        self.workers, self.run_cell, self.folder, self.in_process = workers, run_cell, folder, cluster == "debug"
+        self.folder, self.in_process = folder, cluster == "debug"
         self.jobs = set[Any]()
         self.closed = False
         self.lock = threading.Lock()  # submitit keeps one book for all jobs
 
-    def submit(self, cell: Cell, overrides: Sequence[str], folder: Path) -> Future[Outcome]:
+    def submit(self, cell: Cell, folder: Path) -> Future[Outcome]:
         """As ``Launcher.submit``: a job of its own."""
-        arguments = (attempt, self.run_cell, tuple(overrides), place_of(cell, folder))
         if not self.in_process:
-            return _in_thread(self._run, *arguments)
+            return super().submit(cell, folder)
         future: Future[Outcome] = Future()
-        future.set_result(self.executor.submit(*arguments).result())
+        future.set_result(self.executor.submit(attempt, *self._arguments(cell, folder)).result())
         return future
-
-    def runs_alone(self, cell: Cell) -> bool:
-        """Never: Slurm finds each job its place."""
-        return False
 
     def close(self) -> None:
         """Cancel the jobs that are under way."""
@@ -272,13 +264,13 @@ class Submitit:
             for job in self.jobs:
                 job.cancel(check=False)
 
-    def _run(self, *call: Any) -> Outcome:
+    def _run(self, *arguments: Any) -> Outcome:
         started = time.perf_counter()
         stopped = Outcome(None, "the job died: the grid was stopped", 0.0)
         with self.lock:
             if self.closed:
                 return stopped
-            job = self.executor.submit(*call)
+            job = self.executor.submit(attempt, *arguments)
             self.jobs.add(job)
         patience = 5.0  # once cancelled: a job that had not begun never says that it is over
         try:
@@ -303,7 +295,7 @@ class Submitit:
             return bool(job.done())
 
 
-class Ray:
+class Ray(Launcher):
     """Ray tasks, one a cell (https://docs.ray.io); Ray keeps its worker processes between cells.
 
     ``options`` are those of ``ray.init`` (``address`` of a cluster; without one Ray starts on this machine), and ``task``,
@@ -312,6 +304,7 @@ class Ray:
     """
 
     def __init__(self, workers: int, run_cell: RunCell, options: Mapping[str, Any]) -> None:
+        super().__init__(workers, run_cell)
         try:
             import ray
         except ImportError:
@@ -329,24 +322,16 @@ class Ray:
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)  # Ray installs its own, which would exit at once
-        self.workers, self.run_cell, self.shutdown = workers, run_cell, ray.shutdown
-
-    def submit(self, cell: Cell, overrides: Sequence[str], folder: Path) -> Future[Outcome]:
-        """As ``Launcher.submit``: a task of its own."""
-        return _in_thread(self._run, tuple(overrides), place_of(cell, folder))
-
-    def runs_alone(self, cell: Cell) -> bool:
-        """Never: Ray finds each task its place."""
-        return False
+        self.shutdown = ray.shutdown
 
     def close(self) -> None:
         """Leave the cluster, or end the one that was started here."""
         self.shutdown()
 
-    def _run(self, overrides: Sequence[str], place: str) -> Outcome:
+    def _run(self, *arguments: Any) -> Outcome:
         started = time.perf_counter()
         try:
-            outcome: Outcome = self.remote.remote(self.run_cell, overrides, place).future().result()
+            outcome: Outcome = self.remote.remote(*arguments).future().result()
         except Exception as error:
             return Outcome(None, f"the task died: {first_line(error)}", time.perf_counter() - started)
         return outcome

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from minitx.ablation.grid import settings
 from minitx.config import (
     AblationConfig,
     InductionDataConfig,
@@ -211,8 +212,7 @@ _DATA: dict[str, type[Any]] = {
 
 def data_of(record: Record) -> Any:
     """The data of a cell, read off its overrides: one of the recall tasks, else text; only numbers are filled in."""
-    pairs = (override.lstrip("+").partition("=") for override in record.get("overrides", ()))
-    given = {name: value for name, _, value in pairs}
+    given = settings(record.get("overrides", ()))
     kind = _DATA.get(given.get("data", given.get("data.name", "")), TextDataConfig)
     numbers = {field.name: as_number(given.get(f"data.{field.name}", "")) for field in fields(kind)}
     return kind(**{name: int(number) for name, number in numbers.items() if number is not None})

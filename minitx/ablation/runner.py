@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +38,6 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
-@dataclass(frozen=True, eq=False)
-class Job:
-    """A cell to run: with these overrides, in its place under this folder."""
-
-    cell: Cell
-    overrides: tuple[str, ...]
-    folder: Path
-
-
 def project(launcher: Launcher, cells: Iterable[Cell], folder: Path) -> dict[Kind, tuple[float, float]]:
     """Measure (fixed seconds, seconds a step) for each kind of cell by running 1 and 20 steps of one of each.
 
@@ -55,20 +46,17 @@ def project(launcher: Launcher, cells: Iterable[Cell], folder: Path) -> dict[Kin
     kinds: dict[Kind, Cell] = {}
     for cell in cells:
         kinds.setdefault(kind_of(cell), cell)
-    warm = [cell for cell in kinds.values() if not launcher.runs_alone(cell)][: launcher.workers]
-    for _ in outcomes(launcher, [Job(cell, _shortened(cell, 1), folder / "projection") for cell in warm]):
+    probes = {kind: (_shortened(cell, 1), _shortened(cell, min(PROBE_STEPS, cell.steps()))) for kind, cell in kinds.items()}
+    place = folder / "projection"
+    warm = [short for short, _ in probes.values() if not launcher.runs_alone(short)][: launcher.workers]
+    for _ in outcomes(launcher, warm, place):
         pass  # imports and the first data set are no part of a cell's cost
-    keys = {
-        Job(cell, _shortened(cell, steps), folder / "projection" / str(steps)): (kind, steps)
-        for kind, cell in kinds.items()
-        for steps in sorted({1, min(PROBE_STEPS, cell.steps())})
-    }
-    seconds = {keys[job]: outcome.seconds for job, outcome in outcomes(launcher, list(keys))}
+    todo = {probe.hash: probe for both in probes.values() for probe in both}
+    seconds = {probe.hash: outcome.seconds for probe, outcome in outcomes(launcher, list(todo.values()), place)}
     costs = {}
-    for kind, cell in kinds.items():
-        steps = min(PROBE_STEPS, cell.steps())
-        short, longer = seconds[kind, 1], seconds[kind, steps]
-        costs[kind] = (short, max(0.0, longer - short) / max(1, steps - 1))
+    for kind, (short, longer) in probes.items():
+        fixed = seconds[short.hash]
+        costs[kind] = (fixed, max(0.0, seconds[longer.hash] - fixed) / max(1, longer.steps() - 1))
     return costs
 
 
@@ -93,8 +81,9 @@ def projected_seconds(cells: Iterable[Cell], costs: Costs, launcher: Launcher) -
     return sum(cell_seconds(cell, costs) / lanes_of(cell, launcher) for cell in cells)
 
 
-def _shortened(cell: Cell, steps: int) -> tuple[str, ...]:
-    return (*cell.overrides, f"trainer.max_steps={steps}", "schedule.warmup_steps=0", "callbacks.probe.every=0")
+def _shortened(cell: Cell, steps: int) -> Cell:
+    less = (f"trainer.max_steps={steps}", "schedule.warmup_steps=0", "callbacks.probe.every=0")
+    return replace(cell, overrides=(*cell.overrides, *less))
 
 
 def run_cells(
@@ -123,10 +112,10 @@ def run_cells(
     seconds = {cell.hash: cell_seconds(cell, costs) for cell in todo} if costs else None
     lanes = {cell.hash: lanes_of(cell, launcher) for cell in todo}
     table = LiveTable(len(cells), book.before, seconds, lanes, display=display, every_seconds=every_seconds)
-    for job, outcome in outcomes(launcher, [Job(cell, cell.overrides, folder) for cell in todo], table):
-        book.write(job.cell, outcome)
+    for cell, outcome in outcomes(launcher, todo, folder, table):
+        book.write(cell, outcome)
         after_cell()
-        table.end(job.cell, outcome.error)
+        table.end(cell, outcome.error)
     return book.records()
 
 
@@ -191,31 +180,33 @@ class Book:
             os.fsync(file.fileno())
 
 
-def outcomes(launcher: Launcher, jobs: Sequence[Job], table: LiveTable | None = None) -> Iterator[tuple[Job, Outcome]]:
-    """Jobs and what came of them, as they finish; only as many are under way as there are workers.
+def outcomes(
+    launcher: Launcher, cells: Sequence[Cell], folder: Path, table: LiveTable | None = None
+) -> Iterator[tuple[Cell, Outcome]]:
+    """Cells and what came of them, as they finish; only as many are under way as there are workers.
 
     Cells that run alone come last, one by one. So do those that were under way when a worker of a pool died and took the
     others with it: which of them did it shows when each runs alone.
     """
-    waiting = [job for job in reversed(jobs) if not launcher.runs_alone(job.cell)]
-    alone = [job for job in reversed(jobs) if launcher.runs_alone(job.cell)]
-    running: dict[Future[Outcome], Job] = {}
+    waiting = [cell for cell in reversed(cells) if not launcher.runs_alone(cell)]
+    alone = [cell for cell in reversed(cells) if launcher.runs_alone(cell)]
+    running: dict[Future[Outcome], Cell] = {}
     while waiting or running or alone:
         while len(running) < launcher.workers and (waiting or (alone and not running)):
-            job = waiting.pop() if waiting else alone.pop()
+            cell = waiting.pop() if waiting else alone.pop()
             if table:
-                table.begin(job.cell)
-            running[launcher.submit(job.cell, job.overrides, job.folder)] = job
+                table.begin(cell)
+            running[launcher.submit(cell, folder)] = cell
         finished, _ = wait(running, timeout=table.every_seconds if table else None, return_when=FIRST_COMPLETED)
         if any(future.result().error == WORKER_DIED for future in finished):
             finished, _ = wait(running)
         several_died = [future.result().error for future in finished].count(WORKER_DIED) > 1
         for future in finished:
-            job = running.pop(future)
-            if future.result().error == WORKER_DIED and several_died:
-                alone.append(job)
+            cell, outcome = running.pop(future), future.result()
+            if outcome.error == WORKER_DIED and several_died:
+                alone.append(cell)
             else:
-                yield job, future.result()
+                yield cell, outcome
         if table:
             table.look()
 

@@ -27,7 +27,7 @@ class Here:
     def __init__(self, results):
         self.results, self.ran = results, []
 
-    def submit(self, cell, overrides, folder):
+    def submit(self, cell, folder):
         future = Future()
         result = self.results[key_of(cell.describe())]
         self.ran += [cell] if result else []

@@ -164,7 +164,7 @@ def test_submitit_runs_cells_as_jobs_and_a_job_that_dies_is_a_failed_cell(tmp_pa
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # submitit forgets a process that it ended
 def test_closing_submitit_cancels_its_jobs(tmp_path, elsewhere):
     with open_launcher("slurm", 1, what_it_sees, tmp_path, options={"cluster": "local"}) as launcher:
-        future = launcher.submit(cell("slow"), cell("slow").overrides, tmp_path)
+        future = launcher.submit(cell("slow"), tmp_path)
         deadline = time.monotonic() + 20
         while not launcher.jobs and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -133,7 +133,7 @@ def test_the_table_is_shown_while_no_cell_finishes(tmp_path, shown):
         workers = 1
         asked = 0
 
-        def submit(self, cell, overrides, folder):
+        def submit(self, cell, folder):
             self.future = Future()
             return self.future
 

@@ -147,7 +147,7 @@ def test_a_worker_that_dies_costs_its_own_cell_alone(tmp_path, workers):
 
 def test_a_worker_that_is_killed_between_two_cells_is_replaced(tmp_path):
     with open_launcher("local", 1, well_behaved, tmp_path) as pool:
-        first = pool.submit(cell("a"), cell("a").overrides, tmp_path).result().result
+        first = pool.submit(cell("a"), tmp_path).result().result
         os.kill(first["pid"], signal.SIGKILL)
         deadline = time.monotonic() + 10
         while not pool.executor._broken and time.monotonic() < deadline:
@@ -181,9 +181,9 @@ def test_a_projection_survives_cells_that_fail_or_die(tmp_path):
 
 def test_closing_a_pool_ends_its_workers_whatever_they_do(tmp_path):
     pool = Pool(1, moody)
-    pool.submit(cell("a"), cell("a").overrides, tmp_path).result()
+    pool.submit(cell("a"), tmp_path).result()
     (process,) = pool.executor._processes.values()
-    pool.submit(cell("slow"), cell("slow").overrides, tmp_path)
+    pool.submit(cell("slow"), tmp_path)
     pool.close()
     process.join(5)
     assert process.exitcode is not None
@@ -204,7 +204,7 @@ def test_a_worker_whose_parent_was_killed_before_it_began_ends_at_once(monkeypat
         _watch(os.getpid())
     assert ended == [1]
     with open_launcher("local", 1, well_behaved, tmp_path) as pool:
-        pool.submit(cell("a"), cell("a").overrides, Path("/nonexistent")).exception(20)
+        pool.submit(cell("a"), Path("/nonexistent")).exception(20)
         assert pool.executor._initargs == (os.getpid(), None)
 
 
