@@ -36,6 +36,8 @@ SERVED: dict[str, tuple[Any, ...]] = {
 def stacks(cells: Sequence[Cell]) -> list[list[Cell]]:
     """Cells that differ in their seed and in the level of the factor ``lr`` only, together; the order is kept.
 
+    What they cannot be stacked for beyond that, ``check_configs`` says.
+
     >>> run = lambda arm, lr, seed: Cell("recall", arm, {"lr": lr}, seed, ())
     >>> found = stacks([run("a", "1", 0), run("b", "1", 0), run("a", "2", 0), run("a", "1", 1)])
     >>> [[(cell.arm, cell.factors["lr"], cell.seed) for cell in stack] for stack in found]
@@ -43,17 +45,9 @@ def stacks(cells: Sequence[Cell]) -> list[list[Cell]]:
     """
     found: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
-        found.setdefault(_place(cell), []).append(cell)
+        condition = sorted((name, level) for name, level in cell.factors.items() if name != RATE)
+        found.setdefault((cell.study, cell.arm, *condition), []).append(cell)
     return list(found.values())
-
-
-def stackable(cells: Sequence[Cell]) -> bool:
-    """Whether these cells are one stack; what they cannot be stacked for beyond that, ``check_configs`` says."""
-    return len({_place(cell) for cell in cells}) == 1
-
-
-def _place(cell: Cell) -> tuple[Any, ...]:
-    return (cell.study, cell.arm, *sorted((name, level) for name, level in cell.factors.items() if name != RATE))
 
 
 def check_configs(configs: Sequence[RunConfig]) -> None:

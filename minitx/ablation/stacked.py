@@ -36,26 +36,25 @@ BACKEND = "math"
 DTYPES = {"32-true": torch.float32, "64-true": torch.float64}
 
 
-def train_stack(configs: Sequence[RunConfig], *, device: str = "auto") -> list[dict[str, Any]]:
+def train_stack(configs: Sequence[RunConfig]) -> list[dict[str, Any]]:
     """Train R runs at once; the results in their order, as ``outcome.summarise`` gives them, with ``probes: []``.
 
     The runs may differ in ``seed``, in ``optimizer`` but for its betas (rules, weight decay, eps and clipping included),
     in ``schedule`` and in how the same model is initialised. A run whose loss or gradient is not finite stops there and is
     NONFINITE; the others go on. Nothing is written: no folder, no checkpoint, no probes, no progress.
 
-    Args:
-        device: ``cpu``, ``cuda``, or ``auto``: where ``trainer.accelerator`` says.
-
     Raises:
         ConfigError: configs that differ in more, ask for what no stack serves (``stackable.SERVED``), or whose
             batches differ in shape.
-        ValueError: no config, another device.
+        ValueError: no config.
     """
     check_configs(configs)
     options = configs[0].trainer
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    place = _device(device, options)
+    with quiet_lightning():
+        check_devices(options)
+    place = torch.device("cpu" if runs_on_cpu(options) else "cuda")
     data = {seed: prepare_data(config) for seed, config in {config.seed: config for config in configs}.items()}
     runs = [_build(config, data[config.seed]) for config in configs]
     with _default_dtype(DTYPES[options.precision]):
@@ -196,18 +195,6 @@ def adamw(
 def _build(config: RunConfig, data: DataModule) -> TrainingModule:
     model = dataclasses.replace(config.model, backend=BACKEND)
     return build_module(config, fit_model_config(model, data), data)
-
-
-def _device(device: str, options: TrainerConfig) -> torch.device:
-    if device == "auto":
-        with quiet_lightning():
-            check_devices(options)
-        return torch.device("cpu" if runs_on_cpu(options) else "cuda")
-    if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"device={device!r} must be auto, cpu or cuda")
-    if device != "cpu" and not torch.cuda.is_available():
-        raise ConfigError(f"device={device}: this machine has no usable GPU")
-    return torch.device(device)
 
 
 @contextmanager

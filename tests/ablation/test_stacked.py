@@ -11,7 +11,7 @@ import torch
 
 from minitx.ablation import stacked
 from minitx.ablation.grid import Cell, cells
-from minitx.ablation.stackable import SERVED, stackable, stacks
+from minitx.ablation.stackable import SERVED, stacks
 from minitx.ablation.stacked import adamw, train_stack
 from minitx.config import (
     AblationConfig,
@@ -164,7 +164,7 @@ def test_the_null_control_holds_bit_for_bit_in_a_stack():
 
 def test_in_float32_a_stack_is_the_trainer_up_to_float32(tmp_path):
     (run,) = three_runs(trainer={"precision": "32-true", "max_steps": 5})[2:]
-    (ours,) = train_stack([run], device="cpu")
+    (ours,) = train_stack([run])
     assert_same_run(ours, train(run, tmp_path), tolerance=1e-4)
     assert torch.get_default_dtype() == torch.float32
 
@@ -257,14 +257,9 @@ def test_batches_of_different_lengths_are_refused(monkeypatch):
         next(stacked._batches([config(seed=0), config(seed=1)], {0: Ragged(3), 1: Ragged(5)}, torch.device("cpu")))
 
 
-def test_a_stack_needs_a_run_and_a_device():
+def test_a_stack_needs_a_run():
     with pytest.raises(ValueError, match="configs must hold at least one run, got none"):
         train_stack([])
-    with pytest.raises(ValueError, match="device='tpu' must be auto, cpu or cuda"):
-        train_stack([BASE], device="tpu")
-    if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="device=cuda: this machine has no usable GPU"):
-            train_stack([BASE], device="cuda")
 
 
 def test_what_fails_leaves_the_default_dtype_alone(monkeypatch):
@@ -289,7 +284,7 @@ def test_a_stack_holds_the_seeds_and_rates_of_one_arm_under_one_condition_in_the
     places = [(stack[0].study, stack[0].arm, stack[0].factors["width"]) for stack in found]
     assert len(found) == len(set(places)) == 2 * 2 + 2
     for stack in found:
-        assert stackable(stack)
+        assert stacks(stack) == [stack]
         assert len({(cell.study, cell.arm, cell.factors["width"]) for cell in stack}) == 1
         seeds = (8, 5, 3) if stack[0].study == "main" else (5, 3)
         assert [(cell.seed, cell.factors["lr"]) for cell in stack] == [(s, lr) for s in seeds for lr in ("low", "high")]
@@ -300,14 +295,13 @@ def test_a_stack_holds_the_seeds_and_rates_of_one_arm_under_one_condition_in_the
 @pytest.mark.parametrize("other", [{"arm": "b"}, {"study": "side"}, {"factors": {"lr": "1", "width": "8"}}])
 def test_cells_of_two_arms_studies_or_conditions_are_no_stack(other):
     cell = Cell("main", "a", {"lr": "1", "width": "16"}, 0, ())
-    assert stackable([cell, dataclasses.replace(cell, seed=1), dataclasses.replace(cell, factors={"lr": "2", "width": "16"})])
-    assert not stackable([cell, dataclasses.replace(cell, **other)])
+    same = [cell, dataclasses.replace(cell, seed=1), dataclasses.replace(cell, factors={"lr": "2", "width": "16"})]
+    assert stacks(same) == [same]
     assert len(stacks([cell, dataclasses.replace(cell, **other)])) == 2
 
 
 def test_no_cells_are_no_stack():
     assert stacks([]) == []
-    assert not stackable([])
 
 
 def test_a_rate_is_spread_over_its_parameter_only_where_rates_differ():
