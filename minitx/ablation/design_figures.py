@@ -33,7 +33,7 @@ def _endpoints(cells: Cells, study: str, arm: str, condition: Condition) -> tupl
     runs = Paired(cells, study, (arm,), condition, SCORES["accuracy"])
     if not runs.usable:
         return (), ()
-    return runs.at_best(0).tolist(), usable_window(runs.values[0], cells.solved(study)).share
+    return runs.at_best(0).tolist(), usable_window(runs.values[0], cells.planned(study).solved).share
 
 
 def _draw_seeds(ax: Axes, x: float, values: Sequence[float], color: str, marker: str) -> None:

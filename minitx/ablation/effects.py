@@ -64,7 +64,7 @@ class Paired:
             if set(arms) <= set(cells.arms(study, **{**condition, RATE: rate}))
         ) or ("",)
         judged = sorted({seed for arm in arms for seed in cells.seeds(study, arm, **condition)})
-        tune_seeds = cells.tune_seeds(study)
+        tune_seeds = cells.planned(study).tune_seeds
         self.seeds, self.values = self._complete(judged)
         tuned_on, self.tuning = self._complete(tune_seeds)
         self.incomplete = tuple(sorted({*judged, *tune_seeds} - {*self.seeds, *tuned_on}))

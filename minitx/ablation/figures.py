@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minitx.ablation import design_figures, probe_figures, records
+from minitx.ablation import design_figures, probe_figures
 from minitx.ablation.effects import score_table
 from minitx.ablation.records import DOSE, RATE, RECALL, TWO_BY_TWO, Cells
 from minitx.ablation.render import Drawing
@@ -27,37 +27,31 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def rate_against_score(findings: Findings, study: str) -> Figure | None:
-    """Learning rate against the score of a study, a panel a condition, every run a dot."""
-    score = findings.cells.score(study)
-    return score and _by_rate(findings, study, score, score.name, _draw_runs)
-
-
-def solve_rate(findings: Findings, study: str) -> Figure | None:
-    """Share of seeds that solve a task, with Wilson's 95 % interval, against the learning rate."""
-    score = findings.cells.score(study)
-    draw = functools.partial(_draw_shares, solved=findings.cells.solved(study))
-    return score and _by_rate(findings, study, score, "share of seeds solved", draw)
-
-
-def _by_rate(findings: Findings, study: str, score: records.Score, y: str, draw: Callable[..., None]) -> Figure | None:
-    """A panel a condition with the learning rates side by side; ``draw`` fills in one arm."""
-    cells, arms = findings.cells, findings.cells.arms(study)
+def by_rate(findings: Findings, study: str, *, shares: bool) -> Figure | None:
+    """The learning rates side by side, a panel a condition: every run a dot at its score, or the ``shares`` of seeds that solve
+    the task with Wilson's 95 % interval.
+    """
+    cells, arms, score = findings.cells, findings.cells.arms(study), findings.cells.score(study)
     conditions = [c for c in cells.conditions(study) if cells.levels(study, RATE, **c)]
-    if not conditions or not cells.select(study):
+    if score is None or not conditions or not cells.select(study):
         return None
-    figure, axes = wrapped_panels(len(conditions), y, sharey=True)
+    solved = cells.planned(study).solved
+    figure, axes = wrapped_panels(len(conditions), "share of seeds solved" if shares else score.name, sharey=True)
     for ax, condition in zip(axes, conditions, strict=True):
         rates = cells.levels(study, RATE, **condition)
         here = cells.arms(study, **condition)
-        width = 0.05 if draw is _draw_runs else 0.12
         for i, arm in enumerate(here):
             values = score_table(cells, study, arm, condition, cells.seeds(study, arm, **condition), rates, score)
-            draw(ax, values, np.arange(len(rates)) + dodge(len(here), i, width), *style(arm, arms))
+            x = np.arange(len(rates), dtype=np.float64) + dodge(len(here), i, 0.12 if shares else 0.05)
+            if shares:
+                _draw_shares(ax, values, solved, x, *style(arm, arms))
+            else:
+                _draw_runs(ax, values, x, *style(arm, arms))
         ax.set_xticks(range(len(rates)), rates)
         ax.set_xlim(-0.5, len(rates) - 0.5)
         if score.better > 0:
-            ax.axhline(cells.solved(study), color=GREY, linewidth=0.8, linestyle="--" if draw is _draw_runs else "")
+            if not shares:
+                ax.axhline(solved, color=GREY, linewidth=0.8, linestyle="--")
             ax.set_ylim(-0.05, 1.05)
         label(ax, condition_text(condition) if condition else study, "learning rate")
     legend(figure, [(arm, *style(arm, arms), "-") for arm in arms])
@@ -74,7 +68,7 @@ def _draw_runs(ax: Axes, values: Floats, x: Floats, color: str, marker: str) -> 
     ax.plot(x[ran], medians, "_", color=color, markersize=9, markeredgewidth=2)
 
 
-def _draw_shares(ax: Axes, values: Floats, x: Floats, color: str, marker: str, *, solved: float) -> None:
+def _draw_shares(ax: Axes, values: Floats, solved: float, x: Floats, color: str, marker: str) -> None:
     for position, column in zip(x, values.T, strict=True):
         ran = column[np.isfinite(column)]
         if len(ran):
@@ -123,10 +117,10 @@ def _of_study(cells: Cells, study: str) -> list[Plan]:
     if len(cells.levels(study, RATE)) > 1:
         bar = " The dashed line is the bar for solved." if score.better > 0 else ""
         title = f"{study}: learning rate against {score.name}"
-        plans.append((f"{study}_rates", title, dots + bar, functools.partial(rate_against_score, study=study)))
+        plans.append((f"{study}_rates", title, dots + bar, functools.partial(by_rate, study=study, shares=False)))
         if score.better > 0:
             caption = "Points are shares, bars are Wilson's 95 % intervals."
-            draw = functools.partial(solve_rate, study=study)
+            draw = functools.partial(by_rate, study=study, shares=True)
             plans.append((f"{study}_solved", f"{study}: share of seeds that solve it", caption, draw))
     if cells.grid.studies[study].measures or len(cells.levels(study, RATE)) < 2:
         caption = "At the rate that the score chose: a dot is a seed, bars are medians."

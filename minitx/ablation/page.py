@@ -129,7 +129,7 @@ def _limits(findings: Findings) -> list[Block]:
     if any(c.endpoint == "E2" for c in findings.main):
         limits.append("The usable window is a share of few rates: it moves in steps, and only within the rates of this grid.")
     reused = sorted(
-        {c.study for c in findings.main if not cells.tune_seeds(c.study) and len(cells.levels(c.study, rec.RATE)) > 1}
+        {c.study for c in findings.main if not cells.planned(c.study).tune_seeds and len(cells.levels(c.study, rec.RATE)) > 1}
     )
     if reused:
         studies = f" ({', '.join(reused)})" if len(reused) < len({c.study for c in findings.main}) else ""

@@ -134,7 +134,7 @@ def _fold(findings: Findings) -> Answer:
     if len(pair.seeds) < 2:
         return "INCONCLUSIVE", "fewer than two paired seeds"
     base, bare, fold = low = [values[:, 0] for values in pair.values]
-    largest = [np.array(st.usable_window(values, findings.cells.solved(rec.RECALL)).largest) for values in pair.values]
+    largest = [np.array(st.usable_window(values, findings.cells.planned(rec.RECALL).solved).largest) for values in pair.values]
     recovered, smaller = st.paired_t_interval(fold - (base + bare) / 2), st.paired_t_interval(largest[2] - largest[0])
     means = ", ".join(f"{arm} {number(float(v.mean()))}" for arm, v in zip(arms, low, strict=True))
     evidence = (

@@ -114,29 +114,21 @@ class Cells:
         found = {level for k in self.keys(study, **levels) for name, level in k.factors if name == factor}
         if all(as_number(level) is not None for level in found):
             return tuple(sorted(found, key=lambda level: (float(level), level)))
-        return _in_order(found, self._planned(study).factors.get(factor, ()))
+        return _in_order(found, self.planned(study).factors.get(factor, ()))
 
     def arms(self, study: str, **levels: str) -> tuple[str, ...]:
         """Arms of a study that have these levels, in the order of the grid."""
-        return _in_order({k.arm for k in self.keys(study, **levels)}, self._planned(study).arms)
+        return _in_order({k.arm for k in self.keys(study, **levels)}, self.planned(study).arms)
 
     def seeds(self, study: str, arm: str, **levels: str) -> tuple[int, ...]:
         """Seeds that are judged, of these levels."""
-        tuned_on = self._planned(study).tune_seeds
+        tuned_on = self.planned(study).tune_seeds
         return tuple(sorted({k.seed for k in self.keys(study, arm, **levels)} - set(tuned_on)))
-
-    def solved(self, study: str) -> float:
-        """The accuracy at which the task of a study is solved."""
-        return self._planned(study).solved
 
     def score(self, study: str) -> Score | None:
         """What a study is judged by, ``None`` where it is not judged."""
-        word = self._planned(study).score
+        word = self.planned(study).score
         return None if word is None else SCORES[word]
-
-    def tune_seeds(self, study: str) -> tuple[int, ...]:
-        """Seeds whose runs choose the rate and are never judged."""
-        return self._planned(study).tune_seeds
 
     def conditions(self, study: str, *arms: str) -> tuple[Condition, ...]:
         """Every combination of the levels of the factors but the learning rate that has these arms, smallest d_k first."""
@@ -149,7 +141,8 @@ class Cells:
         ranked = (dict(place) for place in sorted(places, key=rank))
         return tuple(c for c in ranked if set(arms) <= set(self.arms(study, **c)))
 
-    def _planned(self, study: str) -> StudyConfig:
+    def planned(self, study: str) -> StudyConfig:
+        """A study as the grid plans it; an empty one where the grid has none of this name."""
         return self.grid.studies.get(study, StudyConfig())
 
 

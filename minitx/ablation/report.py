@@ -31,20 +31,16 @@ RECORD_COLUMNS = ("seconds", "cell", "error", "command")
 class Report:
     """What was written, and what the terminal shows.
 
-    ``headline`` is the verdict sentence; ``table_text`` a summary of at most 100 columns; ``comparisons`` carry the
-    verdicts; the counts say how many cells were expected, finished, failed and never came back.
+    ``headline`` is the verdict sentence; ``table_text`` a summary of at most 100 columns; ``findings`` carry the verdicts and
+    the cells.
     """
 
     folder: Path
     files: tuple[Path, ...]
     headline: str
     table_text: str
-    comparisons: tuple[Comparison, ...]
-    predictions: tuple[Prediction, ...]
-    expected: int
-    done: int
-    failed: int
-    missing: int
+    findings: Findings
+    predictions: Sequence[Prediction]
 
 
 def write_report(
@@ -90,12 +86,8 @@ def write_report(
         files=tuple(target / name for name in contents),
         headline=" ".join(filter(None, [page.notice, *page.headline])),
         table_text=summary_text(findings, judged),
-        comparisons=findings.comparisons,
-        predictions=tuple(judged),
-        expected=len(cells.expected),
-        done=len(cells.done),
-        failed=len(cells.failed),
-        missing=len(cells.missing),
+        findings=findings,
+        predictions=judged,
     )
 
 
@@ -167,6 +159,5 @@ def cells_csv(cells: Cells) -> str:
         levels = dict(key.factors)
         values = [key.study, key.arm, *(levels.get(f) for f in factors), key.seed, record["status"]]
         values += [result.get(name) for name in RESULT_COLUMNS]
-        values += [record.get(name) for name in RECORD_COLUMNS]
-        lines.writerow(["" if value is None else str(value) for value in values])
+        lines.writerow(values + [record.get(name) for name in RECORD_COLUMNS])
     return buffer.getvalue()

@@ -166,7 +166,13 @@ class Book:
 
     def write(self, cell: Cell, outcome: Outcome) -> None:
         """Keep what came of a cell; it is on the disk when this returns."""
-        self._found[cell.hash] = record = _record(cell, outcome)
+        self._found[cell.hash] = record = {
+            **cell.describe(),
+            "status": "failed" if outcome.error else "done",
+            "error": outcome.error,
+            "seconds": round(outcome.seconds, 3),
+            "result": outcome.result,
+        }
         self._append(json.dumps(record) + "\n")
 
     def records(self) -> list[Record]:
@@ -209,13 +215,3 @@ def outcomes(
                 yield cell, outcome
         if table:
             table.look()
-
-
-def _record(cell: Cell, outcome: Outcome) -> Record:
-    return {
-        **cell.describe(),
-        "status": "failed" if outcome.error else "done",
-        "error": outcome.error,
-        "seconds": round(outcome.seconds, 3),
-        "result": outcome.result,
-    }

@@ -295,7 +295,7 @@ def _same_rate_rows(cells: Cells, study: str, arms: Sequence[str]) -> list[tuple
         for rate, e in rate_effects(cells, study, arms, condition, score).items():
             pairs, solved = len(e.reference), ("–", "–")
             if score.better > 0:
-                a, b = (sum(x >= cells.solved(study) for x in values) for values in (e.reference, e.treatment))
+                a, b = (sum(x >= cells.planned(study).solved for x in values) for values in (e.reference, e.treatment))
                 solved = (f"{a} and {b} of {pairs}", p_text(fisher_p((a, b), (pairs, pairs))))
             rows.append((condition_text(condition), rate, *_effect_cells(e), *solved))
     return rows

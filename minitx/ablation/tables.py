@@ -45,13 +45,9 @@ def arm_rows(cells: Cells) -> list[ArmRow]:
     """Every arm of every study, none left out."""
     rows = []
     for study in sorted({k.study for k in cells.expected}):
-        for condition in cells.conditions(study) if _is_judged(cells, study) else ({},):
+        for condition in cells.conditions(study) if cells.score(study) else ({},):
             rows += [_arm_row(cells, study, arm, condition) for arm in cells.arms(study, **condition)]
     return rows
-
-
-def _is_judged(cells: Cells, study: str) -> bool:
-    return cells.score(study) is not None
 
 
 def _arm_row(cells: Cells, study: str, arm: str, condition: Condition) -> ArmRow:
@@ -75,7 +71,7 @@ def _chosen_rates(
         return {}, 0, ()
     choices = runs.choices(0, plateau=cells.grid.margin)
     chosen = {rates[i]: choices.picks.count(i) for i in sorted(set(choices.picks))}
-    windows = usable_window(runs.values[0], cells.solved(study)).largest if score.better > 0 else ()
+    windows = usable_window(runs.values[0], cells.planned(study).solved).largest if score.better > 0 else ()
     return chosen, sum(choices.on_edge), tuple(rates[i] if i >= 0 else None for i in windows)
 
 
@@ -84,15 +80,14 @@ def _chosen_rates(
 
 @dataclass(frozen=True)
 class LadderRow:
-    """One rung: both arms, and the signs of instability of the unscaled one where the scaled one trains.
+    """One rung: the runs of both arms, and the signs of instability of the unscaled one where the scaled one trains.
 
     ``difference`` is unscaled − scaled in nats. ``gradient_ratio`` is the ratio of the median gradient norms.
     """
 
     rung: str
     seed: int
-    reference: Record | None
-    treatment: Record | None
+    runs: tuple[Record | None, Record | None]
     difference: float | None = None
     gradient_ratio: float | None = None
     signs: tuple[str, ...] = ()
@@ -102,11 +97,6 @@ class LadderRow:
     def separated(self) -> bool:
         """The unscaled arm is worse by more than ``SEPARATION`` nats."""
         return self.difference is not None and self.difference > SEPARATION
-
-    @property
-    def runs(self) -> tuple[Record | None, Record | None]:
-        """The runs of both arms, None where one is missing."""
-        return self.reference, self.treatment
 
     @property
     def label(self) -> str:
@@ -126,12 +116,11 @@ def ladder_rows(cells: Cells) -> list[LadderRow]:
 
 def _ladder_row(rung: str, seed: int, a: Record | None, b: Record | None) -> LadderRow:
     if a is None or b is None:
-        return LadderRow(rung, seed, a, b)
+        return LadderRow(rung, seed, (a, b))
     return LadderRow(
         rung=rung,
         seed=seed,
-        reference=a,
-        treatment=b,
+        runs=(a, b),
         difference=rec.finite(rec.loss_of(b) - rec.loss_of(a)),
         gradient_ratio=_ratio(b, a, "grad_norm_median"),
         signs=() if _failed_to_learn(a) else tuple(_instability(a, b)),

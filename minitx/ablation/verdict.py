@@ -101,7 +101,7 @@ def _compare(cells: Cells, planned: ComparisonConfig, condition: Condition) -> I
     pair = Paired(cells, study, planned.arms, condition, score)
     found = [("E1", f"{score.name} at the best rate", score.better, pair.effect())]
     if score.better > 0:
-        windows = (st.usable_window(v, cells.solved(study)).share for v in pair.values)
+        windows = (st.usable_window(v, cells.planned(study).solved).share for v in pair.values)
         found.append(("E2", WINDOW, 1, Effect(*windows) if pair.usable else None))
     for name in cells.grid.studies[study].measures:
         measured = rec.measure(name)

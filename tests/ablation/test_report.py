@@ -48,7 +48,7 @@ def verdicts(report: Report) -> dict[tuple[str, str, str], str]:
     """Verdict of unscaled − inv_sqrt by endpoint, init and d_k."""
     return {
         (c.endpoint, c.condition["init"], c.condition["head_dim"]): c.judgement.word
-        for c in report.comparisons
+        for c in report.findings.comparisons
         if c.arms == ("inv_sqrt", "unscaled")
     }
 
@@ -76,13 +76,13 @@ def test_a_known_effect_gives_harm_where_it_was_put_and_no_harm_where_it_was_not
 
 
 def test_the_primary_family_is_two_tests_adjusted_by_holm_and_the_rest_is_not_adjusted(quick: Report) -> None:
-    primary = [c for c in quick.comparisons if c.primary]
+    primary = [c for c in quick.findings.comparisons if c.primary]
     assert [(c.endpoint, c.condition) for c in primary] == [
         ("E1", {"head_dim": "128", "init": "lecun"}),
         ("E2", {"head_dim": "128", "init": "lecun"}),
     ]
     assert [(c.p_harm, c.p_adjusted) for c in primary] == [(1 / 64, 2 / 64)] * 2
-    assert all(c.p_adjusted is None for c in quick.comparisons if not c.primary)
+    assert all(c.p_adjusted is None for c in quick.findings.comparisons if not c.primary)
 
 
 def tuned_grid(**changes: Any) -> AblationConfig:
@@ -262,7 +262,7 @@ def test_a_grid_about_something_else_gets_the_same_kind_of_report(tmp_path: Path
     report = write_report(*norm_records(norm_grid()), tmp_path, meta=META)
     assert "norms, post − pre (paired by seed; positive is harm): depth 6 (primary, 6 paired seeds): " in report.headline
     assert "Secondary: loss at 9 +0.300 (95 % +0.300 to +0.300): HARM." in report.headline
-    assert [(c.condition["depth"], c.endpoint, c.judgement.word) for c in report.comparisons] == [
+    assert [(c.condition["depth"], c.endpoint, c.judgement.word) for c in report.findings.comparisons] == [
         ("6", "E1", "HARM"),
         ("2", "E1", "NO HARM"),
         ("2", "loss_at_9", "NO HARM"),
@@ -371,7 +371,8 @@ def test_a_failed_and_a_missing_cell_are_counted_named_and_block_the_verdict(fab
     gone = next(i for i, r in enumerate(records) if r["study"] == "text")
     del records[gone]
     report = write_report(records, grid, expected, tmp_path, meta=META)
-    assert (report.expected, report.done, report.failed, report.missing) == (288, 286, 1, 1)
+    cells = report.findings.cells
+    assert list(map(len, (cells.expected, cells.done, cells.failed, cells.missing))) == [288, 286, 1, 1]
     assert "1 failed, 1 missing" in report.table_text
     words = words_of(tmp_path / "report.html")
     assert "288 expected, 286 done, 1 failed, 1 missing" in words
@@ -386,7 +387,7 @@ def test_a_cell_of_another_grid_is_counted_and_changes_no_table(fabricate: Any, 
     records, grid, expected = fabricate()
     stranger = records[0] | {"seed": 99}
     report = write_report([*records, stranger], grid, expected, tmp_path, meta=META)
-    assert report.comparisons == quick.comparisons
+    assert report.findings.comparisons == quick.findings.comparisons
     assert "1 that belong to no cell of the grid" in words_of(tmp_path / "report.html")
 
 
@@ -400,7 +401,7 @@ def test_a_retried_cell_counts_once_and_the_finished_record_wins(fabricate: Any)
 
 def test_the_csv_has_one_line_for_every_expected_cell(quick: Report) -> None:
     rows = list(csv.DictReader(io.StringIO((quick.folder / "cells.csv").read_text(encoding="utf-8"))))
-    assert len(rows) == quick.expected
+    assert len(rows) == len(quick.findings.cells.expected)
     nonfinite = [row for row in rows if row["outcome"] == "NONFINITE"]
     assert [(row["rung"], row["val_loss"], row["nonfinite_step"]) for row in nonfinite] == [("S5c", "", "120")]
 
@@ -438,7 +439,7 @@ def test_the_ladder_names_instability_only_where_the_scaled_arm_trains(fabricate
     assert list(rows) == ["S0", "S1", "S2", "S3", "S4", "S5a", "S5b", "S5c"]
     assert [rung for rung, row in rows.items() if row.signs] == ["S3", "S5a", "S5c"]
     assert [rung for rung, row in rows.items() if row.both_fail] == ["S4"]
-    assert rows["S5c"].difference == pytest.approx(4.3 - rows["S5c"].reference["result"]["val_loss"])
+    assert rows["S5c"].difference == pytest.approx(4.3 - rows["S5c"].runs[0]["result"]["val_loss"])
     assert any("median gradient norm" in sign for sign in rows["S3"].signs)
     assert any("spikes" in sign for sign in rows["S5c"].signs)
 
@@ -576,7 +577,7 @@ def test_a_grid_with_one_study_alone_makes_a_report(fabricate: Any, make_grid: A
     whole = make_grid(1)
     grid = AblationConfig(arms=whole.arms, studies={kept: whole.studies[kept]})
     report = write_report(*fabricate(grid), tmp_path, meta={})
-    assert report.done == report.expected > 0
+    assert len(report.findings.cells.done) == len(report.findings.cells.expected) > 0
     if kept != "recall":
         assert "compares no two arms" in report.headline
 
@@ -586,7 +587,7 @@ def test_a_grid_of_which_nothing_finished_makes_a_report(fabricate: Any, tmp_pat
     records, grid, expected = fabricate()
     records = [r | {"status": "failed", "error": None, "result": None} for r in records] if status == "failed" else []
     report = write_report(records, grid, expected, tmp_path, meta={})
-    assert getattr(report, status) == report.expected
+    assert len(getattr(report.findings.cells, status)) == len(report.findings.cells.expected)
     assert set(verdicts(report).values()) == {"INCONCLUSIVE"}
     assert "No figure" in words_of(tmp_path / "report.html")
 
