@@ -155,8 +155,8 @@ def plan(
     Runs are trimmed where the projection of the ``whole`` grid exceeds its time limit, of which ``grid`` may be a part.
     The decision is kept in ``plan.json``: a grid that goes on after a stop, or part by part, runs the same cells.
     """
-    path = folder / "plan.json"
-    chosen = cells(grid, common=common, trimmed=was_trimmed(folder))
+    path, trimmed = folder / "plan.json", was_trimmed(folder)
+    chosen = cells(grid, common=common, trimmed=trimmed)
     done = {record["cell"] for record in read_records(folder / "cells.jsonl") if record["status"] == "done"}
     todo = [cell for cell in chosen if cell.hash not in done]
     if not todo:
@@ -165,7 +165,6 @@ def plan(
     everything = cells(replace(whole, only=()), common=common) if limit is not None else todo
     costs = project(launcher, everything, folder)
     shutil.rmtree(folder / "projection", ignore_errors=True)
-    trimmed = was_trimmed(folder)
     if limit is not None and (seconds := projected_seconds(everything, costs, launcher)) > limit:
         log.info("projection: %.0f s, over the limit of %.0f s: the runs are shortened", seconds, limit)
         trimmed = True
@@ -326,15 +325,10 @@ def _commit() -> str:
     """The checkout's commit, marked where files differ from it."""
     here = Path(__file__).resolve().parent
     try:
-        described = subprocess.run(
-            ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        words = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+        return subprocess.check_output(words, stderr=subprocess.DEVNULL, text=True).strip()
     except (OSError, subprocess.CalledProcessError):
         return "not a git checkout"
-    return described.stdout.strip()
 
 
 def _processor() -> str:

@@ -148,10 +148,9 @@ class AblationConfig:
             require(
                 not both, f"studies.{name}.tune_seeds={list(study.tune_seeds)} are judged too: seed {both[:1]} is in both lists"
             )
-        missing = [name for name in self.only if name not in self.studies]
-        require(not missing, f"only={missing} are no studies of this grid; it has {', '.join(self.studies)}")
-        trimmed = [name for name in self.trim if name not in self.studies]
-        require(not trimmed, f"trim={trimmed} are no studies of this grid; it has {', '.join(self.studies)}")
+        for key, names in (("only", self.only), ("trim", self.trim)):
+            missing = [name for name in names if name not in self.studies]
+            require(not missing, f"{key}={missing} are no studies of this grid; it has {', '.join(self.studies)}")
         for i, comparison in enumerate(self.comparisons):
             self._check_comparison(f"comparisons[{i}]", comparison)
         for name, prediction in self.predictions.items():
@@ -195,5 +194,6 @@ class AblationConfig:
             if all(expected.study in studies for expected in prediction.expect)
         }
         trim = {name: overrides for name, overrides in self.trim.items() if name in studies}
-        part = replace(self, comparisons=compared, predictions=foretold, only=(), trim={}, confirmatory=False)
-        return replace(part, studies=studies, trim=trim)
+        return replace(
+            self, studies=studies, comparisons=compared, predictions=foretold, trim=trim, only=(), confirmatory=False
+        )
