@@ -74,10 +74,8 @@ def headline(findings: Findings) -> list[str]:
         best = best_rate_loss(cells, condition)
         if best:
             pairs, size = count_text(len(best.reference), "paired seed"), f"{signed(best.difference)} nats"
-            text = (
-                f"text ({pairs}): validation loss at the best rate {size} ({sections.interval_text(best)}), positive is harm."
-            )
-            sentences.append(text)
+            interval = sections.interval_text(best)
+            sentences.append(f"text ({pairs}): validation loss at the best rate {size} ({interval}), positive is harm.")
     return [*sentences, *([ladder_sentence(findings.ladder)] if findings.ladder else [])]
 
 

@@ -14,17 +14,10 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from minitx.ablation.grid import settings
-from minitx.config import (
-    AblationConfig,
-    InductionDataConfig,
-    KeyValueDataConfig,
-    MultiQueryDataConfig,
-    StudyConfig,
-    TextDataConfig,
-)
+from minitx.config import AblationConfig, RecallDataConfig, StudyConfig, TextDataConfig
 
 REFERENCE, TREATMENT, FOLD, FLOOR, NULL = "inv_sqrt", "unscaled", "init_fold", "uniform", "full_fold"
 ARMS = (REFERENCE, TREATMENT)
@@ -196,17 +189,13 @@ class Score(NamedTuple):
     name: str
 
 
-_DATA: dict[str, type[Any]] = {
-    "kv_lookup": KeyValueDataConfig,
-    "multi_query_recall": MultiQueryDataConfig,
-    "induction": InductionDataConfig,
-}
+_RECALL: dict[str, type[Any]] = {kind.name: kind for kind in get_args(RecallDataConfig)}
 
 
 def data_of(record: Record) -> Any:
     """The data of a cell, read off its overrides: one of the recall tasks, else text; only numbers are filled in."""
     given = settings(record.get("overrides", ()))
-    kind = _DATA.get(given.get("data", given.get("data.name", "")), TextDataConfig)
+    kind = _RECALL.get(given.get("data", given.get("data.name", "")), TextDataConfig)
     numbers = {field.name: as_number(given.get(f"data.{field.name}", "")) for field in fields(kind)}
     return kind(**{name: int(number) for name, number in numbers.items() if number is not None})
 

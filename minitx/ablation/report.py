@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from string import ascii_lowercase
 from typing import Any
 
 from minitx.ablation.figures import draw_all
@@ -103,13 +104,13 @@ def summary_text(findings: Findings, judged: Sequence[Prediction]) -> str:
     )
     blocks = [counts]
     pairs = list(dict.fromkeys(c.arms for c in findings.main))
-    rows = [_summary_row(c, f"{_letter(pairs, c.arms)}: " if len(pairs) > 1 else "") for c in findings.main]
+    letters = {pair: f"{letter}: " for pair, letter in zip(pairs, ascii_lowercase, strict=False)} if len(pairs) > 1 else {}
+    rows = [_summary_row(c, letters.get(c.arms, "")) for c in findings.main]
     if rows:
         arms = pairs[0] if len(pairs) == 1 else ("first", "second")
         headers = ("", "where", "seeds", *arms, "change", "95 % interval", "p", "verdict")
-        caption = "E1 score at the best rate, E2 usable window; * primary."
-        for pair in pairs if len(pairs) > 1 else ():
-            caption += f" {_letter(pairs, pair)}: {pair[1]} − {pair[0]}."
+        named = [f"{letter}{treatment} − {reference}." for (reference, treatment), letter in letters.items()]
+        caption = " ".join(["E1 score at the best rate, E2 usable window; * primary.", *named])
         blocks.append(to_text(Table(caption, headers, rows)))
     if findings.ladder:
         blocks.append(to_text(_ladder_summary(findings)))
@@ -119,11 +120,6 @@ def summary_text(findings: Findings, judged: Sequence[Prediction]) -> str:
     if judged:
         blocks.append("\n".join(textwrap.wrap("predictions: " + ", ".join(f"{p.name} {p.status}" for p in judged), 100)))
     return "\n\n".join(blocks)
-
-
-def _letter(pairs: Sequence[tuple[str, str]], arms: tuple[str, str]) -> str:
-    """A short name for a pair of arms in a narrow table."""
-    return "abcdefghijklmnopqrstuvwxyz"[pairs.index(arms)]
 
 
 def _summary_row(c: Comparison, pair: str) -> tuple[str, ...]:

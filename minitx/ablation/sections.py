@@ -197,19 +197,10 @@ def arms_part(findings: Findings) -> list[Block]:
         largest = ", ".join(f"{rate} ({n})" for rate, n in Counter(x or "none" for x in r.largest).items()) or "–"
         done = f"{r.done} of {r.expected}"
         rows.append((r.study, condition_text(r.condition), r.arm, done, outcomes, chosen, edge, largest))
-    headers: tuple[str, ...] = (
-        "study",
-        "condition",
-        "arm",
-        "cells",
-        "outcomes",
-        "chosen rate (seeds)",
-        "on the edge",
-        "largest usable (seeds)",
-    )
+    headers = ("study", "condition", "arm", "cells", "outcomes", "chosen rate (seeds)", "on the edge")
     usable = any(row[-1] != "–" for row in rows)
     if not usable:
-        headers, rows = headers[:-1], [row[:-1] for row in rows]
+        rows = [row[:-1] for row in rows]
     tuned = [name for name, study in findings.cells.grid.studies.items() if study.tune_seeds and study.score]
     how = (
         f"on seeds of their own ({', '.join(tuned)}), else for each seed by the other seeds" if tuned else "by the other seeds"
@@ -219,7 +210,8 @@ def arms_part(findings: Findings) -> list[Block]:
         "inner one by more than the margin."
         + (" Largest usable: the largest rate that solves the task; in brackets the seeds." if usable else "")
     )
-    return [Table(caption, headers, rows) if rows else "The grid has no cells."]
+    last = ("largest usable (seeds)",) if usable else ()
+    return [Table(caption, (*headers, *last), rows) if rows else "The grid has no cells."]
 
 
 def controls_part(findings: Findings) -> list[Block]:
