@@ -31,9 +31,9 @@ _CLUSTERS = ("slurm", "local", "debug")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a cell; an error travels as text, because not every exception can be sent."""
+    """What came of a cell, or of a stack of them; an error travels as text, because not every exception can be sent."""
 
-    result: dict[str, Any] | None
+    result: Any
     error: str | None
     seconds: float
 
@@ -108,11 +108,11 @@ def devices_of(overrides: Sequence[str]) -> int:
     return int(given) if given.isdecimal() else 1
 
 
-def attempt(run_cell: RunCell, overrides: Sequence[str], place: str) -> Outcome:
-    """Run a cell where this is called; an exception is an outcome."""
+def attempt(run: Callable[..., Any], *arguments: Any) -> Outcome:
+    """``run(*arguments)`` where this is called; an exception is an outcome."""
     started = time.perf_counter()
     try:
-        result = run_cell(overrides, place)
+        result = run(*arguments)
     except Exception as error:
         return Outcome(None, one_line(error), time.perf_counter() - started)
     return Outcome(result, None, time.perf_counter() - started)
@@ -207,11 +207,8 @@ def _in_thread(function: Callable[..., Outcome], *arguments: Any) -> Future[Outc
     future: Future[Outcome] = Future()
 
     def work() -> None:
-        started = time.perf_counter()
-        try:
-            future.set_result(function(*arguments))
-        except Exception as error:
-            future.set_result(Outcome(None, one_line(error), time.perf_counter() - started))
+        whole = attempt(function, *arguments)
+        future.set_result(whole.result or whole)
 
     threading.Thread(target=work, daemon=True).start()
     return future

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minitx.ablation.grid import Cell
-from minitx.ablation.launchers import WORKER_DIED, Launcher, Outcome, devices_of, one_line
+from minitx.ablation.launchers import WORKER_DIED, Launcher, Outcome, attempt, devices_of
 from minitx.ablation.progress import Display, LiveTable, log_lines
 
 log = logging.getLogger(__name__)
@@ -134,17 +133,14 @@ def run_stacks(
         todo = [cell for cell in stack if cell in book.todo]
         if not todo:
             continue
-        started, found, error = time.perf_counter(), list[dict[str, Any] | None](), None
-        try:
-            found = list(train([cell.overrides for cell in todo]))
-        except Exception as raised:
-            found, error = [None] * len(todo), one_line(raised)
-        seconds = time.perf_counter() - started
-        for cell, result in zip(todo, found, strict=True):
-            book.write(cell, Outcome(result, error, seconds / len(todo)))
+        whole = attempt(train, [cell.overrides for cell in todo])
+        results = [None] * len(todo) if whole.error else whole.result
+        for cell, result in zip(todo, results, strict=True):
+            book.write(cell, replace(whole, result=result, seconds=whole.seconds / len(todo)))
         after_stack()
         place = ", ".join([todo[0].study, todo[0].arm, f"{len(todo)} runs at once"])
-        log.info("stack %d of %d, %s: %s, %.1f s", i, len(stacks), place, f"failed: {error}" if error else "done", seconds)
+        said = f"failed: {whole.error}" if whole.error else "done"
+        log.info("stack %d of %d, %s: %s, %.1f s", i, len(stacks), place, said, whole.seconds)
     return book.records()
 
 
