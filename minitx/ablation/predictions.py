@@ -18,7 +18,7 @@ from minitx.ablation import statistics as st
 from minitx.ablation.effects import Effect, Paired
 from minitx.ablation.records import Record
 from minitx.ablation.tables import gradient_ratios, layer_mean, variance_slopes
-from minitx.ablation.verdict import Findings, primary_condition
+from minitx.ablation.verdict import Findings
 from minitx.ablation.wording import condition_text, number, place_text, signed, span
 from minitx.config import ExpectedVerdict, PredictionConfig
 
@@ -65,8 +65,15 @@ def _foretold(findings: Findings, expected: Sequence[ExpectedVerdict]) -> Answer
             place = place_text(c.study, c.condition)
             came_out = f"{c.judgement.word}{', a gain' if c.is_gain else ''}"
             evidence.append(f"{c.label}, {place}: {c.words} {size}, {came_out}, foretold {one.verdict}")
-    status: Status = "NOT TESTED" if not met else "NOT HELD" if False in met else "INCONCLUSIVE" if None in met else "HELD"
-    return status, "; ".join(evidence) or "no such comparison"
+    if not met:
+        return "NOT TESTED", "no such comparison"
+    return _status(held=all(met), refuted=False in met), "; ".join(evidence)
+
+
+def _status(*, held: bool, refuted: bool) -> Status:
+    if refuted:
+        return "NOT HELD"
+    return "HELD" if held else "INCONCLUSIVE"
 
 
 def _variance_law(findings: Findings) -> Answer:
@@ -92,9 +99,8 @@ def _gap_grows(findings: Findings) -> Answer:
     evidence = f"accuracy gap inv_sqrt − unscaled {listed}; slope a doubling of d_k {slope}; at d_k {width}: {at_smallest}"
     if gap.slope is None or len(gap.rows[0].seeds) < st.MIN_PAIRS:
         return "INCONCLUSIVE", f"too few seeds; {evidence}"
-    if gap.slope.high < 0 or at_smallest == "HARM":
-        return "NOT HELD", evidence
-    return ("HELD" if gap.slope.low > 0 and at_smallest == "NO HARM" else "INCONCLUSIVE"), evidence
+    held = gap.slope.low > 0 and at_smallest == "NO HARM"
+    return _status(held=held, refuted=gap.slope.high < 0 or at_smallest == "HARM"), evidence
 
 
 def _small_init(findings: Findings) -> Answer:
@@ -106,10 +112,8 @@ def _small_init(findings: Findings) -> Answer:
         f"{condition_text(e1.condition)}: accuracy {signed(e1.effect.difference)} ({span(e1.effect.interval)}), "
         f"{final}; window {signed(e2.effect.difference)} ({span(e2.effect.interval)}), {window}"
     )
-    gain = e1.effect.interval is not None and e1.effect.interval.low > 0
-    if final == "HARM" or window == "NO HARM":
-        return "NOT HELD", evidence
-    return ("HELD" if window == "HARM" and (gain or final == "NO HARM") else "INCONCLUSIVE"), evidence
+    held = window == "HARM" and (e1.is_gain or final == "NO HARM")
+    return _status(held=held, refuted=final == "HARM" or window == "NO HARM"), evidence
 
 
 def _query_gradient(findings: Findings) -> Answer:
@@ -142,9 +146,8 @@ def _fold(findings: Findings) -> Answer:
         f"{signed(recovered.estimate)} ({span(recovered)}); largest usable rate against inv_sqrt in steps of the grid "
         f"{signed(smaller.estimate, 2)} ({span(smaller, 2)})"
     )
-    if recovered.high < 0 or smaller.low > 0:
-        return "NOT HELD", evidence
-    return ("HELD" if recovered.low > 0 and smaller.high < 0 else "INCONCLUSIVE"), evidence
+    refuted = recovered.high < 0 or smaller.low > 0
+    return _status(held=recovered.low > 0 and smaller.high < 0, refuted=refuted), evidence
 
 
 def _needs_qk_norm(findings: Findings) -> Answer:
@@ -156,11 +159,11 @@ def _needs_qk_norm(findings: Findings) -> Answer:
     best = {r.arm: max((rec.as_number(x) or 0.0 for x in r.largest if x), default=0.0) for r in rows}
     listed = ", ".join(f"{arm} {rate:g}" for arm, rate in best.items())
     ours, others = best.pop("qk_norm", 0.0), max(best.values(), default=0.0)
-    return ("HELD" if ours > others else "INCONCLUSIVE" if ours == others else "NOT HELD"), f"largest usable: {listed}"
+    return _status(held=ours > others, refuted=ours < others), f"largest usable: {listed}"
 
 
 def _retention(findings: Findings) -> Answer:
-    condition = primary_condition(findings.cells) or {}
+    condition = findings.primary_condition or {}
     kept: dict[str, dict[int, list[float]]] = {arm: {} for arm in rec.ARMS}
     for arm in rec.ARMS:
         for record in findings.cells.select(rec.RECALL, arm, **condition):
@@ -179,9 +182,7 @@ def _retention(findings: Findings) -> Answer:
     )
     if interval is None:
         return "INCONCLUSIVE", evidence
-    if level <= 0.5 or interval.high < 0:
-        return "NOT HELD", evidence
-    return ("HELD" if interval.low > 0 else "INCONCLUSIVE"), evidence
+    return _status(held=interval.low > 0, refuted=level <= 0.5 or interval.high < 0), evidence
 
 
 def _last_retention(record: Record) -> float | None:

@@ -9,22 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minitx.ablation.records import (
-    ARMS,
-    INIT,
-    LADDER,
-    PRIMARY_INIT,
-    RECALL,
-    REFERENCE,
-    TEXT,
-    TREATMENT,
-    Record,
-    as_number,
-    finite,
-    quotient,
-)
+from minitx.ablation import records as rec
+from minitx.ablation.records import Record
 from minitx.ablation.tables import InitRow
-from minitx.ablation.verdict import Findings, primary_condition
+from minitx.ablation.verdict import Findings
 from minitx.ablation.wording import STYLES, condition_text
 from minitx.analysis.canvas import GREY, INK, PALETTE, RED, label, legend, log_ticks, panels, step_axis, wrapped_panels
 
@@ -32,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LINES = [(arm, STYLES[arm][0], "", "-") for arm in ARMS]
+LINES = [(arm, STYLES[arm][0], "", "-") for arm in rec.ARMS]
 
 
 # --- step 0
@@ -40,7 +28,7 @@ LINES = [(arm, STYLES[arm][0], "", "-") for arm in ARMS]
 
 def variance_and_spread(findings: Findings) -> Figure | None:
     """Var(q·k) and the row std of the logits against d_k, log–log, with d_k, √d_k and the freezing threshold."""
-    rows = [r for r in findings.init if as_number(r.head_dim)]
+    rows = [r for r in findings.init if rec.as_number(r.head_dim)]
     if not rows:
         return None
     figure, axes = panels(1, 2, width=4.4, height=3.4)
@@ -49,9 +37,9 @@ def variance_and_spread(findings: Findings) -> Figure | None:
     for init, (color, marker) in styles.items():
         mine = [r for r in rows if r.init == init]
         look = {"marker": marker, "color": color, "markersize": 4.5, "linewidth": 1.2}
-        left.plot(*_against_width(mine, TREATMENT, "dot_product_variance"), "-", **look)
-        right.plot(*_against_width(mine, TREATMENT, "row_std"), "-", **look)
-        right.plot(*_against_width(mine, REFERENCE, "row_std"), ":", **look)
+        left.plot(*_against_width(mine, rec.TREATMENT, "dot_product_variance"), "-", **look)
+        right.plot(*_against_width(mine, rec.TREATMENT, "row_std"), "-", **look)
+        right.plot(*_against_width(mine, rec.REFERENCE, "row_std"), ":", **look)
     widths = sorted({float(r.head_dim) for r in rows})
     left.plot(widths, widths, "--", color=INK, linewidth=1)
     right.plot(widths, np.sqrt(widths), "--", color=INK, linewidth=1)
@@ -77,12 +65,12 @@ def _against_width(rows: Iterable[InitRow], arm: str, name: str) -> tuple[list[f
 
 def init_map(findings: Findings) -> Figure | None:
     """Heat map of the row std at step 0 over init × d_k; frozen cells (above √(2 ln n)) are framed."""
-    rows = [r for r in findings.init if r.values["row_std"] and r.arm in ARMS]
+    rows = [r for r in findings.init if r.values["row_std"] and r.arm in rec.ARMS]
     if not rows:
         return None
-    arms = [arm for arm in (TREATMENT, REFERENCE) if any(r.arm == arm for r in rows)]
+    arms = [arm for arm in (rec.TREATMENT, rec.REFERENCE) if any(r.arm == arm for r in rows)]
     inits = list(dict.fromkeys(r.init for r in rows))
-    widths = sorted({r.head_dim for r in rows}, key=lambda w: as_number(w) or 0.0)
+    widths = sorted({r.head_dim for r in rows}, key=lambda w: rec.as_number(w) or 0.0)
     figure, axes = panels(1, len(arms), width=4.6, height=0.42 * len(inits) + 1.1, sharey=True)
     for ax, arm in zip(axes.flat, arms, strict=True):
         _draw_map(ax, [r for r in rows if r.arm == arm], inits, widths)
@@ -113,9 +101,9 @@ def row_gradients(findings: Findings) -> Figure | None:
     """Histogram of ‖dL/dq_i‖ over the rows at step 0, both arms, a panel a d_k of recall under the primary init."""
     cells = findings.cells
     panels_of = {}
-    for condition in cells.conditions(RECALL, *ARMS):
-        counts = {arm: _row_histogram(cells.select(RECALL, arm, **condition)) for arm in ARMS}
-        if all(counts.values()) and condition.get(INIT, PRIMARY_INIT) == PRIMARY_INIT:
+    for condition in cells.conditions(rec.RECALL, *rec.ARMS):
+        counts = {arm: _row_histogram(cells.select(rec.RECALL, arm, **condition)) for arm in rec.ARMS}
+        if all(counts.values()) and condition.get(rec.INIT, rec.PRIMARY_INIT) == rec.PRIMARY_INIT:
             panels_of[condition_text(condition)] = counts
     if not panels_of:
         return None
@@ -177,13 +165,13 @@ def during_training(findings: Findings) -> Figure | None:
 
 def _probed_groups(findings: Findings) -> dict[str, list[Record]]:
     """Runs worth a row of panels: primary recall, text, and the first rung with instability (or the last rung)."""
-    cells, condition = findings.cells, primary_condition(findings.cells)
+    cells, condition = findings.cells, findings.primary_condition
     shaky = [row.rung for row in findings.ladder if row.signs] + [row.rung for row in findings.ladder[-1:]]
     groups = {}
     if condition is not None:
-        groups["recall, " + condition_text(condition)] = [r for a in ARMS for r in cells.select(RECALL, a, **condition)]
-    groups["text"] = [r for a in ARMS for r in cells.select(TEXT, a)]
-    groups |= {f"ladder, {rung}": [r for a in ARMS for r in cells.select(LADDER, a, rung=rung)] for rung in shaky[:1]}
+        groups["recall, " + condition_text(condition)] = [r for a in rec.ARMS for r in cells.select(rec.RECALL, a, **condition)]
+    groups["text"] = [r for a in rec.ARMS for r in cells.select(rec.TEXT, a)]
+    groups |= {f"ladder, {rung}": [r for a in rec.ARMS for r in cells.select(rec.LADDER, a, rung=rung)] for rung in shaky[:1]}
     probed = {title: [r for r in runs if len(r["result"]["probes"]) > 1] for title, runs in groups.items()}
     return {title: runs for title, runs in probed.items() if runs}
 
@@ -199,7 +187,7 @@ def _draw_probes(ax: Axes, record: Record, name: str) -> None:
 
 
 def _probe_value(layer: Mapping[str, Any], name: str) -> float:
-    value = quotient(layer.get("grad_q"), layer.get("grad_v")) if name == "ratio" else finite(layer.get(name))
+    value = rec.quotient(layer.get("grad_q"), layer.get("grad_v")) if name == "ratio" else rec.finite(layer.get(name))
     return math.nan if value is None else value
 
 
@@ -257,7 +245,7 @@ def _draw_curves(ax: Axes, rung: str, runs: Sequence[Record], column: int) -> No
 
 def _cut_above(ax: Axes, runs: Sequence[Record]) -> None:
     """Keep a diverging loss from flattening all others: the axis ends a fifth above the losses at init."""
-    starts = [finite(run["result"]["initial_loss"]) for run in runs]
+    starts = [rec.finite(run["result"]["initial_loss"]) for run in runs]
     top = max((start for start in starts if start), default=None)
     if top is not None and ax.get_ylim()[1] > 1.2 * top:
         ax.set_ylim(top=1.2 * top)

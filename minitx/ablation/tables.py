@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,11 @@ GRADIENT_RATIO = 3.0
 
 @dataclass(frozen=True)
 class ArmRow:
-    """One arm of a study under one condition: what ran, how it ended, which rates were chosen."""
+    """One arm of a study under one condition: what ran, how it ended, which rates were chosen.
+
+    ``chosen`` counts the seeds of a rate, ``on_edge`` those whose rate is on the edge; ``largest`` is the largest usable rate of
+    each seed. They are empty where there is no choice between rates.
+    """
 
     study: str
     arm: str
@@ -36,9 +40,9 @@ class ArmRow:
     expected: int
     done: int
     outcomes: Mapping[str, int]
-    chosen: Mapping[str, int]
-    on_edge: int
-    largest: tuple[str | None, ...]
+    chosen: Mapping[str, int] = field(default_factory=dict)
+    on_edge: int = 0
+    largest: tuple[str | None, ...] = ()
 
 
 def arm_rows(cells: Cells) -> list[ArmRow]:
@@ -51,28 +55,17 @@ def arm_rows(cells: Cells) -> list[ArmRow]:
 
 
 def _arm_row(cells: Cells, study: str, arm: str, condition: Condition) -> ArmRow:
-    expected = cells.keys(study, arm, **condition)
-    finished = cells.select(study, arm, **condition)
+    finished, score = cells.select(study, arm, **condition), cells.score(study)
     outcomes = dict(sorted(Counter(r["result"]["outcome"] for r in finished).items()))
-    chosen, on_edge, largest = _chosen_rates(cells, study, arm, condition)
-    return ArmRow(study, arm, condition, len(expected), len(finished), outcomes, chosen, on_edge, largest)
-
-
-def _chosen_rates(
-    cells: Cells, study: str, arm: str, condition: Condition
-) -> tuple[dict[str, int], int, tuple[str | None, ...]]:
-    """Seeds a chosen rate, how many of them are on the edge, and the largest usable rate of each seed."""
-    score = cells.score(study)
-    if score is None:
-        return {}, 0, ()
-    runs = Paired(cells, study, (arm,), condition, score)
-    rates = runs.rates
-    if len(rates) < 2 or not runs.seeds:
-        return {}, 0, ()
+    row = ArmRow(study, arm, condition, len(cells.keys(study, arm, **condition)), len(finished), outcomes)
+    runs = Paired(cells, study, (arm,), condition, score) if score else None
+    if runs is None or len(runs.rates) < 2 or not runs.seeds:
+        return row
     choices = runs.choices(0, plateau=cells.grid.margin)
-    chosen = {rates[i]: choices.picks.count(i) for i in sorted(set(choices.picks))}
-    windows = usable_window(runs.values[0], cells.planned(study).solved).largest if score.better > 0 else ()
-    return chosen, sum(choices.on_edge), tuple(rates[i] if i >= 0 else None for i in windows)
+    chosen = {runs.rates[i]: choices.picks.count(i) for i in sorted(set(choices.picks))}
+    windows = usable_window(runs.values[0], cells.planned(study).solved).largest if runs.score.better > 0 else ()
+    largest = tuple(runs.rates[i] if i >= 0 else None for i in windows)
+    return replace(row, chosen=chosen, on_edge=sum(choices.on_edge), largest=largest)
 
 
 # --- the ladder

@@ -140,18 +140,6 @@ def comparisons(cells: Cells) -> tuple[Comparison, ...]:
     return (*family, *(c for c in found if not c.primary))
 
 
-def primary_condition(cells: Cells) -> Condition | None:
-    """The primary condition of recall with the largest d_k, or ``None`` where the grid has none."""
-    planned = [c for c in cells.grid.comparisons if (c.study, c.arms) == (rec.RECALL, rec.ARMS)]
-    found = [
-        condition
-        for comparison in planned
-        for condition in cells.conditions(rec.RECALL, *rec.ARMS)
-        if any(levels.items() <= condition.items() for levels in comparison.primary)
-    ]
-    return max(found, key=rec.width_of, default=None)
-
-
 @dataclass(frozen=True)
 class Gap:
     """The E1 gap inv_sqrt − unscaled against log2 d_k under one init: positive is harm, slope in accuracy a doubling.
@@ -214,6 +202,12 @@ class Findings:
         planned = self.cells.grid.comparisons
         endpoints = [c for c in self.comparisons if c.endpoint in ("E1", "E2")]
         return [c for c in endpoints if c.primary or c.arms == planned[0].arms]
+
+    @property
+    def primary_condition(self) -> Condition | None:
+        """The primary condition of recall with the largest d_k, or ``None`` where the grid has none."""
+        found = [c.condition for c in self.comparisons if c.primary and (c.study, c.arms) == (rec.RECALL, rec.ARMS)]
+        return max(found, key=rec.width_of, default=None)
 
     @property
     def about_the_scale(self) -> bool:
