@@ -20,6 +20,8 @@ Verdict = Literal["HARM", "NO HARM", "INCONCLUSIVE"]
 Floats = NDArray[np.float64]
 
 ALPHA = 0.05
+UPPER = 0.975
+"""The upper point of Student's t for an interval of 95 %."""
 MAX_PAIRS = 16
 """2^16 sign patterns are enumerated in a few milliseconds; more pairs than that want another test."""
 MIN_PAIRS = 5
@@ -126,20 +128,20 @@ def holm(p_values: Sequence[float], family_size: int | None = None) -> tuple[flo
     return tuple(adjusted)
 
 
-def paired_t_interval(differences: ArrayLike, confidence: float = 0.95) -> Interval:
-    """Student's interval of the mean difference: d̄ ± t_{n−1} · s/√n. Needs two pairs.
+def paired_t_interval(differences: ArrayLike) -> Interval:
+    """Student's 95 % interval of the mean difference: d̄ ± t_{n−1} · s/√n. Needs two pairs.
 
     >>> tuple(round(x, 3) for x in paired_t_interval([1.0, 2.0, 3.0]))
     (2.0, -0.484, 4.484)
     """
     sample = _sample(differences, at_least=2)
     mean = float(sample.mean())
-    reach = float(stats.t.ppf(0.5 + confidence / 2, sample.size - 1) * sample.std(ddof=1) / np.sqrt(sample.size))
+    reach = float(stats.t.ppf(UPPER, sample.size - 1) * sample.std(ddof=1) / np.sqrt(sample.size))
     return Interval(mean, mean - reach, mean + reach)
 
 
-def slope_interval(x: ArrayLike, y: ArrayLike, confidence: float = 0.95, *, resamples: int = 9999, seed: int = 0) -> Interval:
-    """Least-squares slope of ``y`` on ``x`` with a bootstrap interval over seeds.
+def slope_interval(x: ArrayLike, y: ArrayLike, *, resamples: int = 9999) -> Interval:
+    """Least-squares slope of ``y`` on ``x`` with a 95 % bootstrap interval over seeds.
 
     Whole seeds are resampled. The slope is linear in ``y``, so that the slope of a resample is the mean of its seeds'
     slopes. The percentiles are widened, α'/2 = Φ(−√(n/(n−1)) · t_{n−1}) ("expanded percentile", Hesterberg 2015,
@@ -161,26 +163,26 @@ def slope_interval(x: ArrayLike, y: ArrayLike, confidence: float = 0.95, *, resa
         raise ValueError(f"x must hold two different levels, got {levels.tolist()}")
     slopes = _sample(table @ centred / (centred @ centred), at_least=3)
     n = slopes.size
-    t = stats.t.ppf(0.5 + confidence / 2, n - 1)
+    t = stats.t.ppf(UPPER, n - 1)
     tail = float(stats.norm.cdf(-np.sqrt(n / (n - 1)) * t))
-    picks = np.random.default_rng(seed).integers(n, size=(resamples, n))
+    picks = np.random.default_rng(0).integers(n, size=(resamples, n))
     low, high = np.quantile(slopes[picks].mean(axis=1), [tail, 1 - tail])
     return Interval(float(slopes.mean()), float(low), float(high))
 
 
-def fit_interval(x: ArrayLike, y: ArrayLike, confidence: float = 0.95) -> Interval:
-    """Least-squares slope through single points, with the t interval of its residuals; needs three points."""
+def fit_interval(x: ArrayLike, y: ArrayLike) -> Interval:
+    """Least-squares slope through single points, with the 95 % t interval of its residuals; needs three points."""
     levels, values = _sample(x, at_least=3), _sample(y, at_least=3)
     fit = stats.linregress(levels, values)
-    reach = float(stats.t.ppf(0.5 + confidence / 2, levels.size - 2) * fit.stderr)
+    reach = float(stats.t.ppf(UPPER, levels.size - 2) * fit.stderr)
     return Interval(float(fit.slope), float(fit.slope) - reach, float(fit.slope) + reach)
 
 
-def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> Interval:
-    """Wilson's score interval of a share (Wilson 1927, *JASA* 22, 209–212)."""
+def wilson_interval(successes: int, trials: int) -> Interval:
+    """Wilson's 95 % score interval of a share (Wilson 1927, *JASA* 22, 209–212)."""
     if not 0 <= successes <= trials or trials < 1:
         raise ValueError(f"successes={successes} must lie in [0, trials={trials}], with at least one trial")
-    bounds = stats.binomtest(successes, trials).proportion_ci(confidence, method="wilson")
+    bounds = stats.binomtest(successes, trials).proportion_ci(0.95, method="wilson")
     return Interval(successes / trials, float(bounds.low), float(bounds.high))
 
 
@@ -266,11 +268,11 @@ def usable_window(scores: ArrayLike, threshold: float = 0.99) -> Window:
     return Window(tuple(float(share) for share in solved.mean(axis=1)), tuple(largest))
 
 
-def verdict(differences: ArrayLike, *, margin: float, p_harm: float, alpha: float = ALPHA) -> Judgement:
+def verdict(differences: ArrayLike, *, margin: float, p_harm: float) -> Judgement:
     """HARM, NO HARM or INCONCLUSIVE, by a rule fixed before the runs.
 
-    * **HARM**: ``p_harm`` < alpha *and* the mean is worse by more than ``margin``;
-    * **NO HARM**: equivalence within ± ``margin`` is shown (``equivalence_p`` < alpha);
+    * **HARM**: ``p_harm`` < ``ALPHA`` *and* the mean is worse by more than ``margin``;
+    * **NO HARM**: equivalence within ± ``margin`` is shown (``equivalence_p`` < ``ALPHA``);
     * **INCONCLUSIVE**: neither, or fewer than ``MIN_PAIRS`` pairs. Better by more than the margin is no equivalence
       either, and is said in the reason.
 
@@ -283,10 +285,10 @@ def verdict(differences: ArrayLike, *, margin: float, p_harm: float, alpha: floa
     if sample.size < MIN_PAIRS:
         return Judgement("INCONCLUSIVE", f"{sample.size} paired seeds; a verdict needs at least {MIN_PAIRS}")
     mean, p_equal = float(sample.mean()), equivalence_p(sample, margin)
-    if p_harm < alpha and mean < -margin:
-        return Judgement("HARM", f"worse by {-mean:.3f} > margin {margin:g}, p = {p_harm:.4f} < {alpha:g}")
-    if p_equal < alpha:
-        return Judgement("NO HARM", f"equal within ±{margin:g}, equivalence p = {p_equal:.4f} < {alpha:g}")
+    if p_harm < ALPHA and mean < -margin:
+        return Judgement("HARM", f"worse by {-mean:.3f} > margin {margin:g}, p = {p_harm:.4f} < {ALPHA:g}")
+    if p_equal < ALPHA:
+        return Judgement("NO HARM", f"equal within ±{margin:g}, equivalence p = {p_equal:.4f} < {ALPHA:g}")
     better = "; better by more than the margin" if mean > margin else ""
     return Judgement(
         "INCONCLUSIVE",
