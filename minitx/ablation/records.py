@@ -152,13 +152,8 @@ def collect(records: Iterable[Record], grid: AblationConfig, expected: Iterable[
     """
     keys = tuple(sorted({key_of(cell) for cell in expected}))
     wanted = set(keys)
-    attempts: dict[CellKey, list[Record]] = {}
-    for record in records:
-        attempts.setdefault(key_of(record), []).append(_plain(record))
-    best = {
-        key: min(attempts[key], key=lambda r: (r["status"] != "done", json.dumps(r, sort_keys=True)))
-        for key in sorted(attempts)
-    }
+    ranked = sorted(map(_plain, records), key=lambda r: (r["status"] != "done", json.dumps(r, sort_keys=True)))
+    best = dict(sorted({key_of(record): record for record in reversed(ranked)}.items()))
     return Cells(
         grid=grid,
         expected=keys,

@@ -55,10 +55,7 @@ def run_ablation(config: RunConfig, folder: Path, overrides: Sequence[str], comm
     refuse_early(grid, common)
     clock = WallClock(folder / "meta.json", describe_run(command))
     in_place = sys.stdout.isatty()
-    shown: dict[str, Any] = {
-        "display": TerminalLine(sys.stdout) if in_place else log_lines,
-        "every_seconds": 1.0 if in_place else 10.0,
-    }
+    display = TerminalLine(sys.stdout) if in_place else log_lines
     with stop_on_signals(), nullcontext() if grid.stack else launcher_of(grid, common, folder) as launcher:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "command.txt").write_text(command + "\n", encoding="utf-8")
@@ -67,7 +64,10 @@ def run_ablation(config: RunConfig, folder: Path, overrides: Sequence[str], comm
             records = run_stacks(train_cells, stacks(chosen), folder, after_stack=clock.keep)
         else:
             chosen, costs = plan(launcher, grid, common, folder, whole=config.ablation)
-            records = run_cells(launcher, chosen, folder, costs=costs, after_cell=clock.keep, **shown)
+            every = 1.0 if in_place else 10.0
+            records = run_cells(
+                launcher, chosen, folder, costs=costs, display=display, every_seconds=every, after_cell=clock.keep
+            )
     report(records, grid, chosen, folder, clock.meta())
     log.info("%.0f s in all", clock.seconds())
     failed = [record for record in records if record["status"] == "failed"]
