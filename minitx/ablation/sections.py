@@ -266,31 +266,26 @@ def _gap_table(findings: Findings) -> Table:
 
 def _same_rate_effects(findings: Findings) -> list[Block]:
     """The first comparison at the same learning rate, a table a study; solved seeds with Fisher's exact p."""
-    blocks: list[Block] = []
-    for study, arms in dict.fromkeys((c.study, c.arms) for c in findings.main):
-        rows = _same_rate_rows(findings.cells, study, arms)
-        score = findings.cells.score(study)
-        if rows and score:
-            sign = "negative" if score.better > 0 else "positive"
-            label = f"{study}, {arms[1]} − {arms[0]}"
-            caption = f"Secondary: {label}, {score.name} at the same rate; {sign} is harm. Not adjusted."
-            headers = ("condition", "rate", *_effect_headers(arms), "solved", "Fisher p, two-sided")
-            blocks.append(Table(caption, headers, rows, folded=True))
-    return blocks or ["The same rate: no paired cells."]
+    compared = dict.fromkeys((c.study, c.arms) for c in findings.main)
+    found = [_same_rate_table(findings.cells, study, arms) for study, arms in compared]
+    return [table for table in found if table.rows] or ["The same rate: no paired cells."]
 
 
-def _same_rate_rows(cells: Cells, study: str, arms: Sequence[str]) -> list[tuple[str, ...]]:
-    score = cells.score(study)
+def _same_rate_table(cells: Cells, study: str, arms: Sequence[str]) -> Table:
+    score, bar = cells.score(study), cells.planned(study).solved
     assert score is not None
     rows = []
     for condition in cells.conditions(study, *arms):
         for rate, e in rate_effects(cells, study, arms, condition, score).items():
             pairs, solved = len(e.reference), ("–", "–")
             if score.better > 0:
-                a, b = (sum(x >= cells.planned(study).solved for x in values) for values in (e.reference, e.treatment))
+                a, b = (sum(x >= bar for x in values) for values in (e.reference, e.treatment))
                 solved = (f"{a} and {b} of {pairs}", p_text(fisher_p((a, b), (pairs, pairs))))
             rows.append((condition_text(condition), rate, *_effect_cells(e), *solved))
-    return rows
+    sign = "negative" if score.better > 0 else "positive"
+    label = f"{study}, {arms[1]} − {arms[0]}"
+    caption = f"Secondary: {label}, {score.name} at the same rate; {sign} is harm. Not adjusted."
+    return Table(caption, ("condition", "rate", *_effect_headers(arms), "solved", "Fisher p, two-sided"), rows, folded=True)
 
 
 # --- the ladder
