@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -81,7 +82,7 @@ def _typed(default: Any) -> str:
     return {"None": "null", "True": "true", "False": "false"}.get(str(default), str(default))
 
 
-def check_output(path: str, wanted: Literal["file", "folder"] | None = None) -> None:
+def check_output(path: str, wanted: Literal["file", "folder"]) -> None:
     """Refuse an ``output`` in a folder that does not exist, or one that is there and not what is ``wanted``.
 
     Raises:
@@ -93,16 +94,17 @@ def check_output(path: str, wanted: Literal["file", "folder"] | None = None) -> 
     require(wanted != "folder" or not there.is_file(), f"output={path} is a file, but must name a folder")
 
 
-def write_output(path: str, text: str) -> None:
-    """``text`` to the file ``output``.
+@contextmanager
+def writing(name: str, path: str | Path) -> Iterator[None]:
+    """A context that writes to ``path``, which the key ``name`` names: one sentence where that fails.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the message names key and path.
     """
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        yield
     except OSError as error:
-        raise ConfigError(f"output={path} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{name}={path} cannot be written: {error.strerror}") from None
 
 
 def write(text: str) -> None:

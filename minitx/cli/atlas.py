@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minitx.cli.arguments import check_output, key, run_program, write
+from minitx.cli.arguments import check_output, key, run_program, write, writing
 from minitx.cli.inputs import data_of_run, first_ids, stored_run
 from minitx.config import ConfigError, RunConfig
 from minitx.config.checks import positive, require
@@ -79,7 +79,8 @@ def _atlas(config: AtlasConfig) -> None:
         steps = atlas_over_steps(snapshots, structure)
         write("\n" + "\n".join(_step_lines(steps, snapshots[0].num_rows)) + "\n")
     if config.output is not None:
-        _write_files(Path(config.output), {"ckpt_path": str(path), "rows": what, "seed": config.seed}, atlas, steps)
+        with writing("output", config.output):
+            _write_files(Path(config.output), {"ckpt_path": str(path), "rows": what, "seed": config.seed}, atlas, steps)
 
 
 def _recorded(folder: Path) -> list[Snapshot]:

@@ -11,11 +11,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.singleton import Singleton
 from omegaconf import DictConfig, OmegaConf
 
+from minitx.cli.overrides import CHOSEN
 from minitx.cli.schema import from_dict
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
-
-CHOSEN = ("model", "data", "objective", "optimizer", "schedule", "trainer", "callbacks", "evaluation")
-"""Groups that a config must fill: a run on the defaults of all of them is not what anybody asked for."""
 
 
 def build_config(composed: DictConfig) -> RunConfig:

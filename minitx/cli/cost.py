@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minitx.cli.arguments import help_text, key, run_program, write
+from minitx.cli.arguments import help_text, key, run_program, write, writing
 from minitx.cli.redaction import redact_overrides
 from minitx.cli.schema import from_dict
 from minitx.config import ConfigError, TransformerConfig, to_dict
@@ -138,19 +138,19 @@ def _length(asked: int | None, model: TransformerConfig) -> int:
     Raises:
         ConfigError: more than the model's tables reach.
     """
+    usual, has_table = model.max_len, model.position == "learned" or model.attention == "linformer"
     if model.architecture == "vision":
         from minitx.analysis.cost import class_tokens
 
         assert model.image_size is not None
-        longest, least = (model.image_size // model.patch_size) ** 2 + class_tokens(model), 1 + class_tokens(model)
+        usual, least = (model.image_size // model.patch_size) ** 2 + class_tokens(model), 1 + class_tokens(model)
+        has_table = model.attention == "linformer"  # that of positions is interpolated
         if asked is not None and asked < least:
             raise ConfigError(f"length={asked} must be {least} at least: one patch, and the class token if there is one")
-        if model.attention != "linformer":
-            return longest if asked is None else asked
-    longest, limit = model.max_len, model.position == "learned" or model.attention == "linformer"
-    if asked is not None and asked > longest and limit:
-        raise ConfigError(f"length={asked} exceeds model.max_len={longest}, to which the model's tables reach")
-    return longest if asked is None else asked
+    length = usual if asked is None else asked
+    if length > model.max_len and has_table:
+        raise ConfigError(f"length={length} exceeds model.max_len={model.max_len}, to which the model's tables reach")
+    return length
 
 
 def _compared(config: CostConfig, model: TransformerConfig) -> dict[str, str | None]:
@@ -268,11 +268,9 @@ def _save(folder: Path, plain: Mapping[str, Any], curves: Sequence[Growth], conf
     from minitx.analysis.canvas import png
     from minitx.analysis.growth import figure
 
-    try:
+    title = f"{config.model}: one attention layer between its projections, {config.passes.removesuffix(' pass')}"
+    with writing("output_dir", folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "cost.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
-    title = f"{config.model}: one attention layer between its projections, {config.passes.removesuffix(' pass')}"
-    (folder / "cost.png").write_bytes(png(figure(curves, title)))
+        (folder / "cost.png").write_bytes(png(figure(curves, title)))
     write(f"\n{folder / 'cost.json'}\n{folder / 'cost.png'}\n")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
-from minitx.cli.arguments import check_output, key, run_program, write, write_output
+from minitx.cli.arguments import check_output, key, run_program, write, writing
 from minitx.config import EvaluationConfig
 from minitx.config.checks import positive
 
@@ -49,4 +50,5 @@ def _evaluate(config: EvaluateConfig) -> None:
     write("\n".join(found.lines()) + "\n")
     if config.output is not None:
         plain = {"ckpt_path": config.ckpt_path, "data": data.config.name, **found.to_dict()}
-        write_output(config.output, json.dumps(plain, indent=1, ensure_ascii=False) + "\n")
+        with writing("output", config.output):
+            Path(config.output).write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

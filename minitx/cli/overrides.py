@@ -5,12 +5,11 @@ The grammar is Hydra's; see https://hydra.cc/docs/advanced/override_grammar/basi
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from minitx.config import ConfigError, RunConfig
+from minitx.config import ConfigError
 
 GROUPS = (
     "model",
@@ -25,6 +24,8 @@ GROUPS = (
     "experiment",
     "debug",
 )
+CHOSEN = ("model", "data", "objective", "optimizer", "schedule", "trainer", "callbacks", "evaluation")
+"""What a config must fill: a run on the defaults of all of them is not what anybody asked for."""
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
@@ -66,8 +67,7 @@ def _check_override(argument: str) -> None:
     except HydraException:
         raise ConfigError(f"{argument} cannot be read: {_quoted(name, value)}") from None
     if override.key_or_group in GROUPS:
-        field = {field.name: field for field in dataclasses.fields(RunConfig)}.get(override.key_or_group)
-        if override.is_delete() and field is not None and field.default is dataclasses.MISSING:
+        if override.is_delete() and override.key_or_group in CHOSEN:
             raise ConfigError(f"{argument} leaves nothing to run: choose another option, {override.key_or_group}=OPTION")
         is_value = is_pair and not override.is_delete() and not override.is_sweep_override()
         if is_value and not isinstance(override.value(), str | list):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minitx.cli.arguments import check_output, key, run_program, write, write_output
+from minitx.cli.arguments import check_output, key, run_program, write, writing
 from minitx.config import ConfigError
 from minitx.config.checks import not_negative, positive, require
 
@@ -51,7 +51,7 @@ class ViewConfig:
         require(self.target is None or self.text is not None, "target belongs to a text: give text=TEXT, too")
         not_negative(self, "row")
         positive(self, "num_beams", "max_new_tokens")
-        check_output(self.output)
+        check_output(self.output, "file")
 
     @property
     def chosen_layers(self) -> list[int | str] | None:
@@ -77,7 +77,8 @@ def _view(config: ViewConfig) -> None:
         page = viewer_page(traces, title=title)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    write_output(config.output, page)
+    with writing("output", config.output):
+        Path(config.output).write_text(page, encoding="utf-8")
     write(f"{_say(traces)}\n{config.output}  {len(page.encode()) / 1e6:.2f} MB\n")
 
 

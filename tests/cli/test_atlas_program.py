@@ -178,6 +178,14 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(cli, trained, tmp_path, argum
     assert said.err.count("\n") == 1
 
 
+def test_where_files_cannot_be_written_the_table_is_shown_and_one_sentence(cli, trained, tmp_path):
+    (tmp_path / "atlas.json").mkdir()
+    said = cli(f"ckpt_path={trained / 'text' / 'checkpoints' / 'last.ckpt'}", f"output={tmp_path}", "num_rows=3")
+    assert said.code == 2
+    assert "blocks.0" in said.out
+    assert said.err == f"error: output={tmp_path} cannot be written: Is a directory\n"
+
+
 def test_help_names_every_key(cli):
     said = cli("--help")
     assert (said.code, said.out) == (0, help_text(AtlasConfig, USAGE))

@@ -71,6 +71,16 @@ def test_a_switch_of_the_model_reaches_the_table_and_what_it_cannot_do_is_left_o
     assert "not measured: linformer: is not causal" in said.out
 
 
+def test_a_picture_has_the_tokens_that_it_has_whatever_attends(cli):
+    switches = ["model.attention=linformer", "model.num_slots=3", "backward=false", "save=false", "compare=math"]
+    said = cli("model=vit_small", *TINY, "model.image_size=8", "model.patch_size=2", "model.max_len=31", *switches)
+    assert (said.code, said.err) == (0, "")
+    assert "1 row of 16 tokens, forward pass, self-attention by linformer" in said.out
+    said = cli("model=vit_small", *TINY, "model.image_size=8", "model.patch_size=2", "model.max_len=15", *switches)
+    assert (said.code, said.out) == (2, "")
+    assert said.err.startswith("error: length=16 exceeds model.max_len=15")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

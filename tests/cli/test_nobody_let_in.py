@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from minitx.cli.compose import compose_config
+from minitx.cli.overrides import check_arguments
 from minitx.cli.redaction import SHORTEST, redact, redact_overrides, refuse_secrets
 from minitx.cli.targets import ALLOWED, check_names, instantiate_all
 from minitx.config import (
@@ -238,6 +239,12 @@ def test_a_run_after_a_refusal_finds_hydra_as_it_was(cli, room):
     cli("hydra.run.dir=MARKER")
     assert (inner.ConfigLoaderImpl, sys.modules["hydra.main"]._get_rerun_conf) == before
     assert compose_config(["seed=3"]).seed == 3
+
+
+@pytest.mark.parametrize("group", ["logger", "ablation"])
+def test_what_a_run_can_do_without_may_be_taken_away(group):
+    check_arguments([f"~{group}"])
+    assert not getattr(compose_config([f"~{group}"]), group)
 
 
 def test_every_target_that_a_shipped_config_names_is_allowed():

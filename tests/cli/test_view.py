@@ -243,7 +243,7 @@ def test_a_run_that_recorded_its_attention_needs_no_text(cli, runs):
         ("ckpt_path={text} text=e layers=cross", "layers: 'cross' is none of the 2 layers"),
         ("ckpt_path={text} text=e device=toaster", "device=toaster cannot be used"),
         ("ckpt_path={text} text=e output=no/such/page.html", "output=no/such/page.html is in a folder that does not exist"),
-        ("ckpt_path={text} text=e output=.", "output=. cannot be written: Is a directory"),
+        ("ckpt_path={text} text=e output=.", "output=. is a folder, but must name a file"),
         ("ckpt_path={text},{text} text=e", "ckpt_path has two checkpoints of step 31"),
         ("ckpt_path={text} text=e compare={recorded}", "compare={recorded} must be a checkpoint as ckpt_path is"),
         ("ckpt_path={recorded} compare={text}", "compare={text} must be a run folder as ckpt_path is"),
