@@ -59,7 +59,7 @@ def _arm_row(cells: Cells, study: str, arm: str, condition: Condition) -> ArmRow
     outcomes = dict(sorted(Counter(r["result"]["outcome"] for r in finished).items()))
     row = ArmRow(study, arm, condition, len(cells.keys(study, arm, **condition)), len(finished), outcomes)
     runs = Paired(cells, study, (arm,), condition, score) if score else None
-    if runs is None or len(runs.rates) < 2 or not runs.seeds:
+    if runs is None or len(runs.rates) < 2 or not runs.usable:
         return row
     choices = runs.choices(0, plateau=cells.grid.margin)
     chosen = {runs.rates[i]: choices.picks.count(i) for i in sorted(set(choices.picks))}

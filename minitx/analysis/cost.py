@@ -142,7 +142,7 @@ class _Sizes:
     def _patches(self, kept: int) -> Part:
         config, E = self.config, self.config.embed_dim
         assert config.image_size is not None and config.num_channels is not None
-        pixels, class_token = config.num_channels * config.patch_size**2, class_tokens(config)
+        pixels, class_token = config.num_channels * config.patch_size**2, config.num_class_tokens
         table = ((config.image_size // config.patch_size) ** 2 + class_token) * (config.position == "learned")
         parameters = (pixels + 1 + class_token + table) * E + self.norm[0] * config.embed_norm
         rows = self.batch_size * (self.length - class_token)
@@ -153,10 +153,8 @@ class _Sizes:
     def attention(self, stack: str, layers: int) -> list[Part]:
         """Projections and core of every layer of a stack."""
         config, E, D = self.config, self.config.embed_dim, self.config.width_per_head
-        bias = config.bias if config.qkv_bias is None else config.qkv_bias
-        out_bias = config.bias if config.out_bias is None else config.out_bias
-        query, key = config.num_heads * D, config.kv_heads * D
-        widths, biases = (query, key, key, query), (query * bias, key * bias, key * bias, E * out_bias)
+        query, key, bias = config.num_heads * D, config.kv_heads * D, config.has_qkv_bias
+        widths, biases = (query, key, key, query), (query * bias, key * bias, key * bias, E * config.has_out_bias)
         parts = []
         for name, width, more in zip(PROJECTIONS, widths, biases, strict=True):
             products = self._again(layers * self.product(self.tokens, E, width))
@@ -266,11 +264,6 @@ class _Sizes:
         return Part("", "head", parameters, flops, needed, FLOAT * rows * outputs + pooled)
 
 
-def class_tokens(config: TransformerConfig) -> int:
-    """How many of a picture's tokens are no patches: 1 or 0."""
-    return int(config.pooling == "first" or config.head == "none")
-
-
 @dataclass(frozen=True)
 class Measured:
     """What was counted while a model ran once on random input.
@@ -358,7 +351,7 @@ def _part_of(path: list[str], architecture: str) -> tuple[str, str]:
 def example_inputs(config: TransformerConfig, batch_size: int, length: int) -> dict[str, Tensor]:
     """Random input of ``length`` tokens a row, as a model of ``config`` takes it; pictures are square where they can be."""
     if config.architecture == "vision":
-        patches, P = length - class_tokens(config), config.patch_size
+        patches, P = length - config.num_class_tokens, config.patch_size
         side = round(patches**0.5)
         rows = side if side * side == patches else 1
         assert config.num_channels is not None

@@ -140,10 +140,8 @@ def _length(asked: int | None, model: TransformerConfig) -> int:
     """
     usual, has_table = model.max_len, model.position == "learned" or model.attention == "linformer"
     if model.architecture == "vision":
-        from minitx.analysis.cost import class_tokens
-
         assert model.image_size is not None
-        usual, least = (model.image_size // model.patch_size) ** 2 + class_tokens(model), 1 + class_tokens(model)
+        usual, least = (model.image_size // model.patch_size) ** 2 + model.num_class_tokens, 1 + model.num_class_tokens
         has_table = model.attention == "linformer"  # that of positions is interpolated
         if asked is not None and asked < least:
             raise ConfigError(f"length={asked} must be {least} at least: one patch, and the class token if there is one")

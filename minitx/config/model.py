@@ -245,6 +245,21 @@ class TransformerConfig:
         return self.num_kv_heads or self.num_heads
 
     @property
+    def has_qkv_bias(self) -> bool:
+        """``qkv_bias`` with the default filled in."""
+        return self.bias if self.qkv_bias is None else self.qkv_bias
+
+    @property
+    def has_out_bias(self) -> bool:
+        """``out_bias`` with the default filled in."""
+        return self.bias if self.out_bias is None else self.out_bias
+
+    @property
+    def num_class_tokens(self) -> int:
+        """How many of a picture's tokens are no patches: 1 or 0."""
+        return int(self.pooling == "first" or self.head == "none")
+
+    @property
     def width_per_head(self) -> int:
         """D (d_k) with the default filled in."""
         return self.head_dim or self.embed_dim // self.num_heads

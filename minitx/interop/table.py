@@ -220,8 +220,7 @@ def filled(config: TransformerConfig) -> Values:
     values = to_dict(config)
     values["num_kv_heads"], values["head_dim"] = config.kv_heads, config.width_per_head
     values["ffn_dim"], values["num_decoder_layers"] = config.ffn_width, config.decoder_layers
-    for name in ("qkv_bias", "out_bias"):
-        values[name] = config.bias if values[name] is None else values[name]
+    values["qkv_bias"], values["out_bias"] = config.has_qkv_bias, config.has_out_bias
     if config.architecture == "vision" or (config.position not in ("learned", "rotary") and config.scale != "log_length"):
         values["max_len"] = None
     return values

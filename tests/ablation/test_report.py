@@ -17,10 +17,10 @@ import pytest
 
 from minitx.ablation import design_figures
 from minitx.ablation.predictions import predictions
-from minitx.ablation.records import accuracy_of, collect, loss_of, visible_keys
+from minitx.ablation.records import Cells, accuracy_of, collect, loss_of, visible_keys
 from minitx.ablation.report import Report, write_report
 from minitx.ablation.sections import controls_part
-from minitx.ablation.tables import init_rows, ladder_rows, null_pairs
+from minitx.ablation.tables import arm_rows, init_rows, ladder_rows, null_pairs
 from minitx.ablation.verdict import analyse, comparisons
 from minitx.config import AblationConfig, ComparisonConfig, ConfigError, ExpectedVerdict, PredictionConfig, StudyConfig
 
@@ -93,8 +93,8 @@ def tuned_grid(**changes: Any) -> AblationConfig:
     return AblationConfig(arms={"inv_sqrt": (), "unscaled": ()}, studies={"any": study}, comparisons=(pair,))
 
 
-def judged(grid: AblationConfig, score: Any) -> list[Any]:
-    """The comparisons of a grid whose cells score ``score(arm, rate, seed)``."""
+def scored(grid: AblationConfig, score: Any) -> Cells:
+    """The cells of a grid that score ``score(arm, rate, seed)``; those of None are missing."""
     study = grid.studies["any"]
     places = itertools.product(study.arms, study.factors["lr"], (*study.tune_seeds, *study.seeds))
     expected = [{"study": "any", "arm": arm, "factors": {"lr": rate}, "seed": seed} for arm, rate, seed in places]
@@ -104,7 +104,12 @@ def judged(grid: AblationConfig, score: Any) -> list[Any]:
         if value is not None:
             result = {"accuracy": value, "val_loss": value, "initial_loss": 9.0, "outcome": "OK", "floors": {}}
             records.append({**cell, "status": "done", "error": None, "overrides": [], "result": result})
-    return list(comparisons(collect(records, grid, expected)))
+    return collect(records, grid, expected)
+
+
+def judged(grid: AblationConfig, score: Any) -> list[Any]:
+    """The comparisons of a grid whose cells score ``score(arm, rate, seed)``."""
+    return list(comparisons(scored(grid, score)))
 
 
 def test_rates_are_chosen_on_seeds_that_are_never_judged() -> None:
@@ -124,6 +129,17 @@ def test_a_tuning_seed_that_is_lost_is_named_and_blocks_the_verdict() -> None:
     e1, _ = judged(tuned_grid(), lambda arm, rate, seed: None if (arm, seed) == ("unscaled", 1) else 1.0)
     assert e1.judgement.word == "INCONCLUSIVE"
     assert "1 of 7 seeds lack a finished cell (seed 1)" in e1.judgement.reason
+
+
+@pytest.mark.parametrize(("lost", "chosen"), [((), {"1e-3": 6}), ((0,), {"1e-3": 6}), ((0, 1), {})])
+def test_the_table_of_arms_shows_no_rates_that_were_chosen_on_judged_seeds(
+    lost: tuple[int, ...], chosen: dict[str, int]
+) -> None:
+    def score(arm: str, rate: str, seed: int) -> float | None:
+        return None if seed in lost else {"1e-3": 0.9, "3e-3": 0.5}[rate]
+
+    rows = arm_rows(scored(tuned_grid(), score))
+    assert [row.chosen for row in rows] == [chosen] * 2
 
 
 def test_a_loss_is_judged_with_its_sign_turned_and_has_no_window() -> None:

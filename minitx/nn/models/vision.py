@@ -89,7 +89,7 @@ class PatchEmbeddings(nn.Module):
         assert config.image_size is not None and config.num_channels is not None
         E, P, self.num_channels = config.embed_dim, config.patch_size, config.num_channels
         self.patch_size, self.side = P, config.image_size // P
-        self.num_class_tokens = int(config.pooling == "first" or config.head == "none")
+        self.num_class_tokens = config.num_class_tokens
         self.num_tokens = self.side**2 + self.num_class_tokens
         self.patch_proj = nn.Linear(self.num_channels * P * P, E)
         self.class_token = nn.Parameter(torch.zeros(1, 1, E)) if self.num_class_tokens else None
