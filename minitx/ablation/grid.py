@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import itertools
 import json
@@ -139,7 +140,9 @@ def _combinations(name: str, study: StudyConfig) -> Iterator[tuple[str, dict[str
 
 @cache
 def code_fingerprint(*more: str) -> str:
-    """A digest of the code that decides a run's result, and of torch's version; a change of the report's page keeps it.
+    """A digest of the code that decides a run's result, and of torch's version.
+
+    A change of the report's page keeps it, and one of a comment or docstring.
 
     ``more`` are further files, by their path in the package.
     """
@@ -166,9 +169,19 @@ def folder_fingerprint(folder: str) -> str:
 
 
 def _digest(files: Mapping[str, Path], first: str = "") -> str:
-    """Of names and contents, in the order of the names."""
+    """Of names and contents, in the order of the names; of Python, what is executed."""
     digest = hashlib.sha256(first.encode())
     for name in sorted(files):
         digest.update(name.encode())
-        digest.update(files[name].read_bytes())
+        content = files[name].read_bytes()
+        digest.update(_executed(content) if files[name].suffix == ".py" else content)
     return digest.hexdigest()[:16]
+
+
+def _executed(source: bytes) -> bytes:
+    """Python without comments, docstrings and layout, none of which decides a run."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree).encode()

@@ -169,6 +169,11 @@ def test_the_fingerprint_covers_the_code_that_decides_a_run_and_no_other(tmp_pat
         (tmp_path / name).write_text("x = 2\n")
         assert (fingerprint_of(tmp_path, monkeypatch) != before) == (name in decides), name
         (tmp_path / name).write_text("x = 1\n")
+    (tmp_path / "data" / "code.py").write_text('"""What it is."""\n# and why\nx = (\n    1\n)\n')
+    assert fingerprint_of(tmp_path, monkeypatch) == before
+    (tmp_path / "data" / "code.py").write_text('"""What it is."""\nx = "1"\n')
+    assert fingerprint_of(tmp_path, monkeypatch) != before
+    (tmp_path / "data" / "code.py").write_text("x = 1\n")
     (tmp_path / "nn" / "backends" / "code.py").rename(tmp_path / "nn" / "code.py")
     assert fingerprint_of(tmp_path, monkeypatch) != before
     assert len(code_fingerprint()) == 16
