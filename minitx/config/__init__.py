@@ -8,6 +8,7 @@ imported. Messages begin with ``key=value``.
 from minitx.config.ablation import AblationConfig, ComparisonConfig, ExpectedVerdict, PredictionConfig, StudyConfig
 from minitx.config.checks import ConfigError, to_dict
 from minitx.config.data import (
+    IGNORED,
     ClassifyDataConfig,
     CorpusConfig,
     DataConfig,
@@ -38,6 +39,7 @@ from minitx.config.training import (
 
 __all__ = [
     "CONFIG_DIR",
+    "IGNORED",
     "SCALE_WORDS",
     "AblationConfig",
     "CallbacksConfig",

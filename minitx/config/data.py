@@ -11,6 +11,9 @@ from typing import Literal
 
 from minitx.config.checks import not_negative, positive, require
 
+IGNORED = -100
+"""The label of a position that does not count."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusConfig:

@@ -16,11 +16,10 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from minitx.config import IGNORED
+
 Split = Literal["train", "val"]
 Batch = dict[str, Tensor]
-
-IGNORED = -100
-"""The label of a position that does not count."""
 
 VALIDATION_SEED = 20240229
 """What is drawn for validation depends on this constant instead of the run's seed: all runs are judged on the same."""

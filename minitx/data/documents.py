@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitx.config import ConfigError, HubDataConfig
-from minitx.data.addressing import IGNORED, Batch
+from minitx.config import IGNORED, ConfigError, HubDataConfig
+from minitx.data.addressing import Batch
 from minitx.data.examples import Draw, Examples, Ragged, Task, hold_out
 from minitx.data.hub import column_of, load_table
 from minitx.data.tokenizers import Tokenizer, fingerprint, from_dict, train_tokenizer

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from minitx.config import ConfigError, MaskedDataConfig
-from minitx.data.addressing import IGNORED, Batch
+from minitx.config import IGNORED, ConfigError, MaskedDataConfig
+from minitx.data.addressing import Batch
 from minitx.data.baselines import unigram_nll
 from minitx.data.examples import Draw, Examples, Ragged, Task
 from minitx.data.tokenizers import Tokenizer, require_marks

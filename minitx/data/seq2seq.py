@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from minitx.config import ConfigError, DatesDataConfig, PairsDataConfig
-from minitx.data.addressing import IGNORED, Batch
+from minitx.config import IGNORED, ConfigError, DatesDataConfig, PairsDataConfig
+from minitx.data.addressing import Batch
 from minitx.data.bible import read_verses
 from minitx.data.corpus import check_file
 from minitx.data.dates import date_pairs

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitx.config import InductionDataConfig, KeyValueDataConfig, MultiQueryDataConfig, RecallDataConfig
-from minitx.data.addressing import IGNORED, VALIDATION_SEED, Batch, BatchSource, FiniteSource, generator
+from minitx.config import IGNORED, InductionDataConfig, KeyValueDataConfig, MultiQueryDataConfig, RecallDataConfig
+from minitx.data.addressing import VALIDATION_SEED, Batch, BatchSource, FiniteSource, generator
 
 
 def key_value_examples(config: KeyValueDataConfig, num_examples: int, random: np.random.Generator) -> Batch:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitx.config import ConfigError, TextDataConfig
-from minitx.data.addressing import IGNORED, Batch, EpochSource, FiniteSource
+from minitx.config import IGNORED, ConfigError, TextDataConfig
+from minitx.data.addressing import Batch, EpochSource, FiniteSource
 from minitx.data.baselines import compressed_bits
 from minitx.data.corpus import find_corpus
 from minitx.data.examples import Task

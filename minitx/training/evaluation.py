@@ -15,13 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitx.config import EvaluationConfig
-from minitx.data.addressing import Address
+from minitx.config import IGNORED, EvaluationConfig
+from minitx.data.addressing import Address, Batch
 from minitx.data.module import DataModule
 from minitx.generation import generate
 from minitx.nn.modes import evaluating
-from minitx.training.module import Batch, network_inputs
-from minitx.training.objectives import IGNORED
+from minitx.training.module import network_inputs
 
 Z95 = 1.959963984540054
 

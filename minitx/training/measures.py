@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from minitx.analysis.attention_cost import AttentionShape, core_cost
 from minitx.config import ConfigError, RunConfig, TransformerConfig
+from minitx.data.addressing import Batch
 from minitx.data.module import DataModule
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.efficient import approximation_error
 from minitx.nn.masks import Mask, SlidingWindow, intersect
 from minitx.nn.modes import evaluating
 from minitx.training.evaluation import evaluate
-from minitx.training.module import Batch, network_inputs
+from minitx.training.module import network_inputs
 
 ROWS_OF_ERROR = 8
 

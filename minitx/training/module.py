@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from minitx.data.addressing import Batch
 from minitx.training.checkpoint import FORMAT
 from minitx.training.objectives import HeadObjective, Objective, Sums
 from minitx.training.parallel import local_parts, parallelize, replicas, set_gradient_sync, sum_over_rows, total_norm
 
-Batch = dict[str, Tensor]
 NOT_FOR_THE_NETWORK = ("labels", "num_targets")
 
 

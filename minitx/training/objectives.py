@@ -11,10 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitx.config import ConfigError, ObjectiveConfig
-
-IGNORED = -100
-"""The label of a position that does not count."""
+from minitx.config import IGNORED, ConfigError, ObjectiveConfig
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ from minitx.analysis.capture import Look, attention_cores, watch
 from minitx.analysis.gradients import gradient_statistics, projection_weights
 from minitx.analysis.snapshot import SOURCE, TARGET, take_snapshot, write_snapshot
 from minitx.analysis.statistics import attention_statistics, logit_step, token_cosine
-from minitx.config import ConfigError, ProbeConfig
+from minitx.config import IGNORED, ConfigError, ProbeConfig
+from minitx.data.addressing import Batch
 from minitx.nn.blocks import EncoderBlock
 from minitx.nn.functional import full_precision
 from minitx.nn.modes import evaluating
 from minitx.training.callbacks import StepCallback
 from minitx.training.metrics import MetricsFile
-from minitx.training.module import Batch, TrainingModule, network_inputs
-from minitx.training.objectives import IGNORED
+from minitx.training.module import TrainingModule, network_inputs
 
 log = logging.getLogger(__name__)
 
