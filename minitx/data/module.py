@@ -259,13 +259,30 @@ LOADERS: dict[type, Callable[[Any, Path, Tokenizer | None], Task]] = {
 """From a config to its data: (config, folder of caches, tokenizer to use instead of learning one)."""
 
 
-def build_data(config: DataConfig, **options: Any) -> DataModule:
+def build_data(
+    config: DataConfig,
+    *,
+    seed: int,
+    max_steps: int,
+    accumulate: int = 1,
+    data_dir: str | Path | None = None,
+    val_batch_size: int | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> DataModule:
     """The data module that ``config`` names; the keywords are those of ``DataOptions``.
 
     Raises:
         ConfigError: ``data.path`` names no readable file.
     """
+    options = DataOptions(
+        seed=seed,
+        max_steps=max_steps,
+        accumulate=accumulate,
+        data_dir=data_dir,
+        val_batch_size=val_batch_size,
+        tokenizer=tokenizer,
+    )
     if isinstance(config, RecallDataConfig):
-        return RecallDataModule(config, DataOptions(**options))
+        return RecallDataModule(config, options)
     kind = TextDataModule if isinstance(config, TextDataConfig) else DataModule
-    return kind(config, DataOptions(**options))
+    return kind(config, options)
