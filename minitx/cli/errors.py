@@ -95,8 +95,9 @@ def sentence(error: Exception) -> tuple[str, int]:
     if isinstance(error, RankFailedError):
         return _one_line(str(error)), error.code
     kind = type(error).__name__  # some are of rooms that load torch, and known by name
-    if kind in ("GridStoppedError", "LaunchStoppedError", "StoppedError"):
-        return str(error), 128 + error.number  # type: ignore[attr-defined]
+    number = getattr(error, "number", None)
+    if kind in ("GridStoppedError", "LaunchStoppedError", "StoppedError") and isinstance(number, int):
+        return str(error), 128 + number
     if kind in ("NonFiniteError", "CheckpointError", "WorkerError", "CellsFailedError"):
         return _one_line(str(error)), 3
     if isinstance(error, RecursionError) and (key := re.search(r"full_key: ([a-z_.]+)", str(error))):
