@@ -1,7 +1,6 @@
 """The lab: a grid of training runs, how it is run, how it is judged, and the page that reports it.
 
-Planning and running: ``grid``, ``runner``, ``launchers`` (where cells run), ``progress``; ``stackable`` says which cells may
-train at once and ``stacked`` trains them. Judging, each on top of the one before: ``statistics`` holds the tests and the
+Planning and running: ``grid``, ``runner``, ``launchers`` (where cells run), ``progress``. Judging, each on top of the one before: ``statistics`` holds the tests and the
 verdict rule, ``records`` counts what came back and scores it, ``effects`` pairs two arms seed by seed, ``tables`` has one
 table a study, ``verdict`` compares the arms, ``predictions`` judges what was written down before, ``published`` what others
 have said. Reporting: ``sections`` and ``page`` say it in words and tables, ``figures``, ``design_figures`` and

@@ -21,24 +21,22 @@ _LOOKS = ("capture", "statistics", "gradients", "snapshot", "attention_cost")
 _CODE = ("nn", "data", "training", "config", *(f"analysis/{name}.py" for name in _LOOKS))
 _CONFIGS = ("callbacks", "data", "experiment", "model", "objective", "optimizer", "schedule", "trainer", "train.yaml")
 _JUDGES = "config/ablation.py"  # decides how a grid is judged; its cells are in the hash anyway
-_STACKS = "ablation/stacked.py"  # decides a stacked run, too
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One training run of a grid: where it stands, and the overrides that make it; ``stacked`` with others, or alone."""
+    """One training run of a grid: where it stands, and the overrides that make it."""
 
     study: str
     arm: str
     factors: Mapping[str, str]
     seed: int
     overrides: tuple[str, ...]
-    stacked: bool = False
 
     @property
     def hash(self) -> str:
         """Names the cell by its place and what decides its result, overrides and code; a finished one is never run again."""
-        code = code_fingerprint(*([_STACKS] if self.stacked else []))
+        code = code_fingerprint()
         keys = [text for text in self.overrides if not text.startswith(CONFIG_DIR)]
         own = [folder_fingerprint(text.removeprefix(CONFIG_DIR)) for text in self.overrides if text.startswith(CONFIG_DIR)]
         text = json.dumps([self.study, self.arm, dict(self.factors), keys, code, *own])
@@ -112,7 +110,7 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = (), trimmed: bool = F
             for arm, factors in _combinations(name, study):
                 levels = [override for factor, level in factors.items() for override in study.factors[factor][level]]
                 overrides = (*study.base, *grid.arms[arm], *levels, *trim, f"seed={seed}", *common)
-                blocks.setdefault(block, []).append(Cell(name, arm, factors, seed, overrides, grid.stack))
+                blocks.setdefault(block, []).append(Cell(name, arm, factors, seed, overrides))
     result = [cell for block in sorted(blocks) for cell in blocks[block]]
     twins = {cell.hash for cell in result}
     if len(twins) != len(result):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minitx.ablation.grid import Cell
-from minitx.ablation.launchers import WORKER_DIED, Launcher, Outcome, attempt, devices_of
+from minitx.ablation.launchers import WORKER_DIED, Launcher, Outcome, devices_of
 from minitx.ablation.progress import Display, LiveTable, log_lines
 
 log = logging.getLogger(__name__)
@@ -115,32 +115,6 @@ def run_cells(
         book.write(cell, outcome)
         after_cell()
         table.end(cell, outcome.error)
-    return book.records()
-
-
-TrainStack = Callable[[Sequence[Sequence[str]]], Sequence[dict[str, Any]]]
-
-
-def run_stacks(
-    train: TrainStack, stacks: Sequence[Sequence[Cell]], folder: Path, *, after_stack: Callable[[], None] = lambda: None
-) -> list[Record]:
-    """``run_cells`` for stacks: the cells of each are trained at once, in this process, by ``train(overrides of each)``.
-
-    A stack that raises fails all its cells; a cell's seconds are its share of the stack's. Records come stack by stack.
-    """
-    book = Book([cell for stack in stacks for cell in stack], folder)
-    for i, stack in enumerate(stacks, 1):
-        todo = [cell for cell in stack if cell in book.todo]
-        if not todo:
-            continue
-        whole = attempt(train, [cell.overrides for cell in todo])
-        results = [None] * len(todo) if whole.error else whole.result
-        for cell, result in zip(todo, results, strict=True):
-            book.write(cell, replace(whole, result=result, seconds=whole.seconds / len(todo)))
-        after_stack()
-        place = ", ".join([todo[0].study, todo[0].arm, f"{len(todo)} runs at once"])
-        said = f"failed: {whole.error}" if whole.error else "done"
-        log.info("stack %d of %d, %s: %s, %.1f s", i, len(stacks), place, said, whole.seconds)
     return book.records()
 
 

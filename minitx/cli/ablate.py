@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -24,8 +24,7 @@ from minitx.ablation.launchers import Launcher, devices_of, end_with, open_launc
 from minitx.ablation.progress import TerminalLine, log_lines
 from minitx.ablation.records import CellKey, key_of
 from minitx.ablation.report import write_report
-from minitx.ablation.runner import Costs, project, projected_seconds, read_records, run_cells, run_stacks
-from minitx.ablation.stackable import check_configs, stacks
+from minitx.ablation.runner import Costs, project, projected_seconds, read_records, run_cells
 from minitx.cli.compose import compose_config
 from minitx.cli.errors import CellsFailedError, GridStoppedError
 from minitx.cli.run import run_training
@@ -56,18 +55,12 @@ def run_ablation(config: RunConfig, folder: Path, overrides: Sequence[str], comm
     clock = WallClock(folder / "meta.json", describe_run(command))
     in_place = sys.stdout.isatty()
     display = TerminalLine(sys.stdout) if in_place else log_lines
-    with stop_on_signals(), nullcontext() if grid.stack else launcher_of(grid, common, folder) as launcher:
+    with stop_on_signals(), launcher_of(grid, common, folder) as launcher:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "command.txt").write_text(command + "\n", encoding="utf-8")
-        if launcher is None:
-            chosen = cells(grid, common=common)
-            records = run_stacks(train_cells, stacks(chosen), folder, after_stack=clock.keep)
-        else:
-            chosen, costs = plan(launcher, grid, common, folder, whole=config.ablation)
-            every = 1.0 if in_place else 10.0
-            records = run_cells(
-                launcher, chosen, folder, costs=costs, display=display, every_seconds=every, after_cell=clock.keep
-            )
+        chosen, costs = plan(launcher, grid, common, folder, whole=config.ablation)
+        every = 1.0 if in_place else 10.0
+        records = run_cells(launcher, chosen, folder, costs=costs, display=display, every_seconds=every, after_cell=clock.keep)
     report(records, grid, chosen, folder, clock.meta())
     log.info("%.0f s in all", clock.seconds())
     failed = [record for record in records if record["status"] == "failed"]
@@ -81,14 +74,10 @@ def refuse_early(grid: AblationConfig, common: Sequence[str]) -> None:
     """Refuse what cannot be run before anything is written.
 
     Raises:
-        ConfigError: cells without a length, or, of a grid that stacks, that cannot be stacked.
+        ConfigError: cells without a length.
     """
-    planned = cells(grid, common=common)
-    for cell in planned:
+    for cell in cells(grid, common=common):
         cell.steps()
-    if grid.stack:
-        for stack in stacks(planned):
-            check_configs([compose_config(stack[0].overrides)])
 
 
 def report_again(grid: AblationConfig, common: Sequence[str], folder: Path) -> None:
@@ -246,13 +235,6 @@ def main(arguments: Sequence[str]) -> None:
     result = run_here(overrides, Path(folder))
     if os.environ.get("LOCAL_RANK", "0") == "0":
         write_whole(Path(folder, "result.json"), json.dumps(result))
-
-
-def train_cells(overrides: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """The cells of a stack, trained at once in this process."""
-    from minitx.ablation.stacked import train_stack
-
-    return train_stack([compose_config(each) for each in overrides])
 
 
 def available_cores() -> int:

@@ -127,7 +127,6 @@ class AblationConfig:
     launcher: Literal["local", "slurm", "ray"] = "local"
     launcher_options: Mapping[str, Any] = field(default_factory=dict)
     time_limit: float | None = None
-    stack: bool = False
     report_only: bool = False
     trim: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -136,10 +135,6 @@ class AblationConfig:
         require(
             self.launcher != "local" or not self.launcher_options,
             f"launcher_options={dict(self.launcher_options)} are for launcher=slurm or ray; launcher=local takes none",
-        )
-        require(
-            not self.stack or self.launcher == "local",
-            f"stack=true trains in this process: launcher={self.launcher} has no use",
         )
         for name, study in self.studies.items():
             unknown = [arm for arm in study.arms if arm not in self.arms]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shlex
@@ -16,7 +15,7 @@ import pytest
 
 from minitx.ablation.grid import Cell
 from minitx.ablation.launchers import Pool, _watch, open_launcher
-from minitx.ablation.runner import project, projected_seconds, read_records, run_cells, run_stacks
+from minitx.ablation.runner import project, projected_seconds, read_records, run_cells
 
 ROOT = Path(__file__).parents[2]
 
@@ -243,28 +242,3 @@ def test_a_used_worker_a_new_process_and_the_stored_command_give_equal_bits(tmp_
     assert len(set(digests.values())) == 3
     words = shlex.split(wanted.command)
     assert digest_in_a_new_process(words[2:], tmp_path / "alone") == digests["wanted"]
-
-
-def test_a_stack_trains_at_once_goes_on_where_it_stopped_and_fails_as_one(tmp_path):
-    found = [[cell("a", arm_seed=0), cell("b", arm_seed=0)], [cell("raise", arm_seed=1), cell("c", arm_seed=1)]]
-    seen = []
-
-    def train(overrides):
-        seen.append([value_of(each, "name") for each in overrides])
-        if "raise" in seen[-1]:
-            raise ValueError("no luck")
-        return [{"name": name} for name in seen[-1]]
-
-    records = run_stacks(train, found, tmp_path)
-    assert [record["status"] for record in records] == ["done", "done", "failed", "failed"]
-    assert [record["result"] and record["result"]["name"] for record in records] == ["a", "b", None, None]
-    assert records[2]["error"] == "ValueError: no luck"
-    run_stacks(train, found, tmp_path)
-    assert seen == [["a", "b"], ["raise", "c"], ["raise", "c"]]
-
-
-def test_a_stacked_cell_is_another_cell_than_one_that_runs_alone():
-    alone = cell("a")
-    stacked = dataclasses.replace(alone, stacked=True)
-    assert stacked.hash != alone.hash
-    assert stacked.describe() | {"cell": ""} == alone.describe() | {"cell": ""}
