@@ -1,4 +1,4 @@
-# make ablation   set up and run the scaling ablation        make test   set up and pass the tests
+# make ablation   set up, run the quick grid with and without 1/√d_k, write its report        make test   set up and pass the tests
 # make bench      measure beside others, docs/performance.md (8 pairs a row: 14 minutes on two cores; PAIRS=20, as is published: 25)
 # make docs       write the generated pages again: errors, configuring, performance
 # make coverage   lines and branches of minitx/nn that its tests run      make mutation   faults seeded one by one (hours, goes on where it stopped)

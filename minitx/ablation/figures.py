@@ -18,6 +18,7 @@ from minitx.ablation.effects import score_table
 from minitx.ablation.records import DOSE, RATE, RECALL, TWO_BY_TWO, Cells
 from minitx.ablation.render import Drawing
 from minitx.ablation.statistics import Floats, wilson_interval
+from minitx.ablation.tables import steps_of
 from minitx.ablation.verdict import Comparison, Findings
 from minitx.ablation.wording import condition_text, place_text, style
 from minitx.analysis.canvas import DPI, GREY, dodge, label, legend, png, wrapped_panels
@@ -113,17 +114,18 @@ def _of_study(cells: Cells, study: str) -> list[Plan]:
     if score is None or study in (DOSE, TWO_BY_TWO):  # these have a figure of their own
         return []
     plans: list[Plan] = []
-    dots = "A dot is a run, lines join the medians of the seeds that are judged."
+    steps = f" after {found} steps" if (found := steps_of(cells, study)) else ""
+    dots = f"A dot is a run{steps}, lines join the medians of the seeds that are judged."
     if len(cells.levels(study, RATE)) > 1:
         bar = " The dashed line is the bar for solved." if score.better > 0 else ""
         title = f"{study}: learning rate against {score.name}"
         plans.append((f"{study}_rates", title, dots + bar, functools.partial(by_rate, study=study, shares=False)))
         if score.better > 0:
-            caption = "Points are shares, bars are Wilson's 95 % intervals."
+            caption = f"Points are shares of the seeds that solve it{steps}, bars are Wilson's 95 % intervals."
             draw = functools.partial(by_rate, study=study, shares=True)
             plans.append((f"{study}_solved", f"{study}: share of seeds that solve it", caption, draw))
     if cells.grid.studies[study].measures or len(cells.levels(study, RATE)) < 2:
-        caption = "At the rate that the score chose: a dot is a seed, bars are medians."
+        caption = f"At the rate that the score chose: a dot is a seed{steps}, bars are medians."
         draw = functools.partial(design_figures.measures_by_arm, study=study)
         plans.append((f"{study}_arms", f"{study}: every arm", caption, draw))
     return plans
@@ -182,7 +184,7 @@ OF_THE_SCALE: tuple[Plan, ...] = (
     (
         "ladder_loss",
         "Stress ladder: training loss",
-        "Every rung, both arms, a line a run. Grey: n-gram models on the same text. A diverging loss leaves the panel.",
+        "Every rung, both arms, a line a run. Grey: n-gram models on the same text. The axis is cut: a larger loss leaves the panel.",
         probe_figures.ladder_losses,
     ),
     (

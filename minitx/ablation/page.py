@@ -16,7 +16,7 @@ from minitx.ablation.published import contradictions, published
 from minitx.ablation.records import Cells
 from minitx.ablation.render import Block, Drawing, Page, Section, Table
 from minitx.ablation.statistics import ALPHA, MIN_PAIRS
-from minitx.ablation.tables import ladder_sentence
+from minitx.ablation.tables import budget_text, ladder_sentence
 from minitx.ablation.verdict import Comparison, Findings
 from minitx.ablation.wording import condition_text, count_text, number, signed
 from minitx.config import to_dict
@@ -32,11 +32,11 @@ def build_page(findings: Findings, judged: Sequence[Prediction], drawings: Seque
     scale = findings.about_the_scale
     parts: dict[str, Sequence[Block]] = {
         "Verdict": sections.verdict_part(findings),
-        "Three claims apart": sections.claims_part(findings) if scale else (),
+        "Start, learning rates and scores": sections.claims_part(findings) if scale else (),
         "Figures": list(drawings) or ["No figure: no cell has finished."],
         "Every arm": sections.arms_part(findings),
         "Controls": sections.controls_part(findings) if scale else (),
-        "Where the effect disappears": sections.where_part(findings),
+        "Where the arms differ after these steps": sections.where_part(findings),
         "The stress ladder, entire": sections.ladder_part(findings) if scale else (),
         "What is contradicted": [contradictions(findings)] if scale else (),
         "Published results": [published(findings)] if scale else (),
@@ -56,7 +56,7 @@ def build_page(findings: Findings, judged: Sequence[Prediction], drawings: Seque
 def headline(findings: Findings) -> list[str]:
     """The verdict in sentences: every comparison that the grid is about, under every condition; text and the ladder beside."""
     cells = findings.cells
-    sentences: list[str] = []
+    sentences = budget_sentences(cells)
     for (study, arms), of_arms in itertools.groupby(findings.main, key=lambda c: (c.study, c.arms)):
         listed = list(of_arms)
         sign = "negative" if listed[0].better > 0 else "positive"
@@ -77,6 +77,13 @@ def headline(findings: Findings) -> list[str]:
             interval = sections.interval_text(best)
             sentences.append(f"text ({pairs}): validation loss at the best rate {size} ({interval}), positive is harm.")
     return [*sentences, *([ladder_sentence(findings.ladder)] if findings.ladder else [])]
+
+
+def budget_sentences(cells: Cells) -> list[str]:
+    """After how many steps the scores were taken, and what that means; none where no judged run has finished."""
+    steps = budget_text(cells)
+    meaning = "they say how far a run has come by then, not whether it can learn the task."
+    return [f"Scores after a fixed number of steps ({steps}): {meaning}"] if steps else []
 
 
 def _under_condition(listed: Sequence[Comparison], findings: Findings) -> str:
@@ -125,7 +132,10 @@ def _limits(findings: Findings) -> list[Block]:
     if findings.ladder and len({row.rung for row in findings.ladder}) == len(findings.ladder):
         limits.append("The ladder has one seed a rung: it shows what can happen, not how often.")
     if any(c.endpoint == "E2" for c in findings.main):
-        limits.append("The usable window is a share of few rates: it moves in steps, and only within the rates of this grid.")
+        limits.append(
+            "The usable window is the share of this grid's few rates that solve the task within these steps. Where an arm solves it "
+            "at none, the difference is the other arm's share alone."
+        )
     reused = sorted(
         {c.study for c in findings.main if not cells.planned(c.study).tune_seeds and len(cells.levels(c.study, rec.RATE)) > 1}
     )

@@ -164,7 +164,7 @@ def during_training(findings: Findings) -> Figure | None:
 
 
 def _probed_groups(findings: Findings) -> dict[str, list[Record]]:
-    """Runs worth a row of panels: primary recall, text, and the first rung with instability (or the last rung)."""
+    """Runs worth a row of panels: primary recall, text, and the first rung with signs (see ``LadderRow``), or the last rung."""
     cells, condition = findings.cells, findings.primary_condition
     shaky = [row.rung for row in findings.ladder if row.signs] + [row.rung for row in findings.ladder[-1:]]
     groups = {}

@@ -13,7 +13,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from minitx.ablation.figures import draw_all
-from minitx.ablation.page import build_page
+from minitx.ablation.page import budget_sentences, build_page
 from minitx.ablation.predictions import Prediction, predictions
 from minitx.ablation.records import ARMS, Cells, collect, loss_of
 from minitx.ablation.render import Table, to_html, to_markdown, to_text
@@ -102,7 +102,7 @@ def summary_text(findings: Findings, judged: Sequence[Prediction]) -> str:
         f"{cells.grid.name}{'' if cells.grid.confirmatory else ' (not confirmatory)'}: {len(cells.expected)} cells "
         f"expected, {len(cells.done)} done, {len(cells.failed)} failed, {len(cells.missing)} missing"
     )
-    blocks = [counts]
+    blocks = [counts, *("\n".join(textwrap.wrap(sentence, 100)) for sentence in budget_sentences(cells))]
     pairs = list(dict.fromkeys(c.arms for c in findings.main))
     letters = {pair: f"{letter}: " for pair, letter in zip(pairs, ascii_lowercase, strict=False)} if len(pairs) > 1 else {}
     rows = [_summary_row(c, letters.get(c.arms, "")) for c in findings.main]
@@ -110,7 +110,7 @@ def summary_text(findings: Findings, judged: Sequence[Prediction]) -> str:
         arms = pairs[0] if len(pairs) == 1 else ("first", "second")
         headers = ("", "where", "seeds", *arms, "change", "95 % interval", "p", "verdict")
         named = [f"{letter}{treatment} − {reference}." for (reference, treatment), letter in letters.items()]
-        caption = " ".join(["E1 score at the best rate, E2 usable window; * primary.", *named])
+        caption = " ".join(["E1 score after the last step at the best rate, E2 usable window; * primary.", *named])
         blocks.append(to_text(Table(caption, headers, rows)))
     if findings.ladder:
         blocks.append(to_text(_ladder_summary(findings)))
@@ -139,7 +139,7 @@ def _ladder_summary(findings: Findings) -> Table:
         ratio = number(row.gradient_ratio, 1)
         note = row.signs[0] if row.signs else "both fail" if row.both_fail else ""
         rows.append((row.label, *losses, *outcomes, ratio, note))
-    headers = ("ladder", *ARMS, *("outcome" for _ in ARMS), "gradients", "instability without the scale")
+    headers = ("ladder", *ARMS, *("outcome" for _ in ARMS), "gradients", "without the scale")
     return Table("Stress ladder: loss in nats, outcome, ratio of the median gradient norms.", headers, rows)
 
 

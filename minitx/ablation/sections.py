@@ -60,8 +60,9 @@ def verdict_part(findings: Findings) -> list[Block]:
         return ["The grid compares no two arms, so there is no verdict.", _lost_cells(findings.cells)]
     family = sum(c.primary for c in findings.comparisons)
     caption = (
-        "The second arm minus the first, paired by seed. E1: the score at each arm's own best rate; of accuracy, negative is "
-        "harm, of loss, positive. E2: usable window, the share of the rates that solve the task. p of harm: exact sign-flip, "
+        "The second arm minus the first, paired by seed. E1: the score after the last step at each arm's own best rate; of accuracy, "
+        "negative is harm, of loss, positive. HARM is a worse score after these steps. E2: usable window, the share of the rates "
+        "that solve the task by then. p of harm: exact sign-flip, "
         f"one-sided; adjusted by Holm over the primary family (m = {family}). p of equality: TOST within "
         f"±{findings.cells.grid.margin:g}. Other rows are secondary: the same statistics, not adjusted."
     )
@@ -116,17 +117,19 @@ def _lost_cells(cells: Cells) -> Block:
 
 
 def claims_part(findings: Findings) -> list[Block]:
-    """Part 2: start, optimisation and final quality, each judged apart."""
+    """Part 2: the start, the share of usable rates, and the scores after the last step, each apart."""
     recall = [c for c in findings.main if (c.study, c.arms) == (rec.RECALL, rec.ARMS)]
     windows, finals = (
         "; ".join(f"{condition_text(c.condition)}:{_outcome(c)}" for c in recall if c.endpoint == e and c.effect)
         for e in ("E2", "E1")
     )
+    steps = tables.steps_of(findings.cells, rec.RECALL)
+    within, after = (f" {word} {steps} steps" if steps else "" for word in ("within", "after"))
     return [
         _init_claim(findings),
         *([_init_table(findings)] if findings.init else []),
-        f"Optimisation. Usable window: {windows or 'not measured'}. {tables.ladder_sentence(findings.ladder)}",
-        f"Final quality. Recall at each arm's own best rate: {finals or 'not measured'}.",
+        f"Learning rates. Usable window{within}: {windows or 'not measured'}. {tables.ladder_sentence(findings.ladder)}",
+        f"Score. Recall{after} at each arm's own best rate: {finals or 'not measured'}.",
         _text_effects(findings.cells),
     ]
 
@@ -233,7 +236,7 @@ def controls_part(findings: Findings) -> list[Block]:
 
 
 def where_part(findings: Findings) -> list[Block]:
-    """Part 6: the conditions under which the effect is there or gone."""
+    """Part 6: the conditions under which the scores after the last step differ or are equal."""
     main = findings.main
     others = [c for c in findings.comparisons if c not in main]
     caption = "Secondary: further comparisons and measures, same statistics, not adjusted."
@@ -246,12 +249,16 @@ def where_part(findings: Findings) -> list[Block]:
 
 
 def _where_table(found: Sequence[Comparison]) -> Table:
-    words = {"HARM": "appears", "NO HARM": "disappears", "INCONCLUSIVE": "is open"}
+    words = {"HARM": "worse", "NO HARM": "equal within the margin", "INCONCLUSIVE": "open"}
     named = len({c.arms for c in found}) > 1
     places = {w: _places([c for c in found if c.judgement.word == w], named) for w in words}
     rows = [(w, title, places[w] or "nowhere") for w, title in words.items()]
     labels = ", ".join(dict.fromkeys(c.label for c in found))
-    return Table(f"{labels}. E1: the score at the best rate. E2: usable window.", ("verdict", "the effect", "where"), rows)
+    return Table(
+        f"{labels}. E1: the score after the last step, at the best rate. E2: usable window.",
+        ("verdict", "second arm after these steps", "where"),
+        rows,
+    )
 
 
 def _gap_table(findings: Findings) -> Table:
@@ -294,11 +301,21 @@ def _same_rate_table(cells: Cells, study: str, arms: Sequence[str]) -> Table:
 def ladder_part(findings: Findings) -> list[Block]:
     """Part 7: the stress ladder, rung by rung."""
     pairs = tuple(f"{n}, inv_sqrt / unscaled" for n in ("val loss", "median gradient", "largest gradient", "spike share"))
-    headers = ("rung", *(f"outcome {arm}" for arm in rec.ARMS), pairs[0], "difference", "apart", *pairs[1:], "instability")
+    headers = (
+        "rung",
+        *(f"outcome {arm}" for arm in rec.ARMS),
+        pairs[0],
+        "difference",
+        "apart",
+        *pairs[1:],
+        "without the scale",
+    )
     caption = (
         "Loss in nats; the difference scores NONFINITE and DIVERGED runs at the loss at init. "
-        f"Apart: worse by more than {tables.SEPARATION:g} nats. Instability is named where the scaled arm trains: failure to "
-        f"learn, spikes, or a gradient norm at least {tables.GRADIENT_RATIO:g} times larger. One run a row and arm."
+        f"Apart: worse by more than {tables.SEPARATION:g} nats. The last column says, where the scaled arm trains, what the other "
+        f"arm shows: failure to learn, spikes, or a gradient norm at least {tables.GRADIENT_RATIO:g} times larger. Gradient norms depend "
+        "on the parametrisation, so a larger one is no instability by itself. The spike share leaves out the first window of "
+        "steps, so an early jump of either arm is not in it. One run a row and arm."
     )
     table = [Table(caption, headers, [_ladder_cells(row) for row in findings.ladder])] if findings.ladder else []
     return [tables.ladder_sentence(findings.ladder), *table]
@@ -308,7 +325,7 @@ def _ladder_cells(row: LadderRow) -> tuple[str, ...]:
     def pair(key: str, digits: int) -> str:
         return " / ".join(number(run["result"][key], digits) if run else "–" for run in row.runs)
 
-    note = "; ".join(row.signs) or ("both arms fail: not the scale's doing" if row.both_fail else "none")
+    note = "; ".join(row.signs) or ("both arms fail" if row.both_fail else "none")
     if None in row.runs:
         note = "a cell is missing or failed"
     outcomes = (run["result"]["outcome"] if run else "–" for run in row.runs)

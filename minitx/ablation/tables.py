@@ -68,12 +68,27 @@ def _arm_row(cells: Cells, study: str, arm: str, condition: Condition) -> ArmRow
     return replace(row, chosen=chosen, on_edge=sum(choices.on_edge), largest=largest)
 
 
+# --- the budget
+
+
+def budget_text(cells: Cells) -> str:
+    """After how many steps each judged study and the ladder were scored: ``recall 200, text 250``."""
+    judged = [study for study in cells.grid.studies if cells.score(study) or study == rec.LADDER]
+    return ", ".join(f"{study} {steps}" for study in judged if (steps := steps_of(cells, study)))
+
+
+def steps_of(cells: Cells, study: str) -> str:
+    """The steps of a study's finished runs, leaving out those that a non-finite number ended."""
+    whole = {r["result"]["steps"] for r in cells.select(study) if r["result"]["outcome"] != "NONFINITE"}
+    return " or ".join(map(str, sorted(whole)))
+
+
 # --- the ladder
 
 
 @dataclass(frozen=True)
 class LadderRow:
-    """One rung: the runs of both arms, and the signs of instability of the unscaled one where the scaled one trains.
+    """One rung: the runs of both arms, and what only the unscaled one shows where the scaled one trains.
 
     ``difference`` is unscaled − scaled in nats. ``gradient_ratio`` is the ratio of the median gradient norms.
     """
@@ -116,7 +131,7 @@ def _ladder_row(rung: str, seed: int, a: Record | None, b: Record | None) -> Lad
         runs=(a, b),
         difference=rec.finite(rec.loss_of(b) - rec.loss_of(a)),
         gradient_ratio=_ratio(b, a, "grad_norm_median"),
-        signs=() if _failed_to_learn(a) else tuple(_instability(a, b)),
+        signs=() if _failed_to_learn(a) else tuple(_signs(a, b)),
         both_fail=_failed_to_learn(a) and _failed_to_learn(b),
     )
 
@@ -129,8 +144,8 @@ def _ratio(b: Record, a: Record, name: str) -> float | None:
     return rec.quotient(b["result"][name], a["result"][name])
 
 
-def _instability(a: Record, b: Record) -> Iterable[str]:
-    """Signs of instability of run ``b`` that the trained run ``a`` does not show."""
+def _signs(a: Record, b: Record) -> Iterable[str]:
+    """Failure to learn, larger gradients and spikes of run ``b`` that the trained run ``a`` does not show."""
     outcome = b["result"]["outcome"]
     if _failed_to_learn(b):
         yield {"COLLAPSED": "failure to learn (no better than unigrams)"}.get(outcome, outcome.lower())
@@ -156,9 +171,10 @@ def ladder_sentence(rows: Sequence[LadderRow]) -> str:
     first = next((row.signs for row in compared if row.signs), ())
     start = f"separation first at {apart[0]}" if apart else "no rung separates the arms"
     middle = (
-        f"training instability without the scale, where the scaled arm trains, at {', '.join(shaky)} (first: {'; '.join(first)})"
+        f"larger gradients, spikes or failure to learn without the scale, where the scaled arm trains, at {', '.join(shaky)} "
+        f"(first: {'; '.join(first)})"
         if shaky
-        else "no rung shows instability without the scale where the scaled arm trains"
+        else "no rung shows larger gradients, spikes or failure to learn in the unscaled arm alone"
     )
     end = f"; both arms fail at {', '.join(both)}" if both else ""
     counts = (len({row.rung for row in some}) for some in (compared, rows))

@@ -20,7 +20,7 @@ from minitx.ablation.predictions import predictions
 from minitx.ablation.records import Cells, accuracy_of, collect, loss_of, visible_keys
 from minitx.ablation.report import Report, write_report
 from minitx.ablation.sections import controls_part
-from minitx.ablation.tables import arm_rows, init_rows, ladder_rows, null_pairs
+from minitx.ablation.tables import arm_rows, init_rows, ladder_rows, null_pairs, steps_of
 from minitx.ablation.verdict import analyse, comparisons
 from minitx.config import AblationConfig, ComparisonConfig, ConfigError, ExpectedVerdict, PredictionConfig, StudyConfig
 
@@ -206,6 +206,18 @@ def test_the_headline_names_every_endpoint_init_and_width_and_the_ladder(quick: 
     assert "separation first at S2" in quick.headline
     assert "at S3, S5a, S5c" in quick.headline
     assert "both arms fail at S4" in quick.headline
+
+
+def test_the_steps_of_the_scores_stand_in_the_headline_and_in_the_terminal(quick: Report) -> None:
+    for text in (quick.headline, quick.table_text):
+        assert all(part in text for part in ("recall 300", "text 300", "ladder 250"))
+
+
+def test_a_run_that_a_non_finite_number_ended_does_not_count_as_a_budget(fabricate: Any) -> None:
+    records, grid, expected = fabricate()
+    lost = next(r for r in records if r["study"] == "text")
+    lost["result"] |= {"outcome": "NONFINITE", "steps": 17}
+    assert steps_of(collect(records, grid, expected), "text") == "300"
 
 
 def test_predictions_are_judged_with_their_numbers(quick: Report) -> None:
@@ -449,7 +461,7 @@ def test_a_cell_knows_the_length_and_the_chance_of_its_data(overrides: list[str]
     assert accuracy_of(record) == chance
 
 
-def test_the_ladder_names_instability_only_where_the_scaled_arm_trains(fabricate: Any) -> None:
+def test_the_ladder_names_signs_only_where_the_scaled_arm_trains(fabricate: Any) -> None:
     cells = collect(*fabricate())
     rows = {row.rung: row for row in ladder_rows(cells)}
     assert list(rows) == ["S0", "S1", "S2", "S3", "S4", "S5a", "S5b", "S5c"]
