@@ -27,7 +27,6 @@ from minitx.ablation.report import write_report
 from minitx.ablation.runner import Costs, project, projected_seconds, read_records, run_cells
 from minitx.cli.compose import compose_config
 from minitx.cli.errors import CellsFailedError, GridStoppedError
-from minitx.cli.run import run_training
 from minitx.config import AblationConfig, ConfigError, RunConfig
 
 log = logging.getLogger("minitx")
@@ -204,6 +203,8 @@ def run_cell(overrides: Sequence[str], folder: str) -> dict[str, Any]:
 
 def run_here(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
     """A training run in this process, and its result."""
+    from minitx.cli.train import run_training
+
     return run_training(compose_config(overrides), folder, command_of(overrides))
 
 

@@ -1,4 +1,4 @@
-"""Programs with plain ``key=value`` arguments: a dataclass says what they take, and ``--help`` says what it means."""
+"""The other programs: a dataclass says what they take, the command line has Hydra's dialect, ``--help`` says what keys mean."""
 
 from __future__ import annotations
 
@@ -6,63 +6,67 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from minitx.cli.errors import JobErrors, exit_code, take_traceback
-from minitx.cli.schema import from_dict
-from minitx.config import ConfigError
-from minitx.config.checks import require
+from minitx.cli.errors import exit_code
+from minitx.config import ConfigError, from_dict
+from minitx.config.checks import key, require
+
+__all__ = ["check_output", "help_text", "key", "parse", "run_program", "write", "writing"]
 
 T = TypeVar("T")
 
 
-def key(default: Any, meaning: str) -> Any:
-    """A field with its line of ``--help``; ``dataclasses.MISSING`` is no default."""
-    return dataclasses.field(default=default, metadata={"meaning": meaning})
-
-
 def run_program(cls: type[T], usage: str, program: Callable[[T], None]) -> int:
     """``program(config)`` with ``cls`` from the command line, errors as one sentence; returns the exit code."""
-    arguments = take_traceback(sys.argv[1:])
+    arguments = [word for word in sys.argv[1:] if word not in ("traceback=true", "traceback=false")]
     if {"--help", "-h"} & set(arguments):
-        return exit_code(lambda job: write(help_text(cls, usage)), program)
-    return exit_code(partial(_parse_and_run, cls, arguments), program)
-
-
-def _parse_and_run(cls: type[T], arguments: Iterable[str], job: JobErrors) -> None:
-    job(parse(cls, arguments))
-    for error in job.errors:
-        if isinstance(error, BrokenPipeError):  # `generate.py ... | head`: the reader has seen enough
-            raise error
+        return exit_code(lambda: write(help_text(cls, usage)))
+    return exit_code(lambda: program(parse(cls, arguments)))
 
 
 def parse(cls: type[T], arguments: Iterable[str]) -> T:
-    """``key=value`` arguments as a ``cls``: text as it stands, everything else as YAML; lists as ``a,b`` or ``[a,b]``.
+    """``key=value`` arguments in Hydra's dialect as a ``cls``: ``a.b=1`` sets an entry of the mapping ``a``.
+
+    A value of a text key that Hydra's grammar cannot read (``prompt=Hello, world!``) is taken as it stands.
 
     Raises:
         ConfigError: no ``key=value``, an unknown key (with the nearest known one), a value of another type.
     """
-    import yaml
-
     kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for argument in arguments:
-        name, is_pair, value = argument.partition("=")
+        name, is_pair, value = argument.lstrip("+").partition("=")
         if not is_pair:
             raise ConfigError(f"{argument} is not key=value; --help shows the keys")
-        if name == "traceback":
-            raise ConfigError(f"{argument} must be true or false")
-        if name in values:
+        first, *nested = name.split(".")
+        if first in values and not nested:
             raise ConfigError(f"{name} is given twice")
-        if kinds.get(name, "").startswith("tuple") and value not in ("", "null") and not value.startswith("["):
+        kind = kinds.get(first, "str")
+        if kind.startswith("tuple") and value not in ("", "null") and not value.startswith("["):
             value = f"[{value}]"
-        try:
-            values[name] = value if kinds.get(name, "str").startswith("str") else yaml.safe_load(value)
-        except yaml.YAMLError:
-            values[name] = value
+        found = _read(name, value, is_text=kind.startswith("str"))
+        for part in reversed(nested):
+            found = {part: found}
+        values[first] = {**values.get(first, {}), **found} if nested else found
     return from_dict(cls, values)
+
+
+def _read(name: str, value: str, *, is_text: bool) -> Any:
+    """A value as Hydra reads it on the command line of ``train.py``."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    if is_text and value[:1] not in ("'", '"') and value != "null":
+        return value
+    try:
+        found = OverridesParser.create().parse_override(f"{name}={value}").value()
+    except HydraException:
+        if is_text:
+            return value
+        raise ConfigError(f"{name}={value} cannot be read: write it as on the command line of train.py") from None
+    return found.text if hasattr(found, "text") else found
 
 
 def help_text(cls: type[Any], usage: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minitx.cli.arguments import check_output, key, run_program, write, writing
-from minitx.cli.inputs import data_of_run, first_ids, stored_run
+from minitx.cli.inputs import first_ids, model_of_ours, open_stored
 from minitx.config import ConfigError, RunConfig
 from minitx.config.checks import positive, require
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from minitx.analysis.structure import Sentence, Structure
     from minitx.data.tokenizers import Tokenizer
     from minitx.nn.models import TransformerModel
+    from minitx.training.stored import Stored
 
 USAGE = "python scripts/atlas.py ckpt_path=FILE_OR_FOLDER [structure=FILE] [key=value ...]"
 
@@ -37,6 +38,7 @@ class AtlasConfig:
     batch_size: int = key(8, "rows at a time")
     seed: int = key(0, "of the shuffled control")
     device: str = key("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
+    trust: bool = key(False, "build whatever the checkpoint names, which can run any code")
     output: str | None = key(None, "folder to write atlas.csv, atlas.json and figures to")
 
     def __post_init__(self) -> None:
@@ -54,7 +56,7 @@ def main() -> int:
 def _atlas(config: AtlasConfig) -> None:
     from minitx.analysis.atlas import atlas_over_steps, head_atlas
     from minitx.analysis.snapshot import take_snapshot
-    from minitx.training.checkpoint import load_model, place
+    from minitx.training.stored import place
 
     path = Path(config.ckpt_path)
     snapshots = _recorded(path)
@@ -62,10 +64,10 @@ def _atlas(config: AtlasConfig) -> None:
         path = path / "checkpoints" / "last.ckpt"
         if not path.is_file():
             raise ConfigError(f"ckpt_path={config.ckpt_path} is a folder without checkpoints/last.ckpt")
-    model, tokenizer, state = load_model(path)
-    run = stored_run(state)
+    stored = open_stored(str(path), trust=config.trust)
+    model, tokenizer, run = model_of_ours(stored), stored.tokenizer, stored.config
     if config.structure is None:
-        what, batches = _validation(config, run, model, tokenizer, state)
+        what, batches = _validation(config, stored)
     else:
         what, batches = _sentences(config, model, tokenizer)
     device = next(place(model, config.device).parameters()).device
@@ -136,16 +138,17 @@ def _write_files(folder: Path, about: dict[str, Any], atlas: Atlas, steps: Seque
 Batches = Iterator[tuple[dict[str, Any], "Structure | None"]]
 
 
-def _validation(
-    config: AtlasConfig, run: RunConfig, model: TransformerModel, tokenizer: Tokenizer | None, state: dict[str, Any]
-) -> tuple[str, Batches]:
+def _validation(config: AtlasConfig, stored: Stored) -> tuple[str, Batches]:
     """The first rows of the validation split, with the structure that is known of their task."""
-    from minitx.data.module import TextDataModule
-    from minitx.training.module import network_inputs
+    from minitx.data.module import DataModule
+    from minitx.training.calling import network_inputs
 
-    data = data_of_run(config.ckpt_path, model, tokenizer, state)
+    data = stored.data()
+    if not isinstance(data, DataModule):
+        raise ConfigError(f"ckpt_path={stored.path} was trained on a {type(data).__name__}: give structure=FILE instead")
     source = data.val_source()
-    whole = source.num_rows - isinstance(data, TextDataModule)  # the last row of a text is filled up without a mask
+    filled = data.task.kind == "language_model" and "key_mask" not in source.rows(range(1))  # the last row of a text
+    whole = source.num_rows - filled
     rows = range(min(config.num_rows, max(whole, 1)))
 
     def batches() -> Batches:
@@ -154,9 +157,9 @@ def _validation(
             masks = {"input_ids": "key_mask", "decoder_input_ids": "decoder_key_mask"}
             ids = {axis: inputs[axis] for axis in masks if axis in inputs}
             real = {axis: inputs.get(masks[axis], tensor >= 0) for axis, tensor in ids.items()}
-            yield inputs, known_structure(run, ids, real, tokenizer)
+            yield inputs, known_structure(stored.config, ids, real, stored.tokenizer)
 
-    return f"{len(rows)} validation rows of data={run.data.name}", batches()
+    return f"{len(rows)} validation rows of {data.task.name}", batches()
 
 
 def _sentences(config: AtlasConfig, model: TransformerModel, tokenizer: Tokenizer | None) -> tuple[str, Batches]:
@@ -221,7 +224,7 @@ def known_structure(
     from minitx.analysis.structure import position_structure
     from minitx.data.synthetic import induction_targets, previous_occurrences
 
-    name = run.data.name
+    name = getattr(run.data, "name", None)
     if name == "dates" and tokenizer is not None:
         return dates_structure(ids, real, tokenizer)
     if name not in ("kv_lookup", "multi_query_recall", "induction"):

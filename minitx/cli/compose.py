@@ -1,34 +1,76 @@
-"""From overrides to a config: what hydra composes, as dataclasses."""
+"""From overrides to a config: what Hydra composes, as dataclasses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import typing
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.singleton import Singleton
 from omegaconf import DictConfig, OmegaConf
 
-from minitx.cli.overrides import CHOSEN
-from minitx.cli.schema import from_dict
-from minitx.config import CONFIG_DIR, ConfigError, RunConfig
+from minitx.config import (
+    CONFIG_DIR,
+    ConfigError,
+    DataConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainerConfig,
+    TransformerConfig,
+    from_dict,
+)
+from minitx.config.checks import defaults
+
+GROUPS = ("model", "data", "objective", "optimizer", "schedule", "trainer")
+"""Groups that every run chooses an option of."""
 
 
-def build_config(composed: DictConfig) -> RunConfig:
-    """The composed config as dataclasses, every interpolation resolved and every field checked."""
+def register_defaults() -> None:
+    """Put the defaults of the config classes where ``defaults: [/schema@_here_: NAME]`` of a YAML file finds them."""
+    store = ConfigStore.instance()
+    run = {name: value for name, value in defaults(RunConfig).items() if name not in (*GROUPS, "ablation")}
+    nodes: dict[str, dict[str, Any]] = {"run": run, "model": defaults(TransformerConfig), "trainer": defaults(TrainerConfig)}
+    for name, cls in {"objective": ObjectiveConfig, "optimizer": OptimizerConfig, "schedule": ScheduleConfig}.items():
+        nodes[name] = defaults(cls)
+    for cls in typing.get_args(DataConfig):
+        for name in typing.get_args(typing.get_type_hints(cls)["name"]):
+            nodes[f"data_{name}"] = {**defaults(cls), "name": name}
+    for name, node in nodes.items():
+        store.store(group="schema", name=name, node=node)
+
+
+def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
+    """The composed config as dataclasses, every interpolation resolved and every field checked.
+
+    Args:
+        typed: the overrides of the command line. Beside ``init_from``, they win over the shape of the model in the file.
+    """
     values = plain(composed)
     for name in ("experiment", "debug"):  # what a file without that line says lands there
         if isinstance(values.get(name), dict | list):
             raise ConfigError(
                 f"{name}={values[name]} is no config: its file must hold keys and begin with the line '# @package _global_'"
             )
-    for name in CHOSEN:
+    for name in GROUPS:
         if not values.get(name):
             raise ConfigError(
                 f"{name} is missing: choose an option, {name}=OPTION, or begin your config with 'defaults: [train]'"
             )
+    values.pop("debug", None)
+    if (values.get("init_from") or {}).get("path") and "_target_" not in values["model"]:
+        from minitx.training.start import stored_shape
+
+        words = [word for word in typed if word.lstrip("+~").startswith("model.")]
+        shape = OmegaConf.create({"model": stored_shape(str(values["init_from"]["path"]))})
+        chosen = {name.lstrip("+~").partition(".")[2].partition("=")[0] for name in words}
+        values["model"] = {**plain(shape)["model"], **{name: values["model"].get(name) for name in chosen}}
     return from_dict(RunConfig, values)
 
 
@@ -40,8 +82,9 @@ def plain(composed: DictConfig) -> dict[str, Any]:
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:
-    """What hydra composes for ``train.py OVERRIDES``, in this process, beside a program that hydra runs in it."""
-    state = Singleton.get_state()  # hydra keeps one at a time
+    """What Hydra composes for ``train.py OVERRIDES``, in this process, beside a program that Hydra runs in it."""
+    register_defaults()
+    state = Singleton.get_state()  # Hydra keeps one at a time
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_module("minitx.configs", version_base="1.3"):
@@ -57,7 +100,20 @@ def compose_config(words: Sequence[str]) -> RunConfig:
     """
     folders = [Path(word.removeprefix(CONFIG_DIR)).absolute() for word in words if word.startswith(CONFIG_DIR)]
     overrides = [word for word in words if not word.startswith(CONFIG_DIR)]
+    find_own_modules(folders)
     if folders:
         quoted = ("'file://" + str(folder).replace("'", r"\'") + "'" for folder in folders)
-        overrides.append(f"hydra.searchpath=[{','.join(quoted)}]")
-    return build_config(composed(overrides))
+        search = f"hydra.searchpath=[{','.join(quoted)}]"
+        return build_config(composed([*overrides, search]), overrides)
+    return build_config(composed(overrides), overrides)
+
+
+def find_own_modules(config_dirs: Iterable[str | Path]) -> None:
+    """Let ``_target_`` find modules in the current folder, in each folder of configs, and in the folder above it.
+
+    They come last in ``sys.path``, so that no file of the user's takes the place of a library.
+    """
+    places = [Path.cwd()]
+    for folder in config_dirs:
+        places += [Path(folder).absolute(), Path(folder).absolute().parent]
+    sys.path += [str(place) for place in places if str(place) not in sys.path]

@@ -17,8 +17,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from minitx.cli.launch import FOLDER, RankFailedError, tell_launcher
-from minitx.cli.schema import unknown_key
-from minitx.config import ConfigError, RunConfig
+from minitx.config import ConfigError, RunConfig, unknown_key
 
 
 class CellsFailedError(RuntimeError):
@@ -29,31 +28,17 @@ class GridStoppedError(RuntimeError):
     """A grid was stopped by a signal; its finished cells are kept."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}; the finished cells are kept: the same command goes on")
+        super().__init__(number)
         self.number = number
 
-
-class JobErrors:
-    """Takes a job function to Hydra and keeps what it raises, because Hydra prints before it re-raises."""
-
-    def __init__(self, job: Callable[[Any], None]) -> None:
-        self.job, self.errors = job, list[Exception]()
-
-    def __call__(self, composed: Any) -> None:
-        try:
-            self.job(composed)
-        except Exception as error:
-            self.errors.append(error)
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.number).name}; the finished cells are kept: the same command goes on"
 
 
-def exit_code(compose_and_run: Callable[[Callable[[Any], None]], Any], job: Callable[[Any], None]) -> int:
-    """Hand ``job`` to ``compose_and_run`` and translate what either raises; the sentence goes to stderr.
-
-    What is raised outside of the job is about what was typed. In a sweep the other jobs run on, and the first error counts.
-    """
-    guarded = JobErrors(job)
+def exit_code(program: Callable[[], Any]) -> int:
+    """Run ``program`` and translate what it raises; the sentence goes to stderr."""
     try:
-        compose_and_run(guarded)
+        program()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
     except KeyboardInterrupt:
@@ -62,12 +47,12 @@ def exit_code(compose_and_run: Callable[[Callable[[Any], None]], Any], job: Call
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        return _say(error, *sentence(error)[:1], 2)
-    return _say(guarded.errors[0], *sentence(guarded.errors[0])) if guarded.errors else 0
+        return _say(error, *sentence(error))
+    return 0
 
 
 def _say(error: Exception | None, text: str, code: int) -> int:
-    if error is not None and show_traceback():
+    if error is not None and "traceback=true" in sys.argv[1:]:
         traceback.print_exception(error)
     tell_launcher(text)
     if FOLDER not in os.environ:  # else the program that started this process says it, once for all of them
@@ -75,18 +60,25 @@ def _say(error: Exception | None, text: str, code: int) -> int:
     return code
 
 
-def take_traceback(arguments: Sequence[str]) -> list[str]:
-    """``arguments`` without ``traceback=true`` or ``false``, which says whether errors show where they came from."""
-    os.environ["MINITX_TRACEBACK"] = "1" if "traceback=true" in arguments else "0"
-    return [argument for argument in arguments if argument not in ("traceback=true", "traceback=false")]
+def check_flags(arguments: Sequence[str]) -> list[str]:
+    """The folders that ``--config-dir`` names, after a look at the flags.
+
+    Raises:
+        ConfigError: an unknown flag, which Hydra would answer with a page.
+    """
+    from hydra._internal.utils import get_args_parser  # no public way; hydra-core is bounded in pyproject.toml
+
+    parser = get_args_parser()
+
+    def refuse(message: str) -> None:
+        raise ConfigError(f"{message}; --help shows what there is")
+
+    parser.error = refuse  # type: ignore[assignment, method-assign]
+    given = parser.parse_args(list(arguments))
+    return [given.config_dir] if given.config_dir else []
 
 
-def show_traceback() -> bool:
-    """Whether ``traceback=true`` was asked for."""
-    return os.environ.get("MINITX_TRACEBACK") == "1"
-
-
-def sentence(error: Exception) -> tuple[str, int]:
+def sentence(error: BaseException) -> tuple[str, int]:
     """One line and the exit code for ``error``."""
     if isinstance(error, ConfigError):
         return _one_line(str(error)), 2
@@ -94,14 +86,14 @@ def sentence(error: Exception) -> tuple[str, int]:
         return _compose_error(error), 2
     if isinstance(error, RankFailedError):
         return _one_line(str(error)), error.code
-    kind = type(error).__name__  # some are of rooms that load torch, and known by name
+    kind = type(error).__name__  # some are of modules that load torch, and known by name
     number = getattr(error, "number", None)
     if kind in ("GridStoppedError", "LaunchStoppedError", "StoppedError") and isinstance(number, int):
         return str(error), 128 + number
     if kind in ("NonFiniteError", "CheckpointError", "WorkerError", "CellsFailedError"):
         return _one_line(str(error)), 3
     if isinstance(error, RecursionError) and (key := re.search(r"full_key: ([a-z_.]+)", str(error))):
-        return f"{key[1]} holds itself, without end", 2
+        return f"{key[1]} refers to itself", 2
     if type(error).__module__.startswith("yaml."):
         return _yaml_error(error), 2
     return f"{kind}: {_one_line(str(error)) or 'no message'} (traceback=true shows where)", 3
@@ -120,13 +112,9 @@ def _compose_error(error: Exception) -> str:
             return f"{group[1].replace('/', '=', 1)} is not an option; {options[1]} is one of: {', '.join(options[2].split())}"
         return f"{group[1]} is not a config group or option; --help shows what there is"
     full_key = re.search(r"full_key: (\S+)", text)
-    if text.startswith("Ambiguous value for argument"):
-        typed = text.split("'")[1]
-        name, _, value = typed.partition("=")
-        return f"{typed} is several values: write [{value}] for a list, '{name}=\"{value}\"' for a text, or -m to run each"
     lines = text.strip().splitlines() or [type(error).__name__]
-    told = [line for line in lines[1:2] if lines[0].startswith("Error merging") or lines[0].endswith(":")]
-    first = ": ".join([lines[0].removesuffix(":"), *told])
+    more = [line for line in lines[1:2] if lines[0].startswith("Error merging") or lines[0].endswith(":")]
+    first = ": ".join([lines[0].removesuffix(":"), *more])
     return _one_line(f"{full_key[1]}: {first}" if full_key and full_key[1] not in first else first)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from minitx.cli.arguments import check_output, key, run_program, write, writing
 from minitx.config import EvaluationConfig
@@ -25,6 +27,8 @@ class EvaluateConfig:
     batch_size: int | None = key(None, "rows at a time; null: as in training")
     device: str = key("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
     output: str | None = key(None, "JSON file to write the numbers to, too")
+    data: Mapping[str, Any] = key(dict, "keys of the data in place of the stored ones: data.path=FILE")
+    trust: bool = key(False, "build whatever the checkpoint names, which can run any code")
 
     def __post_init__(self) -> None:
         EvaluationConfig(num_rows=self.num_rows, num_beams=self.num_beams, num_shown=self.num_shown)
@@ -39,16 +43,19 @@ def main() -> int:
 
 
 def _evaluate(config: EvaluateConfig) -> None:
-    from minitx.cli.inputs import data_of_run
-    from minitx.training.checkpoint import load_model, place
+    from minitx.cli.inputs import open_stored
     from minitx.training.evaluation import evaluate
+    from minitx.training.run import quiet_lightning
+    from minitx.training.stored import place
 
-    model, tokenizer, state = load_model(config.ckpt_path)
-    data = data_of_run(config.ckpt_path, model, tokenizer, state, config.batch_size)
-    options = EvaluationConfig(num_rows=config.num_rows, num_beams=config.num_beams, num_shown=config.num_shown)
-    found = evaluate(place(model, config.device), data, options)
+    with quiet_lightning():
+        stored = open_stored(config.ckpt_path, trust=config.trust, data=config.data)
+        data = stored.data(config.batch_size)
+        options = EvaluationConfig(num_rows=config.num_rows, num_beams=config.num_beams, num_shown=config.num_shown)
+        found = evaluate(place(stored.network, config.device), data, options, stored.objective())
     write("\n".join(found.lines()) + "\n")
     if config.output is not None:
-        plain = {"ckpt_path": config.ckpt_path, "data": data.config.name, **found.to_dict()}
+        name = getattr(getattr(data, "task", None), "name", type(data).__name__)
+        plain = {"ckpt_path": config.ckpt_path, "data": name, **found.to_dict()}
         with writing("output", config.output):
             Path(config.output).write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

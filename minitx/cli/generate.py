@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 USAGE = "python scripts/generate.py ckpt_path=FILE [prompt=TEXT] [key=value ...]"
-NOT_OF_DECODING = {"ckpt_path", "prompt", "seed", "stop", "device", "num_samples"}
+NOT_OF_DECODING = {"ckpt_path", "prompt", "seed", "stop", "device", "num_samples", "trust"}
 """Keys of this program; all others are arguments of ``minitx.generation.generate``."""
 
 
@@ -45,6 +45,7 @@ class GenerateConfig:
     stop: str | None = key(None, "text of one token that ends an answer; null: the model's end token, if it has one")
     device: str = key("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
     num_samples: int = key(1, "answers to each prompt, with --- between them; needs temperature above 0")
+    trust: bool = key(False, "build whatever the checkpoint names, which can run any code")
 
     def __post_init__(self) -> None:
         positive(self, "num_samples")
@@ -61,14 +62,18 @@ def main() -> int:
 def _generate(config: GenerateConfig) -> None:
     import torch
 
-    from minitx.training.checkpoint import load_model, place
+    from minitx.cli.inputs import open_stored, reader_of_ids
+    from minitx.training.stored import place
 
-    model, tokenizer, state = load_model(config.ckpt_path)
-    kind = state["model"].get("architecture", "decoder")
+    stored = open_stored(config.ckpt_path, trust=config.trust)
+    model, tokenizer = stored.network, stored.tokenizer
+    kind = stored.state["model"].get("architecture", "decoder")
     if kind not in ("decoder", "encoder_decoder"):
         raise ConfigError(f"ckpt_path={config.ckpt_path} holds a model with architecture={kind}, which writes no text")
     if tokenizer is None:
         raise ConfigError(f"ckpt_path={config.ckpt_path} holds no tokenizer: its model was not trained on text")
+    if "_target_" in stored.state["model"]:
+        model = reader_of_ids(stored)
     generator = torch.Generator().manual_seed(config.seed)
     answer = partial(_answer, place(model, config.device), tokenizer, config, generator)
     if config.prompt is not None:
@@ -101,8 +106,9 @@ def _answer(model: nn.Module, tokenizer: Tokenizer, config: GenerateConfig, gene
     ids = torch.tensor([_prompt_ids(model, tokenizer, prompt)], device=device)
     names = {field.name for field in dataclasses.fields(config)} - NOT_OF_DECODING
     options = {name: getattr(config, name) for name in names}
+    options["use_cache"] = hasattr(model, "config")  # a model of the user's reads the whole text for each token
     if config.context is None and not hasattr(model, "encode"):
-        options["context"] = getattr(model.config, "max_len", None)
+        options["context"] = getattr(getattr(model, "config", None), "max_len", None)
     stop = _stop_ids(model, tokenizer, config.stop)
     for sample in range(config.num_samples):
         stream = TextStream(tokenizer.decode)
@@ -121,7 +127,7 @@ def _write_token(stream: TextStream, row: int, id: int) -> None:
 
 def _prompt_ids(model: nn.Module, tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The ids of the prompt; of a language model's empty one, the mark with which texts begin."""
-    bos_id: Any = getattr(model.config, "bos_id", None)
+    bos_id: Any = getattr(getattr(model, "config", None), "bos_id", None)
     if not prompt and (bos_id is None or hasattr(model, "encode")):
         raise ConfigError("prompt is empty: the model needs one character at least")
     return encode_text(tokenizer, prompt, "prompt") or [bos_id]
@@ -130,7 +136,7 @@ def _prompt_ids(model: nn.Module, tokenizer: Tokenizer, prompt: str) -> list[int
 def _stop_ids(model: nn.Module, tokenizer: Tokenizer, stop: str | None) -> list[int]:
     """The ids that end an answer."""
     if stop is None:
-        ends = getattr(model.config, "eos_id", None), getattr(tokenizer, "end_id", None)
+        ends = getattr(getattr(model, "config", None), "eos_id", None), getattr(tokenizer, "end_id", None)
         return [id for id in ends if id is not None]
     ids = encode_text(tokenizer, stop, "stop")
     if len(ids) != 1:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from minitx.cli.schema import from_dict
-from minitx.config import ConfigError, RunConfig, TransformerConfig
+from minitx.config import ConfigError, TransformerConfig
 
 if TYPE_CHECKING:
+    import lightning.pytorch as L
     from torch import Tensor
 
-    from minitx.data.module import DataModule
     from minitx.data.tokenizers import Tokenizer
     from minitx.nn.models import TransformerModel
+    from minitx.training.stored import Stored
 
 SOURCE, TARGET = "input_ids", "decoder_input_ids"
 TYPES = "token_type_ids"
@@ -28,40 +29,70 @@ class Inputs:
     texts: dict[str, list[list[str]]] = field(default_factory=dict)
 
 
-def stored_run(state: dict[str, Any]) -> RunConfig:
-    """The config of the run that wrote a checkpoint, without its loggers and its grid."""
-    return from_dict(RunConfig, {**state["config"], "logger": {}, "ablation": None})
+def open_stored(path: str, *, trust: bool = False, data: Mapping[str, Any] | None = None) -> Stored:
+    """The run that wrote the checkpoint ``path``. Modules of the user's are found beside the current folder.
 
-
-def data_of_run(
-    path: str, model: TransformerModel, tokenizer: Tokenizer | None, state: dict[str, Any], batch_size: int | None = None
-) -> DataModule:
-    """The data of the run that wrote the checkpoint ``path``, opened; ``batch_size`` is that of validation.
+    Args:
+        trust: whether the checkpoint may name any code. data: keys in place of stored ones.
 
     Raises:
-        ConfigError: the data is not there, or has grown beyond the model's vocabulary.
+        ConfigError: see ``load_stored``.
     """
-    from minitx.data.module import build_data
-    from minitx.training.run import quiet_lightning
+    from minitx.cli.compose import find_own_modules
+    from minitx.training.stored import load_stored
 
-    run = stored_run(state)
-    with quiet_lightning():
-        rows = batch_size or run.trainer.val_batch_size
-        data = build_data(run.data, seed=run.seed, max_steps=1, val_batch_size=rows, tokenizer=tokenizer)
-        data.setup()
-    if data.vocab_size > (model.config.vocab_size or data.vocab_size):
-        raise ConfigError(f"ckpt_path={path} was trained on other data than data={run.data.name} is now")
-    return data
+    find_own_modules(())
+    return load_stored(path, trust=trust, changes={"data": data or {}})
 
 
-def row_inputs(data: DataModule, row: int) -> Inputs:
+def model_of_ours(stored: Stored) -> TransformerModel:
+    """The network of a checkpoint, where it is one of our models, whose attention can be looked at.
+
+    Raises:
+        ConfigError: it is a model of the user's.
+    """
+    if not isinstance(getattr(stored.network, "config", None), TransformerConfig):
+        name = type(stored.network).__name__
+        raise ConfigError(f"ckpt_path={stored.path} holds a {name}, but attention is shown of the models of minitx only")
+    return stored.network  # type: ignore[return-value]
+
+
+def reader_of_ids(stored: Stored) -> Any:
+    """A model of the user's as ``generate`` calls one: ids (B, L) in, logits (B, L, V) out.
+
+    Raises:
+        ConfigError: in a call, where the model does not map ``input_ids`` to such logits.
+    """
+    import torch
+
+    from minitx.training.calling import Caller
+
+    class Reads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network, self.caller = stored.network, Caller(stored.network)
+
+        def forward(self, input_ids: Tensor, key_mask: Tensor | None = None) -> Tensor:
+            logits = self.caller({"input_ids": input_ids})
+            if logits.shape[:-1] != input_ids.shape:
+                shapes = f"{tuple(logits.shape)} for input_ids of {tuple(input_ids.shape)}"
+                raise ConfigError(f"ckpt_path={stored.path}: to write text a model must give logits (B, L, V), got {shapes}")
+            return logits
+
+    return Reads().eval()
+
+
+def row_inputs(data: L.LightningDataModule, row: int) -> Inputs:
     """Row ``row`` of the validation split.
 
     Raises:
-        ConfigError: there is no such row.
+        ConfigError: there is no such row, or the data are no ``Task``.
     """
-    from minitx.training.module import network_inputs
+    from minitx.data.module import DataModule
+    from minitx.training.calling import network_inputs
 
+    if not isinstance(data, DataModule):
+        raise ConfigError("row is for the data of a Task; give text=TEXT instead")
     source = data.val_source()
     if not 0 <= row < source.num_rows:
         raise ConfigError(f"row={row} must lie in [0, {source.num_rows}), the validation rows")

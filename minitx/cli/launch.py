@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -30,16 +31,22 @@ class RankFailedError(RuntimeError):
     """A process of the run failed; ``code`` is its exit code."""
 
     def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
+        super().__init__(message, code)
         self.code = code
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class LaunchStoppedError(RuntimeError):
     """The run was stopped by a signal, as each of its processes was."""
 
-    def __init__(self, name: str, number: int) -> None:
-        super().__init__(f"stopped by {name}; ckpt_path=last goes on from the last checkpoint")
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
         self.number = number
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.number).name}; ckpt_path=last goes on from the last checkpoint"
 
 
 def rank() -> int:
@@ -101,7 +108,7 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
         except ChildFailedError as error:
             raise _failure(error.get_first_failure(), folder) from None
         except SignalException as stop:
-            raise LaunchStoppedError(stop.sigval.name, int(stop.sigval)) from None
+            raise LaunchStoppedError(int(stop.sigval)) from None
 
 
 def _failure(first: tuple[int, Any], folder: Path) -> RankFailedError:

@@ -1,31 +1,28 @@
-"""``train.py``: one training run, or (``experiment=scaling_ablation``) a grid of them."""
+"""``train.py``: one training run, a sweep of them, or (``experiment=scaling_ablation``) a grid."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from minitx.cli.claim import claimed
-from minitx.cli.compose import build_config
-from minitx.cli.errors import exit_code, take_traceback
+from minitx.cli.compose import build_config, find_own_modules, register_defaults
+from minitx.cli.errors import check_flags, exit_code
 from minitx.cli.launch import FOLDER, launch, needs_launch, rank, shared_folder, started_from_outside
-from minitx.cli.overrides import check_arguments
-from minitx.cli.redaction import redact_overrides, refuse_secrets
-from minitx.cli.run import run_training, summary_line
-from minitx.cli.targets import check_names, check_targets, guarded
-from minitx.config import CONFIG_DIR, ConfigError, RunConfig
+from minitx.config import CONFIG_DIR, ConfigError, RunConfig, to_dict
 
 CONFIGS = "pkg://minitx.configs"
 log = logging.getLogger("minitx")
@@ -33,97 +30,146 @@ log = logging.getLogger("minitx")
 
 def main() -> int:
     """The program behind ``scripts/train.py`` and ``minitx-train``; returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    if rank():  # the first process speaks; each has a log of its own in the run's folder
-        for handler in logging.getLogger().handlers:
-            handler.setLevel(logging.CRITICAL)
-    sys.argv[1:] = take_traceback(sys.argv[1:])
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting; the translation is ours
-    decorate = hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing a traceback; the sentence is ours
+    register_defaults()
 
-    def compose_and_run(job: Callable[[Any], None]) -> None:
-        check_arguments(sys.argv[1:])
-        guarded(decorate(job))()
+    def program() -> None:
+        find_own_modules(check_flags(sys.argv[1:]))
+        hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")(run_job)()
 
-    return exit_code(compose_and_run, _main)
+    return exit_code(program)
 
 
-def _main(composed: DictConfig) -> None:
-    config = build_config(composed)
-    check_targets(config.logger, "logger")
-    check_targets(config.callbacks.extra, "callbacks.extra")
-    check_names(config)
-    overrides = list(HydraConfig.get().overrides.task)
-    refuse_secrets(config, overrides)
-    overrides = redact_overrides(overrides)
-    words = [*_own_folders(), *overrides]
-    primary = HydraConfig.get().job.config_name
-    named = [] if primary == "train" else [f"--config-name={primary}"]
-    command = shlex.join(["python", "scripts/train.py", *named, *words])
-    here = config.ablation is not None or not needs_launch(config.trainer)
-    folder = output_folder(config)
-    with claimed(folder):
-        if not here:
-            from minitx.training.hardware import check_count
-
-            check_count(config.trainer)
-            launch(_arguments_of_this_job(), config.trainer.world_size, folder)
-        elif config.ablation is not None:
+def run_job(composed: DictConfig) -> float | None:
+    """One job of Hydra's: a run, or a grid. Returns the last validation loss, which sweepers minimise."""
+    speak_on_the_first_rank()
+    find_own_modules(own_config_dirs())
+    folder = None
+    try:
+        config = build_config(composed, HydraConfig.get().overrides.task)
+        folder = output_folder(config, composed)
+        if config.ablation is not None:
             from minitx.cli.ablate import run_ablation
 
-            run_ablation(config, folder, words, command)
-        else:
-            log.info("%s", summary_line(run_training(config, folder, command), folder))
+            run_ablation(config, folder, command_words(), command())
+            return None
+        if needs_launch(config.trainer):
+            return run_on_devices(config, folder)
+        result = run_training(config, folder, command())
+        log.info("%s", summary_line(result, folder))
+        return float("nan") if result["val_loss"] is None else result["val_loss"]
+    except ConfigError:
+        for made in (folder, Path(HydraConfig.get().runtime.output_dir)):
+            if made is not None:
+                with suppress(OSError):
+                    made.rmdir()  # where Hydra has made it, and nothing is in it
+        raise
 
 
-def _arguments_of_this_job() -> list[str]:
-    """The command line of this job alone, for a process of its own: in a sweep without the others."""
-    job = HydraConfig.get()
-    return [*_own_folders(), f"--config-name={job.job.config_name}", *job.overrides.task]
+def speak_on_the_first_rank() -> None:
+    """Log to stdout; of several processes of a run the first one alone, as each has a log of its own in the run's folder."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    if rank():
+        for handler in logging.getLogger().handlers:
+            handler.setLevel(logging.CRITICAL)
 
 
-def _own_folders() -> list[str]:
-    """``--config-dir=FOLDER`` of this command line, if it was given."""
-    sources = HydraConfig.get().runtime.config_sources
-    return [f"{CONFIG_DIR}{source.path}" for source in sources if source.provider == "command-line"]
+def own_config_dirs() -> list[str]:
+    """The ``--config-dir`` of this command line, if one was given."""
+    return [source.path for source in HydraConfig.get().runtime.config_sources if source.provider == "command-line"]
 
 
-def output_folder(config: RunConfig) -> Path:
-    """``output_dir``, else ``runs/<experiment>/<date_time>`` (a grid: ``runs/<experiment>/<grid>``, so that it resumes).
+def command_words() -> list[str]:
+    """The command line of this job alone: in a sweep without the other jobs."""
+    return [*(f"{CONFIG_DIR}{folder}" for folder in own_config_dirs()), *HydraConfig.get().overrides.task]
+
+
+def command() -> str:
+    """The command that repeats this job."""
+    primary = HydraConfig.get().job.config_name
+    named = [] if primary == "train" else [f"--config-name={primary}"]
+    return shlex.join(["python", "scripts/train.py", *named, *command_words()])
+
+
+def run_on_devices(config: RunConfig, folder: Path) -> float | None:
+    """Start the processes of a run on several devices, and wait for them."""
+    from minitx.training.hardware import check_count
+    from minitx.training.metrics import read_metrics
+
+    check_count(config.trainer)
+    launch([f"--config-name={HydraConfig.get().job.config_name}", *command_words()], config.trainer.world_size, folder)
+    losses = [row["val_loss"] for row in read_metrics(folder / "metrics.csv") if row["val_loss"] is not None]
+    return losses[-1] if losses else None
+
+
+def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any]:
+    """One run in ``folder``, with its config and command beside it; the result as plain data."""
+    from minitx.training.run import train
+
+    if config.ckpt_path == "last":
+        config = dataclasses.replace(config, ckpt_path=str(folder / "checkpoints" / "last.ckpt"))
+    files = {"config.yaml": OmegaConf.to_yaml(OmegaConf.create(to_dict(config))), "command.txt": command + "\n"}
+    return train(config, folder, files=files)
+
+
+def summary_line(result: Mapping[str, Any], folder: Path) -> str:
+    """What a run came to, in one line, and its folder."""
+    values = [result["outcome"], f"{result['steps']} steps"]
+    for name in ("val_loss", "accuracy"):
+        if result[name] is not None:
+            values.append(f"{name.replace('val_', 'validation ')} {result[name]:.4f}")
+    for name, floor in result["floors"].items():
+        values.append(f"{name} floor {floor:.4f}")
+    return "  ".join(values) + f"\n{folder}"
+
+
+def output_folder(config: RunConfig, composed: DictConfig) -> Path:
+    """``output_dir``, else Hydra's folder where ``hydra.run.dir`` or a sweep sets one, else ``runs/<experiment>/<date_time>``.
+
+    A grid has ``runs/<experiment>/<grid>``, so that it resumes. Processes that torchrun or srun started share one folder.
 
     Raises:
         ConfigError: the folder holds a run already and ``ckpt_path`` does not continue it, or holds none and should.
     """
-    if config.ablation is not None:
-        return Path(config.output_dir or Path("runs", config.experiment, config.ablation.name)).absolute()
     if FOLDER in os.environ:
         return Path(os.environ[FOLDER])
-    if config.ckpt_path == "last" and config.output_dir is None:
+    job = HydraConfig.get()
+    sweeps = job.mode == RunMode.MULTIRUN
+    if sweeps and config.output_dir and "${" not in str(OmegaConf.to_container(composed, resolve=False)["output_dir"]):  # type: ignore[call-overload, index]
+        raise ConfigError(
+            f"output_dir={config.output_dir} is one folder for all jobs of -m: set hydra.sweep.dir, or leave it out"
+        )
+    if config.ablation is not None:
+        return Path(config.output_dir or Path("runs", config.experiment, config.ablation.name)).absolute()
+    named = config.output_dir or (job.runtime.output_dir if sweeps or job.run.dir != "." else None)
+    if config.ckpt_path == "last" and named is None:
         raise ConfigError(
             "ckpt_path=last is the newest checkpoint in output_dir=null: say which run goes on, output_dir=FOLDER"
         )
-    folder = Path(config.output_dir or _default_folder(config.experiment)).absolute()
+    folder = Path(named or default_folder(config.experiment)).absolute()
     if started_from_outside():
-        if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        if sweeps:
             raise ConfigError("a sweep (-m) starts the processes of each of its runs: call it without torchrun and srun")
         folder = shared_folder(folder)
-        if rank():
-            return folder
+    if rank() == 0:
+        refuse_taken(folder, continues=config.ckpt_path is not None)
+    return folder
+
+
+def refuse_taken(folder: Path, *, continues: bool) -> None:
+    """Refuse a folder that cannot be used, or that holds a run which is not continued."""
     try:
         is_file, is_run = folder.exists() and not folder.is_dir(), (folder / "metrics.csv").exists()
     except OSError as error:
         raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
     if is_file:
         raise ConfigError(f"output_dir={folder} is a file")
-    if is_run and config.ckpt_path is None:
+    if is_run and not continues:
         raise ConfigError(f"output_dir={folder} holds a run already; continue it with ckpt_path=last, or choose another folder")
-    return folder
 
 
-def _default_folder(experiment: str) -> Path:
-    """``runs/<experiment>/<date_time>``, with ``_2`` where that second has a run; in a sweep (``-m``) the job's number in its folder."""
-    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
-        return Path(HydraConfig.get().sweep.dir, str(HydraConfig.get().job.num))
+def default_folder(experiment: str) -> Path:
+    """``runs/<experiment>/<date_time>``, with ``_2`` where that second has a run."""
     second = Path("runs", experiment, time.strftime("%Y-%m-%d_%H-%M-%S"))
     numbered = (second.with_name(f"{second.name}_{number}") for number in itertools.count(2))
     return next(folder for folder in itertools.chain([second], numbered) if not os.path.lexists(folder))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from minitx.cli.inputs import Inputs
     from minitx.data.tokenizers import Tokenizer
     from minitx.nn.models import TransformerModel
+    from minitx.training.stored import Stored
 
     Reader = tuple[TransformerModel, Tokenizer | None]
 
@@ -45,6 +46,7 @@ class ViewConfig:
     max_new_tokens: int = key(64, "longest answer of an encoder-decoder's own")
     output: str = key("attention.html", "the file to write")
     device: str = key("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
+    trust: bool = key(False, "build whatever the checkpoint names, which can run any code")
 
     def __post_init__(self) -> None:
         require(self.text is None or self.row is None, f"row={self.row} takes the place of text: give one of them")
@@ -128,7 +130,9 @@ def _with_layers(snapshot: Snapshot, config: ViewConfig) -> Snapshot:
 
 def _taken(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]:
     from minitx.analysis.viewer import Trace
-    from minitx.training.checkpoint import load_model, place, read_checkpoint
+    from minitx.cli.inputs import model_of_ours, open_stored
+    from minitx.training.checkpoint import read_checkpoint
+    from minitx.training.stored import place
 
     files = {name: _files(path) for name, path in paths.items()}
     steps = {file: int(read_checkpoint(file)["global_step"]) for listed in files.values() for file in listed}
@@ -138,25 +142,28 @@ def _taken(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]
         if twice is not None:
             raise ConfigError(f"{name} has two checkpoints of step {twice}")
     first = files["ckpt_path"][-1]  # the latest says what is read, and answers
-    model, tokenizer, state = load_model(first)
+    stored = open_stored(first, trust=config.trust)
+    model, tokenizer = model_of_ours(stored), stored.tokenizer
     place(model, config.device)
-    inputs, title = _inputs(config, model, tokenizer, state)
+    inputs, title = _inputs(config, stored)
     count, traces = sum(map(len, files.values())), []
     for name, shown in zip(files, _names(list(paths.values())), strict=True):
         snapshots = []
         for file in files[name]:
-            other, its_tokenizer, _ = load_model(file)
-            _check_reads_alike(f"{name}={file}", (model, tokenizer), (other, its_tokenizer), first)
+            second = open_stored(file, trust=config.trust)
+            other = model_of_ours(second)
+            _check_reads_alike(f"{name}={file}", (model, tokenizer), (other, second.tokenizer), first)
             snapshots.append(_snapshot(config, place(other, config.device), inputs, steps[file]))
             _check_size(snapshots[-1], count)
         traces.append(Trace(shown, snapshots))
     return title, traces
 
 
-def _inputs(config: ViewConfig, model: TransformerModel, tokenizer: Tokenizer | None, state: dict) -> tuple[Inputs, str]:
+def _inputs(config: ViewConfig, stored: Stored) -> tuple[Inputs, str]:
     """What the models read, and the page's title."""
-    from minitx.cli.inputs import data_of_run, row_inputs, text_inputs
+    from minitx.cli.inputs import model_of_ours, row_inputs, text_inputs
 
+    model, tokenizer = model_of_ours(stored), stored.tokenizer
     if config.target is not None and model.config.architecture != "encoder_decoder":
         raise ConfigError(f"target is for encoder-decoders, and the model's architecture is {model.config.architecture}")
     if config.text is not None:
@@ -166,7 +173,7 @@ def _inputs(config: ViewConfig, model: TransformerModel, tokenizer: Tokenizer | 
     if config.row is None and tokenizer is not None:
         raise ConfigError("text is missing: give text=TEXT for the model to read, or row=N for a row of its validation data")
     row = config.row or 0
-    return row_inputs(data_of_run(config.ckpt_path, model, tokenizer, state), row), f"Attention on validation row {row}"
+    return row_inputs(stored.data(), row), f"Attention on validation row {row}"
 
 
 def _snapshot(config: ViewConfig, model: TransformerModel, inputs: Inputs, step: int) -> Snapshot:

@@ -1,12 +1,12 @@
 """Every config as a frozen dataclass, and the checks between fields.
 
 A config is plain data (``dict``, ``list``, ``str``, numbers) in YAML files, on the command line and in checkpoints;
-``minitx.cli.schema`` turns it into these classes. Standard library only, so that a typo is answered before torch is
+``from_dict`` turns it into these classes. Standard library only, so that a typo is answered before torch is
 imported. Messages begin with ``key=value``.
 """
 
 from minitx.config.ablation import AblationConfig, ComparisonConfig, ExpectedVerdict, PredictionConfig, StudyConfig
-from minitx.config.checks import ConfigError, to_dict
+from minitx.config.checks import ConfigError, is_part, to_dict
 from minitx.config.data import (
     IGNORED,
     ClassifyDataConfig,
@@ -24,15 +24,19 @@ from minitx.config.data import (
     TextDataConfig,
 )
 from minitx.config.model import SCALE_WORDS, TransformerConfig, check_scale
-from minitx.config.run import CONFIG_DIR, RunConfig
+from minitx.config.run import CONFIG_DIR, InitFrom, RunConfig
+from minitx.config.schema import from_dict, unknown_key
 from minitx.config.training import (
     CallbacksConfig,
     EvaluationConfig,
     ObjectiveConfig,
     OptimizerConfig,
     ParameterRule,
+    Part,
     ProbeConfig,
+    SamplesConfig,
     ScheduleConfig,
+    StopAtConfig,
     TrainerConfig,
     evaluate_factor,
 )
@@ -54,6 +58,7 @@ __all__ = [
     "HubDataConfig",
     "ImageDataConfig",
     "InductionDataConfig",
+    "InitFrom",
     "KeyValueDataConfig",
     "MaskedDataConfig",
     "MultiQueryDataConfig",
@@ -61,16 +66,22 @@ __all__ = [
     "OptimizerConfig",
     "PairsDataConfig",
     "ParameterRule",
+    "Part",
     "PredictionConfig",
     "ProbeConfig",
     "RecallDataConfig",
     "RunConfig",
+    "SamplesConfig",
     "ScheduleConfig",
+    "StopAtConfig",
     "StudyConfig",
     "TextDataConfig",
     "TrainerConfig",
     "TransformerConfig",
     "check_scale",
     "evaluate_factor",
+    "from_dict",
+    "is_part",
     "to_dict",
+    "unknown_key",
 ]

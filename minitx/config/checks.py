@@ -12,6 +12,17 @@ class ConfigError(ValueError):
     """A config that cannot be used. The message starts with ``key=value``, so that a caller can put the path before it."""
 
 
+def key(default: Any, meaning: str, **metadata: Any) -> Any:
+    """A dataclass field with a default and one line that says what it means, for ``--help`` and the documentation.
+
+    A mutable default is given as a function without arguments (``dict``).
+    """
+    metadata["meaning"] = meaning
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
 def require(condition: bool, message: str) -> None:
     """Raise ``ConfigError`` with ``message`` unless the condition holds."""
     if not condition:
@@ -54,12 +65,32 @@ def first_line(error: BaseException) -> str:
     return " ".join(line.strip() for line in lines[:2])[:200]  # torch names the tensors in the second line
 
 
+def is_part(value: Any) -> bool:
+    """Whether a node of a config names a part of the user's own: a mapping with ``_target_``."""
+    return isinstance(value, Mapping) and "_target_" in value
+
+
 def to_dict(config: Any) -> Any:
     """A config as plain data (dicts, lists, strings, numbers): what YAML files and checkpoints hold."""
     if dataclasses.is_dataclass(config):
-        return {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+        found: dict[str, Any] = {}
+        for field in dataclasses.fields(config):
+            value = to_dict(getattr(config, field.name))
+            found |= value if field.metadata.get("rest") else {field.name: value}
+        return found
     if isinstance(config, Mapping):
-        return {str(key): to_dict(value) for key, value in config.items()}
+        return {str(name): to_dict(value) for name, value in config.items()}
     if isinstance(config, list | tuple):
         return [to_dict(value) for value in config]
     return config
+
+
+def defaults(cls: type) -> dict[str, Any]:
+    """The defaults of a config class as plain data; a field without one is left out."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if field.default is not dataclasses.MISSING:
+            found[field.name] = to_dict(field.default)
+        elif field.default_factory is not dataclasses.MISSING and not field.metadata.get("rest"):
+            found[field.name] = to_dict(field.default_factory())
+    return found

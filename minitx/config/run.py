@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from minitx.config.ablation import AblationConfig
-from minitx.config.checks import require
+from minitx.config.checks import key, require
 from minitx.config.data import DataConfig, TextDataConfig
 from minitx.config.model import TransformerConfig
 from minitx.config.training import (
@@ -15,8 +15,10 @@ from minitx.config.training import (
     EvaluationConfig,
     ObjectiveConfig,
     OptimizerConfig,
+    Part,
     ScheduleConfig,
     TrainerConfig,
+    check_parts,
 )
 
 CONFIG_DIR = "--config-dir="
@@ -24,35 +26,68 @@ CONFIG_DIR = "--config-dir="
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """One training run, or (``ablation`` given) a grid of them. ``output_dir`` counts from the current folder."""
+class InitFrom:
+    """Weights to start from. The optimizer, the step and the order of the data start anew."""
 
-    experiment: str = "default"
-    model: TransformerConfig = field(default_factory=TransformerConfig)
-    data: DataConfig = field(default_factory=TextDataConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    logger: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    ablation: AblationConfig | None = None
-    seed: int = 0
-    ckpt_path: str | None = None
-    output_dir: str | None = None
-    on_nonfinite: Literal["stop", "record"] = "stop"
+    path: str = key("", "a checkpoint, or a folder with config.json and weights (Hugging Face's or ours)")
+    fold_scale: bool = key(False, "another model.scale than the file's: fold the difference into W_Q and W_K")
+
+    def __post_init__(self) -> None:
+        require(self.path != "", "path= must name a checkpoint or a model folder")
+        require(not self.fold_scale, "fold_scale=true is not there yet: start from weights of the same model.scale")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One training run, or (``ablation`` given) a grid of them.
+
+    Each of ``model``, ``data``, ``objective``, ``optimizer`` and ``schedule`` is one of ours, or a part of the user's own: a
+    mapping with ``_target_``. ``output_dir`` counts from the current folder.
+    """
+
+    experiment: str = key("default", "names the run's folder: runs/<experiment>/<date_time>/")
+    model: TransformerConfig | Part = key(TransformerConfig(), "the network")
+    data: DataConfig | Part = key(TextDataConfig(), "what it learns from")
+    objective: ObjectiveConfig | Part = key(ObjectiveConfig(), "what is minimised")
+    optimizer: OptimizerConfig | Part = key(OptimizerConfig(), "how the weights move")
+    schedule: ScheduleConfig | Part = key(ScheduleConfig(), "the learning rate over the run")
+    trainer: TrainerConfig = key(TrainerConfig(), "how long and on what")
+    logger: Mapping[str, Part | None] = key(dict, "loggers beside metrics.csv, by name")
+    callbacks: CallbacksConfig = key(CallbacksConfig(), "what happens beside the steps")
+    evaluation: EvaluationConfig = key(EvaluationConfig(), "what is measured after training")
+    ablation: AblationConfig | None = key(None, "a grid of runs")
+    seed: int = key(0, "of the initial weights, the order of the rows, and dropout")
+    ckpt_path: str | None = key(None, "a checkpoint to continue from; last is the newest one in output_dir")
+    init_from: InitFrom | None = key(None, "{path: FILE or FOLDER}: weights to start from")
+    output_dir: str | None = key(None, "the run's folder, which counts from the current one")
+    on_nonfinite: Literal["stop", "record"] = key(
+        "stop", "stop: exit code 3, last good checkpoint kept; record: end the run as NONFINITE with exit code 0"
+    )
+    imports: tuple[str, ...] = key((), "modules to import first, such as one that registers a backend")
+    trust: bool = key(False, "build whatever a checkpoint names, which can run any code")
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2^32)")
         for name in ("ckpt_path", "output_dir"):
             require(getattr(self, name) != "", f"{name}= must name a {'file' if name == 'ckpt_path' else 'folder'}, or be null")
-        warmup, steps = self.schedule.warmup_steps, self.trainer.max_steps
-        require(warmup <= steps, f"schedule.warmup_steps={warmup} must not exceed trainer.max_steps={steps}")
+        check_parts(self.logger, "logger")
+        check_parts(self.callbacks.parts, "callbacks", ("progress", "probe", "samples"))
+        self._check_steps()
+        self._check_rows()
+
+    def _check_steps(self) -> None:
+        if isinstance(self.schedule, ScheduleConfig):
+            warmup, steps = self.schedule.warmup_steps, self.trainer.max_steps
+            require(warmup <= steps, f"schedule.warmup_steps={warmup} must not exceed trainer.max_steps={steps}")
+        muon = isinstance(self.optimizer, OptimizerConfig) and self.optimizer.name == "muon"
         require(
-            self.optimizer.name != "muon" or self.trainer.strategy != "sharded",
+            not muon or self.trainer.strategy != "sharded",
             "optimizer.name=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp",
         )
+
+    def _check_rows(self) -> None:
+        if isinstance(self.data, Mapping):
+            return
         accumulate, ranks, rows = self.trainer.accumulate, self.trainer.num_replicas, self.data.batch_size
         counted = "" if ranks == self.trainer.devices else " (those that see different rows)"
         require(
@@ -60,7 +95,8 @@ class RunConfig:
             f"data.batch_size={rows} must be divisible by trainer.accumulate={accumulate} x trainer.devices={ranks}{counted}",
         )
         length = self.data.max_tokens
-        require(
-            length is None or length <= self.model.max_len or self.model.position != "learned" or bool(self.model.pretrained),
-            f"model.max_len={self.model.max_len} must reach the rows of the data, which have {length} tokens",
-        )
+        if isinstance(self.model, TransformerConfig) and self.model.position == "learned" and length is not None:
+            require(
+                length <= self.model.max_len,
+                f"model.max_len={self.model.max_len} must reach the rows of the data, which have {length} tokens",
+            )

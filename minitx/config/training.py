@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal
 
-from minitx.config.checks import ConfigError, fraction, needs, not_negative, positive, require
+from minitx.config.checks import ConfigError, fraction, is_part, key, needs, not_negative, positive, require
+
+Part = Mapping[str, Any]
+"""A part of the user's own: a node with ``_target_`` and the arguments of what it names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    """What is minimised, averaged over the labels of a whole optimizer step; the name of a function in ``training.objectives``.
+    """What is minimised: cross-entropy, averaged over the labels of a whole optimizer step.
 
-    ``chunk_tokens``: logits of so many tokens are held at a time, where the model has an ``lm`` head; ``null`` holds all.
-    ``router_loss`` is the weight of the experts' load-balancing loss, where a model has experts (0.01: Fedus et al. 2021,
-    "Switch Transformers", arXiv:2101.03961, §2.2).
+    The load-balancing loss of experts is that of Fedus et al. 2021, "Switch Transformers", arXiv:2101.03961, §2.2.
     """
 
     name: Literal["cross_entropy"] = "cross_entropy"
-    label_smoothing: float = 0.0
-    chunk_tokens: int | None = None
-    router_loss: float = 0.01
+    label_smoothing: float = key(0.0, "share of the target that is spread over all classes")
+    chunk_tokens: int | None = key(
+        None, "logits are held for so many tokens at a time (1024, say), with head=lm; null: for all"
+    )
+    count_correct: bool = key(True, "count the right answers of training steps, for train_accuracy")
+    router_loss: float = key(0.01, "weight of the load-balancing loss, where the model has experts")
 
     def __post_init__(self) -> None:
         fraction(self, "label_smoothing")
@@ -74,25 +80,23 @@ def evaluate_factor(factor: float | str, *, head_dim: int, key: str = "factor") 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """``adamw``, or ``muon``: Muon for the matrices of the blocks, with ``matrix_lr``, ``momentum`` and ``ns_steps`` of
-    Newton-Schulz, and AdamW for embeddings, heads and vectors.
+    """``adamw`` for every parameter, or ``muon`` for the matrices of the blocks and AdamW for the rest.
 
-    ``clip`` is the largest global gradient norm, ``null`` for none; weight decay spares vectors (biases, norms).
+    Weight decay spares vectors (biases, norms).
     """
 
-    name: Literal["adamw", "muon"] = "adamw"
-    lr: float = 1e-3
-    matrix_lr: float = 0.02
-    momentum: float = 0.95
-    ns_steps: int = 5
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    clip: float | None = None
-    rules: tuple[ParameterRule, ...] = ()
+    name: Literal["adamw", "muon"] = key("adamw", "adamw | muon (the blocks' matrices; AdamW for the rest)")
+    lr: float = key(1e-3, "the peak rate")
+    matrix_lr: float = key(0.02, "of muon: the rate of the blocks' matrices; everything else takes lr")
+    momentum: float = key(0.95, "of muon")
+    ns_steps: int = key(5, "of muon: Newton-Schulz iterations an update")
+    weight_decay: float = key(0.0, "spares vectors (biases, norms)")
+    betas: tuple[float, float] = key((0.9, 0.95), "decay of the two moments")
+    eps: float = key(1e-8, "added to the root of the second moment")
+    rules: tuple[ParameterRule, ...] = key((), "[{match: q_proj, lr: head_dim^-0.25, trainable: true}]: factors by name")
 
     def __post_init__(self) -> None:
-        positive(self, "lr", "matrix_lr", "ns_steps", "eps", "clip")
+        positive(self, "lr", "matrix_lr", "ns_steps", "eps")
         not_negative(self, "weight_decay")
         fraction(self, "momentum")
         require(all(0.0 <= beta < 1.0 for beta in self.betas), f"betas={list(self.betas)} must lie in [0, 1)")
@@ -100,15 +104,12 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Learning-rate schedule: linear warm-up over ``warmup_steps``, then ``name``, ending at ``final_lr`` (a factor of lr).
+    """The learning rate over the run: a linear warm-up, then what ``name`` says."""
 
-    ``trapezoid`` (WSD) stays flat and falls linearly over the last ``decay_fraction`` of the run.
-    """
-
-    name: Literal["cosine", "linear", "constant", "trapezoid"] = "cosine"
-    warmup_steps: int = 0
-    final_lr: float = 0.1
-    decay_fraction: float = 0.2
+    name: Literal["cosine", "linear", "constant", "trapezoid"] = key("cosine", "what follows the warm-up")
+    warmup_steps: int = key(0, "steps of a linear rise from zero")
+    final_lr: float = key(0.1, "the rate ends at this share of optimizer.lr")
+    decay_fraction: float = key(0.2, "trapezoid only: the last part of the run, in which the rate falls")
 
     def __post_init__(self) -> None:
         not_negative(self, "warmup_steps", "final_lr")
@@ -116,42 +117,74 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StopAtConfig:
+    """Ends a run when the mean of a training metric over the last ``window`` steps reaches ``value``."""
+
+    metric: Literal["train_accuracy", "train_loss"] = key("train_accuracy", "an accuracy must rise to value, a loss fall to it")
+    value: float = key(0.99, "what the mean must reach")
+    window: int = key(16, "steps that the mean is over")
+    extra_steps: int = key(0, "steps that are still made after it was reached")
+
+    def __post_init__(self) -> None:
+        positive(self, "window")
+        not_negative(self, "extra_steps")
+        require(math.isfinite(self.value), f"value={self.value} must be finite")
+
+
+OWNED = frozenset(
+    (
+        *("accelerator", "devices", "num_nodes", "strategy", "precision", "plugins", "profiler", "deterministic", "logger"),
+        *("callbacks", "max_steps", "max_epochs", "min_steps", "min_epochs", "accumulate_grad_batches", "gradient_clip_val"),
+        *("gradient_clip_algorithm", "val_check_interval", "check_val_every_n_epoch", "limit_val_batches", "log_every_n_steps"),
+        *("num_sanity_val_steps", "default_root_dir", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
+        *("use_distributed_sampler", "overfit_batches", "reload_dataloaders_every_n_epochs", "limit_train_batches"),
+        *("fast_dev_run", "max_time", "barebones", "sync_batchnorm", "inference_mode"),
+    )
+)
+"""Arguments of Lightning's Trainer that ``trainer.extra`` may not give, because a key of ours or the run itself decides them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """How long and on what. Every count is in optimizer steps.
 
-    Validation runs every ``val_every`` steps and at the end (``0``: at the end only), over at most ``val_batches``
-    batches of ``val_batch_size`` rows (``null``: the whole split; the training batch size). A checkpoint is written
-    every ``ckpt_every`` steps, whenever the last one is ``ckpt_minutes`` old (``null``: not by the clock), and at the end
-    (``ckpt_every=0``: never). ``accumulate`` micro-batches make one step (the global batch stays ``data.batch_size``);
-    ``threads`` is the number of CPU threads of a process, ``null`` for torch's own choice.
-
-    A process runs on each of ``devices`` devices of each of ``num_nodes`` machines. ``strategy``: ``ddp`` copies the model to
-    each device, ``sharded`` cuts it (FSDP2), and its heads and hidden units over groups of ``tensor_parallel`` devices;
-    ``auto`` is ``ddp`` where there are several. ``sharded_ckpt`` lets each process write its own shard (a folder).
+    A process runs on each of ``devices`` devices of each of ``num_nodes`` machines. ``data.batch_size`` is the number of rows
+    of a step over all of them and over the ``accumulate`` micro-batches.
     """
 
-    max_steps: int = 1000
-    devices: int = 1
-    num_nodes: int = 1
-    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
-    strategy: Literal["auto", "ddp", "sharded"] = "auto"
-    tensor_parallel: int = 1
-    precision: Literal["32-true", "64-true", "bf16-mixed", "bf16-true"] = "32-true"
-    accumulate: int = 1
-    val_every: int = 250
-    val_batches: int | None = None
-    val_batch_size: int | None = None
-    log_every: int = 10
-    ckpt_every: int = 250
-    ckpt_minutes: float | None = 10.0
-    sharded_ckpt: bool = False
-    compile: bool = False
-    deterministic: bool = False
-    threads: int | None = None
+    max_steps: int = key(1000, "optimizer steps of the run")
+    devices: int = key(1, "processes on each machine")
+    num_nodes: int = key(1, "machines: started by torchrun or srun")
+    accelerator: Literal["auto", "cpu", "gpu", "mps"] = key("auto", "where: auto | cpu | gpu | mps")
+    strategy: Literal["auto", "ddp", "sharded"] = key("auto", "auto (ddp where there are several) | ddp | sharded (FSDP2)")
+    tensor_parallel: int = key(1, "devices that share the heads and hidden units of a layer (strategy=sharded)")
+    precision: Literal["32-true", "64-true", "bf16-mixed", "bf16-true"] = key(
+        "32-true", "32-true | 64-true | bf16-mixed | bf16-true (float32 on a CPU without instructions for bfloat16)"
+    )
+    accumulate: int = key(1, "micro-batches a step; data.batch_size stays the global batch")
+    clip: float | None = key(None, "largest global gradient norm, whatever the optimizer; null: off")
+    val_every: int = key(250, "steps between validations; there is always one at the end, and 0 means: at the end only")
+    val_batches: int | None = key(100, "validation batches at most; null: the whole split")
+    val_batch_size: int | None = key(64, "rows of a validation batch; null: data.batch_size")
+    log_every: int = key(10, "steps between rows of metrics.csv")
+    ckpt_every: int = key(250, "steps between checkpoints; there is always one at the end; 0: none at all")
+    ckpt_minutes: float | None = key(10.0, "a checkpoint also when the last one is that old; null: not by the clock")
+    sharded_ckpt: bool = key(False, "each process writes its own shard, into a folder (strategy=sharded)")
+    stop_at: StopAtConfig | None = key(
+        None, "{metric: train_accuracy, value: 0.99, window: 16, extra_steps: 0}; null: max_steps alone"
+    )
+    overfit: bool = key(False, "train on the batch of the first step again and again")
+    compile: bool = key(False, "torch.compile of the model")
+    deterministic: bool = key(False, "only kernels that give the same bits each time; one that cannot is named")
+    threads: int | None = key(None, "CPU threads of a process; null: torch's own choice")
+    peak_tflops: float | None = key(None, "peak of the device in TFLOP/s, for mfu in metrics.csv; null: known for some GPUs")
+    plugins: tuple[Part, ...] = key((), "nodes with _target_, for Lightning's Trainer")
+    profiler: Part | str | None = key(None, "simple | advanced | pytorch, or a node with _target_")
+    extra: Mapping[str, Any] = key(dict, "any other argument of Lightning's Trainer")
 
     def __post_init__(self) -> None:
-        positive(self, "max_steps", "devices", "num_nodes", "tensor_parallel", "accumulate", "log_every", "threads")
-        positive(self, "val_batches", "val_batch_size", "ckpt_minutes")
+        positive(self, "max_steps", "devices", "num_nodes", "tensor_parallel", "accumulate", "log_every", "threads", "clip")
+        positive(self, "val_batches", "val_batch_size", "ckpt_minutes", "peak_tflops")
         not_negative(self, "val_every", "ckpt_every")
         needs(self, "tensor_parallel", "strategy", "sharded")
         needs(self, "sharded_ckpt", "strategy", "sharded")
@@ -159,6 +192,10 @@ class TrainerConfig:
             self.world_size % self.tensor_parallel == 0,
             f"tensor_parallel={self.tensor_parallel} must divide devices={self.devices} x num_nodes={self.num_nodes}",
         )
+        for name in sorted(OWNED & set(self.extra)):
+            raise ConfigError(
+                f"extra.{name}={self.extra[name]} is decided by the run or by a key of trainer, and not given here"
+            )
 
     @property
     def world_size(self) -> int:
@@ -173,18 +210,14 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """The task's metrics with 95 % intervals, on the validation split: what ``scripts/evaluate.py`` prints.
+    """The task's metrics with 95 % intervals, on the validation split: what ``scripts/evaluate.py`` prints."""
 
-    ``at_end`` prints them after training, too, and writes ``evaluation.json``. ``num_rows`` are the validation rows to look
-    at (``null``: all), ``num_beams`` those of generated answers (1: greedy), ``num_shown`` the answers to show.
-    """
-
-    at_end: bool = False
-    num_rows: int | None = None
-    num_beams: int = 1
-    num_shown: int = 3
-    lengths: tuple[int, ...] = ()
-    attention_cost: bool = False
+    at_end: bool = key(False, "print them after training, too, and write evaluation.json")
+    num_rows: int | None = key(None, "validation rows to look at; null: all")
+    num_beams: int = key(1, "of generated answers; 1: greedy")
+    num_shown: int = key(3, "answers to show")
+    lengths: tuple[int, ...] = key((), "after training, a language model's loss on rows of these many tokens, too")
+    attention_cost: bool = key(False, "after training, error and cost of the attention against exact attention, too")
 
     def __post_init__(self) -> None:
         positive(self, "num_rows", "num_beams")
@@ -194,16 +227,12 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeConfig:
-    """Attention statistics on a fixed validation batch during training; ``every: 0`` switches the probes off.
+    """Attention statistics on a fixed validation batch, at steps 0, 1, 2, 4, 8, … and every so many."""
 
-    Probes run at steps 0, 1, 2, 4, 8, … and at every ``every`` steps, on the first ``batch_size`` validation rows. Every
-    ``weights_every`` steps (0: never), a probe also keeps the weights themselves on the first ``weights_rows`` rows.
-    """
-
-    every: int = 0
-    batch_size: int = 8
-    weights_every: int = 0
-    weights_rows: int = 4
+    every: int = key(0, "steps between probes; 0: no probes")
+    batch_size: int = key(8, "validation rows to look at")
+    weights_every: int = key(0, "keep the attention weights in attention/ so often, a multiple of every; 0: never")
+    weights_rows: int = key(4, "keep the weights of the first so many rows")
 
     def __post_init__(self) -> None:
         not_negative(self, "every", "weights_every")
@@ -215,9 +244,31 @@ class ProbeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallbacksConfig:
-    """What happens beside the steps: a progress bar or lines, probes, and ``extra`` ones (``name: {_target_: …}``)."""
+class SamplesConfig:
+    """Text that the model writes during training, to the log, ``samples.jsonl`` and Weights & Biases."""
 
-    progress: bool = True
-    probe: ProbeConfig = field(default_factory=ProbeConfig)
-    extra: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    every: int = key(0, "steps between samples; 0: no samples")
+    prompts: tuple[str, ...] = key((), "texts to continue or answer; empty: the beginnings of validation rows")
+    max_new_tokens: int = key(64, "longest sample")
+    temperature: float = key(0.8, "0 takes the likeliest token each time, above 0 draws one")
+
+    def __post_init__(self) -> None:
+        not_negative(self, "every", "temperature")
+        positive(self, "max_new_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallbacksConfig:
+    """What happens beside the steps. Every further entry is a callback of Lightning's, or of anybody's: ``name: {_target_: …}``."""
+
+    progress: bool = key(True, "a bar on a terminal, lines elsewhere")
+    probe: ProbeConfig = key(ProbeConfig(), "attention statistics during training")
+    samples: SamplesConfig = key(SamplesConfig(), "text written during training")
+    parts: Mapping[str, Part] = key(dict, "callbacks by name", rest=True)
+
+
+def check_parts(group: Mapping[str, Any], path: str, known: tuple[str, ...] = ()) -> None:
+    """Refuse an entry of a group of callbacks or loggers that is no ``{_target_: …}``; null switches one off."""
+    for name, node in group.items():
+        near = f"; did you mean {path}.{found[0]}?" if (found := get_close_matches(name, known, n=1)) else ""
+        require(node is None or is_part(node), f"{path}.{name} has no _target_, which names a class{near}")

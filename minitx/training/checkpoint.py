@@ -4,7 +4,7 @@ A checkpoint is torch's zip file with a comment of ours at its end: the SHA-256 
 several shards is a folder of torch's distributed checkpoint with the digests of its files beside them. Either is written
 under another name, synced to the disk, and then renamed, so that ``last.ckpt`` is always a whole one, the old or the new.
 
-A checkpoint alone gives the model, its tokenizer and its config: what generation and evaluation start from.
+A checkpoint alone gives the model, its tokenizer and its config: ``minitx.training.stored`` reads them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from typing import Any, BinaryIO
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
-from minitx.config import ConfigError, TransformerConfig
+from minitx.config import ConfigError
 from minitx.config.checks import first_line
 from minitx.data.corpus import sha256_of
-from minitx.data.tokenizers import Tokenizer, from_dict
-from minitx.nn.models import TransformerModel, build_model
 from minitx.training.shards import read_shards
 
 FORMAT = 1
@@ -209,37 +207,7 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def load_model(path: str | Path) -> tuple[TransformerModel, Tokenizer | None, dict[str, Any]]:
-    """The trained network of a checkpoint, in eval mode on the CPU.
-
-    Returns:
-        ``(model, tokenizer, state)``: the tokenizer is None where the data had none; ``state`` is the plain data that the
-        run stored: ``config`` (of the whole run), ``model`` and ``tokenizer``.
-
-    Raises:
-        ConfigError: no such file, not a checkpoint of ours, or one of a model that this version cannot build.
-    """
-    checkpoint = read_checkpoint(path)
-    state = checkpoint["minitx"]
-    try:
-        model = build_model(TransformerConfig(**state["model"]))
-        weights = {name.removeprefix("network."): weight for name, weight in checkpoint["state_dict"].items()}
-        model.load_state_dict(weights)
-        tokenizer = None if state["tokenizer"] is None else from_dict(state["tokenizer"])
-    except Exception as error:  # an unknown field, weights of other shapes, a tokenizer of another kind
-        raise ConfigError(f"ckpt_path={path} holds a model that cannot be built: {first_line(error)}") from error
-    return model.eval(), tokenizer, state
-
-
-def place(model: TransformerModel, device: str) -> TransformerModel:
-    """``model`` on ``device``, a word of torch's; ``auto`` takes a GPU if there is one.
-
-    Raises:
-        ConfigError: a word that is none, or a device that is not there.
-    """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return model.to(torch.device(device))
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ConfigError(f"device={device} cannot be used: {first_line(error)}") from error
+def network_weights(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The weights of the network in a checkpoint's content, by their names in the network."""
+    state = checkpoint["state_dict"].items()
+    return {name.removeprefix("network."): weight for name, weight in state if name.startswith("network.")}

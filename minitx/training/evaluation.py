@@ -6,11 +6,16 @@ of a share Wilson's (1927, *JASA* 22, 209–212), of BLEU and chrF a bootstrap o
 
 from __future__ import annotations
 
+import json
+import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,11 +23,17 @@ from torch import Tensor, nn
 from minitx.config import IGNORED, EvaluationConfig
 from minitx.data.addressing import Address, Batch
 from minitx.data.module import DataModule
+from minitx.data.task import Task
 from minitx.generation import generate
 from minitx.nn.modes import evaluating
-from minitx.training.module import network_inputs
+from minitx.training.calling import Caller
+from minitx.training.objectives import CrossEntropy, Objective, checked_sums, num_targets
+
+log = logging.getLogger(__name__)
 
 Z95 = 1.959963984540054
+KINDS = ("language_model", "masked_lm", "classify", "seq2seq")
+"""Tasks with metrics of their own."""
 
 
 @dataclass(frozen=True)
@@ -94,42 +105,77 @@ def share_interval(hits: int, trials: int) -> Metric:
     return Metric(share, max(low, 0.0) if hits else 0.0, min(high, 1.0) if hits < trials else 1.0, trials)
 
 
-def evaluate(network: nn.Module, data: DataModule, options: EvaluationConfig | None = None) -> Evaluation:
-    """Judge ``network`` on the validation split of ``data``, which was set up, by the metrics of its task.
+def evaluate(
+    network: nn.Module,
+    data: L.LightningDataModule,
+    options: EvaluationConfig | None = None,
+    objective: Objective | None = None,
+) -> Evaluation:
+    """Judge ``network`` on the validation split of ``data`` by the metrics of its task.
 
     * ``language_model``: bits per byte and per character where the text has them, loss in nats.
     * ``masked_lm``: perplexity and accuracy over masked tokens.
     * ``classify``: accuracy.
     * ``seq2seq``: exact matches, chrF and BLEU of generated answers, beside those of copying the source.
+    * any other, and the data of a ``LightningDataModule``: the means of the sums that the objective gives; the sampling unit of their
+      intervals is the batch.
 
     The network is in evaluation mode meanwhile; its mode is restored.
+
+    Args:
+        objective: of the run; default cross-entropy.
     """
-    options = options or EvaluationConfig()
+    options, objective = options or EvaluationConfig(), objective or CrossEntropy()
+    task = data.task if isinstance(data, DataModule) else None
     with evaluating(network), torch.inference_mode():
+        if task is None or task.kind not in KINDS or not isinstance(objective, CrossEntropy):
+            return Evaluation(_of_sums(network, data, options, objective), dict(task.baselines()) if task else {})
+        assert isinstance(data, DataModule)
         nll, counts, right = _losses(network, data, options)
-        if data.task == "seq2seq":
+        if task.kind == "seq2seq":
             return _of_answers(network, data, options, ratio_interval(nll, counts))
-        return Evaluation(_of_labels(data, nll, counts, right), data.baselines())
+        return Evaluation(_of_labels(task, nll, counts, right), task.baselines())
 
 
-def _batches(network: nn.Module, data: DataModule, options: EvaluationConfig) -> Iterator[Batch]:
+def _batches(network: nn.Module, data: L.LightningDataModule, options: EvaluationConfig) -> Iterator[Batch]:
     """Validation batches on the network's device, ``num_rows`` rows at most."""
-    device, left = next(network.parameters()).device, options.num_rows or math.inf
-    source = data.val_source()  # every row, whatever the number of ranks
-    for batch in (source[Address(step, split="val")] for step in range(len(source))):
+    device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
+    left = options.num_rows or math.inf
+    if isinstance(data, DataModule):
+        source = data.val_source()  # every row, whatever the number of ranks
+        batches: Any = (source[Address(step, split="val")] for step in range(len(source)))
+    else:
+        data.setup("validate")
+        batches = data.val_dataloader()
+    for batch in batches:
         rows = int(min(left, len(batch["labels"])))
-        yield {name: tensor[:rows].to(device) if tensor.dim() else tensor.to(device) for name, tensor in batch.items()}
+        cut = {name: tensor[:rows] if tensor.dim() else tensor for name, tensor in batch.items()}
+        yield {name: tensor.to(device) for name, tensor in cut.items()}
         left -= rows
         if left == 0:
             return
 
 
+def _of_sums(
+    network: nn.Module, data: L.LightningDataModule, options: EvaluationConfig, objective: Objective
+) -> dict[str, Metric]:
+    """The mean of every sum that the objective gives."""
+    caller, found, counts = Caller(network), defaultdict[str, list[Tensor]](list), list[Tensor]()
+    for batch in _batches(network, data, options):
+        sums = checked_sums(objective(caller(batch), batch))
+        sums["loss"] = sums.pop("nll", sums["loss"])
+        for name, value in sums.items():
+            found["accuracy" if name == "correct" else name].append(value.double().cpu())
+        counts.append(num_targets(batch["labels"]).cpu())
+    return {name: ratio_interval(torch.stack(values), torch.stack(counts)) for name, values in found.items()}
+
+
 def _losses(network: nn.Module, data: DataModule, options: EvaluationConfig) -> tuple[Tensor, Tensor, Tensor]:
     """For every row: -Σ ln p, the number of labels, and of labels with the highest logit."""
-    columns: list[tuple[Tensor, Tensor, Tensor]] = []
+    caller, columns = Caller(network), list[tuple[Tensor, Tensor, Tensor]]()
     for batch in _batches(network, data, options):
         labels = batch["labels"].view(len(batch["labels"]), -1)
-        logits = network(**network_inputs(batch))
+        logits = caller(batch)
         flat = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
         nll = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="none").view_as(labels)
         counted = labels != IGNORED
@@ -140,21 +186,21 @@ def _losses(network: nn.Module, data: DataModule, options: EvaluationConfig) -> 
     return nll[real], counts[real], right[real]
 
 
-def _of_labels(data: DataModule, nll: Tensor, counts: Tensor, right: Tensor) -> dict[str, Metric]:
+def _of_labels(task: Task, nll: Tensor, counts: Tensor, right: Tensor) -> dict[str, Metric]:
     """The metrics of a task that labels judge."""
-    if data.task == "classify":
+    if task.kind == "classify":
         return {"accuracy": share_interval(int(right.sum()), len(right))}
     loss, accuracy = ratio_interval(nll, counts), ratio_interval(right, counts)
-    if data.task == "masked_lm":
+    if task.kind == "masked_lm":
         return {"masked_perplexity": loss.transformed(math.exp), "masked_accuracy": accuracy}
-    bits = {f"bits_per_{unit}": ratio_interval(nll * factor, counts) for unit, factor in data.bits_per.items()}
+    bits = {f"bits_per_{unit}": ratio_interval(nll * factor, counts) for unit, factor in task.bits_per.items()}
     return {**bits, "loss": loss, "next_token_accuracy": accuracy}
 
 
 def _of_answers(network: nn.Module, data: DataModule, options: EvaluationConfig, loss: Metric) -> Evaluation:
     """What generated answers are worth, and the loss beside them."""
     answers = list(_answers(network, data, options))
-    pairs = data.val_examples()[: len(answers)]
+    pairs = data.task.val_examples[: len(answers)]
     sources, references = [source for source, _ in pairs], [str(reference) for _, reference in pairs]
     hits = [answer == reference for answer, reference in zip(answers, references, strict=True)]
     found = Evaluation({"exact_match": share_interval(sum(hits), len(hits))})
@@ -170,7 +216,7 @@ def _of_answers(network: nn.Module, data: DataModule, options: EvaluationConfig,
 
 def _answers(network: nn.Module, data: DataModule, options: EvaluationConfig) -> Iterator[str]:
     """What the network writes for every validation row, as text."""
-    assert data.tokenizer is not None
+    assert data.task.tokenizer is not None
     for batch in _batches(network, data, options):
         answers = generate(
             network,
@@ -179,7 +225,7 @@ def _answers(network: nn.Module, data: DataModule, options: EvaluationConfig) ->
             max_new_tokens=2 * batch["labels"].shape[1],
             num_beams=options.num_beams,
         )
-        yield from (data.tokenizer.decode(answer.tolist()) for answer in answers)
+        yield from (data.task.tokenizer.decode(answer.tolist()) for answer in answers)
 
 
 def _text_metrics() -> dict[str, Any]:
@@ -203,3 +249,10 @@ def _corpus_score(metric: Any, answers: Sequence[str], references: Sequence[str]
     drawn = torch.tensor([score(counts[rows].sum(0)) for rows in chosen], dtype=torch.float64)
     low, high = drawn.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return Metric(score(counts.sum(0)), low, high, len(answers))
+
+
+def report(found: Evaluation, folder: Path) -> None:
+    """An evaluation to the log and to ``evaluation.json``."""
+    (folder / "evaluation.json").write_text(json.dumps(found.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    for line in found.lines():
+        log.info("%s", line)

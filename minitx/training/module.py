@@ -1,12 +1,14 @@
-"""The one LightningModule: a network, an objective and an optimizer factory.
+"""The one LightningModule: a network, an objective, an optimizer and a schedule.
 
-The loss handed to Lightning is Σ · world · accumulate / tokens, with the tokens of the *whole* optimizer step known
-before its first backward; Lightning divides by ``accumulate``, and DDP and FSDP average over the ``world`` processes that
-see different rows, so every split of a step gives the gradient of Σ / tokens.
+With the data of a ``Task`` the loss handed to Lightning is Σ · world · accumulate / tokens, with the tokens of the *whole*
+optimizer step known before its first backward; Lightning divides by ``accumulate``, and DDP and FSDP average over the ``world``
+processes that see different rows, so every split of a step gives the gradient of Σ / tokens. With a ``LightningDataModule`` of
+somebody else's it is the mean of each micro-batch.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,39 +17,38 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from minitx.config import ConfigError
 from minitx.data.addressing import Batch
+from minitx.training.calling import Caller
 from minitx.training.checkpoint import FORMAT
-from minitx.training.objectives import HeadObjective, Objective, Sums
+from minitx.training.objectives import CrossEntropy, Objective, Sums, checked_sums, num_targets
+from minitx.training.optimizers import skips_on_device
 from minitx.training.parallel import local_parts, parallelize, replicas, set_gradient_sync, sum_over_rows, total_norm
 
-NOT_FOR_THE_NETWORK = ("labels", "num_targets")
-
-
-def network_inputs(batch: Batch) -> Batch:
-    """What of a batch the network is called with."""
-    return {name: tensor for name, tensor in batch.items() if name not in NOT_FOR_THE_NETWORK}
+log = logging.getLogger(__name__)
 
 
 class NonFiniteError(RuntimeError):
     """Loss or gradient stopped being finite in update ``step`` (from 0), which was not made."""
 
     def __init__(self, step: int, loss: float, grad_norm: float) -> None:
-        super().__init__(
-            f"loss or gradient is not finite in step {step + 1} (loss {loss:.4g}, gradient norm {grad_norm:.4g}); the "
-            "update was not made. Lower optimizer.lr, set optimizer.clip, or let on_nonfinite=record end such runs"
+        super().__init__(step, loss, grad_norm)  # as they are, so that it can travel between processes
+        self.step, self.loss, self.grad_norm = step, loss, grad_norm
+
+    def __str__(self) -> str:
+        return (
+            f"loss or gradient is not finite in step {self.step + 1} (loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g}); "
+            "the update was not made. Lower optimizer.lr, set trainer.clip, or let on_nonfinite=record end such runs"
         )
-        self.step = step
 
 
 class TrainingModule(L.LightningModule):
     """Trains ``network`` on batches of tensors.
 
     Args:
-        network: called as ``network(**inputs)`` with the batch's keys other than labels; returns logits.
-        objective: (logits, labels) -> ``Sums``.
-        make_optimizer: network -> optimizer. lr_factor: step -> factor of the learning rate.
-        head_objective: (hidden, the head's weight and bias, labels) -> ``Sums``, in place of ``objective``, for a network whose
-            ``head`` is one linear map: no tensor of all logits.
+        network: called with the keys of the batch that its ``forward`` names; returns logits, or an object with ``logits``.
+        objective: (logits, batch) -> a sum over the targets, or sums by name.
+        make_optimizer: network -> optimizer. make_schedule: optimizer -> schedule, stepped once an update.
         router_loss: weight of the experts' load-balancing loss; 0 where the network has none. A mean over a micro-batch, so
             that its gradient (unlike that of the objective) depends on how a step is split.
         clip: largest global gradient norm, or None. Clipping is done here, because Lightning refuses it together with
@@ -55,6 +56,11 @@ class TrainingModule(L.LightningModule):
         compile: run the network through ``torch.compile``; ``network`` itself stays plain, for probes and checkpoints.
         seed: random draws in a step come from a generator seeded by (seed, step, micro-batch, rank).
         state: plain data that every checkpoint carries (config, tokenizer).
+
+    Attributes:
+        step_loss: the mean loss of the step, of this process's rows. step_sums: the objective's other sums of the step.
+        step_targets: the targets of the step: of all processes where the batch says it, else of this one.
+        grad_norm: of the whole model, before clipping.
     """
 
     def __init__(
@@ -62,9 +68,8 @@ class TrainingModule(L.LightningModule):
         network: nn.Module,
         objective: Objective,
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-        lr_factor: Callable[[int], float],
+        make_schedule: Callable[[torch.optim.Optimizer], Any],
         *,
-        head_objective: HeadObjective | None = None,
         router_loss: float = 0.0,
         clip: float | None = None,
         compile: bool = False,
@@ -73,15 +78,17 @@ class TrainingModule(L.LightningModule):
     ) -> None:
         super().__init__()
         self.network = network
-        self.objective, self.make_optimizer, self.lr_factor = objective, make_optimizer, lr_factor
-        self.head_objective = head_objective
+        self.objective, self.make_optimizer, self.make_schedule = objective, make_optimizer, make_schedule
         self.router_loss, self.clip, self.seed = router_loss, clip, seed
-        self.run: Callable[..., Any] = torch.compile(lambda **inputs: network(**inputs)) if compile else network.__call__
+        self.caller = Caller(network, torch.compile(lambda **inputs: network(**inputs)) if compile else None)
         self.state = dict(state or {})
         self.latch = Latch()
         self.step_loss: Tensor | float = 0.0
+        self.step_sums: Sums = {}
+        self.step_targets: Tensor | int = 0
         self.grad_norm: Tensor | float = 0.0
-        self._validation: dict[str, Tensor] = {}
+        self._validation: Sums = {}
+        self._said_dropped = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As in ``nn.Module``."""
@@ -96,24 +103,30 @@ class TrainingModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.network)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.lr_factor)
+        schedule = self.make_schedule(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits of a batch."""
-        return self.run(**network_inputs(batch))
+        return self.caller(batch)
 
     def sums(self, batch: Batch) -> tuple[Sums, dict[str, Tensor]]:
         """The objective's sums over a batch, and the network's extras where one of them counts."""
-        labels = batch["labels"]
-        if self.head_objective is None and not self.router_loss:
-            return self.objective(self(batch), labels), {}
-        hidden, extras = self.run(**network_inputs(batch), return_extras=True)
+        if not isinstance(batch, Mapping) or "labels" not in batch:
+            what = f"a mapping with {', '.join(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+            raise ConfigError(f"data: a batch must be a mapping of tensors with labels, got {what}")
+        if not self._said_dropped and (dropped := self.caller.dropped(batch)):
+            log.info("model: %s.forward does not take %s of a batch", type(self.network).__name__, ", ".join(dropped))
+        self._said_dropped = True
+        chunked = isinstance(self.objective, CrossEntropy) and self.objective.chunk_tokens is not None
+        if not chunked and not self.router_loss:
+            return checked_sums(self.objective(self(batch), batch)), {}
+        hidden, extras = self.caller.run(**self.caller.inputs(batch), return_extras=True)
         head = self.network.get_submodule("head")
-        if self.head_objective is None:
-            return self.objective(head(hidden), labels), extras
+        if not chunked:
+            return checked_sums(self.objective(head(hidden), batch)), extras
         weight, *bias = local_parts(list(head.parameters()))
-        return self.head_objective(hidden, weight, bias[0] if bias else None, labels), extras
+        return self.objective.of_hidden(hidden, weight, bias[0] if bias else None, batch), extras  # type: ignore[attr-defined]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         accumulate, (rank, world) = self.trainer.accumulate_grad_batches, replicas(self.trainer)
@@ -121,10 +134,18 @@ class TrainingModule(L.LightningModule):
         set_gradient_sync(self.network, micro == accumulate - 1)
         seed_device(self.device, hash_seed(self.seed, self.global_step, micro, rank))
         sums, extras = self.sums(batch)
+        whole = batch.get("num_targets")  # of the whole step, over all micro-batches and processes
+        own = num_targets(batch["labels"]) if whole is None else whole
+        share = sums["loss"] / own / (accumulate if whole is None else 1)  # this micro-batch's part of the mean loss
+        others = {name: value.detach() for name, value in sums.items() if name not in ("loss", "nll")}
+        if micro:
+            self.step_loss = self.step_loss + share.detach()
+            self.step_sums = {name: value + self.step_sums[name] for name, value in others.items()}
+            self.step_targets = own if whole is not None else self.step_targets + own
+        else:
+            self.step_loss, self.step_sums, self.step_targets = share.detach(), others, own
         balance = self.router_loss * extras["router_loss"] if self.router_loss else 0.0
-        share = sums.loss / batch["num_targets"]  # this micro-batch's part of the mean loss
-        self.step_loss = share.detach() + (self.step_loss if micro else 0.0)
-        return share * (world * accumulate) + balance
+        return share * (accumulate if whole is None else world * accumulate) + balance
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -135,25 +156,27 @@ class TrainingModule(L.LightningModule):
         if self.clip is not None:
             factor = (self.clip / (self.grad_norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(local_parts(gradients), factor)
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or not skips_on_device(optimizer):
             self.raise_if_nonfinite()
 
     def raise_if_nonfinite(self) -> None:
-        """Read the latch: on CPU before every update, on accelerators (a device sync) at log points only."""
+        """Read the latch: on accelerators, where the optimizer takes it, a device sync at log points only; else at every step."""
         step = self.latch.first_bad_step()
         if step is not None:
             raise NonFiniteError(step, float(self.step_loss), float(self.grad_norm))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         sums, _ = self.sums(batch)
-        for name, value in (("nll", sums.nll.double()), ("correct", sums.correct), ("count", sums.count)):
-            self._validation[name] = value + self._validation.get(name, 0)
+        found = {**sums, "loss": sums.get("nll", sums["loss"]), "count": num_targets(batch["labels"])}
+        wide = torch.float32 if self.device.type == "mps" else torch.float64  # which Apple's GPUs lack
+        for name, value in found.items():
+            self._validation[name] = value.to(wide) + self._validation.get(name, 0)
 
     def on_validation_epoch_end(self) -> None:
-        totals = {name: sum_over_rows(self.trainer, value) for name, value in self._validation.items()}
+        totals = {name: sum_over_rows(self.trainer, value) for name, value in self._validation.items() if name != "nll"}
         self._validation = {}
-        count = totals["count"].clamp(min=1)
-        means = {"val_loss": totals["nll"] / count, "val_accuracy": totals["correct"] / count}
+        count = totals.pop("count").clamp(min=1)
+        means = {f"val_{'accuracy' if name == 'correct' else name}": value / count for name, value in totals.items()}
         self.log_dict(means, rank_zero_only=True, logger=False)  # StepLog writes them, at the right step
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -175,7 +198,7 @@ class Latch:
         if self._step is None:
             self._step = torch.full_like(bad_now, -1, dtype=torch.long)
         self._step = torch.where(bad_now & (self._step < 0), step, self._step)
-        if optimizer.defaults.get("fused"):  # others refuse it; on a CPU the host stops them in time
+        if skips_on_device(optimizer):  # others refuse it, and the host stops them in time
             optimizer.found_inf = (self._step >= 0).float()  # type: ignore[attr-defined]
 
     def first_bad_step(self) -> int | None:

@@ -1,61 +1,75 @@
-"""What is minimised: functions from logits and labels to *sums*, so that the caller divides by the whole step's tokens."""
+"""What is minimised: functions from logits and a batch to *sums*, so that the caller divides by the targets of the whole step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitx.config import IGNORED, ConfigError, ObjectiveConfig
+from minitx.config import IGNORED, ConfigError, ObjectiveConfig, is_part
+from minitx.data.addressing import Batch
+from minitx.training.parts import build
+
+Sums = dict[str, Tensor]
+"""0-d sums over the counted targets: ``loss``, maybe ``correct`` (right answers) and ``nll`` (what validation calls the loss, where
+that is not ``loss``); any other is logged as a mean."""
+
+Objective = Callable[[Tensor, Batch], Tensor | Sums]
 
 
-@dataclass(frozen=True)
-class Sums:
-    """Sums over the labels that count: what is minimised, the plain negative log-likelihood (nats), and how many they are.
+def num_targets(labels: Tensor) -> Tensor:
+    """How many targets count, 0-d int64: integer labels that are not -100, else rows."""
+    if labels.is_floating_point():
+        return torch.tensor(len(labels), device=labels.device)
+    return (labels != IGNORED).sum()
 
-    ``hits`` counts the labels that are likeliest, when ``correct`` is asked for: training never asks.
+
+class CrossEntropy:
+    """-Σ ln softmax(logits)[label] over the labels that are not -100.
+
+    Args:
+        label_smoothing: ε of the uniform share in the target (Szegedy et al. 2016, arXiv:1512.00567, §7).
+        chunk_tokens: hold the logits of so many tokens at a time (``chunked_cross_entropy``); None holds all.
+        count_correct: count the right answers of training steps, too; those of validation always are.
     """
 
-    loss: Tensor
-    nll: Tensor
-    hits: Callable[[], Tensor]
-    count: Tensor
+    def __init__(self, label_smoothing: float = 0.0, chunk_tokens: int | None = None, count_correct: bool = True) -> None:
+        self.label_smoothing, self.chunk_tokens, self.count_correct = label_smoothing, chunk_tokens, count_correct
 
-    @property
-    def correct(self) -> Tensor:
-        """The number of labels that are likeliest."""
-        return self.hits()
+    def __call__(self, logits: Tensor, batch: Batch) -> Sums:
+        count = self.count_correct or not torch.is_grad_enabled()
+        return cross_entropy(logits, batch["labels"], label_smoothing=self.label_smoothing, count_correct=count)
 
-
-Objective = Callable[[Tensor, Tensor], Sums]
-HeadObjective = Callable[[Tensor, Tensor, Tensor | None, Tensor], Sums]
-"""(hidden states, the head's weight, its bias or None, labels) -> sums: an objective that makes the logits itself."""
+    def of_hidden(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, batch: Batch) -> Sums:
+        """The sums from what goes into a linear head and the head's parameters."""
+        assert self.chunk_tokens is not None
+        options: dict[str, Any] = {"chunk_tokens": self.chunk_tokens, "label_smoothing": self.label_smoothing}
+        return chunked_cross_entropy(hidden, weight, bias, batch["labels"], **options)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Sums:
+def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, count_correct: bool = True) -> Sums:
     """-Σ ln softmax(logits)[label] over labels that are not -100, in at least float32.
 
     Args:
         logits: (..., V). labels: int (...), -100 where a position does not count.
-        label_smoothing: ε of the uniform share in the target (Szegedy et al. 2016, arXiv:1512.00567, §7).
+        label_smoothing: see ``CrossEntropy``. count_correct: also ``correct``, the labels with the highest logit.
 
     >>> sums = cross_entropy(torch.zeros(1, 3, 4), torch.tensor([[0, 1, -100]]))
-    >>> int(sums.count), round(float(sums.loss) / 2, 4)  # ln 4
-    (2, 1.3863)
+    >>> round(float(sums["loss"]) / 2, 4)  # ln 4
+    1.3863
     """
     flat, targets = logits.flatten(0, -2), labels.flatten()
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     nll = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum")
-    loss = nll
+    sums = {"loss": nll, "nll": nll.detach()}
     if label_smoothing:
-        loss = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
-    counted = targets != IGNORED
-    return Sums(loss, nll.detach(), lambda: ((flat.detach().argmax(-1) == targets) & counted).sum(), counted.sum())
+        sums["loss"] = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
+    if count_correct:
+        sums["correct"] = ((flat.detach().argmax(-1) == targets) & (targets != IGNORED)).sum()
+    return sums
 
 
 def chunked_cross_entropy(
@@ -91,8 +105,8 @@ def chunked_cross_entropy(
     >>> hidden, weight = torch.randn(2, 3, 5), torch.randn(7, 5)
     >>> labels = torch.tensor([[0, 1, -100], [2, 3, 6]])
     >>> chunked = chunked_cross_entropy(hidden, weight, None, labels, chunk_tokens=4)
-    >>> bool(torch.isclose(chunked.loss, cross_entropy(hidden @ weight.T, labels).loss)), int(chunked.count)
-    (True, 5)
+    >>> bool(torch.isclose(chunked["loss"], cross_entropy(hidden @ weight.T, labels)["loss"]))
+    True
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
@@ -104,7 +118,7 @@ def chunked_cross_entropy(
     flat, targets = hidden.flatten(0, -2), labels.flatten()
     wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (flat, weight, bias)]
     loss, nll, correct = _LinearCrossEntropy.apply(flat, weight, bias, targets, chunk_tokens, label_smoothing, wanted)
-    return Sums(loss, nll, lambda: correct, (targets != IGNORED).sum())
+    return {"loss": loss, "nll": nll, "correct": correct}
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -184,16 +198,61 @@ def _add_gradients(grads: list[Tensor | None], d_logits: Tensor, hidden: Tensor,
         d_bias += d_logits.sum(0, dtype=d_bias.dtype)
 
 
-def build_objective(config: ObjectiveConfig) -> Objective:
-    """The function that ``config.name`` names, with its options bound."""
-    return partial({"cross_entropy": cross_entropy}[config.name], label_smoothing=config.label_smoothing)
+def build_objective(node: Any) -> Objective:
+    """The objective that ``node`` names: ours by its config, a node with ``_target_``, or a callable.
+
+    A loss of torch's with ``reduction="sum"`` is called as (logits, labels); where the logits have an axis more than the
+    labels, both are flattened to (targets, classes) and (targets,).
+
+    Raises:
+        ConfigError: a target that cannot be built, or a loss that averages.
+    """
+    if isinstance(node, ObjectiveConfig):
+        return CrossEntropy(node.label_smoothing, node.chunk_tokens, node.count_correct)
+    found = build(node, "objective") if is_part(node) else node
+    if not callable(found):
+        raise ConfigError(f"objective={type(found).__name__} must be callable: (logits, batch) to a sum over the targets")
+    if isinstance(found, nn.Module) and type(found).__module__.startswith("torch.nn."):
+        reduction = getattr(found, "reduction", None)
+        if reduction != "sum":
+            raise ConfigError(
+                f"objective.reduction={reduction} must be sum: minitx divides by the targets of the whole step, over all devices"
+            )
+        return TorchLoss(found)
+    return found
 
 
-def build_head_objective(config: ObjectiveConfig) -> HeadObjective | None:
-    """``chunked_cross_entropy`` where ``config.chunk_tokens`` asks for it, else None."""
-    if config.chunk_tokens is None:
-        return None
-    return partial(chunked_cross_entropy, chunk_tokens=config.chunk_tokens, label_smoothing=config.label_smoothing)
+class TorchLoss(nn.Module):
+    """A loss of torch's as an objective."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, logits: Tensor, batch: Batch) -> Sums:
+        """The loss of (logits, labels)."""
+        labels = batch["labels"]
+        if logits.dim() == labels.dim() + 1 and not labels.is_floating_point():
+            logits, labels = logits.flatten(0, -2), labels.flatten()
+        return {"loss": self.loss(logits, labels)}
+
+
+def checked_sums(found: Tensor | Mapping[str, Tensor]) -> Sums:
+    """What an objective returned, as sums by name.
+
+    Raises:
+        ConfigError: no ``loss``, or something that is no 0-d tensor.
+    """
+    sums = dict(found) if isinstance(found, Mapping) else {"loss": found}
+    wrong = [name for name, value in sums.items() if not isinstance(value, Tensor) or value.dim()]
+    if "loss" not in sums or wrong:
+        what = f"{wrong[0]} is {_said(sums[wrong[0]])}" if wrong else f"got {', '.join(sums) or 'nothing'}"
+        raise ConfigError(f"objective must return a 0-d tensor, or a mapping of them with loss among them: {what}")
+    return sums
+
+
+def _said(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def check_head(config: ObjectiveConfig, network: nn.Module, kind: str) -> None:

@@ -1,16 +1,19 @@
-"""Optimizers with parameter groups made from rules."""
+"""Optimizers and schedules: ours with parameter groups made from rules, or anybody's."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import nn
 
-from minitx.config import OptimizerConfig, ParameterRule, evaluate_factor
+from minitx.config import ConfigError, OptimizerConfig, ParameterRule, Part, ScheduleConfig, evaluate_factor
 from minitx.training.muon import Muon, matrix_names
+from minitx.training.parts import call, factory
+from minitx.training.schedules import lr_factor
 
 
 def parameter_groups(network: nn.Module, config: OptimizerConfig, *, head_dim: int) -> list[dict[str, object]]:
@@ -59,12 +62,38 @@ def _factor(rule: ParameterRule, key: str, path: str, head_dim: int) -> float:
     return factor
 
 
-def build_optimizer(network: nn.Module, config: OptimizerConfig, *, head_dim: int) -> torch.optim.Optimizer:
-    """Fused AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) over ``parameter_groups``, or ``Muon``.
+def build_optimizer(node: OptimizerConfig | Part, network: nn.Module, head_dim: int = 1) -> torch.optim.Optimizer:
+    """The optimizer of the trainable parameters: fused AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) over
+    ``parameter_groups``, ``Muon``, or what a node with ``_target_`` makes of the parameters.
 
-    Both honour ``found_inf``, the latch by which a non-finite step skips every later update.
+    Raises:
+        ConfigError: a target that cannot be built, or that gives no ``torch.optim.Optimizer``.
     """
-    groups = parameter_groups(network, config, head_dim=head_dim)
-    if config.name == "muon":
-        return Muon(groups, betas=config.betas, momentum=config.momentum, steps=config.ns_steps)
-    return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=True)
+    if not isinstance(node, OptimizerConfig):
+        parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        found = call(factory(node, "optimizer"), "optimizer", node, parameters)
+        if not isinstance(found, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optimizer._target_={node['_target_']} must give a torch.optim.Optimizer, got {type(found).__name__}"
+            )
+        return found
+    groups = parameter_groups(network, node, head_dim=head_dim)
+    if node.name == "muon":
+        return Muon(groups, betas=node.betas, momentum=node.momentum, steps=node.ns_steps)
+    return torch.optim.AdamW(groups, betas=node.betas, eps=node.eps, fused=True)
+
+
+def build_schedule(node: ScheduleConfig | Part, optimizer: torch.optim.Optimizer, max_steps: int) -> Any:
+    """The schedule of ``optimizer``, stepped once an update: ours (``lr_factor``), or what a node with ``_target_`` makes of it.
+
+    Raises:
+        ConfigError: a target that cannot be built.
+    """
+    if isinstance(node, ScheduleConfig):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(node, max_steps))
+    return call(factory(node, "schedule"), "schedule", node, optimizer)
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer`` takes ``found_inf``, by which a bad step skips every later update without asking the host."""
+    return bool(optimizer.defaults.get("fused"))

@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
+from torch import nn
 
-from minitx.config import ConfigError, RunConfig, TransformerConfig, to_dict
+from minitx.config import ConfigError, RunConfig, TransformerConfig, is_part, to_dict
 from minitx.config.checks import first_line
-from minitx.data.module import DataModule, build_data
-from minitx.data.tokenizers import Tokenizer
-from minitx.nn.models import TransformerModel, build_model
-from minitx.training.callbacks import BarProgress, LastCheckpoint, StepLog, StoppedError, best_checkpoint, progress
+from minitx.data.module import DataModule
+from minitx.data.task import Task
+from minitx.nn.models import build_model
+from minitx.training.building import build_module, build_network, open_data
+from minitx.training.callbacks import LastCheckpoint, StoppedError, best_checkpoint, progress
 from minitx.training.checkpoint import read_checkpoint
 from minitx.training.devices import check_devices, check_parallel, place_of
-from minitx.training.evaluation import Evaluation, evaluate
+from minitx.training.evaluation import evaluate, report
 from minitx.training.folder import make_folder, rank_log
-from minitx.training.hardware import runs_on_cpu
 from minitx.training.measures import check_measures, measures
 from minitx.training.metrics import MetricsFile
-from minitx.training.module import NonFiniteError, TrainingModule, network_inputs
-from minitx.training.objectives import build_head_objective, build_objective, check_head
-from minitx.training.optimizers import build_optimizer, parameter_groups
+from minitx.training.module import NonFiniteError, TrainingModule
 from minitx.training.outcome import summarise
 from minitx.training.parallel import whole_state
+from minitx.training.parts import build, build_all, import_modules
 from minitx.training.probes import Probe
-from minitx.training.schedules import lr_factor
+from minitx.training.samples import Samples
+from minitx.training.steps import StepLog, StopAt
+from minitx.training.summary import summary
+from minitx.training.wandb import WandbExtras, finish_wandb
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +44,9 @@ def train(
     folder: Path,
     *,
     files: Mapping[str, str] | None = None,
-    extras: Callable[[], tuple[Sequence[Any], Sequence[L.Callback]]] = lambda: ((), ()),
-    start: tuple[TransformerModel, Tokenizer] | None = None,
+    model: nn.Module | None = None,
+    data: Task | L.LightningDataModule | None = None,
+    objective: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
     """Train as ``config`` says, in ``folder``, and return the result as plain data (see ``outcome.summarise``).
 
@@ -53,157 +54,101 @@ def train(
         folder: gets ``metrics.csv``, ``probes.jsonl`` where probes are on, and ``checkpoints/``; made only once data,
             model and checkpoint are known to be good.
         files: further text files for the folder, by name (``config.yaml``, ``command.txt``).
-        start: a network and a tokenizer to go on with, in place of new ones.
-        extras: makes (loggers, callbacks) in addition to the run's own, once the folder is there.
+        model, data, objective: objects in place of what the config says; DESIGN.md names what each must do. Such a checkpoint
+            is read with ``load_model(path, model=...)``.
 
     Raises:
         ConfigError: what only the data or the machine can tell (vocabulary, missing device, a checkpoint of another model).
         NonFiniteError: with ``on_nonfinite=stop``. StoppedError: on SIGINT or SIGTERM, after the checkpoint was written.
     """
-    if config.trainer.threads is not None:
-        torch.set_num_threads(config.trainer.threads)
     with quiet_lightning(), ExitStack() as stack:
+        prepare_process(config)
         check_devices(config.trainer)
-        network, tokenizer = start or (None, None)
-        data = prepare_data(config, tokenizer)
-        model_config = fit_model_config(config.model if network is None else network.config, data)
-        check_measures(config, model_config, data)
-        check_parallel(model_config, config.trainer, probes=config.callbacks.probe.every > 0)
-        module = build_module(config, model_config, data, network)
-        done = int(load_checkpoint(Path(config.ckpt_path), model_config)["global_step"]) if config.ckpt_path else 0
-        make_folder(folder, files or {})
-        loggers, callbacks = extras()
-        stack.enter_context(rank_log(folder))
+        opened = open_data(config, data)
+        network = build_network(config, opened, model)
+        module = build_module(config, opened, network, objective)
+        check_run(config, module, opened)
+        done = check_resumed(config, module)
+        stack.enter_context(run_folder(folder, files or {}))
+        stack.enter_context(finish_wandb())
         metrics, guard = MetricsFile(folder / "metrics.csv", done), last_checkpoint(config, folder)
-        everyone = [*own_callbacks(config, data, folder), *callbacks, guard]
-        trainer = build_trainer(config, folder, [metrics, *loggers], everyone)
-        nonfinite_step, measured = None, dict[str, float]()
-        try:
-            with guard:
-                trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path, weights_only=True)
-            finish(trainer, module, data, config, folder)
-            measured = look_back(trainer, module, data, config, folder)
-        except NonFiniteError as error:
-            if config.on_nonfinite == "stop":
-                raise
-            nonfinite_step = error.step + 1
+        callbacks = [*own_callbacks(config, module, opened, folder), guard]
+        loggers = [metrics, *build_all(config.logger, "logger", {"save_dir": str(folder)})]
+        trainer = build_trainer(config, folder, loggers, callbacks, addressed=isinstance(opened, DataModule))
+        say_what_it_does(trainer, config, module, opened, folder)
+        nonfinite_step = fit(trainer, module, opened, config, guard)
+        measured = look_back(trainer, module, opened, config, folder) if nonfinite_step is None else {}
+    task = getattr(opened, "task", None)
     return summarise(
         folder,
-        floors=data.floors,
-        recall=data.recall,
-        chance=data.chance,
+        floors=task.floors if task else {},
+        recall=bool(task and task.recall),
+        chance=task.chance if task else 0.0,
         nonfinite_step=nonfinite_step,
         num_parameters=sum(p.numel() for p in module.network.parameters()),
         measures=measured,
     )
 
 
-def prepare_data(config: RunConfig, tokenizer: Tokenizer | None = None) -> DataModule:
-    """The data module, opened; it reads text with ``tokenizer``, if there is one, or with its own."""
-    data = build_data(
-        config.data,
-        seed=config.seed,
-        max_steps=config.trainer.max_steps,
-        accumulate=config.trainer.accumulate,
-        val_batch_size=config.trainer.val_batch_size,
-        tokenizer=tokenizer,
-    )
-    data.setup()
-    return data
+def prepare_process(config: RunConfig) -> None:
+    """CPU threads, and the modules that ``imports`` names."""
+    if config.trainer.threads is not None:
+        torch.set_num_threads(config.trainer.threads)
+    import_modules(config.imports)
 
 
-# what a task asks of a model: architecture and head
-_MODELS_OF = {
-    "language_model": (("decoder", "lm"),),
-    "masked_lm": (("encoder", "lm"),),
-    "seq2seq": (("encoder_decoder", "lm"),),
-    "classify": (("encoder", "sequence"), ("vision", "sequence")),
-}
-
-
-def fit_model_config(model: TransformerConfig, data: DataModule) -> TransformerConfig:
-    """The model's config with what the data decides: vocabulary, labels, images, special ids.
+def check_run(config: RunConfig, module: TrainingModule, data: L.LightningDataModule) -> None:
+    """Refuse what the model, the data or the devices cannot do together.
 
     Raises:
-        ConfigError: a model for another task; sizes that are smaller than the data's; fewer rows than a batch.
+        ConfigError: a key of ``config`` that has no meaning here; the message names it.
     """
-    data.check_batch()
-    fields = data.model_fields()
-    longest = max(fields.pop(name, 0) for name in ("max_source_len", "max_target_len"))
-    if model.position == "learned" and longest > model.max_len:
-        raise ConfigError(f"model.max_len={model.max_len} must reach the rows of the data, which have {longest} tokens")
-    kinds = [kind for kind in _MODELS_OF[data.task] if (kind[0] == "vision") == ("image_size" in fields)]
-    if (model.architecture, model.head) not in kinds:
-        wanted = " or ".join(f"model.architecture={kind} with model.head={head}" for kind, head in kinds)
-        raise ConfigError(
-            f"model.architecture={model.architecture} with model.head={model.head} does not fit data={data.config.name}, "
-            f"which needs {wanted}"
-        )
-    found = {}
-    for name, value in fields.items():
-        given = getattr(model, name)
-        if given and not name.endswith("_id") and (given < value if name == "vocab_size" else given != value):
-            what = {"vocab_size": "the vocabulary"}.get(name, name)
-            how = "is smaller than" if name == "vocab_size" else "differs from"
-            raise ConfigError(f"model.{name}={given} {how} {what} of the data, {value}")
-        found[name] = value if given is None or (given == 0 and not name.endswith("_id")) else given
-    return dataclasses.replace(model, **found)
+    model = config_of(module)
+    if model is None:
+        if config.trainer.strategy == "sharded":
+            raise ConfigError("trainer.strategy=sharded cuts the blocks of our models only: use trainer.strategy=ddp")
+        if config.evaluation.lengths or config.evaluation.attention_cost:
+            raise ConfigError("evaluation.lengths and evaluation.attention_cost need one of our models")
+        return
+    check_parallel(model, config.trainer, probes=config.callbacks.probe.every > 0)
+    if isinstance(data, DataModule):
+        check_measures(config, model, data)
 
 
-def build_module(
-    config: RunConfig, model_config: TransformerConfig, data: DataModule, network: TransformerModel | None = None
-) -> TrainingModule:
-    """Network, objective and optimizer factory in a TrainingModule; the initial weights of a new one depend on the seed alone.
+def config_of(module: TrainingModule) -> TransformerConfig | None:
+    """The config of one of our models, None for a model of the user's."""
+    found = getattr(module.network, "config", None)
+    return found if isinstance(found, TransformerConfig) else None
+
+
+def check_resumed(config: RunConfig, module: TrainingModule) -> int:
+    """The step at which ``ckpt_path`` goes on, 0 without one. Nothing in the checkpoint is executed.
 
     Raises:
-        ConfigError: a model that cannot be built or run, optimizer rules that do not fit it.
+        ConfigError: no such file, not a checkpoint of ours, or one of another model (the fields are named).
     """
-    torch.manual_seed(config.seed)
-    try:
-        network = build_model(model_config) if network is None else network
-    except (ValueError, TypeError, RuntimeError, MemoryError) as error:  # what torch says of sizes, it says in many lines
-        raise ConfigError(f"model cannot be built: {first_line(error)}") from error
-    network.config = model_config
-    check_head(config.objective, network, model_config.head)
-    if runs_on_cpu(config.trainer):
-        try_forward(network, data)
-    try:
-        parameter_groups(network, config.optimizer, head_dim=model_config.width_per_head)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    if config.trainer.precision == "64-true":
-        network.double()  # Lightning would, after it has loaded a checkpoint into float32
-    state = {
-        "config": to_dict(config),
-        "model": to_dict(model_config),
-        "tokenizer": data.tokenizer.to_dict() if data.tokenizer else None,
-    }
-    return TrainingModule(
-        network,
-        build_objective(config.objective),
-        partial(build_optimizer, config=config.optimizer, head_dim=model_config.width_per_head),
-        lr_factor(config.schedule, config.trainer.max_steps),
-        head_objective=build_head_objective(config.objective),
-        router_loss=config.objective.router_loss if model_config.num_experts else 0.0,
-        clip=config.optimizer.clip,
-        compile=config.trainer.compile,
-        seed=config.seed,
-        state=state,
-    )
+    if config.ckpt_path is None:
+        return 0
+    checkpoint = read_checkpoint(config.ckpt_path)
+    saved, wanted = checkpoint["minitx"]["model"], module.state["model"]
+    if not is_part(saved) and not is_part(wanted):  # options that are younger than it, at their defaults
+        saved = to_dict(TransformerConfig(**saved))
+    other = [f"{name} {saved.get(name)} != {value}" for name, value in wanted.items() if saved.get(name) != value]
+    if other:
+        raise ConfigError(f"ckpt_path={config.ckpt_path} holds another model than the config asks for: {'; '.join(other)}")
+    return int(checkpoint["global_step"])
 
 
-def try_forward(network: torch.nn.Module, data: DataModule) -> None:
-    """One row through the network; draws no random number.
-
-    Raises:
-        ConfigError: options that the backend refuses, or a backend that nobody knows.
-    """
+@contextmanager
+def run_folder(folder: Path, files: Mapping[str, str]) -> Iterator[None]:
+    """Make the folder of the run, and log to it meanwhile. A mistake that shows before the first step leaves no new folder."""
+    made = make_folder(folder, files)
     try:
-        with torch.no_grad():
-            network.eval()(**network_inputs(data.probe_batch(1)))
-    except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"model cannot be run: {first_line(error)}") from error
-    network.train()
+        with rank_log(folder):
+            yield
+    except ConfigError:
+        made.undo()
+        raise
 
 
 def last_checkpoint(config: RunConfig, folder: Path) -> LastCheckpoint:
@@ -213,91 +158,133 @@ def last_checkpoint(config: RunConfig, folder: Path) -> LastCheckpoint:
     return LastCheckpoint(path, options.ckpt_every, options.ckpt_minutes, options.log_every)
 
 
-def own_callbacks(config: RunConfig, data: DataModule, folder: Path) -> list[Any]:
-    """The run's own callbacks but the keeper of the last checkpoint."""
-    own: list[Any] = [StepLog(config.trainer.log_every)]
-    if config.callbacks.probe.every:
-        own.append(Probe(folder, data.probe_batch(config.callbacks.probe.batch_size), config.callbacks.probe, data.texts))
-    if config.callbacks.progress:
+def own_callbacks(config: RunConfig, module: TrainingModule, data: L.LightningDataModule, folder: Path) -> list[Any]:
+    """The callbacks of the run but the keeper of the last checkpoint: ours by their keys, then the user's."""
+    options, asked = config.trainer, config.callbacks
+    task, tokenizer = getattr(data, "task", None), module.state.get("tokenizer")
+    steps = StepLog(options.log_every, config_of(module), options.peak_tflops)
+    own: list[Any] = [steps]
+    if options.stop_at is not None:
+        own.append(StopAt(**to_dict(options.stop_at)))
+    if asked.probe.every:
+        if not isinstance(data, DataModule):
+            raise ConfigError("callbacks.probe.every needs the data of a Task, whose validation rows it looks at: set it to 0")
+        own.append(Probe(folder, data.probe_batch(asked.probe.batch_size), asked.probe, data.texts))
+    if asked.samples.every:
+        chosen = to_dict(asked.samples)
+        chosen["prompts"] = chosen["prompts"] or default_prompts(data)
+        own.append(Samples(folder, task.tokenizer if task else None, seed=config.seed, **chosen))
+    if asked.progress:
         own.append(progress())
-    if config.trainer.ckpt_every:
+    if options.ckpt_every:
         own.append(best_checkpoint(folder / "checkpoints"))
-    return own
+    own.append(WandbExtras(module.state["config"], folder, has_tokenizer=tokenizer is not None))
+    return own + build_all(asked.parts, "callbacks")
 
 
-def build_trainer(config: RunConfig, folder: Path, loggers: Sequence[Any], callbacks: Sequence[L.Callback]) -> L.Trainer:
-    """A Lightning trainer whose every count is in optimizer steps."""
+def default_prompts(data: L.LightningDataModule) -> list[str]:
+    """The beginnings of three validation rows."""
+    if not isinstance(data, DataModule) or data.task.tokenizer is None:
+        raise ConfigError("callbacks.samples.every needs data with a tokenizer")
+    rows = data.probe_batch(3)["input_ids"]
+    return [data.task.tokenizer.decode(row[: max(1, len(row) // 4)].tolist(), skip_marks=True) for row in rows]
+
+
+def build_trainer(
+    config: RunConfig, folder: Path, loggers: Sequence[Any], callbacks: Sequence[L.Callback], *, addressed: bool
+) -> L.Trainer:
+    """A Lightning trainer whose every count is in optimizer steps.
+
+    Args:
+        addressed: the batches of each process are its own already; else Lightning's distributed sampler cuts the data.
+
+    Raises:
+        ConfigError: ``trainer.extra``, ``trainer.plugins`` or ``trainer.profiler`` that Lightning refuses.
+    """
     options = config.trainer
     steps = min(options.val_every or options.max_steps, options.max_steps)
-    trainer = L.Trainer(
-        **place_of(options),
-        max_steps=options.max_steps,
-        accumulate_grad_batches=options.accumulate,
-        val_check_interval=steps * options.accumulate,
-        check_val_every_n_epoch=None,
-        limit_val_batches=options.val_batches,
-        num_sanity_val_steps=0,
-        log_every_n_steps=1,
-        deterministic=options.deterministic,
-        use_distributed_sampler=False,
-        logger=list(loggers),
-        callbacks=list(callbacks),
-        enable_progress_bar=any(isinstance(callback, BarProgress) for callback in callbacks),
-        enable_model_summary=False,
-        default_root_dir=folder,
+    place = place_of(options)
+    place["plugins"] += [build(node, f"trainer.plugins[{i}]") for i, node in enumerate(options.plugins)]
+    profiler = (
+        build(options.profiler, "trainer.profiler", {"dirpath": folder}) if is_part(options.profiler) else options.profiler
     )
+    try:
+        trainer = L.Trainer(
+            **place,
+            max_steps=options.max_steps,
+            accumulate_grad_batches=options.accumulate,
+            val_check_interval=steps * options.accumulate,
+            check_val_every_n_epoch=None,
+            limit_val_batches=options.val_batches,
+            num_sanity_val_steps=0,
+            log_every_n_steps=1,
+            deterministic=options.deterministic,
+            use_distributed_sampler=not addressed,
+            logger=list(loggers),
+            callbacks=list(callbacks),
+            enable_progress_bar=any(isinstance(callback, L.callbacks.ProgressBar) for callback in callbacks),
+            enable_model_summary=False,
+            default_root_dir=folder,
+            profiler=profiler,
+            **options.extra,
+        )
+    except Exception as error:
+        raise ConfigError(f"trainer cannot be built: {first_line(error)}") from error
     # a broadcast before every micro-batch, to share a signal that LastCheckpoint shares when it is time
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     return trainer
 
 
-def finish(trainer: L.Trainer, module: TrainingModule, data: DataModule, config: RunConfig, folder: Path) -> None:
-    """Validate at the last step if the interval did not, and write the last checkpoint."""
-    interval = config.trainer.val_every or config.trainer.max_steps
-    if config.trainer.max_steps % min(interval, config.trainer.max_steps):
-        trainer.validate(module, datamodule=data, verbose=False)
-    if config.trainer.ckpt_every:
-        trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
+def say_what_it_does(
+    trainer: L.Trainer, config: RunConfig, module: TrainingModule, data: L.LightningDataModule, folder: Path
+) -> None:
+    """One screen before the first step: model, device, data, steps, folder, and what is weaker than usual."""
+    task = getattr(data, "task", None)
+    facts: dict[str, str | None] = {"data": type(data).__name__}
+    if task is not None:
+        facts["data"] = f"{task.name}, {task.size()}"
+        facts["tokenizer"] = f"{task.tokenizer.vocab_size:,} tokens" if task.tokenizer else None
+        facts["batch"] = f"{data.batch_size} rows a step" + (
+            f" in {config.trainer.accumulate} parts" * (config.trainer.accumulate > 1)
+        )
+    if trainer.is_global_zero:
+        log.info("%s", summary(trainer, module.network, folder, model=config_of(module), facts=facts))
+        if task is None and config.ckpt_path is not None:
+            log.info("the order of the data starts anew: the data module is not ours, and its loader may keep no state")
+        if isinstance(config.optimizer, Mapping):
+            log.info("every step is checked for numbers that are not finite on the host: the optimizer is not ours")
+
+
+def fit(
+    trainer: L.Trainer, module: TrainingModule, data: L.LightningDataModule, config: RunConfig, guard: LastCheckpoint
+) -> int | None:
+    """Train, and validate at the last step. Returns the step that was not finite, with ``on_nonfinite=record``."""
+    try:
+        with guard:
+            trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path, weights_only=True)
+    except NonFiniteError as error:
+        if config.on_nonfinite == "stop":
+            raise
+        return error.step + 1
     trainer.strategy.barrier()  # the result is read from files that the first process writes
+    return None
 
 
 def look_back(
-    trainer: L.Trainer, module: TrainingModule, data: DataModule, config: RunConfig, folder: Path
+    trainer: L.Trainer, module: TrainingModule, data: L.LightningDataModule, config: RunConfig, folder: Path
 ) -> dict[str, float]:
     """What the finished network can do: the evaluation, if asked for, and the measures of the run; by the first process."""
-    network: torch.nn.Module = module.network
-    shape = TransformerConfig(**module.state["model"])
+    network, model = module.network, config_of(module)
     if config.trainer.strategy == "sharded":
         state = whole_state(network)  # from all processes
-        network = build_model(shape)
+        assert model is not None
+        network = build_model(model)
         network.to(next(iter(state.values())).dtype).load_state_dict(state)
     if not trainer.is_global_zero:
         return {}
     if config.evaluation.at_end:
-        report(evaluate(network, data, config.evaluation), folder)
-    return measures(network, shape, data, config)
-
-
-def report(found: Evaluation, folder: Path) -> None:
-    """An evaluation to the log and to ``evaluation.json``."""
-    (folder / "evaluation.json").write_text(json.dumps(found.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    for line in found.lines():
-        log.info("%s", line)
-
-
-def load_checkpoint(path: Path, model_config: TransformerConfig) -> dict[str, Any]:
-    """A checkpoint's plain content, checked against the model that is to continue it. Nothing in it is executed.
-
-    Raises:
-        ConfigError: no such file, not a checkpoint of ours, or one of another model (the fields are named).
-    """
-    checkpoint = read_checkpoint(path)
-    saved = to_dict(TransformerConfig(**checkpoint["minitx"]["model"]))  # options that are younger than it, at their defaults
-    wanted = to_dict(model_config)
-    other = [f"{name} {saved.get(name)} != {value}" for name, value in wanted.items() if saved.get(name) != value]
-    if other:
-        raise ConfigError(f"ckpt_path={path} holds another model than the config asks for: {'; '.join(other)}")
-    return checkpoint
+        report(evaluate(network, data, config.evaluation, module.objective), folder)
+    return measures(network, model, data, config) if model is not None and isinstance(data, DataModule) else {}
 
 
 @contextmanager

@@ -13,8 +13,8 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from minitx.config import SCALE_WORDS, ConfigError
-from minitx.config.checks import require
+from minitx.config.checks import ConfigError, is_part, require
+from minitx.config.model import SCALE_WORDS
 
 T = TypeVar("T")
 
@@ -28,6 +28,10 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
+    rest = next((name for name, field in fields.items() if field.metadata.get("rest")), None)
+    if rest is not None and rest not in values:  # a field that takes every further key
+        further = {key: value for key, value in values.items() if key not in fields}
+        values = {**{key: value for key, value in values.items() if key in fields}, rest: further}
     for key in values:
         if key not in fields:
             raise ConfigError(_no_key(f"{path}{key}", str(key), path, fields))
@@ -65,6 +69,10 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     return _convert_plain(hint, value, key)
 
 
+def _is_mapping(hint: Any) -> bool:
+    return typing.get_origin(hint) is Mapping
+
+
 def _shown(value: Any) -> Any:
     return "null" if value is None else value
 
@@ -79,6 +87,9 @@ def _convert_union(arguments: tuple[Any, ...], value: Any, key: str) -> Any:
         require(type(None) in arguments, f"{key}=null is not allowed: {_wanted(arguments, key)}")
         return None
     options = [a for a in arguments if a is not type(None)]
+    if is_part(value) and any(_is_mapping(option) for option in options):
+        return value
+    options = [option for option in options if not _is_mapping(option)] or options
     kinds = [o for o in options if dataclasses.is_dataclass(o)]
     if len(kinds) > 1:  # told apart by their field `name`
         require(isinstance(value, Mapping), f"{key}={_shown(value)} must be a group of keys")

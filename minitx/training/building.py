@@ -1,0 +1,259 @@
+"""The parts of a run from its config: data, network, training module; ours, or the user's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import nn
+
+from minitx.config import ConfigError, ObjectiveConfig, OptimizerConfig, RunConfig, TransformerConfig, to_dict
+from minitx.config.checks import first_line
+from minitx.data.module import DataModule, load_task
+from minitx.data.task import Task
+from minitx.data.tokenizers import Tokenizer
+from minitx.nn.models import build_model
+from minitx.training.calling import Caller
+from minitx.training.hardware import runs_on_cpu
+from minitx.training.module import TrainingModule
+from minitx.training.objectives import build_objective, check_head, checked_sums
+from minitx.training.optimizers import build_optimizer, build_schedule, parameter_groups
+from minitx.training.parts import build
+from minitx.training.start import check_scale_of, load_start, start_from
+
+log = logging.getLogger(__name__)
+
+DEFAULT_BATCH_SIZE = 32
+"""Rows of a step where a ``Task`` of the user's own is named without ``data.batch_size``."""
+
+
+# --- data
+
+
+def open_data(
+    config: RunConfig, data: Task | L.LightningDataModule | None = None, tokenizer: Tokenizer | None = None
+) -> L.LightningDataModule:
+    """The data of a run: our data module around a ``Task``, or a ``LightningDataModule`` as it is.
+
+    Args:
+        data: an object to take in place of what ``config.data`` says.
+        tokenizer: of a checkpoint, to read text with in place of another one; default that of ``init_from``.
+
+    Raises:
+        ConfigError: data that cannot be read, or a target that gives neither.
+    """
+    if tokenizer is None and config.init_from is not None:
+        tokenizer = load_start(config.init_from.path)[2]
+    options: dict[str, Any] = {"batch_size": DEFAULT_BATCH_SIZE, "num_workers": 0}
+    if data is None and not isinstance(config.data, Mapping):
+        data = load_task(config.data, tokenizer)
+        options = {name: getattr(config.data, name) for name in options}
+    elif isinstance(config.data, Mapping):
+        options |= {name: config.data[name] for name in options if name in config.data}
+        if data is None:
+            data = _own_data(config, tokenizer, options)
+    if isinstance(data, L.LightningDataModule):
+        return data
+    if not isinstance(data, Task):
+        raise ConfigError(f"data must be a Task or a LightningDataModule, got {type(data).__name__}")
+    trainer = config.trainer
+    if options["batch_size"] % (trainer.accumulate * trainer.num_replicas):
+        raise ConfigError(
+            f"data.batch_size={options['batch_size']} must be divisible by trainer.accumulate={trainer.accumulate} x "
+            f"trainer.devices={trainer.num_replicas}"
+        )
+    return DataModule(
+        data,
+        **options,
+        seed=config.seed,
+        max_steps=trainer.max_steps,
+        accumulate=trainer.accumulate,
+        val_batch_size=trainer.val_batch_size,
+        repeat_first=trainer.overfit,
+    )
+
+
+def _own_data(config: RunConfig, tokenizer: Tokenizer | None, options: Mapping[str, Any]) -> Any:
+    """What the ``_target_`` of ``config.data`` gives."""
+    assert isinstance(config.data, Mapping)
+    from minitx.training.parts import factory, parameter_names
+
+    names = parameter_names(factory({"_target_": config.data["_target_"]}, "data").func)
+    ours = {name for name in options if name not in names}  # our loader takes them
+    node = {name: value for name, value in config.data.items() if name not in ours}
+    if tokenizer is not None and "tokenizer" in names:
+        node.pop("tokenizer", None)
+    return build(node, "data", {**options, "tokenizer": tokenizer, "seed": config.seed})
+
+
+# --- model
+
+# what a task asks of a model: architecture and head
+_MODELS_OF = {
+    "language_model": (("decoder", "lm"),),
+    "masked_lm": (("encoder", "lm"),),
+    "seq2seq": (("encoder_decoder", "lm"),),
+    "classify": (("encoder", "sequence"), ("vision", "sequence")),
+    "tag": (("encoder", "token"),),
+}
+
+
+def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Module | None = None) -> nn.Module:
+    """The network of a run, with the weights of ``init_from`` where there is one; the others depend on the seed alone.
+
+    Raises:
+        ConfigError: a model that cannot be built, or that does not fit the data.
+    """
+    torch.manual_seed(config.seed)
+    if model is None and isinstance(config.model, TransformerConfig):
+        shape = fit_model_config(config.model, data)
+        if config.init_from is not None:
+            check_scale_of(config.init_from.path, shape)
+        try:
+            model = build_model(shape)
+        except (ValueError, TypeError, RuntimeError, MemoryError) as error:  # what torch says of sizes, it says in many lines
+            raise ConfigError(f"model cannot be built: {first_line(error)}") from error
+    elif model is None:
+        model = build(config.model, "model", decided_fields(data))
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"model._target_={config.model['_target_']} must give a torch.nn.Module, got {type(model).__name__}"
+            )
+    if config.init_from is not None:
+        start_from(config.init_from.path, model)
+    if config.trainer.precision == "64-true":
+        model.double()  # Lightning would, after it has loaded a checkpoint into float32
+    return model
+
+
+def decided_fields(data: L.LightningDataModule) -> dict[str, Any]:
+    """The fields of a model that the data decide, by the names that people use."""
+    task = getattr(data, "task", None)
+    fields = dict(task.model_fields if isinstance(task, Task) else getattr(data, "model_fields", {}))
+    if "num_labels" in fields:
+        fields.setdefault("num_classes", fields["num_labels"])
+    return fields
+
+
+def fit_model_config(model: TransformerConfig, data: L.LightningDataModule) -> TransformerConfig:
+    """The model's config with what the data decide: vocabulary, labels, images, special ids.
+
+    Raises:
+        ConfigError: a model for another task; sizes that are smaller than the data's; fewer rows than a batch.
+    """
+    fields = decided_fields(data)
+    fields.pop("num_classes", None)
+    if isinstance(data, DataModule):
+        data.check_batch()
+        _check_kind(model, data.task, fields)
+    longest = max(fields.pop(name, 0) for name in ("max_source_len", "max_target_len"))
+    if model.position == "learned" and longest > model.max_len:
+        raise ConfigError(f"model.max_len={model.max_len} must reach the rows of the data, which have {longest} tokens")
+    found = {}
+    for name, value in fields.items():
+        given = getattr(model, name)
+        if given and not name.endswith("_id") and (given < value if name == "vocab_size" else given != value):
+            what = {"vocab_size": "the vocabulary"}.get(name, name)
+            how = "is smaller than" if name == "vocab_size" else "differs from"
+            raise ConfigError(f"model.{name}={given} {how} {what} of the data, {value}")
+        found[name] = value if given is None or (given == 0 and not name.endswith("_id")) else given
+    return dataclasses.replace(model, **found)
+
+
+def _check_kind(model: TransformerConfig, task: Task, fields: Mapping[str, Any]) -> None:
+    """Refuse a model for another kind of task. A task of another kind than ours takes any."""
+    if task.kind not in _MODELS_OF:
+        return
+    kinds = [kind for kind in _MODELS_OF[task.kind] if (kind[0] == "vision") == ("image_size" in fields)]
+    if (model.architecture, model.head) not in kinds:
+        wanted = " or ".join(f"model.architecture={kind} with model.head={head}" for kind, head in kinds)
+        raise ConfigError(
+            f"model.architecture={model.architecture} with model.head={model.head} does not fit {task.name}, which needs {wanted}"
+        )
+
+
+# --- the training module
+
+
+def build_module(
+    config: RunConfig, data: L.LightningDataModule, network: nn.Module, objective: Callable[..., Any] | None = None
+) -> TrainingModule:
+    """Network, objective, optimizer and schedule in a TrainingModule.
+
+    Raises:
+        ConfigError: a model that cannot be run, an objective or optimizer rules that do not fit it.
+    """
+    shape = getattr(network, "config", None)
+    ours = shape if isinstance(shape, TransformerConfig) else None
+    built = build_objective(config.objective if objective is None else objective)
+    if isinstance(config.objective, ObjectiveConfig):
+        check_head(config.objective, network, ours.head if ours else "none")
+    head_dim = ours.width_per_head if ours else 1
+    if isinstance(config.optimizer, OptimizerConfig):
+        try:
+            parameter_groups(network, config.optimizer, head_dim=head_dim)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    if isinstance(data, DataModule) and runs_on_cpu(config.trainer):
+        try_once(network, built, data)
+    tokenizer = getattr(getattr(data, "task", data), "tokenizer", None)
+    return TrainingModule(
+        network,
+        built,
+        partial(build_optimizer, config.optimizer, head_dim=head_dim),
+        partial(build_schedule, config.schedule, max_steps=config.trainer.max_steps),
+        router_loss=router_loss(config, ours),
+        clip=config.trainer.clip,
+        compile=config.trainer.compile,
+        seed=config.seed,
+        state={
+            "config": to_dict(config),
+            "model": stored_node(config, data, ours, network),
+            "tokenizer": tokenizer.to_dict() if isinstance(tokenizer, Tokenizer) else None,
+        },
+    )
+
+
+def router_loss(config: RunConfig, model: TransformerConfig | None) -> float:
+    """The weight of the load-balancing loss: 0 without experts or with an objective of the user's."""
+    objective = config.objective
+    return objective.router_loss if isinstance(objective, ObjectiveConfig) and model and model.num_experts else 0.0
+
+
+def stored_node(
+    config: RunConfig, data: L.LightningDataModule, ours: TransformerConfig | None, network: nn.Module
+) -> dict[str, Any]:
+    """What a checkpoint says of its model: the config of ours, the node of the user's with what the data decided, or the class."""
+    if ours is not None:
+        return dict(to_dict(ours))
+    if isinstance(config.model, Mapping):
+        from minitx.training.parts import factory, parameter_names
+
+        names = parameter_names(factory({"_target_": config.model["_target_"]}, "model").func)
+        return {**{name: value for name, value in decided_fields(data).items() if name in names}, **config.model}
+    return {"_target_": f"{type(network).__module__}.{type(network).__qualname__}"}
+
+
+def try_once(network: nn.Module, objective: Callable[..., Any], data: DataModule) -> None:
+    """One row through network and objective; draws no random number.
+
+    Raises:
+        ConfigError: options that the backend refuses, a backend that nobody knows, keys that no batch has.
+    """
+    device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
+    batch = {name: tensor.to(device) for name, tensor in data.probe_batch(1).items()}
+    was_training = network.training
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            checked_sums(objective(Caller(network.eval())(batch), batch))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"model cannot be run: {first_line(error)}") from error
+    finally:
+        network.train(was_training)

@@ -1,0 +1,73 @@
+"""How a network is called with a batch, and what it returns: ours, and any ``nn.Module`` of the user's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from minitx.config import ConfigError
+from minitx.data.addressing import Batch
+
+NOT_FOR_THE_NETWORK = ("labels", "num_targets")
+
+
+def network_inputs(batch: Batch) -> Batch:
+    """What of a batch is no target."""
+    return {name: tensor for name, tensor in batch.items() if name not in NOT_FOR_THE_NETWORK}
+
+
+class Caller:
+    """Calls a network with those keys of a batch that its ``forward`` names; all but ``num_targets``, where it has ``**kwargs``.
+
+    Args:
+        network: whose ``forward`` is looked at.
+        run: what is called; default the network itself (a compiled one, say).
+    """
+
+    def __init__(self, network: nn.Module, run: Callable[..., Any] | None = None) -> None:
+        self.network, self.run = network, run or network
+        parameters = list(inspect.signature(network.forward).parameters.values())[:]
+        self.names = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        self.needed = [one.name for one in parameters if one.name in self.names and one.default is one.empty]
+        self.takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+
+    def inputs(self, batch: Batch) -> Batch:
+        """What of ``batch`` the network is called with.
+
+        Raises:
+            ConfigError: ``forward`` needs a key that the batch does not have.
+        """
+        missing = [name for name in self.needed if name not in batch]
+        if missing:
+            raise ConfigError(
+                f"model: {type(self.network).__name__}.forward needs {missing[0]}, but a batch has: {', '.join(batch)}"
+            )
+        if self.takes_all:
+            return {name: value for name, value in batch.items() if name != "num_targets" or name in self.names}
+        return {name: batch[name] for name in self.names if name in batch}
+
+    def dropped(self, batch: Batch) -> list[str]:
+        """The inputs of ``batch`` that the network does not take."""
+        taken = self.inputs(batch)
+        return [name for name in network_inputs(batch) if name not in taken]
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """The logits of a batch."""
+        return logits_of(self.run(**self.inputs(batch)), self.network)
+
+
+def logits_of(found: Any, network: nn.Module) -> Tensor:
+    """The logits: what a network returned, or its attribute ``logits``.
+
+    Raises:
+        ConfigError: neither is a tensor.
+    """
+    logits = getattr(found, "logits", found)
+    if not isinstance(logits, Tensor):
+        raise ConfigError(
+            f"model: {type(network).__name__} must return logits, or an object with logits; got {type(found).__name__}"
+        )
+    return logits

@@ -1,0 +1,150 @@
+"""Parts of the user's own: nodes of a config with ``_target_``, built by Hydra, and which of them a checkpoint may name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from minitx.config import ConfigError, Part, is_part
+from minitx.config.checks import first_line
+
+OURS = (
+    *("minitx.config.TransformerConfig", "minitx.nn.DecoderLM", "minitx.nn.Encoder", "minitx.nn.EncoderDecoder"),
+    *("minitx.nn.VisionTransformer", "minitx.nn.MultiHeadAttention", "minitx.training.objectives.CrossEntropy"),
+)
+"""Classes of this package that a checkpoint may name."""
+
+
+def factory(node: Part, key: str) -> partial[Any]:
+    """What ``node`` names, with the arguments that it gives, as a partial function: Hydra's ``instantiate``.
+
+    Nested nodes are built. Lists and mappings arrive as Python's own.
+
+    Args:
+        node: ``_target_`` and arguments, and any other word of Hydra's. key: the path of the node, for messages.
+
+    Raises:
+        ConfigError: there is no such target, or a nested one cannot be built.
+    """
+    from hydra.utils import instantiate
+
+    try:
+        return instantiate({"_convert_": "all", **node, "_partial_": True})
+    except Exception as error:
+        raise ConfigError(f"{key}._target_={node['_target_']} cannot be built: {reason(error)}") from error
+
+
+def build(node: Part, key: str, given: Mapping[str, Any] | None = None) -> Any:
+    """Call what ``node`` names.
+
+    Args:
+        given: further arguments. Those are passed that the target names as parameters and that ``node`` does not give;
+            a ``**kwargs`` names nothing.
+
+    Raises:
+        ConfigError: there is no such target, or it refuses its arguments; the message begins with the key.
+    """
+    made = factory(node, key)
+    names = parameter_names(made.func)
+    fitting = {name: value for name, value in (given or {}).items() if name in names and name not in made.keywords}
+    return call(made, key, node, **fitting)
+
+
+def call(made: Callable[..., Any], key: str, node: Part, *args: Any, **kwargs: Any) -> Any:
+    """``made(...)``, with one sentence where it raises."""
+    try:
+        return made(*args, **kwargs)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{key}._target_={node['_target_']} cannot be built: {reason(error)}") from error
+
+
+def build_all(group: Mapping[str, Part | None], key: str, given: Mapping[str, Any] | None = None) -> list[Any]:
+    """``build`` for every entry of a group of callbacks or loggers that is not null."""
+    return [build(node, f"{key}.{name}", given) for name, node in group.items() if node is not None]
+
+
+def parameter_names(function: Any) -> set[str]:
+    """The parameters of a function or class that can be given by name; ``*args`` and ``**kwargs`` name none."""
+    try:
+        found = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):  # some written in C have no signature
+        return set()
+    return {one.name for one in found if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+
+
+def reason(error: BaseException) -> str:
+    """Why something could not be built, in one line: the first cause, whatever was made of it on the way."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    kind = type(error).__name__
+    return first_line(error) if kind in ("ValueError", "ConfigError") else f"{kind}: {first_line(error)}"
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import what ``imports`` names, such as a module that registers a backend.
+
+    Raises:
+        ConfigError: there is no such module, or it fails.
+    """
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            raise ConfigError(f"imports={name} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
+
+
+def check_trusted(node: Any, key: str) -> None:
+    """Refuse a stored node that could run code of somebody else's.
+
+    Every ``_target_`` in it, nested ones too, must be a class that is defined in ``torch.nn`` or ``torch.optim`` or is one of
+    ``OURS``. The outermost one must be a ``torch.nn.Module``. Nothing but torch and this package is imported to find out.
+
+    Raises:
+        ConfigError: another target, or a text with ``${``, which Hydra would resolve to something else.
+    """
+    if is_part(node) and not issubclass(_trusted_class(str(node["_target_"]), key), nn.Module):
+        raise ConfigError(f"{key}._target_={node['_target_']} in the checkpoint is no torch.nn.Module; {_ADVICE}")
+    _check_nested(node, key)
+
+
+_ADVICE = "with trust=true it is built all the same, which runs its code"
+
+
+def _check_nested(node: Any, key: str) -> None:
+    if isinstance(node, str) and "${" in node:
+        raise ConfigError(f"{key}={node} in the checkpoint is an interpolation, which could name any code; {_ADVICE}")
+    if isinstance(node, Mapping):
+        if "_target_" in node:
+            _trusted_class(str(node["_target_"]), key)
+        for name, value in node.items():
+            _check_nested(str(name), key)
+            _check_nested(value, f"{key}.{name}")
+    elif isinstance(node, list | tuple):
+        for index, value in enumerate(node):
+            _check_nested(value, f"{key}[{index}]")
+
+
+def _trusted_class(target: str, key: str) -> type:
+    """The class that ``target`` names, if a checkpoint may name it."""
+    package, *names = target.split(".")
+    found: Any = {"torch": torch}.get(package)
+    if target in OURS:
+        found = importlib.import_module(".".join([package, *names[:-1]]))
+        names = names[-1:]
+    for name in names:
+        found = vars(found).get(name) if found is not None and hasattr(found, "__dict__") else None
+    home = getattr(found, "__module__", "") if isinstance(found, type) else ""
+    if target in OURS or (
+        home.startswith(("torch.nn.", "torch.optim.")) and vars(sys.modules[home]).get(found.__name__) is found
+    ):
+        return found
+    raise ConfigError(f"{key}._target_={target} in the checkpoint is not a class of torch.nn, torch.optim or minitx; {_ADVICE}")

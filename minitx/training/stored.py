@@ -1,0 +1,136 @@
+"""What a checkpoint holds beside its weights, built again: model, tokenizer, data, objective."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import nn
+
+from minitx.config import ConfigError, RunConfig, TransformerConfig, from_dict, is_part
+from minitx.config.checks import first_line
+from minitx.data import tokenizers
+from minitx.data.tokenizers import Tokenizer
+from minitx.nn.models import build_model
+from minitx.training.checkpoint import network_weights, read_checkpoint
+from minitx.training.objectives import Objective, build_objective
+from minitx.training.parts import build, check_trusted, import_modules
+
+
+@dataclasses.dataclass
+class Stored:
+    """A trained network, in eval mode on the CPU, and what it was trained with.
+
+    Attributes:
+        config: of the run, without its loggers, callbacks and grid.
+        state: the plain data that the run stored: ``config``, ``model`` and ``tokenizer``.
+    """
+
+    path: str
+    network: nn.Module
+    tokenizer: Tokenizer | None
+    config: RunConfig
+    state: dict[str, Any]
+
+    def data(self, batch_size: int | None = None) -> L.LightningDataModule:
+        """The data of the run, opened; ``batch_size`` is that of validation.
+
+        Raises:
+            ConfigError: the data are not there, or have grown beyond the model's vocabulary.
+        """
+        from minitx.training.run import open_data
+
+        trainer = dataclasses.replace(self.config.trainer, val_batch_size=batch_size or self.config.trainer.val_batch_size)
+        data = open_data(dataclasses.replace(self.config, trainer=trainer), tokenizer=self.tokenizer)
+        size = getattr(getattr(self.network, "config", None), "vocab_size", None)
+        task = getattr(data, "task", None)
+        if size is not None and task is not None and task.model_fields.get("vocab_size", 0) > size:
+            raise ConfigError(f"ckpt_path={self.path} was trained on other data than {task.name} is now")
+        return data
+
+    def objective(self) -> Objective:
+        """The objective of the run."""
+        return build_objective(self.config.objective)
+
+
+def load_stored(
+    path: str | Path, *, model: nn.Module | None = None, trust: bool = False, changes: Mapping[str, Any] | None = None
+) -> Stored:
+    """Read a checkpoint and build its model. Nothing in it is executed unless ``trust`` says so.
+
+    Args:
+        model: the network to fill, in place of the one that the checkpoint names.
+        trust: build any ``_target_`` that the checkpoint names, and import its ``imports``. Without it, only classes of
+            ``torch.nn``, ``torch.optim`` and a list of minitx.
+        changes: nodes that take the place of stored ones (``model``, ``data``, ``objective``), or keys within ``data``. They need
+            no trust.
+
+    Raises:
+        ConfigError: no such file, not a checkpoint of ours, a target that is not trusted, or a model that cannot be built.
+    """
+    checkpoint = read_checkpoint(path)
+    state = checkpoint["minitx"]
+    values = {**state["config"], "logger": {}, "callbacks": {}, "ablation": None}
+    values |= dict.fromkeys(("ckpt_path", "init_from", "output_dir"))
+    trainer = {key: value for key, value in values["trainer"].items() if key not in ("plugins", "profiler", "extra")}
+    values |= {"trainer": trainer, "model": state["model"]}
+    for name in ("optimizer", "schedule"):
+        values.pop(name, None)
+    changes = dict(changes or {})
+    for name in ("model", "data", "objective"):
+        change = changes.get(name) or {}
+        if not trust and "_target_" not in change:
+            check_trusted(values[name], name)
+        values[name] = dict(change) if "_target_" in change else {**values[name], **change}
+    if not trust:
+        values["imports"] = []
+    import_modules(values.get("imports", ()))
+    try:
+        tokenizer = None if state["tokenizer"] is None else tokenizers.from_dict(state["tokenizer"])
+        if model is None:
+            model = build_stored(values["model"])
+        model.load_state_dict(network_weights(checkpoint))
+    except ConfigError:
+        raise
+    except Exception as error:  # an unknown field, weights of other shapes, a tokenizer of another kind
+        raise ConfigError(f"ckpt_path={path} holds a model that cannot be built: {first_line(error)}") from error
+    return Stored(str(path), model.eval(), tokenizer, from_dict(RunConfig, values), state)
+
+
+def build_stored(node: Mapping[str, Any]) -> nn.Module:
+    """The network that a stored node says, with new weights."""
+    return build(node, "model") if is_part(node) else build_model(TransformerConfig(**node))
+
+
+def load_model(
+    path: str | Path, model: nn.Module | None = None, trust: bool = False
+) -> tuple[nn.Module, Tokenizer | None, dict[str, Any]]:
+    """The trained network of a checkpoint, in eval mode on the CPU, its tokenizer (or None), and what the run stored.
+
+    Args:
+        model: the network to fill; default the one that the checkpoint names.
+        trust: whether the checkpoint may name any code.
+
+    Raises:
+        ConfigError: see ``load_stored``.
+    """
+    found = load_stored(path, model=model, trust=trust)
+    return found.network, found.tokenizer, found.state
+
+
+def place(model: nn.Module, device: str) -> nn.Module:
+    """``model`` on ``device``, a word of torch's; ``auto`` takes a GPU if there is one.
+
+    Raises:
+        ConfigError: a word that is none, or a device that is not there.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return model.to(torch.device(device))
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(f"device={device} cannot be used: {first_line(error)}") from error
