@@ -31,14 +31,20 @@ from minitx.config.checks import defaults
 GROUPS = ("model", "data", "objective", "optimizer", "schedule", "trainer")
 """Groups that every run chooses an option of."""
 
+_TYPED: dict[str, type] = {
+    "model": TransformerConfig,
+    "objective": ObjectiveConfig,
+    "optimizer": OptimizerConfig,
+    "schedule": ScheduleConfig,
+    "trainer": TrainerConfig,
+}
+
 
 def register_defaults() -> None:
     """Put the defaults of the config classes where ``defaults: [/schema@_here_: NAME]`` of a YAML file finds them."""
     store = ConfigStore.instance()
     run = {name: value for name, value in defaults(RunConfig).items() if name not in (*GROUPS, "ablation")}
-    nodes: dict[str, dict[str, Any]] = {"run": run, "model": defaults(TransformerConfig), "trainer": defaults(TrainerConfig)}
-    for name, cls in {"objective": ObjectiveConfig, "optimizer": OptimizerConfig, "schedule": ScheduleConfig}.items():
-        nodes[name] = defaults(cls)
+    nodes: dict[str, dict[str, Any]] = {"run": run, **{name: defaults(cls) for name, cls in _TYPED.items()}}
     for cls in typing.get_args(DataConfig):
         for name in typing.get_args(typing.get_type_hints(cls)["name"]):
             nodes[f"data_{name}"] = {**defaults(cls), "name": name}
@@ -62,6 +68,12 @@ def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
         if not values.get(name):
             raise ConfigError(
                 f"{name} is missing: choose an option, {name}=OPTION, or begin your config with 'defaults: [train]'"
+            )
+        mixed = _TYPED.get(name) if "_target_" in values[name] else None
+        if mixed is not None and set(defaults(mixed)) <= set(values[name]):
+            raise ConfigError(
+                f"{name}._target_={values[name]['_target_']} stands among the keys of minitx's own {name}: "
+                f"put '- override /{name}: null' into the defaults of your config"
             )
     values.pop("debug", None)
     if (values.get("init_from") or {}).get("path") and "_target_" not in values["model"]:

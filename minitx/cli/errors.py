@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from minitx.cli.launch import FOLDER, RankFailedError, tell_launcher
@@ -92,6 +92,8 @@ def sentence(error: BaseException) -> tuple[str, int]:
         return str(error), 128 + number
     if kind in ("NonFiniteError", "CheckpointError", "WorkerError", "CellsFailedError"):
         return _one_line(str(error)), 3
+    if _raised_in(error).startswith(("hydra.", "omegaconf.")) and not isinstance(error, RecursionError):
+        return _one_line(str(error)), 2
     if isinstance(error, RecursionError) and (key := re.search(r"full_key: ([a-z_.]+)", str(error))):
         return f"{key[1]} refers to itself", 2
     if type(error).__module__.startswith("yaml."):
@@ -99,9 +101,23 @@ def sentence(error: BaseException) -> tuple[str, int]:
     return f"{kind}: {_one_line(str(error)) or 'no message'} (traceback=true shows where)", 3
 
 
+def _raised_in(error: BaseException) -> str:
+    """The module whose code raised."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
+
+
 def _compose_error(error: Exception) -> str:
     """Hydra's and OmegaConf's messages, shortened to what was typed and what is allowed."""
     text = str(error)
+    if isinstance(error, OverrideParseException):
+        if "=" not in error.override:
+            return f"{error.override} is not key=value; --help shows the keys"
+        why = [line.strip() for line in text.splitlines()[1:] if line.strip(" ^") and not line.startswith("See ")]
+        quotes = "a value with one of =,:()[]{}^ or a quote in it stands in two pairs of quotes: 'key=\"value\"'"
+        return f"{error.override} cannot be read: {'; '.join([*why[:1], quotes])}"
+    if text.startswith("Ambiguous value"):
+        return _one_line(text)
     missing_key = re.search(r"Could not override '([^']+)'", text)
     if missing_key:
         return unknown_key(RunConfig, missing_key[1])

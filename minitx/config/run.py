@@ -64,6 +64,7 @@ class RunConfig:
         "stop", "stop: exit code 3, last good checkpoint kept; record: end the run as NONFINITE with exit code 0"
     )
     imports: tuple[str, ...] = key((), "modules to import first, such as one that registers a backend")
+    traceback: bool = key(False, "show where an error came from")
     trust: bool = key(False, "build whatever a checkpoint names, which can run any code")
 
     def __post_init__(self) -> None:

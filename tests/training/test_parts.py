@@ -1,0 +1,185 @@
+"""Parts of the user's own: how they are built, what they are given, and which of them a checkpoint may name."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from minitx.config import ConfigError
+from minitx.training.calling import Caller, logits_of
+from minitx.training.objectives import build_objective, checked_sums
+from minitx.training.optimizers import build_optimizer, build_schedule
+from minitx.training.parts import build, check_trusted, factory, import_modules
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 3, vocab_size: int = 0, **others: int) -> None:
+        super().__init__()
+        self.width, self.vocab_size, self.others = width, vocab_size, others
+
+
+class Refuses:
+    def __init__(self, width: int) -> None:
+        raise ValueError("too narrow")
+
+
+@pytest.fixture(autouse=True)
+def mine(monkeypatch):
+    module = types.ModuleType("mine_of_parts")
+    module.Net, module.Refuses, module.make = Net, Refuses, lambda items: items
+    monkeypatch.setitem(sys.modules, "mine_of_parts", module)
+
+
+def test_what_the_data_decide_reaches_a_constructor_that_names_it_unless_the_node_gives_it():
+    given = {"vocab_size": 7, "num_labels": 2}
+    found = build({"_target_": "mine_of_parts.Net", "width": 5}, "model", given)
+    assert (found.width, found.vocab_size, found.others) == (5, 7, {})
+    assert build({"_target_": "mine_of_parts.Net", "vocab_size": 11}, "model", given).vocab_size == 11
+
+
+def test_lists_and_nested_parts_arrive_as_plain_python():
+    node = {"_target_": "mine_of_parts.make", "items": [{"a": 1}, {"_target_": "mine_of_parts.Net", "width": 2}]}
+    found = build(node, "data")
+    assert type(found) is list
+    assert type(found[0]) is dict
+    assert found[1].width == 2
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"_target_": "no_such_module_anywhere.Net"},
+        {"_target_": "mine_of_parts.NoSuchName"},
+        {"_target_": "mine_of_parts.Refuses", "width": 3},
+        {"_target_": "mine_of_parts.Refuses"},
+        {"_target_": "torch.nn.Linear", "in_features": 2, "nonsense": 1},
+    ],
+)
+def test_a_target_that_cannot_be_built_is_one_sentence_with_its_key(node):
+    with pytest.raises(ConfigError, match=r"^model\._target_=") as caught:
+        build(node, "model")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_import_that_fails_names_its_key():
+    with pytest.raises(ConfigError, match="^imports=no_such_module_anywhere"):
+        import_modules(["no_such_module_anywhere"])
+
+
+# --- what a checkpoint may name
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"_target_": "torch.hub.load", "repo_or_dir": "x", "model": "y"},
+        {"_target_": "torch.load", "f": "x"},
+        {"_target_": "os.system", "command": "touch owned"},
+        {"_target_": "builtins.eval", "source": "1"},
+        {"_target_": "torch.nn.functional.relu"},
+        {"_target_": "torch.nn.Module.load_state_dict"},
+        {"_target_": "torch.optim.SGD"},
+        {"_target_": "torch.nn.modules.os.system"},
+        {"_target_": "torch.nn.init.torch.load"},
+        {"_target_": "mine_of_parts.Net"},
+        {"_target_": "minitx.training.run.train"},
+        {"_target_": "torch.nn.Sequential", "_args_": [{"_target_": "os.system", "command": "touch owned"}]},
+        {"_target_": "torch.nn.Sequential", "a": {"b": [{"_target_": "torch.hub.load"}]}},
+        {"_target_": "${x}", "x": "os.system"},
+        {"_target_": "torch.nn.Linear", "in_features": "${oc.env:HOME}"},
+    ],
+    ids=lambda node: str(node["_target_"]),
+)
+def test_a_checkpoint_may_name_classes_of_torch_and_of_ours_alone(node, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^model.* in the checkpoint .*trust=true"):
+        check_trusted(node, "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("target", ["torch.nn.Linear", "torch.nn.modules.linear.Linear", "minitx.nn.DecoderLM"])
+def test_models_of_torch_and_of_ours_need_no_trust(target):
+    check_trusted({"_target_": target, "in_features": 2}, "model")
+    check_trusted({"_target_": "torch.nn.Sequential", "_args_": [{"_target_": target}]}, "model")
+
+
+def test_data_of_somebody_elses_always_need_trust():
+    with pytest.raises(ConfigError, match=r"^data\._target_=mine_of_parts\.make"):
+        check_trusted({"_target_": "mine_of_parts.make"}, "data")
+
+
+# --- networks
+
+
+class Named(nn.Module):
+    def forward(self, input_ids, key_mask=None):
+        return input_ids
+
+
+class Everything(nn.Module):
+    def forward(self, **inputs):
+        return types.SimpleNamespace(logits=inputs["input_ids"])
+
+
+BATCH = {name: torch.zeros(2, 3) for name in ("input_ids", "token_type_ids", "labels")} | {"num_targets": torch.tensor(6)}
+
+
+def test_a_network_gets_the_keys_that_its_forward_names():
+    assert list(Caller(Named()).inputs(BATCH)) == ["input_ids"]
+    assert Caller(Named()).dropped(BATCH) == ["token_type_ids"]
+    assert sorted(Caller(Everything()).inputs(BATCH)) == ["input_ids", "labels", "token_type_ids"]
+    assert Caller(Everything())(BATCH) is BATCH["input_ids"]
+
+
+def test_a_forward_that_needs_what_no_batch_has_is_named():
+    class Needs(nn.Module):
+        def forward(self, pixels):
+            return pixels
+
+    with pytest.raises(ConfigError, match=r"^model: Needs\.forward needs pixels"):
+        Caller(Needs()).inputs(BATCH)
+    with pytest.raises(ConfigError, match="^model: Named must return logits"):
+        logits_of((1, 2), Named())
+
+
+# --- objectives, optimizers, schedules
+
+
+def test_a_loss_of_torch_must_sum():
+    for reduction in ("mean", "none"):
+        with pytest.raises(ConfigError, match=rf"^objective\.reduction={reduction}"):
+            build_objective({"_target_": "torch.nn.CrossEntropyLoss", "reduction": reduction})
+
+
+def test_a_summing_loss_of_torch_is_called_with_logits_and_labels():
+    logits, labels = torch.randn(2, 3, 5), torch.tensor([[0, 1, -100], [4, 2, 3]])
+    found = build_objective({"_target_": "torch.nn.CrossEntropyLoss", "reduction": "sum"})(logits, {"labels": labels})
+    wanted = -logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0][labels >= 0].sum()
+    torch.testing.assert_close(found["loss"], wanted)
+    squares = build_objective({"_target_": "torch.nn.MSELoss", "reduction": "sum"})
+    torch.testing.assert_close(squares(logits, {"labels": logits + 2})["loss"], torch.tensor(4.0 * logits.numel()))
+
+
+@pytest.mark.parametrize("found", [torch.zeros(3), {"correct": torch.tensor(1)}, {"loss": 1.0}, {}, None])
+def test_an_objective_returns_sums(found):
+    with pytest.raises(ConfigError, match="^objective must return"):
+        checked_sums(found)
+
+
+def test_an_optimizer_and_a_schedule_of_torch_take_the_trainable_parameters():
+    network = nn.Linear(2, 3)
+    network.bias.requires_grad_(False)
+    optimizer = build_optimizer({"_target_": "torch.optim.SGD", "lr": 0.5, "_partial_": True}, network)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1]
+    schedule = build_schedule({"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "gamma": 0.1}, optimizer, 9)
+    assert isinstance(schedule, torch.optim.lr_scheduler.StepLR)
+    with pytest.raises(ConfigError, match=r"^optimizer\._target_=torch\.nn\.Identity"):
+        build_optimizer({"_target_": "torch.nn.Identity"}, network)
+
+
+def test_factory_passes_partial_arguments_on():
+    assert factory({"_target_": "mine_of_parts.Net", "width": 4}, "model")(vocab_size=2).width == 4
