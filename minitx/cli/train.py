@@ -44,7 +44,6 @@ def run_job(composed: DictConfig) -> float | None:
     """One job of Hydra's: a run, or a grid. Returns the last validation loss, which sweepers minimise."""
     speak_on_the_first_rank()
     find_own_modules(own_config_dirs())
-    folder = None
     try:
         config = build_config(composed, HydraConfig.get().overrides.task)
         folder = output_folder(config, composed)
@@ -59,10 +58,9 @@ def run_job(composed: DictConfig) -> float | None:
         log.info("%s", summary_line(result, folder))
         return float("nan") if result["val_loss"] is None else result["val_loss"]
     except ConfigError:
-        for made in (folder, Path(HydraConfig.get().runtime.output_dir)):
-            if made is not None:
-                with suppress(OSError):
-                    made.rmdir()  # where Hydra has made it, and nothing is in it
+        if (made := hydra_folder()) is not None:
+            with suppress(OSError):
+                made.rmdir()  # if nothing is in it
         raise
 
 
@@ -72,6 +70,12 @@ def speak_on_the_first_rank() -> None:
     if rank():
         for handler in logging.getLogger().handlers:
             handler.setLevel(logging.CRITICAL)
+
+
+def hydra_folder() -> Path | None:
+    """The folder of this job that ``hydra.run.dir`` or a sweep sets, which Hydra has made."""
+    job = HydraConfig.get()
+    return Path(job.runtime.output_dir) if job.mode == RunMode.MULTIRUN or job.run.dir != "." else None
 
 
 def own_config_dirs() -> list[str]:
@@ -141,7 +145,7 @@ def output_folder(config: RunConfig, composed: DictConfig) -> Path:
         )
     if config.ablation is not None:
         return Path(config.output_dir or Path("runs", config.experiment, config.ablation.name)).absolute()
-    named = config.output_dir or (job.runtime.output_dir if sweeps or job.run.dir != "." else None)
+    named = config.output_dir or hydra_folder()
     if config.ckpt_path == "last" and named is None:
         raise ConfigError(
             "ckpt_path=last is the newest checkpoint in output_dir=null: say which run goes on, output_dir=FOLDER"

@@ -43,7 +43,7 @@ def cli(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
     def run(*arguments: str, program: str = "train") -> Said:
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", [f"{program}.py", *arguments])
-            for name in ("HYDRA_FULL_ERROR", "MINITX_TRACEBACK"):
+            for name in ("HYDRA_FULL_ERROR",):
                 patch.setenv(name, os.environ.get(name, "0"))
             code = PROGRAMS[program].main()
         out, err = capfd.readouterr()
