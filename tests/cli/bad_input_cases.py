@@ -100,7 +100,7 @@ def pretrained(tokenizer: str | None) -> Callable[[Path, Any], None]:
 
     def prepare(place: Path, patch: Any) -> None:
         from minitx.config import TransformerConfig
-        from minitx.data.tokenizers import CharTokenizer
+        from minitx.data.tokenizers import train_tokenizer
         from minitx.interop import save_hf
         from minitx.nn import DecoderLM
 
@@ -110,7 +110,7 @@ def pretrained(tokenizer: str | None) -> Callable[[Path, Any], None]:
         if tokenizer is not None and tokenizer.startswith("{"):
             (place / "theirs" / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
         elif tokenizer is not None:
-            CharTokenizer(tokenizer).save(place / "theirs" / "tokenizer.json")
+            train_tokenizer("char", [tokenizer]).save(place / "theirs" / "tokenizer.json")
 
     return prepare
 
