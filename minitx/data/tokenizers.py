@@ -267,9 +267,7 @@ def _without_marks(model: tokenizers.Tokenizer, marks: set[int]) -> tokenizers.T
         inner["vocab"] = [[hidden.get(name, name), score] for name, score in vocab]
     if "merges" in inner:
         inner["merges"] = [[a, b] for a, b in inner["merges"] if hidden.keys().isdisjoint((a, b, a + b))]
-    reader = type(model).from_str(json.dumps(content))
-    reader.encode_special_tokens = True
-    return reader
+    return type(model).from_str(json.dumps(content))
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
