@@ -47,6 +47,9 @@ class Tokenizer:
     Args:
         serialized: the content of a ``tokenizer.json``, of any model.
 
+    Raises:
+        ValueError: ``tokenizers`` cannot read it.
+
     Attributes:
         vocab_size: V, the largest id plus one.
         mark_ids: the ids of the marks that this tokenizer has.
@@ -57,7 +60,10 @@ class Tokenizer:
     def __init__(self, serialized: str) -> None:
         import tokenizers
 
-        self._model = tokenizers.Tokenizer.from_str(serialized)
+        try:
+            self._model = tokenizers.Tokenizer.from_str(serialized)
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ValueError(f"tokenizers cannot read it: {first_line(error)}") from None
         self._model.no_padding()
         self._model.no_truncation()
         self._model.encode_special_tokens = True  # read special tokens in a text as text; the JSON does not store it
@@ -147,7 +153,7 @@ def from_dict(values: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer that ``to_dict`` described.
 
     Raises:
-        ValueError: ``values`` come from something else.
+        ValueError: ``values`` were not made by ``to_dict``.
     """
     if values.get("kind") != "tokenizers":
         raise ValueError(f"tokenizer kind={values.get('kind')} is not known; tokenizers is wanted")
@@ -282,7 +288,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return Tokenizer(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; a tokenizer.json is wanted") from None
-    except Exception as error:  # tokenizers raises plain Exception
+    except ValueError as error:
         raise ConfigError(f"{file} is no tokenizer.json: {first_line(error)}") from None
 
 

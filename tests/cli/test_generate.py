@@ -236,10 +236,7 @@ def test_what_is_not_a_checkpoint_for_text_is_refused(cli, char_checkpoint, tmp_
 
     model = torch.load(char_checkpoint, weights_only=True)["minitx"]["model"]
     assert changed(tokenizer=None) == "holds no tokenizer: its model was not trained on text"
-    assert (
-        changed(tokenizer={"kind": "x"})
-        == "holds a model that cannot be built: tokenizer kind=x is not known: one of char, bpe"
-    )
+    assert "kind=x" in changed(tokenizer={"kind": "x"})
     assert "unexpected keyword argument 'foo'" in changed(model={**model, "foo": 1})
     assert "size mismatch for embeddings.token.weight" in changed(model={**model, "embed_dim": 18})
 
