@@ -25,7 +25,7 @@ from minitx.config import (
     TransformerConfig,
     to_dict,
 )
-from minitx.data.tokenizers import CharTokenizer
+from minitx.data.tokenizers import train_tokenizer
 from minitx.interop import save_pretrained
 from minitx.nn import DecoderLM
 
@@ -110,7 +110,7 @@ def somebodys_model(folder):
     """A folder to start from and a text, as overrides."""
     text = "In the beginning was the Word. " * 99
     (folder / "text.txt").write_text(text, encoding="utf-8")
-    tokenizer = CharTokenizer.train([text])
+    tokenizer = train_tokenizer("char", [text])
     sizes = {"vocab_size": tokenizer.vocab_size, "embed_dim": 12, "num_heads": 3, "num_layers": 1, "max_len": 128}
     save_pretrained(DecoderLM(TransformerConfig(**sizes)), folder / "theirs", tokenizer=tokenizer)
     return [f"model.pretrained={folder / 'theirs'}", f"data.path={folder / 'text.txt'}"]

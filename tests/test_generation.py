@@ -12,7 +12,7 @@ from torch import nn
 
 from minitx.config import TransformerConfig
 from minitx.data.stream import TextStream
-from minitx.data.tokenizers import BPETokenizer
+from minitx.data.tokenizers import train_tokenizer
 from minitx.generation import (
     CompiledDecoder,
     apply_temperature,
@@ -542,7 +542,7 @@ TEXT = "naïve 你好，世界! 太初有道 👩‍👩‍👧 🎉🎊 plain e
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return BPETokenizer.train([TEXT * 3, "the quick brown fox " * 9], 280)  # few merges: characters are cut
+    return train_tokenizer("bpe", [TEXT * 3, "the quick brown fox " * 9], vocab_size=280)  # few merges: characters are cut
 
 
 def test_streamed_text_never_shows_half_a_character(tokenizer):

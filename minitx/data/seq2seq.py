@@ -17,7 +17,7 @@ from minitx.data.bible import read_verses
 from minitx.data.corpus import check_file
 from minitx.data.dates import date_pairs
 from minitx.data.examples import Draw, Examples, Ragged, Task, hold_out
-from minitx.data.tokenizers import CharTokenizer, Tokenizer, require_marks, train_tokenizer
+from minitx.data.tokenizers import Tokenizer, require_marks, train_tokenizer
 
 log = logging.getLogger(__name__)
 MARKS = ("pad", "bos", "eos")
@@ -68,7 +68,7 @@ def load_pairs(config: DatesDataConfig | PairsDataConfig, folder: Path, tokenize
     if tokenizer is None:
         texts = (side for pair in train for side in pair)
         if isinstance(config, DatesDataConfig):
-            tokenizer = CharTokenizer.train(texts, MARKS)
+            tokenizer = train_tokenizer("char", texts, marks=MARKS)
         else:
             tokenizer = train_tokenizer(config.tokenizer, texts, vocab_size=config.bpe_vocab_size, marks=MARKS)
     pad_id, bos_id, eos_id = require_marks(tokenizer, *MARKS)

@@ -19,7 +19,7 @@ from minitx.cli.atlas import USAGE, AtlasConfig, dates_structure, known_structur
 from minitx.config import CallbacksConfig, DatesDataConfig, KeyValueDataConfig, RunConfig, TextDataConfig, TrainerConfig
 from minitx.config import TransformerConfig as ModelConfig
 from minitx.data.module import build_data
-from minitx.data.tokenizers import CharTokenizer
+from minitx.data.tokenizers import train_tokenizer
 from minitx.training.checkpoint import load_model
 from minitx.training.run import train
 
@@ -119,7 +119,7 @@ def test_sentences_of_a_file_can_be_looked_at(cli, trained, run, name, number):
 
 
 def test_target_digits_point_at_the_characters_that_they_come_from():
-    tokenizer = CharTokenizer.train(["de: 7. März 1999", "-03"], ("pad", "bos", "eos"))
+    tokenizer = train_tokenizer("char", ["de: 7. März 1999", "-03"], marks=("pad", "bos", "eos"))
     source, target = (tokenizer.encode(text).tolist() for text in ("de: 7. März 1999", "1999-03-07"))
     ids = {"input_ids": torch.tensor([source]), "decoder_input_ids": torch.tensor([[tokenizer.mark_ids["bos"], *target]])}
     real = {axis: torch.ones_like(tensor).bool() for axis, tensor in ids.items()}

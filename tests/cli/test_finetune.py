@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from minitx.cli.pretrained import load_pretrained
 from minitx.config import ConfigError, TransformerConfig
-from minitx.data.tokenizers import CharTokenizer
+from minitx.data.tokenizers import train_tokenizer
 from minitx.interop import load_hf, save_hf, save_pretrained
 from minitx.nn import DecoderLM
 from minitx.training.checkpoint import load_model
@@ -70,7 +70,7 @@ def test_a_switch_of_attention_can_be_flipped_in_a_model_that_was_trained_withou
 
 
 def test_a_folder_of_our_own_is_one_to_start_from_too(tmp_path):
-    tokenizer = CharTokenizer.train([TEXT])
+    tokenizer = train_tokenizer("char", [TEXT])
     torch.manual_seed(0)
     ours = DecoderLM(TransformerConfig(vocab_size=tokenizer.vocab_size, **GPT2))
     save_pretrained(ours, tmp_path / "ours", tokenizer=tokenizer)

@@ -27,7 +27,7 @@ from minitx.config import (
     TrainerConfig,
     TransformerConfig,
 )
-from minitx.data.tokenizers import BPETokenizer, CharTokenizer
+from minitx.data.tokenizers import train_tokenizer
 from minitx.generation import generate
 from minitx.training.checkpoint import AtomicCheckpointIO, load_model
 from minitx.training.run import train
@@ -164,7 +164,7 @@ class Echo(nn.Module):
 
 
 def test_an_encoder_decoder_takes_the_prompt_as_its_source(cli, monkeypatch):
-    tokenizer = CharTokenizer(TEXT)
+    tokenizer = train_tokenizer("char", [TEXT])
     loaded = Echo(tokenizer.vocab_size).eval(), tokenizer, {"model": {"architecture": "encoder_decoder"}}
     monkeypatch.setattr("minitx.training.checkpoint.load_model", lambda path: loaded)
     said = cli("ckpt_path=x", stdin="你好\nIn the beginning\n")
@@ -236,10 +236,7 @@ def test_what_is_not_a_checkpoint_for_text_is_refused(cli, char_checkpoint, tmp_
 
     model = torch.load(char_checkpoint, weights_only=True)["minitx"]["model"]
     assert changed(tokenizer=None) == "holds no tokenizer: its model was not trained on text"
-    assert (
-        changed(tokenizer={"kind": "x"})
-        == "holds a model that cannot be built: tokenizer kind=x is not known: one of char, bpe"
-    )
+    assert "kind=x" in changed(tokenizer={"kind": "x"})
     assert "unexpected keyword argument 'foo'" in changed(model={**model, "foo": 1})
     assert "size mismatch for embeddings.token.weight" in changed(model={**model, "embed_dim": 18})
 
@@ -287,7 +284,7 @@ def test_the_stop_of_a_byte_level_model_is_its_end_mark(bpe_checkpoint):
     from minitx.cli.generate import _stop_ids
 
     model, tokenizer, _ = load_model(bpe_checkpoint)
-    assert isinstance(tokenizer, BPETokenizer)
+    assert tokenizer.end_id is not None
     assert _stop_ids(model, tokenizer, None) == [tokenizer.end_id]
     assert _stop_ids(model, tokenizer, "G") == tokenizer.encode("G").tolist()
 

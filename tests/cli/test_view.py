@@ -27,7 +27,7 @@ from minitx.config import (
     TransformerConfig,
     to_dict,
 )
-from minitx.data.tokenizers import BPETokenizer, CharTokenizer, token_texts
+from minitx.data.tokenizers import token_texts, train_tokenizer
 from minitx.generation import generate
 from minitx.nn.models import build_model
 from minitx.training.checkpoint import AtomicCheckpointIO, load_model
@@ -80,11 +80,12 @@ def runs(tmp_path_factory):
         save(folder / "dates", dates, 4, architecture="encoder_decoder")
         save(folder / "lookup", KeyValueDataConfig(num_keys=13, num_values=5, num_pairs=6, val_size=8), 3)
         save(folder / "digits", ImageDataConfig(name="digits"), 2, architecture="vision", head="sequence", pooling="mean")
-    save_bare(folder / "classes", CharTokenizer(TEXT, ["pad", "cls"]), architecture="encoder", head="sequence", num_labels=2)
-    save_bare(folder / "bytes", BPETokenizer.train([], 257))
-    save_bare(folder / "sorted", CharTokenizer(TEXT))
-    save_bare(folder / "shifted", CharTokenizer(TEXT.replace("W", "Z")))
-    save_bare(folder / "linear", CharTokenizer(TEXT), attention="linear")
+    marked = train_tokenizer("char", [TEXT], marks=["pad", "cls"])
+    save_bare(folder / "classes", marked, architecture="encoder", head="sequence", num_labels=2)
+    save_bare(folder / "bytes", train_tokenizer("bpe", [], vocab_size=257))
+    save_bare(folder / "sorted", train_tokenizer("char", [TEXT]))
+    save_bare(folder / "shifted", train_tokenizer("char", [TEXT.replace("W", "Z")]))
+    save_bare(folder / "linear", train_tokenizer("char", [TEXT]), attention="linear")
     model, _, _ = load_model(checkpoint(folder, "text", 5))
     for name, first in (("recorded", "a"), ("again", "a"), ("other", "x")):
         for step in (0, 100):

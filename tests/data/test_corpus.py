@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from minitx.config import ConfigError, TextDataConfig
 from minitx.data import corpus
 from minitx.data.corpus import KJV_SHA256, chunks_of, data_dir, find_corpus, kjv_text, replacing, sha256_of
-from minitx.data.tokenizers import BPETokenizer
+from minitx.data.tokenizers import train_tokenizer
 
 
 def normalised(config, folder):
@@ -70,7 +70,7 @@ LINES = st.lists(st.sampled_from(["a", "ab c", " ", "", "\t", "é  ", " x", "'s"
 def test_chunks_join_to_the_text_and_do_not_change_its_tokens(tmp_path_factory, text, chunk):
     path = tmp_path_factory.mktemp("chunks") / "text.txt"
     path.write_text(text, encoding="utf-8", newline="\n")
-    tokenizer = BPETokenizer.train(["\n\n \n  \t\n ab ab c\n x"] * 7, 300)
+    tokenizer = train_tokenizer("bpe", ["\n\n \n  \t\n ab ab c\n x"] * 7, vocab_size=300)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "CHUNK", chunk)
         chunks = list(chunks_of(path))

@@ -18,7 +18,7 @@ from minitx.data import documents, hub
 from minitx.data.documents import DocumentExamples, load_documents, pack, pack_batch
 from minitx.data.examples import Ragged
 from minitx.data.hub import answers
-from minitx.data.tokenizers import CharTokenizer
+from minitx.data.tokenizers import fingerprint, train_tokenizer
 from minitx.nn.models import build_model
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")
@@ -220,14 +220,14 @@ def test_a_second_run_reads_the_cache(file, cache, monkeypatch):
     first = load_documents(config(file["a.jsonl"]), cache, None)
     monkeypatch.setattr(documents, "_build", None)
     second = load_documents(config(file["a.jsonl"], packing=True), cache, None)
-    assert second.tokenizer.fingerprint() == first.tokenizer.fingerprint()
+    assert fingerprint(second.tokenizer) == fingerprint(first.tokenizer)
     assert texts_of(second, second.val) == texts_of(first, first.val)
 
 
 def test_a_changed_file_a_given_tokenizer_and_a_damaged_cache_are_tokenised_anew(file, cache, write_text):
     load_documents(config(file["a.txt"]), cache, None)
-    given = CharTokenizer("abc", ("eos",))
-    assert load_documents(config(file["a.txt"]), cache, given).tokenizer.fingerprint() == given.fingerprint()
+    given = train_tokenizer("char", ["abc"], marks=("eos",))
+    assert fingerprint(load_documents(config(file["a.txt"]), cache, given).tokenizer) == fingerprint(given)
     assert len(list(cache.glob("*.bin"))) == 2
     for path in cache.glob("*.bin"):
         path.write_bytes(b"x" * path.stat().st_size)
@@ -242,7 +242,7 @@ def test_a_changed_file_a_given_tokenizer_and_a_damaged_cache_are_tokenised_anew
 
 def test_a_tokenizer_without_an_end_is_refused(file, cache):
     with pytest.raises(ConfigError, match=r"^data=hf needs a tokenizer with a bos or eos token, which ends a document$"):
-        load_documents(config(file["a.txt"]), cache, CharTokenizer("abc"))
+        load_documents(config(file["a.txt"]), cache, train_tokenizer("char", ["abc"]))
 
 
 @pytest.mark.parametrize(

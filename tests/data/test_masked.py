@@ -9,7 +9,7 @@ from minitx.data.addressing import Address, generator
 from minitx.data.baselines import unigram_nll
 from minitx.data.examples import ExampleSource, ExampleValidation
 from minitx.data.masked import MaskedExamples, load_masked
-from minitx.data.tokenizers import CharTokenizer
+from minitx.data.tokenizers import train_tokenizer
 from minitx.data.tokens import TokenArray
 
 LENGTH, VOCAB = 53, 89
@@ -88,8 +88,8 @@ def test_masked_text_becomes_a_task(write_text, cache):
 
 def test_a_tokenizer_without_a_mask_is_refused(write_text, cache):
     config = MaskedDataConfig(path=write_text("the raven " * 41), context_len=17)
-    with pytest.raises(ConfigError, match=r"^the tokenizer has no pad token, which this data needs; it has: none$"):
-        load_masked(config, cache, CharTokenizer("the raven"))
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer .* pad"):
+        load_masked(config, cache, train_tokenizer("char", ["the raven"]))
 
 
 def test_a_tokenizer_with_marks_has_a_cache_of_its_own(write_text, cache):

@@ -10,7 +10,7 @@ from minitx.config import ConfigError, DatesDataConfig, PairsDataConfig
 from minitx.data import seq2seq
 from minitx.data.dates import date_pairs, date_parts, date_patterns, write_date
 from minitx.data.seq2seq import PairExamples, load_pairs
-from minitx.data.tokenizers import CharTokenizer
+from minitx.data.tokenizers import train_tokenizer
 
 FEW_DATES = DatesDataConfig(train_size=2003, val_size=101)
 
@@ -104,12 +104,12 @@ def test_dates_without_babel_say_what_to_install(monkeypatch):
 
 
 def test_a_checkpoints_tokenizer_reads_the_dates():
-    given = CharTokenizer("0123456789", ("eos", "bos", "pad"))
+    given = train_tokenizer("char", ["0123456789"], marks=("eos", "bos", "pad"))
     task = load_pairs(FEW_DATES, None, given)
     assert task.tokenizer is given
     assert task.model_fields["pad_id"] == 13
-    with pytest.raises(ConfigError, match=r"^the tokenizer has no bos token, which this data needs; it has: pad$"):
-        load_pairs(FEW_DATES, None, CharTokenizer("0123456789", ["pad"]))
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer .* bos"):
+        load_pairs(FEW_DATES, None, train_tokenizer("char", ["0123456789"], marks=["pad"]))
 
 
 def test_verses_pair_two_versions_and_chapters_are_never_torn(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 
 from minitx.config import ConfigError
 from minitx.data import tokens as tokens_module
-from minitx.data.tokenizers import CharTokenizer
+from minitx.data.tokenizers import fingerprint, train_tokenizer
 from minitx.data.tokens import tokenised
 
 TEXT = "Ah, distinctly I remember it was in the bleak December;\n" * 31
@@ -51,7 +51,7 @@ def test_the_boundary_of_the_splits_does_not_depend_on_the_tokenizer(text_config
 def test_the_vocabulary_comes_from_the_training_split_alone(text_config, cache):
     text = tokenised(text_config("ab" * 45 + "c" * 10, val_fraction=0.1), cache)
     assert text.tokenizer.characters == "ab"
-    assert text.val.array.tolist() == [CharTokenizer.unk_id] * len(text.val)
+    assert text.val.array.tolist() == [0] * len(text.val)
 
 
 def test_a_cache_that_fits_is_used_again(text_config, cache, builds):
@@ -99,7 +99,7 @@ def test_a_damaged_record_is_made_again(text_config, cache, builds, content):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("source_sha256", "0" * 64), ("tokenizer_fingerprint", "0" * 64), ("tokenizer", {"kind": "char", "characters": "x"})],
+    [("source_sha256", "0" * 64), ("tokenizer_fingerprint", "0" * 64), ("tokenizer", {"kind": "tokenizers", "json": "{}"})],
 )
 def test_a_record_of_another_source_or_tokenizer_is_made_again(text_config, cache, builds, key, value):
     tokenised(text_config(TEXT), cache)
@@ -110,9 +110,9 @@ def test_a_record_of_another_source_or_tokenizer_is_made_again(text_config, cach
 
 
 def test_a_given_tokenizer_is_used_instead_of_a_learnt_one(text_config, cache):
-    mine = CharTokenizer("abcdefghijklmnopqrstuvwxyz \n")
+    mine = train_tokenizer("char", ["abcdefghijklmnopqrstuvwxyz \n"])
     text = tokenised(text_config(TEXT), cache, mine)
-    assert text.tokenizer.fingerprint() == mine.fingerprint()
+    assert fingerprint(text.tokenizer) == fingerprint(mine)
     assert text_of(text)[:3] == "\ufffdh\ufffd"
 
 
