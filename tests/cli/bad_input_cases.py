@@ -9,8 +9,6 @@ import fcntl
 import multiprocessing
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,16 +140,15 @@ def without(*packages: str) -> Callable[[Path, Any], None]:
 
 
 def kill_worker(place: Path, patch: Any) -> None:
-    """Kill the first process that makes batches as soon as there is one."""
+    """Kill a process that makes batches as soon as it has been started."""
+    start = multiprocessing.process.BaseProcess.start
 
-    def wait_and_kill() -> None:
-        for _ in range(1000):
-            for child in multiprocessing.active_children():
-                child.kill()
-                return
-            time.sleep(0.01)
+    def start_and_kill(process: multiprocessing.process.BaseProcess) -> None:
+        start(process)
+        process.kill()
+        process.join()  # torch's handler of dead workers must not find it later, in the middle of other code
 
-    threading.Thread(target=wait_and_kill, daemon=True).start()
+    patch.setattr(multiprocessing.process.BaseProcess, "start", start_and_kill)
 
 
 CONFIG = [

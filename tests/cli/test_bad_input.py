@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from io import IOBase
 from pathlib import Path
 
@@ -15,6 +14,8 @@ import errors_page
 import pytest
 import torch
 from bad_input_cases import CASES, TINY, Case
+
+from tests.waiting import PATIENCE, wait_for
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train.py"
 COMMITTED = errors_page.rows_in(errors_page.committed())
@@ -116,7 +117,7 @@ def script(*arguments, wait=True):
     process = subprocess.Popen(
         [sys.executable, SCRIPT, *arguments], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
-    return (process.communicate(timeout=60)[1], process.returncode) if wait else process
+    return (process.communicate(timeout=PATIENCE)[1], process.returncode) if wait else process
 
 
 @pytest.mark.parametrize(
@@ -145,9 +146,7 @@ def test_a_folder_belongs_to_one_run_until_that_is_dead(place):
     arguments = (*(a for a in TINY if a != "debug=one_step"), *steps, "output_dir=run")
     first = script(*arguments, wait=False)
     try:
-        until = time.monotonic() + 60
-        while not (place / "run" / "metrics.csv").is_file() and time.monotonic() < until:
-            time.sleep(0.05)
+        wait_for((place / "run" / "metrics.csv").is_file, first)
         said, code = script(*arguments, "ckpt_path=last")
         assert code == 2 and "belongs to a run that is going on" in said
         assert first.poll() is None

@@ -30,6 +30,7 @@ from minitx.config import (
     TextDataConfig,
     to_dict,
 )
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -507,7 +508,7 @@ def test_no_byte_of_an_offline_folder_of_wandb_holds_a_secret(tmp_path):
                    "MINITX_AUTH_TOKEN": SECRET, "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
     arguments = [*TINY, "logger=wandb", "output_dir=run", "+logger.wandb.settings.api_key=typed5ecret" + 24 * "0"]
     program = [sys.executable, str(ROOT / "scripts" / "train.py"), *arguments]
-    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and not path.is_symlink()]
     assert any(path.suffix == ".wandb" for path in files)
