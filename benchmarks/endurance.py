@@ -3,7 +3,7 @@
     python benchmarks/endurance.py kills     # benchmarks/results/kills.json; about 20 minutes on one core, goes on where it stopped
     python benchmarks/endurance.py soak      # benchmarks/results/soak.json; about 5 minutes on one core
 
-``kills``: runs of 400 steps with dropout; 200 are ended by SIGKILL (100 at a random moment, 100 inside a save of a checkpoint;
+``kills``: runs of 400 steps with dropout; 200 are ended by SIGKILL (100 after a random step, 100 inside a save of a checkpoint;
 TMPDIR on the run's filesystem and on another one by turns), 20 stopped by SIGTERM, 20 by SIGINT. Each then goes on from its
 ``last.ckpt``; weights, moments, schedule and every logged number must equal, bit for bit, those of the run that was left alone.
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "training"))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "training")]
 
 from measure import write  # noqa: E402
 
@@ -47,7 +47,7 @@ def kills() -> dict[str, Any]:
     planned = blows(SEED, 200, 20, 20, [str(work / "tmp"), other])
     for i, blow in list(enumerate(planned))[len(done) :]:
         folder = Path(tempfile.mkdtemp(dir=work)) / "run"
-        found = hit_and_go_on(STEPS, folder, cache, blow, seconds)
+        found = hit_and_go_on(STEPS, folder, cache, blow)
         row = {"signal": blow.number, "in_a_save": blow.save is not None, **found, "equal": found["result"] == wanted}
         done.append(row)
         with record.open("a") as file:

@@ -5,11 +5,14 @@ import os
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+
+from tests.waiting import PATIENCE
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # for the programs that tests start, too, whose sockets nobody watches
+os.environ |= {name: str(PATIENCE) for name in ("WANDB__SERVICE_WAIT", "WANDB_INIT_TIMEOUT")}  # 30 s and 90 s are few
 os.environ["KINETO_LOG_LEVEL"] = "99"  # as cost.py does; torch's profiler reads it once in a process, whoever profiles first
-settings.register_profile("minitx", deadline=None, derandomize=True)
+settings.register_profile("minitx", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("minitx")
 
 

@@ -18,6 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import minitx
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -42,7 +43,7 @@ def run(*command: object, folder: Path, code: int | None = 0, **environment: str
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST", "COV_"))}
     environment = {**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", **environment}
     done = subprocess.run(
-        [str(word) for word in command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        [str(word) for word in command], cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE
     )
     assert code is None or done.returncode == code, f"{command}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done

@@ -134,7 +134,7 @@ def shared_folder(folder: Path) -> Path:
     from lightning.fabric.plugins.environments import SLURMEnvironment
     from torch.distributed import TCPStore, rendezvous
 
-    wait, processes = timedelta(seconds=60), started_from_outside()
+    wait, processes = timedelta(minutes=10), started_from_outside()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         store, _, _ = next(rendezvous("env://", timeout=wait))  # that of torchrun
     else:

@@ -18,17 +18,22 @@ import pytest
 
 from minitx.ablation.runner import read_records
 from minitx.config import StudyConfig, to_dict
+from tests.waiting import PATIENCE, wait_for
 
 ROOT = Path(__file__).parents[2]
 RATES = ("3e-4", "1e-3", "3e-3", "1e-2")
 
-# What workers import: without torch, so that a launch begins at once.
+# What workers import: without torch, so that a launch begins at once. Where a file of permits lies beside the grid, cells
+# wait while the grid has as many lines as the file has bytes: so no grid is over before it is killed.
 CELLS = """
 import json, time
 from pathlib import Path
 
 def run_cell(overrides, folder):
-    time.sleep(0.1)
+    grid = Path(folder).parents[2]
+    permits, lines = Path(f"{grid.name}.permits"), grid / "cells.jsonl"
+    while permits.exists() and lines.exists() and lines.read_bytes().count(b"\\n") >= permits.stat().st_size:
+        time.sleep(0.02)
     name = " ".join(text for text in overrides if text.startswith(("arm=", "lr=", "seed=")))
     return json.loads(Path("results.json").read_text())[name]
 """
@@ -90,7 +95,7 @@ class Launches:
 
     def close(self):
         self.process.stdin.close()
-        self.process.wait(30)
+        self.process.wait(PATIENCE)
         self.process.stdout.close()
         self.log.close()
 
@@ -109,7 +114,14 @@ def children_of(pid):
 
 
 def workers_of(pid):
-    return [child for child in children_of(pid) if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [child for child in children_of(pid) if b"spawn_main" in command_of(child)]
+
+
+def command_of(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has just ended
+        return b""
 
 
 def alive(pid):
@@ -117,13 +129,6 @@ def alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def wait_until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 def without_times(folder):
@@ -168,30 +173,41 @@ def test_a_grid_killed_ten_times_leaves_no_process_and_ends_in_the_same_report(t
 
 
 def kill_ten_times(launches, folder, rng):
-    """Kills in random order at random moments; each hits a grid that runs and has cells to run."""
+    """Kills in random order, each at a random moment after 0, 1 or 2 more cells; the grid has cells to run until the last."""
     kills = [("parent", signal.SIGKILL)] * 5 + [("parent", signal.SIGTERM)] * 4 + [("worker", signal.SIGKILL)]
     rng.shuffle(kills)
-    pid, counts = None, [0]
-    for whom, number in kills:
-        pid = pid or launches.start(folder.name)
-        time.sleep(rng.uniform(0.0, 1.5))
-        count = len(read_records(folder / "cells.jsonl"))
+    pid, counts, permits = None, [0], folder.with_name(f"{folder.name}.permits")
+
+    def lines():
+        return len(read_records(folder / "cells.jsonl"))
+
+    def wait_for_lines(number):
+        permits.write_bytes(b"x" * (number + 1))
+        wait_for(lambda: lines() >= number or not alive(pid))
         assert alive(pid), launches.said()
+
+    for whom, number in kills:
+        wanted = lines() + rng.randint(0, 2)
+        permits.write_bytes(b"x" * (wanted + 1))
+        pid = pid or launches.start(folder.name)
+        wait_for_lines(wanted)
+        time.sleep(rng.uniform(0.0, 0.5))  # a random moment; nothing waits for it
         if whom == "worker":
-            assert wait_until(lambda pid=pid: len(workers_of(pid)) == 2)
+            wait_for(lambda pid=pid: len(workers_of(pid)) == 2)
             os.kill(rng.choice(workers_of(pid)), number)
-            assert wait_until(lambda count=count: len(read_records(folder / "cells.jsonl")) > count + 2), launches.said()
+            wait_for_lines(lines() + 3)
             continue  # the grid goes on; the next kill is for it
         processes = children_of(pid)
         os.kill(pid, number)
         code = launches.exit_code()
         assert code in ((143, -15) if number == signal.SIGTERM else (-9,)), launches.said()  # -15: it had hardly begun
-        assert wait_until(lambda processes=processes: not any(map(alive, processes)), 10), "a worker outlived its grid"
-        counts.append(len(read_records(folder / "cells.jsonl")))
+        wait_for(lambda processes=processes: not any(map(alive, processes)))  # no worker outlives its grid
+        counts.append(lines())
         pid = None
     if pid is not None:
         os.kill(pid, signal.SIGKILL)
         launches.exit_code()
+    permits.unlink()
     assert counts == sorted(counts)
     assert 0 < counts[-1] < 56
     return [f"{whom} {number.name}" for whom, number in kills]

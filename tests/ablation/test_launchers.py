@@ -15,6 +15,7 @@ from minitx.ablation.grid import Cell
 from minitx.ablation.launchers import devices_of, open_launcher
 from minitx.ablation.runner import project, run_cells
 from minitx.config import ConfigError
+from tests.waiting import PATIENCE, wait_for
 
 needs_submitit = pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="pip install minitx[slurm]")
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install minitx[ray]")
@@ -33,16 +34,21 @@ def what_it_sees(overrides, folder):
         raise ValueError("no luck")
     if name.startswith("die"):
         os._exit(7)
+    place = Path(folder).parents[2]  # the grid's
     if name.startswith("slow"):
-        time.sleep(60)
-    begun = time.time()
-    time.sleep(0.2 if "wait" in name else 0.0)
+        (place / "begun").touch()
+        time.sleep(PATIENCE)
+    if name.startswith("meet"):  # until three processes have come here
+        (place / f"{os.getpid()}.here").touch()
+        wait_for(lambda: len(list(place.glob("*.here"))) == 3)
+    begun = time.monotonic()
+    time.sleep(0.2 if "wait" in name else 0.0)  # two of these that run at once overlap
     return {
         "name": name,
         "pid": os.getpid(),
         "gpu": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "torch": "torch" in sys.modules,
-        "span": [begun, time.time()],
+        "span": [begun, time.monotonic()],
     }
 
 
@@ -67,7 +73,7 @@ def test_the_last_override_says_how_many_devices_a_cell_takes(overrides, count):
 
 def test_each_worker_sees_one_device_before_torch_is_there(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "not this")
-    todo = [cell(f"wait {i}") for i in range(9)]
+    todo = [cell(f"meet {i}") for i in range(9)]
     with open_launcher("local", 3, what_it_sees, tmp_path, devices=["0", "1", "MIG-5"]) as pool:
         results = [record["result"] for record in run_cells(pool, todo, tmp_path)]
     seen = {(result["pid"], result["gpu"]) for result in results}
@@ -154,22 +160,19 @@ def check_engine(name, tmp_path, options):
 @needs_submitit
 @pytest.mark.slow
 def test_submitit_runs_cells_as_jobs_and_a_job_that_dies_is_a_failed_cell(tmp_path, elsewhere):
-    check_engine("slurm", tmp_path, {"cluster": "local", "slurm_partition": "debug", "timeout_min": 2})
+    check_engine("slurm", tmp_path, {"cluster": "local", "slurm_partition": "debug", "timeout_min": int(PATIENCE // 60)})
     left = {path.name.split("_")[0] for path in (tmp_path / "jobs").iterdir()}
     assert len(left) == 2  # what the failed jobs said
 
 
 @needs_submitit
-@pytest.mark.long  # it depends on how soon a job begins
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # submitit forgets a process that it ended
 def test_closing_submitit_cancels_its_jobs(tmp_path, elsewhere):
     with open_launcher("slurm", 1, what_it_sees, tmp_path, options={"cluster": "local"}) as launcher:
         future = launcher.submit(cell("slow"), tmp_path)
-        deadline = time.monotonic() + 20
-        while not launcher.jobs and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(1.0)
-    assert " died: " in future.result(30).error
+        wait_for((tmp_path / "begun").exists)
+    assert " died: " in future.result(PATIENCE).error
     del launcher
     gc.collect()  # what submitit leaves is noticed here and not in another test
 

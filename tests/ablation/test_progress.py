@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 from concurrent.futures import Future
 
 import pytest
@@ -147,8 +146,6 @@ def test_the_table_is_shown_while_no_cell_finishes(tmp_path, shown):
         if len(shown) == 3:
             launcher.future.set_result(Outcome({}, None, 0.1))
 
-    began = time.monotonic()
     run_cells(launcher, [cell("a")], tmp_path, display=display, every_seconds=0.02)
-    assert time.monotonic() - began < 5
     assert [text.split(",")[0] for text in shown] == ["0 of 1 cells done"] * 3 + ["1 of 1 cells done"]
     assert "1 running" in shown[0]

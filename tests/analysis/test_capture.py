@@ -11,6 +11,7 @@ from minitx.analysis import attention_statistics, capture, statistics
 from minitx.config import TransformerConfig
 from minitx.nn import Causal, DecoderLM, DotProductAttention, EncoderDecoder, KVCache, MultiHeadAttention, Padding
 from minitx.nn.efficient import SlidingWindowAttention
+from tests.waiting import PATIENCE
 
 IDS = torch.tensor([[1, 2, 3, 5, 7], [4, 4, 8, 9, 1]])
 
@@ -259,7 +260,7 @@ os._exit(0)  # gloo's threads can wait for the interpreter for ever while it end
 @pytest.mark.slow
 def test_looking_works_under_ddp_and_leaves_its_gradients_bit_equal(tmp_path):
     command = [sys.executable, "-c", UNDER_DDP, str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
 
 

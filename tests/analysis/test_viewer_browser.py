@@ -13,6 +13,7 @@ import pytest
 from pages import SOURCE, TARGET, random_snapshot
 
 from minitx.analysis.viewer import Trace, viewer_page
+from tests.waiting import PATIENCE
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 MISSING = [
@@ -35,7 +36,8 @@ def browser():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        options = {"args": ["--no-sandbox", "--disable-dev-shm-usage"], "timeout": 1000 * PATIENCE}
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, **options)
         yield browser
         browser.close()
 
@@ -74,7 +76,7 @@ def visit(windows, pages):
     def open_page(name, address="", *, size=(1280, 900), **options):
         page = windows(size, **options).new_page()
         opened.append(page)
-        page.set_default_timeout(5000)
+        page.set_default_timeout(1000 * PATIENCE)
         page.on("console", lambda message: wrong.append(message.text) if "getImageData" not in message.text else None)  # ours
         page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
         page.on("dialog", lambda dialog: wrong.append(f"dialog: {dialog.message}"))

@@ -31,6 +31,7 @@ from minitx.data.tokenizers import train_tokenizer
 from minitx.generation import generate
 from minitx.training.checkpoint import AtomicCheckpointIO, load_model
 from minitx.training.run import train
+from tests.waiting import PATIENCE
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
 TEXT = "In the beginning God created the heaven and the earth.\n你好世界 🎉\n"
@@ -301,7 +302,7 @@ def test_the_script_answers_line_by_line_and_ends_with_130_on_ctrl_c(char_checkp
         cwd=tmp_path, text=True, encoding="utf-8", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1", "PYTHONUNBUFFERED": ""},
     )  # fmt: skip
-    watchdog = threading.Timer(60, process.kill)  # an answer that is kept back would be waited for without end
+    watchdog = threading.Timer(PATIENCE, process.kill)  # an answer that is kept back would be waited for without end
     watchdog.start()
     try:
         for prompt in ("God", "你好"):  # each answer is there before the next prompt is asked
@@ -310,7 +311,7 @@ def test_the_script_answers_line_by_line_and_ends_with_130_on_ctrl_c(char_checkp
             answer = written(char_checkpoint, prompt, max_new_tokens=6)
             assert "".join(process.stdout.readline() for _ in range(answer.count("\n"))) == answer
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=PATIENCE)
     finally:
         watchdog.cancel()
         process.kill()
@@ -325,7 +326,7 @@ def test_a_typo_is_answered_before_torch_is_imported(tmp_path):
         "code = main()\n"
         "sys.exit('imported' if {'torch', 'numpy', 'lightning'} & set(sys.modules) else code)\n"
     )
-    done = subprocess.run([sys.executable, "-c", watcher], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", watcher], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done
 
 

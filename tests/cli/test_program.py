@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +21,7 @@ from minitx.cli.targets import ALLOWED, check_targets, instantiate_all
 from minitx.cli.train import output_folder
 from minitx.config import ConfigError, RunConfig
 from minitx.training.metrics import read_metrics
+from tests.waiting import PATIENCE, wait_for
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "train.py"
@@ -36,9 +36,9 @@ def start(arguments, cwd, **environment):
     )  # fmt: skip
 
 
-def run(arguments, cwd, timeout=60, **environment):
+def run(arguments, cwd, **environment):
     process = start(arguments, cwd, **environment)
-    out, err = process.communicate(timeout=timeout)
+    out, err = process.communicate(timeout=PATIENCE)
     return process.returncode, out, err
 
 
@@ -52,7 +52,7 @@ def test_a_typo_is_answered_before_torch_is_imported(tmp_path):
     )
     for typo in ("model.num_head=3", "model.num_heads=abc", "schedule.warmup_steps=9999", "model=nope"):
         process = subprocess.run(
-            [sys.executable, "-c", watcher, typo], cwd=tmp_path, capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", watcher, typo], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
         )  # fmt: skip
         assert process.returncode == 2, process
         assert process.stderr.startswith("error: ")
@@ -76,11 +76,9 @@ def test_a_signal_ends_a_run_with_its_code_and_a_checkpoint_that_goes_on(tmp_pat
     arguments = [*TINY, "output_dir=run", "trainer.max_steps=100000", "trainer.log_every=1", "trainer.ckpt_every=99999", "trainer.val_every=0"]  # fmt: skip
     process = start(arguments, tmp_path)
     metrics = tmp_path / "run" / "metrics.csv"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") > 5):
-        time.sleep(0.05)
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 5, process)
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, err
     assert err.count("\n") == 1
     loaded = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
@@ -267,7 +265,7 @@ def test_a_run_with_a_bad_model_starts_no_logger(cli, place, monkeypatch):
 def test_wandb_runs_offline_without_a_key_and_stays_in_the_folder(tmp_path):
     environment = {"WANDB_API_KEY": "", "HOME": str(tmp_path / "home"), "NETRC": str(tmp_path / "none")}
     (tmp_path / "home").mkdir()
-    code, out, err = run([*TINY, "trainer.max_steps=2", "logger=wandb", "output_dir=run"], tmp_path, 120, **environment)
+    code, out, err = run([*TINY, "trainer.max_steps=2", "logger=wandb", "output_dir=run"], tmp_path, **environment)
     assert code == 0, (out, err)
     assert (tmp_path / "run" / "wandb").is_dir()
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != "home") == ["run"]
@@ -277,7 +275,7 @@ def test_wandb_runs_offline_without_a_key_and_stays_in_the_folder(tmp_path):
 def test_two_processes_give_the_losses_of_one(tmp_path):
     common = [*TINY, "trainer.max_steps=4", "trainer.log_every=1", "trainer.val_every=2", "trainer.ckpt_every=4", "model.dropout=0.0", "callbacks.progress=false"]  # fmt: skip
     one = run([*common, "output_dir=one"], tmp_path)
-    two = run([*common, "output_dir=two", "trainer.devices=2", "trainer.strategy=ddp"], tmp_path, 120)
+    two = run([*common, "output_dir=two", "trainer.devices=2", "trainer.strategy=ddp"], tmp_path)
     assert one[0] == two[0] == 0, (one, two)
     single, pair = (read_metrics(tmp_path / name / "metrics.csv") for name in ("one", "two"))
     assert [row["step"] for row in pair] == [1, 2, 3, 4]

@@ -1,17 +1,17 @@
-"""Runs that are killed or stopped at a random moment and go on: the harness of the suite and of ``benchmarks/endurance.py``.
+"""Runs that are killed or stopped after a random step and go on: the harness of the suite and of ``benchmarks/endurance.py``.
 
 Each run is a process of its own, forked by a server that has imported everything once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import random
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -24,6 +24,8 @@ from ranks import _SERVER, say_nothing, train_as
 from minitx.training.callbacks import StoppedError
 from minitx.training.checkpoint import AtomicCheckpointIO, read_checkpoint
 from minitx.training.metrics import read_metrics
+from minitx.training.module import TrainingModule
+from tests.waiting import PATIENCE
 
 RUN = [
     "data=kv_lookup", "data.batch_size=8", "data.val_size=8", "model.embed_dim=8", "model.num_heads=2", "model.num_layers=1",
@@ -34,7 +36,7 @@ RUN = [
 
 @dataclass(frozen=True)
 class Blow:
-    """How a run is hit: which signal, a share of the run's time after which, or (``save``) in its n-th save of a checkpoint."""
+    """How a run is hit: which signal, and after which share of its steps, or (``save``) in its n-th save of a checkpoint."""
 
     number: int
     after: float
@@ -48,47 +50,54 @@ def length_of(steps: int) -> list[str]:
     return [*RUN, f"trainer.max_steps={steps}", *every]
 
 
-def _child(overrides: list[str], folder: Path, cache: Path, blow: Blow | None, saving: Any) -> None:
+def _child(overrides: list[str], folder: Path, cache: Path, blow: Blow | None, step: int, ready: Any) -> None:
+    """Trains, and says through ``ready`` when the blow is due: before ``step`` (0: before the run begins), or in its save."""
     say_nothing()
     torch.set_num_threads(1)
     if blow is not None and blow.tmpdir is not None:
         tempfile.tempdir = os.environ["TMPDIR"] = blow.tmpdir
-    count, save = 0, AtomicCheckpointIO.save_checkpoint
+    try:
+        if blow is not None and blow.save is not None:
+            _announce(AtomicCheckpointIO, "save_checkpoint", blow.save, ready)
+        elif blow is not None and step:
+            _announce(TrainingModule, "training_step", step, ready)
+        elif blow is not None:
+            ready.send(0)
+        train_as(overrides, folder, cache)
+        os._exit(0)
+    except StoppedError as error:
+        os._exit(128 + error.number)
+    except KeyboardInterrupt:  # before the run listens
+        os._exit(130)
 
-    def save_checkpoint(self: Any, *arguments: Any, **options: Any) -> None:
+
+def _announce(owner: type, name: str, number: int, ready: Any) -> None:
+    """Make the ``number``-th call of a method say that it begins."""
+    count, method = 0, getattr(owner, name)
+
+    def counted(self: Any, *arguments: Any, **options: Any) -> Any:
         nonlocal count
         count += 1
-        if blow is not None and blow.save == count:
-            saving.send(count)
-        save(self, *arguments, **options)
+        if count == number:
+            ready.send(count)
+        return method(self, *arguments, **options)
 
-    AtomicCheckpointIO.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
-    code = 0
-    try:
-        train_as(overrides, folder, cache)
-    except StoppedError as error:
-        code = 128 + error.number
-    except KeyboardInterrupt:  # before the run listens
-        code = 130
-    sys.stdout.flush()
-    os._exit(code)
+    setattr(owner, name, counted)
 
 
-def run(overrides: list[str], folder: Path, cache: Path, blow: Blow | None = None, whole_seconds: float = 0.0) -> int:
-    """One process: its exit code, negative for the signal that ended it; ``blow`` hits it on the way."""
+def run(overrides: list[str], folder: Path, cache: Path, blow: Blow | None = None, step: int = 0) -> int:
+    """One process: its exit code, negative for the signal that ended it; ``blow`` hits it in ``step`` or in a save."""
     ours, theirs = _SERVER.Pipe()
-    process = _SERVER.Process(target=_child, args=(overrides, folder, cache, blow, theirs))
+    process = _SERVER.Process(target=_child, args=(overrides, folder, cache, blow, step, theirs))
     process.start()
     theirs.close()
     if blow is not None:
-        if blow.save is None:
-            process.join(blow.after * whole_seconds)
-        else:
-            ours.poll(60.0)
-            time.sleep(blow.after * 0.02)  # a save of this size takes a few milliseconds
+        assert ours.poll(PATIENCE), "the run neither came to its blow nor ended"
+        time.sleep(blow.after * 0.01)  # a random moment in the step or in the save; nothing waits for it
         if process.exitcode is None and process.pid is not None:
-            os.kill(process.pid, blow.number)
-    process.join(120.0)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(process.pid, blow.number)
+    process.join(PATIENCE)
     assert process.exitcode is not None, "the run did not end"
     return process.exitcode
 
@@ -110,10 +119,10 @@ def result_of(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def hit_and_go_on(steps: int, folder: Path, cache: Path, blow: Blow, whole_seconds: float) -> dict[str, Any]:
+def hit_and_go_on(steps: int, folder: Path, cache: Path, blow: Blow) -> dict[str, Any]:
     """A run that ``blow`` hits, continued until it is done: how it ended, where it went on, and what it came to."""
     overrides, last = length_of(steps), folder / "checkpoints" / "last.ckpt"
-    code = run(overrides, folder, cache, blow, whole_seconds)
+    code = run(overrides, folder, cache, blow, int(blow.after * steps))
     step = None
     if code != 0:
         if last.exists():

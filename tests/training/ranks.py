@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -13,36 +12,41 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 from minitx.cli.compose import compose_config
 from minitx.cli.run import run_training
+from tests.waiting import PATIENCE
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["minitx.training.run", "minitx.cli.run", "minitx.cli.compose", "torch.distributed.fsdp"])
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
     """What torchrun tells a process."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    return {**{k: str(v) for k, v in places.items()}, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}  # fmt: skip
+    meeting = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+    return {name: str(value) for name, value in (places | meeting).items()}
 
 
-def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> list[Any]:
+def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What ``function(*arguments)`` returns in each of ``world`` processes.
 
     Raises:
         AssertionError: one of them raised (with its traceback), died, or was not done in time.
     """
-    port, pipes, processes = free_port(), [], []
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )  # as torchrun does: no other program gets this port
+    pipes, processes = [], []
     for rank in range(world):
         ours, theirs = _SERVER.Pipe()
-        settings = environment(rank, world, port) if world > 1 else {}
+        settings = environment(rank, world, store.port) if world > 1 else {}
         process = _SERVER.Process(target=_run, args=(theirs, settings, function, arguments), daemon=True)
         process.start()
         theirs.close()
@@ -51,7 +55,7 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, seconds
     results = []
     try:
         for rank, pipe in enumerate(pipes):
-            assert pipe.poll(seconds), f"rank {rank} was not done after {seconds} s"
+            assert pipe.poll(PATIENCE), f"rank {rank} was not done after {PATIENCE} s"
             try:
                 good, value = pipe.recv()
             except EOFError:

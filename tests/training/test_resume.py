@@ -22,6 +22,7 @@ from minitx.training.checkpoint import read_checkpoint
 from minitx.training.metrics import read_metrics
 from minitx.training.module import NonFiniteError
 from minitx.training.run import prepare_data, train
+from tests.waiting import PATIENCE
 
 
 class StopAfter(L.Callback):
@@ -310,7 +311,9 @@ def test_the_same_seed_gives_the_same_bits_in_any_process(make_config, tmp_path)
         "train(config, folder)"
     )
     folder, environment = tmp_path / "another process", {**os.environ, "PYTHONHASHSEED": "1"}
-    subprocess.run([sys.executable, "-c", code], input=pickle.dumps((config, folder)), env=environment, check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps((config, folder)), env=environment, check=True, timeout=PATIENCE
+    )
     same_state(folder, tmp_path / "a")
     assert rows_without_time(folder) == rows_without_time(tmp_path / "a")
 
