@@ -15,10 +15,10 @@ from minitx.training.checkpoint import clean_up
 
 @rank_zero_only
 def make_folder(folder: Path, files: Mapping[str, str]) -> None:
-    """The run's folder with its text files, by the first process of a run.
+    """Make the run's folder with its text files. Only the first process does.
 
     Raises:
-        ConfigError: it cannot be made or written.
+        ConfigError: the folder cannot be made or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -31,12 +31,12 @@ def make_folder(folder: Path, files: Mapping[str, str]) -> None:
 
 class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """A full disk ends the run where it loses something; its log alone would only fill the screen, too."""
+        """Say nothing of a full disk here: the run stops when a metric or a checkpoint cannot be written."""
 
 
 @contextmanager
 def rank_log(folder: Path) -> Iterator[None]:
-    """What this process logs meanwhile goes to ``logs/rank_N.log``, too, and the traceback of what it raises goes there alone."""
+    """Copy this process's log to ``logs/rank_N.log``. The traceback of an error goes to that file only."""
     path = folder / "logs" / f"rank_{getattr(rank_zero_only, 'rank', 0)}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path, encoding="utf-8")
