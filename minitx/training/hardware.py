@@ -36,10 +36,11 @@ def check_count(options: TrainerConfig) -> None:
     Raises:
         ConfigError: no GPU, or fewer GPUs than asked for; several devices with ``auto`` on a machine without as many.
     """
-    found = torch.cuda.device_count() or int(torch.backends.mps.is_available())
+    mps = int(torch.backends.mps.is_available())
     asked, devices = options.accelerator, options.devices
-    if asked == "gpu" and devices > found:
-        raise ConfigError(f"trainer.accelerator=gpu with trainer.devices={devices}: this machine has {found} usable GPUs")
+    found = mps if asked == "mps" else torch.cuda.device_count() or mps
+    if asked in ("gpu", "mps") and devices > found:
+        raise ConfigError(f"trainer.accelerator={asked} with trainer.devices={devices}: this machine has {found} usable GPUs")
     if asked == "auto" and devices > max(found, 1):
         raise ConfigError(
             f"trainer.devices={devices} with trainer.accelerator=auto: this machine has {found} usable GPUs; "
@@ -77,7 +78,7 @@ def cpu_precision(precision: str) -> str:
 
 def has_bf16() -> bool:
     """Whether this CPU multiplies matrices in bfloat16 by instructions of its own."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # newer than torch 2.10
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # newer than torch 2.10
     return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 

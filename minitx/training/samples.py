@@ -100,7 +100,8 @@ class Samples(StepCallback):
         generator = torch.Generator().manual_seed(hash_seed(self.seed, step))
         with evaluating(network):
             answers = [
-                generate(network, torch.tensor([ids], device=module.device), **options, generator=generator)[0] for ids in self._ids
+                generate(network, torch.tensor([ids], device=module.device), **options, generator=generator)[0]
+                for ids in self._ids
             ]
         return [self.tokenizer.decode(answer.tolist()) for answer in answers]
 

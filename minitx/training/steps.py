@@ -52,7 +52,7 @@ class StepLog(StepCallback):
 
     def __init__(self, log_every: int, model: TransformerConfig | None = None, peak: float | None = None) -> None:
         self.log_every, self.model, self.peak = log_every, model, peak
-        self.row: dict[str, float | None] = {}  # the last one, for progress
+        self.row: dict[str, float] = {}  # the last one, for progress
         self.tokens: Any = 0  # a device tensor between rows: steps differ in their number of targets
         self.started = self._mark = self._paused = 0.0
         self._flops, self._lr, self._tokens_then = 0.0, 0.0, 0
@@ -79,18 +79,19 @@ class StepLog(StepCallback):
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        self.tokens = self.tokens + batch["num_targets"]
+        ranks = 1 if "num_targets" in batch else replicas(trainer)[1]  # else this process's own, and others have as many
+        self.tokens = self.tokens + module.step_targets * ranks
         if step % self.log_every and step != 1 and step != trainer.max_steps:
             return
         if module.device.type != "cpu":
             module.raise_if_nonfinite()
-        loss, accuracy = step_means(trainer, module, batch)
-        if trainer.world_size > 1 and not math.isfinite(loss):
-            raise NonFiniteError(step - 1, loss, float(module.grad_norm))
+        means = step_means(trainer, module, batch)
+        if trainer.world_size > 1 and not math.isfinite(means["train_loss"]):
+            raise NonFiniteError(step - 1, means["train_loss"], float(module.grad_norm))
         self.tokens = int(self.tokens)
         now = time.perf_counter()
         self.row = {
-            "train_loss": loss,
+            **means,
             "lr": self._lr,
             "grad_norm": float(module.grad_norm),
             "tokens": self.tokens,
@@ -98,7 +99,6 @@ class StepLog(StepCallback):
             "tokens_per_second": (self.tokens - self._tokens_then) / (now - self._mark),
             "memory_mb": memory_mb(module.device),
         }
-        self.row |= {} if accuracy is None else {"train_accuracy": accuracy}
         self.row |= {"mfu": self._flops / (now - self._mark) / (1e12 * self.peak)} if self._flops and self.peak else {}
         self._mark, self._tokens_then, self._flops = now, self.tokens, 0.0
         for logger in trainer.loggers:
@@ -109,8 +109,7 @@ class StepLog(StepCallback):
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._mark += time.perf_counter() - self._paused
-        names = ("val_loss", "val_accuracy")
-        values = {name: float(trainer.callback_metrics[name]) for name in names if name in trainer.callback_metrics}
+        values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val_")}
         for logger in trainer.loggers:
             logger.log_metrics(values, trainer.global_step)
 
@@ -124,14 +123,21 @@ def batch_flops(model: TransformerConfig, batch: dict[str, Tensor]) -> float:
     return rows * train_flops(model, length, target)
 
 
-def step_means(trainer: L.Trainer, module: TrainingModule, batch: Any) -> tuple[float, float | None]:
-    """The step's mean loss, and its share of right answers where the objective counts them. A collective, and a device sync."""
-    sums, wide = [torch.as_tensor(module.step_loss)], widest_float(module.device)
-    correct = getattr(module, "step_correct", None)
-    if correct is not None:
-        sums.append(torch.as_tensor(correct, device=sums[0].device))
-    loss, *right = sum_over_rows(trainer, torch.stack([value.to(wide) for value in sums])).tolist()
-    return loss, right[0] / int(batch["num_targets"]) if right else None
+def step_means(trainer: L.Trainer, module: TrainingModule, batch: Any) -> dict[str, float]:
+    """``train_loss``, ``train_accuracy`` (where the objective counts right answers) and the means of its other sums.
+
+    The means are over the whole step on all processes: this is a collective, and a device sync.
+    """
+    wide, ranks = widest_float(module.device), replicas(trainer)[1]
+    device, own = torch.as_tensor(module.step_loss).device, [module.step_loss, module.step_targets, *module.step_sums.values()]
+    values = torch.stack([torch.as_tensor(value, device=device).to(wide) for value in own])
+    loss, targets, *sums = sum_over_rows(trainer, values).tolist()
+    if "num_targets" in batch:
+        targets /= ranks  # each process knows the number of all
+    else:
+        loss /= ranks  # a mean over each process's own rows
+    names = ("accuracy" if name == "correct" else name for name in module.step_sums)
+    return {"train_loss": loss, **{f"train_{name}": value / targets for name, value in zip(names, sums, strict=True)}}
 
 
 class StopAt(StepCallback):
@@ -167,8 +173,7 @@ class StopAt(StepCallback):
         self._stop_if_over(trainer)  # the checkpoint may be of a run that ended here
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        loss, accuracy = step_means(trainer, module, batch)
-        value = loss if self.metric == "train_loss" else accuracy
+        value = step_means(trainer, module, batch).get(self.metric)
         if value is None:
             raise ConfigError("trainer.stop_at.metric=train_accuracy: the objective counts no right answers; use train_loss")
         self._last = [*self._last, value][-self.window :]
