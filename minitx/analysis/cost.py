@@ -27,10 +27,13 @@ import torch
 from torch import Tensor
 
 from minitx.analysis.attention_cost import FLOAT, AttentionShape, core_cost, running_core
+from minitx.analysis.flops import train_flops
 from minitx.analysis.meter import Meter
 from minitx.config import TransformerConfig
 from minitx.nn.feedforward import GATED
 from minitx.nn.models import TransformerModel, build_model
+
+__all__ = ["Measured", "Part", "ledger", "measure_model", "model_call", "train_flops"]
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 # tensors as wide as the hidden layer that wait for the backward pass: inputs of what is not linear, outputs of ReLU

@@ -1,4 +1,4 @@
-"""What happens around the steps: logging, progress, checkpoints, stopping on a signal."""
+"""What happens around the steps: progress, checkpoints, stopping on a signal, a temperature for attention."""
 
 from __future__ import annotations
 
@@ -13,111 +13,19 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as L
-import torch
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
 from minitx.nn.scale import ScoreScale
-from minitx.training.module import NonFiniteError, TrainingModule
-from minitx.training.parallel import any_rank, sum_over_rows
+from minitx.training.module import TrainingModule
+from minitx.training.parallel import any_rank
+from minitx.training.steps import StepCallback, StepLog
 
 log = logging.getLogger(__name__)
 
 
-class StepCallback(L.Callback):
-    """Calls ``on_step`` once an optimizer step, with the number of updates made."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            self.on_step(trainer, module, trainer.global_step, batch)
-
-    def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        """One optimizer step is over."""
-        raise NotImplementedError
-
-
-class StepLog(StepCallback):
-    """Logs loss, rate, gradient norm, tokens and seconds every ``log_every`` steps; the only place that reads the device."""
-
-    def __init__(self, log_every: int) -> None:
-        self.log_every = log_every
-        self.tokens: Any = 0  # a device tensor between log points: steps differ in their number of targets
-        self.started = 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"tokens": int(self.tokens)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.tokens = state_dict["tokens"]
-
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.started = time.perf_counter()
-
-    def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        self.tokens = self.tokens + batch["num_targets"]
-        if step % self.log_every and step != 1 and step != trainer.max_steps:
-            return
-        if module.device.type != "cpu":
-            module.raise_if_nonfinite()
-        loss = float(sum_over_rows(trainer, torch.as_tensor(module.step_loss)))
-        if trainer.world_size > 1 and not math.isfinite(loss):
-            raise NonFiniteError(step - 1, loss, float(module.grad_norm))
-        self.tokens = int(self.tokens)
-        row = {
-            "train_loss": loss,
-            "lr": trainer.optimizers[0].param_groups[0]["initial_lr"] * module.lr_factor(step - 1),  # of this update
-            "grad_norm": float(module.grad_norm),
-            "tokens": self.tokens,
-            "seconds": time.perf_counter() - self.started,
-        }
-        for logger in trainer.loggers:
-            logger.log_metrics(row, step)
-
-    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        values = {name: float(trainer.callback_metrics[name]) for name in ("val_loss", "val_accuracy")}
-        for logger in trainer.loggers:
-            logger.log_metrics(values, trainer.global_step)
-
-
-class AttentionTemperature(L.Callback):
-    """Divides the attention scores by ``value`` in the updates ``first`` (counted from 0) to ``last - 1``, and in no other.
-
-    An intervention on a run, added with ``callbacks.extra``: Zhai et al. 2023 (arXiv:2303.06296, §4) make attention ten
-    times sharper (``value=0.1``) early or late in training. Only the step that is made decides, so a run that goes on
-    after a stop goes on with the same scores. Probes meet the scores of the last update, and so does validation between
-    two updates; what comes after the last update of the run meets the model's own.
-
-    Raises:
-        ValueError: a temperature that is not a positive number, a window that is empty, or two such callbacks in a run.
-    """
-
-    def __init__(self, value: float, first: int, last: int) -> None:
-        if not 0.0 < value < math.inf:
-            raise ValueError(f"value={value} must be a positive temperature")
-        if not 0 <= first < last:
-            raise ValueError(f"first={first} and last={last} must be the ends of a window of updates")
-        self.value, self.first, self.last = value, first, last
-        self._factors: list[tuple[ScoreScale, float]] = []
-
-    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        if sum(isinstance(callback, AttentionTemperature) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise ValueError("callbacks.extra holds several AttentionTemperature, and each would undo the others: keep one")
-        self._factors = [(m, m.factor) for m in module.network.modules() if isinstance(m, ScoreScale)]
-
-    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        inside = self.first <= trainer.global_step < self.last
-        self._set(1.0 / self.value if inside else 1.0)
-
-    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
-        self._set(1.0)
-
-    def _set(self, multiplier: float) -> None:
-        for scale, factor in self._factors:
-            scale.factor = factor * multiplier
-
-
 class PlainProgress(StepCallback):
-    """A line now and then, for output that is no terminal: step, loss, validation, rate, time left."""
+    """A line every few seconds, for output that is not a terminal: step, loss, steps and tokens per second, time left."""
 
     def __init__(self, every_seconds: float = 5.0) -> None:
         self.every_seconds = every_seconds
@@ -129,31 +37,51 @@ class PlainProgress(StepCallback):
         self.first_step = trainer.global_step
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        now = time.perf_counter()
-        if trainer.is_global_zero and (now - self.last >= self.every_seconds or step == trainer.max_steps):
+        now, row = time.perf_counter(), logged(trainer)
+        if row and trainer.is_global_zero and (now - self.last >= self.every_seconds or step == trainer.max_steps):
             self.last = now
             rate = (step - self.first_step) / max(now - self.started, 1e-9)
-            left = (trainer.max_steps - step) / rate
-            tokens = rate * int(batch["num_targets"])  # of the last step
             log.info(
                 "step %d/%d  loss %.4f  %.1f steps/s  %.0f tokens/s  %s left",
-                *(step, trainer.max_steps, float(module.step_loss), rate, tokens, clock(left)),
+                *(step, trainer.max_steps, row["train_loss"], rate, row["tokens_per_second"]),
+                clock((trainer.max_steps - step) / rate),
             )
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if trainer.is_global_zero:
-            metrics = trainer.callback_metrics
-            values = (trainer.global_step, trainer.max_steps, metrics["val_loss"], metrics["val_accuracy"])
-            log.info("step %d/%d  validation loss %.4f  accuracy %.4f", *values)
+        found = trainer.callback_metrics
+        names = {"val_loss": "loss", "val_accuracy": "accuracy"}
+        said = "  ".join(f"{word} {float(found[name]):.4f}" for name, word in names.items() if name in found)
+        if said and trainer.is_global_zero:
+            log.info("step %d/%d  validation %s", trainer.global_step, trainer.max_steps, said)
 
 
 class BarProgress(TQDMProgressBar):
-    """Lightning's bar with the loss beside it; refreshed with the log, so that it costs no extra device sync."""
+    """Lightning's bar with the loss and the tokens per second of the last row of ``metrics.csv``: no extra device sync."""
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
-        if self._should_update(self.train_progress_bar.n, self.train_progress_bar.total):
-            self.train_progress_bar.set_postfix({"loss": f"{float(module.step_loss):.4f}"})
+    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
+        row = logged(trainer)
+        return {"loss": f"{row['train_loss']:.4f}", "tokens/s": f"{row['tokens_per_second']:.0f}"} if row else {}
+
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        super().on_train_epoch_start(trainer)
+        self.train_progress_bar.initial = trainer.fit_loop.batch_idx + 1  # of a resumed run, whose rate counts from there
+
+
+def logged(trainer: L.Trainer) -> dict[str, Any]:
+    """The last row of ``metrics.csv`` that this process logged."""
+    return next((each.row for each in trainer.callbacks if isinstance(each, StepLog)), {})  # type: ignore[attr-defined]
+
+
+def progress() -> L.Callback:
+    """A bar on a terminal, plain lines elsewhere."""
+    return BarProgress(refresh_rate=10) if sys.stderr.isatty() else PlainProgress()
+
+
+def clock(seconds: float) -> str:
+    """Seconds as 1:02:03 or 2:03."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 class StoppedError(Exception):
@@ -165,21 +93,27 @@ class StoppedError(Exception):
 
 
 class LastCheckpoint(StepCallback, Checkpoint):
-    """Writes ``last.ckpt`` every so many steps and minutes, and on SIGINT or SIGTERM, after which it raises ``StoppedError``.
+    """Writes ``last.ckpt`` every so many steps and minutes, at the end, and on SIGINT or SIGTERM; then ``StoppedError`` is raised.
 
-    The step and its validation are finished first. A second signal acts at once. A ``Checkpoint``, because Lightning runs
-    those last: whatever belongs to the step is logged by then, and the checkpoint lacks nothing. Signals and the clock are
-    each process's own, so several agree on them in one small collective every ``agree_every`` steps and after validation.
+    A step and its validation are finished before a checkpoint is written. A second signal acts at once. This is a
+    ``Checkpoint`` because Lightning calls those after all other callbacks: everything that belongs to the step is logged and
+    in the checkpoint. Each process has its own signals and clock, so several processes agree on them with a small collective
+    every ``agree_every`` steps and after each validation.
+
+    At step ``max_steps`` it sets ``trainer.should_stop``, so that Lightning validates inside of ``fit``: ``best.ckpt`` and
+    every other callback see the last validation, too.
 
     Args:
-        path: None keeps no checkpoint; signals still stop the run.
-        every: steps. minutes: of wall time since the last one; None: not by the clock.
+        path: of the checkpoint. None writes none; signals still stop the run.
+        every: steps between checkpoints.
+        minutes: wall time between checkpoints; None: not by the clock.
+        agree_every: steps between agreements of several processes.
     """
 
     def __init__(self, path: Path | None, every: int, minutes: float | None, agree_every: int) -> None:
         self.path, self.every, self.agree_every = path, every, agree_every
         self.seconds = math.inf if minutes is None else 60.0 * minutes
-        self.saved_at = time.monotonic()
+        self.saved_at, self.saved_step = time.monotonic(), -1
         self._received: int | None = None
         self._previous: dict[int, Any] = {}
 
@@ -208,8 +142,11 @@ class LastCheckpoint(StepCallback, Checkpoint):
             self._install()  # in place of Lightning's own handler, which would start a collective in the middle of another
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
+        if step == trainer.max_steps:
+            trainer.should_stop = True
         every = trainer.val_check_batch
-        if every is None or (trainer.fit_loop.total_batch_idx + 1) % every:  # else after the validation
+        due = trainer.should_stop or (every is not None and (trainer.fit_loop.total_batch_idx + 1) % every == 0)
+        if not (due and trainer.enable_validation):  # else after the validation
             self._save_or_stop(trainer, agree=step % self.agree_every == 0 or trainer.world_size == 1)
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -219,26 +156,60 @@ class LastCheckpoint(StepCallback, Checkpoint):
     def _save_or_stop(self, trainer: L.Trainer, *, agree: bool) -> None:
         late, stop = time.monotonic() - self.saved_at >= self.seconds, self._received is not None
         late, stop = any_rank(trainer, late, stop) if agree else (False, False)
-        if self.path is not None and (late or stop or trainer.global_step % self.every == 0):
-            trainer.save_checkpoint(self.path)
-            self.saved_at = time.monotonic()
+        if self.path is not None and (late or stop or trainer.should_stop or trainer.global_step % self.every == 0):
+            self._save(trainer, self.path)
         if stop:
             raise StoppedError(self._received or signal.SIGTERM, trainer.global_step)
 
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if self.path is not None and self.saved_step != trainer.global_step:
+            self._save(trainer, self.path)  # a run that ended without a validation
 
-def best_checkpoint(folder: Path) -> L.Callback:
-    """``best.ckpt`` at the lowest validation loss."""
-    options: dict[str, Any] = {"dirpath": folder, "enable_version_counter": False, "save_on_exception": False}
-    return ModelCheckpoint(filename="best", monitor="val_loss", mode="min", save_top_k=1, **options)
-
-
-def progress() -> L.Callback:
-    """A bar in a terminal, plain lines elsewhere."""
-    return BarProgress(refresh_rate=10) if sys.stderr.isatty() else PlainProgress()
+    def _save(self, trainer: L.Trainer, path: Path) -> None:
+        trainer.save_checkpoint(path)
+        self.saved_at, self.saved_step = time.monotonic(), trainer.global_step
 
 
-def clock(seconds: float) -> str:
-    """Seconds as 1:02:03 or 2:03."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+class BestCheckpoint(ModelCheckpoint):
+    """Writes ``best.ckpt`` at the lowest validation loss of the run. Its class gives its state a key beside other ModelCheckpoints."""
+
+
+def best_checkpoint(folder: Path) -> BestCheckpoint:
+    """A callback that writes ``best.ckpt`` into ``folder`` at the lowest ``val_loss``."""
+    return BestCheckpoint(dirpath=folder, filename="best", monitor="val_loss", mode="min", enable_version_counter=False)
+
+
+class AttentionTemperature(L.Callback):
+    """Divides the attention scores by ``value`` in the updates from ``first`` (counted from 0) to ``last - 1``.
+
+    Zhai et al. 2023 (arXiv:2303.06296, §4) make attention ten times sharper (``value=0.1``) early or late in training. The
+    temperature depends on the step alone, so a resumed run uses the same. Probes and validations use the scores of the update
+    before them. After training the model has its own scores again.
+
+    Raises:
+        ValueError: a temperature that is not a positive number, an empty window, or two such callbacks in a run.
+    """
+
+    def __init__(self, value: float, first: int, last: int) -> None:
+        if not 0.0 < value < math.inf:
+            raise ValueError(f"value={value} must be a positive temperature")
+        if not 0 <= first < last:
+            raise ValueError(f"first={first} and last={last} must be the ends of a window of updates")
+        self.value, self.first, self.last = value, first, last
+        self._factors: list[tuple[ScoreScale, float]] = []
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        if sum(isinstance(callback, AttentionTemperature) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError("callbacks has several AttentionTemperature, and each would undo the others: keep one")
+        self._factors = [(m, m.factor) for m in module.network.modules() if isinstance(m, ScoreScale)]
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        inside = self.first <= trainer.global_step < self.last
+        self._set(1.0 / self.value if inside else 1.0)
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        self._set(1.0)
+
+    def _set(self, multiplier: float) -> None:
+        for scale, factor in self._factors:
+            scale.factor = factor * multiplier

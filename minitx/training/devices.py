@@ -1,4 +1,4 @@
-"""Where a run runs: devices, strategy, precision, and what of it cannot be."""
+"""The devices, strategy and precision of a run, and checks of combinations that cannot work."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from minitx.config import ConfigError, TrainerConfig, TransformerConfig
 from minitx.config.checks import first_line
 from minitx.training.checkpoint import AtomicCheckpointIO
-from minitx.training.hardware import check_count, cpu_precision, runs_on_cpu
-from minitx.training.parallel import Sharded
+from minitx.training.hardware import check_count, cpu_precision, device_type, runs_on_cpu
+from minitx.training.parallel import Sharded, any_rank
 
 
 def place_of(options: TrainerConfig) -> dict[str, Any]:
-    """Where, in which precision and with which checkpoints a trainer runs."""
+    """The arguments of Lightning's Trainer for devices, strategy, precision and checkpoints."""
     precision: str | None = cpu_precision(options.precision) if runs_on_cpu(options) else options.precision
     plugins: list[Any] = [AtomicCheckpointIO()]
     if options.strategy == "sharded" and precision == "64-true":  # which Lightning refuses by name, not as a plugin
@@ -27,12 +27,14 @@ def place_of(options: TrainerConfig) -> dict[str, Any]:
 
 
 def check_devices(options: TrainerConfig) -> None:
-    """Refuse what this machine lacks or Lightning does not take.
+    """Refuse devices that this machine lacks, and combinations that Lightning does not accept.
 
     Raises:
-        ConfigError: no GPU, or fewer than asked for; a strategy that does not fit the rest.
+        ConfigError: no GPU, or fewer than asked for; float64 on Apple's GPU; a strategy that does not fit the rest.
     """
     check_count(options)
+    if options.precision == "64-true" and device_type(options) == "mps":
+        raise ConfigError("trainer.precision=64-true: Apple's GPU has no float64; set trainer.accelerator=cpu")
     try:
         L.Trainer(**place_of(options), logger=False, enable_checkpointing=False, enable_progress_bar=False)
     except (ValueError, MisconfigurationException, ImportError) as error:
@@ -40,8 +42,19 @@ def check_devices(options: TrainerConfig) -> None:
         raise ConfigError(f"{said} and trainer.devices={options.devices} cannot be used: {first_line(error)}") from error
 
 
+def check_same_precision(trainer: L.Trainer) -> None:
+    """Refuse processes in different precisions: machines with different processors may decide differently.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    own = str(trainer.precision)
+    if any_rank(trainer, trainer.strategy.broadcast(own) != own)[0]:
+        raise ConfigError(f"trainer.precision={own} differs between the machines of this run; set trainer.precision=32-true")
+
+
 def build_strategy(options: TrainerConfig) -> Strategy | str:
-    """What Lightning takes as ``strategy``: ``ddp`` for several devices unless ``trainer.strategy`` says otherwise."""
+    """Lightning's ``strategy``: DDP for several devices unless ``trainer.strategy`` says otherwise."""
     if options.strategy == "sharded":
         return Sharded(
             data_parallel_size=options.num_replicas,
@@ -54,11 +67,11 @@ def build_strategy(options: TrainerConfig) -> Strategy | str:
 
 
 def check_parallel(model: TransformerConfig, options: TrainerConfig, *, probes: bool) -> None:
-    """Refuse what cannot be cut over devices.
+    """Refuse a model that cannot be sharded as asked.
 
     Raises:
-        ConfigError: a part of the model that tensor parallelism has no plan for, heads or hidden units that do not divide,
-            probes of weights that no single device holds.
+        ConfigError: a part of the model without a tensor-parallel plan; heads or hidden units that do not divide by the
+            number of devices; probes, which need whole weights on one device.
     """
     if options.strategy == "sharded" and probes:
         raise ConfigError("callbacks.probe.every needs whole weights on one device: set it to 0 with trainer.strategy=sharded")

@@ -1,9 +1,10 @@
-"""What this machine has: torch alone, so that a program can ask before it starts others."""
+"""What this machine has. Only torch is imported, so a program can ask before it starts processes."""
 
 from __future__ import annotations
 
 import logging
-import time
+import resource
+import sys
 from functools import cache
 
 import torch
@@ -11,59 +12,96 @@ import torch
 from minitx.config import ConfigError, TrainerConfig
 
 log = logging.getLogger(__name__)
-BF16_PAYS_FROM = 1.2  # times as fast: less than that may be noise, and costs precision
+
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "RTX 4090": 165.0,
+    "RTX 3090": 71.0,
+}
+"""Dense bfloat16 TFLOP/s by a part of the device's name, from NVIDIA's data sheets; the first name that fits counts."""
 
 
 def check_count(options: TrainerConfig) -> None:
     """Refuse more devices than there are.
 
     Raises:
-        ConfigError: no GPU, or fewer than asked for; several processes on a CPU that nobody asked for by name.
+        ConfigError: no GPU, or fewer GPUs than asked for; several devices with ``auto`` on a machine without as many.
     """
-    found = torch.cuda.device_count()
-    if options.accelerator == "gpu" and found < options.devices:
+    mps = int(torch.backends.mps.is_available())
+    asked, devices = options.accelerator, options.devices
+    found = mps if asked == "mps" else torch.cuda.device_count() or mps
+    if asked in ("gpu", "mps") and devices > found:
+        raise ConfigError(f"trainer.accelerator={asked} with trainer.devices={devices}: this machine has {found} usable GPUs")
+    if asked == "auto" and devices > max(found, 1):
         raise ConfigError(
-            f"trainer.accelerator=gpu with trainer.devices={options.devices}: this machine has {found} usable GPUs"
-        )
-    if options.accelerator == "auto" and options.devices > max(found, 1):
-        raise ConfigError(
-            f"trainer.devices={options.devices} with trainer.accelerator=auto: this machine has {found} usable GPUs; "
+            f"trainer.devices={devices} with trainer.accelerator=auto: this machine has {found} usable GPUs; "
             "trainer.accelerator=cpu runs as many processes on the CPU"
         )
 
 
+def device_type(options: TrainerConfig) -> str:
+    """``cpu``, ``cuda`` or ``mps``: what ``trainer.accelerator`` means on this machine."""
+    if options.accelerator == "cpu":
+        return "cpu"
+    if torch.backends.mps.is_available():  # Lightning's order
+        return "mps"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def runs_on_cpu(options: TrainerConfig) -> bool:
-    """Whether ``accelerator`` comes to the CPU on this machine."""
-    return options.accelerator == "cpu" or not torch.cuda.is_available()
+    """Whether the run uses the CPU on this machine."""
+    return device_type(options) == "cpu"
 
 
 @cache
 def cpu_precision(precision: str) -> str:
-    """The precision that ``trainer.precision`` comes to on this CPU: bf16 where it was measured to pay, else float32.
+    """The precision to use on this CPU for ``trainer.precision``.
 
-    Both are measured once in a process (``bf16_speed``), and the choice is logged once with its reason. CPUs with AMX gain
-    several times; without instructions for bf16 it is many times slower than float32. Every other precision is left as it is.
+    bfloat16 runs where the processor has instructions for it (AMX, AVX-512 BF16, or Arm's). Elsewhere torch emulates it many
+    times slower than float32, so float32 replaces it, and one line of the log says so. Nothing is timed: equal processors
+    give equal answers.
     """
-    if not precision.startswith("bf16"):
+    if not precision.startswith("bf16") or has_bf16():
         return precision
-    speed = bf16_speed()
-    chosen = precision if speed >= BF16_PAYS_FROM else "32-true"
-    said = f"a matrix product in bfloat16 is {speed:.2g} times as fast as in float32 on this CPU"
-    log.info("trainer.precision=%s runs as %s: %s (wanted: %g)", precision, chosen, said, BF16_PAYS_FROM)
-    return chosen
+    log.info("trainer.precision=%s runs as 32-true: this CPU has no instructions for bfloat16", precision)
+    return "32-true"
 
 
-def bf16_speed(size: int = 256, repeats: int = 5) -> float:
-    """How many times as fast a product of two ``size`` × ``size`` matrices is in bfloat16 as in float32, on the CPU.
+def has_bf16() -> bool:
+    """Whether this CPU multiplies matrices in bfloat16 by instructions of its own."""
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # newer than torch 2.10
+    return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
-    The best of ``repeats`` each, alternately, after a first one that loads the kernel; milliseconds, or some tenths of a second where
-    bfloat16 is emulated. Draws no random number.
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """The widest floating type for sums on this device: float64, or float32 on Apple's GPU, which has no other."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """The device's dense bfloat16 peak in TFLOP/s by ``PEAK_TFLOPS``, or None where it is unknown, as on a CPU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+def memory_mb(device: torch.device) -> float:
+    """The largest memory use of this process so far, in MiB.
+
+    On a CUDA device what its tensors occupied, on Apple's GPU what the driver holds now, on a CPU the resident set.
     """
-    matrices = [torch.full((size, size), 0.5, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
-    best = [float("inf"), float("inf")]
-    for repeat in range(repeats + 1):
-        for side, matrix in enumerate(matrices):
-            started = time.perf_counter()
-            torch.mm(matrix, matrix)
-            best[side] = min(best[side], time.perf_counter() - started) if repeat else best[side]
-    return best[0] / best[1]
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)

@@ -1,87 +1,104 @@
-"""``metrics.csv``: one row a logged step, appended as the run goes, continued (never erased) on resume."""
+"""``metrics.csv``: one row for each logged step. A resumed run appends to it."""
 
 from __future__ import annotations
 
 import csv
-import io
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-COLUMNS = ("step", "train_loss", "val_loss", "val_accuracy", "lr", "grad_norm", "tokens", "seconds")
+COLUMNS = (
+    *("step", "train_loss", "val_loss", "val_accuracy", "lr", "grad_norm", "tokens", "seconds"),
+    *("train_accuracy", "tokens_per_second", "memory_mb", "mfu"),
+)
 
 
 class MetricsFile(Logger):
-    """Writes the columns of ``COLUMNS``; values of one step that arrive apart (training, validation) share its row.
+    """Writes the columns of ``COLUMNS``. Training and validation values of one step share a row.
 
-    A row's ``step`` counts the updates made: its ``train_loss`` is the loss that update ``step`` was computed from, its
-    ``val_loss`` is measured after it; ``seconds`` count from the start of this process's run. Floats read back bit-equal.
-    Every call writes through: the last row is on disk when it returns. The first process of a run writes alone.
+    ``step`` counts the updates made: ``train_loss`` is the loss that update was computed from, ``val_loss`` is measured after
+    it. ``seconds`` count from the start of this process. Floats read back bit-equal. Each call writes the file: the last row
+    is on disk when the call returns. Only the first process writes.
+
+    Metrics of other names (of ``self.log`` or other callbacks) make no row of their own. Their latest values are written with
+    the next row, in columns of their own at the end.
 
     Args:
-        path: the file. start_step: rows beyond it (of a run that went on after its last checkpoint) are dropped.
+        path: the file.
+        start_step: rows after this step are dropped. They belong to a run that went on after its last checkpoint.
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
         super().__init__()
         self.path = path
-        self._row: dict[str, Any] = {}
+        self._columns, self._row, self._others = list(COLUMNS), dict[str, Any](), dict[str, Any]()
         self._begin(start_step)
 
     @rank_zero_only
     def _begin(self, start_step: int) -> None:
-        kept = [row for row in read_metrics(self.path) if row["step"] <= start_step] if self.path.exists() else []
-        self._row = kept.pop() if kept else {}
-        self.path.write_text(_csv(dict(zip(COLUMNS, COLUMNS, strict=True)), *kept), encoding="utf-8")
-        self._offset = self.path.stat().st_size  # where the last row begins
-        self._write_row()
+        rows = read_metrics(self.path) if self.path.exists() else []
+        self._write([row for row in rows if row["step"] <= start_step])
 
     @property
     def name(self) -> str:
-        return "metrics"
+        return ""  # Lightning puts it into the path of checkpoints without a folder of their own
 
     @property
     def version(self) -> str:
         return ""
 
+    @property
+    def save_dir(self) -> str:
+        return str(self.path.parent)
+
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """The config has a file of its own."""
+        """Do nothing: ``config.yaml`` holds the config."""
 
     @rank_zero_only
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Add values to the row of ``step``, which is the last row or a new one."""
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add values to the row of ``step``, the last row or a new one."""
+        if not metrics.keys() & COLUMNS:
+            self._others.update({name: float(value) for name, value in metrics.items()})
+            return
         if self._row and self._row["step"] != step:
             self._offset = self.path.stat().st_size
             self._row = {}
-        self._row = {**self._row, **metrics, "step": step}
-        self._write_row()
-
-    def _write_row(self) -> None:
-        if not self._row:
-            return
+        self._row = {**self._row, **self._others, **metrics, "step": step}
+        self._others = {}
         try:
-            with self.path.open("r+", encoding="utf-8", newline="") as file:
-                file.seek(self._offset)
-                file.truncate()
-                file.write(_csv(self._row))
-        except OSError as error:  # a full disk, which does not say where
+            if self._row.keys() <= set(self._columns):
+                with self.path.open("r+", encoding="utf-8", newline="") as file:
+                    file.seek(self._offset)
+                    file.truncate()
+                    self._writer(file).writerow(self._row)
+            else:  # a new name: its column is added to the whole file
+                self._write([*(row for row in read_metrics(self.path) if row["step"] != step), self._row])
+        except OSError as error:  # a full disk, which does not name the file
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
+    def _write(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Write the whole file; the last of ``rows`` becomes the open row."""
+        self._columns = list(dict.fromkeys(name for row in [dict.fromkeys(self._columns), *rows] for name in row))
+        with self.path.open("w", encoding="utf-8", newline="") as file:
+            self._writer(file).writeheader()
+            self._writer(file).writerows(rows[:-1])
+            file.flush()
+            self._offset = file.tell()  # where the last row begins
+            self._writer(file).writerows(rows[-1:])
+        self._row = dict(rows[-1]) if rows else {}
 
-def _csv(*rows: dict[str, Any]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
-    writer.writerows(rows)
-    return text.getvalue()
+    def _writer(self, file: TextIO) -> csv.DictWriter[str]:
+        return csv.DictWriter(file, self._columns, lineterminator="\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file; a cell that was not logged is None. A last line cut short by a crash is left out."""
+    """Read the rows of a metrics file. A cell without a value is None; a last line cut short by a crash is left out."""
     with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(line for line in file if line.endswith("\n")))
+        rows: Iterable[dict[str, str]] = list(csv.DictReader(line for line in file if line.endswith("\n")))
     return [
         {name: (None if text == "" else int(text) if name in ("step", "tokens") else float(text)) for name, text in row.items()}
         for row in rows
@@ -89,5 +106,5 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def finite(value: float | None) -> float | None:
-    """The value, or None where it is missing or not finite (JSON and reports know no NaN)."""
+    """The value, or None where it is missing or not finite: JSON has no NaN."""
     return value if value is not None and math.isfinite(value) else None

@@ -24,9 +24,9 @@ from minitx.data.addressing import Batch
 from minitx.nn.blocks import EncoderBlock
 from minitx.nn.functional import full_precision
 from minitx.nn.modes import evaluating
-from minitx.training.callbacks import StepCallback
 from minitx.training.metrics import MetricsFile
 from minitx.training.module import TrainingModule, network_inputs
+from minitx.training.steps import StepCallback
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Which precision a CPU gets, and what is said about it."""
+"""Devices, precision, memory and peak speed of a machine, on machines that are made up."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import logging
 import pytest
 import torch
 
-from minitx.config import TrainerConfig
+from minitx.config import ConfigError, TrainerConfig
 from minitx.training import hardware
-from minitx.training.devices import place_of
-from minitx.training.hardware import bf16_speed, cpu_precision
+from minitx.training.devices import check_devices, place_of
+from minitx.training.hardware import check_count, cpu_precision, device_type, memory_mb, peak_tflops, runs_on_cpu, widest_float
 
 
 @pytest.fixture(autouse=True)
@@ -20,35 +20,125 @@ def _asked_anew():
     cpu_precision.cache_clear()
 
 
-@pytest.mark.parametrize(("speed", "chosen"), [(3.7, "bf16-mixed"), (1.2, "bf16-mixed"), (1.19, "32-true"), (0.01, "32-true")])
-def test_bf16_runs_on_a_cpu_where_it_is_measured_to_pay_and_the_reason_is_logged_once(monkeypatch, caplog, speed, chosen):
-    asked = []
-    monkeypatch.setattr(hardware, "bf16_speed", lambda: (asked.append(1), speed)[1])
+@pytest.fixture
+def machine(monkeypatch):
+    """``machine(cuda=2, mps=False, amx_bf16=True)``: what torch says of the machine."""
+
+    def make(cuda=0, mps=False, **capabilities):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["amx_bf16", "avx512_bf16", "bf16"])
+def test_bf16_runs_on_a_cpu_that_has_instructions_for_it(machine, name, caplog):
+    machine(**{name: True})
     with caplog.at_level(logging.INFO, logger="minitx"):
-        options = TrainerConfig(precision="bf16-mixed", accelerator="cpu")
-        assert [place_of(options)["precision"] for _ in range(3)] == [chosen] * 3
-    assert len(asked) == 1
-    (said,) = caplog.messages
-    assert said.startswith(f"trainer.precision=bf16-mixed runs as {chosen}: a matrix product in bfloat16 is {speed:.2g} times")
-
-
-@pytest.mark.parametrize(("precision", "on_cpu"), [("32-true", True), ("64-true", True), ("bf16-true", False)])
-def test_other_precisions_and_accelerators_are_taken_at_their_word_without_measuring(monkeypatch, caplog, precision, on_cpu):
-    monkeypatch.setattr(hardware, "bf16_speed", lambda: pytest.fail("measured"))
-    monkeypatch.setattr("minitx.training.devices.runs_on_cpu", lambda options: on_cpu)
-    assert place_of(TrainerConfig(precision=precision))["precision"] == precision
+        assert place_of(TrainerConfig(precision="bf16-mixed"))["precision"] == "bf16-mixed"
     assert not caplog.messages
 
 
-def test_the_measurement_tells_the_faster_dtype_and_draws_no_random_number(monkeypatch):
-    """On a clock that a product in float32 moves by 6 and one in bfloat16 by 2, whatever the machine."""
-    clock, real, state = [0.0], torch.mm, torch.random.get_rng_state()
+def test_bf16_becomes_float32_on_another_cpu_and_one_line_says_so(machine, caplog):
+    machine(avx2=True, amx_bf16=False)
+    with caplog.at_level(logging.INFO, logger="minitx"):
+        options = TrainerConfig(precision="bf16-mixed")
+        assert {place_of(options)["precision"] for _ in range(6)} == {"32-true"}
+    assert len(caplog.messages) == 1
+    assert "trainer.precision=bf16-mixed" in caplog.messages[0]
 
-    def mm(a, b):
-        clock[0] += {torch.float32: 6.0, torch.bfloat16: 2.0}[a.dtype]
-        return real(a, b)
 
-    monkeypatch.setattr(hardware.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(torch, "mm", mm)
-    assert bf16_speed(size=5, repeats=2) == 3.0
-    assert torch.equal(torch.random.get_rng_state(), state)
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_other_precisions_stay_on_every_cpu(machine, precision):
+    machine()
+    assert place_of(TrainerConfig(precision=precision))["precision"] == precision
+
+
+def test_bf16_stays_on_a_gpu(machine):
+    machine(cuda=1)
+    assert place_of(TrainerConfig(precision="bf16-true"))["precision"] == "bf16-true"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "mps", "accelerator", "found"),
+    [
+        (0, False, "auto", "cpu"),
+        (2, False, "auto", "cuda"),
+        (0, True, "auto", "mps"),
+        (2, False, "cpu", "cpu"),
+        (0, True, "cpu", "cpu"),
+        (0, True, "gpu", "mps"),
+        (1, False, "gpu", "cuda"),
+    ],
+)
+def test_the_device_is_the_one_that_lightning_takes(machine, cuda, mps, accelerator, found):
+    machine(cuda=cuda, mps=mps)
+    options = TrainerConfig(accelerator=accelerator)
+    assert device_type(options) == found
+    assert runs_on_cpu(options) == (found == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "mps", "accelerator", "devices", "fits"),
+    [
+        (0, False, "gpu", 1, False),
+        (1, False, "gpu", 2, False),
+        (2, False, "gpu", 2, True),
+        (0, True, "gpu", 1, True),
+        (0, True, "auto", 1, True),
+        (0, True, "auto", 2, False),
+        (0, False, "auto", 1, True),
+        (0, False, "auto", 2, False),
+        (0, False, "cpu", 5, True),
+    ],
+)
+def test_more_devices_than_there_are_are_refused(machine, cuda, mps, accelerator, devices, fits):
+    machine(cuda=cuda, mps=mps)
+    options = TrainerConfig(accelerator=accelerator, devices=devices)
+    if fits:
+        check_count(options)
+    else:
+        with pytest.raises(ConfigError, match=rf"trainer.devices={devices}"):
+            check_count(options)
+
+
+def test_float64_is_refused_on_apples_gpu_where_sums_are_float32(machine):
+    machine(mps=True)
+    with pytest.raises(ConfigError, match=r"trainer.precision=64-true"):
+        check_devices(TrainerConfig(precision="64-true"))
+    assert [widest_float(torch.device(kind)) for kind in ("mps", "cpu", "cuda")] == [
+        torch.float32,
+        torch.float64,
+        torch.float64,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA GeForce RTX 4090", 165.0),
+        ("Quadro K600", None),
+    ],
+)
+def test_the_peak_is_found_by_the_devices_name(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_tflops(torch.device("cuda")) == peak
+    assert peak_tflops(torch.device("cpu")) is None
+
+
+def test_memory_is_counted_in_mebibytes(monkeypatch):
+    from types import SimpleNamespace
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7 * 2**20)
+    assert memory_mb(torch.device("cuda")) == 7.0
+    monkeypatch.setattr(hardware.sys, "platform", "linux")
+    monkeypatch.setattr(hardware.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=7 * 2**10))
+    assert memory_mb(torch.device("cpu")) == 7.0

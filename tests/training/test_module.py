@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from types import SimpleNamespace
 
 import lightning.pytorch as L
 import pytest
@@ -14,7 +13,7 @@ from torch import nn
 
 from minitx.config import ConfigError, ObjectiveConfig, TransformerConfig
 from minitx.nn.models import build_model
-from minitx.training.callbacks import AttentionTemperature, StepLog
+from minitx.training.callbacks import AttentionTemperature
 from minitx.training.metrics import read_metrics
 from minitx.training.module import Latch, NonFiniteError, TrainingModule, hash_seed
 from minitx.training.objectives import Sums, build_objective, check_head
@@ -419,20 +418,6 @@ def test_the_router_loss_is_added_once_a_step_with_its_weight(accumulate):
     added = gradients[0.25] - gradients[0.0]
     torch.testing.assert_close(added[0], torch.full_like(added[0], 0.25), rtol=0, atol=1e-12)
     assert not added[1:].any()
-
-
-def test_tokens_are_counted_as_they_come():
-    log, recorded = StepLog(2), []
-    logger = SimpleNamespace(log_metrics=lambda row, step: recorded.append((step, row["tokens"])))
-    optimizer = SimpleNamespace(param_groups=[{"initial_lr": 1.0}])
-    trainer = SimpleNamespace(max_steps=5, world_size=1, optimizers=[optimizer], loggers=[logger], accumulate_grad_batches=1)
-    module = SimpleNamespace(device=torch.device("cpu"), step_loss=1.0, grad_norm=1.0, lr_factor=lambda step: 1.0)
-    for step, count in enumerate((3, 5, 7, 11, 13), start=1):
-        log.on_step(trainer, module, step, {"num_targets": torch.tensor(count)})
-        if step == 3:
-            kept, log = log.state_dict(), StepLog(2)
-            log.load_state_dict(kept)
-    assert recorded == [(1, 3), (2, 8), (4, 26), (5, 39)]
 
 
 def _losses(config, folder, *callbacks):

@@ -1,0 +1,116 @@
+"""Text that the model writes while it is trained."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import nn
+
+from minitx.config import ConfigError
+from minitx.data.tokenizers import Tokenizer
+from minitx.generation import generate
+from minitx.nn.modes import evaluating
+from minitx.training.module import TrainingModule, hash_seed
+from minitx.training.parallel import Sharded
+from minitx.training.steps import StepCallback
+
+log = logging.getLogger(__name__)
+
+
+class Samples(StepCallback):
+    """Lets the model continue (or an encoder–decoder answer) some prompts every so many steps.
+
+    The texts go to the log, to ``samples.jsonl`` in the run's folder (one JSON object for each prompt: ``step``, ``prompt``,
+    ``text``), and to every logger with ``log_text`` (wandb), as a table. The run itself does not change: draws come from a
+    generator seeded by (``seed``, step).
+
+    Args:
+        folder: of the run.
+        tokenizer: of the data; None where there is none.
+        every: optimizer steps between samples; the last step has them, too.
+        prompts: texts to continue, or sources of an encoder–decoder.
+        max_new_tokens: longest text, in tokens.
+        temperature: 0 takes the likeliest token each time; above 0 a token is drawn.
+        seed: of the draws.
+
+    Raises:
+        ConfigError: at the start of training: a model that writes no text, no tokenizer, a prompt that it cannot read, no
+            prompts, or a model sharded over devices.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer | None,
+        *,
+        every: int,
+        prompts: Sequence[str],
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.path, self.tokenizer = folder / "samples.jsonl", tokenizer
+        self.every, self.prompts = every, tuple(prompts)
+        self.max_new_tokens, self.temperature, self.seed = max_new_tokens, temperature, seed
+        self._ids: list[list[int]] = []
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        self._check(trainer, module.network)
+        if trainer.is_global_zero and self.path.exists():  # texts after the checkpoint are written again
+            kept = [record for record in read_samples(self.path) if record["step"] <= trainer.global_step > 0]
+            self.path.write_text("".join(map(_line, kept)), encoding="utf-8")
+
+    def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
+        if not trainer.is_global_zero or (step % self.every and step != trainer.max_steps):
+            return
+        texts = self._write_texts(module, step)
+        with self.path.open("a", encoding="utf-8") as file:
+            for prompt, text in zip(self.prompts, texts, strict=True):
+                file.write(_line({"step": step, "prompt": prompt, "text": text}))
+                log.info("step %d  %s | %s", step, prompt, text)
+        for logger in trainer.loggers:
+            if hasattr(logger, "log_text"):
+                logger.log_text("samples", columns=["prompt", "text"], data=[*zip(self.prompts, texts, strict=True)], step=step)
+
+    def _check(self, trainer: L.Trainer, network: nn.Module) -> None:
+        config: Any = getattr(network, "config", None)
+        kind = getattr(config, "architecture", type(network).__name__)
+        if kind not in ("decoder", "encoder_decoder") or self.tokenizer is None:
+            raise ConfigError(f"callbacks.samples needs text and a decoder or encoder-decoder of ours, got {kind}")
+        if isinstance(trainer.strategy, Sharded):
+            raise ConfigError("callbacks.samples needs whole weights on one device, got trainer.strategy=sharded")
+        if not self.prompts or not all(self.prompts):
+            raise ConfigError(f"callbacks.samples.prompts={list(self.prompts)} must be texts to continue, none of them empty")
+        try:
+            self._ids = [[int(id) for id in self.tokenizer.encode(prompt)] for prompt in self.prompts]
+        except ValueError as error:
+            raise ConfigError(f"callbacks.samples.prompts cannot be read by the tokenizer: {error}") from error
+
+    def _write_texts(self, module: TrainingModule, step: int) -> list[str]:
+        network: Any = module.network
+        assert self.tokenizer is not None
+        context = None if hasattr(network, "encode") else network.config.max_len
+        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, "context": context}
+        generator = torch.Generator().manual_seed(hash_seed(self.seed, step))
+        with evaluating(network):
+            answers = [
+                generate(network, torch.tensor([ids], device=module.device), **options, generator=generator)[0]
+                for ids in self._ids
+            ]
+        return [self.tokenizer.decode(answer.tolist()) for answer in answers]
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """Read the records of a ``samples.jsonl``; a last line cut short by a crash is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False) + "\n"

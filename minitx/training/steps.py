@@ -1,0 +1,189 @@
+"""Callbacks that look at every step: the rows of ``metrics.csv``, and the end of a run by a training metric."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+
+from minitx.analysis.flops import train_flops
+from minitx.config import ConfigError, TransformerConfig
+from minitx.training.devices import check_same_precision
+from minitx.training.hardware import memory_mb, peak_tflops, widest_float
+from minitx.training.module import NonFiniteError, TrainingModule
+from minitx.training.parallel import replicas, sum_over_rows
+
+log = logging.getLogger(__name__)
+
+
+class StepCallback(L.Callback):
+    """Calls ``on_step`` after each optimizer step, with the number of updates made so far."""
+
+    _steps_before = 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        self._steps_before = trainer.global_step
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step > self._steps_before:
+            self.on_step(trainer, module, trainer.global_step, batch)
+
+    def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
+        """Called after update ``step``, counted from 1."""
+        raise NotImplementedError
+
+
+class StepLog(StepCallback):
+    """Logs a row of ``metrics.csv`` every ``log_every`` steps. On accelerators nothing else reads the device during training.
+
+    ``tokens`` are targets. ``tokens_per_second`` and ``mfu`` cover the steps since the last row, without validation. ``mfu``
+    is this device's share of the training FLOPs (``train_flops``, padding included) over its peak.
+
+    Args:
+        log_every: steps between rows; the first and the last step always have one.
+        model: of one of our models, for ``mfu``; None for a model of the user's, which gets none.
+        peak: the device's peak in TFLOP/s. None: by the device's name (``PEAK_TFLOPS``); no ``mfu`` where it is unknown.
+    """
+
+    def __init__(self, log_every: int, model: TransformerConfig | None = None, peak: float | None = None) -> None:
+        self.log_every, self.model, self.peak = log_every, model, peak
+        self.row: dict[str, float] = {}  # the last one, for progress
+        self.tokens: Any = 0  # a device tensor between rows: steps differ in their number of targets
+        self.started = self._mark = self._paused = 0.0
+        self._flops, self._lr, self._tokens_then = 0.0, 0.0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tokens": int(self.tokens)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.tokens = self._tokens_then = state_dict["tokens"]
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        check_same_precision(trainer)
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.started = self._mark = time.perf_counter()
+        self.peak = self.peak or peak_tflops(module.device)
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._lr = optimizer.param_groups[0]["lr"]
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.model is not None and self.peak:
+            self._flops += batch_flops(self.model, batch) * replicas(trainer)[1] / trainer.world_size
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+
+    def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
+        ranks = 1 if "num_targets" in batch else replicas(trainer)[1]  # else this process's own, and others have as many
+        self.tokens = self.tokens + module.step_targets * ranks
+        if step % self.log_every and step != 1 and step != trainer.max_steps:
+            return
+        if module.device.type != "cpu":
+            module.raise_if_nonfinite()
+        means = step_means(trainer, module, batch)
+        if trainer.world_size > 1 and not math.isfinite(means["train_loss"]):
+            raise NonFiniteError(step - 1, means["train_loss"], float(module.grad_norm))
+        self.tokens = int(self.tokens)
+        now = time.perf_counter()
+        self.row = {
+            **means,
+            "lr": self._lr,
+            "grad_norm": float(module.grad_norm),
+            "tokens": self.tokens,
+            "seconds": now - self.started,
+            "tokens_per_second": (self.tokens - self._tokens_then) / (now - self._mark),
+            "memory_mb": memory_mb(module.device),
+        }
+        self.row |= {"mfu": self._flops / (now - self._mark) / (1e12 * self.peak)} if self._flops and self.peak else {}
+        self._mark, self._tokens_then, self._flops = now, self.tokens, 0.0
+        for logger in trainer.loggers:
+            logger.log_metrics(self.row, step)
+
+    def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._paused = time.perf_counter()
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._mark += time.perf_counter() - self._paused
+        values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val_")}
+        for logger in trainer.loggers:
+            logger.log_metrics(values, trainer.global_step)
+
+
+def batch_flops(model: TransformerConfig, batch: dict[str, Tensor]) -> float:
+    """Training FLOPs of one micro-batch of one of our models, padding included."""
+    if model.architecture == "vision":
+        return len(batch["pixel_values"]) * train_flops(model)
+    rows, length = batch["input_ids"].shape
+    target = batch["decoder_input_ids"].shape[1] if model.architecture == "encoder_decoder" else None
+    return rows * train_flops(model, length, target)
+
+
+def step_means(trainer: L.Trainer, module: TrainingModule, batch: Any) -> dict[str, float]:
+    """``train_loss``, ``train_accuracy`` (where the objective counts right answers) and the means of its other sums.
+
+    The means are over the whole step on all processes: this is a collective, and a device sync.
+    """
+    wide, ranks = widest_float(module.device), replicas(trainer)[1]
+    device, own = torch.as_tensor(module.step_loss).device, [module.step_loss, module.step_targets, *module.step_sums.values()]
+    values = torch.stack([torch.as_tensor(value, device=device).to(wide) for value in own])
+    loss, targets, *sums = sum_over_rows(trainer, values).tolist()
+    if "num_targets" in batch:
+        targets /= ranks  # each process knows the number of all
+    else:
+        loss /= ranks  # a mean over each process's own rows
+    names = ("accuracy" if name == "correct" else name for name in module.step_sums)
+    return {"train_loss": loss, **{f"train_{name}": value / targets for name, value in zip(names, sums, strict=True)}}
+
+
+class StopAt(StepCallback):
+    """Ends the run once a training metric has reached a value. The run then counts as finished: it is validated and saved.
+
+    The metric is read at every step, whatever ``log_every`` is, which on an accelerator waits for the device.
+
+    Args:
+        metric: ``train_accuracy``, which must rise to ``value``, or ``train_loss``, which must fall to it.
+        value: what the mean of the metric over the last ``window`` steps must reach.
+        window: steps to average over; the run cannot end before as many.
+        extra_steps: steps to train on after the value was reached.
+
+    Attributes:
+        reached: the step at which the value was reached, or None.
+
+    Raises:
+        ConfigError: in training, if the metric is ``train_accuracy`` and the objective counts no right answers.
+    """
+
+    def __init__(self, metric: str, value: float, window: int = 1, extra_steps: int = 0) -> None:
+        self.metric, self.value, self.window, self.extra_steps = metric, value, window, extra_steps
+        self.reached: int | None = None
+        self._last: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"reached": self.reached, "last": self._last}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.reached, self._last = state_dict["reached"], list(state_dict["last"])
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._stop_if_over(trainer)  # the checkpoint may be of a run that ended here
+
+    def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
+        value = step_means(trainer, module, batch).get(self.metric)
+        if value is None:
+            raise ConfigError("trainer.stop_at.metric=train_accuracy: the objective counts no right answers; use train_loss")
+        self._last = [*self._last, value][-self.window :]
+        mean = math.fsum(self._last) / len(self._last)
+        enough = mean <= self.value if self.metric == "train_loss" else mean >= self.value
+        if self.reached is None and enough and len(self._last) == self.window:
+            self.reached = step
+            log.info("%s reached %g at step %d (mean of %d steps: %g)", self.metric, self.value, step, self.window, mean)
+        self._stop_if_over(trainer)
+
+    def _stop_if_over(self, trainer: L.Trainer) -> None:
+        if self.reached is not None and trainer.global_step >= self.reached + self.extra_steps:
+            trainer.should_stop = True

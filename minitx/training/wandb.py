@@ -1,0 +1,91 @@
+"""What Weights & Biases gets beside the rows of ``metrics.csv``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+from lightning.pytorch.loggers import WandbLogger
+
+from minitx.analysis.figures import saturation_over_steps
+from minitx.analysis.snapshot import read_snapshots
+from minitx.analysis.viewer import Trace, viewer_page
+from minitx.config import ConfigError
+from minitx.training.probes import read_probes
+
+
+class WandbExtras(L.Callback):
+    """Sends config, command and commit to wandb, and after training the probe's figure, the viewer and a checkpoint.
+
+    Curves, system metrics and samples come from the loggers themselves. Without a ``WandbLogger`` nothing happens.
+
+    Args:
+        config: plain data, shown as the run's config.
+        folder: of the run. The command is read from its ``command.txt``.
+        viewer: send the attention viewer's page of the first recorded row (``callbacks.probe.weights_every``).
+        checkpoint: ``last`` or ``best``: send that checkpoint as an artifact. None sends none.
+    """
+
+    def __init__(self, config: Mapping[str, Any], folder: Path, *, viewer: bool = False, checkpoint: str | None = None) -> None:
+        self.config, self.folder, self.viewer, self.checkpoint = config, folder, viewer, checkpoint
+
+    def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        written = self.folder / "command.txt"
+        facts = {"command": written.read_text(encoding="utf-8").strip() if written.exists() else None, "commit": git_commit()}
+        for logger in _wandb_loggers(trainer):
+            logger.log_hyperparams({**self.config, **{name: text for name, text in facts.items() if text}})
+            logger.experiment.define_metric("val_loss", summary="min")
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for logger in _wandb_loggers(trainer):
+            self._send(logger.experiment)
+
+    def _send(self, run: Any) -> None:
+        import wandb
+
+        if records := read_probes(self.folder / "probes.jsonl"):
+            run.log({"probe": wandb.Image(saturation_over_steps(records))})
+        if self.viewer and (self.folder / "attention").exists():
+            trace = Trace(run.name or "model", [shot.sentence(0) for shot in read_snapshots(self.folder)])
+            run.log({"attention": wandb.Html(viewer_page([trace]))})
+        path = self.folder / "checkpoints" / f"{self.checkpoint}.ckpt"
+        if path.exists():
+            artifact = wandb.Artifact(f"model-{run.id}", type="model")
+            (artifact.add_dir if path.is_dir() else artifact.add_file)(str(path))
+            run.log_artifact(artifact, aliases=[str(self.checkpoint)])
+
+
+def _wandb_loggers(trainer: L.Trainer) -> list[WandbLogger]:
+    """Those of the process that writes."""
+    return [logger for logger in trainer.loggers if trainer.is_global_zero and isinstance(logger, WandbLogger)]
+
+
+def git_commit() -> str | None:
+    """The commit of the current folder by ``git describe``, with ``-dirty`` for uncommitted changes; None outside of git."""
+    try:
+        command = ["git", "describe", "--always", "--dirty", "--tags"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+@contextmanager
+def finish_wandb() -> Iterator[None]:
+    """Finish wandb's run afterwards, with the exit code of the program: 0, 2 (a mistake in the config), 3, or a signal's."""
+    code = 3
+    try:
+        yield
+        code = 0
+    except BaseException as error:
+        signal_number = 2 if isinstance(error, KeyboardInterrupt) else getattr(error, "number", None)
+        code = 2 if isinstance(error, ConfigError) else 3 if signal_number is None else 128 + signal_number
+        raise
+    finally:
+        wandb = sys.modules.get("wandb")
+        if wandb is not None and wandb.run is not None:
+            wandb.finish(exit_code=code)

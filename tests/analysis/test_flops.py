@@ -1,0 +1,80 @@
+"""Training FLOPs by formula equal those that torch counts."""
+
+from __future__ import annotations
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+from minitx.analysis.cost import example_inputs, train_flops
+from minitx.config import TransformerConfig
+from minitx.nn.models import build_model
+
+SMALL = {"vocab_size": 41, "embed_dim": 24, "num_heads": 3, "num_layers": 2, "max_len": 32, "backend": "math"}
+
+
+def counted(config, batch_size, length):
+    model = build_model(config)
+    inputs = example_inputs(config, batch_size, length)
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_kv_heads": 1},
+        {"head_dim": 10},
+        {"activation": "swiglu", "ffn_dim": 31, "tie_embeddings": False},
+        {"head_transform": True},
+        {"head": "token", "num_labels": 5},
+        {"head": "sequence", "num_labels": 5, "pooler": True},
+    ],
+    ids=str,
+)
+def test_an_encoder_costs_what_torch_counts(options):
+    config = TransformerConfig(**SMALL, architecture="encoder", **options)
+    assert counted(config, 3, 13) == 3 * train_flops(config, 13)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 1, "activation": "geglu"}, {"window": 4}], ids=str)
+def test_a_decoder_costs_what_torch_counts_but_for_the_hidden_scores(options):
+    """The kernel multiplies all T² pairs; the formula counts those that the mask shows."""
+    config, T = TransformerConfig(**SMALL, **options), 13
+    visible = sum(min(i + 1, config.window or T) for i in range(T))
+    hidden = 3 * 4 * config.num_layers * config.embed_dim * (T * T - visible)
+    assert counted(config, 2, T) == 2 * (train_flops(config, T) + hidden)
+
+
+def test_an_encoder_decoder_costs_what_torch_counts_but_for_the_hidden_scores():
+    config, T = TransformerConfig(**SMALL, architecture="encoder_decoder", num_decoder_layers=1, num_kv_heads=1), 13
+    hidden = 3 * 4 * config.decoder_layers * config.embed_dim * T * (T - 1) / 2
+    assert counted(config, 2, T) == 2 * (train_flops(config, T) + hidden)
+
+
+def test_source_and_target_of_an_encoder_decoder_have_lengths_of_their_own():
+    config = TransformerConfig(**SMALL, architecture="encoder_decoder")
+    E, F, V, layers, S, T = 24, 96, 41, 2, 7, 11
+    encoder = S * (2 * (4 * E * E + 2 * E * F) + 4 * E * S)
+    decoder = T * (2 * (4 * E * E + 2 * E * F) + 4 * E * (T + 1) / 2)
+    cross = T * 4 * E * E + S * 4 * E * E + 4 * E * S * T
+    assert train_flops(config, S, T) == 3 * (layers * (encoder + decoder + cross) + T * 2 * E * V)
+
+
+def test_a_picture_costs_what_torch_counts_but_for_the_gradient_of_its_pixels():
+    config = TransformerConfig(**SMALL, architecture="vision", head="sequence", num_labels=5, image_size=6, num_channels=3)
+    pixels = 2 * 9 * 3 * 4 * config.embed_dim
+    assert counted(config, 2, 10) == 2 * (train_flops(config) - pixels)
+
+
+def test_of_several_experts_a_token_costs_those_that_it_meets():
+    dense = TransformerConfig(**SMALL, ffn_dim=31)
+    sparse = TransformerConfig(**SMALL, ffn_dim=31, num_experts=5, experts_per_token=2)
+    more = 2 * 24 * 31 + 24 * 5  # a second expert, and the router
+    assert train_flops(sparse, 7) - train_flops(dense, 7) == 3 * 7 * 2 * 2 * more
+
+
+def test_gpt2_costs_798_million_operations_a_token():
+    config = TransformerConfig(vocab_size=50257, embed_dim=768, num_heads=12, num_layers=12, max_len=1024)
+    assert round(train_flops(config, 1024) / 1024 / 1e6) == 798

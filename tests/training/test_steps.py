@@ -1,0 +1,406 @@
+"""The rows of ``metrics.csv``, the end of a run by a metric, and the checkpoints at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import math
+from types import SimpleNamespace
+
+import lightning.pytorch as L
+import pytest
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import EarlyStopping
+from omegaconf import OmegaConf
+from ranks import run_ranks
+
+from minitx.analysis.flops import train_flops
+from minitx.config import CallbacksConfig, ConfigError, KeyValueDataConfig, RunConfig, TrainerConfig, TransformerConfig
+from minitx.training import steps
+from minitx.training.callbacks import BarProgress
+from minitx.training.checkpoint import read_checkpoint
+from minitx.training.metrics import MetricsFile, read_metrics
+from minitx.training.module import TrainingModule
+from minitx.training.run import quiet_lightning, train
+from minitx.training.steps import StepLog, StopAt, batch_flops
+
+
+def run(config, folder, *callbacks):
+    return train(config, folder, extras=lambda: ((), callbacks))
+
+
+def preset(name, root, group="callbacks"):
+    """The parts of a preset of the configs, made."""
+    node = OmegaConf.load(root / "configs" / group / f"{name}.yaml")
+    return [instantiate(part, _convert_="all") for part in node.values()]
+
+
+@pytest.fixture
+def root(request):
+    return request.config.rootpath
+
+
+@pytest.fixture(autouse=True)
+def _nothing_after_fit(monkeypatch):
+    """What these tests are about happens inside of ``fit``."""
+    monkeypatch.setattr("minitx.training.run.finish", lambda *arguments: None, raising=False)
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """``answers(step -> number of right answers on this rank)``, from 1."""
+
+    def count(right):
+        plain = TrainingModule.training_step
+
+        def training_step(self, batch, batch_idx):
+            loss = plain(self, batch, batch_idx)
+            self.step_sums = {"correct": torch.tensor(right(self.global_step + 1))}
+            return loss
+
+        monkeypatch.setattr(TrainingModule, "training_step", training_step)
+
+    return count
+
+
+def made_up(**changes):
+    """A trainer and a module as far as a StepCallback asks."""
+    trainer = {
+        "max_steps": 100,
+        "world_size": 1,
+        "global_step": 1,
+        "should_stop": False,
+        "loggers": [],
+        "accumulate_grad_batches": 1,
+    }
+    module = {"device": torch.device("cpu"), "step_loss": torch.tensor(1.0), "grad_norm": 1.0}
+    module |= {"step_sums": {}, "step_targets": torch.tensor(10)}
+    own = {name: changes.pop(name) for name in list(changes) if name in module}
+    return SimpleNamespace(**{**trainer, "distributed_sampler_kwargs": None, **changes}), SimpleNamespace(**{**module, **own})
+
+
+# --- rows
+
+
+def test_a_row_says_what_the_step_came_to(make_config, tmp_path, answers):
+    answers(lambda step: 21 * (step % 2))
+    config = make_config(schedule__warmup_steps=4, optimizer__lr=0.4, schedule__name="constant", trainer__val_every=3)
+    train(config, tmp_path)
+    rows = read_metrics(tmp_path / "metrics.csv")
+    names = ["step", "train_loss", "val_loss", "val_accuracy", "lr", "grad_norm", "tokens", "seconds"]
+    assert list(rows[0]) == [*names, "train_accuracy", "tokens_per_second", "memory_mb", "mfu"]
+    assert [row["tokens"] for row in rows] == [12 * 7 * step for step in range(1, 7)]
+    assert [row["lr"] for row in rows] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
+    assert [row["train_accuracy"] for row in rows] == [0.25, 0.0] * 3
+    assert all(row["tokens_per_second"] > 0 and row["memory_mb"] > 10 for row in rows)
+    assert [row["mfu"] for row in rows] == [None] * 6
+
+
+def test_an_objective_that_counts_no_right_answers_has_no_train_accuracy():
+    trainer, module = made_up()
+    log = StepLog(1)
+    log.on_step(trainer, module, 1, {"num_targets": 10})
+    assert "train_accuracy" not in log.row
+    module.step_sums = {"correct": torch.tensor(4), "entropy": torch.tensor(25.0)}
+    log.on_step(trainer, module, 2, {"num_targets": 10})
+    assert (log.row["train_accuracy"], log.row["train_entropy"]) == (0.4, 2.5)
+
+
+def test_speed_and_utilisation_cover_the_steps_since_the_last_row_without_validation(monkeypatch):
+    """By a clock of the test: three steps of two seconds, and a validation of a hundred."""
+    clock, rows = [5.0], []
+    monkeypatch.setattr(steps.time, "perf_counter", lambda: clock[0])
+    model = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
+    log = StepLog(3, model, peak=0.25)
+    trainer, module = made_up(callback_metrics={"val_loss": torch.tensor(2.0)}, loggers=[SimpleNamespace(log_metrics=lambda row, step: rows.append(row))])  # fmt: skip
+    batch = {"input_ids": torch.zeros(5, 7, dtype=torch.long), "num_targets": torch.tensor(35)}
+    module.step_targets = batch["num_targets"]
+    log.on_train_start(trainer, module)
+    for step in range(1, 7):
+        trainer.global_step = step - 1
+        log.on_train_batch_start(trainer, module, batch, step - 1)
+        clock[0] += 2.0
+        trainer.global_step = step
+        log.on_train_batch_end(trainer, module, None, batch, step - 1)
+        if step == 5:
+            log.on_validation_start(trainer, module)
+            clock[0] += 100.0
+            log.on_validation_end(trainer, module)
+    first, third, validation, sixth = rows
+    assert [row["tokens_per_second"] for row in (first, third, sixth)] == [17.5, 17.5, 17.5]
+    want = 5 * train_flops(model, 7) / 2.0 / 0.25e12
+    assert [row["mfu"] for row in (first, third, sixth)] == pytest.approx([want] * 3, rel=1e-12)
+    assert validation == {"val_loss": 2.0}
+    assert sixth["seconds"] == 112.0
+
+
+def test_padding_counts_in_the_flops_of_a_batch():
+    config = TransformerConfig(architecture="encoder_decoder", vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
+    ids = {"input_ids": torch.zeros(5, 7), "decoder_input_ids": torch.zeros(5, 3)}
+    assert batch_flops(config, ids) == 5 * train_flops(config, 7, 3)
+    picture = TransformerConfig(
+        architecture="vision", head="sequence", num_labels=3, image_size=6, num_channels=1, embed_dim=12
+    )
+    assert batch_flops(picture, {"pixel_values": torch.zeros(5, 1, 6, 6)}) == 5 * train_flops(picture)
+
+
+def test_tokens_are_counted_as_they_come():
+    recorded = []
+    logger = SimpleNamespace(log_metrics=lambda row, step: recorded.append((step, row["tokens"])))
+    trainer, module = made_up(max_steps=5, loggers=[logger])
+    log = StepLog(2)
+    for step, count in enumerate((3, 5, 7, 11, 13), start=1):
+        module.step_targets = torch.tensor(count)
+        log.on_step(trainer, module, step, {"num_targets": module.step_targets})
+        if step == 3:
+            kept, log = log.state_dict(), StepLog(2)
+            log.load_state_dict(kept)
+    assert recorded == [(1, 3), (2, 8), (4, 26), (5, 39)]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_means_of_several_processes_are_means_over_all_targets(monkeypatch, whole):
+    """Of four processes alike: a task's batch knows the targets of all, a loader of the user's those of its own process."""
+    monkeypatch.setattr(steps, "sum_over_rows", lambda trainer, values: 4 * values)
+    trainer, module = made_up(distributed_sampler_kwargs={"rank": 0, "num_replicas": 4})
+    module.step_loss, module.step_sums = torch.tensor(0.5), {"correct": torch.tensor(3)}
+    batch = {"num_targets": torch.tensor(40)} if whole else {}
+    module.step_targets = torch.tensor(40 if whole else 10)
+    means = steps.step_means(trainer, module, batch)
+    assert means == {"train_loss": 2.0 if whole else 0.5, "train_accuracy": 0.3}
+    log = StepLog(5)
+    log.on_step(trainer, module, 2, batch)
+    assert log.state_dict() == {"tokens": 40}
+
+
+def test_an_incomplete_accumulation_that_makes_an_update_is_a_step():
+    seen = []
+    log = StepLog(1)
+    log.on_step = lambda trainer, module, step, batch: seen.append(step)
+    trainer, module = made_up(accumulate_grad_batches=3)
+    for batch_idx, (before, after) in enumerate([(0, 0), (0, 0), (0, 1), (1, 1), (1, 2)]):
+        trainer.global_step = before
+        log.on_train_batch_start(trainer, module, {}, batch_idx)
+        trainer.global_step = after
+        log.on_train_batch_end(trainer, module, None, {}, batch_idx)
+    assert seen == [1, 2]
+
+
+class Own(L.Callback):
+    """Logs a metric of the user's at every step, as Lightning has it."""
+
+    def on_train_batch_end(self, trainer, module, *arguments):
+        module.log("my_metric", 1.0 + trainer.global_step)
+
+
+def test_other_metrics_make_no_row_and_stand_in_columns_of_their_own(make_config, tmp_path, root):
+    config = make_config(trainer__log_every=3, trainer__val_every=3, schedule__name="constant")
+    run(config, tmp_path, Own(), *preset("lr_monitor", root))
+    rows = read_metrics(tmp_path / "metrics.csv")
+    assert [row["step"] for row in rows] == [1, 3, 6]
+    assert all(row["train_loss"] is not None for row in rows)
+    assert [row["my_metric"] for row in rows[1:]] == [4.0, 7.0]  # the latest when the row was complete
+    assert [row["lr-AdamW"] for row in rows] == [config.optimizer.lr] * 3
+
+
+# --- the end of a run by a metric
+
+
+def follow(stop, values, first=1):
+    """The step at which ``stop`` ends the run that has these losses, or right answers of 10, or None."""
+    for step, value in enumerate(values, start=first):
+        own = (
+            {"step_loss": torch.tensor(value)}
+            if stop.metric == "train_loss"
+            else {"step_sums": {"correct": torch.tensor(value)}}
+        )
+        trainer, module = made_up(global_step=step, **own)
+        stop.on_step(trainer, module, step, {"num_targets": torch.tensor(10)})
+        if trainer.should_stop:
+            return step
+    return None
+
+
+@pytest.mark.parametrize(
+    ("window", "extra", "values", "reached", "end"),
+    [
+        (1, 0, [3, 7, 9, 5], 3, 3),
+        (1, 2, [3, 7, 9, 5, 5, 5], 3, 5),
+        (3, 0, [10, 8, 8, 9, 10, 0], 5, 5),
+        (3, 1, [10, 10, 10, 0], 3, 4),
+        (5, 0, [10, 10, 10, 10], None, None),
+        (2, 0, [8, 9, 8, 9], None, None),
+    ],
+)
+def test_a_run_ends_when_the_mean_over_the_window_reaches_the_value(window, extra, values, reached, end):
+    stop = StopAt("train_accuracy", 0.9, window, extra)
+    assert follow(stop, values) == end
+    assert stop.reached == reached
+
+
+def test_a_loss_must_fall_to_the_value():
+    assert follow(StopAt("train_loss", 0.5, 2), [0.875, 0.625, 0.375, 0.125]) == 3
+    assert follow(StopAt("train_loss", 0.5), [math.nan, 0.6]) is None
+
+
+def test_the_window_goes_on_where_the_checkpoint_was_written():
+    first = StopAt("train_accuracy", 0.9, 3, 2)
+    assert follow(first, [9, 9]) is None
+    second = StopAt("train_accuracy", 0.9, 3, 2)
+    second.load_state_dict(first.state_dict())
+    assert follow(second, [9, 0, 0], first=3) == 5
+
+
+def test_an_objective_without_right_answers_cannot_stop_at_an_accuracy():
+    trainer, module = made_up()
+    with pytest.raises(ConfigError, match=r"trainer\.stop_at\.metric=train_accuracy"):
+        StopAt("train_accuracy", 0.9).on_step(trainer, module, 1, {"num_targets": 10})
+
+
+def test_a_stopped_run_is_validated_saved_and_not_trained_any_further(make_config, tmp_path, answers):
+    answers(lambda step: 84 if step >= 3 else 0)
+    config = make_config(trainer__max_steps=50, trainer__log_every=50, trainer__ckpt_every=50, trainer__val_every=50)
+    stop = {"metric": "train_accuracy", "value": 1.0, "window": 2, "extra_steps": 3}
+    result = run(config, tmp_path, StopAt(**stop))
+    rows = read_metrics(tmp_path / "metrics.csv")
+    assert [row["step"] for row in rows if row["val_loss"] is not None] == [7]
+    last, best = (read_checkpoint(tmp_path / "checkpoints" / f"{name}.ckpt") for name in ("last", "best"))
+    assert last["global_step"] == best["global_step"] == 7
+    assert result["val_loss"] == rows[-1]["val_loss"]
+    again = dataclasses.replace(config, ckpt_path=str(tmp_path / "checkpoints" / "last.ckpt"))
+    run(again, tmp_path, StopAt(**stop))
+    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 7
+
+
+def stopped_by_all(folder, right):
+    """A run whose first process has ``right`` times the step of 24 answers correct, and whose second has none."""
+    plain = TrainingModule.training_step
+
+    def training_step(self, batch, batch_idx):
+        loss = plain(self, batch, batch_idx)
+        self.step_sums = {"correct": torch.tensor(0 if self.global_rank else min(right * (self.global_step + 1), 24))}
+        return loss
+
+    TrainingModule.training_step = training_step
+    config = RunConfig(
+        model=TransformerConfig(embed_dim=8, num_heads=2, num_layers=1),
+        data=KeyValueDataConfig(batch_size=24, val_size=12),
+        trainer=TrainerConfig(accelerator="cpu", devices=2, strategy="ddp", threads=1, val_batches=1, log_every=50),
+        callbacks=CallbacksConfig(progress=False),
+    )
+    run(config, folder, StopAt("train_accuracy", 0.5))
+    return read_checkpoint(folder / "checkpoints" / "last.ckpt")["global_step"]
+
+
+@pytest.mark.slow
+def test_ranks_add_their_right_answers_and_stop_after_the_same_step(tmp_path):
+    assert run_ranks(2, stopped_by_all, tmp_path / "run", 4) == [3, 3]
+
+
+# --- checkpoints at the end
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """``chosen(losses)``: what validations give, in their order."""
+
+    def choose(values):
+        left = list(values)
+        monkeypatch.setattr(
+            TrainingModule,
+            "on_validation_epoch_end",
+            lambda self: self.log_dict({"val_loss": left.pop(0), "val_accuracy": 0.5}, logger=False),
+        )
+
+    return choose
+
+
+@pytest.mark.parametrize(("losses", "best"), [([3.0, 2.0, 1.0], 10), ([3.0, 1.0, 2.0], 8), ([1.0, 2.0, 3.0], 4)])
+def test_the_best_checkpoint_is_that_of_all_validations_the_last_one_included(make_config, tmp_path, chosen, losses, best):
+    chosen(losses)
+    train(make_config(trainer__max_steps=10, trainer__val_every=4, trainer__ckpt_every=100), tmp_path)
+    assert read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")["global_step"] == best
+    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 10
+
+
+def test_the_best_k_checkpoints_stand_beside_it(make_config, tmp_path, chosen, root):
+    chosen([5.0, 1.0, 3.0, 2.0, 4.0])
+    run(make_config(trainer__max_steps=9, trainer__val_every=2, trainer__ckpt_every=100), tmp_path, *preset("top_k", root))
+    found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    kept = [f"step={step}-val_loss={loss:.4f}.ckpt" for step, loss in ((4, 1), (6, 3), (8, 2))]
+    assert found == ["best.ckpt", "last.ckpt", *kept]
+    assert read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")["global_step"] == 4
+
+
+def test_a_run_that_stops_early_is_saved_where_it_stopped(make_config, tmp_path, chosen, root):
+    chosen([1.0, *(2.0,) * 9])
+    early = preset("early_stopping", root)
+    assert isinstance(early[0], EarlyStopping)
+    run(make_config(trainer__max_steps=99, trainer__val_every=2, trainer__ckpt_every=98), tmp_path, *early)
+    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 12
+    assert read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")["global_step"] == 2
+
+
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
+def test_averaged_weights_are_what_is_validated_and_saved_and_resume_bit_equal(make_config, tmp_path, root):
+    """``state_dict`` is the average; the weights that training goes on with are ``current_model_state``."""
+    config = make_config(trainer__max_steps=8, trainer__val_every=4, trainer__ckpt_every=4, schedule__name="constant", optimizer__lr=0.1)  # fmt: skip
+
+    def ema():
+        [average] = preset("ema", root)
+        return average
+
+    whole = run(config, tmp_path / "whole", ema())
+    plain = run(config, tmp_path / "plain")
+    half = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, max_steps=4))
+    run(half, tmp_path / "half", ema())
+    rest = dataclasses.replace(config, ckpt_path=str(tmp_path / "half" / "checkpoints" / "last.ckpt"))
+    resumed = run(rest, tmp_path / "rest", ema())
+    read = {name: read_checkpoint(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("whole", "plain", "rest")}
+    for key, weight in read["plain"]["state_dict"].items():
+        assert torch.equal(read["whole"]["current_model_state"][key], weight), key
+        assert torch.equal(read["rest"]["current_model_state"][key], weight), key
+        assert torch.equal(read["rest"]["state_dict"][key], read["whole"]["state_dict"][key]), key
+    moved = [
+        key for key, weight in read["plain"]["state_dict"].items() if not torch.equal(weight, read["whole"]["state_dict"][key])
+    ]
+    assert moved
+    assert whole["val_loss"] == resumed["val_loss"] != plain["val_loss"]
+
+
+# --- presets and the bar
+
+
+def test_the_profile_preset_writes_a_table_into_the_runs_folder(tmp_path, root):
+    node = OmegaConf.load(root / "configs" / "debug" / "profile.yaml").trainer.profiler
+    options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    options |= {"max_steps": 2, "log_every_n_steps": 1}
+    with quiet_lightning():
+        trainer = L.Trainer(profiler=instantiate(node), logger=MetricsFile(tmp_path / "metrics.csv"), **options)
+        trainer.fit(Line(), torch.utils.data.DataLoader([torch.ones(1)] * 4))
+    assert "run_training_batch" in (tmp_path / "fit-profile.txt").read_text()
+
+
+class Line(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_the_bar_shows_loss_and_speed_of_the_last_row(make_config, tmp_path, monkeypatch, caplog):
+    screen = io.StringIO()
+    monkeypatch.setattr("sys.stdout", screen)
+    bar = BarProgress(refresh_rate=1)
+    with caplog.at_level(logging.INFO):
+        run(make_config(trainer__log_every=2), tmp_path, bar)
+    assert "loss=" in screen.getvalue()
+    assert "tokens/s=" in screen.getvalue()
+    assert "6/6" in screen.getvalue()

@@ -1,0 +1,92 @@
+"""What reaches Weights & Biases, in an offline run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from minitx.config import ConfigError
+from minitx.training.callbacks import StoppedError
+from minitx.training.wandb import finish_wandb, git_commit
+
+PROGRAM = """
+import dataclasses, sys
+from pathlib import Path
+from lightning.pytorch.loggers import WandbLogger
+import minitx.data.module
+from minitx.config import CallbacksConfig, ProbeConfig, RunConfig, TextDataConfig, TrainerConfig, TransformerConfig
+from minitx.training.run import train
+from minitx.training.wandb import WandbExtras, finish_wandb
+
+folder = Path("run")
+config = RunConfig(
+    model=TransformerConfig(embed_dim=8, num_heads=2, num_layers=1, ffn_dim=16, max_len=16),
+    data=TextDataConfig(name="text", path="text.txt", batch_size=12, context_len=7),
+    trainer=TrainerConfig(max_steps=4, accelerator="cpu", val_every=2, log_every=1, ckpt_every=4, val_batches=2),
+    callbacks=CallbacksConfig(progress=False, probe=ProbeConfig(every=2, weights_every=4, batch_size=3, weights_rows=2)),
+)
+minitx.data.module.data_dir = lambda: Path("data")
+logger = WandbLogger(save_dir="run", project="minitx", offline=True)
+extras = WandbExtras({"model": {"width": 7919}}, folder, viewer=True, checkpoint="best")
+with finish_wandb():
+    train(config, folder, files={"command.txt": "python scripts/train.py seed=104729"}, extras=lambda: ([logger], [extras]))
+assert "wandb" in sys.modules and sys.modules["wandb"].run is None
+"""
+
+
+@pytest.mark.slow
+def test_an_offline_run_has_config_command_curves_figures_page_and_checkpoint(tmp_path, request):
+    (tmp_path / "text.txt").write_text("Once upon a midnight dreary, while I pondered, weak and weary,\n" * 9)
+    environment = {**os.environ, "PYTHONPATH": str(request.config.rootpath), "HOME": str(tmp_path), "WANDB_API_KEY": ""}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    [place] = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    [file] = place.glob("*.wandb")
+    sent = file.read_bytes()
+    for word in (b'{"width":7919}', b"seed=104729", b"tokens_per_second", b"val_loss", b"/entropy", b"best"):
+        assert word in sent, word
+    kinds = {path.parent.name for path in (place / "files" / "media").rglob("*") if path.is_file()}
+    assert kinds == {"images", "html"}
+    [page] = (place / "files" / "media" / "html").iterdir()
+    assert "</html>" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (None, 0),
+        (ConfigError("a=1"), 2),
+        (RuntimeError("broken"), 3),
+        (KeyboardInterrupt(), 130),
+        (StoppedError(15, 7), 143),
+    ],
+)
+def test_a_run_ends_with_the_exit_code_of_the_program(monkeypatch, error, code):
+    codes = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=object(), finish=lambda exit_code: codes.append(exit_code)))
+    if error is None:
+        with finish_wandb():
+            pass
+    else:
+        with pytest.raises(type(error)), finish_wandb():
+            raise error
+    assert codes == [code]
+
+
+def test_nothing_is_finished_where_nothing_was_begun(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None))
+    with finish_wandb():
+        pass
+
+
+def test_the_commit_is_that_of_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert git_commit() is None
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], [*author, "commit", "-q", "--allow-empty", "-m", "one"], ["tag", "v7"]):
+        subprocess.run(["git", *words], check=True, capture_output=True)
+    assert git_commit() == "v7"
