@@ -72,7 +72,7 @@ class RunConfig:
         for name in ("ckpt_path", "output_dir"):
             require(getattr(self, name) != "", f"{name}= must name a {'file' if name == 'ckpt_path' else 'folder'}, or be null")
         check_parts(self.logger, "logger")
-        check_parts(self.callbacks.parts, "callbacks", ("progress", "probe", "samples"))
+        check_parts(self.callbacks.parts, "callbacks", ("progress", "probe", "samples", "wandb"))
         self._check_steps()
         self._check_rows()
 

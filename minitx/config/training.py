@@ -258,12 +258,21 @@ class SamplesConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+    """What a run with ``logger=wandb`` sends beside its curves."""
+
+    viewer: bool = key(False, "the page of the attention viewer, where callbacks.probe.weights_every keeps weights")
+    checkpoint: Literal["last", "best"] | None = key(None, "send last.ckpt or best.ckpt as an artifact; null: none")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CallbacksConfig:
     """What happens beside the steps. Every further entry is a callback of Lightning's, or of anybody's: ``name: {_target_: …}``."""
 
     progress: bool = key(True, "a bar on a terminal, lines elsewhere")
     probe: ProbeConfig = key(ProbeConfig(), "attention statistics during training")
     samples: SamplesConfig = key(SamplesConfig(), "text written during training")
+    wandb: WandbConfig = key(WandbConfig(), "what Weights & Biases gets")
     parts: Mapping[str, Part] = key(dict, "callbacks by name", rest=True)
 
 

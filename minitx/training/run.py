@@ -142,12 +142,12 @@ def check_resumed(config: RunConfig, module: TrainingModule) -> int:
 @contextmanager
 def run_folder(folder: Path, files: Mapping[str, str]) -> Iterator[None]:
     """Make the folder of the run, and log to it meanwhile. A mistake that shows before the first step leaves no new folder."""
-    made = make_folder(folder, files)
+    undo = make_folder(folder, files)
     try:
         with rank_log(folder):
             yield
     except ConfigError:
-        made.undo()
+        undo()
         raise
 
 
@@ -161,9 +161,8 @@ def last_checkpoint(config: RunConfig, folder: Path) -> LastCheckpoint:
 def own_callbacks(config: RunConfig, module: TrainingModule, data: L.LightningDataModule, folder: Path) -> list[Any]:
     """The callbacks of the run but the keeper of the last checkpoint: ours by their keys, then the user's."""
     options, asked = config.trainer, config.callbacks
-    task, tokenizer = getattr(data, "task", None), module.state.get("tokenizer")
-    steps = StepLog(options.log_every, config_of(module), options.peak_tflops)
-    own: list[Any] = [steps]
+    task = getattr(data, "task", None)
+    own: list[Any] = [StepLog(options.log_every, config_of(module), options.peak_tflops)]
     if options.stop_at is not None:
         own.append(StopAt(**to_dict(options.stop_at)))
     if asked.probe.every:
@@ -178,7 +177,7 @@ def own_callbacks(config: RunConfig, module: TrainingModule, data: L.LightningDa
         own.append(progress())
     if options.ckpt_every:
         own.append(best_checkpoint(folder / "checkpoints"))
-    own.append(WandbExtras(module.state["config"], folder, has_tokenizer=tokenizer is not None))
+    own.append(WandbExtras(module.state["config"], folder, **to_dict(asked.wandb)))
     return own + build_all(asked.parts, "callbacks")
 
 

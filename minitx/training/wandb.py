@@ -12,9 +12,6 @@ from typing import Any
 import lightning.pytorch as L
 from lightning.pytorch.loggers import WandbLogger
 
-from minitx.analysis.figures import saturation_over_steps
-from minitx.analysis.snapshot import read_snapshots
-from minitx.analysis.viewer import Trace, viewer_page
 from minitx.config import ConfigError
 from minitx.training.probes import read_probes
 
@@ -47,6 +44,10 @@ class WandbExtras(L.Callback):
 
     def _send(self, run: Any) -> None:
         import wandb
+
+        from minitx.analysis.figures import saturation_over_steps  # matplotlib takes a second
+        from minitx.analysis.snapshot import read_snapshots
+        from minitx.analysis.viewer import Trace, viewer_page
 
         if records := read_probes(self.folder / "probes.jsonl"):
             run.log({"probe": wandb.Image(saturation_over_steps(records))})
