@@ -13,15 +13,13 @@ from measure import compared, turns
 
 from minitx.config import CallbacksConfig, RunConfig, TextDataConfig, TrainerConfig, TransformerConfig
 from minitx.data.module import DataModule
+from minitx.training.building import build_module, build_network, open_data
 from minitx.training.metrics import MetricsFile
 from minitx.training.module import TrainingModule
 from minitx.training.run import (
-    build_module,
     build_trainer,
-    fit_model_config,
     last_checkpoint,
     own_callbacks,
-    prepare_data,
     quiet_lightning,
 )
 
@@ -82,8 +80,8 @@ def run_config(batch_size: int, max_steps: int, *, context: int = 64, **callback
 
 def ready(config: RunConfig) -> tuple[TrainingModule, DataModule]:
     """Module and data of a run, as ``train`` makes them."""
-    data = prepare_data(config)
-    return build_module(config, fit_model_config(config.model, data), data), data
+    data = open_data(config)
+    return build_module(config, data, build_network(config, data)), data
 
 
 def fit(config: RunConfig, more: Sequence[L.Callback], change: Callable[[L.Trainer], None] = lambda trainer: None) -> None:

@@ -26,7 +26,7 @@ from measure import compare, judged, ratio_interval, reached, table, write
 from minitx.ablation.grid import cells
 from minitx.cli.compose import compose_config
 from minitx.config import RunConfig
-from minitx.training.run import build_module, fit_model_config, prepare_data
+from minitx.training.building import build_module, build_network, open_data
 
 ROOT = Path(__file__).parents[1]
 FULL = "all"
@@ -35,8 +35,8 @@ FULL = "all"
 def step_of(overrides: list[str]) -> Callable[[], object]:
     """A training step of a cell: forward, loss, backward, update."""
     config: RunConfig = compose_config([*overrides, "trainer.accelerator=cpu"])
-    data = prepare_data(config)
-    module = build_module(config, fit_model_config(config.model, data), data)
+    data = open_data(config)
+    module = build_module(config, data, build_network(config, data))
     optimizer = module.make_optimizer(module.network)
     batch = data.train_source().batch(0, range(config.data.batch_size))
 

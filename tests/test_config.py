@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from minitx.cli.schema import from_dict, unknown_key
+from minitx.config.schema import from_dict, unknown_key
 from minitx.config import (
     AblationConfig,
     ConfigError,
@@ -28,7 +28,7 @@ from minitx.config.checks import first_line
 
 
 def test_the_config_module_needs_the_standard_library_alone():
-    code = "import sys, minitx.config, minitx.cli.schema; print([m for m in ('torch', 'numpy', 'hydra', 'omegaconf') if m in sys.modules])"  # fmt: skip
+    code = "import sys, minitx.config, minitx.config.schema; print([m for m in ('torch', 'numpy', 'hydra', 'omegaconf') if m in sys.modules])"  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -11,8 +11,8 @@ import yaml
 
 from minitx.cli.ablate import run_cell
 from minitx.cli.compose import compose_config
-from minitx.cli.run import run_training
-from minitx.cli.schema import from_dict
+from minitx.cli.train import run_training
+from minitx.config.schema import from_dict
 from minitx.config import (
     CallbacksConfig,
     KeyValueDataConfig,

@@ -18,8 +18,8 @@ from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.efficient import approximation_error
 from minitx.nn.masks import Mask, SlidingWindow, intersect
 from minitx.nn.modes import evaluating
+from minitx.training.calling import network_inputs
 from minitx.training.evaluation import evaluate
-from minitx.training.module import network_inputs
 
 ROWS_OF_ERROR = 8
 

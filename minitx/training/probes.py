@@ -24,8 +24,10 @@ from minitx.data.addressing import Batch
 from minitx.nn.blocks import EncoderBlock
 from minitx.nn.functional import full_precision
 from minitx.nn.modes import evaluating
+from minitx.training.calling import network_inputs
 from minitx.training.metrics import MetricsFile
-from minitx.training.module import TrainingModule, network_inputs
+from minitx.training.module import TrainingModule
+from minitx.training.objectives import checked_sums
 from minitx.training.steps import StepCallback
 
 log = logging.getLogger(__name__)
@@ -173,7 +175,7 @@ class Probe(StepCallback):
 
     def _loss(self, module: TrainingModule, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The summed loss of a part, and the queries that count: those with a target, where targets stand at queries."""
-        loss = module.objective(module.network(**network_inputs(part)), part["labels"]).loss
+        loss = checked_sums(module.objective(module.caller(part), part))["loss"]
         axis = TARGET if TARGET in part else SOURCE
         has_target = axis in part and part["labels"].shape == part[axis].shape
         return loss, {axis: part["labels"] != IGNORED} if has_target else {}

@@ -16,6 +16,7 @@ from minitx.config.checks import first_line
 from minitx.data import tokenizers
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.models import build_model
+from minitx.training.building import open_data
 from minitx.training.checkpoint import network_weights, read_checkpoint
 from minitx.training.objectives import Objective, build_objective
 from minitx.training.parts import build, check_trusted, import_modules
@@ -42,8 +43,6 @@ class Stored:
         Raises:
             ConfigError: the data are not there, or have grown beyond the model's vocabulary.
         """
-        from minitx.training.run import open_data
-
         trainer = dataclasses.replace(self.config.trainer, val_batch_size=batch_size or self.config.trainer.val_batch_size)
         data = open_data(dataclasses.replace(self.config, trainer=trainer), tokenizer=self.tokenizer)
         size = getattr(getattr(self.network, "config", None), "vocab_size", None)

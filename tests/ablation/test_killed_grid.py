@@ -48,7 +48,7 @@ if __name__ == "__main__":
     from cells import run_cell
     from minitx.cli import ablate
     from minitx.cli.errors import exit_code
-    from minitx.cli.schema import from_dict
+    from minitx.config.schema import from_dict
     from minitx.config import AblationConfig, RunConfig
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)

@@ -20,7 +20,7 @@ from minitx.config import CallbacksConfig, DatesDataConfig, KeyValueDataConfig, 
 from minitx.config import TransformerConfig as ModelConfig
 from minitx.data.module import build_data
 from minitx.data.tokenizers import train_tokenizer
-from minitx.training.checkpoint import load_model
+from minitx.training.stored import load_model
 from minitx.training.run import train
 
 FEW = Path(__file__).parents[1] / "analysis" / "data"

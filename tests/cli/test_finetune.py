@@ -14,7 +14,7 @@ from minitx.config import ConfigError, TransformerConfig
 from minitx.data.tokenizers import train_tokenizer
 from minitx.interop import load_hf, save_hf, save_pretrained
 from minitx.nn import DecoderLM
-from minitx.training.checkpoint import load_model
+from minitx.training.stored import load_model
 
 TEXT = "In the beginning was the Word, and the Word was with God, and the Word was God. " * 40
 GPT2 = {"embed_dim": 12, "num_heads": 3, "num_layers": 2, "max_len": 64, "activation": "gelu_tanh"}

@@ -29,7 +29,8 @@ from minitx.config import (
 )
 from minitx.data.tokenizers import train_tokenizer
 from minitx.generation import generate
-from minitx.training.checkpoint import AtomicCheckpointIO, load_model
+from minitx.training.checkpoint import AtomicCheckpointIO
+from minitx.training.stored import load_model
 from minitx.training.run import train
 from tests.waiting import PATIENCE
 
@@ -167,7 +168,7 @@ class Echo(nn.Module):
 def test_an_encoder_decoder_takes_the_prompt_as_its_source(cli, monkeypatch):
     tokenizer = train_tokenizer("char", [TEXT])
     loaded = Echo(tokenizer.vocab_size).eval(), tokenizer, {"model": {"architecture": "encoder_decoder"}}
-    monkeypatch.setattr("minitx.training.checkpoint.load_model", lambda path: loaded)
+    monkeypatch.setattr("minitx.training.stored.load_model", lambda path: loaded)
     said = cli("ckpt_path=x", stdin="你好\nIn the beginning\n")
     assert (said.code, said.err, said.out) == (0, "", "你好\nIn the beginning\n")
     assert cli("ckpt_path=x", "prompt=").err == "error: prompt is empty: the model needs one character at least\n"

@@ -17,7 +17,13 @@ from minitx.training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 CONF = "--config-dir=conf"
-SHORT = ("trainer.max_steps=6", "trainer.val_every=3", "trainer.log_every=1", "trainer.accelerator=cpu", "callbacks.progress=false")
+SHORT = (
+    "trainer.max_steps=6",
+    "trainer.val_every=3",
+    "trainer.log_every=1",
+    "trainer.accelerator=cpu",
+    "callbacks.progress=false",
+)
 
 
 @pytest.fixture
@@ -168,7 +174,15 @@ def test_a_grid_has_it_as_an_arm(project):
 
 def test_a_sweep_by_joblib_exits_with_3_where_a_job_fails(project):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    sweep = ("-m", CONF, "experiment=sorted_task", *SHORT, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "hydra.sweep.dir=swept")
+    sweep = (
+        "-m",
+        CONF,
+        "experiment=sorted_task",
+        *SHORT,
+        "hydra/launcher=joblib",
+        "hydra.launcher.n_jobs=2",
+        "hydra.sweep.dir=swept",
+    )
     good = script("train", *sweep, "optimizer.lr=.1,.5", cwd=project)
     assert good.returncode == 0, good.stdout + good.stderr
     assert len(losses(project / "swept" / "0")) == len(losses(project / "swept" / "1")) == 6

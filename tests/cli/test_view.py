@@ -30,7 +30,8 @@ from minitx.config import (
 from minitx.data.tokenizers import token_texts, train_tokenizer
 from minitx.generation import generate
 from minitx.nn.models import build_model
-from minitx.training.checkpoint import AtomicCheckpointIO, load_model
+from minitx.training.checkpoint import AtomicCheckpointIO
+from minitx.training.stored import load_model
 from minitx.training.run import build_module, fit_model_config, prepare_data
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "view_attention.py"

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from minitx.cli.schema import from_dict
+from minitx.config.schema import from_dict
 from minitx.config import (
     ClassifyDataConfig,
     ConfigError,

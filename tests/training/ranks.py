@@ -15,7 +15,7 @@ import torch
 from torch.distributed import TCPStore
 
 from minitx.cli.compose import compose_config
-from minitx.cli.run import run_training
+from minitx.cli.train import run_training
 from tests.waiting import PATIENCE
 
 _SERVER = multiprocessing.get_context("forkserver")
