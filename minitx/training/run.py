@@ -240,12 +240,11 @@ def say_what_it_does(
     """One screen before the first step: model, device, data, steps, folder, and what is weaker than usual."""
     task = getattr(data, "task", None)
     facts: dict[str, str | None] = {"data": type(data).__name__}
-    if task is not None:
-        facts["data"] = f"{task.name}, {task.size()}"
-        facts["tokenizer"] = f"{task.tokenizer.vocab_size:,} tokens" if task.tokenizer else None
-        facts["batch"] = f"{data.batch_size} rows a step" + (
-            f" in {config.trainer.accumulate} parts" * (config.trainer.accumulate > 1)
-        )
+    if isinstance(data, DataModule):
+        rows = f"{len(data.task.train):,} rows" if hasattr(data.task.train, "__len__") else "new examples at every step"
+        parts = f" in {config.trainer.accumulate} parts" if config.trainer.accumulate > 1 else ""
+        facts["data"] = f"{data.task.name}: {rows}, {data.val_source().num_rows:,} to validate; {data.batch_size} a step{parts}"
+        facts["tokenizer"] = f"{data.task.tokenizer.vocab_size:,} tokens" if data.task.tokenizer else None
     if trainer.is_global_zero:
         log.info("%s", summary(trainer, module.network, folder, model=config_of(module), facts=facts))
         if task is None and config.ckpt_path is not None:
@@ -301,6 +300,7 @@ def quiet_lightning() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*does not have many workers.*")
             warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists and is not empty.*")
+            warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")  # said in our words
             warnings.filterwarnings("ignore", message=".*isinstance.*LeafSpec.*is deprecated.*")
             warnings.filterwarnings("ignore", message=".*dirpath has changed from.*")
             warnings.filterwarnings("ignore", message=".*found in cache.*precision.*")

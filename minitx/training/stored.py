@@ -82,7 +82,7 @@ def load_stored(
     changes = dict(changes or {})
     for name in ("model", "data", "objective"):
         change = changes.get(name) or {}
-        if not trust and "_target_" not in change:
+        if not trust and "_target_" not in change and not (name == "model" and model is not None):
             check_trusted(values[name], name)
         values[name] = dict(change) if "_target_" in change else {**values[name], **change}
     if not trust:
