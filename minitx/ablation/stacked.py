@@ -23,8 +23,9 @@ from torch.func import functional_call, vmap
 
 from minitx.ablation.stackable import check_configs
 from minitx.config import ConfigError, RunConfig, TrainerConfig
-from minitx.data.addressing import Address, Batch, FiniteSource
+from minitx.data.addressing import Address, Batch
 from minitx.data.module import DataModule
+from minitx.data.sources import ValSource
 from minitx.training.devices import check_devices
 from minitx.training.hardware import runs_on_cpu
 from minitx.training.module import TrainingModule, network_inputs
@@ -62,8 +63,9 @@ def train_stack(configs: Sequence[RunConfig]) -> list[dict[str, Any]]:
         for step, batch in enumerate(_batches(configs, data, place)):
             stack.update(batch, step)
         some = data[configs[0].seed]
+        task = some.task
         final = stack.validate(some.val_source(), options.val_batches)
-    return stack.results(final, options, floors=some.floors, recall=some.recall, chance=some.chance)
+    return stack.results(final, options, floors=task.floors, recall=task.recall, chance=task.chance)
 
 
 class Stack:
@@ -115,7 +117,7 @@ class Stack:
         self.grad_norms.append(norms)
 
     @torch.no_grad()
-    def validate(self, source: FiniteSource, num_batches: int | None) -> tuple[list[float], list[float]]:
+    def validate(self, source: ValSource, num_batches: int | None) -> tuple[list[float], list[float]]:
         """Loss (nats) and accuracy of every run on at most ``num_batches`` batches, the same for all."""
         totals: Tensor | float = 0.0
         for step in range(min(num_batches or len(source), len(source))):

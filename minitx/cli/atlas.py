@@ -140,12 +140,12 @@ def _validation(
     config: AtlasConfig, run: RunConfig, model: TransformerModel, tokenizer: Tokenizer | None, state: dict[str, Any]
 ) -> tuple[str, Batches]:
     """The first rows of the validation split, with the structure that is known of their task."""
-    from minitx.data.module import TextDataModule
+    from minitx.data.text import ValidationWindows
     from minitx.training.module import network_inputs
 
     data = data_of_run(config.ckpt_path, model, tokenizer, state)
     source = data.val_source()
-    whole = source.num_rows - isinstance(data, TextDataModule)  # the last row of a text is filled up without a mask
+    whole = source.num_rows - isinstance(data.task.val, ValidationWindows)  # the last row of a text is filled up without a mask
     rows = range(min(config.num_rows, max(whole, 1)))
 
     def batches() -> Batches:

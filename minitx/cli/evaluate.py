@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def _evaluate(config: EvaluateConfig) -> None:
-    from minitx.cli.inputs import data_of_run
+    from minitx.cli.inputs import data_of_run, stored_run
     from minitx.training.checkpoint import load_model, place
     from minitx.training.evaluation import evaluate
 
@@ -49,6 +49,6 @@ def _evaluate(config: EvaluateConfig) -> None:
     found = evaluate(place(model, config.device), data, options)
     write("\n".join(found.lines()) + "\n")
     if config.output is not None:
-        plain = {"ckpt_path": config.ckpt_path, "data": data.config.name, **found.to_dict()}
+        plain = {"ckpt_path": config.ckpt_path, "data": stored_run(state).data.name, **found.to_dict()}
         with writing("output", config.output):
             Path(config.output).write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -48,8 +48,8 @@ def data_of_run(
     with quiet_lightning():
         rows = batch_size or run.trainer.val_batch_size
         data = build_data(run.data, seed=run.seed, max_steps=1, val_batch_size=rows, tokenizer=tokenizer)
-        data.setup()
-    if data.vocab_size > (model.config.vocab_size or data.vocab_size):
+    vocab_size = data.task.model_fields.get("vocab_size", 0)
+    if vocab_size > (model.config.vocab_size or vocab_size):
         raise ConfigError(f"ckpt_path={path} was trained on other data than data={run.data.name} is now")
     return data
 

@@ -95,7 +95,7 @@ def share_interval(hits: int, trials: int) -> Metric:
 
 
 def evaluate(network: nn.Module, data: DataModule, options: EvaluationConfig | None = None) -> Evaluation:
-    """Judge ``network`` on the validation split of ``data``, which was set up, by the metrics of its task.
+    """Judge ``network`` on the validation split of ``data`` by the metrics of its task.
 
     * ``language_model``: bits per byte and per character where the text has them, loss in nats.
     * ``masked_lm``: perplexity and accuracy over masked tokens.
@@ -107,9 +107,9 @@ def evaluate(network: nn.Module, data: DataModule, options: EvaluationConfig | N
     options = options or EvaluationConfig()
     with evaluating(network), torch.inference_mode():
         nll, counts, right = _losses(network, data, options)
-        if data.task == "seq2seq":
+        if data.task.kind == "seq2seq":
             return _of_answers(network, data, options, ratio_interval(nll, counts))
-        return Evaluation(_of_labels(data, nll, counts, right), data.baselines())
+        return Evaluation(_of_labels(data, nll, counts, right), data.task.baselines())
 
 
 def _batches(network: nn.Module, data: DataModule, options: EvaluationConfig) -> Iterator[Batch]:
@@ -142,19 +142,19 @@ def _losses(network: nn.Module, data: DataModule, options: EvaluationConfig) -> 
 
 def _of_labels(data: DataModule, nll: Tensor, counts: Tensor, right: Tensor) -> dict[str, Metric]:
     """The metrics of a task that labels judge."""
-    if data.task == "classify":
+    if data.task.kind == "classify":
         return {"accuracy": share_interval(int(right.sum()), len(right))}
     loss, accuracy = ratio_interval(nll, counts), ratio_interval(right, counts)
-    if data.task == "masked_lm":
+    if data.task.kind == "masked_lm":
         return {"masked_perplexity": loss.transformed(math.exp), "masked_accuracy": accuracy}
-    bits = {f"bits_per_{unit}": ratio_interval(nll * factor, counts) for unit, factor in data.bits_per.items()}
+    bits = {f"bits_per_{unit}": ratio_interval(nll * factor, counts) for unit, factor in data.task.bits_per.items()}
     return {**bits, "loss": loss, "next_token_accuracy": accuracy}
 
 
 def _of_answers(network: nn.Module, data: DataModule, options: EvaluationConfig, loss: Metric) -> Evaluation:
     """What generated answers are worth, and the loss beside them."""
     answers = list(_answers(network, data, options))
-    pairs = data.val_examples()[: len(answers)]
+    pairs = data.task.val_examples[: len(answers)]
     sources, references = [source for source, _ in pairs], [str(reference) for _, reference in pairs]
     hits = [answer == reference for answer, reference in zip(answers, references, strict=True)]
     found = Evaluation({"exact_match": share_interval(sum(hits), len(hits))})
@@ -170,7 +170,7 @@ def _of_answers(network: nn.Module, data: DataModule, options: EvaluationConfig,
 
 def _answers(network: nn.Module, data: DataModule, options: EvaluationConfig) -> Iterator[str]:
     """What the network writes for every validation row, as text."""
-    assert data.tokenizer is not None
+    assert data.task.tokenizer is not None
     for batch in _batches(network, data, options):
         answers = generate(
             network,
@@ -179,7 +179,7 @@ def _answers(network: nn.Module, data: DataModule, options: EvaluationConfig) ->
             max_new_tokens=2 * batch["labels"].shape[1],
             num_beams=options.num_beams,
         )
-        yield from (data.tokenizer.decode(answer.tolist()) for answer in answers)
+        yield from (data.task.tokenizer.decode(answer.tolist()) for answer in answers)
 
 
 def _text_metrics() -> dict[str, Any]:

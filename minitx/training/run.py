@@ -89,9 +89,9 @@ def train(
             nonfinite_step = error.step + 1
     return summarise(
         folder,
-        floors=data.floors,
-        recall=data.recall,
-        chance=data.chance,
+        floors=data.task.floors,
+        recall=data.task.recall,
+        chance=data.task.chance,
         nonfinite_step=nonfinite_step,
         num_parameters=sum(p.numel() for p in module.network.parameters()),
         measures=measured,
@@ -100,7 +100,7 @@ def train(
 
 def prepare_data(config: RunConfig, tokenizer: Tokenizer | None = None) -> DataModule:
     """The data module, opened; it reads text with ``tokenizer``, if there is one, or with its own."""
-    data = build_data(
+    return build_data(
         config.data,
         seed=config.seed,
         max_steps=config.trainer.max_steps,
@@ -108,8 +108,6 @@ def prepare_data(config: RunConfig, tokenizer: Tokenizer | None = None) -> DataM
         val_batch_size=config.trainer.val_batch_size,
         tokenizer=tokenizer,
     )
-    data.setup()
-    return data
 
 
 # what a task asks of a model: architecture and head
@@ -128,15 +126,15 @@ def fit_model_config(model: TransformerConfig, data: DataModule) -> TransformerC
         ConfigError: a model for another task; sizes that are smaller than the data's; fewer rows than a batch.
     """
     data.check_batch()
-    fields = data.model_fields()
+    fields = dict(data.task.model_fields)
     longest = max(fields.pop(name, 0) for name in ("max_source_len", "max_target_len"))
     if model.position == "learned" and longest > model.max_len:
         raise ConfigError(f"model.max_len={model.max_len} must reach the rows of the data, which have {longest} tokens")
-    kinds = [kind for kind in _MODELS_OF[data.task] if (kind[0] == "vision") == ("image_size" in fields)]
+    kinds = [kind for kind in _MODELS_OF[data.task.kind] if (kind[0] == "vision") == ("image_size" in fields)]
     if (model.architecture, model.head) not in kinds:
         wanted = " or ".join(f"model.architecture={kind} with model.head={head}" for kind, head in kinds)
         raise ConfigError(
-            f"model.architecture={model.architecture} with model.head={model.head} does not fit data={data.config.name}, "
+            f"model.architecture={model.architecture} with model.head={model.head} does not fit {data.task.name}, "
             f"which needs {wanted}"
         )
     found = {}
@@ -176,7 +174,7 @@ def build_module(
     state = {
         "config": to_dict(config),
         "model": to_dict(model_config),
-        "tokenizer": data.tokenizer.to_dict() if data.tokenizer else None,
+        "tokenizer": data.task.tokenizer.to_dict() if data.task.tokenizer else None,
     }
     return TrainingModule(
         network,
