@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--torch", action="store_true", help="beside bare torch, too; nothing is wanted of that ratio")
     given = parser.parse_args()
     _, data = ready(run_config(12, 1))  # makes the token file
-    tokens = data.train_source().tokens.path
+    tokens = data.task.train.tokens.path
     rows = []
     bare: tuple[tuple[str, str | None, Callable[[], float]], ...] = (
         ("bare Lightning", WANTED, lambda: until_said("lightning", tokens)),

@@ -77,7 +77,7 @@ def main() -> None:
     rows = []
     for batch_size, context in SIZES:
         _, data = ready(run_config(batch_size, 10_000_000, context=context))
-        tokens = data.train_source().tokens
+        tokens = data.task.train.tokens
         loader = iter(data.train_dataloader())
         shapes = [t.shape for t in get_batch(tokens, batch_size, context)]
         first = next(loader)

@@ -23,22 +23,29 @@ from torch import Tensor, nn
 
 from minitx.config import TransformerConfig
 from minitx.data.documents import pack_batch
-from minitx.data.examples import Draw, Examples, ExampleSource, Ragged
+from minitx.data.sources import TrainSource
+from minitx.data.task import Draw, Split, padded
 from minitx.nn.models import build_model
 
 TARGET, FILL = ">= 1.8", 0.4
 Batch = dict[str, Tensor]
 
 
-class Rows(Examples):
+class Rows(Split):
     """Rows of random ids of given lengths; every token is its own label, which costs what any other label does."""
 
     def __init__(self, lengths: np.ndarray, vocab_size: int) -> None:
         rng = np.random.default_rng(0)
-        self.rows, self.lengths, self.targets = Ragged.of([rng.integers(1, vocab_size, n) for n in lengths]), lengths, lengths
+        self.rows, self.lengths = [rng.integers(1, vocab_size, n) for n in lengths], lengths
 
-    def collate(self, index: np.ndarray, draw: Draw) -> Batch:
-        ids, key_mask = self.rows.padded(index, 0)
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def count(self, items: np.ndarray, draw: Draw) -> int:
+        return int(self.lengths[items].sum())
+
+    def collate(self, items: np.ndarray, draw: Draw) -> Batch:
+        ids, key_mask = padded([self.rows[i] for i in items], 0)
         return {"input_ids": ids, "key_mask": key_mask, "labels": ids.masked_fill(~key_mask, -100)}
 
 
@@ -81,7 +88,7 @@ def row_lengths(num_rows: int, longest: int) -> np.ndarray:
     return np.clip(np.ceil(shares * longest), 1, longest).astype(np.int64)
 
 
-def epoch(source: ExampleSource, batches: int) -> list[Batch]:
+def epoch(source: TrainSource, batches: int) -> list[Batch]:
     """The batches of the first epoch, without the count that a network does not take."""
     made = [source.batch(step, range(source.batch_size)) for step in range(batches)]
     return [{name: tensor for name, tensor in batch.items() if name != "num_targets"} for batch in made]
@@ -105,8 +112,8 @@ def sides(config: TransformerConfig, batch_size: int, batches: int) -> Iterator[
     """(name, an epoch of training, what there is to know) of every side."""
     rows = Rows(row_lengths(batch_size * batches, config.max_len), config.vocab_size or 0)
     options = {"batch_size": batch_size, "seed": 0}
-    padded = epoch(ExampleSource(rows, bucket=False, **options), batches)  # type: ignore[arg-type]
-    bucketed = epoch(ExampleSource(rows, bucket=True, **options), batches)  # type: ignore[arg-type]
+    padded = epoch(TrainSource(rows, bucket=False, **options), batches)  # type: ignore[arg-type]
+    bucketed = epoch(TrainSource(rows, bucket=True, **options), batches)  # type: ignore[arg-type]
     packed = [pack_batch(batch) for batch in padded]
     for name, build, data in (
         ("nn.TransformerEncoder", TorchEncoder, padded),

@@ -1,10 +1,10 @@
 """A task of one's own with its own data, trained and judged by minitx, from a file outside of the package.
 
 The task: is a word of six letters a palindrome? In the other half of the words two letters have changed places, so that neither the
-letters that a word holds nor any one place says anything: a guess is right about half of the time.
+letters of a word nor any one place says anything: a guess is right about half of the time.
 
-A new data set is three things: a config (what ``RunConfig.data`` holds), ``Examples`` of each split, and a function from the config to a
-``Task``, which ``LOADERS`` knows by the config's type. Trainer, checkpoints, evaluation with intervals and baselines are then minitx's.
+A data set is a ``Task``: two lists of rows (or two data sets of torch), and what a model must be. ``LOADERS`` finds the function
+that makes it by the type of its config. Trainer, checkpoints, evaluation with intervals and baselines are then minitx's.
 
     python examples/new_task.py
 
@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from minitx.config import EvaluationConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainerConfig, TransformerConfig
 from minitx.data.baselines import majority_accuracy
-from minitx.data.examples import Examples, Task
-from minitx.data.module import LOADERS
+from minitx.data.load import LOADERS
+from minitx.data.task import Task
 from minitx.training.run import train
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -45,8 +44,8 @@ class PalindromeConfig:
         return self.length + 1
 
 
-def make_words(config: PalindromeConfig, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """``count`` words as ids of letters (count, length), and whether each is a palindrome (count,)."""
+def make_words(config: PalindromeConfig, count: int, seed: int) -> tuple[list[list[int]], list[int]]:
+    """``count`` words as ids of letters, and whether each is a palindrome."""
     draw, words, labels = random.Random(seed), [], []
     for _ in range(count):
         half = draw.sample(range(len(LETTERS)), config.length // 2)
@@ -56,35 +55,25 @@ def make_words(config: PalindromeConfig, count: int, seed: int) -> tuple[np.ndar
             word[i], word[j] = word[j], word[i]
         words.append(word)
         labels.append(label)
-    return np.array(words), np.array(labels)
-
-
-class Words(Examples):
-    """One split: ids of letters behind a first position that gathers the answer."""
-
-    def __init__(self, words: np.ndarray, labels: np.ndarray) -> None:
-        first = np.full((len(words), 1), len(LETTERS))
-        self.ids, self.labels = torch.from_numpy(np.concatenate((first, words), axis=1)), torch.from_numpy(labels)
-        self.lengths, self.targets = np.full(len(words), self.ids.shape[1]), np.ones(len(words), np.int64)
-
-    def collate(self, index, draw):
-        return {"input_ids": self.ids[index], "labels": self.labels[index]}
+    return words, labels
 
 
 def load_palindromes(config: PalindromeConfig, folder: Path, tokenizer: object) -> Task:
-    """The task: examples, what the model must be, baselines."""
+    """The task: rows with a first position that gathers the answer, what the model must be, baselines."""
     words, labels = make_words(config, config.train_size, seed=0)
+    known = set(map(tuple, words))
     val_words, val_labels = make_words(config, config.val_size, seed=1)
-    known = {word.tobytes() for word in words}
-    new = np.array([word.tobytes() not in known for word in val_words])
-    val_words, val_labels = val_words[new], val_labels[new]
+    new = [i for i, word in enumerate(val_words) if tuple(word) not in known]
+    first = [len(LETTERS)]
     return Task(
+        name="data=palindromes",
         kind="classify",
-        train=Words(words, labels),
-        val=Words(val_words, val_labels),
+        train=[{"input_ids": first + word, "labels": label} for word, label in zip(words, labels, strict=True)],
+        val=[{"input_ids": first + val_words[i], "labels": val_labels[i]} for i in new],
+        key_masks={},  # all words are of one length
         model_fields={"vocab_size": len(LETTERS) + 1, "num_labels": 2},
         label_names=("no", "palindrome"),
-        baselines=lambda: {"majority_accuracy": majority_accuracy(labels, val_labels)},
+        baselines=lambda: {"majority_accuracy": majority_accuracy(np.array(labels), np.array([val_labels[i] for i in new]))},
     )
 
 

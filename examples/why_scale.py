@@ -25,8 +25,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from minitx.analysis import attention_statistics, capture, zhai_entropy_bound
 from minitx.config import KeyValueDataConfig, OptimizerConfig, ParameterRule, ScheduleConfig, TransformerConfig
-from minitx.data.addressing import Batch
-from minitx.data.synthetic import RecallSource, RecallValidation
+from minitx.data.addressing import VALIDATION_SEED, Batch, generator
+from minitx.data.synthetic import key_value_examples
 from minitx.nn import DecoderLM, attention_weights, masked_softmax, scale_multiplier
 from minitx.training.optimizers import build_optimizer
 from minitx.training.schedules import lr_factor
@@ -180,6 +180,16 @@ def one_layer(**switches: Any) -> DecoderLM:
     return DecoderLM(TransformerConfig(**{**sizes, **plain, **switches}))
 
 
+def fresh_batch(step: int) -> Batch:
+    """64 examples of a training step."""
+    return key_value_examples(TASK, TASK.batch_size, generator(0, "train", step))
+
+
+def unseen_batch() -> Batch:
+    """1,024 examples for validation."""
+    return key_value_examples(TASK, TASK.val_size, generator(VALIDATION_SEED, "val"))
+
+
 def answers(model: nn.Module, batch: Batch) -> Tensor:
     """Logits over the answers at the last position, which asks."""
     return model(batch["input_ids"], token_type_ids=batch["token_type_ids"])[:, -1]
@@ -193,7 +203,7 @@ def recall_loss(model: nn.Module, batch: Batch) -> Tensor:
 def model_gradients(head_dim: int, scale: str, init: str = "lecun") -> dict[str, float]:
     """‖∇W_Q‖, ‖∇W_K‖ and ‖∇W_V‖ of a model of width 128 on 256 examples, before the first update."""
     model = one_layer(embed_dim=128, num_heads=max(1, 128 // head_dim), head_dim=head_dim, scale=scale, init=init)
-    recall_loss(model, RecallValidation(TASK, batch_size=256).rows(range(256))).backward()
+    recall_loss(model, {key: value[:256] for key, value in unseen_batch().items()}).backward()
     attention = model.blocks[0].attention
     return {name: getattr(attention, name).weight.grad.norm().item() for name in ("q_proj", "k_proj", "v_proj")}
 
@@ -230,10 +240,10 @@ if __name__ == "__main__":
 # %%
 def train(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
     """Losses of ``steps`` updates on 64 fresh examples each: 5 % warm-up, then a cosine to a tenth of the rate."""
-    losses, source = [], RecallSource(TASK, seed=0)
+    losses = []
     schedule = LambdaLR(optimizer, lr_factor(ScheduleConfig(warmup_steps=steps // 20), steps))
     for step in range(steps):
-        loss = recall_loss(model, source.batch(step, range(TASK.batch_size)))
+        loss = recall_loss(model, fresh_batch(step))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -246,7 +256,7 @@ def recall_accuracy(lr: float, **switches: Any) -> float:
     """Share of 1,024 unseen questions answered after 100 AdamW updates at peak rate ``lr``; chance is 1/16."""
     model = one_layer(**switches)
     train(model, build_optimizer(model, OptimizerConfig(lr=lr), head_dim=64), steps=100)
-    batch = RecallValidation(TASK, batch_size=1024).rows(range(1024))
+    batch = unseen_batch()
     with torch.no_grad():
         hits = answers(model, batch).argmax(-1) == batch["labels"][:, -1]
     return hits.double().mean().item()
@@ -254,7 +264,7 @@ def recall_accuracy(lr: float, **switches: Any) -> float:
 
 def first_logit_step(lr: float, **switches: Any) -> float:
     """RMS change that the first AdamW update makes to the last query's logits."""
-    model, batch = one_layer(**switches), RecallSource(TASK, seed=0).batch(0, range(TASK.batch_size))
+    model, batch = one_layer(**switches), fresh_batch(0)
     optimizer = build_optimizer(model, OptimizerConfig(lr=lr), head_dim=64)
     with capture(model, what="scores") as seen:
         recall_loss(model, batch).backward()

@@ -14,10 +14,17 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from minitx.ablation.grid import settings
-from minitx.config import AblationConfig, RecallDataConfig, StudyConfig, TextDataConfig
+from minitx.config import (
+    AblationConfig,
+    InductionDataConfig,
+    KeyValueDataConfig,
+    MultiQueryDataConfig,
+    StudyConfig,
+    TextDataConfig,
+)
 
 REFERENCE, TREATMENT, FOLD, FLOOR, NULL = "inv_sqrt", "unscaled", "init_fold", "uniform", "full_fold"
 ARMS = (REFERENCE, TREATMENT)
@@ -184,7 +191,7 @@ class Score(NamedTuple):
     name: str
 
 
-_RECALL: dict[str, type[Any]] = {kind.name: kind for kind in get_args(RecallDataConfig)}
+_RECALL: dict[str, type[Any]] = {kind.name: kind for kind in (KeyValueDataConfig, MultiQueryDataConfig, InductionDataConfig)}
 
 
 def data_of(record: Record) -> Any:

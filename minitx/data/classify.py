@@ -1,4 +1,4 @@
-"""Classification of texts: which language a name is written in, which book a verse is from."""
+"""Classification of texts: which language a name is written in, which book a verse is from, or the labels of a table."""
 
 from __future__ import annotations
 
@@ -7,92 +7,114 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from minitx.config import ClassifyDataConfig, ConfigError
-from minitx.data.addressing import Batch
+from minitx.config import BooksDataConfig, ClassifyDataConfig, ConfigError, LanguagesDataConfig
 from minitx.data.baselines import bag_of_words_accuracy, majority_accuracy
 from minitx.data.bible import book_names, read_verses
 from minitx.data.dates import babel_locale
-from minitx.data.examples import Draw, Examples, Ragged, Task, hold_out
-from minitx.data.tokenizers import Tokenizer, require_marks, train_tokenizer
+from minitx.data.tables import held_out, labels_of, load_tables, texts_of
+from minitx.data.task import Task, hold_out, tokenizer_of
+from minitx.data.tokenizers import Tokenizer, require_marks
 
 MARKS = ("pad", "cls")
+Texts = Sequence[tuple[str, ...]]
+Examples = tuple[Texts, np.ndarray]
+"""The texts of each row (one, or two), and its label."""
 
 
-class LabelledTexts(Examples):
-    """Texts with a label each: ``input_ids`` begins with ``cls_id``; ``labels`` (B,).
-
-    Args:
-        texts: ids of the texts, cut at ``max_len`` tokens with the first one.
-        labels: (N,).
-    """
-
-    def __init__(self, texts: Sequence[np.ndarray], labels: np.ndarray, *, cls_id: int, pad_id: int, max_len: int) -> None:
-        self.texts = Ragged.of([np.concatenate([[cls_id], text[: max_len - 1]]) for text in texts])
-        self.labels, self.pad_id = labels.astype(np.int64), pad_id
-        self.lengths, self.targets = self.texts.lengths, np.ones(len(labels), np.int64)
-
-    def collate(self, index: np.ndarray, draw: Draw) -> Batch:
-        """See ``Examples``; nothing is drawn."""
-        input_ids, key_mask = self.texts.padded(index, self.pad_id)
-        return {"input_ids": input_ids, "key_mask": key_mask, "labels": torch.from_numpy(self.labels[index])}
-
-
-def load_classes(config: ClassifyDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
-    """The classification that ``config`` names.
+def load_classes(config: BooksDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
+    """The classification that ``config`` names. A row is the class token and the text; it is cut at ``max_len`` tokens.
 
     Raises:
-        ConfigError: a package or a language is missing, or a split would be empty.
+        ConfigError: a package, a language, a file or a column is missing, or a split would be empty.
     """
-    if config.name == "books":
-        rows, names, kept = _verses()
-    else:
-        rows, names, kept = language_names(config.languages), config.languages, set()
-    texts, labels = [text for _, text, _ in rows], np.array([label for _, _, label in rows])
-    try:
-        train, val = hold_out([group for group, _, _ in rows], config.val_fraction, kept)
-    except ValueError:
-        raise ConfigError(f"data={config.name} has too few texts for a training and a validation split") from None
-    train_texts, val_texts = [texts[i] for i in train], [texts[i] for i in val]
-    if tokenizer is None:
-        tokenizer = train_tokenizer(config.tokenizer, train_texts, vocab_size=config.bpe_vocab_size, marks=MARKS)
-    pad_id, cls_id = require_marks(tokenizer, *MARKS)
-    options = {"cls_id": cls_id, "pad_id": pad_id, "max_len": config.max_len}
+    read: Any = {"books": _books, "languages": _languages, "classify": _table}[config.name]
+    name, train, val, label_names = read(config)
+    tokenizer = tokenizer_of(config, tokenizer, (text for row in train[0] for text in row), MARKS)
+    pad_id, _ = require_marks(tokenizer, *MARKS)
+    words = [[" ".join(row) for row in rows] for rows, _ in (train, val)]
     return Task(
+        name=name,
         kind="classify",
-        train=LabelledTexts(tokenizer.encode_batch(train_texts), labels[train], **options),
-        val=LabelledTexts(tokenizer.encode_batch(val_texts), labels[val], **options),
+        train=_rows(train, tokenizer, config.max_len),
+        val=_rows(val, tokenizer, config.max_len),
+        pad={"input_ids": pad_id},
+        bucket=config.bucket,
         tokenizer=tokenizer,
-        model_fields={"vocab_size": tokenizer.vocab_size, "num_labels": len(names), "pad_id": pad_id},
-        val_examples=[(text, names[label]) for text, label in zip(val_texts, labels[val], strict=True)],
-        label_names=names,
+        model_fields={"vocab_size": tokenizer.vocab_size, "num_labels": len(label_names), "pad_id": pad_id},
+        val_examples=[(text, label_names[label]) for text, label in zip(words[1], val[1], strict=True)],
+        label_names=label_names,
         baselines=lambda: {
-            "majority_accuracy": majority_accuracy(labels[train], labels[val]),
-            "bag_of_words_accuracy": bag_of_words_accuracy(train_texts, labels[train], val_texts, labels[val]),
+            "majority_accuracy": majority_accuracy(train[1], val[1]),
+            "bag_of_words_accuracy": bag_of_words_accuracy(words[0], train[1], words[1], val[1]),
         },
+        chance=1 / len(label_names),
     )
+
+
+def _rows(examples: Examples, tokenizer: Tokenizer, max_len: int) -> list[dict[str, Any]]:
+    """The rows of a split; an end mark, or the class token again, stands between two texts."""
+    (texts, labels), cls = examples, tokenizer.mark_ids["cls"]
+    rows: list[list[Any]] = [[[cls]] for _ in texts]
+    for side in zip(*texts, strict=True):
+        for row, ids in zip(rows, tokenizer.encode_batch(side), strict=True):
+            row += [ids] if len(row) == 1 else [[tokenizer.mark_ids.get("eos", cls)], ids]
+    both = zip(rows, labels.tolist(), strict=True)
+    return [{"input_ids": np.concatenate(row)[:max_len].astype(np.int64), "labels": label} for row, label in both]
+
+
+def _table(config: ClassifyDataConfig) -> tuple[str, Examples, Examples, tuple[str, ...]]:
+    columns = [column for column in (config.text_column, config.second_column) if column is not None]
+    name = f"data.path={config.path}"
+    table, val_table = load_tables(config, texts=columns)
+
+    def read(part: Any, known: Sequence[str] | None = None) -> tuple[Examples, tuple[str, ...]]:
+        keys = ("text_column", "second_column")
+        sides = [texts_of(part, column, key) for column, key in zip(columns, keys, strict=False)]
+        labels, names = labels_of(part, config.label_column, known)
+        return (list(zip(*sides, strict=True)), labels), names
+
+    (rows, labels), names = read(table)
+    if val_table is not None:
+        return name, (rows, labels), read(val_table, names)[0], names
+    train, val = held_out(rows, config.val_fraction, name)
+    return name, ([rows[i] for i in train], labels[train]), ([rows[i] for i in val], labels[val]), names
 
 
 Rows = list[tuple[Any, str, int]]
 """(group, text, label): a group never lies in both splits."""
 
 
-def _verses() -> tuple[Rows, tuple[str, ...], set[int]]:
+def _books(config: BooksDataConfig) -> tuple[str, Examples, Examples, tuple[str, ...]]:
     """Verses by chapter; the chapter of a book that has only one is always for training."""
     verses = read_verses("kjv", needed_by="data=books")
     chapters = sorted({verse // 1000 for verse in verses})
     books = [chapter // 1000 for chapter in chapters]
     single = {chapter for chapter, book in zip(chapters, books, strict=True) if books.count(book) == 1}
     rows = [(verse // 1000, text, verse // 1_000_000 - 1) for verse, text in verses.items()]
-    return rows, book_names(needed_by="data=books"), single
+    return _grouped(rows, book_names(needed_by="data=books"), config, single)
+
+
+def _languages(config: LanguagesDataConfig) -> tuple[str, Examples, Examples, tuple[str, ...]]:
+    return _grouped(language_names(config.languages), config.languages, config, set())
+
+
+def _grouped(
+    rows: Rows, names: tuple[str, ...], config: BooksDataConfig, always_train: set[int]
+) -> tuple[str, Examples, Examples, tuple[str, ...]]:
+    try:
+        splits = hold_out([group for group, _, _ in rows], config.val_fraction, always_train)
+    except ValueError:
+        raise ConfigError(f"data={config.name} has too few texts for a training and a validation split") from None
+    train, val = (([(rows[i][1],) for i in part], np.array([rows[i][2] for i in part])) for part in splits)
+    return f"data={config.name}", train, val, names
 
 
 def language_names(languages: Sequence[str]) -> Rows:
     """Names of territories, languages, scripts, currencies, months and days in ``languages``, by item.
 
-    A string that two languages share says nothing and is left out; one that two items share is kept once, so that no
-    string is in both splits.
+    A string that two languages share is left out, because it has no one answer. A string that two items share is kept once, so
+    that no string is in both splits.
 
     Raises:
         ConfigError: Babel is missing or does not know a language.

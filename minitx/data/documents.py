@@ -5,69 +5,71 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import islice
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minitx.config import IGNORED, ConfigError, HubDataConfig
+from minitx.config.data import TokenizedDataConfig
 from minitx.data.addressing import Batch
-from minitx.data.examples import Draw, Examples, Ragged, Task, hold_out
-from minitx.data.hub import column_of, load_table
-from minitx.data.tokenizers import Tokenizer, fingerprint, from_dict, train_tokenizer
-from minitx.data.tokens import TokenArray, bits_per, cached, write_ids
+from minitx.data.tables import column_of, held_out, load_tables
+from minitx.data.task import Ragged, Task, find_tokenizer, tokenizer_of
+from minitx.data.tokenizers import Tokenizer, fingerprint
+from minitx.data.tokens import FORMAT, TokenArray, bits_per, cached, encoded, write_ids
 
-FORMAT = 1
 DOCUMENTS_AT_ONCE = 1000
-Texts = dict[str, Callable[[], Iterator[str]]]
 
 
-class DocumentExamples(Examples):
+class DocumentRows:
     """Rows of whole documents. A document t_1 … t_n is kept as m t_1 … t_n m, with the mark m (or bos, eos) around it;
 
         input_ids     m t_1 … t_n        labels   t_1 … t_n m
 
-    so that every token and every end is asked for once. A longer document than a row is cut into rows, each of which
+    so that every token and every end is asked for once. A document that is longer than a row is cut into rows, each of which
     sees only itself. ``document_ids`` (packing only) number the documents of a row; −1 is padding.
 
     Args:
         documents: with the marks around them.
         context_len: L, the longest row.
         packing: several documents share a row, as many as fit; else one document (or piece of it) a row.
+        counted: bool, of the shape of ``documents.values``: the tokens that are asked for; ``None``: all.
     """
 
-    def __init__(self, documents: Ragged, *, context_len: int, packing: bool) -> None:
+    pad: ClassVar = {"document_ids": -1}
+
+    def __init__(self, documents: Ragged, *, context_len: int, packing: bool, counted: np.ndarray | None = None) -> None:
         inputs = documents.lengths - 1
         pieces = -(-inputs // context_len)
         nth = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # 0, 1, ... in every document
         starts = np.repeat(documents.starts, pieces) + nth * context_len
         lengths = np.minimum(context_len, np.repeat(inputs, pieces) - nth * context_len)
         self.pieces = Ragged(documents.values, starts, lengths + 1)  # one more: the target of the last position
+        self.counted = None if counted is None else Ragged(counted, starts + 1, lengths)
         self.packing = packing
         members = pack(lengths, context_len) if packing else [[piece] for piece in range(len(lengths))]
         self.rows = Ragged.of([np.array(row) for row in members])
-        self.lengths = self.targets = np.array([lengths[row].sum() for row in members])
+        self.lengths = np.array([lengths[row].sum() for row in members])
 
-    def collate(self, index: np.ndarray, draw: Draw) -> Batch:
-        """See ``Examples``; nothing is drawn."""
-        shape = len(index), int(self.lengths[index].max())
-        input_ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
-        document_ids = np.full(shape, -1, np.int64)
-        for row, example in enumerate(index):
-            start = 0
-            for number, piece in enumerate(self.rows[example]):
-                ids = self.pieces[piece]
-                place = slice(start, start + len(ids) - 1)
-                input_ids[row, place], labels[row, place], document_ids[row, place] = ids[:-1], ids[1:], number
-                start = place.stop
-        arrays = {"input_ids": input_ids, "key_mask": document_ids >= 0, "labels": labels}
-        arrays |= {"document_ids": document_ids} if self.packing else {}
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def num_targets(self, row: int) -> int:
+        """See ``Task``."""
+        return self.lengths[row] if self.counted is None else sum(self.counted[piece].sum() for piece in self.rows[row])
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        pieces = self.rows[row]
+        ids = [self.pieces[piece] for piece in pieces]
+        found = {"input_ids": np.concatenate([own[:-1] for own in ids]), "labels": np.concatenate([own[1:] for own in ids])}
+        if self.counted is not None:
+            found["labels"][np.concatenate([self.counted[piece] for piece in pieces]) == 0] = IGNORED
+        if self.packing:
+            found["document_ids"] = np.repeat(np.arange(len(ids)), [len(own) - 1 for own in ids])
+        return found
 
 
 def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
@@ -144,100 +146,107 @@ def load_documents(config: HubDataConfig, folder: Path, tokenizer: Tokenizer | N
     """Language modelling on the documents that ``config`` names.
 
     Raises:
-        ConfigError: the data cannot be had, has no such column, or has too few documents.
+        ConfigError: the data cannot be read, have no such column, or too few documents.
     """
-    train, val, made_by, record = _tokenised(config, folder, tokenizer)
+    from minitx.data.document_stream import load_stream  # which imports this module
+
+    texts = [] if config.text_column is None else [config.text_column]
+    table, val_table = load_tables(config, texts=texts, streaming=config.streaming)
+    columns = table.column_names or []
+    if config.text_column is None and "text" not in columns and len(columns) != 1:
+        raise ConfigError(f"data.text_column=null must name a column of the data, which has: {', '.join(columns)}")
+    column = column_of(table, config.text_column or ("text" if "text" in columns else columns[0]), "text_column")
+    if config.streaming:
+        return load_stream(config, table, val_table, column, tokenizer)
+    train, val, made_by, record = _tokenised(config, folder, tokenizer, [table, val_table], column)
     options: dict[str, Any] = {"context_len": config.context_len, "packing": config.packing}
     return Task(
+        name=f"data.path={config.path}",
         kind="language_model",
-        train=DocumentExamples(train, **options),
-        val=DocumentExamples(val, **options),
+        train=DocumentRows(train, **options),
+        val=DocumentRows(val, **options),
+        pad=DocumentRows.pad,
+        bucket=config.bucket,
         tokenizer=made_by,
         model_fields={"vocab_size": made_by.vocab_size},
         bits_per=bits_per(int((val.lengths - 1).sum()), record["splits"]["val"]),
     )
 
 
-def _tokenised(config: HubDataConfig, folder: Path, tokenizer: Tokenizer | None) -> tuple[Ragged, Ragged, Tokenizer, dict]:
+def _tokenised(
+    config: HubDataConfig, folder: Path, given: Tokenizer | None, tables: list[Any], column: str
+) -> tuple[Ragged, Ragged, Tokenizer, dict]:
     """The documents of both splits with marks around them, the tokenizer and the record, from the cache or made anew."""
-    table = load_table(str(config.path), split=config.split, subset=config.subset)
-    val_table = None
-    if config.val_split is not None:
-        val_table = load_table(str(config.path), split=config.val_split, subset=config.subset, key="val_split")
-    column = _text_column(table, config)
-    learnt = config.tokenizer if config.tokenizer == "char" else f"bpe{config.bpe_vocab_size}"
-    word = learnt if tokenizer is None else fingerprint(tokenizer)
-    prints = [getattr(one, "_fingerprint", None) for one in (table, val_table)]  # datasets' own: of files and revision
-    key = hashlib.sha256(json.dumps([FORMAT, prints, column, word, config.val_fraction]).encode()).hexdigest()[:16]
-    path = folder / f"hf-{key}.bin"
-
-    def build() -> dict[str, Any]:
-        return _build(path, config, _texts(table, val_table, column, config), tokenizer)
-
-    record = cached(path, str(config.path), lambda _: True, build)  # the file's name says what it is of
+    given = given or find_tokenizer(config.tokenizer)
+    word = fingerprint(given) if given else [config.tokenizer, config.bpe_vocab_size]
+    files = [(len(table), [file["filename"] for file in table.cache_files]) for table in tables if table is not None]
+    key = json.dumps([FORMAT, files, config.split, config.val_split, column, word, config.val_fraction])  # files change names
+    path = folder / f"hf-{hashlib.sha256(key.encode()).hexdigest()[:16]}.bin"
+    record, tokenizer = cached(path, str(config.path), lambda: _build(path, config, tables, column, given))
     lengths = np.array(record["lengths"], np.int64)
     values = TokenArray(path, record["dtype"], 0, int(lengths.sum()))
     starts, cut = np.cumsum(lengths) - lengths, record["splits"]["train"]["documents"]
     both = [Ragged(values, starts[part], lengths[part]) for part in (slice(0, cut), slice(cut, None))]
-    return both[0], both[1], from_dict(record["tokenizer"]), record
+    return both[0], both[1], tokenizer, record
 
 
-def _text_column(table: Any, config: HubDataConfig) -> str:
-    if config.text_column is not None:
-        return column_of(table, config.text_column, "text_column")
-    if "text" not in table.column_names and len(table.column_names) != 1:
-        raise ConfigError(f"data.text_column=null must name a column of the data, which has: {', '.join(table.column_names)}")
-    return "text" if "text" in table.column_names else table.column_names[0]
-
-
-def _documents(table: Any, column: str, rows: np.ndarray) -> Iterator[str]:
-    """The documents of these rows that are not blank, read from the table when they are asked for."""
-    for start in range(0, len(rows), DOCUMENTS_AT_ONCE):
-        for text in table[rows[start : start + DOCUMENTS_AT_ONCE]][column]:
-            if text is not None and not isinstance(text, str):
-                raise ConfigError(f"data.text_column={column} holds no texts but {type(text).__name__}")
-            if text and not text.isspace():
-                yield text
-
-
-def _texts(table: Any, val_table: Any, column: str, config: HubDataConfig) -> Texts:
-    """The documents of both splits, as often as they are asked for."""
-    if val_table is not None:
-        column_of(val_table, column, "text_column")
-        tables = {"train": table, "val": val_table}
-        return {split: partial(_documents, one, column, np.arange(len(one))) for split, one in tables.items()}
-    try:
-        train, val = hold_out(range(len(table)), config.val_fraction)
-    except ValueError:
-        raise ConfigError(
-            f"data.path={config.path} has {len(table)} documents, too few for a training and a validation split"
-        ) from None
-    return {"train": partial(_documents, table, column, train), "val": partial(_documents, table, column, val)}
-
-
-def _build(path: Path, config: HubDataConfig, texts: Texts, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _build(path: Path, config: HubDataConfig, tables: list[Any], column: str, given: Tokenizer | None) -> dict[str, Any]:
     """Write the documents of both splits to ``path``; returns the record of it."""
-    if tokenizer is None:
-        marks = ("eos",) if config.tokenizer == "char" else ()  # byte-level BPE has its <|endoftext|>
-        tokenizer = train_tokenizer(config.tokenizer, texts["train"](), vocab_size=config.bpe_vocab_size, marks=marks)
-    marks_of = tokenizer.mark_ids
-    if not marks_of.keys() & {"bos", "eos"}:
-        raise ConfigError(f"data={config.name} needs a tokenizer with a bos or eos token, which ends a document")
-    first, last = marks_of.get("bos", marks_of.get("eos")), marks_of.get("eos", marks_of.get("bos"))
-    encode_batch = tokenizer.encode_batch
-    lengths: dict[str, list[int]] = {split: [] for split in texts}
+    table, val_table = tables
+    if val_table is None:
+        train, val = held_out(range(len(table)), config.val_fraction, f"data.path={config.path}")
+    else:
+        train, val = np.arange(len(table)), np.arange(len(val_table))
+    rows = {"train": (table, train), "val": (table if val_table is None else val_table, val)}
+    tokenizer = tokenizer_of(config, given, _documents(*rows["train"], column), learned_marks(config))
+    first, last = marks_around(tokenizer, f"data={config.name}")
+    lengths: dict[str, list[int]] = {"train": [], "val": []}
 
     def marked() -> Iterator[tuple[str, str, np.ndarray]]:
-        for split, documents in texts.items():
-            supply = documents()
-            while batch := list(islice(supply, DOCUMENTS_AT_ONCE)):
-                for text, ids in zip(batch, encode_batch(batch), strict=True):
-                    lengths[split].append(len(ids) + 2)
-                    yield split, text, np.concatenate([[first], ids, [last]])
-            if not lengths[split]:
-                raise ConfigError(f"data.path={config.path} has no document for the {split} split: all of them are blank")
+        pieces = ((split, text) for split in rows for text in _documents(*rows[split], column))
+        for split, text, ids in encoded(tokenizer, pieces, DOCUMENTS_AT_ONCE):
+            lengths[split].append(len(ids) + 2)
+            yield split, text, np.concatenate([[first], ids, [last]])
 
     record = write_ids(path, tokenizer, marked())
     for split, counted in record["splits"].items():
         counted["documents"] = len(lengths[split])
-    return {**record, "tokenizer": tokenizer.to_dict(), "lengths": lengths["train"] + lengths["val"]}
+        if not lengths[split]:
+            raise ConfigError(f"data.path={config.path} has no document for the {split} split: all of them are blank")
+    return {**record, "lengths": lengths["train"] + lengths["val"]}
+
+
+def _documents(table: Any, rows: np.ndarray, column: str) -> Iterator[str]:
+    """The documents of these rows, read when they are needed."""
+    for start in range(0, len(rows), DOCUMENTS_AT_ONCE):
+        yield from not_blank(table[rows[start : start + DOCUMENTS_AT_ONCE]][column], column)
+
+
+def not_blank(texts: Iterable[Any], column: str) -> Iterator[str]:
+    """The texts that have more than white space.
+
+    Raises:
+        ConfigError: something is no text.
+    """
+    for text in texts:
+        if text is not None and not isinstance(text, str):
+            raise ConfigError(f"data.text_column={column} must have texts, got {type(text).__name__}")
+        if text and not text.isspace():
+            yield text
+
+
+def learned_marks(config: TokenizedDataConfig) -> tuple[str, ...]:
+    """The marks that a tokenizer for documents learns; byte-level BPE has its own end mark."""
+    return ("eos",) if config.tokenizer == "char" else ()
+
+
+def marks_around(tokenizer: Tokenizer, name: str) -> tuple[int, int]:
+    """The ids before and behind a document: bos and eos, or the one of them that there is.
+
+    Raises:
+        ConfigError: the tokenizer has neither.
+    """
+    marks = tokenizer.mark_ids
+    if not marks.keys() & {"bos", "eos"}:
+        raise ConfigError(f"{name} needs a tokenizer with a bos or eos token, which ends a document")
+    return marks.get("bos", marks.get("eos", 0)), marks.get("eos", marks.get("bos", 0))

@@ -2,88 +2,130 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from minitx.config import ConfigError, ImageDataConfig
-from minitx.data.addressing import VALIDATION_SEED, Batch, generator
+from minitx.config import ConfigError, DigitsDataConfig, ImageDataConfig
+from minitx.data.addressing import VALIDATION_SEED, generator
 from minitx.data.baselines import majority_accuracy
-from minitx.data.examples import Draw, Examples, Task
-from minitx.data.hub import column_of, load_table
+from minitx.data.tables import column_of, labels_of, load_tables
+from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer
 
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
 """Modes of PIL that become grey or RGB without loss of range; the others hold floats or 16 and 32 bits."""
 
 
-class LabelledImages(Examples):
-    """Images with a label each: ``pixel_values`` (B, C, H, W) float32 in [0, 1], ``labels`` (B,).
+class LabelledImages:
+    """Images with a label each: ``pixel_values`` (C, H, W) float32 in [0, 1], ``labels`` ().
 
     Args:
-        pixels: (N, C, H, W) uint8. largest: the value of a full pixel, which becomes 1.
+        pixels: ``pixels[i]`` is (C, H, W) uint8: an array, or ``Pictures``.
         labels: (N,).
+        largest: the value of a full pixel, which becomes 1.
         shift: an image is moved by up to so many pixels in both directions, drawn anew each time; 0 leaves it in place.
             What comes in is 0.
     """
 
-    def __init__(self, pixels: np.ndarray, labels: np.ndarray, *, largest: int, shift: int = 0) -> None:
+    def __init__(self, pixels: np.ndarray | Pictures, labels: np.ndarray, *, largest: int, shift: int = 0) -> None:
         self.pixels, self.labels, self.largest, self.shift = pixels, labels.astype(np.int64), largest, shift
-        self.lengths = self.targets = np.ones(len(labels), np.int64)
 
-    def collate(self, index: np.ndarray, draw: Draw) -> Batch:
-        """See ``Examples``."""
-        pixels, margin = self.pixels[index], self.shift
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def num_targets(self, row: int) -> int:
+        """See ``Task``."""
+        return 1
+
+    def row(self, row: int, random: np.random.Generator) -> dict[str, Any]:
+        """See ``Task``."""
+        pixels, margin = self.pixels[row], self.shift
         if margin:
-            (height, width), framed = pixels.shape[2:], np.pad(pixels, ((0, 0), (0, 0), (margin, margin), (margin, margin)))
-            corners = [draw(row).integers(2 * margin + 1, size=2) for row in range(len(index))]
-            pixels = np.stack([image[:, y : y + height, x : x + width] for image, (y, x) in zip(framed, corners, strict=True)])
-        values = torch.from_numpy(pixels.astype(np.float32) / np.float32(self.largest))
-        return {"pixel_values": values, "labels": torch.from_numpy(self.labels[index])}
+            (height, width), framed = pixels.shape[1:], np.pad(pixels, ((0, 0), (margin, margin), (margin, margin)))
+            y, x = random.integers(2 * margin + 1, size=2)
+            pixels = framed[:, y : y + height, x : x + width]
+        return {"pixel_values": pixels.astype(np.float32) / np.float32(self.largest), "labels": self.labels[row]}
 
 
-def load_images(config: ImageDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
+class Pictures:
+    """The images of a table, decoded when they are asked for. The first one decides the size, and grey or colour.
+
+    Args:
+        table: a ``datasets.Dataset``.
+        rows: the rows of it that count.
+        column: of the images.
+        size: resize to a square of so many pixels; ``None`` leaves them as they are.
+        like: other images, to be of their size and kind.
+    """
+
+    def __init__(self, table: Any, rows: np.ndarray, column: str, size: int | None, like: Pictures | None = None) -> None:
+        self.table, self.rows, self.column, self.size = table, rows, column, size
+        self.mode: str = like.mode if like else "L" if self._picture(0).mode in ("1", "L") else "RGB"
+        self.shape: tuple[int, ...] = like.shape if like else self._pixels(0).shape  # (C, H, W)
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        pixels = self._pixels(row)
+        if pixels.shape != self.shape:
+            (_, h, w), (_, h2, w2) = self.shape, pixels.shape
+            raise ConfigError(
+                f"data.image_size=null: images have {h}x{w} and {h2}x{w2} pixels; give the size to resize them to"
+            )
+        return pixels
+
+    def _pixels(self, row: int) -> np.ndarray:
+        image = self._picture(row).convert(self.mode)
+        image = image if self.size is None else image.resize((self.size, self.size))
+        return np.atleast_3d(np.asarray(image)).transpose(2, 0, 1)  # (C, H, W)
+
+    def _picture(self, row: int) -> Any:
+        image = self.table[int(self.rows[row])][self.column]
+        if not hasattr(image, "convert"):
+            raise ConfigError(f"data.image_column={self.column} must have images, got {type(image).__name__}")
+        if image.mode not in EIGHT_BITS:
+            raise ConfigError(
+                f"data.image_column={self.column} has an image of mode {image.mode}, whose values may not fit 8 bits; convert it "
+                "to 8 bits a channel"
+            )
+        return image
+
+
+def load_images(config: DigitsDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
     """The images that ``config`` names, with a part of every class (or ``val_split``) held out.
 
     Raises:
-        ConfigError: a package, the data or a column is missing; images differ in size.
+        ConfigError: a package, the data or a column is missing; images are no squares.
     """
-    pixels, labels, names = _digits() if config.name == "digits" else _table(config, "split")
-    if config.val_split is None:
-        train, val = stratified(labels, config.val_fraction)
-        val_pixels, val_labels = pixels[val], labels[val]
+    if isinstance(config, ImageDataConfig):
+        name, largest = f"data.path={config.path}", 255
+        train_pixels, labels, val_pixels, val_labels, names = _tables(config)
     else:
-        train = np.arange(len(labels))
-        val_pixels, val_labels, val_names = _table(config, "val_split")
-        if val_names != names:
-            raise ConfigError(f"data.val_split={config.val_split} has other labels than data.split={config.split}")
-    if not len(train) or not len(val_labels):
-        raise ConfigError(f"data.val_fraction={config.val_fraction} leaves a split of {len(labels)} images empty")
-    channels, height, width = pixels.shape[1:]
-    if height != width or val_pixels.shape[1:] != pixels.shape[1:]:
-        raise ConfigError(
-            f"data.path={config.path} has images of {height}x{width} pixels; make them squares: data.image_size=SIZE"
-        )
+        name, largest = "data=digits", 16
+        train_pixels, labels, val_pixels, val_labels, names = _digits(config)
+    channels, height, width = train_pixels.shape[-3:]
+    if height != width:
+        raise ConfigError(f"{name} has images of {height}x{width} pixels, which must be squares: data.image_size=SIZE")
     if config.shift >= height:
-        raise ConfigError(
-            f"data.shift={config.shift} must be less than the {height} pixels of an image, or nothing is left of it"
-        )
-    largest = 16 if config.name == "digits" else 255
+        raise ConfigError(f"data.shift={config.shift} must be less than the {height} pixels of an image")
     return Task(
+        name=name,
         kind="classify",
-        train=LabelledImages(pixels[train], labels[train], largest=largest, shift=config.shift),
+        train=LabelledImages(train_pixels, labels, largest=largest, shift=config.shift),
         val=LabelledImages(val_pixels, val_labels, largest=largest),
         model_fields={"num_labels": len(names), "image_size": height, "num_channels": channels},
         label_names=names,
-        baselines=lambda: {"majority_accuracy": majority_accuracy(labels[train], val_labels)},
+        baselines=lambda: {"majority_accuracy": majority_accuracy(labels, val_labels)},
+        chance=1 / len(names),
     )
 
 
 def stratified(labels: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of both splits, the same whatever the run's seed: ``fraction`` of every label's rows, rounded, are held out."""
+    """Rows of both splits, the same whatever the run's seed: ``fraction`` of every label's rows, rounded, are held out.
+
+    Raises:
+        ConfigError: a split would be empty.
+    """
     random = generator(VALIDATION_SEED, "stratified")
     train, val = [], []
     for label in np.unique(labels):
@@ -91,53 +133,36 @@ def stratified(labels: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndar
         count = round(fraction * len(rows))
         val.append(rows[:count])
         train.append(rows[count:])
-    return np.sort(np.concatenate(train)), random.permutation(np.concatenate(val))
+    found = np.sort(np.concatenate(train)), random.permutation(np.concatenate(val))
+    if not all(map(len, found)):
+        raise ConfigError(f"data.val_fraction={fraction} leaves a split of {len(labels)} images empty")
+    return found
 
 
-def _digits() -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+Both = tuple[Any, np.ndarray, Any, np.ndarray, tuple[str, ...]]
+"""Images and labels of training, of validation, and the names of the labels."""
+
+
+def _digits(config: DigitsDataConfig) -> Both:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
         raise ConfigError("data=digits needs the package scikit-learn: pip install minitx[vision]") from None
     digits = load_digits()
-    return digits.images[:, None].astype(np.uint8), digits.target, tuple("0123456789")
+    pixels, labels = digits.images[:, None].astype(np.uint8), digits.target
+    train, val = stratified(labels, config.val_fraction)
+    return pixels[train], labels[train], pixels[val], labels[val], tuple("0123456789")
 
 
-def _table(config: ImageDataConfig, key: str) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
-    """Pixels (N, C, H, W) uint8, labels (N,) and their names of the split ``config.key``, which ``datasets`` reads."""
-    split = getattr(config, key)
-    table = load_table(str(config.path), split=split, subset=config.subset, key=key)
-    images = table[column_of(table, config.image_column, "image_column")]
-    values = list(table[column_of(table, config.label_column, "label_column")])
-    if not values or not all(isinstance(value, int | str) for value in values):
-        raise ConfigError(f"data.label_column={config.label_column} of data.{key}={split} does not hold a label for each image")
-    names = getattr(table.features[config.label_column], "names", None)  # values are numbers of these, if there are any
-    labels = np.unique(values, return_inverse=True)[1] if names is None else np.array(values)
-    if labels.min() < 0:
-        raise ConfigError(f"data.{key}={split} has images without a label (-1 in data.label_column={config.label_column})")
-    names = sorted(set(values)) if names is None else names
-    return _pixels(images, config), labels, tuple(map(str, names))
-
-
-def _pixels(images: Sequence[Any], config: ImageDataConfig) -> np.ndarray:
-    arrays, mode = [], None
-    for image in images:
-        if not hasattr(image, "convert"):
-            raise ConfigError(f"data.image_column={config.image_column} holds no images but {type(image).__name__}")
-        if image.mode not in EIGHT_BITS:
-            raise ConfigError(
-                f"data.image_column={config.image_column} has an image of mode {image.mode}, whose values need not fit 8 bits "
-                "or be numbers at all; convert it to 8 bits a channel"
-            )
-        mode = mode or ("L" if image.mode in ("1", "L") else "RGB")
-        image = image.convert(mode)
-        if config.image_size is not None:
-            image = image.resize((config.image_size, config.image_size))
-        arrays.append(np.atleast_3d(np.asarray(image)).transpose(2, 0, 1))  # (C, H, W)
-    sizes = sorted({array.shape[1:] for array in arrays})
-    if len(sizes) > 1:
-        (h, w), (h2, w2) = sizes[0], sizes[-1]
-        raise ConfigError(
-            f"data.path={config.path} has images of {h}x{w} and of {h2}x{w2} pixels; make them alike: data.image_size=SIZE"
-        )
-    return np.stack(arrays)
+def _tables(config: ImageDataConfig) -> Both:
+    table, val_table = load_tables(config)
+    labels, names = labels_of(table, config.label_column)
+    if val_table is None:
+        train, val = stratified(labels, config.val_fraction)
+        val_table, val_labels = table, labels[val]
+    else:
+        val_labels, _ = labels_of(val_table, config.label_column, names)
+        train, val = np.arange(len(labels)), np.arange(len(val_labels))
+    column = column_of(table, config.image_column, "image_column")
+    pictures = Pictures(table, train, column, config.image_size)
+    return pictures, labels[train], Pictures(val_table, val, column, config.image_size, pictures), val_labels, names

@@ -6,62 +6,52 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from minitx.config import IGNORED, ConfigError, MaskedDataConfig
-from minitx.data.addressing import Batch
 from minitx.data.baselines import unigram_nll
-from minitx.data.examples import Draw, Examples, Ragged, Task
+from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer, require_marks
-from minitx.data.tokens import TokenArray, tokenised
+from minitx.data.tokens import TokenArray, corpus_name, tokenised
 
 MARKS = ("pad", "mask")
 
 
-class MaskedExamples(Examples):
+class MaskedRows:
     """Consecutive rows of ``context_len`` tokens of a split (the last may be shorter), some of them hidden.
 
-    Of a row's n tokens max(1, round(n · mask_fraction)) are chosen at random and become labels; of the chosen ones 80 %
-    show ``mask_id``, 10 % a random token of the text's vocabulary and 10 % stay. All other labels are −100.
+    Of a row's n tokens, max(1, round(n · mask_fraction)) are chosen at random and become labels. Of the chosen ones, 80 % show
+    ``mask_id``, 10 % a random token of the text's vocabulary, and 10 % themselves. All other labels are −100.
 
     Args:
         tokens: the split.
-        context_len: tokens a row.
-        mask_fraction: of the tokens of a row that are asked for.
-        mask_id, pad_id: of the vocabulary.
+        context_len: tokens of a row.
+        mask_fraction: the part of a row's tokens that is asked for.
+        mask_id: of the vocabulary.
         replacements: (R,) the ids that a random token is drawn from: all but marks.
     """
 
     def __init__(
-        self,
-        tokens: TokenArray,
-        *,
-        context_len: int,
-        mask_fraction: float,
-        mask_id: int,
-        pad_id: int,
-        replacements: np.ndarray,
+        self, tokens: TokenArray, *, context_len: int, mask_fraction: float, mask_id: int, replacements: np.ndarray
     ) -> None:
-        starts = np.arange(0, len(tokens), context_len)
-        self.lengths = np.minimum(context_len, len(tokens) - starts)
-        self.targets = np.maximum(1, np.rint(self.lengths * mask_fraction).astype(np.int64))
-        self.text = Ragged(tokens, starts, self.lengths)
-        self.mask_id, self.pad_id, self.replacements = mask_id, pad_id, replacements
+        self.tokens, self.context_len, self.mask_fraction = tokens, context_len, mask_fraction
+        self.mask_id, self.replacements = mask_id, replacements
 
-    def collate(self, index: np.ndarray, draw: Draw) -> Batch:
-        """See ``Examples``."""
-        ids, key_mask = self.text.padded(index, self.pad_id)
-        drawn = np.ones((3, *ids.shape))  # which are chosen, what they show, which other token
-        for row, length in enumerate(self.lengths[index]):
-            drawn[:, row, :length] = draw(row).random((3, length))
-        chosen = drawn[0].argsort(axis=1).argsort(axis=1) < self.targets[index, None]  # (B, L)
-        others = self.replacements[(drawn[2] * len(self.replacements)).astype(np.int64) % len(self.replacements)]
-        shown = np.select([chosen & (drawn[1] < 0.8), chosen & (drawn[1] < 0.9)], [self.mask_id, others], ids.numpy())
-        return {
-            "input_ids": torch.from_numpy(shown),
-            "key_mask": key_mask,
-            "labels": ids.masked_fill(torch.from_numpy(~chosen), IGNORED),
-        }
+    def __len__(self) -> int:
+        return -(-len(self.tokens) // self.context_len)
+
+    def num_targets(self, row: int) -> int:
+        """See ``Task``."""
+        length = min(self.context_len, len(self.tokens) - row * self.context_len)
+        return max(1, round(length * self.mask_fraction))
+
+    def row(self, row: int, random: np.random.Generator) -> dict[str, np.ndarray]:
+        """See ``Task``."""
+        ids = self.tokens.array[row * self.context_len : (row + 1) * self.context_len].astype(np.int64)
+        order, shows, other = random.random((3, len(ids)))
+        chosen = order.argsort().argsort() < self.num_targets(row)
+        others = self.replacements[(other * len(self.replacements)).astype(np.int64) % len(self.replacements)]
+        shown = np.select([chosen & (shows < 0.8), chosen & (shows < 0.9)], [self.mask_id, others], ids)
+        return {"input_ids": shown, "labels": np.where(chosen, ids, IGNORED)}
 
 
 def load_masked(config: MaskedDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
@@ -77,15 +67,16 @@ def load_masked(config: MaskedDataConfig, folder: Path, tokenizer: Tokenizer | N
         "context_len": config.context_len,
         "mask_fraction": config.mask_fraction,
         "mask_id": mask_id,
-        "pad_id": pad_id,
         "replacements": np.setdiff1d(np.arange(vocab_size), list(text.tokenizer.mark_ids.values())),
     }
     if not len(text.val) or not len(text.train):
-        raise ConfigError(f"data.val_fraction={config.val_fraction} leaves a split of data=masked without a token")
+        raise ConfigError(f"data.val_fraction={config.val_fraction} leaves a split of {corpus_name(config)} without a token")
     return Task(
+        name=corpus_name(config),
         kind="masked_lm",
-        train=MaskedExamples(text.train, **options),
-        val=MaskedExamples(text.val, **options),
+        train=MaskedRows(text.train, **options),
+        val=MaskedRows(text.val, **options),
+        pad={"input_ids": pad_id},
         tokenizer=text.tokenizer,
         model_fields={"vocab_size": vocab_size, "pad_id": pad_id},
         baselines=lambda: {

@@ -1,22 +1,19 @@
-"""Sequence to sequence: pairs of texts in one vocabulary, and where the pairs come from (dates, verses, files)."""
+"""Sequence to sequence: pairs of texts in one vocabulary, from dates, verses, a table or two files."""
 
 from __future__ import annotations
 
-import csv
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from minitx.config import IGNORED, ConfigError, DatesDataConfig, PairsDataConfig
-from minitx.data.addressing import Batch
+from minitx.config import ConfigError, DatesDataConfig, PairsDataConfig, VersesDataConfig
 from minitx.data.bible import read_verses
-from minitx.data.corpus import check_file
 from minitx.data.dates import date_pairs
-from minitx.data.examples import Draw, Examples, Ragged, Task, hold_out
+from minitx.data.tables import held_out, load_table, load_tables, texts_of
+from minitx.data.task import Task, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, require_marks, train_tokenizer
 
 log = logging.getLogger(__name__)
@@ -24,176 +21,121 @@ MARKS = ("pad", "bos", "eos")
 Pairs = list[tuple[str, str]]
 
 
-class PairExamples(Examples):
-    """Pairs as batches for teacher forcing. For a source s_1 … s_n and a target t_1 … t_m:
+def load_pairs(config: DatesDataConfig | VersesDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
+    """The sequence-to-sequence task that ``config`` names. For a source s_1 … s_n and a target t_1 … t_m:
 
         input_ids          s_1 … s_n                key_mask          True where real
         decoder_input_ids  bos t_1 … t_m            decoder_key_mask  True where real
         labels             t_1 … t_m eos            −100 behind the end
 
-    Args:
-        sources, targets: ids of the texts.
-        pad_id, bos_id, eos_id: of the vocabulary that both sides share.
-    """
-
-    def __init__(
-        self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], *, pad_id: int, bos_id: int, eos_id: int
-    ) -> None:
-        self.pad_id, self.bos_id = pad_id, bos_id
-        self.sources = Ragged.of(sources)
-        self.outputs = Ragged.of([np.append(target, eos_id) for target in targets])
-        self.lengths, self.targets = self.sources.lengths + self.outputs.lengths, self.outputs.lengths
-
-    def collate(self, index: np.ndarray, draw: Draw) -> Batch:
-        """See ``Examples``; nothing is drawn."""
-        input_ids, key_mask = self.sources.padded(index, self.pad_id)
-        outputs, real = self.outputs.padded(index, self.pad_id)
-        shifted = torch.cat([torch.full_like(outputs[:, :1], self.bos_id), outputs[:, :-1]], dim=1)
-        return {
-            "input_ids": input_ids,
-            "key_mask": key_mask,
-            "decoder_input_ids": shifted.masked_fill(~real, self.pad_id),
-            "decoder_key_mask": real,
-            "labels": outputs.masked_fill(~real, IGNORED),
-        }
-
-
-def load_pairs(config: DatesDataConfig | PairsDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
-    """The sequence-to-sequence task that ``config`` names.
-
     Raises:
-        ConfigError: a package is missing, a file does not hold pairs, or no pair is left for a split.
+        ConfigError: a package is missing, a file has no pairs, or no pair is left for a split.
     """
-    train, val = _both_splits(config)
-    if tokenizer is None:
-        texts = (side for pair in train for side in pair)
-        if isinstance(config, DatesDataConfig):
-            tokenizer = train_tokenizer("char", texts, marks=MARKS)
-        else:
-            tokenizer = train_tokenizer(config.tokenizer, texts, vocab_size=config.bpe_vocab_size, marks=MARKS)
+    pairs = _both_splits(config)
+    texts = (side for pair in pairs[0] for side in pair)
+    if isinstance(config, DatesDataConfig):
+        tokenizer = tokenizer or train_tokenizer("char", texts, vocab_size=0, marks=MARKS)
+        longest = (config.max_tokens, config.max_tokens)
+    else:
+        tokenizer = tokenizer_of(config, tokenizer, texts, MARKS)
+        longest = (config.max_source_len, config.max_target_len)
     pad_id, bos_id, eos_id = require_marks(tokenizer, *MARKS)
-    marks = {"pad_id": pad_id, "bos_id": bos_id, "eos_id": eos_id}
-    longest = (
-        (config.max_tokens,) * 2 if isinstance(config, DatesDataConfig) else (config.max_source_len, config.max_target_len)
-    )
-    _, train_examples = _examples(train, tokenizer, marks, longest, config)
-    kept_val, val_examples = _examples(val, tokenizer, marks, longest, config)
-    both = (train_examples, val_examples)
-    left_out = len(train) + len(val) - len(train_examples) - len(val_examples)
+    (_, train), (kept_val, val) = (_rows(part, tokenizer, longest, config.name) for part in pairs)
+    count, left_out = len(pairs[0]) + len(pairs[1]), len(pairs[0]) + len(pairs[1]) - len(train) - len(val)
     if left_out:
-        log.info("left out %d of %d pairs: longer than the config allows", left_out, len(train) + len(val))
+        log.info("left out %d of %d pairs: longer than the config allows", left_out, count)
+    fields = {"vocab_size": tokenizer.vocab_size, "pad_id": pad_id, "bos_id": bos_id, "eos_id": eos_id}
+    for name, key in (("max_source_len", "input_ids"), ("max_target_len", "labels")):
+        fields[name] = max(len(row[key]) for row in [*train, *val])
     return Task(
+        name=f"data.path={config.path}" if isinstance(config, PairsDataConfig) else f"data={config.name}",
         kind="seq2seq",
-        train=train_examples,
-        val=val_examples,
+        train=train,
+        val=val,
+        pad={"input_ids": pad_id, "decoder_input_ids": pad_id},
+        bucket=config.bucket,
         tokenizer=tokenizer,
-        model_fields={
-            "vocab_size": tokenizer.vocab_size,
-            **marks,
-            "max_source_len": max(int(examples.sources.lengths.max()) for examples in both),
-            "max_target_len": max(int(examples.outputs.lengths.max()) for examples in both),
-        },
+        model_fields=fields,
         val_examples=kept_val,
         baselines=lambda: {"copy_exact_match": float(np.mean([source == target for source, target in kept_val]))},
     )
 
 
-def _examples(
-    pairs: Pairs, tokenizer: Tokenizer, marks: dict[str, int], longest: tuple[int, int], config: Any
-) -> tuple[Pairs, PairExamples]:
-    """The pairs that are short enough (an empty side has nothing to say), as texts and as examples."""
-    sources, targets = (tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (0, 1))
-    fits = [0 < len(s) <= longest[0] and 0 < len(t) < longest[1] for s, t in zip(sources, targets, strict=True)]
-    kept = np.flatnonzero(fits)
-    if not len(kept):
+def _rows(pairs: Pairs, tokenizer: Tokenizer, longest: tuple[int, int], name: str) -> tuple[Pairs, list[dict[str, np.ndarray]]]:
+    """The pairs that are short enough and have no empty side, as texts and as rows."""
+    bos, eos = ([tokenizer.mark_ids[mark]] for mark in ("bos", "eos"))
+    kept, rows = [], []
+    sides = [tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (0, 1)]
+    for pair, s, t in zip(pairs, *sides, strict=True):
+        if 0 < len(s) <= longest[0] and 0 < len(t) < longest[1]:
+            kept.append(pair)
+            rows.append({"input_ids": s, "decoder_input_ids": np.append(bos, t), "labels": np.append(t, eos)})
+    if not kept:
         raise ConfigError(
             f"data.max_source_len={longest[0]} and data.max_target_len={longest[1]} leave none of the {len(pairs)} pairs of "
-            f"a split of data={config.name}"
+            f"a split of data={name}"
         )
-    return [pairs[i] for i in kept], PairExamples([sources[i] for i in kept], [targets[i] for i in kept], **marks)
+    return kept, rows
 
 
-def _both_splits(config: DatesDataConfig | PairsDataConfig) -> tuple[Pairs, Pairs]:
+def _both_splits(config: DatesDataConfig | VersesDataConfig) -> tuple[Pairs, Pairs]:
     if isinstance(config, DatesDataConfig):
         return date_pairs(config)
-    if config.name == "verses":
+    if isinstance(config, PairsDataConfig):
+        pairs, val_pairs = (_files if config.target_path else _columns)(config)
+        if val_pairs is not None:
+            return pairs, val_pairs
+        groups: list[Any] = [source for source, _ in pairs]
+    else:
         old, new = (read_verses(version, needed_by="data=verses") for version in ("kjv", "web"))
         shared = [verse for verse in old if verse in new]
         pairs, groups = [(old[verse], new[verse]) for verse in shared], [verse // 1000 for verse in shared]
-        return _split(pairs, groups, config, "data=verses")
-    pairs = read_pairs(config, "path", "target_path")
-    if config.val_path is not None:
-        return pairs, read_pairs(config, "val_path", "val_target_path")
-    return _split(pairs, [source for source, _ in pairs], config, f"data.path={config.path}")
-
-
-def _split(pairs: Pairs, groups: Sequence[Any], config: PairsDataConfig, said: str) -> tuple[Pairs, Pairs]:
-    try:
-        train, val = hold_out(groups, config.val_fraction)
-    except ValueError:
-        raise ConfigError(
-            f"{said} has {len(set(groups))} different sources, too few for a training and a validation split"
-        ) from None
+    train, val = held_out(groups, config.val_fraction, f"data.path={getattr(config, 'path', None)}")
     return [pairs[i] for i in train], [pairs[i] for i in val]
 
 
-def read_pairs(config: PairsDataConfig, key: str, target_key: str) -> Pairs:
-    """The pairs of ``config.key`` (two columns) or of ``config.key`` and ``config.target_key`` (lines), both sides not blank.
+def _files(config: PairsDataConfig) -> tuple[Pairs, Pairs | None]:
+    """The lines of two files, which belong together, for each split."""
 
-    Raises:
-        ConfigError: a file is missing, empty, no UTF-8, or has no two columns; the files differ in length.
-    """
-    name, target_name = getattr(config, key), getattr(config, target_key)
-    if target_name is None:
-        pairs = _columns(config, key)
-    else:
-        sources, targets = (_read(name, k, _lines) for name, k in ((name, key), (target_name, target_key)))
-        if len(sources) != len(targets):
+    def read(key: str, target_key: str) -> Pairs:
+        names = [str(getattr(config, name)) for name in (key, target_key)]
+        sides = [
+            texts_of(load_table(name, key=k, kind="text"), "text", k) for name, k in zip(names, (key, target_key), strict=True)
+        ]
+        if len(sides[0]) != len(sides[1]):
             raise ConfigError(
-                f"data.{target_key}={target_name} has {len(targets)} lines, but data.{key}={name} has {len(sources)}: "
+                f"data.{target_key}={names[1]} has {len(sides[1])} lines, but data.{key}={names[0]} has {len(sides[0])}: "
                 "line n of one must belong to line n of the other"
             )
-        pairs = list(zip(sources, targets, strict=True))
-    pairs = [(source.strip(), target.strip()) for source, target in pairs if source.strip() and target.strip()]
-    if not pairs:
-        raise ConfigError(f"data.{key}={name} has no pair without a blank side")
-    return pairs
+        return _not_blank(sides, f"data.{key}={names[0]}")
+
+    return read("path", "target_path"), read("val_path", "val_target_path") if config.val_path else None
 
 
-def _columns(config: PairsDataConfig, key: str) -> Pairs:
-    """The two columns of a file: csv, or separated by tabs without quotes."""
-    name = getattr(config, key)
-    is_csv = Path(name).suffix.lower() == ".csv"
-    rows = _read(name, key, lambda file: list(csv.reader(file)) if is_csv else [line.split("\t") for line in _lines(file)])
-    places, start = [0, 1], 0
-    if config.source_column is not None:
-        places, start = [], 1
-        for column in ("source_column", "target_column"):
-            wanted = getattr(config, column)
-            if wanted not in rows[0]:
-                raise ConfigError(f"data.{column}={wanted} is no column of {name}, which has: {', '.join(rows[0])}")
-            places.append(rows[0].index(wanted))
-    for number, row in enumerate(rows[start:], start=start + 1):
-        if row and any(row) and len(row) <= max(places):
-            between = "commas" if is_csv else "tabs"
+def _columns(config: PairsDataConfig) -> tuple[Pairs, Pairs | None]:
+    """Two columns of a table for each split."""
+    header = config.source_column is not None
+    wanted = [config.source_column, config.target_column] if header else [0, 1]
+    name = f"data.path={config.path}"
+
+    def read(table: Any) -> Pairs:
+        names = wanted if header else table.column_names[:2]
+        if len(names) < 2:
             raise ConfigError(
-                f"data.{key}={name} has {len(row)} columns in row {number}, but two are needed, separated by {between} "
-                "(or give the file of the targets: data.target_path=FILE)"
+                f"{name} has one column, but two are needed, separated by tabs (in .csv by commas), or give the file of the "
+                "targets: data.target_path=FILE"
             )
-    first, second = places
-    return [(row[first], row[second]) for row in rows[start:] if row and any(row)]
+        keys = ("source_column", "target_column")
+        sides = [texts_of(table, column, key) for column, key in zip(names, keys, strict=True)]
+        return _not_blank(sides, name)
+
+    kind = "csv" if Path(str(config.path)).suffix.lower() == ".txt" else None
+    table, val_table = load_tables(config, texts=wanted, header=header, kind=kind)
+    return read(table), None if val_table is None else read(val_table)
 
 
-def _lines(file: Any) -> list[str]:
-    return [line.rstrip("\n") for line in file]
-
-
-def _read(name: str, key: str, parse: Callable[[Any], Any]) -> Any:
-    wanted = "a UTF-8 file of texts, one a line, or of two columns"
-    try:
-        with check_file(name, key, wanted).open(encoding="utf-8-sig", newline=None) as file:
-            return parse(file)
-    except UnicodeDecodeError:
-        raise ConfigError(f"data.{key}={name} is not UTF-8; convert it to UTF-8") from None
-    except csv.Error as error:
-        raise ConfigError(f"data.{key}={name} is no csv file: {error}") from None
+def _not_blank(sides: Sequence[Sequence[str]], name: str) -> Pairs:
+    pairs = [(s.strip(), t.strip()) for s, t in zip(*sides, strict=True) if s.strip() and t.strip()]
+    if not pairs:
+        raise ConfigError(f"{name} has no pair without a blank side")
+    return pairs

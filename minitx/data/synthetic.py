@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,9 @@ import torch
 from torch import Tensor
 
 from minitx.config import IGNORED, InductionDataConfig, KeyValueDataConfig, MultiQueryDataConfig, RecallDataConfig
-from minitx.data.addressing import VALIDATION_SEED, Batch, BatchSource, FiniteSource, generator
+from minitx.data.addressing import VALIDATION_SEED, Batch, generator
+from minitx.data.task import Task
+from minitx.data.tokenizers import Tokenizer
 
 
 def key_value_examples(config: KeyValueDataConfig, num_examples: int, random: np.random.Generator) -> Batch:
@@ -24,7 +28,7 @@ def key_value_examples(config: KeyValueDataConfig, num_examples: int, random: np
         labels          −100 … −100     num_keys + v_j         values as outputs follow the keys
 
     Returns:
-        ``input_ids``, ``token_type_ids``, ``labels``, each (num_examples, P + 1) int64, and ``num_targets``.
+        ``input_ids``, ``token_type_ids``, ``labels``, each (num_examples, P + 1) int64.
     """
     shape = (num_examples, config.num_pairs + 1)
     input_ids, token_type_ids = np.empty(shape, np.int64), np.zeros(shape, np.int64)
@@ -53,7 +57,7 @@ def multi_query_examples(config: MultiQueryDataConfig, num_examples: int, random
     the row shows), and no filler tokens stand between the queries: a query comes 2 to L − 1 positions after its key.
 
     Returns:
-        ``input_ids`` and ``labels``, each (num_examples, 2P + Q) int64, and ``num_targets``.
+        ``input_ids`` and ``labels``, each (num_examples, 2P + Q) int64.
     """
     pairs = (num_examples, config.num_pairs)
     keys = _distinct(config.num_keys, pairs, random)
@@ -81,7 +85,7 @@ def induction_examples(config: InductionDataConfig, num_examples: int, random: n
     1/(G + 1) of the rows.
 
     Returns:
-        ``input_ids`` and ``labels``, each (num_examples, 2N + G − 1) int64, and ``num_targets``.
+        ``input_ids`` and ``labels``, each (num_examples, 2N + G − 1) int64.
     """
     n, others = config.segment_len, config.max_gap
     once = _distinct(config.num_tokens, (num_examples, n + others), random)  # the row without the copy
@@ -146,35 +150,22 @@ def answer_positions(batch: Batch) -> Tensor:
     return torch.where(batch["labels"] == IGNORED, -1, found)
 
 
-class RecallSource(BatchSource):
-    """Fresh examples of a recall task for every step: a pure function of (seed, step).
-
-    The model needs the config's ``vocab_size``, and its ``type_vocab_size`` where that is not 0.
-    """
-
-    def __init__(self, config: RecallDataConfig, *, seed: int, accumulate: int = 1, world: int = 1) -> None:
-        super().__init__(config.batch_size, accumulate=accumulate, world=world)
-        self.config, self.seed = config, seed
-
-    def batch(self, step: int, rows: range) -> Batch:
-        whole = EXAMPLES[type(self.config)](self.config, self.batch_size, generator(self.seed, "train", step))
-        return _slice(whole, rows)
-
-
-class RecallValidation(FiniteSource):
-    """``config.val_size`` fixed examples of a recall task, the same for every seed."""
-
-    def __init__(self, config: RecallDataConfig, *, batch_size: int, world: int = 1) -> None:
-        super().__init__(batch_size, world=world, split="val")
-        self.num_rows = config.val_size
-        self._examples = EXAMPLES[type(config)](config, config.val_size, generator(VALIDATION_SEED, "val"))
-
-    def rows(self, rows: range) -> Batch:
-        chosen = {key: value.clone() for key, value in _slice(self._examples, rows).items()}
-        return {**chosen, "num_targets": self.count(rows)}
-
-    def count(self, rows: range) -> Tensor:
-        return (self._examples["labels"][rows.start : rows.stop] != IGNORED).sum()
+def load_recall(config: RecallDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
+    """A recall task: fresh examples for training, ``val_size`` fixed ones for validation, the same for every seed."""
+    draw = partial(EXAMPLES[type(config)], config)
+    val = draw(config.val_size, generator(VALIDATION_SEED, "val"))
+    types = {"type_vocab_size": config.type_vocab_size} if config.type_vocab_size else {}
+    return Task(
+        name=f"data={config.name}",
+        kind="language_model",
+        train=draw,
+        val=[{key: tensor[row] for key, tensor in val.items()} for row in range(config.val_size)],
+        key_masks={},
+        model_fields={"vocab_size": config.vocab_size, **types},
+        baselines=lambda: {"chance_accuracy": config.chance},
+        chance=config.chance,
+        recall=True,
+    )
 
 
 def _distinct(num_kinds: int, shape: tuple[int, int], random: np.random.Generator) -> np.ndarray:
@@ -184,9 +175,4 @@ def _distinct(num_kinds: int, shape: tuple[int, int], random: np.random.Generato
 
 
 def _batch(**arrays: np.ndarray) -> Batch:
-    tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
-    return {**tensors, "num_targets": (tensors["labels"] != IGNORED).sum()}
-
-
-def _slice(batch: Batch, rows: range) -> Batch:
-    return {key: value[rows.start : rows.stop] if value.ndim else value for key, value in batch.items()}
+    return {key: torch.from_numpy(array) for key, array in arrays.items()}

@@ -1,7 +1,7 @@
 """Tokenised text on disk: a memory-mapped file of ids with a JSON record beside it.
 
-The record says what the ids were made from (checksum of the source, fingerprint of the tokenizer), so that a cache
-that does not fit is made again. Text is streamed, so a corpus may be larger than memory.
+The name of a cache says what it was made from: checksum of the text, tokenizer, split. The record has the checksum of the ids,
+so a damaged cache is made again. Text is streamed, so it may be larger than memory.
 """
 
 from __future__ import annotations
@@ -12,26 +12,30 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from minitx.config import ConfigError, CorpusConfig
-from minitx.data.addressing import Split
+from minitx.data.addressing import SplitName
+from minitx.data.baselines import ngram_floors
 from minitx.data.corpus import Corpus, chunks_of, find_corpus, replacing, sha256_of
-from minitx.data.floors import ngram_floors
-from minitx.data.tokenizers import Tokenizer, fingerprint, from_dict, train_tokenizer
+from minitx.data.task import find_tokenizer, tokenizer_of
+from minitx.data.tokenizers import Tokenizer, fingerprint, from_dict
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
+Pieces = Iterable[tuple[str, str]]
+"""(split, text)"""
 
 
 class TokenArray:
     """A stretch [``start``, ``stop``) of a token file, mapped into memory on first use.
 
-    Travels to another process as path and numbers; a pickled ``np.memmap`` would carry the tokens themselves.
+    Only the path and the numbers are pickled; a pickled ``np.memmap`` would hold the tokens themselves.
     """
 
     def __init__(self, path: Path, dtype: str, start: int, stop: int) -> None:
@@ -55,7 +59,7 @@ class TokenArray:
 
 @dataclass(frozen=True)
 class TokenisedText:
-    """What ``tokenised`` gives: the ids of both splits, the tokenizer that made them, and the record beside them.
+    """The ids of both splits, the tokenizer that made them, and the record beside them.
 
     ``record["splits"][split]`` counts ``tokens``, ``characters`` and ``bytes`` (of UTF-8); ``record["floors"]`` is
     ``ngram_floors`` of the splits.
@@ -67,87 +71,77 @@ class TokenisedText:
     record: dict[str, Any]
 
 
+def corpus_name(config: CorpusConfig) -> str:
+    """What messages call the text."""
+    return f"data={config.name}" if config.path is None else f"data.path={config.path}"
+
+
 def tokenised(
     config: CorpusConfig, folder: Path, tokenizer: Tokenizer | None = None, marks: Sequence[str] = ()
 ) -> TokenisedText:
     """The tokenised text that ``config`` names, from the cache in ``folder`` or made anew.
 
     The last ``val_fraction`` of the characters is the validation split, whatever the tokenizer. Files:
-    ``<text>-<tokenizer>-val<val_fraction>.bin`` and ``.json``. A cache is made again if its source has another checksum,
-    its tokenizer another fingerprint, or its ids another checksum than the record says.
+    ``<text>-<tokenizer>-val<val_fraction>.bin`` and ``.json``.
 
     Args:
         config: which text, tokenizer and split.
         folder: where caches are kept.
-        tokenizer: use this one (a checkpoint's, say) instead of learning one from the training split.
-        marks: of the tokenizer that is learnt.
+        tokenizer: use this one (a checkpoint's, say) instead of that of ``config``.
+        marks: of a tokenizer that is learned.
 
     Raises:
-        ConfigError: the text is missing, no UTF-8, or too short to be split.
+        ConfigError: the text is missing, not UTF-8, or too short to be split.
     """
     corpus = find_corpus(config)
-    word = "char" if config.tokenizer == "char" else f"bpe{config.bpe_vocab_size}"
-    word = "-".join([word, *marks])
-    name = word if tokenizer is None else fingerprint(tokenizer)[:16]
+    tokenizer = tokenizer or find_tokenizer(config.tokenizer)
+    learned = "-".join(["char" if config.tokenizer == "char" else f"bpe{config.bpe_vocab_size}", *marks])
+    name = fingerprint(tokenizer)[:16] if tokenizer else learned
     path = folder / f"{corpus.stem}-{name}-val{config.val_fraction!r}.bin"
-
-    def fits(record: dict[str, Any]) -> bool:
-        made_by = from_dict(record["tokenizer"])
-        same_tokenizer = record["tokenizer_fingerprint"] == fingerprint(tokenizer or made_by) == fingerprint(made_by)
-        return record["format"] == FORMAT and record["source_sha256"] == corpus.checksum and same_tokenizer
-
-    record = cached(path, str(config.path or config.name), fits, lambda: _build(path, corpus, config, tokenizer, marks))
-    splits, dtype = record["splits"], record["dtype"]
-    cut, end = splits["train"]["tokens"], splits["train"]["tokens"] + splits["val"]["tokens"]
-    return TokenisedText(
-        TokenArray(path, dtype, 0, cut), TokenArray(path, dtype, cut, end), from_dict(record["tokenizer"]), record
-    )
+    record, made_by = cached(path, corpus_name(config), lambda: _build(path, corpus, config, tokenizer, marks))
+    cut, end = (sum(record["splits"][split]["tokens"] for split in splits) for splits in (("train",), ("train", "val")))
+    train, val = (TokenArray(path, record["dtype"], *part) for part in ((0, cut), (cut, end)))
+    return TokenisedText(train, val, made_by, record)
 
 
-def cached(
-    path: Path, source: str, fits: Callable[[dict[str, Any]], bool], build: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
-    """The record beside the ids at ``path``: the one that is there, where it ``fits`` and the ids are those that it speaks of, else
-    that of ``build``, which writes the ids. ``source`` is what the log calls them."""
+def cached(path: Path, source: str, build: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], Tokenizer]:
+    """The record beside the ids at ``path``, and its tokenizer.
+
+    A record that is missing, damaged or of other ids is made again by ``build``, which writes the ids. ``source`` is what the
+    log calls them.
+    """
     beside = path.with_suffix(".json")
     try:
         record = json.loads(beside.read_text(encoding="utf-8"))
-        if fits(record) and record["tokens_sha256"] == sha256_of(path):
-            return record
+        if record["format"] == FORMAT and record["tokens_sha256"] == sha256_of(path):
+            return record, from_dict(record["tokenizer"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass  # missing, cut short or not ours: all of them mean "make it again"
+        pass
     logger.info("tokenising %s", source)
     record = build()
     with replacing(beside) as file:
         file.write(json.dumps(record).encode())
-    return record
+    return record, from_dict(record["tokenizer"])
 
 
 def _build(
     path: Path, corpus: Corpus, config: CorpusConfig, tokenizer: Tokenizer | None, marks: Sequence[str]
 ) -> dict[str, Any]:
-    text = corpus.normalised(path.parent)
+    text, said = corpus.normalised(path.parent), corpus_name(config)
     characters = sum(map(len, chunks_of(text)))
     if all(chunk.isspace() for chunk in chunks_of(text)):
-        raise ConfigError(f"data.path={config.path} has no text: {characters} characters, none of them but white space")
+        raise ConfigError(f"{said} has no text: {characters} characters, none of them but white space")
     cut = int(characters * (1 - config.val_fraction))
     if not 0 < cut < characters:
-        raise ConfigError(f"data.path={config.path} has {characters} characters, too few for a training and a validation split")
-    if tokenizer is None:
-        training = (chunk for split, chunk in split_chunks(text, cut) if split == "train")
-        tokenizer = train_tokenizer(config.tokenizer, training, vocab_size=config.bpe_vocab_size, marks=marks)
-    record = {
-        "format": FORMAT,
-        "source_sha256": corpus.checksum,
-        "tokenizer_fingerprint": fingerprint(tokenizer),
-        "tokenizer": tokenizer.to_dict(),
-        **write_ids(path, tokenizer, ((split, chunk, tokenizer.encode(chunk)) for split, chunk in split_chunks(text, cut))),
-    }
+        raise ConfigError(f"{said} has {characters} characters, too few for a training and a validation split")
+    training = (chunk for split, chunk in split_chunks(text, cut) if split == "train")
+    tokenizer = tokenizer_of(config, tokenizer, training, marks)
+    record = write_ids(path, tokenizer, encoded(tokenizer, split_chunks(text, cut), at_once=16))
     ids, first = np.memmap(path, dtype=record["dtype"], mode="r"), record["splits"]["train"]["tokens"]
     return {**record, "floors": ngram_floors(np.asarray(ids)[:first], np.asarray(ids)[first:], tokenizer.vocab_size)}
 
 
-def split_chunks(text: Path, cut: int) -> Iterator[tuple[Split, str]]:
+def split_chunks(text: Path, cut: int) -> Iterator[tuple[SplitName, str]]:
     """The chunks of a text with the split that each belongs to; character ``cut`` begins the validation split."""
     seen = 0
     for chunk in chunks_of(text):
@@ -159,19 +153,28 @@ def split_chunks(text: Path, cut: int) -> Iterator[tuple[Split, str]]:
             yield "val", val
 
 
+def encoded(tokenizer: Tokenizer, pieces: Pieces, at_once: int) -> Iterator[tuple[str, str, np.ndarray]]:
+    """(split, text, ids) of each piece; ``at_once`` of them are encoded together."""
+    pieces = iter(pieces)
+    while batch := list(islice(pieces, at_once)):
+        ids = tokenizer.encode_batch([text for _, text in batch])
+        yield from ((split, text, own) for (split, text), own in zip(batch, ids, strict=True))
+
+
 def write_ids(path: Path, tokenizer: Tokenizer, pieces: Iterable[tuple[str, str, np.ndarray]]) -> dict[str, Any]:
-    """Write the ids of ``pieces`` (split, text, its ids) to ``path``; returns the part of the record that describes them."""
+    """Write the ids of ``pieces`` (split, text, ids) to ``path``; returns the record of them."""
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     splits = {split: {"tokens": 0, "characters": 0, "bytes": 0} for split in ("train", "val")}
     digest = hashlib.sha256()
     with replacing(path) as file:
         for split, text, ids in pieces:
             written = ids.astype(dtype).tobytes()
-            counted = {"tokens": len(ids), "characters": len(text), "bytes": len(text.encode())}
-            splits[split] = {unit: splits[split][unit] + counted[unit] for unit in counted}
+            for unit, count in (("tokens", len(ids)), ("characters", len(text)), ("bytes", len(text.encode()))):
+                splits[split][unit] += count
             digest.update(written)
             file.write(written)
-    return {"dtype": dtype, "splits": splits, "tokens_sha256": digest.hexdigest()}
+    about = {"format": FORMAT, "tokenizer": tokenizer.to_dict(), "tokens_sha256": digest.hexdigest()}
+    return {**about, "dtype": dtype, "splits": splits}
 
 
 def bits_per(targets: int, counted: Mapping[str, int]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from minitx.analysis.attention_cost import AttentionShape, core_cost
 from minitx.config import ConfigError, RunConfig, TransformerConfig
 from minitx.data.addressing import Batch
-from minitx.data.module import DataModule
+from minitx.data.module import DataModule, build_data
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.efficient import approximation_error
 from minitx.nn.masks import Mask, SlidingWindow, intersect
@@ -45,9 +45,9 @@ def check_measures(config: RunConfig, model: TransformerConfig, data: DataModule
     longest = max(config.evaluation.lengths, default=0)
     if not longest:
         return
-    if data.task != "language_model" or not hasattr(config.data, "context_len"):
+    if data.task.kind != "language_model" or not hasattr(config.data, "context_len"):
         raise ConfigError(
-            f"evaluation.lengths={list(config.evaluation.lengths)} needs a language model of text, not {data.task}"
+            f"evaluation.lengths={list(config.evaluation.lengths)} needs a language model of text, not {data.task.kind}"
         )
     if model.position in ("learned", "sinusoidal") and longest > model.max_len:
         raise ConfigError(f"evaluation.lengths: {longest} is beyond model.max_len={model.max_len} of position={model.position}")
@@ -69,19 +69,17 @@ def measures(network: nn.Module, model: TransformerConfig, data: DataModule, con
     found = {}
     for length in config.evaluation.lengths:
         rows = config.evaluation.num_rows
-        rows = None if rows is None else max(1, rows * data.config.context_len // length)
-        longer, options = _with_rows_of(length, data), dataclasses.replace(config.evaluation, num_rows=rows)
+        rows = None if rows is None else max(1, rows * (config.data.max_tokens or 1) // length)
+        longer, options = _with_rows_of(length, data, config), dataclasses.replace(config.evaluation, num_rows=rows)
         found[f"loss_at_{length}"] = evaluate(network, longer, options).metrics["loss"].value
     if config.evaluation.attention_cost:
         found |= _attention(network, model, data.probe_batch(ROWS_OF_ERROR))
     return found
 
 
-def _with_rows_of(length: int, data: DataModule) -> DataModule:
-    options = dataclasses.replace(data.config, context_len=length)
-    longer = type(data)(options, dataclasses.replace(data.options, tokenizer=data.tokenizer))
-    longer.setup()
-    return longer
+def _with_rows_of(length: int, data: DataModule, config: RunConfig) -> DataModule:
+    longer, rows = dataclasses.replace(config.data, context_len=length), config.trainer.val_batch_size  # type: ignore
+    return build_data(longer, seed=config.seed, max_steps=1, val_batch_size=rows, tokenizer=data.task.tokenizer)
 
 
 @torch.no_grad()

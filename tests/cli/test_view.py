@@ -19,7 +19,7 @@ from minitx.cli.arguments import help_text, parse
 from minitx.cli.view import USAGE, ViewConfig, main
 from minitx.config import (
     DatesDataConfig,
-    ImageDataConfig,
+    DigitsDataConfig,
     KeyValueDataConfig,
     RunConfig,
     TextDataConfig,
@@ -80,7 +80,7 @@ def runs(tmp_path_factory):
         save(folder / "shallow", text, 31, num_layers=1)
         save(folder / "dates", dates, 4, architecture="encoder_decoder")
         save(folder / "lookup", KeyValueDataConfig(num_keys=13, num_values=5, num_pairs=6, val_size=8), 3)
-        save(folder / "digits", ImageDataConfig(name="digits"), 2, architecture="vision", head="sequence", pooling="mean")
+        save(folder / "digits", DigitsDataConfig(), 2, architecture="vision", head="sequence", pooling="mean")
     marked = train_tokenizer("char", [TEXT], marks=["pad", "cls"])
     save_bare(folder / "classes", marked, architecture="encoder", head="sequence", num_labels=2)
     save_bare(folder / "bytes", train_tokenizer("bpe", [], vocab_size=257))

@@ -4,6 +4,7 @@ import inspect
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -225,7 +226,7 @@ def test_the_new_task_is_learned_where_a_guess_is_right_half_of_the_time(ran):
 
 def test_half_of_the_words_are_palindromes_and_the_others_hold_the_same_pairs(example):
     new_task = example("new_task")
-    words, labels = new_task.make_words(new_task.PalindromeConfig(), 500, seed=3)
+    words, labels = map(np.array, new_task.make_words(new_task.PalindromeConfig(), 500, seed=3))
     mirrored = (words == words[:, ::-1]).all(1)
     assert (mirrored == (labels == 1)).all()
     assert 0.4 < labels.mean() < 0.6

@@ -12,10 +12,10 @@ import torch
 from scipy import stats
 
 from minitx.config import (
-    ClassifyDataConfig,
     ConfigError,
     DatesDataConfig,
     EvaluationConfig,
+    LanguagesDataConfig,
     MaskedDataConfig,
     RunConfig,
     TransformerConfig,
@@ -27,7 +27,7 @@ from minitx.training.run import fit_model_config, prepare_data, train
 
 SMALL = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "init": "lecun"}
 DATES = DatesDataConfig(locales=("en", "de"), train_size=53, val_size=17, batch_size=6)
-LANGUAGES = ClassifyDataConfig(languages=("en", "de", "fi"), batch_size=16)
+LANGUAGES = LanguagesDataConfig(languages=("en", "de", "fi"), batch_size=16)
 TASKS = {
     "seq2seq": (DATES, {"architecture": "encoder_decoder", "position": "rotary"}),
     "classify": (LANGUAGES, {"architecture": "encoder", "head": "sequence", "position": "rotary"}),
@@ -127,19 +127,19 @@ def test_a_classifier_that_always_says_one_thing_scores_its_share(ready):
 
 def test_generated_answers_are_held_against_references_and_wrong_ones_are_shown_first(ready, monkeypatch):
     network, data = ready("seq2seq")
-    references = [reference for _, reference in data.val_examples()]
+    references = [reference for _, reference in data.task.val_examples]
     given = list(references)
     given[5] = "1066-10-14"
 
     def told(model, input_ids, **options):
         rows, told.start = given[told.start : told.start + len(input_ids)], told.start + len(input_ids)
-        return [torch.tensor(data.tokenizer.encode(row).tolist()) for row in rows]
+        return [torch.tensor(data.task.tokenizer.encode(row).tolist()) for row in rows]
 
     told.start = 0
     monkeypatch.setattr(evaluation, "generate", told)
     found = evaluate(network, data, EvaluationConfig(num_shown=2))
     assert found.metrics["exact_match"].value == pytest.approx(16 / 17)
-    assert found.examples[0] == {"source": data.val_examples()[5][0], "answer": "1066-10-14", "right": references[5]}
+    assert found.examples[0] == {"source": data.task.val_examples[5][0], "answer": "1066-10-14", "right": references[5]}
     assert found.examples[1]["answer"] == found.examples[1]["right"]
     assert 90 < found.metrics["chrf"].value < 100
     assert found.metrics["chrf"].low < found.metrics["chrf"].value < found.metrics["chrf"].high

@@ -75,7 +75,7 @@ def test_every_length_is_measured_on_as_many_tokens(make_config, tmp_path, monke
     seen = []
 
     def spy(network, data, options):
-        seen.append((data.config.context_len, options.num_rows))
+        seen.append((data.task.val.context_len, options.num_rows))
         return evaluate(network, data, options)
 
     monkeypatch.setattr("minitx.training.measures.evaluate", spy)

@@ -65,8 +65,6 @@ def test_the_logit_step_is_the_change_that_one_update_made(make_config, tmp_path
         network.load_state_dict({name.removeprefix("network."): w for name, w in state["state_dict"].items()})
         networks.append(network.eval())
     data = build_data(config.data, seed=config.seed, max_steps=1)
-    data.prepare_data()
-    data.setup()
     ids = data.probe_batch(5)["input_ids"]
     scores = []
     for network in networks:

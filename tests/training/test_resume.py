@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from minitx.cli.errors import sentence
-from minitx.config import ConfigError, ImageDataConfig, KeyValueDataConfig, to_dict
+from minitx.config import ConfigError, DigitsDataConfig, KeyValueDataConfig, to_dict
 from minitx.training.callbacks import StoppedError
 from minitx.training.checkpoint import read_checkpoint
 from minitx.training.metrics import read_metrics
@@ -370,7 +370,7 @@ def test_what_is_not_finite_ends_the_run_before_the_update(make_config, tmp_path
     config = make_config(trainer__max_steps=51, trainer__ckpt_every=49, trainer__log_every=50)
     if where == "data":
         model = dataclasses.replace(config.model, architecture="vision", head="sequence", image_size=8, patch_size=4)
-        config = dataclasses.replace(config, data=ImageDataConfig(name="digits", batch_size=12), model=model)
+        config = dataclasses.replace(config, data=DigitsDataConfig(name="digits", batch_size=12), model=model)
     poison = Poison(where, value, step)
     with pytest.raises(NonFiniteError, match=f"not finite in step {step} .*the update was not made") as caught:
         train(config, tmp_path, extras=lambda: ([], [poison]))

@@ -1,0 +1,168 @@
+"""Fine-tuning on conversations: a chat template writes them, and the loss is on the answers alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minitx.config import ChatDataConfig, ConfigError
+from minitx.config.checks import first_line
+from minitx.data.documents import DocumentRows, learned_marks
+from minitx.data.tables import column_of, held_out, load_tables
+from minitx.data.task import Ragged, Task, tokenizer_of
+from minitx.data.tokenizers import Tokenizer
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""A line for each message, with the end mark behind its content."""
+
+Message = Mapping[str, str]
+SLOT = "\ue000{}\ue001"
+"""Stands for the content of a message while the template writes; characters of Unicode's private use area."""
+
+
+class ChatFormat:
+    """Writes conversations as ids with a chat template.
+
+    The template writes everything but the contents, which are put in afterwards: nothing in a message is read as template, or
+    becomes a special token. The special tokens of the tokenizer that the template writes (``{{ eos_token }}``, ``<|im_end|>``)
+    become their ids.
+
+    Args:
+        template: as Hugging Face's chat templates are: jinja2, with ``messages``, ``add_generation_prompt``, ``bos_token``,
+            ``eos_token`` and ``raise_exception``. It runs in jinja2's sandbox, because it may come with a tokenizer.
+        tokenizer: with an end mark.
+
+    Raises:
+        ConfigError: the template is no jinja2, or the tokenizer has no end mark.
+    """
+
+    def __init__(self, template: str, tokenizer: Tokenizer) -> None:
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        self.tokenizer = tokenizer
+        self.marks = {name: tokenizer.decode([id]) for name, id in tokenizer.mark_ids.items()}
+        if "eos" not in self.marks:
+            raise ConfigError("data=chat needs a tokenizer with an eos token, which ends an answer")
+        self.special = {text: tokenizer.mark_ids[name] for name, text in self.marks.items()}
+        added = json.loads(tokenizer.to_dict().get("json", "{}")).get("added_tokens", ())
+        self.special |= {token["content"]: token["id"] for token in added}
+        names = "|".join(re.escape(text) for text in sorted(self.special, key=len, reverse=True))
+        self.parts = re.compile(f"({names}|{SLOT.format('[0-9]+')})")
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        try:
+            self.template = environment.from_string(template)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"data.template cannot be read: {first_line(error)}") from None
+
+    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a conversation, and bool of the same shape: True in the answers of ``assistant`` and their end marks.
+
+        Raises:
+            ConfigError: the template refuses the messages, or writes no special token behind an answer.
+        """
+        shown = [{**message, "content": SLOT.format(i)} for i, message in enumerate(messages)]
+        marks = {f"{name}_token": text for name, text in self.marks.items()}
+        try:
+            text = self.template.render(
+                messages=shown, add_generation_prompt=add_generation_prompt, **{"bos_token": "", **marks}
+            )
+        except Exception as error:  # a template may do anything wrong that Python can
+            raise ConfigError(f"data.template refuses a conversation: {first_line(error)}") from None
+        ids, counted, in_answer = [], [], False
+        for part in self.parts.split(text):
+            slot = re.fullmatch(SLOT.format("([0-9]+)"), part)
+            if slot and in_answer:
+                raise ConfigError("data.template must write a special token, such as {{ eos_token }}, behind each answer")
+            in_answer = in_answer or bool(slot and messages[int(slot[1])]["role"] == "assistant")
+            own = (
+                [self.special[part]]
+                if part in self.special
+                else self._plain(messages[int(slot[1])]["content"] if slot else part)
+            )
+            ids.append(own)
+            counted.append(np.full(len(own), in_answer))
+            in_answer = in_answer and part not in self.special
+        return np.concatenate(ids).astype(np.uint32), np.concatenate(counted)
+
+    def _plain(self, text: str) -> np.ndarray:
+        return self.tokenizer.encode(text)
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(message)
+
+
+def load_chat(config: ChatDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
+    """Fine-tuning on the conversations that ``config`` names.
+
+    Raises:
+        ConfigError: the data cannot be read or have no conversations; a template or a tokenizer that does not fit.
+    """
+    name = f"data.path={config.path}"
+    table, val_table = load_tables(config)
+    chats = _conversations(table, config.messages_column)
+    if val_table is not None:
+        splits = [chats, _conversations(val_table, config.messages_column)]
+    else:
+        rows = held_out(range(len(chats)), config.val_fraction, name)
+        splits = [[chats[i] for i in part] for part in rows]
+    texts = (f"{message['role']}: {message['content']}\n" for chat in splits[0] for message in chat)
+    tokenizer = tokenizer_of(config, tokenizer, texts, learned_marks(config))
+    format = ChatFormat(config.template or _template_of(config.tokenizer), tokenizer)
+    train, val = (_rows(part, format, config, name) for part in splits)
+    return Task(
+        name=name,
+        kind="language_model",
+        train=train,
+        val=val,
+        pad=DocumentRows.pad,
+        bucket=config.bucket,
+        tokenizer=tokenizer,
+        model_fields={"vocab_size": tokenizer.vocab_size},
+    )
+
+
+def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, config: ChatDataConfig, name: str) -> DocumentRows:
+    """Conversations, cut at ``context_len``; those without an answer in what is left are left out."""
+    longest = config.context_len + 1  # one more: the target of the last position
+    encoded = [(ids[:longest], counted[:longest]) for ids, counted in map(format.encode, chats)]
+    kept = [(ids, counted) for ids, counted in encoded if counted[1:].any()]
+    if not kept:
+        raise ConfigError(f"{name} has no conversation with an answer of role assistant in {config.context_len} tokens")
+    counted = np.concatenate([counted for _, counted in kept])
+    documents = Ragged.of([ids for ids, _ in kept])
+    return DocumentRows(documents, context_len=config.context_len, packing=config.packing, counted=counted)
+
+
+def _conversations(table: Any, column: str) -> list[list[Message]]:
+    chats = list(table[column_of(table, column, "messages_column")])
+    for chat in chats:
+        if not isinstance(chat, list) or not all(
+            isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+            for message in chat
+        ):
+            raise ConfigError(f"data.messages_column={column} must have lists of messages, each with texts role and content")
+    return [chat for chat in chats if chat]
+
+
+def _template_of(tokenizer: str) -> str:
+    """The template beside a tokenizer's file, else ours."""
+    folder = Path(tokenizer).expanduser()
+    folder = folder if folder.is_dir() else folder.parent
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    try:
+        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+    except (OSError, ValueError):
+        return TEMPLATE
+    return found if isinstance(found, str) else TEMPLATE

@@ -1,0 +1,208 @@
+"""Language modelling on a stream of documents: nothing is prepared, every row is full, and the place in the stream is the state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from minitx.config import ConfigError, HubDataConfig
+from minitx.data.addressing import Address, Batch, generator
+from minitx.data.documents import DocumentRows, learned_marks, marks_around, not_blank
+from minitx.data.sources import Source
+from minitx.data.task import Ragged, Task, tokenizer_of
+from minitx.data.tokenizers import Tokenizer
+from minitx.data.tokens import bits_per
+
+DOCUMENTS_AT_ONCE = 64
+DOCUMENTS_TO_LEARN_FROM = 10_000
+Place = tuple[int, int, int, int]
+"""Epoch, number of the shard in it, row in the shard, and the tokens of that document that were used."""
+
+
+class DocumentStream:
+    """The training documents of a table that is streamed.
+
+    Args:
+        table: a ``datasets.IterableDataset``.
+        column: of the documents.
+        held_out: by shard, how many of its first rows validate.
+    """
+
+    def __init__(
+        self,
+        table: Any,
+        column: str,
+        held_out: Mapping[int, int],
+        tokenizer: Tokenizer,
+        *,
+        context_len: int,
+        packing: bool,
+        name: str,
+    ) -> None:
+        self.table, self.column, self.held_out, self.tokenizer = table, column, held_out, tokenizer
+        self.context_len, self.packing, self.name = context_len, packing, name
+        self.marks = marks_around(tokenizer, name)
+
+    def rows(self, place: Place, seed: int, rank: int, world: int) -> Iterator[tuple[np.ndarray, Place]]:
+        """Full rows from ``place`` on, each with the place behind it.
+
+        A row is (3, L) int64: input ids, labels, and the number of the document in the row.
+        """
+        row, filled, number = np.empty((3, self.context_len), np.int64), 0, 0
+        for *where, ids in self._documents(place, seed, rank, world):
+            used = place[3] if tuple(where) == place[:3] else 0
+            while used < len(ids) - 1:
+                size = min(self.context_len - filled, len(ids) - 1 - used)
+                part = row[:, filled : filled + size]
+                part[0], part[1], part[2] = ids[used : used + size], ids[used + 1 : used + 1 + size], number
+                filled, used, number = filled + size, used + size, number + 1
+                if filled == self.context_len:
+                    yield row, (where[0], where[1], where[2], used)
+                    row, filled, number = np.empty_like(row), 0, 0
+
+    def _documents(self, place: Place, seed: int, rank: int, world: int) -> Iterator[tuple[int, int, int, np.ndarray]]:
+        """Documents with marks around them, and where each is: epoch, number of the shard, row in the shard.
+
+        The order of the shards depends on (seed, epoch). A rank takes every ``world``-th shard, or every ``world``-th row where
+        there are fewer shards than ranks.
+        """
+        epoch, first_shard, first_row, _ = place
+        shards = self.table.num_shards
+        while True:
+            order, found = generator(seed, "epoch", epoch).permutation(shards), False
+            mine = order[rank::world] if shards >= world else order
+            for nth in range(first_shard, len(mine)):
+                shard = self.table.shard(num_shards=shards, index=int(mine[nth]))
+                start = max(first_row, self.held_out.get(int(mine[nth]), 0))
+                rows: Iterable[tuple[int, Any]] = enumerate(shard.skip(start), start)
+                if shards < world:
+                    rows = ((row, value) for row, value in rows if row % world == rank)
+                for row, ids in self._encoded(rows):
+                    found = True
+                    yield epoch, nth, row, ids
+                first_row = 0
+            if not found:
+                raise ConfigError(f"{self.name} has no documents to train on for process {rank} of {world}")
+            epoch, first_shard = epoch + 1, 0
+
+    def _encoded(self, rows: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, np.ndarray]]:
+        rows = iter(rows)
+        while batch := list(islice(rows, DOCUMENTS_AT_ONCE)):
+            kept = [(row, text) for row, value in batch for text in not_blank([value[self.column]], self.column)]
+            for (row, _), ids in zip(kept, self.tokenizer.encode_batch([text for _, text in kept]), strict=True):
+                yield row, np.concatenate([[self.marks[0]], ids, [self.marks[1]]])
+
+
+class StreamSource(Source):
+    """Training batches from a stream, in the order of their addresses.
+
+    They depend on (seed, world) alone. The state has the place of every rank at the start of a step, so that as many processes
+    go on with the batch that comes next.
+
+    Args:
+        stream: the documents.
+        seed: of the order of shards.
+        batch_size, accumulate, world: see ``Source``.
+    """
+
+    split_name = "train"
+
+    def __init__(self, stream: DocumentStream, *, seed: int, **slices: Any) -> None:
+        super().__init__(**slices)
+        self.stream, self.seed, self.rank = stream, seed, 0
+        self._starts: dict[int, dict[int, Place]] = {0: dict.fromkeys(range(self.world), (0, 0, 0, 0))}  # by step, by rank
+        self._rows: Iterator[tuple[np.ndarray, Place]] = iter(())
+        self._next = (-1, 0)  # the step and the micro-batch that ``_rows`` goes on with
+
+    def __getitem__(self, address: Address) -> Batch:
+        if (address.step, address.micro) != self._next:
+            if address.micro or address.step not in self._starts:
+                raise ConfigError(f"{self.stream.name}: the checkpoint has no place in the stream for step {address.step}")
+            self.rank = address.rank
+            self._rows = self.stream.rows(self._starts[address.step][self.rank], self.seed, self.rank, self.world)
+        done = address.micro + 1 == self.accumulate
+        self._next = (address.step + 1, 0) if done else (address.step, address.micro + 1)
+        return super().__getitem__(address)
+
+    def batch(self, step: int, rows: range) -> Batch:
+        """The next ``len(rows)`` rows; all of their labels count."""
+        drawn = list(islice(self._rows, len(rows)))
+        self._starts = {step: self._starts[step], step + 1: {self.rank: drawn[-1][1]}}
+        input_ids, labels, document_ids = torch.from_numpy(np.stack([row for row, _ in drawn], axis=1))
+        batch = {"input_ids": input_ids, "labels": labels, "num_targets": torch.tensor(self.batch_size * labels.shape[1])}
+        return batch | ({"document_ids": document_ids} if self.stream.packing else {})
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """``{"stream": the place of each rank at the start of step}``; every process must call it."""
+        places = dict(self._starts[step])
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            of_all: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(of_all, places)
+            places = {rank: place for own in of_all for rank, place in own.items()}
+        return {"stream": [list(places[rank]) for rank in sorted(places)]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with step ``state["step"]``.
+
+        Raises:
+            ConfigError: the state is of another number of processes.
+        """
+        places = state.get("stream", ())
+        if len(places) != self.world:
+            raise ConfigError(
+                f"{self.stream.name} was streamed by {len(places)} processes, and data.streaming=true resumes with as many, got "
+                f"{self.world}"
+            )
+        self._starts = {int(state["step"]): {rank: tuple(place) for rank, place in enumerate(places)}}
+        self._next = (-1, 0)
+
+
+def load_stream(config: HubDataConfig, table: Any, val_table: Any | None, column: str, tokenizer: Tokenizer | None) -> Task:
+    """Language modelling on the documents of a table that is streamed; those of validation are read into memory.
+
+    Raises:
+        ConfigError: too few documents, or a tokenizer without an end mark.
+    """
+    name, held_out = f"data.path={config.path}", dict[int, int]()
+    if val_table is None:
+        texts, held_out = _first(table, column, config.val_rows)
+    else:
+        texts = list(islice(not_blank((row[column] for row in val_table), column), config.val_rows))
+    shards = (table.shard(num_shards=table.num_shards, index=index) for index in range(table.num_shards))
+    rows = (row[column] for index, shard in enumerate(shards) for row in shard.skip(held_out.get(index, 0)))
+    first = list(islice(not_blank(rows, column), 1 if tokenizer else DOCUMENTS_TO_LEARN_FROM))
+    if not first or not texts:
+        raise ConfigError(
+            f"{name} has {len(texts)} documents to validate with data.val_rows={config.val_rows}, and none to train on"
+        )
+    tokenizer = tokenizer_of(config, tokenizer, first, learned_marks(config))
+    options: dict[str, Any] = {"context_len": config.context_len, "packing": config.packing}
+    stream = DocumentStream(table, column, held_out, tokenizer, name=name, **options)
+    val = Ragged.of([np.concatenate([stream.marks[:1], ids, stream.marks[1:]]) for ids in tokenizer.encode_batch(texts)])
+    counted = {"characters": sum(map(len, texts)), "bytes": sum(len(text.encode()) for text in texts)}
+    return Task(
+        name=name,
+        kind="language_model",
+        train=stream,
+        val=DocumentRows(val, **options),
+        pad=DocumentRows.pad,
+        tokenizer=tokenizer,
+        model_fields={"vocab_size": tokenizer.vocab_size},
+        bits_per=bits_per(int((val.lengths - 1).sum()), counted),
+    )
+
+
+def _first(table: Any, column: str, count: int) -> tuple[list[str], dict[int, int]]:
+    """The first ``count`` documents, and by shard how many rows they take."""
+    texts, taken = list[str](), dict[int, int]()
+    for index in range(table.num_shards):
+        for row in table.shard(num_shards=table.num_shards, index=index):
+            if len(texts) == count:
+                return texts, taken
+            taken[index] = taken.get(index, 0) + 1
+            texts += not_blank([row[column]], column)
+    return texts, taken

@@ -1,0 +1,52 @@
+"""From a typed config of ours to its ``Task``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from minitx import config as configs
+from minitx.data.chat import load_chat
+from minitx.data.classify import load_classes
+from minitx.data.corpus import data_dir
+from minitx.data.documents import load_documents
+from minitx.data.images import load_images
+from minitx.data.masked import load_masked
+from minitx.data.seq2seq import load_pairs
+from minitx.data.synthetic import load_recall
+from minitx.data.task import Task
+from minitx.data.text import load_text
+from minitx.data.tokenizers import Tokenizer
+
+LOADERS: dict[type, Callable[[Any, Path, Tokenizer | None], Task]] = {
+    configs.TextDataConfig: load_text,
+    configs.MaskedDataConfig: load_masked,
+    configs.KeyValueDataConfig: load_recall,
+    configs.MultiQueryDataConfig: load_recall,
+    configs.InductionDataConfig: load_recall,
+    configs.DatesDataConfig: load_pairs,
+    configs.VersesDataConfig: load_pairs,
+    configs.PairsDataConfig: load_pairs,
+    configs.BooksDataConfig: load_classes,
+    configs.LanguagesDataConfig: load_classes,
+    configs.ClassifyDataConfig: load_classes,
+    configs.DigitsDataConfig: load_images,
+    configs.ImageDataConfig: load_images,
+    configs.HubDataConfig: load_documents,
+    configs.ChatDataConfig: load_chat,
+}
+
+
+def load_task(config: configs.DataConfig, tokenizer: Tokenizer | None = None, folder: str | Path | None = None) -> Task:
+    """The task that ``config`` names.
+
+    Args:
+        config: one of the data configs.
+        tokenizer: read texts with this one (a checkpoint's, say) instead of that of ``config``.
+        folder: where caches are kept; ``None``: ``corpus.data_dir()``.
+
+    Raises:
+        ConfigError: the data cannot be read, or are too few.
+    """
+    return LOADERS[type(config)](config, Path(folder or data_dir()), tokenizer)
