@@ -124,7 +124,7 @@ STEPS = [
 
 @pytest.mark.parametrize("experiment", STEPS)
 def test_every_experiment_runs_one_step(experiment, tmp_path, monkeypatch, data_cache):
-    monkeypatch.setattr("minitx.data.module.data_dir", lambda: data_cache)
+    monkeypatch.setattr("minitx.data.load.data_dir", lambda: data_cache)
     shown = ["debug=one_step", "trainer.accelerator=cpu", "callbacks.progress=false"]
     config = compose_config(
         [f"experiment={experiment}", *shown, *(somebodys_model(tmp_path) if experiment == "finetune" else [])]

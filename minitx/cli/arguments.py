@@ -66,7 +66,7 @@ def _read(name: str, value: str, *, is_text: bool) -> Any:
         if is_text:
             return value
         raise ConfigError(f"{name}={value} cannot be read: write it as on the command line of train.py") from None
-    return found.text if hasattr(found, "text") else found
+    return getattr(found, "text", found)  # a text in quotes
 
 
 def help_text(cls: type[Any], usage: str) -> str:

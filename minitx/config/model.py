@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from minitx.config.checks import ConfigError, fraction, key, needs, not_negative, positive, require
+from minitx.config.checks import ConfigError, fraction, needs, not_negative, positive, require
 from minitx.config.training import evaluate_factor
 
 SCALE_WORDS = ("inv_sqrt", "unscaled", "inv", "learned", "log_length")
@@ -50,101 +50,154 @@ class TransformerConfig:
     ``num_experts`` makes the feed-forward a mixture of which a token takes ``experts_per_token``, each ``ffn_dim`` wide and
     without biases. ``checkpointing`` trades a second forward for activation memory.
 
+    Attributes:
+        architecture: what is built: decoder | encoder | encoder_decoder | vision.
+        vocab_size: V; null: as many as the data has.
+        type_vocab_size: 0: as many as the data has (none for text).
+        pad_id: token that fills rows up; null: the data's.
+        bos_id: token that begins what an encoder-decoder writes; null: the data's.
+        eos_id: token that ends a text; null: the data's.
+        embed_dim: E, the width of a token.
+        num_heads: H, query heads.
+        num_kv_heads: Hkv, key and value heads, a divisor of num_heads; null: num_heads.
+        head_dim: D (d_k), the width of a head; null: embed_dim // num_heads.
+        num_layers: blocks; of encoder_decoder: on each side.
+        num_decoder_layers: blocks of an encoder_decoder's decoder; null: num_layers.
+        ffn_dim: hidden units of the feed-forward; null: 4 * embed_dim (8/3 of it if gated).
+        max_len: longest row of position=learned, what generation looks back on, and the n of scale=log_length.
+        dropout: share of activations and attention weights that training drops.
+        attention: the core: exact | sliding_window | block_sparse | linear | performer | linformer.
+        window: visible keys including the query's own; null: all.
+        block_size: side of a tile of attention=block_sparse and sliding_window; null: 64.
+        num_features: random features of attention=performer; null: d_k ln d_k.
+        num_slots: what attention=linformer mixes the keys into; must be given there.
+        scale: of q.k: inv_sqrt 1/sqrt(d_k) | unscaled 1 | inv 1/d_k | learned | log_length | 'head_dim^p' | a number.
+        scale_factor: multiplies whatever scale means.
+        backend: the kernel: auto | math | sdpa | chunked | flex | a registered name.
+        qk_norm: norm of queries and keys: rms | layer | l2; null: off.
+        qk_norm_eps: under the root of qk_norm.
+        softcap: t in t * tanh(z / t); null: off.
+        sinks: one learned logit per head without a value.
+        position: how a token knows its place: learned | sinusoidal | rotary | alibi | t5 | none.
+        position_offset: row of a learned table at which positions start (2 in RoBERTa).
+        rotary_base: of the angles' geometric series; a larger one turns slower.
+        rotary_interleaved: pairs of channels (2i, 2i+1); false: (i, i + d_k/2), as in Llama.
+        rotary_scaling: linear | ntk | yarn | llama3, for long contexts; null: off.
+        rotary_factor: new length over the length of training.
+        rotary_original_len: the length of training; needed by yarn and llama3.
+        rotary_low: turns below which yarn and llama3 interpolate a pair; null: the paper's.
+        rotary_high: turns above which they leave it alone; null: the paper's.
+        num_buckets: of position=t5.
+        max_distance: of position=t5: farther keys share a bucket.
+        norm: of every sublayer: layer | rms.
+        norm_eps: under the root of the norms.
+        norm_position: where it stands: pre | post | sandwich | deepnorm.
+        embed_norm: a norm after the embeddings, as in BERT.
+        scale_embeddings: token embeddings times sqrt(embed_dim), as in Vaswani et al..
+        scale_logits: last hidden states over sqrt(embed_dim), as in T5 with a tied head.
+        parallel: attention and feed-forward side by side.
+        embed_shortcut: the embeddings, added to the input of every later block with learned weights.
+        value_residual: the first layer's values, added to those of every later layer with learned weights.
+        layer_scale: start of a learned gain per channel on each sublayer's output; null: off.
+        stochastic_depth: chance, per sample, to drop a sublayer of the last block; grows linearly with depth.
+        checkpointing: compute activations again in the backward pass instead of keeping them.
+        activation: of the feed-forward: gelu | gelu_tanh | relu | relu2 | swiglu | geglu | geglu_tanh | reglu.
+        num_experts: feed-forward networks to route tokens to; null: one for all.
+        experts_per_token: how many of them a token takes.
+        bias: of the linear layers of attention and feed-forward.
+        qkv_bias: of the query, key and value projections; null: bias.
+        out_bias: of attention's output projection; null: bias.
+        init: of the weights: gpt2 N(0, 0.02^2) | lecun variance 1/fan-in | xavier | torch_mha, torch_linear as torch starts
+            them | t5 lecun with 1/sqrt(d_k) in W_Q.
+        init_fold: 1/sqrt(d_k) in the initial weights: query (W_Q x d_k^-1/2) | symmetric (W_Q and W_K x d_k^-1/4); null:
+            off.
+        init_zero_outputs: start every block as the identity.
+        tie_embeddings: the lm head is the table of embeddings.
+        head: what an encoder answers: lm (each token) | sequence (num_labels a row) | token (num_labels a token) | none.
+        head_bias: of an lm head.
+        logit_softcap: t of t * tanh(logits / t), of architecture=decoder and encoder_decoder; null: off.
+        head_transform: BERT's layer before an lm head.
+        num_labels: of head=sequence and token; null: as many as the data has.
+        pooling: of head=sequence: first (the first real token) | mean.
+        pooler: BERT's tanh layer after pooling, of head=sequence and none.
+        image_size: pixels of a side; null: the data's.
+        num_channels: colours of a pixel; null: the data's.
+        patch_size: pixels, of architecture=vision.
+
     Raises:
         ConfigError: a field, or a combination of fields, that has no meaning.
     """
 
-    architecture: Literal["decoder", "encoder", "encoder_decoder", "vision"] = key(
-        "decoder", "what is built: decoder | encoder | encoder_decoder | vision"
-    )
-    vocab_size: int | None = key(None, "V; null: as many as the data has")
-    type_vocab_size: int = key(0, "0: as many as the data has (none for text)")
-    pad_id: int | None = key(None, "token that fills rows up; null: the data's")
-    bos_id: int | None = key(None, "token that begins what an encoder-decoder writes; null: the data's")
-    eos_id: int | None = key(None, "token that ends a text; null: the data's")
-    embed_dim: int = key(128, "E, the width of a token")
-    num_heads: int = key(4, "H, query heads")
-    num_kv_heads: int | None = key(None, "Hkv, key and value heads, a divisor of num_heads; null: num_heads")
-    head_dim: int | None = key(None, "D (d_k), the width of a head; null: embed_dim // num_heads")
-    num_layers: int = key(4, "blocks; of encoder_decoder: on each side")
-    num_decoder_layers: int | None = key(None, "blocks of an encoder_decoder's decoder; null: num_layers")
-    ffn_dim: int | None = key(None, "hidden units of the feed-forward; null: 4 * embed_dim (8/3 of it if gated)")
-    max_len: int = key(256, "longest row of position=learned, what generation looks back on, and the n of scale=log_length")
-    dropout: float = key(0.0, "share of activations and attention weights that training drops")
-    attention: Literal["exact", "sliding_window", "block_sparse", "linear", "performer", "linformer"] = key(
-        "exact", "the core: exact | sliding_window | block_sparse | linear | performer | linformer"
-    )
-    window: int | None = key(None, "visible keys including the query's own; null: all")
-    block_size: int | None = key(None, "side of a tile of attention=block_sparse and sliding_window; null: 64")
-    num_features: int | None = key(None, "random features of attention=performer; null: d_k ln d_k")
-    num_slots: int | None = key(None, "what attention=linformer mixes the keys into; must be given there")
-    scale: str | float = key(
-        "inv_sqrt", "of q.k: inv_sqrt 1/sqrt(d_k) | unscaled 1 | inv 1/d_k | learned | log_length | 'head_dim^p' | a number"
-    )
-    scale_factor: float = key(1.0, "multiplies whatever scale means")
-    backend: str = key("auto", "the kernel: auto | math | sdpa | chunked | flex | a registered name")
-    qk_norm: Literal["rms", "layer", "l2"] | None = key(None, "norm of queries and keys: rms | layer | l2; null: off")
-    qk_norm_eps: float = key(1e-6, "under the root of qk_norm")
-    softcap: float | None = key(None, "t in t * tanh(z / t); null: off")
-    sinks: bool = key(False, "one learned logit per head without a value")
-    position: Literal["learned", "sinusoidal", "rotary", "alibi", "t5", "none"] = key(
-        "learned", "how a token knows its place: learned | sinusoidal | rotary | alibi | t5 | none"
-    )
-    position_offset: int = key(0, "row of a learned table at which positions start (2 in RoBERTa)")
-    rotary_base: float = key(10000.0, "of the angles' geometric series; a larger one turns slower")
-    rotary_interleaved: bool = key(False, "pairs of channels (2i, 2i+1); false: (i, i + d_k/2), as in Llama")
-    rotary_scaling: Literal["linear", "ntk", "yarn", "llama3"] | None = key(
-        None, "linear | ntk | yarn | llama3, for long contexts; null: off"
-    )
-    rotary_factor: float = key(1.0, "new length over the length of training")
-    rotary_original_len: int | None = key(None, "the length of training; needed by yarn and llama3")
-    rotary_low: float | None = key(None, "turns below which yarn and llama3 interpolate a pair; null: the paper's")
-    rotary_high: float | None = key(None, "turns above which they leave it alone; null: the paper's")
-    num_buckets: int = key(32, "of position=t5")
-    max_distance: int = key(128, "of position=t5: farther keys share a bucket")
-    norm: Literal["layer", "rms"] = key("layer", "of every sublayer: layer | rms")
-    norm_eps: float = key(1e-5, "under the root of the norms")
-    norm_position: Literal["pre", "post", "sandwich", "deepnorm"] = key(
-        "pre", "where it stands: pre | post | sandwich | deepnorm"
-    )
-    embed_norm: bool = key(False, "a norm after the embeddings, as in BERT")
-    scale_embeddings: bool = key(False, "token embeddings times sqrt(embed_dim), as in Vaswani et al.")
-    scale_logits: bool = key(False, "last hidden states over sqrt(embed_dim), as in T5 with a tied head")
-    parallel: bool = key(False, "attention and feed-forward side by side")
-    embed_shortcut: bool = key(False, "the embeddings, added to the input of every later block with learned weights")
-    value_residual: bool = key(False, "the first layer's values, added to those of every later layer with learned weights")
-    layer_scale: float | None = key(None, "start of a learned gain per channel on each sublayer's output; null: off")
-    stochastic_depth: float = key(0.0, "chance, per sample, to drop a sublayer of the last block; grows linearly with depth")
-    checkpointing: bool = key(False, "compute activations again in the backward pass instead of keeping them")
-    activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu", "geglu", "geglu_tanh", "reglu"] = key(
-        "gelu", "of the feed-forward: gelu | gelu_tanh | relu | relu2 | swiglu | geglu | geglu_tanh | reglu"
-    )
-    num_experts: int | None = key(None, "feed-forward networks to route tokens to; null: one for all")
-    experts_per_token: int = key(2, "how many of them a token takes")
-    bias: bool = key(True, "of the linear layers of attention and feed-forward")
-    qkv_bias: bool | None = key(None, "of the query, key and value projections; null: bias")
-    out_bias: bool | None = key(None, "of attention's output projection; null: bias")
-    init: Literal["gpt2", "lecun", "xavier", "torch_mha", "torch_linear", "t5"] = key(
-        "gpt2",
-        "of the weights: gpt2 N(0, 0.02^2) | lecun variance 1/fan-in | xavier | torch_mha, torch_linear as torch starts them | t5 lecun with 1/sqrt(d_k) in W_Q",
-    )
-    init_fold: Literal["query", "symmetric"] | None = key(
-        None, "1/sqrt(d_k) in the initial weights: query (W_Q x d_k^-1/2) | symmetric (W_Q and W_K x d_k^-1/4); null: off"
-    )
-    init_zero_outputs: bool = key(False, "start every block as the identity")
-    tie_embeddings: bool = key(True, "the lm head is the table of embeddings")
-    head: Literal["lm", "sequence", "token", "none"] = key(
-        "lm", "what an encoder answers: lm (each token) | sequence (num_labels a row) | token (num_labels a token) | none"
-    )
-    head_bias: bool = key(False, "of an lm head")
-    logit_softcap: float | None = key(None, "t of t * tanh(logits / t), of architecture=decoder and encoder_decoder; null: off")
-    head_transform: bool = key(False, "BERT's layer before an lm head")
-    num_labels: int | None = key(None, "of head=sequence and token; null: as many as the data has")
-    pooling: Literal["first", "mean"] = key("first", "of head=sequence: first (the first real token) | mean")
-    pooler: bool = key(False, "BERT's tanh layer after pooling, of head=sequence and none")
-    image_size: int | None = key(None, "pixels of a side; null: the data's")
-    num_channels: int | None = key(None, "colours of a pixel; null: the data's")
-    patch_size: int = key(2, "pixels, of architecture=vision")
+    architecture: Literal["decoder", "encoder", "encoder_decoder", "vision"] = "decoder"
+    vocab_size: int | None = None
+    type_vocab_size: int = 0
+    pad_id: int | None = None
+    bos_id: int | None = None
+    eos_id: int | None = None
+    embed_dim: int = 128
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    num_layers: int = 4
+    num_decoder_layers: int | None = None
+    ffn_dim: int | None = None
+    max_len: int = 256
+    dropout: float = 0.0
+    attention: Literal["exact", "sliding_window", "block_sparse", "linear", "performer", "linformer"] = "exact"
+    window: int | None = None
+    block_size: int | None = None
+    num_features: int | None = None
+    num_slots: int | None = None
+    scale: str | float = "inv_sqrt"
+    scale_factor: float = 1.0
+    backend: str = "auto"
+    qk_norm: Literal["rms", "layer", "l2"] | None = None
+    qk_norm_eps: float = 1e-6
+    softcap: float | None = None
+    sinks: bool = False
+    position: Literal["learned", "sinusoidal", "rotary", "alibi", "t5", "none"] = "learned"
+    position_offset: int = 0
+    rotary_base: float = 10000.0
+    rotary_interleaved: bool = False
+    rotary_scaling: Literal["linear", "ntk", "yarn", "llama3"] | None = None
+    rotary_factor: float = 1.0
+    rotary_original_len: int | None = None
+    rotary_low: float | None = None
+    rotary_high: float | None = None
+    num_buckets: int = 32
+    max_distance: int = 128
+    norm: Literal["layer", "rms"] = "layer"
+    norm_eps: float = 1e-5
+    norm_position: Literal["pre", "post", "sandwich", "deepnorm"] = "pre"
+    embed_norm: bool = False
+    scale_embeddings: bool = False
+    scale_logits: bool = False
+    parallel: bool = False
+    embed_shortcut: bool = False
+    value_residual: bool = False
+    layer_scale: float | None = None
+    stochastic_depth: float = 0.0
+    checkpointing: bool = False
+    activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu", "geglu", "geglu_tanh", "reglu"] = "gelu"
+    num_experts: int | None = None
+    experts_per_token: int = 2
+    bias: bool = True
+    qkv_bias: bool | None = None
+    out_bias: bool | None = None
+    init: Literal["gpt2", "lecun", "xavier", "torch_mha", "torch_linear", "t5"] = "gpt2"
+    init_fold: Literal["query", "symmetric"] | None = None
+    init_zero_outputs: bool = False
+    tie_embeddings: bool = True
+    head: Literal["lm", "sequence", "token", "none"] = "lm"
+    head_bias: bool = False
+    logit_softcap: float | None = None
+    head_transform: bool = False
+    num_labels: int | None = None
+    pooling: Literal["first", "mean"] = "first"
+    pooler: bool = False
+    image_size: int | None = None
+    num_channels: int | None = None
+    patch_size: int = 2
 
     def __post_init__(self) -> None:
         positive(self, "vocab_size", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "num_layers", "ffn_dim")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from minitx.config.ablation import AblationConfig
-from minitx.config.checks import key, require
+from minitx.config.checks import require
 from minitx.config.data import DataConfig, TextDataConfig
 from minitx.config.model import TransformerConfig
 from minitx.config.training import (
@@ -27,10 +27,15 @@ CONFIG_DIR = "--config-dir="
 
 @dataclass(frozen=True, kw_only=True)
 class InitFrom:
-    """Weights to start from. The optimizer, the step and the order of the data start anew."""
+    """Weights to start from. The optimizer, the step and the order of the data start anew.
 
-    path: str = key("", "a checkpoint, or a folder with config.json and weights (Hugging Face's or ours)")
-    fold_scale: bool = key(False, "another model.scale than the file's: fold the difference into W_Q and W_K")
+    Attributes:
+        path: a checkpoint, or a folder with config.json and weights (Hugging Face's or ours).
+        fold_scale: another model.scale than the file's: fold the difference into W_Q and W_K.
+    """
+
+    path: str = ""
+    fold_scale: bool = False
 
     def __post_init__(self) -> None:
         require(self.path != "", "path= must name a checkpoint or a model folder")
@@ -43,29 +48,48 @@ class RunConfig:
 
     Each of ``model``, ``data``, ``objective``, ``optimizer`` and ``schedule`` is one of ours, or a part of the user's own: a
     mapping with ``_target_``. ``output_dir`` counts from the current folder.
+
+    Attributes:
+        experiment: names the run's folder: runs/<experiment>/<date_time>/.
+        model: the network.
+        data: what it learns from.
+        objective: what is minimised.
+        optimizer: how the weights move.
+        schedule: the learning rate over the run.
+        trainer: how long and on what.
+        logger: loggers beside metrics.csv, by name.
+        callbacks: what happens beside the steps.
+        evaluation: what is measured after training.
+        ablation: a grid of runs.
+        seed: of the initial weights, the order of the rows, and dropout.
+        ckpt_path: a checkpoint to continue from; last is the newest one in output_dir.
+        init_from: {path: FILE or FOLDER}: weights to start from.
+        output_dir: the run's folder, which counts from the current one.
+        on_nonfinite: stop: exit code 3, last good checkpoint kept; record: end the run as NONFINITE with exit code 0.
+        imports: modules to import first, such as one that registers a backend.
+        traceback: show where an error came from.
+        trust: build whatever a checkpoint names, which can run any code.
     """
 
-    experiment: str = key("default", "names the run's folder: runs/<experiment>/<date_time>/")
-    model: TransformerConfig | Part = key(TransformerConfig(), "the network")
-    data: DataConfig | Part = key(TextDataConfig(), "what it learns from")
-    objective: ObjectiveConfig | Part = key(ObjectiveConfig(), "what is minimised")
-    optimizer: OptimizerConfig | Part = key(OptimizerConfig(), "how the weights move")
-    schedule: ScheduleConfig | Part = key(ScheduleConfig(), "the learning rate over the run")
-    trainer: TrainerConfig = key(TrainerConfig(), "how long and on what")
-    logger: Mapping[str, Part | None] = key(dict, "loggers beside metrics.csv, by name")
-    callbacks: CallbacksConfig = key(CallbacksConfig(), "what happens beside the steps")
-    evaluation: EvaluationConfig = key(EvaluationConfig(), "what is measured after training")
-    ablation: AblationConfig | None = key(None, "a grid of runs")
-    seed: int = key(0, "of the initial weights, the order of the rows, and dropout")
-    ckpt_path: str | None = key(None, "a checkpoint to continue from; last is the newest one in output_dir")
-    init_from: InitFrom | None = key(None, "{path: FILE or FOLDER}: weights to start from")
-    output_dir: str | None = key(None, "the run's folder, which counts from the current one")
-    on_nonfinite: Literal["stop", "record"] = key(
-        "stop", "stop: exit code 3, last good checkpoint kept; record: end the run as NONFINITE with exit code 0"
-    )
-    imports: tuple[str, ...] = key((), "modules to import first, such as one that registers a backend")
-    traceback: bool = key(False, "show where an error came from")
-    trust: bool = key(False, "build whatever a checkpoint names, which can run any code")
+    experiment: str = "default"
+    model: TransformerConfig | Part = TransformerConfig()
+    data: DataConfig | Part = TextDataConfig()
+    objective: ObjectiveConfig | Part = ObjectiveConfig()
+    optimizer: OptimizerConfig | Part = OptimizerConfig()
+    schedule: ScheduleConfig | Part = ScheduleConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    logger: Mapping[str, Part | None] = field(default_factory=dict)
+    callbacks: CallbacksConfig = CallbacksConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    ablation: AblationConfig | None = None
+    seed: int = 0
+    ckpt_path: str | None = None
+    init_from: InitFrom | None = None
+    output_dir: str | None = None
+    on_nonfinite: Literal["stop", "record"] = "stop"
+    imports: tuple[str, ...] = ()
+    traceback: bool = False
+    trust: bool = False
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2^32)")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from minitx.config.checks import ConfigError, fraction, is_part, key, needs, not_negative, positive, require
+from minitx.config.checks import ConfigError, fraction, is_part, needs, not_negative, positive, require
 
 Part = Mapping[str, Any]
 """A part of the user's own: a node with ``_target_`` and the arguments of what it names."""
@@ -20,15 +20,19 @@ class ObjectiveConfig:
     """What is minimised: cross-entropy, averaged over the labels of a whole optimizer step.
 
     The load-balancing loss of experts is that of Fedus et al. 2021, "Switch Transformers", arXiv:2101.03961, §2.2.
+
+    Attributes:
+        label_smoothing: share of the target that is spread over all classes.
+        chunk_tokens: logits are held for so many tokens at a time (1024, say), with head=lm; null: for all.
+        count_correct: count the right answers of training steps, for train_accuracy.
+        router_loss: weight of the load-balancing loss, where the model has experts.
     """
 
     name: Literal["cross_entropy"] = "cross_entropy"
-    label_smoothing: float = key(0.0, "share of the target that is spread over all classes")
-    chunk_tokens: int | None = key(
-        None, "logits are held for so many tokens at a time (1024, say), with head=lm; null: for all"
-    )
-    count_correct: bool = key(True, "count the right answers of training steps, for train_accuracy")
-    router_loss: float = key(0.01, "weight of the load-balancing loss, where the model has experts")
+    label_smoothing: float = 0.0
+    chunk_tokens: int | None = None
+    count_correct: bool = True
+    router_loss: float = 0.01
 
     def __post_init__(self) -> None:
         fraction(self, "label_smoothing")
@@ -83,17 +87,28 @@ class OptimizerConfig:
     """``adamw`` for every parameter, or ``muon`` for the matrices of the blocks and AdamW for the rest.
 
     Weight decay spares vectors (biases, norms).
+
+    Attributes:
+        name: adamw | muon (the blocks' matrices; AdamW for the rest).
+        lr: the peak rate.
+        matrix_lr: of muon: the rate of the blocks' matrices; everything else takes lr.
+        momentum: of muon.
+        ns_steps: of muon: Newton-Schulz iterations an update.
+        weight_decay: spares vectors (biases, norms).
+        betas: decay of the two moments.
+        eps: added to the root of the second moment.
+        rules: [{match: q_proj, lr: head_dim^-0.25, trainable: true}]: factors by name.
     """
 
-    name: Literal["adamw", "muon"] = key("adamw", "adamw | muon (the blocks' matrices; AdamW for the rest)")
-    lr: float = key(1e-3, "the peak rate")
-    matrix_lr: float = key(0.02, "of muon: the rate of the blocks' matrices; everything else takes lr")
-    momentum: float = key(0.95, "of muon")
-    ns_steps: int = key(5, "of muon: Newton-Schulz iterations an update")
-    weight_decay: float = key(0.0, "spares vectors (biases, norms)")
-    betas: tuple[float, float] = key((0.9, 0.95), "decay of the two moments")
-    eps: float = key(1e-8, "added to the root of the second moment")
-    rules: tuple[ParameterRule, ...] = key((), "[{match: q_proj, lr: head_dim^-0.25, trainable: true}]: factors by name")
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: float = 1e-3
+    matrix_lr: float = 0.02
+    momentum: float = 0.95
+    ns_steps: int = 5
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    rules: tuple[ParameterRule, ...] = ()
 
     def __post_init__(self) -> None:
         positive(self, "lr", "matrix_lr", "ns_steps", "eps")
@@ -104,12 +119,19 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """The learning rate over the run: a linear warm-up, then what ``name`` says."""
+    """The learning rate over the run: a linear warm-up, then what ``name`` says.
 
-    name: Literal["cosine", "linear", "constant", "trapezoid"] = key("cosine", "what follows the warm-up")
-    warmup_steps: int = key(0, "steps of a linear rise from zero")
-    final_lr: float = key(0.1, "the rate ends at this share of optimizer.lr")
-    decay_fraction: float = key(0.2, "trapezoid only: the last part of the run, in which the rate falls")
+    Attributes:
+        name: what follows the warm-up.
+        warmup_steps: steps of a linear rise from zero.
+        final_lr: the rate ends at this share of optimizer.lr.
+        decay_fraction: trapezoid only: the last part of the run, in which the rate falls.
+    """
+
+    name: Literal["cosine", "linear", "constant", "trapezoid"] = "cosine"
+    warmup_steps: int = 0
+    final_lr: float = 0.1
+    decay_fraction: float = 0.2
 
     def __post_init__(self) -> None:
         not_negative(self, "warmup_steps", "final_lr")
@@ -118,12 +140,19 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StopAtConfig:
-    """Ends a run when the mean of a training metric over the last ``window`` steps reaches ``value``."""
+    """Ends a run when the mean of a training metric over the last ``window`` steps reaches ``value``.
 
-    metric: Literal["train_accuracy", "train_loss"] = key("train_accuracy", "an accuracy must rise to value, a loss fall to it")
-    value: float = key(0.99, "what the mean must reach")
-    window: int = key(16, "steps that the mean is over")
-    extra_steps: int = key(0, "steps that are still made after it was reached")
+    Attributes:
+        metric: an accuracy must rise to value, a loss fall to it.
+        value: what the mean must reach.
+        window: steps that the mean is over.
+        extra_steps: steps that are still made after it was reached.
+    """
+
+    metric: Literal["train_accuracy", "train_loss"] = "train_accuracy"
+    value: float = 0.99
+    window: int = 16
+    extra_steps: int = 0
 
     def __post_init__(self) -> None:
         positive(self, "window")
@@ -150,37 +179,60 @@ class TrainerConfig:
 
     A process runs on each of ``devices`` devices of each of ``num_nodes`` machines. ``data.batch_size`` is the number of rows
     of a step over all of them and over the ``accumulate`` micro-batches.
+
+    Attributes:
+        max_steps: optimizer steps of the run.
+        devices: processes on each machine.
+        num_nodes: machines: started by torchrun or srun.
+        accelerator: where: auto | cpu | gpu | mps.
+        strategy: auto (ddp where there are several) | ddp | sharded (FSDP2).
+        tensor_parallel: devices that share the heads and hidden units of a layer (strategy=sharded).
+        precision: 32-true | 64-true | bf16-mixed | bf16-true (float32 on a CPU without instructions for bfloat16).
+        accumulate: micro-batches a step; data.batch_size stays the global batch.
+        clip: largest global gradient norm, whatever the optimizer; null: off.
+        val_every: steps between validations; there is always one at the end, and 0 means: at the end only.
+        val_batches: validation batches at most; null: the whole split.
+        val_batch_size: rows of a validation batch; null: data.batch_size.
+        log_every: steps between rows of metrics.csv.
+        ckpt_every: steps between checkpoints; there is always one at the end; 0: none at all.
+        ckpt_minutes: a checkpoint also when the last one is that old; null: not by the clock.
+        sharded_ckpt: each process writes its own shard, into a folder (strategy=sharded).
+        stop_at: {metric: train_accuracy, value: 0.99, window: 16, extra_steps: 0}; null: max_steps alone.
+        overfit: train on the batch of the first step again and again.
+        compile: torch.compile of the model.
+        deterministic: only kernels that give the same bits each time; one that cannot is named.
+        threads: CPU threads of a process; null: torch's own choice.
+        peak_tflops: peak of the device in TFLOP/s, for mfu in metrics.csv; null: known for some GPUs.
+        plugins: nodes with _target_, for Lightning's Trainer.
+        profiler: simple | advanced | pytorch, or a node with _target_.
+        extra: any other argument of Lightning's Trainer.
     """
 
-    max_steps: int = key(1000, "optimizer steps of the run")
-    devices: int = key(1, "processes on each machine")
-    num_nodes: int = key(1, "machines: started by torchrun or srun")
-    accelerator: Literal["auto", "cpu", "gpu", "mps"] = key("auto", "where: auto | cpu | gpu | mps")
-    strategy: Literal["auto", "ddp", "sharded"] = key("auto", "auto (ddp where there are several) | ddp | sharded (FSDP2)")
-    tensor_parallel: int = key(1, "devices that share the heads and hidden units of a layer (strategy=sharded)")
-    precision: Literal["32-true", "64-true", "bf16-mixed", "bf16-true"] = key(
-        "32-true", "32-true | 64-true | bf16-mixed | bf16-true (float32 on a CPU without instructions for bfloat16)"
-    )
-    accumulate: int = key(1, "micro-batches a step; data.batch_size stays the global batch")
-    clip: float | None = key(None, "largest global gradient norm, whatever the optimizer; null: off")
-    val_every: int = key(250, "steps between validations; there is always one at the end, and 0 means: at the end only")
-    val_batches: int | None = key(100, "validation batches at most; null: the whole split")
-    val_batch_size: int | None = key(64, "rows of a validation batch; null: data.batch_size")
-    log_every: int = key(10, "steps between rows of metrics.csv")
-    ckpt_every: int = key(250, "steps between checkpoints; there is always one at the end; 0: none at all")
-    ckpt_minutes: float | None = key(10.0, "a checkpoint also when the last one is that old; null: not by the clock")
-    sharded_ckpt: bool = key(False, "each process writes its own shard, into a folder (strategy=sharded)")
-    stop_at: StopAtConfig | None = key(
-        None, "{metric: train_accuracy, value: 0.99, window: 16, extra_steps: 0}; null: max_steps alone"
-    )
-    overfit: bool = key(False, "train on the batch of the first step again and again")
-    compile: bool = key(False, "torch.compile of the model")
-    deterministic: bool = key(False, "only kernels that give the same bits each time; one that cannot is named")
-    threads: int | None = key(None, "CPU threads of a process; null: torch's own choice")
-    peak_tflops: float | None = key(None, "peak of the device in TFLOP/s, for mfu in metrics.csv; null: known for some GPUs")
-    plugins: tuple[Part, ...] = key((), "nodes with _target_, for Lightning's Trainer")
-    profiler: Part | str | None = key(None, "simple | advanced | pytorch, or a node with _target_")
-    extra: Mapping[str, Any] = key(dict, "any other argument of Lightning's Trainer")
+    max_steps: int = 1000
+    devices: int = 1
+    num_nodes: int = 1
+    accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto"
+    strategy: Literal["auto", "ddp", "sharded"] = "auto"
+    tensor_parallel: int = 1
+    precision: Literal["32-true", "64-true", "bf16-mixed", "bf16-true"] = "32-true"
+    accumulate: int = 1
+    clip: float | None = None
+    val_every: int = 250
+    val_batches: int | None = 100
+    val_batch_size: int | None = 64
+    log_every: int = 10
+    ckpt_every: int = 250
+    ckpt_minutes: float | None = 10.0
+    sharded_ckpt: bool = False
+    stop_at: StopAtConfig | None = None
+    overfit: bool = False
+    compile: bool = False
+    deterministic: bool = False
+    threads: int | None = None
+    peak_tflops: float | None = None
+    plugins: tuple[Part, ...] = ()
+    profiler: Part | str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         positive(self, "max_steps", "devices", "num_nodes", "tensor_parallel", "accumulate", "log_every", "threads", "clip")
@@ -210,14 +262,23 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """The task's metrics with 95 % intervals, on the validation split: what ``scripts/evaluate.py`` prints."""
+    """The task's metrics with 95 % intervals, on the validation split: what ``scripts/evaluate.py`` prints.
 
-    at_end: bool = key(False, "print them after training, too, and write evaluation.json")
-    num_rows: int | None = key(None, "validation rows to look at; null: all")
-    num_beams: int = key(1, "of generated answers; 1: greedy")
-    num_shown: int = key(3, "answers to show")
-    lengths: tuple[int, ...] = key((), "after training, a language model's loss on rows of these many tokens, too")
-    attention_cost: bool = key(False, "after training, error and cost of the attention against exact attention, too")
+    Attributes:
+        at_end: print them after training, too, and write evaluation.json.
+        num_rows: validation rows to look at; null: all.
+        num_beams: of generated answers; 1: greedy.
+        num_shown: answers to show.
+        lengths: after training, a language model's loss on rows of these many tokens, too.
+        attention_cost: after training, error and cost of the attention against exact attention, too.
+    """
+
+    at_end: bool = False
+    num_rows: int | None = None
+    num_beams: int = 1
+    num_shown: int = 3
+    lengths: tuple[int, ...] = ()
+    attention_cost: bool = False
 
     def __post_init__(self) -> None:
         positive(self, "num_rows", "num_beams")
@@ -227,12 +288,19 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeConfig:
-    """Attention statistics on a fixed validation batch, at steps 0, 1, 2, 4, 8, … and every so many."""
+    """Attention statistics on a fixed validation batch, at steps 0, 1, 2, 4, 8, … and every so many.
 
-    every: int = key(0, "steps between probes; 0: no probes")
-    batch_size: int = key(8, "validation rows to look at")
-    weights_every: int = key(0, "keep the attention weights in attention/ so often, a multiple of every; 0: never")
-    weights_rows: int = key(4, "keep the weights of the first so many rows")
+    Attributes:
+        every: steps between probes; 0: no probes.
+        batch_size: validation rows to look at.
+        weights_every: keep the attention weights in attention/ so often, a multiple of every; 0: never.
+        weights_rows: keep the weights of the first so many rows.
+    """
+
+    every: int = 0
+    batch_size: int = 8
+    weights_every: int = 0
+    weights_rows: int = 4
 
     def __post_init__(self) -> None:
         not_negative(self, "every", "weights_every")
@@ -245,12 +313,19 @@ class ProbeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplesConfig:
-    """Text that the model writes during training, to the log, ``samples.jsonl`` and Weights & Biases."""
+    """Text that the model writes during training, to the log, ``samples.jsonl`` and Weights & Biases.
 
-    every: int = key(0, "steps between samples; 0: no samples")
-    prompts: tuple[str, ...] = key((), "texts to continue or answer; empty: the beginnings of validation rows")
-    max_new_tokens: int = key(64, "longest sample")
-    temperature: float = key(0.8, "0 takes the likeliest token each time, above 0 draws one")
+    Attributes:
+        every: steps between samples; 0: no samples.
+        prompts: texts to continue or answer; empty: the beginnings of validation rows.
+        max_new_tokens: longest sample.
+        temperature: 0 takes the likeliest token each time, above 0 draws one.
+    """
+
+    every: int = 0
+    prompts: tuple[str, ...] = ()
+    max_new_tokens: int = 64
+    temperature: float = 0.8
 
     def __post_init__(self) -> None:
         not_negative(self, "every", "temperature")
@@ -259,21 +334,34 @@ class SamplesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig:
-    """What a run with ``logger=wandb`` sends beside its curves."""
+    """What a run with ``logger=wandb`` sends beside its curves.
 
-    viewer: bool = key(False, "the page of the attention viewer, where callbacks.probe.weights_every keeps weights")
-    checkpoint: Literal["last", "best"] | None = key(None, "send last.ckpt or best.ckpt as an artifact; null: none")
+    Attributes:
+        viewer: the page of the attention viewer, where callbacks.probe.weights_every keeps weights.
+        checkpoint: send last.ckpt or best.ckpt as an artifact; null: none.
+    """
+
+    viewer: bool = False
+    checkpoint: Literal["last", "best"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallbacksConfig:
-    """What happens beside the steps. Every further entry is a callback of Lightning's, or of anybody's: ``name: {_target_: …}``."""
+    """What happens beside the steps. Every further entry is a callback of Lightning's, or of anybody's: ``name: {_target_: …}``.
 
-    progress: bool = key(True, "a bar on a terminal, lines elsewhere")
-    probe: ProbeConfig = key(ProbeConfig(), "attention statistics during training")
-    samples: SamplesConfig = key(SamplesConfig(), "text written during training")
-    wandb: WandbConfig = key(WandbConfig(), "what Weights & Biases gets")
-    parts: Mapping[str, Part] = key(dict, "callbacks by name", rest=True)
+    Attributes:
+        progress: a bar on a terminal, lines elsewhere.
+        probe: attention statistics during training.
+        samples: text written during training.
+        wandb: what Weights & Biases gets.
+        parts: callbacks by name.
+    """
+
+    progress: bool = True
+    probe: ProbeConfig = ProbeConfig()
+    samples: SamplesConfig = SamplesConfig()
+    wandb: WandbConfig = WandbConfig()
+    parts: Mapping[str, Part] = field(default_factory=dict, metadata={"rest": True})
 
 
 def check_parts(group: Mapping[str, Any], path: str, known: tuple[str, ...] = ()) -> None:

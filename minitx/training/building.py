@@ -119,6 +119,7 @@ def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Modu
         except (ValueError, TypeError, RuntimeError, MemoryError) as error:  # what torch says of sizes, it says in many lines
             raise ConfigError(f"model cannot be built: {first_line(error)}") from error
     elif model is None:
+        assert isinstance(config.model, Mapping)
         model = build(config.model, "model", decided_fields(data))
         if not isinstance(model, nn.Module):
             raise ConfigError(

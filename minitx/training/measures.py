@@ -69,7 +69,7 @@ def measures(network: nn.Module, model: TransformerConfig, data: DataModule, con
     found = {}
     for length in config.evaluation.lengths:
         rows = config.evaluation.num_rows
-        rows = None if rows is None else max(1, rows * (config.data.max_tokens or 1) // length)
+        rows = None if rows is None else max(1, rows * config.data.max_tokens // length)  # type: ignore[operator, union-attr]
         longer, options = _with_rows_of(length, data, config), dataclasses.replace(config.evaluation, num_rows=rows)
         found[f"loss_at_{length}"] = evaluate(network, longer, options).metrics["loss"].value
     if config.evaluation.attention_cost:
@@ -78,7 +78,8 @@ def measures(network: nn.Module, model: TransformerConfig, data: DataModule, con
 
 
 def _with_rows_of(length: int, data: DataModule, config: RunConfig) -> DataModule:
-    longer, rows = dataclasses.replace(config.data, context_len=length), config.trainer.val_batch_size  # type: ignore
+    longer: Any = dataclasses.replace(config.data, context_len=length)  # type: ignore[type-var]
+    rows = config.trainer.val_batch_size
     return build_data(longer, seed=config.seed, max_steps=1, val_batch_size=rows, tokenizer=data.task.tokenizer)
 
 

@@ -204,9 +204,9 @@ def build_trainer(
     steps = min(options.val_every or options.max_steps, options.max_steps)
     place = place_of(options)
     place["plugins"] += [build(node, f"trainer.plugins[{i}]") for i, node in enumerate(options.plugins)]
-    profiler = (
-        build(options.profiler, "trainer.profiler", {"dirpath": folder}) if is_part(options.profiler) else options.profiler
-    )
+    profiler: Any = options.profiler
+    if isinstance(profiler, Mapping):
+        profiler = build(profiler, "trainer.profiler", {"dirpath": folder})
     try:
         trainer = L.Trainer(
             **place,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as L
 import torch
@@ -121,7 +121,10 @@ def load_model(
     return found.network, found.tokenizer, found.state
 
 
-def place(model: nn.Module, device: str) -> nn.Module:
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def place(model: Network, device: str) -> Network:
     """``model`` on ``device``, a word of torch's; ``auto`` takes a GPU if there is one.
 
     Raises:

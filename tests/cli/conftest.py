@@ -32,7 +32,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_data: Path) ->
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("minitx.data.module.data_dir", lambda: shared_data)
+    monkeypatch.setattr("minitx.data.load.data_dir", lambda: shared_data)
     return folder
 
 

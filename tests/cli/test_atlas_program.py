@@ -41,7 +41,7 @@ def trained(tmp_path_factory):
         "kv_lookup": (KeyValueDataConfig(num_keys=11, num_pairs=7, val_size=29), {}),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minitx.data.module.data_dir", lambda: folder)
+        patch.setattr("minitx.data.load.data_dir", lambda: folder)
         for name, (data, model) in runs.items():
             config = RunConfig(
                 model=ModelConfig(**SMALL, **model),
@@ -66,7 +66,7 @@ def cli(monkeypatch, capsys, trained):
     def run(*arguments):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", ["atlas.py", *map(str, arguments)])
-            patch.setattr("minitx.data.module.data_dir", lambda: trained)
+            patch.setattr("minitx.data.load.data_dir", lambda: trained)
             patch.setenv("MINITX_TRACEBACK", "0")
             code = main()
         return SimpleNamespace(code=code, **dict(zip(("out", "err"), capsys.readouterr(), strict=True)))

@@ -39,7 +39,7 @@ def trained(tmp_path_factory):
         "dates": (dates, {"architecture": "encoder_decoder"}),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minitx.data.module.data_dir", lambda: folder)
+        patch.setattr("minitx.data.load.data_dir", lambda: folder)
         for name, (data, model) in runs.items():
             config = RunConfig(
                 model=TransformerConfig(**SMALL, **model),
@@ -59,7 +59,7 @@ def cli(monkeypatch, capsys, trained):
     def run(*arguments):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", ["evaluate.py", *map(str, arguments)])
-            patch.setattr("minitx.data.module.data_dir", lambda: trained)
+            patch.setattr("minitx.data.load.data_dir", lambda: trained)
             patch.setenv("MINITX_TRACEBACK", "0")
             code = main()
         return SimpleNamespace(code=code, **dict(zip(("out", "err"), capsys.readouterr(), strict=True)))

@@ -44,7 +44,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.txt").write_text(TEXT * 60, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minitx.data.module.data_dir", lambda: folder)
+        patch.setattr("minitx.data.load.data_dir", lambda: folder)
         for kind in ("char", "bpe"):
             data = TextDataConfig(
                 name="text", path=str(folder / "text.txt"), context_len=24, tokenizer=kind, bpe_vocab_size=270, batch_size=4

@@ -72,7 +72,7 @@ def runs(tmp_path_factory):
     text = TextDataConfig(name="text", path=str(folder / "text.txt"), context_len=11)
     dates = DatesDataConfig(locales=("en", "de"), train_size=53, val_size=17, batch_size=6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minitx.data.module.data_dir", lambda: folder)
+        patch.setattr("minitx.data.load.data_dir", lambda: folder)
         save(folder / "text", text, 5)
         save(folder / "text", text, 31)
         save(folder / "unscaled", text, 31, scale="unscaled")
@@ -110,7 +110,7 @@ def cli(monkeypatch, capsys, runs, tmp_path):
     def run(*arguments):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", ["view_attention.py", *map(str, arguments)])
-            patch.setattr("minitx.data.module.data_dir", lambda: runs)
+            patch.setattr("minitx.data.load.data_dir", lambda: runs)
             patch.setenv("MINITX_TRACEBACK", "0")
             code = main()
         out, err = capsys.readouterr()

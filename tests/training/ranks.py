@@ -92,5 +92,5 @@ def train_as(overrides: list[str], folder: Path, data: Path) -> dict[str, Any]:
     """``train.py OVERRIDES`` in ``folder``, with caches of data in ``data``; the run's result."""
     import minitx.data.module
 
-    minitx.data.module.data_dir = lambda: data  # type: ignore[assignment]
+    minitx.data.load.data_dir = lambda: data  # type: ignore[assignment]
     return run_training(compose_config(overrides), folder, "command")

@@ -131,7 +131,7 @@ def test_a_write_that_fails_leaves_the_one_before(path, monkeypatch):
 def keep_data_beside(folder):
     import minitx.data.module
 
-    minitx.data.module.data_dir = lambda: folder.parent / "caches"
+    minitx.data.load.data_dir = lambda: folder.parent / "caches"
     return folder.parent / "caches"
 
 

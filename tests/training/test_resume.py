@@ -307,7 +307,7 @@ def test_the_same_seed_gives_the_same_bits_in_any_process(make_config, tmp_path)
     code = (
         "import pathlib, pickle, sys, torch, minitx.data.module; from minitx.training.run import train; torch.set_num_threads(1)\n"
         "config, folder = pickle.load(sys.stdin.buffer)\n"
-        "minitx.data.module.data_dir = lambda: folder.parent / 'data'\n"
+        "minitx.data.load.data_dir = lambda: folder.parent / 'data'\n"
         "train(config, folder)"
     )
     folder, environment = tmp_path / "another process", {**os.environ, "PYTHONHASHSEED": "1"}

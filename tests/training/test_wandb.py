@@ -29,7 +29,7 @@ config = RunConfig(
     trainer=TrainerConfig(max_steps=4, accelerator="cpu", val_every=2, log_every=1, ckpt_every=4, val_batches=2),
     callbacks=CallbacksConfig(progress=False, probe=ProbeConfig(every=2, weights_every=4, batch_size=3, weights_rows=2)),
 )
-minitx.data.module.data_dir = lambda: Path("data")
+minitx.data.load.data_dir = lambda: Path("data")
 logger = WandbLogger(save_dir="run", project="minitx", offline=True)
 extras = WandbExtras({"model": {"width": 7919}}, folder, viewer=True, checkpoint="best")
 with finish_wandb():
