@@ -19,7 +19,7 @@ from minitx.cli.errors import sentence
 from minitx.config import ConfigError, ImageDataConfig, KeyValueDataConfig, to_dict
 from minitx.training.callbacks import StoppedError
 from minitx.training.checkpoint import read_checkpoint
-from minitx.training.metrics import read_metrics
+from minitx.training.metrics import OF_THE_MACHINE, read_metrics
 from minitx.training.module import NonFiniteError
 from minitx.training.run import prepare_data, train
 
@@ -48,7 +48,7 @@ class Crash(L.Callback):
 
 
 def rows_without_time(folder):
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in read_metrics(folder / "metrics.csv")]
+    return [{k: v for k, v in row.items() if k not in OF_THE_MACHINE} for row in read_metrics(folder / "metrics.csv")]
 
 
 def same_weights(a, b):

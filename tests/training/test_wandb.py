@@ -78,9 +78,10 @@ def test_a_run_ends_with_the_exit_code_of_the_program(monkeypatch, error, code):
 
 
 def test_nothing_is_finished_where_nothing_was_begun(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None))
+    idle = SimpleNamespace(run=None, finish=lambda exit_code: pytest.fail("finished"))
+    monkeypatch.setitem(sys.modules, "wandb", idle)
     with finish_wandb():
-        pass
+        assert idle.run is None
 
 
 def test_the_commit_is_that_of_the_current_folder(tmp_path, monkeypatch):
