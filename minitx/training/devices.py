@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as L
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -42,15 +43,18 @@ def check_devices(options: TrainerConfig) -> None:
         raise ConfigError(f"{said} and trainer.devices={options.devices} cannot be used: {first_line(error)}") from error
 
 
-def check_same_precision(trainer: L.Trainer) -> None:
-    """Refuse processes in different precisions: machines with different processors may decide differently.
+def check_processes(trainer: L.Trainer) -> None:
+    """Refuse what shows only when all processes run.
 
     Raises:
-        ConfigError: on every rank.
+        ConfigError: machines whose processors decided on different precisions; averaged weights of a sharded model.
     """
     own = str(trainer.precision)
     if any_rank(trainer, trainer.strategy.broadcast(own) != own)[0]:
         raise ConfigError(f"trainer.precision={own} differs between the machines of this run; set trainer.precision=32-true")
+    averaged = any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    if averaged and isinstance(trainer.strategy, Sharded):
+        raise ConfigError("callbacks.ema needs whole weights on one device, got trainer.strategy=sharded")
 
 
 def build_strategy(options: TrainerConfig) -> Strategy | str:

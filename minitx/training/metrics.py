@@ -16,6 +16,9 @@ COLUMNS = (
     *("train_accuracy", "tokens_per_second", "memory_mb", "mfu"),
 )
 
+OF_THE_MACHINE = frozenset(("seconds", "tokens_per_second", "memory_mb", "mfu"))
+"""Columns in which two equal runs differ."""
+
 
 class MetricsFile(Logger):
     """Writes the columns of ``COLUMNS``. Training and validation values of one step share a row.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minitx.analysis.flops import train_flops
 from minitx.config import ConfigError, TransformerConfig
-from minitx.training.devices import check_same_precision
+from minitx.training.devices import check_processes
 from minitx.training.hardware import memory_mb, peak_tflops, widest_float
 from minitx.training.module import NonFiniteError, TrainingModule
 from minitx.training.parallel import replicas, sum_over_rows
@@ -64,7 +64,7 @@ class StepLog(StepCallback):
         self.tokens = self._tokens_then = state_dict["tokens"]
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        check_same_precision(trainer)
+        check_processes(trainer)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.started = self._mark = time.perf_counter()

@@ -28,12 +28,12 @@ def summary(
         model: the config of one of our models, whose sizes are shown.
         facts: further lines by their name, such as ``data`` and ``tokenizer``; None leaves a line out.
     """
-    every = trainer.val_check_interval
+    every = int(trainer.val_check_interval) // trainer.accumulate_grad_batches
     lines = {
         "model": describe_model(network, model),
         "device": describe_device(trainer),
         **(facts or {}),
-        "steps": f"{trainer.max_steps:,}" + (f", validation every {every:,} batches" if isinstance(every, int) else ""),
+        "steps": f"{trainer.max_steps:,}, validation every {every:,}",
         "folder": str(folder),
     }
     width = max(map(len, lines))
@@ -51,7 +51,7 @@ def describe_model(network: nn.Module, model: TransformerConfig | None = None) -
     text = f"{type(network).__name__}, {total:,} parameters" + (f" ({trained:,} trained)" if trained != total else "")
     if model is None:
         return text
-    return f"{text}: {model.num_layers} layers, {model.num_heads} heads, width {model.embed_dim}"
+    return f"{text}: num_layers {model.num_layers}, num_heads {model.num_heads}, embed_dim {model.embed_dim}"
 
 
 def describe_device(trainer: L.Trainer) -> str:

@@ -23,7 +23,7 @@ from ranks import _SERVER, say_nothing, train_as
 
 from minitx.training.callbacks import StoppedError
 from minitx.training.checkpoint import AtomicCheckpointIO, read_checkpoint
-from minitx.training.metrics import read_metrics
+from minitx.training.metrics import OF_THE_MACHINE, read_metrics
 from minitx.training.module import TrainingModule
 from tests.waiting import PATIENCE
 
@@ -113,7 +113,7 @@ def result_of(folder: Path) -> str:
     ]
     for name, tensor in tensors:
         digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
-    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in read_metrics(folder / "metrics.csv")]
+    rows = [{k: v for k, v in row.items() if k not in OF_THE_MACHINE} for row in read_metrics(folder / "metrics.csv")]
     plain = {"rows": rows, "schedule": checkpoint["lr_schedulers"], "step": checkpoint["global_step"]}
     digest.update(json.dumps(plain, default=str, sort_keys=True).encode())
     return digest.hexdigest()

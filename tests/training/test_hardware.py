@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from minitx.config import ConfigError, TrainerConfig
-from minitx.training import hardware
+from minitx.training import devices, hardware
 from minitx.training.devices import check_devices, place_of
 from minitx.training.hardware import check_count, cpu_precision, device_type, memory_mb, peak_tflops, runs_on_cpu, widest_float
 
@@ -135,10 +136,15 @@ def test_the_peak_is_found_by_the_devices_name(monkeypatch, name, peak):
 
 
 def test_memory_is_counted_in_mebibytes(monkeypatch):
-    from types import SimpleNamespace
-
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7 * 2**20)
     assert memory_mb(torch.device("cuda")) == 7.0
     monkeypatch.setattr(hardware.sys, "platform", "linux")
     monkeypatch.setattr(hardware.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=7 * 2**10))
     assert memory_mb(torch.device("cpu")) == 7.0
+
+
+def test_machines_that_decide_on_different_precisions_are_refused_on_every_one(monkeypatch):
+    monkeypatch.setattr(devices, "any_rank", lambda trainer, flag: [True])
+    strategy = SimpleNamespace(broadcast=lambda value: value)
+    with pytest.raises(ConfigError, match=r"trainer.precision=32-true"):
+        devices.check_processes(SimpleNamespace(precision="32-true", strategy=strategy, callbacks=[]))

@@ -9,6 +9,7 @@ import math
 import lightning.pytorch as L
 import pytest
 import torch
+from extra import train_with
 from torch import nn
 
 from minitx.config import ConfigError, ObjectiveConfig, TransformerConfig
@@ -421,7 +422,7 @@ def test_the_router_loss_is_added_once_a_step_with_its_weight(accumulate):
 
 
 def _losses(config, folder, *callbacks):
-    result = train(config, folder, extras=lambda: ((), callbacks))
+    result = train_with(config, folder, *callbacks)
     return [loss for _, loss, _ in result["curve"]], result["val_loss"]
 
 

@@ -229,7 +229,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(make_config, tmp_pat
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("minitx")]
     pattern = r"step 6/6 .*\d\.\d{4}.*tokens/s.*left"
     assert any(re.fullmatch(pattern, line) for line in lines), lines
-    assert {line[:8] for line in lines if "validation" in line} == {"step 3/6", "step 6/6"}
+    assert {line[:8] for line in lines if "validation loss" in line} == {"step 3/6", "step 6/6"}
     assert stderr.getvalue() == ""
 
 

@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from extra import AddLoggers, train_with
 
 from minitx.analysis import capture, read_snapshots
 from minitx.analysis.gradients import gradient_statistics
@@ -139,7 +140,7 @@ def test_statistics_reach_the_loggers_and_the_log_says_what_looking_cost(make_co
 
     logger = CSVLogger(tmp_path / "csv")
     with caplog.at_level(logging.INFO, logger="minitx"):
-        train(probed(make_config()), tmp_path / "run", extras=lambda: ([logger], []))
+        train_with(probed(make_config()), tmp_path / "run", AddLoggers(logger))
     logger.save()
     header = (tmp_path / "csv" / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0]
     assert "attention/blocks.0.attention/entropy" in header

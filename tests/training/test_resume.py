@@ -14,12 +14,13 @@ import sys
 import lightning.pytorch as L
 import pytest
 import torch
+from extra import train_with
 
 from minitx.cli.errors import sentence
 from minitx.config import ConfigError, DigitsDataConfig, KeyValueDataConfig, to_dict
 from minitx.training.callbacks import StoppedError
 from minitx.training.checkpoint import read_checkpoint
-from minitx.training.metrics import read_metrics
+from minitx.training.metrics import OF_THE_MACHINE, read_metrics
 from minitx.training.module import NonFiniteError
 from minitx.training.run import prepare_data, train
 from tests.waiting import PATIENCE
@@ -49,7 +50,7 @@ class Crash(L.Callback):
 
 
 def rows_without_time(folder):
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in read_metrics(folder / "metrics.csv")]
+    return [{k: v for k, v in row.items() if k not in OF_THE_MACHINE} for row in read_metrics(folder / "metrics.csv")]
 
 
 def same_weights(a, b):
@@ -73,7 +74,7 @@ def test_a_stopped_run_that_goes_on_equals_the_run_that_was_never_stopped(
     )  # fmt: skip
     whole = train(config, tmp_path / "whole")
     with pytest.raises(StoppedError, match=f"after step {stop}"):
-        train(config, tmp_path / "cut", extras=lambda: ([], [StopAfter(stop)]))
+        train_with(config, tmp_path / "cut", StopAfter(stop))
     result = train(resumed(config, tmp_path / "cut"), tmp_path / "cut")
     assert rows_without_time(tmp_path / "cut") == rows_without_time(tmp_path / "whole")
     same_weights(weights_of(tmp_path / "cut"), weights_of(tmp_path / "whole"))
@@ -86,7 +87,7 @@ def test_the_best_checkpoint_of_a_resumed_run_is_that_of_the_whole_run(make_conf
     config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, max_steps=4))
     train(config, tmp_path / "whole")
     with pytest.raises(StoppedError):
-        train(config, tmp_path / "cut", extras=lambda: ([], [StopAfter(stop)]))
+        train_with(config, tmp_path / "cut", StopAfter(stop))
     assert (tmp_path / "cut" / "checkpoints" / "best.ckpt").exists()
     train(resumed(config, tmp_path / "cut"), tmp_path / "cut")
     best = [torch.load(tmp_path / name / "checkpoints" / "best.ckpt", weights_only=True) for name in ("whole", "cut")]
@@ -102,7 +103,7 @@ def test_a_crash_costs_only_what_came_after_the_last_checkpoint(make_config, wei
     config = make_config(trainer__ckpt_every=2, trainer__val_every=val_every, model__dropout=0.1)
     train(config, tmp_path / "whole")
     with pytest.raises(OSError, match="power"):
-        train(config, tmp_path / "cut", extras=lambda: ([], [Crash(crash)]))
+        train_with(config, tmp_path / "cut", Crash(crash))
     train(resumed(config, tmp_path / "cut"), tmp_path / "cut")
     assert rows_without_time(tmp_path / "cut") == rows_without_time(tmp_path / "whole")
     same_weights(weights_of(tmp_path / "cut"), weights_of(tmp_path / "whole"))
@@ -112,7 +113,7 @@ def test_the_probes_of_a_resumed_run_are_those_of_the_whole_run(make_config, tmp
     config = make_config(trainer__ckpt_every=100, probe__every=3)
     whole = train(config, tmp_path / "whole")["probes"]
     with pytest.raises(StoppedError):
-        train(config, tmp_path / "cut", extras=lambda: ([], [StopAfter(4)]))
+        train_with(config, tmp_path / "cut", StopAfter(4))
     cut = train(resumed(config, tmp_path / "cut"), tmp_path / "cut")["probes"]
     assert [p["step"] for p in whole] == [0, 1, 2, 3, 4, 6]
     assert cut == whole
@@ -122,7 +123,7 @@ def test_probes_after_the_checkpoint_are_not_told_twice(make_config, tmp_path):
     config = make_config(trainer__ckpt_every=2, probe__every=1)
     whole = train(config, tmp_path / "whole")["probes"]
     with pytest.raises(OSError, match="power"):
-        train(config, tmp_path / "cut", extras=lambda: ([], [Crash(3)]))
+        train_with(config, tmp_path / "cut", Crash(3))
     with (tmp_path / "cut" / "probes.jsonl").open("a") as file:
         file.write('{"step": 3, "laye')  # the power went while a line was written
     cut = train(resumed(config, tmp_path / "cut"), tmp_path / "cut")["probes"]
@@ -268,7 +269,7 @@ def test_the_matrix_of_128_resumes(make_config, tmp_path, dropout, data, accumul
     for name, stop in POSITIONS.items():
         folder = tmp_path / name
         with pytest.raises(StoppedError, match=f"after step {stop}"):
-            train(config, folder, extras=lambda stop=stop: ([], [StopAfter(stop)]))
+            train_with(config, folder, StopAfter(stop))
         assert read_checkpoint(folder / "checkpoints" / "last.ckpt")["global_step"] == stop
         result = train(resumed(config, folder), folder)
         assert result["loss_digest"] == whole["loss_digest"], name
@@ -326,10 +327,10 @@ class NoSuchKernel(L.Callback):
 
 
 def test_deterministic_names_the_kernel_that_cannot(make_config, tmp_path):
-    train(make_config(trainer__deterministic=False), tmp_path / "a", extras=lambda: ([], [NoSuchKernel()]))
+    train_with(make_config(trainer__deterministic=False), tmp_path / "a", NoSuchKernel())
     try:
         with pytest.raises(RuntimeError, match=r"put_ does not have a deterministic implementation"):
-            train(make_config(trainer__deterministic=True), tmp_path / "b", extras=lambda: ([], [NoSuchKernel()]))
+            train_with(make_config(trainer__deterministic=True), tmp_path / "b", NoSuchKernel())
         train(make_config(trainer__deterministic=True, trainer__ckpt_every=6), tmp_path / "c")
         train(make_config(trainer__ckpt_every=6), tmp_path / "d")
         same_state(tmp_path / "c", tmp_path / "d")
@@ -373,7 +374,7 @@ def test_what_is_not_finite_ends_the_run_before_the_update(make_config, tmp_path
         config = dataclasses.replace(config, data=DigitsDataConfig(name="digits", batch_size=12), model=model)
     poison = Poison(where, value, step)
     with pytest.raises(NonFiniteError, match=f"not finite in step {step} .*the update was not made") as caught:
-        train(config, tmp_path, extras=lambda: ([], [poison]))
+        train_with(config, tmp_path, poison)
     assert sentence(caught.value)[1] == 3
     for name, weight in poison.before.items():
         changed = poison.network.state_dict()[name] != weight

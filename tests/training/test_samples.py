@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from extra import AddLoggers, train_with
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from minitx.config import ConfigError, DatesDataConfig, TransformerConfig
@@ -39,10 +40,6 @@ class Tables(DummyLogger):
         self.tables.append((key, columns, data, step))
 
 
-def run(config, folder, sampler, *loggers):
-    return train(config, folder, extras=lambda: (loggers, [sampler]))
-
-
 def samples(folder, **changes):
     return Samples(folder, Letters(), **{"every": 2, "prompts": ["once", "upon"], "max_new_tokens": 5, **changes})
 
@@ -50,7 +47,7 @@ def samples(folder, **changes):
 def test_texts_go_to_the_log_a_file_and_loggers_of_text(make_config, tmp_path, caplog):
     logger = Tables()
     with caplog.at_level(logging.INFO, logger="minitx"):
-        run(make_config(trainer__max_steps=5), tmp_path, samples(tmp_path), logger)
+        train_with(make_config(trainer__max_steps=5), tmp_path, AddLoggers(logger), samples(tmp_path))
     records = read_samples(tmp_path / "samples.jsonl")
     assert [(record["step"], record["prompt"]) for record in records] == [(s, p) for s in (2, 4, 5) for p in ("once", "upon")]
     assert all(len(record["text"]) == 5 for record in records)
@@ -64,7 +61,7 @@ def test_texts_go_to_the_log_a_file_and_loggers_of_text(make_config, tmp_path, c
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_sampling_leaves_the_run_bit_equal(make_config, tmp_path, temperature):
     config = make_config(model__dropout=0.3)
-    run(config, tmp_path / "with", samples(tmp_path / "with", every=1, temperature=temperature))
+    train_with(config, tmp_path / "with", samples(tmp_path / "with", every=1, temperature=temperature))
     train(config, tmp_path / "without")
     with_samples, without = (read_metrics(tmp_path / name / "metrics.csv") for name in ("with", "without"))
     assert [(row["train_loss"], row["val_loss"]) for row in with_samples] == [
@@ -75,7 +72,7 @@ def test_sampling_leaves_the_run_bit_equal(make_config, tmp_path, temperature):
 def test_draws_depend_on_seed_and_step_alone(make_config, tmp_path):
     texts = {}
     for name, seed, every in (("a", 1, 1), ("b", 1, 3), ("c", 2, 3)):
-        run(make_config(), tmp_path / name, samples(tmp_path / name, temperature=2.0, seed=seed, every=every))
+        train_with(make_config(), tmp_path / name, samples(tmp_path / name, temperature=2.0, seed=seed, every=every))
         texts[name] = {(r["step"], r["prompt"]): r["text"] for r in read_samples(tmp_path / name / "samples.jsonl")}
     assert texts["b"].items() <= texts["a"].items()
     assert texts["b"] != texts["c"]
@@ -87,20 +84,20 @@ def test_an_encoder_decoder_answers(make_config, tmp_path):
         model=TransformerConfig(architecture="encoder_decoder", embed_dim=8, num_heads=2, num_layers=1, max_len=64),
         data=DatesDataConfig(batch_size=12, locales=("en",), train_size=31, val_size=7),
     )
-    run(config, tmp_path, samples(tmp_path))
+    train_with(config, tmp_path, samples(tmp_path))
     assert len(read_samples(tmp_path / "samples.jsonl")) == 2
 
 
 def test_a_resumed_run_writes_its_texts_once(make_config, tmp_path):
     config = make_config(trainer__ckpt_every=4)
-    run(config, tmp_path, samples(tmp_path))
+    train_with(config, tmp_path, samples(tmp_path))
     whole = (tmp_path / "samples.jsonl").read_text()
     shorter = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, max_steps=4, ckpt_every=4))
     other = tmp_path / "other"
-    run(shorter, other, samples(other))
+    train_with(shorter, other, samples(other))
     (other / "samples.jsonl").write_text(whole + '{"step": 6, "prom')
     resumed = dataclasses.replace(config, ckpt_path=str(other / "checkpoints" / "last.ckpt"))
-    run(resumed, other, samples(other))
+    train_with(resumed, other, samples(other))
     assert [r["step"] for r in read_samples(other / "samples.jsonl")] == [2, 2, 4, 4, 6, 6]
 
 

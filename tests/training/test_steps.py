@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import lightning.pytorch as L
 import pytest
 import torch
+from extra import train_with
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import EarlyStopping
 from omegaconf import OmegaConf
@@ -27,10 +28,6 @@ from minitx.training.run import quiet_lightning, train
 from minitx.training.steps import StepLog, StopAt, batch_flops
 
 
-def run(config, folder, *callbacks):
-    return train(config, folder, extras=lambda: ((), callbacks))
-
-
 def preset(name, root, group="callbacks"):
     """The parts of a preset of the configs, made."""
     node = OmegaConf.load(root / "configs" / group / f"{name}.yaml")
@@ -40,12 +37,6 @@ def preset(name, root, group="callbacks"):
 @pytest.fixture
 def root(request):
     return request.config.rootpath
-
-
-@pytest.fixture(autouse=True)
-def _nothing_after_fit(monkeypatch):
-    """What these tests are about happens inside of ``fit``."""
-    monkeypatch.setattr("minitx.training.run.finish", lambda *arguments: None, raising=False)
 
 
 @pytest.fixture
@@ -197,7 +188,7 @@ class Own(L.Callback):
 
 def test_other_metrics_make_no_row_and_stand_in_columns_of_their_own(make_config, tmp_path, root):
     config = make_config(trainer__log_every=3, trainer__val_every=3, schedule__name="constant")
-    run(config, tmp_path, Own(), *preset("lr_monitor", root))
+    train_with(config, tmp_path, Own(), *preset("lr_monitor", root))
     rows = read_metrics(tmp_path / "metrics.csv")
     assert [row["step"] for row in rows] == [1, 3, 6]
     assert all(row["train_loss"] is not None for row in rows)
@@ -263,14 +254,14 @@ def test_a_stopped_run_is_validated_saved_and_not_trained_any_further(make_confi
     answers(lambda step: 84 if step >= 3 else 0)
     config = make_config(trainer__max_steps=50, trainer__log_every=50, trainer__ckpt_every=50, trainer__val_every=50)
     stop = {"metric": "train_accuracy", "value": 1.0, "window": 2, "extra_steps": 3}
-    result = run(config, tmp_path, StopAt(**stop))
+    result = train_with(config, tmp_path, StopAt(**stop))
     rows = read_metrics(tmp_path / "metrics.csv")
     assert [row["step"] for row in rows if row["val_loss"] is not None] == [7]
     last, best = (read_checkpoint(tmp_path / "checkpoints" / f"{name}.ckpt") for name in ("last", "best"))
     assert last["global_step"] == best["global_step"] == 7
     assert result["val_loss"] == rows[-1]["val_loss"]
     again = dataclasses.replace(config, ckpt_path=str(tmp_path / "checkpoints" / "last.ckpt"))
-    run(again, tmp_path, StopAt(**stop))
+    train_with(again, tmp_path, StopAt(**stop))
     assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 7
 
 
@@ -290,7 +281,7 @@ def stopped_by_all(folder, right):
         trainer=TrainerConfig(accelerator="cpu", devices=2, strategy="ddp", threads=1, val_batches=1, log_every=50),
         callbacks=CallbacksConfig(progress=False),
     )
-    run(config, folder, StopAt("train_accuracy", 0.5))
+    train_with(config, folder, StopAt("train_accuracy", 0.5))
     return read_checkpoint(folder / "checkpoints" / "last.ckpt")["global_step"]
 
 
@@ -327,7 +318,9 @@ def test_the_best_checkpoint_is_that_of_all_validations_the_last_one_included(ma
 
 def test_the_best_k_checkpoints_stand_beside_it(make_config, tmp_path, chosen, root):
     chosen([5.0, 1.0, 3.0, 2.0, 4.0])
-    run(make_config(trainer__max_steps=9, trainer__val_every=2, trainer__ckpt_every=100), tmp_path, *preset("top_k", root))
+    train_with(
+        make_config(trainer__max_steps=9, trainer__val_every=2, trainer__ckpt_every=100), tmp_path, *preset("top_k", root)
+    )
     found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     kept = [f"step={step}-val_loss={loss:.4f}.ckpt" for step, loss in ((4, 1), (6, 3), (8, 2))]
     assert found == ["best.ckpt", "last.ckpt", *kept]
@@ -338,7 +331,7 @@ def test_a_run_that_stops_early_is_saved_where_it_stopped(make_config, tmp_path,
     chosen([1.0, *(2.0,) * 9])
     early = preset("early_stopping", root)
     assert isinstance(early[0], EarlyStopping)
-    run(make_config(trainer__max_steps=99, trainer__val_every=2, trainer__ckpt_every=98), tmp_path, *early)
+    train_with(make_config(trainer__max_steps=99, trainer__val_every=2, trainer__ckpt_every=98), tmp_path, *early)
     assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 12
     assert read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")["global_step"] == 2
 
@@ -352,12 +345,12 @@ def test_averaged_weights_are_what_is_validated_and_saved_and_resume_bit_equal(m
         [average] = preset("ema", root)
         return average
 
-    whole = run(config, tmp_path / "whole", ema())
-    plain = run(config, tmp_path / "plain")
+    whole = train_with(config, tmp_path / "whole", ema())
+    plain = train_with(config, tmp_path / "plain")
     half = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, max_steps=4))
-    run(half, tmp_path / "half", ema())
+    train_with(half, tmp_path / "half", ema())
     rest = dataclasses.replace(config, ckpt_path=str(tmp_path / "half" / "checkpoints" / "last.ckpt"))
-    resumed = run(rest, tmp_path / "rest", ema())
+    resumed = train_with(rest, tmp_path / "rest", ema())
     read = {name: read_checkpoint(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("whole", "plain", "rest")}
     for key, weight in read["plain"]["state_dict"].items():
         assert torch.equal(read["whole"]["current_model_state"][key], weight), key
@@ -400,7 +393,7 @@ def test_the_bar_shows_loss_and_speed_of_the_last_row(make_config, tmp_path, mon
     monkeypatch.setattr("sys.stdout", screen)
     bar = BarProgress(refresh_rate=1)
     with caplog.at_level(logging.INFO):
-        run(make_config(trainer__log_every=2), tmp_path, bar)
+        train_with(make_config(trainer__log_every=2), tmp_path, bar)
     assert "loss=" in screen.getvalue()
     assert "tokens/s=" in screen.getvalue()
     assert "6/6" in screen.getvalue()

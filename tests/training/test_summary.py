@@ -20,7 +20,7 @@ from minitx.training.summary import summary
 @pytest.fixture
 def trainer():
     with quiet_lightning():
-        return L.Trainer(accelerator="cpu", max_steps=1009, val_check_interval=97, check_val_every_n_epoch=None, logger=False, enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
+        return L.Trainer(accelerator="cpu", max_steps=1009, val_check_interval=194, accumulate_grad_batches=2, check_val_every_n_epoch=None, logger=False, enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
 
 
 def lines_of(text):
@@ -35,7 +35,7 @@ def test_a_run_says_model_device_data_steps_and_folder(trainer):
     lines = lines_of(summary(trainer, network, Path("runs/x"), model=config, facts=facts))
     assert list(lines) == ["model", "device", "data", "steps", "folder"]
     total = sum(p.numel() for p in network.parameters())
-    for part in ("DecoderLM", f"{total:,}", f"{network.num_parameters():,}", "2 layers", "3 heads", "width 12"):
+    for part in ("DecoderLM", f"{total:,}", f"{network.num_parameters():,}", "num_layers 2", "num_heads 3", "embed_dim 12"):
         assert part in lines["model"]
     assert "CPU" in lines["device"] and "32-true" in lines["device"]
     assert "1,009" in lines["steps"] and "97" in lines["steps"]

@@ -17,9 +17,8 @@ PROGRAM = """
 import dataclasses, sys
 from pathlib import Path
 from lightning.pytorch.loggers import WandbLogger
-import minitx.data.module
 from minitx.config import CallbacksConfig, ProbeConfig, RunConfig, TextDataConfig, TrainerConfig, TransformerConfig
-from minitx.training.run import train
+from extra import AddLoggers, train_with
 from minitx.training.wandb import WandbExtras, finish_wandb
 
 folder = Path("run")
@@ -29,11 +28,10 @@ config = RunConfig(
     trainer=TrainerConfig(max_steps=4, accelerator="cpu", val_every=2, log_every=1, ckpt_every=4, val_batches=2),
     callbacks=CallbacksConfig(progress=False, probe=ProbeConfig(every=2, weights_every=4, batch_size=3, weights_rows=2)),
 )
-minitx.data.load.data_dir = lambda: Path("data")
 logger = WandbLogger(save_dir="run", project="minitx", offline=True)
 extras = WandbExtras({"model": {"width": 7919}}, folder, viewer=True, checkpoint="best")
 with finish_wandb():
-    train(config, folder, files={"command.txt": "python scripts/train.py seed=104729"}, extras=lambda: ([logger], [extras]))
+    train_with(config, folder, AddLoggers(logger), extras, files={"command.txt": "python scripts/train.py seed=104729"})
 assert "wandb" in sys.modules and sys.modules["wandb"].run is None
 """
 
@@ -41,7 +39,13 @@ assert "wandb" in sys.modules and sys.modules["wandb"].run is None
 @pytest.mark.slow
 def test_an_offline_run_has_config_command_curves_figures_page_and_checkpoint(tmp_path, request):
     (tmp_path / "text.txt").write_text("Once upon a midnight dreary, while I pondered, weak and weary,\n" * 9)
-    environment = {**os.environ, "PYTHONPATH": str(request.config.rootpath), "HOME": str(tmp_path), "WANDB_API_KEY": ""}
+    root = request.config.rootpath
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{root}:{root / 'tests' / 'training'}",
+        "HOME": str(tmp_path),
+        "WANDB_API_KEY": "",
+    }
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     [place] = (tmp_path / "run" / "wandb").glob("offline-run-*")
@@ -78,9 +82,10 @@ def test_a_run_ends_with_the_exit_code_of_the_program(monkeypatch, error, code):
 
 
 def test_nothing_is_finished_where_nothing_was_begun(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None))
+    idle = SimpleNamespace(run=None, finish=lambda exit_code: pytest.fail("finished"))
+    monkeypatch.setitem(sys.modules, "wandb", idle)
     with finish_wandb():
-        pass
+        assert idle.run is None
 
 
 def test_the_commit_is_that_of_the_current_folder(tmp_path, monkeypatch):

@@ -1,0 +1,30 @@
+"""Runs with callbacks and loggers that are objects of the test's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+
+import minitx.training.run as run_module
+from minitx.config import RunConfig
+
+
+class AddLoggers(L.Callback):
+    """Adds loggers to those of the run."""
+
+    def __init__(self, *loggers: Any) -> None:
+        self.loggers = loggers
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        trainer.loggers = [*trainer.loggers, *self.loggers]
+
+
+def train_with(config: RunConfig, folder: Path, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:
+    """``train`` with ``callbacks`` after the run's own."""
+    own = run_module.own_callbacks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "own_callbacks", lambda *arguments: [*own(*arguments), *callbacks])
+        return run_module.train(config, folder, **options)
