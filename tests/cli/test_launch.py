@@ -100,7 +100,7 @@ def steps_of(folder):
 @pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_dies_ends_the_others_with_the_reason(victim, tmp_path):
-    process = start([*TINY, "trainer=ddp_cpu", "trainer.max_steps=100000", "output_dir=run"], tmp_path)
+    process = start([*TINY, "trainer=ddp_cpu", "trainer.max_steps=10000000", "output_dir=run"], tmp_path)
     wait_for(lambda: max(steps_of(tmp_path / "run"), default=0) >= 10, process)
     processes = ranks_of(process)
     assert set(processes) == {0, 1}
@@ -116,7 +116,7 @@ def test_a_process_that_dies_ends_the_others_with_the_reason(victim, tmp_path):
 @pytest.mark.long
 def test_a_signal_stops_all_and_the_run_goes_on(tmp_path):
     common = [*TINY, "trainer=ddp_cpu", "model.dropout=0.1", "schedule=constant", "trainer.ckpt_every=100000"]
-    process = start([*common, "trainer.max_steps=100000", "output_dir=cut"], tmp_path)
+    process = start([*common, "trainer.max_steps=10000000", "output_dir=cut"], tmp_path)
     wait_for(lambda: max(steps_of(tmp_path / "cut"), default=0) >= 10, process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=PATIENCE)
