@@ -66,7 +66,7 @@ def test_a_target_that_cannot_be_built_is_one_sentence_with_its_key(node):
 
 
 def test_an_import_that_fails_names_its_key():
-    with pytest.raises(ConfigError, match="^imports=no_such_module_anywhere"):
+    with pytest.raises(ConfigError, match=r"^imports=no_such_module_anywhere"):
         import_modules(["no_such_module_anywhere"])
 
 
@@ -142,7 +142,7 @@ def test_a_forward_that_needs_what_no_batch_has_is_named():
 
     with pytest.raises(ConfigError, match=r"^model: Needs\.forward needs pixels"):
         Caller(Needs()).inputs(BATCH)
-    with pytest.raises(ConfigError, match="^model: Named must return logits"):
+    with pytest.raises(ConfigError, match=r"^model: Named must return logits"):
         logits_of((1, 2), Named())
 
 
@@ -166,7 +166,7 @@ def test_a_summing_loss_of_torch_is_called_with_logits_and_labels():
 
 @pytest.mark.parametrize("found", [torch.zeros(3), {"correct": torch.tensor(1)}, {"loss": 1.0}, {}, None])
 def test_an_objective_returns_sums(found):
-    with pytest.raises(ConfigError, match="^objective must return"):
+    with pytest.raises(ConfigError, match=r"^objective must return"):
         checked_sums(found)
 
 
