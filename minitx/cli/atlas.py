@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minitx.cli.arguments import check_output, key, run_program, write, writing
-from minitx.cli.inputs import first_ids, model_of_ours, open_stored
+from minitx.cli.inputs import first_ids, open_stored, shape_of, with_attention
 from minitx.config import ConfigError, RunConfig
 from minitx.config.checks import positive, require
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from minitx.analysis.atlas import Atlas
     from minitx.analysis.snapshot import Snapshot
     from minitx.analysis.structure import Sentence, Structure
     from minitx.data.tokenizers import Tokenizer
-    from minitx.nn.models import TransformerModel
     from minitx.training.stored import Stored
 
 USAGE = "python scripts/atlas.py ckpt_path=FILE_OR_FOLDER [structure=FILE] [key=value ...]"
@@ -65,14 +64,14 @@ def _atlas(config: AtlasConfig) -> None:
         if not path.is_file():
             raise ConfigError(f"ckpt_path={config.ckpt_path} is a folder without checkpoints/last.ckpt")
     stored = open_stored(str(path), trust=config.trust)
-    model, tokenizer, run = model_of_ours(stored), stored.tokenizer, stored.config
+    model, tokenizer, run = with_attention(stored), stored.tokenizer, stored.config
     if config.structure is None:
         what, batches = _validation(config, stored)
     else:
         what, batches = _sentences(config, model, tokenizer)
     device = next(place(model, config.device).parameters()).device
     moved = (({name: tensor.to(device) for name, tensor in inputs.items()}, structure) for inputs, structure in batches)
-    only = ["encoder."] if config.structure is not None and model.config.architecture == "encoder_decoder" else None
+    only = ["encoder."] if config.structure is not None and shape_of(model).architecture == "encoder_decoder" else None
     atlas = head_atlas(lambda inputs: take_snapshot(model, inputs, layers=only), moved, seed=config.seed)
     write(f"{what}\n" + "\n".join(atlas.lines()) + "\n")
     steps = []
@@ -162,11 +161,11 @@ def _validation(config: AtlasConfig, stored: Stored) -> tuple[str, Batches]:
     return f"{len(rows)} validation rows of {data.task.name}", batches()
 
 
-def _sentences(config: AtlasConfig, model: TransformerModel, tokenizer: Tokenizer | None) -> tuple[str, Batches]:
+def _sentences(config: AtlasConfig, model: nn.Module, tokenizer: Tokenizer | None) -> tuple[str, Batches]:
     """The first sentences of the file, as the model reads them; those that are too long for it are left out."""
     from minitx.analysis.structure import encode_sentences
 
-    wanted = model.config
+    wanted = shape_of(model)
     if tokenizer is None or wanted.architecture == "vision":
         raise ConfigError(f"structure={config.structure} holds sentences, but ckpt_path={config.ckpt_path} reads no text")
     sentences = _read_structure(str(config.structure))

@@ -27,7 +27,11 @@ class EvaluateConfig:
     batch_size: int | None = key(None, "rows at a time; null: as in training")
     device: str = key("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
     output: str | None = key(None, "JSON file to write the numbers to, too")
+    model: Mapping[str, Any] = key(
+        dict, "a model in place of the stored one: {_target_: ...}; it needs no trust, as what follows"
+    )
     data: Mapping[str, Any] = key(dict, "keys of the data in place of the stored ones: data.path=FILE")
+    objective: Mapping[str, Any] = key(dict, "an objective in place of the stored one: {_target_: ...}")
     trust: bool = key(False, "build whatever the checkpoint names, which can run any code")
 
     def __post_init__(self) -> None:
@@ -49,7 +53,8 @@ def _evaluate(config: EvaluateConfig) -> None:
     from minitx.training.stored import place
 
     with quiet_lightning():
-        stored = open_stored(config.ckpt_path, trust=config.trust, data=config.data)
+        changes = {"model": config.model, "data": config.data, "objective": config.objective}
+        stored = open_stored(config.ckpt_path, trust=config.trust, changes=changes)
         data = stored.data(config.batch_size)
         options = EvaluationConfig(num_rows=config.num_rows, num_beams=config.num_beams, num_shown=config.num_shown)
         found = evaluate(place(stored.network, config.device), data, options, stored.objective())

@@ -11,10 +11,9 @@ from minitx.config import ConfigError, TransformerConfig
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from minitx.data.tokenizers import Tokenizer
-    from minitx.nn.models import TransformerModel
     from minitx.training.stored import Stored
 
 SOURCE, TARGET = "input_ids", "decoder_input_ids"
@@ -29,11 +28,11 @@ class Inputs:
     texts: dict[str, list[list[str]]] = field(default_factory=dict)
 
 
-def open_stored(path: str, *, trust: bool = False, data: Mapping[str, Any] | None = None) -> Stored:
+def open_stored(path: str, *, trust: bool = False, changes: Mapping[str, Any] | None = None) -> Stored:
     """The run that wrote the checkpoint ``path``. Modules of the user's are found beside the current folder.
 
     Args:
-        trust: whether the checkpoint may name any code. data: keys in place of stored ones.
+        trust, changes: see ``load_stored``.
 
     Raises:
         ConfigError: see ``load_stored``.
@@ -42,19 +41,27 @@ def open_stored(path: str, *, trust: bool = False, data: Mapping[str, Any] | Non
     from minitx.training.stored import load_stored
 
     find_own_modules(())
-    return load_stored(path, trust=trust, changes={"data": data or {}})
+    return load_stored(path, trust=trust, changes=changes)
 
 
-def model_of_ours(stored: Stored) -> TransformerModel:
-    """The network of a checkpoint, where it is one of our models, whose attention can be looked at.
+def with_attention(stored: Stored) -> nn.Module:
+    """The network of a checkpoint, where it has attention of ours to look at.
 
     Raises:
-        ConfigError: it is a model of the user's.
+        ConfigError: it has none.
     """
-    if not isinstance(getattr(stored.network, "config", None), TransformerConfig):
+    from minitx.analysis.capture import attention_cores
+
+    if not attention_cores(stored.network):
         name = type(stored.network).__name__
-        raise ConfigError(f"ckpt_path={stored.path} holds a {name}, but attention is shown of the models of minitx only")
-    return stored.network  # type: ignore[return-value]
+        raise ConfigError(f"ckpt_path={stored.path} holds a {name} without attention of minitx, so there is none to show")
+    return stored.network
+
+
+def shape_of(model: nn.Module) -> TransformerConfig:
+    """The config of one of our models; a model of the user's is read as a decoder of any length."""
+    found = getattr(model, "config", None)
+    return found if isinstance(found, TransformerConfig) else TransformerConfig(max_len=2**31)
 
 
 def reader_of_ids(stored: Stored) -> Any:
@@ -100,7 +107,7 @@ def row_inputs(data: L.LightningDataModule, row: int) -> Inputs:
     return Inputs(tensors, data.texts(tensors))
 
 
-def text_inputs(model: TransformerModel, tokenizer: Tokenizer | None, text: str, target: str | None, **options: Any) -> Inputs:
+def text_inputs(model: nn.Module, tokenizer: Tokenizer | None, text: str, target: str | None, **options: Any) -> Inputs:
     """``text`` as ``model`` was trained to read it; of an encoder–decoder, ``target`` (None: its own answer) beside it.
 
     Args:
@@ -113,7 +120,7 @@ def text_inputs(model: TransformerModel, tokenizer: Tokenizer | None, text: str,
 
     from minitx.data.tokenizers import token_texts
 
-    config = model.config
+    config = shape_of(model)
     if config.architecture == "vision":
         raise ConfigError("text is for models of text: an image is chosen by row=N")
     if tokenizer is None:
@@ -135,7 +142,7 @@ def first_ids(config: TransformerConfig, tokenizer: Tokenizer) -> list[int]:
     return [tokenizer.mark_ids["cls"]] if config.head == "sequence" and "cls" in tokenizer.mark_ids else []
 
 
-def own_answer(model: TransformerModel, ids: list[int], **options: Any) -> list[int]:
+def own_answer(model: nn.Module, ids: list[int], **options: Any) -> list[int]:
     """What an encoder–decoder answers to ``ids``; ``options`` are those of ``generate``."""
     import torch
 
@@ -149,13 +156,13 @@ def own_answer(model: TransformerModel, ids: list[int], **options: Any) -> list[
     return answer.tolist()
 
 
-def _id_inputs(model: TransformerModel, text: str) -> Inputs:
+def _id_inputs(model: nn.Module, text: str) -> Inputs:
     """Ids with spaces between them, each ``ID`` or ``ID:TYPE``."""
     import torch
 
     from minitx.data.synthetic import key_value_texts
 
-    config = model.config
+    config = shape_of(model)
     words = text.split()
     wrong = next((word for word in words if not re.fullmatch(r"\d+(:\d+)?", word, re.ASCII)), None)
     if wrong is not None:
@@ -169,12 +176,12 @@ def _id_inputs(model: TransformerModel, text: str) -> Inputs:
     return Inputs(tensors, {SOURCE: [key_value_texts(ids, types)]})
 
 
-def check_length(model: TransformerModel, ids: list[int], name: str) -> None:
+def check_length(model: nn.Module, ids: list[int], name: str) -> None:
     """Refuse no token, and more than the model was made for."""
     if not ids:
         raise ConfigError(f"{name} is empty: the model needs one token at least")
-    if len(ids) > model.config.max_len:
-        raise ConfigError(f"{name} has {len(ids)} tokens, but the model reads {model.config.max_len} at most (max_len)")
+    if len(ids) > shape_of(model).max_len:
+        raise ConfigError(f"{name} has {len(ids)} tokens, but the model reads {shape_of(model).max_len} at most (max_len)")
 
 
 def encode_text(tokenizer: Tokenizer, text: str, name: str) -> list[int]:

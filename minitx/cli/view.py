@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minitx.cli.arguments import check_output, key, run_program, write, writing
-from minitx.config import ConfigError
+from minitx.config import ConfigError, TransformerConfig
 from minitx.config.checks import not_negative, positive, require
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from minitx.analysis.snapshot import Snapshot
     from minitx.analysis.viewer import Trace
     from minitx.cli.inputs import Inputs
     from minitx.data.tokenizers import Tokenizer
-    from minitx.nn.models import TransformerModel
     from minitx.training.stored import Stored
 
-    Reader = tuple[TransformerModel, Tokenizer | None]
+    Reader = tuple[nn.Module, Tokenizer | None]
 
 USAGE = "python scripts/view_attention.py ckpt_path=FILE text=TEXT [key=value ...]"
 LARGEST_PAGE = 256 * 2**20
@@ -130,7 +131,7 @@ def _with_layers(snapshot: Snapshot, config: ViewConfig) -> Snapshot:
 
 def _taken(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]:
     from minitx.analysis.viewer import Trace
-    from minitx.cli.inputs import model_of_ours, open_stored
+    from minitx.cli.inputs import open_stored, with_attention
     from minitx.training.checkpoint import read_checkpoint
     from minitx.training.stored import place
 
@@ -143,7 +144,7 @@ def _taken(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]
             raise ConfigError(f"{name} has two checkpoints of step {twice}")
     first = files["ckpt_path"][-1]  # the latest says what is read, and answers
     stored = open_stored(first, trust=config.trust)
-    model, tokenizer = model_of_ours(stored), stored.tokenizer
+    model, tokenizer = with_attention(stored), stored.tokenizer
     place(model, config.device)
     inputs, title = _inputs(config, stored)
     count, traces = sum(map(len, files.values())), []
@@ -151,7 +152,7 @@ def _taken(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]
         snapshots = []
         for file in files[name]:
             second = open_stored(file, trust=config.trust)
-            other = model_of_ours(second)
+            other = with_attention(second)
             _check_reads_alike(f"{name}={file}", (model, tokenizer), (other, second.tokenizer), first)
             snapshots.append(_snapshot(config, place(other, config.device), inputs, steps[file]))
             _check_size(snapshots[-1], count)
@@ -161,11 +162,12 @@ def _taken(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]
 
 def _inputs(config: ViewConfig, stored: Stored) -> tuple[Inputs, str]:
     """What the models read, and the page's title."""
-    from minitx.cli.inputs import model_of_ours, row_inputs, text_inputs
+    from minitx.cli.inputs import row_inputs, shape_of, text_inputs, with_attention
 
-    model, tokenizer = model_of_ours(stored), stored.tokenizer
-    if config.target is not None and model.config.architecture != "encoder_decoder":
-        raise ConfigError(f"target is for encoder-decoders, and the model's architecture is {model.config.architecture}")
+    model, tokenizer = with_attention(stored), stored.tokenizer
+    shape = shape_of(model)
+    if config.target is not None and shape.architecture != "encoder_decoder":
+        raise ConfigError(f"target is for encoder-decoders, and the model's architecture is {shape.architecture}")
     if config.text is not None:
         options = {"num_beams": config.num_beams, "max_new_tokens": config.max_new_tokens}
         text = config.text if len(config.text) <= 60 else config.text[:59] + "…"
@@ -176,13 +178,15 @@ def _inputs(config: ViewConfig, stored: Stored) -> tuple[Inputs, str]:
     return row_inputs(stored.data(), row), f"Attention on validation row {row}"
 
 
-def _snapshot(config: ViewConfig, model: TransformerModel, inputs: Inputs, step: int) -> Snapshot:
+def _snapshot(config: ViewConfig, model: nn.Module, inputs: Inputs, step: int) -> Snapshot:
     from minitx.analysis.snapshot import take_snapshot
 
     device = next(model.parameters()).device
     tensors = {name: tensor.to(device) for name, tensor in inputs.tensors.items() if tensor.dim()}
-    made = model.config
-    title = f"{made.architecture.replace('_', '–')}, heads of width {made.width_per_head}, scale {made.scale}"
+    made = getattr(model, "config", None)
+    title = type(model).__name__
+    if isinstance(made, TransformerConfig):
+        title = f"{made.architecture.replace('_', '–')}, heads of width {made.width_per_head}, scale {made.scale}"
     try:
         return take_snapshot(model, tensors, tokens=inputs.texts, layers=config.chosen_layers, step=step, title=title)
     except (ValueError, RuntimeError, IndexError) as error:
@@ -190,10 +194,11 @@ def _snapshot(config: ViewConfig, model: TransformerModel, inputs: Inputs, step:
 
 
 def _check_reads_alike(said: str, ours: Reader, theirs: Reader, first: str) -> None:
+    from minitx.cli.inputs import shape_of
     from minitx.data.tokenizers import fingerprint
 
     for name in ("architecture", "vocab_size", "type_vocab_size", "image_size", "num_channels", "patch_size"):
-        mine, other = getattr(ours[0].config, name), getattr(theirs[0].config, name)
+        mine, other = getattr(shape_of(ours[0]), name), getattr(shape_of(theirs[0]), name)
         if mine != other:
             raise ConfigError(f"{said} has model.{name}={other}, but {first} has {mine}: they cannot read the same")
     marks = [None if tokenizer is None else fingerprint(tokenizer) for _, tokenizer in (ours, theirs)]
