@@ -40,25 +40,22 @@ class WandbExtras(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         for logger in _wandb_loggers(trainer):
-            self._send(logger.experiment)
+            self._send(logger)
 
-    def _send(self, run: Any) -> None:
-        import wandb
-
+    def _send(self, logger: WandbLogger) -> None:
         from minitx.analysis.figures import saturation_over_steps  # matplotlib takes a second
         from minitx.analysis.snapshot import read_snapshots
         from minitx.analysis.viewer import Trace, viewer_page
 
+        run: Any = logger.experiment
         if records := read_probes(self.folder / "probes.jsonl"):
-            run.log({"probe": wandb.Image(saturation_over_steps(records))})
+            logger.log_image("probe", [saturation_over_steps(records)])
         if self.viewer and (self.folder / "attention").exists():
             trace = Trace(run.name or "model", [shot.sentence(0) for shot in read_snapshots(self.folder)])
-            run.log({"attention": wandb.Html(viewer_page([trace]))})
+            run.log({"attention": sys.modules["wandb"].Html(viewer_page([trace]))})
         path = self.folder / "checkpoints" / f"{self.checkpoint}.ckpt"
         if path.exists():
-            artifact = wandb.Artifact(f"model-{run.id}", type="model")
-            (artifact.add_dir if path.is_dir() else artifact.add_file)(str(path))
-            run.log_artifact(artifact, aliases=[str(self.checkpoint)])
+            run.log_artifact(str(path), name=f"model-{run.id}", type="model", aliases=[str(self.checkpoint)])
 
 
 def _wandb_loggers(trainer: L.Trainer) -> list[WandbLogger]:

@@ -51,7 +51,7 @@ def test_an_offline_run_has_config_command_curves_figures_page_and_checkpoint(tm
     [place] = (tmp_path / "run" / "wandb").glob("offline-run-*")
     [file] = place.glob("*.wandb")
     sent = file.read_bytes()
-    for word in (b'{"width":7919}', b"seed=104729", b"tokens_per_second", b"val_loss", b"/entropy", b"best"):
+    for word in (b'{"width":7919}', b"seed=104729", b"tokens_per_second", b"val_loss", b"/entropy", b"best", b"model-"):
         assert word in sent, word
     kinds = {path.parent.name for path in (place / "files" / "media").rglob("*") if path.is_file()}
     assert kinds == {"images", "html"}
