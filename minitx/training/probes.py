@@ -24,7 +24,7 @@ from minitx.data.addressing import Batch
 from minitx.nn.blocks import EncoderBlock
 from minitx.nn.functional import full_precision
 from minitx.nn.modes import evaluating
-from minitx.training.calling import network_inputs
+from minitx.training.calling import Caller, network_inputs
 from minitx.training.metrics import MetricsFile
 from minitx.training.module import TrainingModule
 from minitx.training.objectives import checked_sums
@@ -148,7 +148,7 @@ class Probe(StepCallback):
                 if statistics and isinstance(block, EncoderBlock):
                     hook = block.register_forward_hook(lambda _, args, out, name=name: hidden.update({name: _first(out)}))
                     hooks.enter_context(hook)
-            module(self._on(device))
+            Caller(network)(self._on(device))
             looks = {name: records[0] for name, records in seen.items()}
             layers = {name: _statistics(name, look, hidden) for name, look in looks.items()} if statistics else {}
         if statistics:
@@ -175,7 +175,7 @@ class Probe(StepCallback):
 
     def _loss(self, module: TrainingModule, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The summed loss of a part, and the queries that count: those with a target, where targets stand at queries."""
-        loss = checked_sums(module.objective(module.caller(part), part))["loss"]
+        loss = checked_sums(module.objective(Caller(module.network)(part), part))["loss"]
         axis = TARGET if TARGET in part else SOURCE
         has_target = axis in part and part["labels"].shape == part[axis].shape
         return loss, {axis: part["labels"] != IGNORED} if has_target else {}

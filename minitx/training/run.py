@@ -205,8 +205,14 @@ def build_trainer(
     place = place_of(options)
     place["plugins"] += [build(node, f"trainer.plugins[{i}]") for i, node in enumerate(options.plugins)]
     profiler: Any = options.profiler
-    if isinstance(profiler, Mapping):
-        profiler = build(profiler, "trainer.profiler", {"dirpath": folder})
+    if profiler is not None:
+        words = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": "PyTorchProfiler"}
+        named = (
+            {"_target_": f"lightning.pytorch.profilers.{words.get(profiler, profiler)}"}
+            if isinstance(profiler, str)
+            else profiler
+        )
+        profiler = build(named, "trainer.profiler", {"dirpath": folder, "filename": "profile"})
     try:
         trainer = L.Trainer(
             **place,
@@ -285,6 +291,19 @@ def look_back(
     return measures(network, model, data, config) if model is not None and isinstance(data, DataModule) else {}
 
 
+_NOTICES = (
+    "does not have many workers",
+    "Checkpoint directory .* exists and is not empty",
+    "dataloader is not resumable",  # the run says it in its own words
+    "isinstance.*LeafSpec.*is deprecated",
+    "dirpath has changed from",
+    "found in cache.*precision",
+    "sync_dist=True",  # what is logged is the sum over ranks already
+    "FSDP2-wrapped module.*view tensor",  # no block works in place
+    "WeightAveraging callback with a model that overrides",  # configure_model shards; otherwise it does nothing
+)
+
+
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
     """Keep Lightning's notices (devices found, tips, advice about workers) out of our output."""
@@ -298,14 +317,8 @@ def quiet_lightning() -> Iterator[None]:
         for name, level in quiet.items():
             logging.getLogger(name).setLevel(level)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-            warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists and is not empty.*")
-            warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")  # said in our words
-            warnings.filterwarnings("ignore", message=".*isinstance.*LeafSpec.*is deprecated.*")
-            warnings.filterwarnings("ignore", message=".*dirpath has changed from.*")
-            warnings.filterwarnings("ignore", message=".*found in cache.*precision.*")
-            warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # what is logged is the sum over ranks already
-            warnings.filterwarnings("ignore", message=".*FSDP2-wrapped module.*view tensor.*")  # no block works in place
+            for message in _NOTICES:
+                warnings.filterwarnings("ignore", message=f".*{message}.*")
             yield
     finally:
         for name, level in levels.items():
