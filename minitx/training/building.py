@@ -12,7 +12,7 @@ import lightning.pytorch as L
 import torch
 from torch import nn
 
-from minitx.config import ConfigError, ObjectiveConfig, OptimizerConfig, RunConfig, TransformerConfig, to_dict
+from minitx.config import ConfigError, ObjectiveConfig, OptimizerConfig, Part, RunConfig, TransformerConfig, to_dict
 from minitx.config.checks import first_line
 from minitx.data.module import DataModule, load_task
 from minitx.data.task import Task
@@ -23,7 +23,7 @@ from minitx.training.hardware import runs_on_cpu
 from minitx.training.module import TrainingModule
 from minitx.training.objectives import build_objective, check_head, checked_sums
 from minitx.training.optimizers import build_optimizer, build_schedule, parameter_groups
-from minitx.training.parts import build
+from minitx.training.parts import build, named_by
 from minitx.training.start import check_scale_of, load_start, start_from
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,10 @@ DEFAULT_BATCH_SIZE = 32
 
 
 def open_data(
-    config: RunConfig, data: Task | L.LightningDataModule | None = None, tokenizer: Tokenizer | None = None
+    config: RunConfig,
+    data: Task | L.LightningDataModule | None = None,
+    tokenizer: Tokenizer | None = None,
+    batch_size: int = DEFAULT_BATCH_SIZE,
 ) -> L.LightningDataModule:
     """The data of a run: our data module around a ``Task``, or a ``LightningDataModule`` as it is.
 
@@ -49,14 +52,14 @@ def open_data(
     """
     if tokenizer is None and config.init_from is not None:
         tokenizer = load_start(config.init_from.path)[2]
-    options: dict[str, Any] = {"batch_size": DEFAULT_BATCH_SIZE, "num_workers": 0}
+    options: dict[str, Any] = {"batch_size": batch_size, "num_workers": 0}
     if data is None and not isinstance(config.data, Mapping):
         data = load_task(config.data, tokenizer)
         options = {name: getattr(config.data, name) for name in options}
-    elif isinstance(config.data, Mapping):
+    elif data is None:
+        assert isinstance(config.data, Mapping)
         options |= {name: config.data[name] for name in options if name in config.data}
-        if data is None:
-            data = _own_data(config, tokenizer, options)
+        data = _own_data(config.data, config.seed, tokenizer, options)
     if isinstance(data, L.LightningDataModule):
         return data
     if not isinstance(data, Task):
@@ -78,17 +81,13 @@ def open_data(
     )
 
 
-def _own_data(config: RunConfig, tokenizer: Tokenizer | None, options: Mapping[str, Any]) -> Any:
-    """What the ``_target_`` of ``config.data`` gives."""
-    assert isinstance(config.data, Mapping)
-    from minitx.training.parts import factory, parameter_names
-
-    names = parameter_names(factory({"_target_": config.data["_target_"]}, "data").func)
-    ours = {name for name in options if name not in names}  # our loader takes them
-    node = {name: value for name, value in config.data.items() if name not in ours}
+def _own_data(node: Part, seed: int, tokenizer: Tokenizer | None, options: Mapping[str, Any]) -> Any:
+    """What the ``_target_`` of ``data`` gives; ``options`` that it does not name are those of our loader."""
+    names = named_by(node, "data")
+    given = {name: value for name, value in node.items() if name in names or name not in options}
     if tokenizer is not None and "tokenizer" in names:
-        node.pop("tokenizer", None)
-    return build(node, "data", {**options, "tokenizer": tokenizer, "seed": config.seed})
+        given.pop("tokenizer", None)
+    return build(given, "data", {**options, "tokenizer": tokenizer, "seed": seed})
 
 
 # --- model
@@ -233,9 +232,7 @@ def stored_node(
     if ours is not None:
         return dict(to_dict(ours))
     if isinstance(config.model, Mapping):
-        from minitx.training.parts import factory, parameter_names
-
-        names = parameter_names(factory({"_target_": config.model["_target_"]}, "model").func)
+        names = named_by(config.model, "model")
         return {**{name: value for name, value in decided_fields(data).items() if name in names}, **config.model}
     return {"_target_": f"{type(network).__module__}.{type(network).__qualname__}"}
 

@@ -21,6 +21,7 @@ from minitx.config import ConfigError
 from minitx.data.addressing import Batch
 from minitx.training.calling import Caller
 from minitx.training.checkpoint import FORMAT
+from minitx.training.hardware import widest_float
 from minitx.training.objectives import CrossEntropy, Objective, Sums, checked_sums, num_targets
 from minitx.training.optimizers import skips_on_device
 from minitx.training.parallel import local_parts, parallelize, replicas, set_gradient_sync, sum_over_rows, total_norm
@@ -168,9 +169,8 @@ class TrainingModule(L.LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         sums, _ = self.sums(batch)
         found = {**sums, "loss": sums.get("nll", sums["loss"]), "count": num_targets(batch["labels"])}
-        wide = torch.float32 if self.device.type == "mps" else torch.float64  # which Apple's GPUs lack
         for name, value in found.items():
-            self._validation[name] = value.to(wide) + self._validation.get(name, 0)
+            self._validation[name] = value.to(widest_float(self.device)) + self._validation.get(name, 0)
 
     def on_validation_epoch_end(self) -> None:
         totals = {name: sum_over_rows(self.trainer, value) for name, value in self._validation.items() if name != "nll"}

@@ -81,6 +81,11 @@ def parameter_names(function: Any) -> set[str]:
     return {one.name for one in found if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
 
 
+def named_by(node: Part, key: str) -> set[str]:
+    """The parameters of what ``node`` names."""
+    return parameter_names(factory({"_target_": node["_target_"]}, key).func)
+
+
 def reason(error: BaseException) -> str:
     """Why something could not be built, in one line: the first cause, whatever was made of it on the way."""
     while error.__cause__ is not None:

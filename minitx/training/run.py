@@ -18,7 +18,7 @@ from minitx.config.checks import first_line
 from minitx.data.module import DataModule
 from minitx.data.task import Task
 from minitx.nn.models import build_model
-from minitx.training.building import build_module, build_network, open_data
+from minitx.training.building import DEFAULT_BATCH_SIZE, build_module, build_network, open_data
 from minitx.training.callbacks import LastCheckpoint, StoppedError, best_checkpoint, progress
 from minitx.training.checkpoint import read_checkpoint
 from minitx.training.devices import check_devices, check_parallel, place_of
@@ -47,6 +47,7 @@ def train(
     model: nn.Module | None = None,
     data: Task | L.LightningDataModule | None = None,
     objective: Callable[..., Any] | None = None,
+    batch_size: int = DEFAULT_BATCH_SIZE,
 ) -> dict[str, Any]:
     """Train as ``config`` says, in ``folder``, and return the result as plain data (see ``outcome.summarise``).
 
@@ -54,8 +55,9 @@ def train(
         folder: gets ``metrics.csv``, ``probes.jsonl`` where probes are on, and ``checkpoints/``; made only once data,
             model and checkpoint are known to be good.
         files: further text files for the folder, by name (``config.yaml``, ``command.txt``).
-        model, data, objective: objects in place of what the config says; DESIGN.md names what each must do. Such a checkpoint
-            is read with ``load_model(path, model=...)``.
+        model, data, objective: objects in place of what the config says. A checkpoint of such a model is read with
+            ``load_model(path, model=...)``.
+        batch_size: rows of a step, where ``data`` is a ``Task``.
 
     Raises:
         ConfigError: what only the data or the machine can tell (vocabulary, missing device, a checkpoint of another model).
@@ -64,7 +66,7 @@ def train(
     with quiet_lightning(), ExitStack() as stack:
         prepare_process(config)
         check_devices(config.trainer)
-        opened = open_data(config, data)
+        opened = open_data(config, data, batch_size=batch_size)
         network = build_network(config, opened, model)
         module = build_module(config, opened, network, objective)
         check_run(config, module, opened)
