@@ -13,8 +13,8 @@ import numpy as np
 from minitx.config import ChatDataConfig, ConfigError
 from minitx.config.checks import first_line
 from minitx.data.documents import DocumentRows, learned_marks
-from minitx.data.tables import column_of, held_out, load_tables
-from minitx.data.task import Ragged, Task, tokenizer_of
+from minitx.data.tables import column_of, load_splits
+from minitx.data.task import Ragged, Task, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer
 
 TEMPLATE = (
@@ -78,24 +78,17 @@ class ChatFormat:
             )
         except Exception as error:  # a template may do anything wrong that Python can
             raise ConfigError(f"data.template refuses a conversation: {first_line(error)}") from None
-        ids, counted, in_answer = [], [], False
+        ids, counted, in_answer = list[np.ndarray](), list[np.ndarray](), False
         for part in self.parts.split(text):
             slot = re.fullmatch(SLOT.format("([0-9]+)"), part)
             if slot and in_answer:
                 raise ConfigError("data.template must write a special token, such as {{ eos_token }}, behind each answer")
-            in_answer = in_answer or bool(slot and messages[int(slot[1])]["role"] == "assistant")
-            own = (
-                [self.special[part]]
-                if part in self.special
-                else self._plain(messages[int(slot[1])]["content"] if slot else part)
-            )
-            ids.append(own)
-            counted.append(np.full(len(own), in_answer))
+            message = messages[int(slot[1])] if slot else {"role": "", "content": part}
+            in_answer = in_answer or message["role"] == "assistant"
+            ids.append(np.array([self.special[part]]) if part in self.special else self.tokenizer.encode(message["content"]))
+            counted.append(np.full(len(ids[-1]), in_answer))
             in_answer = in_answer and part not in self.special
         return np.concatenate(ids).astype(np.uint32), np.concatenate(counted)
-
-    def _plain(self, text: str) -> np.ndarray:
-        return self.tokenizer.encode(text)
 
 
 def _refuse(message: str) -> None:
@@ -109,13 +102,8 @@ def load_chat(config: ChatDataConfig, folder: Path, tokenizer: Tokenizer | None)
         ConfigError: the data cannot be read or have no conversations; a template or a tokenizer that does not fit.
     """
     name = f"data.path={config.path}"
-    table, val_table = load_tables(config)
-    chats = _conversations(table, config.messages_column)
-    if val_table is not None:
-        splits = [chats, _conversations(val_table, config.messages_column)]
-    else:
-        rows = held_out(range(len(chats)), config.val_fraction, name)
-        splits = [[chats[i] for i in part] for part in rows]
+    tables = load_splits(config, lambda table: hold_out(range(len(table)), config.val_fraction))
+    splits = [_conversations(table, config.messages_column) for table in tables]
     texts = (f"{message['role']}: {message['content']}\n" for chat in splits[0] for message in chat)
     tokenizer = tokenizer_of(config, tokenizer, texts, learned_marks(config))
     format = ChatFormat(config.template or _template_of(config.tokenizer), tokenizer)
@@ -145,14 +133,14 @@ def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, config: ChatDa
 
 
 def _conversations(table: Any, column: str) -> list[list[Message]]:
-    chats = list(table[column_of(table, column, "messages_column")])
-    for chat in chats:
-        if not isinstance(chat, list) or not all(
-            isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-            for message in chat
-        ):
-            raise ConfigError(f"data.messages_column={column} must have lists of messages, each with texts role and content")
-    return [chat for chat in chats if chat]
+    chats = [chat for chat in table[column_of(table, column, "messages_column")] if chat]
+    try:
+        alright = all(isinstance(message[key], str) for chat in chats for message in chat for key in ("role", "content"))
+    except (TypeError, KeyError):
+        alright = False
+    if not alright:
+        raise ConfigError(f"data.messages_column={column} must have lists of messages, each with texts role and content")
+    return chats
 
 
 def _template_of(tokenizer: str) -> str:
