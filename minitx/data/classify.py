@@ -12,7 +12,7 @@ from minitx.config import BooksDataConfig, ClassifyDataConfig, LanguagesDataConf
 from minitx.data.baselines import bag_of_words_accuracy, majority_accuracy
 from minitx.data.bible import book_names, read_verses
 from minitx.data.dates import babel_locale
-from minitx.data.tables import labels_of, load_splits, texts_of
+from minitx.data.tables import held_out, labels_of, load_splits, texts_of
 from minitx.data.task import Task, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, require_marks
 
@@ -70,7 +70,7 @@ def _table(config: ClassifyDataConfig) -> tuple[str, Examples, Examples, tuple[s
     def texts(table: Any) -> Texts:
         return list(zip(*(texts_of(table, column, key) for column, key in zip(columns, keys, strict=True)), strict=True))
 
-    splits = load_splits(config, lambda table: hold_out(texts(table), config.val_fraction), texts=columns)
+    splits = load_splits(config, lambda table: held_out(config, texts(table)), texts=columns)
     labels, names = labels_of(splits, config.label_column)
     train, val = zip(map(texts, splits), labels, strict=True)
     return f"data.path={config.path}", train, val, names

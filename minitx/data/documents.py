@@ -17,8 +17,8 @@ from torch import Tensor
 from minitx.config import IGNORED, ConfigError, HubDataConfig
 from minitx.config.data import TokenizedDataConfig
 from minitx.data.addressing import Batch
-from minitx.data.tables import column_of, divided, load_tables
-from minitx.data.task import Ragged, Task, find_tokenizer, hold_out, tokenizer_of
+from minitx.data.tables import column_of, held_out, load_tables
+from minitx.data.task import Ragged, Task, find_tokenizer, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, fingerprint
 from minitx.data.tokens import FORMAT, TokenArray, bits_per, cached, write_ids
 
@@ -194,7 +194,7 @@ def _tokenised(
 def _build(path: Path, config: HubDataConfig, tables: list[Any], column: str, given: Tokenizer | None) -> dict[str, Any]:
     """Write the documents of both splits to ``path``; returns the record of it."""
     if len(tables) == 1:
-        train, val = divided(config, lambda: hold_out(range(len(tables[0])), config.val_fraction))
+        train, val = held_out(config, range(len(tables[0])))
     else:
         train, val = (np.arange(len(table)) for table in tables)
     rows = {"train": (tables[0], train), "val": (tables[-1], val)}

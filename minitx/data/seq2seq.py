@@ -12,7 +12,7 @@ import numpy as np
 from minitx.config import ConfigError, DatesDataConfig, PairsDataConfig, VersesDataConfig
 from minitx.data.bible import read_verses
 from minitx.data.dates import date_pairs
-from minitx.data.tables import divided, load_splits, load_table, texts_of
+from minitx.data.tables import held_out, load_splits, load_table, texts_of
 from minitx.data.task import Task, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, require_marks, train_tokenizer
 
@@ -105,7 +105,7 @@ def _columns(config: PairsDataConfig) -> tuple[Pairs, Pairs]:
             )
         return [texts_of(table, name, f"{side}_column") for name, side in zip(names, ("source", "target"), strict=True)]
 
-    train, val = load_splits(config, lambda table: hold_out(read(table)[0], config.val_fraction), **options)
+    train, val = load_splits(config, lambda table: held_out(config, read(table)[0]), **options)
     return _pairs(read(train), config), _pairs(read(val), config)
 
 
@@ -124,7 +124,7 @@ def _files(config: PairsDataConfig) -> tuple[Pairs, Pairs]:
     pairs = read("path", "target_path")
     if config.val_path is not None:
         return pairs, read("val_path", "val_target_path")
-    train, val = divided(config, lambda: hold_out([source for source, _ in pairs], config.val_fraction))
+    train, val = held_out(config, [source for source, _ in pairs])
     return [pairs[i] for i in train], [pairs[i] for i in val]
 
 

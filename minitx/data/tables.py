@@ -13,6 +13,7 @@ import numpy as np
 from minitx.config import ConfigError
 from minitx.config.checks import first_line
 from minitx.config.data import TableDataConfig
+from minitx.data.task import hold_out
 
 KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 SECONDS_TO_ANSWER = 5.0
@@ -30,16 +31,21 @@ def load_splits(config: TableDataConfig, divide: Callable[[Any], Rows], **option
     table, *others = load_tables(config, **options)
     if others:
         return table, others[0]
-    train, val = divided(config, lambda: divide(table))
+    train, val = divide(table)
     return table.select(train), table.select(val)
 
 
-def divided(config: TableDataConfig, divide: Callable[[], Rows]) -> Rows:
-    """``divide()``, with the ``ValueError`` of ``hold_out`` as one sentence for the user."""
+def held_out(config: TableDataConfig, groups: Sequence[Any]) -> Rows:
+    """``hold_out`` of ``config.val_fraction``, with one sentence for the user.
+
+    Raises:
+        ConfigError: too few groups.
+    """
     try:
-        return divide()
-    except ValueError as error:
-        raise ConfigError(f"data.path={config.path} is too small for a training and a validation split: {error}") from None
+        return hold_out(groups, config.val_fraction)
+    except ValueError:
+        count = len(set(groups))
+        raise ConfigError(f"data.path={config.path} has {count} different rows, too few to train and to validate") from None
 
 
 def load_tables(config: TableDataConfig, **options: Any) -> list[Any]:
