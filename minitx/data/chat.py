@@ -31,7 +31,7 @@ SLOT = "\ue000{}\ue001"
 class ChatFormat:
     """Writes conversations as ids with a chat template.
 
-    The template writes everything but the contents, which are put in afterwards: nothing in a message is read as template, or
+    The template writes everything but the contents, which are put in afterwards: nothing in a content is read as template, or
     becomes a special token. The special tokens of the tokenizer that the template writes (``{{ eos_token }}``, ``<|im_end|>``)
     become their ids.
 
@@ -49,12 +49,11 @@ class ChatFormat:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         self.tokenizer = tokenizer
-        self.marks = {name: tokenizer.decode([id]) for name, id in tokenizer.mark_ids.items()}
-        if "eos" not in self.marks:
+        self.special = {token["content"]: token["id"] for token in json.loads(tokenizer.to_dict()["json"])["added_tokens"]}
+        texts = {id: text for text, id in self.special.items()}
+        self.marks = {f"{name}_token": texts[id] for name, id in tokenizer.mark_ids.items()}
+        if "eos" not in tokenizer.mark_ids:
             raise ConfigError("data=chat needs a tokenizer with an eos token, which ends an answer")
-        self.special = {text: tokenizer.mark_ids[name] for name, text in self.marks.items()}
-        added = json.loads(tokenizer.to_dict().get("json", "{}")).get("added_tokens", ())
-        self.special |= {token["content"]: token["id"] for token in added}
         names = "|".join(re.escape(text) for text in sorted(self.special, key=len, reverse=True))
         self.parts = re.compile(f"({names}|{SLOT.format('[0-9]+')})")
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
@@ -71,18 +70,18 @@ class ChatFormat:
             ConfigError: the template refuses the messages, or writes no special token behind an answer.
         """
         shown = [{**message, "content": SLOT.format(i)} for i, message in enumerate(messages)]
-        marks = {f"{name}_token": text for name, text in self.marks.items()}
+        names = {"bos_token": "", **self.marks, "messages": shown, "add_generation_prompt": add_generation_prompt}
         try:
-            text = self.template.render(
-                messages=shown, add_generation_prompt=add_generation_prompt, **{"bos_token": "", **marks}
-            )
+            text = self.template.render(names)
         except Exception as error:  # a template may do anything wrong that Python can
             raise ConfigError(f"data.template refuses a conversation: {first_line(error)}") from None
         ids, counted, in_answer = list[np.ndarray](), list[np.ndarray](), False
-        for part in self.parts.split(text):
-            slot = re.fullmatch(SLOT.format("([0-9]+)"), part)
-            if slot and in_answer:
+        for part in [*self.parts.split(text), None]:
+            slot = re.fullmatch(SLOT.format("([0-9]+)"), part or "")
+            if in_answer and (slot or part is None):
                 raise ConfigError("data.template must write a special token, such as {{ eos_token }}, behind each answer")
+            if not part:
+                continue
             message = messages[int(slot[1])] if slot else {"role": "", "content": part}
             in_answer = in_answer or message["role"] == "assistant"
             ids.append(np.array([self.special[part]]) if part in self.special else self.tokenizer.encode(message["content"]))

@@ -132,7 +132,7 @@ class StreamSource(Source):
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """``{"stream": the place of each rank at the start of step}``; every process must call it."""
-        places = dict(self._starts[step])
+        places = dict(self._starts.get(step, self._starts[max(self._starts)]))  # the last one where a step is repeated
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             of_all: list[Any] = [None] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(of_all, places)

@@ -18,8 +18,8 @@ from minitx.config import IGNORED, ConfigError, HubDataConfig
 from minitx.config.data import TokenizedDataConfig
 from minitx.data.addressing import Batch
 from minitx.data.tables import column_of, held_out, load_tables
-from minitx.data.task import Ragged, Task, find_tokenizer, tokenizer_of
-from minitx.data.tokenizers import Tokenizer, fingerprint
+from minitx.data.task import Ragged, Task, tokenizer_of
+from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint
 from minitx.data.tokens import FORMAT, TokenArray, bits_per, cached, write_ids
 
 DOCUMENTS_AT_ONCE = 1000

@@ -1,4 +1,4 @@
-"""Text as it is written, token by token."""
+"""Decode a text while its tokens are still being generated."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from minitx.data.tokenizers import REPLACEMENT
 
 
 class TextStream:
-    """Ids in, text out, as soon as it is certain: never half a character.
+    """Take ids one at a time and return the text that they add, never a part of a character.
 
-    A token of a byte-level BPE may end inside a character, which ``decode`` shows as U+FFFD at the end; that one is held
-    back until the next token, or ``flush``.
+    A token of a byte-level BPE may end inside a character. ``decode`` then shows U+FFFD at the end, and the stream holds
+    it back until the next token or ``flush``. (``tokenizers.decoders.DecodeStream`` has no ``flush`` and loses it.)
 
     Args:
-        decode: ids -> text, for example a tokenizer's.
+        decode: ids -> text, for example ``Tokenizer.decode``.
 
     >>> stream = TextStream(lambda ids: bytes(ids).decode("utf-8", "replace"))
     >>> [stream.push(byte) for byte in "né".encode()], stream.flush()
@@ -29,7 +29,7 @@ class TextStream:
         self._sent = 0
 
     def push(self, id: int) -> str:
-        """The text that ``id`` makes certain, maybe none."""
+        """Return the text that is complete with ``id``, maybe none."""
         self._open.append(id)
         text = self._decode(self._context + self._open)
         whole = len(text) - text.endswith(REPLACEMENT)
@@ -40,7 +40,7 @@ class TextStream:
         return new
 
     def flush(self) -> str:
-        """What is still held back, a broken character as U+FFFD; the next ``push`` begins a new text."""
+        """Return what is still held back, a broken character as U+FFFD. The next ``push`` begins a new text."""
         rest = self._decode(self._context + self._open)[self._sent :]
         self._context, self._open, self._sent = [], [], 0
         return rest

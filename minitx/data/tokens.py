@@ -20,8 +20,8 @@ import numpy as np
 from minitx.config import ConfigError, CorpusConfig
 from minitx.data.baselines import ngram_floors
 from minitx.data.corpus import Corpus, find_corpus, replacing, sha256_of
-from minitx.data.task import find_tokenizer, tokenizer_of
-from minitx.data.tokenizers import Tokenizer, fingerprint, from_dict
+from minitx.data.task import tokenizer_of
+from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint, from_dict
 
 logger = logging.getLogger(__name__)
 

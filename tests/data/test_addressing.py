@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minitx.data.addressing import Address, AddressedLoader, generator, rows_of
+from minitx.data.addressing import Address, AddressedLoader, Addresses, generator, rows_of
 from minitx.data.sources import Source
 
 
@@ -19,7 +19,7 @@ class Counting(Source):
 
 def loader(*, num_steps=7, step=0, accumulate=3, num_workers=0):
     source = Counting(batch_size=12, accumulate=accumulate)
-    return AddressedLoader(source, num_steps, step=step, accumulate=accumulate, num_workers=num_workers)
+    return AddressedLoader(source, Addresses(num_steps, step, accumulate), num_workers=num_workers)
 
 
 def ids_of(batches):
@@ -93,6 +93,12 @@ def test_a_resumed_loader_continues_the_uninterrupted_stream(stop, num_workers):
 def test_the_length_of_a_loader_is_that_of_the_whole_run():
     assert len(loader(num_steps=7, step=5, accumulate=3)) == 21
     assert len(list(loader(num_steps=7, step=5, accumulate=3))) == 6
+
+
+def test_the_first_step_may_be_repeated():
+    source = Counting(batch_size=12, accumulate=3)
+    batches = list(AddressedLoader(source, Addresses(5, 2, 3, repeat_first=True)))
+    assert ids_of(batches) == ids_of(loader(num_steps=1)) * 3
 
 
 def test_workers_give_the_same_batches_in_the_same_order():

@@ -1,19 +1,24 @@
 import itertools
 import json
-import os
+import multiprocessing
 import re
 from types import SimpleNamespace
 
+import huggingface_hub
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from minitx.config import ConfigError
 from minitx.data.tokenizers import (
     END_OF_TEXT,
-    BPETokenizer,
-    CharTokenizer,
+    LONGEST_WORD,
+    Tokenizer,
+    find_tokenizer,
+    fingerprint,
     from_dict,
     load_tokenizer,
     require_marks,
@@ -22,7 +27,21 @@ from minitx.data.tokenizers import (
 )
 
 POEM = "the raven, never flitting, still is sitting, still is sitting\n" * 5
-BPE = BPETokenizer.train([POEM], 307)
+MARKS = ("pad", "bos", "eos", "mask", "cls")
+
+
+def char(*texts, marks=()):
+    return train_tokenizer("char", texts, marks=marks)
+
+
+def bpe(*texts, vocab_size=307, marks=()):
+    return train_tokenizer("bpe", texts, vocab_size=vocab_size, marks=marks)
+
+
+BPE = bpe(POEM)
+CHAR = char(POEM)
+MARKED = [train_tokenizer(kind, [POEM], vocab_size=311, marks=MARKS) for kind in ("char", "bpe")]
+OURS = [*MARKED, BPE, CHAR, char("<>a\n\r\0\\é😀\u2028", marks=["eos"])]
 
 
 @given(st.text())
@@ -31,105 +50,117 @@ def test_every_string_comes_back_from_bpe_exactly(text):
 
 
 @given(st.lists(st.sampled_from([END_OF_TEXT, "<|", "|>", "endoftext", " ", "\n", "a"])).map("".join))
-def test_special_tokens_in_a_text_are_ordinary_bytes(text):
-    ids = BPE.encode(text)
-    assert BPE.end_id not in ids
-    assert BPE.decode(ids) == text
-
-
-def test_special_tokens_in_the_training_text_are_ordinary_bytes():
-    trained = BPETokenizer.train([f"ab{END_OF_TEXT}" * 31], 300)
-    ids = trained.encode(f"ab{END_OF_TEXT}")
-    assert trained.end_id not in ids
-    assert trained.decode(ids) == f"ab{END_OF_TEXT}"
-
-
-def test_a_restored_bpe_keeps_special_tokens_out_of_texts():
-    restored = from_dict(json.loads(json.dumps(BPE.to_dict())))
-    assert restored.end_id == BPE.end_id
-    assert restored.end_id not in restored.encode(END_OF_TEXT)
-    assert restored.decode([restored.end_id]) == END_OF_TEXT
+def test_the_end_mark_in_a_text_is_ordinary_bytes(text):
+    for tokenizer in (BPE, bpe(f"ab{END_OF_TEXT}" * 31)):
+        ids = tokenizer.encode(text)
+        assert tokenizer.end_id not in ids
+        assert tokenizer.decode(ids) == text
+    assert BPE.decode([BPE.end_id]) == END_OF_TEXT
 
 
 def test_bpe_learns_merges_up_to_the_size_asked_for():
     assert 257 < BPE.vocab_size <= 307
-    assert BPETokenizer.train([POEM], 263).vocab_size == 263
+    assert bpe(POEM, vocab_size=263).vocab_size == 263
     assert len(BPE.encode("sitting")) < len("sitting")
+    assert bpe().vocab_size == 257
+    assert len(bpe().encode("é")) == 2
+    with pytest.raises(ValueError, match="vocab_size"):
+        bpe(POEM, vocab_size=256)
 
 
-def test_bpe_without_a_text_knows_the_bytes_and_the_end():
-    bare = BPETokenizer.train([], 1024)
-    assert bare.vocab_size == 257
-    assert len(bare.encode("é")) == 2
+def test_what_bpe_learns_does_not_depend_on_the_number_of_threads(monkeypatch):
+    words = np.random.default_rng(0).integers(0, 97, (211, 101))
+    chunks = [" ".join(f"w{a * a % 89}x{a}" for a in row) for row in words]
+    learnt = [train_tokenizer("bpe", chunks, vocab_size=401) for _ in range(3)]
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    alone = train_tokenizer("bpe", chunks, vocab_size=401)
+    assert {fingerprint(tokenizer) for tokenizer in learnt} == {fingerprint(alone)}
+    assert all(map(np.array_equal, learnt[0].encode_batch(chunks), alone.encode_batch(chunks)))
 
 
-def test_bpe_training_is_repeatable():
-    assert BPETokenizer.train([POEM], 307).fingerprint() == BPE.fingerprint()
+@pytest.mark.parametrize("kind", ["char", "bpe"])
+def test_a_forked_process_encodes_and_nobody_warns(kind, capfd):
+    tokenizer = train_tokenizer(kind, [POEM], vocab_size=307)
+    texts = [POEM, "raven", "never"] * 17
+    wanted = tokenizer.encode_batch(texts)
+    fork = multiprocessing.get_context("fork")
+    answers = fork.SimpleQueue()
+    child = fork.Process(target=lambda: answers.put(tokenizer.encode_batch(texts)))
+    child.start()
+    assert all(map(np.array_equal, answers.get(), wanted))
+    child.join()
+    assert all(map(np.array_equal, tokenizer.encode_batch(texts), wanted))
+    assert capfd.readouterr() == ("", "")
 
 
-def test_bpe_refuses_a_vocabulary_without_room_for_the_bytes():
-    with pytest.raises(ValueError, match="vocab_size=256 must be at least 257"):
-        BPETokenizer.train([POEM], 256)
-
-
-def test_bpe_leaves_the_environment_as_it_was(monkeypatch):
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    BPE.encode("text")
-    assert "TOKENIZERS_PARALLELISM" not in os.environ
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
-    BPE.encode("text")
-    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
-
-
-@given(st.text(min_size=1))
-def test_known_characters_come_back_exactly(text):
-    tokenizer = CharTokenizer.train([text])
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.vocab_size == len(set(text)) + 1
+def test_bpe_refuses_a_word_over_which_it_would_take_hours():
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=bpe"):
+        bpe("a b", "x" * (LONGEST_WORD + 1))
+    assert bpe("x" * 1009).decode(bpe().encode("xx")) == "xx"
+    assert char("x" * (LONGEST_WORD + 1)).vocab_size == 2
 
 
 @given(st.text(), st.text())
-def test_ids_of_characters_are_their_rank_and_unknown_ones_are_zero(known, text):
-    tokenizer, rank = CharTokenizer.train([known]), {c: i for i, c in enumerate(sorted(set(known)), start=1)}
-    assert tokenizer.encode(text).tolist() == [rank.get(c, tokenizer.unk_id) for c in text]
+def test_ids_of_characters_are_their_rank_as_the_saved_model_says_too(known, text):
+    tokenizer, rank = char(known), {c: i for i, c in enumerate(sorted(set(known)), start=1)}
+    model = tokenizers.Tokenizer.from_str(tokenizer.to_dict()["json"])
+    for one in (text, known):
+        ids = tokenizer.encode(one).tolist()
+        assert ids == [rank.get(c, 0) for c in one] == model.encode(one).ids
+        assert tokenizer.decode(ids) == "".join(c if c in rank else "\ufffd" for c in one) == model.decode(ids)
+    assert tokenizer.vocab_size == len(rank) + 1
+    assert tokenizer.characters == "".join(rank)
 
 
-def test_an_unknown_character_decodes_to_the_replacement_character():
-    assert CharTokenizer("ab").decode(CharTokenizer("ab").encode("a?b")) == "a\ufffdb"
+def test_only_a_character_model_of_ours_has_characters():
+    assert (BPE.characters, Tokenizer(wordpiece().to_str()).characters) == (None, None)
+    theirs = tokenizers.Tokenizer.from_str(CHAR.to_dict()["json"])
+    theirs.normalizer = tokenizers.normalizers.Lowercase()
+    other = Tokenizer(theirs.to_str())
+    assert other.characters is None
+    assert np.array_equal(other.encode(POEM.upper()), CHAR.encode(POEM))
 
 
-@pytest.mark.parametrize("tokenizer", [BPE, CharTokenizer(POEM)])
+@pytest.mark.parametrize("tokenizer", OURS)
 def test_a_tokenizer_survives_json(tokenizer):
     restored = from_dict(json.loads(json.dumps(tokenizer.to_dict())))
-    assert restored.fingerprint() == tokenizer.fingerprint()
+    assert fingerprint(restored) == fingerprint(tokenizer)
+    assert (restored.mark_ids, restored.end_id) == (tokenizer.mark_ids, tokenizer.end_id)
     assert np.array_equal(restored.encode(POEM), tokenizer.encode(POEM))
 
 
 def test_fingerprints_tell_tokenizers_apart():
-    assert CharTokenizer("ab").fingerprint() == CharTokenizer("ba").fingerprint() != CharTokenizer("abc").fingerprint()
+    assert fingerprint(char("ab")) == fingerprint(char("b", "a")) != fingerprint(char("abc"))
 
 
-@pytest.mark.parametrize("tokenizer", [BPE, CharTokenizer("abc")])
+@pytest.mark.parametrize("tokenizer", [BPE, CHAR])
 @pytest.mark.parametrize("bad", [-1, 1 << 20])
 def test_ids_outside_of_the_vocabulary_are_refused(tokenizer, bad):
-    with pytest.raises(ValueError, match=rf"ids must lie in \[0, {tokenizer.vocab_size}\)"):
-        tokenizer.decode([1, bad])
+    for call in (tokenizer.decode, tokenizer.token_bytes):
+        with pytest.raises(ValueError, match=rf"ids must lie in \[0, {tokenizer.vocab_size}\)"):
+            call([1, bad])
 
 
-def test_a_tokenizer_of_an_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match="tokenizer kind=words is not known: one of char, bpe"):
+def test_what_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="kind=words"):
         from_dict({"kind": "words"})
+    with pytest.raises(ValueError, match="kind=words"):
+        train_tokenizer("words", [POEM])
+    with pytest.raises(ValueError, match="sep"):
+        char("a", marks=["sep"])
+    with pytest.raises(ConfigError, match=r"data\.tokenizer .* mask"):
+        require_marks(BPE, "mask")
 
 
 def joined(texts):
-    """Texts of tokens put together again, parts of a character told once."""
+    """Labels of tokens put together again, parts of a character once."""
     whole = [re.sub(r"(.)·1(-\d+)?/\d", r"\1", text, flags=re.DOTALL) for text in texts]
     return "".join(re.sub(r".·\d+(-\d+)?/\d", "", text, flags=re.DOTALL) for text in whole)
 
 
-@pytest.mark.parametrize("text", ["你好，世界。", "🎉👩‍🚀 é", "e\u0301 क्षि", "naïve\n\t x", "שלום عربي", POEM])
+@pytest.mark.parametrize("text", ["你好，世界。", "🎉👩‍🚀 é", "e\u0301 क्षि ▁", "naïve\n\t x", "שלום عربي", POEM])
 def test_texts_of_tokens_make_the_text_whatever_a_token_cuts(text):
-    for tokenizer in (BPE, BPETokenizer.train([text * 3], 300), CharTokenizer(text)):
+    for tokenizer in (BPE, bpe(text * 3, vocab_size=300), char(text)):
         texts = token_texts(tokenizer, tokenizer.encode(text))
         assert len(texts) == len(tokenizer.encode(text))
         assert joined(texts) == text
@@ -137,19 +168,13 @@ def test_texts_of_tokens_make_the_text_whatever_a_token_cuts(text):
 
 
 def test_a_part_of_a_character_is_shown_as_that_character_with_its_bytes():
-    ids = BPE.encode("a你🎉e\u0301")
-    assert token_texts(BPE, ids) == [
-        "a",
-        *(f"你·{i}/3" for i in (1, 2, 3)),
-        *(f"🎉·{i}/4" for i in (1, 2, 3, 4)),
-        "e",
-        *("\u0301·1/2", "\u0301·2/2"),
-    ]
-    assert token_texts(BPE, ids[:3]) == ["a", "⟨E4⟩", "⟨BD⟩"]  # what is missing stands nowhere
+    ids = BPE.encode("a你e\u0301")
+    assert token_texts(BPE, ids) == ["a", *(f"你·{i}/3" for i in (1, 2, 3)), "e", "\u0301·1/2", "\u0301·2/2"]
+    assert token_texts(BPE, ids[:3]) == ["a", "⟨E4⟩", "⟨BD⟩"]  # the third byte is missing
 
 
 def test_a_token_across_characters_says_what_it_holds_of_each():
-    merged = BPETokenizer.train(["你好" * 9], 259)
+    merged = bpe("你好" * 9, vocab_size=259)
     assert token_texts(merged, merged.encode("你好")) == ["你·1/3", "你·2-3/3", "好·1/3", "好·2-3/3"]
     text = "a你你é".encode()
     cut = SimpleNamespace(token_bytes=lambda ends: [text[a:b] for a, b in itertools.pairwise(ends)])
@@ -159,92 +184,56 @@ def test_a_token_across_characters_says_what_it_holds_of_each():
 def test_marks_and_the_unknown_character_have_names():
     for tokenizer in MARKED:
         ids = [tokenizer.mark_ids["bos"], *tokenizer.encode("rav"), tokenizer.mark_ids["pad"]]
-        assert token_texts(tokenizer, ids)[0] == "<bos>"
-        assert token_texts(tokenizer, ids)[-1] == "<pad>"
-    assert token_texts(CharTokenizer("ab"), [1, 0, 2]) == ["a", "<unk>", "b"]
+        texts = token_texts(tokenizer, ids)
+        assert (texts[0], "".join(texts[1:-1]), texts[-1]) == ("<bos>", "rav", "<pad>")
+    assert token_texts(char("ab"), [1, 0, 2]) == ["a", "<unk>", "b"]
     assert token_texts(BPE, []) == []
 
 
 def test_pieces_that_are_no_bytes_stand_as_they_are():
-    from tokenizers import Tokenizer, decoders, models
-
-    theirs = Tokenizer(models.BPE({"▁the": 0, "<0xE4>": 1, "<0xBD>": 2, "<0xA0>": 3, "é": 4}, [], byte_fallback=True))
+    theirs = tokenizers.Tokenizer(
+        models.BPE({"▁the": 0, "<0xE4>": 1, "<0xBD>": 2, "<0xA0>": 3, "é": 4}, [], byte_fallback=True)
+    )
     theirs.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    assert token_texts(BPETokenizer(theirs.to_str()), [0, 1, 2, 3, 4]) == [" the", "你·1/3", "你·2/3", "你·3/3", "é"]
-    assert token_texts(BPETokenizer(wordpiece().to_str()), [2, 5, 6, 9, 7]) == ["[CLS]", "the", "rav", "##en", "<7>"]
-
-
-MARKS = ("pad", "bos", "eos", "mask", "cls")
-MARKED = [train_tokenizer(kind, [POEM], vocab_size=311, marks=MARKS) for kind in ("char", "bpe")]
+    assert token_texts(Tokenizer(theirs.to_str()), [0, 1, 2, 3, 4]) == [" the", "你·1/3", "你·2/3", "你·3/3", "é"]
+    assert token_texts(Tokenizer(wordpiece().to_str()), [2, 5, 6, 9, 7]) == ["[CLS]", "the", "rav", "##en", "<7>"]
 
 
 @pytest.mark.parametrize("tokenizer", MARKED)
-def test_marks_have_ids_that_no_text_has(tokenizer):
+def test_marks_have_ids_of_their_own_and_decode_to_their_names_or_to_nothing(tokenizer):
     ids = [tokenizer.mark_ids[mark] for mark in MARKS]
     assert len(set(ids)) == 5
     assert max(ids) < tokenizer.vocab_size
     assert require_marks(tokenizer, "eos", "pad") == [ids[2], ids[0]]
-    for text in (POEM, "<pad><bos><eos><mask><cls>"):
-        assert not set(tokenizer.encode(text).tolist()) & set(ids)
-
-
-@pytest.mark.parametrize("tokenizer", MARKED)
-def test_marks_decode_to_their_names_or_to_nothing(tokenizer):
-    bos, eos = require_marks(tokenizer, "bos", "eos")
-    ids = [bos, *tokenizer.encode("raven"), eos]
-    assert tokenizer.decode(ids) == "<bos>raven<eos>"
-    assert tokenizer.decode(ids, skip_marks=True) == "raven"
+    row = [ids[1], *tokenizer.encode("raven"), ids[2]]
+    assert tokenizer.decode(row) == "<bos>raven<eos>"
+    assert tokenizer.decode(row, skip_marks=True) == "raven"
 
 
 def test_marks_do_not_move_the_ids_of_characters():
-    plain = CharTokenizer(POEM)
-    assert np.array_equal(MARKED[0].encode(POEM), plain.encode(POEM))
-    assert MARKED[0].vocab_size == plain.vocab_size + 5
-    assert "marks" not in plain.to_dict()  # fingerprints of earlier checkpoints stay
+    assert np.array_equal(MARKED[0].encode(POEM), CHAR.encode(POEM))
+    assert MARKED[0].vocab_size == CHAR.vocab_size + 5
+    assert (CHAR.mark_ids, BPE.mark_ids) == ({}, {"eos": BPE.end_id})
 
 
-def test_a_tokenizer_of_before_has_no_marks_but_its_end():
-    assert CharTokenizer(POEM).mark_ids == {}
-    assert BPE.mark_ids == {"eos": BPE.end_id}
-
-
-def test_unknown_and_missing_marks_are_named():
-    with pytest.raises(ValueError, match=r"marks=\['sep'\] are not known: pad, bos, eos, mask, cls"):
-        CharTokenizer("a", ["sep"])
-    with pytest.raises(ConfigError, match=r"^the tokenizer has no mask token, which this data needs; it has: eos$"):
-        require_marks(BPE, "mask")
-
-
-@pytest.mark.parametrize("tokenizer", MARKED)
-def test_a_batch_is_encoded_as_its_texts_are(tokenizer):
-    texts = ["raven", "", "never flitting ?"]
-    assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [tokenizer.encode(text).tolist() for text in texts]
-
-
-@pytest.mark.parametrize("tokenizer", [*MARKED, BPE, CharTokenizer(POEM), CharTokenizer("<>a\n\r\0\\é😀\u2028", ["eos"])])
+@pytest.mark.parametrize("tokenizer", OURS)
 def test_what_we_save_loads_in_tokenizers_and_in_ours(tokenizer, tmp_path):
-    import tokenizers
-
     tokenizer.save(tmp_path / "tokenizer.json")
     theirs, ours = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), load_tokenizer(tmp_path)
-    assert ours.fingerprint() == tokenizer.fingerprint()
+    assert fingerprint(ours) == fingerprint(tokenizer) == fingerprint(find_tokenizer(str(tmp_path)))
     assert theirs.get_vocab_size() == tokenizer.vocab_size
     for text in (POEM, "a\r\n\0é😀\u2028?", "never  flitting"):
         ids = tokenizer.encode(text).tolist()
         assert theirs.encode(text, add_special_tokens=False).ids == ids
-        if CharTokenizer.unk_id not in ids or isinstance(tokenizer, BPETokenizer):
-            assert theirs.decode(ids, skip_special_tokens=False) == tokenizer.decode(ids) == text
-    assert {mark: theirs.token_to_id(f"<{mark}>") for mark in tokenizer.mark_ids if tokenizer is not BPE} == (
-        {} if tokenizer is BPE else tokenizer.mark_ids
-    )
+        assert theirs.decode(ids, skip_special_tokens=False) == tokenizer.decode(ids)
+    added = {token.content: i for i, token in theirs.get_added_tokens_decoder().items()}
+    assert {f"<{mark}>": i for mark, i in tokenizer.mark_ids.items() if i != tokenizer.end_id}.items() <= added.items()
 
 
 def wordpiece():
     """A tokenizer.json as BERT's, with all that its users set: marks around a text, padding, truncation, a gap in the ids."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-
     vocab = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, "the": 5, "rav": 6, "##en": 9}
-    theirs = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    theirs = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     theirs.pre_tokenizer, theirs.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
     theirs.add_special_tokens(["[PAD]", "[CLS]", "[SEP]", "[MASK]"])
     theirs.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
@@ -253,30 +242,66 @@ def wordpiece():
     return theirs
 
 
-def test_a_tokenizer_of_others_loads_in_ours(tmp_path):
-    theirs = wordpiece()
-    theirs.save(str(tmp_path / "tokenizer.json"))
-    ours = load_tokenizer(str(tmp_path / "tokenizer.json"))
+def check_wordpiece(ours):
     assert ours.encode("the raven the raven").tolist() == [5, 6, 9, 5, 6, 9]  # nothing around it, nothing cut or filled
     assert ours.decode([5, 6, 9]) == "the raven"
     assert ours.decode([2, 5, 3], skip_marks=True) == "the"
     assert ours.mark_ids == {"pad": 0, "eos": 3, "mask": 4, "cls": 2}
     assert ours.vocab_size == 10
-    assert from_dict(json.loads(json.dumps(ours.to_dict()))).encode("the raven").tolist() == [5, 6, 9]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "cannot be read: No such file or directory; a tokenizer.json is wanted"),
-        ("{nope", "is no tokenizer.json: Expecting property name .*"),
-        ("{}", "is no tokenizer.json: .*"),
-        ("[1]", "is no tokenizer.json: .*"),
-    ],
-)
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content, message):
+def test_a_tokenizer_of_others_is_found_as_a_file_and_in_a_folder(tmp_path):
+    assert (find_tokenizer("char"), find_tokenizer("bpe")) == (None, None)  # these are learnt
+    wordpiece().save(str(tmp_path / "tokenizer.json"))
+    for found in (find_tokenizer(str(tmp_path / "tokenizer.json")), find_tokenizer(str(tmp_path))):
+        check_wordpiece(found)
+        check_wordpiece(from_dict(json.loads(json.dumps(found.to_dict()))))
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """The hub's cache, as it is after ``someone/words`` was fetched."""
+    snapshot = tmp_path / "models--someone--words" / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    wordpiece().save(str(snapshot / "tokenizer.json"))
+    (tmp_path / "models--someone--words" / "refs").mkdir()
+    (tmp_path / "models--someone--words" / "refs" / "main").write_text("0123abc")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+
+
+def test_a_name_on_the_hub_is_found_in_its_cache_without_a_network(hub_cache):
+    check_wordpiece(find_tokenizer("someone/words"))
+
+
+def test_the_hub_is_asked_only_for_what_its_cache_does_not_hold(hub_cache, tmp_path, monkeypatch):
+    wordpiece().save(str(tmp_path / "fetched.json"))
+    asked = []
+
+    def fetch(*names):
+        asked.append(names)
+        return str(tmp_path / "fetched.json")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
+    for name in ("someone/words", "someone/else"):
+        check_wordpiece(find_tokenizer(name))
+    assert asked == [("someone/else", "tokenizer.json")]
+
+
+@pytest.mark.parametrize("name", ["someone/else", "no/such/file.json", "~/no/such/folder", "", "folder"])
+def test_a_tokenizer_that_cannot_be_found_is_refused_by_its_key(name, hub_cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match=rf"^data\.tokenizer={re.escape(name)} ") as refused:
+        find_tokenizer(name)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("content", [None, "{nope", "{}", "[1]"])
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ConfigError, match=f"^{path} {message}$"):
+        with pytest.raises(ConfigError, match=rf"^data\.tokenizer={re.escape(str(tmp_path))}: "):
+            find_tokenizer(str(tmp_path))
+    with pytest.raises(ConfigError, match=f"^{path} "):
         load_tokenizer(tmp_path if content else path)
