@@ -156,7 +156,7 @@ def test_a_cell_of_every_study_of_every_grid_composes(grid):
         composed = compose_config([*cell.overrides, "callbacks.progress=false", "trainer.threads=1"])
         assert composed.seed == cell.seed
         assert composed.on_nonfinite == "record"
-        assert composed.optimizer.clip is None  # clipping is off in the comparison
+        assert composed.trainer.clip is None  # clipping is off in the comparison
         assert composed.trainer.max_steps == cell.steps()
 
 

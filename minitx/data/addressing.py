@@ -70,18 +70,22 @@ def generator(seed: int, *path: int | str) -> np.random.Generator:
 
 @dataclass
 class Addresses:
-    """The addresses of one rank: steps [``step``, ``num_steps``), each with ``accumulate`` micro-batches."""
+    """The addresses of one rank: steps [``step``, ``num_steps``), each with ``accumulate`` micro-batches.
+
+    With ``repeat_first``, each of them has the rows of step 0.
+    """
 
     num_steps: int
     step: int = 0
     accumulate: int = 1
     rank: int = 0
     split: SplitName = "train"
+    repeat_first: bool = False
 
     def __iter__(self) -> Iterator[Address]:
         for step in range(self.step, self.num_steps):
             for micro in range(self.accumulate):
-                yield Address(step, micro, self.rank, self.split)
+                yield Address(0 if self.repeat_first else step, micro, self.rank, self.split)
 
 
 class WorkerError(RuntimeError):
@@ -97,46 +101,18 @@ class AddressedLoader(DataLoader[Batch]):
 
     Args:
         source: ``source[address]`` is a batch. The state of a source that has ``state_dict(step)`` is stored as well.
-        num_steps: optimizer steps (or validation batches) of the whole run.
-        step: the first step.
-        accumulate: micro-batches of a step.
-        rank: of this process, among those that read different rows.
-        split: ``train`` or ``val``.
+        addresses: of this rank.
         num_workers: processes that make batches; kept alive between epochs.
         pin_memory: copy to page-locked memory, for an accelerator.
 
     Raises:
-        ValueError: ``step`` is not in [0, num_steps].
         WorkerError: while iterating, where a worker was killed.
     """
 
-    def __init__(
-        self,
-        source: Dataset[Batch],
-        num_steps: int,
-        *,
-        step: int = 0,
-        accumulate: int = 1,
-        rank: int = 0,
-        split: SplitName = "train",
-        num_workers: int = 0,
-        pin_memory: bool = False,
-    ) -> None:
-        self.addresses = Addresses(num_steps, step, accumulate, rank, split)
-        self._start_at(step)
-        super().__init__(
-            source,
-            sampler=self.addresses,
-            batch_size=None,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            persistent_workers=num_workers > 0,
-        )
-
-    def _start_at(self, step: int) -> None:
-        if not 0 <= step <= self.addresses.num_steps:
-            raise ValueError(f"step={step} must lie in [0, {self.addresses.num_steps}], the steps of this run")
-        self.addresses.step, self._handed_out = step, 0
+    def __init__(self, source: Dataset[Batch], addresses: Addresses, *, num_workers: int = 0, pin_memory: bool = False) -> None:
+        self.addresses, self._handed_out = addresses, 0
+        options: dict[str, Any] = {"batch_size": None, "num_workers": num_workers, "persistent_workers": num_workers > 0}
+        super().__init__(source, sampler=addresses, pin_memory=pin_memory, **options)
 
     def __len__(self) -> int:
         return self.addresses.num_steps * self.addresses.accumulate
@@ -158,11 +134,17 @@ class AddressedLoader(DataLoader[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """``{"step": the next optimizer step}``, and what the source adds for that step."""
         step = self.addresses.step + self._handed_out // self.addresses.accumulate
-        of_source = getattr(self.dataset, "state_dict", None)
-        return {"step": step, **(of_source(step) if of_source else {})}
+        return {"step": step, **(self.dataset.state_dict(step) if hasattr(self.dataset, "state_dict") else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin the next ``iter`` at ``state["step"]``."""
-        self._start_at(int(state["step"]))
+        """Begin the next ``iter`` at ``state["step"]``.
+
+        Raises:
+            ValueError: it is not a step of this run.
+        """
+        step = int(state["step"])
+        if not 0 <= step <= self.addresses.num_steps:
+            raise ValueError(f"step={step} must lie in [0, {self.addresses.num_steps}], the steps of this run")
+        self.addresses.step, self._handed_out = step, 0
         if hasattr(self.dataset, "load_state_dict"):
             self.dataset.load_state_dict(state)

@@ -13,7 +13,7 @@ import numpy as np
 from minitx.config import ChatDataConfig, ConfigError
 from minitx.config.checks import first_line
 from minitx.data.documents import DocumentRows, learned_marks
-from minitx.data.tables import column_of, held_out, load_tables
+from minitx.data.tables import column_of, held_out, load_splits
 from minitx.data.task import Ragged, Task, tokenizer_of
 from minitx.data.tokenizers import Tokenizer
 
@@ -31,7 +31,7 @@ SLOT = "\ue000{}\ue001"
 class ChatFormat:
     """Writes conversations as ids with a chat template.
 
-    The template writes everything but the contents, which are put in afterwards: nothing in a message is read as template, or
+    The template writes everything but the contents, which are put in afterwards: nothing in a content is read as template, or
     becomes a special token. The special tokens of the tokenizer that the template writes (``{{ eos_token }}``, ``<|im_end|>``)
     become their ids.
 
@@ -49,12 +49,11 @@ class ChatFormat:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         self.tokenizer = tokenizer
-        self.marks = {name: tokenizer.decode([id]) for name, id in tokenizer.mark_ids.items()}
-        if "eos" not in self.marks:
+        self.special = {token["content"]: token["id"] for token in json.loads(tokenizer.to_dict()["json"])["added_tokens"]}
+        texts = {id: text for text, id in self.special.items()}
+        self.marks = {f"{name}_token": texts[id] for name, id in tokenizer.mark_ids.items()}
+        if "eos" not in tokenizer.mark_ids:
             raise ConfigError("data=chat needs a tokenizer with an eos token, which ends an answer")
-        self.special = {text: tokenizer.mark_ids[name] for name, text in self.marks.items()}
-        added = json.loads(tokenizer.to_dict().get("json", "{}")).get("added_tokens", ())
-        self.special |= {token["content"]: token["id"] for token in added}
         names = "|".join(re.escape(text) for text in sorted(self.special, key=len, reverse=True))
         self.parts = re.compile(f"({names}|{SLOT.format('[0-9]+')})")
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
@@ -71,31 +70,24 @@ class ChatFormat:
             ConfigError: the template refuses the messages, or writes no special token behind an answer.
         """
         shown = [{**message, "content": SLOT.format(i)} for i, message in enumerate(messages)]
-        marks = {f"{name}_token": text for name, text in self.marks.items()}
+        names = {"bos_token": "", **self.marks, "messages": shown, "add_generation_prompt": add_generation_prompt}
         try:
-            text = self.template.render(
-                messages=shown, add_generation_prompt=add_generation_prompt, **{"bos_token": "", **marks}
-            )
+            text = self.template.render(names)
         except Exception as error:  # a template may do anything wrong that Python can
             raise ConfigError(f"data.template refuses a conversation: {first_line(error)}") from None
-        ids, counted, in_answer = [], [], False
-        for part in self.parts.split(text):
-            slot = re.fullmatch(SLOT.format("([0-9]+)"), part)
-            if slot and in_answer:
+        ids, counted, in_answer = list[np.ndarray](), list[np.ndarray](), False
+        for part in [*self.parts.split(text), None]:
+            slot = re.fullmatch(SLOT.format("([0-9]+)"), part or "")
+            if in_answer and (slot or part is None):
                 raise ConfigError("data.template must write a special token, such as {{ eos_token }}, behind each answer")
-            in_answer = in_answer or bool(slot and messages[int(slot[1])]["role"] == "assistant")
-            own = (
-                [self.special[part]]
-                if part in self.special
-                else self._plain(messages[int(slot[1])]["content"] if slot else part)
-            )
-            ids.append(own)
-            counted.append(np.full(len(own), in_answer))
+            if not part:
+                continue
+            message = messages[int(slot[1])] if slot else {"role": "", "content": part}
+            in_answer = in_answer or message["role"] == "assistant"
+            ids.append(np.array([self.special[part]]) if part in self.special else self.tokenizer.encode(message["content"]))
+            counted.append(np.full(len(ids[-1]), in_answer))
             in_answer = in_answer and part not in self.special
         return np.concatenate(ids).astype(np.uint32), np.concatenate(counted)
-
-    def _plain(self, text: str) -> np.ndarray:
-        return self.tokenizer.encode(text)
 
 
 def _refuse(message: str) -> None:
@@ -109,13 +101,8 @@ def load_chat(config: ChatDataConfig, folder: Path, tokenizer: Tokenizer | None)
         ConfigError: the data cannot be read or have no conversations; a template or a tokenizer that does not fit.
     """
     name = f"data.path={config.path}"
-    table, val_table = load_tables(config)
-    chats = _conversations(table, config.messages_column)
-    if val_table is not None:
-        splits = [chats, _conversations(val_table, config.messages_column)]
-    else:
-        rows = held_out(range(len(chats)), config.val_fraction, name)
-        splits = [[chats[i] for i in part] for part in rows]
+    tables = load_splits(config, lambda table: held_out(config, range(len(table))))
+    splits = [_conversations(table, config.messages_column) for table in tables]
     texts = (f"{message['role']}: {message['content']}\n" for chat in splits[0] for message in chat)
     tokenizer = tokenizer_of(config, tokenizer, texts, learned_marks(config))
     format = ChatFormat(config.template or _template_of(config.tokenizer), tokenizer)
@@ -145,14 +132,14 @@ def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, config: ChatDa
 
 
 def _conversations(table: Any, column: str) -> list[list[Message]]:
-    chats = list(table[column_of(table, column, "messages_column")])
-    for chat in chats:
-        if not isinstance(chat, list) or not all(
-            isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-            for message in chat
-        ):
-            raise ConfigError(f"data.messages_column={column} must have lists of messages, each with texts role and content")
-    return [chat for chat in chats if chat]
+    chats = [chat for chat in table[column_of(table, column, "messages_column")] if chat]
+    try:
+        alright = all(isinstance(message[key], str) for chat in chats for message in chat for key in ("role", "content"))
+    except (TypeError, KeyError):
+        alright = False
+    if not alright:
+        raise ConfigError(f"data.messages_column={column} must have lists of messages, each with texts role and content")
+    return chats
 
 
 def _template_of(tokenizer: str) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from minitx.config import BooksDataConfig, ClassifyDataConfig, ConfigError, LanguagesDataConfig
+from minitx.config import BooksDataConfig, ClassifyDataConfig, LanguagesDataConfig
 from minitx.data.baselines import bag_of_words_accuracy, majority_accuracy
 from minitx.data.bible import book_names, read_verses
 from minitx.data.dates import babel_locale
-from minitx.data.tables import held_out, labels_of, load_tables, texts_of
+from minitx.data.tables import held_out, labels_of, load_splits, texts_of
 from minitx.data.task import Task, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, require_marks
 
@@ -64,21 +64,16 @@ def _rows(examples: Examples, tokenizer: Tokenizer, max_len: int) -> list[dict[s
 
 
 def _table(config: ClassifyDataConfig) -> tuple[str, Examples, Examples, tuple[str, ...]]:
-    columns = [column for column in (config.text_column, config.second_column) if column is not None]
-    name = f"data.path={config.path}"
-    table, val_table = load_tables(config, texts=columns)
+    keys = ["text_column", "second_column"] if config.second_column else ["text_column"]
+    columns = [getattr(config, key) for key in keys]
 
-    def read(part: Any, known: Sequence[str] | None = None) -> tuple[Examples, tuple[str, ...]]:
-        keys = ("text_column", "second_column")
-        sides = [texts_of(part, column, key) for column, key in zip(columns, keys, strict=False)]
-        labels, names = labels_of(part, config.label_column, known)
-        return (list(zip(*sides, strict=True)), labels), names
+    def texts(table: Any) -> Texts:
+        return list(zip(*(texts_of(table, column, key) for column, key in zip(columns, keys, strict=True)), strict=True))
 
-    (rows, labels), names = read(table)
-    if val_table is not None:
-        return name, (rows, labels), read(val_table, names)[0], names
-    train, val = held_out(rows, config.val_fraction, name)
-    return name, ([rows[i] for i in train], labels[train]), ([rows[i] for i in val], labels[val]), names
+    splits = load_splits(config, lambda table: held_out(config, texts(table)), texts=columns)
+    labels, names = labels_of(splits, config.label_column)
+    train, val = zip(map(texts, splits), labels, strict=True)
+    return f"data.path={config.path}", train, val, names
 
 
 Rows = list[tuple[Any, str, int]]
@@ -102,10 +97,7 @@ def _languages(config: LanguagesDataConfig) -> tuple[str, Examples, Examples, tu
 def _grouped(
     rows: Rows, names: tuple[str, ...], config: BooksDataConfig, always_train: set[int]
 ) -> tuple[str, Examples, Examples, tuple[str, ...]]:
-    try:
-        splits = hold_out([group for group, _, _ in rows], config.val_fraction, always_train)
-    except ValueError:
-        raise ConfigError(f"data={config.name} has too few texts for a training and a validation split") from None
+    splits = hold_out([group for group, _, _ in rows], config.val_fraction, always_train)
     train, val = (([(rows[i][1],) for i in part], np.array([rows[i][2] for i in part])) for part in splits)
     return f"data={config.name}", train, val, names
 

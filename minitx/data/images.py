@@ -10,7 +10,7 @@ import numpy as np
 from minitx.config import ConfigError, DigitsDataConfig, ImageDataConfig
 from minitx.data.addressing import VALIDATION_SEED, generator
 from minitx.data.baselines import majority_accuracy
-from minitx.data.tables import column_of, labels_of, load_tables
+from minitx.data.tables import column_of, labels_of, load_splits
 from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer
 
@@ -50,44 +50,37 @@ class LabelledImages:
 
 
 class Pictures:
-    """The images of a table, decoded when they are asked for. The first one decides the size, and grey or colour.
+    """The images of a table, decoded when they are asked for: (C, H, W) uint8.
 
     Args:
         table: a ``datasets.Dataset``.
-        rows: the rows of it that count.
         column: of the images.
         size: resize to a square of so many pixels; ``None`` leaves them as they are.
-        like: other images, to be of their size and kind.
+        like: other images, to be of their size, and grey or in colour as they are; ``None``: the first image decides.
     """
 
-    def __init__(self, table: Any, rows: np.ndarray, column: str, size: int | None, like: Pictures | None = None) -> None:
-        self.table, self.rows, self.column, self.size = table, rows, column, size
+    def __init__(self, table: Any, column: str, size: int | None, like: Pictures | None = None) -> None:
+        self.table, self.column, self.size = table, column_of(table, column, "image_column"), size
         self.mode: str = like.mode if like else "L" if self._picture(0).mode in ("1", "L") else "RGB"
-        self.shape: tuple[int, ...] = like.shape if like else self._pixels(0).shape  # (C, H, W)
+        self.shape: tuple[int, ...] = like.shape if like else self._pixels(0).shape
 
     def __getitem__(self, row: int) -> np.ndarray:
         pixels = self._pixels(row)
         if pixels.shape != self.shape:
             (_, h, w), (_, h2, w2) = self.shape, pixels.shape
-            raise ConfigError(
-                f"data.image_size=null: images have {h}x{w} and {h2}x{w2} pixels; give the size to resize them to"
-            )
+            raise ConfigError(f"data.image_size=null: images have {h}x{w} and {h2}x{w2} pixels; give a size to resize them to")
         return pixels
 
     def _pixels(self, row: int) -> np.ndarray:
         image = self._picture(row).convert(self.mode)
         image = image if self.size is None else image.resize((self.size, self.size))
-        return np.atleast_3d(np.asarray(image)).transpose(2, 0, 1)  # (C, H, W)
+        return np.atleast_3d(np.asarray(image)).transpose(2, 0, 1)
 
     def _picture(self, row: int) -> Any:
-        image = self.table[int(self.rows[row])][self.column]
-        if not hasattr(image, "convert"):
-            raise ConfigError(f"data.image_column={self.column} must have images, got {type(image).__name__}")
-        if image.mode not in EIGHT_BITS:
-            raise ConfigError(
-                f"data.image_column={self.column} has an image of mode {image.mode}, whose values may not fit 8 bits; convert it "
-                "to 8 bits a channel"
-            )
+        image = self.table[row][self.column]
+        if getattr(image, "mode", None) not in EIGHT_BITS:
+            found = f"an image of mode {image.mode}" if hasattr(image, "mode") else type(image).__name__
+            raise ConfigError(f"data.image_column={self.column} must have images of 8 bits a channel, got {found}")
         return image
 
 
@@ -155,14 +148,10 @@ def _digits(config: DigitsDataConfig) -> Both:
 
 
 def _tables(config: ImageDataConfig) -> Both:
-    table, val_table = load_tables(config)
-    labels, names = labels_of(table, config.label_column)
-    if val_table is None:
-        train, val = stratified(labels, config.val_fraction)
-        val_table, val_labels = table, labels[val]
-    else:
-        val_labels, _ = labels_of(val_table, config.label_column, names)
-        train, val = np.arange(len(labels)), np.arange(len(val_labels))
-    column = column_of(table, config.image_column, "image_column")
-    pictures = Pictures(table, train, column, config.image_size)
-    return pictures, labels[train], Pictures(val_table, val, column, config.image_size, pictures), val_labels, names
+    def divide(table: Any) -> tuple[np.ndarray, np.ndarray]:
+        return stratified(labels_of([table], config.label_column)[0][0], config.val_fraction)
+
+    tables = load_splits(config, divide)
+    (labels, val_labels), names = labels_of(tables, config.label_column)
+    pictures = Pictures(tables[0], config.image_column, config.image_size)
+    return pictures, labels, Pictures(tables[1], config.image_column, config.image_size, pictures), val_labels, names

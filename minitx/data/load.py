@@ -22,20 +22,15 @@ from minitx.data.tokenizers import Tokenizer
 LOADERS: dict[type, Callable[[Any, Path, Tokenizer | None], Task]] = {
     configs.TextDataConfig: load_text,
     configs.MaskedDataConfig: load_masked,
-    configs.KeyValueDataConfig: load_recall,
-    configs.MultiQueryDataConfig: load_recall,
-    configs.InductionDataConfig: load_recall,
+    configs.RecallDataConfig: load_recall,
     configs.DatesDataConfig: load_pairs,
     configs.VersesDataConfig: load_pairs,
-    configs.PairsDataConfig: load_pairs,
     configs.BooksDataConfig: load_classes,
-    configs.LanguagesDataConfig: load_classes,
-    configs.ClassifyDataConfig: load_classes,
     configs.DigitsDataConfig: load_images,
-    configs.ImageDataConfig: load_images,
     configs.HubDataConfig: load_documents,
     configs.ChatDataConfig: load_chat,
 }
+"""What loads the data of a config, by its class or a class that it inherits from: (config, folder of caches, tokenizer)."""
 
 
 def load_task(config: configs.DataConfig, tokenizer: Tokenizer | None = None, folder: str | Path | None = None) -> Task:
@@ -49,4 +44,5 @@ def load_task(config: configs.DataConfig, tokenizer: Tokenizer | None = None, fo
     Raises:
         ConfigError: the data cannot be read, or are too few.
     """
-    return LOADERS[type(config)](config, Path(folder or data_dir()), tokenizer)
+    load = next(LOADERS[kind] for kind in type(config).__mro__ if kind in LOADERS)
+    return load(config, Path(folder or data_dir()), tokenizer)

@@ -60,26 +60,26 @@ def load_masked(config: MaskedDataConfig, folder: Path, tokenizer: Tokenizer | N
     Raises:
         ConfigError: the text is missing or too short, or the tokenizer has no mask.
     """
-    text = tokenised(config, folder, tokenizer, MARKS)
-    pad_id, mask_id = require_marks(text.tokenizer, *MARKS)
-    vocab_size = text.tokenizer.vocab_size
+    train, val, tokenizer, _ = tokenised(config, folder, tokenizer, MARKS)
+    pad_id, mask_id = require_marks(tokenizer, *MARKS)
+    vocab_size = tokenizer.vocab_size
     options: dict[str, Any] = {
         "context_len": config.context_len,
         "mask_fraction": config.mask_fraction,
         "mask_id": mask_id,
-        "replacements": np.setdiff1d(np.arange(vocab_size), list(text.tokenizer.mark_ids.values())),
+        "replacements": np.setdiff1d(np.arange(vocab_size), list(tokenizer.mark_ids.values())),
     }
-    if not len(text.val) or not len(text.train):
+    if not len(val) or not len(train):
         raise ConfigError(f"data.val_fraction={config.val_fraction} leaves a split of {corpus_name(config)} without a token")
     return Task(
         name=corpus_name(config),
         kind="masked_lm",
-        train=MaskedRows(text.train, **options),
-        val=MaskedRows(text.val, **options),
+        train=MaskedRows(train, **options),
+        val=MaskedRows(val, **options),
         pad={"input_ids": pad_id},
-        tokenizer=text.tokenizer,
+        tokenizer=tokenizer,
         model_fields={"vocab_size": vocab_size, "pad_id": pad_id},
         baselines=lambda: {
-            "unigram_perplexity": float(np.exp(unigram_nll(text.train.array, text.val.array, vocab_size))),
+            "unigram_perplexity": float(np.exp(unigram_nll(train.array, val.array, vocab_size))),
         },
     )

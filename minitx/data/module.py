@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
 from minitx.config import ConfigError, DataConfig
-from minitx.data.addressing import AddressedLoader, Batch
-from minitx.data.corpus import data_dir
+from minitx.data.addressing import AddressedLoader, Addresses, Batch
 from minitx.data.document_stream import DocumentStream, StreamSource
 from minitx.data.load import load_task
 from minitx.data.sources import Source, TrainSource, ValSource
@@ -70,14 +70,14 @@ class DataModule(LightningDataModule):
         """This rank's training batches from the trainer's current optimizer step on (0 without a trainer)."""
         rank, world = self._place()
         step = min(self.trainer.global_step, self.max_steps) if self.trainer else 0
-        source = self.train_source(world)
-        return self._loader(source, self.max_steps, rank, step=step, accumulate=self.accumulate)
+        addresses = Addresses(self.max_steps, step, self.accumulate, rank, "train", self.repeat_first)
+        return self._loader(self.train_source(world), addresses)
 
     def val_dataloader(self) -> AddressedLoader:
         """This rank's validation batches: every row once over all ranks, as many batches on each rank."""
         rank, world = self._place()
         source = self.val_source(world)
-        return self._loader(source, len(source), rank)
+        return self._loader(source, Addresses(len(source), rank=rank, split="val"))
 
     def probe_batch(self, num_rows: int) -> Batch:
         """The first ``num_rows`` rows of validation (all of them where there are fewer)."""
@@ -115,40 +115,23 @@ class DataModule(LightningDataModule):
         place = self.trainer.distributed_sampler_kwargs if self.trainer else None
         return (place["rank"], place["num_replicas"]) if place else (0, 1)
 
-    def _loader(self, source: Source, num_steps: int, rank: int, *, step: int = 0, accumulate: int = 1) -> AddressedLoader:
-        return AddressedLoader(
-            source,
-            num_steps,
-            step=step,
-            accumulate=accumulate,
-            rank=rank,
-            split=source.split_name,
-            num_workers=self.num_workers,
-            pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
-        )
+    def _loader(self, source: Source, addresses: Addresses) -> AddressedLoader:
+        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        return AddressedLoader(source, addresses, num_workers=self.num_workers, pin_memory=on_gpu)
 
 
 def build_data(
-    config: DataConfig,
-    *,
-    seed: int,
-    max_steps: int,
-    accumulate: int = 1,
-    val_batch_size: int | None = None,
-    tokenizer: Tokenizer | None = None,
-    folder: str | Path | None = None,
+    config: DataConfig, *, tokenizer: Tokenizer | None = None, folder: str | Path | None = None, **options: Any
 ) -> DataModule:
-    """The data module of the task that ``config`` names; the keywords are those of ``DataModule`` and ``load_task``.
+    """The data module of the task that ``config`` names.
+
+    Args:
+        config: one of the data configs.
+        tokenizer, folder: see ``load_task``.
+        options: further arguments of ``DataModule``, such as ``seed`` and ``max_steps``.
 
     Raises:
         ConfigError: the data cannot be read, or are too few.
     """
-    return DataModule(
-        load_task(config, tokenizer, folder or data_dir()),
-        batch_size=config.batch_size,
-        num_workers=config.num_workers,
-        seed=seed,
-        max_steps=max_steps,
-        accumulate=accumulate,
-        val_batch_size=val_batch_size,
-    )
+    task = load_task(config, tokenizer, folder)
+    return DataModule(task, batch_size=config.batch_size, num_workers=config.num_workers, **options)

@@ -12,8 +12,8 @@ import numpy as np
 from minitx.config import ConfigError, DatesDataConfig, PairsDataConfig, VersesDataConfig
 from minitx.data.bible import read_verses
 from minitx.data.dates import date_pairs
-from minitx.data.tables import held_out, load_table, load_tables, texts_of
-from minitx.data.task import Task, tokenizer_of
+from minitx.data.tables import held_out, load_splits, load_table, texts_of
+from minitx.data.task import Task, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, require_marks, train_tokenizer
 
 log = logging.getLogger(__name__)
@@ -82,60 +82,54 @@ def _both_splits(config: DatesDataConfig | VersesDataConfig) -> tuple[Pairs, Pai
     if isinstance(config, DatesDataConfig):
         return date_pairs(config)
     if isinstance(config, PairsDataConfig):
-        pairs, val_pairs = (_files if config.target_path else _columns)(config)
-        if val_pairs is not None:
-            return pairs, val_pairs
-        groups: list[Any] = [source for source, _ in pairs]
-    else:
-        old, new = (read_verses(version, needed_by="data=verses") for version in ("kjv", "web"))
-        shared = [verse for verse in old if verse in new]
-        pairs, groups = [(old[verse], new[verse]) for verse in shared], [verse // 1000 for verse in shared]
-    train, val = held_out(groups, config.val_fraction, f"data.path={getattr(config, 'path', None)}")
+        return _files(config) if config.target_path else _columns(config)
+    old, new = (read_verses(version, needed_by="data=verses") for version in ("kjv", "web"))
+    shared = [verse for verse in old if verse in new]
+    splits = hold_out([verse // 1000 for verse in shared], config.val_fraction)
+    train, val = ([(old[shared[i]], new[shared[i]]) for i in part] for part in splits)
+    return train, val
+
+
+def _columns(config: PairsDataConfig) -> tuple[Pairs, Pairs]:
+    """Two columns of a table: those with a name, or the first two."""
+    header = config.source_column is not None
+    kind = "csv" if Path(str(config.path)).suffix.lower() == ".txt" else None
+    options = {"texts": [config.source_column, config.target_column] if header else [0, 1], "header": header, "kind": kind}
+
+    def read(table: Any) -> list[list[str]]:
+        names = [config.source_column, config.target_column] if header else table.column_names[:2]
+        if len(names) < 2:
+            raise ConfigError(
+                f"data.path={config.path} has one column, but two are needed, separated by tabs (in .csv by commas), or give "
+                "the file of the targets: data.target_path=FILE"
+            )
+        return [texts_of(table, name, f"{side}_column") for name, side in zip(names, ("source", "target"), strict=True)]
+
+    train, val = load_splits(config, lambda table: held_out(config, read(table)[0]), **options)
+    return _pairs(read(train), config), _pairs(read(val), config)
+
+
+def _files(config: PairsDataConfig) -> tuple[Pairs, Pairs]:
+    """The lines of two files that belong together."""
+
+    def read(*keys: str) -> Pairs:
+        sides = [texts_of(load_table(config, key, kind="text"), "text", key) for key in keys]
+        if len(sides[0]) != len(sides[1]):
+            (source, count), (target, other) = (
+                (f"data.{key}={getattr(config, key)}", len(side)) for key, side in zip(keys, sides, strict=True)
+            )
+            raise ConfigError(f"{target} has {other} lines, but {source} has {count}: line n belongs to line n")
+        return _pairs(sides, config)
+
+    pairs = read("path", "target_path")
+    if config.val_path is not None:
+        return pairs, read("val_path", "val_target_path")
+    train, val = held_out(config, [source for source, _ in pairs])
     return [pairs[i] for i in train], [pairs[i] for i in val]
 
 
-def _files(config: PairsDataConfig) -> tuple[Pairs, Pairs | None]:
-    """The lines of two files, which belong together, for each split."""
-
-    def read(key: str, target_key: str) -> Pairs:
-        names = [str(getattr(config, name)) for name in (key, target_key)]
-        sides = [
-            texts_of(load_table(name, key=k, kind="text"), "text", k) for name, k in zip(names, (key, target_key), strict=True)
-        ]
-        if len(sides[0]) != len(sides[1]):
-            raise ConfigError(
-                f"data.{target_key}={names[1]} has {len(sides[1])} lines, but data.{key}={names[0]} has {len(sides[0])}: "
-                "line n of one must belong to line n of the other"
-            )
-        return _not_blank(sides, f"data.{key}={names[0]}")
-
-    return read("path", "target_path"), read("val_path", "val_target_path") if config.val_path else None
-
-
-def _columns(config: PairsDataConfig) -> tuple[Pairs, Pairs | None]:
-    """Two columns of a table for each split."""
-    header = config.source_column is not None
-    wanted = [config.source_column, config.target_column] if header else [0, 1]
-    name = f"data.path={config.path}"
-
-    def read(table: Any) -> Pairs:
-        names = wanted if header else table.column_names[:2]
-        if len(names) < 2:
-            raise ConfigError(
-                f"{name} has one column, but two are needed, separated by tabs (in .csv by commas), or give the file of the "
-                "targets: data.target_path=FILE"
-            )
-        keys = ("source_column", "target_column")
-        sides = [texts_of(table, column, key) for column, key in zip(names, keys, strict=True)]
-        return _not_blank(sides, name)
-
-    kind = "csv" if Path(str(config.path)).suffix.lower() == ".txt" else None
-    table, val_table = load_tables(config, texts=wanted, header=header, kind=kind)
-    return read(table), None if val_table is None else read(val_table)
-
-
-def _not_blank(sides: Sequence[Sequence[str]], name: str) -> Pairs:
-    pairs = [(s.strip(), t.strip()) for s, t in zip(*sides, strict=True) if s.strip() and t.strip()]
+def _pairs(sides: Sequence[Sequence[str]], config: PairsDataConfig) -> Pairs:
+    pairs = [(source, target) for source, target in zip(*sides, strict=True) if source and target]
     if not pairs:
-        raise ConfigError(f"{name} has no pair without a blank side")
+        raise ConfigError(f"data.path={config.path} has no pair without a blank side")
     return pairs

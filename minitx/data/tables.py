@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -17,69 +17,98 @@ from minitx.data.task import hold_out
 
 KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 SECONDS_TO_ANSWER = 5.0
+Rows = tuple[np.ndarray, np.ndarray]
+"""The rows of training and of validation."""
 
 
-def load_tables(config: TableDataConfig, **options: Any) -> tuple[Any, Any | None]:
-    """The training table of ``config`` and, where the config names one, that of validation; ``options`` as in ``load_table``.
+def load_splits(config: TableDataConfig, divide: Callable[[Any], Rows], **options: Any) -> tuple[Any, Any]:
+    """The tables of training and validation. Where the config names none for validation, ``divide(table)`` gives the rows of
+    both; ``options`` are those of ``load_table``.
 
     Raises:
-        ConfigError: see ``load_table``.
+        ConfigError: see ``load_table``; or too few rows to divide.
     """
-    table = load_table(str(config.path), split=config.split, subset=config.subset, **options)
+    table, *others = load_tables(config, **options)
+    if others:
+        return table, others[0]
+    train, val = divide(table)
+    return table.select(train), table.select(val)
+
+
+def held_out(config: TableDataConfig, groups: Sequence[Any]) -> Rows:
+    """``hold_out`` of ``config.val_fraction``, with one sentence for the user.
+
+    Raises:
+        ConfigError: too few groups.
+    """
+    try:
+        return hold_out(groups, config.val_fraction)
+    except ValueError:
+        count = len(set(groups))
+        raise ConfigError(f"data.path={config.path} has {count} different rows, too few to train and to validate") from None
+
+
+def load_tables(config: TableDataConfig, **options: Any) -> list[Any]:
+    """The training table of ``config`` and, where the config names one, that of validation."""
     if config.val_path is None and config.val_split is None:
-        return table, None
-    options |= {"key": "path" if config.val_path is None else "val_path", "split_key": "val_split", "subset": config.subset}
-    return table, load_table(str(config.val_path or config.path), split=config.val_split or "train", **options)
+        return [load_table(config, **options)]
+    return [
+        load_table(config, **options),
+        load_table(config, "path" if config.val_path is None else "val_path", "val_split", **options),
+    ]
 
 
 def load_table(
-    path: str,
-    *,
-    split: str = "train",
-    subset: str | None = None,
-    key: str = "path",
-    split_key: str = "split",
-    texts: Sequence[str | int] = (),
-    header: bool = True,
-    kind: str | None = None,
-    streaming: bool = False,
+    config: TableDataConfig, key: str = "path", split_key: str = "split", *, streaming: bool = False, **reader: Any
 ) -> Any:
     """The ``datasets.Dataset`` (``streaming``: ``IterableDataset``) of a split.
 
     Args:
-        path: a file, several (``*.csv``), a folder, or a name on the hub; the value of ``data.KEY``.
-        split: the value of ``data.SPLIT_KEY``.
-        subset: which of several sets at ``path``.
-        texts: columns of csv and tsv files that are texts, whatever they look like.
-        header: the first row of csv and tsv files has the names of the columns; else they are numbered from 0.
-        kind: how a file is read (``text``: a row for each line; ``csv``); ``None``: as its suffix says.
+        config: where the table is.
+        key: of the path in ``config``.
+        split_key: of the split in ``config``.
+        streaming: read rows when they are asked for.
+        reader: how files are read. ``texts``: columns of csv and tsv files that are texts, whatever they look like; ``header``
+            (true): whether csv and tsv files begin with the names of columns, which else are numbered from 0; ``kind``:
+            ``csv`` or ``text`` (a row for each line), whatever the suffix of a file.
 
     Raises:
         ConfigError: nothing is there, the hub cannot be reached, there is no such split, or the files cannot be read.
     """
+    path, split = str(getattr(config, key)), getattr(config, split_key) or "train"
+    said, local = f"data.{key}={path}", Path(path).expanduser()
     try:
         import datasets
     except ImportError:
-        raise ConfigError(f"data.{key}={path} needs the package datasets: pip install datasets") from None
-    options: dict[str, Any] = {"path": path, "name": subset, "split": split, "streaming": streaming}
-    local = Path(path).expanduser()
+        raise ConfigError(f"{said} needs the package datasets: pip install datasets") from None
+    options: dict[str, Any] = {"path": path, "name": config.subset, "split": split, "streaming": streaming}
     files = sorted(glob(str(local), recursive=True)) if any(sign in path for sign in "*?[") else [str(local)]
     if local.is_dir():
         options["path"] = str(local)
     elif files and Path(files[0]).is_file():
-        options |= {"name": None, "data_files": {"train": files}, **_reader(files, f"data.{key}={path}", kind, texts, header)}
+        options |= {"name": None, "data_files": {"train": files}, **_reader(files, said, **reader)}
     elif not files or local.suffix.lower() in KINDS or path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ConfigError(f"data.{key}={path} does not exist; a file, a folder or a name on the Hugging Face hub is wanted")
+        raise ConfigError(f"{said} does not exist; a file, a folder or a name on the Hugging Face hub is wanted")
     else:
-        _check_hub(path, key)
-    try:
-        with _quiet(datasets) if local.exists() or "data_files" in options else contextlib.nullcontext():
+        _check_hub(path, said)
+    with contextlib.ExitStack() as quiet:  # no bars and no logs for local files: their errors are reported here
+        if local.is_dir() or "data_files" in options:
+            quiet.callback(datasets.logging.set_verbosity, datasets.logging.get_verbosity())
+            datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+            if not datasets.are_progress_bars_disabled():
+                quiet.callback(datasets.enable_progress_bars)
+                datasets.disable_progress_bars()
+        try:
             return datasets.load_dataset(**options)
-    except Exception as error:  # datasets raises many kinds, some of them long
-        raise _explained(error, f"data.{key}={path}", f"data.{split_key}={split}") from None
+        except Exception as error:  # datasets raises many kinds
+            error = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            said = f"data.{split_key}={split}" if "split" in str(error).lower() else said
+            raise ConfigError(f"{said} cannot be read: {first_line(error)}") from None
 
 
-def _reader(files: Sequence[str], said: str, kind: str | None, texts: Sequence[str | int], header: bool) -> dict[str, Any]:
+def _reader(
+    files: Sequence[str], said: str, *, texts: Sequence[str | int] = (), header: bool = True, kind: str | None = None
+) -> dict[str, Any]:
     """Which of the readers of ``datasets`` reads these files, and how."""
     suffixes = sorted({Path(file).suffix.lower() for file in files})
     if kind is None and (len(suffixes) > 1 or suffixes[0] not in KINDS):
@@ -94,54 +123,19 @@ def _reader(files: Sequence[str], said: str, kind: str | None, texts: Sequence[s
     return {"path": kind, "keep_default_na": False, "converters": dict.fromkeys(texts, str), **commas, **names}
 
 
-def _check_hub(path: str, key: str) -> None:
+def _check_hub(path: str, said: str) -> None:
     """Ask the hub for the data set once, because ``datasets`` itself tries again for a minute or more."""
     import datasets
     from huggingface_hub import dataset_info
-    from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
 
     try:
         if not datasets.config.HF_HUB_OFFLINE:  # else what was fetched before is read from the cache
             dataset_info(path, timeout=SECONDS_TO_ANSWER)
-    except OfflineModeIsEnabled:
-        return
-    except RepositoryNotFoundError:
-        raise ConfigError(f"data.{key}={path} is no data set of the Hugging Face hub, or a private one") from None
     except Exception as error:  # of several packages for HTTP
         raise ConfigError(
-            f"data.{key}={path}: the Hugging Face hub cannot be reached ({first_line(error)}); HF_HUB_OFFLINE=1 reads what was "
-            "fetched before, and data.path=FILE a file of yours"
+            f"{said}: the Hugging Face hub cannot be reached or has no such data set ({first_line(error)}); "
+            "HF_HUB_OFFLINE=1 reads what was fetched before"
         ) from None
-
-
-def _explained(error: Exception, said: str, split: str) -> ConfigError:
-    """One sentence for what ``datasets`` raised."""
-    cause = error.__cause__ or error.__context__
-    if type(error).__name__ == "DatasetGenerationError" and isinstance(cause, Exception):
-        error = cause
-    text = first_line(error)
-    if "split" in text.lower() and ("unknown" in text.lower() or "not found" in text.lower()):
-        return ConfigError(f"{split} is no split of {said}: {text}")
-    if isinstance(error, ConnectionError):
-        return ConfigError(
-            f"{said} was not fetched before, and the Hugging Face hub cannot be reached; fetch it once where there is a network, "
-            "or read a file or folder of yours: data.path=FILE"
-        )
-    return ConfigError(f"{said} cannot be read: {text}")
-
-
-@contextlib.contextmanager
-def _quiet(datasets: Any) -> Iterator[None]:
-    """No bars and no logs of ``datasets`` for local files; its errors are reported by us."""
-    level, shows_bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(level)
-        if shows_bars:
-            datasets.enable_progress_bars()
 
 
 def column_of(table: Any, wanted: str, key: str) -> str:
@@ -157,7 +151,7 @@ def column_of(table: Any, wanted: str, key: str) -> str:
 
 
 def texts_of(table: Any, column: str, key: str) -> list[str]:
-    """The texts of a column; ``null`` is an empty text.
+    """The texts of a column, without white space around them; ``null`` is an empty text.
 
     Raises:
         ConfigError: there is no such column, or it has something else than texts.
@@ -166,44 +160,26 @@ def texts_of(table: Any, column: str, key: str) -> list[str]:
     other = next((text for text in texts if not isinstance(text, str | None)), None)
     if other is not None:
         raise ConfigError(f"data.{key}={column} must have texts, got {type(other).__name__}")
-    return [text or "" for text in texts]
+    return [(text or "").strip() for text in texts]
 
 
-def labels_of(table: Any, column: str, known: Sequence[str] | None = None) -> tuple[np.ndarray, tuple[str, ...]]:
-    """The labels (N,) int64 of a column, and the names of all labels.
-
-    Args:
-        known: the names that training knows; ``None``: those of the column, sorted.
+def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tuple[str, ...]]:
+    """The labels (N,) int64 of a column in each table, and the names of all labels.
 
     Raises:
-        ConfigError: no such column, no label in a row, or one that training does not know.
+        ConfigError: there is no such column, or a row without a label.
     """
-    values = list(table[column_of(table, column, "label_column")])
-    names = getattr(table.features[column], "names", None)  # values are numbers of these, if there are any
-    if not values or not all(isinstance(value, int | str) for value in values):
-        raise ConfigError(f"data.label_column={column} does not have a label in each row")
-    if names is not None:
-        if min(values) < 0:
+    columns: list[list[Any]] = []
+    names = None
+    for table in tables:
+        values = list(table[column_of(table, column, "label_column")])
+        if not all(isinstance(value, int | str) for value in values):
+            raise ConfigError(f"data.label_column={column} does not have a label in each row")
+        own = getattr(table.features[column], "names", None)  # values are numbers of these, if there are any
+        if own and min(values, default=0) < 0:
             raise ConfigError(f"data.label_column={column} has rows without a label (-1)")
-        values = [names[value] for value in values]
-    found = [str(value) for value in sorted(set(values))] if names is None else list(map(str, names))
-    known = tuple(known or found)
-    number = {name: i for i, name in enumerate(known)}
-    other = next((value for value in values if str(value) not in number), None)
-    if other is not None:
-        raise ConfigError(f"data.label_column={column} has the label {other} in validation, which training has not")
-    return np.array([number[str(value)] for value in values]), known
-
-
-def held_out(groups: Sequence[Any], fraction: float, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """``hold_out`` of rows that came from outside.
-
-    Raises:
-        ConfigError: too few groups.
-    """
-    try:
-        return hold_out(groups, fraction)
-    except ValueError:
-        raise ConfigError(
-            f"{name} has {len(set(groups))} rows that differ, too few for a training and a validation split"
-        ) from None
+        names = names or own
+        columns.append([own[value] for value in values] if own else values)
+    names = names or sorted({value for values in columns for value in values})
+    number = {name: i for i, name in enumerate(names)}
+    return [np.array([number[value] for value in values]) for values in columns], tuple(map(str, names))

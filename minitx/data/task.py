@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minitx.config import IGNORED, ConfigError
 from minitx.data.addressing import VALIDATION_SEED, Batch, generator
-from minitx.data.tokenizers import Tokenizer, train_tokenizer
+from minitx.data.tokenizers import Tokenizer, find_tokenizer, train_tokenizer
 
 if TYPE_CHECKING:
     from minitx.data.tokens import TokenArray
@@ -252,10 +252,3 @@ def tokenizer_of(config: Any, given: Tokenizer | None, texts: Iterable[str], mar
     """The tokenizer ``given``, or that of ``data.tokenizer``, which ``char`` and ``bpe`` learn from ``texts``."""
     given = given or find_tokenizer(config.tokenizer)
     return given or train_tokenizer(config.tokenizer, texts, vocab_size=config.bpe_vocab_size, marks=marks)
-
-
-def find_tokenizer(name: str) -> Tokenizer | None:
-    """The tokenizer of a file or folder; ``None`` for ``char`` and ``bpe``."""
-    from minitx.data.tokenizers import load_tokenizer
-
-    return None if name in ("char", "bpe") else load_tokenizer(name)

@@ -97,21 +97,20 @@ def load_text(config: TextDataConfig, folder: Path, tokenizer: Tokenizer | None)
     Raises:
         ConfigError: the text cannot be read, or is shorter than a row.
     """
-    text, name, wanted = tokenised(config, folder, tokenizer), corpus_name(config), config.context_len + 1
-    if len(text.train) < wanted:
+    train, val, tokenizer, record = tokenised(config, folder, tokenizer)
+    name, wanted, splits = corpus_name(config), config.context_len + 1, record["splits"]
+    if len(train) < wanted:
         raise ConfigError(
-            f"{name} has {len(text.train)} training tokens, but data.context_len={config.context_len} needs at least {wanted}"
+            f"{name} has {len(train)} training tokens, but data.context_len={config.context_len} needs at least {wanted}"
         )
-    if len(text.val) < 2:
+    if len(val) < 2:
         raise ConfigError(
-            f"{name} has {len(text.val)} validation tokens with data.val_fraction={config.val_fraction}, "
-            "but at least 2 are needed"
+            f"{name} has {len(val)} validation tokens with data.val_fraction={config.val_fraction}, but at least 2 are needed"
         )
-    splits = text.record["splits"]
 
     def baselines() -> dict[str, float]:
         """Bits per character and per byte of the validation split's UTF-8 under ``xz -9`` and ``bzip2 -9``."""
-        parts = split_chunks(find_corpus(config).normalised(folder), splits["train"]["characters"])
+        parts = split_chunks(find_corpus(config), splits["train"]["characters"])
         bits = compressed_bits(chunk.encode() for split, chunk in parts if split == "val")
         units = ("character", "byte")
         return {f"{name}_bits_per_{unit}": size / splits["val"][f"{unit}s"] for name, size in bits.items() for unit in units}
@@ -119,11 +118,11 @@ def load_text(config: TextDataConfig, folder: Path, tokenizer: Tokenizer | None)
     return Task(
         name=name,
         kind="language_model",
-        train=TrainingWindows(text.train, config.context_len),
-        val=ValidationWindows(text.val, config.context_len),
-        tokenizer=text.tokenizer,
-        model_fields={"vocab_size": text.tokenizer.vocab_size},
+        train=TrainingWindows(train, config.context_len),
+        val=ValidationWindows(val, config.context_len),
+        tokenizer=tokenizer,
+        model_fields={"vocab_size": tokenizer.vocab_size},
         baselines=baselines,
         bits_per=bits_per(splits["val"]["tokens"], splits["val"]),
-        floors=text.record["floors"] or {},
+        floors=record["floors"] or {},
     )

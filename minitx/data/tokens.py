@@ -11,7 +11,6 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from minitx.config import ConfigError, CorpusConfig
-from minitx.data.addressing import SplitName
 from minitx.data.baselines import ngram_floors
-from minitx.data.corpus import Corpus, chunks_of, find_corpus, replacing, sha256_of
-from minitx.data.task import find_tokenizer, tokenizer_of
-from minitx.data.tokenizers import Tokenizer, fingerprint, from_dict
+from minitx.data.corpus import Corpus, find_corpus, replacing, sha256_of
+from minitx.data.task import tokenizer_of
+from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint, from_dict
 
 logger = logging.getLogger(__name__)
 
@@ -57,20 +55,6 @@ class TokenArray:
         return {**self.__dict__, "_array": None}
 
 
-@dataclass(frozen=True)
-class TokenisedText:
-    """The ids of both splits, the tokenizer that made them, and the record beside them.
-
-    ``record["splits"][split]`` counts ``tokens``, ``characters`` and ``bytes`` (of UTF-8); ``record["floors"]`` is
-    ``ngram_floors`` of the splits.
-    """
-
-    train: TokenArray
-    val: TokenArray
-    tokenizer: Tokenizer
-    record: dict[str, Any]
-
-
 def corpus_name(config: CorpusConfig) -> str:
     """What messages call the text."""
     return f"data={config.name}" if config.path is None else f"data.path={config.path}"
@@ -78,8 +62,8 @@ def corpus_name(config: CorpusConfig) -> str:
 
 def tokenised(
     config: CorpusConfig, folder: Path, tokenizer: Tokenizer | None = None, marks: Sequence[str] = ()
-) -> TokenisedText:
-    """The tokenised text that ``config`` names, from the cache in ``folder`` or made anew.
+) -> tuple[TokenArray, TokenArray, Tokenizer, dict[str, Any]]:
+    """The tokens of the text that ``config`` names, from the cache in ``folder`` or made anew.
 
     The last ``val_fraction`` of the characters is the validation split, whatever the tokenizer. Files:
     ``<text>-<tokenizer>-val<val_fraction>.bin`` and ``.json``.
@@ -89,6 +73,10 @@ def tokenised(
         folder: where caches are kept.
         tokenizer: use this one (a checkpoint's, say) instead of that of ``config``.
         marks: of a tokenizer that is learned.
+
+    Returns:
+        The ids of training and of validation, their tokenizer, and the record beside them. ``record["splits"][split]`` counts
+        ``tokens``, ``characters`` and ``bytes`` (of UTF-8); ``record["floors"]`` is ``ngram_floors`` of the splits.
 
     Raises:
         ConfigError: the text is missing, not UTF-8, or too short to be split.
@@ -101,7 +89,7 @@ def tokenised(
     record, made_by = cached(path, corpus_name(config), lambda: _build(path, corpus, config, tokenizer, marks))
     cut, end = (sum(record["splits"][split]["tokens"] for split in splits) for splits in (("train",), ("train", "val")))
     train, val = (TokenArray(path, record["dtype"], *part) for part in ((0, cut), (cut, end)))
-    return TokenisedText(train, val, made_by, record)
+    return train, val, made_by, record
 
 
 def cached(path: Path, source: str, build: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], Tokenizer]:
@@ -127,30 +115,28 @@ def cached(path: Path, source: str, build: Callable[[], dict[str, Any]]) -> tupl
 def _build(
     path: Path, corpus: Corpus, config: CorpusConfig, tokenizer: Tokenizer | None, marks: Sequence[str]
 ) -> dict[str, Any]:
-    text, said = corpus.normalised(path.parent), corpus_name(config)
-    characters = sum(map(len, chunks_of(text)))
-    if all(chunk.isspace() for chunk in chunks_of(text)):
+    said, sizes = corpus_name(config), [(len(chunk), chunk.isspace()) for chunk in corpus.chunks()]
+    characters = sum(size for size, _ in sizes)
+    if all(blank for _, blank in sizes):
         raise ConfigError(f"{said} has no text: {characters} characters, none of them but white space")
     cut = int(characters * (1 - config.val_fraction))
     if not 0 < cut < characters:
         raise ConfigError(f"{said} has {characters} characters, too few for a training and a validation split")
-    training = (chunk for split, chunk in split_chunks(text, cut) if split == "train")
+    training = (chunk for split, chunk in split_chunks(corpus, cut) if split == "train")
     tokenizer = tokenizer_of(config, tokenizer, training, marks)
-    record = write_ids(path, tokenizer, encoded(tokenizer, split_chunks(text, cut), at_once=16))
+    record = write_ids(path, tokenizer, encoded(tokenizer, split_chunks(corpus, cut), at_once=16))
+    if corpus.source and sha256_of(corpus.source) != corpus.checksum:
+        raise ConfigError(f"{said} changed while it was read; start again")
     ids, first = np.memmap(path, dtype=record["dtype"], mode="r"), record["splits"]["train"]["tokens"]
     return {**record, "floors": ngram_floors(np.asarray(ids)[:first], np.asarray(ids)[first:], tokenizer.vocab_size)}
 
 
-def split_chunks(text: Path, cut: int) -> Iterator[tuple[SplitName, str]]:
+def split_chunks(corpus: Corpus, cut: int) -> Iterator[tuple[str, str]]:
     """The chunks of a text with the split that each belongs to; character ``cut`` begins the validation split."""
     seen = 0
-    for chunk in chunks_of(text):
-        train, val = chunk[: max(0, cut - seen)], chunk[max(0, cut - seen) :]
-        seen += len(chunk)
-        if train:
-            yield "train", train
-        if val:
-            yield "val", val
+    for chunk in corpus.chunks():
+        place, seen = max(0, cut - seen), seen + len(chunk)
+        yield from ((split, text) for split, text in (("train", chunk[:place]), ("val", chunk[place:])) if text)
 
 
 def encoded(tokenizer: Tokenizer, pieces: Pieces, at_once: int) -> Iterator[tuple[str, str, np.ndarray]]:

@@ -205,8 +205,8 @@ def build_module(
     return TrainingModule(
         network,
         built,
-        partial(build_optimizer, config.optimizer, head_dim=head_dim),
-        partial(build_schedule, config.schedule, max_steps=config.trainer.max_steps),
+        partial(build_optimizer, node=config.optimizer, head_dim=head_dim),
+        partial(build_schedule, node=config.schedule, max_steps=config.trainer.max_steps),
         router_loss=router_loss(config, ours),
         clip=config.trainer.clip,
         compile=config.trainer.compile,

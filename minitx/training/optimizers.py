@@ -62,7 +62,7 @@ def _factor(rule: ParameterRule, key: str, path: str, head_dim: int) -> float:
     return factor
 
 
-def build_optimizer(node: OptimizerConfig | Part, network: nn.Module, head_dim: int = 1) -> torch.optim.Optimizer:
+def build_optimizer(network: nn.Module, node: OptimizerConfig | Part, head_dim: int = 1) -> torch.optim.Optimizer:
     """The optimizer of the trainable parameters: fused AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) over
     ``parameter_groups``, ``Muon``, or what a node with ``_target_`` makes of the parameters.
 
@@ -83,7 +83,7 @@ def build_optimizer(node: OptimizerConfig | Part, network: nn.Module, head_dim: 
     return torch.optim.AdamW(groups, betas=node.betas, eps=node.eps, fused=True)
 
 
-def build_schedule(node: ScheduleConfig | Part, optimizer: torch.optim.Optimizer, max_steps: int) -> Any:
+def build_schedule(optimizer: torch.optim.Optimizer, node: ScheduleConfig | Part, max_steps: int) -> Any:
     """The schedule of ``optimizer``, stepped once an update: ours (``lr_factor``), or what a node with ``_target_`` makes of it.
 
     Raises:

@@ -68,8 +68,8 @@ def train(
         check_devices(config.trainer)
         opened = open_data(config, data, batch_size=batch_size)
         network = build_network(config, opened, model)
+        check_run(config, network, opened)
         module = build_module(config, opened, network, objective)
-        check_run(config, module, opened)
         done = check_resumed(config, module)
         stack.enter_context(run_folder(folder, files or {}))
         stack.enter_context(finish_wandb())
@@ -99,13 +99,13 @@ def prepare_process(config: RunConfig) -> None:
     import_modules(config.imports)
 
 
-def check_run(config: RunConfig, module: TrainingModule, data: L.LightningDataModule) -> None:
+def check_run(config: RunConfig, network: nn.Module, data: L.LightningDataModule) -> None:
     """Refuse what the model, the data or the devices cannot do together.
 
     Raises:
         ConfigError: a key of ``config`` that has no meaning here; the message names it.
     """
-    model = config_of(module)
+    model = config_of(network)
     if model is None:
         if config.trainer.strategy == "sharded":
             raise ConfigError("trainer.strategy=sharded cuts the blocks of our models only: use trainer.strategy=ddp")
@@ -117,9 +117,9 @@ def check_run(config: RunConfig, module: TrainingModule, data: L.LightningDataMo
         check_measures(config, model, data)
 
 
-def config_of(module: TrainingModule) -> TransformerConfig | None:
+def config_of(network: nn.Module) -> TransformerConfig | None:
     """The config of one of our models, None for a model of the user's."""
-    found = getattr(module.network, "config", None)
+    found = getattr(network, "config", None)
     return found if isinstance(found, TransformerConfig) else None
 
 
@@ -164,7 +164,7 @@ def own_callbacks(config: RunConfig, module: TrainingModule, data: L.LightningDa
     """The callbacks of the run but the keeper of the last checkpoint: ours by their keys, then the user's."""
     options, asked = config.trainer, config.callbacks
     task = getattr(data, "task", None)
-    own: list[Any] = [StepLog(options.log_every, config_of(module), options.peak_tflops)]
+    own: list[Any] = [StepLog(options.log_every, config_of(module.network), options.peak_tflops)]
     if options.stop_at is not None:
         own.append(StopAt(**to_dict(options.stop_at)))
     if asked.probe.every:
@@ -254,7 +254,7 @@ def say_what_it_does(
         facts["data"] = f"{data.task.name}: {rows}, {data.val_source().num_rows:,} to validate; {data.batch_size} a step{parts}"
         facts["tokenizer"] = f"{data.task.tokenizer.vocab_size:,} tokens" if data.task.tokenizer else None
     if trainer.is_global_zero:
-        log.info("%s", summary(trainer, module.network, folder, model=config_of(module), facts=facts))
+        log.info("%s", summary(trainer, module.network, folder, model=config_of(module.network), facts=facts))
         if task is None and config.ckpt_path is not None:
             log.info("the order of the data starts anew: the data module is not ours, and its loader may keep no state")
         if isinstance(config.optimizer, Mapping):
@@ -280,7 +280,7 @@ def look_back(
     trainer: L.Trainer, module: TrainingModule, data: L.LightningDataModule, config: RunConfig, folder: Path
 ) -> dict[str, float]:
     """What the finished network can do: the evaluation, if asked for, and the measures of the run; by the first process."""
-    network, model = module.network, config_of(module)
+    network, model = module.network, config_of(module.network)
     if config.trainer.strategy == "sharded":
         state = whole_state(network)  # from all processes
         assert model is not None

@@ -235,7 +235,7 @@ def test_a_used_worker_a_new_process_and_the_stored_command_give_equal_bits(tmp_
 
     wanted = make("wanted", "optimizer.rules=[{match: '(q|k)_proj', lr: 'head_dim^-0.25'}]")
     same = Cell("main", "again", {}, 3, wanted.overrides)
-    todo = [make("other", "model.scale=unscaled"), wanted, make("clipped", "optimizer.clip=0.1"), same]
+    todo = [make("other", "model.scale=unscaled"), wanted, make("clipped", "trainer.clip=0.1"), same]
     records = run(tmp_path, todo, run_cell, workers=1)
     assert [record["error"] for record in records] == [None] * 4
     digests = {record["arm"]: record["result"]["loss_digest"] for record in records}

@@ -28,12 +28,17 @@ FROM_DATA = {"vocab_size": 67, "num_labels": 5, "image_size": 12, "num_channels"
 SMALL = {**FROM_DATA, "embed_dim": 24, "num_heads": 3, "num_layers": 2, "max_len": 131}
 
 
-def preset(name, **changes):
-    """A preset as train.py composes it."""
+def values_of(name):
     values = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
     for base in values.pop("defaults", []):
-        values = {**yaml.safe_load((CONFIGS / f"{base}.yaml").read_text(encoding="utf-8")), **values}
-    return TransformerConfig(**{**values, **changes})
+        if isinstance(base, str):  # else the dataclass's own defaults
+            values = {**values_of(base), **values}
+    return values
+
+
+def preset(name, **changes):
+    """A preset as train.py composes it."""
+    return TransformerConfig(**{**values_of(name), **changes})
 
 
 def disagreements(config, batch_size, length, *, backward, tolerance=0.02):

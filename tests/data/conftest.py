@@ -33,8 +33,7 @@ def text_config(write_text):
 @pytest.fixture
 def tokens(text_config, tmp_path) -> tuple[TokenArray, TokenArray]:
     """Both splits of a small text."""
-    text = tokenised(text_config(), tmp_path / "cache")
-    return text.train, text.val
+    return tokenised(text_config(), tmp_path / "cache")[:2]
 
 
 @pytest.fixture

@@ -4,19 +4,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minitx.data.addressing import Address, AddressedLoader, AddressSampler, BatchSource, generator, rows_of
+from minitx.data.addressing import Address, AddressedLoader, Addresses, generator, rows_of
+from minitx.data.sources import Source
 
 
-class Counting(BatchSource):
+class Counting(Source):
     """Rows that say where they come from: 1000 · step + row."""
+
+    split_name = "train"
 
     def batch(self, step, rows):
         return {"input_ids": 1000 * step + torch.arange(rows.start, rows.stop)}
 
 
-def loader(*, num_steps=7, start_step=0, accumulate=3, num_workers=0):
-    sampler = AddressSampler(num_steps, start_step=start_step, accumulate=accumulate)
-    return AddressedLoader(Counting(12, accumulate=accumulate), sampler, num_workers=num_workers)
+def loader(*, num_steps=7, step=0, accumulate=3, num_workers=0):
+    source = Counting(batch_size=12, accumulate=accumulate)
+    return AddressedLoader(source, Addresses(num_steps, step, accumulate), num_workers=num_workers)
 
 
 def ids_of(batches):
@@ -49,8 +52,8 @@ def test_an_address_outside_of_the_step_is_refused(address):
 
 
 def test_a_source_refuses_an_address_of_another_split():
-    with pytest.raises(ValueError, match="asks a source of the train split"):
-        Counting(2)[Address(0, split="val")]
+    with pytest.raises(ValueError, match="train split"):
+        Counting(batch_size=2)[Address(0, split="val")]
 
 
 def test_generators_depend_on_seed_and_path_alone():
@@ -67,21 +70,10 @@ def test_a_generator_is_the_same_on_every_machine():
     assert generator(0, "train", 0).integers(1000, size=5).tolist() == [622, 257, 334, 989, 492]
 
 
-def test_a_sampler_gives_every_micro_batch_of_every_remaining_step():
-    sampler = AddressSampler(5, start_step=3, accumulate=2, rank=1)
-    assert list(sampler) == [Address(3, 0, 1), Address(3, 1, 1), Address(4, 0, 1), Address(4, 1, 1)]
-    assert len(sampler) == 4
-
-
-@pytest.mark.parametrize("step", [-1, 6])
+@pytest.mark.parametrize("step", [-1, 8])
 def test_a_state_outside_of_the_run_is_refused(step):
-    with pytest.raises(ValueError, match=rf"start_step={step} must lie in \[0, 5\]"):
-        AddressSampler(5).load_state_dict({"step": step})
-
-
-def test_accumulate_must_be_positive():
-    with pytest.raises(ValueError, match="accumulate=0 must be positive"):
-        AddressSampler(5, accumulate=0)
+    with pytest.raises(ValueError, match=f"step={step} "):
+        loader().load_state_dict({"step": step})
 
 
 @pytest.mark.parametrize("stop", [0, 1, 3, 8, 20])
@@ -99,8 +91,14 @@ def test_a_resumed_loader_continues_the_uninterrupted_stream(stop, num_workers):
 
 
 def test_the_length_of_a_loader_is_that_of_the_whole_run():
-    assert len(loader(num_steps=7, start_step=5, accumulate=3)) == 21
-    assert len(list(loader(num_steps=7, start_step=5, accumulate=3))) == 6
+    assert len(loader(num_steps=7, step=5, accumulate=3)) == 21
+    assert len(list(loader(num_steps=7, step=5, accumulate=3))) == 6
+
+
+def test_the_first_step_may_be_repeated():
+    source = Counting(batch_size=12, accumulate=3)
+    batches = list(AddressedLoader(source, Addresses(5, 2, 3, repeat_first=True)))
+    assert ids_of(batches) == ids_of(loader(num_steps=1)) * 3
 
 
 def test_workers_give_the_same_batches_in_the_same_order():

@@ -1,25 +1,16 @@
-"""Classification of texts: languages and books, their splits and their baselines."""
+"""Classification of texts: languages, books and tables, their splits and their baselines."""
 
 import sys
 
 import numpy as np
 import pytest
 
-from minitx.config import ClassifyDataConfig, ConfigError
+from minitx.config import BooksDataConfig, ClassifyDataConfig, ConfigError, LanguagesDataConfig
 from minitx.data import classify
-from minitx.data.classify import LabelledTexts, language_names, load_classes
+from minitx.data.classify import language_names, load_classes
+from minitx.data.task import as_split, hold_out
 
-FEW = ClassifyDataConfig(languages=("de", "nl", "ru"))
-
-
-def test_the_layout_by_hand():
-    examples = LabelledTexts([[7, 8, 9, 5], [6]], np.array([2, 0]), cls_id=1, pad_id=0, max_len=4)
-    batch = {key: tensor.tolist() for key, tensor in examples.collate(np.array([1, 0]), None).items()}
-    assert batch == {
-        "input_ids": [[1, 6, 0, 0], [1, 7, 8, 9]],
-        "key_mask": [[True, True, False, False], [True] * 4],
-        "labels": [0, 2],
-    }
+FEW = LanguagesDataConfig(languages=("de", "nl", "ru"))
 
 
 def test_names_of_languages_are_told_apart_by_nothing_but_language():
@@ -50,7 +41,7 @@ def test_languages_become_a_task():
         "num_labels": 3,
         "pad_id": task.tokenizer.mark_ids["pad"],
     }
-    batch = task.val.collate(np.arange(7), None)
+    batch = as_split(task, "val").collate(np.arange(7), None)
     for row, (text, name) in enumerate(task.val_examples[:7]):
         assert task.tokenizer.decode(batch["input_ids"][row], skip_marks=True) == text[: FEW.max_len - 1]
         assert task.label_names[batch["labels"][row]] == name
@@ -59,38 +50,81 @@ def test_languages_become_a_task():
 
 
 def test_an_unknown_language_is_named():
-    with pytest.raises(ConfigError, match=r"^data.languages=klingon is not a language that Babel knows, such as de or pt$"):
+    with pytest.raises(ConfigError, match=r"^data\.languages=klingon"):
         language_names(["de", "klingon"])
 
 
 def test_languages_without_babel_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "babel", None)
-    with pytest.raises(ConfigError, match=r"^data=languages needs the package Babel: pip install Babel$"):
+    with pytest.raises(ConfigError, match="Babel"):
         language_names(["de", "nl"])
 
 
-def test_verses_of_a_chapter_lie_in_one_split_and_every_book_is_in_training():
-    rows, names, kept = classify._verses()
-    assert (len(rows), len(names), names[0], names[65]) == (31102, 66, "Genesis", "Revelation")
+def test_verses_of_a_chapter_lie_in_one_split_and_every_book_is_in_training(monkeypatch):
+    seen = []
+    monkeypatch.setattr(classify, "hold_out", lambda *arguments: seen.append(arguments) or hold_out(*arguments))
+    _, train, val, names = classify._books(BooksDataConfig())
+    ((chapters, _, kept),) = seen
+    assert (len(chapters), len(names), names[0], names[65]) == (31102, 66, "Genesis", "Revelation")
     assert [names[chapter // 1000 - 1] for chapter in sorted(kept)] == ["Obadiah", "Philemon", "2 John", "3 John", "Jude"]
-    assert rows[0] == (1001, "In the beginning God created the heaven and the earth.", 0)
-    train, val = classify.hold_out([group for group, _, _ in rows], 0.1, kept)
-    assert {rows[i][2] for i in train} == set(range(66))
-    assert not {rows[i][0] for i in train} & {rows[i][0] for i in val}
-    assert len({rows[i][0] for i in val}) == 118  # a tenth of 1189 chapters but five
+    assert ("In the beginning God created the heaven and the earth.",) in train[0] + val[0]
+    assert set(train[1]) == set(range(66))
+    assert len(train[1]) + len(val[1]) == 31102
 
 
-def test_books_become_a_task(monkeypatch):
-    rows = [(1000 + n % 10, f"alpha {n}" if n % 10 < 5 else f"beta {n}", n % 10 // 5) for n in range(300)]
-    monkeypatch.setattr(classify, "_verses", lambda: (rows, ("A", "B"), set()))
-    config = ClassifyDataConfig(name="books", tokenizer="bpe", bpe_vocab_size=300, val_fraction=0.2, max_len=5)
+@pytest.fixture
+def reviews(write_text, offline_datasets):
+    """A csv file: the label is the first letter of the second text; texts that look like numbers are among them."""
+    rows = [f'"{n}, ""{n % 7}""",{"abc"[n % 3]}{n},{"abc"[n % 3]}' for n in range(61)]
+    return write_text("\n".join(["one,two,label", *rows]), "a.csv")
+
+
+def test_a_table_becomes_a_task(reviews):
+    config = ClassifyDataConfig(path=reviews, text_column="two", tokenizer="char", val_fraction=0.2)
     task = load_classes(config, None, None)
-    assert (len(task.train), len(task.val)) == (240, 60)
-    assert task.train.lengths.max() <= 5
-    assert task.baselines()["bag_of_words_accuracy"] == 1.0
+    assert (task.name, task.label_names, task.chance) == (f"data.path={reviews}", ("a", "b", "c"), 1 / 3)
+    assert (len(task.train), len(task.val)) == (49, 12)
+    batch = as_split(task, "val").collate(np.arange(12), None)
+    for ids, label, (text, name) in zip(batch["input_ids"], batch["labels"], task.val_examples, strict=True):
+        assert task.tokenizer.decode(ids, skip_marks=True) == text
+        assert ids[0] == task.tokenizer.mark_ids["cls"]
+        assert task.label_names[label] == name == text[0]
 
 
-def test_too_few_texts_are_refused(monkeypatch):
-    monkeypatch.setattr(classify, "_verses", lambda: ([(1, "a", 0)] * 9, ("A",), set()))
-    with pytest.raises(ConfigError, match=r"^data=books has too few texts for a training and a validation split$"):
-        load_classes(ClassifyDataConfig(name="books"), None, None)
+def test_two_texts_share_a_row(reviews):
+    config = ClassifyDataConfig(path=reviews, text_column="one", second_column="two", tokenizer="char", max_len=11)
+    task = load_classes(config, None, None)
+    batch = as_split(task, "val").collate(np.arange(len(task.val)), None)
+    for ids, (text, _) in zip(batch["input_ids"], task.val_examples, strict=True):
+        first, _, second = text.rpartition(" ")
+        assert task.tokenizer.decode(ids).replace("<pad>", "") == f"<cls>{first}<cls>{second}"[: 11 + 8]
+    assert batch["input_ids"].shape[1] <= 11
+
+
+def test_the_same_text_is_never_in_both_splits(write_text, offline_datasets):
+    path = write_text("\n".join(["text,label", *(f"{n % 23},{n % 2}" for n in range(101))]), "a.csv")
+    task = load_classes(ClassifyDataConfig(path=path, tokenizer="char", val_fraction=0.4), None, None)
+    val = {text for text, _ in task.val_examples}
+    assert len(task.train) + len(task.val) == 101
+    assert len(val) == 9 and not val & {task.tokenizer.decode(row["input_ids"], skip_marks=True) for row in task.train}
+
+
+def test_a_file_of_its_own_validates(reviews, write_text):
+    val = write_text("two,label\nx1,x\na2,a\n", "val.csv")
+    task = load_classes(ClassifyDataConfig(path=reviews, val_path=val, text_column="two", tokenizer="char"), None, None)
+    assert task.label_names == ("a", "b", "c", "x")
+    assert [row["labels"] for row in task.val] == [3, 0]
+    assert len(task.train) == 61
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"text_column": "three"}, "text_column"),
+        ({"label_column": "three"}, "label_column"),
+        ({"second_column": "x"}, "second_column"),
+    ],
+)
+def test_a_column_that_is_not_there_is_named(reviews, values, key):
+    with pytest.raises(ConfigError, match=rf"^data\.{key}=.*one, two, label$"):
+        load_classes(ClassifyDataConfig(**{"path": reviews, "text_column": "one", **values}), None, None)

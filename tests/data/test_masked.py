@@ -7,8 +7,9 @@ import torch
 from minitx.config import ConfigError, MaskedDataConfig
 from minitx.data.addressing import Address, generator
 from minitx.data.baselines import unigram_nll
-from minitx.data.examples import ExampleSource, ExampleValidation
-from minitx.data.masked import MaskedExamples, load_masked
+from minitx.data.masked import MaskedRows, load_masked
+from minitx.data.sources import TrainSource, ValSource
+from minitx.data.task import Task, as_split
 from minitx.data.tokenizers import train_tokenizer
 from minitx.data.tokens import TokenArray
 
@@ -20,10 +21,8 @@ def examples(tmp_path):
     ids = np.random.default_rng(0).integers(VOCAB, size=LENGTH * 200 + 2).astype("<u2")
     (tmp_path / "ids.bin").write_bytes(ids.tobytes())
     tokens = TokenArray(tmp_path / "ids.bin", "<u2", 0, len(ids))
-    replacements = np.arange(VOCAB)
-    return MaskedExamples(
-        tokens, context_len=LENGTH, mask_fraction=0.15, mask_id=VOCAB, pad_id=VOCAB + 1, replacements=replacements
-    )
+    rows = MaskedRows(tokens, context_len=LENGTH, mask_fraction=0.15, mask_id=VOCAB, replacements=np.arange(VOCAB))
+    return as_split(Task(name="mine", train=rows, val=rows, pad={"input_ids": VOCAB + 1}), "train")
 
 
 def whole(examples, seed=0):
@@ -33,11 +32,12 @@ def whole(examples, seed=0):
 def test_a_fixed_share_of_every_row_is_asked_for(examples):
     counts = (whole(examples)["labels"] != -100).sum(dim=1)
     assert counts.tolist() == [8] * 200 + [1]  # round(0.15 * 53), and one of the last two tokens
-    assert counts.tolist() == examples.targets.tolist()
+    assert counts.tolist() == [examples.rows.num_targets(row) for row in range(201)]
 
 
 def test_labels_are_the_hidden_tokens_and_the_rest_is_shown(examples):
-    batch, true = whole(examples), examples.text.padded(np.arange(len(examples)), VOCAB + 1)[0]
+    batch, true = whole(examples), torch.full((201, LENGTH), VOCAB + 1)
+    true.view(-1)[: LENGTH * 200 + 2] = torch.from_numpy(examples.rows.tokens.array.astype(np.int64))
     asked = batch["labels"] != -100
     assert torch.equal(batch["labels"][asked], true[asked])
     assert torch.equal(batch["input_ids"][~asked], true[~asked])
@@ -62,11 +62,11 @@ def test_every_place_is_asked_for_about_as_often(examples):
 
 
 def test_masks_change_from_epoch_to_epoch_and_stay_in_validation(examples):
-    stream = ExampleSource(examples, batch_size=201, seed=0, bucket=False)
+    stream = TrainSource(examples, batch_size=201, seed=0)
     orders = [stream.items(step, range(201)) for step in (0, 1)]
     labels = [stream[Address(step)]["labels"][order.argsort()] for step, order in enumerate(orders)]
     assert ((labels[0] != -100) == (labels[1] != -100)).all(dim=1).sum() < 20
-    val = ExampleValidation(examples, batch_size=5)
+    val = ValSource(examples, batch_size=5)
     assert torch.equal(val.rows(range(10))["labels"][3:7], val.rows(range(3, 7))["labels"])
     assert torch.equal(val.rows(range(10))["input_ids"][3:7], val.rows(range(3, 7))["input_ids"])
 
@@ -77,19 +77,19 @@ def test_masked_text_becomes_a_task(write_text, cache):
     ids = task.tokenizer.mark_ids
     assert set(ids) == {"pad", "mask"}
     assert task.model_fields == {"vocab_size": task.tokenizer.vocab_size, "pad_id": ids["pad"]}
-    stream = ExampleValidation(task.val, batch_size=3)
+    stream = ValSource(as_split(task, "val"), batch_size=3)
     text = stream.rows(range(len(task.val)))
     true = torch.where(text["labels"] == -100, text["input_ids"], text["labels"])[text["key_mask"]]
     assert task.tokenizer.decode(true) == ("the raven never flitting " * 41)[int(41 * 25 * 0.9) :]
-    nll = unigram_nll(task.train.text.values.array, task.val.text.values.array, task.tokenizer.vocab_size)
+    nll = unigram_nll(task.train.tokens.array, task.val.tokens.array, task.tokenizer.vocab_size)
     assert task.baselines() == {"unigram_perplexity": pytest.approx(np.exp(nll))}
     assert 5 < np.exp(nll) < 15
 
 
 def test_a_tokenizer_without_a_mask_is_refused(write_text, cache):
     config = MaskedDataConfig(path=write_text("the raven " * 41), context_len=17)
-    with pytest.raises(ConfigError, match=r"^data\.tokenizer .* pad"):
-        load_masked(config, cache, train_tokenizer("char", ["the raven"]))
+    with pytest.raises(ConfigError, match="pad"):
+        load_masked(config, cache, train_tokenizer("char", ["the raven"], vocab_size=0))
 
 
 def test_a_tokenizer_with_marks_has_a_cache_of_its_own(write_text, cache):

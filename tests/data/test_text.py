@@ -5,15 +5,17 @@ import pytest
 import torch
 
 from minitx.data.addressing import Address
-from minitx.data.text import TextSource, TextValidation
+from minitx.data.sources import TrainSource, ValSource
+from minitx.data.text import TrainingWindows, ValidationWindows
 
 
 def source(tokens, *, accumulate=1, world=1, seed=3, context_len=7, batch_size=12):
-    return TextSource(tokens[0], context_len=context_len, batch_size=batch_size, seed=seed, accumulate=accumulate, world=world)
+    windows = TrainingWindows(tokens[0], context_len)
+    return TrainSource(windows, batch_size=batch_size, seed=seed, accumulate=accumulate, world=world)
 
 
 def starts_of_epoch(text, epoch):
-    return text._order(epoch)
+    return text.order(epoch, text.split)
 
 
 @pytest.mark.parametrize(("accumulate", "world"), [(1, 1), (2, 1), (1, 3), (3, 2), (4, 3)])
@@ -62,7 +64,7 @@ def test_epochs_and_seeds_differ_in_order_and_offset(tokens):
 
 def test_a_batch_may_span_many_epochs_of_a_short_text(tokens):
     text = source(tokens, context_len=1009, batch_size=12)
-    assert text.epoch_len == 1
+    assert len(text.split) == 1
     assert text[Address(2)]["labels"].shape == (12, 1009)
 
 
@@ -74,7 +76,7 @@ def test_a_text_of_one_row_is_enough(tokens):
 
 def test_a_text_shorter_than_a_row_is_refused(tokens):
     length = len(tokens[0])
-    with pytest.raises(ValueError, match=f"context_len={length} needs at least {length + 1} tokens, got {length}"):
+    with pytest.raises(ValueError, match=f"context_len={length}"):
         source(tokens, context_len=length)
 
 
@@ -88,7 +90,7 @@ def test_a_used_source_travels_without_its_tokens(tokens):
 @pytest.mark.parametrize("context_len", [1, 7, 31, 293, 1009])
 @pytest.mark.parametrize(("batch_size", "world"), [(1, 1), (5, 1), (6, 3), (30, 5)])
 def test_validation_counts_every_token_after_the_first_exactly_once(tokens, context_len, batch_size, world):
-    val = TextValidation(tokens[1], context_len=context_len, batch_size=batch_size, world=world)
+    val = ValSource(ValidationWindows(tokens[1], context_len), batch_size=batch_size, world=world)
     rows = []
     for step in range(len(val)):
         batches = [val[Address(step, rank=rank, split="val")] for rank in range(world)]
@@ -101,7 +103,7 @@ def test_validation_counts_every_token_after_the_first_exactly_once(tokens, cont
 
 
 def test_the_last_validation_row_is_filled_up_with_ignored_labels(tokens):
-    val = TextValidation(tokens[1], context_len=7, batch_size=5)
+    val = ValSource(ValidationWindows(tokens[1], 7), batch_size=5)
     last = val.rows(range(val.num_rows - 1, val.num_rows))
     rest = (len(tokens[1]) - 1) % 7
     assert rest > 0
@@ -113,5 +115,5 @@ def test_the_last_validation_row_is_filled_up_with_ignored_labels(tokens):
 def test_validation_needs_a_target(tokens):
     one = tokens[1]
     one.stop = one.start + 1
-    with pytest.raises(ValueError, match="validation needs at least 2 tokens, got 1"):
-        TextValidation(one, context_len=7, batch_size=5)
+    with pytest.raises(ValueError, match="at least 2 tokens"):
+        ValidationWindows(one, 7)

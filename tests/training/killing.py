@@ -30,7 +30,7 @@ from tests.waiting import PATIENCE
 RUN = [
     "data=kv_lookup", "data.batch_size=8", "data.val_size=8", "model.embed_dim=8", "model.num_heads=2", "model.num_layers=1",
     "model.dropout=0.1", "trainer.accelerator=cpu", "trainer.threads=1", "trainer.log_every=1", "trainer.val_batches=1",
-    "callbacks.progress=false", "optimizer.clip=0.5",
+    "callbacks.progress=false", "trainer.clip=0.5",
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import torch
 from ranks import run_ranks
 
 from minitx.config import ConfigError
+from minitx.training.building import open_data
 from minitx.training.callbacks import LastCheckpoint
 from minitx.training.checkpoint import (
     FORMAT,
@@ -25,7 +26,7 @@ from minitx.training.checkpoint import (
     read_checkpoint,
     seal_folder,
 )
-from minitx.training.run import prepare_data, train
+from minitx.training.run import train
 from minitx.training.shards import by_name, by_number, read_shards
 
 SMALL = {"minitx": {"model": {}, "format": FORMAT}, "state_dict": {"weight": torch.arange(97.0)}}
@@ -166,7 +167,7 @@ def full_log(config, folder):
     import signal
 
     keep_data_beside(folder)
-    prepare_data(config)
+    open_data(config)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, -1))
     try:

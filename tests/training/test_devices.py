@@ -22,7 +22,7 @@ WIDTHS = ["model.embed_dim=8", "model.num_heads=2", "model.num_layers=1"]
 BASE = [
     *QUIET, *WIDTHS, "data=pairs", "data.tokenizer=char", "data.bucket=false", "data.batch_size=24", "model=vaswani_small",
     "model.dropout=0.0", "trainer.precision=64-true", "trainer.accumulate=2", "trainer.max_steps=20", "trainer.val_every=7",
-    "trainer.val_batch_size=8", "trainer.val_batches=null", "trainer.ckpt_every=10", "optimizer.clip=0.5",
+    "trainer.val_batch_size=8", "trainer.val_batches=null", "trainer.ckpt_every=10", "trainer.clip=0.5",
     "optimizer.weight_decay=0.1", "schedule=constant", "schedule.warmup_steps=3",
 ]  # fmt: skip
 PLACES = {
@@ -217,7 +217,7 @@ def two_steps(runs, folder, cache, text):
 
 @pytest.mark.slow
 def test_every_model_makes_two_updates_under_ddp(tmp_path, cache):
-    small = ["data.batch_size=4", *WIDTHS, "model.max_len=128", "optimizer.clip=1.0"]
+    small = ["data.batch_size=4", *WIDTHS, "model.max_len=128", "trainer.clip=1.0"]
     runs = {name: [f"model={name}", *data, *small] for name, data in MODELS.items()}
     runs |= {name: [*overrides, *small] for name, overrides in MORE.items()}
     assert set(MODELS) == {path.stem for path in (Path(__file__).parents[2] / "configs" / "model").glob("*.yaml")}

@@ -22,8 +22,9 @@ from minitx.config import (
 )
 from minitx.nn.models import build_model
 from minitx.training import evaluation
+from minitx.training.building import fit_model_config, open_data
 from minitx.training.evaluation import evaluate, ratio_interval, share_interval
-from minitx.training.run import fit_model_config, prepare_data, train
+from minitx.training.run import train
 
 SMALL = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "init": "lecun"}
 DATES = DatesDataConfig(locales=("en", "de"), train_size=53, val_size=17, batch_size=6)
@@ -46,7 +47,7 @@ def ready(make_config, tmp_path: Path):
             if isinstance(data, MaskedDataConfig):
                 data = dataclasses.replace(data, path=str(tmp_path / "text.txt"))
             config = dataclasses.replace(config, data=data, model=TransformerConfig(**SMALL, **model))
-        data = prepare_data(config)
+        data = open_data(config)
         torch.manual_seed(3)
         return build_model(fit_model_config(config.model, data)).double(), data
 
@@ -198,7 +199,7 @@ def test_a_run_writes_its_evaluation_where_it_is_asked_to(make_config, tmp_path)
 def test_a_model_for_another_task_is_refused_by_name(make_config, data, model, sentence):
     config = dataclasses.replace(make_config(), data=data, model=TransformerConfig(**SMALL, **model))
     with pytest.raises(ConfigError) as raised:
-        fit_model_config(config.model, prepare_data(config))
+        fit_model_config(config.model, open_data(config))
     assert str(raised.value).startswith(sentence)
 
 

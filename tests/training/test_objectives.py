@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from minitx.analysis.meter import measure
 from minitx.config import ObjectiveConfig, OptimizerConfig, ParameterRule, ScheduleConfig, TransformerConfig, evaluate_factor
 from minitx.nn.models import build_model
-from minitx.training.objectives import build_objective, chunked_cross_entropy, cross_entropy
+from minitx.training.objectives import build_objective, chunked_cross_entropy, cross_entropy, num_targets
 from minitx.training.optimizers import build_optimizer, parameter_groups
 from minitx.training.schedules import lr_factor
 
@@ -21,33 +21,33 @@ def test_the_loss_is_a_sum_over_the_labels_that_count():
     logits = torch.tensor([[[0.0, math.log(3.0)], [math.log(4.0), 0.0], [5.0, -7.0]]])
     labels = torch.tensor([[1, 1, -100]])  # probabilities 3/4 and 1/5; the third does not count
     sums = cross_entropy(logits, labels)
-    assert float(sums.loss) == pytest.approx(math.log(4 / 3) + math.log(5), rel=1e-6)
-    assert float(sums.nll) == float(sums.loss)
-    assert (int(sums.correct), int(sums.count)) == (1, 2)
+    assert float(sums["loss"]) == pytest.approx(math.log(4 / 3) + math.log(5), rel=1e-6)
+    assert float(sums["nll"]) == float(sums["loss"])
+    assert (int(sums["correct"]), int(num_targets(labels))) == (1, 2)
 
 
 def test_a_batch_without_labels_costs_nothing_and_has_zero_gradient():
     logits = torch.randn(2, 3, 5, requires_grad=True)
     sums = cross_entropy(logits, torch.full((2, 3), -100))
-    sums.loss.backward()
-    assert (float(sums.loss.detach()), int(sums.count), int(sums.correct)) == (0.0, 0, 0)
+    sums["loss"].backward()
+    assert (float(sums["loss"].detach()), int(sums["correct"])) == (0.0, 0)
     assert torch.equal(logits.grad, torch.zeros_like(logits))
 
 
 def test_label_smoothing_mixes_the_uniform_share_into_the_loss_but_not_into_the_likelihood():
     logits, labels = torch.randn(2, 3, 7, dtype=torch.float64), torch.tensor([[1, -100, 6], [0, 2, 3]])
-    sums = build_objective(ObjectiveConfig(label_smoothing=0.3))(logits, labels)
+    sums = build_objective(ObjectiveConfig(label_smoothing=0.3))(logits, {"labels": labels})
     log_p = logits.log_softmax(-1)[labels != -100]
     hit = -log_p.gather(-1, labels[labels != -100][:, None]).sum()
-    assert float(sums.nll) == pytest.approx(float(hit))
-    assert float(sums.loss) == pytest.approx(float(0.7 * hit - 0.3 * log_p.mean(-1).sum()))
+    assert float(sums["nll"]) == pytest.approx(float(hit))
+    assert float(sums["loss"]) == pytest.approx(float(0.7 * hit - 0.3 * log_p.mean(-1).sum()))
 
 
 def test_the_loss_is_computed_in_float32_for_bfloat16_logits():
     logits = torch.randn(3, 11, dtype=torch.bfloat16)
     sums = cross_entropy(logits, torch.tensor([1, 5, 7]))
-    assert sums.loss.dtype == torch.float32
-    assert torch.equal(sums.loss, F.cross_entropy(logits.float(), torch.tensor([1, 5, 7]), reduction="sum"))
+    assert sums["loss"].dtype == torch.float32
+    assert torch.equal(sums["loss"], F.cross_entropy(logits.float(), torch.tensor([1, 5, 7]), reduction="sum"))
 
 
 @pytest.mark.parametrize(
@@ -195,9 +195,9 @@ def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(chunk_tokens, bia
     plain = cross_entropy(head(hidden), labels, label_smoothing=smoothing)
     ours = chunked_cross_entropy(hidden, head.weight, head.bias, labels, chunk_tokens=chunk_tokens, label_smoothing=smoothing)
     for name in ("loss", "nll"):
-        torch.testing.assert_close(getattr(ours, name), getattr(plain, name), rtol=1e-13, atol=0)
-    assert (int(ours.correct), int(ours.count)) == (int(plain.correct), int(plain.count))
-    found, wanted = gradients(ours.loss, hidden, head, 0.37), gradients(plain.loss, hidden, head, 0.37)
+        torch.testing.assert_close(ours[name], plain[name], rtol=1e-13, atol=0)
+    assert int(ours["correct"]) == int(plain["correct"])
+    found, wanted = gradients(ours["loss"], hidden, head, 0.37), gradients(plain["loss"], hidden, head, 0.37)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
     assert found[0][labels == -100].abs().max() == 0.0
 
@@ -206,7 +206,7 @@ def test_the_gradient_of_the_chunked_loss_is_its_slope():
     hidden, head, labels = head_and_tokens()
 
     def loss(hidden, weight, bias):
-        return chunked_cross_entropy(hidden, weight, bias, labels, chunk_tokens=5, label_smoothing=0.1).loss
+        return chunked_cross_entropy(hidden, weight, bias, labels, chunk_tokens=5, label_smoothing=0.1)["loss"]
 
     assert torch.autograd.gradcheck(loss, (hidden, head.weight, head.bias))
     with pytest.raises(RuntimeError, match=r"not twice differentiable; objective\.chunk_tokens=null is"):
@@ -216,26 +216,26 @@ def test_the_gradient_of_the_chunked_loss_is_its_slope():
 def test_the_chunked_loss_without_a_label_is_zero_and_so_is_its_gradient_beside_hidden_states_that_are_not_finite():
     hidden, head, labels = head_and_tokens()
     empty = chunked_cross_entropy(hidden, head.weight, None, torch.full_like(labels, -100), chunk_tokens=4)
-    assert (float(empty.loss.detach()), int(empty.count), int(empty.correct)) == (0.0, 0, 0)
-    assert not any(g.any() for g in torch.autograd.grad(empty.loss, (hidden, head.weight)))
+    assert (float(empty["loss"].detach()), int(empty["correct"])) == (0.0, 0)
+    assert not any(g.any() for g in torch.autograd.grad(empty["loss"], (hidden, head.weight)))
     poisoned = hidden.detach().clone()
     poisoned[labels == -100] = torch.inf
     poisoned.requires_grad_()
     sums = chunked_cross_entropy(poisoned, head.weight, None, labels, chunk_tokens=4)
-    assert torch.isfinite(sums.loss) and torch.isfinite(torch.autograd.grad(sums.loss, poisoned)[0]).all()
+    assert torch.isfinite(sums["loss"]) and torch.isfinite(torch.autograd.grad(sums["loss"], poisoned)[0]).all()
 
 
 def test_the_chunked_loss_leaves_frozen_weights_alone_and_does_not_touch_its_inputs():
     hidden, head, labels = head_and_tokens()
-    wanted = gradients(cross_entropy(head(hidden), labels).loss, hidden, head)[0]
+    wanted = gradients(cross_entropy(head(hidden), labels)["loss"], hidden, head)[0]
     head.requires_grad_(False)
     before = hidden.detach().clone(), head.weight.clone()
     sums = chunked_cross_entropy(hidden, head.weight, head.bias, labels, chunk_tokens=5)
-    (found,) = gradients(sums.loss, hidden, head)
+    (found,) = gradients(sums["loss"], hidden, head)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
     assert torch.equal(hidden.detach(), before[0]) and torch.equal(head.weight, before[1])
     with torch.no_grad():
-        assert not chunked_cross_entropy(hidden, head.weight, head.bias, labels, chunk_tokens=5).loss.requires_grad
+        assert not chunked_cross_entropy(hidden, head.weight, head.bias, labels, chunk_tokens=5)["loss"].requires_grad
 
 
 def test_a_tied_head_gets_the_gradient_of_both_its_uses():
@@ -246,9 +246,9 @@ def test_a_tied_head_gets_the_gradient_of_both_its_uses():
         model.zero_grad()
         hidden, _ = model(ids, return_extras=True)
         if chunked:
-            chunked_cross_entropy(hidden, model.head.weight, None, labels, chunk_tokens=4).loss.backward()
+            chunked_cross_entropy(hidden, model.head.weight, None, labels, chunk_tokens=4)["loss"].backward()
         else:
-            cross_entropy(model.head(hidden), labels).loss.backward()
+            cross_entropy(model.head(hidden), labels)["loss"].backward()
         found.append({name: p.grad.clone() for name, p in model.named_parameters()})
     assert model.head.weight is model.embeddings.token.weight
     for name, grad in found[0].items():
@@ -258,16 +258,16 @@ def test_a_tied_head_gets_the_gradient_of_both_its_uses():
 def test_under_bfloat16_autocast_the_chunked_loss_errs_no_more_than_the_plain_one():
     """Against float64: the chunked weight gradient is summed in float32 and may only be better."""
     hidden, head, labels = head_and_tokens(ignored=0.0)
-    exact = gradients(cross_entropy(head(hidden), labels).loss, hidden, head, 1 / T)
+    exact = gradients(cross_entropy(head(hidden), labels)["loss"], hidden, head, 1 / T)
     narrow, low = hidden.detach().float().requires_grad_(), torch.nn.Linear(WIDTH, WORDS)
     low.load_state_dict(head.state_dict())
     errors = []
     for chunked in (False, True):
         with torch.autocast("cpu", torch.bfloat16):
             if chunked:
-                loss = chunked_cross_entropy(narrow, low.weight, low.bias, labels, chunk_tokens=5).loss
+                loss = chunked_cross_entropy(narrow, low.weight, low.bias, labels, chunk_tokens=5)["loss"]
             else:
-                loss = cross_entropy(low(narrow), labels).loss
+                loss = cross_entropy(low(narrow), labels)["loss"]
         assert loss.dtype == torch.float32
         found = gradients(loss, narrow, low, 1 / T)
         assert [g.dtype for g in found] == [torch.float32] * 3
@@ -281,9 +281,9 @@ def test_the_chunked_loss_never_holds_the_logits_of_all_tokens():
     tokens, words = 512, 2003
     hidden = torch.randn(tokens, 8, requires_grad=True)
     weight, labels = torch.randn(words, 8, requires_grad=True), torch.randint(words, (tokens,))
-    plain = measure(lambda: cross_entropy(F.linear(hidden, weight), labels).loss.backward())
+    plain = measure(lambda: cross_entropy(F.linear(hidden, weight), labels)["loss"].backward())
     hidden.grad = weight.grad = None
-    ours = measure(lambda: chunked_cross_entropy(hidden, weight, None, labels, chunk_tokens=64).loss.backward())
+    ours = measure(lambda: chunked_cross_entropy(hidden, weight, None, labels, chunk_tokens=64)["loss"].backward())
     assert plain["largest"] == tokens * words
     assert ours["largest"] == 64 * words
     assert ours["peak"] < plain["peak"] / 4

@@ -173,12 +173,12 @@ def test_an_objective_returns_sums(found):
 def test_an_optimizer_and_a_schedule_of_torch_take_the_trainable_parameters():
     network = nn.Linear(2, 3)
     network.bias.requires_grad_(False)
-    optimizer = build_optimizer({"_target_": "torch.optim.SGD", "lr": 0.5, "_partial_": True}, network)
+    optimizer = build_optimizer(network, {"_target_": "torch.optim.SGD", "lr": 0.5, "_partial_": True})
     assert [len(group["params"]) for group in optimizer.param_groups] == [1]
-    schedule = build_schedule({"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "gamma": 0.1}, optimizer, 9)
+    schedule = build_schedule(optimizer, {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "gamma": 0.1}, 9)
     assert isinstance(schedule, torch.optim.lr_scheduler.StepLR)
     with pytest.raises(ConfigError, match=r"^optimizer\._target_=torch\.nn\.Identity"):
-        build_optimizer({"_target_": "torch.nn.Identity"}, network)
+        build_optimizer(network, {"_target_": "torch.nn.Identity"})
 
 
 def test_factory_passes_partial_arguments_on():

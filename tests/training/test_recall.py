@@ -18,7 +18,8 @@ from minitx.config import (
 )
 from minitx.data.synthetic import answer_positions
 from minitx.nn.models import build_model
-from minitx.training.run import fit_model_config, prepare_data, train
+from minitx.training.building import fit_model_config, open_data
+from minitx.training.run import train
 
 TASKS = {
     "multi_query_recall": (MultiQueryDataConfig(num_keys=8, num_values=4, num_pairs=4, num_queries=4, val_size=128), 150),
@@ -44,7 +45,7 @@ def make_config(task, num_layers):
 def test_two_layers_solve_the_task_by_looking_at_the_answer(task, tmp_path, weights_of):
     config = make_config(task, num_layers=2)
     assert train(config, tmp_path)["outcome"] == "SOLVED"
-    data = prepare_data(config)
+    data = open_data(config)
     network = build_model(fit_model_config(config.model, data)).eval()
     network.load_state_dict({name.removeprefix("network."): weight for name, weight in weights_of(tmp_path).items()})
     batch = data.probe_batch(64)

@@ -18,11 +18,12 @@ from extra import train_with
 
 from minitx.cli.errors import sentence
 from minitx.config import ConfigError, DigitsDataConfig, KeyValueDataConfig, to_dict
+from minitx.training.building import open_data
 from minitx.training.callbacks import StoppedError
 from minitx.training.checkpoint import read_checkpoint
 from minitx.training.metrics import OF_THE_MACHINE, read_metrics
 from minitx.training.module import NonFiniteError
-from minitx.training.run import prepare_data, train
+from minitx.training.run import train
 from tests.waiting import PATIENCE
 
 
@@ -70,7 +71,7 @@ def test_a_stopped_run_that_goes_on_equals_the_run_that_was_never_stopped(
 ):
     config = make_config(
         trainer__ckpt_every=100, trainer__accumulate=accumulate, trainer__val_every=val_every, model__dropout=0.1,
-        optimizer__clip=0.7, schedule__warmup_steps=2, optimizer__weight_decay=0.1,
+        trainer__clip=0.7, schedule__warmup_steps=2, optimizer__weight_decay=0.1,
     )  # fmt: skip
     whole = train(config, tmp_path / "whole")
     with pytest.raises(StoppedError, match=f"after step {stop}"):
@@ -244,7 +245,7 @@ POSITIONS = {"first": 1, "mid": 4, "last but one": 11, "epoch end": 5}  # of 12 
 def _matrix_config(make_config, tmp_path, dropout, data, accumulate, workers, warmup):
     config = make_config(
         trainer__ckpt_every=100, trainer__max_steps=12, trainer__accumulate=accumulate, trainer__val_every=4,
-        model__dropout=dropout, optimizer__clip=0.7, optimizer__weight_decay=0.1, schedule__warmup_steps=warmup,
+        model__dropout=dropout, trainer__clip=0.7, optimizer__weight_decay=0.1, schedule__warmup_steps=warmup,
     )  # fmt: skip
     if data == "rows drawn anew":
         config = dataclasses.replace(
@@ -290,7 +291,7 @@ def same_state(folder, reference):
 
 def test_the_epoch_of_the_matrix_ends_where_it_is_said_to(make_config, tmp_path):
     config = _matrix_config(make_config, tmp_path, 0.0, "shuffled epochs", 1, 0, 0)
-    assert prepare_data(config).train_source().epoch_len == 12 * POSITIONS["epoch end"]
+    assert len(open_data(config).train_source().split) == 12 * POSITIONS["epoch end"]
 
 
 # --- the same bits
@@ -357,7 +358,7 @@ class Poison(L.Callback):
                 next(module.network.parameters()).data.view(-1)[0] = self.value
             elif self.where == "loss":
                 objective = module.objective
-                module.objective = lambda *x: dataclasses.replace(objective(*x), loss=objective(*x).loss * self.value)
+                module.objective = lambda *x: {**objective(*x), "loss": objective(*x)["loss"] * self.value}
 
     def on_after_backward(self, trainer, module):
         if trainer.global_step == self.step - 1 and self.where == "gradient":

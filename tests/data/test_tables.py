@@ -1,0 +1,120 @@
+"""Where tables come from: files, several files, folders, the hub; and what is said where there is none."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from minitx.config import ConfigError, HubDataConfig
+from minitx.data.tables import labels_of, load_table
+
+pytestmark = pytest.mark.usefixtures("offline_datasets")
+TEXTS = [f"{n} ünder" for n in range(17)]
+
+
+def contents():
+    rows = [{"id": n, "text": text} for n, text in enumerate(TEXTS)]
+    return {
+        "a.jsonl": "\n".join(map(json.dumps, rows)),
+        "a.json": json.dumps(rows),
+        "a.txt": "\ufeff" + "\r\n".join(TEXTS),
+        "a.csv": "\ufeffid,text\n" + "\n".join(f"{n},{text}" for n, text in enumerate(TEXTS)),
+        "a.tsv": "id\ttext\n" + "\n".join(f"{n}\t{text}" for n, text in enumerate(TEXTS)),
+    }
+
+
+@pytest.mark.parametrize("name", contents())
+@pytest.mark.parametrize("streaming", [False, True])
+def test_every_kind_of_file_is_read(write_text, name, streaming):
+    table = load_table(HubDataConfig(path=write_text(contents()[name], name)), streaming=streaming)
+    assert [row["text"] for row in table] == TEXTS
+
+
+@pytest.mark.parametrize("pattern", ["part-*.txt", "**/part-?.txt"])
+def test_several_files_are_one_table_in_the_order_of_their_names(tmp_path, write_text, pattern):
+    for part in (2, 0, 1):
+        write_text("\n".join(TEXTS[part * 5 : part * 5 + 5]), f"part-{part}.txt")
+    config = HubDataConfig(path=str(tmp_path / pattern))
+    assert list(load_table(config)["text"]) == TEXTS[:15]
+    assert load_table(config, streaming=True).num_shards == 3
+
+
+def test_a_slice_of_a_split_is_read(write_text):
+    table = load_table(HubDataConfig(path=write_text(contents()["a.txt"], "a.txt"), split="train[3:5]"))
+    assert list(table["text"]) == TEXTS[3:5]
+
+
+@pytest.mark.parametrize("path", ["absent.txt", "./absent", "/absent", "a/b/c", "absent/*.txt"])
+def test_a_missing_file_is_refused(path):
+    with pytest.raises(ConfigError, match=r"^data\.path=.* does not exist"):
+        load_table(HubDataConfig(path=path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.pdf", "x"), ("empty.txt", ""), ("bad.jsonl", "{nope"), ("a.txt", b"\xff\xfea\0")]
+)
+def test_a_file_that_cannot_be_read_is_refused(write_text, name, content):
+    with pytest.raises(ConfigError, match=rf"^data\.path=.*{name}"):
+        load_table(HubDataConfig(path=write_text(content, name)))
+
+
+def test_an_empty_folder_and_a_missing_validation_file_are_refused(tmp_path):
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ConfigError, match=r"^data\.path=.*none"):
+        load_table(HubDataConfig(path=str(tmp_path / "none")))
+    with pytest.raises(ConfigError, match=r"^data\.val_path=no\.txt"):
+        load_table(HubDataConfig(path="x", val_path="no.txt"), "val_path", "val_split")
+
+
+def test_reading_leaves_the_bars_and_logs_of_datasets_as_they_were(write_text):
+    import datasets
+
+    before = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
+    load_table(HubDataConfig(path=write_text("a", "a.txt")))
+    assert (datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()) == before
+
+
+def test_offline_a_hub_name_that_was_not_fetched_is_refused():
+    with pytest.raises(ConfigError, match=r"^data\.path=someone/something"):
+        load_table(HubDataConfig(path="someone/something"))
+
+
+def test_offline_what_was_fetched_before_is_read_from_the_cache(write_text, tmp_path):
+    load_table(HubDataConfig(path=write_text(contents()["a.txt"], "a.txt")))  # its cache becomes that of a hub name
+    (made,) = (tmp_path / "datasets" / "text").glob("*/*/*/dataset_info.json")
+    kept = tmp_path / "datasets" / "someone___something" / "default" / "0.0.0" / made.parent.name
+    kept.mkdir(parents=True)
+    (kept / "dataset_info.json").write_text(made.read_text().replace('"dataset_name": "text"', '"dataset_name": "something"'))
+    (kept / "something-train.arrow").write_bytes((made.parent / "text-train.arrow").read_bytes())
+    assert list(load_table(HubDataConfig(path="someone/something"))["text"]) == TEXTS
+
+
+def test_a_hub_that_does_not_answer_is_asked_once():
+    """``datasets`` alone would try five times. In a process of its own, because the hub's address is read at import."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        code = (
+            "from minitx.config import HubDataConfig\nfrom minitx.data.tables import load_table\n"
+            "try: load_table(HubDataConfig(path='someone/something'))\nexcept ValueError as error: print(error)"
+        )
+        known = {key: value for key, value in os.environ.items() if "OFFLINE" not in key}
+        known |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.getsockname()[1]}", "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([sys.executable, "-c", code], env=known, capture_output=True, text=True, timeout=600)
+    assert done.stdout.startswith("data.path=someone/something: the Hugging Face hub cannot be reached")
+    assert "HF_HUB_OFFLINE=1" in done.stdout
+    assert "Retrying" not in done.stderr
+
+
+def test_labels_are_numbered_by_name():
+    import datasets
+
+    named = datasets.Dataset.from_dict({"label": [2, 0]}).cast_column("label", datasets.ClassLabel(names=["c", "a", "b"]))
+    (train, val), names = labels_of([named, datasets.Dataset.from_dict({"label": ["a", "c"]})], "label")
+    assert (train.tolist(), val.tolist(), names) == ([2, 0], [1, 0], ("c", "a", "b"))
+    (train, val), names = labels_of([datasets.Dataset.from_dict({"label": part}) for part in ([10, 9], [11])], "label")
+    assert (train.tolist(), val.tolist(), names) == ([1, 0], [2], ("9", "10", "11"))
+    assert train.dtype == np.int64

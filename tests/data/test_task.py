@@ -1,0 +1,282 @@
+"""Splits and sources as properties of batches: our own, and data sets of the user's."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from minitx.config import ConfigError
+from minitx.data.addressing import Address
+from minitx.data.images import LabelledImages
+from minitx.data.masked import MaskedRows
+from minitx.data.sources import TrainSource, ValSource
+from minitx.data.task import Rows, Task, as_split, hold_out
+from minitx.data.tokens import TokenArray
+
+COUNT, BATCH = 109, 12
+
+
+def some_rows(seed, largest=41, count=COUNT):
+    random = np.random.default_rng(seed)
+    return [random.integers(5, 97, size=random.integers(1, largest)) for _ in range(count)]
+
+
+def split_of(rows, **task):
+    return as_split(Task(name="mine", train=rows, val=rows, **task), "train")
+
+
+def texts(count=COUNT):
+    """Rows of one length each, without anything beside ``[i]``."""
+    return split_of([{"input_ids": ids, "labels": n % 7} for n, ids in enumerate(some_rows(2, count=count))])
+
+
+def pairs():
+    both = zip(some_rows(0), some_rows(1), strict=True)
+    return split_of([{"input_ids": a, "decoder_input_ids": b, "labels": b} for a, b in both])
+
+
+class Torch(torch.utils.data.Dataset):
+    """A torch data set with all that a split may have."""
+
+    def __init__(self):
+        self.ids = some_rows(5)
+        self.lengths = np.array(list(map(len, self.ids)))
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, i):
+        return {"input_ids": torch.tensor(self.ids[i]), "labels": torch.tensor(self.ids[i]), "weight": 0.5}
+
+    def num_targets(self, i):
+        return len(self.ids[i])
+
+
+def images():
+    pixels = np.random.default_rng(3).integers(0, 17, size=(COUNT, 1, 5, 5)).astype(np.uint8)
+    return split_of(LabelledImages(pixels, np.arange(COUNT) % 7, largest=16, shift=1))
+
+
+@pytest.fixture
+def masked(tmp_path):
+    ids = np.random.default_rng(4).integers(5, 97, size=COUNT * 11 - 4).astype("<u2")
+    (tmp_path / "ids.bin").write_bytes(ids.tobytes())
+    tokens = TokenArray(tmp_path / "ids.bin", "<u2", 0, len(ids))
+    return split_of(MaskedRows(tokens, context_len=11, mask_fraction=0.15, mask_id=4, replacements=np.arange(5, 97)))
+
+
+def table(tmp_path):
+    import datasets
+
+    return split_of(datasets.Dataset.from_list([{"input_ids": ids.tolist(), "labels": 1} for ids in some_rows(6)]))
+
+
+@pytest.fixture(params=["pairs", "texts", "images", "masked", "torch", "table"])
+def split(request, masked, tmp_path):
+    made = {"pairs": pairs, "texts": texts, "images": images, "torch": lambda: split_of(Torch())}
+    return masked if request.param == "masked" else table(tmp_path) if request.param == "table" else made[request.param]()
+
+
+def source(split, *, bucket=False, seed=3, batch_size=BATCH, **slices):
+    return TrainSource(split, batch_size=batch_size, seed=seed, bucket=bucket, **slices)
+
+
+def stripped(batch):
+    """The rows of a batch without their padding, whatever they are padded to."""
+    rows = []
+    for row in range(len(batch["labels"])):
+        values = {}
+        for key, tensor in batch.items():
+            if key not in ("num_targets", "key_mask", "decoder_key_mask"):
+                masks = [batch[name][row] for name in ("decoder_key_mask", "key_mask") if name in batch]
+                real = [mask for mask in masks if mask.shape == tensor[row].shape][:1]
+                values[key] = (tensor[row][real[0]] if real and key != "input_ids" else tensor[row]).tolist()
+        if "key_mask" in batch:
+            values["input_ids"] = batch["input_ids"][row][batch["key_mask"][row]].tolist()
+        rows.append(values)
+    return rows
+
+
+@pytest.mark.parametrize("bucket", [True, False])
+@pytest.mark.parametrize("batch_size", [1, 12, 64, 109, 250])
+def test_every_row_comes_once_an_epoch(bucket, batch_size):
+    stream = source(texts(), bucket=bucket, batch_size=batch_size)
+    seen = np.concatenate([stream.items(step, range(batch_size)) for step in range(-(-3 * COUNT // batch_size))])
+    for epoch in range(3):
+        assert sorted(seen[epoch * COUNT : (epoch + 1) * COUNT]) == list(range(COUNT))
+
+
+@pytest.mark.parametrize(("accumulate", "world"), [(2, 1), (1, 3), (4, 3)])
+def test_any_division_among_micro_batches_and_ranks_gives_the_same_global_batch(split, accumulate, world):
+    parts = source(split, accumulate=accumulate, world=world)
+    for step in (0, 9, 31):  # 9 touches two epochs
+        whole = source(split)[Address(step)]
+        slices = [parts[Address(step, micro, rank)] for micro in range(accumulate) for rank in range(world)]
+        assert [row for part in slices for row in stripped(part)] == stripped(whole)
+        assert {int(part["num_targets"]) for part in slices} == {int(whole["num_targets"])}
+        assert sum(int((part["labels"] != -100).sum()) for part in slices) == int(whole["num_targets"])
+
+
+def test_a_batch_does_not_depend_on_what_was_asked_before(split):
+    warm = source(split)
+    for step in (40, 0, 90, 3):
+        assert stripped(warm[Address(step)]) == stripped(source(split)[Address(step)])
+
+
+def test_a_source_travels_to_a_worker(split):
+    used = source(split)
+    used[Address(0)]
+    assert stripped(pickle.loads(pickle.dumps(used))[Address(7)]) == stripped(used[Address(7)])
+
+
+def test_seeds_and_epochs_differ_in_order():
+    split = texts()
+    orders = {source(split, seed=seed).order(epoch, split).tobytes() for seed in (0, 1) for epoch in range(3)}
+    assert len(orders) == 6
+
+
+def test_a_slice_is_as_long_as_its_longest_row():
+    parts = source(pairs(), accumulate=4, bucket=True)
+    for micro in range(4):
+        batch = parts[Address(2, micro)]
+        assert batch["key_mask"].any(dim=0).all()
+        assert batch["decoder_key_mask"].any(dim=0).all()
+
+
+def padding(bucket):
+    stream = source(texts(1009), bucket=bucket)
+    batches = [stream[Address(step)] for step in range(84)]
+    return 1 - sum(int(batch["key_mask"].sum()) for batch in batches) / sum(batch["key_mask"].numel() for batch in batches)
+
+
+def test_buckets_pad_much_less():
+    assert padding(bucket=True) < 0.05 < 0.3 < padding(bucket=False)
+
+
+def test_batches_are_pieces_of_sorted_windows_in_random_order():
+    split, count = texts(1009), 0
+    stream = source(split, bucket=True)
+    for step in range(3 * 84):
+        lengths = split.lengths[stream.items(step, range(BATCH))]
+        if step * BATCH // 1009 == (step * BATCH + BATCH - 1) // 1009:  # within an epoch
+            count += 1
+            assert (np.diff(lengths) >= 0).all()
+    assert count >= 3 * 83
+    means = [split.lengths[stream.items(step, range(BATCH))].mean() for step in range(84)]
+    assert abs(np.corrcoef(means, range(84))[0, 1]) < 0.3
+
+
+@pytest.mark.parametrize(("batch_size", "world"), [(5, 1), (6, 3), (200, 5)])
+def test_validation_shows_every_row_once_over_all_ranks(split, batch_size, world):
+    val = ValSource(split, batch_size=batch_size, world=world)
+    found, targets = [], 0
+    for step in range(len(val)):
+        batches = [val[Address(step, rank=rank, split="val")] for rank in range(world)]
+        counted = [batch for batch in batches if (batch["labels"] != -100).any()]
+        found += [row for batch in counted for row in stripped(batch)]
+        assert {int(batch["num_targets"]) for batch in batches} == {sum(int((b["labels"] != -100).sum()) for b in counted)}
+        targets += int(batches[0]["num_targets"])
+    whole = val.rows(range(COUNT))
+    assert found == stripped(whole)
+    assert targets == int(whole["num_targets"])
+
+
+# data sets of the user's
+
+
+def test_keys_are_padded_with_what_was_asked_for():
+    rows = [
+        {"input_ids": [1, 2, 3], "position_ids": [0, 1, 2], "labels": [2, 3, 4], "label_weight": 0.5, "image": np.zeros((2, 2))}
+    ]
+    rows += [{"input_ids": [5], "position_ids": [0], "labels": [6], "label_weight": 2, "image": np.ones((2, 2))}]
+    batch = split_of(rows, pad={"input_ids": 9}).collate(np.arange(2), None)
+    assert batch["input_ids"].tolist() == [[1, 2, 3], [5, 9, 9]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2], [0, 0, 0]]
+    assert batch["labels"].tolist() == [[2, 3, 4], [6, -100, -100]]
+    assert batch["key_mask"].tolist() == [[True] * 3, [True, False, False]]
+    assert batch["label_weight"].tolist() == [0.5, 2.0] and batch["image"].shape == (2, 2, 2)
+    assert "decoder_key_mask" not in batch
+    assert "key_mask" not in split_of(rows, key_masks={}).collate(np.arange(2), None)
+
+
+def test_a_mask_of_the_rows_own_is_kept():
+    rows = [{"input_ids": [1, 2], "key_mask": [False, True], "labels": 1}, {"input_ids": [3], "key_mask": [True], "labels": 0}]
+    assert split_of(rows).collate(np.arange(2), None)["key_mask"].tolist() == [[False, True], [True, False]]
+
+
+class Drawn:
+    """Rows that are drawn at random."""
+
+    def __len__(self):
+        return 7
+
+    def row(self, i, random):
+        return {"input_ids": [i, int(random.integers(1000))], "labels": -100 if random.random() < 0.5 else i}
+
+
+def test_drawn_rows_depend_on_seed_step_and_row_alone():
+    whole = source(split_of(Drawn()), batch_size=6)
+    halves = source(split_of(Drawn()), batch_size=6, accumulate=2)
+    for step in (4, 0):
+        both = [halves[Address(step, micro)] for micro in (1, 0)][::-1]
+        assert torch.cat([half["input_ids"] for half in both]).tolist() == whole[Address(step)]["input_ids"].tolist()
+        assert [int(half["num_targets"]) for half in both] == [int(whole[Address(step)]["num_targets"])] * 2
+    assert not torch.equal(
+        whole[Address(0)]["input_ids"][:, 1], source(split_of(Drawn()), batch_size=6, seed=4)[Address(0)]["input_ids"][:, 1]
+    )
+    val = ValSource(split_of(Drawn()), batch_size=3)
+    assert torch.equal(val.rows(range(7))["input_ids"][3:6], val[Address(1, split="val")]["input_ids"])
+
+
+def test_labels_that_are_no_whole_numbers_count_by_row():
+    rows = [{"x": [1.0, 2.0], "labels": [0.5, 0.25]} for _ in range(7)]
+    parts = source(split_of(rows), batch_size=6, accumulate=3)
+    assert {int(parts[Address(0, micro)]["num_targets"]) for micro in range(3)} == {6}
+    val = ValSource(split_of(rows), batch_size=6, world=3)
+    last = [val[Address(1, rank=rank, split="val")] for rank in range(3)]
+    assert [len(batch["labels"]) for batch in last] == [1, 0, 0]
+    assert {int(batch["num_targets"]) for batch in last} == {1}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        iter([{"labels": 1}]),
+        [{"input_ids": [1]}],
+        [{"input_ids": "text", "labels": 1}],
+        [{"input_ids": None, "labels": 1}],
+        [{"input_ids": [1], "labels": 1}, {"labels": 1}],
+        [{"image": np.zeros((2, 2)), "labels": 1}, {"image": np.zeros((2, 3)), "labels": 1}],
+    ],
+    ids=["empty", "no length", "no labels", "texts", "nothing", "a key is missing", "two shapes"],
+)
+def test_rows_that_make_no_batch_are_refused_with_the_name_of_the_data(rows):
+    with pytest.raises(ConfigError, match=r"^mine"):
+        split_of(rows).collate(np.arange(len(rows)), None)
+
+
+def test_lengths_are_those_of_the_keys_with_masks():
+    assert split_of([{"input_ids": [1, 2], "decoder_input_ids": [1], "labels": [1]}]).lengths.tolist() == [3]
+    assert isinstance(split_of(Torch()), Rows) and split_of(Torch()).lengths.tolist() == Torch().lengths.tolist()
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.3, 0.999])
+def test_groups_are_never_torn(fraction):
+    groups = [number * 7 % 31 for number in range(101)]
+    train, val = hold_out(groups, fraction)
+    assert sorted([*train, *val]) == list(range(101))
+    assert len(train) and len(val)
+    assert not {groups[i] for i in train} & {groups[i] for i in val}
+
+
+def test_some_groups_may_be_kept_for_training():
+    train, val = hold_out("abcdefg" * 3, 0.95, always_train="cg")
+    assert {"abcdefg"[i % 7] for i in val} == set("abdef")
+    assert {"abcdefg"[i % 7] for i in train} == set("cg")
+
+
+def test_one_group_cannot_be_split():
+    with pytest.raises(ValueError, match="1 groups"):
+        hold_out("aaaa", 0.5)
