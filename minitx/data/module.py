@@ -60,7 +60,7 @@ class DataModule(LightningDataModule):
         slices = {"batch_size": self.batch_size, "accumulate": self.accumulate, "world": world}
         if isinstance(self._train, DocumentStream):
             return StreamSource(self._train, seed=self.seed, **slices)
-        return TrainSource(self._train, seed=self.seed, bucket=self.task.bucket, repeat_first=self.repeat_first, **slices)
+        return TrainSource(self._train, seed=self.seed, bucket=self.task.bucket, **slices)
 
     def val_source(self, world: int = 1) -> ValSource:
         """The validation batches for ``world`` ranks."""

@@ -55,22 +55,13 @@ class TrainSource(Source):
         batch_size, accumulate, world: see ``Source``.
         seed: of the order, and of random draws.
         bucket: batches of rows of similar length.
-        repeat_first: the batch of step 0 at every step.
     """
 
     split_name = "train"
 
-    def __init__(
-        self,
-        split: Split | Callable[..., Batch],
-        *,
-        seed: int,
-        bucket: bool = False,
-        repeat_first: bool = False,
-        **slices: Any,
-    ) -> None:
+    def __init__(self, split: Split | Callable[..., Batch], *, seed: int, bucket: bool = False, **slices: Any) -> None:
         super().__init__(**slices)
-        self.split, self.seed, self.bucket, self.repeat_first = split, seed, bucket, repeat_first
+        self.split, self.seed, self.bucket = split, seed, bucket
         self._orders: dict[int, np.ndarray] = {}
         self._counted = (-1, 0)  # a step, and its labels
 
@@ -79,7 +70,6 @@ class TrainSource(Source):
 
     def batch(self, step: int, rows: range) -> Batch:
         """See ``Source``."""
-        step = 0 if self.repeat_first else step
         if not isinstance(self.split, Split):
             drawn = self.split(self.batch_size, generator(self.seed, "train", step))
             batch = {key: tensor[rows.start : rows.stop] for key, tensor in drawn.items()}

@@ -281,6 +281,8 @@ def test_every_config_has_a_file_and_every_file_a_config():
 @pytest.mark.parametrize("name", KINDS)
 def test_every_file_makes_the_config_of_its_name_with_the_defaults_of_the_dataclass(name):
     values, kind = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()), KINDS[name]
+    assert values.pop("defaults") == [{"/schema@_here_": f"data_{name}"}]
+    values |= {"name": name}
     path = {"path": "FILE"} if name in OF_FILES else {}
     assert to_dict(from_dict(kind, {**values, **path})) == to_dict(kind(name=name, **path))
     if path:
