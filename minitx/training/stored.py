@@ -29,6 +29,7 @@ class Stored:
     Attributes:
         config: of the run, without its loggers, callbacks and grid.
         state: the plain data that the run stored: ``config``, ``model`` and ``tokenizer``.
+        untrusted: nodes as they were stored, which may name classes of torch and minitx only.
     """
 
     path: str
@@ -36,6 +37,7 @@ class Stored:
     tokenizer: Tokenizer | None
     config: RunConfig
     state: dict[str, Any]
+    untrusted: dict[str, Any]
 
     def data(self, batch_size: int | None = None) -> L.LightningDataModule:
         """The data of the run, opened; ``batch_size`` is that of validation.
@@ -43,6 +45,7 @@ class Stored:
         Raises:
             ConfigError: the data are not there, or have grown beyond the model's vocabulary.
         """
+        check_trusted(self.untrusted.get("data"), "data")
         trainer = dataclasses.replace(self.config.trainer, val_batch_size=batch_size or self.config.trainer.val_batch_size)
         data = open_data(dataclasses.replace(self.config, trainer=trainer), tokenizer=self.tokenizer)
         size = getattr(getattr(self.network, "config", None), "vocab_size", None)
@@ -53,6 +56,7 @@ class Stored:
 
     def objective(self) -> Objective:
         """The objective of the run."""
+        check_trusted(self.untrusted.get("objective"), "objective")
         return build_objective(self.config.objective)
 
 
@@ -80,11 +84,14 @@ def load_stored(
     for name in ("optimizer", "schedule"):
         values.pop(name, None)
     changes = dict(changes or {})
+    untrusted = {}
     for name in ("model", "data", "objective"):
         change = changes.get(name) or {}
-        if not trust and "_target_" not in change and not (name == "model" and model is not None):
-            check_trusted(values[name], name)
+        if not trust and "_target_" not in change:
+            untrusted[name] = values[name]
         values[name] = dict(change) if "_target_" in change else {**values[name], **change}
+    if model is None:
+        check_trusted(untrusted.get("model"), "model")
     if not trust:
         values["imports"] = []
     import_modules(values.get("imports", ()))
@@ -97,7 +104,7 @@ def load_stored(
         raise
     except Exception as error:  # an unknown field, weights of other shapes, a tokenizer of another kind
         raise ConfigError(f"ckpt_path={path} holds a model that cannot be built: {first_line(error)}") from error
-    return Stored(str(path), model.eval(), tokenizer, from_dict(RunConfig, values), state)
+    return Stored(str(path), model.eval(), tokenizer, from_dict(RunConfig, values), state, untrusted)
 
 
 def build_stored(node: Mapping[str, Any]) -> nn.Module:

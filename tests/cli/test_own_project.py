@@ -212,3 +212,76 @@ def test_from_python_the_same_with_objects(project, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"own\.Net.*trust=true"):
         load_model(path)
     assert isinstance(load_model(path, model=own.Net())[0], own.Net)
+
+
+def test_optuna_searches_for_the_least_validation_loss(project):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    words = (
+        "-m",
+        CONF,
+        "experiment=sorted_task",
+        *SHORT,
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.n_trials=2",
+        "hydra.sweep.dir=swept",
+    )
+    done = script("train", *words, "hydra.sweeper.n_jobs=1", "optimizer.lr=interval(0.01,0.5)", cwd=project)
+    assert done.returncode == 0, done.stdout + done.stderr
+    best = (project / "swept" / "optimization_results.yaml").read_text()
+    found = [read_metrics(project / "swept" / str(job) / "metrics.csv")[-1]["val_loss"] for job in (0, 1)]
+    assert f"best_value: {min(found)}" in best
+
+
+EVIL = {
+    "model": [
+        {"_target_": "torch.hub.load", "repo_or_dir": "x", "model": "y"},
+        {"_target_": "os.system", "command": "touch owned"},
+        {"_target_": "torch.load", "f": "x"},
+        {"_target_": "torch.nn.Sequential", "_args_": [{"_target_": "os.system", "command": "touch owned"}]},
+        {"_target_": "${oc.env:EVIL}", "command": "touch owned"},
+        {"_target_": "own.Net"},
+    ],
+    "data": [{"_target_": "os.system", "command": "touch owned"}],
+    "objective": [{"_target_": "os.system", "command": "touch owned"}],
+}
+
+
+@pytest.mark.parametrize(("node", "named"), [(node, named) for node, each in EVIL.items() for named in each])
+def test_a_checkpoint_that_names_code_is_refused_by_name_and_nothing_runs(cli, place, monkeypatch, node, named):
+    from minitx.config import RunConfig, to_dict
+    from minitx.training.checkpoint import AtomicCheckpointIO
+
+    monkeypatch.setenv("EVIL", "os.system")
+    config = {**to_dict(RunConfig()), "imports": ["antigravity"]}
+    config[node] = named
+    state = {"config": config, "model": config["model"], "tokenizer": None, "format": 1}
+    AtomicCheckpointIO().save_checkpoint({"state_dict": {}, "global_step": 1, "minitx": state}, place / "evil.ckpt")
+    for program in ("evaluate", "generate", "view"):
+        said = cli("ckpt_path=evil.ckpt", *(["text=a"] if program == "view" else []), program=program)
+        assert said.code == 2, said
+        assert named["_target_"] in said.err or "os.system" in said.err
+        assert "trust=true" in said.err
+    assert [path.name for path in place.iterdir()] == ["evil.ckpt"]
+    assert "antigravity" not in sys.modules
+
+
+def test_a_part_named_on_the_command_line_needs_no_trust(cli, project):
+    assert cli(CONF, "experiment=sorted_task", *SHORT, "output_dir=run").code == 0
+    parts = ("model._target_=own.Net", "model.width=32", "data._target_=own.load_task", "objective._target_=own.Focal")
+    said = cli("ckpt_path=run/checkpoints/last.ckpt", *parts, program="evaluate")
+    assert said.code == 0, said
+    assert "accuracy" in said.out
+
+
+@pytest.mark.parametrize("preset", ["overfit", "anomaly", "profile"])
+def test_presets_for_debugging_run(cli, project, preset):
+    said = cli(
+        CONF, "experiment=sorted_task", f"debug={preset}", "trainer.max_steps=4", "trainer.accelerator=cpu", "output_dir=run"
+    )
+    assert said.code == 0, said
+    assert len(list((project / "run").glob("*profile*.txt"))) == (preset == "profile")
+
+
+def test_any_other_argument_of_lightnings_trainer_is_passed_on(cli, project):
+    words = (CONF, "experiment=sorted_task", *SHORT, "output_dir=run")
+    assert cli(*words, "+trainer.extra.limit_predict_batches=3").code == 0
