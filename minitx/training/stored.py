@@ -61,7 +61,12 @@ class Stored:
 
 
 def load_stored(
-    path: str | Path, *, model: nn.Module | None = None, trust: bool = False, changes: Mapping[str, Any] | None = None
+    path: str | Path,
+    *,
+    model: nn.Module | None = None,
+    trust: bool = False,
+    changes: Mapping[str, Any] | None = None,
+    model_only: bool = False,
 ) -> Stored:
     """Read a checkpoint and build its model. Nothing in it is executed unless ``trust`` says so.
 
@@ -71,6 +76,7 @@ def load_stored(
             ``torch.nn``, ``torch.optim`` and a list of minitx.
         changes: nodes that take the place of stored ones (``model``, ``data``, ``objective``), or keys within ``data``. They need
             no trust.
+        model_only: look at data and objective when they are built, not before.
 
     Raises:
         ConfigError: no such file, not a checkpoint of ours, a target that is not trusted, or a model that cannot be built.
@@ -90,8 +96,9 @@ def load_stored(
         if not trust and "_target_" not in change:
             untrusted[name] = values[name]
         values[name] = dict(change) if "_target_" in change else {**values[name], **change}
-    if model is None:
-        check_trusted(untrusted.get("model"), "model")
+    own = () if model is not None else ("model",)
+    for name in own if model_only else (*own, "data", "objective"):
+        check_trusted(untrusted.get(name), name)
     if not trust:
         values["imports"] = []
     import_modules(values.get("imports", ()))
@@ -124,7 +131,7 @@ def load_model(
     Raises:
         ConfigError: see ``load_stored``.
     """
-    found = load_stored(path, model=model, trust=trust)
+    found = load_stored(path, model=model, trust=trust, model_only=True)
     return found.network, found.tokenizer, found.state
 
 
