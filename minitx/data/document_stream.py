@@ -147,10 +147,8 @@ class StreamSource(Source):
         """
         places = state.get("stream", ())
         if len(places) != self.world:
-            raise ConfigError(
-                f"{self.stream.name} was streamed by {len(places)} processes, and data.streaming=true resumes with as many, got "
-                f"{self.world}"
-            )
+            said = f"{self.stream.name}: data.streaming=true resumes with as many processes as before"
+            raise ConfigError(f"{said}, {len(places)} processes, got {self.world}")
         self._starts = {int(state["step"]): {rank: tuple(place) for rank, place in enumerate(places)}}
         self._next = (-1, 0)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minitx.config import IGNORED, ChatDataConfig, ConfigError, HubDataConfig
-from minitx.config.data import TokenizedDataConfig
+from minitx.config.data_bases import TokenizedDataConfig
 from minitx.data.addressing import Batch
 from minitx.data.tables import column_of, held_out, load_tables
 from minitx.data.task import Ragged, Task, tokenizer_of

@@ -75,10 +75,9 @@ class ValidationWindows(Split):
         last = len(self.tokens) - 1
         places = items[:, None] * self.context_len + np.arange(self.context_len + 1)
         gathered = self.tokens.array[np.minimum(places, last)].astype(np.int64)  # (B, L + 1)
-        return {
-            "input_ids": torch.from_numpy(np.where(places[:, :-1] <= last, gathered[:, :-1], 0)),
-            "labels": torch.from_numpy(np.where(places[:, 1:] <= last, gathered[:, 1:], IGNORED)),
-        }
+        input_ids = np.where(places[:, :-1] <= last, gathered[:, :-1], 0)
+        labels = np.where(places[:, 1:] <= last, gathered[:, 1:], IGNORED)
+        return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
 
 
 def load_text(config: TextDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
