@@ -8,11 +8,9 @@ imported. Messages begin with ``key=value``.
 from minitx.config.ablation import AblationConfig, ComparisonConfig, ExpectedVerdict, PredictionConfig, StudyConfig
 from minitx.config.checks import ConfigError, is_part, to_dict
 from minitx.config.data import (
-    IGNORED,
     BooksDataConfig,
     ChatDataConfig,
     ClassifyDataConfig,
-    CorpusConfig,
     DataConfig,
     DatesDataConfig,
     DigitsDataConfig,
@@ -28,6 +26,7 @@ from minitx.config.data import (
     TextDataConfig,
     VersesDataConfig,
 )
+from minitx.config.data_bases import IGNORED, CorpusConfig
 from minitx.config.model import SCALE_WORDS, TransformerConfig, check_scale
 from minitx.config.run import CONFIG_DIR, InitFrom, RunConfig
 from minitx.config.schema import from_dict, unknown_key

@@ -126,10 +126,8 @@ class AddressedLoader(DataLoader[Batch]):
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):
                 raise
-            raise WorkerError(
-                f"data.num_workers={self.num_workers}: a process that makes batches was killed, often because memory ran out; "
-                f"use fewer, or 0 to make batches in the training process ({error})"
-            ) from error
+            said = f"data.num_workers={self.num_workers}: a process that makes batches was killed, often because memory ran out"
+            raise WorkerError(f"{said}; use fewer, or 0 to make batches in the training process ({error})") from error
 
     def state_dict(self) -> dict[str, Any]:
         """``{"step": the next optimizer step}``, and what the source adds for that step."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from minitx.config import ChatDataConfig, ConfigError
 from minitx.config.checks import first_line
-from minitx.data.documents import DocumentRows, learned_marks
+from minitx.data.documents import DocumentRows, learned_marks, task_of
 from minitx.data.tables import column_of, held_out, load_splits
 from minitx.data.task import Ragged, Task, tokenizer_of
 from minitx.data.tokenizers import Tokenizer
@@ -107,16 +107,7 @@ def load_chat(config: ChatDataConfig, folder: Path, tokenizer: Tokenizer | None)
     tokenizer = tokenizer_of(config, tokenizer, texts, learned_marks(config))
     format = ChatFormat(config.template or _template_of(config.tokenizer), tokenizer)
     train, val = (_rows(part, format, config, name) for part in splits)
-    return Task(
-        name=name,
-        kind="language_model",
-        train=train,
-        val=val,
-        pad=DocumentRows.pad,
-        bucket=config.bucket,
-        tokenizer=tokenizer,
-        model_fields={"vocab_size": tokenizer.vocab_size},
-    )
+    return task_of(config, train, val, tokenizer, {})
 
 
 def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, config: ChatDataConfig, name: str) -> DocumentRows:

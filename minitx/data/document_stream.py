@@ -12,7 +12,7 @@ import torch
 
 from minitx.config import ConfigError, HubDataConfig
 from minitx.data.addressing import Address, Batch, generator
-from minitx.data.documents import DocumentRows, learned_marks, not_blank, with_marks
+from minitx.data.documents import DocumentRows, learned_marks, not_blank, task_of, with_marks
 from minitx.data.sources import Source
 from minitx.data.task import Ragged, Task, tokenizer_of
 from minitx.data.tokenizers import Tokenizer
@@ -147,10 +147,8 @@ class StreamSource(Source):
         """
         places = state.get("stream", ())
         if len(places) != self.world:
-            raise ConfigError(
-                f"{self.stream.name} was streamed by {len(places)} processes, and data.streaming=true resumes with as many, got "
-                f"{self.world}"
-            )
+            said = f"{self.stream.name}: data.streaming=true resumes with as many processes as before"
+            raise ConfigError(f"{said}, {len(places)} processes, got {self.world}")
         self._starts = {int(state["step"]): {rank: tuple(place) for rank, place in enumerate(places)}}
         self._next = (-1, 0)
 
@@ -173,18 +171,10 @@ def load_stream(config: HubDataConfig, tables: Sequence[Any], column: str, token
         raise ConfigError(f"{name} has too few documents: data.val_rows={config.val_rows} of them validate, and others train")
     tokenizer = tokenizer_of(config, tokenizer, first, learned_marks(config))
     options: dict[str, Any] = {"context_len": config.context_len, "packing": config.packing}
-    val = Ragged.of(with_marks(tokenizer, texts, name))
+    val = DocumentRows(Ragged.of(with_marks(tokenizer, texts, name)), **options)
     counted = {"characters": sum(map(len, texts)), "bytes": sum(len(text.encode()) for text in texts)}
-    return Task(
-        name=name,
-        kind="language_model",
-        train=DocumentStream(table=table, column=column, held_out=held_out, tokenizer=tokenizer, name=name, **options),
-        val=DocumentRows(val, **options),
-        pad=DocumentRows.pad,
-        tokenizer=tokenizer,
-        model_fields={"vocab_size": tokenizer.vocab_size},
-        bits_per=bits_per(int((val.lengths - 1).sum()), counted),
-    )
+    stream = DocumentStream(table=table, column=column, held_out=held_out, tokenizer=tokenizer, name=name, **options)
+    return task_of(config, stream, val, tokenizer, bits_per(int(val.lengths.sum()), counted))
 
 
 def _first(table: Any, column: str, count: int) -> tuple[list[str], dict[int, int]]:

@@ -8,14 +8,14 @@ import json
 from collections.abc import Iterable, Iterator
 from itertools import islice, tee
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minitx.config import IGNORED, ConfigError, HubDataConfig
-from minitx.config.data import TokenizedDataConfig
+from minitx.config import IGNORED, ChatDataConfig, ConfigError, HubDataConfig
+from minitx.config.data_bases import TokenizedDataConfig
 from minitx.data.addressing import Batch
 from minitx.data.tables import column_of, held_out, load_tables
 from minitx.data.task import Ragged, Task, tokenizer_of
@@ -39,8 +39,6 @@ class DocumentRows:
         packing: several documents share a row, as many as fit; else one document (or piece of it) a row.
         counted: bool, of the shape of ``documents.values``: the tokens that are asked for; ``None``: all.
     """
-
-    pad: ClassVar = {"document_ids": -1}
 
     def __init__(self, documents: Ragged, *, context_len: int, packing: bool, counted: np.ndarray | None = None) -> None:
         inputs = documents.lengths - 1
@@ -159,24 +157,31 @@ def load_documents(config: HubDataConfig, folder: Path, tokenizer: Tokenizer | N
     column = column_of(tables[0], config.text_column or ("text" if "text" in columns else columns[0]), "text_column")
     if config.streaming:
         return load_stream(config, tables, column, tokenizer)
-    train, val, made_by, record = _tokenised(config, folder, tokenizer, tables, column)
-    options: dict[str, Any] = {"context_len": config.context_len, "packing": config.packing}
+    parts, made_by, record = _tokenised(config, folder, tokenizer, tables, column)
+    train, val = (DocumentRows(part, context_len=config.context_len, packing=config.packing) for part in parts)
+    return task_of(config, train, val, made_by, bits_per(int(val.lengths.sum()), record["splits"]["val"]))
+
+
+def task_of(
+    config: HubDataConfig | ChatDataConfig, train: Any, val: DocumentRows, tokenizer: Tokenizer, bits: dict[str, float]
+) -> Task:
+    """Language modelling on rows of documents; ``bits`` is ``Task.bits_per``."""
     return Task(
         name=f"data.path={config.path}",
         kind="language_model",
-        train=DocumentRows(train, **options),
-        val=DocumentRows(val, **options),
-        pad=DocumentRows.pad,
-        bucket=config.bucket,
-        tokenizer=made_by,
-        model_fields={"vocab_size": made_by.vocab_size},
-        bits_per=bits_per(int((val.lengths - 1).sum()), record["splits"]["val"]),
+        train=train,
+        val=val,
+        pad={"document_ids": -1},
+        bucket=config.bucket and isinstance(train, DocumentRows),
+        tokenizer=tokenizer,
+        model_fields={"vocab_size": tokenizer.vocab_size},
+        bits_per=bits,
     )
 
 
 def _tokenised(
     config: HubDataConfig, folder: Path, given: Tokenizer | None, tables: list[Any], column: str
-) -> tuple[Ragged, Ragged, Tokenizer, dict]:
+) -> tuple[list[Ragged], Tokenizer, dict]:
     """The documents of both splits with marks around them, the tokenizer and the record, from the cache or made anew."""
     given = given or find_tokenizer(config.tokenizer)
     word = fingerprint(given) if given else [config.tokenizer, config.bpe_vocab_size]
@@ -188,7 +193,7 @@ def _tokenised(
     values = TokenArray(path, record["dtype"], 0, int(lengths.sum()))
     starts, cut = np.cumsum(lengths) - lengths, record["splits"]["train"]["documents"]
     both = [Ragged(values, starts[part], lengths[part]) for part in (slice(0, cut), slice(cut, None))]
-    return both[0], both[1], tokenizer, record
+    return both, tokenizer, record
 
 
 def _build(path: Path, config: HubDataConfig, tables: list[Any], column: str, given: Tokenizer | None) -> dict[str, Any]:

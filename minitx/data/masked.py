@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,7 +30,7 @@ class MaskedRows:
     """
 
     def __init__(
-        self, tokens: TokenArray, *, context_len: int, mask_fraction: float, mask_id: int, replacements: np.ndarray
+        self, tokens: TokenArray, context_len: int, mask_fraction: float, mask_id: int, replacements: np.ndarray
     ) -> None:
         self.tokens, self.context_len, self.mask_fraction = tokens, context_len, mask_fraction
         self.mask_id, self.replacements = mask_id, replacements
@@ -63,23 +62,17 @@ def load_masked(config: MaskedDataConfig, folder: Path, tokenizer: Tokenizer | N
     train, val, tokenizer, _ = tokenised(config, folder, tokenizer, MARKS)
     pad_id, mask_id = require_marks(tokenizer, *MARKS)
     vocab_size = tokenizer.vocab_size
-    options: dict[str, Any] = {
-        "context_len": config.context_len,
-        "mask_fraction": config.mask_fraction,
-        "mask_id": mask_id,
-        "replacements": np.setdiff1d(np.arange(vocab_size), list(tokenizer.mark_ids.values())),
-    }
+    plain = np.setdiff1d(np.arange(vocab_size), list(tokenizer.mark_ids.values()))
+    options = (config.context_len, config.mask_fraction, mask_id, plain)
     if not len(val) or not len(train):
         raise ConfigError(f"data.val_fraction={config.val_fraction} leaves a split of {corpus_name(config)} without a token")
     return Task(
         name=corpus_name(config),
         kind="masked_lm",
-        train=MaskedRows(train, **options),
-        val=MaskedRows(val, **options),
+        train=MaskedRows(train, *options),
+        val=MaskedRows(val, *options),
         pad={"input_ids": pad_id},
         tokenizer=tokenizer,
         model_fields={"vocab_size": vocab_size, "pad_id": pad_id},
-        baselines=lambda: {
-            "unigram_perplexity": float(np.exp(unigram_nll(train.array, val.array, vocab_size))),
-        },
+        baselines=lambda: {"unigram_perplexity": float(np.exp(unigram_nll(train.array, val.array, vocab_size)))},
     )

@@ -105,10 +105,9 @@ class DataModule(LightningDataModule):
         Raises:
             ConfigError: fewer training rows than ``data.batch_size``.
         """
-        if isinstance(self._train, Split) and len(self._train) < self.batch_size:
-            raise ConfigError(
-                f"{self.task.name} has {len(self._train)} training rows, fewer than a batch has: data.batch_size={self.batch_size}"
-            )
+        rows = len(self._train) if isinstance(self._train, Split) else self.batch_size
+        if rows < self.batch_size:
+            raise ConfigError(f"{self.task.name} has {rows} training rows, fewer than data.batch_size={self.batch_size}")
 
     def _place(self) -> tuple[int, int]:
         """Among the processes that see different rows: this one, and how many there are."""

@@ -71,10 +71,8 @@ def _rows(pairs: Pairs, tokenizer: Tokenizer, longest: tuple[int, int], name: st
             kept.append(pair)
             rows.append({"input_ids": s, "decoder_input_ids": np.append(bos, t), "labels": np.append(t, eos)})
     if not kept:
-        raise ConfigError(
-            f"data.max_source_len={longest[0]} and data.max_target_len={longest[1]} leave none of the {len(pairs)} pairs of "
-            f"a split of data={name}"
-        )
+        said = f"data.max_source_len={longest[0]} and data.max_target_len={longest[1]} leave none of the {len(pairs)} pairs"
+        raise ConfigError(f"{said} of a split of data={name}")
     return kept, rows
 
 
@@ -99,10 +97,8 @@ def _columns(config: PairsDataConfig) -> tuple[Pairs, Pairs]:
     def read(table: Any) -> list[list[str]]:
         names = [config.source_column, config.target_column] if header else table.column_names[:2]
         if len(names) < 2:
-            raise ConfigError(
-                f"data.path={config.path} has one column, but two are needed, separated by tabs (in .csv by commas), or give "
-                "the file of the targets: data.target_path=FILE"
-            )
+            said = f"data.path={config.path} has one column, but two are needed, separated by tabs (in .csv by commas)"
+            raise ConfigError(f"{said}, or data.target_path=FILE with the targets")
         return [texts_of(table, name, f"{side}_column") for name, side in zip(names, ("source", "target"), strict=True)]
 
     train, val = load_splits(config, lambda table: held_out(config, read(table)[0]), **options)
@@ -115,10 +111,10 @@ def _files(config: PairsDataConfig) -> tuple[Pairs, Pairs]:
     def read(*keys: str) -> Pairs:
         sides = [texts_of(load_table(config, key, kind="text"), "text", key) for key in keys]
         if len(sides[0]) != len(sides[1]):
-            (source, count), (target, other) = (
-                (f"data.{key}={getattr(config, key)}", len(side)) for key, side in zip(keys, sides, strict=True)
+            source, target = (
+                f"data.{key}={getattr(config, key)} has {len(side)}" for key, side in zip(keys, sides, strict=True)
             )
-            raise ConfigError(f"{target} has {other} lines, but {source} has {count}: line n belongs to line n")
+            raise ConfigError(f"{target} lines, but {source}: line n belongs to line n")
         return _pairs(sides, config)
 
     pairs = read("path", "target_path")

@@ -12,7 +12,7 @@ import numpy as np
 
 from minitx.config import ConfigError
 from minitx.config.checks import first_line
-from minitx.config.data import TableDataConfig
+from minitx.config.data_bases import TableDataConfig
 from minitx.data.task import hold_out
 
 KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
@@ -52,10 +52,8 @@ def load_tables(config: TableDataConfig, **options: Any) -> list[Any]:
     """The training table of ``config`` and, where the config names one, that of validation."""
     if config.val_path is None and config.val_split is None:
         return [load_table(config, **options)]
-    return [
-        load_table(config, **options),
-        load_table(config, "path" if config.val_path is None else "val_path", "val_split", **options),
-    ]
+    key = "path" if config.val_path is None else "val_path"
+    return [load_table(config, **options), load_table(config, key, "val_split", **options)]
 
 
 def load_table(
@@ -132,10 +130,8 @@ def _check_hub(path: str, said: str) -> None:
         if not datasets.config.HF_HUB_OFFLINE:  # else what was fetched before is read from the cache
             dataset_info(path, timeout=SECONDS_TO_ANSWER)
     except Exception as error:  # of several packages for HTTP
-        raise ConfigError(
-            f"{said}: the Hugging Face hub cannot be reached or has no such data set ({first_line(error)}); "
-            "HF_HUB_OFFLINE=1 reads what was fetched before"
-        ) from None
+        said += f": the Hugging Face hub cannot be reached or has no such data set ({first_line(error)})"
+        raise ConfigError(f"{said}; HF_HUB_OFFLINE=1 reads what was fetched before") from None
 
 
 def column_of(table: Any, wanted: str, key: str) -> str:

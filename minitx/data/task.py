@@ -156,10 +156,8 @@ class Rows(Split):
         value = row.get(key)
         array = np.asarray(value)
         if array.dtype.kind not in "biuf" or "labels" not in row:
-            raise ConfigError(
-                f"{self.task.name}: rows must be dicts of tensors, numbers or lists of numbers with labels among them; "
-                f"{key} is {type(value).__name__} in a row of {', '.join(map(str, row))}"
-            )
+            said = f"{self.task.name}: rows must be dicts of tensors, numbers or lists of numbers, with labels among them"
+            raise ConfigError(f"{said}; {key} is {type(value).__name__} in a row of {', '.join(map(str, row))}")
         if array.dtype.kind in "iu" and array.ndim < 2:
             return array.astype(np.int64)
         return array if isinstance(value, np.ndarray | Tensor) or array.dtype.kind != "f" else array.astype(np.float32)

@@ -21,16 +21,11 @@ class TrainingWindows(Split):
     """Windows of L = ``context_len`` tokens, each with the token that follows it.
 
     An epoch cuts the text into W windows from a random offset below L on, and gives them in random order.
-    W = max(1, ⌊(n − L) / L⌋) for n tokens, so that every offset fits and W is the same in every epoch. An item is the first
-    token of a window.
-
-    Raises:
-        ValueError: fewer than L + 1 tokens.
+    W = max(1, ⌊(n − L) / L⌋) for n > L tokens, so that every offset fits and W is the same in every epoch. An item is the
+    first token of a window.
     """
 
     def __init__(self, tokens: TokenArray, context_len: int) -> None:
-        if len(tokens) <= context_len:
-            raise ValueError(f"context_len={context_len} needs at least {context_len + 1} tokens, got {len(tokens)}")
         self.tokens, self.context_len = tokens, context_len
         self._windows: np.ndarray | None = None
 
@@ -61,15 +56,10 @@ class TrainingWindows(Split):
 class ValidationWindows(Split):
     """Consecutive windows over the whole split: every token after the first is a target exactly once.
 
-    Row r has the tokens r·L … r·L + L − 1; what the last row lacks is input 0 and label −100.
-
-    Raises:
-        ValueError: fewer than two tokens.
+    Row r has the tokens r·L … r·L + L − 1; what the last row lacks is input 0 and label −100. At least two tokens are needed.
     """
 
     def __init__(self, tokens: TokenArray, context_len: int) -> None:
-        if len(tokens) < 2:
-            raise ValueError(f"validation needs at least 2 tokens, got {len(tokens)}")
         self.tokens, self.context_len = tokens, context_len
 
     def __len__(self) -> int:
@@ -85,10 +75,9 @@ class ValidationWindows(Split):
         last = len(self.tokens) - 1
         places = items[:, None] * self.context_len + np.arange(self.context_len + 1)
         gathered = self.tokens.array[np.minimum(places, last)].astype(np.int64)  # (B, L + 1)
-        return {
-            "input_ids": torch.from_numpy(np.where(places[:, :-1] <= last, gathered[:, :-1], 0)),
-            "labels": torch.from_numpy(np.where(places[:, 1:] <= last, gathered[:, 1:], IGNORED)),
-        }
+        input_ids = np.where(places[:, :-1] <= last, gathered[:, :-1], 0)
+        labels = np.where(places[:, 1:] <= last, gathered[:, 1:], IGNORED)
+        return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
 
 
 def load_text(config: TextDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
@@ -98,15 +87,10 @@ def load_text(config: TextDataConfig, folder: Path, tokenizer: Tokenizer | None)
         ConfigError: the text cannot be read, or is shorter than a row.
     """
     train, val, tokenizer, record = tokenised(config, folder, tokenizer)
-    name, wanted, splits = corpus_name(config), config.context_len + 1, record["splits"]
-    if len(train) < wanted:
-        raise ConfigError(
-            f"{name} has {len(train)} training tokens, but data.context_len={config.context_len} needs at least {wanted}"
-        )
-    if len(val) < 2:
-        raise ConfigError(
-            f"{name} has {len(val)} validation tokens with data.val_fraction={config.val_fraction}, but at least 2 are needed"
-        )
+    name, splits = corpus_name(config), record["splits"]
+    for count, least, key in ((len(train), config.context_len + 1, "context_len"), (len(val), 2, "val_fraction")):
+        if count < least:
+            raise ConfigError(f"{name} has {count} tokens of a split, but data.{key}={getattr(config, key)} needs {least}")
 
     def baselines() -> dict[str, float]:
         """Bits per character and per byte of the validation split's UTF-8 under ``xz -9`` and ``bzip2 -9``."""

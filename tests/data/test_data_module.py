@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
-import yaml
 
+from minitx.cli.compose import compose_config
 from minitx.config import (
     BooksDataConfig,
     ChatDataConfig,
@@ -32,9 +32,7 @@ from minitx.config import (
     TextDataConfig,
     TransformerConfig,
     VersesDataConfig,
-    to_dict,
 )
-from minitx.config.schema import from_dict
 from minitx.data.addressing import Address
 from minitx.data.module import DataModule, build_data
 from minitx.data.task import Task
@@ -280,14 +278,12 @@ def test_every_config_has_a_file_and_every_file_a_config():
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_file_makes_the_config_of_its_name_with_the_defaults_of_the_dataclass(name):
-    values, kind = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()), KINDS[name]
-    assert values.pop("defaults") == [{"/schema@_here_": f"data_{name}"}]
-    values |= {"name": name}
     path = {"path": "FILE"} if name in OF_FILES else {}
-    assert to_dict(from_dict(kind, {**values, **path})) == to_dict(kind(name=name, **path))
+    found = compose_config([f"data={name}", *(f"data.{key}={value}" for key, value in path.items()), "model.max_len=2048"])
+    assert found.data == KINDS[name](name=name, **path)
     if path:
         with pytest.raises(ConfigError, match=r"^path=null "):
-            from_dict(kind, values)
+            KINDS[name](name=name)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def examples(lengths, *, context_len=11, packing=True):
 
 
 def rows_of(rows):
-    split = as_split(Task(name="mine", train=rows, val=rows, pad=DocumentRows.pad), "train")
+    split = as_split(Task(name="mine", train=rows, val=rows, pad={"document_ids": -1}), "train")
     return split.collate(np.arange(len(rows)), None)
 
 

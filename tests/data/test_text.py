@@ -74,12 +74,6 @@ def test_a_text_of_one_row_is_enough(tokens):
     assert batch["input_ids"].tolist() == [tokens[0].array[:-1].tolist()] * 2
 
 
-def test_a_text_shorter_than_a_row_is_refused(tokens):
-    length = len(tokens[0])
-    with pytest.raises(ValueError, match=f"context_len={length}"):
-        source(tokens, context_len=length)
-
-
 def test_a_used_source_travels_without_its_tokens(tokens):
     text = source(tokens)
     text[Address(0)]
@@ -110,10 +104,3 @@ def test_the_last_validation_row_is_filled_up_with_ignored_labels(tokens):
     assert last["labels"][0, rest:].tolist() == [-100] * (7 - rest)
     assert last["num_targets"] == rest
     assert last["input_ids"][0, rest + 1 :].tolist() == [0] * (6 - rest)
-
-
-def test_validation_needs_a_target(tokens):
-    one = tokens[1]
-    one.stop = one.start + 1
-    with pytest.raises(ValueError, match="at least 2 tokens"):
-        ValidationWindows(one, 7)
