@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from minitx.config.schema import from_dict, unknown_key
 from minitx.config import (
     AblationConfig,
     ConfigError,
@@ -25,6 +24,7 @@ from minitx.config import (
     to_dict,
 )
 from minitx.config.checks import first_line
+from minitx.config.schema import from_dict, unknown_key
 
 
 def test_the_config_module_needs_the_standard_library_alone():

@@ -12,7 +12,6 @@ import yaml
 from minitx.cli.ablate import run_cell
 from minitx.cli.compose import compose_config
 from minitx.cli.train import run_training
-from minitx.config.schema import from_dict
 from minitx.config import (
     CallbacksConfig,
     KeyValueDataConfig,
@@ -25,6 +24,7 @@ from minitx.config import (
     TransformerConfig,
     to_dict,
 )
+from minitx.config.schema import from_dict
 from minitx.data.tokenizers import train_tokenizer
 from minitx.interop import save_pretrained
 from minitx.nn import DecoderLM

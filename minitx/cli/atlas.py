@@ -146,7 +146,8 @@ def _validation(config: AtlasConfig, stored: Stored) -> tuple[str, Batches]:
     if not isinstance(data, DataModule):
         raise ConfigError(f"ckpt_path={stored.path} was trained on a {type(data).__name__}: give structure=FILE instead")
     source = data.val_source()
-    filled = data.task.kind == "language_model" and "key_mask" not in source.rows(range(1))  # the last row of a text
+    is_text = data.task.kind == "language_model" and not data.task.recall
+    filled = is_text and "key_mask" not in source.rows(range(1))  # the last row of a text may be short
     whole = source.num_rows - filled
     rows = range(min(config.num_rows, max(whole, 1)))
 

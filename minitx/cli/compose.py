@@ -88,7 +88,7 @@ def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
 
 def plain(composed: DictConfig) -> dict[str, Any]:
     """A composed config, or a group of it, as plain data with every interpolation resolved."""
-    values = OmegaConf.to_container(composed, resolve=True)
+    values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 

@@ -41,8 +41,8 @@ def exit_code(program: Callable[[], Any]) -> int:
         program()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
-    except KeyboardInterrupt:
-        return _say(None, "stopped by SIGINT", 130)
+    except KeyboardInterrupt as stop:
+        return _say(None, *(sentence(stop.__cause__) if stop.__cause__ else ("stopped by SIGINT", 130)))
     except BrokenPipeError:  # `train.py --help | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

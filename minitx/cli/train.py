@@ -62,6 +62,10 @@ def run_job(composed: DictConfig) -> float | None:
             with suppress(OSError):
                 made.rmdir()  # if nothing is in it
         raise
+    except Exception as error:
+        if isinstance(getattr(error, "number", None), int):  # a signal; after an Exception Hydra goes on with the next job
+            raise KeyboardInterrupt from error
+        raise
 
 
 def speak_on_the_first_rank() -> None:

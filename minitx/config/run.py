@@ -30,11 +30,11 @@ class InitFrom:
     """Weights to start from. The optimizer, the step and the order of the data start anew.
 
     Attributes:
-        path: a checkpoint, or a folder with config.json and weights (Hugging Face's or ours).
+        path: a checkpoint, or a folder with config.json and weights (Hugging Face's or ours); null: new weights.
         fold_scale: another model.scale than the file's: fold the difference into W_Q and W_K.
     """
 
-    path: str = ""
+    path: str | None = None
     fold_scale: bool = False
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class RunConfig:
         ablation: a grid of runs.
         seed: of the initial weights, the order of the rows, and dropout.
         ckpt_path: a checkpoint to continue from; last is the newest one in output_dir.
-        init_from: {path: FILE or FOLDER}: weights to start from.
+        init_from: weights to start from.
         output_dir: the run's folder, which counts from the current one.
         on_nonfinite: stop: exit code 3, last good checkpoint kept; record: end the run as NONFINITE with exit code 0.
         imports: modules to import first, such as one that registers a backend.
@@ -84,7 +84,7 @@ class RunConfig:
     ablation: AblationConfig | None = None
     seed: int = 0
     ckpt_path: str | None = None
-    init_from: InitFrom | None = None
+    init_from: InitFrom = InitFrom()
     output_dir: str | None = None
     on_nonfinite: Literal["stop", "record"] = "stop"
     imports: tuple[str, ...] = ()

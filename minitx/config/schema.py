@@ -151,7 +151,7 @@ def unknown_key(cls: type, key: str) -> str:
     >>> unknown_key(RunConfig, "trainer.max_step").split(";")[0]
     'trainer.max_step is not a key'
     """
-    path, names = "", key.split(".")
+    path, names, optional = "", key.split("."), False
     for name, following in zip(names, [*names[1:], ""], strict=True):
         if not dataclasses.is_dataclass(cls):
             return f"{key} is not a key: {path.rstrip('.')} has no keys of its own"
@@ -160,7 +160,11 @@ def unknown_key(cls: type, key: str) -> str:
             return _no_key(key, name, path, fields)
         path += f"{name}."
         hint = typing.get_type_hints(cls)[name]
+        optional = type(None) in typing.get_args(hint) if following else optional
         kinds = [kind for kind in typing.get_args(hint) or (hint,) if dataclasses.is_dataclass(kind)]
         fitting = [kind for kind in kinds if following in {f.name for f in dataclasses.fields(kind)}]
         cls = typing.cast(type, [*fitting, *kinds, object][0])
+    group, _, last = key.rpartition(".")
+    if optional and "." in group:
+        return f"{key} cannot be set, because {group} is null: give {group}={{{last}: VALUE}}"
     return f"{key} is not a key of this choice of options; --help shows the keys"

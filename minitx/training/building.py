@@ -50,8 +50,10 @@ def open_data(
     Raises:
         ConfigError: data that cannot be read, or a target that gives neither.
     """
-    if tokenizer is None and config.init_from is not None:
+    if tokenizer is None and config.init_from.path is not None:
         tokenizer = load_start(config.init_from.path)[2]
+        if tokenizer is None and getattr(config.data, "tokenizer", None) in ("char", "bpe"):
+            raise ConfigError(f"init_from.path={config.init_from.path} has no tokenizer: name the one of its weights in data.tokenizer")
     options: dict[str, Any] = {"batch_size": batch_size, "num_workers": 0}
     if data is None and not isinstance(config.data, Mapping):
         data = load_task(config.data, tokenizer)
@@ -111,7 +113,7 @@ def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Modu
     torch.manual_seed(config.seed)
     if model is None and isinstance(config.model, TransformerConfig):
         shape = fit_model_config(config.model, data)
-        if config.init_from is not None:
+        if config.init_from.path is not None:
             check_scale_of(config.init_from.path, shape)
         try:
             model = build_model(shape)
@@ -124,7 +126,7 @@ def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Modu
             raise ConfigError(
                 f"model._target_={config.model['_target_']} must give a torch.nn.Module, got {type(model).__name__}"
             )
-    if config.init_from is not None:
+    if config.init_from.path is not None:
         start_from(config.init_from.path, model)
     if config.trainer.precision == "64-true":
         model.double()  # Lightning would, after it has loaded a checkpoint into float32

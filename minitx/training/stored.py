@@ -84,7 +84,7 @@ def load_stored(
     checkpoint = read_checkpoint(path)
     state = checkpoint["minitx"]
     values = {**state["config"], "logger": {}, "callbacks": {}, "ablation": None}
-    values |= dict.fromkeys(("ckpt_path", "init_from", "output_dir"))
+    values |= {"ckpt_path": None, "init_from": {}, "output_dir": None}
     trainer = {key: value for key, value in values["trainer"].items() if key not in ("plugins", "profiler", "extra")}
     values |= {"trainer": trainer, "model": state["model"]}
     for name in ("optimizer", "schedule"):

@@ -1,8 +1,8 @@
-"""The command line in this process: arguments in, exit code and output out."""
+"""The command line in this process: arguments in, exit code and output out. And a few tiny runs to look at."""
 
 from __future__ import annotations
 
-import os
+import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +11,27 @@ from typing import NamedTuple
 import pytest
 
 from minitx.cli import atlas, cost, evaluate, generate, train, view
+from minitx.cli.compose import compose_config
+from minitx.cli.train import run_training
 
 PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "cost": cost, "view": view, "atlas": atlas}
+TEXT = "In the beginning God created the heaven and the earth.\n你好世界 🎉\n"
+SHORT = (
+    *("model.embed_dim=12", "model.num_heads=3", "model.num_layers=2", "model.max_len=64", "data.batch_size=4"),
+    *("trainer.accelerator=cpu", "trainer.threads=1", "trainer.val_batches=1", "trainer.val_every=0", "trainer.max_steps=2"),
+    *("schedule.warmup_steps=1", "callbacks.progress=false", "evaluation.at_end=true"),
+)
+LEARNS = "trainer.max_steps=20 optimizer.lr=1e-2 "
+RUNS = {
+    "text": LEARNS + "data=text data.context_len=24",
+    "bytes": LEARNS + "data=text data.context_len=24 data.tokenizer=bpe data.bpe_vocab_size=270",
+    "unscaled": "data=text data.context_len=24 model.scale=unscaled",
+    "dates": "data=dates data.locales=[en,de] data.train_size=53 data.val_size=17 model.architecture=encoder_decoder",
+    "lookup": "data=kv_lookup data.num_keys=11 data.num_pairs=7 data.val_size=29 "
+    "callbacks.probe.every=1 callbacks.probe.batch_size=13 callbacks.probe.weights_every=1 callbacks.probe.weights_rows=13",
+    "digits": "data=digits model=vit_small model.patch_size=4",
+}
+"""Runs of two steps, or of enough to write the same again and again, by the name of their folder."""
 
 
 class Said(NamedTuple):
@@ -24,6 +43,25 @@ class Said(NamedTuple):
 @pytest.fixture(scope="session")
 def shared_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Path:
+    """A folder with the runs of ``RUNS``, and the text that some of them read."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text.txt").write_text(TEXT * 60, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minitx.data.load.data_dir", lambda: shared_data)
+        for name, words in RUNS.items():
+            path = [f"data.path={folder / 'text.txt'}"] if "data=text" in words else []
+            run_training(compose_config([*SHORT, *words.split(), *path]), folder / name, "a test")
+    return folder
+
+
+@pytest.fixture
+def last(runs: Path) -> Callable[[str], str]:
+    """The argument ``ckpt_path=…`` for the last checkpoint of a run."""
+    return lambda name: f"ckpt_path={runs / name / 'checkpoints' / 'last.ckpt'}"
 
 
 @pytest.fixture
@@ -40,13 +78,28 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_data: Path) ->
 def cli(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Said]:
     """``cli("model.scale=inv", ...)`` runs ``train.py``, or another ``program``, in this process."""
 
-    def run(*arguments: str, program: str = "train") -> Said:
+    def run(*arguments: str, program: str = "train", stdin: str | bytes = "") -> Said:
+        raw = stdin.encode() if isinstance(stdin, str) else stdin
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", [f"{program}.py", *arguments])
-            for name in ("HYDRA_FULL_ERROR",):
-                patch.setenv(name, os.environ.get(name, "0"))
+            patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
+            patch.setenv("HYDRA_FULL_ERROR", "0")  # train.py sets it
             code = PROGRAMS[program].main()
         out, err = capfd.readouterr()
         return Said(code, out, err)
 
     return run
+
+
+@pytest.fixture
+def refused(cli: Callable[..., Said]) -> Callable[..., None]:
+    """``refused(part, *arguments)``: exit code 2, and one sentence that names ``part``, perhaps below a line of Hydra's."""
+
+    def check(part: str, *arguments: str, program: str = "train") -> None:
+        said = cli(*arguments, program=program)
+        assert (said.code, said.out) == (2, ""), said
+        *hydras, sentence = said.err.splitlines()
+        assert len(hydras) <= (program == "train")
+        assert part in sentence
+
+    return check

@@ -1,27 +1,33 @@
-"""model.pretrained: somebody's weights and tokenizer go on with a text of one's own."""
+"""``init_from``: weights to start from, of a Hugging Face folder, a folder of ours or a checkpoint."""
 
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from minitx.cli.pretrained import load_pretrained
-from minitx.config import ConfigError, TransformerConfig
+from minitx.config import TransformerConfig
 from minitx.data.tokenizers import train_tokenizer
 from minitx.interop import load_hf, save_hf, save_pretrained
 from minitx.nn import DecoderLM
+from minitx.training.checkpoint import read_checkpoint
+from minitx.training.metrics import read_metrics
 from minitx.training.stored import load_model
+from tests.cli.conftest import RUNS, SHORT
+from tests.cli.processes import ROOT
 
 TEXT = "In the beginning was the Word, and the Word was with God, and the Word was God. " * 40
-GPT2 = {"embed_dim": 12, "num_heads": 3, "num_layers": 2, "max_len": 64, "activation": "gelu_tanh"}
+GPT2 = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "max_len": 64, "activation": "gelu_tanh"}
+STILL = "optimizer.lr=1e-30"  # training that leaves the weights as they were
+LAST = "run/checkpoints/last.ckpt"
 
 
 @pytest.fixture
-def theirs(tmp_path):
+def theirs(place):
     """A folder in GPT-2's format with a byte-level tokenizer, as the hub has them."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -32,73 +38,122 @@ def theirs(tmp_path):
     )
     tokenizer.train_from_iterator([TEXT], trainer)
     torch.manual_seed(2)
-    folder = tmp_path / "theirs"
-    save_hf(DecoderLM(TransformerConfig(vocab_size=tokenizer.get_vocab_size(), **GPT2)), folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    return folder
+    save_hf(DecoderLM(TransformerConfig(vocab_size=tokenizer.get_vocab_size(), **GPT2)), place / "theirs")
+    tokenizer.save(str(place / "theirs" / "tokenizer.json"))
+    (place / "text.txt").write_text(TEXT, encoding="utf-8")
+    return place / "theirs"
 
 
-def arguments(theirs, *more):
-    steps = ["trainer.max_steps=3", "schedule.warmup_steps=1", "trainer.log_every=1", "trainer.val_every=0"]
-    sizes = ["data.context_len=32", "data.batch_size=4", "trainer.accelerator=cpu", "output_dir=run"]
-    chosen = ["experiment=finetune", f"model.pretrained={theirs}", f"data.path={theirs.parent / 'text.txt'}"]
-    return [*chosen, *steps, *sizes, *more]
+def finetune(path, *more):
+    chosen = ["experiment=finetune", f"init_from.path={path}", "data.path=text.txt", "data.context_len=32", "output_dir=run"]
+    return [*chosen, *(word for word in SHORT if not word.startswith("model.")), *more]
 
 
-def test_training_goes_on_from_the_weights_and_with_the_tokenizer_of_the_folder(cli, theirs, place):
-    said = cli(*arguments(theirs, "optimizer.lr=1e-30"))
+def test_a_folder_brings_weights_shape_and_tokenizer(cli, theirs, place):
+    said = cli(*finetune(theirs, STILL))
     assert (said.code, said.err) == (0, "")
     found = json.loads((place / "run" / "evaluation.json").read_text(encoding="utf-8"))
     assert found["metrics"]["bits_per_byte"]["value"] > 0
-    model, tokenizer, _ = load_model(place / "run" / "checkpoints" / "last.ckpt")
+    model, tokenizer, _ = load_model(LAST)
     ids = tokenizers.Tokenizer.from_file(str(theirs / "tokenizer.json")).encode("the Word was God").ids
     assert tokenizer.encode("the Word was God").tolist() == ids
     with torch.no_grad():
         torch.testing.assert_close(model(torch.tensor([ids])), load_hf(theirs)(torch.tensor([ids])))
-    losses = (place / "run" / "metrics.csv").read_text(encoding="utf-8").splitlines()
-    assert len(losses) > 3
 
 
-def test_a_switch_of_attention_can_be_flipped_in_a_model_that_was_trained_without_it(theirs):
-    model, _ = load_pretrained(TransformerConfig(pretrained=str(theirs), scale="unscaled", dropout=0.1))
-    plain = load_hf(theirs)
-    assert (model.config.scale, model.config.dropout, model.config.embed_dim) == ("unscaled", 0.1, 12)
-    assert all(torch.equal(weight, plain.state_dict()[name]) for name, weight in model.state_dict().items())
-    ids = torch.arange(20).view(1, 20)
-    assert not torch.equal(model.eval()(ids), plain(ids))
+def test_keys_on_the_command_line_win_over_the_shape_in_the_folder(cli, theirs):
+    assert cli(*finetune(theirs, "model.dropout=0.1", "model.backend=math")).code == 0
+    config = load_model(LAST)[0].config
+    assert (config.dropout, config.backend, config.embed_dim, config.activation) == (0.1, "math", 12, "gelu_tanh")
 
 
-def test_a_folder_of_our_own_is_one_to_start_from_too(tmp_path):
+def test_a_folder_of_ours_is_one_to_start_from_too(cli, theirs, place):
     tokenizer = train_tokenizer("char", [TEXT])
-    torch.manual_seed(0)
-    ours = DecoderLM(TransformerConfig(vocab_size=tokenizer.vocab_size, **GPT2))
-    save_pretrained(ours, tmp_path / "ours", tokenizer=tokenizer)
-    model, again = load_pretrained(TransformerConfig(pretrained=str(tmp_path / "ours")))
-    assert torch.equal(model.head.weight, ours.head.weight)
+    ours = DecoderLM(TransformerConfig(vocab_size=tokenizer.vocab_size, **GPT2, scale="inv"))
+    save_pretrained(ours, place / "ours", tokenizer=tokenizer)
+    assert cli(*finetune("ours", STILL, "model.scale=inv")).code == 0
+    model, again, _ = load_model(LAST)
+    torch.testing.assert_close(model.head.weight, ours.head.weight)
     assert again.encode("Word").tolist() == tokenizer.encode("Word").tolist()
 
 
-def test_what_does_not_fit_is_told_with_its_shapes(theirs):
-    with pytest.raises(ConfigError) as raised:
-        load_pretrained(TransformerConfig(pretrained=str(theirs), ffn_dim=13))
-    said = str(raised.value)
-    assert said.startswith(f"model.pretrained={theirs} does not fit model.ffn_dim=13")
-    assert "blocks.0.feedforward.up_proj.weight" in said
-    assert "torch.Size([48, 12])" in said
-    assert "torch.Size([13, 12])" in said
+def test_a_checkpoint_starts_a_new_run_with_a_fresh_optimizer_at_step_0(cli, last, theirs, place):
+    path = last("text").partition("=")[2]
+    (place / "text.txt").write_text("In the beginning God created the heaven. " * 60, encoding="utf-8")
+    assert cli(*finetune(path, STILL)).code == 0
+    old, new = read_checkpoint(path), read_checkpoint(LAST)
+    for name, weight in old["state_dict"].items():
+        torch.testing.assert_close(new["state_dict"][name], weight)
+    assert new["minitx"]["tokenizer"] == old["minitx"]["tokenizer"]
+    assert (old["global_step"], new["global_step"]) == (20, 2)
+    assert {int(state["step"]) for state in new["optimizer_states"][0]["state"].values()} == {2}
+    assert [row["step"] for row in read_metrics(place / "run" / "metrics.csv")][-1] == 2
 
 
-def test_a_mistake_is_one_sentence(cli, theirs):
-    said = cli("experiment=finetune")
-    assert (said.code, said.err) == (2, "error: model.pretrained=FOLDER is not a folder with a config.json\n")
-    said = cli(*arguments(theirs.parent))
-    assert (said.code, said.err) == (2, f"error: model.pretrained={theirs.parent} is not a folder with a config.json\n")
-    (theirs / "tokenizer.json").unlink()
-    assert cli(*arguments(theirs)).err.startswith(f"error: {theirs / 'tokenizer.json'} cannot be read: ")
+@pytest.mark.parametrize("typed", ["model.scale=unscaled", "model.scale=inv", "model.scale_factor=2"])
+def test_another_scale_than_that_of_the_weights_is_refused(refused, last, place, typed):
+    refused(typed, *SHORT, *RUNS["lookup"].split(), f"init_from.path={last('lookup').partition('=')[2]}", typed)
+    assert list(place.iterdir()) == []
+
+
+def test_another_scale_of_the_folder_is_kept_unless_one_is_typed(cli, last):
+    text = last("text").replace("checkpoints/last.ckpt", "").partition("=")[2] + "../text.txt"
+    path = last("unscaled").partition("=")[2]
+    assert cli(*finetune(path, f"data.path={text}")).code == 0
+    assert load_model(LAST)[0].config.scale == "unscaled"
+
+
+def test_a_fold_of_the_initial_weights_is_ignored_and_the_log_says_so(cli, last, caplog):
+    caplog.set_level("INFO")
+    words = *SHORT, *RUNS["lookup"].split(), last("lookup").replace("ckpt_path", "init_from.path"), "model.init_fold=query"
+    assert cli(*words, STILL, "output_dir=run").code == 0
+    assert "model.init_fold" in caplog.text
+    old, new = read_checkpoint(last("lookup").partition("=")[2]), read_checkpoint(LAST)
+    for name, weight in old["state_dict"].items():
+        torch.testing.assert_close(new["state_dict"][name], weight)
+
+
+def test_a_checkpoint_of_a_model_of_ones_own_is_one_to_start_from(cli, place, monkeypatch):
+    shutil.copytree(ROOT / "examples" / "own_project", place, dirs_exist_ok=True)
+    words = (
+        "--config-dir=conf",
+        "experiment=sorted_task",
+        "trainer.max_steps=3",
+        "trainer.accelerator=cpu",
+        "callbacks.progress=false",
+    )
+    assert cli(*words, "output_dir=first").code == 0
+    assert cli(*words, "output_dir=run", "init_from.path=first/checkpoints/last.ckpt", "optimizer.lr=1e-30").code == 0
+    old, new = read_checkpoint("first/checkpoints/last.ckpt"), read_checkpoint(LAST)
+    for name, weight in old["state_dict"].items():
+        torch.testing.assert_close(new["state_dict"][name], weight)
+    assert new["global_step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "part"),
+    [
+        (["init_from.path=gone"], "init_from.path=gone"),
+        (["init_from.path=."], "init_from.path=."),
+        (["init_from.path=text.txt"], "init_from.path=text.txt"),
+        (["model.ffn_dim=13"], "blocks.0.feedforward.up_proj.weight"),
+        (["init_from.path=mamba"], "init_from.path=mamba"),
+        (["init_from.path=deaf"], "tokenizer.json"),
+        (["init_from.path=mute"], "data.tokenizer"),
+    ],
+)
+def test_what_cannot_be_started_from_is_one_sentence_and_leaves_no_folder(refused, theirs, place, changed, part):
+    for name in ("mamba", "deaf", "mute"):
+        shutil.copytree(theirs, place / name)
     config = json.loads((theirs / "config.json").read_text(encoding="utf-8"))
-    (theirs / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}), encoding="utf-8")
-    said = cli(*arguments(theirs))
-    assert (said.code, said.err.count("\n")) == (2, 1)
-    assert said.err.startswith(f"error: model.pretrained={theirs} cannot be loaded: ")
-    assert "model_type='mamba' is not known" in said.err
+    (place / "mamba" / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}), encoding="utf-8")
+    (place / "mute" / "tokenizer.json").unlink()
+    (place / "deaf" / "tokenizer.json").write_text("{", encoding="utf-8")
+    words = [word for word in finetune(theirs) if word.partition("=")[0] != changed[0].partition("=")[0]]
+    refused(part, *words, *changed)
+    assert not (place / "run").exists()
+
+
+def test_the_experiment_asks_for_both_paths(refused, theirs):
+    refused("init_from.path", "experiment=finetune", "data.path=text.txt")
+    refused("data.path", "experiment=finetune", f"init_from.path={theirs}")

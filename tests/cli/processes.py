@@ -1,0 +1,45 @@
+"""The programs in processes of their own, as a user starts them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.waiting import PATIENCE
+
+ROOT = Path(__file__).parents[2]
+OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_JOB_NAME")
+"""Names in the environment by which torchrun and srun tell a process its place."""
+
+# a shell starts what runs in its background deaf to SIGINT, and children inherit that
+_LISTENING = (
+    "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+def start(
+    arguments: Sequence[str],
+    folder: Path,
+    *,
+    program: str = "train",
+    by: Sequence[str] = ("-c", _LISTENING),
+    **environment: str,
+) -> subprocess.Popen[str]:
+    """``scripts/PROGRAM.py ARGUMENTS`` in ``folder``, in a session of its own; ``by`` stands between Python and the script."""
+    clean = {name: value for name, value in os.environ.items() if name not in OF_LAUNCHERS}
+    return subprocess.Popen(
+        [sys.executable, *by, str(ROOT / "scripts" / f"{program}.py"), *arguments],
+        cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", start_new_session=True,
+        env={**clean, "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1", "PYTHONUNBUFFERED": "", **environment},
+    )  # fmt: skip
+
+
+def run(arguments: Sequence[str], folder: Path, **options: object) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of ``start`` with these options."""
+    process = start(arguments, folder, **options)  # type: ignore[arg-type]
+    out, err = process.communicate(timeout=PATIENCE)
+    return process.returncode, out, err
