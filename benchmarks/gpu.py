@@ -6,8 +6,8 @@
 
 Times are CUDA events, medians over blocks; tokens are random, never zeros; peak memory is ``max_memory_allocated`` after a reset. The
 ceilings (a product of two 8192² matrices of random bfloat16 numbers, a copy of 4 GiB) are measured in the same run. Each kernel
-is held against float64 on a small call before it is timed. P12 needs the trainer: ``python benchmarks/run_axis.py``. P4
-needs Lightning: ``python benchmarks/trainer_tax.py``.
+is held against float64 on a small call before it is timed. P4 needs
+Lightning: ``python benchmarks/trainer_tax.py``.
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ def training(rows: list[dict[str, Any]], ceiling: float, nanogpt: Path | None, q
 
         def chunked() -> Tensor:
             hidden, _ = run(ids, return_extras=True)
-            return chunked_cross_entropy(hidden, model.head.weight, None, labels, chunk_tokens=chunk or 1).loss / labels.numel()
+            return (
+                chunked_cross_entropy(hidden, model.head.weight, None, labels, chunk_tokens=chunk or 1)["loss"] / labels.numel()
+            )
 
         measure(name, model, plain if chunk is None else chunked)
 

@@ -16,12 +16,7 @@ from minitx.data.module import DataModule
 from minitx.training.building import build_module, build_network, open_data
 from minitx.training.metrics import MetricsFile
 from minitx.training.module import TrainingModule
-from minitx.training.run import (
-    build_trainer,
-    last_checkpoint,
-    own_callbacks,
-    quiet_lightning,
-)
+from minitx.training.run import build_trainer, last_checkpoint, own_callbacks, quiet_lightning
 
 
 class Turns(L.Callback):
@@ -90,8 +85,8 @@ def fit(config: RunConfig, more: Sequence[L.Callback], change: Callable[[L.Train
         module, data = ready(config)
         folder = Path(name)
         guard = last_checkpoint(config, folder)
-        callbacks = [*own_callbacks(config, data, folder), *more, guard]
-        trainer = build_trainer(config, folder, [MetricsFile(folder / "metrics.csv")], callbacks)
+        callbacks = [*own_callbacks(config, module, data, folder), *more, guard]
+        trainer = build_trainer(config, folder, [MetricsFile(folder / "metrics.csv")], callbacks, addressed=True)
         change(trainer)
         with guard:
             trainer.fit(module, datamodule=data)

@@ -27,10 +27,10 @@ from peers import Peer, decoder, hugging_face, loss_of
 from torch import Tensor, nn
 
 from minitx.analysis.meter import allocations
-from minitx.config import ObjectiveConfig, OptimizerConfig, RunConfig
+from minitx.config import ObjectiveConfig, OptimizerConfig
 from minitx.nn import DecoderLM
 from minitx.training.module import TrainingModule
-from minitx.training.objectives import build_head_objective, build_objective
+from minitx.training.objectives import build_objective
 from minitx.training.optimizers import build_optimizer
 
 WANTED = "<= 0.5"
@@ -77,13 +77,11 @@ def ours(peer: Peer, batch: dict[str, Tensor], model: dict[str, Any], objective:
     """The step of the training module with fields of the configs set."""
     network = DecoderLM(dataclasses.replace(peer.ours.config, **model))
     network.load_state_dict(peer.ours.state_dict())
-    config = RunConfig(optimizer=OptimizerConfig(), objective=ObjectiveConfig(**objective))
     module = TrainingModule(
         network.train(),
-        build_objective(config.objective),
-        lambda net: build_optimizer(net, config.optimizer, head_dim=network.config.width_per_head),
-        lambda step: 1.0,
-        head_objective=build_head_objective(config.objective),
+        build_objective(ObjectiveConfig(**objective)),
+        lambda net: build_optimizer(OptimizerConfig(), net),
+        lambda optimizer: None,
     )
     module._trainer = Alone()  # type: ignore[assignment]
     return peak_of(network, module.make_optimizer(network), lambda: module.training_step(batch, 0))

