@@ -204,7 +204,7 @@ class TrainerConfig:
         threads: CPU threads of a process; null: torch's own choice.
         peak_tflops: peak of the device in TFLOP/s, for mfu in metrics.csv; null: known for some GPUs.
         plugins: nodes with _target_, for Lightning's Trainer.
-        profiler: simple | advanced | pytorch, or a node with _target_.
+        profiler: a node with _target_, for Lightning's Trainer.
         extra: any other argument of Lightning's Trainer.
     """
 
@@ -231,7 +231,7 @@ class TrainerConfig:
     threads: int | None = None
     peak_tflops: float | None = None
     plugins: tuple[Part, ...] = ()
-    profiler: Part | str | None = None
+    profiler: Part | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ from minitx.training.devices import check_devices, check_parallel, place_of
 from minitx.training.evaluation import evaluate, report
 from minitx.training.folder import make_folder, rank_log
 from minitx.training.measures import check_measures, measures
-from minitx.training.metrics import MetricsFile
+from minitx.training.metrics import MetricsFile, read_metrics
 from minitx.training.module import NonFiniteError, TrainingModule
 from minitx.training.outcome import summarise
 from minitx.training.parallel import whole_state
@@ -149,7 +149,8 @@ def run_folder(folder: Path, files: Mapping[str, str]) -> Iterator[None]:
         with rank_log(folder):
             yield
     except ConfigError:
-        undo()
+        if not (folder / "metrics.csv").exists() or not read_metrics(folder / "metrics.csv"):
+            undo()
         raise
 
 
@@ -206,15 +207,7 @@ def build_trainer(
     steps = min(options.val_every or options.max_steps, options.max_steps)
     place = place_of(options)
     place["plugins"] += [build(node, f"trainer.plugins[{i}]") for i, node in enumerate(options.plugins)]
-    profiler: Any = options.profiler
-    if profiler is not None:
-        words = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": "PyTorchProfiler"}
-        named = (
-            {"_target_": f"lightning.pytorch.profilers.{words.get(profiler, profiler)}"}
-            if isinstance(profiler, str)
-            else profiler
-        )
-        profiler = build(named, "trainer.profiler", {"dirpath": folder, "filename": "profile"})
+    profiler = None if options.profiler is None else build(options.profiler, "trainer.profiler", {"dirpath": folder})
     try:
         trainer = L.Trainer(
             **place,
