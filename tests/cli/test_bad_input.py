@@ -34,7 +34,7 @@ COMPOSED = {
     "debug=on": "one_step",
     "modle=char_small": "modle",
     "~optimizer": "optimizer",
-    "trainer=null": "trainer",
+    "~trainer": "trainer",
     "+model=char_small": "model",
     "evaluation=null": "evaluation",
     "+objective._target_=torch.nn.CrossEntropyLoss": "override /objective: null",
@@ -73,7 +73,7 @@ COMPOSED = {
     "trainer.compile=maybe": "trainer.compile=maybe",
     "+trainer.extra.max_epochs=3": "trainer.extra.max_epochs",
     "trainer.stop_at={metric:val_loss}": "trainer.stop_at.metric=val_loss",
-    "trainer.plugins=[{a:1}]": "trainer.plugins",
+    "trainer.plugins=[3]": "trainer.plugins[0]=3",
     "optimizer=muon trainer=fsdp": "optimizer.name=muon",
     "callbacks.probe.every=-1": "callbacks.probe.every=-1",
     "callbacks.samples.every=-1": "callbacks.samples.every=-1",
@@ -122,11 +122,11 @@ BUILT = {
     "trainer.profiler={_target_:no.such.Profiler}": "trainer.profiler._target_=no.such.Profiler",
     "trainer.extra={nonsense:1}": "trainer",
     "imports=[no_such_module_anywhere]": "imports=no_such_module_anywhere",
-    "model=null +model={_target_:torch.nn.Linear,in_features:2}": "model._target_=torch.nn.Linear",
-    "model=null +model={_target_:torch.nn.Identity}": "model",
-    "optimizer=null +optimizer={_target_:torch.optim.SGD,nonsense:1}": "optimizer._target_=torch.optim.SGD",
-    "objective=null +objective={_target_:torch.nn.CrossEntropyLoss}": "objective.reduction=mean",
-    "data=null +data={_target_:builtins.dict}": "data",
+    "~model +model._target_=torch.nn.Linear +model.in_features=2": "model._target_=torch.nn.Linear",
+    "~model +model._target_=torch.nn.Identity": "model",
+    "~optimizer +optimizer._target_=torch.optim.SGD +optimizer.nonsense=1": "optimizer._target_=torch.optim.SGD",
+    "~objective +objective._target_=torch.nn.CrossEntropyLoss": "objective.reduction=mean",
+    "~data +data._target_=builtins.dict": "data",
     "model.architecture=encoder": "model.architecture=encoder",
     "model.head=token model.architecture=encoder": "model.head=token",
     "model.vocab_size=3": "model.vocab_size=3",
@@ -184,7 +184,9 @@ def test_a_mistake_in_the_config_is_named(cli, place, no_run, typed):
 def test_a_mistake_that_only_files_machine_or_model_show_is_named(cli, place, typed):
     (place / "short.txt").write_text("too short", encoding="utf-8")
     chosen = {word.partition("=")[0] for word in words(typed)}
-    said = cli(*(word for word in TINY if word.partition("=")[0] not in chosen), *words(typed))
+    gone = tuple(word[1:] for word in words(typed) if word.startswith("~"))
+    kept = (word for word in TINY if word.partition("=")[0] not in chosen and not (gone and word.startswith(gone)))
+    said = cli(*kept, *words(typed))
     assert_named(said, BUILT[typed])
     assert [path.name for path in place.iterdir()] == ["short.txt"]
 
