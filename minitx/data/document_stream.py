@@ -147,8 +147,8 @@ class StreamSource(Source):
         """
         places = state.get("stream", ())
         if len(places) != self.world:
-            said = f"{self.stream.name}: data.streaming=true resumes with as many processes as before"
-            raise ConfigError(f"{said}, {len(places)} processes, got {self.world}")
+            said = f"{self.stream.name}: data.streaming=true resumes with the same number of processes"
+            raise ConfigError(f"{said}: {len(places)} processes before, {self.world} now")
         self._starts = {int(state["step"]): {rank: tuple(place) for rank, place in enumerate(places)}}
         self._next = (-1, 0)
 
