@@ -42,7 +42,8 @@ def exit_code(program: Callable[[], Any]) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
     except KeyboardInterrupt as stop:
-        return _say(None, *(sentence(stop.__cause__) if stop.__cause__ else ("stopped by SIGINT", 130)))
+        cause = stop.__cause__
+        return _say(cause, *(sentence(cause) if cause else ("stopped by SIGINT", 130)))
     except BrokenPipeError:  # `train.py --help | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -51,7 +52,7 @@ def exit_code(program: Callable[[], Any]) -> int:
     return 0
 
 
-def _say(error: Exception | None, text: str, code: int) -> int:
+def _say(error: BaseException | None, text: str, code: int) -> int:
     if error is not None and "traceback=true" in sys.argv[1:]:
         traceback.print_exception(error)
     tell_launcher(text)
