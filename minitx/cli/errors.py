@@ -117,6 +117,9 @@ def _compose_error(error: Exception) -> str:
         why = [line.strip() for line in text.splitlines()[1:] if line.strip(" ^") and not line.startswith("See ")]
         quotes = "a value with one of =,:()[]{}^ or a quote in it stands in two pairs of quotes: 'key=\"value\"'"
         return f"{error.override} cannot be read: {'; '.join([*why[:1], quotes])}"
+    if text.startswith("Config group override"):  # which one, Hydra does not say
+        typed = next((word for word in sys.argv[1:] if re.fullmatch(r"[\w/@]+=(null|true|false|[\d.]+)?", word)), "a group")
+        return f"{typed} names no option; '- override /GROUP: null' in the defaults of a config drops a group"
     if text.startswith("Ambiguous value"):
         return _one_line(text)
     missing_key = re.search(r"Could not override '([^']+)'", text)
