@@ -42,7 +42,8 @@ def exit_code(program: Callable[[], Any]) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
     except KeyboardInterrupt as stop:
-        return _say(None, *(sentence(stop.__cause__) if stop.__cause__ else ("stopped by SIGINT", 130)))
+        cause = stop.__cause__
+        return _say(cause, *(sentence(cause) if cause else ("stopped by SIGINT", 130)))
     except BrokenPipeError:  # `train.py --help | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -51,7 +52,7 @@ def exit_code(program: Callable[[], Any]) -> int:
     return 0
 
 
-def _say(error: Exception | None, text: str, code: int) -> int:
+def _say(error: BaseException | None, text: str, code: int) -> int:
     if error is not None and "traceback=true" in sys.argv[1:]:
         traceback.print_exception(error)
     tell_launcher(text)
@@ -116,6 +117,9 @@ def _compose_error(error: Exception) -> str:
         why = [line.strip() for line in text.splitlines()[1:] if line.strip(" ^") and not line.startswith("See ")]
         quotes = "a value with one of =,:()[]{}^ or a quote in it stands in two pairs of quotes: 'key=\"value\"'"
         return f"{error.override} cannot be read: {'; '.join([*why[:1], quotes])}"
+    if text.startswith("Config group override"):  # which one, Hydra does not say
+        typed = next((word for word in sys.argv[1:] if re.fullmatch(r"[\w/@]+=(null|true|false|[\d.]+)?", word)), "a group")
+        return f"{typed} names no option; '- override /GROUP: null' in the defaults of a config drops a group"
     if text.startswith("Ambiguous value"):
         return _one_line(text)
     missing_key = re.search(r"Could not override '([^']+)'", text)

@@ -57,14 +57,12 @@ def run_job(composed: DictConfig) -> float | None:
         result = run_training(config, folder, command())
         log.info("%s", summary_line(result, folder))
         return float("nan") if result["val_loss"] is None else result["val_loss"]
-    except ConfigError:
-        if (made := hydra_folder()) is not None:
+    except Exception as error:
+        if isinstance(error, ConfigError) and (made := hydra_folder()) is not None:
             with suppress(OSError):
                 made.rmdir()  # if nothing is in it
-        raise
-    except Exception as error:
-        if isinstance(getattr(error, "number", None), int):  # a signal; after an Exception Hydra goes on with the next job
-            raise KeyboardInterrupt from error
+        if isinstance(getattr(error, "number", None), int) or FOLDER in os.environ:
+            raise KeyboardInterrupt from error  # else Hydra goes on with the next job, and each process repeats its words
         raise
 
 

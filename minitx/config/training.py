@@ -244,6 +244,8 @@ class TrainerConfig:
             self.world_size % self.tensor_parallel == 0,
             f"tensor_parallel={self.tensor_parallel} must divide devices={self.devices} x num_nodes={self.num_nodes}",
         )
+        for name, node in {"profiler": self.profiler, **{f"plugins[{i}]": node for i, node in enumerate(self.plugins)}}.items():
+            require(not isinstance(node, Mapping) or is_part(node), f"{name}={node} has no _target_, which names a class")
         for name in sorted(OWNED & set(self.extra)):
             raise ConfigError(
                 f"extra.{name}={self.extra[name]} is decided by the run or by a key of trainer, and not given here"

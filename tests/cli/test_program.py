@@ -111,6 +111,10 @@ def test_the_stored_command_names_the_users_own_configs(cli, place, words):
     assert first["seed"] == 7
 
 
+def test_a_group_without_an_option_is_named(refused):
+    refused("trainer=null", "seed=3", "trainer=null", "model.scale=null")
+
+
 def test_a_run_continues_with_ckpt_path_last(cli, place):
     assert cli(*TINY, "output_dir=run", "trainer.max_steps=2").code == 0
     assert cli(*TINY, "output_dir=run", "trainer.max_steps=4", "ckpt_path=last").code == 0
