@@ -40,6 +40,7 @@ SMALL = {
     r"^train .*callbacks=probe": "callbacks.probe.every=1 callbacks.probe.batch_size=4",
     r"^train .*weights_every=": "callbacks.probe.weights_every=1",
     r"^train .*data=chat": "data.context_len=64",
+    r"^train .*data.streaming=true": "data.val_rows=8",
     r"^train .*context_len=|^train .*data=(text|hf)": "data.context_len=16",
     r"^evaluate": "num_rows=2 num_beams=1 device=cpu",
     r"^generate": "max_new_tokens=3 device=cpu",
@@ -375,13 +376,15 @@ def test_the_python_of_a_page_runs_in_order_and_prints_what_stands_below_it(page
 
 
 @pytest.mark.slow
-def test_the_readmes_experiment_of_ones_own_trains(place: Path) -> None:
+def test_the_readmes_experiment_of_ones_own_trains(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (block,) = blocks("README.md", "yaml")
     (place / "conf/experiment").mkdir(parents=True)
     (place / "conf/experiment/mine.yaml").write_text(block.text, encoding="utf-8")
     shutil.copy(ROOT / "examples/own_project/own.py", place / "mine.py")
-    call("train", ["--config-dir=conf", "experiment=mine", "trainer.max_steps=2", "trainer.accelerator=cpu", "output_dir=own_project"])
-    assert (place / "own_project/checkpoints/last.ckpt").exists()
+    words = ["--config-dir=conf", "experiment=mine", "trainer.max_steps=2", "trainer.accelerator=cpu", "output_dir=own"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    assert train.main() == 0
+    assert (place / "own/checkpoints/last.ckpt").exists()
 
 
 def test_what_was_printed_is_compared_line_by_line():
