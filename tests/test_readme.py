@@ -11,7 +11,7 @@ ENGLISH, CHINESE = ((ROOT / name).read_text(encoding="utf-8") for name in ("READ
 
 def code(text):
     """The lines of code of all blocks, without comments."""
-    blocks = re.findall(r"```(?:bash|python)\n(.*?)```", text, re.DOTALL)
+    blocks = re.findall(r"```(?:bash|python|yaml)\n(.*?)```", text, re.DOTALL)
     return [[line.split("  #")[0].rstrip() for line in block.splitlines()] for block in blocks]
 
 

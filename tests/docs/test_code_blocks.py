@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import shutil
 import sys
@@ -30,7 +31,7 @@ SMALL = {
     r"^train(?!.*(--help|--cfg|ablation|one_step))": "trainer.max_steps=2 schedule.warmup_steps=1 trainer.val_every=0 trainer.val_batches=1 "
     "trainer.val_batch_size=4 trainer.accelerator=cpu trainer.threads=1 data.batch_size=4 evaluation.num_rows=2 evaluation.num_beams=1 "
     "callbacks.progress=false",
-    r"^train(?!.*(--help|--cfg|ablation|finetune|pretrained))": "model.num_layers=1 model.embed_dim=16 model.num_heads=2",
+    r"^train(?!.*(--help|--cfg|ablation|init_from|own_project))": "model.num_layers=1 model.embed_dim=16 model.num_heads=2",
     r"^train .*experiment=translate_dates": "data.train_size=97 data.val_size=8 data.locales=[en,de]",
     r"^train .*experiment=vit_digits": "model.patch_size=4",
     r"^train .*(ckpt_path=last|seed=1)": "trainer.max_steps=3",
@@ -38,6 +39,8 @@ SMALL = {
     r"^train .*data=(hf|pairs)": "data.bpe_vocab_size=300",
     r"^train .*callbacks=probe": "callbacks.probe.every=1 callbacks.probe.batch_size=4",
     r"^train .*weights_every=": "callbacks.probe.weights_every=1",
+    r"^train .*data=chat": "data.context_len=64",
+    r"^train .*data.streaming=true": "data.val_rows=8",
     r"^train .*context_len=|^train .*data=(text|hf)": "data.context_len=16",
     r"^evaluate": "num_rows=2 num_beams=1 device=cpu",
     r"^generate": "max_new_tokens=3 device=cpu",
@@ -62,6 +65,7 @@ ELSEWHERE = {
 """Pages whose Python is run, or compared with the file that it is from, by tests of their own."""
 
 TEXT = "In the beginning was the Word, and the Word was with God, and the Word was God.\n"
+ANSWER = {"role": "assistant", "content": "yes"}
 STORIES = [f'{{"text": "story {n} of the cat and the hat"}}' for n in range(40)]
 TREES = "1\tthe\t_\t_\t_\t_\t2\tdet\t_\t_\n2\tword\t_\t_\t_\t_\t3\tnsubj\t_\t_\n3\twas\t_\t_\t_\t_\t0\troot\t_\t_\n\n"
 
@@ -85,8 +89,6 @@ def their_gpt2(folder: Path) -> None:
 
 
 def their_llama(folder: Path) -> None:
-    import json
-
     shape = {
         "embed_dim": 12,
         "num_heads": 3,
@@ -136,6 +138,8 @@ def lines(*texts: str) -> Callable[[Path], object]:
 PRESUMED: dict[str, Callable[[Path], object] | str] = {
     "my.txt": lines(TEXT * 40),
     "stories.jsonl": lines(*STORIES),
+    "reviews.csv": lines("review,stars", *(f"words of review {n},{n % 3}" for n in range(40))),
+    "chats.jsonl": lines(*(json.dumps({"messages": [{"role": "user", "content": f"{n}?"}, ANSWER]}) for n in range(40))),
     "pairs.tsv": lines(*(f"das ist {n}\tthis is {n}" for n in range(40))),
     "train.de": lines(*(f"das ist {n}" for n in range(40))),
     "train.en": lines(*(f"this is {n}" for n in range(40))),
@@ -161,11 +165,12 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
     "conf": yaml_of("docs/configuring.md", "experiment/mine.yaml"),
     "mine": yaml_of("docs/getting_started.md", "ablation/heads.yaml"),
     "examples/custom_scale": lambda path: shutil.copytree(ROOT / "examples" / "custom_scale", path),
+    "examples/own_project": lambda path: shutil.copytree(ROOT / "examples" / "own_project", path),
     "my_module.py": lines("from minitx.nn import scaled_dot_product_attention as my_attention"),
 }
 """What a page speaks of as there: how it is made, or the overrides of a short run, or where on this shelf it is copied from."""
 
-NAMING = r"(?:^|^(?:--config-dir|ckpt_path|compare|output_dir|structure|model\.pretrained|data\.\w*path)=\"?|,)"
+NAMING = r"(?:^|^(?:--config-dir|ckpt_path|compare|output_dir|structure|init_from\.path|data\.tokenizer|data\.\w*path)=\"?|,)"
 """What stands before a path in an argument."""
 
 SLOW = (
@@ -368,6 +373,18 @@ def test_the_python_of_a_page_runs_in_order_and_prints_what_stands_below_it(page
             and read(page).split(block.text + "```\n", 1)[1].startswith("\n```text\n")
         ):
             assert matches(printed.getvalue(), after.text), f"{block.name} printed:\n{printed.getvalue()}"
+
+
+@pytest.mark.slow
+def test_the_readmes_experiment_of_ones_own_trains(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = blocks("README.md", "yaml")
+    (place / "conf/experiment").mkdir(parents=True)
+    (place / "conf/experiment/mine.yaml").write_text(block.text, encoding="utf-8")
+    shutil.copy(ROOT / "examples/own_project/own.py", place / "mine.py")
+    words = ["--config-dir=conf", "experiment=mine", "trainer.max_steps=2", "trainer.accelerator=cpu", "output_dir=own"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    assert train.main() == 0
+    assert (place / "own/checkpoints/last.ckpt").exists()
 
 
 def test_what_was_printed_is_compared_line_by_line():

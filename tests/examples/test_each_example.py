@@ -4,7 +4,6 @@ import inspect
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -215,24 +214,6 @@ def test_the_ablation_of_the_scale_runs_from_a_folder_of_ones_own(python, tmp_pa
     assert "power" in (tmp_path / "out" / "summary.md").read_text(encoding="utf-8")
 
 
-# a task
-
-
-def test_the_new_task_is_learned_where_a_guess_is_right_half_of_the_time(ran):
-    found = dict(ran("new_task")[0])
-    assert found["low"] > 0.9
-    assert abs(found["guess"] - 0.5) < 0.06
-
-
-def test_half_of_the_words_are_palindromes_and_the_others_hold_the_same_pairs(example):
-    new_task = example("new_task")
-    words, labels = map(np.array, new_task.make_words(new_task.PalindromeConfig(), 500, seed=3))
-    mirrored = (words == words[:, ::-1]).all(1)
-    assert (mirrored == (labels == 1)).all()
-    assert 0.4 < labels.mean() < 0.6
-    assert all((sorted(word[:3]) == sorted(word[3:])) for word in words.tolist())
-
-
 # the page
 
 
@@ -247,7 +228,7 @@ def test_every_example_is_on_the_page_with_its_command():
     assert "--config-dir=examples/custom_scale" in page
 
 
-@pytest.mark.parametrize("name", ["plain_torch", "swap_gpt2", "swap_vit", "custom_mask", "custom_backend", "new_task"])
+@pytest.mark.parametrize("name", ["plain_torch", "swap_gpt2", "swap_vit", "custom_mask", "custom_backend"])
 def test_the_page_shows_what_an_example_prints(name, ran):
     """But for the digits of what is measured."""
 
@@ -258,7 +239,7 @@ def test_the_page_shows_what_an_example_prints(name, ran):
     assert plain(ran(name)[1]) == plain(shown)
 
 
-@pytest.mark.parametrize("name", ["plain_torch", "swap_gpt2", "swap_vit", "custom_mask", "custom_backend", "new_task"])
+@pytest.mark.parametrize("name", ["plain_torch", "swap_gpt2", "swap_vit", "custom_mask", "custom_backend"])
 def test_an_example_is_short(name):
     text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
     assert 30 <= len(text.splitlines()) <= 130
