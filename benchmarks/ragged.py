@@ -41,11 +41,12 @@ class Rows(Split):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def count(self, items: np.ndarray, draw: Draw) -> int:
+    def count(self, items: np.ndarray) -> int:
         return int(self.lengths[items].sum())
 
     def collate(self, items: np.ndarray, draw: Draw) -> Batch:
-        ids, key_mask = padded([self.rows[i] for i in items], 0)
+        ids = torch.from_numpy(padded([self.rows[i] for i in items], 0))
+        key_mask = torch.arange(ids.shape[1]) < torch.from_numpy(self.lengths[items])[:, None]
         return {"input_ids": ids, "key_mask": key_mask, "labels": ids.masked_fill(~key_mask, -100)}
 
 

@@ -77,9 +77,7 @@ class TrainSource(Source):
         whole = self.items(step, range(self.batch_size))
         batch = self.split.collate(whole[rows.start : rows.stop], self._draw(step, rows.start))
         if self._counted[0] != step:
-            alone = len(rows) == self.batch_size
-            count = count_targets(batch["labels"]) if alone else self.split.count(whole, self._draw(step, 0))
-            self._counted = step, count
+            self._counted = step, count(self.split, whole, self._draw(step, 0), batch if len(rows) == len(whole) else None)
         return {**batch, "num_targets": torch.tensor(self._counted[1])}
 
     def items(self, step: int, rows: range) -> np.ndarray:
@@ -150,13 +148,20 @@ class ValSource(Source):
         elif not wanted:
             batch["labels"].fill_(IGNORED)
         if wanted != range(first, last):
-            batch["num_targets"] = torch.tensor(self.split.count(np.arange(first, last), self._draw(first)))
+            batch["num_targets"] = torch.tensor(count(self.split, np.arange(first, last), self._draw(first)))
         return batch
 
     def rows(self, rows: range) -> Batch:
         """Rows by their number in [0, ``num_rows``); ``num_targets`` counts the labels of these rows."""
-        batch = self.split.collate(np.arange(rows.start, rows.stop), self._draw(rows.start))
-        return {**batch, "num_targets": torch.tensor(count_targets(batch["labels"]))}
+        items = np.arange(rows.start, rows.stop)
+        batch = self.split.collate(items, self._draw(rows.start))
+        return {**batch, "num_targets": torch.tensor(count(self.split, items, self._draw(rows.start), batch))}
 
     def _draw(self, start: int) -> Draw:
         return lambda row: generator(VALIDATION_SEED, "draw", start + row)
+
+
+def count(split: Split, items: np.ndarray, draw: Draw, batch: Batch | None = None) -> int:
+    """The labels that count in these items, of which ``batch`` is made where it is given."""
+    known = split.count(items)
+    return count_targets((batch or split.collate(items, draw))["labels"]) if known is None else known

@@ -98,9 +98,9 @@ class Split(ABC):
         """The items of a training epoch in their order, (N,) int64, drawn from ``random`` alone."""
         return random.permutation(len(self))
 
-    @abstractmethod
-    def count(self, items: np.ndarray, draw: Draw) -> int:
-        """The labels that count in these items."""
+    def count(self, items: np.ndarray) -> int | None:
+        """The labels that count in these items; ``None`` where the items must be read to know."""
+        return None
 
     @abstractmethod
     def collate(self, items: np.ndarray, draw: Draw) -> Batch:
@@ -124,43 +124,50 @@ class Rows(Split):
         rows = (self._read(np.array([i]), lambda _: generator(0))[0] for i in range(len(self)))
         return np.array([sum(len(row[key]) for key in self.task.key_masks if key in row) for row in rows])
 
-    def count(self, items: np.ndarray, draw: Draw) -> int:
+    def count(self, items: np.ndarray) -> int | None:
         """See ``Split``."""
-        if hasattr(self.rows, "num_targets"):
-            return sum(int(self.rows.num_targets(int(i))) for i in items)
-        return sum(count_targets(self._array("labels", row)[None]) for row in self._read(items, draw))
+        known = hasattr(self.rows, "num_targets")
+        return sum(int(self.rows.num_targets(int(i))) for i in items) if known else None
 
     def collate(self, items: np.ndarray, draw: Draw) -> Batch:
         """See ``Split``."""
-        rows, batch = self._read(items, draw), {}
-        for key in rows[0]:
-            values, mask = [self._array(key, row) for row in rows], self.task.key_masks.get(key)
-            if values[0].ndim == 1:
-                batch[key], real = padded(values, self.task.pad.get(key, IGNORED if key == "labels" else 0))
-                if mask and mask not in rows[0]:
-                    batch[mask] = real
-            elif len({value.shape for value in values}) > 1:
-                raise ConfigError(f"{self.task.name}: {key} has different shapes in one batch: {values[0].shape} and others")
-            else:
-                batch[key] = torch.from_numpy(np.stack(values))
+        rows = self._read(items, draw)
+        batch = {key: self._tensor(key, [row.get(key) for row in rows]) for key in rows[0]}
+        for key, mask in self.task.key_masks.items():
+            if key in batch and batch[key].dim() == 2 and mask not in rows[0]:
+                lengths = torch.tensor([len(row[key]) for row in rows])
+                batch[mask] = torch.arange(batch[key].shape[1]) < lengths[:, None]
+        if "labels" not in batch:
+            raise ConfigError(f"{self.task.name}: rows must have labels, got {', '.join(map(str, batch))}")
         return batch
+
+    def _tensor(self, key: str, values: list[Any]) -> Tensor:
+        """The values of a key, one for each row: whole numbers as int64, Python's floats as float32."""
+        first = values[0]
+        try:
+            if np.ndim(first) == 1:
+                fill = self.task.pad.get(key, IGNORED if key == "labels" else 0)
+                array = padded([np.asarray(value) for value in values], fill)
+            else:
+                array = np.array(values) if np.ndim(first) == 0 else np.stack([np.asarray(value) for value in values])
+        except (TypeError, ValueError):
+            array = np.array(None)
+        if array.dtype.kind not in "biuf":
+            raise ConfigError(
+                f"{self.task.name}: {key} must be tensors, numbers or lists of numbers, of one shape in every row but for the length "
+                f"of lists, got {first!r:.60}"
+            )
+        if array.dtype.kind in "iu" and array.ndim < 3:
+            return torch.from_numpy(array.astype(np.int64, copy=False))
+        return torch.from_numpy(
+            array.astype(np.float32) if isinstance(first, float | list) and array.dtype.kind == "f" else array
+        )
 
     def _read(self, items: np.ndarray, draw: Draw) -> list[Mapping[str, Any]]:
         if hasattr(self.rows, "row"):
             return [self.rows.row(int(i), draw(place)) for place, i in enumerate(items)]
         at_once = getattr(self.rows, "__getitems__", None)  # torch's name for it, which ``datasets`` has, too
         return at_once(items.tolist()) if at_once else [self.rows[int(i)] for i in items]
-
-    def _array(self, key: str, row: Mapping[str, Any]) -> np.ndarray:
-        """A value of a row: whole numbers as int64, Python's floats as float32."""
-        value = row.get(key)
-        array = np.asarray(value)
-        if array.dtype.kind not in "biuf" or "labels" not in row:
-            said = f"{self.task.name}: rows must be dicts of tensors, numbers or lists of numbers, with labels among them"
-            raise ConfigError(f"{said}; {key} is {type(value).__name__} in a row of {', '.join(map(str, row))}")
-        if array.dtype.kind in "iu" and array.ndim < 2:
-            return array.astype(np.int64)
-        return array if isinstance(value, np.ndarray | Tensor) or array.dtype.kind != "f" else array.astype(np.float32)
 
 
 def as_split(task: Task, which: str) -> Split:
@@ -175,25 +182,21 @@ def as_split(task: Task, which: str) -> Split:
     return data if isinstance(data, Split) else Rows(data, task)
 
 
-def count_targets(labels: Tensor | np.ndarray) -> int:
+def count_targets(labels: Tensor) -> int:
     """Labels that count: whole numbers that are not −100; of other labels, rows."""
-    labels = torch.as_tensor(labels)
     return len(labels) if labels.is_floating_point() else int((labels != IGNORED).sum())
 
 
-def padded(rows: Sequence[np.ndarray], fill: float) -> tuple[Tensor, Tensor]:
-    """1-D rows as long as the longest: values (B, L), ``fill`` behind the end, and bool (B, L), True where real.
+def padded(rows: Sequence[np.ndarray], fill: float) -> np.ndarray:
+    """1-D rows as long as the longest, (B, L), with ``fill`` behind the end.
 
-    >>> values, real = padded([np.array([5, 6, 7]), np.array([8])], fill=0)
-    >>> values.tolist(), real.tolist()
-    ([[5, 6, 7], [8, 0, 0]], [[True, True, True], [True, False, False]])
+    >>> padded([np.array([5, 6, 7]), np.array([8])], fill=0).tolist()
+    [[5, 6, 7], [8, 0, 0]]
     """
-    lengths = np.array([len(row) for row in rows])
-    real = np.arange(max(1, lengths.max(initial=0))) < lengths[:, None]  # (B, L)
-    together = np.concatenate(rows)
-    values = np.full(real.shape, fill, together.dtype)
-    values[real] = together
-    return torch.from_numpy(values), torch.from_numpy(real)
+    lengths, together = np.array([len(row) for row in rows]), np.concatenate(rows)
+    values = np.full((len(rows), max(1, lengths.max())), fill, together.dtype)
+    values[np.arange(values.shape[1]) < lengths[:, None]] = together
+    return values
 
 
 class Ragged:

@@ -35,7 +35,7 @@ class TrainingWindows(Split):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_windows": None}  # a pickled view would hold the tokens themselves
 
-    def count(self, items: np.ndarray, draw: Draw) -> int:
+    def count(self, items: np.ndarray) -> int:
         """See ``Split``; no label is ignored."""
         return len(items) * self.context_len
 
@@ -65,7 +65,7 @@ class ValidationWindows(Split):
     def __len__(self) -> int:
         return -(-(len(self.tokens) - 1) // self.context_len)
 
-    def count(self, items: np.ndarray, draw: Draw) -> int:
+    def count(self, items: np.ndarray) -> int:
         """See ``Split``."""
         last = len(self.tokens) - 1
         return int(np.minimum(self.context_len, last - items * self.context_len).sum())

@@ -119,7 +119,7 @@ def test_conversations_become_a_task(path, packing):
         rows = np.arange(len(split))
         batch = split.collate(rows, None)
         counted = batch["labels"] != -100
-        assert split.count(rows, None) == counted.sum()
+        assert split.count(rows) == counted.sum()
         follows = batch["input_ids"][:, 1:][counted[:, :-1]]
         assert (follows == batch["labels"][:, :-1][counted[:, :-1]]).all(), "a label is the next token"
         assert ("document_ids" in batch) == packing

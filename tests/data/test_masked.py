@@ -9,7 +9,6 @@ from minitx.data.addressing import Address, generator
 from minitx.data.baselines import unigram_nll
 from minitx.data.masked import MaskedRows, load_masked
 from minitx.data.sources import TrainSource, ValSource
-from minitx.data.task import Task, as_split
 from minitx.data.tokenizers import train_tokenizer
 from minitx.data.tokens import TokenArray
 
@@ -21,8 +20,7 @@ def examples(tmp_path):
     ids = np.random.default_rng(0).integers(VOCAB, size=LENGTH * 200 + 2).astype("<u2")
     (tmp_path / "ids.bin").write_bytes(ids.tobytes())
     tokens = TokenArray(tmp_path / "ids.bin", "<u2", 0, len(ids))
-    rows = MaskedRows(tokens, context_len=LENGTH, mask_fraction=0.15, mask_id=VOCAB, replacements=np.arange(VOCAB))
-    return as_split(Task(name="mine", train=rows, val=rows, pad={"input_ids": VOCAB + 1}), "train")
+    return MaskedRows(tokens, LENGTH, 0.15, VOCAB, VOCAB + 1, np.arange(VOCAB))
 
 
 def whole(examples, seed=0):
@@ -32,12 +30,12 @@ def whole(examples, seed=0):
 def test_a_fixed_share_of_every_row_is_asked_for(examples):
     counts = (whole(examples)["labels"] != -100).sum(dim=1)
     assert counts.tolist() == [8] * 200 + [1]  # round(0.15 * 53), and one of the last two tokens
-    assert counts.tolist() == [examples.rows.num_targets(row) for row in range(201)]
+    assert counts.tolist() == [examples.count(np.array([row])) for row in range(201)]
 
 
 def test_labels_are_the_hidden_tokens_and_the_rest_is_shown(examples):
     batch, true = whole(examples), torch.full((201, LENGTH), VOCAB + 1)
-    true.view(-1)[: LENGTH * 200 + 2] = torch.from_numpy(examples.rows.tokens.array.astype(np.int64))
+    true.view(-1)[: LENGTH * 200 + 2] = torch.from_numpy(examples.text.values.array.astype(np.int64))
     asked = batch["labels"] != -100
     assert torch.equal(batch["labels"][asked], true[asked])
     assert torch.equal(batch["input_ids"][~asked], true[~asked])
@@ -77,11 +75,11 @@ def test_masked_text_becomes_a_task(write_text, cache):
     ids = task.tokenizer.mark_ids
     assert set(ids) == {"pad", "mask"}
     assert task.model_fields == {"vocab_size": task.tokenizer.vocab_size, "pad_id": ids["pad"]}
-    stream = ValSource(as_split(task, "val"), batch_size=3)
+    stream = ValSource(task.val, batch_size=3)
     text = stream.rows(range(len(task.val)))
     true = torch.where(text["labels"] == -100, text["input_ids"], text["labels"])[text["key_mask"]]
     assert task.tokenizer.decode(true) == ("the raven never flitting " * 41)[int(41 * 25 * 0.9) :]
-    nll = unigram_nll(task.train.tokens.array, task.val.tokens.array, task.tokenizer.vocab_size)
+    nll = unigram_nll(task.train.text.values.array, task.val.text.values.array, task.tokenizer.vocab_size)
     assert task.baselines() == {"unigram_perplexity": pytest.approx(np.exp(nll))}
     assert 5 < np.exp(nll) < 15
 

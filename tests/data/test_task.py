@@ -63,7 +63,7 @@ def masked(tmp_path):
     ids = np.random.default_rng(4).integers(5, 97, size=COUNT * 11 - 4).astype("<u2")
     (tmp_path / "ids.bin").write_bytes(ids.tobytes())
     tokens = TokenArray(tmp_path / "ids.bin", "<u2", 0, len(ids))
-    return split_of(MaskedRows(tokens, context_len=11, mask_fraction=0.15, mask_id=4, replacements=np.arange(5, 97)))
+    return MaskedRows(tokens, 11, 0.15, 4, 0, np.arange(5, 97))
 
 
 def table(tmp_path):
