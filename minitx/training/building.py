@@ -50,7 +50,9 @@ def open_data(
     if tokenizer is None and config.init_from.path is not None:
         tokenizer = load_start(config.init_from.path)[2]
         if tokenizer is None and getattr(config.data, "tokenizer", None) in ("char", "bpe"):
-            raise ConfigError(f"init_from.path={config.init_from.path} has no tokenizer: name the one of its weights in data.tokenizer")
+            raise ConfigError(
+                f"init_from.path={config.init_from.path} has no tokenizer: name the one of its weights in data.tokenizer"
+            )
     options: dict[str, Any] = {"batch_size": DEFAULT_BATCH_SIZE, "num_workers": 0}
     if data is None and not isinstance(config.data, Mapping):
         data = load_task(config.data, tokenizer)

@@ -22,7 +22,12 @@ _LISTENING = (
 
 
 def start(
-    arguments: Sequence[str], folder: Path, *, program: str = "train", by: Sequence[str] = ("-c", _LISTENING), **environment: str
+    arguments: Sequence[str],
+    folder: Path,
+    *,
+    program: str = "train",
+    by: Sequence[str] = ("-c", _LISTENING),
+    **environment: str,
 ) -> subprocess.Popen[str]:
     """``scripts/PROGRAM.py ARGUMENTS`` in ``folder``, in a session of its own; ``by`` stands between Python and the script."""
     clean = {name: value for name, value in os.environ.items() if name not in OF_LAUNCHERS}

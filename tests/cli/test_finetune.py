@@ -33,7 +33,9 @@ def theirs(place):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"], show_progress=False
+    )
     tokenizer.train_from_iterator([TEXT], trainer)
     torch.manual_seed(2)
     save_hf(DecoderLM(TransformerConfig(vocab_size=tokenizer.get_vocab_size(), **GPT2)), place / "theirs")
@@ -113,7 +115,13 @@ def test_a_fold_of_the_initial_weights_is_ignored_and_the_log_says_so(cli, last,
 
 def test_a_checkpoint_of_a_model_of_ones_own_is_one_to_start_from(cli, place, monkeypatch):
     shutil.copytree(ROOT / "examples" / "own_project", place, dirs_exist_ok=True)
-    words = "--config-dir=conf", "experiment=sorted_task", "trainer.max_steps=3", "trainer.accelerator=cpu", "callbacks.progress=false"
+    words = (
+        "--config-dir=conf",
+        "experiment=sorted_task",
+        "trainer.max_steps=3",
+        "trainer.accelerator=cpu",
+        "callbacks.progress=false",
+    )
     assert cli(*words, "output_dir=first").code == 0
     assert cli(*words, "output_dir=run", "init_from.path=first/checkpoints/last.ckpt", "optimizer.lr=1e-30").code == 0
     old, new = read_checkpoint("first/checkpoints/last.ckpt"), read_checkpoint(LAST)

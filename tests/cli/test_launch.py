@@ -52,7 +52,9 @@ def test_what_torchrun_or_srun_started_is_not_started_again(place_of):
     place_of(SLURM_NTASKS="2", SLURM_PROCID="1")
     assert (launch.started_from_outside(), launch.rank()) == (2, 1)
     assert not launch.needs_launch(TrainerConfig(devices=2))
-    place_of(SLURM_NTASKS="2", SLURM_PROCID="1", SLURM_JOB_NAME="interactive")  # a shell on a node, in which srun starts nothing
+    place_of(
+        SLURM_NTASKS="2", SLURM_PROCID="1", SLURM_JOB_NAME="interactive"
+    )  # a shell on a node, in which srun starts nothing
     assert launch.needs_launch(TrainerConfig(devices=2))
     place_of(TORCHELASTIC_RUN_ID="x", WORLD_SIZE="4", RANK="3")
     assert (launch.started_from_outside(), launch.rank()) == (4, 3)
@@ -183,7 +185,11 @@ def test_32_rows_at_once_are_32_micro_batches_are_two_processes_of_16(tmp_path, 
     kept = [word for word in TINY if not word.startswith(("data", "trainer=", "trainer.val_batches", "trainer.log_every"))]
     words = [*KINDS[kind], *kept, "data.batch_size=32", "trainer.max_steps=3", "trainer.log_every=1"]
     found = {}
-    for name, split in {"one": ["trainer=cpu"], "micro": ["trainer=cpu", "trainer.accumulate=32"], "ranks": ["trainer=ddp_cpu"]}.items():
+    for name, split in {
+        "one": ["trainer=cpu"],
+        "micro": ["trainer=cpu", "trainer.accumulate=32"],
+        "ranks": ["trainer=ddp_cpu"],
+    }.items():
         code, out, err = run([*words, *split, f"output_dir={name}"], tmp_path)
         assert code == 0, (out, err)
         found[name] = read_metrics(tmp_path / name / "metrics.csv")
