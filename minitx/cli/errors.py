@@ -16,6 +16,7 @@ from typing import Any
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from minitx.cli.compose import GROUPS
 from minitx.cli.launch import FOLDER, RankFailedError, tell_launcher
 from minitx.config import ConfigError, RunConfig, unknown_key
 
@@ -94,7 +95,7 @@ def sentence(error: BaseException) -> tuple[str, int]:
     if kind in ("NonFiniteError", "CheckpointError", "WorkerError", "CellsFailedError"):
         return _one_line(str(error)), 3
     if _raised_in(error).startswith(("hydra.", "omegaconf.")) and not isinstance(error, RecursionError):
-        return _one_line(str(error)), 2
+        return _compose_error(error), 2
     if isinstance(error, RecursionError) and (key := re.search(r"full_key: ([a-z_.]+)", str(error))):
         return f"{key[1]} refers to itself", 2
     if type(error).__module__.startswith("yaml."):
@@ -108,7 +109,7 @@ def _raised_in(error: BaseException) -> str:
     return str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
 
 
-def _compose_error(error: Exception) -> str:
+def _compose_error(error: BaseException) -> str:
     """Hydra's and OmegaConf's messages, shortened to what was typed and what is allowed."""
     text = str(error)
     if isinstance(error, OverrideParseException):
@@ -118,8 +119,9 @@ def _compose_error(error: Exception) -> str:
         quotes = "a value with one of =,:()[]{}^ or a quote in it stands in two pairs of quotes: 'key=\"value\"'"
         return f"{error.override} cannot be read: {'; '.join([*why[:1], quotes])}"
     if text.startswith("Config group override"):  # which one, Hydra does not say
-        typed = next((word for word in sys.argv[1:] if re.fullmatch(r"[\w/@]+=(null|true|false|[\d.]+)?", word)), "a group")
-        return f"{typed} names no option; '- override /GROUP: null' in the defaults of a config drops a group"
+        groups = "|".join((*GROUPS, "logger", "callbacks", "experiment", "ablation", "debug"))
+        typed = [word for word in sys.argv[1:] if re.fullmatch(rf"({groups})=(null|true|false|[\d.]*|{{.*}})", word)]
+        return f"{' '.join(typed)} names no option; ~GROUP drops a group, as '- override /GROUP: null' does in the defaults of a config"
     if text.startswith("Ambiguous value"):
         return _one_line(text)
     missing_key = re.search(r"Could not override '([^']+)'", text)

@@ -15,19 +15,15 @@ OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLUR
 """Names in the environment by which torchrun and srun tell a process its place."""
 
 # a shell starts what runs in its background deaf to SIGINT, and children inherit that
-_LISTENING = (
+LISTENING = (
+    "-c",
     "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')",
 )
 
 
 def start(
-    arguments: Sequence[str],
-    folder: Path,
-    *,
-    program: str = "train",
-    by: Sequence[str] = ("-c", _LISTENING),
-    **environment: str,
+    arguments: Sequence[str], folder: Path, *, program: str = "train", by: Sequence[str] = LISTENING, **environment: str
 ) -> subprocess.Popen[str]:
     """``scripts/PROGRAM.py ARGUMENTS`` in ``folder``, in a session of its own; ``by`` stands between Python and the script."""
     clean = {name: value for name, value in os.environ.items() if name not in OF_LAUNCHERS}

@@ -116,11 +116,3 @@ def test_a_mistake_is_one_sentence(refused, last, runs, place, typed, part):
     (place / "attention" / "step_00000001.safetensors").write_text("?", encoding="utf-8")
     names = {"runs": runs, "here": place, **{name: last(name) for name in ("text", "lookup")}}
     refused(part, *typed.format(**names).split(), program="atlas")
-
-
-def test_where_files_cannot_be_written_the_table_is_shown_and_one_sentence(cli, last, place):
-    (place / "atlas.json").mkdir()
-    said = cli(last("text"), f"output={place}", "num_rows=3", program="atlas")
-    assert said.code == 2
-    assert "blocks.0" in said.out
-    assert f"output={place}" in said.err

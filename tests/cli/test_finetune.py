@@ -8,7 +8,6 @@ import shutil
 import pytest
 import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from minitx.config import TransformerConfig
 from minitx.data.tokenizers import train_tokenizer
@@ -29,17 +28,10 @@ LAST = "run/checkpoints/last.ckpt"
 @pytest.fixture
 def theirs(place):
     """A folder in GPT-2's format with a byte-level tokenizer, as the hub has them."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"], show_progress=False
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer = train_tokenizer("bpe", [TEXT], vocab_size=300)
     torch.manual_seed(2)
-    save_hf(DecoderLM(TransformerConfig(vocab_size=tokenizer.get_vocab_size(), **GPT2)), place / "theirs")
-    tokenizer.save(str(place / "theirs" / "tokenizer.json"))
+    save_hf(DecoderLM(TransformerConfig(vocab_size=tokenizer.vocab_size, **GPT2)), place / "theirs")
+    tokenizer.save(place / "theirs" / "tokenizer.json")
     (place / "text.txt").write_text(TEXT, encoding="utf-8")
     return place / "theirs"
 
@@ -96,13 +88,6 @@ def test_another_scale_than_that_of_the_weights_is_refused(refused, last, place,
     assert list(place.iterdir()) == []
 
 
-def test_another_scale_of_the_folder_is_kept_unless_one_is_typed(cli, last):
-    text = last("text").replace("checkpoints/last.ckpt", "").partition("=")[2] + "../text.txt"
-    path = last("unscaled").partition("=")[2]
-    assert cli(*finetune(path, f"data.path={text}")).code == 0
-    assert load_model(LAST)[0].config.scale == "unscaled"
-
-
 def test_a_fold_of_the_initial_weights_is_ignored_and_the_log_says_so(cli, last, caplog):
     caplog.set_level("INFO")
     words = *SHORT, *RUNS["lookup"].split(), last("lookup").replace("ckpt_path", "init_from.path"), "model.init_fold=query"
@@ -115,13 +100,7 @@ def test_a_fold_of_the_initial_weights_is_ignored_and_the_log_says_so(cli, last,
 
 def test_a_checkpoint_of_a_model_of_ones_own_is_one_to_start_from(cli, place, monkeypatch):
     shutil.copytree(ROOT / "examples" / "own_project", place, dirs_exist_ok=True)
-    words = (
-        "--config-dir=conf",
-        "experiment=sorted_task",
-        "trainer.max_steps=3",
-        "trainer.accelerator=cpu",
-        "callbacks.progress=false",
-    )
+    words = "--config-dir=conf", "experiment=sorted_task", "trainer.max_steps=3", "trainer.accelerator=cpu"
     assert cli(*words, "output_dir=first").code == 0
     assert cli(*words, "output_dir=run", "init_from.path=first/checkpoints/last.ckpt", "optimizer.lr=1e-30").code == 0
     old, new = read_checkpoint("first/checkpoints/last.ckpt"), read_checkpoint(LAST)

@@ -39,13 +39,9 @@ def writes(cli):
 
 @pytest.mark.parametrize(("run", "prompt"), [("text", "In the"), ("bytes", "你好"), ("dates", "de: 7.3.1999")])
 def test_a_prompt_is_continued_or_answered_as_the_library_does(writes, last, run, prompt):
-    wanted = written(last(run), prompt, max_new_tokens=11)
-    assert writes(last(run), f"prompt={prompt}", "max_new_tokens=11") == wanted
-
-
-def test_beams_and_the_penalty_of_length_reach_the_library(writes, last):
-    wanted = written(last("text"), "he", max_new_tokens=9, num_beams=3, length_penalty=0.2)
-    assert writes(last("text"), "prompt=he", "max_new_tokens=9", "num_beams=3", "length_penalty=0.2") == wanted
+    for options in ({"max_new_tokens": 11}, {"max_new_tokens": 9, "num_beams": 3, "length_penalty": 0.2}):
+        words = [f"{name}={value}" for name, value in options.items()]
+        assert writes(last(run), f"prompt={prompt}", *words) == written(last(run), prompt, **options)
 
 
 def test_each_line_of_stdin_gets_an_answer_and_no_lines_none(writes, last):

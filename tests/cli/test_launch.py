@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -42,17 +41,15 @@ def losses(folder):
     return [row["train_loss"] for row in read_metrics(folder / "metrics.csv")]
 
 
-def test_one_process_starts_no_other_and_two_devices_do(place_of):
+def test_two_devices_need_two_processes_unless_torchrun_or_srun_started_them(place_of):
     assert not launch.needs_launch(TrainerConfig())
     assert launch.needs_launch(TrainerConfig(devices=2))
-    assert launch.rank() == 0
-
-
-def test_what_torchrun_or_srun_started_is_not_started_again(place_of):
     place_of(SLURM_NTASKS="2", SLURM_PROCID="1")
     assert (launch.started_from_outside(), launch.rank()) == (2, 1)
     assert not launch.needs_launch(TrainerConfig(devices=2))
-    place_of(SLURM_NTASKS="2", SLURM_PROCID="1", SLURM_JOB_NAME="interactive")  # a shell on a node, in which srun starts nothing
+    place_of(
+        SLURM_NTASKS="2", SLURM_PROCID="1", SLURM_JOB_NAME="interactive"
+    )  # a shell on a node, in which srun starts nothing
     assert launch.needs_launch(TrainerConfig(devices=2))
     place_of(TORCHELASTIC_RUN_ID="x", WORLD_SIZE="4", RANK="3")
     assert (launch.started_from_outside(), launch.rank()) == (4, 3)
@@ -63,9 +60,7 @@ def test_another_number_of_processes_than_was_asked_for_is_refused(place_of, dev
     place_of(TORCHELASTIC_RUN_ID="x", WORLD_SIZE="2")
     with pytest.raises(ConfigError, match=rf"trainer\.devices={devices} x trainer\.num_nodes={nodes}"):
         launch.needs_launch(TrainerConfig(devices=devices, num_nodes=nodes))
-
-
-def test_several_machines_need_a_program_that_reaches_them(place_of):
+    place_of()
     with pytest.raises(ConfigError, match=r"trainer\.num_nodes=2"):
         launch.needs_launch(TrainerConfig(num_nodes=2))
 
@@ -100,8 +95,7 @@ def begun(folder, *more):
     return process
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.slow)])
 def test_a_process_that_dies_ends_the_others_with_the_reason(victim, tmp_path):
     process = begun(tmp_path / "run")
     ranks = started_processes(process)
@@ -167,29 +161,3 @@ def test_torchrun_and_srun_share_one_folder(tmp_path):
     assert losses(one.parent) == losses(other.parent)
     for metrics in (one, other):
         assert len(list((metrics.parent / "logs").iterdir())) == 2
-
-
-KINDS = {
-    "padded": ["data=dates", "data.locales=[en,de]", "data.train_size=97", "data.val_size=32", "model=vaswani_small"],
-    "packed": ["data=hf", "data.path=documents.jsonl", "data.tokenizer=char", "data.context_len=48"],
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_32_rows_at_once_are_32_micro_batches_are_two_processes_of_16(tmp_path, kind):
-    lines = [json.dumps({"text": "word " * (1 + 7 * i % 11) + str(i)}) for i in range(211)]
-    (tmp_path / "documents.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    kept = [word for word in TINY if not word.startswith(("data", "trainer=", "trainer.val_batches", "trainer.log_every"))]
-    words = [*KINDS[kind], *kept, "data.batch_size=32", "trainer.max_steps=3", "trainer.log_every=1"]
-    found = {}
-    for name, split in {"one": ["trainer=cpu"], "micro": ["trainer=cpu", "trainer.accumulate=32"], "ranks": ["trainer=ddp_cpu"]}.items():
-        code, out, err = run([*words, *split, f"output_dir={name}"], tmp_path)
-        assert code == 0, (out, err)
-        found[name] = read_metrics(tmp_path / name / "metrics.csv")
-    for name in ("micro", "ranks"):
-        for got, want in zip(found[name], found["one"], strict=True):
-            assert got["tokens"] == want["tokens"]
-            assert got["train_loss"] == pytest.approx(want["train_loss"], rel=1e-5)
-            assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
-        assert found[name][-1]["val_loss"] == pytest.approx(found["one"][-1]["val_loss"], rel=1e-5)

@@ -44,9 +44,8 @@ def bare(runs):
         stored = {"model": to_dict(config), "tokenizer": tokenizer.to_dict()}
         weights = {f"network.{name}": weight for name, weight in build_model(config).state_dict().items()}
         state = torch.load(runs / "text" / "checkpoints" / "last.ckpt", weights_only=True)["minitx"]
-        AtomicCheckpointIO().save_checkpoint(
-            {"state_dict": weights, "global_step": 7, "minitx": {**state, **stored}}, runs / f"{name}.ckpt"
-        )
+        found = {"state_dict": weights, "global_step": 7, "minitx": {**state, **stored}}
+        AtomicCheckpointIO().save_checkpoint(found, runs / f"{name}.ckpt")
         return f"ckpt_path={runs / name}.ckpt"
 
     return make
