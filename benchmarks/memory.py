@@ -73,6 +73,9 @@ class Alone:
     distributed_sampler_kwargs = None
 
 
+ALONE = Alone()  # a module keeps a weak reference to its trainer
+
+
 def ours(peer: Peer, batch: dict[str, Tensor], model: dict[str, Any], objective: dict[str, Any]) -> tuple[int, int, float]:
     """The step of the training module with fields of the configs set."""
     network = DecoderLM(dataclasses.replace(peer.ours.config, **model))
@@ -80,10 +83,10 @@ def ours(peer: Peer, batch: dict[str, Tensor], model: dict[str, Any], objective:
     module = TrainingModule(
         network.train(),
         build_objective(ObjectiveConfig(**objective)),
-        lambda net: build_optimizer(OptimizerConfig(), net),
+        lambda net: build_optimizer(network=net, node=OptimizerConfig()),
         lambda optimizer: None,
     )
-    module._trainer = Alone()  # type: ignore[assignment]
+    module.trainer = ALONE  # type: ignore[assignment]
     return peak_of(network, module.make_optimizer(network), lambda: module.training_step(batch, 0))
 
 
