@@ -83,40 +83,44 @@ def test_defaults_that_depend_on_other_fields():
     assert TransformerConfig(embed_dim=7, num_heads=3, head_dim=5).width_per_head == 5
 
 
-LEARNED = {"position": "learned", "max_len": 63}
+FITS = {
+    "data": {"name": "text", "path": "x", "context_len": 64, "batch_size": 12},
+    "model": {"max_len": 64},
+    "schedule": {"warmup_steps": 5},
+    "trainer": {"max_steps": 5, "accumulate": 3, "devices": 4, "strategy": "sharded", "plugins": [SGD]},
+    "callbacks": {"probe": {"every": 3}, "mine": SGD, "off": None},
+    "logger": {"a": SGD, "b": None},
+}
 
 
 @pytest.mark.parametrize(
-    ("fits", "changed", "key"),
+    ("group", "changed", "key"),
     [
-        (
-            {"schedule": {"warmup_steps": 5}, "trainer": {"max_steps": 5}},
-            {"schedule": {"warmup_steps": 6}},
-            "schedule.warmup_steps=6",
-        ),
-        ({"trainer": {"accumulate": 3, "devices": 4}}, {"trainer": {"accumulate": 5}}, "data.batch_size="),
-        ({"model": {**LEARNED, "position": "rotary"}}, {"model": LEARNED}, "model.max_len=63"),
-        ({"model": {"max_len": 33}}, {"model": {"max_len": 16}, "data": {"name": "kv_lookup"}}, "model.max_len=16"),
-        ({"trainer": {"strategy": "sharded"}}, {"optimizer": {"name": "muon"}}, "optimizer.name=muon"),
-        ({"callbacks": {"probe": {"every": 3}}}, {"callbacks": {"prob": {"every": 3}}}, "callbacks.probe"),
-        ({"logger": {"a": SGD, "b": None}}, {"logger": {"a": {"name": "x"}}}, "logger.a"),
-        ({"trainer": {"plugins": [SGD]}}, {"trainer": {"plugins": [{"a": 1}]}}, r"trainer.plugins\[0\]"),
-        ({"trainer": {"profiler": SGD}}, {"trainer": {"extra": {"max_steps": 3}}}, "trainer.extra.max_steps"),
+        ("schedule", {"warmup_steps": 6}, "schedule.warmup_steps=6"),
+        ("data", {"batch_size": 18}, "data.batch_size=18"),
+        ("model", {"max_len": 63}, "model.max_len=63"),
+        ("optimizer", {"name": "muon"}, "optimizer.name=muon"),
+        ("callbacks", {"prob": {"every": 3}}, "callbacks.prob .*callbacks.probe"),
+        ("callbacks", {"mine": 3}, "callbacks.mine=3"),
+        ("logger", {"a": {"name": "x"}}, "logger.a"),
+        ("trainer", {"plugins": [{"a": 1}]}, r"trainer.plugins\[0\]"),
+        ("trainer", {"extra": {"max_steps": 3}}, "trainer.extra.max_steps"),
     ],
 )
-def test_what_does_not_fit_together_is_named_by_its_key(fits, changed, key):
-    data = {"name": "text", "path": "x", "context_len": 64, "batch_size": 12}
-    model = {"position": "rotary"}
-    from_dict(RunConfig, {"data": data, "model": model, **fits})
+def test_what_does_not_fit_together_is_named_by_its_key(group, changed, key):
+    from_dict(RunConfig, FITS)
     with pytest.raises(ConfigError, match=key):
-        from_dict(RunConfig, {"data": data, "model": model, **fits, **changed})
+        from_dict(RunConfig, {**FITS, group: {**FITS.get(group, {}), **changed}})
 
 
-@pytest.mark.parametrize(
-    ("factor", "value"), [(2, 2.0), ("head_dim^0.5", 4.0), ("head_dim^-1", 1 / 16), (" head_dim^2 ", 256.0)]
-)
-def test_factors(factor, value):
-    assert evaluate_factor(factor, head_dim=16) == value
+def test_positions_that_need_no_table_reach_any_row():
+    for position in ("rotary", "sinusoidal", "none"):
+        RunConfig(model=TransformerConfig(max_len=63, position=position), data=TextDataConfig(context_len=64))
+
+
+def test_a_factor_is_a_number_or_a_power_of_the_heads_width():
+    for factor, value in ((2, 2.0), ("head_dim^0.5", 4.0), ("head_dim^-1", 1 / 16), (" head_dim^2 ", 256.0)):
+        assert evaluate_factor(factor, head_dim=16) == value
 
 
 @pytest.mark.parametrize("factor", ["head_dim", "head_dim^", "2*head_dim", "d_k^2", "__import__('os')", "head_dim^1e3", ""])
