@@ -35,7 +35,8 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     for key in values:
         if key not in fields:
             raise ConfigError(_no_key(f"{path}{key}", str(key), path, fields))
-    converted = {key: _convert(hints[key], value, f"{path}{key}") for key, value in values.items()}
+    paths = {key: path.rstrip(".") if key == rest else f"{path}{key}" for key in values}
+    converted = {key: _convert(hints[key], value, paths[key]) for key, value in values.items()}
     required = [n for n, f in fields.items() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
     missing = [n for n in required if n not in values]
     require(not missing, f"{path}{''.join(missing[:1])} is missing")

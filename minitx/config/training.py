@@ -356,14 +356,14 @@ class CallbacksConfig:
         probe: attention statistics during training.
         samples: text written during training.
         wandb: what Weights & Biases gets.
-        parts: callbacks by name.
+        parts: callbacks by name; null switches one off.
     """
 
     progress: bool = True
     probe: ProbeConfig = ProbeConfig()
     samples: SamplesConfig = SamplesConfig()
     wandb: WandbConfig = WandbConfig()
-    parts: Mapping[str, Part] = field(default_factory=dict, metadata={"rest": True})
+    parts: Mapping[str, Part | None] = field(default_factory=dict, metadata={"rest": True})
 
 
 def check_parts(group: Mapping[str, Any], path: str, known: tuple[str, ...] = ()) -> None:
