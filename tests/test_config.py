@@ -27,7 +27,6 @@ from minitx.config import (
     unknown_key,
 )
 from minitx.config.checks import first_line
-from minitx.config.schema import from_dict, unknown_key
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
 
