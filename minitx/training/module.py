@@ -137,7 +137,7 @@ class TrainingModule(L.LightningModule):
         sums, extras = self.sums(batch)
         whole = batch.get("num_targets")  # of the whole step, over all micro-batches and processes
         own = num_targets(batch["labels"]) if whole is None else whole
-        share = sums["loss"] / own / (accumulate if whole is None else 1)  # this micro-batch's part of the mean loss
+        share = sums["loss"] / (own * accumulate if whole is None else own)  # this micro-batch's part of the mean loss
         others = {name: value.detach() for name, value in sums.items() if name not in ("loss", "nll")}
         if micro:
             self.step_loss = self.step_loss + share.detach()
@@ -145,8 +145,8 @@ class TrainingModule(L.LightningModule):
             self.step_targets = own if whole is not None else self.step_targets + own
         else:
             self.step_loss, self.step_sums, self.step_targets = share.detach(), others, own
-        balance = self.router_loss * extras["router_loss"] if self.router_loss else 0.0
-        return share * (accumulate if whole is None else world * accumulate) + balance
+        loss = share * (accumulate if whole is None else world * accumulate)
+        return loss + self.router_loss * extras["router_loss"] if self.router_loss else loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
