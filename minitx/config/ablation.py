@@ -103,15 +103,23 @@ class PredictionConfig:
 class AblationConfig:
     """A grid of training runs and how it is judged: see ``docs/ablation.md`` and ``minitx.ablation``.
 
-    What every grid shares, and what those keys mean, is ``configs/ablation/parts/run.yaml``.
-
     Attributes:
         name: of the grid's folder, ``runs/<experiment>/<name>/``.
         question: the title of the report.
+        confirmatory: whether the grid was planned to confirm; the report says so.
         arms: names for lists of overrides.
         studies: by name.
+        only: studies to run; empty: all. The cells are those of the whole grid, so a grid can be run in parts.
         comparisons: what is judged.
         predictions: by name, written before the runs.
+        margin: the smallest difference that counts as harm (accuracy; share of the rate grid; nats).
+        workers: cells at once; null: one a core, or one a GPU where cells run on GPUs.
+        launcher: where cells run. slurm needs minitx[slurm], ray needs minitx[ray]; the results are the same.
+        launcher_options: slurm: submitit's, such as {slurm_partition: p, timeout_min: 60}; cluster: local tries it without
+            Slurm. ray: those of ray.init, and task, such as {num_gpus: 1}. All nodes must see the folder.
+        time_limit: seconds for the cells; when they are projected to take longer, ``trim`` applies; null: none.
+        report_only: write the report again from the records in the folder, and run nothing.
+        trim: overrides that shorten the runs of a study, by its name.
     """
 
     name: str = "quick"

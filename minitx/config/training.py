@@ -22,6 +22,7 @@ class ObjectiveConfig:
     The load-balancing loss of experts is that of Fedus et al. 2021, "Switch Transformers", arXiv:2101.03961, §2.2.
 
     Attributes:
+        name: cross_entropy.
         label_smoothing: share of the target that is spread over all classes.
         chunk_tokens: logits are held for so many tokens at a time (1024, say), with head=lm; null: for all.
         count_correct: count the right answers of training steps, for train_accuracy.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -161,3 +162,29 @@ def test_torchrun_and_srun_share_one_folder(tmp_path):
     assert losses(one.parent) == losses(other.parent)
     for metrics in (one, other):
         assert len(list((metrics.parent / "logs").iterdir())) == 2
+
+
+KINDS = {
+    "padded": ["data=dates", "data.locales=[en,de]", "data.train_size=97", "data.val_size=32", "model=vaswani_small"],
+    "packed": ["data=hf", "data.path=documents.jsonl", "data.tokenizer=char", "data.context_len=48"],
+}
+SPLITS = {"one": ["trainer=cpu"], "micro": ["trainer=cpu", "trainer.accumulate=32"], "ranks": ["trainer=ddp_cpu"]}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_32_rows_at_once_are_32_micro_batches_are_two_processes_of_16(tmp_path, kind):
+    lines = [json.dumps({"text": "word " * (1 + 7 * i % 11) + str(i)}) for i in range(211)]
+    (tmp_path / "documents.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    kept = [word for word in TINY if not word.startswith(("data", "trainer=", "trainer.val_batches", "trainer.log_every"))]
+    words, found = [*KINDS[kind], *kept, "data.batch_size=32", "trainer.max_steps=3", "trainer.log_every=1"], {}
+    for name, split in SPLITS.items():
+        code, out, err = run([*words, *split, f"output_dir={name}"], tmp_path)
+        assert code == 0, (out, err)
+        found[name] = read_metrics(tmp_path / name / "metrics.csv")
+    for name in ("micro", "ranks"):
+        for got, want in zip(found[name], found["one"], strict=True):
+            assert got["tokens"] == want["tokens"]
+            assert got["train_loss"] == pytest.approx(want["train_loss"], rel=1e-5)
+            assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+        assert found[name][-1]["val_loss"] == pytest.approx(found["one"][-1]["val_loss"], rel=1e-5)
