@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,13 +65,15 @@ def last(runs: Path) -> Callable[[str], str]:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_data: Path) -> Path:
-    """An empty current folder; data caches lie elsewhere."""
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_data: Path) -> Iterator[Path]:
+    """An empty current folder; data caches lie elsewhere. Modules of the user's that are found there are forgotten again."""
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setattr("minitx.data.load.data_dir", lambda: shared_data)
-    return folder
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield folder
+    sys.modules.pop("own", None)  # of examples/own_project
 
 
 @pytest.fixture
