@@ -19,7 +19,7 @@ from minitx.cli.train import run_training
 from tests.waiting import PATIENCE
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["minitx.training.run", "minitx.cli.run", "minitx.cli.compose", "torch.distributed.fsdp"])
+_SERVER.set_forkserver_preload(["minitx.training.run", "minitx.cli.train", "minitx.cli.compose", "torch.distributed.fsdp"])
 
 
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
