@@ -115,7 +115,8 @@ def test_what_does_not_fit_together_is_named_by_its_key(group, changed, key):
 
 def test_positions_that_need_no_table_reach_any_row():
     for position in ("rotary", "sinusoidal", "none"):
-        RunConfig(model=TransformerConfig(max_len=63, position=position), data=TextDataConfig(context_len=64))
+        model = TransformerConfig(max_len=63, position=position)
+        assert RunConfig(model=model, data=TextDataConfig(context_len=64)).model.position == position
 
 
 def test_a_factor_is_a_number_or_a_power_of_the_heads_width():

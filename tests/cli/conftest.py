@@ -94,8 +94,8 @@ def cli(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
 
 
 @pytest.fixture
-def refused(cli: Callable[..., Said]) -> Callable[..., None]:
-    """``refused(part, *arguments)``: exit code 2, and one sentence that names ``part``, perhaps below a line of Hydra's."""
+def assert_refused(cli: Callable[..., Said]) -> Callable[..., None]:
+    """``assert_refused(part, *arguments)``: exit code 2, and one sentence that names ``part``, perhaps below a line of Hydra's."""
 
     def check(part: str, *arguments: str, program: str = "train") -> None:
         said = cli(*arguments, program=program)

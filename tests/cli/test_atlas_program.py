@@ -110,9 +110,9 @@ def test_where_the_answers_of_the_recall_tasks_stand(data, arcs):
         ("{text} structure=long", "max_len"),
     ],
 )
-def test_a_mistake_is_one_sentence(refused, last, runs, place, typed, part):
+def test_a_mistake_is_one_sentence(assert_refused, last, runs, place, typed, part):
     (place / "long").write_text("[[" + "cat " * 40 + "] sat]", encoding="utf-8")
     (place / "attention").mkdir()
     (place / "attention" / "step_00000001.safetensors").write_text("?", encoding="utf-8")
     names = {"runs": runs, "here": place, **{name: last(name) for name in ("text", "lookup")}}
-    refused(part, *typed.format(**names).split(), program="atlas")
+    assert_refused(part, *typed.format(**names).split(), program="atlas")

@@ -52,11 +52,11 @@ def test_a_switch_of_the_model_reaches_the_table_and_what_it_cannot_do_is_left_o
     assert "not measured: linformer" in table("model=char_small", *quick)
 
 
-def test_a_picture_has_the_tokens_that_it_has(table, refused):
+def test_a_picture_has_the_tokens_that_it_has(table, assert_refused):
     picture = "model=vit_small", *TINY, "model.image_size=8", "model.patch_size=2", "backward=false", "save=false"
     assert "1 row of 16 tokens" in table(*picture, "compare=math", "model.max_len=31")
     linformer = "model.attention=linformer", "model.num_slots=3", "model.max_len=15"
-    refused("model.max_len=15", *picture, *linformer, program="cost")
+    assert_refused("model.max_len=15", *picture, *linformer, program="cost")
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_a_picture_has_the_tokens_that_it_has(table, refused):
         ("char_small", "char_small"),
     ],
 )
-def test_a_mistake_is_one_sentence(refused, typed, part):
-    refused(part, *typed.split(), program="cost")
+def test_a_mistake_is_one_sentence(assert_refused, typed, part):
+    assert_refused(part, *typed.split(), program="cost")
 
 
 def test_without_arguments_the_keys_are_shown(cli):

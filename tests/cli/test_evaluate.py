@@ -49,9 +49,9 @@ def test_other_data_can_be_read_with_the_same_tokenizer(cli, last, place):
         ("fast", "fast"),
     ],
 )
-def test_a_mistake_is_one_sentence(refused, last, typed, part):
-    refused(part, last("text"), typed, program="evaluate")
+def test_a_mistake_is_one_sentence(assert_refused, last, typed, part):
+    assert_refused(part, last("text"), typed, program="evaluate")
 
 
-def test_a_file_that_is_no_checkpoint_is_one_sentence(refused, runs):
-    refused("text.txt", f"ckpt_path={runs / 'text.txt'}", program="evaluate")
+def test_a_file_that_is_no_checkpoint_is_one_sentence(assert_refused, runs):
+    assert_refused("text.txt", f"ckpt_path={runs / 'text.txt'}", program="evaluate")

@@ -83,8 +83,8 @@ def test_a_checkpoint_starts_a_new_run_with_a_fresh_optimizer_at_step_0(cli, las
 
 
 @pytest.mark.parametrize("typed", ["model.scale=unscaled", "model.scale=inv", "model.scale_factor=2"])
-def test_another_scale_than_that_of_the_weights_is_refused(refused, last, place, typed):
-    refused(typed, *SHORT, *RUNS["lookup"].split(), f"init_from.path={last('lookup').partition('=')[2]}", typed)
+def test_another_scale_than_that_of_the_weights_is_refused(assert_refused, last, place, typed):
+    assert_refused(typed, *SHORT, *RUNS["lookup"].split(), f"init_from.path={last('lookup').partition('=')[2]}", typed)
     assert list(place.iterdir()) == []
 
 
@@ -121,7 +121,7 @@ def test_a_checkpoint_of_a_model_of_ones_own_is_one_to_start_from(cli, place, mo
         (["init_from.path=mute"], "data.tokenizer"),
     ],
 )
-def test_what_cannot_be_started_from_is_one_sentence_and_leaves_no_folder(refused, theirs, place, changed, part):
+def test_what_cannot_be_started_from_is_one_sentence_and_leaves_no_folder(assert_refused, theirs, place, changed, part):
     for name in ("mamba", "deaf", "mute"):
         shutil.copytree(theirs, place / name)
     config = json.loads((theirs / "config.json").read_text(encoding="utf-8"))
@@ -129,10 +129,10 @@ def test_what_cannot_be_started_from_is_one_sentence_and_leaves_no_folder(refuse
     (place / "mute" / "tokenizer.json").unlink()
     (place / "deaf" / "tokenizer.json").write_text("{", encoding="utf-8")
     words = [word for word in finetune(theirs) if word.partition("=")[0] != changed[0].partition("=")[0]]
-    refused(part, *words, *changed)
+    assert_refused(part, *words, *changed)
     assert not (place / "run").exists()
 
 
-def test_the_experiment_asks_for_both_paths(refused, theirs):
-    refused("init_from.path", "experiment=finetune", "data.path=text.txt")
-    refused("data.path", "experiment=finetune", f"init_from.path={theirs}")
+def test_the_experiment_asks_for_both_paths(assert_refused, theirs):
+    assert_refused("init_from.path", "experiment=finetune", "data.path=text.txt")
+    assert_refused("data.path", "experiment=finetune", f"init_from.path={theirs}")

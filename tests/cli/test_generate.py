@@ -97,9 +97,9 @@ TYPED = {
 
 
 @pytest.mark.parametrize("typed", TYPED)
-def test_a_mistake_is_one_sentence(refused, last, typed):
+def test_a_mistake_is_one_sentence(assert_refused, last, typed):
     prompt = [] if "prompt=" in typed else ["prompt=God"]
-    refused(TYPED[typed], last("text"), *typed.split(" "), *prompt, program="generate")
+    assert_refused(TYPED[typed], last("text"), *typed.split(" "), *prompt, program="generate")
 
 
 def test_a_bad_line_of_stdin_is_named_by_its_number(cli, last):
@@ -109,8 +109,8 @@ def test_a_bad_line_of_stdin_is_named_by_its_number(cli, last):
 
 
 @pytest.mark.parametrize("run", ["lookup", "digits"])
-def test_a_model_that_writes_no_text_is_refused(refused, last, run):
-    refused("ckpt_path=", last(run), "prompt=a", program="generate")
+def test_a_model_that_writes_no_text_is_refused(assert_refused, last, run):
+    assert_refused("ckpt_path=", last(run), "prompt=a", program="generate")
 
 
 @pytest.fixture
@@ -142,8 +142,8 @@ def changed(last, tmp_path):
         ({"model": {"_target_": "os.system", "command": "touch executed"}}, "os.system"),
     ],
 )
-def test_a_checkpoint_that_was_changed_is_refused_and_nothing_in_it_runs(refused, changed, place, values, part):
-    refused(part, changed(**values), "prompt=a", program="generate")
+def test_a_checkpoint_that_was_changed_is_refused_and_nothing_in_it_runs(assert_refused, changed, place, values, part):
+    assert_refused(part, changed(**values), "prompt=a", program="generate")
     assert list(place.iterdir()) == []
 
 

@@ -111,8 +111,8 @@ def test_the_stored_command_names_the_users_own_configs(cli, place, words):
     assert first["seed"] == 7
 
 
-def test_a_group_without_an_option_is_named(refused):
-    refused("trainer=null", "seed=3", "trainer=null", "model.scale=null")
+def test_a_group_without_an_option_is_named(assert_refused):
+    assert_refused("trainer=null", "seed=3", "trainer=null", "model.scale=null")
 
 
 def test_a_run_continues_with_ckpt_path_last(cli, place):

@@ -149,26 +149,26 @@ def test_a_run_that_recorded_its_attention_needs_no_text(data, runs):
         ("ckpt_path={runs}/text", "snapshots"),
     ],
 )
-def test_a_mistake_is_one_sentence(refused, last, runs, place, typed, part):
+def test_a_mistake_is_one_sentence(assert_refused, last, runs, place, typed, part):
     names = {name: last(name) for name in ("text", "dates", "lookup", "digits")}
-    refused(part, *typed.format(runs=runs, **names).split(), program="view")
+    assert_refused(part, *typed.format(runs=runs, **names).split(), program="view")
     assert list(place.iterdir()) == []
 
 
-def test_models_that_cannot_stand_beside_each_other_are_refused(refused, bare):
+def test_models_that_cannot_stand_beside_each_other_are_refused(assert_refused, bare):
     known = bare("known", num_layers=2)
     others = {
         "tokenizer": bare("shifted", train_tokenizer("char", [TEXT.replace("I", "Z")]), num_layers=2),
         "layers": bare("shallow", num_layers=1),
     }
     for part, other in others.items():
-        refused(part, known, "text=the", other.replace("ckpt_path", "compare"), program="view")
-    refused("attention", bare("linear", num_layers=2, attention="linear"), "text=the", program="view")
+        assert_refused(part, known, "text=the", other.replace("ckpt_path", "compare"), program="view")
+    assert_refused("attention", bare("linear", num_layers=2, attention="linear"), "text=the", program="view")
 
 
-def test_a_page_that_no_browser_opens_is_refused(refused, last, monkeypatch):
+def test_a_page_that_no_browser_opens_is_refused(assert_refused, last, monkeypatch):
     monkeypatch.setattr("minitx.cli.view.LARGEST_PAGE", 100)
-    refused("layers=", last("text"), "text=the heaven", program="view")
+    assert_refused("layers=", last("text"), "text=the heaven", program="view")
 
 
 def test_layers_are_numbers_or_parts_of_names():
