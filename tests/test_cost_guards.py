@@ -76,10 +76,7 @@ def step_of(folder, **options):
                  for shorter, longer in ((runs[0].ops, runs[1].ops), (runs[0].readers, runs[1].readers)))  # fmt: skip
 
 
-READ_ON_THE_CPU = {
-    "check_range": 6.0,  # smallest and largest id of three tables, refused before torch crashes on them
-    "count_targets": 1.0,  # the loader counts the labels of a batch, which is still on the CPU
-}
+READ_ON_THE_CPU = {"check_range": 6.0}  # smallest and largest id of three tables, refused before torch crashes on them
 
 
 def test_on_a_cpu_a_step_reads_the_ids_and_once_whether_the_numbers_are_finite(tmp_path):
@@ -130,9 +127,8 @@ def test_what_a_step_does_to_all_parameters_does_not_grow_with_their_number(tmp_
     for name in ("_foreach_norm", "_foreach_mul_", "_fused_adamw_", "linalg_vector_norm"):
         assert one[name] == three[name] <= 2, name
     outside = sum(one.values()) - (sum(three.values()) - sum(one.values())) / 2
-    assert (
-        outside <= 130
-    )  # 125 in torch 2.13: embeddings, loss, head, accuracy, clipping, latch, optimizer and Lightning together
+    # 120 in torch 2.13: embeddings, loss, head, right answers, clipping, latch, optimizer and Lightning together
+    assert outside <= 124
 
 
 LENGTH = 512

@@ -184,7 +184,7 @@ def as_split(task: Task, which: str) -> Split:
 
 def count_targets(labels: Tensor) -> int:
     """Labels that count: whole numbers that are not −100; of other labels, rows."""
-    return len(labels) if labels.is_floating_point() else int((labels != IGNORED).sum())
+    return len(labels) if labels.is_floating_point() else int(np.count_nonzero(labels.numpy() != IGNORED))
 
 
 def padded(rows: Sequence[np.ndarray], fill: float) -> np.ndarray:
