@@ -392,7 +392,7 @@ class ChatDataConfig(TokenizedDataConfig, TableDataConfig):
     batch_size: int = 12
     messages_column: str = "messages"
     template: str | None = None
-    context_len: int = 1024
+    context_len: int = 256
     packing: bool = True
     bucket: bool = True
 
