@@ -12,12 +12,12 @@ class ConfigError(ValueError):
     """A config that cannot be used. The message starts with ``key=value``, so that a caller can put the path before it."""
 
 
-def key(default: Any, meaning: str, **metadata: Any) -> Any:
+def key(default: Any, meaning: str) -> Any:
     """A dataclass field with a default and one line that says what it means, for ``--help`` and the documentation.
 
     A mutable default is given as a function without arguments (``dict``).
     """
-    metadata["meaning"] = meaning
+    metadata = {"meaning": meaning}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

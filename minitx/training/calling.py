@@ -29,7 +29,7 @@ class Caller:
 
     def __init__(self, network: nn.Module, run: Callable[..., Any] | None = None) -> None:
         self.network, self.run = network, run or network
-        parameters = list(inspect.signature(network.forward).parameters.values())[:]
+        parameters = list(inspect.signature(network.forward).parameters.values())
         self.names = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
         self.needed = [one.name for one in parameters if one.name in self.names and one.default is one.empty]
         self.takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
