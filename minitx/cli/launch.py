@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -106,13 +106,15 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
         try:
             elastic_launch(config, sys.executable)("-c", program, *overrides)
         except ChildFailedError as error:
-            raise _failure(error.get_first_failure(), folder) from None
+            raise _failure(error.failures, folder) from None
         except SignalException as stop:
             raise LaunchStoppedError(int(stop.sigval)) from None
 
 
-def _failure(first: tuple[int, Any], folder: Path) -> RankFailedError:
-    number, failure = first
+def _failure(failures: Mapping[int, Any], folder: Path) -> RankFailedError:
+    """What to say of the run. The agent's clock counts whole seconds and it ends the others by SIGTERM: their ends come last."""
+    stopped = {-signal.SIGTERM, 128 + signal.SIGTERM}
+    number, failure = min(failures.items(), key=lambda f: (f[1].exitcode in stopped, f[1].exitcode > 0, f[1].timestamp))
     said = failure.error_file_data.get("message")
     if isinstance(said, dict) and failure.exitcode > 0:  # a sentence of ours
         return RankFailedError(said["message"], failure.exitcode)

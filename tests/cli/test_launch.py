@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from minitx.cli import launch
 from minitx.config import ConfigError, TrainerConfig
@@ -108,6 +109,19 @@ def test_a_process_that_dies_ends_the_others_with_the_reason(victim, tmp_path):
     assert "SIGKILL" in err
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
     assert sorted(p.name for p in (tmp_path / "run" / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
+
+
+@pytest.mark.parametrize("other", [-signal.SIGTERM, 128 + signal.SIGTERM, 3])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_is_the_reason_also_where_all_end_in_one_second(victim, other, tmp_path):
+    codes = {victim: -signal.SIGKILL, 1 - victim: other}
+    failures = {n: ProcessFailure(n, 1, codes[n], str(tmp_path / "none")) for n in (0, 1)}
+    for failure in failures.values():
+        failure.timestamp = 1
+    said = launch._failure(failures, tmp_path)
+    assert said.code == 3
+    assert f"process {victim}" in str(said)
+    assert "SIGKILL" in str(said)
 
 
 @pytest.mark.long

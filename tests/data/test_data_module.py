@@ -329,7 +329,7 @@ def test_configs_that_cannot_be_used_are_refused(kind, values, key):
 @pytest.mark.parametrize("name", KINDS)
 def test_every_config_says_how_long_its_rows_may_be(name):
     limits = {"kv_lookup": 17, "multi_query_recall": 48, "induction": 39, "dates": 64, "digits": None, "images": None}
-    limits |= {"kjv": 64, "text": 64, "masked": 64, "verses": 128, "pairs": 128, "languages": 48, "hf": 256, "chat": 1024}
+    limits |= {"kjv": 64, "text": 64, "masked": 64, "verses": 128, "pairs": 128, "languages": 48, "hf": 256, "chat": 256}
     path = {"path": "FILE"} if name in OF_FILES else {}
     assert KINDS[name](name=name, **path).max_tokens == limits.get(name, 128)
 
