@@ -27,7 +27,7 @@ from minitx.analysis import attention_statistics, capture, zhai_entropy_bound
 from minitx.config import KeyValueDataConfig, OptimizerConfig, ParameterRule, ScheduleConfig, TransformerConfig
 from minitx.data.addressing import VALIDATION_SEED, Batch, generator
 from minitx.data.synthetic import key_value_examples
-from minitx.nn import DecoderLM, attention_weights, masked_softmax, scale_multiplier
+from minitx.nn import AttentionCall, DecoderLM, attention_weights, masked_softmax, scale_multiplier
 from minitx.training.optimizers import build_optimizer
 from minitx.training.schedules import lr_factor
 
@@ -157,7 +157,7 @@ if __name__ == "__main__":
 def query_gradients(num_keys: int, head_dim: int, scale: str) -> Tensor:
     """‖dL/dq‖ of 6,400 rows, where the gradient that reaches the weights, dL/dp, is unit-normal."""
     query, key = normal(0, 1, 200, 32, head_dim).requires_grad_(), normal(1, 1, 200, num_keys, head_dim)
-    weights = attention_weights(query, key, scale=scale_multiplier(scale, head_dim))
+    weights = attention_weights(AttentionCall(query, key, key, scale=scale_multiplier(scale, head_dim)))
     (gradient,) = torch.autograd.grad(weights, query, normal(2, *weights.shape))
     return gradient.norm(dim=-1).flatten()
 

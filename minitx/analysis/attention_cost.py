@@ -12,7 +12,7 @@ evaluated tile by tile, it is farther off.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt, log
 from typing import NamedTuple
 
@@ -24,10 +24,21 @@ from minitx.nn.backends import explain_backends
 from minitx.nn.backends.chunked import LARGEST, SMALLEST, TILE
 from minitx.nn.bias import Bias, as_bias
 from minitx.nn.masks import Causal, Mask, SlidingWindow, intersect
-from minitx.nn.models.base import mean_visible
+from minitx.nn.functional import AttentionCall
 from minitx.nn.models.parts import build_attention_core, build_bias
 
 FLOAT = 4
+
+
+def mean_visible(length: int, window: int | None, *, causal: bool) -> float:
+    """How many keys a query sees on average in a row of ``length`` tokens.
+
+    >>> mean_visible(4, None, causal=True), mean_visible(4, 2, causal=False)
+    (2.5, 2.5)
+    """
+    w = length if window is None else min(window, length)
+    before = sum(min(i + 1, w) for i in range(length)) / length  # a query's own key included
+    return before if causal else 2 * before - 1
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,7 @@ class CoreCost(NamedTuple):
 def running_core(shape: AttentionShape) -> str:
     """What serves the call: the kind of an efficient core, or ``math``, ``sdpa`` or ``chunked`` as ``explain_backends`` says.
 
-    Where ``sdpa`` leaves its fused kernel, it is called ``sdpa:math``, torch's plain path.
+    Where ``sdpa`` leaves its fused kernel, it is called ``sdpa, plain``, torch's plain path.
 
     Raises:
         ValueError: a backend that cannot serve the call, with its reason, or of which no formula is known.
@@ -141,8 +152,7 @@ def running_core(shape: AttentionShape) -> str:
     if chosen is None:
         reason = next((line.reason for line in lines if line.name == config.backend), "")
         raise ValueError(f"backend={config.backend} cannot serve this call: {reason}")
-    name = {"sdpa:flash": "sdpa"}.get(chosen.name, chosen.name)
-    name = "sdpa:math" if name == "sdpa" and not chosen.fused else name
+    name = "sdpa, plain" if chosen.name == "sdpa" and not chosen.fused else chosen.name
     if name not in _CORES:
         raise ValueError(f"backend={chosen.name} has no formula here; math, sdpa and chunked have one")
     return name
@@ -180,7 +190,9 @@ def attention_call(shape: AttentionShape) -> Callable[[], None]:
 
     def run() -> None:
         with torch.set_grad_enabled(training):
-            out = core(*(leaf.transpose(1, 2) for leaf in leaves), **given)
+            dropout_p = config.dropout if training else 0.0
+            call = AttentionCall(*(leaf.transpose(1, 2) for leaf in leaves), **given, softcap=config.softcap, dropout_p=dropout_p)
+            out = core(replace(call, scale=config.width_per_head**-0.5))
             if training:
                 out.backward(torch.ones(()).expand_as(out))
 
@@ -256,20 +268,6 @@ def tiled_cells(length: int, height: int, width: int, *, window: int | None, cau
     return cells
 
 
-def _tiled(shape: AttentionShape) -> CoreCost:
-    """Kept: exp twice on the tiles, and queries, keys, values and sums of each tile."""
-    config, D = shape.config, shape.config.width_per_head
-    default = min(config.window or 64, 64) if config.attention == "sliding_window" else 64
-    b = config.block_size or default
-    padded = -(-shape.length // b) * b
-    tiled = tiled_cells(padded, b, b, window=shape.window, causal=shape.causal)
-    cells, matrix = shape.heads * tiled, FLOAT * shape.heads * tiled
-    gathered = FLOAT * shape.batch_size * (2 * config.num_heads + 2 * config.kv_heads) * (tiled // b) * D
-    keeps = gathered + 2 * matrix + tiled
-    forward = 4 * D * cells
-    return CoreCost(forward, 2 * forward, 0, keeps, 2, (3 * matrix + 3 * gathered // 4, (10 * matrix + 3 * gathered) // 8))
-
-
 def _kernelised(shape: AttentionShape) -> CoreCost:
     """Kept: a few tensors of L × D and L × m; where causal, for each chunk of c positions two c × c squares and a state too."""
     config, L, D, c = shape.config, shape.length, shape.config.width_per_head, 64
@@ -312,10 +310,8 @@ def _linformer(shape: AttentionShape) -> CoreCost:
 _CORES: dict[str, Callable[[AttentionShape], CoreCost]] = {
     "math": _math,
     "sdpa": _sdpa,
-    "sdpa:math": _plain,
+    "sdpa, plain": _plain,
     "chunked": _chunked,
-    "sliding_window": _tiled,
-    "block_sparse": _tiled,
     "linear": _kernelised,
     "performer": _kernelised,
     "linformer": _linformer,

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.statistics import attention_statistics, over_tiles, real_queries
-from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.blocks import is_recomputing
-from minitx.nn.functional import AttentionCall, full_precision, make_call
+from minitx.nn.functional import AttentionCall, full_precision
 from minitx.nn.masks import Causal
 
 TOLD_BYTES = 2**30
@@ -28,8 +27,7 @@ class Look:
     """One attention call as a recorder gets it.
 
     Attributes:
-        call: query, key and value, still part of the graph if there is one, and all that the weights depend on; its mask is
-            the effective one. A recorder runs without gradients.
+        call: what the core was called with, still part of the graph if there is one. A recorder runs without gradients.
         kind: ``causal``, ``self`` or ``cross``, see ``Seen``.
         real_queries: bool (B, L), False where the query is padding.
         heads: int (H',), the heads to record.
@@ -45,7 +43,7 @@ Recorder = Callable[[Look], Any]
 
 
 def _statistics(look: Look) -> dict[str, Tensor]:
-    found = attention_statistics(look.call.query, look.call.key, **look.call.terms, query_mask=look.real_queries)
+    found = attention_statistics(look.call, query_mask=look.real_queries)
     favourite, chosen = found.pop("favourite"), look.heads.cpu()
     return {**{name: value[chosen] for name, value in found.items()}, "favourite": favourite[:, chosen]}
 
@@ -151,10 +149,8 @@ def watch(
     refuse_compiled(model)
     with ExitStack() as hooks:
         for name, module in model.named_modules():
-            if isinstance(module, MultiHeadAttention):
-                hooks.enter_context(module.register_forward_pre_hook(watcher.enter_attention, with_kwargs=True))
             if name in watcher.seen:
-                hooks.enter_context(module.register_forward_pre_hook(partial(watcher.enter_core, name), with_kwargs=True))
+                hooks.enter_context(module.register_forward_pre_hook(partial(watcher.enter_core, name)))
             if _knows_its_targets(type(module)):  # type: ignore[arg-type]
                 hooks.enter_context(module.register_forward_pre_hook(watcher.enter_model, with_kwargs=True))
         yield watcher.seen
@@ -167,8 +163,8 @@ def _knows_its_targets(kind: type[nn.Module]) -> bool:
 
 
 def attention_cores(model: nn.Module) -> dict[str, nn.Module]:
-    """The cores of ``model`` that have weights, by name: those that can say which mask is in force."""
-    return {name: module for name, module in model.named_modules() if hasattr(module, "effective_mask")}
+    """The cores of ``model`` that say that their weights are the softmax of their call, by name."""
+    return {name: module for name, module in model.named_modules() if getattr(module, "softmax_weights", False)}
 
 
 def chosen_names(names: Sequence[str], layers: Sequence[int | str] | None) -> list[str]:
@@ -209,36 +205,27 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 class _Watcher:
-    """The hooks: what an attention layer was called with tells its core's record which queries are real."""
+    """The hooks. What a model was called with says which queries of cross-attention are real."""
 
     def __init__(self, seen: Seen, recorder: Recorder, heads: Sequence[int] | None) -> None:
         self.seen, self.recorder, self.heads = seen, recorder, heads
         self.decoder_key_mask: Tensor | None = None
-        self.is_cross = self.told = False
+        self.told = False
         self.num_bytes = 0
 
     def enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.decoder_key_mask = kwargs.get("decoder_key_mask")
 
-    def enter_attention(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        query, key = [*args, None, None][:2]
-        query, key = kwargs.get("query", query), kwargs.get("key", key)
-        self.is_cross = key is not None and key is not query
-
     @torch.no_grad()
-    def enter_core(self, name: str, core: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        is_cross, self.is_cross = self.is_cross, False  # of this call alone: a core may be called without its layer
+    def enter_core(self, name: str, core: nn.Module, args: tuple[AttentionCall]) -> None:
         if is_recomputing():  # activation checkpointing runs a block again in the backward pass
             return
-        given: dict[str, Any] = {name: kwargs.get(name) for name in ("scale", "attn_bias", "sinks")}
-        mask = core.effective_mask(kwargs.get("mask"))  # type: ignore[operator]
-        query, key, value = (*args, *(kwargs[n] for n in ("query", "key", "value") if n in kwargs))
-        call = make_call(query, key, value, mask, 0.0, False, **given, softcap=core.softcap)  # type: ignore[arg-type]
+        (call,) = args
         parts = () if call.mask is None else call.mask.parts()
-        kind = "cross" if is_cross else "causal" if any(isinstance(part, Causal) for part in parts) else "self"
+        kind = "cross" if call.is_cross else "causal" if any(isinstance(part, Causal) for part in parts) else "self"
         look = Look(call, kind, self._real_queries(call, kind), _head_index(self.heads, call))
         self._tell_memory(name, look)
-        with full_precision(query.device):
+        with full_precision(call.query.device):
             self.seen[name].append(self.recorder(look))
         self.seen.kinds[name] = kind
 

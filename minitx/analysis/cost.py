@@ -7,7 +7,7 @@ arXiv:2001.08361, §2.1); everything elementwise and embedding look-ups count no
   attention that computes its scores again there (``sdpa``, ``chunked``) 2.5 times its forward, other cores twice.
   ``math`` multiplies all L × S scores whatever a mask hides, and ``sdpa`` counts as if it did (``minitx.analysis.meter``).
 * ``needed``: the project's accounting, 2 · N_mm + 4 · layers · H · D · T_eff a token, times 3 with the backward pass, as
-  ``model.flops_per_token`` has it. T_eff is the mean number of visible keys, (T + 1) / 2 where causal: exact attention
+  ``train_flops`` has it. T_eff is the mean number of visible keys, (T + 1) / 2 where causal: exact attention
   without waste, whatever core runs. Utilisation (MFU; Chowdhery et al. 2022, arXiv:2204.02311, Appendix B) is this over
   time and peak speed.
 
@@ -77,7 +77,7 @@ def ledger(config: TransformerConfig, batch_size: int, length: int, *, backward:
     >>> parts = ledger(config, 2, 5)
     >>> [part.name for part in parts]
     ['embedding', 'q_proj', 'k_proj', 'v_proj', 'core', 'out_proj', 'feedforward', 'norms', 'head']
-    >>> sum(part.needed for part in parts) == build_model(config).flops_per_token(5) * 10
+    >>> sum(part.needed for part in parts) == train_flops(config, 5) * 2
     True
     """
     sizes = _Sizes(config, batch_size, length, backward)
@@ -168,10 +168,7 @@ class _Sizes:
         parameters = layers * self._core_parameters()
         if config.position == "t5" and not shape.cross:
             parameters += config.num_buckets * config.num_heads  # one table for all layers
-        mixed = layers - 1 if config.value_residual and not shape.cross else 0
-        parameters += 2 * mixed
-        values = FLOAT * shape.k  # of each layer whose values are mixed; under checkpointing the first layer's are handed on
-        kept = values * (mixed > 0) if config.checkpointing else layers * self._attention_bytes(shape) + mixed * values
+        kept = 0 if config.checkpointing else layers * self._attention_bytes(shape)
         core = Part(stack, "core", parameters, layers * flops, layers * shape.needed * self.passes, kept)
         return [*parts[:3], core, parts[3]]
 
@@ -211,9 +208,7 @@ class _Sizes:
         if (config.head == "sequence" and config.pooling == "mean") or (config.scale_logits and stack == "decoder"):
             final -= self.stream  # a mean and a factor need nothing of what they are taken of
         norms = layers * residuals * parameters + (0 if ends_normed else self.norm[0])
-        mixed = (layers - 1) * config.embed_shortcut
-        total += mixed * self.stream * (not config.checkpointing)
-        return [self._feedforward(stack, layers), Part(stack, "norms", norms + 2 * mixed, 0, 0, total + final)]
+        return [self._feedforward(stack, layers), Part(stack, "norms", norms, 0, 0, total + final)]
 
     def _residual(self) -> tuple[int, int]:
         """Parameters and kept bytes of one residual connection: its norms, and the stream after it."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 ATTENTIONS: dict[str, dict[str, Any]] = {  # what a model can be asked to attend with, and the options that it then takes
     **{name: {"attention": "exact", "backend": name} for name in ("math", "sdpa", "chunked")},
-    "sliding_window": {"attention": "sliding_window", "window": 64, "block_size": None},
-    "block_sparse": {"attention": "block_sparse", "block_size": None},
     "linear": {"attention": "linear"},
     "performer": {"attention": "performer", "num_features": None},
     "linformer": {"attention": "linformer", "num_slots": 64},
@@ -62,7 +60,7 @@ def with_attention(config: TransformerConfig, attention: str, length: int) -> Tr
         raise ValueError(f"attention={attention!r} is not known; one of {', '.join(ATTENTIONS)}")
     options = ATTENTIONS[attention]
     taken = {name: getattr(config, name) or options[name] for name in options if name not in ("attention", "backend")}
-    foreign = {name: None for name in ("block_size", "num_features", "num_slots") if name not in options}
+    foreign = {name: None for name in ("num_features", "num_slots") if name not in options}
     return dataclasses.replace(config, **{**options, **taken, **foreign}, max_len=length)
 
 

@@ -15,24 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitx.nn.bias import Bias, as_bias
+from minitx.nn.bias import as_bias
 from minitx.nn.functional import AttentionCall, attention_scores, hide_unseen, masked_softmax
-from minitx.nn.masks import Mask, Padding
+from minitx.nn.masks import Padding
 
 _TILE = 2**18  # scores held at a time: fastest of 2^14 to 2^20 where the caches hold a megabyte
 
 
-def attention_statistics(
-    query: Tensor,
-    key: Tensor,
-    *,
-    scale: float,
-    mask: Mask | None = None,
-    attn_bias: Tensor | Bias | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    query_mask: Tensor | None = None,
-) -> dict[str, Tensor]:
+def attention_statistics(call: AttentionCall, *, query_mask: Tensor | None = None) -> dict[str, Tensor]:
     """Statistics of one attention call, each (H,) in float64, averaged over batch and rows; and ``favourite``.
 
     With z the scaled scores and p the weights (before dropout), per row i over its n_i visible keys:
@@ -55,17 +45,15 @@ def attention_statistics(
     =====================  ================================================================================
 
     Args:
-        query: (B, H, L, D), as the core gets it. key: (B, Hkv, S, D).
-        scale, mask, attn_bias, softcap, sinks: as in ``scaled_dot_product_attention``. A scale that a module multiplies the
-            query with beforehand (``learned``, ``log_length``) is part of the query here, and c is 1.
+        call: as the core gets it; value and dropout are not read. A scale that a module multiplies the query with beforehand
+            (``learned``, ``log_length``) is part of the query here, and c is 1.
         query_mask: bool (B, L), True = count this query; default as in self-attention, where the keys that padding hides
             are queries too. Give it for cross-attention.
 
     >>> q = torch.zeros(1, 2, 5, 3)
-    >>> round(float(attention_statistics(q, q, scale=1.0)["entropy"][0]), 6)  # equal scores: uniform weights
+    >>> round(float(attention_statistics(AttentionCall(q, q, q))["entropy"][0]), 6)  # equal scores: uniform weights
     1.0
     """
-    call = AttentionCall(query, key, key, mask, scale, attn_bias, softcap, sinks)
     counted = query_mask if query_mask is not None else real_queries(call)
     totals: dict[str, Tensor] = {}
     favourites = []
@@ -83,11 +71,11 @@ def attention_statistics(
     result = {name: value / (pairs if name == "cosine" else rows) for name, value in totals.items()}
     result["logit_std"] = (square - mean**2).clamp(min=0).sqrt()
     result["max_logit"] = maximum
-    result["scaled_jacobian_l1"] = abs(scale) * result["jacobian_l1"]
-    result["scaled_jacobian_fro"] = scale**2 * result["jacobian_fro"]
+    result["scaled_jacobian_l1"] = abs(call.scale) * result["jacobian_l1"]
+    result["scaled_jacobian_fro"] = call.scale**2 * result["jacobian_fro"]
     real_key = real_keys(call)[:, None]  # (B, 1, S)
-    norms = key.double().norm(dim=-1).masked_fill(~real_key, 0.0).sum(dim=(0, 2)) / real_key.sum().clamp(min=1)
-    result["key_norm"] = norms.repeat_interleave(query.shape[1] // key.shape[1]).cpu()
+    norms = call.key.double().norm(dim=-1).masked_fill(~real_key, 0.0).sum(dim=(0, 2)) / real_key.sum().clamp(min=1)
+    result["key_norm"] = norms.repeat_interleave(call.query.shape[1] // call.key.shape[1]).cpu()
     return {**result, "favourite": torch.cat(favourites, dim=2).cpu()}
 
 

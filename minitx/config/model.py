@@ -34,8 +34,8 @@ class TransformerConfig:
     and W_K (with their biases) by D^-¼ each. ``init_zero_outputs`` starts every block as the identity; ``deepnorm`` brings
     its own gain β on W_V, W_O and the feed-forward.
 
-    ``attention`` other than ``exact`` is a core of ``minitx.nn.efficient``: ``sliding_window`` takes ``window``,
-    ``block_sparse`` ``block_size``, ``performer`` ``num_features`` and ``linformer`` ``num_slots``.
+    ``attention`` other than ``exact`` is a core of ``minitx.nn.efficient``: ``performer`` takes ``num_features`` and ``linformer``
+    ``num_slots``.
 
     ``rotary_scaling`` stretches rotary positions to contexts ``rotary_factor`` times as long as the ``rotary_original_len``
     of training; ``rotary_low`` and ``rotary_high`` are its turns (``RotaryScaling``). ``position_offset`` is the row of a
@@ -66,9 +66,8 @@ class TransformerConfig:
         ffn_dim: hidden units of the feed-forward; null: 4 * embed_dim (8/3 of it if gated).
         max_len: longest row of position=learned, what generation looks back on, and the n of scale=log_length.
         dropout: share of activations and attention weights that training drops.
-        attention: the core: exact | sliding_window | block_sparse | linear | performer | linformer.
+        attention: the core: exact | linear | performer | linformer.
         window: visible keys including the query's own; null: all.
-        block_size: side of a tile of attention=block_sparse and sliding_window; null: 64.
         num_features: random features of attention=performer; null: d_k ln d_k.
         num_slots: what attention=linformer mixes the keys into; must be given there.
         scale: of q.k: inv_sqrt 1/sqrt(d_k) | unscaled 1 | inv 1/d_k | learned | log_length | 'head_dim^p' | a number.
@@ -96,8 +95,6 @@ class TransformerConfig:
         scale_embeddings: token embeddings times sqrt(embed_dim), as in Vaswani et al..
         scale_logits: last hidden states over sqrt(embed_dim), as in T5 with a tied head.
         parallel: attention and feed-forward side by side.
-        embed_shortcut: the embeddings, added to the input of every later block with learned weights.
-        value_residual: the first layer's values, added to those of every later layer with learned weights.
         layer_scale: start of a learned gain per channel on each sublayer's output; null: off.
         stochastic_depth: chance, per sample, to drop a sublayer of the last block; grows linearly with depth.
         checkpointing: compute activations again in the backward pass instead of keeping them.
@@ -143,9 +140,8 @@ class TransformerConfig:
     ffn_dim: int | None = None
     max_len: int = 256
     dropout: float = 0.0
-    attention: Literal["exact", "sliding_window", "block_sparse", "linear", "performer", "linformer"] = "exact"
+    attention: Literal["exact", "linear", "performer", "linformer"] = "exact"
     window: int | None = None
-    block_size: int | None = None
     num_features: int | None = None
     num_slots: int | None = None
     scale: str | float = "inv_sqrt"
@@ -173,8 +169,6 @@ class TransformerConfig:
     scale_embeddings: bool = False
     scale_logits: bool = False
     parallel: bool = False
-    embed_shortcut: bool = False
-    value_residual: bool = False
     layer_scale: float | None = None
     stochastic_depth: float = 0.0
     checkpointing: bool = False
@@ -204,7 +198,7 @@ class TransformerConfig:
         positive(
             self, "max_len", "window", "softcap", "norm_eps", "qk_norm_eps", "rotary_base", "rotary_original_len", "layer_scale"
         )
-        positive(self, "num_experts", "experts_per_token", "num_decoder_layers", "block_size", "num_features", "num_slots")
+        positive(self, "num_experts", "experts_per_token", "num_decoder_layers", "num_features", "num_slots")
         positive(self, "num_labels", "image_size", "patch_size", "num_channels", "num_buckets", "max_distance", "logit_softcap")
         not_negative(self, "type_vocab_size", "position_offset", "pad_id", "bos_id", "eos_id")
         fraction(self, "dropout", "stochastic_depth")
@@ -265,7 +259,6 @@ class TransformerConfig:
             kind != "linformer" or self.architecture != "decoder",
             "attention=linformer is not causal: its slots mix all positions, so architecture=decoder cannot use it",
         )
-        require(kind != "sliding_window" or self.window is not None, "window=null must be given with attention=sliding_window")
         require(kind != "linformer" or self.num_slots is not None, "num_slots=null must be given with attention=linformer")
         if kind in ("linear", "performer", "linformer"):
             for name in ("dropout", "window", "softcap") if kind != "linformer" else ("window",):
@@ -303,6 +296,10 @@ class TransformerConfig:
             not self.head_transform or (kind, self.head) == ("encoder", "lm"),
             "head_transform=True belongs to architecture=encoder with head=lm",
         )
+
+    def window_of(self, layer: int) -> int | None:
+        """The window of block number ``layer``."""
+        return self.window
 
     @property
     def decoder_layers(self) -> int:

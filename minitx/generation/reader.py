@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from minitx.nn import FewRows, KVCache
+from minitx.nn import KVCache
 from minitx.nn.models import TransformerModel
 
 
@@ -30,7 +30,6 @@ class Reader:
         start: Callable[[KVCache], Callable[[Tensor], Tensor]] | None = None,
     ) -> None:
         self.model, self.capacity, self.context, self.start = model, capacity, context, start
-        self.products = FewRows(model)
         self.memory = model.encode(input_ids, key_mask=key_mask) if has_source(model) else None  # type: ignore[operator]
         self.source_mask = key_mask if has_source(model) else None
         self.cache: KVCache | None = None
@@ -60,10 +59,9 @@ class Reader:
 
     def _forward(self, ids: Tensor, key_mask: Tensor | None) -> Tensor:
         options = {} if self.cache is None else {"cache": self.cache}
-        with self.products:
-            if self.memory is None:
-                return last_logits(self.model, ids, key_mask=key_mask, **options)
-            return last_logits(self.model, None, ids, key_mask=self.source_mask, memory=self.memory, **options)
+        if self.memory is None:
+            return last_logits(self.model, ids, key_mask=key_mask, **options)
+        return last_logits(self.model, None, ids, key_mask=self.source_mask, memory=self.memory, **options)
 
     def _new_cache(self) -> KVCache | None:
         if self.capacity is None:

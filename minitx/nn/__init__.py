@@ -4,8 +4,7 @@ Shapes, one legend for the whole project: **B** batch, **H** query heads, **Hkv*
 **S** key length, **D** head_dim (the papers' d_k), **Dv** value head_dim, **E** embed_dim (d_model), **V** vocabulary.
 Inside attention (B, H, L, D); outside (B, L, E). Masks: bool, True = may attend.
 
-``minitx.nn.efficient`` (sliding-window, block-sparse, linear, Performer, Linformer) and ``minitx.nn.conformance`` are
-imported by name.
+``minitx.nn.efficient`` (linear, Performer, Linformer) is imported by name.
 """
 
 from minitx.nn.attention import DotProductAttention, MultiHeadAttention
@@ -18,11 +17,10 @@ from minitx.nn.backends import (
     unregister_backend,
 )
 from minitx.nn.bias import ALiBi, Bias, T5RelativeBias, TensorBias
-from minitx.nn.blocks import DecoderBlock, EncoderBlock, LayerScale, Residual, StochasticDepth, is_recomputing
+from minitx.nn.blocks import Block, LayerScale, Residual, StochasticDepth, is_recomputing
 from minitx.nn.cache import KVCache, LayerCache, StaticCache
 from minitx.nn.drop_in import DropInAttention
 from minitx.nn.feedforward import FeedForward, MixtureOfExperts, load_balancing_loss
-from minitx.nn.few_rows import FewRows
 from minitx.nn.functional import attention_scores, attention_weights, masked_softmax, reference_attention
 from minitx.nn.init import init_weights
 from minitx.nn.masks import (
@@ -45,18 +43,16 @@ __all__ = [
     "ALiBi",
     "AttentionCall",
     "Bias",
+    "Block",
     "Causal",
-    "DecoderBlock",
     "DecoderLM",
     "Dense",
     "Documents",
     "DotProductAttention",
     "DropInAttention",
     "Encoder",
-    "EncoderBlock",
     "EncoderDecoder",
     "FeedForward",
-    "FewRows",
     "KVCache",
     "LayerCache",
     "LayerScale",

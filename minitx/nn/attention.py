@@ -5,75 +5,57 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from minitx.nn.backends import backend_names, run_attention
+from minitx.nn.backends import attend, backend_names
 from minitx.nn.bias import Bias
 from minitx.nn.cache import LayerCache
-from minitx.nn.functional import check_settings, make_call
-from minitx.nn.masks import Causal, Mask, Padding, as_mask, intersect, real_key_counts
+from minitx.nn.functional import AttentionCall, check_settings
+from minitx.nn.masks import Causal, Mask, Padding, intersect, real_key_counts
 from minitx.nn.norms import QKNorm
-from minitx.nn.positions import Rotary
+from minitx.nn.positions import Rotary, Rotation
 from minitx.nn.scale import ScoreScale
 
 
 class DotProductAttention(nn.Module):
-    """The core: scaled dot-product attention through a backend. No parameters; what capture hooks.
+    """The core: scaled dot-product attention through a backend. It has no parameters.
+
+    A core is any module that maps an ``AttentionCall`` to (B, H, L, Dv), or to ``(output, weights)`` where the call needs weights.
+    With the class attribute ``softmax_weights = True`` a core says that its weights are the softmax that the call describes;
+    ``minitx.analysis.capture`` records such cores.
 
     Args:
-        dropout: on the weights, in training only.
-        softcap: t in t · tanh(z / t), or None.
-        backend: ``auto``, ``math``, ``sdpa`` or a registered name. Register a backend of your own before you build
-            the module that names it: a typo is answered here, not at the first call.
+        backend: ``auto``, ``math``, ``sdpa``, ``chunked``, ``flex`` or a registered name. Register a backend of your own before
+            you build the module that names it.
         strict: raise instead of leaving a fused kernel.
 
     Raises:
-        ValueError: dropout outside [0, 1); a soft-cap that is not positive; a backend that nobody registered.
+        ValueError: a backend that nobody registered.
 
     >>> q = torch.randn(1, 2, 5, 8)
-    >>> DotProductAttention(backend="math")(q, q, q, scale=0.5).shape
+    >>> DotProductAttention(backend="math")(AttentionCall(q, q, q, scale=0.5)).shape
     torch.Size([1, 2, 5, 8])
     """
 
-    def __init__(
-        self, *, dropout: float = 0.0, softcap: float | None = None, backend: str = "auto", strict: bool = False
-    ) -> None:
+    softmax_weights = True
+
+    def __init__(self, *, backend: str = "auto", strict: bool = False) -> None:
         super().__init__()
-        check_settings(softcap, dropout)
         if backend not in backend_names():
             raise ValueError(f"backend={backend!r} is not known; one of {', '.join(backend_names())}")
-        self.dropout, self.softcap, self.backend, self.strict = dropout, softcap, backend, strict
+        self.backend, self.strict = backend, strict
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Mask | None = None,
-        scale: float | None = None,
-        attn_bias: Tensor | Bias | None = None,
-        sinks: Tensor | None = None,
-        need_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv) -> (B, H, L, Dv)[, weights (B, H, L, S)]."""
-        dropout_p = self.dropout if self.training else 0.0
-        call = make_call(
-            query, key, value, mask, dropout_p, False, scale=scale, attn_bias=attn_bias, softcap=self.softcap, sinks=sinks
-        )
-        return run_attention(call, backend=self.backend, strict=self.strict, need_weights=need_weights)
-
-    def effective_mask(self, mask: Mask | None) -> Mask | None:
-        """What is visible under the mask of a call: here nothing less. What ``capture`` knows a core with weights by."""
-        return mask
+    def forward(self, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
+        """A checked call -> (B, H, L, Dv), or ``(output, weights (B, H, L, S))``."""
+        return attend(call, self.backend, strict=self.strict)
 
     def extra_repr(self) -> str:
-        return f"dropout={self.dropout}, softcap={self.softcap}, backend={self.backend!r}"
+        return f"backend={self.backend!r}"
 
 
 class MultiHeadAttention(nn.Module):
     """Self- or cross-attention with H query heads and Hkv key/value heads.
 
     head_h = softmax(c · Q_h K_hᵀ) V_h with Q = x W_Q, K = y W_K, V = y W_V; output = concat(heads) W_O. The order is
-    projections → heads → QK-norm → rotary → cache → scale → core → head mask → ``out_proj`` (Vaswani et al. 2017,
+    projections → heads → QK-norm → rotary → cache → scale → core → ``out_proj`` (Vaswani et al. 2017,
     arXiv:1706.03762, §3.2.2; grouped heads: Ainslie et al. 2023, arXiv:2305.13245).
 
     Args:
@@ -83,18 +65,19 @@ class MultiHeadAttention(nn.Module):
         head_dim: D; default E // H, which must then divide.
         kdim, vdim: widths of ``key`` and ``value`` inputs; default E.
         bias: whether the four projections have biases. out_bias: whether ``out_proj`` has one; default as ``bias``.
+        dropout: on the weights, in training only.
+        softcap: t in t · tanh(z / t) on the scores, or None.
         scale: a word or number as in ``ScoreScale``, or a ``ScoreScale``; ``inv_sqrt`` is 1/√D, ``unscaled`` 1.
+        max_len: the longest sequence, which ``scale="log_length"`` needs.
         qk_norm: a ``QKNorm``, or None.
         rotary: a ``Rotary`` for self-attention, or None.
         sinks: learn one extra logit per head without a value (initially 0).
-        value_residual: mixes the first layer's values into this layer's, (V, V₁) -> V, for example a ``LearnedMix`` (Zhou et al.
-            2024, arXiv:2410.17897); ``forward`` then needs ``first_value``.
-        core: what computes attention; default ``DotProductAttention()``. Dropout, soft-cap and backend are its own.
+        core: what computes attention from an ``AttentionCall``; default ``DotProductAttention()``.
 
     Raises:
         ValueError: widths that do not fit; each message names the argument.
 
-    >>> attention = MultiHeadAttention(12, 3, core=DotProductAttention(dropout=0.1, backend="sdpa"))
+    >>> attention = MultiHeadAttention(12, 3, dropout=0.1, core=DotProductAttention(backend="sdpa"))
     >>> attention(torch.randn(2, 5, 12), is_causal=True).shape
     torch.Size([2, 5, 12])
     """
@@ -110,11 +93,13 @@ class MultiHeadAttention(nn.Module):
         vdim: int | None = None,
         bias: bool = True,
         out_bias: bool | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
         scale: str | float | ScoreScale = "inv_sqrt",
+        max_len: int | None = None,
         qk_norm: QKNorm | None = None,
         rotary: Rotary | None = None,
         sinks: bool = False,
-        value_residual: nn.Module | None = None,
         core: nn.Module | None = None,
     ) -> None:
         super().__init__()
@@ -126,19 +111,23 @@ class MultiHeadAttention(nn.Module):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
-        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.head_dim = D = embed_dim // num_heads if head_dim is None else head_dim
         kdim, vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
-        if min(self.head_dim, kdim, vdim) < 1:
-            raise ValueError(f"head_dim, kdim and vdim must be positive, got {self.head_dim}, {kdim} and {vdim}")
-        self.q_proj = nn.Linear(embed_dim, num_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(kdim, self.num_kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(vdim, self.num_kv_heads * self.head_dim, bias=bias)
-        self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=bias if out_bias is None else out_bias)
+        if min(D, kdim, vdim) < 1:
+            raise ValueError(f"head_dim, kdim and vdim must be positive, got {D}, {kdim} and {vdim}")
+        check_settings(softcap, dropout)
+        self.dropout, self.softcap = dropout, softcap
+        self.q_proj = nn.Linear(embed_dim, num_heads * D, bias=bias)
+        self.k_proj = nn.Linear(kdim, self.num_kv_heads * D, bias=bias)
+        self.v_proj = nn.Linear(vdim, self.num_kv_heads * D, bias=bias)
+        self.out_proj = nn.Linear(num_heads * D, embed_dim, bias=bias if out_bias is None else out_bias)
         if not isinstance(scale, ScoreScale):
-            scale = ScoreScale(scale, head_dim=self.head_dim, num_heads=num_heads)
-        self.scale, self.qk_norm, self.rotary, self.value_residual = scale, qk_norm, rotary, value_residual
+            scale = ScoreScale(scale, head_dim=D, num_heads=num_heads, max_len=max_len)
+        self.scale, self.qk_norm, self.rotary = scale, qk_norm, rotary
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
         self.core = DotProductAttention() if core is None else core
+        if hasattr(self.core, "refuse"):
+            self.core.refuse(dropout=dropout > 0.0, softcap=softcap is not None, sinks=sinks)
 
     def forward(
         self,
@@ -150,12 +139,9 @@ class MultiHeadAttention(nn.Module):
         key_mask: Tensor | None = None,
         is_causal: bool = False,
         attn_bias: Tensor | Bias | None = None,
-        position_ids: Tensor | None = None,
-        head_mask: Tensor | None = None,
+        position_ids: Tensor | Rotation | None = None,
         cache: LayerCache | None = None,
-        first_value: Tensor | None = None,
         need_weights: bool = False,
-        need_value: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend. All constraints that are given intersect.
 
@@ -167,84 +153,69 @@ class MultiHeadAttention(nn.Module):
             key_mask: bool (B, S), True = real token.
             is_causal: the last query sees the last key.
             attn_bias: float, broadcastable to (B, H, L, S), or a ``Bias``; added to the scaled scores.
-            position_ids: int (B or 1, L) for rotary; default 0 … L - 1, counted on from the cache's length.
-            head_mask: (H,) or (B, H), multiplies each head's output: 0 ablates a head.
+            position_ids: int (B or 1, L) for rotary; default 0 … L - 1, counted on from the cache's length. A ``Rotation`` (the
+                angles of these positions) spares computing them in every layer.
             cache: for self-attention, the earlier keys and values, to which these are appended: S counts them all, in
                 masks and biases too. For cross-attention, keys and values are computed at its first use only.
-            first_value: (B, Hkv, L, D), the first layer's values of these positions, for ``value_residual``.
             need_weights: also return the weights (B, H, L, S), before dropout.
-            need_value: also return the values (B, Hkv, L, D) of these positions (of self-attention), for later layers.
 
         Returns:
-            (B, L, E), or ``(output, weights)``, or ``(output, values)``.
+            (B, L, E), or ``(output, weights)``.
         """
+        is_cross = key is not None and key is not query
         self._check_inputs(query, key, value)
-        if (first_value is None) != (self.value_residual is None) or (need_weights and need_value):
-            raise ValueError(
-                "first_value belongs to a layer with value_residual, which needs it; need_weights and need_value exclude each other"
-            )
-        mask = intersect(
-            as_mask(attn_mask), Padding(key_mask) if key_mask is not None else None, Causal() if is_causal else None
+        q, k, v = self._project(query, query if key is None else key, value, is_cross, position_ids, cache)
+        mask = attn_mask
+        if key_mask is not None or is_causal or isinstance(mask, Tensor):
+            mask = intersect(mask, Padding(key_mask) if key_mask is not None else None, Causal() if is_causal else None)
+        multiplier = self.scale.multiplier
+        if multiplier is None:  # it depends on the head or on the query's position
+            counts = None
+            if self.scale.needs_counts:
+                if mask is not None:
+                    mask.check(q.shape[0], self.num_heads, q.shape[2], k.shape[2])
+                counts = real_key_counts(mask, q.shape[2], k.shape[2], q.device)
+            q, multiplier = self.scale(q, counts)
+        call = AttentionCall(
+            *(q, k, v, mask, attn_bias, multiplier, self.softcap, self.sinks),  # type: ignore[arg-type]
+            dropout_p=self.dropout if self.training else 0.0,
+            need_weights=need_weights,
+            is_cross=is_cross,
         )
-        q, k, v = self._project(query, key, value, position_ids, cache, first_value)
-        counts = None
-        if self.scale.needs_counts:
-            if mask is not None:
-                mask.check(q.shape[0], self.num_heads, q.shape[2], k.shape[2])
-            counts = real_key_counts(mask, q.shape[2], k.shape[2], q.device)
-        q, multiplier = self.scale(q, counts)
-        out = self.core(q, k, v, mask=mask, scale=multiplier, attn_bias=attn_bias, sinks=self.sinks, need_weights=need_weights)
+        out = self.core(call.check())
         out, weights = out if isinstance(out, tuple) else (out, None)
-        if head_mask is not None:
-            out = out * self._per_head(head_mask, out)
         out = self.out_proj(out.transpose(1, 2).flatten(2))  # (B, H, L, D) -> (B, L, H * D) -> (B, L, E)
-        if need_value:
-            return out, v[:, :, -query.shape[1] :]  # without those that a cache put before them
         return out if weights is None else (out, weights)
 
     def _project(
         self,
         query: Tensor,
-        key: Tensor | None,
+        key: Tensor,
         value: Tensor | None,
-        position_ids: Tensor | None,
+        is_cross: bool,
+        position_ids: Tensor | Rotation | None,
         cache: LayerCache | None,
-        first_value: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Projections, heads, value residual, QK-norm, rotary and cache: q (B, H, L, D), k and v (B, Hkv, S, D)."""
-        is_self = key is None or key is query
-        q = self._split(self.q_proj(query), self.num_heads)
-        if cache is not None and cache.memory is not None and not is_self:
-            _check_memory(cache.memory[0], query if key is None else key)
+        """Projections, heads, QK-norm, rotary and cache: q (B, H, L, D), k and v (B, Hkv, S, D)."""
+        B, L, D = query.shape[0], query.shape[1], self.head_dim
+        q = self.q_proj(query).view(B, L, self.num_heads, D).transpose(1, 2)  # (B, L, H * D) -> (B, H, L, D)
+        if is_cross and cache is not None and cache.memory is not None:
+            _check_memory(cache.memory[0], key)
             return q if self.qk_norm is None else self.qk_norm(q, None)[0], *cache.memory
-        key = query if key is None else key
-        k = self._split(self.k_proj(key), self.num_kv_heads)
-        v = self._split(self.v_proj(key if value is None else value), self.num_kv_heads)
-        if self.value_residual is not None:
-            v = self.value_residual(v, first_value)
+        S = key.shape[1]
+        k = self.k_proj(key).view(B, S, self.num_kv_heads, D).transpose(1, 2)  # (B, Hkv, S, D)
+        v = self.v_proj(key if value is None else value).view(B, S, self.num_kv_heads, D).transpose(1, 2)
         if self.qk_norm is not None:
             q, k = self.qk_norm(q, k)
         if self.rotary is not None:
             if position_ids is None:
                 start = 0 if cache is None else cache.length
-                position_ids = torch.arange(start, start + q.shape[2], device=q.device).unsqueeze(0)
-            q, k = self.rotary(q, position_ids), self.rotary(k, position_ids)
+                position_ids = torch.arange(start, start + L, device=q.device).unsqueeze(0)
+            rotation = self.rotary.rotation(position_ids, B, L, q.dtype) if isinstance(position_ids, Tensor) else position_ids
+            q, k = self.rotary(q, rotation), self.rotary(k, rotation)
         if cache is None:
             return q, k, v
-        return q, *(cache.append(k, v) if is_self else cache.remember(k, v))
-
-    def _split(self, x: Tensor, num_heads: int) -> Tensor:
-        """(B, L, heads * D) -> (B, heads, L, D)."""
-        return x.unflatten(-1, (num_heads, self.head_dim)).transpose(1, 2)
-
-    def _per_head(self, head_mask: Tensor, out: Tensor) -> Tensor:
-        """(H,) or (B, H) as (1 or B, H, 1, 1) in the dtype of ``out``."""
-        shapes = (self.num_heads,), (out.shape[0], self.num_heads)
-        if tuple(head_mask.shape) not in shapes:
-            raise ValueError(
-                f"head_mask must have shape (H,) or (B, H) = {shapes[0]} or {shapes[1]}, got {tuple(head_mask.shape)}"
-            )
-        return head_mask.to(out.dtype).view(-1, self.num_heads, 1, 1)
+        return q, *(cache.remember(k, v) if is_cross else cache.append(k, v))
 
     def _check_inputs(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> None:
         if value is not None and key is None:
@@ -252,17 +223,15 @@ class MultiHeadAttention(nn.Module):
         if self.rotary is not None and key is not None and key is not query:
             raise ValueError("rotary positions are for self-attention: queries and keys need one position axis")
         key = query if key is None else key
-        value = key if value is None else value
-        for name, tensor, projection in (
-            ("query", query, self.q_proj),
-            ("key", key, self.k_proj),
-            ("value", value, self.v_proj),
-        ):
-            if tensor.dim() != 3 or tensor.shape[-1] != projection.in_features:
-                raise ValueError(f"{name} must have shape (batch, length, {projection.in_features}), got {tuple(tensor.shape)}")
+        given = ("query", query, self.q_proj), ("key", key, self.k_proj), ("value", key if value is None else value, self.v_proj)
+        for name, tensor, projection in given:
+            if tensor.dim() != 3 or tensor.shape[-1] != projection.in_features or tensor.shape[0] != query.shape[0]:
+                wanted = f"(batch, length, {projection.in_features}) with the query's batch size"
+                raise ValueError(f"{name} must have shape {wanted}, got {tuple(tensor.shape)}")
+        if value is not None and value.shape[1] != key.shape[1]:
+            raise ValueError(f"value must have the key's length {key.shape[1]}, got {tuple(value.shape)}")
 
     @classmethod
-    @torch.no_grad()
     def from_torch(cls, theirs: nn.MultiheadAttention, *, backend: str = "auto") -> MultiHeadAttention:
         """The layer with the weights of ``torch.nn.MultiheadAttention``, copied; equal outputs, in its dtype and device.
 
@@ -278,11 +247,12 @@ class MultiHeadAttention(nn.Module):
             option = "add_bias_kv" if theirs.bias_k is not None else "add_zero_attn"
             raise ValueError(f"{option}=True appends a key to every sequence, which MultiHeadAttention does not have")
         has_bias = theirs.in_proj_bias is not None
-        core = DotProductAttention(dropout=theirs.dropout, backend=backend)
-        sizes = {"kdim": theirs.kdim, "vdim": theirs.vdim, "bias": has_bias, "core": core}
+        core = DotProductAttention(backend=backend)
+        sizes = {"kdim": theirs.kdim, "vdim": theirs.vdim, "bias": has_bias, "dropout": theirs.dropout, "core": core}
         ours = cls(theirs.embed_dim, theirs.num_heads, **sizes).to(theirs.out_proj.weight).train(theirs.training)
         for ours_part, theirs_part in _torch_parts(ours, theirs):
-            ours_part.copy_(theirs_part)
+            ours_part.data.copy_(theirs_part.detach())
+            ours_part.requires_grad_(theirs_part.requires_grad)  # a frozen layer stays frozen
         return ours
 
     @torch.no_grad()
@@ -301,15 +271,14 @@ class MultiHeadAttention(nn.Module):
             "qk_norm": self.qk_norm is not None,
             "rotary": self.rotary is not None,
             "sinks": self.sinks is not None,
-            "value_residual": self.value_residual is not None,
-            "softcap": getattr(self.core, "softcap", None) is not None,
+            "softcap": self.softcap is not None,
             type(self.core).__name__: not isinstance(self.core, DotProductAttention),
         }
         if any(lacking.values()):
             names = ", ".join(name for name, given in lacking.items() if given)
             raise ValueError(f"torch.nn.MultiheadAttention has no {names}")
         sizes = {"kdim": self.k_proj.in_features, "vdim": self.v_proj.in_features, "bias": self.q_proj.bias is not None}
-        theirs = nn.MultiheadAttention(E, H, dropout=self.core.dropout, batch_first=True, **sizes)
+        theirs = nn.MultiheadAttention(E, H, dropout=self.dropout, batch_first=True, **sizes)
         theirs = theirs.to(self.q_proj.weight).train(self.training)
         for ours_part, theirs_part in _torch_parts(self, theirs):
             theirs_part.copy_(ours_part)

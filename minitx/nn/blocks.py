@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.bias import Bias
 from minitx.nn.cache import LayerCache
 from minitx.nn.feedforward import MixtureOfExperts
-from minitx.nn.masks import Causal, Mask, as_mask, intersect
+from minitx.nn.masks import Mask, with_causal
+from minitx.nn.positions import Rotation
 
 NORM_POSITIONS = ("pre", "post", "sandwich", "deepnorm")
 Extras = dict[str, Tensor]
@@ -49,31 +49,6 @@ class LayerScale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.gain
-
-
-class LearnedMix(nn.Module):
-    """a · x + b · y with two learned numbers.
-
-    Args:
-        x, y: where a and b start.
-
-    >>> LearnedMix(0.5, 0.25)(torch.ones(2), torch.ones(2)).tolist()
-    [0.75, 0.75]
-    """
-
-    def __init__(self, x: float, y: float) -> None:
-        super().__init__()
-        self.start = (x, y)
-        self.weights = nn.Parameter(torch.tensor(self.start))
-
-    def reset_parameters(self) -> None:
-        """Both numbers back to their start."""
-        with torch.no_grad():
-            self.weights.copy_(torch.tensor(self.start))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        a, b = self.weights.to(x.dtype)
-        return a * x + b * y
 
 
 class StochasticDepth(nn.Module):
@@ -132,141 +107,50 @@ class Residual(nn.Module):
         if norm_position not in NORM_POSITIONS:
             raise ValueError(f"norm_position={norm_position!r} must be one of {', '.join(NORM_POSITIONS)}")
         self.norm_position, self.residual_scale = norm_position, residual_scale
+        self.norm_last = norm_position in ("post", "deepnorm")
         self.norm = norm()
         self.output_norm = norm() if norm_position == "sandwich" else None
         self.dropout = nn.Dropout(dropout)
         self.branch = nn.Identity() if branch is None else branch()
 
+    def enter(self, x: Tensor) -> Tensor:
+        """What the sublayer reads."""
+        return x if self.norm_last else self.norm(x)
+
+    def leave(self, x: Tensor, out: Tensor) -> Tensor:
+        """The stream after the sublayer has returned ``out``."""
+        if self.output_norm is not None:
+            out = self.output_norm(out)
+        out = self.branch(self.dropout(out))
+        return self.norm(x * self.residual_scale + out) if self.norm_last else x + out
+
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        if self.norm_position in ("post", "deepnorm"):
-            return self.norm(x * self.residual_scale + self.branch(self.dropout(sublayer(x))))
-        out = sublayer(self.norm(x))
-        return x + self.branch(self.dropout(out if self.output_norm is None else self.output_norm(out)))
+        return self.leave(x, sublayer(self.enter(x)))
 
 
-class EncoderBlock(nn.Module):
-    """Self-attention, then feed-forward, each in a ``Residual``; (B, L, E) in and out.
+class Block(nn.Module):
+    """Self-attention, cross-attention if there is one, then feed-forward, each in a ``Residual``; (B, L, E) in and out.
+
+    ``Block(...)`` is an encoder block, ``Block(..., causal=True)`` the block of a language model, and ``causal=True`` with
+    ``cross_attention`` the decoder block of an encoder–decoder.
 
     Args:
-        attention: a ``MultiHeadAttention``, or anything that takes x and those of ``forward``'s options that are given.
+        attention: a ``MultiHeadAttention``, or anything that takes x and those of ``forward``'s options that are given. Of a tuple
+            that it returns, the first entry is the output.
         feedforward: a module (B, L, E) -> (B, L, E).
         norm: makes one norm, for example ``lambda: nn.LayerNorm(E)``.
+        causal: intersect ``Causal()`` with whatever mask is given. A rule that decides about the future by itself
+            (``PrefixLM``) takes its place.
+        cross_attention: a ``MultiHeadAttention`` over ``memory``, or None.
         norm_position: ``pre``, ``post``, ``sandwich`` or ``deepnorm``.
         parallel: attention and feed-forward read the same normed input and are added together (GPT-J; pre-norm only).
         dropout: on each sublayer's output. residual_scale: α of ``deepnorm``. branch: as in ``Residual``.
-        shortcut: (x, embeddings) -> x, before everything else, for example a ``LearnedMix``; ``forward`` then needs
-            ``embeddings``.
 
     Raises:
         ValueError: ``parallel`` with another norm position than ``pre``.
 
     >>> from minitx.nn import FeedForward, MultiHeadAttention
-    >>> block = EncoderBlock(MultiHeadAttention(12, 3), FeedForward(12, 48), norm=lambda: nn.LayerNorm(12))
-    >>> block(torch.randn(2, 5, 12)).shape
-    torch.Size([2, 5, 12])
-    """
-
-    def __init__(
-        self,
-        attention: MultiHeadAttention,
-        feedforward: nn.Module,
-        *,
-        norm: Callable[[], nn.Module],
-        norm_position: str = "pre",
-        parallel: bool = False,
-        dropout: float = 0.0,
-        residual_scale: float = 1.0,
-        branch: Callable[[], nn.Module] | None = None,
-        shortcut: nn.Module | None = None,
-    ) -> None:
-        super().__init__()
-        if parallel and norm_position != "pre":
-            raise ValueError(f"parallel sublayers need norm_position='pre', got {norm_position!r}")
-        self.attention, self.feedforward, self.parallel, self.shortcut = attention, feedforward, parallel, shortcut
-        residual = partial(Residual, norm, norm_position, dropout=dropout, residual_scale=residual_scale, branch=branch)
-        self.attention_residual = residual()
-        self.feedforward_residual = None if parallel else residual()
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        attn_mask: Tensor | Mask | None = None,
-        position_ids: Tensor | None = None,
-        attn_bias: Tensor | Bias | None = None,
-        head_mask: Tensor | None = None,
-        embeddings: Tensor | None = None,
-        first_value: Tensor | None = None,
-        need_value: bool = False,
-        return_extras: bool = False,
-    ) -> Tensor | tuple[Tensor, Extras]:
-        """One block.
-
-        Args:
-            x: (B, L, E).
-            attn_mask, position_ids, attn_bias, head_mask, first_value: as in ``MultiHeadAttention.forward``.
-            embeddings: (B, L, E), what entered the first block, for ``shortcut``.
-            need_value: put the attention's values (B, Hkv, L, D) into ``extras["value"]``.
-            return_extras: return ``(x, extras)``, with ``router_probs`` (B, L, N) and ``router_choice`` (B, L, k) where the
-                feed-forward is a ``MixtureOfExperts``.
-        """
-        attend = _given(
-            self.attention,
-            attn_mask=attn_mask,
-            position_ids=position_ids,
-            attn_bias=attn_bias,
-            head_mask=head_mask,
-            first_value=first_value,
-            need_value=need_value or None,
-        )
-        return self._run(x, embeddings, attend, None, return_extras)
-
-    def _run(
-        self,
-        x: Tensor,
-        embeddings: Tensor | None,
-        attend: Callable[[Tensor], Any],
-        cross: Callable[[Tensor], Any] | None,
-        return_extras: bool,
-    ) -> Tensor | tuple[Tensor, Extras]:
-        if (embeddings is None) != (self.shortcut is None):
-            raise ValueError("embeddings belong to a block with a shortcut, which needs them")
-        if self.shortcut is not None:
-            x = self.shortcut(x, embeddings)
-        extras: Extras = {}
-
-        def look(h: Tensor) -> Tensor:
-            out = attend(h)
-            if isinstance(out, tuple):
-                out, extras["value"] = out
-            return out
-
-        def feed(h: Tensor) -> Tensor:
-            if not (return_extras and isinstance(self.feedforward, MixtureOfExperts)):
-                return self.feedforward(h)
-            out, extras["router_probs"], extras["router_choice"] = self.feedforward(h, return_routing=True)
-            return out
-
-        x = self.attention_residual(x, (lambda h: look(h) + feed(h)) if self.parallel else look)
-        if cross is not None:
-            x = self.cross_residual(x, cross)  # type: ignore[operator]
-        if self.feedforward_residual is not None:
-            x = self.feedforward_residual(x, feed)
-        return (x, extras) if return_extras else x
-
-
-class DecoderBlock(EncoderBlock):
-    """Causal self-attention, cross-attention where it was given, then feed-forward.
-
-    Causal by itself: the block intersects ``Causal()`` with whatever mask it is handed.
-
-    Args:
-        cross_attention: a ``MultiHeadAttention`` over ``memory``, or None for a decoder-only block.
-        attention, feedforward, norm, norm_position, parallel, dropout, residual_scale, branch, shortcut: as in
-            ``EncoderBlock``.
-
-    >>> from minitx.nn import FeedForward, MultiHeadAttention
-    >>> block = DecoderBlock(MultiHeadAttention(12, 3), FeedForward(12, 48), norm=lambda: nn.LayerNorm(12)).eval()
+    >>> block = Block(MultiHeadAttention(12, 3), FeedForward(12, 48), norm=lambda: nn.LayerNorm(12), causal=True).eval()
     >>> x = torch.randn(2, 5, 12)
     >>> torch.allclose(block(x)[:, :3], block(x[:, :3]), atol=1e-6)  # the future changes nothing
     True
@@ -274,77 +158,83 @@ class DecoderBlock(EncoderBlock):
 
     def __init__(
         self,
-        attention: MultiHeadAttention,
+        attention: nn.Module,
         feedforward: nn.Module,
         *,
         norm: Callable[[], nn.Module],
-        cross_attention: MultiHeadAttention | None = None,
+        causal: bool = False,
+        cross_attention: nn.Module | None = None,
         norm_position: str = "pre",
         parallel: bool = False,
         dropout: float = 0.0,
         residual_scale: float = 1.0,
         branch: Callable[[], nn.Module] | None = None,
-        shortcut: nn.Module | None = None,
     ) -> None:
-        options = {"norm": norm, "norm_position": norm_position, "dropout": dropout, "residual_scale": residual_scale}
-        super().__init__(attention, feedforward, **options, parallel=parallel, branch=branch, shortcut=shortcut)  # type: ignore[arg-type]
-        self.cross_attention = cross_attention
-        self.cross_residual = None if cross_attention is None else Residual(**options, branch=branch)  # type: ignore[arg-type]
+        super().__init__()
+        if parallel and norm_position != "pre":
+            raise ValueError(f"parallel sublayers need norm_position='pre', got {norm_position!r}")
+        self.attention, self.feedforward, self.cross_attention = attention, feedforward, cross_attention
+        self.causal, self.parallel = causal, parallel
+        residual = partial(Residual, norm, norm_position, dropout=dropout, residual_scale=residual_scale, branch=branch)
+        self.attention_residual = residual()
+        self.feedforward_residual = None if parallel else residual()
+        self.cross_residual = None if cross_attention is None else residual()
 
     def forward(
         self,
         x: Tensor,
         *,
         attn_mask: Tensor | Mask | None = None,
-        position_ids: Tensor | None = None,
+        position_ids: Tensor | Rotation | None = None,
         attn_bias: Tensor | Bias | None = None,
-        head_mask: Tensor | None = None,
         cache: LayerCache | None = None,
         memory: Tensor | None = None,
         memory_mask: Tensor | Mask | None = None,
-        embeddings: Tensor | None = None,
-        first_value: Tensor | None = None,
-        need_value: bool = False,
         return_extras: bool = False,
     ) -> Tensor | tuple[Tensor, Extras]:
-        """One block, causal.
+        """One block.
 
         Args:
-            x, attn_mask, position_ids, attn_bias, head_mask, embeddings, first_value, need_value, return_extras: as in
-                ``EncoderBlock.forward``.
+            x: (B, L, E).
+            attn_mask, position_ids, attn_bias: as in ``MultiHeadAttention.forward``.
             cache: the layer's earlier keys and values, and the memory's: x is what comes after them, and masks count
                 them among the S keys.
             memory: (B, S, kdim) of the encoder, for ``cross_attention``; its keys and values are computed at a cache's
                 first use only.
             memory_mask: bool (L, S), (B, 1, 1, S) …, or a ``Mask``.
+            return_extras: return ``(x, extras)``, with ``router_probs`` (B, L, N) and ``router_choice`` (B, L, k) where the
+                feed-forward is a ``MixtureOfExperts``.
 
         Raises:
             ValueError: memory for a block without cross-attention, or none for a block with it.
         """
         if (memory is None) != (self.cross_attention is None):
             state = "has no cross_attention" if self.cross_attention is None else "has cross_attention and needs memory"
-            raise ValueError(f"this DecoderBlock {state}; got memory={'None' if memory is None else 'a tensor'}")
-        attend = _given(
-            self.attention,
-            attn_mask=intersect(as_mask(attn_mask), Causal()),
-            position_ids=position_ids,
-            attn_bias=attn_bias,
-            head_mask=head_mask,
-            cache=cache,
-            first_value=first_value,
-            need_value=need_value or None,
-        )
-        cross = (
-            None
-            if self.cross_attention is None
-            else _given(self.cross_attention, key=memory, attn_mask=memory_mask, cache=cache)
-        )
-        return self._run(x, embeddings, attend, cross, return_extras)
+            raise ValueError(f"this block {state}; got memory={'None' if memory is None else 'a tensor'}")
+        if self.causal and not (isinstance(attn_mask, Mask) and attn_mask.is_causality):
+            attn_mask = with_causal(attn_mask)
+        options = {"attn_mask": attn_mask, "position_ids": position_ids, "attn_bias": attn_bias, "cache": cache}
+        h = self.attention_residual.enter(x)
+        out = self.attention(h, **{name: given for name, given in options.items() if given is not None})
+        out = out[0] if isinstance(out, tuple) else out
+        extras: Extras = {}
+        if self.parallel:
+            out = out + self._feed(h, extras, return_extras)
+        x = self.attention_residual.leave(x, out)
+        if self.cross_attention is not None and self.cross_residual is not None:
+            options = {"key": memory, "attn_mask": memory_mask, "cache": cache}
+            h = self.cross_residual.enter(x)
+            out = self.cross_attention(h, **{name: given for name, given in options.items() if given is not None})
+            x = self.cross_residual.leave(x, out[0] if isinstance(out, tuple) else out)
+        if self.feedforward_residual is not None:
+            x = self.feedforward_residual.leave(x, self._feed(self.feedforward_residual.enter(x), extras, return_extras))
+        return (x, extras) if return_extras else x
 
-
-def _given(module: nn.Module, **options: Any) -> Callable[[Tensor], Any]:
-    """``module`` with those options that are not None, so that a plainer attention need not know all of them."""
-    return partial(module, **{name: value for name, value in options.items() if value is not None})
+    def _feed(self, h: Tensor, extras: Extras, return_extras: bool) -> Tensor:
+        if not (return_extras and isinstance(self.feedforward, MixtureOfExperts)):
+            return self.feedforward(h)
+        out, extras["router_probs"], extras["router_choice"] = self.feedforward(h, return_routing=True)
+        return out
 
 
 _RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)

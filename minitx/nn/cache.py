@@ -101,16 +101,21 @@ class KVCache:
         self.capacity = capacity
         self.key_mask: Tensor | None = None  # (B, length), None where nothing is padding
         self.document_ids: Tensor | None = None  # (B, length)
+        self._kept = 0  # how many positions all layers have read
+        self._joined: tuple[Tensor | None, Tensor | None] = (None, None)
 
     @property
     def length(self) -> int:
         """How many positions were read, padding included."""
         return self.layers[0].length
 
-    def joined(
+    def join(
         self, input_ids: Tensor, key_mask: Tensor | None, document_ids: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """``key_mask`` and ``document_ids`` of the earlier and the new tokens together: (B, length + L) each, or None."""
+        """``key_mask`` and ``document_ids`` of the earlier and the new tokens together: (B, length + L) each, or None.
+
+        A model calls this before its blocks read the new tokens, and ``keep`` or ``rewind`` after it.
+        """
         check_room(self.length, input_ids.shape[1], self.capacity)
         for name, given in (("key_mask", key_mask), ("document_ids", document_ids)):
             if given is not None and given.shape != input_ids.shape:
@@ -118,7 +123,8 @@ class KVCache:
                     f"{name} must describe the new tokens, (B, L) = {tuple(input_ids.shape)}, got {tuple(given.shape)}"
                 )
         if self.length == 0:
-            return key_mask, document_ids
+            self._joined = key_mask, document_ids
+            return self._joined
         if (document_ids is None) != (self.document_ids is None):
             raise ValueError("document_ids must be given for all tokens or for none, and the cache was filled otherwise")
         if document_ids is not None and self.document_ids is not None:
@@ -128,7 +134,17 @@ class KVCache:
             old = input_ids.new_ones(B, self.length, dtype=torch.bool) if self.key_mask is None else self.key_mask
             new = input_ids.new_ones(B, L, dtype=torch.bool) if key_mask is None else key_mask
             key_mask = torch.cat((old, new), dim=1)
-        return key_mask, document_ids
+        self._joined = key_mask, document_ids
+        return self._joined
+
+    def keep(self) -> None:
+        """All layers have read the new tokens."""
+        self._kept, (self.key_mask, self.document_ids) = self.length, self._joined
+
+    def rewind(self) -> None:
+        """Forget what some layers have read of new tokens, after a forward pass that failed."""
+        for layer in self.layers:
+            layer.length = self._kept
 
     def reorder(self, rows: Tensor) -> None:
         """Row i becomes the old row ``rows[i]``, in every layer: what beam search needs. ``rows`` is int (B',)."""
@@ -181,7 +197,7 @@ class StaticCache(KVCache):
         real[:, self.capacity - cache.length :] = True if cache.key_mask is None else cache.key_mask
         self.key_mask = real if self.key_mask is None else self.key_mask.copy_(real)
 
-    def joined(
+    def join(
         self, input_ids: Tensor, key_mask: Tensor | None, document_ids: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """The padding of what is kept and of the new token, (B, capacity)."""
@@ -193,6 +209,12 @@ class StaticCache(KVCache):
             check_room(self.capacity, 1, self.capacity)
         new = torch.ones_like(self.key_mask[:, :1]) if key_mask is None else key_mask
         return self.key_mask.copy_(torch.cat((self.key_mask[:, 1:], new), dim=1)), None
+
+    def keep(self) -> None:
+        """Nothing changes: every token takes the place of another."""
+
+    def rewind(self) -> None:
+        """What was overwritten is lost: fill the cache again."""
 
 
 class _StaticLayer(LayerCache):

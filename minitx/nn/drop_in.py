@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 
 import torch
@@ -57,8 +58,8 @@ class DropInAttention(nn.Module):
         """Attend, as torch's layer is asked to.
 
         Args:
-            query, key, value: (B, L or S, width), or (L or S, B, width) without ``batch_first``.
-            key_padding_mask: (B, S), bool with True = hidden, or float, added to the scores.
+            query, key, value: (B, L or S, width), or (L or S, B, width) without ``batch_first``; or (L or S, width), unbatched.
+            key_padding_mask: (B, S), or (S,) unbatched, bool with True = hidden, or float, added to the scores.
             need_weights: also return the weights.
             attn_mask: (L, S) or (B · H, L, S), bool with True = hidden, or float, added to the scores.
             average_attn_weights: weights (B, L, S), the mean over heads; else (B, H, L, S).
@@ -72,14 +73,21 @@ class DropInAttention(nn.Module):
         """
         if is_causal and attn_mask is None:
             raise ValueError("is_causal=True is a hint about attn_mask, which is missing")
+        unbatched, batch_axis = query.dim() == 2, 0 if self.batch_first else 1
+        if unbatched:
+            query, key, value = _each_once(lambda tensor: tensor.unsqueeze(batch_axis), query, key, value)
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         if not self.batch_first:
-            query, key, value = _swapped(query, key, value)
+            query, key, value = _each_once(lambda tensor: tensor.transpose(0, 1), query, key, value)
         mask, bias = self._constraints(attn_mask, key_padding_mask)
         out = self.attention(query, key, value, attn_mask=mask, attn_bias=bias, need_weights=need_weights)
         output, weights = out if need_weights else (out, None)
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
-        return output if self.batch_first else output.transpose(0, 1), weights
+        output = output if self.batch_first else output.transpose(0, 1)
+        if unbatched:
+            output, weights = output.squeeze(batch_axis), None if weights is None else weights.squeeze(0)
+        return output, weights
 
     def _constraints(self, attn_mask: Tensor | None, padding: Tensor | None) -> tuple[Mask | None, Tensor | None]:
         """Torch's two masks as what may be seen and what is added to the scores."""
@@ -100,7 +108,7 @@ class DropInAttention(nn.Module):
         return intersect(*rules), reduce(torch.add, biases) if biases else None
 
 
-def _swapped(*tensors: Tensor) -> list[Tensor]:
-    """Batch first; one tensor that came three times stays one, by which self-attention is known."""
-    swapped = {id(tensor): tensor.transpose(0, 1) for tensor in tensors}
-    return [swapped[id(tensor)] for tensor in tensors]
+def _each_once(change: Callable[[Tensor], Tensor], *tensors: Tensor) -> list[Tensor]:
+    """The changed tensors; one tensor that came three times stays one, by which self-attention is known."""
+    changed = {id(tensor): change(tensor) for tensor in tensors}
+    return [changed[id(tensor)] for tensor in tensors]

@@ -5,7 +5,8 @@
     output  o = dropout(p) · v
 
 Everything is computed in at least float32. Shapes: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv);
-query head h uses key head h // (H / Hkv). ``make_call`` checks the arguments, once for every backend and core.
+query head h uses key head h // (H / Hkv). An ``AttentionCall`` holds the arguments of one call: it is built and checked once, and
+every core and backend gets it.
 
 Vaswani et al. 2017, "Attention Is All You Need", arXiv:1706.03762, §3.2.1.
 """
@@ -15,29 +16,18 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import inf
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from minitx.nn.bias import Bias, as_bias
-from minitx.nn.masks import Causal, Mask, as_mask, intersect
-
-_CAUSAL = Causal()
+from minitx.nn.masks import Causal, Mask, intersect
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Autocast off, on devices that know it (``meta`` does not)."""
     known = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if known else nullcontext()
-
-
-def dense_bias(attn_bias: Tensor | Bias | None, shape: tuple[int, int, int, int], device: torch.device) -> Tensor | None:
-    """A rule as a tensor that broadcasts to ``shape`` = (B, H, L, S); tensors and None stay what they are."""
-    if attn_bias is None or isinstance(attn_bias, Tensor):
-        return attn_bias
-    B, H, L, S = shape
-    return as_bias(attn_bias).dense(L, S, batch_size=B, num_heads=H, device=device)
 
 
 def attention_scores(
@@ -98,21 +88,6 @@ def masked_softmax(scores: Tensor, visible: Tensor | None = None, sinks: Tensor 
     return exponentials / total.masked_fill(total == 0, 1.0)
 
 
-def visible_keys(
-    call_shape: tuple[int, int, int, int], mask: Mask | None, attn_bias: Tensor | None, device: torch.device
-) -> Tensor | None:
-    """Which keys each query may see, as a bool tensor broadcastable to ``call_shape`` = (B, H, L, S), or None for all.
-
-    A -inf in ``attn_bias`` hides a key as False would.
-    """
-    B, H, L, S = call_shape
-    visible = None if mask is None else mask.dense(L, S, batch_size=B, num_heads=H, device=device)
-    if attn_bias is not None:
-        allowed = (attn_bias if attn_bias.dim() == 4 else attn_bias[None, None]) != -torch.inf
-        visible = allowed if visible is None else visible & allowed
-    return visible
-
-
 def hide_unseen(tensor: Tensor, visible: Tensor | None) -> Tensor:
     """Zero the keys or values (B, Hkv, S, D) that no query may see, so that a NaN there cannot leak as 0 · NaN."""
     if visible is None:
@@ -124,91 +99,40 @@ def hide_unseen(tensor: Tensor, visible: Tensor | None) -> Tensor:
     return tensor.masked_fill(~seen.unsqueeze(-1), 0.0)
 
 
-def attention_weights(
-    query: Tensor,
-    key: Tensor,
-    *,
-    mask: Mask | None = None,
-    scale: float,
-    attn_bias: Tensor | Bias | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """The weights that attention uses, before dropout: (B, H, L, S), in at least float32.
-
-    Args:
-        query, key, scale, softcap: as in ``attention_scores``.
-        mask: which keys are visible; None: all.
-        attn_bias: a tensor or a rule; −inf in it hides.
-        sinks: (H,) extra logits without a value.
-
-    >>> attention_weights(torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 2, 4), scale=1.0).tolist()
-    [[[[0.5, 0.5]]]]
-    """
-    shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    with full_precision(query.device):
-        attn_bias = dense_bias(attn_bias, shape, query.device)
-        visible = visible_keys(shape, mask, attn_bias, query.device)
-        scores = attention_scores(query, hide_unseen(key, visible), scale=scale, softcap=softcap, attn_bias=attn_bias)
-        return masked_softmax(scores, visible, sinks)
-
-
-def reference_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Mask | None = None,
-    scale: float,
-    attn_bias: Tensor | Bias | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-) -> Tensor:
-    """Attention as the module's docstring defines it: (B, H, L, Dv) in the value's dtype. Twice differentiable.
-
-    Args:
-        query, key, mask, scale, attn_bias, softcap, sinks: as in ``attention_weights``.
-        value: (B, Hkv, S, Dv).
-        dropout_p: probability with which a weight is dropped.
-
-    >>> value = torch.tensor([[[[1.0], [3.0]]]])
-    >>> reference_attention(torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 2, 4), value, scale=1.0).item()
-    2.0
-    """
-    attn_bias = dense_bias(attn_bias, (*query.shape[:3], key.shape[2]), query.device)
-    weights = attention_weights(query, key, mask=mask, scale=scale, attn_bias=attn_bias, softcap=softcap, sinks=sinks)
-    if dropout_p > 0.0:
-        weights = torch.nn.functional.dropout(weights, dropout_p)
-    B, H, L, S = weights.shape
-    Hkv = value.shape[1]
-    with full_precision(query.device):
-        visible = visible_keys((B, H, L, S), mask, attn_bias, query.device)
-        seen_value = hide_unseen(value, visible).to(weights.dtype).unsqueeze(2)  # (B, Hkv, 1, S, Dv)
-        output = weights.reshape(B, Hkv, H // Hkv, L, S) @ seen_value
-    return output.reshape(B, H, L, value.shape[-1]).to(value.dtype)
-
-
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One checked attention call, as every backend and every efficient core gets it.
+    """The arguments of one attention call, as every core and backend gets them.
 
-    query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv) with Hkv dividing H; ``scale`` is a plain multiplier
-    (never ``None``); ``mask`` is symbolic, ``None`` when nothing is hidden; ``attn_bias`` is a tensor or a rule, and
-    ``dense_bias()`` makes a tensor of either; ``softcap`` and ``sinks`` are None where there are none, and ``dropout_p`` is 0.0
-    outside of training. The order of operations is scale → soft-cap → + bias → mask → sinks → softmax
-    → dropout → · value.
+    The order of operations is scale → soft-cap → + bias → mask → sinks → softmax → dropout → · value.
+
+    Args:
+        query: (B, H, L, D). key: (B, Hkv, S, D), Hkv dividing H. value: (B, Hkv, S, Dv).
+        mask: which keys each query may see, as a rule; None: all.
+        attn_bias: float, (L, S) or broadcastable to (B, H, L, S), or a ``Bias``; −inf in it hides a key.
+        scale: multiplies q·k.
+        softcap: t in t · tanh(z / t), or None.
+        sinks: (H,) extra logits without a value, or None.
+        dropout_p: probability with which a weight is dropped; 0.0 outside of training.
+        need_weights: whether ``(output, weights)`` is wanted instead of the output.
+        is_cross: whether the keys are those of another sequence. The answer does not depend on it.
+
+    >>> q = torch.zeros(1, 2, 3, 4)
+    >>> call = AttentionCall(q, q, q, mask=Causal(), scale=0.5).check()
+    >>> call.shape, call.visible()[0, 0].tolist()
+    ((1, 2, 3, 3), [[True, False, False], [True, True, False], [True, True, True]])
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
     mask: Mask | None = None
-    scale: float = 1.0
     attn_bias: Tensor | Bias | None = None
+    scale: float = 1.0
     softcap: float | None = None
     sinks: Tensor | None = None
     dropout_p: float = 0.0
+    need_weights: bool = False
+    is_cross: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -217,93 +141,93 @@ class AttentionCall:
 
     def dense_bias(self) -> Tensor | None:
         """The bias as a tensor that broadcasts to (B, H, L, S), or None."""
-        return dense_bias(self.attn_bias, self.shape, self.query.device)
+        if self.attn_bias is None or isinstance(self.attn_bias, Tensor):
+            return self.attn_bias
+        B, H, L, S = self.shape
+        return as_bias(self.attn_bias).dense(L, S, batch_size=B, num_heads=H, device=self.query.device)
 
-    @property
-    def terms(self) -> dict[str, Any]:
-        """What the weights depend on beside query and key, as ``attention_weights`` and ``reference_attention`` take it."""
-        return {name: getattr(self, name) for name in ("mask", "scale", "attn_bias", "softcap", "sinks")}
+    def visible(self, attn_bias: Tensor | None = None) -> Tensor | None:
+        """Which keys each query may see: bool, broadcastable to (B, H, L, S), or None for all.
+
+        Args:
+            attn_bias: what ``dense_bias`` returned, if it was called; −inf in it hides a key.
+        """
+        B, H, L, S = self.shape
+        visible = None
+        if self.mask is not None:
+            visible = self.mask.dense(L, S, batch_size=B, num_heads=H, device=self.query.device)
+        attn_bias = self.dense_bias() if attn_bias is None else attn_bias
+        if attn_bias is not None:
+            allowed = (attn_bias if attn_bias.dim() == 4 else attn_bias[None, None]) != -inf
+            visible = allowed if visible is None else visible & allowed
+        return visible
+
+    def check(self) -> AttentionCall:
+        """Return the call if its arguments fit each other.
+
+        Raises:
+            ValueError: shapes or numbers that do not fit. TypeError: dtypes or kinds that do not fit. Both name the argument.
+        """
+        query, key, value, sinks = self.query, self.key, self.value, self.sinks
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if tensor.dim() != 4 or 0 in tensor.shape:
+                raise ValueError(f"{name} must have shape (batch, heads, length, width), none of them 0, got {tuple(tensor.shape)}")
+            if not tensor.is_floating_point() or tensor.dtype != query.dtype or tensor.device != query.device:
+                wanted = f"query is {query.dtype} on {query.device}"
+                raise TypeError(f"{name} must be floating-point, and {wanted}; got {tensor.dtype} on {tensor.device}")
+        (B, H, L, D), (_, Hkv, S, _) = query.shape, key.shape
+        if key.shape[0] != B or key.shape[-1] != D or H % Hkv:
+            wanted = f"(B, Hkv, S, D) with B = {B}, D = {D} and Hkv dividing {H}"
+            raise ValueError(f"key must have shape {wanted}, as query has, got {tuple(key.shape)}")
+        if value.shape[:3] != key.shape[:3]:
+            raise ValueError(f"value must have the key's (B, Hkv, S) = {(B, Hkv, S)}, got {tuple(value.shape)}")
+        if self.mask is not None:
+            self.mask.check(B, H, L, S)
+        if self.attn_bias is not None:
+            as_bias(self.attn_bias).check(B, H, L, S)
+        if sinks is not None and (not sinks.is_floating_point() or tuple(sinks.shape) != (H,)):
+            raise ValueError(f"sinks must be floating-point of shape (H,) = ({H},), got {sinks.dtype} {tuple(sinks.shape)}")
+        return self
 
 
 def make_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | Mask | None,
-    dropout_p: float,
-    is_causal: bool,
+    attn_mask: Tensor | Mask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
     *,
-    scale: float | None,
-    attn_bias: Tensor | Bias | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    scale: float | None = None,
+    attn_bias: Tensor | Bias | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    need_weights: bool = False,
 ) -> AttentionCall:
-    """Check the arguments against each other and fill in the scale; every message names the argument.
+    """A checked call from the arguments of ``scaled_dot_product_attention``.
 
     Raises:
         ValueError: shapes, devices or numbers that do not fit. TypeError: dtypes or kinds that do not fit.
     """
-    _check_tensors(query, key, value)
-    B, H, L, D = query.shape
-    S = key.shape[2]
-    mask = intersect(as_mask(attn_mask), _CAUSAL if is_causal else None)
-    if mask is not None:
-        mask.check(B, H, L, S)
-    if isinstance(attn_bias, Bias):
-        attn_bias = as_bias(attn_bias)  # a module becomes the rule that it stands for
-    _check_extras((B, H, L, S), query, attn_bias, softcap, sinks, dropout_p)
-    if scale is None:
-        scale = D**-0.5
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise TypeError(f"scale must be a number or None (1/sqrt(D)), got {scale!r}; words belong to modules and configs")
-    if not -inf < scale < inf:
-        raise ValueError(f"scale must be finite, got {scale}")
-    return AttentionCall(query, key, value, mask, float(scale), attn_bias, softcap, sinks, float(dropout_p))
-
-
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    given = (("query", query), ("key", key), ("value", value), *((("sinks", sinks),) if sinks is not None else ()))
+    for name, tensor in given:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} must have shape (batch, heads, length, width), got {tuple(tensor.shape)}")
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
-        if tensor.dtype != query.dtype or tensor.device != query.device:
-            raise TypeError(f"{name} is {tensor.dtype} on {tensor.device}, but query is {query.dtype} on {query.device}")
-        if 0 in tensor.shape[1:]:
-            raise ValueError(f"{name} must have at least one head, position and channel, got shape {tuple(tensor.shape)}")
-    if key.shape[0] != query.shape[0] or value.shape[0] != query.shape[0]:
-        sizes = query.shape[0], key.shape[0], value.shape[0]
-        raise ValueError(f"query, key and value must have one batch size, got {sizes}")
-    if key.shape[-1] != query.shape[-1]:
-        raise ValueError(f"key must have the query's width D = {query.shape[-1]}, got {key.shape[-1]}")
-    if key.shape[1:3] != value.shape[1:3]:
-        got = tuple(key.shape[1:3]), tuple(value.shape[1:3])
-        raise ValueError(f"key and value must agree in heads and length, got {got[0]} and {got[1]}")
-    if query.shape[1] % key.shape[1]:
-        raise ValueError(
-            f"the number of key heads must divide the number of query heads, got {key.shape[1]} and {query.shape[1]}"
-        )
-
-
-def _check_extras(
-    shape: tuple[int, int, int, int],
-    query: Tensor,
-    attn_bias: Tensor | Bias | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    dropout_p: float,
-) -> None:
-    if attn_bias is not None:
-        as_bias(attn_bias).check(*shape)
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        raise TypeError(f"scale must be a number or None (1/sqrt(D)), got {scale!r}; words belong to modules and configs")
+    if scale is not None and not -inf < scale < inf:
+        raise ValueError(f"scale must be finite, got {scale}")
     check_settings(softcap, dropout_p, "dropout_p")
-    if sinks is not None and not (isinstance(sinks, Tensor) and sinks.is_floating_point()):
-        raise TypeError(f"sinks must be a floating-point tensor, got {getattr(sinks, 'dtype', type(sinks).__name__)}")
-    if sinks is not None and tuple(sinks.shape) != (shape[1],):
-        raise ValueError(f"sinks must have shape (H,) = ({shape[1]},), got {tuple(sinks.shape)}")
-    if query.shape[0] == 0:
-        raise ValueError(f"query must have at least one row in its batch, got shape {tuple(query.shape)}")
+    return AttentionCall(
+        *(query, key, value),
+        mask=intersect(attn_mask, Causal() if is_causal else None),
+        attn_bias=None if attn_bias is None else as_bias(attn_bias) if isinstance(attn_bias, Bias) else attn_bias,
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=float(dropout_p),
+        need_weights=need_weights,
+    ).check()
 
 
 def check_settings(softcap: float | None, dropout: float, name: str = "dropout") -> None:
@@ -312,3 +236,36 @@ def check_settings(softcap: float | None, dropout: float, name: str = "dropout")
         raise ValueError(f"softcap must be positive and finite (or None for off), got {softcap}")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"{name} must lie in [0, 1), got {dropout}")
+
+
+def attention_weights(call: AttentionCall) -> Tensor:
+    """The weights of a call before dropout, (B, H, L, S), in at least float32.
+
+    >>> query, keys = torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 2, 4)
+    >>> attention_weights(AttentionCall(query, keys, keys)).tolist()
+    [[[[0.5, 0.5]]]]
+    """
+    with full_precision(call.query.device):
+        attn_bias = call.dense_bias()
+        visible = call.visible(attn_bias)
+        key = hide_unseen(call.key, visible)
+        scores = attention_scores(call.query, key, scale=call.scale, softcap=call.softcap, attn_bias=attn_bias)
+        return masked_softmax(scores, visible, call.sinks)
+
+
+def reference_attention(call: AttentionCall) -> Tensor:
+    """Attention as the module's docstring defines it: (B, H, L, Dv) in the value's dtype. Twice differentiable.
+
+    >>> query, keys, value = torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 2, 4), torch.tensor([[[[1.0], [3.0]]]])
+    >>> reference_attention(AttentionCall(query, keys, value)).item()
+    2.0
+    """
+    weights = attention_weights(call)
+    if call.dropout_p > 0.0:
+        weights = torch.nn.functional.dropout(weights, call.dropout_p)
+    B, H, L, S = call.shape
+    Hkv, Dv = call.value.shape[1], call.value.shape[3]
+    with full_precision(call.query.device):
+        value = hide_unseen(call.value, call.visible()).to(weights.dtype).unsqueeze(2)  # (B, Hkv, 1, S, Dv)
+        output = weights.reshape(B, Hkv, H // Hkv, L, S) @ value
+    return output.reshape(B, H, L, Dv).to(call.value.dtype)

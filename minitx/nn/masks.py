@@ -42,6 +42,11 @@ class Mask:
     ['x . .', 'x x .', '. x x']
     """
 
+    is_causality: ClassVar[bool] = False
+    """Whether the rule decides by itself how much of the future a query sees. It then takes the place of a model's ``Causal``."""
+    is_sparse: ClassVar[bool] = False
+    """Whether the rule hides most tiles of a long sequence, so that ``auto`` asks which tiles are left."""
+
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         """True where query ``row`` (at position ``row + offset``) may attend to ``key``; indices broadcast."""
         raise NotImplementedError(f"{type(self).__name__} defines no rule")
@@ -57,6 +62,10 @@ class Mask:
         """The masks whose intersection this is."""
         yield self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is remembered: a copy or a pickle is the rule alone."""
+        return {name: kept for name, kept in vars(self).items() if name != "_memory"}
+
     def __and__(self, other: Mask | Tensor) -> Mask:
         if not isinstance(other, Mask | Tensor):
             return NotImplemented
@@ -67,18 +76,18 @@ class Mask:
 
     __rand__, __ror__ = __and__, __or__  # a tensor on the left
 
-    def remember(self, kind: str, key: tuple[object, ...], build: Callable[[], Lowered]) -> Lowered:
-        """``build()``, or what it gave for the same ``key`` last time: layers that share a mask share its lowered form.
+    def remember(self, kind: str, key: tuple[object, ...], build: Callable[..., Lowered], *arguments: Any) -> Lowered:
+        """``build(*arguments)``, or what it gave for the same ``key`` last time: layers that share a mask share its lowered form.
 
         One form of each kind is kept. Nothing is kept while compiling: there the compiler shares what is equal, and a
         key of symbolic lengths would tie the graph to one length.
         """
         if torch.compiler.is_compiling():
-            return build()
+            return build(*arguments)
         memory = self.__dict__.setdefault("_memory", {})
         key = (*key, torch.is_inference_mode_enabled())  # an inference tensor cannot be saved for a backward pass
         if kind not in memory or memory[kind][0] != key:
-            memory[kind] = (key, build())
+            memory[kind] = (key, build(*arguments))
         return memory[kind][1]
 
     def dense(
@@ -127,6 +136,8 @@ class Causal(Mask):
     x x x
     """
 
+    is_causality: ClassVar[bool] = True
+
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         return key <= row + offset
 
@@ -153,6 +164,7 @@ class SlidingWindow(Mask):
     . x x
     """
 
+    is_sparse: ClassVar[bool] = True
     window: int
 
     def __post_init__(self) -> None:
@@ -187,6 +199,9 @@ class Padding(Mask):
 
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         return self.key_mask[batch, key]
+
+    def dense(self, num_queries: int, num_keys: int, *, keys: slice = slice(None), **options: object) -> Tensor:
+        return self.key_mask[:, None, None, keys]
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         if tuple(self.key_mask.shape) != (batch_size, num_keys):
@@ -238,6 +253,7 @@ class PrefixLM(Mask):
     x x x
     """
 
+    is_causality: ClassVar[bool] = True
     length: int | Tensor
 
     def __post_init__(self) -> None:
@@ -305,6 +321,10 @@ class Combined(Mask):
     decisive: ClassVar[bool]  # the verdict on a tile that settles it, whatever the other members say
     sign: ClassVar[str]
 
+    def __post_init__(self) -> None:
+        for name in ("is_causality", "is_sparse"):  # an intersection is what one of its members is
+            object.__setattr__(self, name, self.join is operator.and_ and any(getattr(m, name) for m in self.members))
+
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         return reduce(self.join, [member.visible(batch, head, row, key, offset) for member in self.members])
 
@@ -347,6 +367,16 @@ class Or(Combined):
     """The union: visible where some member allows it. Made by ``|``."""
 
     join, decisive, sign = operator.or_, True, " | "
+
+
+def with_causal(mask: Tensor | Mask | None) -> Mask:
+    """``mask`` within ``Causal()``, but for a rule that decides about the future by itself, such as ``PrefixLM``.
+
+    >>> with_causal(PrefixLM(2))
+    PrefixLM(length=2)
+    """
+    rule = as_mask(mask)
+    return rule if rule is not None and rule.is_causality else And((Causal(), *(() if rule is None else rule.parts())))
 
 
 def _require_bool(name: str, tensor: Tensor) -> None:

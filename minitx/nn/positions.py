@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -145,6 +146,13 @@ class RotaryScaling:
         return head_dim * math.log(self.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(base))
 
 
+class Rotation(NamedTuple):
+    """cos and sin of the angles of some positions, each (B or 1, 1, L, D/2): what ``Rotary`` turns queries and keys by."""
+
+    cos: Tensor
+    sin: Tensor
+
+
 class Rotary(nn.Module):
     """Rotate pairs of channels by an angle that grows with the position, so that q·k depends on their distance.
 
@@ -176,20 +184,26 @@ class Rotary(nn.Module):
             raise ValueError(f"rotary positions pair channels: head_dim must be even, got {head_dim}")
         self.head_dim, self.base, self.interleaved, self.scaling = head_dim, base, interleaved, scaling
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        """x (B, H, L, D) at position_ids (B or 1, L)."""
-        check_position_ids(position_ids, x.shape[0], x.shape[2])
-        angles = position_ids[:, None, :, None] * self.frequencies(x)  # (B, 1, L, D/2)
-        magnitude = 1.0 if self.scaling is None else self.scaling.magnitude
-        cos, sin = (angles.cos() * magnitude).to(x.dtype), (angles.sin() * magnitude).to(x.dtype)
+    def forward(self, x: Tensor, position_ids: Tensor | Rotation) -> Tensor:
+        """x (B, H, L, D) at position_ids (B or 1, L), or turned by a ``Rotation``, which layers can share."""
+        if isinstance(position_ids, Tensor):
+            position_ids = self.rotation(position_ids, x.shape[0], x.shape[2], x.dtype)
+        cos, sin = position_ids.cos.to(x.dtype), position_ids.sin.to(x.dtype)
         first, second = x.unflatten(-1, (-1, 2)).unbind(-1) if self.interleaved else x.chunk(2, dim=-1)
         turned = first * cos - second * sin, second * cos + first * sin
         return torch.stack(turned, dim=-1).flatten(-2) if self.interleaved else torch.cat(turned, dim=-1)
 
-    def frequencies(self, like: Tensor) -> Tensor:
-        """Radians a position, (D/2,), in at least float32 on the device of ``like``."""
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        pairs = torch.arange(self.head_dim // 2, dtype=dtype, device=like.device)
+    def rotation(self, position_ids: Tensor, batch_size: int, length: int, dtype: torch.dtype) -> Rotation:
+        """The angles at position_ids (B or 1, L), in at least float32 and the precision of ``dtype``."""
+        check_position_ids(position_ids, batch_size, length)
+        frequencies = self.frequencies(torch.promote_types(dtype, torch.float32), position_ids.device)
+        angles = position_ids[:, None, :, None] * frequencies  # (B, 1, L, D/2)
+        magnitude = 1.0 if self.scaling is None else self.scaling.magnitude
+        return Rotation(angles.cos() * magnitude, angles.sin() * magnitude)
+
+    def frequencies(self, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
+        """Radians a position, (D/2,)."""
+        pairs = torch.arange(self.head_dim // 2, dtype=dtype, device=device)
         if self.scaling is not None:
             return self.scaling.frequencies(self.head_dim, self.base, pairs)
         return self.base ** (-2.0 * pairs / self.head_dim)

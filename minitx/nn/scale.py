@@ -35,9 +35,8 @@ def scale_multiplier(scale: str | float, head_dim: int) -> float:
 class ScoreScale(nn.Module):
     """The scale of one attention layer: ``c`` in c · q·k.
 
-    ``forward(query, counts)`` returns ``(query, multiplier)``: a fixed scale leaves the query alone and hands the
-    multiplier to the backend; ``learned`` and ``log_length`` multiply the query, and the backend gets 1.0, so that
-    every backend serves them.
+    ``multiplier`` is the number that a fixed scale hands to the backend, else None. ``forward(query, counts)`` returns ``(query,
+    multiplier)``: ``learned`` and ``log_length`` multiply the query, and the backend gets 1.0, so that every backend serves them.
 
     * ``learned``: exp(s_h), one log-scale per head, a parameter initialised to ln(1/√D).
     * ``log_length``: ln(n_i) / ln(max_len) / √D, with n_i the real keys up to query i, which keeps the entropy from
@@ -72,6 +71,7 @@ class ScoreScale(nn.Module):
         check_scale(scale)
         self.scale, self.head_dim, self.num_heads, self.factor = scale, head_dim, num_heads, float(factor)
         self.max_len = max_len
+        self._fixed = None if scale in ("learned", "log_length") else scale_multiplier(scale, head_dim)
         if scale == "learned":
             if num_heads is None:
                 raise ValueError("scale=learned keeps one scale per head and needs num_heads, got num_heads=None")
@@ -84,6 +84,11 @@ class ScoreScale(nn.Module):
         """The learned log-scales to ln(1/√D); nothing else here has state."""
         if self.scale == "learned":
             nn.init.constant_(self.log_scale, -0.5 * math.log(self.head_dim))
+
+    @property
+    def multiplier(self) -> float | None:
+        """What a fixed scale multiplies q·k by; None where it depends on the head or the query."""
+        return None if self._fixed is None else self._fixed * self.factor
 
     @property
     def needs_counts(self) -> bool:
@@ -99,7 +104,8 @@ class ScoreScale(nn.Module):
             lengths = counts.clamp(min=1).to(torch.promote_types(query.dtype, torch.float32))
             multiplier = lengths.log() * (self.factor / math.log(self.max_len) / math.sqrt(self.head_dim))
             return query * multiplier.to(query.dtype), 1.0
-        return query, scale_multiplier(self.scale, self.head_dim) * self.factor
+        assert self.multiplier is not None
+        return query, self.multiplier
 
     def extra_repr(self) -> str:
         factor = f", factor={self.factor}" if self.factor != 1.0 else ""

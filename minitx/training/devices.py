@@ -84,12 +84,10 @@ def check_parallel(model: TransformerConfig, options: TrainerConfig, *, probes: 
         return
     without_plan = {
         f"model.architecture={model.architecture}": model.architecture == "vision",
-        f"model.attention={model.attention}": model.attention not in ("exact", "sliding_window"),
+        f"model.attention={model.attention}": model.attention != "exact",
         f"model.position={model.position}": model.position in ("alibi", "t5"),  # one slope or table a head
         f"model.scale={model.scale}": model.scale == "learned",
         f"model.sinks={model.sinks}": model.sinks,
-        f"model.embed_shortcut={model.embed_shortcut}": model.embed_shortcut,
-        f"model.value_residual={model.value_residual}": model.value_residual,
         f"model.qk_norm={model.qk_norm}": model.qk_norm == "l2",
         f"model.num_experts={model.num_experts}": bool(model.num_experts),
     }

@@ -34,7 +34,6 @@ def check_measures(config: RunConfig, model: TransformerConfig, data: DataModule
     if config.evaluation.attention_cost:
         extra: list[str] = [model.position] if model.position in ("alibi", "t5") else []
         extra += [name for name in ("sinks", "softcap") if getattr(model, name)]
-        extra += ["a window; choose attention=sliding_window"] if model.window and model.attention == "exact" else []
         if extra or model.architecture == "encoder_decoder":
             what = extra[0] if extra else "cross-attention"
             raise ConfigError(f"evaluation.attention_cost=true compares with plain self-attention, and the model has {what}")

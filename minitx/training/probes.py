@@ -21,7 +21,7 @@ from minitx.analysis.snapshot import SOURCE, TARGET, take_snapshot, write_snapsh
 from minitx.analysis.statistics import attention_statistics, logit_step, token_cosine
 from minitx.config import IGNORED, ConfigError, ProbeConfig
 from minitx.data.addressing import Batch
-from minitx.nn.blocks import EncoderBlock
+from minitx.nn.blocks import Block
 from minitx.nn.functional import full_precision
 from minitx.nn.modes import evaluating
 from minitx.training.calling import Caller, network_inputs
@@ -145,7 +145,7 @@ class Probe(StepCallback):
         hidden: dict[str, Tensor] = {}
         with evaluating(network), watch(network, lambda look: look) as seen, full_precision(device), ExitStack() as hooks:
             for name, block in network.named_modules():
-                if statistics and isinstance(block, EncoderBlock):
+                if statistics and isinstance(block, Block):
                     hook = block.register_forward_hook(lambda _, args, out, name=name: hidden.update({name: _first(out)}))
                     hooks.enter_context(hook)
             Caller(network)(self._on(device))
@@ -201,7 +201,7 @@ class Probe(StepCallback):
 def _statistics(name: str, look: Look, hidden: Mapping[str, Tensor]) -> dict[str, Any]:
     """What can be said of one core's call; ``hidden`` are the blocks' outputs, by name."""
     rows = look.real_queries
-    found: dict[str, Any] = attention_statistics(look.call.query, look.call.key, **look.call.terms, query_mask=rows)
+    found: dict[str, Any] = attention_statistics(look.call, query_mask=rows)
     cosines = [token_cosine(tokens, rows) for block, tokens in hidden.items() if name.startswith(f"{block}.")]
     return {**found, **({"token_cosine": float(cosines[0])} if cosines else {})}
 

@@ -8,30 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from minitx.nn.backends import chunked, flash_attn, flex, math, sdpa
-from minitx.nn.backends.base import Backend, always
+from minitx.nn.backends import chunked, flex, math, sdpa
+from minitx.nn.backends.base import Backend, never
 from minitx.nn.bias import Bias
 from minitx.nn.functional import AttentionCall, attention_weights, make_call
-from minitx.nn.masks import Mask, SlidingWindow
+from minitx.nn.masks import Mask
 
 __all__ = [
     "AttentionCall",
     "Backend",
     "BackendReport",
+    "attend",
     "backend_names",
     "explain_backends",
     "register_backend",
-    "run_attention",
     "scaled_dot_product_attention",
     "unregister_backend",
 ]
 
-_BUILT_IN = (sdpa.BACKEND, chunked.BACKEND, math.BACKEND, flex.BACKEND, flash_attn.BACKEND, *sdpa.VARIANTS)
-_REGISTRY: dict[str, Backend] = {backend.name: backend for backend in _BUILT_IN}
+_BUILT_IN = {backend.name: backend for backend in (sdpa.BACKEND, chunked.BACKEND, math.BACKEND, flex.BACKEND)}
+_REGISTRY: dict[str, Backend] = dict(_BUILT_IN)
 # scores of all heads together, from which on tiles beat the whole matrix on CPU (measured: docs/decisions.md): that of math, and
 # that of torch's plain path, which makes it in fewer calls as long as it need not draw another for dropout
 CHUNKED_FROM, CHUNKED_FROM_OVER_PLAIN = 2**21, 2**23
@@ -52,26 +53,29 @@ def register_backend(
     name: str,
     run: Callable[[AttentionCall], Tensor],
     *,
-    supports: Callable[[AttentionCall], str | None] = always,
-    falls_back: Callable[[AttentionCall], str | None] = always,
+    why_not: Callable[[AttentionCall], str | None] = never,
+    falls_back: Callable[[AttentionCall], str | None] = never,
 ) -> None:
     """Make ``backend=name`` mean ``run(call)``, everywhere: functions, modules, configs.
 
-    ``supports(call)`` returns None where ``run`` can serve the call, else the reason why not; ``falls_back(call)`` likewise why
-    it would serve it without its fused kernel. A registered backend is used when it is named; ``auto`` does not pick it.
+    Args:
+        name: a new name. ``auto`` does not pick it; it runs where it is named.
+        run: takes a checked ``AttentionCall``, returns (B, H, L, Dv).
+        why_not: the reason why ``run`` cannot serve a call, or None where it can.
+        falls_back: the reason why ``run`` would serve a call without its fused kernel, or None.
 
     Raises:
         ValueError: a name that is taken.
 
     >>> from minitx.nn import reference_attention
-    >>> register_backend("mine", lambda call: reference_attention(call.query, call.key, call.value, **call.terms))
+    >>> register_backend("mine", reference_attention, why_not=lambda call: "no sinks" if call.sinks is not None else None)
     >>> "mine" in backend_names()
     True
     >>> unregister_backend("mine")
     """
     if name in backend_names():
         raise ValueError(f"backend {name!r} is taken; registered are {', '.join(backend_names())}")
-    _REGISTRY[name] = Backend(name, run, refuses=supports, falls_back=falls_back)
+    _REGISTRY[name] = Backend(name, run, why_not, falls_back)
 
 
 def unregister_backend(name: str) -> None:
@@ -80,30 +84,31 @@ def unregister_backend(name: str) -> None:
     Raises:
         ValueError: a name that is not registered, or that is minitx's own.
     """
-    if name not in _REGISTRY or name in (backend.name for backend in _BUILT_IN):
+    if name not in _REGISTRY or name in _BUILT_IN:
         raise ValueError(f"backend {name!r} was not registered by register_backend")
     del _REGISTRY[name]
 
 
 def _fastest(call: AttentionCall) -> Backend:
     """What ``auto`` runs: looks at types and sizes only. The rules are measured by ``benchmarks/kernel_choice.py``."""
-    B, H, L, S = call.shape
+    B, H, L, S = call.query.shape[:3] + call.key.shape[2:3]
     scores, on_cpu = B * H * L * S, call.query.device.type == "cpu"
-    tiled = chunked.BACKEND.refuses(call) is None
-    if sdpa.BACKEND.refuses(call) is not None:  # a soft-cap or sinks
+    if call.softcap is not None or call.sinks is not None:  # torch's kernels have no place for them
+        if not on_cpu and flex.why_not(call) is None:
+            return flex.BACKEND
         few_rows = L == 1 and on_cpu  # a row of scores and its online softmax are one tile
         large = scores >= CHUNKED_FROM and L > 1
-        return chunked.BACKEND if tiled and (few_rows or large) else math.BACKEND
-    if sdpa.BACKEND.falls_back(call) is None:
-        return chunked.BACKEND if tiled and on_cpu and _few_tiles(call, scores) else sdpa.BACKEND
+        return chunked.BACKEND if (few_rows or large) and chunked.why_not(call) is None else math.BACKEND
+    if sdpa.falls_back(call) is None:
+        few = on_cpu and scores >= CHUNKED_FROM and call.mask is not None and call.mask.is_sparse and _few_tiles(call)
+        return chunked.BACKEND if few else sdpa.BACKEND
     start = CHUNKED_FROM if call.dropout_p > 0.0 else CHUNKED_FROM_OVER_PLAIN
-    return chunked.BACKEND if tiled and L > 1 and scores >= start else sdpa.BACKEND
+    return chunked.BACKEND if L > 1 and scores >= start and chunked.why_not(call) is None else sdpa.BACKEND
 
 
-def _few_tiles(call: AttentionCall, scores: int) -> bool:
-    """Whether a window leaves few tiles of many; not asked in a graph, whose sizes may be symbols: each would be one graph."""
-    windowed = call.mask is not None and any(isinstance(part, SlidingWindow) for part in call.mask.parts())
-    return windowed and not is_compiling() and scores >= CHUNKED_FROM and chunked.share_of_tiles(call) <= FEW_TILES
+def _few_tiles(call: AttentionCall) -> bool:
+    """Whether a rule leaves few tiles of many. Not asked in a graph, whose sizes may be symbols: each would be one graph."""
+    return not is_compiling() and chunked.why_not(call) is None and chunked.share_of_tiles(call) <= FEW_TILES
 
 
 def named(call: AttentionCall, backend: str) -> Backend:
@@ -115,38 +120,28 @@ def named(call: AttentionCall, backend: str) -> Backend:
     return _REGISTRY[backend]
 
 
-def choose(call: AttentionCall, backend: str, *, strict: bool) -> Backend:
-    """The backend that serves ``call``.
+def attend(call: AttentionCall, backend: str = "auto", *, strict: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    """Serve a checked call. The weights, if wanted, are computed *beside* the kernel, not instead of it.
+
+    Args:
+        call: as ``make_call`` returns it. backend: a name, or ``auto``.
+        strict: a fall from a fused kernel is an error.
+
+    Returns:
+        (B, H, L, Dv), or with ``call.need_weights`` ``(output, weights)``.
 
     Raises:
         ValueError: an unknown name. NotImplementedError (a RuntimeError): a named backend that cannot serve the call,
             with the reason and the ones that could. RuntimeError: with ``strict``, one that would leave its fused kernel.
     """
-    chosen = named(call, backend)
-    reason = chosen.refuses(call)
-    if reason is not None:
-        able = [b.name for b in _REGISTRY.values() if b not in sdpa.VARIANTS and b.refuses(call) is None]
-        raise NotImplementedError(f"backend {chosen.name!r} cannot serve this call: {reason}; {', '.join(able)} can")
-    reason = chosen.falls_back(call) if strict else None
-    if reason is not None:
+    chosen = _fastest(call) if backend == "auto" else named(call, backend)
+    if backend != "auto" and (reason := chosen.why_not(call)) is not None:
+        able = ", ".join(other.name for other in _REGISTRY.values() if other.why_not(call) is None)
+        raise NotImplementedError(f"backend {chosen.name!r} cannot serve this call: {reason}; {able} can")
+    if strict and (reason := chosen.falls_back(call)) is not None:
         raise RuntimeError(f"strict: backend {chosen.name!r} would serve this call without a fused kernel: {reason}")
-    return chosen
-
-
-def run_attention(
-    call: AttentionCall, *, backend: str = "auto", strict: bool = False, need_weights: bool = False
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Serve a checked call; with ``need_weights`` the weights are computed *beside* the kernel, not instead of it.
-
-    Args:
-        call: as ``make_call`` gives it. backend: a name, or ``auto``.
-        strict: a fall from a fused kernel is an error.
-    """
-    output = choose(call, backend, strict=strict).run(call)
-    if not need_weights:
-        return output
-    weights = attention_weights(call.query, call.key, **call.terms)
-    return output, weights.to(call.query.dtype)
+    output = chosen.run(call)
+    return (output, attention_weights(call).to(call.query.dtype)) if call.need_weights else output
 
 
 def scaled_dot_product_attention(
@@ -181,8 +176,8 @@ def scaled_dot_product_attention(
         attn_bias: float, (L, S) or broadcastable to (B, H, L, S), added to the scaled scores, -inf hides; or a ``Bias``.
         softcap: t in t · tanh(z / t), before bias and mask (Gemma 2, arXiv:2408.00118).
         sinks: (H,) extra logits without a value.
-        backend: ``auto``, ``math``, ``sdpa``, ``sdpa:flash`` (``efficient``, ``cudnn``, ``math``), ``chunked``, ``flex``,
-            ``flash_attn``, or a registered name.
+        backend: ``auto``, ``math``, ``sdpa``, ``chunked``, ``flex``, or a registered name. Torch's context manager
+            ``torch.nn.attention.sdpa_kernel`` chooses among the kernels of ``sdpa``.
         need_weights: also return the weights (B, H, L, S), before dropout.
 
     Returns:
@@ -196,10 +191,8 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(q, q, q, is_causal=True).shape
     torch.Size([2, 3, 5, 7])
     """
-    call = make_call(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, attn_bias=attn_bias, softcap=softcap, sinks=sinks
-    )
-    return run_attention(call, backend=backend, need_weights=need_weights)
+    options: dict[str, Any] = {"attn_bias": attn_bias, "softcap": softcap, "sinks": sinks, "need_weights": need_weights}
+    return attend(make_call(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options), backend)
 
 
 @dataclass(frozen=True)
@@ -221,25 +214,12 @@ class BackendReport:
         return f"{'->' if self.runs else '  '} {self.name:14} {word:7} {self.reason}".rstrip()
 
 
-def explain_backends(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | Mask | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    attn_bias: Tensor | Bias | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    backend: str = "auto",
-) -> list[BackendReport]:
-    """For a call with these arguments: every backend, whether it can and why not, and which one runs. Nothing is run.
+def explain_backends(*tensors: Tensor, backend: str = "auto", **options: Any) -> list[BackendReport]:
+    """For a call: every backend, whether it can serve it and why not, and which one runs. Nothing is run.
 
-    A named ``backend`` that cannot serve the call is explained, not raised: no line runs then. ``query``, ``key``, ``value``,
-    ``attn_mask``, ``dropout_p``, ``is_causal``, ``scale``, ``attn_bias``, ``softcap`` and ``sinks`` are those of
-    ``scaled_dot_product_attention``.
+    Args:
+        tensors, options: the arguments of ``scaled_dot_product_attention``.
+        backend: a name, or ``auto``. A named backend that cannot serve the call is explained, not raised: no line runs then.
 
     >>> import torch
     >>> q = torch.randn(1, 2, 5, 8)
@@ -249,14 +229,11 @@ def explain_backends(
        chunked        can     it works tile by tile in plain torch
     -> math           can     it holds the whole L x S matrix
     """
-    call = make_call(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, attn_bias=attn_bias, softcap=softcap, sinks=sinks
-    )
-    chosen = named(call, backend)
-    reports = []
+    call = make_call(*tensors, **options)
+    chosen, reports = named(call, backend), []
     for candidate in _REGISTRY.values():
-        refusal = candidate.refuses(call)
-        slow = candidate.falls_back(call) if refusal is None else None
-        fused, runs = refusal is None and slow is None, refusal is None and candidate is chosen
-        reports.append(BackendReport(candidate.name, refusal is None, fused, runs, refusal or slow or ""))
+        reason = candidate.why_not(call)
+        slow = candidate.falls_back(call) if reason is None else None
+        can, fused = reason is None, reason is None and slow is None
+        reports.append(BackendReport(candidate.name, can, fused, can and candidate is chosen, reason or slow or ""))
     return reports

@@ -10,20 +10,23 @@ from torch import Tensor
 from minitx.nn.functional import AttentionCall
 
 
-def always(call: AttentionCall) -> None:
-    """No objection."""
+def never(call: AttentionCall) -> None:
+    """No reason against any call."""
 
 
 @dataclass(frozen=True)
 class Backend:
     """A named way to compute attention.
 
-    ``name`` is what ``backend=`` takes. ``run(call)`` returns (B, H, L, Dv). ``refuses(call)`` gives the reason why it cannot serve a call, or None.
-    ``falls_back(call)`` gives the reason why it serves the call without its fused kernel (slower, with an L × S matrix),
-    or None; backends without a fused kernel always give one.
+    Args:
+        name: what ``backend=`` takes.
+        run: serves a call, ``run(call)`` is (B, H, L, Dv).
+        why_not: the reason why ``run`` cannot serve a call, or None where it can.
+        falls_back: the reason why ``run`` serves a call without its fused kernel (slower, with an L × S matrix), or None. A backend
+            without a fused kernel always gives one.
     """
 
     name: str
     run: Callable[[AttentionCall], Tensor]
-    refuses: Callable[[AttentionCall], str | None] = always
-    falls_back: Callable[[AttentionCall], str | None] = always
+    why_not: Callable[[AttentionCall], str | None] = never
+    falls_back: Callable[[AttentionCall], str | None] = never

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from minitx.nn.backends.base import Backend
-from minitx.nn.backends.programs import cannot_pack, pack, unpack
+from minitx.nn.backends.programs import can_pack, cannot_pack, pack, unpack
 from minitx.nn.bias import Bias, TensorBias, as_bias
 from minitx.nn.functional import AttentionCall, full_precision, hide_unseen
 from minitx.nn.masks import Mask, simplify
@@ -296,9 +296,9 @@ def run(call: AttentionCall) -> Tensor:
     return output.to(call.value.dtype)
 
 
-def refuses(call: AttentionCall) -> str | None:
+def why_not(call: AttentionCall) -> str | None:
     """Only rules that cannot be taken apart."""
-    return cannot_pack((call.mask, call.attn_bias))
+    return None if can_pack((call.mask, call.attn_bias)) else cannot_pack((call.mask, call.attn_bias))
 
 
 def falls_back(call: AttentionCall) -> str:
@@ -306,4 +306,4 @@ def falls_back(call: AttentionCall) -> str:
     return "it works tile by tile in plain torch"
 
 
-BACKEND = Backend("chunked", run, refuses=refuses, falls_back=falls_back)
+BACKEND = Backend("chunked", run, why_not=why_not, falls_back=falls_back)

@@ -94,7 +94,7 @@ def seen_keys(mask: Mask, call: AttentionCall) -> Tensor:
     return mask.remember("seen", (B, H, L, S, call.query.device), build)
 
 
-def refuses(call: AttentionCall) -> str | None:
+def why_not(call: AttentionCall) -> str | None:
     """What FlexAttention cannot do, or does not do right."""
     if call.dropout_p > 0.0:
         return "FlexAttention has no dropout"
@@ -105,4 +105,4 @@ def refuses(call: AttentionCall) -> str | None:
     return None
 
 
-BACKEND = Backend("flex", run, refuses=refuses)
+BACKEND = Backend("flex", run, why_not=why_not)

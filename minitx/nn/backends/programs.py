@@ -79,6 +79,15 @@ def unpack(program: str, tensors: Sequence[Tensor]) -> Any:
     return rule
 
 
+def can_pack(rule: Any) -> bool:
+    """Whether ``pack`` can take the rule apart."""
+    if isinstance(rule, tuple):
+        return all(can_pack(member) for member in rule)
+    if isinstance(rule, Mask | Bias):
+        return is_dataclass(rule) and all(can_pack(getattr(rule, field.name)) for field in fields(rule))
+    return rule is None or isinstance(rule, Tensor | bool | int | float | str)
+
+
 def cannot_pack(rule: Any) -> str | None:
     """Why ``pack`` would raise, or None."""
     try:
@@ -90,7 +99,7 @@ def cannot_pack(rule: Any) -> str | None:
 
 def tensors_of(rule: Any) -> list[Tensor]:
     """The tensors in a rule, a tensor being its own; none are known of a rule that cannot be taken apart."""
-    return [] if cannot_pack(rule) else pack(rule)[1]
+    return pack(rule)[1] if can_pack(rule) else []
 
 
 def _name(cls: type) -> str:

@@ -5,23 +5,23 @@
   they multiply: with a scale of zero or less that is NaN. The query takes the sign (or the zero), the kernel gets a
   positive number.
 * Its ``is_causal`` is upper-left aligned and must not meet a mask: the flag is used for a square, purely causal call
-  only; everything else becomes one bool (or float, with a bias) mask.
+  only; everything else becomes one mask.
 * A row without a visible key is given all keys and its output zeroed, so that no kernel meets an empty row; keys and
   values that no query may see are zero-filled, so that a NaN there cannot leak.
 * On CPU, dropout, a bias that requires grad and Dv ≠ D leave the fused kernel silently: ``falls_back`` says so.
 * The memory-efficient CUDA kernel knows no grouped heads: beside a mask they are repeated, which costs keys and values
   once a group, instead of an L × S matrix.
 * On Hopper from torch 2.11 cuDNN comes first: it builds a plan for every new shape, refuses some dropout rates and
-  deterministic mode, and its backward can be NaN. It runs there only where it is named.
+  deterministic mode, and its backward can be NaN. It is left out there, unless ``torch.nn.attention.sdpa_kernel`` chose the kernels.
 
-``sdpa`` lets torch pick among the kernels; ``sdpa:flash``, ``sdpa:efficient``, ``sdpa:cudnn`` and ``sdpa:math`` name one.
+What a mask means for the kernel is computed once and kept with the mask, so the layers of a model share it.
 What remains: torch's CPU kernel gives 0 for a query that holds a NaN, where ``math`` gives NaN.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,31 +29,58 @@ from torch import Tensor
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from minitx.nn.backends.base import Backend, always
+from minitx.nn.backends.base import Backend
 from minitx.nn.backends.programs import tensors_of
-from minitx.nn.functional import AttentionCall, hide_unseen, visible_keys
+from minitx.nn.functional import AttentionCall
 from minitx.nn.masks import Causal, simplify
 
-KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
-}
+
+class Plan(NamedTuple):
+    """What a mask means for the kernel. Hidden keys and empty rows are None where there are none."""
+
+    is_causal: bool = False
+    visible: Tensor | None = None  # bool, broadcastable to (B, H, L, S), all True in an empty row
+    kernel_mask: Tensor | None = None  # the same as the kernel wants it
+    hidden_keys: Tensor | None = None  # bool (B or 1, Hkv or 1, S, 1): no query sees the key
+    empty_rows: Tensor | None = None  # bool (B or 1, H or 1, L or 1, 1): the query sees no key
 
 
-def run(call: AttentionCall, kernel: str | None = None) -> Tensor:
-    """Attention through one of torch's kernels: the one that is named, or the one that torch picks."""
-    with _choice(call.query.device, kernel):
-        return _attend(call)
+NO_MASK = Plan()
 
 
-def _choice(device: torch.device, kernel: str | None) -> AbstractContextManager[object]:
-    if kernel is not None:
-        return sdpa_kernel([KERNELS[kernel]])
-    if device.type != "cuda" or not avoids_cudnn(torch.cuda.get_device_capability(device), torch.__version__):
-        return nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+def run(call: AttentionCall) -> Tensor:
+    """Attention through the kernel that torch picks."""
+    query, key, value, scale = call.query, call.key, call.value, call.scale
+    plan = NO_MASK
+    if call.attn_bias is not None:
+        plan = _plan_with_bias(call)
+    elif call.mask is not None:
+        kept_for = (call.shape, key.shape[1], query.dtype, query.device)
+        plan = call.mask.remember("sdpa", kept_for, _plan, call)
+    if plan.hidden_keys is not None:
+        key, value = key.masked_fill(plan.hidden_keys, 0.0), value.masked_fill(plan.hidden_keys, 0.0)
+    if scale <= 0.0:
+        query, scale = (-query, -scale) if scale < 0.0 else (query * 0.0, 1.0)
+    if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:  # every fused kernel would step aside without saying so
+        query, key, value = (t.clone(memory_format=torch.contiguous_format) for t in (query, key, value))
+    group = query.shape[1] // key.shape[1]
+    with _NO_CHOICE if query.device.type != "cuda" else _choice(query.device):
+        if group > 1 and plan.kernel_mask is not None and repeats_heads(query.device.type, group):
+            key, value, group = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1), 1
+        options = {"attn_mask": plan.kernel_mask, "dropout_p": call.dropout_p, "is_causal": plan.is_causal}
+        output = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=group > 1, **options)
+    return output if plan.empty_rows is None else output.masked_fill(plan.empty_rows, 0.0)
+
+
+_NO_CHOICE = nullcontext()
+
+
+def _choice(device: torch.device) -> AbstractContextManager[object]:
+    """Leave cuDNN out where it would come first unasked. Kernels that the caller has chosen stay chosen."""
+    enabled = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled())
+    if all(enabled) and avoids_cudnn(torch.cuda.get_device_capability(device), torch.__version__):
+        return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    return _NO_CHOICE
 
 
 def avoids_cudnn(capability: tuple[int, int], version: str) -> bool:
@@ -62,112 +89,95 @@ def avoids_cudnn(capability: tuple[int, int], version: str) -> bool:
     return capability >= (9, 0) and (major, minor) >= (2, 11)
 
 
-def _attend(call: AttentionCall) -> Tensor:
-    B, H, L, S = call.shape
-    mask = simplify(call.mask, L, S)
-    query, key, value = _readable(call.query), _readable(call.key), _readable(call.value)
-    scale = call.scale
-    if scale <= 0.0:
-        query, scale = (-query, -scale) if scale < 0.0 else (query * 0.0, 1.0)
-    kernel = partial(F.scaled_dot_product_attention, dropout_p=call.dropout_p, scale=scale)
-    group = H // call.key.shape[1]
-    if not _needs_mask(call):
-        return kernel(query, key, value, is_causal=mask is not None, enable_gqa=group > 1)
-
-    attn_bias = call.dense_bias()
-    visible = visible_keys((B, H, L, S), mask, attn_bias, call.query.device)
-    assert visible is not None  # there is a mask or a bias
-    has_key = visible.any(dim=-1, keepdim=True)
-    kernel_mask = visible | ~has_key
-    if attn_bias is not None:
-        kernel_mask = torch.where(kernel_mask, _finite_bias(attn_bias, query), -torch.inf)
-    key, value = hide_unseen(key, visible), hide_unseen(value, visible)
-    if repeats_heads(query.device.type, group):
-        key, value, group = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1), 1
-    output = kernel(query, key, value, attn_mask=kernel_mask, enable_gqa=group > 1)
-    return output.masked_fill(~has_key, 0.0)
-
-
 def repeats_heads(device: str, group: int) -> bool:
     """Whether grouped heads beside a mask have to be spelled out: no CUDA kernel but cuDNN takes both."""
     return device == "cuda" and group > 1
 
 
-def _needs_mask(call: AttentionCall) -> bool:
-    """Whether the call is more than a plain or a square causal one."""
+def _plan(call: AttentionCall) -> Plan:
     _, _, L, S = call.shape
     mask = simplify(call.mask, L, S)
-    return call.attn_bias is not None or not (mask is None or (type(mask) is Causal and L == S))
+    if mask is None:
+        return NO_MASK
+    if type(mask) is Causal and L == S:
+        return Plan(is_causal=True)
+    visible = mask.dense(L, S, batch_size=call.shape[0], num_heads=call.shape[1], device=call.query.device)
+    plan = _plan_of(visible, call)
+    assert plan.visible is not None
+    if call.query.device.type == "cpu":  # the kernel would make this tensor of a bool mask, once a layer
+        zero = torch.zeros((), dtype=call.query.dtype)
+        return plan._replace(kernel_mask=torch.where(plan.visible, zero, -torch.inf))
+    return plan._replace(kernel_mask=plan.visible)
 
 
-def _readable(tensor: Tensor) -> Tensor:
-    """With its last axis contiguous: otherwise every fused kernel steps aside without saying so."""
-    return tensor if tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
+def _plan_of(visible: Tensor, call: AttentionCall) -> Plan:
+    """Empty rows and unseen keys. Where looking is free, what is not there is None."""
+    some, seen = visible.any(-1, keepdim=True), visible.any(-2)  # (B|1, H|1, L|1, 1), (B|1, H|1, S|1)
+    Hkv = call.key.shape[1]
+    if seen.shape[1] not in (1, Hkv):  # a key head is seen if one query head of its group sees it
+        seen = seen.unflatten(1, (Hkv, -1)).any(2)
+    looks = visible.device.type == "cpu" and not (
+        torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._functorch.is_batchedtensor(visible)
+    )
+    all_rows, all_keys = looks and bool(some.all()), looks and bool(seen.all())
+    return Plan(
+        visible=visible if all_rows else visible | ~some,
+        hidden_keys=None if all_keys else ~seen.unsqueeze(-1),
+        empty_rows=None if all_rows else ~some,
+    )
 
 
-def _finite_bias(attn_bias: Tensor, query: Tensor) -> Tensor:
-    """The bias in a dtype that the kernel takes, with 0 for -inf (the mask hides those) and no new infinities.
+def _plan_with_bias(call: AttentionCall) -> Plan:
+    """One float mask: the bias in a dtype that the kernel takes, -inf where a key is hidden, and no other infinities.
 
     A float32 bias of -1e5 would be -inf in float16. The CPU kernel takes float32 beside half-precision queries.
     """
-    on_cpu = query.device.type == "cpu"
-    dtype = torch.promote_types(query.dtype, torch.float32) if on_cpu else query.dtype
+    attn_bias = call.dense_bias()
+    assert attn_bias is not None
+    visible = call.visible(attn_bias)
+    assert visible is not None  # there is a bias
+    plan = _plan_of(visible, call)
+    on_cpu = call.query.device.type == "cpu"
+    dtype = torch.promote_types(call.query.dtype, torch.float32) if on_cpu else call.query.dtype
     limit = min(torch.finfo(dtype).max, torch.finfo(attn_bias.dtype).max)
-    return attn_bias.masked_fill(attn_bias == -torch.inf, 0.0).clamp(-limit, limit).to(dtype)
+    finite = attn_bias.masked_fill(attn_bias == -torch.inf, 0.0).clamp(-limit, limit).to(dtype)
+    return plan._replace(kernel_mask=torch.where(plan.visible, finite, -torch.inf))
 
 
-def refuses(call: AttentionCall) -> str | None:
+def why_not(call: AttentionCall) -> str | None:
     """Soft-cap and sinks stand between the scores and the softmax, where torch's kernels have no slot."""
     if call.softcap is not None:
         return "torch's kernels have no soft-cap"
-    if call.sinks is not None:
-        return "torch's kernels have no sinks"
-    return None
+    return None if call.sinks is None else "torch's kernels have no sinks"
 
 
 def falls_back(call: AttentionCall) -> str | None:
     """The calls that torch serves with its slow path, without saying so."""
+    if call.query.device.type == "cuda":
+        return _falls_back_on_cuda(call)
     if call.query.device.type != "cpu":
         return None
     if call.dropout_p > 0.0:
         return "torch's CPU kernel has no dropout"
-    if any(tensor.requires_grad for tensor in tensors_of(call.attn_bias)):
+    if call.attn_bias is not None and any(tensor.requires_grad for tensor in tensors_of(call.attn_bias)):
         return "torch's CPU kernel has no gradient for the bias"
     if call.value.shape[-1] != call.query.shape[-1]:
         return "torch's CPU kernel wants values as wide as queries"
     return None
 
 
-def refuses_kernel(call: AttentionCall, kernel: str) -> str | None:
-    """Why a call cannot go to the one kernel that was named: torch is asked where it can tell."""
-    reason = refuses(call)
-    if reason is not None or kernel == "math":
-        return reason
-    if call.query.device.type == "cpu":
-        return falls_back(call) if kernel == "flash" else f"torch has no {kernel} kernel for the CPU"
-    if call.query.device.type != "cuda":
-        return f"torch has no {kernel} kernel for {call.query.device.type}"
-    needs_mask = _needs_mask(call)
-    if needs_mask and kernel == "flash":
-        return "torch's flash kernel takes no mask or bias"
-    grouped = call.key.shape[1] != call.query.shape[1] and not needs_mask
-    is_causal = call.mask is not None and not needs_mask
-    params = cuda.SDPAParams(call.query, call.key, call.value, None, call.dropout_p, is_causal, grouped)
-    can = {
-        "flash": cuda.can_use_flash_attention,
-        "efficient": cuda.can_use_efficient_attention,
-        "cudnn": cuda.can_use_cudnn_attention,
-    }[kernel]
-    return None if can(params) else f"torch's {kernel} kernel does not take these dtypes, widths or options"
+def _falls_back_on_cuda(call: AttentionCall) -> str | None:
+    """Torch is asked. It answers for these tensors, this dropout, and a mask or none."""
+    _, H, L, S = call.shape
+    mask = simplify(call.mask, L, S)
+    is_causal = type(mask) is Causal and L == S
+    some = None
+    if call.attn_bias is not None or not (mask is None or is_causal):
+        some = call.query.new_empty(1, 1, 1, 1).expand(call.shape)
+    grouped = call.key.shape[1] != H and some is None
+    parameters = cuda.SDPAParams(call.query, call.key, call.value, some, call.dropout_p, is_causal and some is None, grouped)
+    kernels = (cuda.can_use_flash_attention, cuda.can_use_efficient_attention, cuda.can_use_cudnn_attention)
+    return None if any(can(parameters) for can in kernels) else "no fused CUDA kernel takes these dtypes, widths or options"
 
 
-BACKEND = Backend("sdpa", run, refuses=refuses, falls_back=falls_back)
-VARIANTS = tuple(
-    Backend(
-        f"sdpa:{kernel}",
-        partial(run, kernel=kernel),
-        refuses=partial(refuses_kernel, kernel=kernel),
-        falls_back=(lambda call: "torch's own plain path") if kernel == "math" else always,
-    )
-    for kernel in KERNELS
-)
+BACKEND = Backend("sdpa", run, why_not=why_not, falls_back=falls_back)

@@ -1,4 +1,4 @@
-"""What the efficient cores share: the call of ``DotProductAttention``, its checks, refusals, and the measured error."""
+"""What the efficient cores share: their refusals, their precision, and the measured error."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from minitx.nn.bias import Bias
-from minitx.nn.functional import AttentionCall, check_settings, full_precision, make_call, reference_attention
+from minitx.nn.functional import AttentionCall, full_precision, make_call, reference_attention
 from minitx.nn.masks import Causal, Mask, Padding
 from minitx.nn.modes import evaluating
 
@@ -17,71 +16,41 @@ from minitx.nn.modes import evaluating
 class EfficientAttention(nn.Module):
     """A core of ``MultiHeadAttention`` with mathematics of its own; subclasses define ``attend``.
 
-    It takes the arguments of ``DotProductAttention``, in the constructor and in the call, and honours or refuses each:
-    ``refusals`` says, for every option that the mathematics leaves no place for, why. Everything is computed in at least
-    float32, under autocast too, on the same path in training and evaluation; the output has the value's dtype.
+    It takes an ``AttentionCall``, as ``DotProductAttention`` does, and honours or refuses each of its options: ``refusals`` says, for
+    every option that the mathematics leaves no place for, why. Everything is computed in at least float32, under autocast too, on
+    the same path in training and evaluation; the output has the value's dtype.
 
-    ``minitx.analysis.capture`` records those that have weights and so an ``effective_mask`` (windows, sparse blocks); of the
-    others there is the ``approximation_error`` to look at.
-
-    Args:
-        dropout: on the weights, in training only; refused where there are no weights.
-        softcap: t in t · tanh(z / t), or None for off; refused where there are no scores.
-
-    Raises:
-        ValueError: a refused option, or a number out of range.
+    ``minitx.analysis.capture`` passes these cores over, because they have no weights over keys; ``approximation_error`` says how far
+    they are from exact attention.
     """
 
-    refusals: ClassVar[dict[str, str]] = {}
+    refusals: ClassVar[dict[str, str]] = {"need_weights": "it forms no weights over keys"}
 
-    def __init__(self, *, dropout: float = 0.0, softcap: float | None = None) -> None:
-        super().__init__()
-        check_settings(softcap, dropout)
-        self.dropout, self.softcap = dropout, softcap
-        self._refuse(dropout=dropout > 0.0, softcap=softcap is not None)
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Mask | None = None,
-        scale: float | None = None,
-        attn_bias: Tensor | Bias | None = None,
-        sinks: Tensor | None = None,
-        need_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv) -> (B, H, L, Dv)[, weights (B, H, L, S)].
-
-        Args:
-            mask: symbolic, True = may attend; None hides nothing. Which masks are served is the subclass's matter.
-            scale: multiplier on q·k; None = 1/√D, 1.0 = unscaled.
-            attn_bias, sinks, need_weights: as in ``DotProductAttention``, where they are not refused.
+    def forward(self, call: AttentionCall) -> Tensor:
+        """A checked call -> (B, H, L, Dv).
 
         Raises:
-            ValueError: a refused option or mask, shapes that do not fit. TypeError: dtypes or kinds that do not fit.
+            ValueError: an option or a mask that the core refuses.
         """
-        self._refuse(attn_bias=attn_bias is not None, sinks=sinks is not None, need_weights=need_weights)
-        options = {"scale": scale, "attn_bias": attn_bias, "softcap": self.softcap, "sinks": sinks}
-        call = make_call(query, key, value, mask, self.dropout if self.training else 0.0, False, **options)  # type: ignore[arg-type]
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        with full_precision(query.device):
-            wide = replace(call, query=query.to(dtype), key=key.to(dtype), value=value.to(dtype))
-            out = self.attend(wide).to(value.dtype)
-            return (out, self.attend_weights(call).to(query.dtype)) if need_weights else out
+        given = {"attn_bias": call.attn_bias, "softcap": call.softcap, "sinks": call.sinks}
+        self.refuse(
+            **{name: option is not None for name, option in given.items()},
+            dropout=call.dropout_p > 0.0,
+            need_weights=call.need_weights,
+        )
+        dtype = torch.promote_types(call.query.dtype, torch.float32)
+        with full_precision(call.query.device):
+            wide = replace(call, query=call.query.to(dtype), key=call.key.to(dtype), value=call.value.to(dtype))
+            return self.attend(wide).to(call.value.dtype)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """The mathematics, on checked tensors in at least float32: (B, H, L, Dv)."""
         raise NotImplementedError(f"{type(self).__name__} defines no attend")
 
-    def attend_weights(self, call: AttentionCall) -> Tensor:
-        """The weights (B, H, L, S), computed beside the output; only where ``need_weights`` is not refused."""
-        raise NotImplementedError(f"{type(self).__name__} defines no weights")
-
-    def _refuse(self, **asked: bool) -> None:
-        for option, wanted in asked.items():
-            if wanted and option in self.refusals:
+    def refuse(self, **wanted: bool) -> None:
+        """Raise a ValueError if one of the wanted options is refused; ``MultiHeadAttention`` asks when it is built, too."""
+        for option, is_wanted in wanted.items():
+            if is_wanted and option in self.refusals:
                 raise ValueError(f"{type(self).__name__} cannot honour {option}: {self.refusals[option]}")
 
     def causal_and_padding(self, mask: Mask | None) -> tuple[bool, Tensor | None]:
@@ -99,10 +68,6 @@ class EfficientAttention(nn.Module):
                 )
         return causal, key_mask
 
-    def extra_repr(self) -> str:
-        given = {"dropout": self.dropout, "softcap": self.softcap}
-        return ", ".join(f"{name}={setting}" for name, setting in given.items() if name not in self.refusals)
-
 
 @torch.no_grad()
 def approximation_error(
@@ -116,12 +81,11 @@ def approximation_error(
 ) -> dict[str, float | Tensor]:
     """How far ``core`` is from exact softmax attention on these inputs: ‖core − exact‖_F / ‖exact‖_F, and the largest gap.
 
-    Exact is ``reference_attention`` in float64 under the same ``mask`` and ``scale``, L × S cells held at once; for
-    ``SlidingWindowAttention`` and no mask the error is therefore what the window leaves out. The core runs in
-    evaluation mode (its mode is restored), so that dropout is no error.
+    Exact is ``reference_attention`` in float64 under the same ``mask`` and ``scale``, L × S cells held at once. The core runs in
+    evaluation mode (its mode is restored).
 
     Args:
-        core: an efficient core, or anything called alike.
+        core: a core.
         query: (B, H, L, D). key: (B, Hkv, S, D). value: (B, Hkv, S, Dv).
         mask: what both may see; None hides nothing.
         scale: multiplier on q·k in both; None = 1/√D.
@@ -130,16 +94,16 @@ def approximation_error(
         ``relative_error`` and ``max_abs_error`` (floats), ``relative_error_per_head`` and ``max_abs_error_per_head``
         (H,) in float64. Where exact attention is zero throughout, the relative error is 0 if the core is too, else inf.
 
-    >>> from minitx.nn.efficient import SlidingWindowAttention
-    >>> q, k, v = torch.randn(3, 1, 2, 9, 4).unbind()
-    >>> error = approximation_error(SlidingWindowAttention(window=9), q, k, v)
+    >>> from minitx.nn.efficient import LinearAttention
+    >>> q, k, v = torch.zeros(3, 1, 2, 9, 4).unbind()  # equal scores: both give the mean of the values
+    >>> error = approximation_error(LinearAttention(), q, k, v + 1.0)
     >>> error["relative_error"] < 1e-6, error["relative_error_per_head"].shape
     (True, torch.Size([2]))
     """
+    call = make_call(query, key, value, mask, scale=scale)
     with evaluating(core):
-        got = core(query, key, value, mask=mask, scale=scale)
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    exact = reference_attention(query.double(), key.double(), value.double(), mask=mask, scale=factor)
+        got = core(call)
+    exact = reference_attention(replace(call, query=query.double(), key=key.double(), value=value.double()))
     gap = got.double() - exact
     gaps, sizes = (tensor.square().sum((0, 2, 3)) for tensor in (gap, exact))  # (H,)
     worst = gap.abs().amax((0, 2, 3))

@@ -39,8 +39,8 @@ class KernelisedAttention(EfficientAttention):
         "need_weights": "it never forms weights; exact attention under attention_weights() does",
     }
 
-    def __init__(self, *, chunk_size: int = 64, dropout: float = 0.0, softcap: float | None = None) -> None:
-        super().__init__(dropout=dropout, softcap=softcap)
+    def __init__(self, *, chunk_size: int = 64) -> None:
+        super().__init__()
         if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
             raise ValueError(f"chunk_size must be a positive whole number, got {chunk_size!r}")
         self.chunk_size = chunk_size
@@ -113,7 +113,6 @@ class LinearAttention(KernelisedAttention):
 
     Args:
         chunk_size: how many positions the causal form takes at a time; the result does not depend on it.
-        dropout, softcap: taken so that cores can be exchanged, and refused unless off.
 
     Serves ``Causal`` (lower-right aligned), ``Padding`` and both; grouped heads; Dv ≠ D; cross-attention. Refuses other
     masks, ``attn_bias``, ``sinks``, ``need_weights``, dropout and soft-cap, each with the reason.
@@ -155,7 +154,7 @@ class PerformerAttention(KernelisedAttention):
         num_features: m; default D · ln D, rounded up, the paper's order (Theorem 4).
         orthogonal: draw ω in blocks of D orthogonal directions, which lowers the variance of the kernel's estimate.
         generator: for the draw; default torch's global one.
-        chunk_size, dropout, softcap: as in ``LinearAttention``.
+        chunk_size: as in ``LinearAttention``.
 
     ``projection`` (m, D) holds ω for all heads: a persistent buffer, not trained; ``redraw()`` draws it anew.
 
@@ -180,10 +179,8 @@ class PerformerAttention(KernelisedAttention):
         orthogonal: bool = True,
         generator: torch.Generator | None = None,
         chunk_size: int = 64,
-        dropout: float = 0.0,
-        softcap: float | None = None,
     ) -> None:
-        super().__init__(chunk_size=chunk_size, dropout=dropout, softcap=softcap)
+        super().__init__(chunk_size=chunk_size)
         num_features = int(head_dim * log(max(head_dim, 2))) + 1 if num_features is None else num_features
         if head_dim < 1 or num_features < 1:
             raise ValueError(f"head_dim and num_features must be positive, got {head_dim} and {num_features}")

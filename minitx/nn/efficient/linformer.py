@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -26,10 +27,8 @@ class LinformerAttention(EfficientAttention):
 
     Args:
         max_len: the longest S. num_slots: k; with k = max_len = S and identities for E and F attention is exact.
-        dropout: on the weights over slots, in training only.
-        softcap: on the scores of slots, t in t · tanh(z / t), or None.
 
-    ``sinks`` are honoured on the scores of slots. Refuses ``attn_bias``, ``need_weights`` and every mask but ``Padding``.
+    Soft-cap and sinks act on the scores of slots, dropout on the weights over slots. Refuses ``attn_bias``, ``need_weights`` and every mask but ``Padding``.
 
     Raises:
         ValueError: whatever is refused; sizes below 1; more than ``max_len`` keys.
@@ -45,8 +44,8 @@ class LinformerAttention(EfficientAttention):
         "need_weights": "its weights belong to slots, each a mixture of all positions, not to keys",
     }
 
-    def __init__(self, max_len: int, num_slots: int, *, dropout: float = 0.0, softcap: float | None = None) -> None:
-        super().__init__(dropout=dropout, softcap=softcap)
+    def __init__(self, max_len: int, num_slots: int) -> None:
+        super().__init__()
         if max_len < 1 or num_slots < 1:
             raise ValueError(f"max_len and num_slots must be positive, got {max_len} and {num_slots}")
         self.max_len, self.num_slots = max_len, num_slots
@@ -75,7 +74,7 @@ class LinformerAttention(EfficientAttention):
             key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
         slots = self.key_mix[:, :num_keys].to(key.dtype) @ key  # (k, S) · (B, Hkv, S, D) -> (B, Hkv, k, D)
         contents = self.value_mix[:, :num_keys].to(value.dtype) @ value  # (B, Hkv, k, Dv)
-        return reference_attention(call.query, slots, contents, **{**call.terms, "mask": None}, dropout_p=call.dropout_p)
+        return reference_attention(replace(call, key=slots, value=contents, mask=None))
 
     def extra_repr(self) -> str:
-        return f"max_len={self.max_len}, num_slots={self.num_slots}, {super().extra_repr()}"
+        return f"max_len={self.max_len}, num_slots={self.num_slots}"

@@ -1,129 +1,154 @@
-"""What all models share: a stack of blocks, initial weights, and their size."""
+"""What all models share: embeddings, a stack of blocks, initial weights. One mask, one bias and one set of angles a forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from minitx.config import TransformerConfig
+from minitx.nn.bias import as_bias
 from minitx.nn.blocks import run_checkpointed
 from minitx.nn.cache import KVCache
-from minitx.nn.feedforward import MixtureOfExperts, load_balancing_loss
+from minitx.nn.feedforward import load_balancing_loss
 from minitx.nn.init import init_weights
-from minitx.nn.models.parts import build_block, init_gains
+from minitx.nn.masks import Causal, Documents, Mask, Padding, SlidingWindow, intersect
+from minitx.nn.models.parts import build_bias, build_block, init_gains
 from minitx.nn.norms import make_norm
+from minitx.nn.positions import Rotation, position_ids_from
 
 Routing = list[dict[str, Tensor]]
-HeadMask = Tensor | Mapping[int, Tensor] | None
 
 
-class Stack(nn.ModuleList):
-    """Blocks one after another; (B, L, E) in and out, each with the same mask and bias."""
+class Shared(NamedTuple):
+    """What all blocks of one forward pass get beside x: by layer, the mask and the positions or their angles."""
 
-    def __init__(self, config: TransformerConfig, num_layers: int, *, decoder: bool, cross: bool = False) -> None:
-        depth = {"num_layers": num_layers, "decoder": decoder, "cross": cross}
-        super().__init__(build_block(config, layer, **depth) for layer in range(num_layers))  # type: ignore[arg-type]
-        self.checkpointing, self.value_residual = config.checkpointing, config.value_residual
-        self.embed_shortcut = config.embed_shortcut
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        head_masks: Mapping[int, Tensor] | None = None,
-        cache: KVCache | None = None,
-        routing: Routing | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """``options`` go to every block; ``head_masks`` and the cache by layer; ``routing`` collects what routers chose."""
-        run = run_checkpointed if self.checkpointing and torch.is_grad_enabled() else _run
-        embeddings, first_value = x if self.embed_shortcut else None, None
-        for layer, block in enumerate(self):
-            own = {} if cache is None else {"cache": cache.layers[layer]}
-            shared = {"embeddings": embeddings, "first_value": first_value} if layer else {"need_value": self.value_residual}
-            need_extras = routing is not None or (self.value_residual and not layer)
-            head_mask = (head_masks or {}).get(layer)
-            x = run(block, x, **options, **own, **shared, head_mask=head_mask, return_extras=need_extras)
-            if need_extras:
-                x, extras = x
-                first_value = extras.pop("value", first_value)
-            if routing is not None:
-                routing.append(extras)
-        return x
+    masks: Sequence[Mask | None]
+    positions: Sequence[Tensor | Rotation | None]
 
 
 class TransformerModel(nn.Module):
-    """The base of every model: its config, initial weights and size."""
+    """Embeddings, blocks, a final norm: the base of every model, and the source's side of an encoder–decoder.
 
-    def __init__(self, config: TransformerConfig) -> None:
+    Args:
+        config: of the model.
+        embeddings: the first module.
+        causal: whether the blocks are those of a decoder. cross: whether they attend to a memory, too.
+    """
+
+    def __init__(self, config: TransformerConfig, embeddings: nn.Module, *, causal: bool = False, cross: bool = False) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.causal, self.embeddings = config, causal, embeddings
+        num_layers = config.decoder_layers if causal else config.num_layers
+        self.blocks = nn.ModuleList(build_block(config, layer, num_layers, causal=causal, cross=cross) for layer in range(num_layers))
+        self.attn_bias = build_bias(config, decoder=causal)
+        ends_normed = config.norm_position in ("post", "deepnorm")  # their blocks end in a norm
+        self.final_norm = nn.Identity() if ends_normed else make_norm(config.norm, config.embed_dim, config.norm_eps)
 
-    def _final_norm(self) -> nn.Module:
-        """The norm after the last block; post-norm and deepnorm end in one already."""
-        config = self.config
-        ends_normed = config.norm_position in ("post", "deepnorm")
-        return nn.Identity() if ends_normed else make_norm(config.norm, config.embed_dim, config.norm_eps)
+    def num_parameters(self) -> int:
+        """Number of trainable scalars; a tied head counts once."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
     def _init_weights(self, generator: torch.Generator | None) -> None:
         config = self.config
         options = {"fold": config.init_fold, "num_layers": config.decoder_layers, "gains": init_gains(config)}
         init_weights(self, config.init, **options, generator=generator)  # type: ignore[arg-type]
 
-    def _head_masks(self, head_mask: HeadMask, num_layers: int) -> dict[int, Tensor]:
-        """The head mask of each layer that has one."""
-        if head_mask is None:
-            return {}
-        N, H = num_layers, self.config.num_heads
-        if isinstance(head_mask, Tensor):
-            if tuple(head_mask.shape) != (N, H):
-                raise ValueError(f"head_mask must have shape (num_layers, H) = {(N, H)}, got {tuple(head_mask.shape)}")
-            return dict(enumerate(head_mask))
-        unknown = [layer for layer in head_mask if layer not in range(N)]
-        if unknown:
-            raise ValueError(f"head_mask names layers {unknown}, but the model has 0 to {N - 1}")
-        return dict(head_mask)
+    def forward(self, input_ids: Tensor, **options: Any) -> tuple[Tensor, Routing]:
+        """Token ids (B, L) -> hidden states (B, L, E) and what the routers chose; ``options`` as in ``_embed``."""
+        return self._run(*self._embed(input_ids, **options))
 
-    def num_parameters(self) -> int:
-        """Number of trainable scalars; a tied head counts once."""
-        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+    def _embed(
+        self,
+        input_ids: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        mask: Mask | None = None,
+        cache: KVCache | None = None,
+        name: str = "input_ids",
+    ) -> tuple[Tensor, Shared]:
+        """What enters the blocks: x (B, L, E), and what all of them share."""
+        past, L = 0 if cache is None else cache.length, input_ids.shape[-1]
+        if cache is not None and len(cache.layers) != len(self.blocks):
+            raise ValueError(f"cache has {len(cache.layers)} layers, but the model has num_layers={len(self.blocks)}")
+        counted = position_ids is None and key_mask is None and document_ids is None
+        self._check_ids(input_ids, position_ids, past, counted, name)
+        if cache is not None:
+            key_mask, document_ids = cache.join(input_ids, key_mask, document_ids)  # (B, S)
+        if position_ids is None:
+            position_ids = position_ids_from(key_mask, document_ids, past + L, input_ids.device)[:, past:]
+        x = self.embeddings(input_ids, position_ids, token_type_ids)  # (B, L, E)
+        masks = self._masks(mask, key_mask, document_ids)
+        return x, Shared(masks, self._positions(position_ids, x))
 
-    def _training_flops(self, scores: float, once_a_row: int = 0, length: int = 1) -> float:
-        """3 · (2 · N_mm + 4 · H · D · ``scores``): what one token costs forward and backward.
+    def _masks(self, mask: Mask | None, key_mask: Tensor | None, document_ids: Tensor | None) -> list[Mask | None]:
+        """Each layer's mask, everything that hides keys; layers with one window share one mask."""
+        own = [
+            Causal() if self.causal and not (mask is not None and mask.is_causality) else None,
+            Padding(key_mask) if key_mask is not None else None,
+            Documents(document_ids) if document_ids is not None else None,
+            mask,
+        ]
+        windows = [self.config.window_of(layer) for layer in range(len(self.blocks))]
+        found = {w: intersect(*own[:1], None if w is None else SlidingWindow(w), *own[1:]) for w in dict.fromkeys(windows)}
+        return [found[window] for window in windows]
 
-        N_mm are the matrix parameters that a token meets (a tied head counts, embedding look-ups do not, and of N experts
-        the k that it is sent to; ``once_a_row`` of them meet one token a row of ``length``); ``scores`` is the number of
-        scores that a token needs in all layers together, as exact attention computes them. The backward pass counts twice
-        the forward.
-        """
-        matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        for module in self.modules():
-            if isinstance(module, MixtureOfExperts):  # a token goes through k of N
-                experts = sum(p.numel() for p in module.parameters(recurse=False))
-                matrices += experts * module.experts_per_token // module.num_experts
-        met = matrices - once_a_row + once_a_row / length
-        return 3.0 * (2.0 * met + 4.0 * self.config.num_heads * self.config.width_per_head * scores)
+    def _positions(self, position_ids: Tensor, x: Tensor) -> list[Tensor | Rotation | None]:
+        """Each layer's positions: angles where it rotates, made once for all layers with the same base."""
+        found: dict[float, Rotation] = {}
+        positions: list[Tensor | Rotation | None] = []
+        for block in self.blocks:
+            rotary = getattr(block.attention, "rotary", None)
+            if rotary is not None and rotary.base not in found:
+                found[rotary.base] = rotary.rotation(position_ids, x.shape[0], x.shape[1], x.dtype)
+            positions.append(position_ids if rotary is None else found[rotary.base])
+        return positions
 
+    def _run(
+        self, x: Tensor, shared: Shared | None = None, *, cache: KVCache | None = None, **cross: Any
+    ) -> tuple[Tensor, Routing]:
+        """The blocks and the final norm: hidden states (B, L, E), and what the routers chose. ``cross``: memory and its mask."""
+        routing: Routing = []
+        attn_bias = None if self.attn_bias is None else as_bias(self.attn_bias)
+        checkpointing, routes = self.config.checkpointing and torch.is_grad_enabled(), self.config.num_experts is not None
+        options: dict[str, Any] = {"attn_bias": attn_bias, "return_extras": routes, **cross}
+        try:
+            for layer, block in enumerate(self.blocks):
+                if shared is not None:
+                    options |= {"attn_mask": shared.masks[layer], "position_ids": shared.positions[layer]}
+                if cache is not None:
+                    options["cache"] = cache.layers[layer]
+                x = run_checkpointed(block, x, **options) if checkpointing else block(x, **options)
+                if routes:
+                    x, extras = x
+                    routing.append(extras)
+        except BaseException:
+            if cache is not None:
+                cache.rewind()  # to where all layers agree
+            raise
+        if cache is not None:
+            cache.keep()
+        return self.final_norm(x), routing
 
-def mean_visible(length: int, window: int | None, *, causal: bool) -> float:
-    """How many keys a query sees on average in a row of ``length`` tokens.
-
-    >>> mean_visible(4, None, causal=True), mean_visible(4, 2, causal=False)
-    (2.5, 2.5)
-    """
-    w = length if window is None else min(window, length)
-    before = sum(min(i + 1, w) for i in range(length)) / length  # a query's own key included
-    return before if causal else 2 * before - 1
+    def _check_ids(self, input_ids: Tensor, position_ids: Tensor | None, past: int, counted: bool, name: str) -> None:
+        if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+            raise ValueError(f"{name} must be whole numbers of shape (B, L), got {input_ids.dtype} {tuple(input_ids.shape)}")
+        if 0 in input_ids.shape:
+            raise ValueError(f"{name} must have at least one row and one token, got shape {tuple(input_ids.shape)}")
+        config, L = self.config, input_ids.shape[1]
+        if position_ids is not None and config.position in ("alibi", "t5", "none"):
+            raise ValueError(f"position_ids were given, but position={config.position} does not read them")
+        if config.position == "learned" and counted and config.max_len < past + L:
+            before = f" after {past} in the cache" if past else ""
+            raise ValueError(f"{name} has {L} tokens a row{before}, but the position table ends at max_len={config.max_len}")
 
 
 def router_loss(routing: Routing, key_mask: Tensor | None = None) -> dict[str, Tensor]:
     """``router_loss``: the mean load-balancing loss of the layers that route, over real tokens; or nothing."""
     losses = [load_balancing_loss(r["router_probs"], r["router_choice"], key_mask) for r in routing if r]
     return {"router_loss": torch.stack(losses).mean()} if losses else {}
-
-
-def _run(block: nn.Module, x: Tensor, **options: Any) -> Any:
-    return block(x, **options)

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minitx.config import TransformerConfig
 from minitx.nn.cache import KVCache
 from minitx.nn.masks import Mask
-from minitx.nn.models.base import HeadMask, Routing, mean_visible, router_loss
-from minitx.nn.models.parts import build_lm_head
-from minitx.nn.models.token_model import TokenModel
+from minitx.nn.models.base import TransformerModel, router_loss
+from minitx.nn.models.parts import Embeddings, build_lm_head
 
 
-class CausalModel(TokenModel):
-    """Decoder blocks and a head over the vocabulary: a language model, and the half of an encoder–decoder."""
-
-    def __init__(self, config: TransformerConfig, *, cross: bool = False, token: nn.Embedding | None = None) -> None:
-        super().__init__(config, decoder=True, cross=cross, token=token)
-        self.head = build_lm_head(config)
-        if config.tie_embeddings:
-            self.head.weight = self.embeddings.token.weight
-
-    def _decode(self, input_ids: Tensor, **options: Any) -> tuple[Tensor, Routing]:
-        """Hidden states (B, L, E) before the head, and what the routers chose; ``options`` as in ``TokenModel``."""
-        hidden, routing = self._hidden(input_ids, **options)
-        return hidden * self.config.embed_dim**-0.5 if self.config.scale_logits else hidden, routing
-
-
-class DecoderLM(CausalModel):
+class DecoderLM(TransformerModel):
     """Decoder-only Transformer over token ids: logits out, never a loss.
 
     Every option is a field of ``TransformerConfig``. The mask is built once per forward and handed down symbolically.
@@ -48,7 +30,8 @@ class DecoderLM(CausalModel):
     """
 
     def __init__(self, config: TransformerConfig, *, generator: torch.Generator | None = None) -> None:
-        super().__init__(config)
+        super().__init__(config, Embeddings(config), causal=True)
+        self.head = build_lm_head(config, self.embeddings)
         self._init_weights(generator)
 
     def forward(
@@ -60,20 +43,19 @@ class DecoderLM(CausalModel):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         mask: Mask | None = None,
-        head_mask: HeadMask = None,
         cache: KVCache | None = None,
         return_extras: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Next-token logits.
 
         Args:
-            input_ids: int (B, L). token_type_ids: int (B, L), summed into the embeddings.
+            input_ids: int (B, L). token_type_ids: int (B, L), summed into the embeddings; default 0 where the model has a table.
             key_mask: bool (B, L), True = real token; left and right padding are both fine. Padding *between* real tokens
                 counts in the distances of ``alibi``, ``t5`` and ``window``, though not in ``position_ids``.
             position_ids: int (B or 1, L); default counts the real tokens, from 0 in every document.
             document_ids: int (B, L); packed documents never see each other.
-            mask: intersects with the model's own (causal, window, padding, documents).
-            head_mask: (num_layers, H), or for some layers (H,) or (B, H); multiplies each head's output.
+            mask: intersects with the model's own (causal, window, padding, documents). A rule that decides about the future by
+                itself, such as ``PrefixLM``, takes the place of the causal one.
             cache: what was read before; ``input_ids`` continue it, and everything above describes the new tokens only,
                 but for ``mask``, whose keys count from the beginning.
             return_extras: return ``(hidden, extras)`` before ``self.head`` instead of logits; ``extras["router_loss"]``
@@ -85,22 +67,9 @@ class DecoderLM(CausalModel):
         Raises:
             ValueError: inputs that do not fit each other, the cache, or the tables of the model.
         """
-        hidden, routing = self._decode(
-            input_ids,
-            key_mask=key_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            document_ids=document_ids,
-            mask=mask,
-            head_mask=head_mask,
-            cache=cache,
-        )
+        options = {"key_mask": key_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
+        x, shared = self._embed(input_ids, document_ids=document_ids, mask=mask, cache=cache, **options)  # type: ignore[arg-type]
+        hidden, routing = self._run(x, shared, cache=cache)
+        if self.config.scale_logits:
+            hidden = hidden * self.config.embed_dim**-0.5
         return (hidden, router_loss(routing, key_mask)) if return_extras else self.head(hidden)
-
-    def flops_per_token(self, length: int) -> float:
-        """Training FLOPs per token at ``length`` tokens a row, causal and exact: 3 · (2·N_mm + 4·layers·H·D·T_eff).
-
-        N_mm are the matrix parameters that a token meets; T_eff = (T + 1) / 2, or the mean number of visible keys under a
-        window.
-        """
-        return self._training_flops(self.config.num_layers * mean_visible(length, self.config.window, causal=True))

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from minitx.config import TransformerConfig
 from minitx.nn.feedforward import ACTIVATIONS
 from minitx.nn.masks import Mask
-from minitx.nn.models.base import HeadMask, mean_visible, router_loss
-from minitx.nn.models.token_model import TokenModel
+from minitx.nn.models.base import TransformerModel, router_loss
+from minitx.nn.models.parts import Embeddings
 from minitx.nn.norms import make_norm
 
 
-class Encoder(TokenModel):
+class Encoder(TransformerModel):
     """Bidirectional Transformer over token ids: logits out, never a loss.
 
     ``config.head`` says what for: ``lm`` gives (B, L, V), the masked tokens' distributions; ``sequence`` (B, num_labels),
@@ -34,7 +34,7 @@ class Encoder(TokenModel):
     """
 
     def __init__(self, config: TransformerConfig, *, generator: torch.Generator | None = None) -> None:
-        super().__init__(config, decoder=False)
+        super().__init__(config, Embeddings(config))
         self.pool = Pool(config) if config.head == "sequence" or config.pooler else None
         self.head = build_head(config, self.embeddings.token)
         self._init_weights(generator)
@@ -48,7 +48,6 @@ class Encoder(TokenModel):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         mask: Mask | None = None,
-        head_mask: HeadMask = None,
         return_extras: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Logits; the arguments are those of ``DecoderLM.forward``.
@@ -57,29 +56,15 @@ class Encoder(TokenModel):
             Logits as ``config.head`` says; with ``return_extras`` ``(hidden, extras)`` before ``self.head``: (B, E) of a row
             for ``sequence``, (B, L, E) otherwise. ``extras["pooled"]`` (B, E) is the pooler's answer with ``head=none``.
         """
-        hidden, routing = self._hidden(
-            input_ids,
-            key_mask=key_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            document_ids=document_ids,
-            mask=mask,
-            head_mask=head_mask,
-        )
+        options = {"key_mask": key_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
+        x, shared = self._embed(input_ids, document_ids=document_ids, mask=mask, **options)  # type: ignore[arg-type]
+        hidden, routing = self._run(x, shared)
         extras = router_loss(routing, key_mask)
         if self.config.head == "sequence":
             hidden = self.pool(hidden, key_mask)  # type: ignore[misc]
         elif self.pool is not None:
             extras["pooled"] = self.pool(hidden, key_mask)
         return (hidden, extras) if return_extras else self.head(hidden)
-
-    def flops_per_token(self, length: int) -> float:
-        """Training FLOPs per token at ``length`` tokens a row: 3 · (2·N_mm + 4·layers·H·D·T_eff); see ``DecoderLM``."""
-        once = 0
-        if self.pool is not None:
-            once = sum(m.weight.numel() for part in (self.pool, self.head) for m in part.modules() if isinstance(m, nn.Linear))
-        visible = mean_visible(length, self.config.window, causal=False)
-        return self._training_flops(self.config.num_layers * visible, once, length)
 
 
 class Pool(nn.Module):

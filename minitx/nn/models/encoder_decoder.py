@@ -9,23 +9,11 @@ from minitx.config import TransformerConfig
 from minitx.nn.cache import KVCache
 from minitx.nn.init import init_weights
 from minitx.nn.masks import Mask, Padding
-from minitx.nn.models.base import HeadMask, Routing, mean_visible, router_loss
-from minitx.nn.models.decoder import CausalModel
-from minitx.nn.models.parts import init_gains
-from minitx.nn.models.token_model import TokenModel
+from minitx.nn.models.base import Routing, TransformerModel, router_loss
+from minitx.nn.models.parts import Embeddings, build_lm_head, init_gains
 
 
-class SourceEncoder(TokenModel):
-    """The encoder of an ``EncoderDecoder``: hidden states, and what its routers chose."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config, decoder=False)
-
-    def forward(self, input_ids: Tensor, *, key_mask: Tensor | None = None) -> tuple[Tensor, Routing]:
-        return self._hidden(input_ids, key_mask=key_mask)
-
-
-class EncoderDecoder(CausalModel):
+class EncoderDecoder(TransformerModel):
     """An encoder over the source, and a decoder that attends to what it says: Vaswani's and T5's shapes by config.
 
     Source and target share one vocabulary and, as in both papers, one table of token embeddings; positions, relative
@@ -46,8 +34,10 @@ class EncoderDecoder(CausalModel):
     """
 
     def __init__(self, config: TransformerConfig, *, generator: torch.Generator | None = None) -> None:
-        encoder = SourceEncoder(config)
-        super().__init__(config, cross=True, token=encoder.embeddings.token)
+        source = Embeddings(config)
+        encoder = TransformerModel(config, source)
+        super().__init__(config, Embeddings(config, source.token), causal=True, cross=True)
+        self.head = build_lm_head(config, self.embeddings)
         self.encoder = encoder
         self._init_weights(generator)
         # depths and DeepNorm's gains are each side's own
@@ -63,7 +53,6 @@ class EncoderDecoder(CausalModel):
         decoder_key_mask: Tensor | None = None,
         memory: Tensor | None = None,
         mask: Mask | None = None,
-        head_mask: HeadMask = None,
         cache: KVCache | None = None,
         return_extras: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
@@ -75,7 +64,6 @@ class EncoderDecoder(CausalModel):
             key_mask: bool (B, S), True = real source token. decoder_key_mask: bool (B, L), the target's.
             memory: (B, S, E) from ``encode``: spares encoding the source at each decoding step.
             mask: intersects with the mask of the decoder's self-attention.
-            head_mask: of the decoder's self-attention, as in ``DecoderLM``.
             cache: of the decoder, as in ``DecoderLM``; the memory's keys and values are computed at its first use only.
             return_extras: return ``(hidden, extras)`` before ``self.head``.
 
@@ -93,16 +81,12 @@ class EncoderDecoder(CausalModel):
         if memory.dim() != 3 or memory.shape[0] != decoder_input_ids.shape[0]:
             wanted = f"(B, S, E) = ({decoder_input_ids.shape[0]}, S, {self.config.embed_dim})"
             raise ValueError(f"memory must have the target's rows, {wanted}, got {tuple(memory.shape)}")
-        hidden, decoded = self._decode(
-            decoder_input_ids,
-            key_mask=decoder_key_mask,
-            mask=mask,
-            head_mask=head_mask,
-            cache=cache,
-            memory=memory,
-            memory_mask=None if key_mask is None else Padding(key_mask),
-            name="decoder_input_ids",
-        )
+        options = {"key_mask": decoder_key_mask, "mask": mask, "cache": cache, "name": "decoder_input_ids"}
+        x, shared = self._embed(decoder_input_ids, **options)  # type: ignore[arg-type]
+        memory_mask = None if key_mask is None else Padding(key_mask)
+        hidden, decoded = self._run(x, shared, cache=cache, memory=memory, memory_mask=memory_mask)
+        if self.config.scale_logits:
+            hidden = hidden * self.config.embed_dim**-0.5
         if not return_extras:
             return self.head(hidden)
         losses = [*router_loss(routing, key_mask).values(), *router_loss(decoded, decoder_key_mask).values()]
@@ -111,13 +95,3 @@ class EncoderDecoder(CausalModel):
     def encode(self, input_ids: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """The source's hidden states (B, S, E), for ``memory``."""
         return self.encoder(input_ids, key_mask=key_mask)[0]
-
-    def flops_per_token(self, length: int) -> float:
-        """Training FLOPs per target token where source and target have ``length`` tokens each; see ``DecoderLM``.
-
-        Every target token goes with one source token: the encoder's share is counted in.
-        """
-        config = self.config
-        encoder = config.num_layers * mean_visible(length, config.window, causal=False)
-        decoder = config.decoder_layers * (mean_visible(length, config.window, causal=True) + length)
-        return self._training_flops(encoder + decoder)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from minitx.config import TransformerConfig
 from minitx.nn.attention import DotProductAttention, MultiHeadAttention
 from minitx.nn.bias import ALiBi, Bias, T5RelativeBias
-from minitx.nn.blocks import DecoderBlock, EncoderBlock, LayerScale, LearnedMix, StochasticDepth
+from minitx.nn.blocks import Block, LayerScale, StochasticDepth
 from minitx.nn.efficient import build_core
 from minitx.nn.feedforward import FeedForward, MixtureOfExperts
 from minitx.nn.norms import QKNorm, make_norm
@@ -28,7 +28,8 @@ class Embeddings(nn.Module):
 
     def __init__(self, config: TransformerConfig, token: nn.Embedding | None = None) -> None:
         super().__init__()
-        assert config.vocab_size is not None
+        if config.vocab_size is None:
+            raise ValueError(f"vocab_size=None: architecture={config.architecture} needs the number of token ids")
         self.token = nn.Embedding(config.vocab_size, config.embed_dim) if token is None else token
         self.gain = config.embed_dim**0.5 if config.scale_embeddings else None
         self.token_type = nn.Embedding(config.type_vocab_size, config.embed_dim) if config.type_vocab_size else None
@@ -49,21 +50,22 @@ class Embeddings(nn.Module):
             x = x * self.gain
         if self.position is not None:
             x = x + self.position(position_ids + self.offset, x.dtype)
-        if (token_type_ids is None) != (self.token_type is None):
-            wanted = "has none (type_vocab_size=0)" if self.token_type is None else "needs token_type_ids"
-            raise ValueError(f"token_type_ids: the model {wanted}, got {'None' if token_type_ids is None else 'a tensor'}")
-        if self.token_type is not None and token_type_ids is not None:
+        if token_type_ids is not None:
+            if self.token_type is None:
+                raise ValueError("token_type_ids: the model has none (type_vocab_size=0), got a tensor")
             if token_type_ids.shape != input_ids.shape:
                 raise ValueError(
                     f"token_type_ids must have the shape of input_ids, {tuple(input_ids.shape)}, got {tuple(token_type_ids.shape)}"
                 )
             check_range("token_type_ids", token_type_ids, self.token_type.num_embeddings)
             x = x + self.token_type(token_type_ids)
+        elif self.token_type is not None:
+            x = x + self.token_type(torch.zeros_like(input_ids))
         return self.dropout(x if self.norm is None else self.norm(x))
 
 
-def build_attention(config: TransformerConfig, *, rotary: bool = True, later: bool = False) -> MultiHeadAttention:
-    """One attention layer; cross-attention takes no rotary positions, and only a ``later`` layer the first one's values."""
+def build_attention(config: TransformerConfig, layer: int = 0, *, rotary: bool = True) -> MultiHeadAttention:
+    """The attention of block number ``layer``; cross-attention takes no rotary positions."""
     D = config.width_per_head
     scale = ScoreScale(config.scale, head_dim=D, num_heads=config.num_heads, max_len=config.max_len, factor=config.scale_factor)
     return MultiHeadAttention(
@@ -73,11 +75,12 @@ def build_attention(config: TransformerConfig, *, rotary: bool = True, later: bo
         head_dim=D,
         bias=config.has_qkv_bias,
         out_bias=config.has_out_bias,
+        dropout=config.dropout,
+        softcap=config.softcap,
         scale=scale,
         qk_norm=QKNorm(config.qk_norm, D, num_kv_heads=config.kv_heads, eps=config.qk_norm_eps) if config.qk_norm else None,
-        rotary=build_rotary(config) if rotary and config.position == "rotary" else None,
+        rotary=build_rotary(config, layer) if rotary and config.position == "rotary" else None,
         sinks=config.sinks,
-        value_residual=LearnedMix(0.5, 0.5) if config.value_residual and later else None,
         core=build_attention_core(config),
     )
 
@@ -97,26 +100,28 @@ class CappedHead(nn.Linear):
         return self.softcap * torch.tanh(super().forward(x) / self.softcap)
 
 
-def build_lm_head(config: TransformerConfig) -> nn.Linear:
-    """Logits over the vocabulary, xW + b, with a soft-cap if the config has one."""
+def build_lm_head(config: TransformerConfig, embeddings: Embeddings) -> nn.Linear:
+    """Logits over the vocabulary, xW + b, with a soft-cap if the config has one; W may be the table of token embeddings."""
     assert config.vocab_size is not None
     if config.logit_softcap is None:
-        return nn.Linear(config.embed_dim, config.vocab_size, bias=config.head_bias)
-    return CappedHead(config.embed_dim, config.vocab_size, softcap=config.logit_softcap, bias=config.head_bias)
+        head = nn.Linear(config.embed_dim, config.vocab_size, bias=config.head_bias)
+    else:
+        head = CappedHead(config.embed_dim, config.vocab_size, softcap=config.logit_softcap, bias=config.head_bias)
+    if config.tie_embeddings:
+        head.weight = embeddings.token.weight
+    return head
 
 
 def build_attention_core(config: TransformerConfig) -> nn.Module:
     """Exact attention through a backend, or an efficient core."""
-    common = {"dropout": config.dropout, "softcap": config.softcap}
     if config.attention == "exact":
-        return DotProductAttention(**common, backend=config.backend)  # type: ignore[arg-type]
-    sizes = {name: getattr(config, name) for name in ("max_len", "num_features", "num_slots", "block_size")}
-    window = config.window if config.attention == "sliding_window" else None  # elsewhere it is a mask
-    return build_core(config.attention, head_dim=config.width_per_head, window=window, **sizes, **common)  # type: ignore[arg-type]
+        return DotProductAttention(backend=config.backend)
+    sizes = {name: getattr(config, name) for name in ("max_len", "num_features", "num_slots")}
+    return build_core(config.attention, head_dim=config.width_per_head, **sizes)
 
 
-def build_rotary(config: TransformerConfig) -> Rotary:
-    """Rotary positions, stretched if the config says so."""
+def build_rotary(config: TransformerConfig, layer: int = 0) -> Rotary:
+    """Rotary positions of block number ``layer``, stretched if the config says so."""
     scaling = None
     if config.rotary_scaling is not None:
         turns = config.rotary_low, config.rotary_high
@@ -144,30 +149,26 @@ def build_feedforward(config: TransformerConfig) -> nn.Module:
     return MixtureOfExperts(E, F, **experts, **sizes)  # type: ignore[arg-type]
 
 
-def build_block(
-    config: TransformerConfig, layer: int = 0, *, decoder: bool, cross: bool = False, num_layers: int | None = None
-) -> EncoderBlock:
-    """Encoder or decoder block number ``layer`` of ``num_layers``, which decides its chance to be dropped."""
-    drop = config.stochastic_depth * (layer + 1) / (num_layers or config.num_layers)  # Huang et al. 2016, eq. 4
+def build_block(config: TransformerConfig, layer: int, num_layers: int, *, causal: bool, cross: bool = False) -> Block:
+    """Block number ``layer`` of ``num_layers``, which decides its chance to be dropped."""
+    drop = config.stochastic_depth * (layer + 1) / num_layers  # Huang et al. 2016, eq. 4
 
     def branch() -> nn.Module:
         gain = [] if config.layer_scale is None else [LayerScale(config.embed_dim, config.layer_scale)]
         return nn.Sequential(*gain, *([StochasticDepth(drop)] if drop > 0.0 else []))
 
-    parts = {
-        "attention": build_attention(config, later=layer > 0),
-        "feedforward": build_feedforward(config),
-        "norm": lambda: make_norm(config.norm, config.embed_dim, config.norm_eps),
-        "norm_position": config.norm_position,
-        "parallel": config.parallel,
-        "dropout": config.dropout,
-        "residual_scale": deepnorm_factors(config, decoder=decoder)[0],
-        "branch": branch,
-        "shortcut": LearnedMix(1.0, 0.0) if config.embed_shortcut and layer else None,
-    }
-    if not decoder:
-        return EncoderBlock(**parts)  # type: ignore[arg-type]
-    return DecoderBlock(**parts, cross_attention=build_attention(config, rotary=False) if cross else None)  # type: ignore[arg-type]
+    return Block(
+        build_attention(config, layer),
+        build_feedforward(config),
+        norm=lambda: make_norm(config.norm, config.embed_dim, config.norm_eps),
+        causal=causal,
+        cross_attention=build_attention(config, rotary=False) if cross else None,
+        norm_position=config.norm_position,
+        parallel=config.parallel,
+        dropout=config.dropout,
+        residual_scale=deepnorm_factors(config, decoder=causal)[0],
+        branch=branch,
+    )
 
 
 def deepnorm_factors(config: TransformerConfig, *, decoder: bool) -> tuple[float, float]:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitx.config import TransformerConfig
-from minitx.nn.models.base import HeadMask, Routing, Stack, TransformerModel, router_loss
+from minitx.nn.models.base import TransformerModel, router_loss
 from minitx.nn.models.encoder import Pool, build_head
 from minitx.nn.norms import make_norm
 
@@ -34,32 +34,22 @@ class VisionTransformer(TransformerModel):
     """
 
     def __init__(self, config: TransformerConfig, *, generator: torch.Generator | None = None) -> None:
-        super().__init__(config)
-        self.embeddings = PatchEmbeddings(config)
-        self.blocks = Stack(config, config.num_layers, decoder=False)
-        self.final_norm = self._final_norm()
+        super().__init__(config, PatchEmbeddings(config))
         self.pool = Pool(config) if config.head == "sequence" or config.pooler else None
         self.head = build_head(config)
         self._init_weights(generator)
 
-    def forward(
-        self, pixel_values: Tensor, *, head_mask: HeadMask = None, return_extras: bool = False
+    def forward(  # type: ignore[override]
+        self, pixel_values: Tensor, *, return_extras: bool = False
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Logits (B, num_labels) of images (B, C, h, w), or hidden states (B, tokens, E) with ``head=none``.
 
         Args:
             pixel_values: float; h and w are multiples of ``patch_size``, of any size.
-            head_mask: as in ``DecoderLM``.
             return_extras: return ``(hidden, extras)`` before ``self.head``; ``extras["pooled"]`` (B, E) is the pooler's answer
                 with ``head=none``.
         """
-        routing: Routing = []
-        x = self.blocks(
-            self.embeddings(pixel_values),
-            head_masks=self._head_masks(head_mask, self.config.num_layers),
-            routing=routing if self.config.num_experts else None,
-        )
-        hidden = self.final_norm(x)
+        hidden, routing = self._run(self.embeddings(pixel_values))
         extras = router_loss(routing)
         if self.pool is not None:
             pooled = self.pool(hidden if self.config.pooling == "first" else hidden[:, self.embeddings.num_class_tokens :])
@@ -68,14 +58,6 @@ class VisionTransformer(TransformerModel):
             else:
                 extras["pooled"] = pooled
         return (hidden, extras) if return_extras else self.head(hidden)
-
-    def flops_per_token(self, length: int | None = None) -> float:
-        """Training FLOPs per token where an image has ``length`` tokens (default: those of ``image_size``)."""
-        length = self.embeddings.num_tokens if length is None else length
-        once = 0
-        if self.pool is not None:
-            once = sum(m.weight.numel() for part in (self.pool, self.head) for m in part.modules() if isinstance(m, nn.Linear))
-        return self._training_flops(self.config.num_layers * length, once, length)
 
 
 class PatchEmbeddings(nn.Module):
