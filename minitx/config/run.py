@@ -31,7 +31,8 @@ class InitFrom:
 
     Attributes:
         path: a checkpoint, or a folder with config.json and weights (Hugging Face's or ours); null: new weights.
-        fold_scale: another model.scale than the file's: fold the difference into W_Q and W_K.
+        fold_scale: allow another model.scale than the file's, and fold the difference into W_Q and W_K: the model starts as
+            the same function.
     """
 
     path: str | None = None
@@ -39,7 +40,7 @@ class InitFrom:
 
     def __post_init__(self) -> None:
         require(self.path != "", "path= must name a checkpoint or a model folder")
-        require(not self.fold_scale, "fold_scale=true is not there yet: start from weights of the same model.scale")
+        require(not self.fold_scale or self.path is not None, "fold_scale=true needs init_from.path, the weights to fold")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ from minitx.nn.masks import (
 from minitx.nn.models import DecoderLM, Encoder, EncoderDecoder, VisionTransformer
 from minitx.nn.norms import QKNorm, make_norm
 from minitx.nn.positions import LearnedPositions, Rotary, RotaryScaling, SinusoidalPositions
-from minitx.nn.scale import ScoreScale, scale_multiplier
+from minitx.nn.scale import ScoreScale, fold_scale, scale_multiplier
 
 __all__ = [
     "ALiBi",
@@ -78,6 +78,7 @@ __all__ = [
     "attention_weights",
     "backend_names",
     "explain_backends",
+    "fold_scale",
     "from_key_padding_mask",
     "init_weights",
     "intersect",

@@ -20,7 +20,8 @@ class DotProductAttention(nn.Module):
 
     A core is any module that maps an ``AttentionCall`` to (B, H, L, Dv), or to ``(output, weights)`` where the call needs weights.
     With the class attribute ``softmax_weights = True`` a core says that its weights are the softmax that the call describes;
-    ``minitx.analysis.capture`` records such cores.
+    ``minitx.analysis.capture`` records such cores. ``has_dot_products = True`` says that it reads query and key through scale · q·k
+    only, which ``fold_scale`` needs.
 
     Args:
         backend: ``auto``, ``math``, ``sdpa``, ``chunked``, ``flex`` or a registered name. Register a backend of your own before
@@ -35,7 +36,7 @@ class DotProductAttention(nn.Module):
     torch.Size([1, 2, 5, 8])
     """
 
-    softmax_weights = True
+    softmax_weights = has_dot_products = True
 
     def __init__(self, *, backend: str = "auto", strict: bool = False) -> None:
         super().__init__()

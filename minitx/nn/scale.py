@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from minitx.config import check_scale, evaluate_factor
+from minitx.config import TransformerConfig, check_scale, evaluate_factor
 
 
 def scale_multiplier(scale: str | float, head_dim: int) -> float:
@@ -110,3 +111,52 @@ class ScoreScale(nn.Module):
     def extra_repr(self) -> str:
         factor = f", factor={self.factor}" if self.factor != 1.0 else ""
         return f"{self.scale!r}, head_dim={self.head_dim}{factor}"
+
+
+@torch.no_grad()
+def fold_scale(model: nn.Module, to: str | float = "unscaled", *, factor: float = 1.0) -> nn.Module:
+    """Change the score scale of every attention in ``model`` and its weights so that the model stays the same function.
+
+    With c the present multiplier and c' the new one, W_Q and its bias are multiplied by sign(c/c') √|c/c'| and W_K and its bias by
+    √|c/c'|: c' (a q)·(b k) = c q·k. Rotary positions, biases, soft-caps and masks are not touched, because they act on what stays
+    the same. The model's config is updated.
+
+    Args:
+        model: any module that holds ``MultiHeadAttention``; changed in place and returned.
+        to: the new ``scale``, a word or a number with a fixed multiplier. factor: the new ``scale_factor``.
+
+    Raises:
+        ValueError: no attention in the model; a scale without one multiplier (``learned``, ``log_length``), or of 0; QK-norm, which
+            takes the size of q and k away; a core that forms no dot products. Nothing is changed then.
+
+    >>> from minitx.nn import MultiHeadAttention
+    >>> attention, x = MultiHeadAttention(12, 3), torch.randn(2, 5, 12)
+    >>> before = attention(x)
+    >>> bool(torch.allclose(fold_scale(attention)(x), before, atol=1e-6)), attention.scale
+    (True, ScoreScale('unscaled', head_dim=4))
+    """
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(getattr(layer, "scale", None), ScoreScale)}
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no attention whose scale could be folded")
+    new = {name: ScoreScale(to, head_dim=layer.head_dim, num_heads=layer.num_heads, factor=factor) for name, layer in layers.items()}
+    for name, layer in layers.items():
+        reasons = {
+            f"scale={layer.scale.scale} has no fixed multiplier": layer.scale.multiplier is None,
+            f"to={to} has no fixed multiplier": new[name].multiplier is None,
+            "a scale of 0 keeps nothing of q and k": 0.0 in (layer.scale.multiplier, new[name].multiplier),
+            "qk_norm takes the size of q and k away": layer.qk_norm is not None,
+            f"{type(layer.core).__name__} forms no dot products": not getattr(layer.core, "has_dot_products", False),
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise ValueError(f"cannot fold the scale of {name or type(layer).__name__}: {reason}")
+    for name, layer in layers.items():
+        ratio = layer.scale.multiplier / new[name].multiplier
+        for projection, share in ((layer.q_proj, math.copysign(math.sqrt(abs(ratio)), ratio)), (layer.k_proj, math.sqrt(abs(ratio)))):
+            for parameter in projection.parameters():
+                parameter.mul_(share)
+        layer.scale = new[name]
+    for module in model.modules():
+        if isinstance(getattr(module, "config", None), TransformerConfig):
+            module.config = replace(module.config, scale=to, scale_factor=factor)
+    return model

@@ -116,7 +116,7 @@ def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Modu
     if model is None and isinstance(config.model, TransformerConfig):
         shape = fit_model_config(config.model, data)
         if config.init_from.path is not None:
-            check_scale_of(config.init_from.path, shape)
+            check_scale_of(config.init_from.path, shape, fold=config.init_from.fold_scale)
         try:
             model = build_model(shape)
         except (ValueError, TypeError, RuntimeError, MemoryError) as error:  # what torch says of sizes, it says in many lines
@@ -129,7 +129,7 @@ def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Modu
                 f"model._target_={config.model['_target_']} must give a torch.nn.Module, got {type(model).__name__}"
             )
     if config.init_from.path is not None:
-        start_from(config.init_from.path, model)
+        start_from(config.init_from.path, model, fold=config.init_from.fold_scale)
     if config.trainer.precision == "64-true":
         model.double()  # Lightning would, after it has loaded a checkpoint into float32
     return model

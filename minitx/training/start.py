@@ -13,6 +13,7 @@ from torch import nn
 from minitx.config import ConfigError, TransformerConfig, to_dict
 from minitx.config.checks import first_line
 from minitx.data.tokenizers import Tokenizer, from_dict, load_tokenizer
+from minitx.nn.scale import ScoreScale, fold_scale
 from minitx.training.checkpoint import network_weights, read_checkpoint
 
 log = logging.getLogger(__name__)
@@ -58,31 +59,38 @@ def stored_shape(path: str) -> dict[str, Any]:
     return dict(load_start(path)[1] or {})
 
 
-def check_scale_of(path: str, model: TransformerConfig) -> None:
-    """Refuse another score scale than that of the weights, and say that ``model.init_fold`` does nothing beside them.
+def check_scale_of(path: str, model: TransformerConfig, *, fold: bool = False) -> None:
+    """Refuse another score scale than that of the weights unless it is folded; say that ``model.init_fold`` does nothing.
 
     Raises:
         ConfigError: ``scale`` or ``scale_factor`` differs.
     """
     stored = stored_shape(path)
     for name in ("scale", "scale_factor"):
-        if stored and stored.get(name, getattr(model, name)) != getattr(model, name):
+        if not fold and stored and stored.get(name, getattr(model, name)) != getattr(model, name):
             raise ConfigError(
                 f"model.{name}={getattr(model, name)} differs from {stored[name]}, with which the weights of init_from.path={path} "
-                "were trained: another scale is another function"
+                "were trained: another scale is another function, unless init_from.fold_scale=true"
             )
     if model.init_fold is not None:
         log.info("model.init_fold=%s is ignored: the weights come from init_from.path=%s", model.init_fold, path)
 
 
-def start_from(path: str, network: nn.Module) -> None:
-    """Give ``network`` the weights of ``path``.
+def start_from(path: str, network: nn.Module, *, fold: bool = False) -> None:
+    """Give ``network`` the weights of ``path``; ``fold`` another score scale than theirs into them.
 
     Raises:
-        ConfigError: a tensor is missing, left over or of another shape; torch's own words name it.
+        ConfigError: a tensor is missing, left over or of another shape; torch's own words name it. A scale that cannot be folded.
     """
     try:
-        network.load_state_dict(load_start(path)[0])
+        weights, shape, _ = load_start(path)
+        network.load_state_dict(weights)
+        wanted: Any = getattr(network, "config", None)
+        if fold and shape is not None and isinstance(wanted, TransformerConfig):
+            for layer in network.modules():  # the scale of the weights, then the wanted one
+                if isinstance(scale := getattr(layer, "scale", None), ScoreScale):
+                    layer.scale = ScoreScale(shape["scale"], head_dim=scale.head_dim, factor=shape["scale_factor"])
+            fold_scale(network, wanted.scale, factor=wanted.scale_factor)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"init_from.path={path} does not fit the model: {first_line(error)}") from error
     finally:

@@ -1,0 +1,83 @@
+"""Another score scale, the same function."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from minitx.config import TransformerConfig
+from minitx.nn import MultiHeadAttention, QKNorm, ScoreScale, fold_scale
+from minitx.nn.efficient import LinearAttention
+from minitx.nn.models import build_model
+
+SIZES = {"vocab_size": 13, "embed_dim": 24, "num_heads": 6, "head_dim": 5, "num_layers": 2, "max_len": 16}
+MODELS = {
+    "gpt": {},
+    "llama, grouped heads": {"position": "rotary", "head_dim": 6, "num_kv_heads": 2, "norm": "rms", "bias": False},
+    "soft-cap, sinks, alibi": {"softcap": 2.0, "sinks": True, "position": "alibi"},
+    "encoder": {"architecture": "encoder", "type_vocab_size": 2},
+    "encoder-decoder": {"architecture": "encoder_decoder", "position": "t5"},
+    "vision": {"architecture": "vision", "head": "sequence", "num_labels": 3, "image_size": 6, "num_channels": 1},
+}
+IDS = torch.arange(14).view(2, 7) % 13
+INPUTS = {"vision": (torch.linspace(-1, 1, 72).view(2, 1, 6, 6),), "encoder_decoder": (IDS, IDS[:, :5])}
+
+
+def build(name, dtype=torch.float64, **changes):
+    torch.manual_seed(0)
+    model = build_model(TransformerConfig(**{**SIZES, **MODELS[name], **changes})).to(dtype).eval()
+    for parameter in model.parameters():  # scores that matter, biases that are not 0
+        nn.init.normal_(parameter, std=0.5)
+    inputs = INPUTS.get(model.config.architecture, (IDS,))
+    return model, tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+
+
+@pytest.mark.parametrize("target", [("unscaled", 1.0), ("inv", 1.0), (-0.3, 2.0)], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_under_another_scale_is_the_same_function(name, target):
+    for dtype, relative in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        model, inputs = build(name, dtype)
+        want = model(*inputs)
+        assert fold_scale(model, target[0], factor=target[1]) is model
+        assert (model.config.scale, model.config.scale_factor) == target
+        torch.testing.assert_close(model(*inputs), want, rtol=0, atol=relative * want.abs().max().item())
+        fresh = build_model(model.config).to(dtype).eval()  # the config says what the weights now need
+        fresh.load_state_dict(model.state_dict())
+        assert torch.equal(fresh(*inputs), model(*inputs))
+
+
+def test_without_the_fold_another_scale_is_another_function():
+    model, inputs = build("gpt")
+    other = build_model(dataclasses.replace(model.config, scale="unscaled")).double().eval()
+    other.load_state_dict(model.state_dict())
+    assert (other(*inputs) - model(*inputs)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"scale": "learned"}, "scale=learned"),
+        ({"scale": "log_length", "max_len": 9}, "scale=log_length"),
+        ({"scale": ScoreScale(1.0, head_dim=4, factor=0.0)}, "0"),
+        ({"qk_norm": QKNorm("rms", 4)}, "qk_norm"),
+        ({"core": LinearAttention()}, "LinearAttention"),
+    ],
+)
+def test_what_cannot_be_folded_is_refused_by_name_and_left_as_it_was(options, reason):
+    model = nn.ModuleDict({"first": MultiHeadAttention(12, 3), "second": MultiHeadAttention(12, 3, **options)})
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=f"second: .*{reason}"):
+        fold_scale(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("to", ["learned", 0])
+def test_a_scale_that_no_fold_can_reach_is_refused(to):
+    with pytest.raises(ValueError, match="scale"):
+        fold_scale(MultiHeadAttention(12, 3), to)
+
+
+def test_a_model_without_our_attention_is_refused():
+    with pytest.raises(ValueError, match="Linear"):
+        fold_scale(nn.Linear(2, 2))
