@@ -23,8 +23,8 @@ from minitx.config import TransformerConfig
 from minitx.nn.backends import explain_backends
 from minitx.nn.backends.chunked import LARGEST, SMALLEST, TILE
 from minitx.nn.bias import Bias, as_bias
-from minitx.nn.masks import Causal, Mask, SlidingWindow, intersect
 from minitx.nn.functional import AttentionCall
+from minitx.nn.masks import Causal, Mask, SlidingWindow, intersect
 from minitx.nn.models.parts import build_attention_core, build_bias
 
 FLOAT = 4

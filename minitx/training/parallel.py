@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from minitx.nn.attention import MultiHeadAttention
+from minitx.nn.blocks import Block
 from minitx.nn.feedforward import FeedForward
-from minitx.nn.models.base import Stack
 from minitx.training.checkpoint import read_checkpoint, seal_folder
 from minitx.training.shards import by_name, by_number, load_shards, read_extra
 
@@ -126,9 +126,8 @@ def parallelize(network: nn.Module, mesh: DeviceMesh) -> None:
     """
     if mesh[TENSOR].size() > 1:
         _cut_heads(network, mesh[TENSOR])
-    for stack in [module for module in network.modules() if isinstance(module, Stack)]:
-        for block in stack:
-            fully_shard(block, mesh=mesh[DATA])
+    for block in [module for module in network.modules() if isinstance(module, Block)]:
+        fully_shard(block, mesh=mesh[DATA])
     fully_shard(network, mesh=mesh[DATA])
 
 
