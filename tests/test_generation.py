@@ -25,7 +25,7 @@ from minitx.generation import (
     penalise_repeats,
     row_uniforms,
 )
-from minitx.nn import DecoderBlock, DecoderLM, EncoderBlock, FeedForward, MultiHeadAttention, Padding
+from minitx.nn import Block, DecoderLM, FeedForward, MultiHeadAttention, Padding
 
 V, E, H = 13, 12, 3
 POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "t5", "none")
@@ -68,9 +68,9 @@ class Translator(nn.Module):
         self.config = SimpleNamespace(num_layers=2, bos_id=1, eos_id=None, pad_id=0, **options)
         self.token, self.head, self.encodings = nn.Embedding(V, E), nn.Linear(E, V), 0
         parts = {"norm": lambda: nn.LayerNorm(E)}
-        self.encoder = EncoderBlock(MultiHeadAttention(E, H), FeedForward(E, 17), **parts)
+        self.encoder = Block(MultiHeadAttention(E, H), FeedForward(E, 17), **parts)
         self.blocks = nn.ModuleList(
-            DecoderBlock(MultiHeadAttention(E, H), FeedForward(E, 17), cross_attention=MultiHeadAttention(E, H), **parts)
+            Block(MultiHeadAttention(E, H), FeedForward(E, 17), causal=True, cross_attention=MultiHeadAttention(E, H), **parts)
             for _ in range(2)
         )
         nn.init.normal_(self.head.weight)

@@ -153,7 +153,7 @@ def test_the_sdist_holds_what_the_wheel_is_built_from_and_no_data(built):
 def test_with_torch_alone_a_block_of_the_wheel_runs_forward_and_backward(torch_alone, empty):
     code = (
         "import sys, torch, minitx.nn as nn\n"
-        "block = nn.DecoderBlock(nn.MultiHeadAttention(16, 4), nn.FeedForward(16, 37), norm=lambda: torch.nn.LayerNorm(16))\n"
+        "block = nn.Block(nn.MultiHeadAttention(16, 4), nn.FeedForward(16, 37), norm=lambda: torch.nn.LayerNorm(16), causal=True)\n"
         "x = torch.randn(2, 5, 16, requires_grad=True)\n"
         "block(x).square().sum().backward()\n"
         "assert all(p.grad is not None and p.grad.isfinite().all() for p in [x, *block.parameters()])\n"

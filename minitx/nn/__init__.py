@@ -24,6 +24,7 @@ from minitx.nn.feedforward import FeedForward, MixtureOfExperts, load_balancing_
 from minitx.nn.functional import attention_scores, attention_weights, masked_softmax, reference_attention
 from minitx.nn.init import init_weights
 from minitx.nn.masks import (
+    BlockSparse,
     Causal,
     Dense,
     Documents,
@@ -44,6 +45,7 @@ __all__ = [
     "AttentionCall",
     "Bias",
     "Block",
+    "BlockSparse",
     "Causal",
     "DecoderLM",
     "Dense",

@@ -28,11 +28,13 @@ from functools import reduce
 from typing import Any, ClassVar, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minitx.nn.tensor_rule import TensorRule
 
 Lowered = TypeVar("Lowered")
+Range = tuple[Any, Any]  # first and last
 
 
 class Mask:
@@ -54,8 +56,29 @@ class Mask:
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         """Raise a ValueError if the mask does not fit a call of this shape."""
 
-    def covers(self, rows: slice, keys: slice, offset: int) -> bool | None:
-        """Whether a tile is visible as a whole (True) or hidden as a whole (False); None where only the values know."""
+    def verdict(self, rows: Range, keys: Range) -> tuple[Any, Any]:
+        """Whether the rule shows the whole tile, and whether it hides the whole tile, as far as positions alone tell.
+
+        ``rows`` are the first and the last *position* of the queries (row + offset), ``keys`` those of the keys; numbers, or
+        tensors that broadcast.
+        """
+        return False, False
+
+    def tile_map(self, rows: Tensor, keys: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+        """(whole, empty) for every tile, bool (R, C): visible, or hidden, as a whole for all heads and rows of the batch.
+
+        Args:
+            rows, keys: the edges of the tiles, (R + 1,) and (C + 1,), from 0 to L and to S.
+            offset: S - L.
+        """
+        positions = (rows[:-1, None] + offset, rows[1:, None] + offset - 1)
+        shape = len(rows) - 1, len(keys) - 1
+        verdicts = self.verdict(positions, (keys[None, :-1], keys[None, 1:] - 1))
+        whole, empty = (torch.as_tensor(verdict, device=rows.device).expand(shape) for verdict in verdicts)
+        return whole, empty
+
+    def grain(self) -> int | None:
+        """The size of tiles that suits the rule, or None where any does."""
         return None
 
     def parts(self) -> Iterator[Mask]:
@@ -141,8 +164,8 @@ class Causal(Mask):
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         return key <= row + offset
 
-    def covers(self, rows: slice, keys: slice, offset: int) -> bool | None:
-        return True if keys.stop - 1 <= rows.start + offset else False if keys.start > rows.stop - 1 + offset else None
+    def verdict(self, rows: Range, keys: Range) -> tuple[Any, Any]:
+        return keys[1] <= rows[0], keys[0] > rows[1]
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         if num_queries > num_keys:
@@ -174,11 +197,13 @@ class SlidingWindow(Mask):
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         return (row + offset - key).abs() < self.window
 
-    def covers(self, rows: slice, keys: slice, offset: int) -> bool | None:
-        first, last = rows.start + offset, rows.stop - 1 + offset
-        farthest = max(last - keys.start, keys.stop - 1 - first)
-        nearest = max(keys.start - last, first - keys.stop + 1, 0)
-        return True if farthest < self.window else False if nearest >= self.window else None
+    def verdict(self, rows: Range, keys: Range) -> tuple[Any, Any]:
+        w = self.window
+        whole = (rows[1] - keys[0] < w) & (keys[1] - rows[0] < w)
+        return whole, (rows[0] - keys[1] >= w) | (keys[0] - rows[1] >= w)
+
+    def grain(self) -> int:
+        return self.window
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,6 +228,12 @@ class Padding(Mask):
     def dense(self, num_queries: int, num_keys: int, *, keys: slice = slice(None), **options: object) -> Tensor:
         return self.key_mask[:, None, None, keys]
 
+    def tile_map(self, rows: Tensor, keys: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+        some, every = (self.key_mask.any(0), self.key_mask.all(0))
+        real, all_real = (_count(column, keys) for column in (some, every))
+        shape = len(rows) - 1, -1
+        return (all_real == keys.diff()).expand(shape), (real == 0).expand(shape)
+
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         if tuple(self.key_mask.shape) != (batch_size, num_keys):
             raise ValueError(f"key_mask must have shape (B, S) = {(batch_size, num_keys)}, got {tuple(self.key_mask.shape)}")
@@ -221,6 +252,7 @@ class Documents(Mask):
     . . x
     """
 
+    is_sparse: ClassVar[bool] = True
     ids: Tensor
 
     def __post_init__(self) -> None:
@@ -231,6 +263,13 @@ class Documents(Mask):
 
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         return self.ids[batch, row + offset] == self.ids[batch, key]
+
+    def tile_map(self, rows: Tensor, keys: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+        """Two blocks share a document only if their ranges of ids meet; one id in both shows the whole tile."""
+        (low, high), (first, last) = _extremes(self.ids, rows + offset), _extremes(self.ids, keys)  # (B, R), (B, C)
+        low, high, first, last = low.unsqueeze(2), high.unsqueeze(2), first.unsqueeze(1), last.unsqueeze(1)
+        whole = (low == high) & (first == last) & (low == first)
+        return whole.all(0), ((low > last) | (first > high)).all(0)
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         if tuple(self.ids.shape) != (batch_size, num_keys) or num_queries > num_keys:
@@ -267,11 +306,11 @@ class PrefixLM(Mask):
         length = self.length[batch] if isinstance(self.length, Tensor) else self.length
         return (key <= row + offset) | (key < length)
 
-    def covers(self, rows: slice, keys: slice, offset: int) -> bool | None:
-        causal = Causal().covers(rows, keys, offset)
-        if causal or isinstance(self.length, Tensor):
-            return causal or None
-        return True if keys.stop <= self.length else causal if keys.start >= self.length else None
+    def verdict(self, rows: Range, keys: Range) -> tuple[Any, Any]:
+        whole, empty = Causal().verdict(rows, keys)
+        if isinstance(self.length, Tensor):
+            return whole, False
+        return whole | (keys[1] < self.length), empty & (keys[0] >= self.length)
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         Causal().check(batch_size, num_heads, num_queries, num_keys)
@@ -303,6 +342,11 @@ class Dense(TensorRule, Mask):
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         return self.at(batch, head, row, key)
 
+    def tile_map(self, rows: Tensor, keys: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+        cells = self.tensor.flatten(0, -3) if self.tensor.dim() > 2 else self.tensor[None]
+        cells = cells.expand(-1, int(rows[-1]), int(keys[-1]))
+        return _pooled(cells.all(0), rows, keys, torch.all, True), ~_pooled(cells.any(0), rows, keys, torch.any, False)
+
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         wanted = (batch_size, num_heads, num_queries, num_keys)
         if not self.broadcasts_to(wanted):
@@ -312,13 +356,73 @@ class Dense(TensorRule, Mask):
         return self.tensor.shape[-2], self.tensor.shape[-1]
 
 
+@dataclass(frozen=True, eq=False)
+class BlockSparse(Mask):
+    """Blocks of b × b positions that are visible or hidden as a whole: position p belongs to block p // b.
+
+    Child et al. 2019, "Sparse Transformers", arXiv:1904.10509. The ``chunked`` backend computes only the blocks that are visible.
+
+    Args:
+        pattern: bool (S / b, S / b), or (H, S / b, S / b) with a pattern for each head; True = may attend. Row blocks are those of
+            the queries' positions, so a pattern serves decoding too.
+        block_size: b.
+
+    Raises:
+        ValueError, TypeError: another shape or dtype; a block size below 1.
+
+    >>> print((BlockSparse(torch.eye(2, dtype=torch.bool), 2) & Causal()).grid(4))
+    x . . .
+    x x . .
+    . . x .
+    . . x x
+    """
+
+    is_sparse: ClassVar[bool] = True
+    pattern: Tensor
+    block_size: int = 64
+
+    def __post_init__(self) -> None:
+        _require_bool("pattern", self.pattern)
+        if self.pattern.dim() not in (2, 3) or self.pattern.shape[-1] != self.pattern.shape[-2]:
+            raise ValueError(f"pattern must have shape (blocks, blocks) or (H, blocks, blocks), got {tuple(self.pattern.shape)}")
+        if isinstance(self.block_size, bool) or not isinstance(self.block_size, int) or self.block_size < 1:
+            raise ValueError(f"block_size must be a positive whole number, got {self.block_size!r}")
+
+    def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
+        place = (row + offset) // self.block_size, key // self.block_size
+        return self.pattern[place] if self.pattern.dim() == 2 else self.pattern[(head, *place)]
+
+    def tile_map(self, rows: Tensor, keys: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+        cells = self.pattern if self.pattern.dim() == 3 else self.pattern[None]
+        starts = self.block_size * torch.arange(self.pattern.shape[-1], device=rows.device)
+        in_rows, in_keys = (  # how many positions of each block lie in each tile, (R, blocks) and (C, blocks)
+            (torch.minimum(edges[1:, None], starts + self.block_size) - torch.maximum(edges[:-1, None], starts)).clamp(min=0).double()
+            for edges in (rows + offset, keys)
+        )
+        every, some = (in_rows @ blocks.double() @ in_keys.T for blocks in (cells.all(0), cells.any(0)))
+        return every == rows.diff()[:, None] * keys.diff(), some == 0
+
+    def grain(self) -> int:
+        return self.block_size
+
+    def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        wanted, got = -(-num_keys // self.block_size), tuple(self.pattern.shape)
+        if got[-1] != wanted or got[:-2] not in ((), (num_heads,)) or num_queries > num_keys:
+            raise ValueError(
+                f"pattern must have shape ({wanted}, {wanted}) or ({num_heads}, {wanted}, {wanted}) for {num_keys} keys in blocks of "
+                f"{self.block_size}, with L <= S; got {got} and L = {num_queries}"
+            )
+
+    def size(self) -> tuple[int, int]:
+        return self.pattern.shape[-1] * self.block_size, self.pattern.shape[-1] * self.block_size
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Combined(Mask):
     """Several masks as one: ``And`` or ``Or``. Remembers its dense form, which all layers share."""
 
     members: tuple[Mask, ...]
     join: ClassVar[Any]  # of two bool tensors
-    decisive: ClassVar[bool]  # the verdict on a tile that settles it, whatever the other members say
     sign: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -335,9 +439,19 @@ class Combined(Mask):
         whole = "rows" not in options and "keys" not in options
         return self.remember("dense", (num_queries, num_keys, *sorted(options.items())), build) if whole else build()
 
-    def covers(self, rows: slice, keys: slice, offset: int) -> bool | None:
-        verdicts = [member.covers(rows, keys, offset) for member in self.members]
-        return self.decisive if self.decisive in verdicts else None if None in verdicts else not self.decisive
+    def verdict(self, rows: Range, keys: Range) -> tuple[Any, Any]:
+        return self._joined([member.verdict(rows, keys) for member in self.members])
+
+    def tile_map(self, rows: Tensor, keys: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+        return self._joined([member.tile_map(rows, keys, offset) for member in self.members])
+
+    def _joined(self, verdicts: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+        """An intersection is whole where all members are, and empty where one is; a union the other way round."""
+        opposite = operator.or_ if self.join is operator.and_ else operator.and_
+        return reduce(self.join, [whole for whole, _ in verdicts]), reduce(opposite, [empty for _, empty in verdicts])
+
+    def grain(self) -> int | None:
+        return min((grain for member in self.members if (grain := member.grain())), default=None)
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         for member in self.members:
@@ -357,7 +471,7 @@ class Combined(Mask):
 class And(Combined):
     """The intersection: visible where every member allows it. Made by ``&``."""
 
-    join, decisive, sign = operator.and_, False, " & "
+    join, sign = operator.and_, " & "
 
     def parts(self) -> Iterator[Mask]:
         return iter(self.members)
@@ -366,7 +480,26 @@ class And(Combined):
 class Or(Combined):
     """The union: visible where some member allows it. Made by ``|``."""
 
-    join, decisive, sign = operator.or_, True, " | "
+    join, sign = operator.or_, " | "
+
+
+def _count(column: Tensor, edges: Tensor) -> Tensor:
+    """How many entries (..., n) are True between each two edges (m + 1,): (..., m)."""
+    total = F.pad(column.cumsum(-1), (1, 0))
+    return total[..., edges].diff()
+
+
+def _pooled(cells: Tensor, rows: Tensor, keys: Tensor, join: Callable[..., Tensor], neutral: bool) -> Tensor:
+    """``join`` of the cells (L, S) in each tile, bool (R, C)."""
+    height, width, L, S = int(rows[1]), int(keys[1]), *cells.shape
+    padded = F.pad(cells, (0, -S % width, 0, -L % height), value=neutral)
+    return join(join(padded.unflatten(0, (-1, height)).unflatten(2, (-1, width)), dim=3), dim=1)
+
+
+def _extremes(ids: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest id (B, S) between each two edges (m + 1,): (B, m) each."""
+    parts = [ids[:, start:stop].aminmax(dim=-1) for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)]
+    return torch.stack([part.min for part in parts], -1), torch.stack([part.max for part in parts], -1)
 
 
 def with_causal(mask: Tensor | Mask | None) -> Mask:
@@ -431,10 +564,10 @@ def simplify(mask: Mask | None, num_queries: int, num_keys: int) -> Mask | None:
     if mask is None:
         return None
     parts = list(mask.parts())
-    whole = slice(0, num_queries), slice(0, num_keys), num_keys - num_queries
+    whole = (num_keys - num_queries, num_keys - 1), (0, num_keys - 1)
     # one compiled graph serves many lengths: whether a window covers this one would cost a guard, and a graph, each time
     fixed = torch.compiler.is_compiling()
-    kept = tuple(part for part in parts if (fixed and type(part) is not Causal) or not part.covers(*whole))
+    kept = tuple(part for part in parts if (fixed and type(part) is not Causal) or not part.verdict(*whole)[0])
     if len(kept) == len(parts):
         return mask
     if len(kept) > 1:  # the layers that share the mask share what is left of it, and so its dense form

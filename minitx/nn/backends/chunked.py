@@ -8,7 +8,8 @@ each tile again from ``top`` and 1/``total`` (Dao et al. 2022, arXiv:2205.14135,
     P = exp(Z − top) / total    dV = (P∘R)ᵀ dO    dP = (dO Vᵀ)∘R    dZ = P∘(dP − Σ dO∘O)    dQ = c·dZ K    dK = c·dZᵀ Q
 
 with R the dropout factors, 0 or 1/(1 − p), drawn anew from a seed of their own in both passes. Tiles that the mask's
-rule hides as a whole are skipped: a causal call costs half.
+rule hides as a whole are skipped: a causal call costs half, a window costs length × window. Which tiles are left is found
+once and kept with the mask, so the layers of a model share it.
 
 Both passes are ``torch.library`` operators: compiled, each is one node. An operator takes tensors and plain values only,
 so bias, sinks, mask and seed travel as a program and its tensors (``programs.py``); scale, soft-cap (0 for none) and
@@ -18,8 +19,7 @@ dropout are its ``numbers``. The output leaves the operator in the precision of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from minitx.nn.masks import Mask, simplify
 
 TILE = 2**19  # scores of a tile, all heads together: two megabytes, which a cache may hold
 LARGEST, SMALLEST = 256, 64  # sides of a tile, for one head and for very many
+Plan = list[tuple[slice, list[tuple[slice, bool]]]]
 
 
 @dataclass
@@ -49,29 +50,26 @@ class Problem:
     scale: float
     softcap: float  # 0 for none
     dropout_p: float
+    plan: Plan
 
     @staticmethod
     def of(query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], program: str, numbers: list[float]) -> Problem:
-        bias, sinks, mask, seed = unpack(program, tensors)  # as ``run`` packs them
+        bias, sinks, mask, seed, states = unpack(program, tensors)  # as ``run`` packs them
         scale, softcap, dropout_p = numbers
         dtype = _sum_dtype(query)
         query, key, value = query.to(dtype) * scale, key.to(dtype), value.to(dtype)
         sinks, seed = None if sinks is None else sinks.to(dtype).view(-1, 1, 1), 0 if seed is None else int(seed)
-        return Problem(query, key, value, bias, sinks, mask, seed, scale, softcap, dropout_p)
+        shape = (*query.shape[:3], key.shape[2])
+        plan = tiles(mask, shape, tile_states(mask, shape, query.device) if states is None else states)
+        return Problem(query, key, value, bias, sinks, mask, seed, scale, softcap, dropout_p, plan)
 
-    def tiles(self) -> Iterator[tuple[slice, list[slice]]]:
-        """Slices of the rows, each with those slices of the keys of which it may see something."""
-        shape = *self.query.shape[:3], self.key.shape[2]
-        for rows, slices in tiles_of(shape):
-            yield rows, [keys for keys in slices if not _hides(self.mask, rows, keys, shape)]
-
-    def tile(self, rows: slice, keys: slice) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    def tile(self, rows: slice, keys: slice, is_whole: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Logits (B, H, l, s) with -inf where hidden, the soft-capped scores, and the keys and values of the tile."""
         options: dict[str, Any] = {"batch_size": self.query.shape[0], "num_heads": self.query.shape[1]}
         options |= {"device": self.query.device, "rows": rows, "keys": keys}
         L, S = self.query.shape[2], self.key.shape[2]
         visible = None
-        if self.mask is not None and not self.mask.covers(rows, keys, S - L):
+        if self.mask is not None and not is_whole:
             visible = self.mask.dense(L, S, **options)
         bias = None if self.bias is None else self.bias.dense(L, S, **options).to(self.query.dtype)
         if bias is not None:
@@ -98,24 +96,60 @@ class Problem:
         return (drawn >= self.dropout_p).to(self.query.dtype).div_(1.0 - self.dropout_p)
 
 
-def tiles_of(shape: tuple[int, int, int, int]) -> Iterator[tuple[slice, list[slice]]]:
-    """The tiles of a call (B, H, L, S): slices of the rows, each with its slices of the keys."""
+def tile_sizes(mask: Mask | None, shape: tuple[int, int, int, int]) -> tuple[int, int, int]:
+    """Rows and keys of a tile, and how many keys neighbouring tiles may have together, for a call of ``shape`` = (B, H, L, S)."""
     B, H, L, S = shape
     side = min(max(math.isqrt(TILE // (B * H)) // 32 * 32, SMALLEST), LARGEST)
-    height = min(side, L)
-    width = min(side * side // height, S)
-    for row in range(0, L, height):
-        yield slice(row, min(row + height, L)), [slice(key, min(key + width, S)) for key in range(0, S, width)]
+    grain = None if mask is None else mask.grain()
+    fine = side if grain is None else min(side, max(-(-grain // 32) * 32, SMALLEST))
+    height = min(fine, L)
+    most = min(side * side // height, S)
+    return height, most if fine == side else min(fine, S), most
 
 
-def _hides(mask: Mask | None, rows: slice, keys: slice, shape: tuple[int, int, int, int]) -> bool:
-    return mask is not None and mask.covers(rows, keys, shape[3] - shape[2]) is False
+def tile_states(mask: Mask | None, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
+    """For each tile, 0 where the mask hides it as a whole, 2 where it shows it as a whole, else 1: int8 (R, C)."""
+    _, _, L, S = shape
+    height, width, _ = tile_sizes(mask, shape)
+    rows, keys = (
+        torch.cat((torch.arange(0, length, size, device=device), torch.tensor([length], device=device)))
+        for length, size in ((L, height), (S, width))
+    )
+    if mask is None:
+        return torch.full((len(rows) - 1, len(keys) - 1), 2, dtype=torch.int8, device=device)
+    whole, empty = mask.tile_map(rows, keys, S - L)
+    return (1 + whole.to(torch.int8)).masked_fill(empty, 0)
+
+
+def tiles(mask: Mask | None, shape: tuple[int, int, int, int], states: Tensor) -> Plan:
+    """The tiles that are computed: slices of the rows, each with slices of the keys and whether all of that is visible."""
+    _, _, L, S = shape
+    height, width, most = tile_sizes(mask, shape)
+    plan: Plan = []
+    for row, line in enumerate(states.tolist()):
+        strip: list[tuple[slice, bool]] = []
+        for column, state in enumerate(line):
+            start, stop = column * width, min((column + 1) * width, S)
+            if state and strip and strip[-1][0].stop == start and stop - strip[-1][0].start <= most:  # one product for neighbours
+                strip[-1] = slice(strip[-1][0].start, stop), strip[-1][1] and state == 2
+            elif state:
+                strip.append((slice(start, stop), state == 2))
+        plan.append((slice(row * height, min((row + 1) * height, L)), strip))
+    return plan
 
 
 def share_of_tiles(call: AttentionCall) -> float:
-    """The share of a call's tiles that its mask's rule does not hide as a whole: of those alone the work is done."""
-    verdicts = [_hides(call.mask, rows, keys, call.shape) for rows, row_keys in tiles_of(call.shape) for keys in row_keys]
-    return 1.0 - sum(verdicts) / len(verdicts)
+    """The share of a call's scores that lie in tiles which are computed."""
+    if call.mask is None:
+        return 1.0
+    states = _states(call)
+    return (states > 0).float().mean().item()
+
+
+def _states(call: AttentionCall) -> Tensor:
+    assert call.mask is not None
+    shape, device = call.shape, call.query.device
+    return call.mask.remember("tiles", (shape, device), tile_states, call.mask, shape, device)
 
 
 def by_group(left: Tensor, right: Tensor) -> Tensor:
@@ -143,10 +177,10 @@ def chunked_attention(
         if problem.sinks is not None:  # a logit without a value: where the sums start
             top.copy_(problem.sinks.clamp(min=torch.finfo(top.dtype).min))
             total.copy_((problem.sinks - top).exp())
-        for rows, row_keys in problem.tiles():
+        for rows, strip in problem.plan:
             out, largest, summed = output[:, :, rows], top[:, :, rows], total[:, :, rows]
-            for keys in row_keys:
-                logits, _, _, seen_value = problem.tile(rows, keys)
+            for keys, is_whole in strip:
+                logits, _, _, seen_value = problem.tile(rows, keys, is_whole)
                 larger = torch.maximum(largest, logits.amax(-1, keepdim=True))
                 weights = logits.sub_(larger).exp_()  # exactly 0 where hidden: `larger` is finite, the logit is not
                 shrink = (largest - larger).exp_()
@@ -177,10 +211,10 @@ def chunked_attention_backward(
         d_tensors = [_like(t, want, dtype=top.dtype).zero_() for t, want in zip(tensors, wanted, strict=True)]
         bias_gradient = BiasGradient(problem, d_tensors, wanted)
         delta = (grad * output).sum(-1, keepdim=True)
-        for rows, row_keys in problem.tiles():
+        for rows, strip in problem.plan:
             d_out, q = grad[:, :, rows], problem.query[:, :, rows]
-            for keys in row_keys:
-                logits, capped, seen_key, seen_value = problem.tile(rows, keys)
+            for keys, is_whole in strip:
+                logits, capped, seen_key, seen_value = problem.tile(rows, keys, is_whole)
                 weights = torch.exp(logits - top[:, :, rows]).mul_(inverse[:, :, rows])
                 d_weights = by_group(d_out, seen_value.mT)
                 factors = problem.dropout(rows, keys)
@@ -290,7 +324,9 @@ def run(call: AttentionCall) -> Tensor:
     _, _, L, S = call.shape
     bias = None if call.attn_bias is None else as_bias(call.attn_bias)
     seed = torch.randint(2**31, ()) if call.dropout_p > 0.0 else None
-    program, tensors = pack((bias, call.sinks, simplify(call.mask, L, S), seed))
+    mask = simplify(call.mask, L, S)
+    states = None if mask is None or torch.compiler.is_compiling() else _states(replace(call, mask=mask))
+    program, tensors = pack((bias, call.sinks, mask, seed, states))
     numbers = [call.scale, call.softcap or 0.0, call.dropout_p]
     output, _, _ = chunked_attention(call.query, call.key, call.value, tensors, program, numbers)
     return output.to(call.value.dtype)
