@@ -103,8 +103,6 @@ class StreamSource(Source):
         batch_size, accumulate, world: see ``Source``.
     """
 
-    split_name = "train"
-
     def __init__(self, stream: DocumentStream, *, seed: int, **slices: Any) -> None:
         super().__init__(**slices)
         self.stream, self.seed, self.rank = stream, seed, 0

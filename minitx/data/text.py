@@ -53,7 +53,7 @@ class TrainingWindows(Split):
         return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
 
 
-class ValidationWindows(Split):
+class ValidationWindows:
     """Consecutive windows over the whole split: every token after the first is a target exactly once.
 
     Row r has the tokens r·L … r·L + L − 1; what the last row lacks is input 0 and label −100. At least two tokens are needed.
@@ -65,19 +65,14 @@ class ValidationWindows(Split):
     def __len__(self) -> int:
         return -(-(len(self.tokens) - 1) // self.context_len)
 
-    def count(self, items: np.ndarray) -> int:
-        """See ``Split``."""
-        last = len(self.tokens) - 1
-        return int(np.minimum(self.context_len, last - items * self.context_len).sum())
+    def num_targets(self, row: int) -> int:
+        """See ``Task``."""
+        return min(self.context_len, len(self.tokens) - 1 - row * self.context_len)
 
-    def collate(self, items: np.ndarray, draw: Draw) -> Batch:
-        """See ``Split``."""
-        last = len(self.tokens) - 1
-        places = items[:, None] * self.context_len + np.arange(self.context_len + 1)
-        gathered = self.tokens.array[np.minimum(places, last)].astype(np.int64)  # (B, L + 1)
-        input_ids = np.where(places[:, :-1] <= last, gathered[:, :-1], 0)
-        labels = np.where(places[:, 1:] <= last, gathered[:, 1:], IGNORED)
-        return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        found = self.tokens.array[row * self.context_len :][: self.context_len + 1].astype(np.int64)
+        window = np.pad(found, (0, self.context_len + 1 - len(found)), constant_values=IGNORED)
+        return {"input_ids": np.where(window == IGNORED, 0, window)[:-1], "labels": window[1:]}
 
 
 def load_text(config: TextDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
@@ -104,6 +99,7 @@ def load_text(config: TextDataConfig, folder: Path, tokenizer: Tokenizer | None)
         kind="language_model",
         train=TrainingWindows(train, config.context_len),
         val=ValidationWindows(val, config.context_len),
+        key_masks={},
         tokenizer=tokenizer,
         model_fields={"vocab_size": tokenizer.vocab_size},
         baselines=baselines,

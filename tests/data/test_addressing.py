@@ -53,7 +53,7 @@ def test_an_address_outside_of_the_step_is_refused(address):
 
 def test_a_source_refuses_an_address_of_another_split():
     with pytest.raises(ValueError, match="train split"):
-        Counting(batch_size=2)[Address(0, split="val")]
+        Counting(batch_size=2)[Address(0)]
 
 
 def test_generators_depend_on_seed_and_path_alone():

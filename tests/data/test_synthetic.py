@@ -198,7 +198,7 @@ def test_steps_and_seeds_give_fresh_examples(config):
 @pytest.mark.parametrize(("batch_size", "world"), [(41, 1), (10, 1), (12, 3), (14, 7)])
 def test_validation_gives_the_same_examples_once_each_however_they_are_cut(config, batch_size, world):
     val = validation(config, batch_size=batch_size, world=world)
-    batches = [val[Address(step, rank=rank, split="val")] for step in range(len(val)) for rank in range(world)]
+    batches = [val[Address(step, rank=rank)] for step in range(len(val)) for rank in range(world)]
     counted = [batch["input_ids"][batch["labels"][:, -1] != -100] for batch in batches]
     whole = validation(config, batch_size=41).rows(range(41))
     assert torch.equal(torch.cat(counted), whole["input_ids"])

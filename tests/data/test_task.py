@@ -172,7 +172,7 @@ def test_validation_shows_every_row_once_over_all_ranks(split, batch_size, world
     val = ValSource(split, batch_size=batch_size, world=world)
     found, targets = [], 0
     for step in range(len(val)):
-        batches = [val[Address(step, rank=rank, split="val")] for rank in range(world)]
+        batches = [val[Address(step, rank=rank)] for rank in range(world)]
         counted = [batch for batch in batches if (batch["labels"] != -100).any()]
         found += [row for batch in counted for row in stripped(batch)]
         assert {int(batch["num_targets"]) for batch in batches} == {sum(int((b["labels"] != -100).sum()) for b in counted)}
@@ -226,7 +226,7 @@ def test_drawn_rows_depend_on_seed_step_and_row_alone():
         whole[Address(0)]["input_ids"][:, 1], source(split_of(Drawn()), batch_size=6, seed=4)[Address(0)]["input_ids"][:, 1]
     )
     val = ValSource(split_of(Drawn()), batch_size=3)
-    assert torch.equal(val.rows(range(7))["input_ids"][3:6], val[Address(1, split="val")]["input_ids"])
+    assert torch.equal(val.rows(range(7))["input_ids"][3:6], val[Address(1)]["input_ids"])
 
 
 def test_labels_that_are_no_whole_numbers_count_by_row():
@@ -234,7 +234,7 @@ def test_labels_that_are_no_whole_numbers_count_by_row():
     parts = source(split_of(rows), batch_size=6, accumulate=3)
     assert {int(parts[Address(0, micro)]["num_targets"]) for micro in range(3)} == {6}
     val = ValSource(split_of(rows), batch_size=6, world=3)
-    last = [val[Address(1, rank=rank, split="val")] for rank in range(3)]
+    last = [val[Address(1, rank=rank)] for rank in range(3)]
     assert [len(batch["labels"]) for batch in last] == [1, 0, 0]
     assert {int(batch["num_targets"]) for batch in last} == {1}
 

@@ -87,7 +87,7 @@ def test_validation_counts_every_token_after_the_first_exactly_once(tokens, cont
     val = ValSource(ValidationWindows(tokens[1], context_len), batch_size=batch_size, world=world)
     rows = []
     for step in range(len(val)):
-        batches = [val[Address(step, rank=rank, split="val")] for rank in range(world)]
+        batches = [val[Address(step, rank=rank)] for rank in range(world)]
         counted = [batch["labels"][batch["labels"] != -100] for batch in batches]
         rows += counted
         assert {batch["num_targets"].item() for batch in batches} == {sum(map(len, counted))}
