@@ -13,8 +13,8 @@ import numpy as np
 from minitx.config import ChatDataConfig, ConfigError
 from minitx.config.checks import first_line
 from minitx.data.documents import DocumentRows, learned_marks, task_of
-from minitx.data.tables import column_of, held_out, load_splits
-from minitx.data.task import Ragged, Task, tokenizer_of
+from minitx.data.tables import column_of, load_splits
+from minitx.data.task import Ragged, Task, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer
 
 TEMPLATE = (
@@ -101,7 +101,7 @@ def load_chat(config: ChatDataConfig, folder: Path, tokenizer: Tokenizer | None)
         ConfigError: the data cannot be read or have no conversations; a template or a tokenizer that does not fit.
     """
     name = f"data.path={config.path}"
-    tables = load_splits(config, lambda table: held_out(config, range(len(table))))
+    tables = load_splits(config, lambda table: hold_out(range(len(table)), config.val_fraction))
     splits = [_conversations(table, config.messages_column) for table in tables]
     texts = (f"{message['role']}: {message['content']}\n" for chat in splits[0] for message in chat)
     tokenizer = tokenizer_of(config, tokenizer, texts, learned_marks(config))

@@ -8,9 +8,9 @@ import numpy as np
 
 from minitx.config import IGNORED, ConfigError, MaskedDataConfig
 from minitx.data.baselines import unigram_nll
-from minitx.data.task import Task
+from minitx.data.task import Task, name_of
 from minitx.data.tokenizers import Tokenizer, require_marks
-from minitx.data.tokens import TokenArray, corpus_name, tokenised
+from minitx.data.tokens import TokenArray, tokenised
 
 MARKS = ("pad", "mask")
 
@@ -65,9 +65,9 @@ def load_masked(config: MaskedDataConfig, folder: Path, tokenizer: Tokenizer | N
     plain = np.setdiff1d(np.arange(vocab_size), list(tokenizer.mark_ids.values()))
     options = (config.context_len, config.mask_fraction, mask_id, plain)
     if not len(val) or not len(train):
-        raise ConfigError(f"data.val_fraction={config.val_fraction} leaves a split of {corpus_name(config)} without a token")
+        raise ConfigError(f"data.val_fraction={config.val_fraction} leaves a split of {name_of(config)} without a token")
     return Task(
-        name=corpus_name(config),
+        name=name_of(config),
         kind="masked_lm",
         train=MaskedRows(train, *options),
         val=MaskedRows(val, *options),

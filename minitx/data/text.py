@@ -11,10 +11,10 @@ import torch
 from minitx.config import IGNORED, ConfigError, TextDataConfig
 from minitx.data.addressing import Batch
 from minitx.data.baselines import compressed_bits
-from minitx.data.corpus import find_corpus
-from minitx.data.task import Draw, Split, Task
+from minitx.data.corpus import read_text
+from minitx.data.task import Draw, Split, Task, name_of
 from minitx.data.tokenizers import Tokenizer
-from minitx.data.tokens import TokenArray, bits_per, corpus_name, split_chunks, tokenised
+from minitx.data.tokens import TokenArray, bits_per, tokenised
 
 
 class TrainingWindows(Split):
@@ -82,15 +82,14 @@ def load_text(config: TextDataConfig, folder: Path, tokenizer: Tokenizer | None)
         ConfigError: the text cannot be read, or is shorter than a row.
     """
     train, val, tokenizer, record = tokenised(config, folder, tokenizer)
-    name, splits = corpus_name(config), record["splits"]
+    name, splits = name_of(config), record["splits"]
     for count, least, key in ((len(train), config.context_len + 1, "context_len"), (len(val), 2, "val_fraction")):
         if count < least:
             raise ConfigError(f"{name} has {count} tokens of a split, but data.{key}={getattr(config, key)} needs {least}")
 
     def baselines() -> dict[str, float]:
         """Bits per character and per byte of the validation split's UTF-8 under ``xz -9`` and ``bzip2 -9``."""
-        parts = split_chunks(find_corpus(config), splits["train"]["characters"])
-        bits = compressed_bits(chunk.encode() for split, chunk in parts if split == "val")
+        bits = compressed_bits(read_text(config)[splits["train"]["characters"] :].encode())
         units = ("character", "byte")
         return {f"{name}_bits_per_{unit}": size / splits["val"][f"{unit}s"] for name, size in bits.items() for unit in units}
 

@@ -63,7 +63,7 @@ def masked(tmp_path):
     ids = np.random.default_rng(4).integers(5, 97, size=COUNT * 11 - 4).astype("<u2")
     (tmp_path / "ids.bin").write_bytes(ids.tobytes())
     tokens = TokenArray(tmp_path / "ids.bin", "<u2", 0, len(ids))
-    return MaskedRows(tokens, 11, 0.15, 4, 0, np.arange(5, 97))
+    return split_of(MaskedRows(tokens, 11, 0.15, 4, np.arange(5, 97)))
 
 
 def table(tmp_path):
@@ -200,6 +200,12 @@ def test_keys_are_padded_with_what_was_asked_for():
     assert "key_mask" not in split_of(rows, key_masks={}).collate(np.arange(2), None)
 
 
+def test_what_a_caller_does_to_a_batch_does_not_change_the_next():
+    val = ValSource(split_of([{"input_ids": ids, "labels": ids} for ids in torch.arange(12).view(3, 4)]), batch_size=3)
+    val.rows(range(3))["labels"].fill_(0)
+    assert val.rows(range(3))["labels"].tolist() == torch.arange(12).view(3, 4).tolist()
+
+
 def test_a_mask_of_the_rows_own_is_kept():
     rows = [{"input_ids": [1, 2], "key_mask": [False, True], "labels": 1}, {"input_ids": [3], "key_mask": [True], "labels": 0}]
     assert split_of(rows).collate(np.arange(2), None)["key_mask"].tolist() == [[False, True], [True, False]]
@@ -278,5 +284,5 @@ def test_some_groups_may_be_kept_for_training():
 
 
 def test_one_group_cannot_be_split():
-    with pytest.raises(ValueError, match="1 groups"):
+    with pytest.raises(ConfigError, match=r"^data\.val_fraction=0\.5 .* 1 different"):
         hold_out("aaaa", 0.5)
