@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,9 +86,9 @@ Rows = list[tuple[Any, str, int]]
 def _books(config: BooksDataConfig) -> Both:
     """Verses by chapter; the chapter of a book that has only one is always for training."""
     verses = read_verses("kjv", needed_by="data=books")
-    chapters = sorted({verse // 1000 for verse in verses})
-    books = [chapter // 1000 for chapter in chapters]
-    single = {chapter for chapter, book in zip(chapters, books, strict=True) if books.count(book) == 1}
+    chapters = {verse // 1000 for verse in verses}
+    chapters_of = Counter(chapter // 1000 for chapter in chapters)
+    single = {chapter for chapter in chapters if chapters_of[chapter // 1000] == 1}
     rows = [(verse // 1000, text, verse // 1_000_000 - 1) for verse, text in verses.items()]
     return _grouped(rows, book_names(needed_by="data=books"), config, single)
 

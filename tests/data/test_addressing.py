@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -46,6 +47,10 @@ def test_generators_depend_on_seed_and_path_alone():
     draws = {path: generator(*path).random() for path in [(0, "train", 1), (0, "train", 2), (1, "train", 1), (0, "val", 1)]}
     assert len(set(draws.values())) == 4
     assert all(generator(*path).random() == draw for path, draw in draws.items())
+
+
+def test_numpy_numbers_name_the_same_generator_as_python_ones():
+    assert generator(np.int64(3), "train", np.int32(5)).random() == generator(3, "train", 5).random()
 
 
 def test_a_generator_is_the_same_on_every_machine():
