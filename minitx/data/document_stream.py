@@ -15,7 +15,7 @@ from minitx.config import ConfigError, HubDataConfig
 from minitx.data.addressing import Address, Batch, generator
 from minitx.data.documents import DocumentRows, learned_marks, not_blank, task_of, with_marks
 from minitx.data.sources import Source
-from minitx.data.task import Ragged, Task, tokenizer_of
+from minitx.data.task import Ragged, Task, name_of, tokenizer_of
 from minitx.data.tokenizers import Tokenizer
 from minitx.data.tokens import bits_per
 
@@ -158,7 +158,7 @@ def load_stream(config: HubDataConfig, tables: Sequence[Any], column: str, token
     Raises:
         ConfigError: too few documents, or a tokenizer without an end mark.
     """
-    name, table = f"data.path={config.path}", tables[0]
+    name, table = name_of(config), tables[0]
     rows = ((shard, row[column]) for shard, rows in enumerate(_shards(table)) for row in rows)
     texts, held_out = list[str](), Counter[int]()
     if len(tables) == 1:

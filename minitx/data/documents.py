@@ -16,7 +16,7 @@ from minitx.config.data_bases import TokenizedDataConfig
 from minitx.data.tables import as_texts, column_names, column_of, divided, load_tables
 from minitx.data.task import Ragged, Task, hold_out, name_of, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint
-from minitx.data.tokens import FORMAT, TEXTS_AT_ONCE, TokenArray, bits_per, cached, write_ids
+from minitx.data.tokens import FORMAT, TEXTS_AT_ONCE, bits_per, cached, write_ids
 
 
 class DocumentRows:
@@ -133,22 +133,25 @@ def _tokenised(
     def build() -> dict[str, Any]:
         train, val = divided(tables, lambda table: hold_out(range(len(table)), config.val_fraction))
         tokenizer = tokenizer_of(config, given, _documents(train, column), learned_marks(config))
-        splits = {"train": _documents(train, column), "val": _documents(val, column)}
-        return write_ids(path, tokenizer, splits, lambda texts: with_marks(tokenizer, texts))
+        splits, lengths = {"train": _documents(train, column), "val": _documents(val, column)}, list[int]()
+
+        def encode(texts: Sequence[str]) -> list[np.ndarray]:
+            found = with_marks(tokenizer, texts)
+            lengths.extend(map(len, found))
+            return found
+
+        return {**write_ids(path, tokenizer, splits, encode), "lengths": lengths}
 
     *parts, tokenizer, record = cached(path, str(config.path), build)
-    documents = [_between_marks(tokens, tokenizer) for tokens in parts]
-    for split, found in zip(("train", "val"), documents, strict=True):
-        if not len(found):
+    lengths = np.array(record["lengths"], np.int64)
+    first_of_val = int(np.searchsorted(np.cumsum(lengths), len(parts[0]), side="right"))
+    both = zip(("train", "val"), parts, np.split(lengths, [first_of_val]), strict=True)
+    documents = []
+    for split, tokens, own in both:
+        if not len(own):
             raise ConfigError(f"data.path={config.path} has no document for the {split} split: all of them are blank")
+        documents.append(Ragged(tokens, np.cumsum(own) - own, own))
     return documents, tokenizer, record
-
-
-def _between_marks(tokens: TokenArray, tokenizer: Tokenizer) -> Ragged:
-    """The documents that ``with_marks`` made: no text has a mark, so every second mark ends one."""
-    places = np.flatnonzero(np.isin(tokens.array, document_marks(tokenizer)))
-    starts, ends = places[::2], places[1::2]
-    return Ragged(tokens, starts, ends - starts + 1)
 
 
 def _documents(table: Any, column: str) -> Iterator[str]:

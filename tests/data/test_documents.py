@@ -6,15 +6,17 @@ import math
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
 
 from minitx.config import ConfigError, HubDataConfig
 from minitx.data import documents
 from minitx.data.documents import DocumentRows, load_documents, pack
 from minitx.data.task import Ragged, Task, as_split
-from minitx.data.tokenizers import fingerprint, train_tokenizer
+from minitx.data.tokenizers import Tokenizer, fingerprint, train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")
 DOCUMENTS = [f"{n} " + "abc" * (n % 23) for n in range(61)]
@@ -113,6 +115,17 @@ def test_every_document_is_in_one_split(path, cache, marks):
     assert sorted(train + val) == sorted(DOCUMENTS)
     assert len(train) > len(val) > 0
     assert task.model_fields == {"vocab_size": task.tokenizer.vocab_size}
+
+
+def test_a_document_may_hold_its_end_mark_where_that_stands_for_what_is_unknown(write_text, cache):
+    words = models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="</s>")
+    theirs = tokenizers.Tokenizer(words)
+    theirs.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    theirs.add_special_tokens(["</s>"])
+    path = write_text("\n".join(["a what b"] * 7 + ["b"] * 5))
+    task = load_documents(config(path), cache, Tokenizer(theirs.to_str()))
+    rows = [row["input_ids"].tolist() for split in (task.train, task.val) for row in split]
+    assert sorted(rows) == [[2, 0, 2, 1]] * 7 + [[2, 1]] * 5
 
 
 def test_a_split_or_a_file_of_its_own_validates(tmp_path, cache):
