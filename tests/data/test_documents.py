@@ -114,6 +114,9 @@ def test_every_document_is_in_one_split(path, cache, marks):
     train, val = ([task.tokenizer.decode(row["input_ids"][1:]) for row in rows] for rows in (task.train, task.val))
     assert sorted(train + val) == sorted(DOCUMENTS)
     assert len(train) > len(val) > 0
+    ids = task.tokenizer.mark_ids
+    begin, end = ids.get("bos", ids.get("eos")), ids.get("eos", ids.get("bos"))
+    assert all((row["input_ids"][0], row["labels"][-1]) == (begin, end) for row in task.train)
     assert task.model_fields == {"vocab_size": task.tokenizer.vocab_size}
 
 
