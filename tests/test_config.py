@@ -113,12 +113,6 @@ def test_what_does_not_fit_together_is_named_by_its_key(group, changed, key):
         from_dict(RunConfig, {**FITS, group: {**FITS.get(group, {}), **changed}})
 
 
-def test_positions_that_need_no_table_reach_any_row():
-    for position in ("rotary", "sinusoidal", "none"):
-        model = TransformerConfig(max_len=63, position=position)
-        assert RunConfig(model=model, data=TextDataConfig(context_len=64)).model.position == position
-
-
 def test_a_factor_is_a_number_or_a_power_of_the_heads_width():
     for factor, value in ((2, 2.0), ("head_dim^0.5", 4.0), ("head_dim^-1", 1 / 16), (" head_dim^2 ", 256.0)):
         assert evaluate_factor(factor, head_dim=16) == value
