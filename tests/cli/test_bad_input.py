@@ -21,7 +21,6 @@ GRID = "experiment=scaling_ablation "
 COMPOSED = {
     # keys and groups
     "trainer.max_step=3": "did you mean trainer.max_steps?",
-    "callbacks.prob.every=3": "did you mean callbacks.probe?",
     "++model.foo=1": "model.foo",
     "data=kv_lookup data.context_len=3": "data.context_len",
     "+logger.x.project=minitx": "logger.x",
@@ -35,11 +34,8 @@ COMPOSED = {
     "+objective._target_=torch.nn.CrossEntropyLoss": "override /objective: null",
     # values
     "model.num_heads=abc": "model.num_heads=abc",
-    "model.num_heads=true": "model.num_heads=True",
     "model.num_heads=null": "model.num_heads=null",
     "model.num_heads=7": "num_heads=7",
-    "model.num_kv_heads=3": "num_kv_heads=3",
-    "model.embed_dim=0": "model.embed_dim=0",
     "model.dropout=nan": "model.dropout=nan",
     "model.scale=sqrt": "model.scale=sqrt",
     "model.scale=null": "unscaled",
@@ -49,7 +45,6 @@ COMPOSED = {
     "optimizer.betas=[0.9]": "optimizer.betas=[0.9]",
     "optimizer.rules=[{matc:q_proj}]": "optimizer.rules[0].matc",
     "optimizer.rules=[{match:'('}]": "optimizer.rules[0].match=(",
-    "optimizer.rules=[1]": "optimizer.rules[0]=1",
     "trainer.accumulate=5": "trainer.accumulate=5",
     "seed=-1": "seed=-1",
     "seed=???": "seed",

@@ -34,12 +34,17 @@ def project(place, monkeypatch):
     return place
 
 
+def arguments(experiment, *words):
+    """A command line, on which -m stands before all overrides."""
+    return [*(["-m"] if "-m" in words else []), CONF, f"experiment={experiment}", *(word for word in words if word != "-m")]
+
+
 @pytest.fixture
 def own(cli, project):
     """``own("sorted", ...)``: what ``train.py`` says of a short run of that experiment, which ends with ``code``."""
 
     def run(experiment, *words, code=0):
-        said = cli(CONF, f"experiment={experiment}", *SHORT, *words)
+        said = cli(*arguments(experiment, *SHORT, *words))
         assert said.code == code, said
         assert code == 0 or len(said.err.strip().splitlines()) <= 3
         return said
@@ -53,7 +58,7 @@ def script(project):
 
     def run(experiment, *words, code=0):
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, str(ROOT / "scripts" / "train.py"), CONF, f"experiment={experiment}", *words]
+        command = [sys.executable, str(ROOT / "scripts" / "train.py"), *arguments(experiment, *words)]
         done = subprocess.run(command, cwd=project, capture_output=True, text=True, env=environment)
         assert done.returncode == code, done.stdout + done.stderr
         return done
@@ -119,7 +124,7 @@ def test_a_sweep_has_a_folder_for_each_job(own, project):
 
 
 def test_hydras_own_folder_is_taken_and_a_mistake_leaves_none(own, project):
-    own("sorted_task", "hydra.run.dir=mine/here")
+    own("sorted_task", "hydra.run.dir=mine/here", "+trainer.extra.limit_predict_batches=3")  # an argument of Lightning's
     assert (project / "mine" / "here" / "metrics.csv").exists()
     own("sorted_task", "hydra.run.dir=yours", "model.width=-3", code=2)
     assert not (project / "yours").exists()
@@ -241,7 +246,3 @@ def test_a_part_named_on_the_command_line_needs_no_trust(cli, own):
 def test_presets_for_debugging_run(own, project, preset):
     own("sorted_task", f"debug={preset}", "trainer.max_steps=4", "output_dir=run")
     assert len(list((project / "run").glob("*profile*.txt"))) == (preset == "profile")
-
-
-def test_any_other_argument_of_lightnings_trainer_is_passed_on(own):
-    own("sorted_task", "output_dir=run", "+trainer.extra.limit_predict_batches=3")
