@@ -213,7 +213,7 @@ def _byte_pairs(chunks: Iterable[str], vocab_size: int, special: list[str]) -> t
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab_size < 256 + len(special):
-        raise ValueError(f"vocab_size={vocab_size} must be at least {256 + len(special)}: 256 bytes and {' '.join(special)}")
+        raise ConfigError(f"vocab_size={vocab_size} must be at least {256 + len(special)}: 256 bytes and {' '.join(special)}")
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
