@@ -4,7 +4,7 @@ Three encoders of one shape (post-norm, GELU, learned positions, an untied head 
 ``nn.TransformerEncoder`` with ``src_key_padding_mask`` and transformers' ``BertModel`` (sdpa) with ``attention_mask``. All train
 on the same rows, an epoch of ``--batches`` batches with forward, backward and AdamW, on the head's loss at every real token. The
 others get the rows padded in the order in which they come, as both libraries' loaders do unless told otherwise; ours gets them
-packed (``pack_batch``: several rows in one, documents masked), or sorted into batches of similar length (``data.bucket``), or
+packed (several rows in one, documents masked), or sorted into batches of similar length (``data.bucket``), or
 padded alike. The same tokens are trained on everywhere, so the ratio of seconds is that of real tokens a second.
 """
 
@@ -22,7 +22,7 @@ from measure import compare, judged, write
 from torch import Tensor, nn
 
 from minitx.config import TransformerConfig
-from minitx.data.documents import pack_batch
+from minitx.data.documents import pack
 from minitx.data.sources import TrainSource
 from minitx.data.task import Draw, Split, padded
 from minitx.nn.models import build_model
@@ -95,6 +95,19 @@ def epoch(source: TrainSource, batches: int) -> list[Batch]:
     return [{name: tensor for name, tensor in batch.items() if name != "num_targets"} for batch in made]
 
 
+def packed_batch(batch: Batch) -> Batch:
+    """The rows of a padded batch, several in one; ``document_ids`` number them, -1 is padding."""
+    lengths = batch["key_mask"].sum(1)
+    found: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "document_ids": []}
+    for rows in pack(lengths.numpy(), batch["key_mask"].shape[1]):
+        for name in ("input_ids", "labels"):
+            found[name].append(torch.cat([batch[name][row, : lengths[row]] for row in rows]))
+        found["document_ids"].append(torch.arange(len(rows)).repeat_interleave(lengths[rows]))
+    fills = {"input_ids": 0, "labels": -100, "document_ids": -1}
+    packed = {name: nn.utils.rnn.pad_sequence(rows, True, fills[name]) for name, rows in found.items()}
+    return {**packed, "key_mask": packed["document_ids"] >= 0}
+
+
 def trainer_of(model: nn.Module, batches: list[Batch]) -> Callable[[], None]:
     """One epoch over ``batches`` a call."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -115,7 +128,7 @@ def sides(config: TransformerConfig, batch_size: int, batches: int) -> Iterator[
     options = {"batch_size": batch_size, "seed": 0}
     padded = epoch(TrainSource(rows, bucket=False, **options), batches)  # type: ignore[arg-type]
     bucketed = epoch(TrainSource(rows, bucket=True, **options), batches)  # type: ignore[arg-type]
-    packed = [pack_batch(batch) for batch in padded]
+    packed = [packed_batch(batch) for batch in padded]
     for name, build, data in (
         ("nn.TransformerEncoder", TorchEncoder, padded),
         ("transformers BERT", HFEncoder, padded),

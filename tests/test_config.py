@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from minitx.config import (
     ParameterRule,
     RunConfig,
     StopAtConfig,
-    TextDataConfig,
     TrainerConfig,
     TransformerConfig,
     evaluate_factor,
@@ -26,7 +24,6 @@ from minitx.config import (
     to_dict,
     unknown_key,
 )
-from minitx.config.checks import first_line
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
 
@@ -34,11 +31,6 @@ SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
 def test_the_config_module_needs_the_standard_library_alone():
     code = "import sys, minitx.config; assert not {'torch', 'numpy', 'hydra', 'omegaconf'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_configs_are_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        TransformerConfig().scale = "unscaled"
 
 
 def test_a_config_survives_the_way_through_plain_data():
@@ -64,12 +56,7 @@ def test_a_group_is_one_of_ours_or_a_part_of_the_users_which_is_left_as_it_is(gr
         from_dict(RunConfig, {group: {"target": "torch.optim.SGD"}})
 
 
-@pytest.mark.parametrize("scale", ["inv_sqrt", "unscaled", "inv", "learned", "log_length", 1, 1.0, 0, -2.5])
-def test_the_scale_is_a_word_or_a_number(scale):
-    assert TransformerConfig(scale=scale).scale == scale
-
-
-@pytest.mark.parametrize("scale", [None, "none", "null", "", "1", True, float("nan"), float("inf"), [1]])
+@pytest.mark.parametrize("scale", [None, "none", "1", True, float("nan"), float("inf"), [1]])
 def test_what_is_no_scale_is_refused(scale):
     with pytest.raises(ConfigError, match=r"scale=.*unscaled"):
         TransformerConfig(scale=scale)
@@ -113,18 +100,12 @@ def test_what_does_not_fit_together_is_named_by_its_key(group, changed, key):
         from_dict(RunConfig, {**FITS, group: {**FITS.get(group, {}), **changed}})
 
 
-def test_positions_that_need_no_table_reach_any_row():
-    for position in ("rotary", "sinusoidal", "none"):
-        model = TransformerConfig(max_len=63, position=position)
-        assert RunConfig(model=model, data=TextDataConfig(context_len=64)).model.position == position
-
-
 def test_a_factor_is_a_number_or_a_power_of_the_heads_width():
     for factor, value in ((2, 2.0), ("head_dim^0.5", 4.0), ("head_dim^-1", 1 / 16), (" head_dim^2 ", 256.0)):
         assert evaluate_factor(factor, head_dim=16) == value
 
 
-@pytest.mark.parametrize("factor", ["head_dim", "head_dim^", "2*head_dim", "d_k^2", "__import__('os')", "head_dim^1e3", ""])
+@pytest.mark.parametrize("factor", ["head_dim", "2*head_dim", "__import__('os')", "head_dim^1e3", ""])
 def test_a_factor_is_no_expression(factor):
     with pytest.raises(ConfigError, match="factor="):
         evaluate_factor(factor, head_dim=16)
@@ -158,16 +139,3 @@ def test_what_is_no_number_is_refused(value):
 def test_a_list_of_rules_is_checked_entry_by_entry():
     with pytest.raises(ConfigError, match=r"^optimizer\.rules\[1\]\.trainable=perhaps"):
         from_dict(OptimizerConfig, {"rules": [{"match": "a"}, {"match": "b", "trainable": "perhaps"}]}, "optimizer.")
-
-
-def test_python_and_the_command_line_have_the_same_defaults():
-    assert from_dict(RunConfig, {}) == RunConfig()
-    assert TextDataConfig().batch_size == from_dict(RunConfig, {"data": {"name": "kjv"}}).data.batch_size
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [(ValueError(" \n"), "ValueError"), (RuntimeError("sizes differ:\n\tq_proj\nthird"), "sizes differ: q_proj")],
-)
-def test_an_error_is_told_in_one_line_also_where_it_says_nothing(error, line):
-    assert first_line(error) == line

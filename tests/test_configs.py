@@ -28,11 +28,6 @@ def stated(group, option):
     return yaml.safe_load((CONFIGS / group / f"{option}.yaml").read_text(encoding="utf-8")) or {}
 
 
-def test_the_groups_are_those_of_the_design():
-    expected = {"model", "data", "objective", "optimizer", "schedule", "trainer", "logger", "callbacks", "experiment", "ablation", "debug"}  # fmt: skip
-    assert set(GROUPS) == expected
-
-
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes(group, option, tmp_path):
     more = ["data.path=some.txt"] if group == "data" and option in OF_OWN_FILES else []

@@ -56,6 +56,8 @@ class AttentionShape:
     def window(self) -> int | None:
         """Visible keys, or None where the window hides nothing."""
         window = None if self.cross else self.config.window
+        if isinstance(window, tuple):
+            raise ValueError(f"window={list(window)}: there is a formula for one window in all layers only")
         return None if window is None or window >= self.length else window
 
     @property
@@ -102,7 +104,7 @@ class AttentionShape:
     @property
     def mask(self) -> Mask | None:
         """The mask that the model builds."""
-        window = None if self.cross or self.config.window is None else SlidingWindow(self.config.window)
+        window = None if self.window is None else SlidingWindow(self.window)
         return intersect(Causal() if self.causal else None, window)
 
     def attn_bias(self) -> Bias | None:

@@ -54,13 +54,15 @@ def train_flops(config: TransformerConfig, length: int | None = None, decoder_le
 
 def _stack(config: TransformerConfig, layers: int, length: int, *, causal: bool) -> float:
     """Self-attention and feed-forward of ``layers`` blocks."""
-    w = min(config.window or length, length)
-    before = (w * (w + 1) / 2 + (length - w) * w) / length  # keys up to the query's own
     matrices = (3 if "glu" in config.activation else 2) * config.embed_dim * config.ffn_width
     if config.num_experts is not None:
         matrices = matrices * config.experts_per_token + config.embed_dim * config.num_experts
-    attention = _attention(config, length, length, before if causal else 2 * before - 1)
-    return layers * (attention + 2.0 * length * matrices)
+    total = layers * 2.0 * length * matrices
+    for layer in range(layers):
+        w = min(config.window_of(layer) or length, length)
+        before = (w * (w + 1) / 2 + (length - w) * w) / length  # keys up to the query's own
+        total += _attention(config, length, length, before if causal else 2 * before - 1)
+    return total
 
 
 def _attention(config: TransformerConfig, queries: int, keys: int, visible: float) -> float:

@@ -26,7 +26,8 @@ from minitx.ablation.records import CellKey, key_of
 from minitx.ablation.report import write_report
 from minitx.ablation.runner import Costs, project, projected_seconds, read_records, run_cells
 from minitx.cli.compose import compose_config
-from minitx.cli.errors import CellsFailedError, GridStoppedError
+from minitx.cli.errors import CellsFailedError
+from minitx.cli.launch import ProgramStoppedError
 from minitx.config import AblationConfig, ConfigError, RunConfig
 
 log = logging.getLogger("minitx")
@@ -179,10 +180,10 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def stop_on_signals() -> Iterator[None]:
-    """Turn SIGINT and SIGTERM into ``GridStoppedError``, so that the workers end with the grid."""
+    """Turn SIGINT and SIGTERM into ``ProgramStoppedError``, so that the workers end with the grid."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise GridStoppedError(number)
+        raise ProgramStoppedError(number, "the finished cells are kept: the same command goes on")
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

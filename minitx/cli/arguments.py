@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,11 +12,25 @@ from typing import Any, Literal, TypeVar
 
 from minitx.cli.errors import exit_code
 from minitx.config import ConfigError, from_dict
-from minitx.config.checks import key, require
-
-__all__ = ["check_output", "help_text", "key", "parse", "run_program", "write", "writing"]
+from minitx.config.checks import Config, require
 
 T = TypeVar("T")
+
+
+def key(default: Any, meaning: str) -> Any:
+    """A field with a default (of a mutable one, a function without arguments) and one line that says what it means."""
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata={"meaning": meaning})
+    return dataclasses.field(default=default, metadata={"meaning": meaning})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredConfig(Config):
+    """What every program takes that reads a checkpoint."""
+
+    ckpt_path: str = key(dataclasses.MISSING, "checkpoint of a run, such as runs/char_lm/.../checkpoints/last.ckpt")
+    device: str = key("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
+    trust: bool = key(False, "build whatever the checkpoint names, which can run any code")
 
 
 def run_program(cls: type[T], usage: str, program: Callable[[T], None]) -> int:
@@ -73,17 +88,9 @@ def help_text(cls: type[Any], usage: str) -> str:
     """The keys with their defaults and meaning."""
     lines = [usage, ""]
     for field in dataclasses.fields(cls):
-        lines.append(f"  {f'{field.name}={_typed(field.default)}':<24}{field.metadata['meaning']}")
+        default = "" if field.default is dataclasses.MISSING else json.dumps(field.default).strip('"')
+        lines.append(f"  {f'{field.name}={default}':<24}{field.metadata['meaning']}")
     return "\n".join([*lines, "", "  traceback=true shows where an error came from", ""])
-
-
-def _typed(default: Any) -> str:
-    """A default as somebody would type it."""
-    if default is dataclasses.MISSING:
-        return ""
-    if isinstance(default, tuple):
-        return ",".join(map(_typed, default))
-    return {"None": "null", "True": "true", "False": "false"}.get(str(default), str(default))
 
 
 def check_output(path: str, wanted: Literal["file", "folder"]) -> None:

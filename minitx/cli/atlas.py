@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minitx.cli.arguments import check_output, key, run_program, write, writing
+from minitx.cli.arguments import StoredConfig, check_output, key, run_program, write, writing
 from minitx.cli.inputs import first_ids, open_stored, shape_of, with_attention
 from minitx.config import ConfigError, RunConfig
-from minitx.config.checks import positive, require
+from minitx.config.checks import Count, require
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,20 +28,17 @@ USAGE = "python scripts/atlas.py ckpt_path=FILE_OR_FOLDER [structure=FILE] [key=
 
 
 @dataclass(frozen=True, kw_only=True)
-class AtlasConfig:
+class AtlasConfig(StoredConfig):
     """What ``atlas.py`` takes; data, tokenizer and model come from the checkpoint."""
 
     ckpt_path: str = key(dataclasses.MISSING, "checkpoint, or a run's folder: its last checkpoint and recorded snapshots")
     structure: str | None = key(None, "CoNLL-U or bracket file: look at its sentences instead of validation rows")
-    num_rows: int = key(64, "rows or sentences to look at")
-    batch_size: int = key(8, "rows at a time")
+    num_rows: Count = key(64, "rows or sentences to look at")
+    batch_size: Count = key(8, "rows at a time")
     seed: int = key(0, "of the shuffled control")
-    device: str = key("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
-    trust: bool = key(False, "build whatever the checkpoint names, which can run any code")
     output: str | None = key(None, "folder to write atlas.csv, atlas.json and figures to")
 
-    def __post_init__(self) -> None:
-        positive(self, "num_rows", "batch_size")
+    def check(self) -> None:
         require(0 <= self.seed < 2**63, f"seed={self.seed} must lie in [0, 2^63)")
         if self.output is not None:
             check_output(self.output, "folder")
@@ -96,7 +93,7 @@ def _recorded(folder: Path) -> list[Snapshot]:
         raise ConfigError(str(error)) from None
 
 
-def _step_lines(steps: Sequence[Atlas], num_rows: int) -> list[str]:
+def _step_lines(steps: Sequence[Atlas], num_rows: Count) -> list[str]:
     """What the recorded snapshots come to: each head's class and since when it has had it."""
     from minitx.analysis.agreement import MIN_SENTENCES
     from minitx.analysis.atlas import turning_points

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import typing
 from collections.abc import Iterable, Sequence
@@ -14,38 +15,25 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.singleton import Singleton
 from omegaconf import DictConfig, OmegaConf
 
-from minitx.config import (
-    CONFIG_DIR,
-    ConfigError,
-    DataConfig,
-    ObjectiveConfig,
-    OptimizerConfig,
-    RunConfig,
-    ScheduleConfig,
-    TrainerConfig,
-    TransformerConfig,
-    from_dict,
-)
+from minitx.config import CONFIG_DIR, ConfigError, RunConfig, from_dict
 from minitx.config.checks import defaults
 
 GROUPS = ("model", "data", "objective", "optimizer", "schedule", "trainer")
 """Groups that every run chooses an option of."""
 
-_TYPED: dict[str, type] = {
-    "model": TransformerConfig,
-    "objective": ObjectiveConfig,
-    "optimizer": OptimizerConfig,
-    "schedule": ScheduleConfig,
-    "trainer": TrainerConfig,
-}
+
+def _typed(group: str) -> list[Any]:
+    """The dataclasses of a group: one, and of ``data`` one for each kind."""
+    hint = typing.get_type_hints(RunConfig)[group]
+    return [kind for kind in typing.get_args(hint) or (hint,) if dataclasses.is_dataclass(kind)]
 
 
 def register_defaults() -> None:
     """Put the defaults of the config classes where ``defaults: [/schema@_here_: NAME]`` of a YAML file finds them."""
     store = ConfigStore.instance()
     run = {name: value for name, value in defaults(RunConfig).items() if name not in (*GROUPS, "ablation")}
-    nodes: dict[str, dict[str, Any]] = {"run": run, **{name: defaults(cls) for name, cls in _TYPED.items()}}
-    for cls in typing.get_args(DataConfig):
+    nodes = {"run": run, **{name: defaults(_typed(name)[0]) for name in GROUPS if name != "data"}}
+    for cls in _typed("data"):
         for name in typing.get_args(typing.get_type_hints(cls)["name"]):
             nodes[f"data_{name}"] = {**defaults(cls), "name": name}
     for name, node in nodes.items():
@@ -69,8 +57,7 @@ def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
             raise ConfigError(
                 f"{name} is missing: choose an option, {name}=OPTION, or begin your config with 'defaults: [train]'"
             )
-        mixed = _TYPED.get(name) if "_target_" in values[name] else None
-        if mixed is not None and set(defaults(mixed)) <= set(values[name]):
+        if "_target_" in values[name] and any(set(defaults(cls)) <= set(values[name]) for cls in _typed(name)):
             raise ConfigError(
                 f"{name}._target_={values[name]['_target_']} stands among the keys of minitx's own {name}: "
                 f"put '- override /{name}: null' into the defaults of your config"
@@ -113,11 +100,8 @@ def compose_config(words: Sequence[str]) -> RunConfig:
     folders = [Path(word.removeprefix(CONFIG_DIR)).absolute() for word in words if word.startswith(CONFIG_DIR)]
     overrides = [word for word in words if not word.startswith(CONFIG_DIR)]
     find_own_modules(folders)
-    if folders:
-        quoted = ("'file://" + str(folder).replace("'", r"\'") + "'" for folder in folders)
-        search = f"hydra.searchpath=[{','.join(quoted)}]"
-        return build_config(composed([*overrides, search]), overrides)
-    return build_config(composed(overrides), overrides)
+    quoted = ("'file://" + str(folder).replace("'", r"\'") + "'" for folder in folders)
+    return build_config(composed([*overrides, f"hydra.searchpath=[{','.join(quoted)}]"]), overrides)
 
 
 def find_own_modules(config_dirs: Iterable[str | Path]) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from minitx.cli.arguments import help_text, key, run_program, write, writing
 from minitx.config import ConfigError, TransformerConfig, from_dict, to_dict
-from minitx.config.checks import positive, require
+from minitx.config.checks import Config, Count, require
 
 if TYPE_CHECKING:
     from minitx.analysis.cost import Measured, Part
@@ -37,23 +37,21 @@ bytes    float32 activations that wait for the backward pass, q, k and v counted
 
 
 @dataclass(frozen=True, kw_only=True)
-class CostConfig:
+class CostConfig(Config):
     """What ``cost.py`` takes; ``model.KEY=VALUE`` are those of ``train.py``."""
 
     model: str = key(dataclasses.MISSING, "an option of configs/model, such as char_small; model.KEY=VALUE changes its keys")
-    length: int | None = key(None, "tokens a row; null: the model's max_len, or the tokens of its pictures")
-    batch_size: int = key(1, "rows")
+    length: Count | None = key(None, "tokens a row; null: the model's max_len, or the tokens of its pictures")
+    batch_size: Count = key(1, "rows")
     backward: bool = key(True, "count forward and backward pass; false: the forward pass")
-    lengths: tuple[int, ...] = key((256, 512, 1024, 2048), "at which one attention layer is measured by itself")
+    lengths: tuple[Count, ...] = key((256, 512, 1024, 2048), "at which one attention layer is measured by itself")
     compare: tuple[str, ...] | None = key(None, "what it attends with there: math,sdpa,linear ...; null: all that it can")
     output_dir: str = key("runs/cost", "folder for cost.json and cost.png")
     save: bool = key(True, "write them; false: show the tables only")
 
-    def __post_init__(self) -> None:
-        positive(self, "length", "batch_size")
+    def check(self) -> None:
         given = ",".join(map(str, self.lengths))
-        fits = len(set(self.lengths)) > 1 and min(self.lengths) > 0
-        require(fits, f"lengths={given} must be two different positive numbers at least, for a fit")
+        require(len(set(self.lengths)) > 1, f"lengths={given} must be two different numbers at least, for a fit")
         require(self.compare != (), "compare= must name one at least; null compares all that the model can attend with")
         require(not self.save or not Path(self.output_dir).is_file(), f"output_dir={self.output_dir} is a file")
 

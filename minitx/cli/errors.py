@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,17 +22,6 @@ from minitx.config import ConfigError, RunConfig, unknown_key
 
 class CellsFailedError(RuntimeError):
     """Cells of a grid failed; the others are done and reported."""
-
-
-class GridStoppedError(RuntimeError):
-    """A grid was stopped by a signal; its finished cells are kept."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-    def __str__(self) -> str:
-        return f"stopped by {signal.Signals(self.number).name}; the finished cells are kept: the same command goes on"
 
 
 def exit_code(program: Callable[[], Any]) -> int:
@@ -82,31 +70,22 @@ def check_flags(arguments: Sequence[str]) -> list[str]:
 
 def sentence(error: BaseException) -> tuple[str, int]:
     """One line and the exit code for ``error``."""
-    if isinstance(error, ConfigError):
-        return _one_line(str(error)), 2
-    if isinstance(error, HydraException | OmegaConfBaseException):
-        return _compose_error(error), 2
+    text, kind = _one_line(str(error)), type(error).__name__  # some kinds are of modules that load torch, and known by name
+    if isinstance(error, ConfigError) or type(error).__module__.startswith("yaml."):
+        return text, 2
     if isinstance(error, RankFailedError):
-        return _one_line(str(error)), error.code
-    kind = type(error).__name__  # some are of modules that load torch, and known by name
-    number = getattr(error, "number", None)
-    if kind in ("GridStoppedError", "LaunchStoppedError", "StoppedError") and isinstance(number, int):
-        return str(error), 128 + number
+        return text, error.code
+    if isinstance(getattr(error, "number", None), int):  # of a signal
+        return text, 128 + error.number  # type: ignore[attr-defined]
     if kind in ("NonFiniteError", "CheckpointError", "WorkerError", "CellsFailedError"):
-        return _one_line(str(error)), 3
-    if _raised_in(error).startswith(("hydra.", "omegaconf.")) and not isinstance(error, RecursionError):
-        return _compose_error(error), 2
+        return text, 3
     if isinstance(error, RecursionError) and (key := re.search(r"full_key: ([a-z_.]+)", str(error))):
         return f"{key[1]} refers to itself", 2
-    if type(error).__module__.startswith("yaml."):
-        return _yaml_error(error), 2
-    return f"{kind}: {_one_line(str(error)) or 'no message'} (traceback=true shows where)", 3
-
-
-def _raised_in(error: BaseException) -> str:
-    """The module whose code raised."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    return str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
+    raised_in = str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
+    if isinstance(error, HydraException | OmegaConfBaseException) or raised_in.startswith(("hydra.", "omegaconf.")):
+        return _compose_error(error), 2
+    return f"{kind}: {text or 'no message'} (traceback=true shows where)", 3
 
 
 def _compose_error(error: BaseException) -> str:
@@ -115,15 +94,12 @@ def _compose_error(error: BaseException) -> str:
     if isinstance(error, OverrideParseException):
         if "=" not in error.override:
             return f"{error.override} is not key=value; --help shows the keys"
-        why = [line.strip() for line in text.splitlines()[1:] if line.strip(" ^") and not line.startswith("See ")]
         quotes = "a value with one of =,:()[]{}^ or a quote in it stands in two pairs of quotes: 'key=\"value\"'"
-        return f"{error.override} cannot be read: {'; '.join([*why[:1], quotes])}"
+        return f"{error.override} cannot be read: {quotes}"
     if text.startswith("Config group override"):  # which one, Hydra does not say
         groups = "|".join((*GROUPS, "logger", "callbacks", "experiment", "ablation", "debug"))
         typed = [word for word in sys.argv[1:] if re.fullmatch(rf"({groups})=(null|true|false|[\d.]*|{{.*}})", word)]
         return f"{' '.join(typed)} names no option; ~GROUP drops a group, as '- override /GROUP: null' does in the defaults of a config"
-    if text.startswith("Ambiguous value"):
-        return _one_line(text)
     missing_key = re.search(r"Could not override '([^']+)'", text)
     if missing_key:
         return unknown_key(RunConfig, missing_key[1])
@@ -134,19 +110,10 @@ def _compose_error(error: BaseException) -> str:
             return f"{group[1].replace('/', '=', 1)} is not an option; {options[1]} is one of: {', '.join(options[2].split())}"
         return f"{group[1]} is not a config group or option; --help shows what there is"
     full_key = re.search(r"full_key: (\S+)", text)
-    lines = text.strip().splitlines() or [type(error).__name__]
-    more = [line for line in lines[1:2] if lines[0].startswith("Error merging") or lines[0].endswith(":")]
-    first = ": ".join([lines[0].removesuffix(":"), *more])
+    first, *more = text.strip().splitlines() or [type(error).__name__]
+    if first.endswith(":") or first.startswith(("Error merging", "Ambiguous value")):
+        first = " ".join([first, *more[:1]])
     return _one_line(f"{full_key[1]}: {first}" if full_key and full_key[1] not in first else first)
-
-
-def _yaml_error(error: Any) -> str:
-    """Where in which file, and what is wrong there."""
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    what = getattr(error, "problem", None) or getattr(error, "reason", None) or "something else"
-    if mark is None:
-        return _one_line(f"{getattr(error, 'name', 'a config')} is no YAML: {what}")
-    return _one_line(f"{mark.name}, line {mark.line + 1}, is no YAML: {what}")
 
 
 def _one_line(text: str) -> str:

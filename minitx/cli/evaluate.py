@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minitx.cli.arguments import check_output, key, run_program, write, writing
+from minitx.cli.arguments import StoredConfig, check_output, key, run_program, write, writing
 from minitx.config import EvaluationConfig
-from minitx.config.checks import positive
+from minitx.config.checks import Count, Natural
 
 USAGE = "python scripts/evaluate.py ckpt_path=FILE [key=value ...]"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
+class EvaluateConfig(StoredConfig):
     """What ``evaluate.py`` takes; data, tokenizer and model come from the checkpoint."""
 
-    ckpt_path: str = key(dataclasses.MISSING, "checkpoint of a run, such as runs/char_lm/.../checkpoints/last.ckpt")
-    num_rows: int | None = key(None, "validation rows to look at; null: all")
-    num_beams: int = key(1, "of generated answers; 1: greedy")
-    num_shown: int = key(3, "answers to show")
-    batch_size: int | None = key(None, "rows at a time; null: as in training")
-    device: str = key("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
+    num_rows: Count | None = key(None, "validation rows to look at; null: all")
+    num_beams: Count = key(1, "of generated answers; 1: greedy")
+    num_shown: Natural = key(3, "answers to show")
+    batch_size: Count | None = key(None, "rows at a time; null: as in training")
     output: str | None = key(None, "JSON file to write the numbers to, too")
     model: Mapping[str, Any] = key(
         dict, "a model in place of the stored one: {_target_: ...}; it needs no trust, as what follows"
     )
     data: Mapping[str, Any] = key(dict, "keys of the data in place of the stored ones: data.path=FILE")
     objective: Mapping[str, Any] = key(dict, "an objective in place of the stored one: {_target_: ...}")
-    trust: bool = key(False, "build whatever the checkpoint names, which can run any code")
 
-    def __post_init__(self) -> None:
-        EvaluationConfig(num_rows=self.num_rows, num_beams=self.num_beams, num_shown=self.num_shown)
-        positive(self, "batch_size")
+    def check(self) -> None:
         if self.output is not None:
             check_output(self.output, "file")
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from minitx.cli.arguments import key, run_program, write
+from minitx.cli.arguments import StoredConfig, key, run_program, write
 from minitx.cli.inputs import encode_text
 from minitx.config import ConfigError
-from minitx.config.checks import positive, require
+from minitx.config.checks import Count, require
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,10 +27,9 @@ NOT_OF_DECODING = {"ckpt_path", "prompt", "seed", "stop", "device", "num_samples
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
+class GenerateConfig(StoredConfig):
     """What ``generate.py`` takes; the choices of decoding are those of ``minitx.generation.generate``."""
 
-    ckpt_path: str = key(dataclasses.MISSING, "checkpoint of a run, such as runs/char_lm/.../checkpoints/last.ckpt")
     prompt: str | None = key(None, "text to continue, or (encoder-decoder) to answer; without it, a prompt a line of stdin")
     max_new_tokens: int | None = key(None, "longest answer; null: 256")
     context: int | None = key(None, "tokens to look back on, the older half being forgotten beyond; null: the model's max_len")
@@ -43,12 +42,9 @@ class GenerateConfig:
     length_penalty: float = key(0.6, "of beam search: 0 favours short answers, more favours longer ones")
     seed: int = key(0, "of the draws; the same seed writes the same text")
     stop: str | None = key(None, "text of one token that ends an answer; null: the model's end token, if it has one")
-    device: str = key("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
-    num_samples: int = key(1, "answers to each prompt, with --- between them; needs temperature above 0")
-    trust: bool = key(False, "build whatever the checkpoint names, which can run any code")
+    num_samples: Count = key(1, "answers to each prompt, with --- between them; needs temperature above 0")
 
-    def __post_init__(self) -> None:
-        positive(self, "num_samples")
+    def check(self) -> None:
         require(0 <= self.seed < 2**63, f"seed={self.seed} must lie in [0, 2^63)")
         draws = self.num_samples == 1 or self.temperature != 0.0
         require(draws, f"num_samples={self.num_samples} needs temperature above 0: without draws all are the same")

@@ -12,8 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,15 +37,15 @@ class RankFailedError(RuntimeError):
         return str(self.args[0])
 
 
-class LaunchStoppedError(RuntimeError):
-    """The run was stopped by a signal, as each of its processes was."""
+class ProgramStoppedError(RuntimeError):
+    """What this program had started was stopped by the signal ``number``; ``advice`` says how it goes on."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
+    def __init__(self, number: int, advice: str) -> None:
+        super().__init__(number, advice)
         self.number = number
 
     def __str__(self) -> str:
-        return f"stopped by {signal.Signals(self.number).name}; ckpt_path=last goes on from the last checkpoint"
+        return f"stopped by {signal.Signals(self.number).name}; {self.args[1]}"
 
 
 def rank() -> int:
@@ -86,13 +85,16 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
 
     Raises:
         RankFailedError: one of them failed; the others were ended (asked, and after 50 s killed).
-        LaunchStoppedError: SIGINT or SIGTERM; the processes had 50 s to write their checkpoint.
+        ProgramStoppedError: SIGINT or SIGTERM; the processes had 50 s to write their checkpoint.
     """
     from hydra.core.utils import env_override
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).disabled = True  # the agent's own account; the run's sentence says it
     config = LaunchConfig(
         *(1, 1, processes),
         run_id=f"minitx-{os.getpid()}-{time.time_ns()}",
@@ -102,13 +104,13 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
         max_restarts=0,
     )
     program = "import sys; from minitx.cli.train import main; sys.exit(main())"
-    with env_override({FOLDER: str(folder), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _GRACE}), _quiet():
+    with env_override({FOLDER: str(folder), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _GRACE}):
         try:
             elastic_launch(config, sys.executable)("-c", program, *overrides)
         except ChildFailedError as error:
             raise _failure(error.failures, folder) from None
         except SignalException as stop:
-            raise LaunchStoppedError(int(stop.sigval)) from None
+            raise ProgramStoppedError(int(stop.sigval), "ckpt_path=last goes on from the last checkpoint") from None
 
 
 def _failure(failures: Mapping[int, Any], folder: Path) -> RankFailedError:
@@ -149,17 +151,3 @@ def shared_folder(folder: Path) -> Path:
     found = Path(store.get("minitx/folder").decode())
     store.set(f"minitx/read/{rank()}", "")
     return found
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the agent's own account of what it does; the run's sentence says it."""
-    loggers = [logging.getLogger(n) for n in list(logging.root.manager.loggerDict) if n.startswith("torch.distributed.elastic")]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
-    try:
-        yield
-    finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled

@@ -157,21 +157,9 @@ def output_folder(config: RunConfig, composed: DictConfig) -> Path:
         if sweeps:
             raise ConfigError("a sweep (-m) starts the processes of each of its runs: call it without torchrun and srun")
         folder = shared_folder(folder)
-    if rank() == 0:
-        refuse_taken(folder, continues=config.ckpt_path is not None)
-    return folder
-
-
-def refuse_taken(folder: Path, *, continues: bool) -> None:
-    """Refuse a folder that cannot be used, or that holds a run which is not continued."""
-    try:
-        is_file, is_run = folder.exists() and not folder.is_dir(), (folder / "metrics.csv").exists()
-    except OSError as error:
-        raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
-    if is_file:
-        raise ConfigError(f"output_dir={folder} is a file")
-    if is_run and not continues:
+    if rank() == 0 and config.ckpt_path is None and os.path.exists(folder / "metrics.csv"):
         raise ConfigError(f"output_dir={folder} holds a run already; continue it with ckpt_path=last, or choose another folder")
+    return folder
 
 
 def default_folder(experiment: str) -> Path:

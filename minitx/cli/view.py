@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minitx.cli.arguments import check_output, key, run_program, write, writing
+from minitx.cli.arguments import StoredConfig, check_output, key, run_program, write, writing
 from minitx.config import ConfigError, TransformerConfig
-from minitx.config.checks import not_negative, positive, require
+from minitx.config.checks import Count, Natural, require
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +30,7 @@ LARGEST_PAGE = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class ViewConfig:
+class ViewConfig(StoredConfig):
     """What ``view_attention.py`` takes; model and tokenizer come from the checkpoint."""
 
     ckpt_path: str = key(
@@ -40,20 +40,16 @@ class ViewConfig:
     )
     text: str | None = key(None, "what the model reads; without a tokenizer, ids (ID or ID:TYPE) with spaces between")
     target: str | None = key(None, "of an encoder-decoder, what it has written; null: its own answer")
-    row: int | None = key(None, "instead of text, a row of the validation data, or a recorded sentence; from 0")
+    row: Natural | None = key(None, "instead of text, a row of the validation data, or a recorded sentence; from 0")
     compare: str | None = key(None, "a second model, as in ckpt_path: side by side, and as a difference")
     layers: str | None = key(None, "some of them: numbers from 0, or parts of their names (cross), with commas between")
-    num_beams: int = key(1, "of an encoder-decoder's own answer; 1: greedy")
-    max_new_tokens: int = key(64, "longest answer of an encoder-decoder's own")
+    num_beams: Count = key(1, "of an encoder-decoder's own answer; 1: greedy")
+    max_new_tokens: Count = key(64, "longest answer of an encoder-decoder's own")
     output: str = key("attention.html", "the file to write")
-    device: str = key("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
-    trust: bool = key(False, "build whatever the checkpoint names, which can run any code")
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         require(self.text is None or self.row is None, f"row={self.row} takes the place of text: give one of them")
         require(self.target is None or self.text is not None, "target belongs to a text: give text=TEXT, too")
-        not_negative(self, "row")
-        positive(self, "num_beams", "max_new_tokens")
         check_output(self.output, "file")
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from minitx.config.checks import positive, require
+from minitx.config.checks import Config, Count, Positive, require
 
 _MEASURES = r"loss_at_\d+|attention_error|attention_cost"
 
@@ -100,7 +100,7 @@ class PredictionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AblationConfig:
+class AblationConfig(Config):
     """A grid of training runs and how it is judged: see ``docs/ablation.md`` and ``minitx.ablation``.
 
     Attributes:
@@ -130,16 +130,15 @@ class AblationConfig:
     only: tuple[str, ...] = ()
     comparisons: tuple[ComparisonConfig, ...] = ()
     predictions: Mapping[str, PredictionConfig] = field(default_factory=dict)
-    margin: float = 0.02
-    workers: int | None = None
+    margin: Positive = 0.02
+    workers: Count | None = None
     launcher: Literal["local", "slurm", "ray"] = "local"
     launcher_options: Mapping[str, Any] = field(default_factory=dict)
-    time_limit: float | None = None
+    time_limit: Positive | None = None
     report_only: bool = False
     trim: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        positive(self, "margin", "workers", "time_limit")
+    def check(self) -> None:
         require(
             self.launcher != "local" or not self.launcher_options,
             f"launcher_options={dict(self.launcher_options)} are for launcher=slurm or ray; launcher=local takes none",

@@ -1,26 +1,19 @@
-"""What every config checks with: one error, and one line for each usual condition."""
+"""What every config checks with: one error, bounds that stand in the types of the fields, and a line for each usual condition."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Mapping
-from typing import Any
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any
 
 
 class ConfigError(ValueError):
     """A config that cannot be used. The message starts with ``key=value``, so that a caller can put the path before it."""
-
-
-def key(default: Any, meaning: str) -> Any:
-    """A dataclass field with a default and one line that says what it means, for ``--help`` and the documentation.
-
-    A mutable default is given as a function without arguments (``dict``).
-    """
-    metadata = {"meaning": meaning}
-    if callable(default):
-        return dataclasses.field(default_factory=default, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 def require(condition: bool, message: str) -> None:
@@ -29,27 +22,55 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def positive(config: Any, *names: str) -> None:
-    """Refuse a field among ``names`` that is neither None nor finite and above zero."""
-    for name in names:
-        value = getattr(config, name)
-        require(value is None or value > 0, f"{name}={value} must be positive")
-        require(value is None or value < math.inf, f"{name}={value} must be finite")
+@dataclass(frozen=True)
+class Bound:
+    """What the numbers of a field must do, and a function that says whether one does."""
+
+    wanted: str
+    holds: Callable[[Any], bool]
 
 
-def not_negative(config: Any, *names: str) -> None:
-    """Refuse a field among ``names`` that is neither None nor finite and zero or more."""
-    for name in names:
-        value = getattr(config, name)
-        require(value is None or value >= 0, f"{name}={value} must be zero or more")
-        require(value is None or value < math.inf, f"{name}={value} must be finite")
+_POSITIVE = Bound("be positive and finite", lambda number: 0 < number < math.inf)
+_NOT_NEGATIVE = Bound("be zero or more, and finite", lambda number: 0 <= number < math.inf)
+
+Count = Annotated[int, _POSITIVE]
+Positive = Annotated[float, _POSITIVE]
+Natural = Annotated[int, _NOT_NEGATIVE]
+NotNegative = Annotated[float, _NOT_NEGATIVE]
+Finite = Annotated[float, Bound("be finite", math.isfinite)]
+Share = Annotated[float, Bound("lie in [0, 1)", lambda number: 0 <= number < 1)]
+Fraction = Annotated[float, Bound("lie in (0, 1)", lambda number: 0 < number < 1)]
 
 
-def fraction(config: Any, *names: str) -> None:
-    """Refuse a field among ``names`` outside of [0, 1)."""
-    for name in names:
-        value = getattr(config, name)
-        require(0.0 <= value < 1.0, f"{name}={value} must lie in [0, 1)")
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A config. It checks the bounds in the types of its fields, for None nothing and for a list each entry, then ``check``."""
+
+    def __post_init__(self) -> None:
+        for name, bound in _bounds(type(self)).items():  # type: ignore[arg-type]  # a class is hashable
+            value = getattr(self, name)
+            numbers = value if isinstance(value, tuple) else (value,)
+            fits = all(number is None or bound.holds(number) for number in numbers)
+            require(fits, f"{name}={_shown(value)} must {bound.wanted}")
+        self.check()
+
+    def check(self) -> None:
+        """Refuse fields that do not fit together."""
+
+
+@cache
+def _bounds(cls: type) -> dict[str, Bound]:
+    """The bounds of the fields of a config class: ``Count``, ``Count | None`` and ``tuple[Count, ...]`` have one."""
+    found = {}
+    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+        for part in (hint, *typing.get_args(hint)):
+            if typing.get_origin(part) is Annotated:
+                found[name] = part.__metadata__[0]
+    return found
+
+
+def _shown(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def needs(config: Any, name: str, other: str, *values: str, verb: str = "needs") -> None:
@@ -57,6 +78,12 @@ def needs(config: Any, name: str, other: str, *values: str, verb: str = "needs")
     value, found = getattr(config, name), getattr(config, other)
     is_default = value == type(config).__dataclass_fields__[name].default
     require(is_default or found in values, f"{name}={value} {verb} {other}={' or '.join(values)}, got {other}={found}")
+
+
+def nearest(value: Any, allowed: Iterable[Any], path: str = "") -> str:
+    """`` (did you mean …?)`` where one of ``allowed`` is close to ``value``; ``path`` stands before it."""
+    near = difflib.get_close_matches(str(value), [str(one) for one in allowed], n=1)
+    return f" (did you mean {path}{near[0]}?)" if near else ""
 
 
 def first_line(error: BaseException) -> str:
@@ -86,11 +113,11 @@ def to_dict(config: Any) -> Any:
 
 
 def defaults(cls: type) -> dict[str, Any]:
-    """The defaults of a config class as plain data; a field without one is left out."""
+    """The defaults of a config class as plain data; ``???``, Hydra's word, for a field that must be given."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        if field.default is not dataclasses.MISSING:
-            found[field.name] = to_dict(field.default)
-        elif field.default_factory is not dataclasses.MISSING and not field.metadata.get("rest"):
-            found[field.name] = to_dict(field.default_factory())
+        if field.default_factory is not dataclasses.MISSING:
+            found |= {} if field.metadata.get("rest") else {field.name: to_dict(field.default_factory())}
+        else:
+            found[field.name] = "???" if field.default is dataclasses.MISSING else to_dict(field.default)
     return found

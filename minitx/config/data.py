@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from minitx.config.checks import not_negative, positive, require
-from minitx.config.data_bases import BaseDataConfig, CorpusConfig, TableDataConfig, TokenizedDataConfig
+from minitx.config.checks import Count, Fraction, Natural, require
+from minitx.config.data_bases import BaseDataConfig, CorpusConfig, DocumentsDataConfig, TableDataConfig, TokenizedDataConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +19,7 @@ class TextDataConfig(CorpusConfig):
 
     name: Literal["kjv", "text"] = "kjv"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         require(self.name != "text" or self.path is not None, "path=null must name a text file with data=text")
         require(self.name != "kjv" or self.path is None, f"path={self.path} belongs to data=text, not to data=kjv")
 
@@ -34,13 +33,8 @@ class MaskedDataConfig(CorpusConfig):
             themselves.
     """
 
-    num_marks: ClassVar[int] = 3
     name: Literal["masked"] = "masked"
-    mask_fraction: float = 0.15
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0.0 < self.mask_fraction < 1.0, f"mask_fraction={self.mask_fraction} must lie in (0, 1)")
+    mask_fraction: Fraction = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +45,7 @@ class RecallDataConfig(BaseDataConfig):
         val_size: fixed validation examples, the same for every seed.
     """
 
-    val_size: int = 1024
+    val_size: Count = 1024
     type_vocab_size: ClassVar[Any] = 0  # number of token types; 0 means none
     vocab_size: ClassVar[Any]
     chance: ClassVar[Any]
@@ -67,13 +61,11 @@ class LookupConfig(RecallDataConfig):
         num_pairs: pairs in an example.
     """
 
-    num_keys: int = 64
-    num_values: int = 16
-    num_pairs: int = 16
+    num_keys: Count = 64
+    num_values: Count = 16
+    num_pairs: Count = 16
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive(self, "num_keys", "num_values", "num_pairs")
+    def check(self) -> None:
         fits = self.num_pairs <= self.num_keys
         require(
             fits, f"num_pairs={self.num_pairs} must not exceed num_keys={self.num_keys}: the keys of an example are distinct"
@@ -116,11 +108,10 @@ class MultiQueryDataConfig(LookupConfig):
     """
 
     name: Literal["multi_query_recall"] = "multi_query_recall"
-    num_queries: int = 16
+    num_queries: Count = 16
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive(self, "num_queries")
+    def check(self) -> None:
+        super().check()
         fits = self.num_queries <= self.num_pairs
         require(fits, f"num_queries={self.num_queries} must not exceed num_pairs={self.num_pairs}: a key is asked for once")
 
@@ -141,14 +132,11 @@ class InductionDataConfig(RecallDataConfig):
     """
 
     name: Literal["induction"] = "induction"
-    num_tokens: int = 64
-    segment_len: int = 12
-    max_gap: int = 16
+    num_tokens: Count = 64
+    segment_len: Count = 12
+    max_gap: Natural = 16
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive(self, "num_tokens")
-        not_negative(self, "max_gap")
+    def check(self) -> None:
         require(self.segment_len > 1, f"segment_len={self.segment_len} must be at least 2: its first token is not asked for")
         drawn = self.segment_len + self.max_gap
         require(drawn <= self.num_tokens, f"num_tokens={self.num_tokens} must be at least segment_len + max_gap = {drawn}")
@@ -189,12 +177,11 @@ class DatesDataConfig(BaseDataConfig):
     )  # fmt: skip
     first_year: int = 1900
     last_year: int = 2099
-    train_size: int = 100_000
-    val_size: int = 2000
+    train_size: Count = 100_000
+    val_size: Count = 2000
     bucket: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         require(len(self.locales) > 0, "locales=[] must name at least one locale")
         first, last = self.first_year, self.last_year
         ordered = 1000 <= first <= last <= 9999
@@ -218,10 +205,9 @@ class VersesDataConfig(TokenizedDataConfig):
         bucket: batches of rows of similar length.
     """
 
-    num_marks: ClassVar[int] = 4
     name: Literal["verses"] = "verses"
-    max_source_len: int = 128
-    max_target_len: int = 128
+    max_source_len: Count = 128
+    max_target_len: Count = 128
     bucket: bool = True
 
     @property
@@ -248,8 +234,7 @@ class PairsDataConfig(VersesDataConfig, TableDataConfig):
     source_column: str | None = None
     target_column: str | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         wanted = self.val_path is not None and self.target_path is not None
         said = f"val_target_path={self.val_target_path} must be given where val_path and target_path are, and only there"
         require(wanted == (self.val_target_path is not None), said)
@@ -268,9 +253,8 @@ class BooksDataConfig(TokenizedDataConfig):
         bucket: batches of rows of similar length.
     """
 
-    num_marks: ClassVar[int] = 3
     name: Literal["books"] = "books"
-    max_len: int = 128
+    max_len: Count = 128
     bucket: bool = True
 
 
@@ -288,10 +272,9 @@ class LanguagesDataConfig(BooksDataConfig):
         *("sk", "sl", "hr", "hu", "fi", "et", "lv", "lt", "tr", "az", "ru", "uk", "bg", "mk", "sr", "be"),
     )  # fmt: skip
     tokenizer: str = "char"
-    max_len: int = 48
+    max_len: Count = 48
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         require(len(set(self.languages)) > 1, f"languages={list(self.languages)} must name at least two languages")
 
 
@@ -322,12 +305,8 @@ class DigitsDataConfig(BaseDataConfig):
     """
 
     name: Literal["digits"] = "digits"
-    val_fraction: float = 0.2
-    shift: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        not_negative(self, "shift")
+    val_fraction: Fraction = 0.2
+    shift: Natural = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,58 +322,43 @@ class ImageDataConfig(DigitsDataConfig, TableDataConfig):
     name: Literal["images"] = "images"  # type: ignore[assignment]
     image_column: str = "image"
     label_column: str = "label"
-    image_size: int | None = None
+    image_size: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class HubDataConfig(TokenizedDataConfig, TableDataConfig):
+class HubDataConfig(DocumentsDataConfig):
     """Language modelling on documents: a row of the table is a document.
 
     Attributes:
         text_column: the documents; ``null``: ``text``, or the only column.
-        context_len: tokens of a row; longer documents go on in another row.
-        packing: several documents share a row without seeing each other; ``false``: one document a row (streaming: several
-            that see each other).
-        bucket: batches of rows of similar length.
         streaming: read the training documents while training instead of preparing them first. Every row is full. The state of
-            a run has its place in the stream, so that it resumes with the same number of processes.
+            a run has its place in the stream, so that it resumes with the same number of processes. Without packing, the
+            documents of a row see each other.
         val_rows: streaming only: so many documents of ``val_path`` or ``val_split`` validate, else the first ones of ``split``.
     """
 
     name: Literal["hf"] = "hf"
-    batch_size: int = 12
     text_column: str | None = None
-    context_len: int = 256
-    packing: bool = True
-    bucket: bool = True
     streaming: bool = False
-    val_rows: int = 1000
+    val_rows: Count = 1000
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         alone = not self.streaming or self.num_workers == 0
         require(alone, f"num_workers={self.num_workers} must be 0 with streaming=true: one process reads the stream")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatDataConfig(TokenizedDataConfig, TableDataConfig):
+class ChatDataConfig(DocumentsDataConfig):
     """Fine-tuning on conversations, with the loss on the answers alone.
 
     Attributes:
         messages_column: lists of messages, each with ``role`` and ``content``.
         template: a chat template as Hugging Face's (jinja2) are; ``null``: that of the tokenizer's folder, else ours.
-        context_len: tokens of a row; longer conversations are cut.
-        packing: several conversations share a row without seeing each other; ``false``: one a row.
-        bucket: batches of rows of similar length.
     """
 
     name: Literal["chat"] = "chat"
-    batch_size: int = 12
     messages_column: str = "messages"
     template: str | None = None
-    context_len: int = 256
-    packing: bool = True
-    bucket: bool = True
 
 
 DataConfig = (

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
-from minitx.config.checks import not_negative, positive, require
+from minitx.config.checks import Bound, Config, Count, Fraction, Natural
+
+VocabSize = Annotated[int, Bound("be at least 257: the bytes and a mark", lambda size: size > 256)]
 
 IGNORED = -100
 """The label of a position that does not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseDataConfig:
+class BaseDataConfig(Config):
     """What every data set has.
 
     Attributes:
@@ -22,24 +24,8 @@ class BaseDataConfig:
     """
 
     name: str
-    batch_size: int = 64
-    num_workers: int = 0
-
-    def __post_init__(self) -> None:
-        sizes = (
-            "context_len",
-            "max_len",
-            "max_source_len",
-            "max_target_len",
-            "image_size",
-            "train_size",
-            "val_size",
-            "val_rows",
-        )
-        positive(self, "batch_size", *(size for size in sizes if hasattr(self, size)))
-        not_negative(self, "num_workers")
-        fraction = getattr(self, "val_fraction", 0.1)
-        require(0.0 < fraction < 1.0, f"val_fraction={fraction} must lie in (0, 1)")
+    batch_size: Count = 64
+    num_workers: Natural = 0
 
     @property
     def max_tokens(self) -> int | None:
@@ -58,15 +44,9 @@ class TokenizedDataConfig(BaseDataConfig):
         val_fraction: the part that validates.
     """
 
-    num_marks: ClassVar[int] = 1
     tokenizer: str = "bpe"
-    bpe_vocab_size: int = 4096
-    val_fraction: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        least = 256 + self.num_marks
-        require(self.bpe_vocab_size >= least, f"bpe_vocab_size={self.bpe_vocab_size} must be at least {least}: bytes and marks")
+    bpe_vocab_size: VocabSize = 4096
+    val_fraction: Fraction = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +55,7 @@ class TableDataConfig(BaseDataConfig):
 
     Attributes:
         path: a file (.txt, .csv, .tsv, .json, .jsonl, .parquet), several of them (``data/*.jsonl``), a folder, or a name on the
-            Hugging Face hub; must be given. A text file has a row for each line, in a column ``text``.
+            Hugging Face hub. A text file has a row for each line, in a column ``text``.
         val_path: validates; ``null``: see ``val_split``.
         subset: the hub's name for one of several sets at ``path``.
         split: trains; a local file is one split, ``train``. ``datasets`` also reads slices: ``train[:10%]``.
@@ -83,16 +63,28 @@ class TableDataConfig(BaseDataConfig):
         val_fraction: the part of the rows that is held out.
     """
 
-    path: str | None = None
+    path: str
     val_path: str | None = None
     subset: str | None = None
     split: str = "train"
     val_split: str | None = None
-    val_fraction: float = 0.1
+    val_fraction: Fraction = 0.1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.path is not None, f"path=null must name a file, a folder or a data set of the hub with data={self.name}")
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentsDataConfig(TokenizedDataConfig, TableDataConfig):
+    """What tables have whose rows are documents, several of them in a row of a batch.
+
+    Attributes:
+        context_len: tokens of a row; a longer document goes on in another row, and a longer conversation is cut.
+        packing: several documents share a row without seeing each other; ``false``: one a row.
+        bucket: batches of rows of similar length.
+    """
+
+    batch_size: Count = 12
+    context_len: Count = 256
+    packing: bool = True
+    bucket: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +98,7 @@ class CorpusConfig(TokenizedDataConfig):
     """
 
     path: str | None = None
-    batch_size: int = 12
-    context_len: int = 64
+    batch_size: Count = 12
+    context_len: Count = 64
     tokenizer: str = "char"
-    bpe_vocab_size: int = 1024
+    bpe_vocab_size: VocabSize = 1024

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from minitx.config.checks import ConfigError, fraction, needs, not_negative, positive, require
+from minitx.config.checks import Config, ConfigError, Count, Finite, Natural, Positive, Share, needs, require
 from minitx.config.training import evaluate_factor
 
 SCALE_WORDS = ("inv_sqrt", "unscaled", "inv", "learned", "log_length")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
+class TransformerConfig(Config):
     """Everything that defines a model; stored beside its weights.
 
     ``None`` means: ``num_kv_heads`` = ``num_heads``; ``head_dim`` = ``embed_dim // num_heads``; ``ffn_dim`` = 4 ·
@@ -42,9 +42,7 @@ class TransformerConfig:
     learned table at which positions start (2 in RoBERTa). ``scale_embeddings`` multiplies token embeddings by √E
     (Vaswani et al. 2017, §3.4), ``scale_logits`` the last hidden states by 1/√E (T5 with a tied head).
 
-    ``logit_softcap`` t makes logits t · tanh(logits / t) (Gemma 2, arXiv:2408.00118, §2). ``embed_shortcut`` adds the embeddings
-    to the input of every later block, ``value_residual`` the first layer's values to those of every later layer, each with
-    two learned numbers (Zhou et al. 2024, arXiv:2410.17897; Jordan et al. 2024, "modded-nanogpt").
+    ``logit_softcap`` t makes logits t · tanh(logits / t) (Gemma 2, arXiv:2408.00118, §2).
 
     ``stochastic_depth`` is the chance to drop a sublayer of the last block, growing linearly with depth.
     ``num_experts`` makes the feed-forward a mixture of which a token takes ``experts_per_token``, each ``ffn_dim`` wide and
@@ -67,7 +65,7 @@ class TransformerConfig:
         max_len: longest row of position=learned, what generation looks back on, and the n of scale=log_length.
         dropout: share of activations and attention weights that training drops.
         attention: the core: exact | linear | performer | linformer.
-        window: visible keys including the query's own; null: all.
+        window: visible keys including the query's own; null: all. A list is a pattern over the layers, which repeats: [4096, null].
         num_features: random features of attention=performer; null: d_k ln d_k.
         num_slots: what attention=linformer mixes the keys into; must be given there.
         scale: of q.k: inv_sqrt 1/sqrt(d_k) | unscaled 1 | inv 1/d_k | learned | log_length | 'head_dim^p' | a number.
@@ -79,7 +77,7 @@ class TransformerConfig:
         sinks: one learned logit per head without a value.
         position: how a token knows its place: learned | sinusoidal | rotary | alibi | t5 | none.
         position_offset: row of a learned table at which positions start (2 in RoBERTa).
-        rotary_base: of the angles' geometric series; a larger one turns slower.
+        rotary_base: of the angles' geometric series; a larger one turns slower. A list is a pattern over the layers.
         rotary_interleaved: pairs of channels (2i, 2i+1); false: (i, i + d_k/2), as in Llama.
         rotary_scaling: linear | ntk | yarn | llama3, for long contexts; null: off.
         rotary_factor: new length over the length of training.
@@ -122,59 +120,60 @@ class TransformerConfig:
         patch_size: pixels, of architecture=vision.
 
     Raises:
-        ConfigError: a field, or a combination of fields, that has no meaning.
+        ConfigError: a field out of its bounds, or a combination that would be ignored or fail late. What a constructor in
+            ``minitx.nn`` refuses, it refuses when the model is built.
     """
 
     architecture: Literal["decoder", "encoder", "encoder_decoder", "vision"] = "decoder"
-    vocab_size: int | None = None
-    type_vocab_size: int = 0
-    pad_id: int | None = None
-    bos_id: int | None = None
-    eos_id: int | None = None
-    embed_dim: int = 128
-    num_heads: int = 4
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    num_layers: int = 4
-    num_decoder_layers: int | None = None
-    ffn_dim: int | None = None
-    max_len: int = 256
-    dropout: float = 0.0
+    vocab_size: Count | None = None
+    type_vocab_size: Natural = 0
+    pad_id: Natural | None = None
+    bos_id: Natural | None = None
+    eos_id: Natural | None = None
+    embed_dim: Count = 128
+    num_heads: Count = 4
+    num_kv_heads: Count | None = None
+    head_dim: Count | None = None
+    num_layers: Count = 4
+    num_decoder_layers: Count | None = None
+    ffn_dim: Count | None = None
+    max_len: Count = 256
+    dropout: Share = 0.0
     attention: Literal["exact", "linear", "performer", "linformer"] = "exact"
-    window: int | None = None
-    num_features: int | None = None
-    num_slots: int | None = None
+    window: Count | tuple[Count | None, ...] | None = None
+    num_features: Count | None = None
+    num_slots: Count | None = None
     scale: str | float = "inv_sqrt"
-    scale_factor: float = 1.0
+    scale_factor: Finite = 1.0
     backend: str = "auto"
     qk_norm: Literal["rms", "layer", "l2"] | None = None
-    qk_norm_eps: float = 1e-6
-    softcap: float | None = None
+    qk_norm_eps: Positive = 1e-6
+    softcap: Positive | None = None
     sinks: bool = False
     position: Literal["learned", "sinusoidal", "rotary", "alibi", "t5", "none"] = "learned"
-    position_offset: int = 0
-    rotary_base: float = 10000.0
+    position_offset: Natural = 0
+    rotary_base: Positive | tuple[Positive, ...] = 10000.0
     rotary_interleaved: bool = False
     rotary_scaling: Literal["linear", "ntk", "yarn", "llama3"] | None = None
     rotary_factor: float = 1.0
-    rotary_original_len: int | None = None
+    rotary_original_len: Count | None = None
     rotary_low: float | None = None
     rotary_high: float | None = None
-    num_buckets: int = 32
-    max_distance: int = 128
+    num_buckets: Count = 32
+    max_distance: Count = 128
     norm: Literal["layer", "rms"] = "layer"
-    norm_eps: float = 1e-5
+    norm_eps: Positive = 1e-5
     norm_position: Literal["pre", "post", "sandwich", "deepnorm"] = "pre"
     embed_norm: bool = False
     scale_embeddings: bool = False
     scale_logits: bool = False
     parallel: bool = False
-    layer_scale: float | None = None
-    stochastic_depth: float = 0.0
+    layer_scale: Positive | None = None
+    stochastic_depth: Share = 0.0
     checkpointing: bool = False
     activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu", "geglu", "geglu_tanh", "reglu"] = "gelu"
-    num_experts: int | None = None
-    experts_per_token: int = 2
+    num_experts: Count | None = None
+    experts_per_token: Count = 2
     bias: bool = True
     qkv_bias: bool | None = None
     out_bias: bool | None = None
@@ -184,39 +183,23 @@ class TransformerConfig:
     tie_embeddings: bool = True
     head: Literal["lm", "sequence", "token", "none"] = "lm"
     head_bias: bool = False
-    logit_softcap: float | None = None
+    logit_softcap: Positive | None = None
     head_transform: bool = False
-    num_labels: int | None = None
+    num_labels: Count | None = None
     pooling: Literal["first", "mean"] = "first"
     pooler: bool = False
-    image_size: int | None = None
-    num_channels: int | None = None
-    patch_size: int = 2
+    image_size: Count | None = None
+    num_channels: Count | None = None
+    patch_size: Count = 2
 
-    def __post_init__(self) -> None:
-        positive(self, "vocab_size", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "num_layers", "ffn_dim")
-        positive(
-            self, "max_len", "window", "softcap", "norm_eps", "qk_norm_eps", "rotary_base", "rotary_original_len", "layer_scale"
-        )
-        positive(self, "num_experts", "experts_per_token", "num_decoder_layers", "num_features", "num_slots")
-        positive(self, "num_labels", "image_size", "patch_size", "num_channels", "num_buckets", "max_distance", "logit_softcap")
-        not_negative(self, "type_vocab_size", "position_offset", "pad_id", "bos_id", "eos_id")
-        fraction(self, "dropout", "stochastic_depth")
-        self._check_heads()
+    def check(self) -> None:
         check_scale(self.scale)
-        require(math.isfinite(self.scale_factor), f"scale_factor={self.scale_factor} must be a finite number")
-        require(
-            self.scale != "log_length" or self.max_len > 1,
-            f"max_len={self.max_len} must exceed 1 with scale=log_length, which divides by ln(max_len)",
-        )
-        needs(self, "parallel", "norm_position", "pre")
-        self._check_rotary_scaling()
+        self._check_heads()
         self._check_attention()
         self._check_architecture()
-        require(
-            self.num_experts is None or self.experts_per_token <= self.num_experts,
-            f"experts_per_token={self.experts_per_token} must not exceed num_experts={self.num_experts}",
-        )
+        needs(self, "rotary_scaling", "position", "rotary")
+        stretched = self.rotary_factor != 1.0 and self.rotary_scaling is None
+        require(not stretched, f"rotary_factor={self.rotary_factor} needs rotary_scaling, got rotary_scaling=null")
 
     def _check_heads(self) -> None:
         require(
@@ -224,82 +207,45 @@ class TransformerConfig:
             f"embed_dim={self.embed_dim} is not divisible by num_heads={self.num_heads}; "
             "choose another number of heads or set head_dim",
         )
-        require(
-            self.num_heads % self.kv_heads == 0,
-            f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}",
-        )
-        require(
-            self.position != "rotary" or self.width_per_head % 2 == 0,
-            f"head_dim={self.width_per_head} must be even with position=rotary",
-        )
-
-    def _check_rotary_scaling(self) -> None:
-        kind = self.rotary_scaling
-        needs(self, "rotary_scaling", "position", "rotary")
-        require(1.0 <= self.rotary_factor < math.inf, f"rotary_factor={self.rotary_factor} must be a number from 1")
-        require(
-            kind is not None or self.rotary_factor == 1.0,
-            f"rotary_factor={self.rotary_factor} needs rotary_scaling, got rotary_scaling=null",
-        )
-        require(
-            kind not in ("yarn", "llama3") or self.rotary_original_len is not None,
-            f"rotary_original_len=null must be given with rotary_scaling={kind}",
-        )
+        require(self.num_heads % self.kv_heads == 0, f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}")
 
     def _check_attention(self) -> None:
+        """What an efficient core cannot do. Some of it would show only in the first step."""
         kind = self.attention
         if kind == "exact":
             return
+        cross = self.architecture == "encoder_decoder"
         require(
-            self.architecture != "encoder_decoder",
-            f"attention={kind} needs architecture=decoder, encoder or vision, got architecture=encoder_decoder: an "
-            "efficient core has one set of keys, and cross-attention another",
+            not cross, f"attention={kind} has one set of keys, and architecture=encoder_decoder needs another for its source"
         )
+        mixes = kind == "linformer" and self.architecture == "decoder"
         require(
-            kind != "linformer" or self.architecture != "decoder",
-            "attention=linformer is not causal: its slots mix all positions, so architecture=decoder cannot use it",
+            not mixes, "attention=linformer is not causal: its slots mix all positions, so architecture=decoder cannot use it"
         )
-        require(kind != "linformer" or self.num_slots is not None, "num_slots=null must be given with attention=linformer")
-        if kind in ("linear", "performer", "linformer"):
-            for name in ("dropout", "window", "softcap") if kind != "linformer" else ("window",):
-                value = getattr(self, name)
-                require(not value, f"{name}={value} has no meaning with attention={kind}, which never holds the scores of keys")
-            require(
-                self.position not in ("alibi", "t5"),
-                f"position={self.position} adds to the scores of keys, which attention={kind} never holds",
-            )
-            require(not self.sinks or kind == "linformer", f"sinks=True has no meaning with attention={kind}")
+        require(self.window is None, f"window={self.window} has no meaning with attention={kind}, which hides no key from a query")
+        biased = self.position in ("alibi", "t5")
+        require(not biased, f"position={self.position} adds to the scores of keys, which attention={kind} never holds")
+        require(not self.sinks or kind == "linformer", f"sinks=True has no meaning with attention={kind}")
 
     def _check_architecture(self) -> None:
-        kind = self.architecture
         needs(self, "head", "architecture", "encoder", "vision", verb="belongs to")
+        needs(self, "num_decoder_layers", "architecture", "encoder_decoder", verb="belongs to")
+        needs(self, "logit_softcap", "architecture", "decoder", "encoder_decoder", verb="belongs to")
+        needs(self, "pooler", "head", "sequence", "none", verb="belongs to")
+        needs(self, "head_transform", "architecture", "encoder", verb="belongs to")
+        needs(self, "head_transform", "head", "lm", verb="belongs to")
+        if self.architecture != "vision":
+            return
         for name, fitting in {"head": ("sequence", "none"), "position": ("learned", "none")}.items():
             value = getattr(self, name)
-            fits = kind != "vision" or value in fitting
-            require(fits, f"{name}={value} must be {' or '.join(fitting)} with architecture=vision")
-        require(
-            kind != "vision" or self.image_size is None or self.image_size % self.patch_size == 0,
-            f"image_size={self.image_size} is not divisible by patch_size={self.patch_size}",
-        )
-        require(
-            kind != "vision" or self.window is None,
-            f"window={self.window} counts neighbours in a row, which patches of a picture (architecture=vision) are not",
-        )
-        needs(self, "num_decoder_layers", "architecture", "encoder_decoder", verb="belongs to")
-        require(
-            not self.pooler or (kind in ("encoder", "vision") and self.head in ("sequence", "none")),
-            f"pooler=True belongs to architecture=encoder or vision with head=sequence or none, got architecture={kind} and "
-            f"head={self.head}",
-        )
-        needs(self, "logit_softcap", "architecture", "decoder", "encoder_decoder", verb="belongs to")
-        require(
-            not self.head_transform or (kind, self.head) == ("encoder", "lm"),
-            "head_transform=True belongs to architecture=encoder with head=lm",
-        )
+            require(value in fitting, f"{name}={value} must be {' or '.join(fitting)} with architecture=vision")
+        require(self.window is None, f"window={self.window} counts neighbours in a row, which patches of a picture are not")
+        whole = self.image_size is None or self.image_size % self.patch_size == 0
+        require(whole, f"image_size={self.image_size} is not divisible by patch_size={self.patch_size}")
 
     def window_of(self, layer: int) -> int | None:
         """The window of block number ``layer``."""
-        return self.window
+        return of_layer(self.window, layer)
 
     @property
     def decoder_layers(self) -> int:
@@ -337,6 +283,15 @@ class TransformerConfig:
         if self.ffn_dim is not None:
             return self.ffn_dim
         return 8 * math.ceil(self.embed_dim / 3) if "glu" in self.activation else 4 * self.embed_dim
+
+
+def of_layer(value: Any, layer: int) -> Any:
+    """The entry of block number ``layer`` where ``value`` is a pattern, which repeats; else ``value``.
+
+    >>> [of_layer((4, None), layer) for layer in range(3)], of_layer(4, 1)
+    ([4, None, 4], 4)
+    """
+    return value[layer % len(value)] if isinstance(value, tuple) else value
 
 
 def check_scale(scale: object) -> None:

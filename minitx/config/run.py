@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from minitx.config.ablation import AblationConfig
-from minitx.config.checks import require
+from minitx.config.checks import Config, require
 from minitx.config.data import DataConfig, TextDataConfig
 from minitx.config.model import TransformerConfig
 from minitx.config.training import (
@@ -26,7 +26,7 @@ CONFIG_DIR = "--config-dir="
 
 
 @dataclass(frozen=True, kw_only=True)
-class InitFrom:
+class InitFrom(Config):
     """Weights to start from. The optimizer, the step and the order of the data start anew.
 
     Attributes:
@@ -38,13 +38,13 @@ class InitFrom:
     path: str | None = None
     fold_scale: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         require(self.path != "", "path= must name a checkpoint or a model folder")
         require(not self.fold_scale or self.path is not None, "fold_scale=true needs init_from.path, the weights to fold")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Config):
     """One training run, or (``ablation`` given) a grid of them.
 
     Each of ``model``, ``data``, ``objective``, ``optimizer`` and ``schedule`` is one of ours, or a part of the user's own: a
@@ -92,7 +92,7 @@ class RunConfig:
     traceback: bool = False
     trust: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         require(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2^32)")
         for name in ("ckpt_path", "output_dir"):
             require(getattr(self, name) != "", f"{name}= must name a {'file' if name == 'ckpt_path' else 'folder'}, or be null")
@@ -115,10 +115,9 @@ class RunConfig:
         if isinstance(self.data, Mapping):
             return
         accumulate, ranks, rows = self.trainer.accumulate, self.trainer.num_replicas, self.data.batch_size
-        counted = "" if ranks == self.trainer.devices else " (those that see different rows)"
         require(
             rows % (accumulate * ranks) == 0,
-            f"data.batch_size={rows} must be divisible by trainer.accumulate={accumulate} x trainer.devices={ranks}{counted}",
+            f"data.batch_size={rows} must be divisible by trainer.accumulate={accumulate} x trainer.devices={ranks}",
         )
         length = self.data.max_tokens
         if isinstance(self.model, TransformerConfig) and self.model.position == "learned" and length is not None:

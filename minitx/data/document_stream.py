@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -14,7 +15,7 @@ from minitx.config import ConfigError, HubDataConfig
 from minitx.data.addressing import Address, Batch, generator
 from minitx.data.documents import DocumentRows, learned_marks, not_blank, task_of, with_marks
 from minitx.data.sources import Source
-from minitx.data.task import Ragged, Task, tokenizer_of
+from minitx.data.task import Ragged, Task, name_of, tokenizer_of
 from minitx.data.tokenizers import Tokenizer
 from minitx.data.tokens import bits_per
 
@@ -87,7 +88,7 @@ class DocumentStream:
     def _encoded(self, rows: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, np.ndarray]]:
         while batch := list(islice(rows, DOCUMENTS_AT_ONCE)):
             kept = [(row, text) for row, value in batch for text in not_blank([value[self.column]], self.column)]
-            for (row, _), ids in zip(kept, with_marks(self.tokenizer, [text for _, text in kept], self.name), strict=True):
+            for (row, _), ids in zip(kept, with_marks(self.tokenizer, [text for _, text in kept]), strict=True):
                 yield row, ids
 
 
@@ -102,8 +103,6 @@ class StreamSource(Source):
         seed: of the order of shards.
         batch_size, accumulate, world: see ``Source``.
     """
-
-    split_name = "train"
 
     def __init__(self, stream: DocumentStream, *, seed: int, **slices: Any) -> None:
         super().__init__(**slices)
@@ -159,31 +158,28 @@ def load_stream(config: HubDataConfig, tables: Sequence[Any], column: str, token
     Raises:
         ConfigError: too few documents, or a tokenizer without an end mark.
     """
-    name, table = f"data.path={config.path}", tables[0]
+    name, table = name_of(config), tables[0]
+    rows = ((shard, row[column]) for shard, rows in enumerate(_shards(table)) for row in rows)
+    texts, held_out = list[str](), Counter[int]()
     if len(tables) == 1:
-        texts, held_out = _first(table, column, config.val_rows)
+        for shard, text in rows:  # what is left of them trains
+            held_out[shard] += 1
+            texts += not_blank([text], column)
+            if len(texts) == config.val_rows:
+                break
     else:
-        texts, held_out = list(islice(not_blank((row[column] for row in tables[1]), column), config.val_rows)), {}
-    shards = (table.shard(num_shards=table.num_shards, index=index) for index in range(table.num_shards))
-    rows = (row[column] for index, shard in enumerate(shards) for row in shard.skip(held_out.get(index, 0)))
-    first = list(islice(not_blank(rows, column), 1 if tokenizer else DOCUMENTS_TO_LEARN_FROM))
+        texts += islice(not_blank((row[column] for row in tables[1]), column), config.val_rows)
+    first = list(islice(not_blank((text for _, text in rows), column), 1 if tokenizer else DOCUMENTS_TO_LEARN_FROM))
     if not first or not texts:
         raise ConfigError(f"{name} has too few documents: data.val_rows={config.val_rows} of them validate, and others train")
     tokenizer = tokenizer_of(config, tokenizer, first, learned_marks(config))
     options: dict[str, Any] = {"context_len": config.context_len, "packing": config.packing}
-    val = DocumentRows(Ragged.of(with_marks(tokenizer, texts, name)), **options)
+    val = DocumentRows(Ragged.of(with_marks(tokenizer, texts)), **options)
     counted = {"characters": sum(map(len, texts)), "bytes": sum(len(text.encode()) for text in texts)}
     stream = DocumentStream(table=table, column=column, held_out=held_out, tokenizer=tokenizer, name=name, **options)
     return task_of(config, stream, val, tokenizer, bits_per(int(val.lengths.sum()), counted))
 
 
-def _first(table: Any, column: str, count: int) -> tuple[list[str], dict[int, int]]:
-    """The first ``count`` documents, and by shard how many rows they take."""
-    texts, taken = list[str](), dict[int, int]()
-    for index in range(table.num_shards):
-        for row in table.shard(num_shards=table.num_shards, index=index):
-            if len(texts) == count:
-                return texts, taken
-            taken[index] = taken.get(index, 0) + 1
-            texts += not_blank([row[column]], column)
-    return texts, taken
+def _shards(table: Any) -> Iterator[Any]:
+    """The parts of a stream, each of which is read by itself."""
+    return (table.shard(num_shards=table.num_shards, index=index) for index in range(table.num_shards))

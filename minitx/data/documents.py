@@ -5,24 +5,18 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-from collections.abc import Iterable, Iterator
-from itertools import islice, tee
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from minitx.config import IGNORED, ChatDataConfig, ConfigError, HubDataConfig
 from minitx.config.data_bases import TokenizedDataConfig
-from minitx.data.addressing import Batch
-from minitx.data.tables import column_of, held_out, load_tables
-from minitx.data.task import Ragged, Task, tokenizer_of
+from minitx.data.tables import as_texts, column_names, column_of, divided, load_tables
+from minitx.data.task import Ragged, Task, hold_out, name_of, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint
-from minitx.data.tokens import FORMAT, TokenArray, bits_per, cached, write_ids
-
-DOCUMENTS_AT_ONCE = 1000
+from minitx.data.tokens import FORMAT, TEXTS_AT_ONCE, bits_per, cached, write_ids
 
 
 class DocumentRows:
@@ -90,57 +84,6 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return rows
 
 
-def pack_batch(batch: Batch, length: int | None = None) -> Batch:
-    """The rows of a padded batch, several in one: the same tokens, targets and loss with less padding.
-
-    Padding costs as much as text. Real tokens keep their order; ``document_ids`` number the rows of the old batch within a row
-    of the new one (-1 is padding), by which a model hides them from each other and counts positions from 0 in each. For
-    tasks that ask at tokens (masked tokens, tags, language models), not once a row. Krell et al. 2021, "Efficient sequence
-    packing without cross-contamination", arXiv:2107.02027.
-
-    Args:
-        batch: ``input_ids``, ``labels`` and whatever else has shape (B, L), with ``key_mask`` (B, L), True = real; rows may be
-            padded on either side. What has no shape, such as ``num_targets``, is kept.
-        length: the longest row of the new batch; ``None``: L.
-
-    Returns:
-        Tensors (R, M) with R <= B and M <= ``length``, ``key_mask`` and ``document_ids`` among them.
-
-    Raises:
-        ValueError: no ``key_mask``, a tensor of another shape, rows that are packed already, or one longer than ``length``.
-
-    >>> real = torch.tensor([[True, True, False], [True, True, True], [True, False, False]])
-    >>> ids = torch.tensor([[5, 6, 0], [1, 2, 3], [9, 0, 0]])
-    >>> packed = pack_batch({"input_ids": ids, "key_mask": real, "labels": ids})
-    >>> packed["input_ids"].tolist(), packed["document_ids"].tolist()
-    ([[1, 2, 3], [5, 6, 9]], [[0, 0, 0], [0, 0, 1]])
-    """
-    if "key_mask" not in batch or "document_ids" in batch:
-        raise ValueError(f"batch must have a key_mask and no document_ids, got {', '.join(batch)}")
-    real = batch["key_mask"]
-    tensors = {name: tensor for name, tensor in batch.items() if tensor.dim() and name != "key_mask"}
-    for name, tensor in tensors.items():
-        if tensor.shape != real.shape:
-            raise ValueError(f"{name} must have the shape of key_mask, {tuple(real.shape)}, got {tuple(tensor.shape)}")
-    lengths, longest = real.sum(1).numpy(), real.shape[1] if length is None else length
-    if lengths.max() > longest:
-        raise ValueError(f"length={longest} must reach the longest row, which has {lengths.max()} tokens")
-    members = pack(lengths, longest)
-    order = torch.tensor([row for row_members in members for row in row_members])
-    used = np.array([lengths[row_members].sum() for row_members in members])
-    place = torch.from_numpy(np.arange(used.max()) < used[:, None])  # (R, M), filled from the left, row by row
-    nth = np.concatenate([np.arange(len(row_members)) for row_members in members])
-
-    def laid_out(tokens: Tensor, fill: int) -> Tensor:
-        return torch.full(place.shape, fill, dtype=tokens.dtype).masked_scatter_(place, tokens)
-
-    kept = {name: tensor for name, tensor in batch.items() if not tensor.dim()}
-    fills = {"labels": IGNORED}
-    moved = {name: laid_out(tensor[order][real[order]], fills.get(name, 0)) for name, tensor in tensors.items()}
-    numbers = torch.from_numpy(np.repeat(nth, lengths[order.numpy()]))
-    return {**moved, "key_mask": place, "document_ids": laid_out(numbers, -1), **kept}
-
-
 def load_documents(config: HubDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
     """Language modelling on the documents that ``config`` names.
 
@@ -151,10 +94,8 @@ def load_documents(config: HubDataConfig, folder: Path, tokenizer: Tokenizer | N
 
     texts = [] if config.text_column is None else [config.text_column]
     tables = load_tables(config, texts=texts, streaming=config.streaming)
-    columns = tables[0].column_names or list(next(iter(tables[0]), {}))  # a stream may not know its columns
-    if config.text_column is None and "text" not in columns and len(columns) != 1:
-        raise ConfigError(f"data.text_column=null must name a column of the data, which has: {', '.join(columns)}")
-    column = column_of(tables[0], config.text_column or ("text" if "text" in columns else columns[0]), "text_column")
+    names = column_names(tables[0])
+    column = column_of(tables[0], config.text_column or (names[0] if len(names) == 1 else "text"), "text_column")
     if config.streaming:
         return load_stream(config, tables, column, tokenizer)
     parts, made_by, record = _tokenised(config, folder, tokenizer, tables, column)
@@ -167,7 +108,7 @@ def task_of(
 ) -> Task:
     """Language modelling on rows of documents; ``bits`` is ``Task.bits_per``."""
     return Task(
-        name=f"data.path={config.path}",
+        name=name_of(config),
         kind="language_model",
         train=train,
         val=val,
@@ -188,56 +129,40 @@ def _tokenised(
     files = [(len(table), [file["filename"] for file in table.cache_files]) for table in tables]
     key = json.dumps([FORMAT, files, config.split, config.val_split, column, word, config.val_fraction])  # files change names
     path = folder / f"hf-{hashlib.sha256(key.encode()).hexdigest()[:16]}.bin"
-    record, tokenizer = cached(path, str(config.path), lambda: _build(path, config, tables, column, given))
+
+    def build() -> dict[str, Any]:
+        train, val = divided(tables, lambda table: hold_out(range(len(table)), config.val_fraction))
+        tokenizer = tokenizer_of(config, given, _documents(train, column), learned_marks(config))
+        splits, lengths = {"train": _documents(train, column), "val": _documents(val, column)}, list[int]()
+
+        def encode(texts: Sequence[str]) -> list[np.ndarray]:
+            found = with_marks(tokenizer, texts)
+            lengths.extend(map(len, found))
+            return found
+
+        return {**write_ids(path, tokenizer, splits, encode), "lengths": lengths}
+
+    *parts, tokenizer, record = cached(path, str(config.path), build)
     lengths = np.array(record["lengths"], np.int64)
-    values = TokenArray(path, record["dtype"], 0, int(lengths.sum()))
-    starts, cut = np.cumsum(lengths) - lengths, record["splits"]["train"]["documents"]
-    both = [Ragged(values, starts[part], lengths[part]) for part in (slice(0, cut), slice(cut, None))]
-    return both, tokenizer, record
-
-
-def _build(path: Path, config: HubDataConfig, tables: list[Any], column: str, given: Tokenizer | None) -> dict[str, Any]:
-    """Write the documents of both splits to ``path``; returns the record of it."""
-    if len(tables) == 1:
-        train, val = held_out(config, range(len(tables[0])))
-    else:
-        train, val = (np.arange(len(table)) for table in tables)
-    rows = {"train": (tables[0], train), "val": (tables[-1], val)}
-    tokenizer = tokenizer_of(config, given, _documents(*rows["train"], column), learned_marks(config))
-    lengths: dict[str, list[int]] = {"train": [], "val": []}
-
-    def marked() -> Iterator[tuple[str, str, np.ndarray]]:
-        for split, part in rows.items():
-            texts, again = tee(_documents(*part, column))
-            for text, ids in zip(texts, with_marks(tokenizer, again, f"data={config.name}"), strict=True):
-                lengths[split].append(len(ids))
-                yield split, text, ids
-
-    record = write_ids(path, tokenizer, marked())
-    for split, counted in record["splits"].items():
-        counted["documents"] = len(lengths[split])
-        if not lengths[split]:
+    first_of_val = int(np.searchsorted(np.cumsum(lengths), len(parts[0]), side="right"))
+    both = zip(("train", "val"), parts, np.split(lengths, [first_of_val]), strict=True)
+    documents = []
+    for split, tokens, own in both:
+        if not len(own):
             raise ConfigError(f"data.path={config.path} has no document for the {split} split: all of them are blank")
-    return {**record, "lengths": lengths["train"] + lengths["val"]}
+        documents.append(Ragged(tokens, np.cumsum(own) - own, own))
+    return documents, tokenizer, record
 
 
-def _documents(table: Any, rows: np.ndarray, column: str) -> Iterator[str]:
-    """The documents of these rows, read when they are needed."""
-    for start in range(0, len(rows), DOCUMENTS_AT_ONCE):
-        yield from not_blank(table[rows[start : start + DOCUMENTS_AT_ONCE]][column], column)
+def _documents(table: Any, column: str) -> Iterator[str]:
+    """The documents of a table, read when they are needed."""
+    for rows in table.iter(batch_size=TEXTS_AT_ONCE):
+        yield from not_blank(rows[column], column)
 
 
-def not_blank(texts: Iterable[Any], column: str) -> Iterator[str]:
-    """The texts that have more than white space.
-
-    Raises:
-        ConfigError: something is no text.
-    """
-    for text in texts:
-        if text is not None and not isinstance(text, str):
-            raise ConfigError(f"data.text_column={column} must have texts, got {type(text).__name__}")
-        if text and not text.isspace():
-            yield text
+def not_blank(values: Iterable[Any], column: str) -> Iterator[str]:
+    """The texts that have more than white space."""
+    return (text for text in as_texts(values, f"data.text_column={column}") if text.strip())
 
 
 def learned_marks(config: TokenizedDataConfig) -> tuple[str, ...]:
@@ -245,15 +170,19 @@ def learned_marks(config: TokenizedDataConfig) -> tuple[str, ...]:
     return ("eos",) if config.tokenizer == "char" else ()
 
 
-def with_marks(tokenizer: Tokenizer, texts: Iterable[str], name: str) -> Iterator[np.ndarray]:
-    """The ids of documents, with bos in front and eos behind, or twice the one of them that there is.
+def document_marks(tokenizer: Tokenizer) -> tuple[int, int]:
+    """The marks before and behind a document: bos and eos, or twice the one of them that there is.
 
     Raises:
         ConfigError: the tokenizer has neither.
     """
     marks = [tokenizer.mark_ids[mark] for mark in ("bos", "eos") if mark in tokenizer.mark_ids]
     if not marks:
-        raise ConfigError(f"{name} needs a tokenizer with a bos or eos token, which ends a document")
-    texts = iter(texts)
-    while batch := list(islice(texts, DOCUMENTS_AT_ONCE)):
-        yield from (np.concatenate([marks[:1], ids, marks[-1:]]) for ids in tokenizer.encode_batch(batch))
+        raise ConfigError("data.tokenizer has no bos or eos token, which ends a document")
+    return marks[0], marks[-1]
+
+
+def with_marks(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    """The ids of documents, with their marks around them."""
+    before, behind = document_marks(tokenizer)
+    return [np.concatenate([[before], ids, [behind]]) for ids in tokenizer.encode_batch(texts)]

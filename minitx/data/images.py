@@ -11,7 +11,7 @@ from minitx.config import ConfigError, DigitsDataConfig, ImageDataConfig
 from minitx.data.addressing import VALIDATION_SEED, generator
 from minitx.data.baselines import majority_accuracy
 from minitx.data.tables import column_of, labels_of, load_splits
-from minitx.data.task import Task
+from minitx.data.task import Task, name_of
 from minitx.data.tokenizers import Tokenizer
 
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
@@ -90,19 +90,17 @@ def load_images(config: DigitsDataConfig, folder: Path, tokenizer: Tokenizer | N
     Raises:
         ConfigError: a package, the data or a column is missing; images are no squares.
     """
-    if isinstance(config, ImageDataConfig):
-        name, largest = f"data.path={config.path}", 255
-        train_pixels, labels, val_pixels, val_labels, names = _tables(config)
-    else:
-        name, largest = "data=digits", 16
-        train_pixels, labels, val_pixels, val_labels, names = _digits(config)
+    read, largest = (_tables, 255) if isinstance(config, ImageDataConfig) else (_digits, 16)
+    train_pixels, labels, val_pixels, val_labels, names = read(config)
     channels, height, width = train_pixels.shape[-3:]
     if height != width:
-        raise ConfigError(f"{name} has images of {height}x{width} pixels, which must be squares: data.image_size=SIZE")
+        raise ConfigError(
+            f"{name_of(config)} has images of {height}x{width} pixels, which must be squares: data.image_size=SIZE"
+        )
     if config.shift >= height:
         raise ConfigError(f"data.shift={config.shift} must be less than the {height} pixels of an image")
     return Task(
-        name=name,
+        name=name_of(config),
         kind="classify",
         train=LabelledImages(train_pixels, labels, largest=largest, shift=config.shift),
         val=LabelledImages(val_pixels, val_labels, largest=largest),
@@ -147,7 +145,7 @@ def _digits(config: DigitsDataConfig) -> Both:
     return pixels[train], labels[train], pixels[val], labels[val], tuple("0123456789")
 
 
-def _tables(config: ImageDataConfig) -> Both:
+def _tables(config: Any) -> Both:
     def divide(table: Any) -> tuple[np.ndarray, np.ndarray]:
         return stratified(labels_of([table], config.label_column)[0][0], config.val_fraction)
 

@@ -70,14 +70,14 @@ class DataModule(LightningDataModule):
         """This rank's training batches from the trainer's current optimizer step on (0 without a trainer)."""
         rank, world = self._place()
         step = min(self.trainer.global_step, self.max_steps) if self.trainer else 0
-        addresses = Addresses(self.max_steps, step, self.accumulate, rank, "train", self.repeat_first)
+        addresses = Addresses(self.max_steps, step, self.accumulate, rank, self.repeat_first)
         return self._loader(self.train_source(world), addresses)
 
     def val_dataloader(self) -> AddressedLoader:
         """This rank's validation batches: every row once over all ranks, as many batches on each rank."""
         rank, world = self._place()
         source = self.val_source(world)
-        return self._loader(source, Addresses(len(source), rank=rank, split="val"))
+        return self._loader(source, Addresses(len(source), rank=rank))
 
     def probe_batch(self, num_rows: int) -> Batch:
         """The first ``num_rows`` rows of validation (all of them where there are fewer)."""

@@ -12,8 +12,8 @@ import numpy as np
 from minitx.config import ConfigError, DatesDataConfig, PairsDataConfig, VersesDataConfig
 from minitx.data.bible import read_verses
 from minitx.data.dates import date_pairs
-from minitx.data.tables import held_out, load_splits, load_table, texts_of
-from minitx.data.task import Task, hold_out, tokenizer_of
+from minitx.data.tables import load_splits, load_table, texts_of
+from minitx.data.task import Task, hold_out, name_of, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, require_marks, train_tokenizer
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def load_pairs(config: DatesDataConfig | VersesDataConfig, folder: Path, tokeniz
     for name, key in (("max_source_len", "input_ids"), ("max_target_len", "labels")):
         fields[name] = max(len(row[key]) for row in [*train, *val])
     return Task(
-        name=f"data.path={config.path}" if isinstance(config, PairsDataConfig) else f"data={config.name}",
+        name=name_of(config),
         kind="seq2seq",
         train=train,
         val=val,
@@ -101,7 +101,7 @@ def _columns(config: PairsDataConfig) -> tuple[Pairs, Pairs]:
             raise ConfigError(f"{said}, or data.target_path=FILE with the targets")
         return [texts_of(table, name, f"{side}_column") for name, side in zip(names, ("source", "target"), strict=True)]
 
-    train, val = load_splits(config, lambda table: held_out(config, read(table)[0]), **options)
+    train, val = load_splits(config, lambda table: hold_out(read(table)[0], config.val_fraction), **options)
     return _pairs(read(train), config), _pairs(read(val), config)
 
 
@@ -111,16 +111,14 @@ def _files(config: PairsDataConfig) -> tuple[Pairs, Pairs]:
     def read(*keys: str) -> Pairs:
         sides = [texts_of(load_table(config, key, kind="text"), "text", key) for key in keys]
         if len(sides[0]) != len(sides[1]):
-            source, target = (
-                f"data.{key}={getattr(config, key)} has {len(side)}" for key, side in zip(keys, sides, strict=True)
-            )
-            raise ConfigError(f"{target} lines, but {source}: line n belongs to line n")
+            lines = f"{len(sides[1])} lines, but data.{keys[0]} has {len(sides[0])}"
+            raise ConfigError(f"data.{keys[1]}={getattr(config, keys[1])} has {lines}: line n belongs to line n")
         return _pairs(sides, config)
 
     pairs = read("path", "target_path")
     if config.val_path is not None:
         return pairs, read("val_path", "val_target_path")
-    train, val = held_out(config, [source for source, _ in pairs])
+    train, val = hold_out([source for source, _ in pairs], config.val_fraction)
     return [pairs[i] for i in train], [pairs[i] for i in val]
 
 

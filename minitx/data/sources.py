@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from minitx.config import IGNORED
-from minitx.data.addressing import VALIDATION_SEED, Address, Batch, SplitName, generator, rows_of
+from minitx.data.addressing import VALIDATION_SEED, Address, Batch, generator, rows_of
 from minitx.data.task import Draw, Split, count_targets
 
 BATCHES_IN_A_WINDOW = 50
@@ -28,14 +28,10 @@ class Source(Dataset[Batch], ABC):
         world: ranks that share a micro-batch.
     """
 
-    split_name: SplitName
-
     def __init__(self, *, batch_size: int, accumulate: int = 1, world: int = 1) -> None:
         self.batch_size, self.accumulate, self.world = batch_size, accumulate, world
 
     def __getitem__(self, address: Address) -> Batch:
-        if address.split != self.split_name:
-            raise ValueError(f"{address} was asked from a source of the {self.split_name} split")
         return self.batch(address.step, rows_of(address, self.batch_size, self.accumulate, self.world))
 
     @abstractmethod
@@ -56,8 +52,6 @@ class TrainSource(Source):
         seed: of the order, and of random draws.
         bucket: batches of rows of similar length.
     """
-
-    split_name = "train"
 
     def __init__(self, split: Split | Callable[..., Batch], *, seed: int, bucket: bool = False, **slices: Any) -> None:
         super().__init__(**slices)
@@ -127,8 +121,6 @@ class ValSource(Source):
         split: the rows.
         batch_size, world: see ``Source``.
     """
-
-    split_name = "val"
 
     def __init__(self, split: Split, *, batch_size: int, world: int = 1) -> None:
         super().__init__(batch_size=batch_size, world=world)

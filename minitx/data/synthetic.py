@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minitx.config import IGNORED, InductionDataConfig, KeyValueDataConfig, MultiQueryDataConfig, RecallDataConfig
 from minitx.data.addressing import VALIDATION_SEED, Batch, generator
-from minitx.data.task import Task
+from minitx.data.task import Task, name_of
 from minitx.data.tokenizers import Tokenizer
 
 
@@ -156,7 +156,7 @@ def load_recall(config: RecallDataConfig, folder: Path, tokenizer: Tokenizer | N
     val = draw(config.val_size, generator(VALIDATION_SEED, "val"))
     types = {"type_vocab_size": config.type_vocab_size} if config.type_vocab_size else {}
     return Task(
-        name=f"data={config.name}",
+        name=name_of(config),
         kind="language_model",
         train=draw,
         val=[{key: tensor[row] for key, tensor in val.items()} for row in range(config.val_size)],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -13,47 +13,31 @@ import numpy as np
 from minitx.config import ConfigError
 from minitx.config.checks import first_line
 from minitx.config.data_bases import TableDataConfig
-from minitx.data.task import hold_out
 
 KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
-SECONDS_TO_ANSWER = 5.0
 Rows = tuple[np.ndarray, np.ndarray]
 """The rows of training and of validation."""
 
 
 def load_splits(config: TableDataConfig, divide: Callable[[Any], Rows], **options: Any) -> tuple[Any, Any]:
-    """The tables of training and validation. Where the config names none for validation, ``divide(table)`` gives the rows of
-    both; ``options`` are those of ``load_table``.
-
-    Raises:
-        ConfigError: see ``load_table``; or too few rows to divide.
-    """
-    table, *others = load_tables(config, **options)
-    if others:
-        return table, others[0]
-    train, val = divide(table)
-    return table.select(train), table.select(val)
-
-
-def held_out(config: TableDataConfig, groups: Sequence[Any]) -> Rows:
-    """``hold_out`` of ``config.val_fraction``, with one sentence for the user.
-
-    Raises:
-        ConfigError: too few groups.
-    """
-    try:
-        return hold_out(groups, config.val_fraction)
-    except ValueError:
-        count = len(set(groups))
-        raise ConfigError(f"data.path={config.path} has {count} different rows, too few to train and to validate") from None
+    """The tables of training and validation: see ``load_tables`` and ``divided``."""
+    return divided(load_tables(config, **options), divide)
 
 
 def load_tables(config: TableDataConfig, **options: Any) -> list[Any]:
-    """The training table of ``config`` and, where the config names one, that of validation."""
+    """The training table of ``config`` and, where the config names one, that of validation; see ``load_table``."""
     if config.val_path is None and config.val_split is None:
         return [load_table(config, **options)]
     key = "path" if config.val_path is None else "val_path"
     return [load_table(config, **options), load_table(config, key, "val_split", **options)]
+
+
+def divided(tables: list[Any], divide: Callable[[Any], Rows]) -> tuple[Any, Any]:
+    """Both tables; where there is one, ``divide(table)`` gives its rows of training and of validation."""
+    if len(tables) == 2:
+        return tables[0], tables[1]
+    train, val = (tables[0].select(rows) for rows in divide(tables[0]))
+    return train, val
 
 
 def load_table(
@@ -87,8 +71,6 @@ def load_table(
         options |= {"name": None, "data_files": {"train": files}, **_reader(files, said, **reader)}
     elif not files or local.suffix.lower() in KINDS or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ConfigError(f"{said} does not exist; a file, a folder or a name on the Hugging Face hub is wanted")
-    else:
-        _check_hub(path, said)
     with contextlib.ExitStack() as quiet:  # no bars and no logs for local files: their errors are reported here
         if local.is_dir() or "data_files" in options:
             quiet.callback(datasets.logging.set_verbosity, datasets.logging.get_verbosity())
@@ -121,17 +103,9 @@ def _reader(
     return {"path": kind, "keep_default_na": False, "converters": dict.fromkeys(texts, str), **commas, **names}
 
 
-def _check_hub(path: str, said: str) -> None:
-    """Ask the hub for the data set once, because ``datasets`` itself tries again for a minute or more."""
-    import datasets
-    from huggingface_hub import dataset_info
-
-    try:
-        if not datasets.config.HF_HUB_OFFLINE:  # else what was fetched before is read from the cache
-            dataset_info(path, timeout=SECONDS_TO_ANSWER)
-    except Exception as error:  # of several packages for HTTP
-        said += f": the Hugging Face hub cannot be reached or has no such data set ({first_line(error)})"
-        raise ConfigError(f"{said}; HF_HUB_OFFLINE=1 reads what was fetched before") from None
+def column_names(table: Any) -> list[str]:
+    """The columns of a table; a stream may not know them before it is read."""
+    return table.column_names or list(next(iter(table), {}))
 
 
 def column_of(table: Any, wanted: str, key: str) -> str:
@@ -140,23 +114,31 @@ def column_of(table: Any, wanted: str, key: str) -> str:
     Raises:
         ConfigError: it is none; the message lists those that are.
     """
-    names = table.column_names or list(next(iter(table), {}))  # a stream may not know its columns
+    names = column_names(table)
     if wanted not in names:
         raise ConfigError(f"data.{key}={wanted} is no column of the data, which has: {', '.join(map(str, names))}")
     return wanted
 
 
+def as_texts(values: Iterable[Any], said: str) -> Iterator[str]:
+    """The texts; ``null`` is an empty one.
+
+    Raises:
+        ConfigError: something is no text; ``said`` (``data.KEY=VALUE``) says where it stands.
+    """
+    for value in values:
+        if not isinstance(value, str | None):
+            raise ConfigError(f"{said} must have texts, got {type(value).__name__}")
+        yield value or ""
+
+
 def texts_of(table: Any, column: str, key: str) -> list[str]:
-    """The texts of a column, without white space around them; ``null`` is an empty text.
+    """The texts of a column, without white space around them.
 
     Raises:
         ConfigError: there is no such column, or it has something else than texts.
     """
-    texts = list(table[column_of(table, column, key)])
-    other = next((text for text in texts if not isinstance(text, str | None)), None)
-    if other is not None:
-        raise ConfigError(f"data.{key}={column} must have texts, got {type(other).__name__}")
-    return [(text or "").strip() for text in texts]
+    return [text.strip() for text in as_texts(table[column_of(table, column, key)], f"data.{key}={column}")]
 
 
 def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tuple[str, ...]]:

@@ -232,7 +232,7 @@ def hold_out(groups: Sequence[Any], fraction: float, always_train: Iterable[Any]
         The rows of training, in order, and of validation, shuffled, so that the first ones represent all.
 
     Raises:
-        ValueError: fewer than two groups, or none that may validate.
+        ConfigError: fewer than two groups, or none that may validate.
 
     >>> train, val = hold_out(["a", "b", "a", "c"], 0.3)
     >>> sorted([*train.tolist(), *val.tolist()])
@@ -241,12 +241,18 @@ def hold_out(groups: Sequence[Any], fraction: float, always_train: Iterable[Any]
     kept = set(always_train)
     free = sorted(set(groups) - kept)
     if not free or len(set(groups)) < 2:
-        raise ValueError(f"{len(set(groups))} groups cannot be split, {len(free)} of them free to validate")
+        raise ConfigError(f"data.val_fraction={fraction} leaves a split empty: the data have {len(set(groups))} different rows")
     random = generator(VALIDATION_SEED, "hold_out")
     count = min(max(1, round(fraction * len(free))), len(free) if kept else len(free) - 1)
     chosen = {free[i] for i in random.permutation(len(free))[:count]}
     validates = np.array([group in chosen for group in groups])
     return np.flatnonzero(~validates), random.permutation(np.flatnonzero(validates))
+
+
+def name_of(config: Any) -> str:
+    """What messages call the data of a config."""
+    path = getattr(config, "path", None)
+    return f"data={config.name}" if path is None else f"data.path={path}"
 
 
 def tokenizer_of(config: Any, given: Tokenizer | None, texts: Iterable[str], marks: Sequence[str]) -> Tokenizer:

@@ -11,10 +11,10 @@ import torch
 from minitx.config import IGNORED, ConfigError, TextDataConfig
 from minitx.data.addressing import Batch
 from minitx.data.baselines import compressed_bits
-from minitx.data.corpus import find_corpus
-from minitx.data.task import Draw, Split, Task
+from minitx.data.corpus import read_text
+from minitx.data.task import Draw, Split, Task, name_of
 from minitx.data.tokenizers import Tokenizer
-from minitx.data.tokens import TokenArray, bits_per, corpus_name, split_chunks, tokenised
+from minitx.data.tokens import TokenArray, bits_per, tokenised
 
 
 class TrainingWindows(Split):
@@ -53,7 +53,7 @@ class TrainingWindows(Split):
         return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
 
 
-class ValidationWindows(Split):
+class ValidationWindows:
     """Consecutive windows over the whole split: every token after the first is a target exactly once.
 
     Row r has the tokens r·L … r·L + L − 1; what the last row lacks is input 0 and label −100. At least two tokens are needed.
@@ -65,19 +65,14 @@ class ValidationWindows(Split):
     def __len__(self) -> int:
         return -(-(len(self.tokens) - 1) // self.context_len)
 
-    def count(self, items: np.ndarray) -> int:
-        """See ``Split``."""
-        last = len(self.tokens) - 1
-        return int(np.minimum(self.context_len, last - items * self.context_len).sum())
+    def num_targets(self, row: int) -> int:
+        """See ``Task``."""
+        return min(self.context_len, len(self.tokens) - 1 - row * self.context_len)
 
-    def collate(self, items: np.ndarray, draw: Draw) -> Batch:
-        """See ``Split``."""
-        last = len(self.tokens) - 1
-        places = items[:, None] * self.context_len + np.arange(self.context_len + 1)
-        gathered = self.tokens.array[np.minimum(places, last)].astype(np.int64)  # (B, L + 1)
-        input_ids = np.where(places[:, :-1] <= last, gathered[:, :-1], 0)
-        labels = np.where(places[:, 1:] <= last, gathered[:, 1:], IGNORED)
-        return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        found = self.tokens.array[row * self.context_len :][: self.context_len + 1].astype(np.int64)
+        window = np.pad(found, (0, self.context_len + 1 - len(found)), constant_values=IGNORED)
+        return {"input_ids": np.where(window == IGNORED, 0, window)[:-1], "labels": window[1:]}
 
 
 def load_text(config: TextDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
@@ -87,15 +82,14 @@ def load_text(config: TextDataConfig, folder: Path, tokenizer: Tokenizer | None)
         ConfigError: the text cannot be read, or is shorter than a row.
     """
     train, val, tokenizer, record = tokenised(config, folder, tokenizer)
-    name, splits = corpus_name(config), record["splits"]
+    name, splits = name_of(config), record["splits"]
     for count, least, key in ((len(train), config.context_len + 1, "context_len"), (len(val), 2, "val_fraction")):
         if count < least:
             raise ConfigError(f"{name} has {count} tokens of a split, but data.{key}={getattr(config, key)} needs {least}")
 
     def baselines() -> dict[str, float]:
         """Bits per character and per byte of the validation split's UTF-8 under ``xz -9`` and ``bzip2 -9``."""
-        parts = split_chunks(find_corpus(config), splits["train"]["characters"])
-        bits = compressed_bits(chunk.encode() for split, chunk in parts if split == "val")
+        bits = compressed_bits(read_text(config)[splits["train"]["characters"] :].encode())
         units = ("character", "byte")
         return {f"{name}_bits_per_{unit}": size / splits["val"][f"{unit}s"] for name, size in bits.items() for unit in units}
 
@@ -104,6 +98,7 @@ def load_text(config: TextDataConfig, folder: Path, tokenizer: Tokenizer | None)
         kind="language_model",
         train=TrainingWindows(train, config.context_len),
         val=ValidationWindows(val, config.context_len),
+        key_masks={},
         tokenizer=tokenizer,
         model_fields={"vocab_size": tokenizer.vocab_size},
         baselines=baselines,

@@ -180,7 +180,8 @@ def train_tokenizer(kind: str, chunks: Iterable[str], *, vocab_size: int = 0, ma
 
     Raises:
         ConfigError: ``bpe`` would need hours for a word, because the text has no white space.
-        ValueError: an unknown kind or mark, or a ``vocab_size`` too small for the 256 bytes and the marks.
+        ValueError: another kind, or a ``vocab_size`` of ``bpe`` too small for the 256 bytes and the marks.
+        KeyError: an unknown mark.
 
     >>> tokenizer = train_tokenizer("char", ["hello"], marks=["eos"])
     >>> tokenizer.encode("hole?").tolist(), tokenizer.mark_ids
@@ -190,9 +191,6 @@ def train_tokenizer(kind: str, chunks: Iterable[str], *, vocab_size: int = 0, ma
     """
     if kind not in ("char", "bpe"):
         raise ValueError(f"kind={kind} is not a kind of tokenizer that can be learnt: char, bpe")
-    unknown = [mark for mark in marks if mark not in NAMES_OF_MARKS]
-    if unknown:
-        raise ValueError(f"marks={unknown} are not known: {', '.join(NAMES_OF_MARKS)}")
     names = [NAMES_OF_MARKS[mark][0] for mark in marks]
     if kind == "bpe":
         return Tokenizer(_byte_pairs(_with_spaces(chunks), vocab_size, [END_OF_TEXT, *names]).to_str())
@@ -215,7 +213,7 @@ def _byte_pairs(chunks: Iterable[str], vocab_size: int, special: list[str]) -> t
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab_size < 256 + len(special):
-        raise ValueError(f"vocab_size={vocab_size} must be at least {256 + len(special)}: 256 bytes and {' '.join(special)}")
+        raise ConfigError(f"vocab_size={vocab_size} must be at least {256 + len(special)}: 256 bytes and {' '.join(special)}")
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
@@ -297,29 +295,24 @@ def find_tokenizer(name: str) -> Tokenizer | None:
 
     Args:
         name: ``char``, ``bpe``, a ``tokenizer.json``, a folder that holds one, or a name on the Hugging Face hub. A file
-            from the hub stays in its cache (``HF_HOME``) and is read from there the next time, without a network.
+            from the hub stays in its cache (``HF_HOME``), from which it is read where there is no network.
 
     Raises:
         ConfigError: nothing has this name, or its file cannot be read.
     """
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import hf_hub_download
 
     if name in ("char", "bpe"):
         return None
     path = Path(name).expanduser()
     try:
-        if not path.is_file() and not (path / "tokenizer.json").is_file():
-            cached = try_to_load_from_cache(name, "tokenizer.json")
-            path = Path(cached if isinstance(cached, str) else hf_hub_download(name, "tokenizer.json"))
+        found = path.is_file() or (path / "tokenizer.json").is_file()
+        return load_tokenizer(path if found else hf_hub_download(name, "tokenizer.json"))
     except Exception as error:  # huggingface_hub raises many kinds, with long messages
         raise ConfigError(
             f"data.tokenizer={name} must be char, bpe, a tokenizer.json, a folder that holds one, or a name on the Hugging "
             f"Face hub that can be reached or is in the cache: {first_line(error).partition('. ')[0]}"
         ) from None
-    try:
-        return load_tokenizer(path)
-    except ConfigError as error:
-        raise ConfigError(f"data.tokenizer={name}: {error}") from None
 
 
 def require_marks(tokenizer: Tokenizer, *names: str) -> list[int]:

@@ -143,7 +143,7 @@ def _batches(network: nn.Module, data: L.LightningDataModule, options: Evaluatio
     left = options.num_rows or math.inf
     if isinstance(data, DataModule):
         source = data.val_source()  # every row, whatever the number of ranks
-        batches: Any = (source[Address(step, split="val")] for step in range(len(source)))
+        batches: Any = (source[Address(step)] for step in range(len(source)))
     else:
         data.setup("validate")
         batches = data.val_dataloader()

@@ -8,14 +8,14 @@ from statistics import mean
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from minitx.analysis.attention_cost import AttentionShape, core_cost
 from minitx.config import ConfigError, RunConfig, TransformerConfig
 from minitx.data.addressing import Batch
 from minitx.data.module import DataModule, build_data
 from minitx.nn.attention import MultiHeadAttention
-from minitx.nn.efficient import approximation_error
+from minitx.nn.functional import AttentionCall, reference_attention
 from minitx.nn.masks import Mask, SlidingWindow, intersect
 from minitx.nn.modes import evaluating
 from minitx.training.calling import network_inputs
@@ -59,7 +59,7 @@ def measures(network: nn.Module, model: TransformerConfig, data: DataModule, con
     ``loss_at_N``          for each of ``lengths``: loss in nats a token on validation rows of N tokens; as many tokens for
                            every N as ``num_rows`` rows of training's length have, from the start of the split
     ``attention_error``    ‖core − exact‖_F / ‖exact‖_F of the trained attention, mean over layers, on 8 validation rows
-                           (``approximation_error``; exact softmax attention under the same scale and mask, without a window)
+                           (exact softmax attention under the same scale and mask, without a window)
     ``attention_cost``     operations of a core's forward pass over those of the ``math`` backend (``core_cost``)
     =====================  ======================================================================================
 
@@ -85,25 +85,28 @@ def _with_rows_of(length: int, data: DataModule, config: RunConfig) -> DataModul
 @torch.no_grad()
 def _attention(network: nn.Module, model: TransformerConfig, batch: Batch) -> dict[str, float]:
     """Each core is called once more with what it got, and its operations are counted for that shape."""
-    calls: list[tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]] = []
+    calls: list[tuple[nn.Module, AttentionCall]] = []
     device = next(network.parameters()).device
     with evaluating(network), ExitStack() as hooks:
         for module in network.modules():
             if isinstance(module, MultiHeadAttention):
-                hook = module.core.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True)
+                hook = module.core.register_forward_pre_hook(lambda core, args: calls.append((core, args[0])))
                 hooks.enter_context(hook)
         network(**{name: tensor.to(device) for name, tensor in network_inputs(batch).items()})
-    errors = []
-    for core, args, kwargs in calls:
-        mask = _without_window(kwargs.get("mask"))
-        errors.append(float(approximation_error(core, *args[:3], mask=mask, scale=kwargs.get("scale"))["relative_error"]))
-    rows, _, length, _ = calls[0][1][0].shape
+        errors = [_error(core, call) for core, call in calls]
+    rows, _, length, _ = calls[0][1].shape
     shape = AttentionShape(model, rows, length, causal=model.architecture == "decoder", training=False)
     exact = dataclasses.replace(model, attention="exact", window=None, backend="math")
     cost = core_cost(shape).forward / core_cost(dataclasses.replace(shape, config=exact)).forward
     return {"attention_error": mean(errors), "attention_cost": cost}
 
 
+def _error(core: nn.Module, call: AttentionCall) -> float:
+    """Of one core beside exact attention, which sees what a window hides."""
+    exact = reference_attention(dataclasses.replace(call, mask=_without_window(call.mask)))
+    return float((core(call) - exact).norm() / exact.norm())
+
+
 def _without_window(mask: Mask | None) -> Mask | None:
-    """A core with a window applies it itself, and exact attention is to see what it drops."""
+    """Exact attention is to see what a window drops."""
     return mask and intersect(*(part for part in mask.parts() if not isinstance(part, SlidingWindow)))

@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitx.analysis import attention_statistics, capture, statistics
 from minitx.config import TransformerConfig
-from minitx.nn import Causal, DecoderLM, DotProductAttention, EncoderDecoder, KVCache, MultiHeadAttention, Padding
-from minitx.nn.efficient import SlidingWindowAttention
+from minitx.nn import Causal, DecoderLM, EncoderDecoder, KVCache, MultiHeadAttention, Padding
 from tests.waiting import PATIENCE
 
 IDS = torch.tensor([[1, 2, 3, 5, 7], [4, 4, 8, 9, 1]])
@@ -47,7 +46,7 @@ def test_dropout_draws_the_same_numbers_with_and_without_looking():
 
 
 def test_weights_are_those_before_dropout_and_sum_to_one():
-    attention = MultiHeadAttention(12, 3, num_kv_heads=1, core=DotProductAttention(dropout=0.5))
+    attention = MultiHeadAttention(12, 3, num_kv_heads=1, dropout=0.5)
     with capture(attention, what="weights") as seen:
         attention(torch.randn(2, 5, 12), attn_mask=Causal())
     weights = seen["core"][0]
@@ -204,13 +203,7 @@ def test_padded_targets_count_neither_in_self_nor_in_cross_attention():
     assert (padded["blocks.0.cross_attention.core"][0]["favourite"][0, :, 3:] == -1).all()
 
 
-def test_a_core_that_skips_hidden_keys_is_seen_under_its_own_mask_and_one_without_weights_is_not():
-    attention = MultiHeadAttention(12, 3, core=SlidingWindowAttention(window=2))
-    with capture(attention, what="weights") as seen:
-        attention(torch.randn(2, 7, 12), is_causal=True)
-    weights = seen["core"][0]
-    assert (weights.tril(-2) == 0).all()
-    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 7))
+def test_a_core_without_weights_is_not_seen():
     with pytest.raises(ValueError, match="no attention core with weights"), capture(model_of(attention="linear")):
         pass
 

@@ -101,10 +101,7 @@ def test_where_the_answers_of_the_recall_tasks_stand(data, arcs):
     [
         ("ckpt_path={runs}", "checkpoints/last.ckpt"),
         ("ckpt_path={here}", "step_00000001.safetensors"),
-        ("{text} seed=-1", "seed=-1"),
-        ("{text} output=no/such/folder", "output=no/such/folder"),
         ("{text} output={runs}/text.txt", "output="),
-        ("{text} structure=nowhere", "structure=nowhere"),
         ("{text} structure={runs}/text.txt", "line 1"),
         ("{lookup} structure={runs}/text.txt", "structure="),
         ("{text} structure=long", "max_len"),

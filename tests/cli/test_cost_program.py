@@ -62,18 +62,13 @@ def test_a_picture_has_the_tokens_that_it_has(table, assert_refused):
 @pytest.mark.parametrize(
     ("typed", "part"),
     [
-        ("mode=char_small", "model"),
         ("model=char_small model.embed_dim=130", "model.embed_dim=130"),
-        ("model=char_small model.backend=sdpaa", "model.backend"),
         ("model=char_small model.backend=sdpa model.softcap=3", "model.backend=sdpa"),
         ("model=char_small length=257", "length=257"),
-        ("model=char_small length=0", "length=0"),
         ("model=vit_small model.pooling=first length=1", "length=1"),
         ("model=char_small compare=maths", "compare=maths"),
         ("model=char_small compare=linformer", "compare=linformer"),
-        ("model=char_small backward=maybe", "backward=maybe"),
         ("model=char_small model=gpt2", "model"),
-        ("char_small", "char_small"),
     ],
 )
 def test_a_mistake_is_one_sentence(assert_refused, typed, part):

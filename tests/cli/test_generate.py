@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from minitx.cli.generate import GenerateConfig
 from minitx.generation import generate
 from minitx.training.checkpoint import AtomicCheckpointIO
 from minitx.training.stored import load_model
+from tests.cli.conftest import assert_named
 from tests.cli.processes import start
 from tests.waiting import PATIENCE
 
@@ -75,24 +75,18 @@ def test_a_text_may_grow_beyond_what_the_model_looks_back_on(writes, last):
 
 TYPED = {
     "temprature=1": "temperature",
-    "--seed=1": "seed",
     "hello": "hello",
-    "seed=1 seed=2": "seed",
     "temperature=warm": "temperature=warm",
-    "max_new_tokens=2.5": "max_new_tokens=2.5",
     "top_k=[": "top_k=[",
     "seed=-1": "seed=-1",
     "num_samples=2": "num_samples=2",
-    "temperature=-1": "temperature=-1",
     "temperature=1 top_p=2": "top_p=2",
     "top_k=5": "top_k=5",
     "context=70": "context=70",
     "stop=ab": "stop=",
-    "stop=é": "U+00E9",
     "prompt=né": "U+00E9",
     "prompt=": "prompt",
     "prompt=\udcff": "prompt",
-    "device=toaster": "device=toaster",
 }
 
 
@@ -115,17 +109,11 @@ def test_a_model_that_writes_no_text_is_refused(assert_refused, last, run):
 
 @pytest.fixture
 def changed(last, tmp_path):
-    """``changed(tokenizer=…)``: the argument for a copy of a checkpoint whose stored values are others."""
+    """``changed(edit)``: the argument for a copy of a checkpoint after ``edit(checkpoint)``."""
 
-    def make(**values):
+    def make(edit):
         checkpoint = torch.load(last("text").partition("=")[2], weights_only=True)
-        for name, value in values.items():
-            if isinstance(checkpoint["minitx"][name], dict) and value is not None:
-                value = {**checkpoint["minitx"][name], **value}
-            checkpoint["minitx"][name] = value
-        if not values:
-            for weight in checkpoint["state_dict"].values():
-                weight.fill_(torch.nan)
+        edit(checkpoint)
         AtomicCheckpointIO().save_checkpoint(checkpoint, tmp_path / "changed.ckpt")
         return f"ckpt_path={tmp_path / 'changed.ckpt'}"
 
@@ -133,34 +121,21 @@ def changed(last, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("values", "part"),
+    ("edit", "part"),
     [
-        ({"tokenizer": None}, "no tokenizer"),
-        ({"tokenizer": {"kind": "x"}}, "kind=x"),
-        ({"model": {"foo": 1}}, "foo"),
-        ({"model": {"embed_dim": 18}}, "embeddings.token.weight"),
-        ({"model": {"_target_": "os.system", "command": "touch executed"}}, "os.system"),
+        (lambda stored: stored.update(tokenizer=None), "no tokenizer"),
+        (lambda stored: stored.update(tokenizer={"kind": "x"}), "kind=x"),
+        (lambda stored: stored["model"].update(foo=1), "foo"),
+        (lambda stored: stored["model"].update(embed_dim=18), "embeddings.token.weight"),
     ],
 )
-def test_a_checkpoint_that_was_changed_is_refused_and_nothing_in_it_runs(assert_refused, changed, place, values, part):
-    assert_refused(part, changed(**values), "prompt=a", program="generate")
-    assert list(place.iterdir()) == []
-
-
-def test_a_pickle_in_a_checkpoint_is_not_executed(cli, place):
-    class Evil:
-        def __reduce__(self):
-            return (Path.touch, (place / "executed",))
-
-    AtomicCheckpointIO().save_checkpoint({"minitx": {"model": Evil()}}, place / "evil.ckpt")
-    assert cli("ckpt_path=evil.ckpt", "prompt=a", program="generate").code == 2
-    assert not (place / "executed").exists()
+def test_a_checkpoint_that_was_changed_is_refused(assert_refused, changed, edit, part):
+    assert_refused(part, changed(lambda checkpoint: edit(checkpoint["minitx"])), "prompt=a", program="generate")
 
 
 def test_a_failure_that_was_not_typed_exits_with_3(cli, changed):
-    said = cli(changed(), "prompt=a", program="generate")
-    assert (said.code, said.err.count("\n")) == (3, 1)
-    assert "not finite" in said.err
+    path = changed(lambda checkpoint: [weight.fill_(torch.nan) for weight in checkpoint["state_dict"].values()])
+    assert_named(cli(path, "prompt=a", program="generate"), "not finite", code=3)
 
 
 def test_text_arguments_stand_as_they_are_and_others_are_read():

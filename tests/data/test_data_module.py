@@ -36,7 +36,6 @@ from minitx.config import (
 from minitx.data.addressing import Address
 from minitx.data.module import DataModule, build_data
 from minitx.data.task import Task
-from minitx.data.tokenizers import fingerprint
 
 KEY_VALUE = KeyValueDataConfig(num_keys=13, num_values=5, num_pairs=7, batch_size=12, val_size=41)
 MULTI_QUERY = MultiQueryDataConfig(num_keys=13, num_values=5, num_pairs=7, num_queries=3, batch_size=12, val_size=41)
@@ -98,12 +97,6 @@ def test_a_recall_task_says_what_a_model_needs(cache, config, fields, chance):
     assert first == [f"{i}:{v}" if v else str(i) for i, v in zip(ids, values.tolist(), strict=True)]
 
 
-def test_a_model_sees_text_through_a_given_tokenizer(text_config, cache):
-    learned = ready(text_config(), cache).task.tokenizer
-    other = ready(text_config("Other words entirely. " * 20), cache, tokenizer=learned)
-    assert fingerprint(other.task.tokenizer) == fingerprint(learned)
-
-
 @pytest.mark.parametrize(("content", "values"), [("x" * 20, {"context_len": 31}), ("x" * 20, {"val_fraction": 0.05})])
 def test_a_text_too_short_is_refused_by_name(text_config, cache, content, values):
     (key,) = values
@@ -124,13 +117,6 @@ def test_compressors_are_measured_on_the_bytes_and_characters_of_validation(text
     assert found["xz_bits_per_character"] == 8 * len(lzma.compress(val.encode(), preset=9)) / len(val)
     assert found["bzip2_bits_per_byte"] == 8 * len(bz2.compress(val.encode(), 9)) / len(val.encode())
     assert len(found) == 4
-
-
-@pytest.mark.slow
-def test_the_compressors_on_the_king_james_text(cache):
-    found = ready(TextDataConfig(), cache).task.baselines()
-    assert found["xz_bits_per_character"] == pytest.approx(2.168, abs=0.002)
-    assert found["bzip2_bits_per_character"] == pytest.approx(1.927, abs=0.002)
 
 
 # batches
@@ -282,7 +268,7 @@ def test_every_file_makes_the_config_of_its_name_with_the_defaults_of_the_datacl
     found = compose_config([f"data={name}", *(f"data.{key}={value}" for key, value in path.items()), "model.max_len=2048"])
     assert found.data == KINDS[name](name=name, **path)
     if path:
-        with pytest.raises(ConfigError, match=r"^path=null "):
+        with pytest.raises((TypeError, ConfigError), match="path"):
             KINDS[name](name=name)
 
 
@@ -290,7 +276,6 @@ def test_every_file_makes_the_config_of_its_name_with_the_defaults_of_the_datacl
     ("kind", "values", "key"),
     [
         (MaskedDataConfig, {"mask_fraction": 0.0}, "mask_fraction"),
-        (MaskedDataConfig, {"bpe_vocab_size": 258}, "bpe_vocab_size"),
         (TextDataConfig, {"bpe_vocab_size": 256}, "bpe_vocab_size"),
         (TextDataConfig, {"path": "a"}, "path"),
         (TextDataConfig, {"batch_size": 0}, "batch_size"),

@@ -6,16 +6,17 @@ import math
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
 
-from minitx.config import ConfigError, HubDataConfig, TransformerConfig
+from minitx.config import ConfigError, HubDataConfig
 from minitx.data import documents
-from minitx.data.documents import DocumentRows, load_documents, pack, pack_batch
+from minitx.data.documents import DocumentRows, load_documents, pack
 from minitx.data.task import Ragged, Task, as_split
-from minitx.data.tokenizers import fingerprint, train_tokenizer
-from minitx.nn.models import build_model
+from minitx.data.tokenizers import Tokenizer, fingerprint, train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")
 DOCUMENTS = [f"{n} " + "abc" * (n % 23) for n in range(61)]
@@ -91,81 +92,6 @@ def test_packing_keeps_every_item_and_fills_rows(lengths):
         assert fullest[0] + fullest[1] > 11
 
 
-def padded_batch(lengths, *, side="right", width=13):
-    """Rows of ids 1, 2, 3 … that never repeat, padded with 99; every third token is asked for."""
-    torch.manual_seed(len(lengths))
-    real = torch.arange(width) < torch.tensor(lengths)[:, None]
-    real = real.flip(1) if side == "left" else real
-    ids = torch.full(real.shape, 99)
-    ids[real] = torch.arange(1, sum(lengths) + 1)
-    labels = ids.masked_fill(~real | (ids % 3 > 0), -100)
-    return {"input_ids": ids, "key_mask": real, "labels": labels, "num_targets": torch.tensor(int((labels != -100).sum()))}
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(1, 13), min_size=1, max_size=30), st.sampled_from([13, 17, 40]), st.sampled_from(["left", "right"]))
-def test_a_packed_batch_holds_every_row_whole_and_once(lengths, room, side):
-    batch = padded_batch(lengths, side=side)
-    packed = pack_batch(batch, room)
-    rows, width = packed["key_mask"].shape
-    assert rows <= len(lengths) and width <= room
-    found = []
-    for row in range(rows):
-        for number in range(int(packed["document_ids"][row].max()) + 1):
-            own = packed["document_ids"][row] == number
-            found.append((packed["input_ids"][row, own].tolist(), packed["labels"][row, own].tolist()))
-    wanted = [
-        (ids[real].tolist(), labels[real].tolist())
-        for ids, labels, real in zip(batch["input_ids"], batch["labels"], batch["key_mask"], strict=True)
-    ]
-    assert sorted(found) == sorted(wanted)
-    assert torch.equal(packed["document_ids"] >= 0, packed["key_mask"])
-    assert (packed["labels"][~packed["key_mask"]] == -100).all()
-    assert int(packed["num_targets"]) == int((packed["labels"] != -100).sum())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"position": "learned", "embed_norm": True, "norm_position": "post"},
-        {"position": "rotary"},
-        {"position": "t5"},
-        {"position": "alibi", "window": 3},
-        {"position": "sinusoidal", "scale": "log_length"},
-    ],
-    ids=lambda options: options["position"],
-)
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_a_packed_batch_has_the_loss_and_gradients_of_the_padded_one(options, side):
-    torch.manual_seed(2)
-    sizes = {"vocab_size": 100, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "max_len": 13}
-    model = build_model(TransformerConfig(architecture="encoder", **sizes, **options)).double()
-    found = []
-    padded = padded_batch([2, 13, 5, 3, 7, 11, 1], side=side)
-    for batch in (padded, pack_batch(padded)):
-        inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "num_targets")}
-        model.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(**inputs).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-        loss.backward()
-        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"key_mask": None}, "batch must have a key_mask and no document_ids, got input_ids, labels, num_targets"),
-        ({"document_ids": torch.zeros(2, 13)}, "no document_ids, got"),
-        ({"labels": torch.zeros(2)}, r"labels must have the shape of key_mask, \(2, 13\), got \(2,\)"),
-        ({}, "length=6 must reach the longest row, which has 7 tokens"),
-    ],
-)
-def test_a_batch_that_cannot_be_packed_is_refused(changes, said):
-    batch = {name: tensor for name, tensor in (padded_batch([7, 3]) | changes).items() if tensor is not None}
-    with pytest.raises(ValueError, match=said):
-        pack_batch(batch, 6)
-
-
 @pytest.fixture
 def path(write_text):
     return write_text("\n\n".join(DOCUMENTS), "a.txt")
@@ -180,13 +106,29 @@ def texts_of(task, rows):
     return "".join(map(task.tokenizer.decode, ids)).split("<eos>")[1:]
 
 
-@pytest.mark.parametrize("tokenizer", ["char", "bpe"])
-def test_every_document_is_in_one_split(path, cache, tokenizer):
-    task = load_documents(config(path), cache, None)
-    train, val = texts_of(task, task.train), texts_of(task, task.val)
+@pytest.mark.parametrize("marks", [None, ("eos",), ("bos",), ("bos", "eos")])
+def test_every_document_is_in_one_split(path, cache, marks):
+    given = train_tokenizer("char", DOCUMENTS, marks=marks) if marks else None
+    values = {"context_len": 101, "tokenizer": "bpe"}
+    task = load_documents(config(path, **values), cache, given)
+    train, val = ([task.tokenizer.decode(row["input_ids"][1:]) for row in rows] for rows in (task.train, task.val))
     assert sorted(train + val) == sorted(DOCUMENTS)
     assert len(train) > len(val) > 0
+    ids = task.tokenizer.mark_ids
+    begin, end = ids.get("bos", ids.get("eos")), ids.get("eos", ids.get("bos"))
+    assert all((row["input_ids"][0], row["labels"][-1]) == (begin, end) for row in task.train)
     assert task.model_fields == {"vocab_size": task.tokenizer.vocab_size}
+
+
+def test_a_document_may_hold_its_end_mark_where_that_stands_for_what_is_unknown(write_text, cache):
+    words = models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="</s>")
+    theirs = tokenizers.Tokenizer(words)
+    theirs.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    theirs.add_special_tokens(["</s>"])
+    path = write_text("\n".join(["a what b"] * 7 + ["b"] * 5))
+    task = load_documents(config(path), cache, Tokenizer(theirs.to_str()))
+    rows = [row["input_ids"].tolist() for split in (task.train, task.val) for row in split]
+    assert sorted(rows) == [[2, 0, 2, 1]] * 7 + [[2, 1]] * 5
 
 
 def test_a_split_or_a_file_of_its_own_validates(tmp_path, cache):
@@ -209,7 +151,7 @@ def test_bits_per_byte_and_character_count_every_end(path, cache):
 
 def test_a_second_run_reads_the_cache(path, cache, monkeypatch):
     first = load_documents(config(path), cache, None)
-    monkeypatch.setattr(documents, "_build", None)
+    monkeypatch.setattr(documents, "write_ids", None)
     second = load_documents(config(path, packing=True), cache, None)
     assert fingerprint(second.tokenizer) == fingerprint(first.tokenizer)
     assert texts_of(second, second.val) == texts_of(first, first.val)
@@ -234,7 +176,7 @@ def test_a_changed_file_a_given_tokenizer_and_a_damaged_cache_are_tokenised_anew
 
 
 def test_a_tokenizer_without_an_end_is_refused(path, cache):
-    with pytest.raises(ConfigError, match=r"^data=hf needs a tokenizer with a bos or eos"):
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer has no bos or eos"):
         load_documents(config(path), cache, train_tokenizer("char", ["abc"], vocab_size=0))
 
 

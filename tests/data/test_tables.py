@@ -1,10 +1,6 @@
 """Where tables come from: files, several files, folders, the hub; and what is said where there is none."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -91,22 +87,6 @@ def test_offline_what_was_fetched_before_is_read_from_the_cache(write_text, tmp_
     (kept / "dataset_info.json").write_text(made.read_text().replace('"dataset_name": "text"', '"dataset_name": "something"'))
     (kept / "something-train.arrow").write_bytes((made.parent / "text-train.arrow").read_bytes())
     assert list(load_table(HubDataConfig(path="someone/something"))["text"]) == TEXTS
-
-
-def test_a_hub_that_does_not_answer_is_asked_once():
-    """``datasets`` alone would try five times. In a process of its own, because the hub's address is read at import."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        code = (
-            "from minitx.config import HubDataConfig\nfrom minitx.data.tables import load_table\n"
-            "try: load_table(HubDataConfig(path='someone/something'))\nexcept ValueError as error: print(error)"
-        )
-        known = {key: value for key, value in os.environ.items() if "OFFLINE" not in key}
-        known |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.getsockname()[1]}", "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run([sys.executable, "-c", code], env=known, capture_output=True, text=True, timeout=600)
-    assert done.stdout.startswith("data.path=someone/something: the Hugging Face hub cannot be reached")
-    assert "HF_HUB_OFFLINE=1" in done.stdout
-    assert "Retrying" not in done.stderr
 
 
 def test_labels_are_numbered_by_name():

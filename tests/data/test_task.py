@@ -63,7 +63,7 @@ def masked(tmp_path):
     ids = np.random.default_rng(4).integers(5, 97, size=COUNT * 11 - 4).astype("<u2")
     (tmp_path / "ids.bin").write_bytes(ids.tobytes())
     tokens = TokenArray(tmp_path / "ids.bin", "<u2", 0, len(ids))
-    return MaskedRows(tokens, 11, 0.15, 4, 0, np.arange(5, 97))
+    return split_of(MaskedRows(tokens, 11, 0.15, 4, np.arange(5, 97)))
 
 
 def table(tmp_path):
@@ -172,7 +172,7 @@ def test_validation_shows_every_row_once_over_all_ranks(split, batch_size, world
     val = ValSource(split, batch_size=batch_size, world=world)
     found, targets = [], 0
     for step in range(len(val)):
-        batches = [val[Address(step, rank=rank, split="val")] for rank in range(world)]
+        batches = [val[Address(step, rank=rank)] for rank in range(world)]
         counted = [batch for batch in batches if (batch["labels"] != -100).any()]
         found += [row for batch in counted for row in stripped(batch)]
         assert {int(batch["num_targets"]) for batch in batches} == {sum(int((b["labels"] != -100).sum()) for b in counted)}
@@ -198,6 +198,12 @@ def test_keys_are_padded_with_what_was_asked_for():
     assert batch["label_weight"].tolist() == [0.5, 2.0] and batch["image"].shape == (2, 2, 2)
     assert "decoder_key_mask" not in batch
     assert "key_mask" not in split_of(rows, key_masks={}).collate(np.arange(2), None)
+
+
+def test_what_a_caller_does_to_a_batch_does_not_change_the_next():
+    val = ValSource(split_of([{"input_ids": ids, "labels": ids} for ids in torch.arange(12).view(3, 4)]), batch_size=3)
+    val.rows(range(3))["labels"].fill_(0)
+    assert val.rows(range(3))["labels"].tolist() == torch.arange(12).view(3, 4).tolist()
 
 
 def test_a_mask_of_the_rows_own_is_kept():
@@ -226,7 +232,7 @@ def test_drawn_rows_depend_on_seed_step_and_row_alone():
         whole[Address(0)]["input_ids"][:, 1], source(split_of(Drawn()), batch_size=6, seed=4)[Address(0)]["input_ids"][:, 1]
     )
     val = ValSource(split_of(Drawn()), batch_size=3)
-    assert torch.equal(val.rows(range(7))["input_ids"][3:6], val[Address(1, split="val")]["input_ids"])
+    assert torch.equal(val.rows(range(7))["input_ids"][3:6], val[Address(1)]["input_ids"])
 
 
 def test_labels_that_are_no_whole_numbers_count_by_row():
@@ -234,7 +240,7 @@ def test_labels_that_are_no_whole_numbers_count_by_row():
     parts = source(split_of(rows), batch_size=6, accumulate=3)
     assert {int(parts[Address(0, micro)]["num_targets"]) for micro in range(3)} == {6}
     val = ValSource(split_of(rows), batch_size=6, world=3)
-    last = [val[Address(1, rank=rank, split="val")] for rank in range(3)]
+    last = [val[Address(1, rank=rank)] for rank in range(3)]
     assert [len(batch["labels"]) for batch in last] == [1, 0, 0]
     assert {int(batch["num_targets"]) for batch in last} == {1}
 
@@ -278,5 +284,5 @@ def test_some_groups_may_be_kept_for_training():
 
 
 def test_one_group_cannot_be_split():
-    with pytest.raises(ValueError, match="1 groups"):
+    with pytest.raises(ConfigError, match=r"^data\.val_fraction=0\.5 .* 1 different"):
         hold_out("aaaa", 0.5)

@@ -14,7 +14,6 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from minitx.config import ConfigError
 from minitx.data.tokenizers import (
-    END_OF_TEXT,
     LONGEST_WORD,
     Tokenizer,
     find_tokenizer,
@@ -47,15 +46,6 @@ OURS = [*MARKED, BPE, CHAR, char("<>a\n\r\0\\é😀\u2028", marks=["eos"])]
 @given(st.text())
 def test_every_string_comes_back_from_bpe_exactly(text):
     assert BPE.decode(BPE.encode(text)) == text
-
-
-@given(st.lists(st.sampled_from([END_OF_TEXT, "<|", "|>", "endoftext", " ", "\n", "a"])).map("".join))
-def test_the_end_mark_in_a_text_is_ordinary_bytes(text):
-    for tokenizer in (BPE, bpe(f"ab{END_OF_TEXT}" * 31)):
-        ids = tokenizer.encode(text)
-        assert tokenizer.end_id not in ids
-        assert tokenizer.decode(ids) == text
-    assert BPE.decode([BPE.end_id]) == END_OF_TEXT
 
 
 def test_bpe_learns_merges_up_to_the_size_asked_for():
@@ -121,14 +111,6 @@ def test_only_a_character_model_of_ours_has_characters():
     assert np.array_equal(other.encode(POEM.upper()), CHAR.encode(POEM))
 
 
-@pytest.mark.parametrize("tokenizer", OURS)
-def test_a_tokenizer_survives_json(tokenizer):
-    restored = from_dict(json.loads(json.dumps(tokenizer.to_dict())))
-    assert fingerprint(restored) == fingerprint(tokenizer)
-    assert (restored.mark_ids, restored.end_id) == (tokenizer.mark_ids, tokenizer.end_id)
-    assert np.array_equal(restored.encode(POEM), tokenizer.encode(POEM))
-
-
 def test_fingerprints_tell_tokenizers_apart():
     assert fingerprint(char("ab")) == fingerprint(char("b", "a")) != fingerprint(char("abc"))
 
@@ -146,8 +128,6 @@ def test_what_is_not_known_is_refused():
         from_dict({"kind": "words"})
     with pytest.raises(ValueError, match="kind=words"):
         train_tokenizer("words", [POEM])
-    with pytest.raises(ValueError, match="sep"):
-        char("a", marks=["sep"])
     with pytest.raises(ConfigError, match=r"data\.tokenizer .* mask"):
         require_marks(BPE, "mask")
 
@@ -220,7 +200,9 @@ def test_marks_do_not_move_the_ids_of_characters():
 def test_what_we_save_loads_in_tokenizers_and_in_ours(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "tokenizer.json")
     theirs, ours = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), load_tokenizer(tmp_path)
-    assert fingerprint(ours) == fingerprint(tokenizer) == fingerprint(find_tokenizer(str(tmp_path)))
+    restored = from_dict(json.loads(json.dumps(tokenizer.to_dict())))
+    assert fingerprint(restored) == fingerprint(ours) == fingerprint(tokenizer) == fingerprint(find_tokenizer(str(tmp_path)))
+    assert (restored.mark_ids, restored.end_id) == (tokenizer.mark_ids, tokenizer.end_id)
     assert theirs.get_vocab_size() == tokenizer.vocab_size
     for text in (POEM, "a\r\n\0é😀\u2028?", "never  flitting"):
         ids = tokenizer.encode(text).tolist()
@@ -273,20 +255,6 @@ def test_a_name_on_the_hub_is_found_in_its_cache_without_a_network(hub_cache):
     check_wordpiece(find_tokenizer("someone/words"))
 
 
-def test_the_hub_is_asked_only_for_what_its_cache_does_not_hold(hub_cache, tmp_path, monkeypatch):
-    wordpiece().save(str(tmp_path / "fetched.json"))
-    asked = []
-
-    def fetch(*names):
-        asked.append(names)
-        return str(tmp_path / "fetched.json")
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
-    for name in ("someone/words", "someone/else"):
-        check_wordpiece(find_tokenizer(name))
-    assert asked == [("someone/else", "tokenizer.json")]
-
-
 @pytest.mark.parametrize("name", ["someone/else", "no/such/file.json", "~/no/such/folder", "", "folder"])
 def test_a_tokenizer_that_cannot_be_found_is_refused_by_its_key(name, hub_cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -301,7 +269,7 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_text(content)
-        with pytest.raises(ConfigError, match=rf"^data\.tokenizer={re.escape(str(tmp_path))}: "):
+        with pytest.raises(ConfigError, match=rf"^data\.tokenizer={re.escape(str(tmp_path))} "):
             find_tokenizer(str(tmp_path))
     with pytest.raises(ConfigError, match=f"^{path} "):
         load_tokenizer(tmp_path if content else path)

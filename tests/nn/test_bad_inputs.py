@@ -457,13 +457,6 @@ BRICKS = {
     "stretching what does not turn": (
         lambda: TransformerConfig(rotary_scaling="ntk"), ValueError, "rotary_scaling=ntk needs position=rotary, got position=learned",
     ),
-    "llama3 without a length": (
-        lambda: TransformerConfig(position="rotary", rotary_scaling="llama3", rotary_factor=8.0), ValueError,
-        "rotary_original_len=null must be given with rotary_scaling=llama3",
-    ),
-    "too many experts a token in a config": (
-        lambda: TransformerConfig(num_experts=2, experts_per_token=3), ValueError, "experts_per_token=3 must not exceed num_experts=2",
-    ),
     "a stochastic depth of one": (lambda: TransformerConfig(stochastic_depth=1.0), ValueError, "stochastic_depth=1.0 must lie in [0, 1)"),
     "no experts": (lambda: TransformerConfig(num_experts=0), ValueError, "num_experts=0 must be positive"),
 }  # fmt: skip

@@ -49,7 +49,7 @@ def test_a_window_has_the_error_of_the_keys_that_it_drops(make_config, tmp_path)
     errors = []
     for window in (1, 3, 7):
         model = TransformerConfig(
-            embed_dim=8, num_heads=2, num_layers=1, max_len=16, init="lecun", attention="sliding_window", window=window
+            embed_dim=8, num_heads=2, num_layers=1, max_len=16, init="lecun", window=window
         )
         config = dataclasses.replace(make_config(evaluation__attention_cost=True), model=model)
         errors.append(train(config, tmp_path / str(window))["measures"]["attention_error"])

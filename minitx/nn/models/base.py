@@ -100,13 +100,17 @@ class TransformerModel(nn.Module):
 
     def _positions(self, position_ids: Tensor, x: Tensor) -> list[Tensor | Rotation | None]:
         """Each layer's positions: angles where it rotates, made once for all layers with the same base."""
-        found: dict[float, Rotation] = {}
+        found: dict[Any, Rotation] = {}
         positions: list[Tensor | Rotation | None] = []
         for block in self.blocks:
             rotary = getattr(block.attention, "rotary", None)
-            if rotary is not None and rotary.base not in found:
-                found[rotary.base] = rotary.rotation(position_ids, x.shape[0], x.shape[1], x.dtype)
-            positions.append(position_ids if rotary is None else found[rotary.base])
+            if rotary is None:
+                positions.append(position_ids)
+                continue
+            kind = rotary.base, rotary.scaling
+            if kind not in found:
+                found[kind] = rotary.rotation(position_ids, x.shape[0], x.shape[1], x.dtype)
+            positions.append(found[kind])
         return positions
 
     def _run(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.config import TransformerConfig
+from minitx.config.model import of_layer
 from minitx.nn.attention import DotProductAttention, MultiHeadAttention
 from minitx.nn.bias import ALiBi, Bias, T5RelativeBias
 from minitx.nn.blocks import Block, LayerScale, StochasticDepth
@@ -126,7 +127,8 @@ def build_rotary(config: TransformerConfig, layer: int = 0) -> Rotary:
     if config.rotary_scaling is not None:
         turns = config.rotary_low, config.rotary_high
         scaling = RotaryScaling(config.rotary_scaling, config.rotary_factor, config.rotary_original_len, *turns)
-    return Rotary(config.width_per_head, base=config.rotary_base, interleaved=config.rotary_interleaved, scaling=scaling)
+    base = of_layer(config.rotary_base, layer)
+    return Rotary(config.width_per_head, base=base, interleaved=config.rotary_interleaved, scaling=scaling)
 
 
 def build_bias(config: TransformerConfig, *, decoder: bool) -> Bias | None:
