@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from minitx.nn.attention import MultiHeadAttention
@@ -106,14 +106,6 @@ def sum_over_rows(trainer: L.Trainer, value: Tensor) -> Tensor:
     strategy = trainer.strategy
     group = strategy.device_mesh[DATA].get_group() if isinstance(strategy, Sharded) else None
     return strategy.reduce(value.clone(), group=group, reduce_op="sum")  # which works in place
-
-
-def any_rank(trainer: L.Trainer, *flags: bool) -> list[bool]:
-    """Whether each flag is up on any rank: one small collective, or none on one device."""
-    if trainer.world_size == 1:
-        return list(flags)
-    raised = torch.tensor(flags, dtype=torch.int32, device=trainer.strategy.root_device)
-    return [bool(flag) for flag in trainer.strategy.reduce(raised, reduce_op="sum").tolist()]
 
 
 def parallelize(network: nn.Module, mesh: DeviceMesh) -> None:
@@ -220,18 +212,13 @@ def _num_parts(tensor: Tensor) -> int:
     return math.prod(mesh.size(axis) for axis, place in enumerate(tensor.placements) if not place.is_replicate())
 
 
+@torch.no_grad()
 def load_whole(network: nn.Module, state: Mapping[str, Tensor]) -> None:
     """The inverse of ``whole_state``: each rank takes its part of every tensor; ``state`` is the same on all of them."""
-    options = StateDictOptions(full_state_dict=True, strict=False)
-    for prefix, module in network.named_modules():  # one by one: torch passes over parameters that two modules share
-        own: dict[str, Any] = {name: state[f"{prefix}.{name}" if prefix else name] for name in _own_names(module)}
-        if own:
-            set_model_state_dict(module, own, options=options)
-
-
-def _own_names(module: nn.Module) -> list[str]:
-    lasting = (name for name, _ in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set)
-    return [*(name for name, _ in module.named_parameters(recurse=False)), *lasting]
+    for name, own in network.state_dict().items():  # torch's set_model_state_dict passes over parameters that two modules share
+        whole = state[name].to(own.device, own.dtype)
+        cut = isinstance(own, DTensor)
+        own.copy_(distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None) if cut else whole)
 
 
 def whole_state(network: nn.Module) -> dict[str, Tensor]:
