@@ -6,7 +6,7 @@ hidden units. What is counted once a row must therefore be counted over data-par
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -192,24 +192,13 @@ def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """‖all gradients‖ of the whole model, on every rank: local squares over the number of copies, summed in one collective."""
-    if not any(isinstance(gradient, DTensor) for gradient in gradients):
-        return torch.nn.utils.get_total_norm(gradients)
-    world = torch.distributed.get_world_size()
-    by_copies: dict[int, list[Tensor]] = {}
-    for gradient, local in zip(gradients, local_parts(gradients), strict=True):
-        by_copies.setdefault(world // _num_parts(gradient), []).append(local)
-    square = torch.stack([torch.nn.utils.get_total_norm(parts).square() / n for n, parts in by_copies.items()]).sum()
-    torch.distributed.all_reduce(square)
-    return square.sqrt()
-
-
-def _num_parts(tensor: Tensor) -> int:
-    """Into how many different pieces a tensor is cut."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    mesh = tensor.device_mesh
-    return math.prod(mesh.size(axis) for axis, place in enumerate(tensor.placements) if not place.is_replicate())
+    """‖all gradients‖ of the whole model, on every rank. DTensor sums over the ranks: once for those that are cut alike."""
+    alike: dict[Any, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        alike[gradient.placements if isinstance(gradient, DTensor) else None].append(gradient)
+    norms = [torch.nn.utils.get_total_norm(group) for group in alike.values()]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
 
 
 @torch.no_grad()

@@ -162,45 +162,30 @@ def test_a_full_disk_keeps_the_old_checkpoint(make_config, tmp_path):
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")["global_step"] == 6
 
 
-def full_log(config, folder):
-    import signal
-
-    keep_data_beside(folder)
-    open_data(config)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500, -1))
-    try:
-        train(config, folder)
-    except OSError as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.slow
-def test_a_full_disk_under_the_log_ends_the_run_with_the_file_named(make_config, tmp_path):
-    (said,) = run_ranks(1, full_log, make_config(trainer__max_steps=40), tmp_path / "run")
-    assert "File too large" in said
-    assert "metrics.csv" in said
-
-
-def full_cache(config, folder):
+def with_small_files(config, folder, prepared):
+    """What a run says, and what its cache holds, where no file may have more than 500 bytes; ``prepared``: after its data were."""
     import signal
 
     data = keep_data_beside(folder)
+    if prepared:
+        open_data(config)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, -1))
     try:
         train(config, folder)
-    except ConfigError as error:
+    except (OSError, ConfigError) as error:
         return str(error), sorted(data.rglob("*.*"))
     return None
 
 
 @pytest.mark.slow
-def test_a_full_disk_under_the_cache_leaves_no_half_of_it(make_config, tmp_path):
-    ((said, left),) = run_ranks(1, full_cache, make_config(), tmp_path / "run")
+def test_a_full_disk_ends_the_run_with_the_file_named_and_leaves_no_half_of_a_cache(make_config, tmp_path):
+    ((said, left),) = run_ranks(1, with_small_files, make_config(), tmp_path / "run", False)
     assert "which keeps prepared data, cannot be written: File too large" in said
     assert left == []
+    ((said, _),) = run_ranks(1, with_small_files, make_config(trainer__max_steps=40), tmp_path / "other", True)
+    assert "File too large" in said
+    assert "metrics.csv" in said
     assert not (tmp_path / "run").exists()
 
 

@@ -158,13 +158,6 @@ def test_scores_of_texts_are_sacrebleus():
         assert found.low < found.high
 
 
-def test_rows_can_be_few(ready):
-    network, data = ready("seq2seq", val_batch_size=4)
-    found = evaluate(network, data, EvaluationConfig(num_rows=7))
-    assert found.metrics["exact_match"].count == 7
-    assert json.loads(json.dumps(found.to_dict()))["metrics"]["exact_match"]["count"] == 7
-
-
 def test_a_run_writes_its_evaluation_where_it_is_asked_to(make_config, tmp_path):
     for at_end in (False, True):
         folder = tmp_path / str(at_end)
