@@ -18,8 +18,8 @@ from minitx.data.module import DataModule, load_task
 from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.models import build_model
-from minitx.training.calling import Caller
-from minitx.training.hardware import runs_on_cpu
+from minitx.training.calling import Caller, config_of
+from minitx.training.hardware import device_type
 from minitx.training.module import TrainingModule
 from minitx.training.objectives import build_objective, check_head, checked_sums
 from minitx.training.optimizers import build_optimizer, build_schedule, parameter_groups
@@ -192,18 +192,14 @@ def build_module(
     Raises:
         ConfigError: a model that cannot be run, an objective or optimizer rules that do not fit it.
     """
-    shape = getattr(network, "config", None)
-    ours = shape if isinstance(shape, TransformerConfig) else None
+    ours = config_of(network)
     built = build_objective(config.objective if objective is None else objective)
     if isinstance(config.objective, ObjectiveConfig):
         check_head(config.objective, network, ours.head if ours else "none")
     head_dim = ours.width_per_head if ours else 1
     if isinstance(config.optimizer, OptimizerConfig):
-        try:
-            parameter_groups(network, config.optimizer, head_dim=head_dim)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-    if isinstance(data, DataModule) and runs_on_cpu(config.trainer):
+        parameter_groups(network, config.optimizer, head_dim=head_dim)  # refuses its rules before the run has a folder
+    if isinstance(data, DataModule) and device_type(config.trainer) == "cpu":
         try_once(network, built, data)
     tokenizer = getattr(getattr(data, "task", data), "tokenizer", None)
     return TrainingModule(

@@ -8,6 +8,8 @@ import signal
 import sys
 import threading
 import time
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,7 +20,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from minitx.nn.scale import ScoreScale
 from minitx.training.module import TrainingModule
-from minitx.training.parallel import any_rank
 from minitx.training.steps import StepCallback, StepLog
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class PlainProgress(StepCallback):
             log.info(
                 "step %d/%d  loss %.4f  %.1f steps/s  %.0f tokens/s  %s left",
                 *(step, trainer.max_steps, row["train_loss"], rate, row["tokens_per_second"]),
-                clock((trainer.max_steps - step) / rate),
+                timedelta(seconds=round((trainer.max_steps - step) / rate)),
             )
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -75,13 +76,6 @@ def logged(trainer: L.Trainer) -> dict[str, Any]:
 def progress() -> L.Callback:
     """A bar on a terminal, plain lines elsewhere."""
     return BarProgress(refresh_rate=10) if sys.stderr.isatty() else PlainProgress()
-
-
-def clock(seconds: float) -> str:
-    """Seconds as 1:02:03 or 2:03."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 class StoppedError(Exception):
@@ -154,8 +148,9 @@ class LastCheckpoint(StepCallback, Checkpoint):
             self._save_or_stop(trainer, agree=True)
 
     def _save_or_stop(self, trainer: L.Trainer, *, agree: bool) -> None:
-        late, stop = time.monotonic() - self.saved_at >= self.seconds, self._received is not None
-        late, stop = any_rank(trainer, late, stop) if agree else (False, False)
+        any_process = partial(trainer.strategy.reduce_boolean_decision, all=False)
+        late = agree and any_process(time.monotonic() - self.saved_at >= self.seconds)
+        stop = agree and any_process(self._received is not None)
         if self.path is not None and (late or stop or trainer.should_stop or trainer.global_step % self.every == 0):
             self._save(trainer, self.path)
         if stop:
@@ -171,12 +166,10 @@ class LastCheckpoint(StepCallback, Checkpoint):
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Writes ``best.ckpt`` at the lowest validation loss of the run. Its class gives its state a key beside other ModelCheckpoints."""
+    """Writes ``best.ckpt`` into ``folder`` at the lowest ``val_loss``. Its class gives its state a key beside other ModelCheckpoints."""
 
-
-def best_checkpoint(folder: Path) -> BestCheckpoint:
-    """A callback that writes ``best.ckpt`` into ``folder`` at the lowest ``val_loss``."""
-    return BestCheckpoint(dirpath=folder, filename="best", monitor="val_loss", mode="min", enable_version_counter=False)
+    def __init__(self, folder: Path) -> None:
+        super().__init__(dirpath=folder, filename="best", monitor="val_loss", mode="min", enable_version_counter=False)
 
 
 class AttentionTemperature(L.Callback):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from minitx.config import ConfigError
+from minitx.config import ConfigError, TransformerConfig
 from minitx.data.addressing import Batch
 
 NOT_FOR_THE_NETWORK = ("labels", "num_targets")
@@ -17,6 +17,12 @@ NOT_FOR_THE_NETWORK = ("labels", "num_targets")
 def network_inputs(batch: Batch) -> Batch:
     """What of a batch is no target."""
     return {name: tensor for name, tensor in batch.items() if name not in NOT_FOR_THE_NETWORK}
+
+
+def config_of(network: nn.Module) -> TransformerConfig | None:
+    """The config of one of our models, None for a model of the user's."""
+    found = getattr(network, "config", None)
+    return found if isinstance(found, TransformerConfig) else None
 
 
 class Caller:

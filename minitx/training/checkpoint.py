@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import shutil
 import struct
@@ -176,12 +177,9 @@ def _append_digest(file: BinaryIO) -> None:
 
 def _sha256(file: BinaryIO, size: int) -> str:
     """Of the first ``size`` bytes."""
-    file.seek(0)
-    digest, left = hashlib.sha256(), size
-    while chunk := file.read(min(left, 1 << 20)):
-        digest.update(chunk)
-        left -= len(chunk)
-    return digest.hexdigest()
+    file.flush()
+    with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:
+        return hashlib.sha256(content).hexdigest()
 
 
 def _replace(part: Path, path: Path) -> None:

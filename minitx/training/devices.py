@@ -8,39 +8,21 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from minitx.config import ConfigError, TrainerConfig, TransformerConfig
-from minitx.config.checks import first_line
 from minitx.training.checkpoint import AtomicCheckpointIO
-from minitx.training.hardware import check_count, cpu_precision, device_type, runs_on_cpu
-from minitx.training.parallel import Sharded, any_rank
+from minitx.training.hardware import cpu_precision, device_type
+from minitx.training.parallel import Sharded
 
 
 def place_of(options: TrainerConfig) -> dict[str, Any]:
     """The arguments of Lightning's Trainer for devices, strategy, precision and checkpoints."""
-    precision: str | None = cpu_precision(options.precision) if runs_on_cpu(options) else options.precision
+    precision: str | None = cpu_precision(options.precision) if device_type(options) == "cpu" else options.precision
     plugins: list[Any] = [AtomicCheckpointIO()]
     if options.strategy == "sharded" and precision == "64-true":  # which Lightning refuses by name, not as a plugin
         plugins, precision = [*plugins, DoublePrecision()], None
     where = {"accelerator": options.accelerator, "devices": options.devices, "num_nodes": options.num_nodes}
     return {**where, "strategy": build_strategy(options), "plugins": plugins, "precision": precision}
-
-
-def check_devices(options: TrainerConfig) -> None:
-    """Refuse devices that this machine lacks, and combinations that Lightning does not accept.
-
-    Raises:
-        ConfigError: no GPU, or fewer than asked for; float64 on Apple's GPU; a strategy that does not fit the rest.
-    """
-    check_count(options)
-    if options.precision == "64-true" and device_type(options) == "mps":
-        raise ConfigError("trainer.precision=64-true: Apple's GPU has no float64; set trainer.accelerator=cpu")
-    try:
-        L.Trainer(**place_of(options), logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    except (ValueError, MisconfigurationException, ImportError) as error:
-        said = f"trainer.strategy={options.strategy} with trainer.accelerator={options.accelerator}"
-        raise ConfigError(f"{said} and trainer.devices={options.devices} cannot be used: {first_line(error)}") from error
 
 
 def check_processes(trainer: L.Trainer) -> None:
@@ -50,7 +32,7 @@ def check_processes(trainer: L.Trainer) -> None:
         ConfigError: machines whose processors decided on different precisions; averaged weights of a sharded model.
     """
     own = str(trainer.precision)
-    if any_rank(trainer, trainer.strategy.broadcast(own) != own)[0]:
+    if trainer.strategy.reduce_boolean_decision(trainer.strategy.broadcast(own) != own, all=False):
         raise ConfigError(f"trainer.precision={own} differs between the machines of this run; set trainer.precision=32-true")
     averaged = any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
     if averaged and isinstance(trainer.strategy, Sharded):

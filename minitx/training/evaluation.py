@@ -10,7 +10,7 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,6 @@ class Metric:
     low: float
     high: float
     count: int
-
-    def transformed(self, rising: Callable[[float], float]) -> Metric:
-        """The same under a rising function, exp for a perplexity."""
-        return Metric(rising(self.value), rising(self.low), rising(self.high), self.count)
 
 
 @dataclass
@@ -192,7 +188,8 @@ def _of_labels(task: Task, nll: Tensor, counts: Tensor, right: Tensor) -> dict[s
         return {"accuracy": share_interval(int(right.sum()), len(right))}
     loss, accuracy = ratio_interval(nll, counts), ratio_interval(right, counts)
     if task.kind == "masked_lm":
-        return {"masked_perplexity": loss.transformed(math.exp), "masked_accuracy": accuracy}
+        perplexity = Metric(math.exp(loss.value), math.exp(loss.low), math.exp(loss.high), loss.count)
+        return {"masked_perplexity": perplexity, "masked_accuracy": accuracy}
     bits = {f"bits_per_{unit}": ratio_interval(nll * factor, counts) for unit, factor in task.bits_per.items()}
     return {**bits, "loss": loss, "next_token_accuracy": accuracy}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -12,38 +12,42 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from minitx.config import ConfigError
 from minitx.training.checkpoint import clean_up
+from minitx.training.metrics import read_metrics
 
 
-def make_folder(folder: Path, files: Mapping[str, str]) -> Callable[[], None]:
-    """Make the run's folder with its text files. Only the first process does.
+@contextmanager
+def run_folder(folder: Path, files: Mapping[str, str]) -> Iterator[None]:
+    """Make the run's folder with its text files, and copy the log of each process to ``logs/rank_N.log`` meanwhile.
 
-    Returns:
-        A function that removes the folder again, and those above it, if they were made here.
+    A mistake that shows before the first step removes what was made here. The traceback of an error goes to the log file only.
 
     Raises:
         ConfigError: the folder cannot be made or written.
     """
-    if _rank():
-        return lambda: None
+    rank = getattr(rank_zero_only, "rank", 0)
+    made = [] if rank else _make(folder, files)
     try:
-        new = [each for each in (folder, *folder.parents) if not each.exists()]
+        with _log_to(folder / "logs" / f"rank_{rank}.log"):
+            yield
+    except ConfigError:
+        if not (folder / "metrics.csv").exists() or not read_metrics(folder / "metrics.csv"):
+            for each in made:
+                with suppress(OSError):  # a folder above that others use by now
+                    shutil.rmtree(each) if each == folder else each.rmdir()
+        raise
+
+
+def _make(folder: Path, files: Mapping[str, str]) -> list[Path]:
+    """Make the folder and its files; the folders that were not there, the innermost first."""
+    try:
+        made = [each for each in (folder, *folder.parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         clean_up(folder / "checkpoints")
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
-
-    def undo() -> None:
-        for made in new:
-            with suppress(OSError):  # a folder above that others use by now
-                shutil.rmtree(made) if made == folder else made.rmdir()
-
-    return undo
-
-
-def _rank() -> int:
-    return getattr(rank_zero_only, "rank", 0)
+    return made
 
 
 class _LogFile(logging.FileHandler):
@@ -52,9 +56,7 @@ class _LogFile(logging.FileHandler):
 
 
 @contextmanager
-def rank_log(folder: Path) -> Iterator[None]:
-    """Copy this process's log to ``logs/rank_N.log``. The traceback of an error goes to that file only."""
-    path = folder / "logs" / f"rank_{_rank()}.log"
+def _log_to(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))

@@ -31,10 +31,11 @@ PEAK_TFLOPS = {
 
 
 def check_count(options: TrainerConfig) -> None:
-    """Refuse more devices than there are.
+    """Refuse what this machine does not have.
 
     Raises:
-        ConfigError: no GPU, or fewer GPUs than asked for; several devices with ``auto`` on a machine without as many.
+        ConfigError: no GPU, or fewer GPUs than asked for; several devices with ``auto`` on a machine without as many; float64 on
+            Apple's GPU.
     """
     mps = int(torch.backends.mps.is_available())
     asked, devices = options.accelerator, options.devices
@@ -46,6 +47,8 @@ def check_count(options: TrainerConfig) -> None:
             f"trainer.devices={devices} with trainer.accelerator=auto: this machine has {found} usable GPUs; "
             "trainer.accelerator=cpu runs as many processes on the CPU"
         )
+    if options.precision == "64-true" and device_type(options) == "mps":
+        raise ConfigError("trainer.precision=64-true: Apple's GPU has no float64; set trainer.accelerator=cpu")
 
 
 def device_type(options: TrainerConfig) -> str:
@@ -57,11 +60,6 @@ def device_type(options: TrainerConfig) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def runs_on_cpu(options: TrainerConfig) -> bool:
-    """Whether the run uses the CPU on this machine."""
-    return device_type(options) == "cpu"
-
-
 @cache
 def cpu_precision(precision: str) -> str:
     """The precision to use on this CPU for ``trainer.precision``.
@@ -70,16 +68,11 @@ def cpu_precision(precision: str) -> str:
     times slower than float32, so float32 replaces it, and one line of the log says so. Nothing is timed: equal processors
     give equal answers.
     """
-    if not precision.startswith("bf16") or has_bf16():
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # newer than torch 2.10
+    if not precision.startswith("bf16") or any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16")):
         return precision
     log.info("trainer.precision=%s runs as 32-true: this CPU has no instructions for bfloat16", precision)
     return "32-true"
-
-
-def has_bf16() -> bool:
-    """Whether this CPU multiplies matrices in bfloat16 by instructions of its own."""
-    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # newer than torch 2.10
-    return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
 def widest_float(device: torch.device) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -106,6 +107,27 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         {name: (None if text == "" else int(text) if name in ("step", "tokens") else float(text)) for name, text in row.items()}
         for row in rows
     ]
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Read a file of JSON lines; [] where there is none. A last line cut short by a crash is left out."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def add_records(path: Path, *records: Mapping[str, Any]) -> None:
+    """Append records to a file of JSON lines."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def drop_records(path: Path, step: int) -> None:
+    """Drop the records after ``step``, where a run goes on and makes them again; a run that begins, at step 0, keeps none."""
+    kept = [record for record in read_records(path) if record["step"] <= step > 0]
+    path.unlink(missing_ok=True)
+    if kept:
+        add_records(path, *kept)
 
 
 def finite(value: float | None) -> float | None:

@@ -24,27 +24,42 @@ def matrix_names(network: nn.Module) -> set[str]:
     return names
 
 
-def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
-    """About U Vᵀ for each matrix U S Vᵀ of (N, rows, cols), by Newton–Schulz: X ← aX + b(XXᵀ)X + c(XXᵀ)²X, ``steps`` times.
+def orthogonalise(matrices: Sequence[Tensor], steps: int = 5) -> list[Tensor]:
+    """About U Vᵀ for each matrix U S Vᵀ, or each of a stack (N, rows, cols), by Newton–Schulz.
 
-    The singular values come to lie between about 0.7 and 1.2, which trains as well as 1 (Jordan et al. 2024, "Muon: An
-    optimizer for hidden layers in neural networks"). All matrices in one product each: small ones cost little more
-    together than alone. In bfloat16 on a GPU, in the matrices' own dtype elsewhere.
+    X ← aX + b(XXᵀ)X + c(XXᵀ)²X, ``steps`` times. The singular values come to lie between about 0.7 and 1.2, which trains as
+    well as 1 (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"). Matrices of one shape, or its
+    transpose, share their products: small ones cost little more together than alone. In bfloat16 on a GPU, in the matrices' own
+    dtype elsewhere.
 
     >>> matrices = torch.randn(2, 30, 7, generator=torch.Generator().manual_seed(0))
-    >>> values = torch.linalg.svdvals(orthogonalise(matrices))
+    >>> values = torch.linalg.svdvals(orthogonalise([matrices])[0])
     >>> bool((values > 0.5).all() and (values < 1.3).all())
     True
     """
+    wide = [m.mT if m.shape[-2] > m.shape[-1] else m for m in matrices]
+    by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for i, matrix in enumerate(wide):
+        by_shape[tuple(matrix.shape[-2:])].append(i)
+    done = list(matrices)
+    for shape, members in by_shape.items():
+        stacks = [wide[i].reshape(-1, *shape) for i in members]
+        parts = _newton_schulz(torch.cat(stacks), steps).split([len(stack) for stack in stacks])
+        for i, part in zip(members, parts, strict=True):
+            result = part.reshape(wide[i].shape)
+            done[i] = result if wide[i] is matrices[i] else result.mT
+    return done
+
+
+def _newton_schulz(matrices: Tensor, steps: int) -> Tensor:
+    """``orthogonalise`` of a stack (N, rows, cols) with rows ≤ cols."""
     a, b, c = COEFFICIENTS
     x = matrices.bfloat16() if matrices.device.type == "cuda" else matrices
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if tall else x).to(matrices.dtype)
+    return x.to(matrices.dtype)
 
 
 class Muon(torch.optim.Optimizer):
@@ -117,22 +132,6 @@ class Muon(torch.optim.Optimizer):
         buffers, momentum = [self.state[p]["momentum_buffer"] for p in params], group["momentum"]
         torch._foreach_lerp_(buffers, grads, 1.0 - momentum)
         updates = torch._foreach_lerp(grads, buffers, momentum)
-        for p, update in zip(params, orthogonalised(updates, group["steps"]), strict=True):
+        for p, update in zip(params, orthogonalise(updates, group["steps"]), strict=True):
             p.mul_(1.0 - group["lr"] * group["weight_decay"] * go)
             p.sub_(update * (group["lr"] * max(1.0, p.shape[-2] / p.shape[-1]) ** 0.5 * go))
-
-
-def orthogonalised(matrices: Sequence[Tensor], steps: int) -> list[Tensor]:
-    """``orthogonalise`` of each, those of one shape (or its transpose) together."""
-    stacks: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for i, matrix in enumerate(matrices):
-        stacks[tuple(sorted(matrix.shape[-2:]))].append(i)
-    done: list[Tensor] = list(matrices)
-    for members in stacks.values():
-        wide = [m.mT if m.shape[-2] > m.shape[-1] else m for m in (matrices[i] for i in members)]
-        flat = [m.unsqueeze(0) if m.dim() == 2 else m for m in wide]
-        parts = orthogonalise(torch.cat(flat), steps).split([len(m) for m in flat])
-        for i, part in zip(members, parts, strict=True):
-            whole = part.mT if matrices[i].shape[-2] > matrices[i].shape[-1] else part
-            done[i] = whole.reshape(matrices[i].shape)
-    return done

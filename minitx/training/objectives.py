@@ -139,7 +139,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         wide = torch.promote_types(narrow, torch.float32)
         w, b = weight.to(narrow), None if bias is None else bias.to(narrow)  # once: autocast would for every chunk
-        sums = [hidden.new_zeros((), dtype=wide), hidden.new_zeros((), dtype=wide), labels.new_zeros(())]
+        loss, nll, correct = hidden.new_zeros((), dtype=wide), hidden.new_zeros((), dtype=wide), labels.new_zeros(())
         grads = [
             torch.zeros_like(x, dtype=dtype) if want and x is not None else None
             for x, want, dtype in zip((hidden, weight, bias), wanted, (hidden.dtype, wide, wide), strict=True)
@@ -148,14 +148,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for start in range(0, len(hidden), chunk_tokens):
                 part = slice(start, start + chunk_tokens)
                 h, target = hidden[part].to(narrow), labels[part]
-                log_p = F.linear(h, w, b).to(wide).log_softmax(-1)  # (chunk, V), and the logits are gone
-                _add_sums(sums, log_p, target, smoothing)
+                logits = F.linear(h, w, b).to(wide)  # (chunk, V)
+                sums = cross_entropy(logits, target, label_smoothing=smoothing)
+                loss, nll, correct = loss + sums["loss"], nll + sums["nll"], correct + sums["correct"]
                 if any(wanted):
-                    _add_gradients(grads, _gradient(log_p, target, smoothing).to(narrow), h, w, part)
+                    _add_gradients(grads, _gradient(logits, target, smoothing).to(narrow), h, w, part)
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         ctx.save_for_backward(*grads)
-        ctx.mark_non_differentiable(*sums[1:])
-        return sums[0], sums[1], sums[2]
+        ctx.mark_non_differentiable(nll, correct)
+        return loss, nll, correct
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -167,19 +168,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *found, None, None, None, None
 
 
-def _add_sums(sums: list[Tensor], log_p: Tensor, target: Tensor, smoothing: float) -> None:
-    """Add a chunk's loss, nll and hits."""
-    counted = target != IGNORED
-    nll = -log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    loss = torch.lerp(nll, -log_p.mean(-1), smoothing) if smoothing else nll
-    for total, value in zip(sums, (loss, nll, log_p.argmax(-1) == target), strict=True):
-        total += value.masked_fill(~counted, 0).sum()
-
-
-def _gradient(log_p: Tensor, target: Tensor, smoothing: float) -> Tensor:
-    """d loss / d logits of a chunk, in the place of ``log_p``; 0 where a position does not count."""
+def _gradient(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
+    """d loss / d logits of a chunk; 0 where a position does not count."""
     hit = target.clamp(min=0).unsqueeze(-1)
-    d_logits = log_p.exp_().sub_(smoothing / log_p.shape[-1])
+    d_logits = logits.softmax(-1).sub_(smoothing / logits.shape[-1])
     d_logits.scatter_add_(-1, hit, torch.full_like(hit, smoothing - 1.0, dtype=d_logits.dtype))
     return d_logits.masked_fill_((target == IGNORED).unsqueeze(-1), 0.0)
 

@@ -26,7 +26,7 @@ def parameter_groups(network: nn.Module, config: OptimizerConfig, *, head_dim: i
         head_dim: d_k, for factors written ``head_dim^p``.
 
     Raises:
-        ValueError: a rule that matches no parameter, a factor below zero, or that nothing is left to train.
+        ConfigError: a rule that matches no parameter, a factor below zero, or that nothing is left to train.
     """
     groups: dict[tuple[float, float, float, bool], list[nn.Parameter]] = defaultdict(list)
     matrices = matrix_names(network) if config.name == "muon" else set()
@@ -43,9 +43,9 @@ def parameter_groups(network: nn.Module, config: OptimizerConfig, *, head_dim: i
         rate = (config.matrix_lr if name in matrices else config.lr) * lr
         groups[rate, config.weight_decay * decay, config.eps * eps, name in matrices].append(parameter)
     if unused:
-        raise ValueError(f"optimizer.rules[{min(unused)}].match={config.rules[min(unused)].match} matches no parameter name")
+        raise ConfigError(f"optimizer.rules[{min(unused)}].match={config.rules[min(unused)].match} matches no parameter name")
     if not groups:
-        raise ValueError("optimizer.rules freeze every parameter: nothing is left to train")
+        raise ConfigError("optimizer.rules freeze every parameter: nothing is left to train")
     return [
         {"params": params, "lr": lr, "weight_decay": decay, "eps": eps, **({"matrix": True} if matrix else {})}
         for (lr, decay, eps, matrix), params in groups.items()
@@ -58,7 +58,7 @@ def _factor(rule: ParameterRule, key: str, path: str, head_dim: int) -> float:
     except OverflowError:
         factor = math.inf
     if not 0.0 <= factor < math.inf:
-        raise ValueError(f"{path}.{key}={getattr(rule, key)} must be a finite factor of zero or more")
+        raise ConfigError(f"{path}.{key}={getattr(rule, key)} must be a finite factor of zero or more")
     return factor
 
 

@@ -6,7 +6,7 @@ hidden units. What is counted once a row must therefore be counted over data-par
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from minitx.nn.attention import MultiHeadAttention
@@ -106,14 +106,6 @@ def sum_over_rows(trainer: L.Trainer, value: Tensor) -> Tensor:
     strategy = trainer.strategy
     group = strategy.device_mesh[DATA].get_group() if isinstance(strategy, Sharded) else None
     return strategy.reduce(value.clone(), group=group, reduce_op="sum")  # which works in place
-
-
-def any_rank(trainer: L.Trainer, *flags: bool) -> list[bool]:
-    """Whether each flag is up on any rank: one small collective, or none on one device."""
-    if trainer.world_size == 1:
-        return list(flags)
-    raised = torch.tensor(flags, dtype=torch.int32, device=trainer.strategy.root_device)
-    return [bool(flag) for flag in trainer.strategy.reduce(raised, reduce_op="sum").tolist()]
 
 
 def parallelize(network: nn.Module, mesh: DeviceMesh) -> None:
@@ -199,38 +191,22 @@ def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """‖all gradients‖ of the whole model, on every rank: local squares over the number of copies, summed in one collective."""
-    if not any(isinstance(gradient, DTensor) for gradient in gradients):
-        return torch.nn.utils.get_total_norm(gradients)
-    world = torch.distributed.get_world_size()
-    by_copies: dict[int, list[Tensor]] = {}
-    for gradient, local in zip(gradients, local_parts(gradients), strict=True):
-        by_copies.setdefault(world // _num_parts(gradient), []).append(local)
-    square = torch.stack([torch.nn.utils.get_total_norm(parts).square() / n for n, parts in by_copies.items()]).sum()
-    torch.distributed.all_reduce(square)
-    return square.sqrt()
+    """‖all gradients‖ of the whole model, on every rank. DTensor sums over the ranks: once for those that are cut alike."""
+    alike: dict[Any, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        alike[gradient.placements if isinstance(gradient, DTensor) else None].append(gradient)
+    norms = [torch.nn.utils.get_total_norm(group) for group in alike.values()]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
 
 
-def _num_parts(tensor: Tensor) -> int:
-    """Into how many different pieces a tensor is cut."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    mesh = tensor.device_mesh
-    return math.prod(mesh.size(axis) for axis, place in enumerate(tensor.placements) if not place.is_replicate())
-
-
+@torch.no_grad()
 def load_whole(network: nn.Module, state: Mapping[str, Tensor]) -> None:
     """The inverse of ``whole_state``: each rank takes its part of every tensor; ``state`` is the same on all of them."""
-    options = StateDictOptions(full_state_dict=True, strict=False)
-    for prefix, module in network.named_modules():  # one by one: torch passes over parameters that two modules share
-        own: dict[str, Any] = {name: state[f"{prefix}.{name}" if prefix else name] for name in _own_names(module)}
-        if own:
-            set_model_state_dict(module, own, options=options)
-
-
-def _own_names(module: nn.Module) -> list[str]:
-    lasting = (name for name, _ in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set)
-    return [*(name for name, _ in module.named_parameters(recurse=False)), *lasting]
+    for name, own in network.state_dict().items():  # torch's set_model_state_dict passes over parameters that two modules share
+        whole = state[name].to(own.device, own.dtype)
+        cut = isinstance(own, DTensor)
+        own.copy_(distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None) if cut else whole)
 
 
 def whole_state(network: nn.Module) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from minitx.config import ConfigError, Part, is_part
@@ -140,16 +139,13 @@ def _check_nested(node: Any, key: str) -> None:
 
 def _trusted_class(target: str, key: str) -> type:
     """The class that ``target`` names, if a checkpoint may name it."""
-    package, *names = target.split(".")
-    found: Any = {"torch": torch}.get(package)
+    module, _, name = target.rpartition(".")
     if target in OURS:
-        found = importlib.import_module(".".join([package, *names[:-1]]))
-        names = names[-1:]
-    for name in names:
-        found = vars(found).get(name) if found is not None and hasattr(found, "__dict__") else None
-    home = getattr(found, "__module__", "") if isinstance(found, type) else ""
-    if target in OURS or (
-        home.startswith(("torch.nn.", "torch.optim.")) and vars(sys.modules[home]).get(found.__name__) is found
-    ):
-        return found
+        importlib.import_module(module)
+    found = vars(sys.modules[module]).get(name) if module in sys.modules else None
+    if isinstance(found, type):
+        home = found.__module__
+        of_torch = home.startswith(("torch.nn.", "torch.optim.")) and getattr(sys.modules[home], found.__name__, None) is found
+        if of_torch or target in OURS:
+            return found
     raise ConfigError(f"{key}._target_={target} in the checkpoint is not a class of torch.nn, torch.optim or minitx; {_ADVICE}")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,12 +22,10 @@ from minitx.nn.blocks import Block
 from minitx.nn.functional import full_precision
 from minitx.nn.modes import evaluating
 from minitx.training.calling import Caller, network_inputs
-from minitx.training.metrics import MetricsFile
+from minitx.training.metrics import MetricsFile, add_records, drop_records, read_records
 from minitx.training.module import TrainingModule
 from minitx.training.objectives import checked_sums
 from minitx.training.steps import StepCallback
-
-log = logging.getLogger(__name__)
 
 _LOGGED = ("entropy", "row_std", "max_logit", "saturation_99", "grad_query_rms", "logit_step")
 _PARTS = 4  # of the probe batch, for the signal-to-noise ratio
@@ -54,8 +49,7 @@ class Probe(StepCallback):
     ==================  =====================================================================================
 
     Every ``weights_every`` steps, ``attention/step_N.safetensors`` keeps the weights on the first ``weights_rows`` rows.
-    Layer means of some of it go to the run's loggers as ``attention/LAYER/NAME``. At the end of training the log says what
-    looking cost.
+    Layer means of some of it go to the run's loggers as ``attention/LAYER/NAME``.
 
     Args:
         folder: of the run.
@@ -74,7 +68,6 @@ class Probe(StepCallback):
         self._first_favourites: dict[str, Tensor] | None = None
         self._gradients: dict[str, dict[str, float]] = {}
         self._before: dict[str, Look] = {}
-        self._looks, self._seconds, self._started, self._first_step = 0, 0.0, 0.0, 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"first_favourites": self._first_favourites}
@@ -85,10 +78,8 @@ class Probe(StepCallback):
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         if not attention_cores(module.network):
             raise ConfigError("callbacks.probe.every: the model has no attention with weights to look at; set it to 0")
-        self._started, self._first_step = time.perf_counter(), trainer.global_step
-        if trainer.is_global_zero and self.path.exists():  # what came after the checkpoint that goes on comes again
-            kept = [record for record in read_probes(self.path, by_head=True) if record["step"] <= trainer.global_step > 0]
-            self.path.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        if trainer.is_global_zero:
+            drop_records(self.path, trainer.global_step)
 
     def due(self, step: int) -> bool:
         """Whether to look after ``step`` updates: powers of two and multiples of ``every``."""
@@ -97,29 +88,17 @@ class Probe(StepCallback):
     def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
         if not trainer.is_global_zero:
             return
-        step, began = trainer.global_step, time.perf_counter()
+        step = trainer.global_step
         if step == 0 or self.due(step + 1):
             self._gradients = gradient_norms(module.network)
         if step == 0:  # gradients at initialisation belong to step 0, before its update
             self._write(trainer, module, 0)
         elif self.due(step + 1) and not self._before:
             self._before = self._look(module, statistics=False)[0]
-        self._seconds += time.perf_counter() - began
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
         if trainer.is_global_zero and self.due(step):
-            began = time.perf_counter()
             self._write(trainer, module, step)
-            self._seconds += time.perf_counter() - began
-
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        steps = trainer.global_step - self._first_step
-        if self._looks and steps:
-            a_look, a_step = self._seconds / self._looks, (time.perf_counter() - self._started - self._seconds) / steps
-            log.info(
-                "%d looks at attention, %.0f ms each, took %.1f s: every %d steps that is %.1f %% of the time of the steps",
-                *(self._looks, 1000 * a_look, self._seconds, self.options.every, 100 * a_look / (a_step * self.options.every)),
-            )
 
     def _write(self, trainer: L.Trainer, module: TrainingModule, step: int) -> None:
         looks, layers = self._look(module, statistics=True)
@@ -130,9 +109,7 @@ class Probe(StepCallback):
                 layer["logit_step"] = logit_step(self._before[name].call, looks[name].call, looks[name].real_queries)
         self._before = looks if self.due(step + 1) else {}
         plain = [{"name": name, **{key: _plain(value) for key, value in layer.items()}} for name, layer in layers.items()]
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "layers": plain}) + "\n")
-        self._looks += 1
+        add_records(self.path, {"step": step, "layers": plain})
         self._log(trainer, plain, step)
         every = self.options.weights_every
         if every and (step % every == 0 or step == trainer.max_steps):
@@ -234,10 +211,7 @@ def read_probes(path: Path, *, by_head: bool = False) -> list[dict[str, Any]]:
 
     A last line cut short by a crash is left out.
     """
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    records = read_records(path)
     if by_head:
         return records
     return [

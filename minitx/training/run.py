@@ -19,13 +19,15 @@ from minitx.data.module import DataModule
 from minitx.data.task import Task
 from minitx.nn.models import build_model
 from minitx.training.building import DEFAULT_BATCH_SIZE, build_module, build_network, open_data
-from minitx.training.callbacks import LastCheckpoint, StoppedError, best_checkpoint, progress
+from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, progress
+from minitx.training.calling import config_of
 from minitx.training.checkpoint import read_checkpoint
-from minitx.training.devices import check_devices, check_parallel, place_of
+from minitx.training.devices import check_parallel, place_of
 from minitx.training.evaluation import evaluate, report
-from minitx.training.folder import make_folder, rank_log
+from minitx.training.folder import run_folder
+from minitx.training.hardware import check_count
 from minitx.training.measures import check_measures, measures
-from minitx.training.metrics import MetricsFile, read_metrics
+from minitx.training.metrics import MetricsFile
 from minitx.training.module import NonFiniteError, TrainingModule
 from minitx.training.outcome import summarise
 from minitx.training.parallel import whole_state
@@ -64,8 +66,10 @@ def train(
         NonFiniteError: with ``on_nonfinite=stop``. StoppedError: on SIGINT or SIGTERM, after the checkpoint was written.
     """
     with quiet_lightning(), ExitStack() as stack:
-        prepare_process(config)
-        check_devices(config.trainer)
+        if config.trainer.threads is not None:
+            torch.set_num_threads(config.trainer.threads)
+        import_modules(config.imports)
+        check_count(config.trainer)
         opened = open_data(config, data, batch_size=batch_size)
         network = build_network(config, opened, model)
         check_run(config, network, opened)
@@ -77,7 +81,8 @@ def train(
         callbacks = [*own_callbacks(config, module, opened, folder), guard]
         loggers = [metrics, *build_all(config.logger, "logger", {"save_dir": str(folder)})]
         trainer = build_trainer(config, folder, loggers, callbacks, addressed=isinstance(opened, DataModule))
-        say_what_it_does(trainer, config, module, opened, folder)
+        if trainer.is_global_zero:
+            log.info("%s", summary(trainer, config, network, opened, folder))
         nonfinite_step = fit(trainer, module, opened, config, guard)
         measured = look_back(trainer, module, opened, config, folder) if nonfinite_step is None else {}
     task = getattr(opened, "task", None)
@@ -90,13 +95,6 @@ def train(
         num_parameters=sum(p.numel() for p in module.network.parameters()),
         measures=measured,
     )
-
-
-def prepare_process(config: RunConfig) -> None:
-    """CPU threads, and the modules that ``imports`` names."""
-    if config.trainer.threads is not None:
-        torch.set_num_threads(config.trainer.threads)
-    import_modules(config.imports)
 
 
 def check_run(config: RunConfig, network: nn.Module, data: L.LightningDataModule) -> None:
@@ -117,12 +115,6 @@ def check_run(config: RunConfig, network: nn.Module, data: L.LightningDataModule
         check_measures(config, model, data)
 
 
-def config_of(network: nn.Module) -> TransformerConfig | None:
-    """The config of one of our models, None for a model of the user's."""
-    found = getattr(network, "config", None)
-    return found if isinstance(found, TransformerConfig) else None
-
-
 def check_resumed(config: RunConfig, module: TrainingModule) -> int:
     """The step at which ``ckpt_path`` goes on, 0 without one. Nothing in the checkpoint is executed.
 
@@ -139,19 +131,6 @@ def check_resumed(config: RunConfig, module: TrainingModule) -> int:
     if other:
         raise ConfigError(f"ckpt_path={config.ckpt_path} holds another model than the config asks for: {'; '.join(other)}")
     return int(checkpoint["global_step"])
-
-
-@contextmanager
-def run_folder(folder: Path, files: Mapping[str, str]) -> Iterator[None]:
-    """Make the folder of the run, and log to it meanwhile. A mistake that shows before the first step leaves no new folder."""
-    undo = make_folder(folder, files)
-    try:
-        with rank_log(folder):
-            yield
-    except ConfigError:
-        if not (folder / "metrics.csv").exists() or not read_metrics(folder / "metrics.csv"):
-            undo()
-        raise
 
 
 def last_checkpoint(config: RunConfig, folder: Path) -> LastCheckpoint:
@@ -179,7 +158,7 @@ def own_callbacks(config: RunConfig, module: TrainingModule, data: L.LightningDa
     if asked.progress:
         own.append(progress())
     if options.ckpt_every:
-        own.append(best_checkpoint(folder / "checkpoints"))
+        own.append(BestCheckpoint(folder / "checkpoints"))
     own.append(WandbExtras(module.state["config"], folder, **to_dict(asked.wandb)))
     return own + build_all(asked.parts, "callbacks")
 
@@ -201,7 +180,7 @@ def build_trainer(
         addressed: the batches of each process are its own already; else Lightning's distributed sampler cuts the data.
 
     Raises:
-        ConfigError: ``trainer.extra``, ``trainer.plugins`` or ``trainer.profiler`` that Lightning refuses.
+        ConfigError: what Lightning refuses: devices, a strategy that does not fit them, ``trainer.extra``, a plugin, a profiler.
     """
     options = config.trainer
     steps = min(options.val_every or options.max_steps, options.max_steps)
@@ -229,29 +208,11 @@ def build_trainer(
             **options.extra,
         )
     except Exception as error:
-        raise ConfigError(f"trainer cannot be built: {first_line(error)}") from error
+        asked = f"trainer.strategy={options.strategy} with trainer.accelerator={options.accelerator}"
+        raise ConfigError(f"{asked} and trainer.devices={options.devices} cannot be used: {first_line(error)}") from error
     # a broadcast before every micro-batch, to share a signal that LastCheckpoint shares when it is time
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     return trainer
-
-
-def say_what_it_does(
-    trainer: L.Trainer, config: RunConfig, module: TrainingModule, data: L.LightningDataModule, folder: Path
-) -> None:
-    """One screen before the first step: model, device, data, steps, folder, and what is weaker than usual."""
-    task = getattr(data, "task", None)
-    facts: dict[str, str | None] = {"data": type(data).__name__}
-    if isinstance(data, DataModule):
-        rows = f"{len(data.task.train):,} rows" if hasattr(data.task.train, "__len__") else "new examples at every step"
-        parts = f" in {config.trainer.accumulate} parts" if config.trainer.accumulate > 1 else ""
-        facts["data"] = f"{data.task.name}: {rows}, {data.val_source().num_rows:,} to validate; {data.batch_size} a step{parts}"
-        facts["tokenizer"] = f"{data.task.tokenizer.vocab_size:,} tokens" if data.task.tokenizer else None
-    if trainer.is_global_zero:
-        log.info("%s", summary(trainer, module.network, folder, model=config_of(module.network), facts=facts))
-        if task is None and config.ckpt_path is not None:
-            log.info("the order of the data starts anew: the data module is not ours, and its loader may keep no state")
-        if isinstance(config.optimizer, Mapping):
-            log.info("every step is checked for numbers that are not finite on the host: the optimizer is not ours")
 
 
 def fit(
@@ -318,6 +279,3 @@ def quiet_lightning() -> Iterator[None]:
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
-
-
-__all__ = ["StoppedError", "train"]

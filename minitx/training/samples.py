@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from minitx.config import ConfigError
 from minitx.data.tokenizers import Tokenizer
 from minitx.generation import generate
 from minitx.nn.modes import evaluating
+from minitx.training.metrics import add_records, drop_records
 from minitx.training.module import TrainingModule, hash_seed
 from minitx.training.parallel import Sharded
 from minitx.training.steps import StepCallback
@@ -62,21 +62,20 @@ class Samples(StepCallback):
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         self._check(trainer, module.network)
-        if trainer.is_global_zero and self.path.exists():  # texts after the checkpoint are written again
-            kept = [record for record in read_samples(self.path) if record["step"] <= trainer.global_step > 0]
-            self.path.write_text("".join(map(_line, kept)), encoding="utf-8")
+        if trainer.is_global_zero:
+            drop_records(self.path, trainer.global_step)
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
         if not trainer.is_global_zero or (step % self.every and step != trainer.max_steps):
             return
         texts = self._write_texts(module, step)
-        with self.path.open("a", encoding="utf-8") as file:
-            for prompt, text in zip(self.prompts, texts, strict=True):
-                file.write(_line({"step": step, "prompt": prompt, "text": text}))
-                log.info("step %d  %s | %s", step, prompt, text)
+        pairs = [*zip(self.prompts, texts, strict=True)]
+        add_records(self.path, *({"step": step, "prompt": prompt, "text": text} for prompt, text in pairs))
+        for prompt, text in pairs:
+            log.info("step %d  %s | %s", step, prompt, text)
         for logger in trainer.loggers:
             if hasattr(logger, "log_text"):
-                logger.log_text("samples", columns=["prompt", "text"], data=[*zip(self.prompts, texts, strict=True)], step=step)
+                logger.log_text("samples", columns=["prompt", "text"], data=pairs, step=step)
 
     def _check(self, trainer: L.Trainer, network: nn.Module) -> None:
         config: Any = getattr(network, "config", None)
@@ -104,13 +103,3 @@ class Samples(StepCallback):
                 for ids in self._ids
             ]
         return [self.tokenizer.decode(answer.tolist()) for answer in answers]
-
-
-def read_samples(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a ``samples.jsonl``; a last line cut short by a crash is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _line(record: dict[str, Any]) -> str:
-    return json.dumps(record, ensure_ascii=False) + "\n"

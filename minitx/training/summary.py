@@ -9,38 +9,36 @@ import lightning.pytorch as L
 import torch
 from torch import nn
 
-from minitx.config import TransformerConfig
+from minitx.config import RunConfig
+from minitx.data.module import DataModule
+from minitx.training.calling import config_of
 
 
-def summary(
-    trainer: L.Trainer,
-    network: nn.Module,
-    folder: Path,
-    *,
-    model: TransformerConfig | None = None,
-    facts: Mapping[str, str | None] | None = None,
-) -> str:
-    """The lines to log before the first step: model, device, whatever ``facts`` say, steps and folder.
+def summary(trainer: L.Trainer, config: RunConfig, network: nn.Module, data: L.LightningDataModule, folder: Path) -> str:
+    """The lines to log before the first step: model, device, data, steps, folder, and what is weaker than usual.
 
     Args:
-        trainer: of the run. network: the model, whole.
-        folder: of the run.
-        model: the config of one of our models, whose sizes are shown.
-        facts: further lines by their name, such as ``data`` and ``tokenizer``; None leaves a line out.
+        trainer: of the run. network: the model, whole. data: of the run. folder: of the run.
     """
     every = int(trainer.val_check_interval) // trainer.accumulate_grad_batches
+    tokenizer = data.task.tokenizer if isinstance(data, DataModule) else None
     lines = {
-        "model": describe_model(network, model),
+        "model": describe_model(network),
         "device": describe_device(trainer),
-        **(facts or {}),
+        "data": describe_data(data),
+        "tokenizer": f"{tokenizer.vocab_size:,} tokens" if tokenizer else None,
         "steps": f"{trainer.max_steps:,}, validation every {every:,}",
         "folder": str(folder),
     }
-    width = max(map(len, lines))
-    return "\n".join(f"{name:{width}}  {text}" for name, text in lines.items() if text is not None)
+    text = [f"{name:9}  {said}" for name, said in lines.items() if said is not None]
+    if config.ckpt_path is not None and not isinstance(data, DataModule):
+        text.append("the order of the data starts anew: the data module is not ours, and its loader may keep no state")
+    if isinstance(config.optimizer, Mapping):
+        text.append("every step is checked for numbers that are not finite on the host: the optimizer is not ours")
+    return "\n".join(text)
 
 
-def describe_model(network: nn.Module, model: TransformerConfig | None = None) -> str:
+def describe_model(network: nn.Module) -> str:
     """The class and the parameters of a model, and the sizes of one of ours.
 
     >>> describe_model(nn.Linear(2, 3))
@@ -49,9 +47,19 @@ def describe_model(network: nn.Module, model: TransformerConfig | None = None) -
     total = sum(p.numel() for p in network.parameters())
     trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
     text = f"{type(network).__name__}, {total:,} parameters" + (f" ({trained:,} trained)" if trained != total else "")
+    model = config_of(network)
     if model is None:
         return text
     return f"{text}: num_layers {model.num_layers}, num_heads {model.num_heads}, embed_dim {model.embed_dim}"
+
+
+def describe_data(data: L.LightningDataModule) -> str:
+    """The name and the sizes of a task, or the class of a data module of the user's."""
+    if not isinstance(data, DataModule):
+        return type(data).__name__
+    rows = f"{len(data.task.train):,} rows" if hasattr(data.task.train, "__len__") else "new examples at every step"
+    parts = f" in {data.accumulate} parts" if data.accumulate > 1 else ""
+    return f"{data.task.name}: {rows}, {data.val_source().num_rows:,} to validate; {data.batch_size} a step{parts}"
 
 
 def describe_device(trainer: L.Trainer) -> str:

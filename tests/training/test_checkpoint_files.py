@@ -27,7 +27,6 @@ from minitx.training.checkpoint import (
     seal_folder,
 )
 from minitx.training.run import train
-from minitx.training.shards import by_name, by_number, read_shards
 
 SMALL = {"minitx": {"model": {}, "format": FORMAT}, "state_dict": {"weight": torch.arange(97.0)}}
 
@@ -163,45 +162,30 @@ def test_a_full_disk_keeps_the_old_checkpoint(make_config, tmp_path):
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")["global_step"] == 6
 
 
-def full_log(config, folder):
-    import signal
-
-    keep_data_beside(folder)
-    open_data(config)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500, -1))
-    try:
-        train(config, folder)
-    except OSError as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.slow
-def test_a_full_disk_under_the_log_ends_the_run_with_the_file_named(make_config, tmp_path):
-    (said,) = run_ranks(1, full_log, make_config(trainer__max_steps=40), tmp_path / "run")
-    assert "File too large" in said
-    assert "metrics.csv" in said
-
-
-def full_cache(config, folder):
+def with_small_files(config, folder, prepared):
+    """What a run says, and what its cache holds, where no file may have more than 500 bytes; ``prepared``: after its data were."""
     import signal
 
     data = keep_data_beside(folder)
+    if prepared:
+        open_data(config)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, -1))
     try:
         train(config, folder)
-    except ConfigError as error:
+    except (OSError, ConfigError) as error:
         return str(error), sorted(data.rglob("*.*"))
     return None
 
 
 @pytest.mark.slow
-def test_a_full_disk_under_the_cache_leaves_no_half_of_it(make_config, tmp_path):
-    ((said, left),) = run_ranks(1, full_cache, make_config(), tmp_path / "run")
+def test_a_full_disk_ends_the_run_with_the_file_named_and_leaves_no_half_of_a_cache(make_config, tmp_path):
+    ((said, left),) = run_ranks(1, with_small_files, make_config(), tmp_path / "run", False)
     assert "which keeps prepared data, cannot be written: File too large" in said
     assert left == []
+    ((said, _),) = run_ranks(1, with_small_files, make_config(trainer__max_steps=40), tmp_path / "other", True)
+    assert "File too large" in said
+    assert "metrics.csv" in said
     assert not (tmp_path / "run").exists()
 
 
@@ -242,18 +226,11 @@ def test_a_checkpoint_is_written_when_the_last_one_is_old(make_config, tmp_path,
 # --- shards
 
 
-def test_numbers_and_names_of_an_optimizer_are_inverses():
-    groups = [{"lr": 0.1, "params": ["b", "d"]}, {"lr": 0.2, "params": ["a"]}]
-    named = {"state": {"a": {"step": 1}, "b": {"step": 2}}, "param_groups": groups}
-    numbered = by_number(named)
-    assert numbered == {"state": {2: {"step": 1}, 0: {"step": 2}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "params": [2]}]}  # fmt: skip
-    assert by_name(numbered, groups) == named
-
-
 @pytest.fixture
 def shards(tmp_path):
     """A small folder of shards, as one process writes it."""
-    return write_shards(tmp_path, {"state_dict": {"weight": torch.arange(97.0)}, "optimizer_0": by_name_of_weight()})
+    optimizer = {"state": {"weight": {"exp_avg": torch.ones(97)}}, "param_groups": [{"params": ["weight"], "lr": 0.1}]}
+    return write_shards(tmp_path, {"state_dict": {"weight": torch.arange(97.0)}, "optimizer_0": optimizer})
 
 
 def write_shards(folder, state):
@@ -266,16 +243,6 @@ def write_shards(folder, state):
     torch.save({"minitx": SMALL["minitx"]}, part / "meta.pt")
     seal_folder(part, folder / "last.ckpt")
     return folder / "last.ckpt"
-
-
-def by_name_of_weight():
-    return {"state": {"weight": {"exp_avg": torch.ones(97)}}, "param_groups": [{"params": ["weight"], "lr": 0.1}]}
-
-
-def reseal(shards):
-    part = shards.with_name("last.ckpt.part")
-    shards.rename(part)
-    seal_folder(part, shards)
 
 
 def test_a_folder_of_shards_is_read_as_one_checkpoint(shards):
@@ -299,43 +266,30 @@ class Evil:
         return os.system, (f"touch {self.marker}",)
 
 
-def test_an_index_that_would_run_a_program_is_refused(shards, tmp_path):
-    (shards / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "owned")))
-    reseal(shards)
-    assert_refused(shards, "names posix.system")
-    assert not (tmp_path / "owned").exists()
-
-
-def test_a_value_in_a_shard_that_would_run_a_program_is_refused(tmp_path):
-    write_shards(tmp_path, {"state_dict": {"weight": torch.ones(3)}, "value": Evil(tmp_path / "owned")})
-    with pytest.raises(pickle.UnpicklingError):
-        read_shards(tmp_path / "last.ckpt")
-    assert_refused(tmp_path / "last.ckpt", "cannot be read")
-    assert not (tmp_path / "owned").exists()
-
-
-def test_a_value_beside_the_shards_that_would_run_a_program_is_refused(shards, tmp_path):
-    torch.save({"minitx": Evil(tmp_path / "owned")}, shards / "meta.pt")
-    reseal(shards)
+@pytest.mark.parametrize("where", ["index", "value in a shard", "value beside the shards"])
+def test_shards_that_would_run_a_program_are_refused(tmp_path, where):
+    evil = Evil(tmp_path / "owned")
+    shards = write_shards(
+        tmp_path, {"state_dict": {"weight": torch.ones(3)}, **({"value": evil} if "in" in where.split() else {})}
+    )
+    if where == "index":
+        (shards / ".metadata").write_bytes(pickle.dumps(evil))
+    elif where == "value beside the shards":
+        torch.save({"minitx": evil}, shards / "meta.pt")
+    part = shards.rename(shards.with_name("last.ckpt.part"))
+    seal_folder(part, shards)
     assert_refused(shards, "cannot be read")
     assert not (tmp_path / "owned").exists()
 
 
-def test_a_folder_that_was_being_replaced_is_put_back(shards):
-    shards.rename(f"{shards}.old")  # the moment between two renames
-    shards.with_name("last.ckpt.part").mkdir()
-    clean_up(shards.parent)
-    assert sorted(p.name for p in shards.parent.iterdir()) == ["last.ckpt"]
-    assert torch.equal(read_checkpoint(shards)["state_dict"]["weight"], torch.arange(97.0))
-
-
-def test_a_folder_of_shards_takes_the_place_of_an_older_one(shards):
-    part = shards.with_name("last.ckpt.part")
-    shutil.copytree(shards, part)
-    torch.save({"minitx": {**SMALL["minitx"], "new": 1}}, part / "meta.pt")
-    seal_folder(part, shards)
-    assert read_checkpoint(shards)["minitx"]["new"] == 1
-    assert sorted(p.name for p in shards.parent.iterdir()) == ["last.ckpt"]
+@pytest.mark.parametrize("kind", ["path", "shards"])
+def test_what_was_being_replaced_is_put_back(request, kind):
+    last = request.getfixturevalue(kind)
+    last.rename(f"{last}.old")  # the moment between two renames
+    last.with_name("last.ckpt.part").mkdir()
+    clean_up(last.parent)
+    assert sorted(p.name for p in last.parent.iterdir()) == ["last.ckpt"]
+    assert torch.equal(read_checkpoint(last)["state_dict"]["weight"], torch.arange(97.0))
 
 
 def test_a_file_takes_the_place_of_a_folder_of_shards_and_back(shards):
@@ -343,12 +297,7 @@ def test_a_file_takes_the_place_of_a_folder_of_shards_and_back(shards):
     assert shards.is_file()
     assert read_checkpoint(shards)["global_step"] == 7
     assert sorted(p.name for p in shards.parent.iterdir()) == ["last.ckpt"]
-    write_shards(shards.parent, {"state_dict": {"weight": torch.ones(3)}})
-    assert torch.equal(read_checkpoint(shards)["state_dict"]["weight"], torch.ones(3))
-    assert sorted(p.name for p in shards.parent.iterdir()) == ["last.ckpt"]
-
-
-def test_a_file_that_a_folder_was_replacing_is_put_back(path):
-    path.rename(f"{path}.old")
-    clean_up(path.parent)
-    assert torch.equal(read_checkpoint(path)["state_dict"]["weight"], torch.arange(97.0))
+    for value in (2.0, 3.0):  # in place of a file, and of a folder
+        write_shards(shards.parent, {"state_dict": {"weight": torch.full((3,), value)}})
+        assert torch.equal(read_checkpoint(shards)["state_dict"]["weight"], torch.full((3,), value))
+        assert sorted(p.name for p in shards.parent.iterdir()) == ["last.ckpt"]

@@ -158,13 +158,6 @@ def test_scores_of_texts_are_sacrebleus():
         assert found.low < found.high
 
 
-def test_rows_can_be_few(ready):
-    network, data = ready("seq2seq", val_batch_size=4)
-    found = evaluate(network, data, EvaluationConfig(num_rows=7))
-    assert found.metrics["exact_match"].count == 7
-    assert json.loads(json.dumps(found.to_dict()))["metrics"]["exact_match"]["count"] == 7
-
-
 def test_a_run_writes_its_evaluation_where_it_is_asked_to(make_config, tmp_path):
     for at_end in (False, True):
         folder = tmp_path / str(at_end)
@@ -174,44 +167,28 @@ def test_a_run_writes_its_evaluation_where_it_is_asked_to(make_config, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("data", "model", "sentence"),
+    ("data", "model", "key"),
     [
-        (
-            DATES, {},
-            "model.architecture=decoder with model.head=lm does not fit data=dates, which needs "
-            "model.architecture=encoder_decoder with model.head=lm",
-        ),
-        (
-            LANGUAGES, {"architecture": "encoder"},
-            "model.architecture=encoder with model.head=lm does not fit data=languages, which needs "
-            "model.architecture=encoder with model.head=sequence",
-        ),
-        (
-            LANGUAGES, {"architecture": "encoder", "head": "sequence", "num_labels": 5},
-            "model.num_labels=5 differs from num_labels of the data, 3",
-        ),
-        (
-            LANGUAGES, {"architecture": "encoder", "head": "sequence", "vocab_size": 5},
-            "model.vocab_size=5 is smaller than the vocabulary of the data",
-        ),
+        (DATES, {}, "model.architecture=decoder"),
+        (LANGUAGES, {"architecture": "encoder"}, "model.architecture=encoder with model.head=lm"),
+        (LANGUAGES, {"architecture": "encoder", "head": "sequence", "num_labels": 5}, "model.num_labels=5"),
+        (LANGUAGES, {"architecture": "encoder", "head": "sequence", "vocab_size": 5}, "model.vocab_size=5"),
     ],
-)  # fmt: skip
-def test_a_model_for_another_task_is_refused_by_name(make_config, data, model, sentence):
+)
+def test_a_model_for_another_task_is_refused_by_name(make_config, data, model, key):
     config = dataclasses.replace(make_config(), data=data, model=TransformerConfig(**SMALL, **model))
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError, match=f"^{key} "):
         fit_model_config(config.model, open_data(config))
-    assert str(raised.value).startswith(sentence)
 
 
 @pytest.mark.parametrize("task", ["seq2seq", "classify"])
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
-def test_padded_rows_train_alike_however_a_step_is_split(make_config, tmp_path, task, accumulate):
+def test_padded_rows_train_alike_however_a_step_is_split(make_config, tmp_path, task):
     data, model = TASKS[task]
-    data = dataclasses.replace(data, batch_size=6)
     losses = []
-    for split in (1, accumulate):
+    for split in (1, 2, 3):
         config = make_config(trainer__accumulate=split, trainer__precision="64-true", trainer__max_steps=4)
+        data = dataclasses.replace(data, batch_size=6)
         config = dataclasses.replace(config, data=data, model=TransformerConfig(**SMALL, **model))
-        result = train(config, tmp_path / f"{split}-{len(losses)}")
-        losses.append([loss for _, loss, _ in result["curve"]])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+        losses.append([loss for _, loss, _ in train(config, tmp_path / str(split))["curve"]])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-12)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from minitx.config import ConfigError, TrainerConfig
-from minitx.training import devices, hardware
-from minitx.training.devices import check_devices, place_of
-from minitx.training.hardware import check_count, cpu_precision, device_type, memory_mb, peak_tflops, runs_on_cpu, widest_float
+from minitx.training import hardware
+from minitx.training.devices import check_processes, place_of
+from minitx.training.hardware import check_count, cpu_precision, device_type, memory_mb, peak_tflops, widest_float
 
 
 @pytest.fixture(autouse=True)
@@ -34,12 +34,20 @@ def machine(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("name", ["amx_bf16", "avx512_bf16", "bf16"])
-def test_bf16_runs_on_a_cpu_that_has_instructions_for_it(machine, name, caplog):
-    machine(**{name: True})
-    with caplog.at_level(logging.INFO, logger="minitx"):
-        assert place_of(TrainerConfig(precision="bf16-mixed"))["precision"] == "bf16-mixed"
-    assert not caplog.messages
+@pytest.mark.parametrize(
+    ("precision", "has"),
+    [
+        ("bf16-mixed", {"amx_bf16": True}),
+        ("bf16-mixed", {"avx512_bf16": True}),
+        ("bf16-true", {"bf16": True}),
+        ("bf16-true", {"cuda": 1}),
+        ("32-true", {}),
+        ("64-true", {}),
+    ],
+)
+def test_a_precision_stays_where_the_device_has_it(machine, precision, has):
+    machine(**has)
+    assert place_of(TrainerConfig(precision=precision))["precision"] == precision
 
 
 def test_bf16_becomes_float32_on_another_cpu_and_one_line_says_so(machine, caplog):
@@ -49,17 +57,6 @@ def test_bf16_becomes_float32_on_another_cpu_and_one_line_says_so(machine, caplo
         assert {place_of(options)["precision"] for _ in range(6)} == {"32-true"}
     assert len(caplog.messages) == 1
     assert "trainer.precision=bf16-mixed" in caplog.messages[0]
-
-
-@pytest.mark.parametrize("precision", ["32-true", "64-true"])
-def test_other_precisions_stay_on_every_cpu(machine, precision):
-    machine()
-    assert place_of(TrainerConfig(precision=precision))["precision"] == precision
-
-
-def test_bf16_stays_on_a_gpu(machine):
-    machine(cuda=1)
-    assert place_of(TrainerConfig(precision="bf16-true"))["precision"] == "bf16-true"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +75,6 @@ def test_the_device_is_the_one_that_lightning_takes(machine, cuda, mps, accelera
     machine(cuda=cuda, mps=mps)
     options = TrainerConfig(accelerator=accelerator)
     assert device_type(options) == found
-    assert runs_on_cpu(options) == (found == "cpu")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +104,7 @@ def test_more_devices_than_there_are_are_refused(machine, cuda, mps, accelerator
 def test_float64_is_refused_on_apples_gpu_where_sums_are_float32(machine):
     machine(mps=True)
     with pytest.raises(ConfigError, match=r"trainer.precision=64-true"):
-        check_devices(TrainerConfig(precision="64-true"))
+        check_count(TrainerConfig(precision="64-true"))
     assert [widest_float(torch.device(kind)) for kind in ("mps", "cpu", "cuda")] == [
         torch.float32,
         torch.float64,
@@ -135,16 +131,15 @@ def test_the_peak_is_found_by_the_devices_name(monkeypatch, name, peak):
     assert peak_tflops(torch.device("cpu")) is None
 
 
+def test_machines_that_decide_on_different_precisions_are_refused_on_every_one():
+    strategy = SimpleNamespace(broadcast=lambda value: value, reduce_boolean_decision=lambda differs, all: True)
+    with pytest.raises(ConfigError, match=r"trainer.precision=32-true"):
+        check_processes(SimpleNamespace(precision="32-true", strategy=strategy, callbacks=[]))
+
+
 def test_memory_is_counted_in_mebibytes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7 * 2**20)
     assert memory_mb(torch.device("cuda")) == 7.0
     monkeypatch.setattr(hardware.sys, "platform", "linux")
     monkeypatch.setattr(hardware.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=7 * 2**10))
     assert memory_mb(torch.device("cpu")) == 7.0
-
-
-def test_machines_that_decide_on_different_precisions_are_refused_on_every_one(monkeypatch):
-    monkeypatch.setattr(devices, "any_rank", lambda trainer, flag: [True])
-    strategy = SimpleNamespace(broadcast=lambda value: value)
-    with pytest.raises(ConfigError, match=r"trainer.precision=32-true"):
-        devices.check_processes(SimpleNamespace(precision="32-true", strategy=strategy, callbacks=[]))

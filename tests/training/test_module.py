@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 
 import lightning.pytorch as L
@@ -16,7 +15,7 @@ from minitx.config import ConfigError, ObjectiveConfig, TransformerConfig
 from minitx.nn.models import build_model
 from minitx.training.callbacks import AttentionTemperature
 from minitx.training.metrics import read_metrics
-from minitx.training.module import Latch, NonFiniteError, TrainingModule, hash_seed
+from minitx.training.module import Latch, TrainingModule, hash_seed
 from minitx.training.objectives import build_objective, check_head
 from minitx.training.run import quiet_lightning, train
 
@@ -122,23 +121,19 @@ def test_the_loss_of_a_step_is_the_mean_over_its_tokens_and_not_a_mean_of_means(
     assert abs(loss - naive) > 1e-3
 
 
-def test_clipping_equals_torchs_on_the_whole_accumulated_gradient():
+@pytest.mark.parametrize("clip", [0.05, 1e6])
+def test_clipping_equals_torchs_on_the_whole_accumulated_gradient(clip):
     rows = uneven_rows(steps=1)
     _, plain = fit(rows, 4)
     parameter = nn.Parameter(torch.zeros(7, 7, dtype=torch.float64))
     parameter.grad = plain.gradients[0].clone()
-    norm = torch.nn.utils.clip_grad_norm_([parameter], 0.05)
+    norm = torch.nn.utils.clip_grad_norm_([parameter], clip)
     torch.manual_seed(5)
     start = Table().table.detach().clone()
-    module, seen = fit(rows, 4, clip=0.05)
+    module, seen = fit(rows, 4, clip=clip)
     assert seen.norms == [pytest.approx(float(norm))]  # the norm that is reported is the one before clipping
-    assert float(norm) > 0.05
+    assert 0.05 < float(norm) < 1e6
     torch.testing.assert_close(module.network.table.detach(), start - 0.3 * parameter.grad, rtol=1e-12, atol=1e-15)
-
-
-def test_a_small_gradient_is_not_clipped_at_all():
-    rows = uneven_rows()
-    assert torch.equal(fit(rows, 1, clip=1e6)[0].network.table, fit(rows, 1)[0].network.table)
 
 
 def test_clipping_goes_together_with_bf16_and_a_fused_optimizer(make_config, tmp_path, monkeypatch):
@@ -165,47 +160,9 @@ def explode_at(step):
     return objective
 
 
-def test_a_step_that_is_not_finite_leaves_the_weights_of_the_last_good_step():
-    rows = uneven_rows(steps=4)
-    ids, labels = rows
-    good, _ = fit((ids[:24], labels[:24]), 1)
-    network = None
-    torch.manual_seed(5)
-    network = Table()
-    with pytest.raises(NonFiniteError, match="not finite in step 3") as caught:
-        fit(rows, 1, network=network, objective=explode_at(2))
-    assert caught.value.step == 2
-    assert torch.equal(network.table, good.network.table)
-
-
-def test_an_infinite_gradient_under_a_finite_loss_is_not_applied_either():
-    class Steep(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * float("inf")
-
-    def objective(logits, batch):
-        return build_objective(ObjectiveConfig())(Steep.apply(logits), batch)
-
-    torch.manual_seed(5)
-    network = Table()
-    before = network.table.detach().clone()
-    with pytest.raises(NonFiniteError, match="not finite in step 1"):
-        fit(uneven_rows(), 1, network=network, objective=objective)
-    assert torch.equal(network.table, before)
-
-
-def fused(parameters, **options):
-    return torch.optim.AdamW(parameters, lr=0.1, fused=True, **options)
-
-
 def test_the_latch_skips_every_update_from_the_first_bad_one_on_and_remembers_it():
     parameter = nn.Parameter(torch.ones(3))
-    optimizer, latch = fused([parameter]), Latch()
+    optimizer, latch = torch.optim.AdamW([parameter], lr=0.1, fused=True), Latch()
     seen = []
     for step, value in enumerate([1.0, 2.0, float("nan"), 3.0, float("inf")]):
         parameter.grad = torch.ones(3)
@@ -217,41 +174,6 @@ def test_the_latch_skips_every_update_from_the_first_bad_one_on_and_remembers_it
     assert torch.equal(seen[4], seen[1])
     assert latch.first_bad_step() == 2
     assert int(optimizer.state[parameter]["step"]) == 2
-
-
-def test_an_open_latch_changes_no_bit_of_an_update():
-    torch.manual_seed(1)
-    values, gradient = torch.randn(50), torch.randn(50)
-    results = []
-    for guarded in (False, True):
-        parameter = nn.Parameter(values.clone())
-        optimizer, latch = fused([parameter]), Latch()
-        for step in range(3):
-            parameter.grad = gradient * (step + 1)
-            if guarded:
-                latch.check(optimizer, gradient.sum(), step)
-            optimizer.step()
-        results.append(parameter.detach())
-    assert torch.equal(*results)
-    assert latch.first_bad_step() is None
-
-
-def test_the_latch_asks_nothing_of_the_host():
-    class NoSync(torch.Tensor):
-        """A tensor whose value may not be read."""
-
-        def _refuse(self, *args):
-            raise AssertionError("the device was read")
-
-        __bool__ = __int__ = __float__ = item = tolist = _refuse
-
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer, latch = fused([parameter]), Latch()
-    for step in range(3):
-        latch.check(optimizer, torch.tensor(1.0).as_subclass(NoSync), step)
-    assert isinstance(latch._step, NoSync)
-    for banned in (".item()", "bool(", "float(value", "int(value"):
-        assert banned not in inspect.getsource(Latch.check)
 
 
 def test_on_accelerators_the_loss_is_read_at_log_points_only(make_config, tmp_path, monkeypatch):
@@ -271,16 +193,6 @@ def test_a_run_whose_loss_explodes_is_recorded_as_nonfinite(make_config, tmp_pat
     assert result["outcome"] == "NONFINITE"
     assert (result["nonfinite_step"], result["steps"], result["val_loss"]) == (4, 3, None)
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.csv")] == [1, 2, 3]
-
-
-def test_a_run_that_is_told_to_stop_keeps_the_last_good_checkpoint(make_config, tmp_path, monkeypatch, weights_of):
-    config = make_config(trainer__ckpt_every=2, trainer__max_steps=4)
-    monkeypatch.setattr("minitx.training.building.build_objective", lambda config: explode_at(3))
-    with pytest.raises(NonFiniteError):
-        train(config, tmp_path)
-    loaded = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
-    assert loaded["global_step"] == 2
-    assert all(torch.isfinite(value).all() for value in loaded["state_dict"].values())
 
 
 def test_draws_in_a_step_depend_on_seed_and_step_alone():
@@ -317,13 +229,6 @@ def test_micro_batches_and_ranks_draw_from_streams_of_their_own():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_hash_seed_depends_on_the_order_of_its_numbers_and_on_every_bit():
-    assert hash_seed(1, 2) != hash_seed(2, 1)
-    assert hash_seed(0) != hash_seed(0, 0)
-    flips = [bin(hash_seed(3, 1000) ^ hash_seed(3, 1000 ^ (1 << bit))).count("1") for bit in range(32)]
-    assert 24 < sum(flips) / 32 < 40  # half of 63 bits
-
-
 def test_probing_leaves_the_trajectory_bit_equal(make_config, tmp_path, weights_of):
     config = make_config(model__dropout=0.1, trainer__ckpt_every=6, trainer__val_every=2)
     off = train(config, tmp_path / "off")
@@ -347,18 +252,6 @@ def test_validating_more_often_leaves_the_trajectory_bit_equal(make_config, tmp_
 def test_two_runs_of_one_seed_are_equal_and_of_two_seeds_are_not(make_config, tmp_path):
     digests = [train(make_config(seed=seed, model__dropout=0.1), tmp_path / name)["loss_digest"] for seed, name in ((0, "a"), (0, "b"), (1, "c"))]  # fmt: skip
     assert digests[0] == digests[1] != digests[2]
-
-
-@pytest.mark.parametrize("accumulate", [2, 4])
-def test_a_real_run_gives_the_same_losses_however_its_batch_is_split(make_config, tmp_path, accumulate):
-    double = {"trainer__precision": "64-true", "trainer__log_every": 1}
-    whole = make_config(**double)
-    split = make_config(**double, trainer__accumulate=accumulate)
-    losses = []
-    for name, config in (("whole", whole), ("split", split)):
-        train(config, tmp_path / name)
-        losses.append([row["train_loss"] for row in read_metrics(tmp_path / name / "metrics.csv")])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-10)
 
 
 def test_the_validation_loss_is_the_mean_over_every_validation_token(make_config, tmp_path):

@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from minitx.analysis.meter import measure
-from minitx.config import ObjectiveConfig, OptimizerConfig, ParameterRule, ScheduleConfig, TransformerConfig, evaluate_factor
+from minitx.config import (
+    ConfigError,
+    ObjectiveConfig,
+    OptimizerConfig,
+    ParameterRule,
+    ScheduleConfig,
+    TransformerConfig,
+    evaluate_factor,
+)
 from minitx.nn.models import build_model
 from minitx.training.objectives import build_objective, chunked_cross_entropy, cross_entropy, num_targets
 from minitx.training.optimizers import build_optimizer, parameter_groups
@@ -24,14 +32,6 @@ def test_the_loss_is_a_sum_over_the_labels_that_count():
     assert float(sums["loss"]) == pytest.approx(math.log(4 / 3) + math.log(5), rel=1e-6)
     assert float(sums["nll"]) == float(sums["loss"])
     assert (int(sums["correct"]), int(num_targets(labels))) == (1, 2)
-
-
-def test_a_batch_without_labels_costs_nothing_and_has_zero_gradient():
-    logits = torch.randn(2, 3, 5, requires_grad=True)
-    sums = cross_entropy(logits, torch.full((2, 3), -100))
-    sums["loss"].backward()
-    assert (float(sums["loss"].detach()), int(sums["correct"])) == (0.0, 0)
-    assert torch.equal(logits.grad, torch.zeros_like(logits))
 
 
 def test_label_smoothing_mixes_the_uniform_share_into_the_loss_but_not_into_the_likelihood():
@@ -117,28 +117,20 @@ def test_factors_may_be_powers_of_head_dim():
     assert evaluate_factor("head_dim^2", head_dim=3) == 9.0
 
 
-def test_a_rule_that_matches_nothing_is_an_error_that_names_it():
-    rules = (ParameterRule(match="q_proj"), ParameterRule(match="nothing"))
-    with pytest.raises(ValueError, match=r"optimizer.rules\[1\].match=nothing matches no parameter name"):
-        parameter_groups(network(), OptimizerConfig(rules=rules), head_dim=4)
-
-
-def test_a_rule_that_an_earlier_one_hides_wholly_is_an_error_too():
-    rules = (ParameterRule(match="proj"), ParameterRule(match="q_proj"))
-    with pytest.raises(ValueError, match=r"optimizer.rules\[1\]"):
-        parameter_groups(network(), OptimizerConfig(rules=rules), head_dim=4)
-
-
-def test_freezing_everything_is_an_error():
-    with pytest.raises(ValueError, match="nothing is left to train"):
-        parameter_groups(network(), OptimizerConfig(rules=(ParameterRule(match=".", trainable=False),)), head_dim=4)
-
-
-@pytest.mark.parametrize("factor", [-1.0, float("nan"), float("inf"), "head_dim^1000"])
-@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
-def test_a_factor_that_is_negative_or_not_finite_is_an_error(name, factor):
-    config = OptimizerConfig(weight_decay=0.1, rules=(ParameterRule(match="q_proj", **{name: factor}),))
-    with pytest.raises(ValueError, match=re.escape(f"optimizer.rules[0].{name}={factor} must")):
+@pytest.mark.parametrize(
+    ("rules", "key"),
+    [
+        ([{"match": "q_proj"}, {"match": "nothing"}], "optimizer.rules[1].match=nothing"),
+        ([{"match": "proj"}, {"match": "q_proj"}], "optimizer.rules[1].match=q_proj"),  # hidden by the first
+        ([{"match": ".", "trainable": False}], "optimizer.rules"),
+        ([{"match": "q_proj", "lr": -1.0}], "optimizer.rules[0].lr=-1.0"),
+        ([{"match": "q_proj", "eps": float("nan")}], "optimizer.rules[0].eps=nan"),
+        ([{"match": "q_proj", "weight_decay": "head_dim^1000"}], "optimizer.rules[0].weight_decay=head_dim^1000"),
+    ],
+)
+def test_rules_that_cannot_be_followed_are_refused_by_key(rules, key):
+    config = OptimizerConfig(weight_decay=0.1, rules=tuple(ParameterRule(**rule) for rule in rules))
+    with pytest.raises(ConfigError, match=f"^{re.escape(key)}"):
         parameter_groups(network(), config, head_dim=16)
 
 
@@ -236,23 +228,6 @@ def test_the_chunked_loss_leaves_frozen_weights_alone_and_does_not_touch_its_inp
     assert torch.equal(hidden.detach(), before[0]) and torch.equal(head.weight, before[1])
     with torch.no_grad():
         assert not chunked_cross_entropy(hidden, head.weight, head.bias, labels, chunk_tokens=5)["loss"].requires_grad
-
-
-def test_a_tied_head_gets_the_gradient_of_both_its_uses():
-    model = network(tie_embeddings=True).double()
-    ids, labels = torch.randint(11, (3, 5)), torch.randint(11, (3, 5))
-    found = []
-    for chunked in (False, True):
-        model.zero_grad()
-        hidden, _ = model(ids, return_extras=True)
-        if chunked:
-            chunked_cross_entropy(hidden, model.head.weight, None, labels, chunk_tokens=4)["loss"].backward()
-        else:
-            cross_entropy(model.head(hidden), labels)["loss"].backward()
-        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    assert model.head.weight is model.embeddings.token.weight
-    for name, grad in found[0].items():
-        torch.testing.assert_close(found[1][name], grad, rtol=1e-11, atol=1e-13, msg=name)
 
 
 def test_under_bfloat16_autocast_the_chunked_loss_errs_no_more_than_the_plain_one():

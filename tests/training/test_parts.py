@@ -13,7 +13,7 @@ from minitx.config import ConfigError
 from minitx.training.calling import Caller, logits_of
 from minitx.training.objectives import build_objective, checked_sums
 from minitx.training.optimizers import build_optimizer, build_schedule
-from minitx.training.parts import build, check_trusted, factory, import_modules
+from minitx.training.parts import build, check_trusted
 
 
 class Net(nn.Module):
@@ -65,11 +65,6 @@ def test_a_target_that_cannot_be_built_is_one_sentence_with_its_key(node):
     assert "\n" not in str(caught.value)
 
 
-def test_an_import_that_fails_names_its_key():
-    with pytest.raises(ConfigError, match=r"^imports=no_such_module_anywhere"):
-        import_modules(["no_such_module_anywhere"])
-
-
 # --- what a checkpoint may name
 
 
@@ -105,11 +100,6 @@ def test_a_checkpoint_may_name_classes_of_torch_and_of_ours_alone(node, tmp_path
 def test_models_of_torch_and_of_ours_need_no_trust(target):
     check_trusted({"_target_": target, "in_features": 2}, "model")
     check_trusted({"_target_": "torch.nn.Sequential", "_args_": [{"_target_": target}]}, "model")
-
-
-def test_data_of_somebody_elses_always_need_trust():
-    with pytest.raises(ConfigError, match=r"^data\._target_=mine_of_parts\.make"):
-        check_trusted({"_target_": "mine_of_parts.make"}, "data")
 
 
 # --- networks
@@ -179,7 +169,3 @@ def test_an_optimizer_and_a_schedule_of_torch_take_the_trainable_parameters():
     assert isinstance(schedule, torch.optim.lr_scheduler.StepLR)
     with pytest.raises(ConfigError, match=r"^optimizer\._target_=torch\.nn\.Identity"):
         build_optimizer(network, {"_target_": "torch.nn.Identity"})
-
-
-def test_factory_passes_partial_arguments_on():
-    assert factory({"_target_": "mine_of_parts.Net", "width": 4}, "model")(vocab_size=2).width == 4

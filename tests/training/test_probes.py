@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import logging
 import math
-import re
 
 import pytest
 import torch
@@ -114,17 +112,6 @@ def test_gradient_statistics_equal_autograd_by_hand_and_leave_no_gradient_behind
     assert found["grad_query_histogram"] == {edge: edges.count(edge) for edge in edges}
 
 
-def test_equal_parts_have_no_noise_and_one_part_has_no_ratio():
-    model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=1)).eval()
-    ids = torch.tensor([[1, 2, 3]])
-
-    def found(parts):
-        return gradient_statistics(model, parts, lambda x: (model(x).square().sum(), {}))["blocks.0.attention.core"]["snr_v"]
-
-    assert found([ids]) == 0.0
-    assert found([ids, ids.flip(1)]) > 0.0
-
-
 def test_the_weights_of_a_fixed_batch_are_kept_with_their_texts(make_config, tmp_path):
     train(probed(make_config(), weights_every=4, weights_rows=2), tmp_path / "run")
     snapshots = read_snapshots(tmp_path / "run")
@@ -135,32 +122,17 @@ def test_the_weights_of_a_fixed_batch_are_kept_with_their_texts(make_config, tmp
     assert all(len(text) == 1 for text in snapshots[0].tokens["input_ids"][0])
 
 
-def test_statistics_reach_the_loggers_and_the_log_says_what_looking_cost(make_config, tmp_path, caplog):
+def test_statistics_reach_the_loggers_but_not_the_runs_own_table(make_config, tmp_path):
     from lightning.pytorch.loggers import CSVLogger
 
     logger = CSVLogger(tmp_path / "csv")
-    with caplog.at_level(logging.INFO, logger="minitx"):
-        train_with(probed(make_config()), tmp_path / "run", AddLoggers(logger))
+    train_with(probed(make_config()), tmp_path / "run", AddLoggers(logger))
     logger.save()
     header = (tmp_path / "csv" / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0]
     assert "attention/blocks.0.attention/entropy" in header
     assert "attention/blocks.0.attention/logit_step" in header
-    said = [message for message in caplog.messages if message.startswith("5 looks at attention")]
-    assert len(said) == 1
-    assert re.search(r"\d+ ms each, took \d\.\d s: every 2 steps that is \d+\.\d % of the time of the steps", said[0])
     rows = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
     assert len(rows) == 1 + 6  # the run's own table has a row a step, and none for step 0
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"every": 2, "weights_every": 3}, "weights_every=3 must be a multiple of every=2"),
-    ({"every": 0, "weights_every": 3}, "weights_every=3 must be a multiple of every=0"),
-    ({"weights_rows": 0}, "weights_rows=0 must be positive"),
-        ({"every": 2, "weights_every": 4, "weights_rows": 9}, "weights_rows=9 must not exceed batch_size=8, the rows of a probe"),
-])  # fmt: skip
-def test_probes_that_cannot_be_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        ProbeConfig(**options)
 
 
 def test_a_model_without_weights_to_look_at_is_refused(make_config, tmp_path):
@@ -168,7 +140,7 @@ def test_a_model_without_weights_to_look_at_is_refused(make_config, tmp_path):
         train(probed(make_config(model__attention="linear")), tmp_path / "run")
 
 
-def test_records_after_the_checkpoint_that_goes_on_are_dropped_and_a_cut_line_is_no_record(tmp_path):
+def test_records_are_averaged_over_heads_and_a_line_that_was_cut_is_no_record(tmp_path):
     path = tmp_path / "probes.jsonl"
     path.write_text(json.dumps({"step": 0, "layers": [{"name": "a", "entropy": [0.5, 0.7], "grad_q": 2.0}]}) + '\n{"step": 1')
     assert read_probes(path) == [{"step": 0, "layers": [{"name": "a", "entropy": pytest.approx(0.6), "grad_q": 2.0}]}]

@@ -12,9 +12,9 @@ from extra import AddLoggers, train_with
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from minitx.config import ConfigError, DatesDataConfig, TransformerConfig
-from minitx.training.metrics import read_metrics
+from minitx.training.metrics import read_metrics, read_records
 from minitx.training.run import train
-from minitx.training.samples import Samples, read_samples
+from minitx.training.samples import Samples
 
 
 class Letters:
@@ -48,7 +48,7 @@ def test_texts_go_to_the_log_a_file_and_loggers_of_text(make_config, tmp_path, c
     logger = Tables()
     with caplog.at_level(logging.INFO, logger="minitx"):
         train_with(make_config(trainer__max_steps=5), tmp_path, AddLoggers(logger), samples(tmp_path))
-    records = read_samples(tmp_path / "samples.jsonl")
+    records = read_records(tmp_path / "samples.jsonl")
     assert [(record["step"], record["prompt"]) for record in records] == [(s, p) for s in (2, 4, 5) for p in ("once", "upon")]
     assert all(len(record["text"]) == 5 for record in records)
     assert [(key, columns, step) for key, columns, _, step in logger.tables] == [
@@ -73,7 +73,7 @@ def test_draws_depend_on_seed_and_step_alone(make_config, tmp_path):
     texts = {}
     for name, seed, every in (("a", 1, 1), ("b", 1, 3), ("c", 2, 3)):
         train_with(make_config(), tmp_path / name, samples(tmp_path / name, temperature=2.0, seed=seed, every=every))
-        texts[name] = {(r["step"], r["prompt"]): r["text"] for r in read_samples(tmp_path / name / "samples.jsonl")}
+        texts[name] = {(r["step"], r["prompt"]): r["text"] for r in read_records(tmp_path / name / "samples.jsonl")}
     assert texts["b"].items() <= texts["a"].items()
     assert texts["b"] != texts["c"]
 
@@ -85,20 +85,19 @@ def test_an_encoder_decoder_answers(make_config, tmp_path):
         data=DatesDataConfig(batch_size=12, locales=("en",), train_size=31, val_size=7),
     )
     train_with(config, tmp_path, samples(tmp_path))
-    assert len(read_samples(tmp_path / "samples.jsonl")) == 2
+    assert len(read_records(tmp_path / "samples.jsonl")) == 2
 
 
 def test_a_resumed_run_writes_its_texts_once(make_config, tmp_path):
-    config = make_config(trainer__ckpt_every=4)
+    config, path = make_config(trainer__ckpt_every=4, trainer__max_steps=4), tmp_path / "samples.jsonl"
     train_with(config, tmp_path, samples(tmp_path))
-    whole = (tmp_path / "samples.jsonl").read_text()
-    shorter = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, max_steps=4, ckpt_every=4))
-    other = tmp_path / "other"
-    train_with(shorter, other, samples(other))
-    (other / "samples.jsonl").write_text(whole + '{"step": 6, "prom')
-    resumed = dataclasses.replace(config, ckpt_path=str(other / "checkpoints" / "last.ckpt"))
-    train_with(resumed, other, samples(other))
-    assert [r["step"] for r in read_samples(other / "samples.jsonl")] == [2, 2, 4, 4, 6, 6]
+    path.write_text(
+        path.read_text() + '{"step": 6, "prompt": "a", "text": "b"}\n{"step": 6, "prom'
+    )  # killed after the checkpoint
+    trainer = dataclasses.replace(config.trainer, max_steps=6)
+    rest = dataclasses.replace(config, trainer=trainer, ckpt_path=str(tmp_path / "checkpoints" / "last.ckpt"))
+    train_with(rest, tmp_path, samples(tmp_path))
+    assert [r["step"] for r in read_records(path)] == [2, 2, 4, 4, 6, 6]
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from minitx.config import CallbacksConfig, ConfigError, KeyValueDataConfig, RunC
 from minitx.training import steps
 from minitx.training.callbacks import BarProgress
 from minitx.training.checkpoint import read_checkpoint
-from minitx.training.metrics import MetricsFile, read_metrics
+from minitx.training.metrics import read_metrics
 from minitx.training.module import TrainingModule
-from minitx.training.run import quiet_lightning, train
+from minitx.training.run import train
 from minitx.training.steps import StepLog, StopAt, batch_flops
 
 
@@ -137,20 +137,6 @@ def test_padding_counts_in_the_flops_of_a_batch():
     assert batch_flops(picture, {"pixel_values": torch.zeros(5, 1, 6, 6)}) == 5 * train_flops(picture)
 
 
-def test_tokens_are_counted_as_they_come():
-    recorded = []
-    logger = SimpleNamespace(log_metrics=lambda row, step: recorded.append((step, row["tokens"])))
-    trainer, module = made_up(max_steps=5, loggers=[logger])
-    log = StepLog(2)
-    for step, count in enumerate((3, 5, 7, 11, 13), start=1):
-        module.step_targets = torch.tensor(count)
-        log.on_step(trainer, module, step, {"num_targets": module.step_targets})
-        if step == 3:
-            kept, log = log.state_dict(), StepLog(2)
-            log.load_state_dict(kept)
-    assert recorded == [(1, 3), (2, 8), (4, 26), (5, 39)]
-
-
 @pytest.mark.parametrize("whole", [True, False])
 def test_means_of_several_processes_are_means_over_all_targets(monkeypatch, whole):
     """Of four processes alike: a task's batch knows the targets of all, a loader of the user's those of its own process."""
@@ -166,19 +152,6 @@ def test_means_of_several_processes_are_means_over_all_targets(monkeypatch, whol
     assert log.state_dict() == {"tokens": 40}
 
 
-def test_an_incomplete_accumulation_that_makes_an_update_is_a_step():
-    seen = []
-    log = StepLog(1)
-    log.on_step = lambda trainer, module, step, batch: seen.append(step)
-    trainer, module = made_up(accumulate_grad_batches=3)
-    for batch_idx, (before, after) in enumerate([(0, 0), (0, 0), (0, 1), (1, 1), (1, 2)]):
-        trainer.global_step = before
-        log.on_train_batch_start(trainer, module, {}, batch_idx)
-        trainer.global_step = after
-        log.on_train_batch_end(trainer, module, None, {}, batch_idx)
-    assert seen == [1, 2]
-
-
 class Own(L.Callback):
     """Logs a metric of the user's at every step, as Lightning has it."""
 
@@ -190,7 +163,7 @@ def test_other_metrics_make_no_row_and_stand_in_columns_of_their_own(make_config
     config = make_config(trainer__log_every=3, trainer__val_every=3, schedule__name="constant")
     train_with(config, tmp_path, Own(), *preset("lr_monitor", root))
     rows = read_metrics(tmp_path / "metrics.csv")
-    assert [row["step"] for row in rows] == [1, 3, 6]
+    assert [(row["step"], row["tokens"]) for row in rows] == [(1, 84), (3, 3 * 84), (6, 6 * 84)]
     assert all(row["train_loss"] is not None for row in rows)
     assert [row["my_metric"] for row in rows[1:]] == [4.0, 7.0]  # the latest when the row was complete
     assert [row["lr-AdamW"] for row in rows] == [config.optimizer.lr] * 3
@@ -364,28 +337,6 @@ def test_averaged_weights_are_what_is_validated_and_saved_and_resume_bit_equal(m
 
 
 # --- presets and the bar
-
-
-def test_the_profile_preset_writes_a_table_into_the_runs_folder(tmp_path, root):
-    node = OmegaConf.load(root / "configs" / "debug" / "profile.yaml").trainer.profiler
-    options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "accelerator": "cpu"}
-    options |= {"max_steps": 2, "log_every_n_steps": 1}
-    with quiet_lightning():
-        trainer = L.Trainer(profiler=instantiate(node), logger=MetricsFile(tmp_path / "metrics.csv"), **options)
-        trainer.fit(Line(), torch.utils.data.DataLoader([torch.ones(1)] * 4))
-    assert "run_training_batch" in (tmp_path / "fit-profile.txt").read_text()
-
-
-class Line(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 def test_the_bar_shows_loss_and_speed_of_the_last_row(make_config, tmp_path, monkeypatch, caplog):

@@ -2,49 +2,33 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import lightning.pytorch as L
 import pytest
-import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.utils import get_class
 
-from minitx.config import TransformerConfig
-from minitx.nn.models import build_model
-from minitx.training.run import quiet_lightning
-from minitx.training.summary import summary
+from minitx.config import ParameterRule
+from minitx.training.run import train
 
 
-@pytest.fixture
-def trainer():
-    with quiet_lightning():
-        return L.Trainer(accelerator="cpu", max_steps=1009, val_check_interval=194, accumulate_grad_batches=2, check_val_every_n_epoch=None, logger=False, enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
+def lines_of(caplog):
+    """What the run said before its first step, by the first word of each line."""
+    said = next(message for message in caplog.messages if message.startswith("model "))
+    return dict(line.split(maxsplit=1) for line in said.splitlines())
 
 
-def lines_of(text):
-    return dict(line.split(maxsplit=1) for line in text.splitlines())
-
-
-def test_a_run_says_model_device_data_steps_and_folder(trainer):
-    config = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
-    network = build_model(config)
-    network.blocks[0].requires_grad_(False)
-    facts = {"data": "kjv, 97 rows", "tokenizer": None}
-    lines = lines_of(summary(trainer, network, Path("runs/x"), model=config, facts=facts))
-    assert list(lines) == ["model", "device", "data", "steps", "folder"]
-    total = sum(p.numel() for p in network.parameters())
-    for part in ("DecoderLM", f"{total:,}", f"{network.num_parameters():,}", "num_layers 2", "num_heads 3", "embed_dim 12"):
+def test_a_run_says_model_device_data_steps_and_folder(make_config, tmp_path, caplog):
+    caplog.set_level("INFO")
+    frozen = (ParameterRule(match="ffn|feed", trainable=False),)
+    train(make_config(trainer__val_every=3, trainer__accumulate=2, optimizer__rules=frozen), tmp_path / "run")
+    lines = lines_of(caplog)
+    assert list(lines) == ["model", "device", "data", "tokenizer", "steps", "folder"]
+    for part in ("DecoderLM", "parameters", "trained", "num_layers 1", "num_heads 2", "embed_dim 8"):
         assert part in lines["model"]
     assert "CPU" in lines["device"] and "32-true" in lines["device"]
-    assert "1,009" in lines["steps"] and "97" in lines["steps"]
-    assert lines["folder"] == "runs/x"
-
-
-def test_a_model_of_the_users_is_told_by_its_class_and_size(trainer):
-    lines = lines_of(summary(trainer, torch.nn.Linear(3, 5), Path("run")))
-    assert lines["model"] == "Linear, 20 parameters"
+    assert "12 a step in 2 parts" in lines["data"]
+    assert lines["steps"].split(", ") == ["6", "validation every 3"]
+    assert lines["folder"] == str(tmp_path / "run")
 
 
 PRESETS = {
