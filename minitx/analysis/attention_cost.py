@@ -141,8 +141,10 @@ def running_core(shape: AttentionShape) -> str:
         ValueError: a backend that cannot serve the call, with its reason, or of which no formula is known.
     """
     config = shape.config
-    if config.attention != "exact":
+    if config.attention in _CORES:
         return config.attention
+    if config.attention != "exact":
+        raise ValueError(f"attention={config.attention} has no formula here")
     query, key = (
         torch.empty(()).expand(shape.batch_size, heads, shape.length, config.width_per_head)
         for heads in (config.num_heads, config.kv_heads)

@@ -99,6 +99,8 @@ def _fastest(call: AttentionCall) -> Backend:
         few_rows = L == 1 and on_cpu  # a row of scores and its online softmax are one tile
         large = scores >= CHUNKED_FROM and L > 1
         return chunked.BACKEND if (few_rows or large) and chunked.why_not(call) is None else math.BACKEND
+    if not on_cpu and call.mask is not None and call.mask.is_sparse and flex.why_not(call) is None:
+        return flex.BACKEND  # it skips empty blocks; torch's kernels would get a dense mask
     if sdpa.falls_back(call) is None:
         few = on_cpu and scores >= CHUNKED_FROM and call.mask is not None and call.mask.is_sparse and _few_tiles(call)
         return chunked.BACKEND if few else sdpa.BACKEND

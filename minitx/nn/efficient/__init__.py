@@ -1,18 +1,21 @@
-"""Attention that costs less than L × S by other mathematics; each core says what it cannot do.
+"""Attention by other mathematics than scaled dot products; each core says what it cannot do.
 
-Every module here is a core: ``MultiHeadAttention(E, H, core=LinearAttention())``. ``approximation_error`` says how far it is from
+Every module here is a core: ``MultiHeadAttention(E, H, core=LinearAttention())``. Linear attention, Performer and Linformer cost less
+than L × S; additive attention costs more and is the older baseline. ``approximation_error`` says how far it is from
 exact attention. Windows and block-sparse patterns are exact attention under a mask (``SlidingWindow``, ``BlockSparse``), of which the
 ``chunked`` backend computes only the tiles that are not empty.
 """
 
 from __future__ import annotations
 
+from minitx.nn.efficient.additive import AdditiveAttention
 from minitx.nn.efficient.base import EfficientAttention, approximation_error
 from minitx.nn.efficient.kernelised import LinearAttention, PerformerAttention
 from minitx.nn.efficient.linformer import LinformerAttention
 
 __all__ = [
     "CORE_KINDS",
+    "AdditiveAttention",
     "EfficientAttention",
     "LinearAttention",
     "LinformerAttention",
@@ -21,12 +24,12 @@ __all__ = [
     "build_core",
 ]
 
-CORE_KINDS = ("linear", "performer", "linformer")
+CORE_KINDS = ("additive", "linear", "performer", "linformer")
 
 
 def build_core(
     kind: str, *, head_dim: int, max_len: int, num_features: int | None = None, num_slots: int | None = None
-) -> EfficientAttention:
+) -> AdditiveAttention | EfficientAttention:
     """The core of that kind, as a config names it.
 
     Args:
@@ -43,6 +46,8 @@ def build_core(
     for name, given, taker in (("num_features", num_features, "performer"), ("num_slots", num_slots, "linformer")):
         if given is not None and kind != taker:
             raise ValueError(f"attention={kind!r} does not take {name}, got {name}={given}")
+    if kind == "additive":
+        return AdditiveAttention(head_dim)
     if kind == "linear":
         return LinearAttention()
     if kind == "performer":

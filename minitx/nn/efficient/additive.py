@@ -1,0 +1,56 @@
+"""Additive attention: the score of a pair is a small network of query and key, not their dot product."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from minitx.nn.functional import AttentionCall, full_precision, hide_unseen, masked_softmax
+
+
+class AdditiveAttention(nn.Module):
+    """softmax(z) V with z_ij = c · vᵀ tanh(W q_i + U k_j); W, U and v are shared by the heads of a layer.
+
+    Bahdanau et al. 2015, "Neural Machine Translation by Jointly Learning to Align and Translate", arXiv:1409.0473, §A.1.2. The paper
+    has no scale (``scale="unscaled"``, c = 1): |z| stays below Σ|v|, however large D is. Britz et al. 2017 (arXiv:1703.03906, §4.5)
+    compare it with dot products.
+
+    Cost: L · S · m tanh a head, all held at once. Serves every option of ``DotProductAttention``; soft-cap, bias, mask, sinks and
+    dropout act on z as they do there.
+
+    Args:
+        head_dim: D. hidden_dim: m, the width of the network; default D.
+
+    Shapes: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv) to (B, H, L, Dv), and weights (B, H, L, S) where the call
+    needs them.
+
+    >>> from minitx.nn import MultiHeadAttention
+    >>> attention = MultiHeadAttention(12, 3, scale="unscaled", core=AdditiveAttention(head_dim=4))
+    >>> attention(torch.randn(2, 5, 12), is_causal=True).shape
+    torch.Size([2, 5, 12])
+    """
+
+    def __init__(self, head_dim: int, hidden_dim: int | None = None) -> None:
+        super().__init__()
+        width = head_dim if hidden_dim is None else hidden_dim
+        if min(head_dim, width) < 1:
+            raise ValueError(f"head_dim and hidden_dim must be positive, got {head_dim} and {hidden_dim}")
+        self.query_map = nn.Linear(head_dim, width, bias=False)  # W
+        self.key_map = nn.Linear(head_dim, width, bias=False)  # U
+        self.energy = nn.Linear(width, 1, bias=False)  # v
+
+    def forward(self, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
+        """A checked call -> (B, H, L, Dv), or ``(output, weights)``."""
+        dtype, group = torch.promote_types(call.query.dtype, torch.float32), call.query.shape[1] // call.key.shape[1]
+        with full_precision(call.query.device):
+            attn_bias = call.dense_bias()
+            visible = call.visible(attn_bias)
+            key, value = (hide_unseen(x, visible).to(dtype).repeat_interleave(group, dim=1) for x in (call.key, call.value))
+            q, k = self.query_map(call.query.to(dtype)), self.key_map(key)  # (B, H, L, m), (B, H, S, m)
+            scores = self.energy(torch.tanh(q.unsqueeze(3) + k.unsqueeze(2))).squeeze(-1) * call.scale  # (B, H, L, S)
+            if call.softcap is not None:
+                scores = call.softcap * torch.tanh(scores / call.softcap)
+            weights = masked_softmax(scores if attn_bias is None else scores + attn_bias, visible, call.sinks)
+            kept = torch.nn.functional.dropout(weights, call.dropout_p) if call.dropout_p > 0.0 else weights
+            output = (kept @ value).to(call.value.dtype)
+        return (output, weights.to(call.query.dtype)) if call.need_weights else output
