@@ -166,7 +166,7 @@ class MultiHeadAttention(nn.Module):
         self._check_inputs(query, key, value)
         q, k, v = self._project(query, query if key is None else key, value, is_cross, position_ids, cache)
         mask = attn_mask
-        if key_mask is not None or is_causal or isinstance(mask, Tensor):
+        if key_mask is not None or is_causal or not (mask is None or isinstance(mask, Mask)):
             mask = intersect(mask, Padding(key_mask) if key_mask is not None else None, Causal() if is_causal else None)
         multiplier = self.scale.multiplier
         if multiplier is None:  # it depends on the head or on the query's position
