@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.nn.backends import attend, backend_names
-from minitx.nn.bias import Bias
+from minitx.nn.bias import Bias, as_bias
 from minitx.nn.cache import LayerCache
 from minitx.nn.functional import AttentionCall, check_settings
 from minitx.nn.masks import Causal, Mask, Padding, intersect, real_key_counts
@@ -168,6 +168,8 @@ class MultiHeadAttention(nn.Module):
         mask = attn_mask
         if key_mask is not None or is_causal or not (mask is None or isinstance(mask, Mask)):
             mask = intersect(mask, Padding(key_mask) if key_mask is not None else None, Causal() if is_causal else None)
+        if isinstance(attn_bias, nn.Module):
+            attn_bias = as_bias(attn_bias)  # the rule with the table as it is now: chunked cannot pack a module
         multiplier = self.scale.multiplier
         if multiplier is None:  # it depends on the head or on the query's position
             counts = None
