@@ -176,7 +176,7 @@ class MultiHeadAttention(nn.Module):
             if self.scale.needs_counts:
                 if mask is not None:
                     mask.check(q.shape[0], self.num_heads, q.shape[2], k.shape[2])
-                counts = real_key_counts(mask, q.shape[2], k.shape[2], q.device)
+                counts = real_key_counts(mask, q.shape[0], q.shape[2], k.shape[2], q.device)
             q, multiplier = self.scale(q, counts)
         call = AttentionCall(
             *(q, k, v, mask, attn_bias, multiplier, self.softcap, self.sinks),  # type: ignore[arg-type]
@@ -225,7 +225,11 @@ class MultiHeadAttention(nn.Module):
         if self.rotary is not None and key is not None and key is not query:
             raise ValueError("rotary positions are for self-attention: queries and keys need one position axis")
         key = query if key is None else key
-        given = ("query", query, self.q_proj), ("key", key, self.k_proj), ("value", key if value is None else value, self.v_proj)
+        given = (
+            ("query", query, self.q_proj),
+            ("key", key, self.k_proj),
+            ("value", key if value is None else value, self.v_proj),
+        )
         for name, tensor, projection in given:
             if tensor.dim() != 3 or tensor.shape[-1] != projection.in_features or tensor.shape[0] != query.shape[0]:
                 wanted = f"(batch, length, {projection.in_features}) with the query's batch size"
