@@ -115,7 +115,9 @@ def test_qk_norm_comes_before_rotary():
 def test_the_learned_scale_acts_after_qk_norm():
     attention = MultiHeadAttention(E, H, qk_norm=QKNorm("l2", 4, num_kv_heads=H), scale="learned")
     call = call_of(attention, torch.randn(B, L, E))
-    torch.testing.assert_close(call.query.norm(dim=-1), torch.full((B, H, L), 0.5))  # 1 · 1/√4; before the norm it would be lost
+    torch.testing.assert_close(
+        call.query.norm(dim=-1), torch.full((B, H, L), 0.5)
+    )  # 1 · 1/√4; before the norm it would be lost
 
 
 def test_rotary_makes_the_layer_see_distances_only():

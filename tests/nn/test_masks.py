@@ -240,7 +240,9 @@ def test_a_used_mask_is_copied_without_what_it_remembers(backend, copied):
         assert torch.equal(scaled_dot_product_attention(x, x, x, other, backend=backend), want)
 
 
-@pytest.mark.parametrize("mask", [*(mask for mask, _ in RULES.values()), Causal() & Padding(REAL), Causal() | Padding(REAL)], ids=repr)
+@pytest.mark.parametrize(
+    "mask", [*(mask for mask, _ in RULES.values()), Causal() & Padding(REAL), Causal() | Padding(REAL)], ids=repr
+)
 def test_a_mask_cannot_be_written_to_and_equals_itself_alone(mask):
     other = replace(mask)
     assert mask == mask and mask != other and len({mask, other}) == 2  # tensors have no truth value to compare by
