@@ -73,26 +73,6 @@ def test_copies_share_no_memory_and_what_is_frozen_stays_frozen(no_grad):
     assert torch.equal(ours.q_proj.weight, before)
 
 
-def test_sequence_first_layers_take_transposed_tensors():
-    theirs = theirs_with(batch_first=False)
-    given = inputs(theirs)
-    want, _ = theirs(*(x.transpose(0, 1) for x in given))
-    assert_near(MultiHeadAttention.from_torch(theirs)(*given), want.transpose(0, 1))
-
-
-def test_masks_of_torch_are_inverted_or_become_a_bias():
-    theirs = theirs_with()
-    ours = MultiHeadAttention.from_torch(theirs)
-    given = inputs(theirs)
-    padding = torch.tensor([[False] * 4 + [True] * 3, [False] * 7])  # torch: True = hidden
-    hidden = torch.rand(L, S) < 0.3
-    hidden[:, 0] = False
-    want, _ = theirs(*given, key_padding_mask=padding, attn_mask=hidden)
-    assert_near(ours(*given, key_mask=from_key_padding_mask(padding), attn_mask=~hidden), want)
-    added = torch.randn(L, S, dtype=torch.float64)
-    assert_near(ours(*given, attn_bias=added), theirs(*given, attn_mask=added)[0])
-
-
 def test_weights_are_returned_after_dropout_by_torch_alone():
     theirs = theirs_with(dropout=0.5)
     given = inputs(theirs)
@@ -107,7 +87,7 @@ def test_a_row_without_keys_is_nan_in_torch_and_the_output_bias_here():
     given = inputs(theirs)
     nothing = torch.tensor([[True] * S, [False] * S])
     want, _ = theirs(*given, key_padding_mask=nothing)
-    got = MultiHeadAttention.from_torch(theirs)(*given, key_mask=~nothing)
+    got = MultiHeadAttention.from_torch(theirs)(*given, key_mask=from_key_padding_mask(nothing))
     assert want[0].isnan().all()
     assert torch.equal(got[0], theirs.out_proj.bias.expand(L, E))
     assert_near(got[1], want[1])
