@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.nn.backends import attend, backend_names
-from minitx.nn.bias import Bias
+from minitx.nn.bias import Bias, as_bias
 from minitx.nn.cache import LayerCache
 from minitx.nn.functional import AttentionCall, check_settings
 from minitx.nn.masks import Causal, Mask, Padding, intersect, real_key_counts
@@ -167,15 +167,17 @@ class MultiHeadAttention(nn.Module):
         self._check_inputs(query, key, value)
         q, k, v = self._project(query, query if key is None else key, value, is_cross, position_ids, cache)
         mask = attn_mask
-        if key_mask is not None or is_causal or isinstance(mask, Tensor):
+        if key_mask is not None or is_causal or not (mask is None or isinstance(mask, Mask)):
             mask = intersect(mask, Padding(key_mask) if key_mask is not None else None, Causal() if is_causal else None)
+        if isinstance(attn_bias, nn.Module):
+            attn_bias = as_bias(attn_bias)  # the rule with the table as it is now: chunked cannot pack a module
         multiplier = self.scale.multiplier
         if multiplier is None:  # it depends on the head or on the query's position
             counts = None
             if self.scale.needs_counts:
                 if mask is not None:
                     mask.check(q.shape[0], self.num_heads, q.shape[2], k.shape[2])
-                counts = real_key_counts(mask, q.shape[2], k.shape[2], q.device)
+                counts = real_key_counts(mask, q.shape[0], q.shape[2], k.shape[2], q.device)
             q, multiplier = self.scale(q, counts)
         call = AttentionCall(
             *(q, k, v, mask, attn_bias, multiplier, self.softcap, self.sinks),  # type: ignore[arg-type]
@@ -224,7 +226,11 @@ class MultiHeadAttention(nn.Module):
         if self.rotary is not None and key is not None and key is not query:
             raise ValueError("rotary positions are for self-attention: queries and keys need one position axis")
         key = query if key is None else key
-        given = ("query", query, self.q_proj), ("key", key, self.k_proj), ("value", key if value is None else value, self.v_proj)
+        given = (
+            ("query", query, self.q_proj),
+            ("key", key, self.k_proj),
+            ("value", key if value is None else value, self.v_proj),
+        )
         for name, tensor, projection in given:
             if tensor.dim() != 3 or tensor.shape[-1] != projection.in_features or tensor.shape[0] != query.shape[0]:
                 wanted = f"(batch, length, {projection.in_features}) with the query's batch size"

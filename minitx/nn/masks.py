@@ -575,17 +575,15 @@ def simplify(mask: Mask | None, num_queries: int, num_keys: int) -> Mask | None:
     return kept[0] if kept else None
 
 
-def real_key_counts(mask: Mask | None, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """n_i: how many real keys lie up to query i (all real keys without ``Causal``); shape (B or 1, 1, L, 1).
+def real_key_counts(mask: Mask | None, batch_size: int, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """n_i: how many real keys lie up to query i (all real keys without a rule about the future); shape (B or 1, 1, L, 1).
 
-    Counts what ``Padding``, ``Causal`` and ``Documents`` (a packed document is a sequence of its own) leave; windows and
-    other masks do not shorten a sequence.
+    Counts what ``Padding``, ``Documents`` (a packed document is a sequence of its own) and a rule about the future (``Causal``,
+    ``PrefixLM``) leave; windows and other masks do not shorten a sequence.
     """
-    parts = list(mask.parts()) if mask is not None else []
-    packed = next((part for part in parts if isinstance(part, Documents)), None)
-    if packed is not None:
-        counted = And(tuple(part for part in parts if isinstance(part, Padding | Causal | Documents)))
-        cells = counted.dense(num_queries, num_keys, batch_size=packed.ids.shape[0], device=device)
+    parts = [] if mask is None else [p for p in mask.parts() if p.is_causality or isinstance(p, Padding | Documents)]
+    if not all(isinstance(part, Padding | Causal) for part in parts):
+        cells = And(tuple(parts)).dense(num_queries, num_keys, batch_size=batch_size, device=device)
         return cells.sum(-1, keepdim=True)
     real = torch.ones(1, num_keys, dtype=torch.bool, device=device)
     for part in parts:

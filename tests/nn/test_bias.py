@@ -12,6 +12,7 @@ from torch import Tensor
 from minitx.nn import (
     ALiBi,
     Bias,
+    DotProductAttention,
     MultiHeadAttention,
     T5RelativeBias,
     TensorBias,
@@ -99,15 +100,10 @@ BIASES = {
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 16, 20])
 def test_alibi_slopes_are_those_of_the_paper(heads):
-    slopes = -ALiBi(heads).dense(1, 2, num_heads=heads)[0, :, 0, 0]
-    assert slopes.tolist() == pytest.approx(press_slopes(heads), rel=1e-6)
-
-
-def test_alibi_by_hand():
-    # two heads: slopes 1/16 and 1/256, times the distance either way
-    bias = ALiBi(2).dense(3, 3, num_heads=2)
-    assert (bias[0, 0] * -16).tolist() == [[0, 1, 2], [1, 0, 1], [2, 1, 0]]
-    assert (bias[0, 1] * -256).tolist() == [[0, 1, 2], [1, 0, 1], [2, 1, 0]]
+    bias = ALiBi(heads).dense(3, 3, num_heads=heads)[0]
+    assert (-bias[:, 0, 1]).tolist() == pytest.approx(press_slopes(heads), rel=1e-6)
+    distances = torch.tensor([[0, 1, 2], [1, 0, 1], [2, 1, 0]])  # either way
+    assert torch.equal(bias, bias[:, :1, 1:2] * distances)
 
 
 @pytest.mark.parametrize(("buckets", "farthest"), [(32, 128), (8, 16), (32, 40), (6, 5), (64, 1000)])
@@ -158,7 +154,9 @@ def leaves_of(bias):
 
 @pytest.mark.parametrize("backend", ["math", "sdpa", "chunked"])
 @pytest.mark.parametrize("name", BIASES)
-def test_a_rule_equals_its_tensor_and_its_gradient_flows_through_every_backend(name, backend):
+def test_a_rule_equals_its_tensor_and_its_gradient_flows_through_every_backend(name, backend, monkeypatch):
+    monkeypatch.setattr(chunked, "LARGEST", 2)
+    monkeypatch.setattr(chunked, "SMALLEST", 2)  # several tiles
     bias = BIASES[name]()
     q, k, v = (normal(B, heads, n, D).requires_grad_() for heads, n in ((H, L), (3, S), (3, S)))
     leaves = [q, k, v, *leaves_of(bias)]
@@ -171,19 +169,6 @@ def test_a_rule_equals_its_tensor_and_its_gradient_flows_through_every_backend(n
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
     assert all(grad.abs().sum() > 0 for grad in results[0][4:])
-
-
-def test_gradients_of_rules_pass_gradcheck_tile_by_tile(monkeypatch):
-    monkeypatch.setattr(chunked, "LARGEST", 2)
-    monkeypatch.setattr(chunked, "SMALLEST", 2)
-    q, k, v = (normal(1, 2, n, 3).requires_grad_() for n in (3, 5, 5))
-    table, amplitude = normal(8, 2).requires_grad_(), normal(2).requires_grad_()
-
-    def call(q, k, v, table, amplitude):
-        bias = Wave(amplitude, 0.7, RelativeBuckets(table, 6, True))
-        return scaled_dot_product_attention(q, k, v, attn_bias=bias, softcap=1.3, backend="chunked")
-
-    assert torch.autograd.gradcheck(call, (q, k, v, table, amplitude))
 
 
 @pytest.mark.parametrize("backend", ["math", "chunked"])
@@ -201,49 +186,25 @@ def test_a_bfloat16_table_gets_a_gradient_summed_in_float32(backend, monkeypatch
     assert (grads[0] - grads[1]).abs().max() < torch.finfo(torch.bfloat16).eps * grads[1].abs().max()
 
 
-def test_attention_takes_a_relative_bias_as_a_module():
-    attention, bias = MultiHeadAttention(12, 3), T5RelativeBias(3, num_buckets=8, max_distance=6)
-    x = torch.randn(2, 5, 12)
-    torch.testing.assert_close(attention(x, attn_bias=bias, is_causal=True), attention(x, is_causal=True))
-    attention(x, attn_bias=bias).square().sum().backward()
+@pytest.mark.parametrize("backend", ["math", "sdpa", "chunked", "auto"])
+def test_a_layer_takes_a_relative_bias_as_a_module_that_learns(backend):
+    attention = MultiHeadAttention(12, 6, core=DotProductAttention(backend=backend)).double()
+    bias, x = t5(), torch.randn(2, 5, 12, dtype=torch.float64)
+    out = attention(x, attn_bias=bias, is_causal=True)
+    want = attention(x, attn_bias=bias.dense(5, 5, num_heads=6), is_causal=True)
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-13)
+    out.square().sum().backward()
     assert bias.weight.grad.abs().sum() > 0
 
 
 def test_a_rule_that_no_program_can_hold_is_refused_by_chunked_and_served_by_others():
     bias = Closed(lambda distance: -0.1 * distance)
     q = torch.randn(1, 2, 300, 4)
-    reason = "Closed cannot be taken apart: a mask or bias must be a frozen dataclass"
-    with pytest.raises(NotImplementedError, match=reason):
+    with pytest.raises(NotImplementedError, match="Closed"):
         scaled_dot_product_attention(q, q, q, attn_bias=bias, backend="chunked")
     reports = {report.name: report for report in explain_backends(q, q, q, attn_bias=bias, softcap=1.0)}
-    assert reason in reports["chunked"].reason and reports["math"].runs
+    assert "Closed" in reports["chunked"].reason and reports["math"].runs
     torch.testing.assert_close(
         scaled_dot_product_attention(q, q, q, attn_bias=bias),
         scaled_dot_product_attention(q, q, q, attn_bias=bias.dense(300, 300), backend="math"),
     )
-
-
-MISTAKES = {
-    "nothing": (lambda: ALiBi(), ValueError, "ALiBi needs num_heads or slopes, and not both"),
-    "both": (lambda: ALiBi(2, torch.ones(2)), ValueError, "ALiBi needs num_heads or slopes, and not both"),
-    "no heads": (lambda: ALiBi(0), ValueError, "ALiBi num_heads must be a positive whole number, got 0"),
-    "whole slopes": (lambda: ALiBi(slopes=torch.ones(2, dtype=torch.long)), TypeError, "ALiBi slopes must be a floating-point"),
-    "few buckets": (lambda: T5RelativeBias(2, num_buckets=2), ValueError, "two buckets a direction"),
-    "near end": (lambda: T5RelativeBias(2, num_buckets=32, max_distance=8), ValueError, "got num_heads=2, num_buckets=32"),
-    "other heads": (lambda: _attend(ALiBi(3)), ValueError, "ALiBi has slopes for 3 heads, but query has 2"),
-    "other table": (lambda: _attend(T5RelativeBias(3)), ValueError, "T5RelativeBias has a table for 3 heads, but query has 2"),
-    "a word": (lambda: _attend("alibi"), TypeError, "attn_bias must be a floating-point tensor or a Bias, got str"),
-    "another size": (lambda: _attend(TensorBias(torch.zeros(3, 3))), ValueError, r"attn_bias of shape \(3, 3\) must be"),
-}  # fmt: skip
-
-
-def _attend(bias):
-    q = torch.randn(1, 2, 4, 3)
-    return scaled_dot_product_attention(q, q, q, attn_bias=bias)
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_plain_mistake_is_answered_by_name(mistake):
-    call, error, message = MISTAKES[mistake]
-    with pytest.raises(error, match=message):
-        call()

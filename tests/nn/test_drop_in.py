@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.nn import DropInAttention, MultiHeadAttention
+from minitx.nn import DropInAttention
 
 B, L, S, E, H = 2, 5, 7, 12, 3
 F64 = torch.float64
@@ -29,35 +29,41 @@ def as_float(hidden):
 
 
 MASKS = {
-    "none": lambda: {},
-    "bool": lambda: {"attn_mask": cells(L, S)},
-    "bool a head": lambda: {"attn_mask": cells(B * H, L, S)},
-    "float": lambda: {"attn_mask": torch.randn(L, S, dtype=F64)},
-    "padding": lambda: {"key_padding_mask": cells(B, S)},
-    "float padding": lambda: {"key_padding_mask": as_float(cells(B, S))},
-    "both": lambda: {"attn_mask": cells(L, S), "key_padding_mask": cells(B, S)},
-    "both float": lambda: {"attn_mask": torch.randn(B * H, L, S, dtype=F64), "key_padding_mask": as_float(cells(B, S))},
+    "none": lambda *batch: {},
+    "bool": lambda *batch: {"attn_mask": cells(L, S)},
+    "bool a head": lambda *batch: {"attn_mask": cells(H * sum(batch or (1,)), L, S)},
+    "float": lambda *batch: {"attn_mask": torch.randn(L, S, dtype=F64)},
+    "padding": lambda *batch: {"key_padding_mask": cells(*batch, S)},
+    "float padding": lambda *batch: {"key_padding_mask": as_float(cells(*batch, S))},
+    "both": lambda *batch: {"attn_mask": cells(L, S), "key_padding_mask": cells(*batch, S)},
+    "both float": lambda *batch: {
+        "attn_mask": torch.randn(H * sum(batch or (1,)), L, S, dtype=F64),
+        "key_padding_mask": as_float(cells(*batch, S)),
+    },
 }
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("form", ["batch first", "sequence first", "unbatched", "unbatched, sequence first"])
 @pytest.mark.parametrize("masks", MASKS)
-def test_output_and_weights_are_those_of_torch(masks, batch_first):
+def test_output_and_weights_are_those_of_torch_in_every_call_form(masks, form):
     torch.manual_seed(0)
-    theirs = theirs_with(batch_first=batch_first, kdim=8, vdim=10)
+    theirs = theirs_with(batch_first="sequence" not in form, kdim=8, vdim=10)
     ours = DropInAttention(theirs)
-    shapes = [(B, L, E), (B, S, 8), (B, S, 10)]
-    inputs = [torch.randn(*(shape if batch_first else (shape[1], shape[0], shape[2])), dtype=F64) for shape in shapes]
-    given = MASKS[masks]()
+    batch = () if "unbatched" in form else (B,)
+    inputs = [torch.randn(*batch, *shape, dtype=F64) for shape in ((L, E), (S, 8), (S, 10))]
+    if form == "sequence first":
+        inputs = [x.transpose(0, 1) for x in inputs]
+    given = MASKS[masks](*batch)
     for options in ({}, {"average_attn_weights": False}, {"need_weights": False}):
         torch.testing.assert_close(ours(*inputs, **given, **options), theirs(*inputs, **given, **options), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(B, L, E), (L, E)])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_self_attention_stays_self_attention(batch_first):
+def test_self_attention_stays_self_attention(batch_first, shape):
     """A layer that is called with one tensor three times knows it: a rotary one would refuse another key."""
     theirs = theirs_with(batch_first=batch_first)
-    x = torch.randn(B, L, E, dtype=F64)
+    x = torch.randn(*shape, dtype=F64)
     seen = []
     ours = DropInAttention(theirs)
     ours.attention.register_forward_pre_hook(lambda module, args: seen.append(args[0] is args[1] is args[2]))
@@ -65,13 +71,20 @@ def test_self_attention_stays_self_attention(batch_first):
     assert seen == [True]
 
 
-def test_a_batch_of_two_is_not_unpacked_into_its_rows():
-    """``out, _ = layer(...)`` takes MultiHeadAttention's one tensor of a batch of two apart without a word."""
-    theirs, x = theirs_with(), torch.randn(2, L, E, dtype=F64)
-    out, _ = DropInAttention(theirs)(x, x, x, need_weights=False)
-    assert out.shape == x.shape
-    row, _ = MultiHeadAttention.from_torch(theirs)(x)
-    assert row.shape == x.shape[1:]
+@pytest.mark.parametrize("frozen", [(), ("in_proj_weight", "in_proj_bias"), ("out_proj.weight",)])
+def test_a_frozen_layer_stays_frozen_and_the_rest_learns(frozen):
+    theirs = theirs_with()
+    for name in frozen:
+        theirs.get_parameter(name).requires_grad_(False)
+    ours, x = DropInAttention(theirs), torch.randn(B, L, E, dtype=F64)
+    for layer in (theirs, ours):
+        layer(x, x, x)[0].square().sum().backward()
+    still = {name.removeprefix("attention.") for name, p in ours.named_parameters() if p.grad is None}
+    packed = {f"{p}_proj.{kind}" for p in "qkv" for kind in ("weight", "bias")}
+    assert still == (packed if "in_proj_weight" in frozen else set(frozen))
+    if "out_proj.weight" not in frozen:
+        gradients = ours.attention.out_proj.weight.grad, theirs.out_proj.weight.grad
+        torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -100,7 +113,7 @@ def test_the_layers_of_torchs_own_encoder_can_be_swapped(norm_first, training):
 
 def test_a_causal_hint_without_a_mask_is_refused():
     x = torch.randn(B, L, E, dtype=F64)
-    with pytest.raises(ValueError, match="is_causal=True is a hint about attn_mask, which is missing"):
+    with pytest.raises(ValueError, match="attn_mask"):
         DropInAttention(theirs_with())(x, x, x, is_causal=True)
 
 

@@ -14,7 +14,7 @@ from minitx.nn.blocks import run_checkpointed
 from minitx.nn.cache import KVCache
 from minitx.nn.feedforward import load_balancing_loss
 from minitx.nn.init import init_weights
-from minitx.nn.masks import Causal, Documents, Mask, Padding, SlidingWindow, intersect
+from minitx.nn.masks import Causal, Documents, Mask, Padding, SlidingWindow, as_mask, intersect
 from minitx.nn.models.parts import build_bias, build_block, init_gains
 from minitx.nn.norms import make_norm
 from minitx.nn.positions import Rotation, position_ids_from
@@ -80,14 +80,17 @@ class TransformerModel(nn.Module):
         self._check_ids(input_ids, position_ids, past, counted, name)
         if cache is not None:
             key_mask, document_ids = cache.join(input_ids, key_mask, document_ids)  # (B, S)
+        masks = self._masks(mask, key_mask, document_ids)
+        if masks[0] is not None:  # before positions are counted from what does not fit
+            masks[0].check(input_ids.shape[0], self.config.num_heads, L, past + L)
         if position_ids is None:
             position_ids = position_ids_from(key_mask, document_ids, past + L, input_ids.device)[:, past:]
         x = self.embeddings(input_ids, position_ids, token_type_ids)  # (B, L, E)
-        masks = self._masks(mask, key_mask, document_ids)
         return x, Shared(masks, self._positions(position_ids, x))
 
     def _masks(self, mask: Mask | None, key_mask: Tensor | None, document_ids: Tensor | None) -> list[Mask | None]:
         """Each layer's mask, everything that hides keys; layers with one window share one mask."""
+        mask = as_mask(mask)
         own = [
             Causal() if self.causal and not (mask is not None and mask.is_causality) else None,
             Padding(key_mask) if key_mask is not None else None,
