@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from oracle import grids
+from sizes import grids
 
 from minitx.nn import Causal, Documents, Padding, PrefixLM, SlidingWindow, from_key_padding_mask, intersect
 from minitx.nn.masks import And, Dense, Mask, Or, as_mask, real_key_counts, simplify
