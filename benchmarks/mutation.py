@@ -38,15 +38,14 @@ from mutants import ROOT, Mutant, mutants
 
 WORK = ROOT / "build/mutation.json"  # what became of each mutant so far
 FILES = [*(f"minitx/nn/{name}.py" for name in ("functional", "masks", "tensor_rule")), *(f"minitx/nn/backends/{name}.py" for name in (
-    "__init__", "base", "chunked", "flash_attn", "flex", "math", "programs", "sdpa"))]  # fmt: skip
+    "__init__", "base", "chunked", "flex", "math", "programs", "sdpa"))]  # fmt: skip
 TESTS = [f"tests/nn/test_{name}.py" for name in (
-    "functional", "masks", "backends", "chunked", "flex", "bad_inputs", "attention", "bias", "cache", "scale", "torch_interop",
-    "conformance")]  # fmt: skip
+    "functional", "masks", "backends", "chunked", "flex", "bad_inputs", "attention", "bias", "cache", "scale", "torch_interop")]  # fmt: skip
+TESTS.append("tests/test_testing.py")
 OWN = {
     "__init__": ("backends", "chunked"),
     "tensor_rule": ("masks", "bias"),
     "sdpa": ("backends", "flex"),
-    "flash_attn": ("flex",),
     "programs": ("chunked",),
 }  # else by name
 CHOICE = ("-m", "not long", "-p", "no:cacheprovider")  # of the slow tests, too

@@ -1,16 +1,17 @@
-"""A kernel of one's own: written, checked by the conformance kit, registered, and named in a model.
+"""A kernel of one's own: written, checked with ``minitx.testing``, registered, and named in a model.
 
-The kernel is the softmax in one pass over the keys (Milakov & Gimelshein 2018, arXiv:1805.02867): for every query it keeps the largest
-score m so far, the sum of exp(score - m), and the sum of exp(score - m) · value. No L x S matrix; slow, and 20 lines. It serves masks,
-any scale and grouped heads, and says no to the rest.
+The kernel computes the softmax in one pass over the keys (Milakov & Gimelshein 2018, arXiv:1805.02867). For every query it keeps the
+largest score m so far, the sum of exp(score - m), and the sum of exp(score - m) · value. It needs no L x S matrix; it is slow, and 20
+lines. It serves masks, any scale and grouped heads, and refuses the rest.
 
-Two of its lines are there because the kit asked for them: without ``hide_unseen`` a NaN in a key that no query may see came through as
-0 · NaN, and without ``masked_fill`` of the total a query that sees nothing was 0 / 0. 20 of 96 checks failed.
+Two of its lines are there because the check failed without them. Without ``hide_unseen`` a NaN in a key that no query may see came
+through as 0 · NaN. Without ``masked_fill`` of the total, a query that sees nothing was 0 / 0.
 
     python examples/custom_backend.py
-    python -m minitx.nn.conformance examples.custom_backend:attention     # the whole table, exit code 0
+    python -m minitx.testing examples.custom_backend:attention     # the whole table, exit code 0
 
-The first prints the kit's counts, what ``explain_backends`` says of two calls, and the difference that naming the kernel makes to a model.
+The first prints the counts of the check, what ``explain_backends`` says of two calls, and the difference that naming the kernel makes to a
+model.
 """
 
 from collections import Counter
@@ -20,8 +21,8 @@ from torch import Tensor
 
 from minitx.config import TransformerConfig
 from minitx.nn import AttentionCall, DecoderLM, backend_names, explain_backends, register_backend, scaled_dot_product_attention
-from minitx.nn.conformance import conformance
 from minitx.nn.functional import hide_unseen
+from minitx.testing import check_kernel
 
 
 def one_pass(call: AttentionCall) -> Tensor:
@@ -46,8 +47,8 @@ def one_pass(call: AttentionCall) -> Tensor:
     return (output / total.masked_fill(total == 0.0, 1.0)).to(call.query.dtype)
 
 
-def refuses(call: AttentionCall) -> str | None:
-    """None where ``one_pass`` can serve a call, else why not: what ``explain_backends`` and the error of a named backend say."""
+def why_not(call: AttentionCall) -> str | None:
+    """The reason why ``one_pass`` cannot serve a call, or None. ``explain_backends`` and the error of a named backend print it."""
     lacks = {
         "dropout": call.dropout_p > 0,
         "bias": call.attn_bias is not None,
@@ -58,22 +59,25 @@ def refuses(call: AttentionCall) -> str | None:
     return f"it has no {' and no '.join(missing)}" if missing else None
 
 
-if "one_pass" not in backend_names():  # a module may be read twice, as a program and by the kit
-    register_backend(
-        "one_pass", one_pass, supports=refuses, falls_back=lambda call: "it takes one key at a time, in plain torch"
-    )
+def falls_back(call: AttentionCall) -> str:
+    """Always: this is no fused kernel."""
+    return "it takes one key at a time, in plain torch"
+
+
+if "one_pass" not in backend_names():  # a module may be imported twice, as a program and by the check
+    register_backend("one_pass", one_pass, why_not=why_not, falls_back=falls_back)
 
 
 def attention(query, key, value, *, attn_mask=None, is_causal=False, scale=None):
-    """What the kit calls. A parameter that is missing here is a feature that the kernel does not claim."""
+    """What ``minitx.testing`` calls. The parameters that are missing here are the features that the kernel does not have."""
     return scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, scale=scale, backend="one_pass")
 
 
 def main() -> dict[str, float]:
     """Print and return what was measured."""
-    results = conformance(attention)
+    results = check_kernel(attention)
     found: dict[str, float] = dict(Counter(result.status for result in results))
-    print("conformance:", ", ".join(f"{count} {status}" for status, count in found.items()))
+    print("checks:", ", ".join(f"{count} {status}" for status, count in found.items()))
     for result in results:
         if result.status == "failed":
             print(f"  {result.case}, {result.dtype}: {result.what}")

@@ -19,7 +19,8 @@ NUMBERS = {"torch", "numpy", "safetensors"}
 ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "": (set(), set(), set()),
     "config": (set(), set(), set()),
-    "nn": ({"config"}, {"torch"}, {"flash_attn"}),
+    "nn": ({"config"}, {"torch"}, set()),
+    "testing": ({"nn"}, {"torch"}, set()),
     "analysis": ({"config", "nn"}, NUMBERS, PLOTS),
     "generation": ({"config", "nn"}, NUMBERS, set()),
     "interop": ({"config", "nn"}, NUMBERS, {"huggingface_hub", "onnx"}),
@@ -192,7 +193,7 @@ NEEDED_BECAUSE = {
     ("training.parts", "importlib.import_module"): "of what a user's config names, and of classes in OURS",
     ("training.parts", "hydra.utils.instantiate"): "of a user's config; nodes of a checkpoint pass check_trusted first",
     ("training.shards", "pickle"): "to read torch's index with a reader that knows its descriptions only",
-    ("nn.conformance", "importlib.import_module"): "a program that checks code which its user names on the command line",
+    ("testing", "importlib.import_module"): "a program that checks code which its user names on the command line",
 }
 
 

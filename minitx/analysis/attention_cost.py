@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import isqrt, log
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -189,13 +189,13 @@ def attention_call(shape: AttentionShape) -> Callable[[], None]:
         torch.randn(shape.batch_size, shape.length, heads, config.width_per_head, requires_grad=training)
         for heads in (config.num_heads, config.kv_heads, config.kv_heads)
     ]
-    options = {"mask": shape.mask, "attn_bias": shape.attn_bias(), "sinks": shape.sinks()}
-    given = {name: option for name, option in options.items() if option is not None}
+    options: dict[str, Any] = {"mask": shape.mask, "attn_bias": shape.attn_bias(), "sinks": shape.sinks()}
 
     def run() -> None:
         with torch.set_grad_enabled(training):
             dropout_p = config.dropout if training else 0.0
-            call = AttentionCall(*(leaf.transpose(1, 2) for leaf in leaves), **given, softcap=config.softcap, dropout_p=dropout_p)
+            query, key, value = (leaf.transpose(1, 2) for leaf in leaves)
+            call = AttentionCall(query, key, value, softcap=config.softcap, dropout_p=dropout_p, **options)
             out = core(replace(call, scale=config.width_per_head**-0.5))
             if training:
                 out.backward(torch.ones(()).expand_as(out))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from minitx.nn.backends import attend, backend_names
 from minitx.nn.bias import Bias, as_bias
 from minitx.nn.cache import LayerCache
+from minitx.nn.efficient.base import EfficientAttention
 from minitx.nn.functional import AttentionCall, check_settings
 from minitx.nn.masks import Causal, Mask, Padding, intersect, real_key_counts
 from minitx.nn.norms import QKNorm
@@ -127,7 +128,7 @@ class MultiHeadAttention(nn.Module):
         self.scale, self.qk_norm, self.rotary = scale, qk_norm, rotary
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
         self.core = DotProductAttention() if core is None else core
-        if hasattr(self.core, "refuse"):
+        if isinstance(self.core, EfficientAttention):
             self.core.refuse(dropout=dropout > 0.0, softcap=softcap is not None, sinks=sinks)
 
     def forward(
@@ -172,7 +173,7 @@ class MultiHeadAttention(nn.Module):
         if isinstance(attn_bias, nn.Module):
             attn_bias = as_bias(attn_bias)  # the rule with the table as it is now: chunked cannot pack a module
         multiplier = self.scale.multiplier
-        if multiplier is None:  # it depends on the head or on the query's position
+        if multiplier is None:  # it depends on the head, on the query's position, or on what a subclass does
             counts = None
             if self.scale.needs_counts:
                 if mask is not None:
@@ -180,7 +181,7 @@ class MultiHeadAttention(nn.Module):
                 counts = real_key_counts(mask, q.shape[0], q.shape[2], k.shape[2], q.device)
             q, multiplier = self.scale(q, counts)
         call = AttentionCall(
-            *(q, k, v, mask, attn_bias, multiplier, self.softcap, self.sinks),  # type: ignore[arg-type]
+            *(q, k, v, mask, attn_bias, multiplier, self.softcap, self.sinks),
             dropout_p=self.dropout if self.training else 0.0,
             need_weights=need_weights,
             is_cross=is_cross,

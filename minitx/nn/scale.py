@@ -89,7 +89,8 @@ class ScoreScale(nn.Module):
     @property
     def multiplier(self) -> float | None:
         """What a fixed scale multiplies q·k by; None where it depends on the head or the query."""
-        return None if self._fixed is None else self._fixed * self.factor
+        is_own = type(self).forward is not ScoreScale.forward  # a subclass multiplies as it likes
+        return None if self._fixed is None or is_own else self._fixed * self.factor
 
     @property
     def needs_counts(self) -> bool:
@@ -105,8 +106,8 @@ class ScoreScale(nn.Module):
             lengths = counts.clamp(min=1).to(torch.promote_types(query.dtype, torch.float32))
             multiplier = lengths.log() * (self.factor / math.log(self.max_len) / math.sqrt(self.head_dim))
             return query * multiplier.to(query.dtype), 1.0
-        assert self.multiplier is not None
-        return query, self.multiplier
+        assert self._fixed is not None
+        return query, self._fixed * self.factor
 
     def extra_repr(self) -> str:
         factor = f", factor={self.factor}" if self.factor != 1.0 else ""

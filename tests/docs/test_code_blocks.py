@@ -312,8 +312,8 @@ def obey(words: list[str], shelf: Shelf, place: Path) -> None:
         names = {"torchrun": ("nproc-per-node", "nnodes"), "srun": ("ntasks-per-node", "nodes")}[words[0]]
         assert script == "scripts/train.py"
         compose(words[words.index(script) + 1 :], number(words, names[0]) * number(words, names[1]))
-    elif words[:3] == ["python", "-m", "minitx.nn.conformance"]:
-        from minitx.nn.conformance import main
+    elif words[:3] == ["python", "-m", "minitx.testing"]:
+        from minitx.testing import main
 
         if words[3].startswith(
             "examples."

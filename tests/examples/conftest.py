@@ -10,23 +10,32 @@ from pathlib import Path
 
 import pytest
 
+from minitx.nn import backend_names, unregister_backend
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session")
 def example():
-    """``example(name)``: examples/NAME.py as a module, read once."""
-    found = {}
+    """``example(name)``: examples/NAME.py as a new module."""
 
     def load(name):
-        if name not in found:
-            spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
-            found[name] = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = found[name]  # dataclasses look their module up
-            spec.loader.exec_module(found[name])
-        return found[name]
+        spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look their module up
+        spec.loader.exec_module(module)
+        return module
 
     return load
+
+
+@pytest.fixture(autouse=True)
+def _only_our_backends_are_left():
+    """Examples register backends when they are imported."""
+    before = backend_names()
+    yield
+    for name in set(backend_names()) - set(before):
+        unregister_backend(name)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from oracle import OpRecorder, naive
+from sizes import OpRecorder
 from torch import nn
 
 from minitx.nn import (
@@ -21,6 +21,7 @@ from minitx.nn import (
     SlidingWindow,
     T5RelativeBias,
 )
+from minitx.testing import naive_attention
 
 B, L, S, E, H = 2, 5, 7, 12, 3
 REAL = torch.tensor([[False, True, True, True, True], [True] * 5])
@@ -48,7 +49,7 @@ def test_the_whole_layer_equals_the_loops_with_every_width_different(backend):
         return torch.stack([flat[..., h * 5 : (h + 1) * 5] for h in range(count)], dim=1)
 
     q, k, v = heads(attention.q_proj, x, 4), heads(attention.k_proj, y, 2), heads(attention.v_proj, z, 2)
-    out, weights = naive(q, k, v, scale=1 / math.sqrt(5))
+    out, weights = naive_attention(q, k, v, scale=1 / math.sqrt(5))
     joined = torch.cat([out[:, h] for h in range(4)], dim=-1)
     got, got_weights = attention(x, y, z, need_weights=True)
     torch.testing.assert_close(got, joined @ attention.out_proj.weight.T + attention.out_proj.bias, rtol=0, atol=1e-14)

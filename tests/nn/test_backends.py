@@ -8,8 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import (
-    DTYPES,
+from sizes import (
     DV,
     HKV,
     B,
@@ -19,10 +18,8 @@ from oracle import (
     OpRecorder,
     S,
     assert_as_good_as_naive,
-    cancelling,
     grids,
     low_dtype,
-    naive,
     rounding_band,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -40,6 +37,7 @@ from minitx.nn import (
     scaled_dot_product_attention,
     unregister_backend,
 )
+from minitx.testing import DTYPES, gradient_sizes, naive_attention
 
 BACKENDS = ("math", "sdpa", "chunked", "auto")
 LEFT = torch.tensor([[False, False, True, True, True, True, True], [True] * 7])
@@ -112,12 +110,11 @@ def gradients(output, cotangent, leaves):
 
 def run_naive(leaves, cotangent, dtype, visible, scale, softcap):
     leaves = recast(leaves, dtype)
-    bias = leaves["bias"].expand(B, H, L, S) if "bias" in leaves else None
-    out, _ = naive(
+    out, weights = naive_attention(
         leaves["query"], leaves["key"], leaves["value"], visible,
-        scale=scale, bias=bias, softcap=softcap, sinks=leaves.get("sinks"),
+        scale=scale, attn_bias=leaves.get("bias"), softcap=softcap, sinks=leaves.get("sinks"),
     )  # fmt: skip
-    return {"output": out.detach(), **gradients(out, cotangent, leaves)}
+    return {"output": out.detach(), **gradients(out, cotangent, leaves)}, weights.detach()
 
 
 @functools.cache
@@ -129,10 +126,14 @@ def judged(dtype, mask_name, option_name):
     scale = options.get("scale")
     scale = 1 / math.sqrt(D) if scale is None else scale
     arguments = visible, scale, options.get("softcap")
-    reference = run_naive(leaves, cotangent, torch.float64, *arguments)
+    reference, weights = run_naive(leaves, cotangent, torch.float64, *arguments)
+    low, _ = run_naive(leaves, cotangent, low_dtype(dtype), *arguments)
     # half-precision answers are rounded once at the end, which is the larger error
-    sizes = cancelling(leaves, cotangent, visible, scale) if dtype in (torch.float32, torch.float64) else {}
-    return leaves, cotangent, reference, run_naive(leaves, cotangent, low_dtype(dtype), *arguments), sizes
+    sizes = {}
+    if dtype in (torch.float32, torch.float64):
+        found = gradient_sizes(leaves["query"], leaves["key"], leaves["value"], cotangent, weights, scale)
+        sizes = {name: found[f"gradient of {name}"] for name in ("query", "key")}
+    return leaves, cotangent, reference, low, sizes
 
 
 def check_call(dtype, mask_name, option_name, backend):
@@ -442,8 +443,8 @@ def test_a_square_causal_call_survives_a_scale_of_zero_or_less(scale, dtype, bac
     square = {"query": leaves["query"], "key": leaves["key"][:, :, :L], "value": leaves["value"][:, :, :L]}
     visible = grids(lambda b, h, t, j, i: j <= i, (B, H, L, L))
     square = recast(square, dtype)
-    reference = run_naive(square, cotangent, torch.float64, visible, scale, None)
-    low = run_naive(square, cotangent, low_dtype(dtype), visible, scale, None)
+    reference, _ = run_naive(square, cotangent, torch.float64, visible, scale, None)
+    low, _ = run_naive(square, cotangent, low_dtype(dtype), visible, scale, None)
     out = scaled_dot_product_attention(*square.values(), None, 0.0, True, scale=scale, backend=backend)
     got = {"output": out.detach(), **gradients(out, cotangent, square)}
     for name in reference:
@@ -741,9 +742,9 @@ def check_any_call(data):
     def run(kind, cast):
         leaves = [t.detach().to(cast).requires_grad_() for t in inputs]
         if kind == "loops":
-            out, _ = naive(*leaves, visible, scale=number)
+            out, _ = naive_attention(*leaves, visible, scale=number)
         elif kind == "loops, last key first":
-            out, _ = naive(leaves[0], leaves[1].flip(2), leaves[2].flip(2), visible.flip(3), scale=number)
+            out, _ = naive_attention(leaves[0], leaves[1].flip(2), leaves[2].flip(2), visible.flip(3), scale=number)
         else:
             out = scaled_dot_product_attention(*leaves, mask, 0.0, is_causal, scale=scale, backend=kind)
         grads = [torch.zeros_like(leaf) for leaf in leaves]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracle import FUSED_CPU, OpRecorder
+from sizes import FUSED_CPU, OpRecorder
 from torch import nn
 
 from minitx.config import TransformerConfig

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import DTYPES
 from test_backends import LEFT, MASKS, OPTIONS, attend, check_call
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,6 +30,7 @@ from minitx.nn.backends.programs import pack, unpack
 from minitx.nn.bias import Bias, TensorBias
 from minitx.nn.functional import make_call
 from minitx.nn.masks import Dense, Or
+from minitx.testing import DTYPES
 
 NOTHING = {"scale": None, "attn_bias": None, "softcap": None, "sinks": None}
 

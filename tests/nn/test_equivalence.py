@@ -15,14 +15,13 @@ import pytest
 import torch
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
-from oracle import naive
 
 from minitx.nn import ALiBi, Causal, Documents, Padding, PrefixLM, SlidingWindow
 from minitx.nn import scaled_dot_product_attention as attention
 from minitx.nn.backends import chunked
+from minitx.testing import DTYPES, naive_attention
 
 BACKENDS = ("math", "sdpa", "chunked")
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 HEADS = ((1, 1), (4, 4), (4, 2), (6, 1))
 EDGES = (63, 64, 65, 127, 128, 129, 255, 256, 257)
 MASKS = (
@@ -282,9 +281,9 @@ def test_the_textbook_is_the_loops():
     for kind in ("none", "causal", "dense per head and causal", "everything", "nothing"):
         _, _, visible = masked(kind, 2, 6, 5, 7, 4, generator)
         q, k, v, bias, sinks = normal(2, 6, 5, 3), normal(2, 3, 7, 3), normal(2, 3, 7, 4), normal(2, 6, 5, 7), normal(6)
-        for extra in ({}, {"bias": bias, "softcap": 1.3, "sinks": sinks}):
-            got = textbook(q, k, v, visible, scale=0.7, **extra)
-            want, _ = naive(q, k, v, visible, scale=0.7, **extra)
+        for added, extra in ((None, {}), (bias, {"softcap": 1.3, "sinks": sinks})):
+            got = textbook(q, k, v, visible, scale=0.7, bias=added, **extra)
+            want, _ = naive_attention(q, k, v, visible, scale=0.7, attn_bias=added, **extra)
             if kind == "nothing":
                 assert not got.any()
             torch.testing.assert_close(got, want, rtol=0, atol=1e-14)

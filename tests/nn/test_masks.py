@@ -1,6 +1,7 @@
 """Masks: the rule, how rules combine, tiles, what is remembered, and pictures."""
 
 import copy
+import itertools
 import pickle
 from dataclasses import FrozenInstanceError, dataclass, fields, replace
 
@@ -8,9 +9,10 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from oracle import grids
+from sizes import grids
 
 from minitx.nn import (
+    BlockSparse,
     Causal,
     Dense,
     Documents,
@@ -234,45 +236,57 @@ def test_a_mask_cannot_be_written_to_and_equals_itself_alone(mask):
             setattr(mask, name, None)
 
 
-SLICES = [slice(i, j) for i in range(5) for j in range(i + 1, 6)]
-
-
-@pytest.mark.parametrize("num_queries", [1, 3, 5])
-@pytest.mark.parametrize("mask", [Causal(), *map(SlidingWindow, (1, 2, 4, 5, 7)), *map(PrefixLM, (0, 1, 3, 5))], ids=repr)
-def test_a_tile_counts_as_visible_or_hidden_just_where_all_of_it_is(mask, num_queries):
-    cells = mask.dense(num_queries, 5)[0, 0].tolist()
-    for rows in (s for s in SLICES if s.stop <= num_queries):
-        for keys in SLICES:
-            tile = [cell for line in cells[rows] for cell in line[keys]]
-            wanted = True if all(tile) else None if any(tile) else False
-            assert mask.covers(rows, keys, 5 - num_queries) is wanted, (rows, keys)
-
-
-def test_what_only_the_values_know_is_said_of_no_tile():
-    one = slice(0, 1), slice(4, 5), 0
-    assert Padding(REAL).covers(*one) is Documents(IDS).covers(*one) is Dense(CELLS).covers(*one) is None
-    assert PrefixLM(LENGTHS).covers(*one) is None  # the future of a row, or its prefix
-    assert PrefixLM(LENGTHS).covers(slice(4, 5), slice(0, 5), 0) is True
-
-
 @dataclass(frozen=True, eq=False)
 class Says(Mask):
-    verdict: bool | None
+    """A rule of one's own that says nothing about tiles."""
 
-    def covers(self, rows, keys, offset):
-        return self.verdict
+    def visible(self, batch, head, row, key, offset):
+        return (row + key) % 2 == 0
 
 
-@pytest.mark.parametrize(
-    ("verdicts", "both", "either"),
-    [((True, True), True, True), ((True, False), False, True), ((True, None), None, True), ((False, None), False, None),
-     ((None, None), None, None), ((False, False), False, False)],
-)  # fmt: skip
-def test_the_verdict_on_a_tile_of_two_masks_follows_from_theirs(verdicts, both, either):
-    tile = slice(2, 3), slice(2, 4), 0
-    for order in (verdicts, verdicts[::-1]):
-        assert And(tuple(map(Says, order))).covers(*tile) is both
-        assert Or(tuple(map(Says, order))).covers(*tile) is either
+EXACT = {
+    "causal": Causal(),
+    **{f"window {w}": SlidingWindow(w) for w in (1, 3, 7)},
+    **{f"prefix {n}": PrefixLM(n) for n in (0, 2, 5)},
+    "padding": Padding(torch.tensor([[False, True, True, True, True, True, True], [True, True, True, True, False, False, False]])),
+    "dense": Dense(torch.arange(2 * 3 * 7 * 7).view(2, 3, 7, 7) % 5 > 0),
+    "dense, one head": Dense(torch.arange(7 * 7).view(7, 7) % 3 > 1),
+    "blocks": BlockSparse(torch.tensor([[True, False, True], [True, True, False], [False, True, True]]), 3),
+    "blocks by head": BlockSparse(torch.arange(27).view(3, 3, 3) % 4 > 0, 3),
+}
+ONE_SIDED = {  # what they say holds; not all that holds is said
+    "documents": Documents(torch.tensor([[0, 0, 1, 1, 1, 2, 2], [3, 3, 3, 3, 3, 3, 3]])),
+    "prefix by row": PrefixLM(torch.tensor([2, 5])),
+    "and": Causal() & SlidingWindow(3) & EXACT["padding"],
+    "or": SlidingWindow(2) | EXACT["padding"],
+    "own": Says(),
+}
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (2, 3), (4, 2), (7, 7)])
+@pytest.mark.parametrize("num_queries", [4, 7])
+@pytest.mark.parametrize("name", [*EXACT, *ONE_SIDED])
+def test_what_a_rule_says_of_a_tile_holds_for_all_its_cells(name, num_queries, height, width):
+    mask, S = (EXACT | ONE_SIDED)[name], 7
+    if isinstance(mask, Dense) and num_queries != 7:
+        mask = Dense(mask.tensor[..., :num_queries, :])
+    rows = torch.tensor([*range(0, num_queries, height), num_queries])
+    keys = torch.tensor([*range(0, S, width), S])
+    whole, empty = mask.tile_map(rows, keys, S - num_queries)
+    cells = mask.dense(num_queries, S, batch_size=2, num_heads=3).expand(2, 3, num_queries, S)
+    assert whole.shape == empty.shape == (len(rows) - 1, len(keys) - 1)
+    for i, (top, bottom) in enumerate(itertools.pairwise(rows.tolist())):
+        for j, (left, right) in enumerate(itertools.pairwise(keys.tolist())):
+            tile = cells[:, :, top:bottom, left:right]
+            assert bool(whole[i, j]) is bool(tile.all()) or (name in ONE_SIDED and not whole[i, j])
+            assert bool(empty[i, j]) is not bool(tile.any()) or (name in ONE_SIDED and not empty[i, j])
+
+
+def test_documents_and_intersections_leave_few_tiles():
+    edges = torch.arange(0, 65, 8)
+    ids = (torch.arange(64) // 16).expand(2, 64)
+    for mask, left in ((Documents(ids) & Causal(), 12), (SlidingWindow(9) & Causal(), 15), (Padding(ids < 1) & Causal(), 15)):
+        assert int((~mask.tile_map(edges, edges, 0)[1]).sum()) == left
 
 
 def test_pictures():

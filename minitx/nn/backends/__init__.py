@@ -231,7 +231,7 @@ def explain_backends(*tensors: Tensor, backend: str = "auto", **options: Any) ->
        chunked        can     it works tile by tile in plain torch
     -> math           can     it holds the whole L x S matrix
     """
-    call = make_call(*tensors, **options)
+    call = make_call(*tensors, **options)  # type: ignore[arg-type]
     chosen, reports = named(call, backend), []
     for candidate in _REGISTRY.values():
         reason = candidate.why_not(call)

@@ -67,8 +67,9 @@ def run(call: AttentionCall) -> Tensor:
     with _NO_CHOICE if query.device.type != "cuda" else _choice(query.device):
         if group > 1 and plan.kernel_mask is not None and repeats_heads(query.device.type, group):
             key, value, group = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1), 1
-        options = {"attn_mask": plan.kernel_mask, "dropout_p": call.dropout_p, "is_causal": plan.is_causal}
-        output = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=group > 1, **options)
+        output = F.scaled_dot_product_attention(
+            *(query, key, value, plan.kernel_mask, call.dropout_p, plan.is_causal), scale=scale, enable_gqa=group > 1
+        )
     return output if plan.empty_rows is None else output.masked_fill(plan.empty_rows, 0.0)
 
 
@@ -137,6 +138,7 @@ def _plan_with_bias(call: AttentionCall) -> Plan:
     visible = call.visible(attn_bias)
     assert visible is not None  # there is a bias
     plan = _plan_of(visible, call)
+    assert plan.visible is not None
     on_cpu = call.query.device.type == "cpu"
     dtype = torch.promote_types(call.query.dtype, torch.float32) if on_cpu else call.query.dtype
     limit = min(torch.finfo(dtype).max, torch.finfo(attn_bias.dtype).max)

@@ -38,6 +38,8 @@ class TransformerModel(nn.Module):
         causal: whether the blocks are those of a decoder. cross: whether they attend to a memory, too.
     """
 
+    embeddings: Any  # a module; each model has its own
+
     def __init__(self, config: TransformerConfig, embeddings: nn.Module, *, causal: bool = False, cross: bool = False) -> None:
         super().__init__()
         self.config, self.causal, self.embeddings = config, causal, embeddings
@@ -56,7 +58,7 @@ class TransformerModel(nn.Module):
         options = {"fold": config.init_fold, "num_layers": config.decoder_layers, "gains": init_gains(config)}
         init_weights(self, config.init, **options, generator=generator)  # type: ignore[arg-type]
 
-    def forward(self, input_ids: Tensor, **options: Any) -> tuple[Tensor, Routing]:
+    def forward(self, input_ids: Tensor, **options: Any) -> Any:
         """Token ids (B, L) -> hidden states (B, L, E) and what the routers chose; ``options`` as in ``_embed``."""
         return self._run(*self._embed(input_ids, **options))
 

@@ -34,7 +34,7 @@ class DecoderLM(TransformerModel):
         self.head = build_lm_head(config, self.embeddings)
         self._init_weights(generator)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         input_ids: Tensor,
         *,

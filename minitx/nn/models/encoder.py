@@ -39,7 +39,7 @@ class Encoder(TransformerModel):
         self.head = build_head(config, self.embeddings.token)
         self._init_weights(generator)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         input_ids: Tensor,
         *,

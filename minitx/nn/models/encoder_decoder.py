@@ -44,7 +44,7 @@ class EncoderDecoder(TransformerModel):
         options = {"fold": config.init_fold, "num_layers": config.num_layers, "gains": init_gains(config, decoder=False)}
         init_weights(encoder.blocks, config.init, **options, generator=generator)  # type: ignore[arg-type]
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         input_ids: Tensor | None,
         decoder_input_ids: Tensor,

@@ -1,0 +1,306 @@
+"""Check whether a function computes attention: ``python -m minitx.testing my_module:my_attention``
+
+The function has the parameter names of ``scaled_dot_product_attention``::
+
+    def my_attention(query, key, value, *, attn_mask=None, is_causal=False, scale=None, attn_bias=None,
+                     softcap=None, sinks=None, dropout_p=0.0, need_weights=False): ...
+
+query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv); ``attn_mask`` is a bool tensor that broadcasts to (B, H, L, S), True =
+may attend; ``attn_bias`` is a float tensor that does; sinks (H,). Leave out the parameters that the function does not support: the
+cases that need them are skipped and listed. A call that it refuses with ``NotImplementedError`` is listed as refused.
+
+Everything else is compared with ``naive_attention`` in float64: output, weights and gradients. The tolerance is twice the error that
+``naive_attention`` makes in the same precision, plus a few roundings. ``check_kernel`` is the same from Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def naive_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    attn_bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention in plain loops, one query at a time. It shares no code with the rest of the package.
+
+    In float64 it is the reference. In half precision it rounds where a good kernel does: the scores and the softmax are float32, the
+    weights and the output have the dtype of the inputs.
+
+    Returns:
+        ``(output (B, H, L, Dv), weights (B, H, L, S))``.
+
+    >>> query, key, value = torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 2, 4), torch.tensor([[[[1.0], [3.0]]]])
+    >>> output, weights = naive_attention(query, key, value)
+    >>> output.item(), weights.tolist()
+    (2.0, [[[[0.5, 0.5]]]])
+    """
+    (B, H, L, D), (Hkv, S) = query.shape, key.shape[1:3]
+    dtype, wide = query.dtype, torch.promote_types(query.dtype, torch.float32)
+    scale = D**-0.5 if scale is None else scale
+    allowed = torch.ones(B, H, L, S).tolist() if attn_mask is None else attn_mask.expand(B, H, L, S).tolist()
+    bias = None if attn_bias is None else attn_bias.to(wide).expand(B, H, L, S)
+    outputs, weights = [], []
+    for b, h in product(range(B), range(H)):
+        keys, values = key[b, h // (H // Hkv)].to(wide), value[b, h // (H // Hkv)].to(wide)
+        for i in range(L):
+            end = i + S - L + 1 if is_causal else S  # the last query sees the last key
+            visible = torch.tensor([j for j in range(end) if allowed[b][h][i][j]], dtype=torch.long)
+            logits = keys[visible] @ query[b, h, i].to(wide) * scale
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            if bias is not None:
+                logits = logits + bias[b, h, i, visible]
+            if sinks is not None:
+                logits = torch.cat((logits, sinks[h : h + 1].to(wide)))
+            largest = logits.detach().max() if len(logits) else 0.0  # without any key, the sums below are zero
+            exponentials = torch.exp(logits - largest)
+            p = (exponentials / exponentials.sum())[: len(visible)].to(dtype)
+            outputs.append((p.to(wide) @ values[visible]).to(dtype))
+            weights.append(p.new_zeros(S).index_put((visible,), p))
+    return torch.stack(outputs).view(B, H, L, -1), torch.stack(weights).view(B, H, L, S)
+
+
+def tolerance(want: Tensor, low: Tensor, dtype: torch.dtype, size: float = 1.0) -> float:
+    """The error that an answer in ``dtype`` may have: twice that of ``low``, plus four units in the last place.
+
+    Args:
+        want: the answer in float64.
+        low: the answer of ``naive_attention`` in ``dtype``. For float64 that in float32, whose error is scaled down.
+        size: the largest number that the answer is a sum of. It counts where it is larger than the answer.
+    """
+    error = (low.double() - want).abs().max().item()
+    if dtype == torch.float64:
+        error *= torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    return 2 * error + 4 * torch.finfo(dtype).eps * max(1.0, size, want.abs().max().item())
+
+
+def gradient_sizes(
+    query: Tensor, key: Tensor, value: Tensor, cotangent: Tensor, weights: Tensor, scale: float
+) -> dict[str, float]:
+    """For each gradient the ``size`` of the tolerance.
+
+    The gradient of a score is p (dp - Σ p dp) with dp = cotangent · value. For a query with one key it is zero, but dp is not. A
+    fused kernel computes p again from the score and the logsumexp, which are rounded: the larger the scores, the larger its error.
+    """
+    key, value = key.double().nan_to_num(), value.double().nan_to_num()
+    dp = cotangent.double() @ value.repeat_interleave(cotangent.shape[1] // value.shape[1], dim=1).mT
+    largest_dp = (dp.abs() * weights.double()).sum(-1).max().item()
+    largest_query, largest_key = query.abs().max().item(), key.abs().max().item()
+    return {
+        "gradient of query": abs(scale) * largest_dp * largest_key,
+        "gradient of key": abs(scale) * largest_dp * largest_query,
+        "gradient of value": abs(scale) * query.norm(dim=-1).max().item() * key.norm(dim=-1).max().item(),
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, of batch size 2 and head width 8. ``judged`` names the results that have one right answer; default: all."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    rows: int = 5
+    keys: int = 5
+    heads: tuple[int, int] = (4, 2)
+    value_width: int = 8
+    spread: float = 1.0  # multiplies the scores
+    nan_keys: int = 0  # so many keys and values are NaN
+    judged: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a case in a dtype; ``error`` and ``allowed`` of the worst of output, weights and gradients."""
+
+    case: str
+    dtype: str
+    status: str  # passed, failed, skipped or refused
+    what: str = ""
+    error: float = 0.0
+    allowed: float = 0.0
+
+
+def cases() -> Iterator[Case]:
+    """Masks, scales, grouped heads, empty rows, decoding, several tiles, and the other options."""
+    generator = torch.Generator().manual_seed(7)
+    cells = torch.rand(2, 4, 5, 5, generator=generator) < 0.6
+    empty = cells & (torch.arange(5) % 3 > 0).view(5, 1)  # queries 0 and 3 see nothing
+    padding = (torch.arange(5) >= torch.tensor([[2], [0]]))[:, None, None]  # left padding in the first sequence of the batch
+    bias, sinks = torch.randn(1, 4, 5, 5, generator=generator), torch.linspace(-2, 2, 4)
+    yield Case("plain")
+    yield Case("as many key heads", heads=(4, 4))
+    yield Case("multi-query", heads=(4, 1))
+    yield Case("wide values", value_width=11)
+    for scale in (1.0, 0.0, -0.5, 1e-3):
+        yield Case(f"scale {scale:g}", {"scale": scale})
+    yield Case("scale -0.5 and causal", {"scale": -0.5, "is_causal": True})
+    yield Case("causal", {"is_causal": True})
+    yield Case("causal, decoding one", {"is_causal": True}, rows=1)
+    yield Case("causal, decoding three", {"is_causal": True}, rows=3)
+    yield Case("causal, several tiles", {"is_causal": True}, rows=3, keys=271)
+    yield Case("mask (L, S)", {"attn_mask": cells[0, 0]})
+    yield Case("mask per batch", {"attn_mask": cells[:, :1]})
+    yield Case("mask per head", {"attn_mask": cells[:1]})
+    yield Case("padding (B, 1, 1, S)", {"attn_mask": padding})
+    yield Case("mask and causal", {"attn_mask": cells, "is_causal": True})
+    yield Case("padding and causal, decoding", {"attn_mask": padding, "is_causal": True}, rows=3)
+    yield Case("empty rows", {"attn_mask": empty})
+    yield Case("empty rows of left padding", {"attn_mask": padding, "is_causal": True})
+    yield Case("nothing visible", {"attn_mask": torch.zeros(5, 5, dtype=torch.bool)})
+    yield Case("NaN where no query looks", {"attn_mask": (torch.arange(5) >= 2).expand(5, 5)}, nan_keys=2)
+    # no finite number in place of a hidden score is low enough
+    yield Case("low scores beside the mask", {"attn_mask": cells, "attn_bias": torch.full((5, 5), -2e9)}, judged=("output",))
+    yield Case("bias", {"attn_bias": bias})
+    yield Case("bias and mask", {"attn_bias": bias, "attn_mask": empty})
+    yield Case("soft-cap", {"softcap": 1.5}, spread=3.0)
+    yield Case("soft-cap and mask", {"softcap": 1.5, "attn_mask": empty})
+    yield Case("soft-cap and bias", {"softcap": 1.5, "attn_bias": 3 * bias})
+    yield Case("sinks", {"sinks": sinks})
+    yield Case("sinks and mask", {"sinks": sinks, "attn_mask": empty})
+    yield Case("large scores", keys=67, spread=12.0)
+    yield Case("weights and mask", {"need_weights": True, "attn_mask": empty})
+    yield Case("weights before dropout", {"need_weights": True, "dropout_p": 0.5}, judged=("weights",))
+
+
+def check_kernel(kernel: Callable[..., Any], device: str = "cpu") -> list[Result]:
+    """Run ``kernel`` through every case, in four dtypes.
+
+    Raises:
+        TypeError, ValueError: it is not callable, or Python cannot read its parameters (wrap it in a function that names them).
+
+    >>> from minitx.nn import scaled_dot_product_attention
+    >>> {result.status for result in check_kernel(scaled_dot_product_attention)}
+    {'passed'}
+    """
+    parameters = inspect.signature(kernel).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    results = []
+    for case in cases():
+        missing = [] if takes_all else [name for name in case.options if name not in parameters]
+        if missing:
+            results.append(Result(case.name, "", "skipped", f"no parameter {', '.join(missing)}"))
+        else:
+            results += [_judge(kernel, case, dtype, device) for dtype in DTYPES]
+    return results
+
+
+def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: str) -> Result:
+    """Run the kernel and the loops on one case."""
+    query, key, value, cotangent = _draw(case, dtype)
+    inputs = (query, key, value)
+    plain = {name: option for name, option in case.options.items() if name not in ("dropout_p", "need_weights")}
+    loops = partial(naive_attention, **plain)
+    want = _run(loops, inputs, cotangent, torch.float64)
+    low = _run(loops, inputs, cotangent, torch.float32 if dtype == torch.float64 else dtype)
+    try:
+        options = {name: option.to(device) if isinstance(option, Tensor) else option for name, option in case.options.items()}
+        got = _run(partial(kernel, **options), [tensor.to(device) for tensor in inputs], cotangent.to(device), dtype)
+    except NotImplementedError as error:
+        return Result(case.name, _short(dtype), "refused", str(error))
+    except Exception as error:  # anything else that a kernel raises is a fault of it
+        return Result(case.name, _short(dtype), "failed", f"raised {type(error).__name__}: {error}")
+    sizes = {}
+    if dtype in (torch.float64, torch.float32):  # in half precision the rounding of the answer is larger
+        scale = case.options.get("scale", query.shape[-1] ** -0.5)
+        sizes = gradient_sizes(query, key, value, cotangent, want["weights"], scale)
+    judged = case.judged or [name for name in want if name != "weights" or "need_weights" in case.options]
+    results = [_compare(case, dtype, name, got.get(name), want[name], low[name], sizes.get(name, 1.0)) for name in judged]
+    failed = [result for result in results if result.status == "failed"]
+    return failed[0] if failed else max(results, key=lambda result: result.error / result.allowed)
+
+
+def _compare(case: Case, dtype: torch.dtype, name: str, got: Tensor | None, want: Tensor, low: Tensor, size: float) -> Result:
+    """Judge one result of a kernel: output, weights or a gradient."""
+    if got is None or got.shape != want.shape or got.dtype != dtype:
+        found = "missing" if got is None else f"{_short(got.dtype)} of shape {tuple(got.shape)}"
+        return Result(case.name, _short(dtype), "failed", f"{name} is {found}")
+    error, allowed = (got.double() - want).abs().max().item(), tolerance(want, low, dtype, size)
+    passed = error <= allowed  # not where the error is NaN
+    return Result(case.name, _short(dtype), "passed" if passed else "failed", name, error, allowed)
+
+
+def _draw(case: Case, dtype: torch.dtype) -> list[Tensor]:
+    """query, key, value and the gradient of the output: the same numbers in every dtype, rounded to it."""
+    generator = torch.Generator().manual_seed(11)
+    H, Hkv = case.heads
+    shapes = (H, case.rows, 8), (Hkv, case.keys, 8), (Hkv, case.keys, case.value_width), (H, case.rows, case.value_width)
+    query, key, value, cotangent = (torch.randn(2, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    key[:, :, : case.nan_keys] = value[:, :, : case.nan_keys] = torch.nan
+    return [tensor.to(dtype) for tensor in (query * case.spread, key, value, cotangent)]
+
+
+def _run(attention: Callable[..., Any], inputs: Sequence[Tensor], cotangent: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Output, weights where they are returned, and the gradients of query, key and value."""
+    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
+    result = attention(*leaves)
+    found = dict(zip(("output", "weights"), result if isinstance(result, tuple) else (result,), strict=False))
+    output = found["output"]
+    if output.requires_grad and output.shape == cotangent.shape:
+        gradients = torch.autograd.grad(output, leaves, cotangent.to(output.dtype), materialize_grads=True)
+        found.update(zip(("gradient of query", "gradient of key", "gradient of value"), gradients, strict=True))
+    return {name: tensor.detach().cpu() for name, tensor in found.items()}
+
+
+def table(results: Sequence[Result]) -> str:
+    """One row a case, one column a dtype: the worst error over the tolerance. Below it, why a case did not pass."""
+    columns = [_short(dtype) for dtype in DTYPES]
+    rows: dict[str, dict[str, str]] = {}
+    reasons = []
+    for result in results:
+        share = f"{result.error / result.allowed:.2f}" if result.status == "passed" else result.status
+        rows.setdefault(result.case, {})[result.dtype] = share
+        if result.status != "passed":
+            numbers = f": error {result.error:.2e}, allowed {result.allowed:.2e}" if result.allowed else ""
+            reasons.append(f"{result.case}, {result.dtype or 'all'}, {result.status}: {result.what}{numbers}")
+    lines = [f"{name:30}" + "".join(f"{cells.get(column, ''):>10}" for column in columns) for name, cells in rows.items()]
+    counts = (f"{sum(r.status == status for r in results)} {status}" for status in ("passed", "failed", "skipped", "refused"))
+    heading = f"{'error / tolerance':30}" + "".join(f"{column:>10}" for column in columns)
+    return "\n".join([heading, *lines, *reasons, ", ".join(counts)])
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table. Return 0 if nothing failed, else 1; exit with 2 if there is no such function."""
+    parser = argparse.ArgumentParser(
+        prog="python -m minitx.testing", description="Check whether a function computes attention."
+    )
+    parser.add_argument("target", help="module:function, for example minitx.nn:scaled_dot_product_attention")
+    parser.add_argument("--device", default="cpu")
+    typed = parser.parse_args(arguments)
+    sys.path.insert(0, "")  # modules in the current folder
+    module, _, name = typed.target.partition(":")
+    try:
+        results = check_kernel(getattr(importlib.import_module(module), name), typed.device)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        parser.error(f"{typed.target}, which should be my_module:my_attention: {error}")
+    sys.stdout.write(table(results) + "\n")
+    return 1 if any(result.status == "failed" for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

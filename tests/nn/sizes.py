@@ -1,0 +1,51 @@
+"""Sizes and small helpers that several tests of attention share. The judge is ``minitx.testing``."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minitx.testing import tolerance
+
+# primes where shapes matter; 6 query heads in 3 groups
+B, H, HKV, L, S, D, DV = 2, 6, 3, 5, 7, 11, 13
+FUSED_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def grids(predicate, shape=(B, H, L, S)):
+    """(B, H, L, S) bool from a rule over plain numbers; ``t`` is the position of query row i among the keys."""
+    b_, h_, l_, s_ = shape
+    cells = [predicate(b, h, i + s_ - l_, j, i) for b in range(b_) for h in range(h_) for i in range(l_) for j in range(s_)]
+    return torch.tensor(cells).reshape(shape)
+
+
+def low_dtype(dtype):
+    """In which dtype the independent run is made."""
+    return torch.float32 if dtype == torch.float64 else dtype
+
+
+def rounding_band(dtype, reference):
+    """The tolerance of an answer whose independent run has no error: a few units in the last place of the largest entry."""
+    return tolerance(reference, reference, dtype)
+
+
+def assert_as_good_as_naive(got, reference, low, dtype, name="", size=1.0):
+    """``got`` is as near to the float64 ``reference`` as the naive run ``low`` in the same dtype, twice over."""
+    assert got.dtype == dtype, name
+    assert torch.isfinite(got).all(), name
+    error, allowed = (got.double() - reference).abs().max().item(), tolerance(reference, low, dtype, size)
+    assert error <= allowed, f"{name}: error {error:.3g} exceeds {allowed:.3g}"
+
+
+class OpRecorder(TorchDispatchMode):
+    """The names of the kernels that run inside ``with``."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def fused(self):
+        return FUSED_CPU in self.ops
