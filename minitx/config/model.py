@@ -56,7 +56,7 @@ class TransformerConfig:
         type_vocab_size: 0: as many as the data has (none for text).
         pad_id: token that fills rows up; null: the data's.
         bos_id: token that begins what an encoder-decoder writes; null: the data's.
-        eos_id: token that ends a text; null: the data's.
+        eos_id: token that ends a text, or a list of them; null: the data's.
         embed_dim: E, the width of a token.
         num_heads: H, query heads.
         num_kv_heads: Hkv, key and value heads, a divisor of num_heads; null: num_heads.
@@ -133,7 +133,7 @@ class TransformerConfig:
     type_vocab_size: int = 0
     pad_id: int | None = None
     bos_id: int | None = None
-    eos_id: int | None = None
+    eos_id: int | tuple[int, ...] | None = None
     embed_dim: int = 128
     num_heads: int = 4
     num_kv_heads: int | None = None
@@ -206,7 +206,9 @@ class TransformerConfig:
         )
         positive(self, "num_experts", "experts_per_token", "num_decoder_layers", "block_size", "num_features", "num_slots")
         positive(self, "num_labels", "image_size", "patch_size", "num_channels", "num_buckets", "max_distance", "logit_softcap")
-        not_negative(self, "type_vocab_size", "position_offset", "pad_id", "bos_id", "eos_id")
+        not_negative(self, "type_vocab_size", "position_offset", "pad_id", "bos_id")
+        ends = self.eos_id if isinstance(self.eos_id, tuple) else (self.eos_id or 0,)
+        require(all(end >= 0 for end in ends), f"eos_id={self.eos_id} must be zero or more")
         fraction(self, "dropout", "stochastic_depth")
         self._check_heads()
         check_scale(self.scale)

@@ -63,7 +63,7 @@ T5 = Family(
         Key("d_kv", "head_dim", 64),
         Key("d_ff", "ffn_dim", 2048),
         Key("num_layers", "num_layers", 6),
-        Key("num_decoder_layers", "num_decoder_layers", lambda values: values.get("num_layers", 6)),
+        Key("num_decoder_layers", "num_decoder_layers"),
         Key("num_heads", "num_heads", 8),
         Key("relative_attention_num_buckets", "num_buckets", 32),
         Key("relative_attention_max_distance", "max_distance", 128),
@@ -77,11 +77,9 @@ T5 = Family(
         Key("decoder_start_token_id", "bos_id", 0),
     ),
     fields={"position": "t5", "scale": "unscaled", "norm": "rms", "bias": False},
-    constants={
-        "is_encoder_decoder": True,
+    required={
         "dense_act_fn": lambda fields: DENSE.get(fields["activation"]),
         "is_gated_act": lambda fields: "glu" in fields["activation"],
-        "classifier_dropout": 0.0,
     },
     architectures={
         "T5ForConditionalGeneration": Architecture(
@@ -97,11 +95,10 @@ T5 = Family(
                 "num_decoder_layers": None,
             },
             _block("encoder", "", 1),
-            harmless=("scale_decoder_outputs", "tie_word_embeddings", "num_decoder_layers", "is_encoder_decoder"),
         ),
     },
     tensors={"embeddings.token": "shared"},
-    harmless=("n_positions",),
+    harmless=("n_positions", "is_encoder_decoder"),
     ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
     copies={
         "lm_head.weight": "shared.weight",

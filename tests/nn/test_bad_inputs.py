@@ -276,9 +276,6 @@ MODULES = {
     "types that the model lacks": (
         lambda: lm()(IDS, token_type_ids=IDS), ValueError, "token_type_ids: the model has none (type_vocab_size=0), got a tensor",
     ),
-    "types that the model needs": (
-        lambda: lm(type_vocab_size=2)(IDS), ValueError, "token_type_ids: the model needs token_type_ids, got None",
-    ),
     "a model key_mask of another length": (
         lambda: lm()(IDS, key_mask=bools(B, S)), ValueError, "key_mask must have shape (B, S) = (2, 5), got (2, 7)",
     ),

@@ -49,10 +49,10 @@ class Embeddings(nn.Module):
             x = x * self.gain
         if self.position is not None:
             x = x + self.position(position_ids + self.offset, x.dtype)
-        if (token_type_ids is None) != (self.token_type is None):
-            wanted = "has none (type_vocab_size=0)" if self.token_type is None else "needs token_type_ids"
-            raise ValueError(f"token_type_ids: the model {wanted}, got {'None' if token_type_ids is None else 'a tensor'}")
-        if self.token_type is not None and token_type_ids is not None:
+        if self.token_type is None and token_type_ids is not None:
+            raise ValueError("token_type_ids: the model has none (type_vocab_size=0), got a tensor")
+        if self.token_type is not None:
+            token_type_ids = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
             if token_type_ids.shape != input_ids.shape:
                 raise ValueError(
                     f"token_type_ids must have the shape of input_ids, {tuple(input_ids.shape)}, got {tuple(token_type_ids.shape)}"
