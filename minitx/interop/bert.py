@@ -92,7 +92,7 @@ def tidy(values: Values, names: Collection[str]) -> Values:
 def untidy(values: Values) -> Values:
     """Count those rows again, as RoBERTa's config does."""
     offset = values.pop("position_offset")
-    rows = (values["max_position_embeddings"] or 0) + offset
+    rows = values["max_position_embeddings"] + offset
     return {**values, "max_position_embeddings": rows, "pad_token_id": offset - 1}
 
 

@@ -224,16 +224,16 @@ def unlike(family: Family, values: Values, config: TransformerConfig, names: Col
         again = filled(read_config(family, values, names)[0])
     except ValueError as error:
         return {"architecture": (config.architecture, str(error))}
-    ours = {name: value for name, value in filled(config).items() if name not in TRAINING}
+    reads_max_len = config.position in ("learned", "rotary") or config.scale == "log_length"
+    unread = TRAINING if reads_max_len and config.architecture != "vision" else (*TRAINING, "max_len")
+    ours = {name: value for name, value in filled(config).items() if name not in unread}
     return {name: (value, again[name]) for name, value in ours.items() if again[name] != value}
 
 
 def filled(config: TransformerConfig) -> Values:
-    """Return the fields with their defaults filled in, and without what nothing reads."""
+    """Return the fields with their defaults filled in."""
     values = to_dict(config)
     values["num_kv_heads"], values["head_dim"] = config.kv_heads, config.width_per_head
     values["ffn_dim"], values["num_decoder_layers"] = config.ffn_width, config.decoder_layers
     values["qkv_bias"], values["out_bias"] = config.has_qkv_bias, config.has_out_bias
-    if config.architecture == "vision" or (config.position not in ("learned", "rotary") and config.scale != "log_length"):
-        values["max_len"] = None
     return values

@@ -58,7 +58,7 @@ def test_a_changed_byte_anywhere_in_the_weights_is_an_error(tmp_path):
     from_pretrained(tmp_path)
     for at in range(0, len(whole), 5):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(ValueError, match=r"damaged|is not the config of the weights"):
+        with pytest.raises(ValueError, match="is damaged"):
             from_pretrained(tmp_path)
     path.write_bytes(whole[:-4])
     with pytest.raises(ValueError, match="is damaged"):
@@ -86,7 +86,7 @@ def test_a_config_of_another_model_is_refused_by_field(tmp_path):
     values = json.loads((tmp_path / "config.json").read_text())
     values["model"]["scale"] = "unscaled"
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=r"is not the config of the weights beside it: scale=unscaled against inv_sqrt$"):
+    with pytest.raises(ValueError, match=r"config\.json is not the config that it was written with"):
         from_pretrained(tmp_path)
 
 
