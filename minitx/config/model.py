@@ -207,6 +207,8 @@ class TransformerConfig:
         positive(self, "num_experts", "experts_per_token", "num_decoder_layers", "block_size", "num_features", "num_slots")
         positive(self, "num_labels", "image_size", "patch_size", "num_channels", "num_buckets", "max_distance", "logit_softcap")
         not_negative(self, "type_vocab_size", "position_offset", "pad_id", "bos_id")
+        if isinstance(self.eos_id, list):  # of a checkpoint or a config.json
+            object.__setattr__(self, "eos_id", tuple(self.eos_id))
         ends = self.eos_id if isinstance(self.eos_id, tuple) else (self.eos_id or 0,)
         require(all(end >= 0 for end in ends), f"eos_id={self.eos_id} must be zero or more")
         fraction(self, "dropout", "stochastic_depth")

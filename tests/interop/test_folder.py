@@ -161,7 +161,11 @@ def test_a_config_may_leave_out_what_is_the_default(tmp_path):
 # case, what its config says instead, and the words of the refusal that name it
 REFUSED = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx=True"]),
-    ("gpt2", {"add_cross_attention": True, "reorder_and_upcast_attn": True}, ["add_cross_attention", "reorder_and_upcast_attn"]),
+    (
+        "gpt2",
+        {"add_cross_attention": True, "reorder_and_upcast_attn": True},
+        ["add_cross_attention", "reorder_and_upcast_attn"],
+    ),
     ("gpt2", {"activation_function": "mish"}, ["activation_function='mish'", "'gelu_new'"]),
     ("gpt2", {"new_trick": True}, ["new_trick=True", "overrides={'new_trick': None}"]),
     ("gpt2", {"quantization_config": {"bits": 4}}, ["quantization_config={'bits': 4}"]),
@@ -219,9 +223,9 @@ REFUSED = [
 def test_a_key_that_could_change_the_answer_is_refused_by_name(name, changes, words, tmp_path):
     folder = save(build(name), tmp_path)
     load_hf(folder)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(str(folder))) as error:
         load_hf(edit(folder, **changes))
-    assert all(word in str(error.value) for word in [str(folder), *words])
+    assert all(word in str(error.value) for word in words)
 
 
 def test_keys_that_change_nothing_pass(tmp_path):
@@ -288,7 +292,7 @@ STRICT = [
 
 @pytest.mark.parametrize(("name", "change", "words"), STRICT)
 def test_every_tensor_that_does_not_fit_is_named_with_its_shape(name, change, words, tmp_path):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(words[0])) as error:
         load_hf(rewrite(save(build(name), tmp_path), change))
     assert all(word in str(error.value) for word in words)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from foreign import BERT, CASES, GPT2, L, PAD, UNPADDED, answers, batch, build, in_float64, positions, save, widen, worst
+from foreign import BERT, CASES, GPT2, PAD, UNPADDED, L, answers, batch, build, in_float64, positions, save, widen, worst
 
 from minitx.interop import load_hf
 
