@@ -40,7 +40,7 @@ def _heads(name: str, head: str, transform: str, norm: str, sequence: dict[str, 
     }
 
 
-def _family(model_type: str, vocab_size: int, ids: tuple[Any, Any, Any], **more: Any) -> Family:
+def _family(model_type: str, vocab_size: int, ids: tuple[Any, Any, Any], keys: tuple[Key, ...] = (), **more: Any) -> Family:
     bos_id, pad_id, eos_id = ids
     return Family(
         model_type=model_type,
@@ -53,7 +53,6 @@ def _family(model_type: str, vocab_size: int, ids: tuple[Any, Any, Any], **more:
             Key("hidden_act", "activation", "gelu", ACTIVATIONS),
             *(Key(name, "dropout", 0.1) for name in ("attention_probs_dropout_prob", "hidden_dropout_prob")),
             Key("max_position_embeddings", "max_len", 512),
-            Key("position_offset", "position_offset", 0),
             Key("type_vocab_size", "type_vocab_size", 2),
             Key("layer_norm_eps", "norm_eps", 1e-12),
             Key("tie_word_embeddings", "tie_embeddings", True),
@@ -61,6 +60,7 @@ def _family(model_type: str, vocab_size: int, ids: tuple[Any, Any, Any], **more:
             Key("pad_token_id", "pad_id", pad_id),
             Key("eos_token_id", "eos_id", eos_id),
             Key("num_labels", "num_labels", 2),
+            *keys,
         ),
         fields={"architecture": "encoder", "norm_position": "post", "embed_norm": True},
         required={"position_embedding_type": "absolute"},
@@ -96,11 +96,6 @@ def untidy(values: Values) -> Values:
     return {**values, "max_position_embeddings": rows, "pad_token_id": offset - 1}
 
 
-def untidy_bert(values: Values) -> Values:
-    """Leave out the offset, which BERT's config has no word for."""
-    return {name: value for name, value in values.items() if name != "position_offset"}
-
-
 BERT = _family(
     "bert",
     30522,
@@ -116,12 +111,12 @@ BERT = _family(
         "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
-    untidy=untidy_bert,
 )
 ROBERTA = _family(
     "roberta",
     50265,
     (0, 1, 2),
+    (Key("position_offset", "position_offset"),),
     architectures=_heads(
         "Roberta",
         "lm_head",

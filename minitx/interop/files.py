@@ -71,16 +71,14 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: i
         size += tensor.nbytes
     for stale in (folder / WEIGHTS, folder / INDEX, *folder.glob("model-*-of-*.safetensors")):
         stale.unlink(missing_ok=True)  # a reader would take the one file before the shards
-    if len(shards) == 1:
-        write_tensors(shards[0], folder / WEIGHTS, {"format": "pt"})
-        return
     weight_map = {}
     for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_tensors(shard, folder / file, {"format": "pt"})
         weight_map.update(dict.fromkeys(shard, file))
-    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": weight_map}
-    write_json(folder / INDEX, index)
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:

@@ -48,16 +48,12 @@ def tidy(values: Values, names: Collection[str] = ()) -> Values:
     if kind in TURNS:
         rope.setdefault("original_max_position_embeddings", values.get("max_position_embeddings"))
         rope["low"], rope["high"] = (rope.pop(name, None) for name in TURNS[kind])
-    if kind == "yarn" and rope.get("attention_factor") is not None:
-        _check_temperature(rope.pop("attention_factor"), rope.get("factor", 1.0))
+    if kind == "yarn":
+        paper = 0.1 * math.log(rope.get("factor", 1.0)) + 1.0  # Peng et al. 2023, arXiv:2309.00071, eq. 22
+        given = rope.pop("attention_factor", None) or paper
+        if not math.isclose(given, paper, rel_tol=1e-9):
+            raise ValueError(f"{ROPE}attention_factor={given} cannot be honoured: it must be 0.1 ln(factor) + 1 = {paper}")
     return {**values, **{ROPE + name: value for name, value in rope.items()}}
-
-
-def _check_temperature(given: float, factor: float) -> None:
-    """Refuse a temperature of YaRN other than the paper's, 0.1 ln(factor) + 1 (arXiv:2309.00071, eq. 22)."""
-    paper = 0.1 * math.log(factor) + 1.0
-    if not math.isclose(given, paper, rel_tol=1e-9):
-        raise ValueError(f"{ROPE}attention_factor={given} cannot be honoured: it must be 0.1 ln(factor) + 1 = {paper}")
 
 
 def untidy(values: Values) -> Values:

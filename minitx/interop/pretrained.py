@@ -32,6 +32,8 @@ class CanSave(Protocol):
 def save_pretrained(model: TransformerModel, folder: str | Path, *, tokenizer: CanSave | None = None) -> None:
     """Write ``config.json`` and ``model.safetensors``; a tied head is written once.
 
+    ``huggingface_hub.upload_folder(folder_path=folder, repo_id="me/mine")`` puts such a folder on the hub.
+
     Args:
         folder: made if it is missing.
         tokenizer: written beside them, as ``tokenizer.json``, which ``tokenizers`` and ``minitx.data`` read.
@@ -82,8 +84,8 @@ def from_pretrained(folder: str | Path, *, config: TransformerConfig | None = No
         raise ValueError(f"{folder}: the config was written by another version of minitx: {error}") from None
     if config is not None and found != config:
         ours, theirs = to_dict(config), to_dict(found)
-        wrong = (f"{name}={theirs[name]} against {ours[name]}" for name in sorted(ours) if theirs[name] != ours[name])
-        raise ValueError(f"{folder} is not what config asks for: {', '.join(wrong)}")
+        differing = (f"{name}={theirs[name]} against {ours[name]}" for name in sorted(ours) if theirs[name] != ours[name])
+        raise ValueError(f"{folder} is not what config asks for: {', '.join(differing)}")
     with torch.random.fork_rng(devices=[]):
         model = build_model(found)
     targets = _tensors(model)
@@ -94,34 +96,6 @@ def from_pretrained(folder: str | Path, *, config: TransformerConfig | None = No
     for name, tensor in targets.items():
         tensor.data = tensors[name]
     return model.eval()
-
-
-def hub_class() -> type:
-    """Return a class with ``huggingface_hub``'s ``push_to_hub`` around these two functions; it needs that package.
-
-    ``hub_class()(model).push_to_hub("me/mine")``, and ``hub_class().from_pretrained("me/mine").model``. Nothing here
-    touches the network before one of them is called with a name that is no folder.
-
-    Raises:
-        ImportError: ``huggingface_hub`` is not installed.
-    """
-    try:
-        from huggingface_hub import ModelHubMixin, snapshot_download
-    except ImportError:
-        raise ImportError("hub_class needs huggingface_hub: pip install huggingface_hub") from None
-
-    class HubModel(ModelHubMixin, library_name="minitx", tags=["minitx"]):  # type: ignore[misc, call-arg]
-        def __init__(self, model: TransformerModel) -> None:
-            self.model = model
-
-        def _save_pretrained(self, save_directory: Path) -> None:
-            save_pretrained(self.model, save_directory)
-
-        @classmethod
-        def _from_pretrained(cls, *, model_id: str, **options: Any) -> HubModel:
-            return cls(from_pretrained(model_id if Path(model_id).is_dir() else snapshot_download(model_id, **options)))
-
-    return HubModel
 
 
 def _tensors(model: TransformerModel) -> dict[str, Tensor]:

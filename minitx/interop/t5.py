@@ -16,7 +16,6 @@ FEED_FORWARD = {
     "gated-silu": "swiglu",
     "gated-relu": "reglu",
 }
-DENSE = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "geglu_tanh": "gelu_new", "swiglu": "silu", "reglu": "relu"}
 
 
 def tidy(values: Values, names: Collection[str]) -> Values:
@@ -77,10 +76,6 @@ T5 = Family(
         Key("decoder_start_token_id", "bos_id", 0),
     ),
     fields={"position": "t5", "scale": "unscaled", "norm": "rms", "bias": False},
-    required={
-        "dense_act_fn": lambda fields: DENSE.get(fields["activation"]),
-        "is_gated_act": lambda fields: "glu" in fields["activation"],
-    },
     architectures={
         "T5ForConditionalGeneration": Architecture(
             {"architecture": "encoder_decoder"},
@@ -98,7 +93,7 @@ T5 = Family(
         ),
     },
     tensors={"embeddings.token": "shared"},
-    harmless=("n_positions", "is_encoder_decoder"),
+    harmless=("n_positions", "is_encoder_decoder", "dense_act_fn", "is_gated_act"),  # they follow from other keys
     ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
     copies={
         "lm_head.weight": "shared.weight",

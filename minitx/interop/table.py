@@ -114,7 +114,7 @@ class Family:
     Args:
         keys: what can vary.
         fields: fields of ours that are the same in all models of the family.
-        required: keys with one allowed value, or a function of our fields that gives it.
+        required: keys with one allowed value.
         architectures: by class name; the first is the default.
         tensors: our names -> places, without ``prefix``.
         harmless: more patterns of keys that change nothing. ignored: of tensors that no model uses.
@@ -151,7 +151,9 @@ def find_architecture(family: Family, values: Values) -> Architecture:
     return family.architectures[listed[0]]
 
 
-def read_config(family: Family, values: Values, names: Collection[str] = ()) -> tuple[TransformerConfig, list[str]]:
+def read_config(
+    family: Family, architecture: Architecture, values: Values, names: Collection[str]
+) -> tuple[TransformerConfig, list[str]]:
     """Translate ``config.json``.
 
     Args:
@@ -163,7 +165,6 @@ def read_config(family: Family, values: Values, names: Collection[str] = ()) -> 
     Raises:
         ValueError: keys that cannot be honoured, by name and value.
     """
-    architecture = find_architecture(family, values)
     if values.get("id2label"):
         values = {**values, "num_labels": len(values["id2label"])}
     try:
@@ -179,21 +180,19 @@ def read_config(family: Family, values: Values, names: Collection[str] = ()) -> 
         name = str(error).partition("=")[0]
         theirs = "".join(f"{key.key}: " for key in family.keys if key.name == name)
         raise ValueError(f"{theirs}{error}") from None
-    return config, _check_rest(family, values, config)
+    return config, _check_rest(family, values)
 
 
-def _check_rest(family: Family, values: Values, config: TransformerConfig) -> list[str]:
+def _check_rest(family: Family, values: Values) -> list[str]:
     """Return the keys that are passed over; refuse those that could change the answer."""
-    fields = filled(config)
     read = {"architectures", "model_type", *(key.key for key in family.keys)}
     passed, refused = [], []
     for name, value in values.items():
         wanted = family.required.get(name)
-        wanted = wanted(fields) if callable(wanted) else wanted
         if name in read or (name in family.required and value in (wanted, None)):
             continue
         if name in family.required:
-            refused.append(f"{name}={value!r} cannot be honoured: here it must be {wanted!r}")
+            refused.append(f"{name}={value!r} cannot be honoured: it must be {wanted!r}")
         elif not value or any(fnmatchcase(name, pattern) for pattern in (*HARMLESS, *family.harmless)):
             passed.append(name)
         else:
@@ -218,10 +217,12 @@ def write_config(family: Family, name: str, config: TransformerConfig) -> Values
     return {"architectures": [name], "model_type": family.model_type, **values}
 
 
-def unlike(family: Family, values: Values, config: TransformerConfig, names: Collection[str]) -> dict[str, tuple[Any, Any]]:
+def unlike(
+    family: Family, architecture: Architecture, values: Values, names: Collection[str], config: TransformerConfig
+) -> dict[str, tuple[Any, Any]]:
     """Return the fields in which ``config.json`` ``values`` do not mean ``config``: (here, there)."""
     try:
-        again = filled(read_config(family, values, names)[0])
+        again = filled(read_config(family, architecture, values, names)[0])
     except ValueError as error:
         return {"architecture": (config.architecture, str(error))}
     reads_max_len = config.position in ("learned", "rotary") or config.scale == "log_length"

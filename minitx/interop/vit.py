@@ -47,7 +47,7 @@ VIT = Family(
         Key("num_labels", "num_labels", 2),
     ),
     fields={"architecture": "vision"},
-    required={"pooler_output_size": lambda fields: fields["embed_dim"], "pooler_act": "tanh"},
+    required={"pooler_act": "tanh"},
     architectures={
         "ViTForImageClassification": Architecture({"head": "sequence"}, {"head": "classifier"}, ignored=("pooler.*",)),
         "ViTModel": Architecture({"head": "none", "pooler": True, "num_labels": None}, {}, is_base=True),
@@ -62,6 +62,6 @@ VIT = Family(
         "final_norm": "layernorm",
         "pool.dense": "pooler.dense",
     },
-    harmless=("encoder_stride",),
+    harmless=("encoder_stride", "pooler_output_size"),  # another size does not fit the weights
     tidy=tidy,
 )

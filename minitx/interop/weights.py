@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from minitx.config import TransformerConfig
@@ -28,7 +29,6 @@ from minitx.nn.models import TransformerModel, build_model
 log = logging.getLogger(__name__)
 KNOWN = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, BERT, ROBERTA, T5, VIT)
 FAMILIES = {family.model_type: family for family in KNOWN}
-Located = dict[str, tuple[str, Any]]  # a tensor's name without the prefix -> its name in the file, the open file
 
 
 def load_hf(
@@ -64,11 +64,12 @@ def load_hf(
     family = FAMILIES[values["model_type"]]
     try:
         architecture = find_architecture(family, values)
-        located = _locate(folder, family, [*family.ignored, *architecture.ignored, *ignore])
-        config, passed = read_config(family, values, located)
+        tensors = _read_files(folder, family, [*family.ignored, *architecture.ignored, *ignore])
+        config, passed = read_config(family, architecture, values, tensors)
         with torch.device("meta"):
             model = build_model(config)
-        _fill(model, _read_tensors(model, family, architecture, located, dtype))
+        places = _places(model, family, architecture)
+        _fill(model, _fitted(model, places, family, tensors), places, dtype)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     if passed:
@@ -97,7 +98,7 @@ def save_hf(
         for name, architecture in family.architectures.items():
             values = write_config(family, name, model.config)
             names = {str(place.name) for place in _places(model, family, architecture).values()}
-            lacking[name] = unlike(family, values, model.config, names)
+            lacking[name] = unlike(family, architecture, values, names, model.config)
             if not lacking[name]:
                 tensors = _write_tensors(model, family, architecture)
                 dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -110,27 +111,27 @@ def save_hf(
     raise ValueError(f"no family of Hugging Face models can express this config; {nearest} comes nearest and lacks {wrong}")
 
 
-def _locate(folder: Path, family: Family, ignored: Sequence[str]) -> Located:
-    """Return every tensor of the folder but the ignored ones."""
-    located: Located = {}
+def _read_files(folder: Path, family: Family, ignored: Sequence[str]) -> dict[str, Tensor]:
+    """Return the tensors of the folder by their names without prefix, but the ignored ones."""
+    tensors: dict[str, Tensor] = {}
     for path in _files(folder):
         try:
-            file = safe_open(path, "pt")
+            found = load_file(path)  # mapped from the disk
         except SafetensorError as error:
             raise ValueError(f"{path.name} is not a whole safetensors file: {error}") from None
-        for name in file.keys():  # noqa: SIM118 (no mapping)
+        for name, tensor in found.items():
             plain = name.removeprefix(family.prefix)
             for old, new in family.renames.items():
                 plain = plain.replace(old, new)
             if any(fnmatchcase(one, pattern) for one in (name, plain) for pattern in ignored):
                 continue
-            if plain in located:
-                raise ValueError(f"{name} is there twice, also as {located[plain][0]}")
-            located[plain] = name, file
+            if plain in tensors:
+                raise ValueError(f"{name} is there twice, with and without the prefix {family.prefix}")
+            tensors[plain] = tensor
     for copy, original in family.copies.items():  # of two names of one tensor, a file may hold either
-        if original not in located and copy in located:
-            located[original] = located.pop(copy)
-    return located
+        if original not in tensors and copy in tensors:
+            tensors[original] = tensors.pop(copy)
+    return tensors
 
 
 def _files(folder: Path) -> list[Path]:
@@ -166,38 +167,34 @@ def _places(model: nn.Module, family: Family, architecture: Architecture, prefix
     return places
 
 
-def _read_tensors(
-    model: TransformerModel, family: Family, architecture: Architecture, located: Located, dtype: torch.dtype | None
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of every parameter, after all of them have been found to fit."""
-    places, parameters = _places(model, family, architecture), dict(model.named_parameters())
-    shapes = {name: tuple(file.get_slice(theirs).get_shape()) for name, (theirs, file) in located.items()}
-    faults = []
-    for name, parameter in parameters.items():
+def _fitted(
+    model: TransformerModel, places: Mapping[str, Place], family: Family, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return every parameter by our names and in our layout."""
+    faults, fitted = [], {}
+    for name, parameter in model.named_parameters():
         place = places.get(name)
         theirs = None if place is None else str(place.name)
-        if place is None or theirs not in located:
+        if place is None or theirs not in tensors:
             faults.append(f"{name} {tuple(parameter.shape)} is not filled: the file has no {theirs}")
             continue
-        wanted = _shape_there(place, parameter.shape, model.config)
-        if shapes[theirs] != wanted:
+        wanted, shape = _shape_there(place, parameter.shape, model.config), tuple(tensors[theirs].shape)
+        if shape == wanted:
+            tensor = tensors[theirs].T if place.transposed and len(shape) == 2 else tensors[theirs]
+            fitted[name] = tensor.chunk(place.part[1])[place.part[0]].reshape(parameter.shape)
+        else:
             vocab = ", so its rows are not the vocab_size of the config: padded?" if name == "embeddings.token.weight" else ""
-            faults.append(f"{located[theirs][0]} has shape {shapes[theirs]}, but the config wants {wanted}{vocab}")
-    for name in located.keys() - {place.name for place in places.values()}:
-        if name not in family.copies:
-            faults.append(f"{located[name][0]} {shapes[name]} is in the file, but this model has no place for it")
-        elif not torch.equal(_tensor(located[name]), _tensor(located[family.copies[name]])):
-            faults.append(f"{located[name][0]} differs from {located[family.copies[name]][0]}, but the config ties them")
+            faults.append(f"{theirs} has shape {shape}, but the config wants {wanted}{vocab}")
+    for name in tensors.keys() - {place.name for place in places.values()}:
+        original = family.copies.get(name)
+        if original is None:
+            faults.append(f"{name} {tuple(tensors[name].shape)} is in the file, but this model has no place for it")
+        elif not torch.equal(tensors[name], tensors[original]):
+            faults.append(f"{name} differs from {original}, but the config ties them")
     if faults:
         what = "; ".join(sorted(faults))
         raise ValueError(f"the weights do not fit {type(model).__name__}: {what}. Tensors of no use: ignore=[...]")
-    for name, parameter in parameters.items():
-        place = places[name]
-        tensor = _tensor(located[str(place.name)])
-        tensor = tensor.T if place.transposed and tensor.dim() == 2 else tensor
-        part = tensor.chunk(place.part[1])[place.part[0]].reshape(parameter.shape)
-        part = part.to(dtype or part.dtype)
-        yield name, part + place.shift if place.shift else part
+    return fitted
 
 
 def _shape_there(place: Place, shape: Sequence[int], config: TransformerConfig) -> tuple[int, ...]:
@@ -208,14 +205,13 @@ def _shape_there(place: Place, shape: Sequence[int], config: TransformerConfig) 
     return whole[::-1] if place.transposed else whole
 
 
-def _tensor(where: tuple[str, Any]) -> Tensor:
-    return where[1].get_tensor(where[0])
-
-
-def _fill(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None:
+def _fill(model: nn.Module, tensors: dict[str, Tensor], places: Mapping[str, Place], dtype: torch.dtype | None) -> None:
     """Put tensors in the place of parameters on the meta device; a shared parameter stays shared."""
-    parameters = dict(model.named_parameters())
-    fresh = {parameters[name]: nn.Parameter(tensor.contiguous()) for name, tensor in tensors}
+    fresh = {}
+    for name, parameter in model.named_parameters():
+        tensor = tensors.pop(name)
+        tensor = tensor.to(dtype or tensor.dtype).contiguous()
+        fresh[parameter] = nn.Parameter(tensor + places[name].shift if places[name].shift else tensor)
     every = model.named_parameters(remove_duplicate=False)
     model.load_state_dict({name: fresh[parameter] for name, parameter in every}, assign=True)
 
