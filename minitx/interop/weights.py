@@ -174,9 +174,9 @@ def _fitted(
     faults, fitted = [], {}
     for name, parameter in model.named_parameters():
         place = places.get(name)
-        theirs = None if place is None else str(place.name)
+        theirs = "" if place is None else str(place.name)
         if place is None or theirs not in tensors:
-            faults.append(f"{name} {tuple(parameter.shape)} is not filled: the file has no {theirs}")
+            faults.append(f"{name} {tuple(parameter.shape)} is not filled: the file has no {theirs or 'tensor for it'}")
             continue
         wanted, shape = _shape_there(place, parameter.shape, model.config), tuple(tensors[theirs].shape)
         if shape == wanted:
