@@ -71,7 +71,8 @@ def tidy_gemma3(values: Values, names: Collection[str]) -> Values:
 def untidy_gemma2(values: Values) -> Values:
     """Say for each layer whether it has a window, and give the scale as the number under its root."""
     scale, window = values["query_pre_attn_scalar"], values["sliding_window"]
-    scalar = round(scale**-2) if isinstance(scale, float) else values["head_dim"]
+    is_root = isinstance(scale, float) and scale > 1e-6  # ``unlike`` refuses what the number cannot say
+    scalar = round(scale**-2) if is_root else values["head_dim"]
     kinds = layer_kinds(window, values["num_hidden_layers"])
     return {**untidy(values), "layer_types": kinds, "sliding_window": largest(window), "query_pre_attn_scalar": scalar}
 

@@ -169,7 +169,7 @@ def read_config(
         values = {**values, "num_labels": len(values["id2label"])}
     try:
         values = family.tidy(dict(values), names)
-    except TypeError as error:
+    except (TypeError, ZeroDivisionError) as error:
         raise ValueError(f"a key has a value of a wrong type: {error}") from None
     fields = {**family.fields, **{key.name: key.read(values) for key in family.keys}, **architecture.fields}
     if fields.get("pooler") and fields["head"] == "none":  # a base model may lack it, and its config does not say so

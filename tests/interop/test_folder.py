@@ -371,6 +371,7 @@ def test_a_model_of_our_own_becomes_a_llama_or_gpt2_that_transformers_runs(tmp_p
         ),
         ({"layer_scale": 0.1}, "layer_scale=0.1"),
         ({"scale": "learned"}, "scale='learned' (there 'inv_sqrt')"),
+        ({"scale": 0.0}, "scale=0.0 (there 'inv_sqrt')"),
         ({"norm_position": "sandwich"}, "norm_position='sandwich'"),
     ],
 )
