@@ -101,7 +101,7 @@ UNSHOWN = {
     "minitx.nn.unregister_backend": "shown in register_backend",
     **{
         f"minitx.interop.{name}": "wants files; docs/weights.md is run"
-        for name in ("export_onnx", "from_pretrained", "hub_class", "load_hf", "save_hf")
+        for name in ("export_onnx", "from_pretrained", "load_hf", "save_hf")
     },
 }
 """Names without an example of their own, and why. By their first place in ``PUBLIC``."""

@@ -291,8 +291,10 @@ def test_a_stop_id_ends_its_row_alone_and_is_left_out():
     cut = [row[: row.index(stop)] if stop in row else row for row in free]
     assert as_lists(generate(model, ids, max_new_tokens=12, stop=[stop])) == cut
     assert len({len(row) for row in cut}) > 1
-    object.__setattr__(model.config, "eos_id", stop)  # where the config has one, it is the default
-    assert as_lists(generate(model, ids, max_new_tokens=12)) == cut
+    for ends in (stop, (stop,), (stop, free[0][4])):  # where the config has one or several, they are the default
+        object.__setattr__(model.config, "eos_id", ends)
+        want = as_lists(generate(model, ids, max_new_tokens=12, stop=ends if isinstance(ends, tuple) else [ends]))
+        assert as_lists(generate(model, ids, max_new_tokens=12)) == want
     assert as_lists(generate(model, ids, max_new_tokens=12, stop=())) == free
 
 

@@ -15,7 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.singleton import Singleton
 from omegaconf import DictConfig, OmegaConf
 
-from minitx.config import CONFIG_DIR, ConfigError, RunConfig, from_dict
+from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, from_dict
 from minitx.config.checks import defaults
 
 GROUPS = ("model", "data", "objective", "optimizer", "schedule", "trainer")
@@ -67,7 +67,7 @@ def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
         from minitx.training.start import stored_shape
 
         words = [word for word in typed if word.lstrip("+~").startswith("model.")]
-        shape = OmegaConf.create({"model": stored_shape(str(values["init_from"]["path"]))})
+        shape = OmegaConf.create({"model": stored_shape(from_dict(InitFrom, values["init_from"], "init_from."))})
         chosen = {name.lstrip("+~").partition(".")[2].partition("=")[0] for name in words}
         values["model"] = {**plain(shape)["model"], **{name: values["model"].get(name) for name in chosen}}
     return from_dict(RunConfig, values)

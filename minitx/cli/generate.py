@@ -131,8 +131,10 @@ def _prompt_ids(model: nn.Module, tokenizer: Tokenizer, prompt: str) -> list[int
 
 def _stop_ids(model: nn.Module, tokenizer: Tokenizer, stop: str | None) -> list[int]:
     """The ids that end an answer."""
+    from minitx.generation.reader import eos_ids
+
     if stop is None:
-        ends = getattr(getattr(model, "config", None), "eos_id", None), getattr(tokenizer, "end_id", None)
+        ends = *eos_ids(model), getattr(tokenizer, "end_id", None)
         return [id for id in ends if id is not None]
     ids = encode_text(tokenizer, stop, "stop")
     if len(ids) != 1:

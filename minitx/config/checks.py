@@ -47,6 +47,9 @@ class Config:
     """A config. It checks the bounds in the types of its fields, for None nothing and for a list each entry, then ``check``."""
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if isinstance(value := getattr(self, field.name), list):  # of a JSON file
+                object.__setattr__(self, field.name, tuple(value))
         for name, bound in _bounds(type(self)).items():  # type: ignore[arg-type]  # a class is hashable
             value = getattr(self, name)
             numbers = value if isinstance(value, tuple) else (value,)

@@ -54,7 +54,7 @@ class TransformerConfig(Config):
         type_vocab_size: 0: as many as the data has (none for text).
         pad_id: token that fills rows up; null: the data's.
         bos_id: token that begins what an encoder-decoder writes; null: the data's.
-        eos_id: token that ends a text; null: the data's.
+        eos_id: token that ends a text, or a list of them; null: the data's.
         embed_dim: E, the width of a token.
         num_heads: H, query heads.
         num_kv_heads: Hkv, key and value heads, a divisor of num_heads; null: num_heads.
@@ -80,7 +80,7 @@ class TransformerConfig(Config):
         rotary_base: of the angles' geometric series; a larger one turns slower. A list is a pattern over the layers.
         rotary_interleaved: pairs of channels (2i, 2i+1); false: (i, i + d_k/2), as in Llama.
         rotary_scaling: linear | ntk | yarn | llama3, for long contexts; null: off.
-        rotary_factor: new length over the length of training.
+        rotary_factor: new length over the length of training. A list is a pattern over the layers; 1 leaves a layer as it is.
         rotary_original_len: the length of training; needed by yarn and llama3.
         rotary_low: turns below which yarn and llama3 interpolate a pair; null: the paper's.
         rotary_high: turns above which they leave it alone; null: the paper's.
@@ -129,7 +129,7 @@ class TransformerConfig(Config):
     type_vocab_size: Natural = 0
     pad_id: Natural | None = None
     bos_id: Natural | None = None
-    eos_id: Natural | None = None
+    eos_id: Natural | tuple[Natural, ...] | None = None
     embed_dim: Count = 128
     num_heads: Count = 4
     num_kv_heads: Count | None = None
@@ -155,7 +155,7 @@ class TransformerConfig(Config):
     rotary_base: Positive | tuple[Positive, ...] = 10000.0
     rotary_interleaved: bool = False
     rotary_scaling: Literal["linear", "ntk", "yarn", "llama3"] | None = None
-    rotary_factor: float = 1.0
+    rotary_factor: Positive | tuple[Positive, ...] = 1.0
     rotary_original_len: Count | None = None
     rotary_low: float | None = None
     rotary_high: float | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from minitx.config.ablation import AblationConfig
 from minitx.config.checks import Config, require
@@ -30,12 +30,17 @@ class InitFrom(Config):
     """Weights to start from. The optimizer, the step and the order of the data start anew.
 
     Attributes:
-        path: a checkpoint, or a folder with config.json and weights (Hugging Face's or ours); null: new weights.
+        path: a checkpoint, a folder with config.json and weights (Hugging Face's or ours), or a name on the hub; null: new
+            weights.
+        overrides: keys to take instead of those in a Hugging Face config.json.
+        ignore: tensors of a Hugging Face folder to leave out, by name or pattern.
         fold_scale: allow another model.scale than the file's, and fold the difference into W_Q and W_K: the model starts as
             the same function.
     """
 
     path: str | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    ignore: tuple[str, ...] = ()
     fold_scale: bool = False
 
     def check(self) -> None:

@@ -19,7 +19,7 @@ from minitx.generation.filters import (
     penalise_repeats,
     row_uniforms,
 )
-from minitx.generation.reader import Reader, has_source, of_config
+from minitx.generation.reader import Reader, eos_ids, has_source, of_config
 from minitx.generation.search import beam_search, token_by_token
 from minitx.nn import KVCache
 
@@ -210,8 +210,7 @@ def _seen(prompt: Tensor, prompt_mask: Tensor | None, logits: Tensor) -> Tensor:
 
 def _stop_ids(model: nn.Module, stop: Iterable[int] | None, logits: Tensor) -> Tensor:
     if stop is None:
-        eos_id = of_config(model, "eos_id")
-        stop = () if eos_id is None else (eos_id,)
+        stop = eos_ids(model)
     ids, V = list(stop), logits.shape[-1]
     for id in ids:
         if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < V:

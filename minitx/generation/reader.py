@@ -96,6 +96,12 @@ def of_config(model: nn.Module, name: str) -> Any:
     return getattr(getattr(model, "config", None), name, None)
 
 
+def eos_ids(model: nn.Module) -> tuple[int, ...]:
+    """The ids that end a text, as the model's config has them: none, one or several."""
+    found = of_config(model, "eos_id")
+    return tuple(found) if isinstance(found, list | tuple) else (() if found is None else (found,))
+
+
 def has_source(model: nn.Module) -> bool:
     """Whether the model is an encoder–decoder, whose answers are to a source."""
     return hasattr(model, "encode")

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2019) and RoBERTa (Liu et al. 2019), whose positions start behind the row of the padding token."""
+"""BERT (Devlin et al. 2019) and RoBERTa (Liu et al. 2019), whose positions start after the row of the padding token."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from typing import Any
 
 from minitx.interop.table import ACTIVATIONS, Architecture, Family, Key, Values
 
-LABELS = Key("num_labels", "num_labels", 2)
-NO_LABELS: Values = {"num_labels": None}
-
 
 def block(core: str, attention_norm: str, feedforward_norm: str) -> dict[str, str]:
-    """The tensors of a block as BERT calls them: ``core`` holds the three projections, and the two norms have these names."""
+    """Return the tensors of a block, where ``core`` holds the three projections and the norms have these names."""
     layer = "encoder.layer.*"
     return {
         **{f"blocks.*.attention.{word[0]}_proj": f"{layer}.attention.{core}.{word}" for word in ("query", "key", "value")},
@@ -25,46 +22,48 @@ def block(core: str, attention_norm: str, feedforward_norm: str) -> dict[str, st
 
 
 def _heads(name: str, head: str, transform: str, norm: str, sequence: dict[str, str]) -> dict[str, Architecture]:
-    """The four classes of a family; the parts of its masked head lie under ``head`` and are called ``transform``, ``norm``."""
+    """Return the four classes of a family. Its masked head lies under ``head``, and its parts are ``transform`` and ``norm``."""
     masked = {
         "head.dense": transform,
         "head.norm": norm,
         "head.head.weight": f"{head}.decoder.weight",
         "head.head.bias": f"{head}.bias",
     }
-    fields = {"head": "lm", "head_bias": True, "head_transform": True, **NO_LABELS}
+    fields: Values = {"head": "lm", "head_bias": True, "head_transform": True, "num_labels": None}
+    others = ("pooler.*", "cls.seq_relationship.*")  # of BertForPreTraining, whose file BertForMaskedLM shares
+    twice = {f"{head}.decoder.bias": f"{head}.bias"}
     return {
-        f"{name}ForMaskedLM": Architecture(fields, masked, {f"{head}.decoder.bias": f"{head}.bias"}),
+        f"{name}ForMaskedLM": Architecture(fields, masked, others, twice),
         f"{name}ForSequenceClassification": Architecture({"head": "sequence", "pooler": True}, sequence),
-        f"{name}ForTokenClassification": Architecture({"head": "token"}, {"head": "classifier"}),
-        f"{name}Model": Architecture({"head": "none", "pooler": True, **NO_LABELS}, {}, is_base=True),
+        f"{name}ForTokenClassification": Architecture({"head": "token"}, {"head": "classifier"}, others),
+        f"{name}Model": Architecture({"head": "none", "pooler": True, "num_labels": None}, {}, is_base=True),
     }
 
 
-def _family(model_type: str, ids: tuple[Any, Any, Any], **more: Any) -> Family:
+def _family(model_type: str, vocab_size: int, ids: tuple[Any, Any, Any], keys: tuple[Key, ...] = (), **more: Any) -> Family:
     bos_id, pad_id, eos_id = ids
     return Family(
         model_type=model_type,
         keys=(
-            Key("vocab_size", "vocab_size", 30522 if model_type == "bert" else 50265),
+            Key("vocab_size", "vocab_size", vocab_size),
             Key("hidden_size", "embed_dim", 768),
             Key("num_hidden_layers", "num_layers", 12),
             Key("num_attention_heads", "num_heads", 12),
             Key("intermediate_size", "ffn_dim", 3072),
             Key("hidden_act", "activation", "gelu", ACTIVATIONS),
-            *(Key(name, "dropout", 0.1) for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")),
+            *(Key(name, "dropout", 0.1) for name in ("attention_probs_dropout_prob", "hidden_dropout_prob")),
             Key("max_position_embeddings", "max_len", 512),
-            Key("position_offset", "position_offset", 0),
             Key("type_vocab_size", "type_vocab_size", 2),
             Key("layer_norm_eps", "norm_eps", 1e-12),
             Key("tie_word_embeddings", "tie_embeddings", True),
             Key("bos_token_id", "bos_id", bos_id),
             Key("pad_token_id", "pad_id", pad_id),
             Key("eos_token_id", "eos_id", eos_id),
-            LABELS,
+            Key("num_labels", "num_labels", 2),
+            *keys,
         ),
         fields={"architecture": "encoder", "norm_position": "post", "embed_norm": True},
-        constants={"position_embedding_type": "absolute", "classifier_dropout": None},
+        required={"position_embedding_type": "absolute"},
         prefix=f"{model_type}.",
         tensors={
             "embeddings.token": "embeddings.word_embeddings",
@@ -74,10 +73,7 @@ def _family(model_type: str, ids: tuple[Any, Any, Any], **more: Any) -> Family:
             **block("self", "attention.output.LayerNorm", "output.LayerNorm"),
             "pool.dense": "pooler.dense",
         },
-        harmless=(
-            *("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
-            *("pooler_size_per_head", "pooler_type"),
-        ),
+        harmless=("directionality", "pooler_*"),
         ignored=("embeddings.position_ids", "embeddings.token_type_ids"),
         renames={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
         **more,
@@ -85,24 +81,24 @@ def _family(model_type: str, ids: tuple[Any, Any, Any], **more: Any) -> Family:
 
 
 def tidy(values: Values, names: Collection[str]) -> Values:
-    """RoBERTa's table has ``pad_token_id + 1`` rows before the first position."""
+    """Give the rows before the first position, of which RoBERTa's table has ``pad_token_id + 1``, a key of their own."""
     pad_id = values.get("pad_token_id", 1)
     if not isinstance(pad_id, int):
-        raise ValueError(f"pad_token_id={pad_id!r} must be a number in a RoBERTa: its positions start behind it")
+        raise ValueError(f"pad_token_id={pad_id!r} must be a number in a RoBERTa: its positions start after it")
     rows = values.get("max_position_embeddings", 512)
     return {**values, "max_position_embeddings": rows - pad_id - 1, "position_offset": pad_id + 1}
 
 
 def untidy(values: Values) -> Values:
-    """Our values as RoBERTa's config states them: its table has the rows before the offset, too."""
-    offset = values["position_offset"]
-    rows = (values["max_position_embeddings"] or 0) + offset
-    values = {key: value for key, value in values.items() if key != "position_offset"}
+    """Count those rows again, as RoBERTa's config does."""
+    offset = values.pop("position_offset")
+    rows = values["max_position_embeddings"] + offset
     return {**values, "max_position_embeddings": rows, "pad_token_id": offset - 1}
 
 
 BERT = _family(
     "bert",
+    30522,
     (None, 0, None),
     architectures=_heads(
         "Bert",
@@ -115,11 +111,12 @@ BERT = _family(
         "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
-    untidy=lambda values: {key: value for key, value in values.items() if key != "position_offset"},
 )
 ROBERTA = _family(
     "roberta",
+    50265,
     (0, 1, 2),
+    (Key("position_offset", "position_offset"),),
     architectures=_heads(
         "Roberta",
         "lm_head",

@@ -1,4 +1,4 @@
-"""GPT-2's shape (Radford et al. 2019). Its matrices are (in, out), and q, k, v are one (``Conv1D``)."""
+"""GPT-2 (Radford et al. 2019). Its matrices are (in, out), and q, k, v are one (``Conv1D``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GPT2 = Family(
         Key("n_embd", "embed_dim", 768),
         Key("n_layer", "num_layers", 12),
         Key("n_head", "num_heads", 12),
-        Key("n_inner", "ffn_dim", lambda values: 4 * values.get("n_embd", 768)),
+        Key("n_inner", "ffn_dim"),
         Key("activation_function", "activation", "gelu_new", {"gelu_new": "gelu_tanh", **ACTIVATIONS}),
         *(Key(name, "dropout", 0.1) for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop")),
         Key("layer_norm_epsilon", "norm_eps", 1e-5),
@@ -23,12 +23,6 @@ GPT2 = Family(
         Key("pad_token_id", "pad_id"),
     ),
     fields={"architecture": "decoder"},
-    constants={
-        "n_ctx": lambda fields: fields["max_len"],
-        "scale_attn_by_inverse_layer_idx": False,
-        "reorder_and_upcast_attn": False,
-        "add_cross_attention": False,
-    },
     architectures={
         "GPT2LMHeadModel": Architecture({}, {"head": "lm_head"}),
         "GPT2Model": Architecture({}, {"head": "lm_head"}, is_base=True),
@@ -45,10 +39,7 @@ GPT2 = Family(
         "blocks.*.feedforward.down_proj": Place("h.*.mlp.c_proj", True),
         "final_norm": "ln_f",
     },
-    harmless=(
-        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
-        *("n_special", "predict_special_tokens"),
-    ),
+    harmless=("n_ctx", "n_special", "predict_special_tokens"),
     ignored=("h.*.attn.bias", "h.*.attn.masked_bias"),
     copies={"lm_head.weight": "wte.weight"},
 )

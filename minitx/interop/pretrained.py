@@ -1,6 +1,6 @@
 """``save_pretrained`` and ``from_pretrained``: models of our own, ``config.json`` beside ``model.safetensors``.
 
-The weights carry a SHA-256 over every tensor and the config, so that a changed byte is an error and not a worse model.
+The weights carry a SHA-256 over every tensor and the config, so that a changed byte in either file is an error.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minitx.config import TransformerConfig, to_dict
-from minitx.interop.weights import WEIGHTS, read_json, write_json, write_tensors
+from minitx.config import ConfigError, TransformerConfig, from_dict, to_dict
+from minitx.interop.files import TOKENIZER, WEIGHTS, find_folder, read_json, write_json, write_tensors
 from minitx.nn.models import TransformerModel, build_model
 
 FORMAT, VERSION = "minitx", 1
-TOKENIZER = "tokenizer.json"
 
 
 class CanSave(Protocol):
@@ -32,6 +31,8 @@ class CanSave(Protocol):
 
 def save_pretrained(model: TransformerModel, folder: str | Path, *, tokenizer: CanSave | None = None) -> None:
     """Write ``config.json`` and ``model.safetensors``; a tied head is written once.
+
+    ``huggingface_hub.upload_folder(folder_path=folder, repo_id="me/mine")`` puts such a folder on the hub.
 
     Args:
         folder: made if it is missing.
@@ -48,26 +49,26 @@ def save_pretrained(model: TransformerModel, folder: str | Path, *, tokenizer: C
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    config = to_dict(model.config)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _tensors(model).items()}
-    config = json.dumps(to_dict(model.config), sort_keys=True)
-    metadata = {"config": config, "sha256": _digest(tensors, config)}
-    write_tensors(tensors, folder / WEIGHTS, metadata)
-    write_json(folder / "config.json", {"format": FORMAT, "format_version": VERSION, "model": to_dict(model.config)})
+    write_tensors(tensors, folder / WEIGHTS, {"sha256": _digest(tensors, config)})
+    write_json(folder / "config.json", {"format": FORMAT, "format_version": VERSION, "model": config})
     if tokenizer is not None:
         tokenizer.save(str(folder / TOKENIZER))
 
 
 def from_pretrained(folder: str | Path, *, config: TransformerConfig | None = None) -> TransformerModel:
-    """The model that ``save_pretrained`` wrote, bit for bit, in eval mode.
+    """Load the model that ``save_pretrained`` wrote, bit for bit, in eval mode.
 
     Args:
+        folder: a local folder, or a name on the hub, as for ``load_hf``.
         config: what the caller expects; another one in the folder is an error.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: another format; damaged weights; a config that is not that of the weights, or not the expected one.
+        FileNotFoundError: no such folder, file or model on the hub.
+        ValueError: another format; a file that changed after it was written; a config other than the expected one.
     """
-    folder = Path(folder)
+    folder = find_folder(folder)
     values = read_json(folder / "config.json")
     if values.get("format") != FORMAT:
         hint = "; it is of Hugging Face's kind: use load_hf" if "model_type" in values else ""
@@ -76,14 +77,15 @@ def from_pretrained(folder: str | Path, *, config: TransformerConfig | None = No
         raise ValueError(
             f"{folder} has format_version={values.get('format_version')!r}; this version of minitx reads {VERSION}"
         )
-    tensors, stored = _read(folder / WEIGHTS)
-    _refuse_other(values.get("model"), stored, f"{folder / 'config.json'} is not the config of the weights beside it")
+    tensors = _read(folder, values.get("model"))
     try:
-        found = TransformerConfig(**stored)
-    except TypeError as error:
+        found = from_dict(TransformerConfig, values["model"])
+    except ConfigError as error:
         raise ValueError(f"{folder}: the config was written by another version of minitx: {error}") from None
-    if config is not None:
-        _refuse_other(to_dict(found), to_dict(config), f"{folder} is not what config asks for")
+    if config is not None and found != config:
+        ours, theirs = to_dict(config), to_dict(found)
+        differing = (f"{name}={theirs[name]} against {ours[name]}" for name in sorted(ours) if theirs[name] != ours[name])
+        raise ValueError(f"{folder} is not what config asks for: {', '.join(differing)}")
     with torch.random.fork_rng(devices=[]):
         model = build_model(found)
     targets = _tensors(model)
@@ -96,44 +98,16 @@ def from_pretrained(folder: str | Path, *, config: TransformerConfig | None = No
     return model.eval()
 
 
-def hub_class() -> type:
-    """A class with ``huggingface_hub``'s ``push_to_hub`` around these two functions; needs that package.
-
-    ``hub_class()(model).push_to_hub("me/mine")``, and ``hub_class().from_pretrained("me/mine").model``. Nothing here
-    touches the network before one of them is called with a name that is no folder.
-
-    Raises:
-        ImportError: ``huggingface_hub`` is not installed.
-    """
-    try:
-        from huggingface_hub import ModelHubMixin, snapshot_download
-    except ImportError:
-        raise ImportError("hub_class needs huggingface_hub: pip install huggingface_hub") from None
-
-    class HubModel(ModelHubMixin, library_name="minitx", tags=["minitx"]):  # type: ignore[misc, call-arg]
-        def __init__(self, model: TransformerModel) -> None:
-            self.model = model
-
-        def _save_pretrained(self, save_directory: Path) -> None:
-            save_pretrained(self.model, save_directory)
-
-        @classmethod
-        def _from_pretrained(cls, *, model_id: str, **options: Any) -> HubModel:
-            return cls(from_pretrained(model_id if Path(model_id).is_dir() else snapshot_download(model_id, **options)))
-
-    return HubModel
-
-
 def _tensors(model: TransformerModel) -> dict[str, Tensor]:
-    """Parameters, a shared one once, and persistent buffers."""
+    """Return parameters, a shared one once, and persistent buffers."""
     parameters, names = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
     buffers = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in names}
     return {**parameters, **buffers}
 
 
-def _digest(tensors: Mapping[str, Tensor], config: str) -> str:
-    """SHA-256 of names, dtypes, shapes, bytes and the config."""
-    digest = hashlib.sha256(config.encode())
+def _digest(tensors: Mapping[str, Tensor], config: Any) -> str:
+    """Return the SHA-256 of names, dtypes, shapes, bytes and the config."""
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -141,28 +115,19 @@ def _digest(tensors: Mapping[str, Tensor], config: str) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a file and the config that they were saved with, after comparing the SHA-256."""
+def _read(folder: Path, config: Any) -> dict[str, Tensor]:
+    """Return the tensors of a folder, if neither they nor ``config`` have changed since they were written."""
+    path = folder / WEIGHTS
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     try:
         with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
+            wanted = (file.metadata() or {}).get("sha256")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    if not {"sha256", "config"} <= metadata.keys():
-        raise ValueError(f"{path} is damaged, or was not written by save_pretrained: its metadata has no sha256 and config")
-    found = _digest(tensors, metadata["config"])
-    if found != metadata["sha256"]:
-        raise ValueError(f"{path} is damaged: the SHA-256 of its contents is {found}, and should be {metadata['sha256']}")
-    return tensors, json.loads(metadata["config"])
-
-
-def _refuse_other(found: Any, wanted: Mapping[str, Any], what: str) -> None:
-    """Name the fields in which two configs differ."""
-    found = found if isinstance(found, dict) else {}
-    names = sorted(name for name in found.keys() | wanted.keys() if found.get(name, "absent") != wanted.get(name, "absent"))
-    if names:
-        differences = (f"{name}={found.get(name, 'absent')} against {wanted.get(name, 'absent')}" for name in names)
-        raise ValueError(f"{what}: {', '.join(differences)}")
+    if wanted is None:
+        raise ValueError(f"{path} is damaged, or was not written by save_pretrained: its metadata has no sha256")
+    if _digest(tensors, config) != wanted:
+        raise ValueError(f"{folder}: {WEIGHTS} is damaged, or config.json is not the config that it was written with")
+    return tensors

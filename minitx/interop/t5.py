@@ -16,7 +16,6 @@ FEED_FORWARD = {
     "gated-silu": "swiglu",
     "gated-relu": "reglu",
 }
-DENSE = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "geglu_tanh": "gelu_new", "swiglu": "silu", "reglu": "relu"}
 
 
 def tidy(values: Values, names: Collection[str]) -> Values:
@@ -63,7 +62,7 @@ T5 = Family(
         Key("d_kv", "head_dim", 64),
         Key("d_ff", "ffn_dim", 2048),
         Key("num_layers", "num_layers", 6),
-        Key("num_decoder_layers", "num_decoder_layers", lambda values: values.get("num_layers", 6)),
+        Key("num_decoder_layers", "num_decoder_layers"),
         Key("num_heads", "num_heads", 8),
         Key("relative_attention_num_buckets", "num_buckets", 32),
         Key("relative_attention_max_distance", "max_distance", 128),
@@ -77,12 +76,6 @@ T5 = Family(
         Key("decoder_start_token_id", "bos_id", 0),
     ),
     fields={"position": "t5", "scale": "unscaled", "norm": "rms", "bias": False},
-    constants={
-        "is_encoder_decoder": True,
-        "dense_act_fn": lambda fields: DENSE.get(fields["activation"]),
-        "is_gated_act": lambda fields: "glu" in fields["activation"],
-        "classifier_dropout": 0.0,
-    },
     architectures={
         "T5ForConditionalGeneration": Architecture(
             {"architecture": "encoder_decoder"},
@@ -97,11 +90,10 @@ T5 = Family(
                 "num_decoder_layers": None,
             },
             _block("encoder", "", 1),
-            harmless=("scale_decoder_outputs", "tie_word_embeddings", "num_decoder_layers", "is_encoder_decoder"),
         ),
     },
     tensors={"embeddings.token": "shared"},
-    harmless=("n_positions",),
+    harmless=("n_positions", "is_encoder_decoder", "dense_act_fn", "is_gated_act"),  # they follow from other keys
     ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
     copies={
         "lm_head.weight": "shared.weight",

@@ -38,7 +38,7 @@ VIT = Family(
         Key("num_attention_heads", "num_heads", 12),
         Key("intermediate_size", "ffn_dim", 3072),
         Key("hidden_act", "activation", "gelu", ACTIVATIONS),
-        *(Key(name, "dropout", 0.0) for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")),
+        *(Key(name, "dropout", 0.0) for name in ("attention_probs_dropout_prob", "hidden_dropout_prob")),
         Key("layer_norm_eps", "norm_eps", 1e-12),
         Key("image_size", "image_size", 224),
         Key("patch_size", "patch_size", 16),
@@ -47,9 +47,9 @@ VIT = Family(
         Key("num_labels", "num_labels", 2),
     ),
     fields={"architecture": "vision"},
-    constants={"pooler_output_size": lambda fields: fields["embed_dim"], "pooler_act": "tanh"},
+    required={"pooler_act": "tanh"},
     architectures={
-        "ViTForImageClassification": Architecture({"head": "sequence"}, {"head": "classifier"}),
+        "ViTForImageClassification": Architecture({"head": "sequence"}, {"head": "classifier"}, ignored=("pooler.*",)),
         "ViTModel": Architecture({"head": "none", "pooler": True, "num_labels": None}, {}, is_base=True),
     },
     prefix="vit.",
@@ -62,6 +62,6 @@ VIT = Family(
         "final_norm": "layernorm",
         "pool.dense": "pooler.dense",
     },
-    harmless=("encoder_stride",),
+    harmless=("encoder_stride", "pooler_output_size"),  # another size does not fit the weights
     tidy=tidy,
 )

@@ -1,32 +1,34 @@
-"""``load_hf`` and ``save_hf``: folders of ``config.json`` and safetensors, through the tables of the families."""
+"""Folders and hub names of Hugging Face models in and out, by the tables of the families."""
 
 from __future__ import annotations
 
-import fnmatch
-import json
+import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from minitx.config import TransformerConfig
 from minitx.interop.bert import BERT, ROBERTA
+from minitx.interop.files import INDEX, WEIGHTS, find_folder, read_json, write_json, write_shards
+from minitx.interop.gemma import GEMMA2, GEMMA3
 from minitx.interop.gpt2 import GPT2
 from minitx.interop.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from minitx.interop.t5 import T5
-from minitx.interop.table import Architecture, Family, Place, Values, read_config, unlike, write_config
+from minitx.interop.table import Architecture, Family, Place, find_architecture, read_config, unlike, write_config
 from minitx.interop.vit import VIT
 from minitx.nn.models import TransformerModel, build_model
 
-FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, BERT, ROBERTA, T5, VIT)}
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-Located = dict[str, tuple[str, Any]]  # a tensor's name without the prefix -> its name in the file, the open file
+log = logging.getLogger(__name__)
+KNOWN = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, BERT, ROBERTA, T5, VIT)
+FAMILIES = {family.model_type: family for family in KNOWN}
 
 
 def load_hf(
@@ -36,43 +38,49 @@ def load_hf(
     overrides: Mapping[str, Any] | None = None,
     ignore: Sequence[str] = (),
 ) -> TransformerModel:
-    """The model of a Hugging Face folder, in eval mode: GPT-2, Llama, Mistral, Qwen2, Qwen3, BERT, RoBERTa, T5 or ViT.
+    """Load a Hugging Face model, in eval mode: GPT-2, Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3, BERT, RoBERTa, T5, ViT.
 
-    Reads ``config.json`` and ``model.safetensors``, or the shards of ``model.safetensors.index.json``; nothing else, no
-    network, no pickle, no code. The class is that of ``architectures``.
+    Reads ``config.json`` and ``model.safetensors`` (or the shards of ``model.safetensors.index.json``), and nothing else: no
+    pickle, no code. The class is that of ``architectures``. Keys of the config that do not change what the model computes
+    are passed over, and one line of the log (``minitx.interop``, INFO) names them.
 
     Args:
-        folder: a local folder.
+        folder: a local folder, or a name on the hub such as ``openai-community/gpt2``. A model of the hub is fetched by
+            ``huggingface_hub`` into its usual cache; offline (``HF_HUB_OFFLINE=1``) it is read from there.
         dtype: of the parameters; default as in the file.
-        overrides: entries to take instead of those in ``config.json``; what to do about an option that is refused.
+        overrides: entries to take instead of those in ``config.json``.
         ignore: tensors of the file to leave out, by name or pattern (``"cls.seq_relationship.*"``).
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: an option of the config that the model cannot honour; a tensor that is missing, left over or of
-            another shape. All of them are named.
+        FileNotFoundError: no such folder, file or model on the hub.
+        ValueError: keys of the config that the model cannot honour; tensors that are missing, left over or of another
+            shape. All of them are named.
     """
-    folder = Path(folder)
+    folder = find_folder(folder)
     values = {**read_json(folder / "config.json"), **(overrides or {})}
     if values.get("model_type") not in FAMILIES:
         hint = "; from_pretrained reads folders of minitx" if values.get("format") == "minitx" else ""
         raise ValueError(f"{folder}: model_type={values.get('model_type')!r} is not known: one of {', '.join(FAMILIES)}{hint}")
     family = FAMILIES[values["model_type"]]
-    located = _locate(folder, family, ignore)
     try:
-        architecture, config = read_config(family, values, located)
+        architecture = find_architecture(family, values)
+        tensors = _read_files(folder, family, [*family.ignored, *architecture.ignored, *ignore])
+        config, passed = read_config(family, architecture, values, tensors)
+        with torch.device("meta"):
+            model = build_model(config)
+        places = _places(model, family, architecture)
+        _fill(model, _fitted(model, places, family, tensors), places, dtype)
     except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'}: {error}") from None
-    with torch.device("meta"):
-        model = build_model(config)
-    _fill(model, _read_tensors(model, family, architecture, located), dtype)
+        raise ValueError(f"{folder}: {error}") from None
+    if passed:
+        log.info("%s: keys that do not change what the model computes are passed over: %s", folder, ", ".join(passed))
     return model.eval()
 
 
 def save_hf(
     model: TransformerModel, folder: str | Path, *, model_type: str | None = None, max_shard_bytes: int = 5_000_000_000
 ) -> None:
-    """Write a model as a Hugging Face folder that ``load_hf`` and ``transformers`` read back, bit for bit.
+    """Write a model as a Hugging Face folder that ``load_hf`` and ``transformers`` read back.
 
     Args:
         model: any model whose config one of the families can express, wherever it comes from.
@@ -86,204 +94,143 @@ def save_hf(
     if model_type is not None and model_type not in FAMILIES:
         raise ValueError(f"model_type={model_type!r} is not known: one of {', '.join(FAMILIES)}")
     lacking: dict[str, dict[str, tuple[Any, Any]]] = {}
-    for family in FAMILIES.values() if model_type is None else (FAMILIES[model_type],):
+    for family in KNOWN if model_type is None else (FAMILIES[model_type],):
         for name, architecture in family.architectures.items():
-            places = _places(model, family, architecture)
             values = write_config(family, name, model.config)
-            names = {place.name for place in places.values()}
-            lacking[name] = unlike(family, values, model.config, names)  # type: ignore[arg-type]
+            names = {str(place.name) for place in _places(model, family, architecture).values()}
+            lacking[name] = unlike(family, architecture, values, names, model.config)
             if not lacking[name]:
-                _save(model, Path(folder), family, architecture, values, max_shard_bytes)
+                tensors = _write_tensors(model, family, architecture)
+                dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                write_json(Path(folder) / "config.json", {**values, "dtype": dtype})
+                write_shards(Path(folder), tensors, max_shard_bytes)
                 return
     nearest = min(lacking, key=lambda name: ("architecture" in lacking[name], len(lacking[name])))
     wrong = ", ".join(f"{field}={ours!r} (there {theirs!r})" for field, (ours, theirs) in lacking[nearest].items())
     raise ValueError(f"no family of Hugging Face models can express this config; {nearest} comes nearest and lacks {wrong}")
 
 
-def read_json(path: Path) -> Values:
-    """A JSON object of a file."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold an object, got {type(values).__name__}")
-    return values
-
-
-def write_json(path: Path, values: Values) -> None:
-    """An object to a file, as ``read_json`` reads it."""
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def _locate(folder: Path, family: Family, ignore: Sequence[str]) -> Located:
-    """Every tensor of the folder that counts."""
-    located: Located = {}
-    dropped = [*family.ignored, *ignore]
+def _read_files(folder: Path, family: Family, ignored: Sequence[str]) -> dict[str, Tensor]:
+    """Return the tensors of the folder by their names without prefix, but the ignored ones."""
+    tensors: dict[str, Tensor] = {}
     for path in _files(folder):
         try:
-            file = safe_open(path, "pt")
+            found = load_file(path)  # mapped from the disk
         except SafetensorError as error:
-            raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
-        for name in file.keys():  # noqa: SIM118 (no mapping)
+            raise ValueError(f"{path.name} is not a whole safetensors file: {error}") from None
+        for name, tensor in found.items():
             plain = name.removeprefix(family.prefix)
-            for old, new in (family.renames or {}).items():
+            for old, new in family.renames.items():
                 plain = plain.replace(old, new)
-            if any(fnmatch.fnmatchcase(one, pattern) for one in (name, plain) for pattern in dropped):
+            if any(fnmatchcase(one, pattern) for one in (name, plain) for pattern in ignored):
                 continue
-            if plain in located:
-                raise ValueError(f"{path}: {name} is there twice, also as {located[plain][0]}")
-            located[plain] = name, file
-    for copy, original in (family.copies or {}).items():  # of two names of one tensor, a file may hold either
-        if original not in located and copy in located:
-            located[original] = located.pop(copy)
-    return located
+            if plain in tensors:
+                raise ValueError(f"{name} is there twice, with and without the prefix {family.prefix}")
+            tensors[plain] = tensor
+    for copy, original in family.copies.items():  # of two names of one tensor, a file may hold either
+        if original not in tensors and copy in tensors:
+            tensors[original] = tensors.pop(copy)
+    return tensors
 
 
 def _files(folder: Path) -> list[Path]:
-    """``model.safetensors``, or the shards that the index lists."""
+    """Return ``model.safetensors``, or the shards that the index lists."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if (folder / INDEX).is_file():
         shards = sorted({str(shard) for shard in read_json(folder / INDEX).get("weight_map", {}).values()})
-        strange = [shard for shard in shards if Path(shard).name != shard]
-        missing = [shard for shard in shards if not (folder / shard).is_file()]
-        if strange or missing:
-            raise FileNotFoundError(
-                f"{folder / INDEX} lists shards that are not in the folder: {', '.join(strange or missing)}"
-            )
+        missing = [shard for shard in shards if Path(shard).name != shard or not (folder / shard).is_file()]
+        if missing:
+            raise FileNotFoundError(f"{folder / INDEX} lists shards that are not in the folder: {', '.join(missing)}")
         return [folder / shard for shard in shards]
     pickled = any(folder.glob("*.bin"))
     hint = "; pickled weights (*.bin) are not read: have transformers save them as safetensors" if pickled else ""
     raise FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}")
 
 
-def _places(model: nn.Module, family: Family, architecture: Architecture, *, prefix: bool = False) -> dict[str, Place]:
-    """Where each parameter lies that the table knows; ``prefix`` for the names as they are written."""
+def _places(model: nn.Module, family: Family, architecture: Architecture, prefix: str = "") -> dict[str, Place]:
+    """Return where each parameter lies that the table knows; those outside of the head begin with ``prefix``."""
     config: TransformerConfig = model.config  # type: ignore[assignment]
-    base = "" if architecture.is_base or not prefix else family.prefix
-    tables = (architecture.tensors, ""), (family.tensors, base)
     places: dict[str, Place] = {}
     for name, _ in model.named_parameters():
         pattern, layer = re.sub(r"\.\d+\.", ".*.", name), "".join(re.findall(r"\.(\d+)\.", name)[:1])
         module, _, kind = pattern.rpartition(".")
-        keys = (pattern, ""), (module, f".{kind}")
-        found = [(table[key], start, end) for table, start in tables for key, end in keys if key in table]
-        if found:
-            place, start, end = found[0]
-            place = place if isinstance(place, Place) else Place(place)
+        for table, start in ((architecture.tensors, ""), (family.tensors, prefix)):
+            key, end = (pattern, "") if pattern in table else (module, f".{kind}")
+            if key not in table or name in places:
+                continue
+            found = table[key]
+            place = found if isinstance(found, Place) else Place(found)
             plain = place.name if isinstance(place.name, str) else place.name(config)
             places[name] = replace(place, name=start + plain.replace("*", layer) + end)
     return places
 
 
+def _fitted(
+    model: TransformerModel, places: Mapping[str, Place], family: Family, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return every parameter by our names and in our layout."""
+    faults, fitted = [], {}
+    for name, parameter in model.named_parameters():
+        place = places.get(name)
+        theirs = "" if place is None else str(place.name)
+        if place is None or theirs not in tensors:
+            faults.append(f"{name} {tuple(parameter.shape)} is not filled: the file has no {theirs or 'tensor for it'}")
+            continue
+        wanted, shape = _shape_there(place, parameter.shape, model.config), tuple(tensors[theirs].shape)
+        if shape == wanted:
+            tensor = tensors[theirs].T if place.transposed and len(shape) == 2 else tensors[theirs]
+            fitted[name] = tensor.chunk(place.part[1])[place.part[0]].reshape(parameter.shape)
+        else:
+            vocab = ", so its rows are not the vocab_size of the config: padded?" if name == "embeddings.token.weight" else ""
+            faults.append(f"{theirs} has shape {shape}, but the config wants {wanted}{vocab}")
+    for name in tensors.keys() - {place.name for place in places.values()}:
+        original = family.copies.get(name)
+        if original is None:
+            faults.append(f"{name} {tuple(tensors[name].shape)} is in the file, but this model has no place for it")
+        elif not torch.equal(tensors[name], tensors[original]):
+            faults.append(f"{name} differs from {original}, but the config ties them")
+    if faults:
+        what = "; ".join(sorted(faults))
+        raise ValueError(f"the weights do not fit {type(model).__name__}: {what}. Tensors of no use: ignore=[...]")
+    return fitted
+
+
 def _shape_there(place: Place, shape: Sequence[int], config: TransformerConfig) -> tuple[int, ...]:
-    """Their shape of the tensor that (a part of) is ours of ``shape``."""
+    """Return their shape of the tensor that (a part of) is ours of ``shape``."""
     if place.shape is not None:
         return place.shape(config)
     whole = (shape[0] * place.part[1], *shape[1:])
     return whole[::-1] if place.transposed else whole
 
 
-def _read_tensors(
-    model: TransformerModel, family: Family, architecture: Architecture, located: Located
-) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every parameter, after all of them have been found to fit."""
-    places, copies = _places(model, family, architecture), family.copies or {}
-    parameters = dict(model.named_parameters())
-    used = {place.name for place in places.values()}
-    shapes = {name: tuple(file.get_slice(theirs).get_shape()) for name, (theirs, file) in located.items()}
-    faults = []
-    for name, parameter in parameters.items():
-        place = places.get(name)
-        theirs = None if place is None else str(place.name)
-        if place is None or theirs not in located:
-            faults.append(f"{name} {tuple(parameter.shape)} is not filled: the file has no {theirs}")
-            continue
-        wanted = _shape_there(place, parameter.shape, model.config)
-        if shapes[theirs] != wanted:
-            vocab = ", so its rows are not the vocab_size of the config: padded?" if name == "embeddings.token.weight" else ""
-            faults.append(f"{located[theirs][0]} has shape {shapes[theirs]}, but the config wants {wanted}{vocab}")
-    for name in located.keys() - used:
-        if name not in copies:
-            faults.append(f"{located[name][0]} {shapes[name]} is in the file, but this model has no place for it")
-        elif not torch.equal(_tensor(located[name]), _tensor(located[copies[name]])):
-            faults.append(f"{located[name][0]} differs from {located[copies[name]][0]}, but the config ties them")
-    if faults:
-        raise ValueError(
-            f"the weights do not fit {type(model).__name__}: {'; '.join(sorted(faults))}. Tensors of no use: ignore=[...]"
-        )
-    for name, parameter in parameters.items():
-        place = places[name]
-        tensor = _tensor(located[str(place.name)])
-        tensor = tensor.T if place.transposed and tensor.dim() == 2 else tensor
-        yield name, tensor.chunk(place.part[1])[place.part[0]].reshape(parameter.shape)
-
-
-def _tensor(where: tuple[str, Any]) -> Tensor:
-    return where[1].get_tensor(where[0])
-
-
-def _fill(model: nn.Module, tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> None:
+def _fill(model: nn.Module, tensors: dict[str, Tensor], places: Mapping[str, Place], dtype: torch.dtype | None) -> None:
     """Put tensors in the place of parameters on the meta device; a shared parameter stays shared."""
-    parameters = dict(model.named_parameters())
-    fresh = {parameters[name]: nn.Parameter(tensor.to(dtype or tensor.dtype).contiguous()) for name, tensor in tensors}
+    fresh = {}
+    for name, parameter in model.named_parameters():
+        tensor = tensors.pop(name)
+        tensor = tensor.to(dtype or tensor.dtype).contiguous()
+        fresh[parameter] = nn.Parameter(tensor + places[name].shift if places[name].shift else tensor)
     every = model.named_parameters(remove_duplicate=False)
     model.load_state_dict({name: fresh[parameter] for name, parameter in every}, assign=True)
 
 
-def _save(
-    model: TransformerModel, folder: Path, family: Family, architecture: Architecture, values: Values, max_shard_bytes: int
-) -> None:
-    places = _places(model, family, architecture, prefix=True)
+def _write_tensors(model: TransformerModel, family: Family, architecture: Architecture) -> dict[str, Tensor]:
+    """Return the parameters by their names and in their layout."""
+    places = _places(model, family, architecture, "" if architecture.is_base else family.prefix)
     parts: dict[str, list[tuple[Place, Tensor]]] = {}
     for name, parameter in model.named_parameters():
-        place = places.get(name)
-        if place is None:
+        if name not in places:
             raise ValueError(f"{name} {tuple(parameter.shape)} has no place in a model_type={family.model_type!r}")
-        parts.setdefault(str(place.name), []).append((place, parameter.detach().cpu()))
+        parts.setdefault(str(places[name].name), []).append((places[name], parameter.detach().cpu()))
     tensors = {}
     for name, found in parts.items():
         place = found[0][0]
         whole = torch.cat([tensor for one, tensor in sorted(found, key=lambda pair: pair[0].part)])
         whole = whole.T if place.transposed and whole.dim() == 2 else whole
+        whole = whole - place.shift if place.shift else whole
         tensors[name] = whole.reshape(whole.shape if place.shape is None else place.shape(model.config)).contiguous()
-    for copy, name in ({} if model.config.tie_embeddings else architecture.twice or {}).items():
+    for copy, name in {} if model.config.tie_embeddings else architecture.twice.items():
         tensors[copy] = tensors[name].clone()
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", {**values, "dtype": dtype})
-    _write(folder, tensors, max_shard_bytes)
-
-
-def _write(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int) -> None:
-    """One file, or shards with an index."""
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    for stale in (folder / WEIGHTS, folder / INDEX, *folder.glob("model-*-of-*.safetensors")):
-        stale.unlink(missing_ok=True)  # a reader would take the one file before the shards
-    if len(shards) == 1:
-        write_tensors(shards[0], folder / WEIGHTS, {"format": "pt"})
-        return
-    weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_tensors(shard, folder / file, {"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, file))
-    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": weight_map}
-    write_json(folder / INDEX, index)
-
-
-def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Beside the file first: loaded tensors may still be mapped from the one that is replaced."""
-    partial = path.with_name(f"{path.name}.partial")
-    save_file(tensors, partial, metadata=metadata)
-    partial.replace(path)
+    return tensors

@@ -51,7 +51,7 @@ def open_data(
         ConfigError: data that cannot be read, or a target that gives neither.
     """
     if tokenizer is None and config.init_from.path is not None:
-        tokenizer = load_start(config.init_from.path)[2]
+        tokenizer = load_start(config.init_from)[2]
         if tokenizer is None and getattr(config.data, "tokenizer", None) in ("char", "bpe"):
             raise ConfigError(
                 f"init_from.path={config.init_from.path} has no tokenizer: name the one of its weights in data.tokenizer"
@@ -116,7 +116,7 @@ def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Modu
     if model is None and isinstance(config.model, TransformerConfig):
         shape = fit_model_config(config.model, data)
         if config.init_from.path is not None:
-            check_scale_of(config.init_from.path, shape, fold=config.init_from.fold_scale)
+            check_scale_of(config.init_from, shape)
         try:
             model = build_model(shape)
         except (ValueError, TypeError, RuntimeError, MemoryError) as error:  # what torch says of sizes, it says in many lines
@@ -129,7 +129,7 @@ def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Modu
                 f"model._target_={config.model['_target_']} must give a torch.nn.Module, got {type(model).__name__}"
             )
     if config.init_from.path is not None:
-        start_from(config.init_from.path, model, fold=config.init_from.fold_scale)
+        start_from(config.init_from, model)
     if config.trainer.precision == "64-true":
         model.double()  # Lightning would, after it has loaded a checkpoint into float32
     return model

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from minitx.config import ConfigError, TransformerConfig, to_dict
+from minitx.config import ConfigError, InitFrom, TransformerConfig, to_dict
 from minitx.config.checks import first_line
 from minitx.data.tokenizers import Tokenizer, from_dict, load_tokenizer
 from minitx.nn.scale import ScoreScale, fold_scale
@@ -19,18 +19,34 @@ from minitx.training.checkpoint import network_weights, read_checkpoint
 log = logging.getLogger(__name__)
 
 
-@lru_cache(maxsize=1)
-def load_start(path: str) -> tuple[dict[str, Any], dict[str, Any] | None, Tokenizer | None]:
-    """(weights by name, the model's config as plain data, tokenizer) of a checkpoint or a folder.
+Start = tuple[dict[str, Any], dict[str, Any] | None, Tokenizer | None]
+
+
+def load_start(init_from: InitFrom) -> Start:
+    """(weights by name, the model's config as plain data, tokenizer) of a checkpoint, a folder or a name on the hub.
 
     The config is None where the model is not one of ours. The latest answer is kept, because a run asks twice.
 
     Raises:
         ConfigError: nothing there that can be read; the message names ``init_from.path``.
     """
+    return _load_start(str(init_from.path), json.dumps(to_dict(init_from.overrides)), init_from.ignore)
+
+
+@lru_cache(maxsize=1)
+def _load_start(path: str, overrides: str, ignore: tuple[str, ...]) -> Start:
+    from minitx.interop.files import find_folder
+
     place = Path(path).expanduser()
+    if not place.exists():
+        try:
+            place = find_folder(path)
+        except (ImportError, FileNotFoundError) as error:
+            raise ConfigError(f"init_from.path={path} cannot be loaded: {error}") from None
     if place.is_dir() and (place / "config.json").is_file():
-        return _of_folder(place, path)
+        return _of_folder(place, path, json.loads(overrides), ignore)
+    if json.loads(overrides) or ignore:
+        raise ConfigError(f"init_from.overrides and init_from.ignore belong to a Hugging Face folder, not to {path}")
     if place.is_dir() and not (place / ".metadata").is_file():
         raise ConfigError(f"init_from.path={path} is a folder without config.json")
     try:
@@ -42,32 +58,32 @@ def load_start(path: str) -> tuple[dict[str, Any], dict[str, Any] | None, Tokeni
     return network_weights(checkpoint), shape, from_dict(state["tokenizer"]) if state["tokenizer"] else None
 
 
-def _of_folder(folder: Path, path: str) -> tuple[dict[str, Any], dict[str, Any], Tokenizer | None]:
+def _of_folder(folder: Path, path: str, overrides: dict[str, Any], ignore: tuple[str, ...]) -> Start:
     from minitx.interop import from_pretrained, load_hf
 
     try:
         ours = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("format") == "minitx"
-        model = from_pretrained(folder) if ours else load_hf(folder)
+        model = from_pretrained(folder) if ours else load_hf(folder, overrides=overrides, ignore=ignore)
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"init_from.path={path} cannot be loaded: {error}") from error
     tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
     return dict(model.state_dict()), to_dict(model.config), tokenizer
 
 
-def stored_shape(path: str) -> dict[str, Any]:
+def stored_shape(init_from: InitFrom) -> dict[str, Any]:
     """The fields of the model's config in a checkpoint or folder; {} where the model is not one of ours."""
-    return dict(load_start(path)[1] or {})
+    return dict(load_start(init_from)[1] or {})
 
 
-def check_scale_of(path: str, model: TransformerConfig, *, fold: bool = False) -> None:
+def check_scale_of(init_from: InitFrom, model: TransformerConfig) -> None:
     """Refuse another score scale than that of the weights unless it is folded; say that ``model.init_fold`` does nothing.
 
     Raises:
         ConfigError: ``scale`` or ``scale_factor`` differs.
     """
-    stored = stored_shape(path)
+    stored, path = stored_shape(init_from), init_from.path
     for name in ("scale", "scale_factor"):
-        if not fold and stored and stored.get(name, getattr(model, name)) != getattr(model, name):
+        if not init_from.fold_scale and stored and stored.get(name, getattr(model, name)) != getattr(model, name):
             raise ConfigError(
                 f"model.{name}={getattr(model, name)} differs from {stored[name]}, with which the weights of init_from.path={path} "
                 "were trained: another scale is another function, unless init_from.fold_scale=true"
@@ -76,22 +92,22 @@ def check_scale_of(path: str, model: TransformerConfig, *, fold: bool = False) -
         log.info("model.init_fold=%s is ignored: the weights come from init_from.path=%s", model.init_fold, path)
 
 
-def start_from(path: str, network: nn.Module, *, fold: bool = False) -> None:
-    """Give ``network`` the weights of ``path``; ``fold`` another score scale than theirs into them.
+def start_from(init_from: InitFrom, network: nn.Module) -> None:
+    """Give ``network`` the weights of ``init_from.path``, with another score scale folded into them where that is wanted.
 
     Raises:
         ConfigError: a tensor is missing, left over or of another shape; torch's own words name it. A scale that cannot be folded.
     """
     try:
-        weights, shape, _ = load_start(path)
+        weights, shape, _ = load_start(init_from)
         network.load_state_dict(weights)
         wanted: Any = getattr(network, "config", None)
-        if fold and shape is not None and isinstance(wanted, TransformerConfig):
+        if init_from.fold_scale and shape is not None and isinstance(wanted, TransformerConfig):
             for layer in network.modules():  # the scale of the weights, then the wanted one
                 if isinstance(scale := getattr(layer, "scale", None), ScoreScale):
                     layer.scale = ScoreScale(shape["scale"], head_dim=scale.head_dim, factor=shape["scale_factor"])
             fold_scale(network, wanted.scale, factor=wanted.scale_factor)
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"init_from.path={path} does not fit the model: {first_line(error)}") from error
+        raise ConfigError(f"init_from.path={init_from.path} does not fit the model: {first_line(error)}") from error
     finally:
-        load_start.cache_clear()  # the weights are not kept twice
+        _load_start.cache_clear()  # the weights are not kept twice

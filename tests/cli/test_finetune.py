@@ -67,6 +67,26 @@ def test_keys_on_the_command_line_win_over_the_shape_in_the_folder(cli, theirs):
     assert (config.dropout, config.backend, config.embed_dim, config.activation) == (0.1, "math", 12, "gelu_tanh")
 
 
+def test_a_key_that_the_model_cannot_honour_can_be_overridden(cli, assert_refused, theirs):
+    config = json.loads((theirs / "config.json").read_text(encoding="utf-8"))
+    (theirs / "config.json").write_text(json.dumps({**config, "new_trick": 3, "eos_token_id": [3, 5]}), encoding="utf-8")
+    assert_refused("new_trick", *finetune(theirs))
+    assert cli(*finetune(theirs, "+init_from.overrides.new_trick=null", "model.window=7")).code == 0
+    config = load_model(LAST)[0].config
+    assert (config.window, config.eos_id) == (7, (3, 5))
+
+
+def test_a_name_on_the_hub_that_is_in_the_cache_is_one_to_start_from(cli, theirs, place, monkeypatch):
+    snapshot = place / "hub" / "models--me--mine" / "snapshots" / "607a30d783dfa663caf39e06633721c8d4cfcd7e"
+    shutil.copytree(theirs, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(snapshot.name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(place / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert cli(*finetune("me/mine", STILL)).code == 0
+    torch.testing.assert_close(load_model(LAST)[0].head.weight, load_hf(theirs).head.weight)
+
+
 def test_a_folder_of_ours_is_one_to_start_from_too(cli, theirs, place):
     tokenizer = train_tokenizer("char", [TEXT])
     ours = DecoderLM(TransformerConfig(vocab_size=tokenizer.vocab_size, **GPT2, scale="inv"))
@@ -113,6 +133,8 @@ def test_a_checkpoint_of_a_model_of_ones_own_is_one_to_start_from(cli, place, mo
 @pytest.mark.parametrize(
     ("changed", "part"),
     [
+        (["init_from.path=gone"], "init_from.path=gone"),
+        (["init_from.path=no/where"], "init_from.path=no/where"),
         (["init_from.path=."], "init_from.path=."),
         (["model.ffn_dim=13"], "blocks.0.feedforward.up_proj.weight"),
         (["init_from.path=mamba"], "init_from.path=mamba"),

@@ -27,6 +27,15 @@ LLAMA = {
 }
 GROUPED = {**LLAMA, "num_key_value_heads": 2}
 QWEN3 = {**GROUPED, "head_dim": 14, "rms_norm_eps": 1e-3}
+GEMMA = {
+    **GROUPED,
+    "head_dim": 14,
+    "query_pre_attn_scalar": 30,
+    "sliding_window": 5,
+    "layer_types": ["full_attention"] * 2,
+}
+SLIDING = {"layer_types": ["sliding_attention"] * 2}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 0.7}
 ROPE = {"rope_theta": 500.0, "factor": 3.0}
 YARN = {**ROPE, "rope_type": "yarn", "original_max_position_embeddings": 13}
 LLAMA3 = {
@@ -82,6 +91,12 @@ CASES = {
     ),
     "qwen3": ("Qwen3ForCausalLM", QWEN3),
     "qwen3 biases": ("Qwen3ForCausalLM", {**QWEN3, "attention_bias": True, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2ForCausalLM", {**GEMMA, **CAPS}),
+    "gemma2 window": ("Gemma2ForCausalLM", {**GEMMA, **CAPS, **SLIDING, "query_pre_attn_scalar": 14}),
+    "gemma2 no caps": ("Gemma2ForCausalLM", {**GEMMA, **dict.fromkeys(CAPS), "tie_word_embeddings": False}),
+    "gemma3": ("Gemma3ForCausalLM", {**GEMMA, "rms_norm_eps": 1e-3}),
+    "gemma3 window": ("Gemma3ForCausalLM", {**GEMMA, **SLIDING, "final_logit_softcapping": 0.7}),
+    "gemma3 biases": ("Gemma3ForCausalLM", {**GEMMA, "attention_bias": True}),
     "bert masked": ("BertForMaskedLM", BERT),
     "bert masked untied": ("BertForMaskedLM", {**BERT, "tie_word_embeddings": False, "hidden_act": "gelu_new"}),
     "bert sequence": ("BertForSequenceClassification", {**BERT, "num_labels": 5}),
@@ -107,12 +122,15 @@ CASES = {
 UNPADDED = ("vit", "vit no qkv bias", "vit pooler")
 
 
-def build(name, **options):
+def build(name):
     """The model of a case with weights that leave nothing at 0 or 1."""
-    kind, config = CASES[name]
+    return random_model(*CASES[name])
+
+
+def random_model(kind, config):
     cls = getattr(transformers, kind)
     torch.manual_seed(7)
-    model = cls._from_config(cls.config_class(**{**config, **options}), attn_implementation="eager").eval()
+    model = cls._from_config(cls.config_class(**config), attn_implementation="eager").eval().float()
     if kind == "T5ForConditionalGeneration" and config is T5_V11:  # transformers 5 ties at first, whatever the config says
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     with torch.no_grad():
@@ -121,6 +139,9 @@ def build(name, **options):
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
             else:
                 parameter.normal_(0.0, 0.6 * parameter[0].numel() ** -0.5)
+        for name, parameter in model.named_parameters():  # a soft-cap and a window matter where scores are large
+            if kind.startswith("Gemma") and name.endswith(("q_proj.weight", "k_proj.weight")):
+                parameter.mul_(3.0)
         for head in (getattr(model, "cls", None), getattr(model, "lm_head", None)):
             head = getattr(head, "predictions", head)
             if hasattr(head, "decoder"):  # two names for one bias, which an untied model takes for two
@@ -163,6 +184,9 @@ def widen(theirs):
     theirs = theirs.double()
     if hasattr(theirs, "model") and hasattr(theirs.model, "rotary_emb"):
         theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
+    embed = getattr(getattr(theirs, "model", None), "embed_tokens", None)
+    if hasattr(embed, "embed_scale"):
+        embed.embed_scale = torch.tensor(embed.scalar_embed_scale, dtype=torch.double)
     return theirs
 
 

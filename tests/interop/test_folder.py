@@ -1,9 +1,8 @@
 """Folders in and out: the same bits, a config that means the same, and an error for everything that would be lost."""
 
 import json
+import math
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -41,12 +40,17 @@ def test_a_round_trip_keeps_every_bit_and_transformers_reads_it_as_the_same_mode
     save_hf(load_hf(first), second, model_type=theirs.config.model_type)
     before, after = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
     assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) and before[key].dtype == after[key].dtype for key in before)
+    for key in before:
+        if name.startswith("gemma") and key.endswith("norm.weight"):  # 1 + weight is rounded here
+            torch.testing.assert_close(before[key], after[key], rtol=0, atol=2**-23)
+        else:
+            assert torch.equal(before[key], after[key]) and before[key].dtype == after[key].dtype
     again, report = type(theirs).from_pretrained(second, output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     one, two = theirs.config.to_dict(), again.config.to_dict()
     changed = {key for key in one if one[key] != two.get(key)} - {"_name_or_path"}
-    assert changed <= {"n_inner", "max_window_layers"} | ({"scale_decoder_outputs"} if name == "t5 encoder" else set())
+    unused = {"t5 encoder": {"scale_decoder_outputs"}, "gemma2 window": set(), "gemma3 window": set()}
+    assert changed <= {"n_inner", "max_window_layers"} | unused.get(name, {"sliding_window"} if "gemma" in name else set())
     assert two.keys() - one.keys() <= {"n_ctx", "head_dim", "position_embedding_type", "decoder_start_token_id"}
 
 
@@ -145,100 +149,112 @@ def test_an_old_t5_says_by_its_ties_whether_logits_are_scaled(tmp_path):
 
 def test_a_config_may_leave_out_what_is_the_default(tmp_path):
     folder = save(build("llama"), tmp_path)
-    want = load_hf(folder).config
+    want, (ids, _) = load_hf(folder), batch("none")
     absent = ("hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "head_dim", "num_key_value_heads", "architectures")
-    assert load_hf(edit(folder, **dict.fromkeys((*absent, "rope_parameters", "tie_word_embeddings"), "absent"))).config == want
+    edit(folder, **dict.fromkeys((*absent, "rope_parameters", "tie_word_embeddings"), "absent"))
+    assert torch.equal(load_hf(folder)(ids), want(ids))
 
 
 # what would be lost
 
 
+# case, what its config says instead, and the words of the refusal that name it
 REFUSED = [
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True cannot be honoured"),
-    ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=True cannot be honoured"),
-    ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True cannot be honoured"),
-    ("gpt2", {"attn_pdrop": 0.3}, "attn_pdrop=0.3 cannot be honoured beside the other options; with them it must be 0.1"),
-    ("gpt2", {"activation_function": "mish"}, "activation_function='mish' cannot be honoured: one of 'gelu_new', 'gelu'"),
-    ("gpt2", {"n_ctx": 7}, "n_ctx=7 cannot be honoured"),
-    ("gpt2", {"new_trick": True}, "new_trick=True is not a known option of model_type='gpt2'; overrides={'new_trick': None}"),
-    ("gpt2", {"auto_map": {"AutoModel": "modeling.Mine"}}, "auto_map={'AutoModel': 'modeling.Mine'} is not a known option"),
-    ("gpt2", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not a known option"),
-    ("gpt2", {"architectures": ["GPT2ForTokenClassification"]}, "architectures=['GPT2ForTokenClassification'] is not known"),
-    ("gpt2", {"eos_token_id": [3, 5]}, "eos_token_id=[3, 5] cannot be honoured: the model keeps one"),
-    ("gpt2", {"n_head": "4"}, "n_head='4' must be a number"),
-    ("gpt2", {"n_head": None}, "config.json holds a value of a wrong type"),
-    ("roberta masked", {"max_position_embeddings": "43"}, "config.json holds a value of a wrong type"),
-    ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1 cannot be honoured"),
-    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not a known option"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx=True"]),
+    (
+        "gpt2",
+        {"add_cross_attention": True, "reorder_and_upcast_attn": True},
+        ["add_cross_attention", "reorder_and_upcast_attn"],
+    ),
+    ("gpt2", {"activation_function": "mish"}, ["activation_function='mish'", "'gelu_new'"]),
+    ("gpt2", {"new_trick": True}, ["new_trick=True", "overrides={'new_trick': None}"]),
+    ("gpt2", {"quantization_config": {"bits": 4}}, ["quantization_config={'bits': 4}"]),
+    ("gpt2", {"architectures": ["GPT2ForTokenClassification"]}, ["architectures=['GPT2ForTokenClassification']"]),
+    ("gpt2", {"n_head": "4"}, ["n_head"]),
+    ("gpt2", {"n_head": None}, ["n_head"]),
+    ("roberta masked", {"max_position_embeddings": "43"}, ["wrong type"]),
+    ("roberta masked", {"pad_token_id": None}, ["pad_token_id=None"]),
+    ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5"]),
+    ("llama", {"rope_interleaved": True}, ["rope_interleaved=True"]),
     (
         "llama",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-        "rope_parameters.partial_rotary_factor=0.5",
+        ["rope_parameters.partial_rotary_factor=0.5"],
     ),
     (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-        "rope_parameters.rope_type='dynamic' cannot be honoured: one of 'default', 'linear', 'llama3', 'yarn'",
+        ["rope_parameters.rope_type='dynamic'", "'llama3'"],
     ),
-    ("llama", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0]}}, "rope_type='longrope' cannot be honoured"),
-    (
-        "llama yarn",
-        {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
-        "rope_parameters.rope_type='yarn' contradicts the 'linear'",
-    ),
-    ("llama", {"rope_theta": 7.0}, "rope_parameters.rope_theta=10000.0 contradicts the 7.0"),
-    ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.full_attention="),
-    ("llama", {"hidden_act": "mish"}, "hidden_act='mish' cannot be honoured: one of 'silu'"),
+    ("llama yarn", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}, ["rope_type='yarn'", "'linear'"]),
+    ("llama", {"rope_theta": 7.0}, ["rope_parameters.rope_theta=10000.0", "7.0"]),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ["rope_parameters.full_attention="]),
     (
         "qwen2",
         {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 5},
-        "layer_types=['full_attention', 'sliding_attention'] cannot be honoured",
+        ["sliding_window"],
     ),
     (
         "qwen2",
         {"layer_types": None, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-        "layer_types=['full_attention', 'sliding_attention'] cannot be honoured",
+        ["sliding_window"],
     ),
-    ("bert masked", {"is_decoder": True}, "is_decoder=True cannot be honoured"),
-    ("bert masked", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key' cannot be honoured"),
-    ("bert masked", {"hidden_dropout_prob": 0.3}, "hidden_dropout_prob=0.3 cannot be honoured"),
-    ("bert sequence", {"classifier_dropout": 0.3}, "classifier_dropout=0.3 cannot be honoured"),
-    ("roberta masked", {"pad_token_id": None}, "pad_token_id=None must be a number in a RoBERTa"),
-    ("t5 v1.0", {"feed_forward_proj": "gated-mish"}, "feed_forward_proj='gated-mish' cannot be honoured"),
-    ("t5 v1.0", {"dense_act_fn": "gelu"}, "dense_act_fn='gelu' cannot be honoured"),
-    ("t5 v1.0", {"classifier_dropout": 0.3}, "classifier_dropout=0.3 cannot be honoured"),
-    ("vit", {"image_size": [12, 24]}, "image_size=[12, 24] cannot be honoured: images and patches are squares"),
-    ("vit pooler", {"pooler_act": "relu"}, "pooler_act='relu' cannot be honoured"),
-    ("vit", {"patch_size": 5}, "image_size=12 is not divisible by patch_size=5"),
+    ("qwen2", {"layer_types": ["full_attention", "chunked_attention"], "use_sliding_window": True}, ["chunked_attention"]),
+    ("gemma2", {"use_bidirectional_attention": True}, ["use_bidirectional_attention=True"]),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping=50.0"]),
+    (
+        "gemma3 window",
+        {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        ["rope_parameters.rope_type='linear'"],
+    ),
+    ("bert masked", {"is_decoder": True}, ["is_decoder=True"]),
+    ("bert masked", {"position_embedding_type": "relative_key"}, ["position_embedding_type='relative_key'", "'absolute'"]),
+    ("t5 v1.0", {"feed_forward_proj": "gated-mish"}, ["feed_forward_proj='gated-mish'"]),
+    ("vit", {"image_size": [12, 24]}, ["image_size=[12, 24]"]),
+    ("vit pooler", {"pooler_act": "relu"}, ["pooler_act='relu'"]),
+    ("vit", {"patch_size": 5}, ["image_size=12", "patch_size=5"]),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"), REFUSED, ids=lambda part: next(iter(part)) if isinstance(part, dict) else ""
+    ("name", "changes", "words"), REFUSED, ids=lambda part: next(iter(part)) if isinstance(part, dict) else ""
 )
-def test_an_option_that_cannot_be_honoured_is_named(name, changes, message, tmp_path):
+def test_a_key_that_could_change_the_answer_is_refused_by_name(name, changes, words, tmp_path):
     folder = save(build(name), tmp_path)
     load_hf(folder)
-    with pytest.raises(ValueError, match=re.escape(f"{folder / 'config.json'}: ") + ".*" + re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(str(folder))) as error:
         load_hf(edit(folder, **changes))
+    assert all(word in str(error.value) for word in words)
 
 
-@pytest.mark.parametrize("options", [{"attention_factor": 1.5}, {"mscale": 1.0, "mscale_all_dim": 0.5}, {"truncate": False}])
+def test_keys_that_change_nothing_pass(tmp_path):
+    folder = save(build("llama"), tmp_path)
+    want = load_hf(folder).config
+    falsy = {"use_mrope": False, "a_new_list": [], "a_new_number": 0, "quantization_config": None}
+    listed = {"_attn_implementation": "sdpa", "unsloth_version": "2024.9", "is_llama_config": True, "torch_dtype": "bfloat16"}
+    labels = {"id2label": {"0": "LABEL_0"}, "summary_type": "mean", "auto_map": {"AutoModel": "modeling.Mine"}}
+    more = {"attention_dropout": 0.1, "mask_token_id": 5, "cache_implementation": "hybrid", "transformers.js_config": {"a": 1}}
+    assert load_hf(edit(folder, **falsy, **listed, **labels, **more)).config == want
+
+
+@pytest.mark.parametrize(
+    "options", [{"attention_factor": 1.5}, {"mscale": 1.0, "mscale_all_dim": 0.5}, {"truncate": False}], ids=str
+)
 def test_yarn_options_that_change_the_numbers_are_refused(options, tmp_path):
     folder = save(build("llama yarn"), tmp_path)
     rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
-    with pytest.raises(ValueError, match=r"rope_parameters\.(attention_factor=|truncate=False)"):
+    with pytest.raises(ValueError, match=rf"rope_parameters\.{next(iter(options))}="):
         load_hf(edit(folder, rope_parameters={**rope, **options}))
-    paper = {"attention_factor": 0.1 * torch.tensor(3.0).double().log().item() + 1.0, "truncate": True}
+    paper = {"attention_factor": 0.1 * math.log(3.0) + 1.0, "truncate": True}
     load_hf(edit(folder, rope_parameters={**rope, **paper}))
 
 
 def test_overrides_and_ignore_are_the_ways_out(tmp_path):
-    folder = edit(save(build("gpt2"), tmp_path), eos_token_id=[3, 5], new_trick=True, attn_pdrop=0.3)
-    wanted = {"eos_token_id": 5, "new_trick": None, "attn_pdrop": 0.1}
+    folder = edit(save(build("gpt2"), tmp_path), new_trick=True)
+    wanted = {"eos_token_id": 5, "new_trick": None}
     assert load_hf(folder, overrides=wanted).config.eos_id == 5
     rewrite(folder, lambda tensors: {**tensors, "extra.weight": torch.ones(3), "extra.bias": torch.ones(3)})
-    with pytest.raises(ValueError, match=r"extra\.bias \(3,\) is in the file, .*; extra\.weight \(3,\) is in the file"):
+    with pytest.raises(ValueError, match=r"extra\.bias .*extra\.weight "):
         load_hf(folder, overrides=wanted)
     load_hf(folder, overrides=wanted, ignore=["extra.*"])
 
@@ -247,43 +263,37 @@ def drop(key):
     return lambda tensors: {name: tensor for name, tensor in tensors.items() if name != key}
 
 
+# case, how its tensors change, and the tensors and shapes that the refusal names
 STRICT = [
-    ("llama", drop("model.norm.weight"), r"final_norm\.weight \(40,\) is not filled: the file has no norm\.weight"),
-    ("llama", drop("lm_head.weight"), r"head\.weight \(61, 40\) is not filled: the file has no lm_head\.weight"),
+    ("llama", drop("model.norm.weight"), ["final_norm.weight (40,)", "norm.weight"]),
+    ("llama", drop("lm_head.weight"), ["head.weight (61, 40)", "lm_head.weight"]),
     (
         "llama",
         lambda t: {**t, "model.layers.2.mlp.up_proj.weight": torch.ones(53, 40)},
-        r"model\.layers\.2\.mlp\.up_proj\.weight \(53, 40\) is in the file, but this model has no place for it",
+        ["layers.2.mlp.up_proj.weight (53, 40)"],
     ),
-    (
-        "llama",
-        lambda t: {**t, "model.norm.weight": torch.ones(41)},
-        r"model\.norm\.weight has shape \(41,\), but the config wants \(40,\)",
-    ),
-    ("llama", lambda t: {**t, "model.layers.0.self_attn.q_proj.bias": torch.ones(40)}, r"q_proj\.bias \(40,\) is in the file"),
+    ("llama", lambda t: {**t, "model.norm.weight": torch.ones(41)}, ["norm.weight", "(41,)", "(40,)"]),
+    ("llama", lambda t: {**t, "model.layers.0.self_attn.q_proj.bias": torch.ones(40)}, ["q_proj.bias (40,)"]),
     (
         "gpt2",
         lambda t: {**t, "transformer.wte.weight": torch.ones(64, 40)},
-        r"wte\.weight has shape \(64, 40\), but the config wants \(61, 40\), so its rows are not the vocab_size of the config: padded\?",
+        ["wte.weight", "(64, 40)", "(61, 40)", "vocab_size"],
     ),
-    (
-        "gpt2",
-        lambda t: {**t, "lm_head.weight": torch.ones(61, 40)},
-        r"lm_head\.weight differs from transformer\.wte\.weight, but the config ties them",
-    ),
-    ("gpt2", lambda t: {**t, "wte.weight": torch.ones(61, 40)}, r"wte\.weight is there twice, also as"),
+    ("gpt2", lambda t: {**t, "lm_head.weight": torch.ones(61, 40)}, ["lm_head.weight", "wte.weight", "ties"]),
+    ("gpt2", lambda t: {**t, "wte.weight": torch.ones(61, 40)}, ["wte.weight is there twice"]),
     (
         "gpt2",
         lambda t: {**t, "transformer.h.0.attn.c_attn.weight": torch.ones(120, 40)},
-        r"c_attn\.weight has shape \(120, 40\), but the config wants \(40, 120\)",
+        ["c_attn.weight", "(120, 40)", "(40, 120)"],
     ),
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "message"), STRICT)
-def test_every_tensor_that_does_not_fit_is_named_with_its_shape(name, change, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(("name", "change", "words"), STRICT)
+def test_every_tensor_that_does_not_fit_is_named_with_its_shape(name, change, words, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(words[0])) as error:
         load_hf(rewrite(save(build(name), tmp_path), change))
+    assert all(word in str(error.value) for word in words)
 
 
 def test_a_folder_of_our_own_is_recognised(tmp_path):
@@ -301,7 +311,7 @@ def test_a_model_is_saved_over_the_folder_that_it_came_from(tmp_path):
     assert all(torch.equal(tensor, want[name]) for name, tensor in load_hf(tmp_path).state_dict().items())
 
 
-def test_folders_that_are_none_are_named(tmp_path):
+def test_what_cannot_be_read_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
         load_hf(tmp_path)
     folder = save(build("gpt2"), tmp_path / "gpt2")
@@ -361,6 +371,7 @@ def test_a_model_of_our_own_becomes_a_llama_or_gpt2_that_transformers_runs(tmp_p
         ),
         ({"layer_scale": 0.1}, "layer_scale=0.1"),
         ({"scale": "learned"}, "scale='learned' (there 'inv_sqrt')"),
+        ({"scale": 0.0}, "scale=0.0 (there 'inv_sqrt')"),
         ({"norm_position": "sandwich"}, "norm_position='sandwich'"),
     ],
 )
@@ -375,13 +386,3 @@ def test_an_unknown_model_type_to_write_is_refused(tmp_path):
         save_hf(own(), tmp_path, model_type="gpt3")
     with pytest.raises(ValueError, match=r"BertForMaskedLM comes nearest|Bert\w+ comes nearest"):
         save_hf(own(), tmp_path, model_type="bert")
-
-
-def test_reading_needs_neither_transformers_nor_a_network(tmp_path):
-    folder = save(build("gpt2"), tmp_path)
-    code = (
-        "import socket, sys\nfrom minitx.interop import load_hf\n"
-        f"socket.socket = None\nload_hf({str(folder)!r})\n"
-        "print({'transformers', 'huggingface_hub', 'onnx'} & set(sys.modules))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -2,14 +2,13 @@
 
 import dataclasses
 import json
-import sys
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from minitx.config import TransformerConfig
-from minitx.interop import from_pretrained, hub_class, save_pretrained
+from minitx.interop import from_pretrained, save_pretrained
 from minitx.nn.models import build_model
 
 SIZES = {"vocab_size": 7, "embed_dim": 4, "num_heads": 2, "num_layers": 1, "max_len": 5, "ffn_dim": 3}
@@ -58,7 +57,7 @@ def test_a_changed_byte_anywhere_in_the_weights_is_an_error(tmp_path):
     from_pretrained(tmp_path)
     for at in range(0, len(whole), 5):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(ValueError, match=r"damaged|is not the config of the weights"):
+        with pytest.raises(ValueError, match="is damaged"):
             from_pretrained(tmp_path)
     path.write_bytes(whole[:-4])
     with pytest.raises(ValueError, match="is damaged"):
@@ -86,7 +85,7 @@ def test_a_config_of_another_model_is_refused_by_field(tmp_path):
     values = json.loads((tmp_path / "config.json").read_text())
     values["model"]["scale"] = "unscaled"
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=r"is not the config of the weights beside it: scale=unscaled against inv_sqrt$"):
+    with pytest.raises(ValueError, match=r"config\.json is not the config that it was written with"):
         from_pretrained(tmp_path)
 
 
@@ -131,18 +130,3 @@ def test_a_tokenizer_lies_beside_the_model(tmp_path):
     save_pretrained(build(), tmp_path, tokenizer=ours)
     again = load_tokenizer(tmp_path)
     assert again.encode("éa").tolist() == ours.encode("éa").tolist()
-
-
-def test_the_hubs_mixin_writes_and_reads_the_same_folder(tmp_path):
-    model = build()
-    hub = hub_class()
-    hub(model).save_pretrained(tmp_path)
-    assert torch.equal(from_pretrained(tmp_path).head.weight, model.head.weight)
-    assert torch.equal(hub.from_pretrained(str(tmp_path)).model.head.weight, model.head.weight)
-    assert callable(hub.push_to_hub)
-
-
-def test_without_huggingface_hub_its_class_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ImportError, match="hub_class needs huggingface_hub: pip install huggingface_hub"):
-        hub_class()

@@ -126,7 +126,8 @@ def build_rotary(config: TransformerConfig, layer: int = 0) -> Rotary:
     scaling = None
     if config.rotary_scaling is not None:
         turns = config.rotary_low, config.rotary_high
-        scaling = RotaryScaling(config.rotary_scaling, config.rotary_factor, config.rotary_original_len, *turns)
+        factor = of_layer(config.rotary_factor, layer)
+        scaling = RotaryScaling(config.rotary_scaling, factor, config.rotary_original_len, *turns)
     base = of_layer(config.rotary_base, layer)
     return Rotary(config.width_per_head, base=base, interleaved=config.rotary_interleaved, scaling=scaling)
 

@@ -1,0 +1,88 @@
+"""Model folders: found on the disk or on the hub, JSON files, and tensors in one file or in shards."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+WEIGHTS, INDEX, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def find_folder(name: str | Path) -> Path:
+    """Return the folder ``name``, or the one where ``huggingface_hub`` keeps the model of that name on the hub.
+
+    Only what ``load_hf`` reads is fetched, and the tokenizer. Nothing is asked of the network where ``name`` is a folder.
+
+    Raises:
+        ImportError: ``huggingface_hub`` is not installed.
+        FileNotFoundError: neither a folder nor a model that can be fetched or is in the cache.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir() or not HUB_NAME.fullmatch(str(name)):
+        return folder
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ImportError(f"{name} is no folder; to fetch it from the hub: pip install huggingface_hub") from None
+    wanted = ["config.json", WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER]
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=wanted))
+    except Exception as error:  # huggingface_hub raises many kinds, with long messages
+        raise FileNotFoundError(
+            f"{name} is neither a folder nor a model on the Hugging Face hub that can be reached or is in the cache "
+            f"({type(error).__name__})"
+        ) from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold an object, got {type(values).__name__}")
+    return values
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write an object to a file, as ``read_json`` reads it."""
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int) -> None:
+    """Write one file, or shards with an index."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    for stale in (folder / WEIGHTS, folder / INDEX, *folder.glob("model-*-of-*.safetensors")):
+        stale.unlink(missing_ok=True)  # a reader would take the one file before the shards
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_tensors(shard, folder / file, {"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, file))
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write beside the file first: loaded tensors may still be mapped from the one that is replaced."""
+    partial = path.with_name(f"{path.name}.partial")
+    save_file(dict(tensors), partial, metadata=dict(metadata))
+    partial.replace(path)
