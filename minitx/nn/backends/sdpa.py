@@ -117,8 +117,10 @@ def _plan_of(visible: Tensor, call: AttentionCall) -> Plan:
     if seen.shape[1] not in (1, Hkv):  # a key head is seen if one query head of its group sees it
         seen = seen.unflatten(1, (Hkv, -1)).any(2)
     # FakeTensor, which has no values, is a subclass of Tensor
-    looks = type(visible) is Tensor and visible.device.type == "cpu" and not (
-        torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._functorch.is_batchedtensor(visible)
+    looks = (
+        type(visible) is Tensor
+        and visible.device.type == "cpu"
+        and not (torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._functorch.is_batchedtensor(visible))
     )
     all_rows, all_keys = looks and bool(some.all()), looks and bool(seen.all())
     return Plan(

@@ -14,7 +14,7 @@ from minitx.nn.blocks import run_checkpointed
 from minitx.nn.cache import KVCache
 from minitx.nn.feedforward import load_balancing_loss
 from minitx.nn.init import init_weights
-from minitx.nn.masks import Causal, Documents, Mask, Padding, SlidingWindow, intersect
+from minitx.nn.masks import Causal, Documents, Mask, Padding, SlidingWindow, as_mask, intersect
 from minitx.nn.models.parts import build_bias, build_block, init_gains
 from minitx.nn.norms import make_norm
 from minitx.nn.positions import Rotation, position_ids_from
@@ -68,7 +68,7 @@ class TransformerModel(nn.Module):
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
-        mask: Mask | None = None,
+        mask: Tensor | Mask | None = None,
         cache: KVCache | None = None,
         name: str = "input_ids",
     ) -> tuple[Tensor, Shared]:
@@ -86,8 +86,9 @@ class TransformerModel(nn.Module):
         masks = self._masks(mask, key_mask, document_ids)
         return x, Shared(masks, self._positions(position_ids, x))
 
-    def _masks(self, mask: Mask | None, key_mask: Tensor | None, document_ids: Tensor | None) -> list[Mask | None]:
+    def _masks(self, mask: Tensor | Mask | None, key_mask: Tensor | None, document_ids: Tensor | None) -> list[Mask | None]:
         """Each layer's mask, everything that hides keys; layers with one window share one mask."""
+        mask = as_mask(mask)
         own = [
             Causal() if self.causal and not (mask is not None and mask.is_causality) else None,
             Padding(key_mask) if key_mask is not None else None,
