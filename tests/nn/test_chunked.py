@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from oracle import DTYPES
 from test_backends import LEFT, MASKS, OPTIONS, attend, check_call
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 from minitx.analysis.meter import allocations, measure
 from minitx.nn import (
@@ -96,15 +94,15 @@ def test_a_tile_that_is_ruled_in_or_out_is_so(mask, queries, cut):
 
 def test_tiles_that_a_rule_hides_are_skipped_in_both_passes(monkeypatch):
     monkeypatch.setattr(chunked, "LARGEST", 64)
-    q = torch.randn(1, 1, 640, 4, requires_grad=True)
+    q = torch.randn(1, 1, 320, 4, requires_grad=True)
 
     def flops(mask):
         return measure(lambda: attention(q, q, q, mask, backend="chunked").sum().backward())["flops"]
 
-    tile = flops(None) / 100
-    assert flops(Causal()) == 55 * tile
-    assert flops(Causal() & SlidingWindow(64)) == 19 * tile  # linear in the length
-    assert flops(Causal() & Padding(torch.ones(1, 640, dtype=torch.bool))) == 55 * tile
+    tile = flops(None) / 25
+    assert flops(Causal()) == 15 * tile
+    assert flops(Causal() & SlidingWindow(64)) == 9 * tile  # linear in the length
+    assert flops(Causal() & Padding(torch.ones(1, 320, dtype=torch.bool))) == 15 * tile
 
 
 def packed(*, bias=None, sinks=None, mask=None, seed=None, scale=1.0, softcap=0.0, dropout_p=0.0):
@@ -164,26 +162,11 @@ def test_it_says_that_it_is_not_twice_differentiable():
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_graph_is_told_the_shapes_and_types_that_come(dtype):
-    q, k, v = (torch.randn(1, heads, 7, width).to(dtype) for heads, width in ((4, 3), (2, 3), (2, 5)))
-    tensors, *plain = packed(
-        mask=Causal(), bias=TensorBias(torch.randn(4, 7, 7)[None].to(dtype)), sinks=torch.randn(4), scale=0.3
-    )
-    forward, backward = torch.ops.minitx.chunked_attention.default, torch.ops.minitx.chunked_attention_backward.default
-    outputs = forward(q, k, v, tensors, *plain)
-    first = [True, *[False] * (len(tensors) - 1)]
-    arguments = torch.randn_like(outputs[0]), list(outputs), q.mT.contiguous().mT, k, v, tensors, *plain, first
-    came = [*outputs, *backward(*arguments)]
-    with FakeTensorMode() as fake:
-        told = tree_map_only(torch.Tensor, fake.from_tensor, arguments)
-        expected = [*forward(*told[2:6], *plain), *backward(*told)]
-    assert [(t.shape, t.dtype, t.stride()) for t in expected] == [(t.shape, t.dtype, t.stride()) for t in came]
-
-
-@pytest.mark.parametrize("p", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
-def test_both_operators_pass_opcheck(p):
-    q, k, v = (torch.randn(2, h, 7, 3) for h in (4, 2, 2))
+@pytest.mark.parametrize(("dtype", "p"), [(torch.bfloat16, 0.0), pytest.param(torch.float32, 0.3, marks=pytest.mark.slow)])
+def test_both_operators_pass_opcheck(dtype, p):
+    """Shapes, dtypes and strides that a graph is told are those that come, among other things."""
+    q, k, v = (torch.randn(2, heads, 7, width).to(dtype) for heads, width in ((4, 3), (2, 3), (2, 5)))
+    q = q.mT.contiguous().mT
     options = {"mask": Causal() & Padding(LEFT), "sinks": torch.randn(4), "seed": torch.tensor(5) if p else None}
     forward, backward = torch.ops.minitx.chunked_attention.default, torch.ops.minitx.chunked_attention_backward.default
     for bias in (TensorBias(torch.randn(4, 7, 7)[None]), ALiBi(slopes=torch.rand(4))):

@@ -19,7 +19,6 @@ from oracle import naive
 
 from minitx.nn import ALiBi, Causal, Documents, Padding, PrefixLM, SlidingWindow
 from minitx.nn import scaled_dot_product_attention as attention
-from minitx.nn.backends import chunked
 
 BACKENDS = ("math", "sdpa", "chunked")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -367,18 +366,3 @@ class TestInvariants:
         before = answer(backend, q, k, v, mask)
         changed = [torch.where(first[:, None], x + 3.0, x) for x in (q, k, v)]
         assert torch.equal(answer(backend, *changed, mask)[:, :, ~first], before[:, :, ~first])
-
-
-@pytest.mark.parametrize("tile", [2, 3, 7])
-def test_the_size_of_a_tile_changes_rounding_only(tile, monkeypatch):
-    q, k, v = (torch.randn(1, 2, n, 5, dtype=torch.float64, requires_grad=True) for n in (19, 23, 23))
-    options = {"softcap": 2.0, "sinks": torch.randn(2, dtype=torch.float64)}
-    mask = Causal() & SlidingWindow(8)
-    results = []
-    for side in (256, tile):
-        monkeypatch.setattr(chunked, "LARGEST", side)
-        monkeypatch.setattr(chunked, "SMALLEST", side)
-        out = answer("chunked", q, k, v, mask, **options)
-        results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
