@@ -26,9 +26,8 @@ from minitx.config import (
     TrainerConfig,
     TransformerConfig,
 )
-from minitx.nn import DecoderLM, Padding
+from minitx.nn import DecoderLM
 from minitx.nn.backends import chunked
-from minitx.nn.models import build_model
 from minitx.training.module import TrainingModule
 from minitx.training.run import train
 
@@ -157,23 +156,6 @@ def test_a_training_step_holds_no_matrix_of_queries_by_keys(options, padded):
 
     assert step() <= (chunked.TILE if options.get("num_heads", 2) >= 8 else LENGTH**2 // 2)
     assert step(backend="math") >= options.get("num_heads", 2) * LENGTH**2
-
-
-def test_all_layers_share_one_dense_mask():
-    """Padding and Causal become one (B, 1, L, S) tensor for the model, not one a layer."""
-    built = []
-    real = Padding.dense
-
-    def dense(self, *args, **kwargs):
-        built.append(1)
-        return real(self, *args, **kwargs)
-
-    sizes = {"vocab_size": 11, "embed_dim": 8, "num_heads": 2, "num_layers": 5, "max_len": 64}
-    model = build_model(TransformerConfig(**sizes))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Padding, "dense", dense)
-        model(torch.randint(11, (2, 64)), key_mask=torch.arange(64)[None] < torch.tensor([[64], [9]]))
-    assert len(built) == 1
 
 
 # --- imports

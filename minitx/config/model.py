@@ -222,7 +222,9 @@ class TransformerConfig(Config):
         require(
             not mixes, "attention=linformer is not causal: its slots mix all positions, so architecture=decoder cannot use it"
         )
-        require(self.window is None, f"window={self.window} has no meaning with attention={kind}, which hides no key from a query")
+        require(
+            self.window is None, f"window={self.window} has no meaning with attention={kind}, which hides no key from a query"
+        )
         biased = self.position in ("alibi", "t5")
         require(not biased, f"position={self.position} adds to the scores of keys, which attention={kind} never holds")
         require(not self.sinks or kind == "linformer", f"sinks=True has no meaning with attention={kind}")

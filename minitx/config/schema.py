@@ -98,7 +98,9 @@ def _convert_union(arguments: tuple[Any, ...], value: Any, key: str) -> Any:
 def _wanted(options: Sequence[Any], key: str) -> str:
     if key.endswith(".scale"):
         return f"one of {', '.join(SCALE_WORDS)}, head_dim^p, or a number; 'unscaled' is no scaling, 'inv_sqrt' is 1/sqrt(head_dim)"
-    return " or ".join(_PLAIN.get(typing.get_origin(option) or option, str(option)) for option in options if option is not type(None))
+    return " or ".join(
+        _PLAIN.get(typing.get_origin(option) or option, str(option)) for option in options if option is not type(None)
+    )
 
 
 _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", tuple: "a list"}

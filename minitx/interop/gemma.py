@@ -62,8 +62,10 @@ def tidy_gemma3(values: Values, names: Collection[str]) -> Values:
         rope, local = rope.get(FULL) or {}, {**local, **(rope.get(SLIDING) or {})}
     values = tidy({"rope_theta": rope.get("rope_theta", 1e6), **values, "rope_parameters": rope})
     kind = values[ROPE + "rope_type"]
-    if SLIDING in kinds and (kind, local["rope_type"]) != ("default", "default"):
+    if SLIDING in kinds and (kind not in ("default", "linear") or local["rope_type"] != "default"):
         raise ValueError(f"{ROPE}rope_type={kind!r} cannot be honoured: it would hold for layers with a window, too")
+    if kind == "linear":  # of the layers without a window; 1 leaves the others as they are
+        values[ROPE + "factor"] = by_layer({FULL: values[ROPE + "factor"], SLIDING: 1.0}, kinds)
     values[ROPE + "rope_theta"] = by_layer({FULL: values[ROPE + "rope_theta"], SLIDING: local["rope_theta"]}, kinds)
     return values
 
@@ -79,7 +81,7 @@ def untidy_gemma2(values: Values) -> Values:
 
 def untidy_gemma3(values: Values) -> Values:
     """Write the rotary bases of both kinds of layers, in both spellings."""
-    values = untidy_gemma2(values)
+    values = untidy_gemma2({**values, ROPE + "factor": largest(values.get(ROPE + "factor"))})
     theta, kinds = values["rope_theta"], values["layer_types"]
     of_kind = dict(zip(kinds, theta if isinstance(theta, list) else [theta] * len(kinds), strict=True))
     full, local = of_kind.get(FULL, 1e6), of_kind.get(SLIDING, 10000.0)

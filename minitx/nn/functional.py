@@ -171,7 +171,9 @@ class AttentionCall:
         query, key, value, sinks = self.query, self.key, self.value, self.sinks
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.dim() != 4 or 0 in tensor.shape:
-                raise ValueError(f"{name} must have shape (batch, heads, length, width), none of them 0, got {tuple(tensor.shape)}")
+                raise ValueError(
+                    f"{name} must have shape (batch, heads, length, width), none of them 0, got {tuple(tensor.shape)}"
+                )
             if not tensor.is_floating_point() or tensor.dtype != query.dtype or tensor.device != query.device:
                 wanted = f"query is {query.dtype} on {query.device}"
                 raise TypeError(f"{name} must be floating-point, and {wanted}; got {tensor.dtype} on {tensor.device}")

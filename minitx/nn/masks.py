@@ -384,7 +384,9 @@ class BlockSparse(Mask):
     def __post_init__(self) -> None:
         _require_bool("pattern", self.pattern)
         if self.pattern.dim() not in (2, 3) or self.pattern.shape[-1] != self.pattern.shape[-2]:
-            raise ValueError(f"pattern must have shape (blocks, blocks) or (H, blocks, blocks), got {tuple(self.pattern.shape)}")
+            raise ValueError(
+                f"pattern must have shape (blocks, blocks) or (H, blocks, blocks), got {tuple(self.pattern.shape)}"
+            )
         if isinstance(self.block_size, bool) or not isinstance(self.block_size, int) or self.block_size < 1:
             raise ValueError(f"block_size must be a positive whole number, got {self.block_size!r}")
 
@@ -396,7 +398,9 @@ class BlockSparse(Mask):
         cells = self.pattern if self.pattern.dim() == 3 else self.pattern[None]
         starts = self.block_size * torch.arange(self.pattern.shape[-1], device=rows.device)
         in_rows, in_keys = (  # how many positions of each block lie in each tile, (R, blocks) and (C, blocks)
-            (torch.minimum(edges[1:, None], starts + self.block_size) - torch.maximum(edges[:-1, None], starts)).clamp(min=0).double()
+            (torch.minimum(edges[1:, None], starts + self.block_size) - torch.maximum(edges[:-1, None], starts))
+            .clamp(min=0)
+            .double()
             for edges in (rows + offset, keys)
         )
         every, some = (in_rows @ blocks.double() @ in_keys.T for blocks in (cells.all(0), cells.any(0)))

@@ -139,7 +139,10 @@ def fold_scale(model: nn.Module, to: str | float = "unscaled", *, factor: float 
     layers = {name: layer for name, layer in model.named_modules() if isinstance(getattr(layer, "scale", None), ScoreScale)}
     if not layers:
         raise ValueError(f"{type(model).__name__} has no attention whose scale could be folded")
-    new = {name: ScoreScale(to, head_dim=layer.head_dim, num_heads=layer.num_heads, factor=factor) for name, layer in layers.items()}
+    new = {
+        name: ScoreScale(to, head_dim=layer.head_dim, num_heads=layer.num_heads, factor=factor)
+        for name, layer in layers.items()
+    }
     for name, layer in layers.items():
         reasons = {
             f"scale={layer.scale.scale} has no fixed multiplier": layer.scale.multiplier is None,
@@ -153,11 +156,15 @@ def fold_scale(model: nn.Module, to: str | float = "unscaled", *, factor: float 
                 raise ValueError(f"cannot fold the scale of {name or type(layer).__name__}: {reason}")
     for name, layer in layers.items():
         ratio = layer.scale.multiplier / new[name].multiplier
-        for projection, share in ((layer.q_proj, math.copysign(math.sqrt(abs(ratio)), ratio)), (layer.k_proj, math.sqrt(abs(ratio)))):
+        for projection, share in (
+            (layer.q_proj, math.copysign(math.sqrt(abs(ratio)), ratio)),
+            (layer.k_proj, math.sqrt(abs(ratio))),
+        ):
             for parameter in projection.parameters():
                 parameter.mul_(share)
         layer.scale = new[name]
     for module in model.modules():
-        if isinstance(getattr(module, "config", None), TransformerConfig):
-            module.config = replace(module.config, scale=to, scale_factor=factor)
+        config = getattr(module, "config", None)
+        if isinstance(config, TransformerConfig):
+            module.config = replace(config, scale=to, scale_factor=factor)
     return model

@@ -35,6 +35,7 @@ GEMMA = {
     "layer_types": ["full_attention"] * 2,
 }
 SLIDING = {"layer_types": ["sliding_attention"] * 2}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 0.7}
 ROPE = {"rope_theta": 500.0, "factor": 3.0}
 YARN = {**ROPE, "rope_type": "yarn", "original_max_position_embeddings": 13}
@@ -94,6 +95,20 @@ CASES = {
     "gemma2": ("Gemma2ForCausalLM", {**GEMMA, **CAPS}),
     "gemma2 window": ("Gemma2ForCausalLM", {**GEMMA, **CAPS, **SLIDING, "query_pre_attn_scalar": 14}),
     "gemma2 no caps": ("Gemma2ForCausalLM", {**GEMMA, **dict.fromkeys(CAPS), "tie_word_embeddings": False}),
+    "gemma2 mixed": ("Gemma2ForCausalLM", {**GEMMA, **CAPS, **MIXED}),
+    "gemma3 mixed": ("Gemma3ForCausalLM", {**GEMMA, **MIXED}),
+    "gemma3 mixed, stretched": (
+        "Gemma3ForCausalLM",
+        {
+            **GEMMA,
+            **MIXED,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),  # fmt: skip
+    "qwen2 mixed": ("Qwen2ForCausalLM", {**GROUPED, **MIXED, "use_sliding_window": True}),
     "gemma3": ("Gemma3ForCausalLM", {**GEMMA, "rms_norm_eps": 1e-3}),
     "gemma3 window": ("Gemma3ForCausalLM", {**GEMMA, **SLIDING, "final_logit_softcapping": 0.7}),
     "gemma3 biases": ("Gemma3ForCausalLM", {**GEMMA, "attention_bias": True}),

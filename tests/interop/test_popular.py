@@ -20,8 +20,6 @@ SMALL = {
     **{"d_model": 40, "d_kv": 7, "d_ff": 53, "num_heads": 3, "image_size": 12, "patch_size": 3, "num_channels": 2},
     **{"original_max_position_embeddings": 13},
 }
-# Layers of several kinds are not built yet. Until then these load where all layers are of one kind.
-SEVERAL_KINDS = {"gemma-2-2b": "sliding_window", "gemma-3-1b-pt": "rope_theta"}
 
 
 def shrunk(values, depth):
@@ -50,11 +48,6 @@ def saved(values, folder):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_popular_config_loads_and_its_logits_are_theirs(name, tmp_path):
     values = shrunk(json.loads((CONFIGS / f"{name}.json").read_text()), depth=7)
-    if name in SEVERAL_KINDS:
-        saved(values, tmp_path)
-        with pytest.raises(ValueError, match=SEVERAL_KINDS[name]):
-            load_hf(tmp_path)
-        values["layer_types"] = ["full_attention"] * 7
     theirs = saved(values, tmp_path)
     ours = load_hf(tmp_path)
     given = (torch.randn(3, 2, 12, 12), None) if name.startswith("vit") else batch("right")
@@ -67,8 +60,6 @@ def test_a_popular_config_loads_and_its_logits_are_theirs(name, tmp_path):
 def test_every_key_of_a_popular_config_is_read_or_named_in_one_note(name, tmp_path, caplog):
     caplog.set_level("INFO", "minitx.interop")
     values = shrunk(json.loads((CONFIGS / f"{name}.json").read_text()), depth=2)
-    if name in SEVERAL_KINDS:
-        values["layer_types"] = ["full_attention"] * 2
     saved(values, tmp_path)
     load_hf(tmp_path)
     (note,) = [record.getMessage() for record in caplog.records if record.name.startswith("minitx")]

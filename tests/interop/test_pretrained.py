@@ -101,7 +101,7 @@ def test_a_model_is_saved_over_the_folder_that_it_came_from(tmp_path):
 
 
 def test_a_pooler_belongs_to_an_encoder_that_can_use_it():
-    with pytest.raises(ValueError, match=r"^pooler=True belongs to architecture=encoder or vision with head=sequence or none"):
+    with pytest.raises(ValueError, match=r"^pooler=True belongs to head=sequence or none"):
         TransformerConfig(**SIZES, pooler=True)
 
 

@@ -211,8 +211,6 @@ VALUE_ERRORS = {
     "token_type_ids: beyond their table": lambda: lm(IDS, type_vocab_size=2, call={"token_type_ids": 2 * IDS}),
     "rotary_factor: nothing to stretch": lambda: TransformerConfig(position="rotary", rotary_factor=2.0),
     "rotary_scaling: nothing turns": lambda: TransformerConfig(rotary_scaling="ntk"),
-    "rotary_original_len: none for llama3": lambda: TransformerConfig(position="rotary", rotary_scaling="llama3", rotary_factor=8.0),
-    "experts_per_token: more than the config has": lambda: TransformerConfig(num_experts=2, experts_per_token=3),
     "stochastic_depth: one in a config": lambda: TransformerConfig(stochastic_depth=1.0),
     "num_experts: none": lambda: TransformerConfig(num_experts=0),
 }  # fmt: skip

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from minitx.nn import ALiBi, Causal, Documents, Padding, PrefixLM, SlidingWindow
 from minitx.nn import scaled_dot_product_attention as attention
-from minitx.nn.backends import chunked
 from minitx.testing import DTYPES, naive_attention
 
 BACKENDS = ("math", "sdpa", "chunked")
@@ -225,6 +224,7 @@ WORST: dict = defaultdict(lambda: {"examples": 0, "error": 0.0, "error_over_tole
 
 
 def judge(call):
+    """Hold every backend against float64, and note the worst."""
     reference = run(call, "textbook", torch.float64)
     allowed = tolerances(call, reference)
     for backend in BACKENDS:
@@ -254,12 +254,9 @@ def check_random_calls(number, examples):
     part()
 
 
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3))],
-)
-def test_any_call_equals_float64_forward_and_backward(number):
-    check_random_calls(number, 710)  # a quarter of them has a soft-cap or sinks, which sdpa refuses
+@pytest.mark.parametrize(("number", "examples"), [(0, 90), pytest.param(1, 620, marks=pytest.mark.slow)])
+def test_any_call_equals_float64_forward_and_backward(number, examples):
+    check_random_calls(number, examples)  # a quarter of them has a soft-cap or sinks, which sdpa refuses
 
 
 @pytest.mark.long
@@ -315,23 +312,6 @@ few = settings(max_examples=40)
 @pytest.mark.parametrize("backend", BACKENDS)
 class TestInvariants:
     @few
-    @given(data=st.data())
-    def test_the_order_of_keys_does_not_matter(self, backend, data):
-        q, k, v, _, _, visible = parts(data)
-        order = torch.randperm(k.shape[2])
-        got = answer(backend, q, k[:, :, order], v[:, :, order], visible[..., order])
-        torch.testing.assert_close(got, answer(backend, q, k, v, visible), rtol=0, atol=1e-13)
-
-    @few
-    @given(data=st.data())
-    def test_a_batch_is_its_rows(self, backend, data):
-        q, k, v, mask, is_causal, visible = parts(data)
-        whole = answer(backend, q, k, v, mask, is_causal)
-        for b in range(2):
-            alone = answer(backend, q[b : b + 1], k[b : b + 1], v[b : b + 1], visible[b : b + 1])
-            torch.testing.assert_close(alone, whole[b : b + 1], rtol=0, atol=1e-13)
-
-    @few
     @given(data=st.data(), extra=st.integers(1, 70))
     def test_padding_changes_nothing(self, backend, data, extra):
         q, k, v, mask, is_causal, visible = parts(data)
@@ -339,15 +319,6 @@ class TestInvariants:
         padded = [torch.nn.functional.pad(x, (0, 0, extra, 0), value=torch.nan) for x in (k, v)]
         hidden = torch.nn.functional.pad(visible, (extra, 0), value=False)
         torch.testing.assert_close(answer(backend, q, *padded, hidden), want, rtol=0, atol=1e-13)
-
-    @few
-    @given(data=st.data())
-    def test_grouped_heads_are_repeated_heads(self, backend, data):
-        q, k, v, mask, is_causal, _ = parts(data)
-        group = q.shape[1] // k.shape[1]
-        repeated = [x.repeat_interleave(group, dim=1) for x in (k, v)]
-        want = answer(backend, q, *repeated, mask, is_causal)
-        torch.testing.assert_close(answer(backend, q, k, v, mask, is_causal), want, rtol=0, atol=1e-13)
 
     @few
     @given(data=st.data(), dtype=st.sampled_from(DTYPES))
@@ -394,18 +365,3 @@ class TestInvariants:
         before = answer(backend, q, k, v, mask)
         changed = [torch.where(first[:, None], x + 3.0, x) for x in (q, k, v)]
         assert torch.equal(answer(backend, *changed, mask)[:, :, ~first], before[:, :, ~first])
-
-
-@pytest.mark.parametrize("tile", [2, 3, 7])
-def test_the_size_of_a_tile_changes_rounding_only(tile, monkeypatch):
-    q, k, v = (torch.randn(1, 2, n, 5, dtype=torch.float64, requires_grad=True) for n in (19, 23, 23))
-    options = {"softcap": 2.0, "sinks": torch.randn(2, dtype=torch.float64)}
-    mask = Causal() & SlidingWindow(8)
-    results = []
-    for side in (256, tile):
-        monkeypatch.setattr(chunked, "LARGEST", side)
-        monkeypatch.setattr(chunked, "SMALLEST", side)
-        out = answer("chunked", q, k, v, mask, **options)
-        results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)

@@ -93,7 +93,9 @@ def test_every_option_together_equals_the_loops():
     q, k, v = torch.randn(B, H, L, D, **f64), torch.randn(B, HKV, S, D, **f64), torch.randn(B, HKV, S, DV, **f64)
     bias, sinks = torch.randn(1, H, L, S, **f64), torch.randn(H, **f64)
     visible = grids(lambda b, h, t, j, i: (b + h + t + j) % 3 != 0 and not (i == 2 and b == 1))
-    want, want_weights = naive_attention(q, k, v, visible, scale=-0.7, attn_bias=bias.expand(B, -1, -1, -1), softcap=1.3, sinks=sinks)
+    want, want_weights = naive_attention(
+        q, k, v, visible, scale=-0.7, attn_bias=bias.expand(B, -1, -1, -1), softcap=1.3, sinks=sinks
+    )
     call = AttentionCall(q, k, v, Dense(visible), bias, scale=-0.7, softcap=1.3, sinks=sinks)
     torch.testing.assert_close(reference_attention(call), want, rtol=0, atol=1e-14)
     torch.testing.assert_close(attention_weights(call), want_weights, rtol=0, atol=1e-14)

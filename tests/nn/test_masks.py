@@ -23,7 +23,7 @@ from minitx.nn import (
     intersect,
     scaled_dot_product_attention,
 )
-from minitx.nn.masks import And, Or, real_key_counts, simplify
+from minitx.nn.masks import real_key_counts, simplify
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 REAL = torch.tensor([[False, False, True, True, True], [True, True, True, True, False]])  # left and right padding
@@ -248,7 +248,9 @@ EXACT = {
     "causal": Causal(),
     **{f"window {w}": SlidingWindow(w) for w in (1, 3, 7)},
     **{f"prefix {n}": PrefixLM(n) for n in (0, 2, 5)},
-    "padding": Padding(torch.tensor([[False, True, True, True, True, True, True], [True, True, True, True, False, False, False]])),
+    "padding": Padding(
+        torch.tensor([[False, True, True, True, True, True, True], [True, True, True, True, False, False, False]])
+    ),
     "dense": Dense(torch.arange(2 * 3 * 7 * 7).view(2, 3, 7, 7) % 5 > 0),
     "dense, one head": Dense(torch.arange(7 * 7).view(7, 7) % 3 > 1),
     "blocks": BlockSparse(torch.tensor([[True, False, True], [True, True, False], [False, True, True]]), 3),

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
+from minitx.analysis.meter import measure
 from minitx.config import TransformerConfig
-from minitx.nn import DecoderLM, FeedForward, MixtureOfExperts, load_balancing_loss
+from minitx.nn import DecoderLM, MixtureOfExperts, load_balancing_loss
 from minitx.nn.feedforward import ACTIVATIONS, expert_matmul, expert_outer
 
 B, L, E, F, N, K = 2, 5, 6, 11, 4, 2
@@ -42,15 +42,6 @@ def test_the_mixture_equals_a_loop_over_tokens(activation, k):
     torch.testing.assert_close(mixture(x), token_by_token(mixture, x), rtol=0, atol=1e-14)
 
 
-def test_experts_that_are_alike_are_one_network():
-    mixture, network = experts(), FeedForward(E, F, activation="swiglu", bias=False).double()
-    with torch.no_grad():
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            getattr(mixture, name).copy_(getattr(network, name).weight.expand_as(getattr(mixture, name)))
-    x = torch.randn(B, L, E, dtype=torch.float64)
-    torch.testing.assert_close(mixture(x), network(x), rtol=0, atol=1e-14)
-
-
 def test_no_token_is_dropped_when_all_choose_the_same_expert():
     mixture = experts(experts_per_token=1)
     with torch.no_grad():
@@ -62,13 +53,6 @@ def test_no_token_is_dropped_when_all_choose_the_same_expert():
     torch.testing.assert_close(out, token_by_token(mixture, x), rtol=0, atol=1e-14)
     out.sum().backward()
     assert mixture.up_proj.grad[2].any() and not mixture.up_proj.grad[[0, 1, 3]].any()
-
-
-def test_tokens_do_not_mix():
-    mixture, x = experts(), torch.randn(1, L, E, dtype=torch.float64, requires_grad=True)
-    (grad,) = torch.autograd.grad(mixture(x)[0, 2].square().sum(), x)
-    assert grad[0, 2].any() and not grad[0, [0, 1, 3, 4]].any()
-    torch.testing.assert_close(mixture(x)[:, 1:3], mixture(x[:, 1:3]), rtol=0, atol=1e-14)
 
 
 def test_the_router_learns_through_its_gates():
@@ -94,14 +78,9 @@ def test_the_grouped_products_are_well_formed_operators():
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_an_expert_computes_only_the_tokens_that_were_sent_to_it(k):
-    rows = []
     mixture = experts(experts_per_token=k)
-    mixture.dropout.register_forward_hook(lambda module, args, out: rows.append(out.shape))
-    mixture(torch.randn(B, L, E, dtype=torch.float64))
-    assert rows == [(B * L * k, F)]  # of the B · L · N that a dense mixture would compute
-    with FlopCounterMode(display=False) as counter:
-        mixture.router(torch.randn(B, L, E, dtype=torch.float64))
-    assert counter.get_total_flops() == 2 * B * L * E * N
+    flops = measure(lambda: mixture(torch.randn(B, L, E, dtype=torch.float64)))["flops"]
+    assert flops == 2 * B * L * E * (N + 3 * k * F)  # the router, and of N experts the k that were chosen
 
 
 def test_load_balancing_loss_by_hand():
@@ -109,16 +88,9 @@ def test_load_balancing_loss_by_hand():
     probs = torch.tensor([[[0.9, 0.1], [0.7, 0.3], [0.6, 0.4], [0.2, 0.8]]])
     chosen = torch.tensor([[[0], [0], [0], [1]]])
     assert load_balancing_loss(probs, chosen).item() == pytest.approx(2 * (0.75 * 0.6 + 0.25 * 0.4))
-
-
-@pytest.mark.parametrize("k", [1, 2])
-def test_a_balanced_router_loses_one_and_a_collapsed_one_n_over_k(k):
-    even = torch.full((1, N, N), 1 / N)
-    balanced = torch.tensor([[[(t + i) % N for i in range(k)] for t in range(N)]])
-    assert load_balancing_loss(even, balanced).item() == pytest.approx(1.0)
-    collapsed = torch.zeros(1, N, N)
-    collapsed[..., :k] = 1 / k
-    assert load_balancing_loss(collapsed, torch.arange(k).expand(1, N, k)).item() == pytest.approx(N / k)
+    # of four, two a token: always the same two, whatever the other probabilities
+    probs, chosen = torch.tensor([[[0.5, 0.5, 0.0, 0.0]] * 3]), torch.tensor([[[0, 1]] * 3])
+    assert load_balancing_loss(probs, chosen).item() == pytest.approx(N / K)
 
 
 def test_padding_does_not_count_in_the_loss():
@@ -160,9 +132,8 @@ def test_the_router_loss_is_that_of_the_real_tokens():
     assert beside["router_loss"].item() == pytest.approx(alone["router_loss"].item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_descending_the_router_loss_balances_a_collapsed_router(checkpointing):
-    network, ids = model(checkpointing=checkpointing), torch.randint(1, 13, (4, 16))
+def test_descending_the_router_loss_balances_a_collapsed_router():
+    network, ids = model(checkpointing=True), torch.randint(1, 13, (4, 16))
     for block in network.blocks:
         nn.init.constant_(block.feedforward_residual.norm.bias, 0.2)  # a mean of 0.2, on which expert 0 lives
         nn.init.constant_(block.feedforward.router.weight[0], 1.0)
@@ -190,14 +161,6 @@ def test_experts_start_with_the_standard_deviations_of_the_scheme():
     ):
         assert weight.std().item() == pytest.approx(wanted, rel=5 / math.sqrt(2 * weight.numel()))
     assert not torch.equal(mixture.up_proj[0], mixture.up_proj[1])
-
-
-def test_flops_count_the_experts_that_a_token_meets():
-    dense, sparse = model(num_experts=None, bias=False), model(bias=False)
-    F = dense.config.ffn_width
-    more = 2 * (3 * 12 * F * (2 - 1) + 12 * N)  # a layer: one network more, and the router
-    assert sparse.flops_per_token(7) - dense.flops_per_token(7) == pytest.approx(3 * 2 * more)
-    assert sparse.num_parameters() - dense.num_parameters() == 2 * (3 * 12 * F * (N - 1) + 12 * N)
 
 
 def test_experts_train_under_autocast():

@@ -48,9 +48,7 @@ def test_exact_attention_has_no_error_and_costs_what_it_costs(make_config, tmp_p
 def test_a_window_has_the_error_of_the_keys_that_it_drops(make_config, tmp_path):
     errors = []
     for window in (1, 3, 7):
-        model = TransformerConfig(
-            embed_dim=8, num_heads=2, num_layers=1, max_len=16, init="lecun", window=window
-        )
+        model = TransformerConfig(embed_dim=8, num_heads=2, num_layers=1, max_len=16, init="lecun", window=window)
         config = dataclasses.replace(make_config(evaluation__attention_cost=True), model=model)
         errors.append(train(config, tmp_path / str(window))["measures"]["attention_error"])
     assert errors[0] > errors[1] > 1e-3

@@ -41,7 +41,9 @@ def test_a_folded_start_is_the_function_of_the_checkpoint(trained, model):
     assert after.config.scale == model.get("scale", "inv_sqrt")
 
 
-@pytest.mark.parametrize(("fold", "model"), [(False, {"scale": "unscaled"}), (True, {"scale": "learned"}), (True, {"scale": 0})])
+@pytest.mark.parametrize(
+    ("fold", "model"), [(False, {"scale": "unscaled"}), (True, {"scale": "learned"}), (True, {"scale": 0})]
+)
 def test_a_scale_that_is_not_or_cannot_be_folded_is_refused(trained, fold, model):
     with pytest.raises(ConfigError, match=r"scale|init_from\.path"):
         started(trained, fold, **model)

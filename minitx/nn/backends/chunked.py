@@ -125,16 +125,16 @@ def tiles(mask: Mask | None, shape: tuple[int, int, int, int], states: Tensor) -
     """The tiles that are computed: slices of the rows, each with slices of the keys and whether all of that is visible."""
     _, _, L, S = shape
     height, width, most = tile_sizes(mask, shape)
-    plan: Plan = []
-    for row, line in enumerate(states.tolist()):
-        strip: list[tuple[slice, bool]] = []
-        for column, state in enumerate(line):
-            start, stop = column * width, min((column + 1) * width, S)
-            if state and strip and strip[-1][0].stop == start and stop - strip[-1][0].start <= most:  # one product for neighbours
-                strip[-1] = slice(strip[-1][0].start, stop), strip[-1][1] and state == 2
-            elif state:
-                strip.append((slice(start, stop), state == 2))
-        plan.append((slice(row * height, min((row + 1) * height, L)), strip))
+    plan: Plan
+    whole = (states == 2).numpy(force=True)
+    plan = [(slice(row, min(row + height, L)), []) for row in range(0, L, height)]
+    for row, column in states.nonzero().tolist():
+        strip, is_whole = plan[row][1], bool(whole[row][column])
+        start, stop = column * width, min((column + 1) * width, S)
+        if strip and strip[-1][0].stop == start and stop - strip[-1][0].start <= most:  # one product for neighbours
+            strip[-1] = slice(strip[-1][0].start, stop), strip[-1][1] and is_whole
+        else:
+            strip.append((slice(start, stop), is_whole))
     return plan
 
 
@@ -325,7 +325,10 @@ def run(call: AttentionCall) -> Tensor:
     bias = None if call.attn_bias is None else as_bias(call.attn_bias)
     seed = torch.randint(2**31, ()) if call.dropout_p > 0.0 else None
     mask = simplify(call.mask, L, S)
-    states = None if mask is None or torch.compiler.is_compiling() else _states(replace(call, mask=mask))
+    has_values = (
+        type(call.query) in (Tensor, torch.nn.Parameter) and not call.query.is_meta and not torch.compiler.is_compiling()
+    )
+    states = _states(replace(call, mask=mask)) if mask is not None and has_values else None
     program, tensors = pack((bias, call.sinks, mask, seed, states))
     numbers = [call.scale, call.softcap or 0.0, call.dropout_p]
     output, _, _ = chunked_attention(call.query, call.key, call.value, tensors, program, numbers)

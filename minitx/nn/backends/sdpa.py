@@ -68,7 +68,12 @@ def run(call: AttentionCall) -> Tensor:
         if group > 1 and plan.kernel_mask is not None and repeats_heads(query.device.type, group):
             key, value, group = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1), 1
         output = F.scaled_dot_product_attention(
-            *(query, key, value, plan.kernel_mask, call.dropout_p, plan.is_causal), scale=scale, enable_gqa=group > 1
+            *(query, key, value),
+            attn_mask=plan.kernel_mask,
+            dropout_p=call.dropout_p,
+            is_causal=plan.is_causal,
+            scale=scale,
+            enable_gqa=group > 1,
         )
     return output if plan.empty_rows is None else output.masked_fill(plan.empty_rows, 0.0)
 
@@ -117,8 +122,11 @@ def _plan_of(visible: Tensor, call: AttentionCall) -> Plan:
     Hkv = call.key.shape[1]
     if seen.shape[1] not in (1, Hkv):  # a key head is seen if one query head of its group sees it
         seen = seen.unflatten(1, (Hkv, -1)).any(2)
-    looks = visible.device.type == "cpu" and not (
-        torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._functorch.is_batchedtensor(visible)
+    # FakeTensor, which has no values, is a subclass of Tensor
+    looks = (
+        type(visible) is Tensor
+        and visible.device.type == "cpu"
+        and not (torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._functorch.is_batchedtensor(visible))
     )
     all_rows, all_keys = looks and bool(some.all()), looks and bool(seen.all())
     return Plan(

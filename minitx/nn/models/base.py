@@ -44,7 +44,9 @@ class TransformerModel(nn.Module):
         super().__init__()
         self.config, self.causal, self.embeddings = config, causal, embeddings
         num_layers = config.decoder_layers if causal else config.num_layers
-        self.blocks = nn.ModuleList(build_block(config, layer, num_layers, causal=causal, cross=cross) for layer in range(num_layers))
+        self.blocks = nn.ModuleList(
+            build_block(config, layer, num_layers, causal=causal, cross=cross) for layer in range(num_layers)
+        )
         self.attn_bias = build_bias(config, decoder=causal)
         ends_normed = config.norm_position in ("post", "deepnorm")  # their blocks end in a norm
         self.final_norm = nn.Identity() if ends_normed else make_norm(config.norm, config.embed_dim, config.norm_eps)
@@ -70,7 +72,7 @@ class TransformerModel(nn.Module):
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
-        mask: Mask | None = None,
+        mask: Tensor | Mask | None = None,
         cache: KVCache | None = None,
         name: str = "input_ids",
     ) -> tuple[Tensor, Shared]:
@@ -90,7 +92,7 @@ class TransformerModel(nn.Module):
         x = self.embeddings(input_ids, position_ids, token_type_ids)  # (B, L, E)
         return x, Shared(masks, self._positions(position_ids, x))
 
-    def _masks(self, mask: Mask | None, key_mask: Tensor | None, document_ids: Tensor | None) -> list[Mask | None]:
+    def _masks(self, mask: Tensor | Mask | None, key_mask: Tensor | None, document_ids: Tensor | None) -> list[Mask | None]:
         """Each layer's mask, everything that hides keys; layers with one window share one mask."""
         mask = as_mask(mask)
         own = [

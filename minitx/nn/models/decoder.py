@@ -42,7 +42,7 @@ class DecoderLM(TransformerModel):
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
-        mask: Mask | None = None,
+        mask: Tensor | Mask | None = None,
         cache: KVCache | None = None,
         return_extras: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
@@ -54,8 +54,9 @@ class DecoderLM(TransformerModel):
                 counts in the distances of ``alibi``, ``t5`` and ``window``, though not in ``position_ids``.
             position_ids: int (B or 1, L); default counts the real tokens, from 0 in every document.
             document_ids: int (B, L); packed documents never see each other.
-            mask: intersects with the model's own (causal, window, padding, documents). A rule that decides about the future by
-                itself, such as ``PrefixLM``, takes the place of the causal one.
+            mask: a ``Mask``, or a bool tensor as in ``MultiHeadAttention``. It intersects with the model's own (causal, window,
+                padding, documents). A rule that decides about the future by itself, such as ``PrefixLM``, takes the place of the
+                causal one.
             cache: what was read before; ``input_ids`` continue it, and everything above describes the new tokens only,
                 but for ``mask``, whose keys count from the beginning.
             return_extras: return ``(hidden, extras)`` before ``self.head`` instead of logits; ``extras["router_loss"]``

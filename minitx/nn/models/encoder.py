@@ -47,7 +47,7 @@ class Encoder(TransformerModel):
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
-        mask: Mask | None = None,
+        mask: Tensor | Mask | None = None,
         return_extras: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Logits; the arguments are those of ``DecoderLM.forward``.

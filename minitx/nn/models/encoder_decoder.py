@@ -52,7 +52,7 @@ class EncoderDecoder(TransformerModel):
         key_mask: Tensor | None = None,
         decoder_key_mask: Tensor | None = None,
         memory: Tensor | None = None,
-        mask: Mask | None = None,
+        mask: Tensor | Mask | None = None,
         cache: KVCache | None = None,
         return_extras: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:

@@ -19,7 +19,9 @@ def loops(core, q, k, v, visible, scale):
             for i in range(L):
                 keys = [j for j in range(S) if visible[b, h, i, j]]
                 energies = [
-                    scale * core.energy.weight[0] @ torch.tanh(core.query_map.weight @ q[b, h, i] + core.key_map.weight @ k[b, h // 2, j])
+                    scale
+                    * core.energy.weight[0]
+                    @ torch.tanh(core.query_map.weight @ q[b, h, i] + core.key_map.weight @ k[b, h // 2, j])
                     for j in keys
                 ]
                 if keys:
@@ -64,7 +66,9 @@ def test_the_size_of_the_scores_does_not_grow_with_the_width():
 
 @pytest.mark.parametrize("option", [{}, {"window": 3, "sinks": True, "softcap": 2.0}, {"position": "alibi", "num_kv_heads": 1}])
 def test_a_model_is_built_with_it(option):
-    config = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2, attention="additive", scale="unscaled", **option)
+    config = TransformerConfig(
+        vocab_size=11, embed_dim=12, num_heads=3, num_layers=2, attention="additive", scale="unscaled", **option
+    )
     model = DecoderLM(config).eval()
     ids = torch.arange(14).view(2, 7) % 11
     torch.testing.assert_close(model(ids)[:, :4], model(ids[:, :4]), rtol=0, atol=1e-5)
