@@ -166,5 +166,5 @@ def fold_scale(model: nn.Module, to: str | float = "unscaled", *, factor: float 
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, TransformerConfig):
-            module.config = replace(config, scale=to, scale_factor=factor)
+            module.config = replace(config, scale=to, scale_factor=factor)  # type: ignore[assignment]
     return model

@@ -107,7 +107,7 @@ CASES = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
         },
-    ),  # fmt: skip
+    ),
     "qwen2 mixed": ("Qwen2ForCausalLM", {**GROUPED, **MIXED, "use_sliding_window": True}),
     "gemma3": ("Gemma3ForCausalLM", {**GEMMA, "rms_norm_eps": 1e-3}),
     "gemma3 window": ("Gemma3ForCausalLM", {**GEMMA, **SLIDING, "final_logit_softcapping": 0.7}),
