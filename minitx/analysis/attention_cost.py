@@ -141,7 +141,7 @@ def running_core(shape: AttentionShape) -> str:
         ValueError: a backend that cannot serve the call, with its reason, or of which no formula is known.
     """
     config = shape.config
-    if config.attention in _CORES:
+    if isinstance(config.attention, str) and config.attention in _CORES:
         return config.attention
     if config.attention != "exact":
         raise ValueError(f"attention={config.attention} has no formula here")

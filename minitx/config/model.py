@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -64,7 +65,7 @@ class TransformerConfig(Config):
         ffn_dim: hidden units of the feed-forward; null: 4 * embed_dim (8/3 of it if gated).
         max_len: longest row of position=learned, what generation looks back on, and the n of scale=log_length.
         dropout: share of activations and attention weights that training drops.
-        attention: the core: exact | additive | linear | performer | linformer.
+        attention: the core: exact | additive | linear | performer | linformer; or one of your own, a mapping with _target_.
         window: visible keys including the query's own; null: all. A list is a pattern over the layers, which repeats: [4096, null].
         num_features: random features of attention=performer; null: d_k ln d_k.
         num_slots: what attention=linformer mixes the keys into; must be given there.
@@ -139,7 +140,7 @@ class TransformerConfig(Config):
     ffn_dim: Count | None = None
     max_len: Count = 256
     dropout: Share = 0.0
-    attention: Literal["exact", "additive", "linear", "performer", "linformer"] = "exact"
+    attention: Literal["exact", "additive", "linear", "performer", "linformer"] | Mapping[str, Any] = "exact"
     window: Count | tuple[Count | None, ...] | None = None
     num_features: Count | None = None
     num_slots: Count | None = None
@@ -212,7 +213,7 @@ class TransformerConfig(Config):
     def _check_attention(self) -> None:
         """What an efficient core cannot do. Some of it would show only in the first step."""
         kind = self.attention
-        if kind in ("exact", "additive"):
+        if kind in ("exact", "additive") or isinstance(kind, Mapping):
             return
         cross = self.architecture == "encoder_decoder"
         require(

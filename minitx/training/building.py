@@ -23,7 +23,7 @@ from minitx.training.hardware import device_type
 from minitx.training.module import TrainingModule
 from minitx.training.objectives import build_objective, check_head, checked_sums
 from minitx.training.optimizers import build_optimizer, build_schedule, parameter_groups
-from minitx.training.parts import build, named_by
+from minitx.training.parts import build, core_of, named_by
 from minitx.training.start import check_scale_of, load_start, start_from
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Modu
         if config.init_from.path is not None:
             check_scale_of(config.init_from, shape)
         try:
-            model = build_model(shape)
+            model = build_model(shape, core_of(shape))
         except (ValueError, TypeError, RuntimeError, MemoryError) as error:  # what torch says of sizes, it says in many lines
             raise ConfigError(f"model cannot be built: {first_line(error)}") from error
     elif model is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from minitx.config import ConfigError, Part, is_part
+from minitx.config import ConfigError, Part, TransformerConfig, is_part
 from minitx.config.checks import first_line
 
 OURS = (
@@ -54,6 +54,14 @@ def build(node: Part, key: str, given: Mapping[str, Any] | None = None) -> Any:
     names = parameter_names(made.func)
     fitting = {name: value for name, value in (given or {}).items() if name in names and name not in made.keywords}
     return call(made, key, node, **fitting)
+
+
+def core_of(config: TransformerConfig) -> Callable[[], Any] | None:
+    """What makes the attention cores of a model whose ``attention`` is a part of the user's own; None where it is one of ours."""
+    if not is_part(config.attention):
+        return None
+    sizes = {"head_dim": config.width_per_head, "num_heads": config.num_heads, "max_len": config.max_len}
+    return lambda: build(config.attention, "model.attention", sizes)  # type: ignore[arg-type]
 
 
 def call(made: Callable[..., Any], key: str, node: Part, *args: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,7 @@ from minitx.training.metrics import MetricsFile
 from minitx.training.module import NonFiniteError, TrainingModule
 from minitx.training.outcome import summarise
 from minitx.training.parallel import whole_state
-from minitx.training.parts import build, build_all, import_modules
+from minitx.training.parts import build, build_all, core_of, import_modules
 from minitx.training.probes import Probe
 from minitx.training.samples import Samples
 from minitx.training.steps import StepLog, StopAt
@@ -238,7 +238,7 @@ def look_back(
     if config.trainer.strategy == "sharded":
         state = whole_state(network)  # from all processes
         assert model is not None
-        network = build_model(model)
+        network = build_model(model, core_of(model))
         network.to(next(iter(state.values())).dtype).load_state_dict(state)
     if not trainer.is_global_zero:
         return {}

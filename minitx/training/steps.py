@@ -116,6 +116,8 @@ class StepLog(StepCallback):
 
 def batch_flops(model: TransformerConfig, batch: dict[str, Tensor]) -> float:
     """Training FLOPs of one micro-batch of one of our models, padding included."""
+    if not isinstance(model.attention, str):
+        return 0.0  # nothing is known of a core of one's own
     if model.architecture == "vision":
         return len(batch["pixel_values"]) * train_flops(model)
     rows, length = batch["input_ids"].shape

@@ -19,7 +19,7 @@ from minitx.nn.models import build_model
 from minitx.training.building import open_data
 from minitx.training.checkpoint import network_weights, read_checkpoint
 from minitx.training.objectives import Objective, build_objective
-from minitx.training.parts import build, check_trusted, import_modules
+from minitx.training.parts import build, check_trusted, core_of, import_modules
 
 
 @dataclasses.dataclass
@@ -116,7 +116,10 @@ def load_stored(
 
 def build_stored(node: Mapping[str, Any]) -> nn.Module:
     """The network that a stored node says, with new weights."""
-    return build(node, "model") if is_part(node) else build_model(TransformerConfig(**node))
+    if is_part(node):
+        return build(node, "model")
+    config = TransformerConfig(**node)
+    return build_model(config, core_of(config))
 
 
 def load_model(

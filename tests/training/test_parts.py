@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.config import ConfigError
+from minitx.config import ConfigError, KeyValueDataConfig, RunConfig, TrainerConfig, TransformerConfig
+from minitx.nn import DecoderLM
 from minitx.training.calling import Caller, logits_of
 from minitx.training.objectives import build_objective, checked_sums
 from minitx.training.optimizers import build_optimizer, build_schedule
 from minitx.training.parts import build, check_trusted
+from minitx.training.run import train
+from minitx.training.stored import load_model
 
 
 class Net(nn.Module):
@@ -169,3 +172,37 @@ def test_an_optimizer_and_a_schedule_of_torch_take_the_trainable_parameters():
     assert isinstance(schedule, torch.optim.lr_scheduler.StepLR)
     with pytest.raises(ConfigError, match=r"^optimizer\._target_=torch\.nn\.Identity"):
         build_optimizer(network, {"_target_": "torch.nn.Identity"})
+
+
+class Mean(nn.Module):
+    """The mean of the values that a query sees, times a learned number."""
+
+    def __init__(self, head_dim: int, start: float = 1.0) -> None:
+        super().__init__()
+        self.head_dim, self.gain = head_dim, nn.Parameter(torch.tensor(start))
+
+    def forward(self, call):
+        visible = call.visible().expand(*call.shape).to(call.value.dtype)
+        return self.gain * (visible / visible.sum(-1, keepdim=True)) @ call.value
+
+
+def test_an_attention_of_ones_own_trains_and_comes_back_from_its_checkpoint_with_trust(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["mine_of_parts"], "Mean", Mean, raising=False)
+    config = RunConfig(
+        model=TransformerConfig(
+            embed_dim=12, num_heads=3, num_layers=2, max_len=32, attention={"_target_": "mine_of_parts.Mean", "start": 0.5}
+        ),
+        data=KeyValueDataConfig(batch_size=8, val_size=8),
+        trainer=TrainerConfig(max_steps=2, accelerator="cpu", val_every=0),
+    )
+    train(config, tmp_path)
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    with pytest.raises(ConfigError, match=r"mine_of_parts\.Mean"):
+        load_model(path)
+    model, _, _ = load_model(path, trust=True)
+    cores = [block.attention.core for block in model.blocks]
+    assert all(isinstance(core, Mean) and core.head_dim == 4 and core.gain != 0.5 for core in cores)
+    ids = torch.arange(14).view(2, 7)
+    torch.testing.assert_close(model(ids)[:, :4], model(ids[:, :4]))  # the mask of the call is the model's
+    with pytest.raises(ValueError, match="core="):
+        DecoderLM(model.config)

@@ -7,6 +7,7 @@ from minitx.nn.models.base import TransformerModel
 from minitx.nn.models.decoder import DecoderLM
 from minitx.nn.models.encoder import Encoder
 from minitx.nn.models.encoder_decoder import EncoderDecoder
+from minitx.nn.models.parts import Core
 from minitx.nn.models.vision import VisionTransformer
 
 __all__ = ["MODELS", "DecoderLM", "Encoder", "EncoderDecoder", "TransformerModel", "VisionTransformer", "build_model"]
@@ -14,11 +15,11 @@ __all__ = ["MODELS", "DecoderLM", "Encoder", "EncoderDecoder", "TransformerModel
 MODELS = {"decoder": DecoderLM, "encoder": Encoder, "encoder_decoder": EncoderDecoder, "vision": VisionTransformer}
 
 
-def build_model(config: TransformerConfig) -> TransformerModel:
-    """The model that ``config.architecture`` names.
+def build_model(config: TransformerConfig, core: Core | None = None) -> TransformerModel:
+    """The model that ``config.architecture`` names; ``core`` makes its attention cores, in place of ``config.attention``.
 
     >>> from minitx.config import TransformerConfig
     >>> type(build_model(TransformerConfig(architecture="encoder", vocab_size=11))).__name__
     'Encoder'
     """
-    return MODELS[config.architecture](config)
+    return MODELS[config.architecture](config, core=core)

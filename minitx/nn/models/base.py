@@ -15,7 +15,7 @@ from minitx.nn.cache import KVCache
 from minitx.nn.feedforward import load_balancing_loss
 from minitx.nn.init import init_weights
 from minitx.nn.masks import Causal, Documents, Mask, Padding, SlidingWindow, as_mask, intersect
-from minitx.nn.models.parts import build_bias, build_block, init_gains
+from minitx.nn.models.parts import Core, build_bias, build_block, init_gains
 from minitx.nn.norms import make_norm
 from minitx.nn.positions import Rotation, position_ids_from
 
@@ -36,16 +36,25 @@ class TransformerModel(nn.Module):
         config: of the model.
         embeddings: the first module.
         causal: whether the blocks are those of a decoder. cross: whether they attend to a memory, too.
+        core: makes the attention core of a layer, where ``config.attention`` names none of ours.
     """
 
     embeddings: Any  # a module; each model has its own
 
-    def __init__(self, config: TransformerConfig, embeddings: nn.Module, *, causal: bool = False, cross: bool = False) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        embeddings: nn.Module,
+        *,
+        causal: bool = False,
+        cross: bool = False,
+        core: Core | None = None,
+    ) -> None:
         super().__init__()
         self.config, self.causal, self.embeddings = config, causal, embeddings
         num_layers = config.decoder_layers if causal else config.num_layers
         self.blocks = nn.ModuleList(
-            build_block(config, layer, num_layers, causal=causal, cross=cross) for layer in range(num_layers)
+            build_block(config, layer, num_layers, causal=causal, cross=cross, core=core) for layer in range(num_layers)
         )
         self.attn_bias = build_bias(config, decoder=causal)
         ends_normed = config.norm_position in ("post", "deepnorm")  # their blocks end in a norm

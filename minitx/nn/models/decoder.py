@@ -9,7 +9,7 @@ from minitx.config import TransformerConfig
 from minitx.nn.cache import KVCache
 from minitx.nn.masks import Mask
 from minitx.nn.models.base import TransformerModel, router_loss
-from minitx.nn.models.parts import Embeddings, build_lm_head
+from minitx.nn.models.parts import Core, Embeddings, build_lm_head
 
 
 class DecoderLM(TransformerModel):
@@ -19,6 +19,7 @@ class DecoderLM(TransformerModel):
 
     Args:
         config: ``vocab_size`` must be set.
+        core: makes the attention core of a layer, in place of ``config.attention``.
         generator: for the initial weights; default torch's global one.
 
     Raises:
@@ -29,8 +30,10 @@ class DecoderLM(TransformerModel):
     torch.Size([1, 5, 11])
     """
 
-    def __init__(self, config: TransformerConfig, *, generator: torch.Generator | None = None) -> None:
-        super().__init__(config, Embeddings(config), causal=True)
+    def __init__(
+        self, config: TransformerConfig, *, core: Core | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__(config, Embeddings(config), causal=True, core=core)
         self.head = build_lm_head(config, self.embeddings)
         self._init_weights(generator)
 

@@ -9,7 +9,7 @@ from minitx.config import TransformerConfig
 from minitx.nn.feedforward import ACTIVATIONS
 from minitx.nn.masks import Mask
 from minitx.nn.models.base import TransformerModel, router_loss
-from minitx.nn.models.parts import Embeddings
+from minitx.nn.models.parts import Core, Embeddings
 from minitx.nn.norms import make_norm
 
 
@@ -22,6 +22,7 @@ class Encoder(TransformerModel):
 
     Args:
         config: ``vocab_size`` must be set, and ``num_labels`` for ``sequence`` and ``token``.
+        core: makes the attention core of a layer, in place of ``config.attention``.
         generator: for the initial weights; default torch's global one.
 
     Raises:
@@ -33,8 +34,10 @@ class Encoder(TransformerModel):
     torch.Size([2, 5])
     """
 
-    def __init__(self, config: TransformerConfig, *, generator: torch.Generator | None = None) -> None:
-        super().__init__(config, Embeddings(config))
+    def __init__(
+        self, config: TransformerConfig, *, core: Core | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__(config, Embeddings(config), core=core)
         self.pool = Pool(config) if config.head == "sequence" or config.pooler else None
         self.head = build_head(config, self.embeddings.token)
         self._init_weights(generator)

@@ -10,7 +10,7 @@ from minitx.nn.cache import KVCache
 from minitx.nn.init import init_weights
 from minitx.nn.masks import Mask, Padding
 from minitx.nn.models.base import Routing, TransformerModel, router_loss
-from minitx.nn.models.parts import Embeddings, build_lm_head, init_gains
+from minitx.nn.models.parts import Core, Embeddings, build_lm_head, init_gains
 
 
 class EncoderDecoder(TransformerModel):
@@ -22,6 +22,7 @@ class EncoderDecoder(TransformerModel):
 
     Args:
         config: ``vocab_size`` must be set; ``num_layers`` is the encoder's depth and ``num_decoder_layers`` the decoder's.
+        core: makes the attention core of a layer, in place of ``config.attention``.
         generator: for the initial weights; default torch's global one.
 
     Raises:
@@ -33,10 +34,12 @@ class EncoderDecoder(TransformerModel):
     torch.Size([1, 2, 11])
     """
 
-    def __init__(self, config: TransformerConfig, *, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self, config: TransformerConfig, *, core: Core | None = None, generator: torch.Generator | None = None
+    ) -> None:
         source = Embeddings(config)
-        encoder = TransformerModel(config, source)
-        super().__init__(config, Embeddings(config, source.token), causal=True, cross=True)
+        encoder = TransformerModel(config, source, core=core)
+        super().__init__(config, Embeddings(config, source.token), causal=True, cross=True, core=core)
         self.head = build_lm_head(config, self.embeddings)
         self.encoder = encoder
         self._init_weights(generator)

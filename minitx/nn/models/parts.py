@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +24,9 @@ from minitx.nn.positions import (
     check_range,
 )
 from minitx.nn.scale import ScoreScale
+
+Core = Callable[[], nn.Module]
+"""Makes one attention core: a module that maps an ``AttentionCall`` to (B, H, L, Dv)."""
 
 
 class Embeddings(nn.Module):
@@ -65,8 +70,10 @@ class Embeddings(nn.Module):
         return self.dropout(x if self.norm is None else self.norm(x))
 
 
-def build_attention(config: TransformerConfig, layer: int = 0, *, rotary: bool = True) -> MultiHeadAttention:
-    """The attention of block number ``layer``; cross-attention takes no rotary positions."""
+def build_attention(
+    config: TransformerConfig, layer: int = 0, *, rotary: bool = True, core: Core | None = None
+) -> MultiHeadAttention:
+    """The attention of block number ``layer``; cross-attention takes no rotary positions. ``core`` makes a core of one's own."""
     D = config.width_per_head
     scale = ScoreScale(config.scale, head_dim=D, num_heads=config.num_heads, max_len=config.max_len, factor=config.scale_factor)
     return MultiHeadAttention(
@@ -82,7 +89,7 @@ def build_attention(config: TransformerConfig, layer: int = 0, *, rotary: bool =
         qk_norm=QKNorm(config.qk_norm, D, num_kv_heads=config.kv_heads, eps=config.qk_norm_eps) if config.qk_norm else None,
         rotary=build_rotary(config, layer) if rotary and config.position == "rotary" else None,
         sinks=config.sinks,
-        core=build_attention_core(config),
+        core=build_attention_core(config) if core is None else core(),
     )
 
 
@@ -114,7 +121,9 @@ def build_lm_head(config: TransformerConfig, embeddings: Embeddings) -> nn.Linea
 
 
 def build_attention_core(config: TransformerConfig) -> nn.Module:
-    """Exact attention through a backend, or an efficient core."""
+    """Exact attention through a backend, or a core by other mathematics."""
+    if not isinstance(config.attention, str):
+        raise ValueError(f"attention={dict(config.attention)} is a part of one's own: give core=, a function that makes one")
     if config.attention == "exact":
         return DotProductAttention(backend=config.backend)
     sizes = {name: getattr(config, name) for name in ("max_len", "num_features", "num_slots")}
@@ -152,7 +161,9 @@ def build_feedforward(config: TransformerConfig) -> nn.Module:
     return MixtureOfExperts(E, F, **experts, **sizes)  # type: ignore[arg-type]
 
 
-def build_block(config: TransformerConfig, layer: int, num_layers: int, *, causal: bool, cross: bool = False) -> Block:
+def build_block(
+    config: TransformerConfig, layer: int, num_layers: int, *, causal: bool, cross: bool = False, core: Core | None = None
+) -> Block:
     """Block number ``layer`` of ``num_layers``, which decides its chance to be dropped."""
     drop = config.stochastic_depth * (layer + 1) / num_layers  # Huang et al. 2016, eq. 4
 
@@ -161,11 +172,11 @@ def build_block(config: TransformerConfig, layer: int, num_layers: int, *, causa
         return nn.Sequential(*gain, *([StochasticDepth(drop)] if drop > 0.0 else []))
 
     return Block(
-        build_attention(config, layer),
+        build_attention(config, layer, core=core),
         build_feedforward(config),
         norm=lambda: make_norm(config.norm, config.embed_dim, config.norm_eps),
         causal=causal,
-        cross_attention=build_attention(config, rotary=False) if cross else None,
+        cross_attention=build_attention(config, rotary=False, core=core) if cross else None,
         norm_position=config.norm_position,
         parallel=config.parallel,
         dropout=config.dropout,

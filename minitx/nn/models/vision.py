@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from minitx.config import TransformerConfig
 from minitx.nn.models.base import TransformerModel, router_loss
 from minitx.nn.models.encoder import Pool, build_head
+from minitx.nn.models.parts import Core
 from minitx.nn.norms import make_norm
 
 
@@ -21,6 +22,7 @@ class VisionTransformer(TransformerModel):
 
     Args:
         config: ``image_size``, ``num_channels`` and (with ``head=sequence``) ``num_labels`` must be set; ``patch_size`` is P.
+        core: makes the attention core of a layer, in place of ``config.attention``.
         generator: for the initial weights; default torch's global one.
 
     Raises:
@@ -33,8 +35,10 @@ class VisionTransformer(TransformerModel):
     (torch.Size([5, 10]), torch.Size([5, 10]))
     """
 
-    def __init__(self, config: TransformerConfig, *, generator: torch.Generator | None = None) -> None:
-        super().__init__(config, PatchEmbeddings(config))
+    def __init__(
+        self, config: TransformerConfig, *, core: Core | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__(config, PatchEmbeddings(config), core=core)
         self.pool = Pool(config) if config.head == "sequence" or config.pooler else None
         self.head = build_head(config)
         self._init_weights(generator)
