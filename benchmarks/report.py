@@ -52,7 +52,8 @@ HEAD = """# Performance
 What minitx costs beside others, on the machines named below. `make bench` measures the CPU's part again and writes this page, but for
 P2 and P3, runs of minutes each (`make bench-quality TEXT=tinyshakespeare.txt`, the file of 1,115,394 characters that nanoGPT reads), and
 P8's whole length (`python benchmarks/decoding.py`). The switches under P3 come from the grid `experiment=speedrun_ablation`, on the King
-James text. `python benchmarks/report.py` writes the page from the files in `benchmarks/results/`, from which every number here comes.
+James text; the value residual and the embedding shortcut, two of them, were taken out since, so `speedrun_char` has no value residual now.
+`sdpa:math` of P5 is torch's plain path. `python benchmarks/report.py` writes the page from the files in `benchmarks/results/`, from which every number here comes.
 
 Both sides of a row run in one process (P2, P3 and the cold start of P10: in processes of their own, one after another), with the same
 threads and the same batch, in blocks by turns, A B B A. Each pair of neighbours gives a ratio; a row shows the median and its 95 %
