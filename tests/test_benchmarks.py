@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import math
+import subprocess
 import sys
 from pathlib import Path
 
@@ -95,3 +96,13 @@ def test_regret_is_measured_on_other_rounds_than_those_that_chose_the_best(load)
     ratios, best = regret("steady", {"steady": [2.0] * 20, "lucky": lucky})
     assert best == ["lucky", "steady"]
     assert sorted(set(ratios)) == [pytest.approx(2.0 / 9.0), 1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.stem for path in BENCHMARKS.glob("*.py")))
+def test_every_benchmark_imports_and_answers_help(name):
+    """What imports a name that is gone fails here, not after an hour."""
+    done = subprocess.run([sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    if '__name__ == "__main__"' in (BENCHMARKS / f"{name}.py").read_text(encoding="utf-8"):
+        assert done.stdout.startswith("usage:")
