@@ -102,7 +102,9 @@ def test_regret_is_measured_on_other_rounds_than_those_that_chose_the_best(load)
 @pytest.mark.parametrize("name", sorted(path.stem for path in BENCHMARKS.glob("*.py")))
 def test_every_benchmark_imports_and_answers_help(name):
     """What imports a name that is gone fails here, not after an hour."""
-    done = subprocess.run([sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     if '__name__ == "__main__"' in (BENCHMARKS / f"{name}.py").read_text(encoding="utf-8"):
         assert done.stdout.startswith("usage:")
