@@ -6,7 +6,7 @@
 The same network, random windows of the same token file, the same AdamW. Prints ``step`` when the first update is made.
 """
 
-import sys
+import argparse
 
 import numpy as np
 import torch
@@ -80,4 +80,8 @@ def bare_lightning(path: str) -> None:
 
 
 if __name__ == "__main__":
-    {"torch": bare_torch, "lightning": bare_lightning}[sys.argv[1]](sys.argv[2])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("which", choices=["torch", "lightning"])
+    parser.add_argument("tokens")
+    given = parser.parse_args()
+    {"torch": bare_torch, "lightning": bare_lightning}[given.which](given.tokens)

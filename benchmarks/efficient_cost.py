@@ -5,6 +5,7 @@ Costs are counted, operations and bytes, by ``minitx.analysis.meter`` on the cas
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,22 +15,13 @@ from measure import write
 from torch import nn
 
 from minitx.nn import Causal, Mask
-from minitx.nn.efficient import (
-    BlockSparseAttention,
-    LinearAttention,
-    LinformerAttention,
-    PerformerAttention,
-    SlidingWindowAttention,
-    approximation_error,
-)
+from minitx.nn.efficient import LinearAttention, LinformerAttention, PerformerAttention, approximation_error
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "nn" / "efficient"))
 from test_efficient_cost import CASES, growth
 
 HEADS, LENGTH, WIDTH, SEEDS = 4, 256, 64, 5
 CORES = {
-    "`BlockSparseAttention()`": (lambda: BlockSparseAttention(), True),
-    "`SlidingWindowAttention(64)`": (lambda: SlidingWindowAttention(64), True),
     "`LinearAttention()`": (lambda: LinearAttention(), True),
     "`PerformerAttention(64)`, m = 267": (lambda: PerformerAttention(WIDTH), True),
     "`PerformerAttention(64)`, m = 4096": (lambda: PerformerAttention(WIDTH, num_features=4096), True),
@@ -53,6 +45,7 @@ def cell(number: float) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     torch.set_num_threads(1)
     exponents = {
         name: [growth(name, backward)[kind] for backward in (False, True) for kind in ("flops", "peak")] for name in CASES

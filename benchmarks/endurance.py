@@ -12,6 +12,7 @@ TMPDIR on the run's filesystem and on another one by turns), 20 stopped by SIGTE
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -122,7 +123,7 @@ def soak(steps: int = 20_000, warm: int = 2_000) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] not in (["kills"], ["soak"]):
-        sys.exit("error: say kills or soak")
-    name = sys.argv[1]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=["kills", "soak"])
+    name = parser.parse_args().name
     print(write(name, {"kills": kills, "soak": soak}[name]()).read_text(encoding="utf-8"))

@@ -32,6 +32,7 @@ from kernel_choice import KINDS, work
 from measure import judged, median_interval, seconds_of, table, write
 from torch import Tensor, nn
 
+from minitx.analysis.flops import train_flops
 from minitx.config import TransformerConfig
 from minitx.generation import CompiledDecoder, generate
 from minitx.nn import DecoderLM, explain_backends, scaled_dot_product_attention
@@ -150,7 +151,7 @@ def training(rows: list[dict[str, Any]], ceiling: float, nanogpt: Path | None, q
         theirs = GPT(GPTConfig(**sizes, n_embd=config.embed_dim, dropout=0.0, bias=False)).to(DEVICE)
         run = theirs if quick else torch.compile(theirs)
         measure("nanoGPT", theirs, lambda: run(ids, labels)[1])
-    rows.extend(training_rows(found, ceiling, B * T, DecoderLM(config).flops_per_token(T)))
+    rows.extend(training_rows(found, ceiling, B * T, train_flops(config, T) / T))
     return found
 
 

@@ -128,8 +128,7 @@ def measured(kind: Kind, rounds: int, block: float) -> tuple[str, dict[str, list
     """What auto chooses, and the seconds of every backend that can serve the call, round by round."""
     torch.manual_seed(0)
     tensors, options = kind.call()
-    # the variants of sdpa name a kernel that sdpa itself picks, or torch's plain path
-    reports = [report for report in explain_backends(*tensors, **options) if report.can and ":" not in report.name]
+    reports = [report for report in explain_backends(*tensors, **options) if report.can]
     runs = {report.name: work(tensors, options, report.name) for report in reports}
     repeats = {}
     for name, run in runs.items():

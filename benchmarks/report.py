@@ -7,6 +7,7 @@ Runs nothing. Numbers come from the files alone, so the page says what was recor
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,7 @@ def _order(target: str) -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(page(read()), encoding="utf-8")
     for language, path in READMES.items():
         path.write_text(readme(path.read_text(encoding="utf-8"), read(), language), encoding="utf-8")

@@ -97,7 +97,7 @@ def main(steps: int = 300, folder: str | Path = "runs/gpt") -> tuple[float, str]
         trainer=TrainerConfig(max_steps=steps, val_every=0, val_batches=20, clip=1.0),
     )
     result = train(config, Path(folder), model=model, data=task, batch_size=data.batch_size)
-    start = torch.tensor([task.tokenizer.encode("And God said ")])
+    start = torch.tensor([task.tokenizer.encode("And God said ").tolist()])
     text = task.tokenizer.decode(model.eval().cpu().write(start, 200)[0].tolist())
     print(f"validation loss after {steps} steps: {result['val_loss']:.3f} nats a character\n\n{text}")
     return result["val_loss"], text

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from minitx.nn import DotProductAttention, MultiHeadAttention
+from minitx.nn import MultiHeadAttention
 
 
 class TheirCache:
@@ -33,8 +33,8 @@ class OurAttention(nn.Module):
 
     def __init__(self, theirs: nn.Module) -> None:
         super().__init__()
-        core = DotProductAttention(dropout=theirs.attn_dropout.p)
-        attention = MultiHeadAttention(theirs.embed_dim, theirs.num_heads, scale=theirs.scaling, core=core)
+        dropout = theirs.attn_dropout.p
+        attention = MultiHeadAttention(theirs.embed_dim, theirs.num_heads, scale=theirs.scaling, dropout=dropout)
         self.attention, self.resid_dropout, self.layer = (
             attention.to(theirs.c_proj.weight),
             theirs.resid_dropout,

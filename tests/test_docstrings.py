@@ -94,10 +94,9 @@ def test_every_argument_is_named_in_the_docstring(name):
 UNSHOWN = {
     "minitx.nn.efficient.EfficientAttention": "abstract: its cores have examples",
     "minitx.nn.models.TransformerModel": "abstract: the four models have examples",
-    "minitx.nn.AttentionCall": "a record that backends are handed; docs/backends.md shows a kernel that takes one",
     "minitx.nn.backends.Backend": "a record; register_backend has an example",
     "minitx.nn.backends.BackendReport": "a record; explain_backends prints it",
-    "minitx.nn.backends.run_attention": "behind scaled_dot_product_attention, which has an example",
+    "minitx.nn.backends.attend": "behind scaled_dot_product_attention, which has an example",
     "minitx.nn.unregister_backend": "shown in register_backend",
     **{
         f"minitx.interop.{name}": "wants files; docs/weights.md is run"

@@ -256,7 +256,7 @@ def attention_weights(call: AttentionCall) -> Tensor:
 
 
 def reference_attention(call: AttentionCall) -> Tensor:
-    """Attention as the module's docstring defines it: (B, H, L, Dv) in the value's dtype. Twice differentiable.
+    """The answer to a ``call`` as the module's docstring defines it: (B, H, L, Dv) in the value's dtype. Twice differentiable.
 
     >>> query, keys, value = torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 2, 4), torch.tensor([[[[1.0], [3.0]]]])
     >>> reference_attention(AttentionCall(query, keys, value)).item()

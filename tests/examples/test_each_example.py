@@ -234,7 +234,7 @@ def test_the_page_shows_what_an_example_prints(name, ran):
 
 
 @pytest.mark.parametrize(
-    "name", ["plain_torch", "swap_gpt2", "swap_vit", "custom_mask", "custom_backend", "flash_attn_backend"]
+    "name", ["gpt", "plain_torch", "swap_gpt2", "swap_vit", "custom_mask", "custom_backend", "flash_attn_backend"]
 )
 def test_an_example_is_short(name):
     text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
