@@ -196,9 +196,8 @@ class MultiHeadAttention(nn.Module):
         """
         if self.scale.needs_counts:
             return LayerCache(capacity)
-        if hasattr(self.core, "make_cache"):
-            return self.core.make_cache(capacity)
-        return LayerCache(capacity, window)
+        make = getattr(self.core, "make_cache", None)
+        return LayerCache(capacity, window) if make is None else make(capacity)
 
     def _project(
         self,

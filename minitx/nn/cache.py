@@ -74,8 +74,8 @@ class LayerCache:
             self._make_room(key, value, kept + max(L, self.window or self.capacity))
         assert self._keys is not None
         assert self._values is not None
-        for name, new, old in (("key", key, self._keys), ("value", value, self._values)):
-            _check_like(name, new, old)
+        _check_like("key", key, self._keys)
+        _check_like("value", value, self._values)
         start, stop = self._end, self._end + L
         self._keys[:, :, start:stop] = key
         self._values[:, :, start:stop] = value
@@ -138,7 +138,9 @@ class StateCache(LayerCache):
         check_room(self.length, key.shape[2], self.capacity)
         _check_like("key", key, key)
         if self.state is not None and self.state[0].shape[:2] != key.shape[:2]:
-            raise ValueError(f"key must have the (B, Hkv) = {tuple(self.state[0].shape[:2])} of the cache, got {tuple(key.shape[:2])}")
+            raise ValueError(
+                f"key must have the (B, Hkv) = {tuple(self.state[0].shape[:2])} of the cache, got {tuple(key.shape[:2])}"
+            )
         self._before, self.length = self.state, self.length + key.shape[2]
         return key, value
 
@@ -409,8 +411,8 @@ def check_room(length: int, num_new: int, capacity: int) -> None:
 def _check_like(name: str, new: Tensor, old: Tensor) -> None:
     if torch.is_grad_enabled() and new.requires_grad:
         raise RuntimeError(f"{name} requires grad, but a cache is for inference: call under torch.no_grad()")
-    kept, got = ((t.shape[0], t.shape[1], t.shape[3]) for t in (old, new))
-    if kept != got or (old.dtype, old.device) != (new.dtype, new.device):
+    kept, got = (old.shape[0], old.shape[1], old.shape[3]), (new.shape[0], new.shape[1], new.shape[3])
+    if kept != got or old.dtype != new.dtype or old.device != new.device:
         raise ValueError(
             f"{name} must fit what the cache holds, (B, Hkv, D) = {kept} {old.dtype} on {old.device}, "
             f"got {got} {new.dtype} on {new.device}"

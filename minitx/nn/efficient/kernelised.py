@@ -58,7 +58,9 @@ class KernelisedAttention(EfficientAttention):
         query, key, value = call.query, call.key, call.value
         causal, key_mask = self.causal_and_padding(simplify(call.mask, query.shape[2], key.shape[2]))
         if call.state is not None and not causal and query.shape[2] > 1:
-            raise ValueError(f"{type(self).__name__} reads several tokens with a cache only under a causal mask, got is_causal=False")
+            raise ValueError(
+                f"{type(self).__name__} reads several tokens with a cache only under a causal mask, got is_causal=False"
+            )
         if key_mask is not None:
             hidden = ~key_mask[:, None, :, None]
             key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)  # no NaN comes from padding

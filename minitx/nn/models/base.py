@@ -42,7 +42,10 @@ class TransformerModel(nn.Module):
         super().__init__()
         self.config, self.causal, self.embeddings = config, causal, embeddings
         num_layers = config.decoder_layers if causal else config.num_layers
-        self.blocks = nn.ModuleList(build_block(config, layer, num_layers, causal=causal, cross=cross) for layer in range(num_layers))
+        self.blocks = nn.ModuleList(
+            build_block(config, layer, num_layers, causal=causal, cross=cross) for layer in range(num_layers)
+        )
+        self.windows = tuple(config.window_of(layer) for layer in range(num_layers))
         self.attn_bias = build_bias(config, decoder=causal)
         ends_normed = config.norm_position in ("post", "deepnorm")  # their blocks end in a norm
         self.final_norm = nn.Identity() if ends_normed else make_norm(config.norm, config.embed_dim, config.norm_eps)
@@ -59,13 +62,13 @@ class TransformerModel(nn.Module):
         >>> [layer.window for layer in model.make_cache(8).layers]
         [3, None]
         """
-        cache = KVCache(capacity, len(self.blocks))
-        cache.layers = tuple(self._layer_cache(layer, capacity) for layer in range(len(self.blocks)))
+        layers = []
+        for block, window in zip(self.blocks, self.windows, strict=True):
+            make = getattr(block.attention, "make_cache", None)  # an attention of the user's may have none
+            layers.append(LayerCache(capacity) if make is None else make(capacity, window))
+        cache = KVCache(capacity, len(layers))
+        cache.layers = tuple(layers)
         return cache
-
-    def _layer_cache(self, layer: int, capacity: int) -> LayerCache:
-        make = getattr(self.blocks[layer].attention, "make_cache", None)  # an attention of the user's may have none
-        return LayerCache(capacity) if make is None else make(capacity, self.config.window_of(layer))
 
     def _init_weights(self, generator: torch.Generator | None) -> None:
         config = self.config
@@ -107,13 +110,14 @@ class TransformerModel(nn.Module):
     def _masks(
         self, mask: Mask | None, key_mask: Tensor | None, document_ids: Tensor | None, cache: KVCache | None, num_new: int
     ) -> list[Mask | None]:
-        """Each layer's mask, everything that hides keys; layers with one window and as many keys share one mask."""
+        """Each layer's mask, everything that hides keys; layers with one window and one kind of cache share one mask."""
         causal = Causal() if self.causal and not (mask is not None and mask.is_causality) else None
         found: dict[Any, Mask | None] = {}
         masks = []
-        for layer in range(len(self.blocks)):
-            window = self.config.window_of(layer)
-            kind = window, None if cache is None else cache.layers[layer].num_kept
+        for layer, window in enumerate(self.windows):
+            kind: object = window
+            if cache is not None:
+                kind = window, type(cache.layers[layer]), cache.layers[layer].window
             if kind not in found:
                 described = key_mask, document_ids
                 rules = hiding_rules(window, *described) if cache is None else cache.rules(layer, window, *described, num_new)
@@ -123,6 +127,8 @@ class TransformerModel(nn.Module):
 
     def _positions(self, position_ids: Tensor, x: Tensor) -> list[Tensor | Rotation | None]:
         """Each layer's positions: angles where it rotates, made once for all layers with the same base."""
+        if self.config.position != "rotary":
+            return [position_ids] * len(self.blocks)
         found: dict[Any, Rotation] = {}
         positions: list[Tensor | Rotation | None] = []
         for block in self.blocks:
