@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from minitx.generation.begin import begin
 from minitx.generation.compiled import CompiledDecoder
 from minitx.generation.sampler import Sampler, row_uniforms
+from minitx.nn import KVCache
 
 
 @torch.no_grad()
@@ -59,12 +61,13 @@ def generate(
     [torch.Size([4]), torch.Size([4])]
     """
     sampler = Sampler() if sampler is None else sampler
-    start = None
+    start: Callable[[KVCache], Callable[[Tensor], Tensor]] | None = None
     if isinstance(model, CompiledDecoder):
         if not use_cache:
             raise ValueError("use_cache=False: a CompiledDecoder reads its tokens from a cache")
-        model, start = model.model, model.start
-    prompt = {"key_mask": key_mask, "decoder_input_ids": decoder_input_ids, "context": context}
+        start = model.start
+        model = model.model
+    prompt: dict[str, Any] = {"key_mask": key_mask, "decoder_input_ids": decoder_input_ids, "context": context}
     reader, logits, seen, stop_ids, max_new_tokens = begin(
         model, input_ids, **prompt, max_new_tokens=max_new_tokens, stop=stop, use_cache=use_cache, start=start
     )
