@@ -23,7 +23,7 @@ from torch import Tensor
 from minitx.analysis.meter import fit_exponent, measure
 from minitx.analysis.statistics import attention_statistics
 from minitx.config import ProbeConfig
-from minitx.nn import Causal
+from minitx.nn import AttentionCall, Causal
 from minitx.training.probes import Probe
 
 WANTED, EVERY, LENGTHS = "<= 1.03", 50, (512, 1024, 2048, 4096)
@@ -70,7 +70,7 @@ def memory_of_statistics() -> dict[str, float]:
         query, key = torch.randn(2, 1, 4, length, 32).unbind()
 
         def look(query: torch.Tensor = query, key: torch.Tensor = key) -> None:
-            attention_statistics(query, key, mask=Causal(), scale=32**-0.5)
+            attention_statistics(AttentionCall(query, key, key, mask=Causal(), scale=32**-0.5))
 
         cost = measure(look)
         peaks.append(cost["peak"])

@@ -62,7 +62,7 @@ def alike(seed: int, *shape: int) -> Tensor:
 def variance_of_dot_products(head_dim: int, draw: Callable[..., Tensor] = normal) -> float:
     """Var(q·k) along a row of 96 keys, mean over 6,144 queries."""
     query, key = draw(0, 1, 64, 96, head_dim), draw(1, 1, 64, 96, head_dim)
-    return attention_statistics(query, key, scale=1.0)["dot_product_variance"].mean().item()
+    return attention_statistics(AttentionCall(query, key, key, scale=1.0))["dot_product_variance"].mean().item()
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
@@ -91,7 +91,9 @@ def three_logits(scale: float) -> Tensor:
 def at_spread(std: float, num_keys: int) -> dict[str, float]:
     """Softmax of 2,000 rows of logits N(0, std²): entropy over ln n, Zhai's lower bound of it, and the largest weight."""
     key = normal(0, 1, 2000, num_keys, 1)
-    found = attention_statistics(torch.full((1, 2000, 1, 1), std), key, scale=1.0)  # the logits of a row are std · key
+    found = attention_statistics(
+        AttentionCall(torch.full((1, 2000, 1, 1), std), key, key, scale=1.0)
+    )  # the logits of a row are std · key
     bound = zhai_entropy_bound(std * key.squeeze(-1).double()).mean().item() / np.log(num_keys)
     return {"entropy": found["entropy"].mean().item(), "bound": bound, "max_weight": found["max_weight"].mean().item()}
 
@@ -99,7 +101,7 @@ def at_spread(std: float, num_keys: int) -> dict[str, float]:
 def step_0(num_keys: int, head_dim: int, scale: str) -> dict[str, float]:
     """Statistics of 6,400 rows of unit-normal queries and keys: attention before the first update."""
     query, key = normal(0, 1, 200, 32, head_dim), normal(1, 1, 200, num_keys, head_dim)
-    found = attention_statistics(query, key, scale=scale_multiplier(scale, head_dim))
+    found = attention_statistics(AttentionCall(query, key, key, scale=scale_multiplier(scale, head_dim)))
     names = ("entropy", "max_weight", "saturation_90", "saturation_99", "jacobian_l1", "jacobian_fro")
     return {name: found[name].mean().item() for name in names}
 

@@ -1,7 +1,11 @@
 """Generation: filters by hand and against transformers, greedy and beam search against brute force, cached against not."""
 
+import gc
 import itertools
 import math
+import re
+import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,19 +17,18 @@ from torch import nn
 from minitx.config import TransformerConfig
 from minitx.data.stream import TextStream
 from minitx.data.tokenizers import train_tokenizer
-from minitx.generation import (
-    CompiledDecoder,
+from minitx.generation import CompiledDecoder, Sampler, beam_search, generate
+from minitx.generation.beams import length_norm
+from minitx.generation.sampler import (
     apply_temperature,
     draw,
-    generate,
     keep_min_p,
     keep_top_k,
     keep_top_p,
-    length_norm,
     penalise_repeats,
     row_uniforms,
 )
-from minitx.nn import Block, DecoderLM, FeedForward, MultiHeadAttention, Padding
+from minitx.nn import Block, DecoderLM, Encoder, FeedForward, MultiHeadAttention, Padding, VisionTransformer
 
 V, E, H = 13, 12, 3
 POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "t5", "none")
@@ -36,11 +39,14 @@ VARIANTS = {
     "scale learned": {"scale": "learned"},
     "scale log_length": {"scale": "log_length"},
 }
+SAMPLERS = {
+    "greedy": Sampler(),
+    "greedy with penalty": Sampler(repetition_penalty=1.7),
+    "sampled": Sampler(temperature=1.3, top_k=7, top_p=0.9, min_p=0.05, repetition_penalty=1.1),
+}
 WAYS = {
-    "greedy": {},
-    "greedy with penalty": {"repetition_penalty": 1.7},
-    "sampled": {"temperature": 1.3, "top_k": 7, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1},
-    "beams": {"num_beams": 3, "repetition_penalty": 1.3},
+    **{name: partial(generate, sampler=sampler) for name, sampler in SAMPLERS.items()},
+    "beams": partial(beam_search, num_beams=3, repetition_penalty=1.3),
 }
 
 
@@ -207,16 +213,16 @@ def test_a_repetition_penalty_counts_the_prompt_and_what_was_written():
     for _ in range(9):
         seen = torch.zeros(3, V, dtype=torch.bool).scatter(1, text, True)
         text = torch.cat((text, penalise_repeats(model(text)[:, -1], seen, 1.5).argmax(-1, keepdim=True)), dim=1)
-    answers = as_lists(generate(model, text[:, :4], max_new_tokens=9, repetition_penalty=1.5))
+    answers = as_lists(generate(model, text[:, :4], max_new_tokens=9, sampler=Sampler(repetition_penalty=1.5)))
     assert answers == text[:, 4:].tolist() != plain
 
 
-def answers_both_ways(model, ids, **options):
+def answers_both_ways(way, model, ids, **options):
     """The answers with a cache, and the answers without."""
 
     def seeded(use_cache):
-        generator = torch.Generator().manual_seed(7)
-        return as_lists(generate(model, ids, max_new_tokens=11, generator=generator, use_cache=use_cache, **options))
+        torch.manual_seed(7)
+        return as_lists(WAYS[way](model, ids, max_new_tokens=11, use_cache=use_cache, **options))
 
     return seeded(True), seeded(False)
 
@@ -225,7 +231,7 @@ def answers_both_ways(model, ids, **options):
 @pytest.mark.parametrize(("position", "variant"), [*((p, "default") for p in POSITIONS), *(("rotary", v) for v in VARIANTS if v != "default"), ("alibi", "window"), ("t5", "grouped")])  # fmt: skip
 def test_cached_equals_uncached_id_for_id_with_left_padding(position, variant, way):
     model, ids = language_model(position=position, **VARIANTS[variant]), tokens(3, 6)
-    cached, uncached = answers_both_ways(model, ids, key_mask=left_padded((6, 2, 4), 6), stop=[5], **WAYS[way])
+    cached, uncached = answers_both_ways(way, model, ids, key_mask=left_padded((6, 2, 4), 6), stop=[5])
     assert cached == uncached
     assert len({id for answer in cached for id in answer}) > 2  # not one id again and again
 
@@ -236,7 +242,7 @@ def test_a_cache_reads_every_token_once():
     for way in WAYS.values():
         for use_cache, wanted in ((True, [5, 1, 1, 1]), (False, [5, 6, 7, 8])):
             lengths.clear()
-            generate(model, ids, max_new_tokens=4, use_cache=use_cache, **way)
+            way(model, ids, max_new_tokens=4, use_cache=use_cache)
             assert lengths == wanted
 
 
@@ -244,9 +250,9 @@ def test_a_cache_reads_every_token_once():
 @pytest.mark.parametrize("position", POSITIONS)
 def test_a_left_padded_prompt_is_answered_as_if_it_were_alone(position, way):
     model, ids = language_model(position=position), tokens(3, 6)
-    together = as_lists(generate(model, ids, key_mask=left_padded((6, 2, 4), 6), max_new_tokens=7, stop=[5], **WAYS[way]))
+    together = as_lists(WAYS[way](model, ids, key_mask=left_padded((6, 2, 4), 6), max_new_tokens=7, stop=[5]))
     for row, length in enumerate((6, 2, 4)):
-        (alone,) = generate(model, ids[row : row + 1, 6 - length :], max_new_tokens=7, stop=[5], **WAYS[way])
+        (alone,) = WAYS[way](model, ids[row : row + 1, 6 - length :], max_new_tokens=7, stop=[5])
         assert together[row] == alone.tolist()
 
 
@@ -254,7 +260,8 @@ def test_a_sampled_row_depends_on_its_seed_and_prompt_alone():
     model, ids = language_model(), tokens(3, 4)
 
     def sampled(prompts, seed, **options):
-        return as_lists(generate(model, prompts, temperature=1.0, generator=torch.Generator().manual_seed(seed), **{"max_new_tokens": 8, **options}))  # fmt: skip
+        options = {"max_new_tokens": 8, "generator": torch.Generator().manual_seed(seed), **options}
+        return as_lists(generate(model, prompts, sampler=Sampler(temperature=1.0), **options))
 
     first = sampled(ids, 5)
     assert sampled(ids, 5) == first
@@ -270,9 +277,9 @@ def test_a_sampled_row_depends_on_its_seed_and_prompt_alone():
 def test_the_global_generator_is_the_default_and_moves_on():
     model, ids = language_model(), tokens(2, 4)
     torch.manual_seed(2)
-    first, second = (as_lists(generate(model, ids, temperature=1.0, max_new_tokens=8)) for _ in range(2))
+    first, second = (as_lists(generate(model, ids, sampler=Sampler(temperature=1.0), max_new_tokens=8)) for _ in range(2))
     torch.manual_seed(2)
-    assert as_lists(generate(model, ids, temperature=1.0, max_new_tokens=8)) == first != second
+    assert as_lists(generate(model, ids, sampler=Sampler(temperature=1.0), max_new_tokens=8)) == first != second
     assert row_uniforms(2, 3).shape == (2, 3)
 
 
@@ -280,8 +287,8 @@ def test_extreme_filters_make_sampling_greedy():
     model, ids = language_model(), tokens(2, 4)
     greedy = as_lists(generate(model, ids, max_new_tokens=9))
     for one in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-9}):
-        assert as_lists(generate(model, ids, max_new_tokens=9, **{"temperature": 2.0, **one})) == greedy
-    assert as_lists(generate(model, ids, max_new_tokens=9, temperature=2.0)) != greedy
+        assert as_lists(generate(model, ids, max_new_tokens=9, sampler=Sampler(**{"temperature": 2.0, **one}))) == greedy
+    assert as_lists(generate(model, ids, max_new_tokens=9, sampler=Sampler(temperature=2.0))) != greedy
 
 
 def test_a_stop_id_ends_its_row_alone_and_is_left_out():
@@ -298,10 +305,10 @@ def test_a_stop_id_ends_its_row_alone_and_is_left_out():
     assert as_lists(generate(model, ids, max_new_tokens=12, stop=())) == free
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SAMPLERS)
 def test_streamed_ids_are_the_answers(way):
     model, ids, streamed = language_model(), tokens(3, 4), [[], [], []]
-    answers = generate(model, ids, max_new_tokens=12, stop=[5, 7], on_token=lambda row, id: streamed[row].append(id), **WAYS[way])  # fmt: skip
+    answers = WAYS[way](model, ids, max_new_tokens=12, stop=[5, 7], on_token=lambda row, id: streamed[row].append(id))
     assert streamed == as_lists(answers)
     assert any(streamed)
 
@@ -331,7 +338,7 @@ def test_a_wide_beam_finds_the_best_of_all_answers(seed, penalty):
     prompt = torch.randint(0, 4, (1, 2), generator=torch.Generator().manual_seed(seed))
     scored = {a: log_prob(model, prompt, a) / length_norm(len(a), penalty) for a in all_answers(4, 3, 4)}
     best = max(scored, key=scored.__getitem__)
-    (answer,) = generate(model, prompt, max_new_tokens=4, num_beams=4**4, length_penalty=penalty, stop=[3])
+    (answer,) = beam_search(model, prompt, max_new_tokens=4, num_beams=4**4, length_penalty=penalty, stop=[3])
     assert answer.tolist() == [id for id in best if id != 3]
 
 
@@ -352,10 +359,10 @@ def test_a_beam_goes_on_while_an_open_text_may_still_win():
     patient = Chain([[0.0, 0.3, 0.7], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
     begin, options = torch.tensor([[0]]), {"num_beams": 2, "stop": [2], "use_cache": False}
     for penalty, wanted in ((0.0, []), (3.0, [1] * 6)):
-        assert as_lists(generate(patient, begin, max_new_tokens=6, length_penalty=penalty, **options)) == [wanted]
+        assert as_lists(beam_search(patient, begin, max_new_tokens=6, length_penalty=penalty, **options)) == [wanted]
     # with a norm that falls, the likelier answer of two tokens beats that of one, long before the norm of 20
     hasty = Chain([[0.0, 0.8, 0.2], [0.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
-    assert as_lists(generate(hasty, begin, max_new_tokens=20, length_penalty=-3.0, **options)) == [[1]]
+    assert as_lists(beam_search(hasty, begin, max_new_tokens=20, length_penalty=-3.0, **options)) == [[1]]
     assert (length_norm(1, 3.0), length_norm(7, 3.0), length_norm(7, 0.0)) == (1.0, 8.0, 1.0)
 
 
@@ -377,21 +384,15 @@ def narrow_beam(model, prompt, num_beams, length, stop, penalty):
 @pytest.mark.parametrize("num_beams", [2, 3, 5])
 def test_a_narrow_beam_equals_a_search_over_lists(num_beams, penalty):
     model, prompts = language_model(vocab_size=5), torch.randint(0, 5, (4, 2))
-    answers = as_lists(generate(model, prompts, max_new_tokens=6, num_beams=num_beams, length_penalty=penalty, stop=[3]))
+    answers = as_lists(beam_search(model, prompts, max_new_tokens=6, num_beams=num_beams, length_penalty=penalty, stop=[3]))
     assert answers == [narrow_beam(model, prompt[None], num_beams, 6, 3, penalty) for prompt in prompts]
 
 
 def test_one_beam_is_greedy_and_more_are_not_worse():
-    from minitx.generation.reader import Reader
-    from minitx.generation.search import beam_search
-
     model, ids = language_model(), tokens(5, 4)
     greedy = as_lists(generate(model, ids, max_new_tokens=9, stop=[5]))
-    reader = Reader(model, ids, None, 12)
-    with torch.no_grad():
-        one = beam_search(reader, reader.read(ids), None, lambda x, seen: x, torch.tensor([5]), 9, 1, 0.6)
-    assert as_lists(one) == greedy
-    wide = as_lists(generate(model, ids, max_new_tokens=9, num_beams=V, length_penalty=0.0, stop=()))
+    assert as_lists(beam_search(model, ids, num_beams=1, max_new_tokens=9, stop=[5])) == greedy
+    wide = as_lists(beam_search(model, ids, max_new_tokens=9, num_beams=V, length_penalty=0.0, stop=()))
     plain = as_lists(generate(model, ids, max_new_tokens=9))
     gains = [log_prob(model, row[None], w) - log_prob(model, row[None], g) for row, w, g in zip(ids, wide, plain, strict=True)]
     assert min(gains) >= 0.0 < max(gains)
@@ -411,14 +412,14 @@ def compiled_with(network, seen):
     return CompiledDecoder(network, backend=backend, fullgraph=True)
 
 
-@pytest.mark.parametrize("way", ["greedy", "greedy with penalty", "sampled"])
+@pytest.mark.parametrize("way", SAMPLERS)
 @pytest.mark.parametrize("position", ["learned", "rotary", "alibi"])
 def test_a_compiled_decoder_writes_the_ids_of_the_model(position, way):
     network, ids = language_model(position=position), tokens(3, 6)
-    options = {"key_mask": left_padded((6, 2, 4), 6), "max_new_tokens": 11, "stop": [5], **WAYS[way]}
+    options = {"key_mask": left_padded((6, 2, 4), 6), "max_new_tokens": 11, "stop": [5]}
     graphs, answers = [], []
     for writer in (network, compiled_with(network, graphs)):
-        answers.append(as_lists(generate(writer, ids, generator=torch.Generator().manual_seed(7), **options)))
+        answers.append(as_lists(WAYS[way](writer, ids, generator=torch.Generator().manual_seed(7), **options)))
     assert answers[1] == answers[0]
     assert len({id for answer in answers[0] for id in answer}) > 2
     assert len(graphs) == 1
@@ -431,10 +432,41 @@ def test_prompts_of_many_lengths_share_one_compiled_step():
         ids = tokens(2, length)
         assert as_lists(generate(fast, ids, max_new_tokens=9)) == as_lists(generate(network, ids, max_new_tokens=9))
     assert len(graphs) == 1
-    generate(fast, tokens(3, 2), max_new_tokens=9)  # more rows
-    generate(fast, tokens(2, 60), max_new_tokens=9)  # more room
     generate(fast, tokens(2, 60), max_new_tokens=1)  # nothing to read after the prompt
-    assert len(graphs) == 3
+    assert len(graphs) == 1
+
+
+def test_a_compiled_decoder_compiles_few_steps_and_keeps_one_cache_for_many_sizes():
+    network, graphs = language_model(position="rotary"), []
+    fast = compiled_with(network, graphs)  # fullgraph: torch raises where it would stop compiling
+    caches = []
+    for rows, length in [
+        (2, 7),
+        (3, 7),
+        (2, 60),
+        (4, 150),
+        (1, 7),
+        (5, 20),
+        (6, 300),
+        (7, 3),
+        (8, 70),
+        (9, 200),
+        (1, 90),
+        (2, 7),
+    ]:
+        ids = tokens(rows, length)
+        assert as_lists(generate(fast, ids, max_new_tokens=5)) == as_lists(generate(network, ids, max_new_tokens=5))
+        caches.append(weakref.ref(fast._step.cache))
+    gc.collect()
+    assert len(graphs) <= 5
+    assert [cache() is not None for cache in caches] == [False] * 11 + [True]
+
+
+@pytest.mark.parametrize("options", [{"attention": "linear"}, {"window": (3, None)}], ids=str)
+def test_a_compiled_decoder_serves_models_whose_own_caches_are_smaller(options):
+    network, ids = language_model(position="rotary", **options), tokens(2, 6)
+    fast = compiled_with(network, [])
+    assert as_lists(generate(fast, ids, max_new_tokens=9)) == as_lists(generate(network, ids, max_new_tokens=9))
 
 
 def test_a_compiled_decoder_forgets_as_the_model_does():
@@ -445,10 +477,8 @@ def test_a_compiled_decoder_forgets_as_the_model_does():
 
 
 def test_what_cannot_be_compiled_is_named():
-    fast = CompiledDecoder(language_model())
-    for options in ({"num_beams": 2}, {"use_cache": False}):
-        with pytest.raises(ValueError, match="a CompiledDecoder writes one text a row from a cache"):
-            generate(fast, IDS, **options)
+    with pytest.raises(ValueError, match="use_cache"):
+        generate(CompiledDecoder(language_model(), backend="eager"), IDS, use_cache=False)
     with pytest.raises(ValueError, match="CompiledDecoder is for causal models"):
         CompiledDecoder(Translator())
 
@@ -460,12 +490,12 @@ def test_what_cannot_be_compiled_is_named():
 def test_an_encoder_decoder_is_read_once_and_decoded_alike_with_and_without_a_cache(way):
     model, ids = Translator(), tokens(3, 6)
     key_mask = left_padded((6, 2, 4), 6).flip(1)  # a source may be padded on the right
-    cached, uncached = answers_both_ways(model, ids, key_mask=key_mask, stop=[5], **WAYS[way])
+    cached, uncached = answers_both_ways(way, model, ids, key_mask=key_mask, stop=[5])
     assert model.encodings == 2
     assert cached == uncached
     if way != "sampled":
         for row, length in enumerate((6, 2, 4)):
-            (alone,) = generate(model, ids[row : row + 1, :length], max_new_tokens=11, stop=[5], **WAYS[way])
+            (alone,) = WAYS[way](model, ids[row : row + 1, :length], max_new_tokens=11, stop=[5])
             assert alone.tolist() == cached[row]
 
 
@@ -483,34 +513,60 @@ def test_an_encoder_decoder_answers_what_its_full_forward_says():
 
 IDS = torch.tensor([[1, 2, 3]])
 WRONG = {
-    "temperature=-1 must be zero (greedy) or a positive number": {"temperature": -1},
-    "temperature=nan must be zero (greedy) or a positive number": {"temperature": math.nan},
-    "top_k=0 must be a positive whole number": {"temperature": 1.0, "top_k": 0},
-    "top_p=0.0 must lie in (0, 1] (1 keeps everything)": {"temperature": 1.0, "top_p": 0.0},
-    "top_p=1.5 must lie in (0, 1] (1 keeps everything)": {"temperature": 1.0, "top_p": 1.5},
-    "min_p=-0.1 must lie in [0, 1] (0 keeps everything)": {"temperature": 1.0, "min_p": -0.1},
-    "top_p=0.9 has no effect without sampling: set temperature above 0": {"top_p": 0.9},
-    "repetition_penalty=0 must be a positive number (1 for none)": {"repetition_penalty": 0},
-    "max_new_tokens=0 must be a positive whole number": {"max_new_tokens": 0},
-    "num_beams=1.5 must be a positive whole number": {"num_beams": 1.5},
-    "num_beams=2 with temperature=1.0: beam search draws nothing; set temperature=0": {"num_beams": 2, "temperature": 1.0},
-    "length_penalty=inf must be a finite number": {"length_penalty": math.inf, "num_beams": 2},
-    "stop must be ids in [0, 13), got '.'": {"stop": "."},
-    "stop must be ids in [0, 13), got 13": {"stop": [1, 13]},
-    "max_new_tokens=30 after 3 tokens: the position table ends at max_len=31, which leaves room for 29": {"max_new_tokens": 30},
-    "input_ids has 32 tokens a row, but the position table ends at max_len=31": {"input_ids": torch.ones(1, 32).long()},
-    "input_ids must have shape (B, L) with a row and a token at least, got (1, 0)": {"input_ids": torch.ones(1, 0).long()},
-    "key_mask must be bool of the shape of input_ids, (1, 3), got torch.int64 (1, 3)": {"key_mask": torch.ones(1, 3).long()},
-    "key_mask must be True in the last column: generation continues it, so pad prompts on the left": {"key_mask": torch.tensor([[True, True, False]])},
-    "decoder_input_ids belong to an encoder-decoder, and this model has no encode()": {"decoder_input_ids": IDS},
-}  # fmt: skip
+    "temperature=-1": {"temperature": -1},
+    "temperature=nan": {"temperature": math.nan},
+    "top_k=0": {"temperature": 1.0, "top_k": 0},
+    "top_p=0.0": {"temperature": 1.0, "top_p": 0.0},
+    "top_p=1.5": {"temperature": 1.0, "top_p": 1.5},
+    "min_p=-0.1": {"temperature": 1.0, "min_p": -0.1},
+    "top_p=0.9": {"top_p": 0.9},
+    "repetition_penalty=0": {"repetition_penalty": 0},
+}
+WRONG_PROMPTS = {
+    "max_new_tokens=0": {"max_new_tokens": 0},
+    "context=0": {"context": 0},
+    "stop must": {"stop": "."},
+    "stop must be ids in [0, 13)": {"stop": [1, 13]},
+    "max_new_tokens=30": {"max_new_tokens": 30},
+    "input_ids has 32": {"input_ids": torch.ones(1, 32).long()},
+    "input_ids must": {"input_ids": torch.ones(1, 0).long()},
+    "key_mask must be bool": {"key_mask": torch.ones(1, 3).long()},
+    "key_mask must be True": {"key_mask": torch.tensor([[True, True, False]])},
+    "decoder_input_ids": {"decoder_input_ids": IDS},
+}
 
 
 @pytest.mark.parametrize("said", WRONG)
-def test_a_wrong_argument_is_named(said):
-    with pytest.raises(ValueError) as error:  # noqa: PT011  (compared as a whole)
-        generate(language_model(), **{"input_ids": IDS, **WRONG[said]})
-    assert str(error.value) == said
+def test_what_no_sampler_can_do_is_refused_when_it_is_made(said):
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        Sampler(**WRONG[said])
+
+
+@pytest.mark.parametrize("write", [generate, beam_search])
+@pytest.mark.parametrize("said", WRONG_PROMPTS)
+def test_a_wrong_argument_is_named(said, write):
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        write(language_model(), **{"input_ids": IDS, **WRONG_PROMPTS[said]})
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 1.5}, {"num_beams": 0}, {"length_penalty": math.inf}, {"repetition_penalty": -1}]
+)
+def test_a_wrong_beam_is_named(options):
+    (said,) = options
+    with pytest.raises(ValueError, match=f"^{said}="):
+        beam_search(language_model(), IDS, **options)
+
+
+@pytest.mark.parametrize("write", [generate, beam_search])
+def test_a_model_that_writes_no_text_is_named(write):
+    sizes = {"embed_dim": E, "num_heads": H, "num_layers": 1}
+    encoder = Encoder(TransformerConfig(architecture="encoder", vocab_size=V, **sizes)).eval()
+    picture = {"image_size": 6, "patch_size": 3, "num_labels": 5, "num_channels": 1, "head": "sequence"}
+    vision = VisionTransformer(TransformerConfig(architecture="vision", **picture, **sizes)).eval()
+    for model in (encoder, vision):
+        with pytest.raises(ValueError, match=f"^model is a {type(model).__name__}"):
+            write(model, IDS)
 
 
 def test_the_last_place_of_a_position_table_is_used_by_default_and_others_have_no_end():
@@ -589,8 +645,9 @@ def test_beyond_its_context_a_model_reads_the_newer_half_as_a_text_of_its_own(po
     network, context = language_model(position=position), 8
     prompt = torch.tensor([[1, 2, 3, 4, 5], [0, 0, 7, 6, 5]])
     key_mask = torch.tensor([[True] * 5, [False, False, True, True, True]])
-    options = {"key_mask": key_mask, "max_new_tokens": 23, "stop": (), "context": context, "num_beams": num_beams}
-    cached, plain = (generate(network, prompt, use_cache=use_cache, **options) for use_cache in (True, False))
+    options = {"key_mask": key_mask, "max_new_tokens": 23, "stop": (), "context": context}
+    write = generate if num_beams == 1 else partial(beam_search, num_beams=num_beams)
+    cached, plain = (write(network, prompt, use_cache=use_cache, **options) for use_cache in (True, False))
     assert all(torch.equal(a, b) for a, b in zip(cached, plain, strict=True))
     if num_beams > 1:
         return

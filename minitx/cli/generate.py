@@ -22,13 +22,11 @@ if TYPE_CHECKING:
 
 
 USAGE = "python scripts/generate.py ckpt_path=FILE [prompt=TEXT] [key=value ...]"
-NOT_OF_DECODING = {"ckpt_path", "prompt", "seed", "stop", "device", "num_samples", "trust"}
-"""Keys of this program; all others are arguments of ``minitx.generation.generate``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(StoredConfig):
-    """What ``generate.py`` takes; the choices of decoding are those of ``minitx.generation.generate``."""
+    """What ``generate.py`` takes. Decoding is described in ``minitx.generation``: ``generate``, ``Sampler``, ``beam_search``."""
 
     prompt: str | None = key(None, "text to continue, or (encoder-decoder) to answer; without it, a prompt a line of stdin")
     max_new_tokens: int | None = key(None, "longest answer; null: 256")
@@ -46,6 +44,8 @@ class GenerateConfig(StoredConfig):
 
     def check(self) -> None:
         require(0 <= self.seed < 2**63, f"seed={self.seed} must lie in [0, 2^63)")
+        beams = self.num_beams == 1 or self.temperature == 0.0
+        require(beams, f"num_beams={self.num_beams} with temperature={self.temperature}: beam search draws nothing")
         draws = self.num_samples == 1 or self.temperature != 0.0
         require(draws, f"num_samples={self.num_samples} needs temperature above 0: without draws all are the same")
 
@@ -96,22 +96,28 @@ def _answer(model: nn.Module, tokenizer: Tokenizer, config: GenerateConfig, gene
     import torch
 
     from minitx.data.stream import TextStream
-    from minitx.generation import generate
+    from minitx.generation import Sampler, beam_search, generate
 
     device = next(model.parameters()).device
     ids = torch.tensor([_prompt_ids(model, tokenizer, prompt)], device=device)
-    names = {field.name for field in dataclasses.fields(config)} - NOT_OF_DECODING
-    options = {name: getattr(config, name) for name in names}
+    context = config.context
+    if context is None and not hasattr(model, "encode"):
+        context = getattr(getattr(model, "config", None), "max_len", None)
+    options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "context": context}
+    options["stop"] = _stop_ids(model, tokenizer, config.stop)
     options["use_cache"] = hasattr(model, "config")  # a model of the user's reads the whole text for each token
-    if config.context is None and not hasattr(model, "encode"):
-        options["context"] = getattr(getattr(model, "config", None), "max_len", None)
-    stop = _stop_ids(model, tokenizer, config.stop)
     for sample in range(config.num_samples):
         stream = TextStream(tokenizer.decode)
         if sample:
             write("---\n")
         try:
-            generate(model, ids, **options, stop=stop, generator=generator, on_token=partial(_write_token, stream))
+            if config.num_beams != 1:
+                beam: dict[str, Any] = {"num_beams": config.num_beams, "length_penalty": config.length_penalty}
+                (answer,) = beam_search(model, ids, **beam, repetition_penalty=config.repetition_penalty, **options)
+                write("".join(map(stream.push, answer.tolist())))
+            else:
+                sampler = Sampler(**{field.name: getattr(config, field.name) for field in dataclasses.fields(Sampler)})
+                generate(model, ids, sampler=sampler, generator=generator, on_token=partial(_write_token, stream), **options)
         except ValueError as error:
             raise ConfigError(str(error).replace("input_ids has", "prompt has")) from error
         write(stream.flush() + "\n")

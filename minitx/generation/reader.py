@@ -66,7 +66,10 @@ class Reader:
     def _new_cache(self) -> KVCache | None:
         if self.capacity is None:
             return None
-        return KVCache(min(self.capacity, self.context or self.capacity), num_cached_layers(self.model))
+        capacity = min(self.capacity, self.context or self.capacity)
+        if self.start is None and isinstance(self.model, TransformerModel):
+            return self.model.make_cache(capacity)
+        return KVCache(capacity, num_cached_layers(self.model))  # a static cache is filled from one that keeps all keys
 
     def reorder(self, rows: Tensor) -> None:
         """Row i becomes the old row ``rows[i]``."""
@@ -82,7 +85,7 @@ def last_logits(model: nn.Module, *args: Any, **options: Any) -> Tensor:
     if not isinstance(model, TransformerModel):
         return model(*args, **options)[:, -1]
     hidden, _ = model(*args, **options, return_extras=True)
-    return model.get_submodule("head")(hidden[:, -1])
+    return model.head(hidden[:, -1])  # type: ignore[operator]
 
 
 def num_cached_layers(model: nn.Module) -> int:

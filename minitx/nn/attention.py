@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from minitx.nn.backends import attend, backend_names
 from minitx.nn.bias import Bias, as_bias
-from minitx.nn.cache import LayerCache
+from minitx.nn.cache import LayerCache, StateCache
 from minitx.nn.efficient.base import EfficientAttention
 from minitx.nn.functional import AttentionCall, check_settings
 from minitx.nn.masks import Causal, Mask, Padding, intersect, real_key_counts
@@ -185,11 +185,22 @@ class MultiHeadAttention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             need_weights=need_weights,
             is_cross=is_cross,
+            state=cache if isinstance(cache, StateCache) and not is_cross else None,
         )
         out = self.core(call.check())
         out, weights = out if isinstance(out, tuple) else (out, None)
         out = self.out_proj(out.transpose(1, 2).flatten(2))  # (B, H, L, D) -> (B, L, H * D) -> (B, L, E)
         return out if weights is None else (out, weights)
+
+    def make_cache(self, capacity: int, window: int | None = None) -> LayerCache:
+        """The smallest cache that serves this layer for ``capacity`` positions, of which a query sees the last ``window``.
+
+        A core can make its own in ``make_cache(capacity)``. With ``scale="log_length"`` all keys are kept, because they are counted.
+        """
+        if self.scale.needs_counts:
+            return LayerCache(capacity)
+        make = getattr(self.core, "make_cache", None)
+        return LayerCache(capacity, window) if make is None else make(capacity)
 
     def _project(
         self,

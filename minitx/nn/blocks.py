@@ -111,7 +111,7 @@ class Residual(nn.Module):
         self.norm = norm()
         self.output_norm = norm() if norm_position == "sandwich" else None
         self.dropout = nn.Dropout(dropout)
-        self.branch = nn.Identity() if branch is None else branch()
+        self.branch = None if branch is None else branch()
 
     def enter(self, x: Tensor) -> Tensor:
         """What the sublayer reads."""
@@ -121,7 +121,9 @@ class Residual(nn.Module):
         """The stream after the sublayer has returned ``out``."""
         if self.output_norm is not None:
             out = self.output_norm(out)
-        out = self.branch(self.dropout(out))
+        out = self.dropout(out)
+        if self.branch is not None:
+            out = self.branch(out)
         return self.norm(x * self.residual_scale + out) if self.norm_last else x + out
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:

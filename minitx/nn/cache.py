@@ -1,26 +1,34 @@
 """Keys and values kept between calls, so that decoding reads every token once.
 
 The order in attention is projections → QK-norm → rotary → *cache* → backend: what lies in the cache is ready to be attended
-to. A cache belongs to the caller, never to a module.
+to. A cache belongs to the caller, never to a module. ``model.make_cache(capacity)`` makes the smallest one that serves a model.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from minitx.nn.bias import Bias
+from minitx.nn.masks import Documents, Mask, Padding, SlidingWindow
+
 
 class LayerCache:
-    """What one layer has computed so far: keys (B, Hkv, capacity, D) and values (B, Hkv, capacity, Dv).
+    """What one layer has computed so far: keys (B, Hkv, slots, D) and values (B, Hkv, slots, Dv).
 
-    Self-attention appends to it; cross-attention writes ``memory`` once and reads it ever after. The tensors are
-    allocated at the first ``append``, in the shape, dtype and device of what arrives, and never again.
+    Self-attention appends to it; cross-attention writes ``memory`` once and reads it ever after. Without a window the tensors are
+    allocated at the first ``append``, in the shape, dtype and device of what arrives, and never again. With a window w they hold the
+    newest positions only: at most 2w - 1 slots, or those of the longest piece and the w - 1 before it. Every token is written
+    once. The w - 1 newest positions are moved to new tensors when the slots are used up.
 
     Args:
         capacity: the largest number of positions.
+        window: how many keys a query sees, its own included. None: all.
 
     Raises:
-        ValueError: a capacity below 1; more positions than ``capacity``; another batch, number of heads, width, dtype or
+        ValueError: a capacity or window below 1; more positions than ``capacity``; another batch, number of heads, width, dtype or
             device than before. RuntimeError: keys or values that require grad (the tensors are overwritten in place).
 
     >>> cache = LayerCache(capacity=8)
@@ -30,31 +38,64 @@ class LayerCache:
     (4, torch.Size([2, 1, 4, 4]))
     """
 
-    def __init__(self, capacity: int) -> None:
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
-            raise ValueError(f"capacity must be a positive whole number of positions, got {capacity!r}")
-        self.capacity, self.length = capacity, 0
+    def __init__(self, capacity: int, window: int | None = None) -> None:
+        for name, number in (("capacity", capacity), ("window", 1 if window is None else window)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name} must be a positive whole number of positions, got {number!r}")
+        self.capacity, self.window, self.length = capacity, window, 0
         self.memory: tuple[Tensor, Tensor] | None = None
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
+        self._end = 0  # the slot after the newest position
 
     @property
     def num_rows(self) -> int:
         """B, or 0 where nothing was read yet."""
         return 0 if self._keys is None else self._keys.shape[0]
 
+    @property
+    def held(self) -> tuple[Tensor, Tensor]:
+        """The keys and values of the newest positions, (B, Hkv, n, D) and (B, Hkv, n, Dv), as views."""
+        assert self._keys is not None
+        assert self._values is not None
+        start = self._end - self.num_kept
+        return self._keys[:, :, start : self._end], self._values[:, :, start : self._end]
+
+    @property
+    def num_kept(self) -> int:
+        """How many of the earlier positions the next query can see."""
+        return self.length if self.window is None else min(self.length, self.window - 1)
+
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """key (B, Hkv, L, D) and value (B, Hkv, L, Dv) of the next L positions; returns all so far, as views."""
-        if self._keys is None or self._values is None:
-            room = (key.shape[0], key.shape[1], self.capacity)
-            self._keys, self._values = key.new_zeros(*room, key.shape[-1]), value.new_zeros(*room, value.shape[-1])
-        check_room(self.length, key.shape[2], self.capacity)
-        for name, new, old in (("key", key, self._keys), ("value", value, self._values)):
-            _check_like(name, new, old)
-        start, self.length = self.length, self.length + key.shape[2]
-        self._keys[:, :, start : self.length] = key
-        self._values[:, :, start : self.length] = value
-        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+        """key (B, Hkv, L, D) and value (B, Hkv, L, Dv) of the next L positions; returns the last ``num_kept + L``, as views."""
+        kept, L = self.num_kept, key.shape[2]
+        check_room(self.length, L, self.capacity)
+        if self._keys is None or self._values is None or self._end + L > self._keys.shape[2]:
+            self._make_room(key, value, kept + max(L, self.window or self.capacity))
+        assert self._keys is not None
+        assert self._values is not None
+        _check_like("key", key, self._keys)
+        _check_like("value", value, self._values)
+        start, stop = self._end, self._end + L
+        self._keys[:, :, start:stop] = key
+        self._values[:, :, start:stop] = value
+        self._end, self.length = stop, self.length + L
+        return self._keys[:, :, start - kept : stop], self._values[:, :, start - kept : stop]
+
+    def _make_room(self, key: Tensor, value: Tensor, size: int) -> None:
+        """New tensors with ``size`` slots, of which the first ``num_kept`` are those that are kept."""
+        B, Hkv, slots, kept = key.shape[0], key.shape[1], min(size, self.capacity), self.num_kept
+        keys, values = key.new_zeros(B, Hkv, slots, key.shape[3]), value.new_zeros(B, Hkv, slots, value.shape[3])
+        if kept:
+            old_keys, old_values = self.held
+            _check_like("key", key, old_keys)
+            _check_like("value", value, old_values)
+            keys[:, :, :kept], values[:, :, :kept] = old_keys, old_values
+        self._keys, self._values, self._end = keys, values, kept
+
+    def rewind(self, length: int) -> None:
+        """Forget the last ``append``; ``length`` is the number of positions before it."""
+        self._end, self.length = self._end - (self.length - length), length
 
     def remember(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keep the keys and values of a memory, for cross-attention; returns them."""
@@ -68,6 +109,51 @@ class LayerCache:
             self._keys, self._values = self._keys.index_select(0, rows), self._values.index_select(0, rows)
         if self.memory is not None:
             self.memory = (self.memory[0].index_select(0, rows), self.memory[1].index_select(0, rows))
+
+
+class StateCache(LayerCache):
+    """What a kernelised core keeps instead of keys: one sum, whose size does not depend on how many positions were read.
+
+    ``append`` returns the new keys and values alone. The core adds them to ``state``: Σ_j φ(k_j) (v_jᵀ, 1) relative to exp(top),
+    as (B, Hkv, m, Dv + 1) and (B, Hkv, 1), or None before the first position.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.state: tuple[Tensor, Tensor] | None = None
+        self._before: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """B, or 0 where nothing was read yet."""
+        return 0 if self.state is None else self.state[0].shape[0]
+
+    @property
+    def num_kept(self) -> int:
+        """No key is kept."""
+        return 0
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """key (B, Hkv, L, D) and value (B, Hkv, L, Dv) of the next L positions; returns them."""
+        check_room(self.length, key.shape[2], self.capacity)
+        _check_like("key", key, key)
+        if self.state is not None and self.state[0].shape[:2] != key.shape[:2]:
+            raise ValueError(
+                f"key must have the (B, Hkv) = {tuple(self.state[0].shape[:2])} of the cache, got {tuple(key.shape[:2])}"
+            )
+        self._before, self.length = self.state, self.length + key.shape[2]
+        return key, value
+
+    def rewind(self, length: int) -> None:
+        """Forget the last ``append``; ``length`` is the number of positions before it."""
+        if self.length > length:
+            self.state, self.length = self._before, length
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row i becomes the old row ``rows[i]``, for beam search; ``rows`` is int (B',)."""
+        super().reorder(rows)
+        if self.state is not None:
+            self.state = self.state[0].index_select(0, rows), self.state[1].index_select(0, rows)
 
 
 class KVCache:
@@ -137,6 +223,23 @@ class KVCache:
         self._joined = key_mask, document_ids
         return self._joined
 
+    def rules(
+        self, layer: int, window: int | None, key_mask: Tensor | None, document_ids: Tensor | None, num_new: int
+    ) -> list[Mask]:
+        """Which of its keys a layer hides: its window, and the padding and documents (B, length + num_new) that ``join`` returned."""
+        newest = slice(-self.layers[layer].num_kept - num_new, None)
+        key_mask = None if key_mask is None else key_mask[:, newest]
+        return hiding_rules(window, key_mask, None if document_ids is None else document_ids[:, newest])
+
+    def place(self, attn_bias: Bias) -> Bias:
+        """``attn_bias`` for keys that lie where this cache puts them."""
+        return attn_bias
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether all keys of all layers are kept, in order, so that a mask of the caller can count them."""
+        return all(type(layer) is LayerCache and layer.window is None for layer in self.layers)
+
     def keep(self) -> None:
         """All layers have read the new tokens."""
         self._kept, (self.key_mask, self.document_ids) = self.length, self._joined
@@ -144,7 +247,7 @@ class KVCache:
     def rewind(self) -> None:
         """Forget what some layers have read of new tokens, after a forward pass that failed."""
         for layer in self.layers:
-            layer.length = self._kept
+            layer.rewind(self._kept)
 
     def reorder(self, rows: Tensor) -> None:
         """Row i becomes the old row ``rows[i]``, in every layer: what beam search needs. ``rows`` is int (B',)."""
@@ -157,15 +260,12 @@ class KVCache:
 class StaticCache(KVCache):
     """A cache whose tensors keep their shape and their place from token to token, as a CUDA graph wants them.
 
-    What was read lies at the right end and moves one place to the left with each token; before it stands padding. So
-    masks, windows, biases and positions count as they do for any left-padded text, with no case of their own. The price is
-    one more reading and writing of the cache a token.
-
+    Slot i holds position i, and each token writes one slot. Slots that were not written yet are hidden, as padding is.
     ``fill`` takes over what an ordinary cache read of a prompt; then tokens come one at a time.
 
     Raises:
-        ValueError: as in ``KVCache``; a capacity below 2; several tokens at once; documents; a token beyond ``capacity``
-            (not noticed on a GPU or in a compiled step, where looking would stop the host: count before).
+        ValueError: as in ``KVCache``; a capacity below 2; several tokens at once; documents; a cache that does not keep all keys; a
+            token beyond ``capacity`` (not noticed on a GPU or in a compiled step, where looking would stop the host: count before).
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -184,69 +284,122 @@ class StaticCache(KVCache):
         if capacity < 2:
             raise ValueError(f"capacity of a static cache must be 2 at least, got {capacity}")
         self.layers = tuple(_StaticLayer(capacity) for _ in range(num_layers))
+        self.position: Tensor | None = None  # (1,), of the next token
 
     def fill(self, cache: KVCache) -> None:
         """Take over what ``cache`` holds, into the tensors that are there already after the first time."""
         if cache.document_ids is not None:
             raise ValueError("a static cache holds no documents")
+        if not cache.keeps_all:
+            raise ValueError("a static cache is filled from KVCache(capacity, num_layers), which keeps all keys")
+        if cache.length == 0:
+            raise ValueError("a static cache is filled from one that has read something")
         check_room(cache.length, 0, self.capacity)
+        keys = cache.layers[0].held[0]
+        if self.position is None or self.key_mask is None:
+            self.position = torch.zeros(1, dtype=torch.long, device=keys.device)
+            self.key_mask = keys.new_zeros(keys.shape[0], self.capacity, dtype=torch.bool)
+        self.position.fill_(cache.length)
+        self.key_mask.fill_(False)
+        self.key_mask[:, : cache.length] = True if cache.key_mask is None else cache.key_mask
         for mine, theirs in zip(self.layers, cache.layers, strict=True):
             assert isinstance(mine, _StaticLayer)
-            keys = mine.fill(theirs)
-        real = keys.new_zeros(keys.shape[0], self.capacity, dtype=torch.bool)
-        real[:, self.capacity - cache.length :] = True if cache.key_mask is None else cache.key_mask
-        self.key_mask = real if self.key_mask is None else self.key_mask.copy_(real)
+            mine.fill(theirs, self.position)
 
     def join(
         self, input_ids: Tensor, key_mask: Tensor | None, document_ids: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The padding of what is kept and of the new token, (B, capacity)."""
-        if self.key_mask is None or input_ids.shape[1] != 1 or document_ids is not None:
+        """Which slots hold real tokens, the new one included: (B, capacity)."""
+        if self.position is None or self.key_mask is None or input_ids.shape[1] != 1 or document_ids is not None:
             raise ValueError(
                 "a static cache is filled from another first, then takes one token a row at a time, without documents"
             )
-        if not (self.key_mask.is_cuda or torch.compiler.is_compiling()) and bool(self.key_mask[:, 0].any()):
-            check_room(self.capacity, 1, self.capacity)
+        if not (self.key_mask.is_cuda or torch.compiler.is_compiling()):
+            check_room(int(self.position), 1, self.capacity)
         new = torch.ones_like(self.key_mask[:, :1]) if key_mask is None else key_mask
-        return self.key_mask.copy_(torch.cat((self.key_mask[:, 1:], new), dim=1)), None
+        return self.key_mask.index_copy_(1, self.position, new), None
+
+    def rules(
+        self, layer: int, window: int | None, key_mask: Tensor | None, document_ids: Tensor | None, num_new: int
+    ) -> list[Mask]:
+        """Masks count the query as the last slot, so a window is counted here, from its position."""
+        assert self.position is not None
+        assert key_mask is not None
+        if window is not None:
+            slots = torch.arange(self.capacity, device=key_mask.device)
+            key_mask = key_mask & (slots > self.position - window)
+        return [Padding(key_mask)]
+
+    def place(self, attn_bias: Bias) -> Bias:
+        """``attn_bias`` for a query at ``position`` instead of the last slot."""
+        assert self.position is not None
+        return _Shifted(attn_bias, self.capacity - 1 - self.position)
+
+    @property
+    def keeps_all(self) -> bool:
+        """A mask of the caller would count the query as the last slot."""
+        return False
 
     def keep(self) -> None:
-        """Nothing changes: every token takes the place of another."""
+        """All layers have written the slot of the new token."""
+        assert self.position is not None
+        self.position += 1
 
     def rewind(self) -> None:
-        """What was overwritten is lost: fill the cache again."""
+        """Nothing changes: the next token writes the same slot."""
 
 
 class _StaticLayer(LayerCache):
-    """Keys and values of the last ``capacity`` positions; masks see ``capacity - 1`` of them before each new one."""
+    """Keys and values of ``capacity`` positions, each in its slot; masks see ``capacity - 1`` of them before each new one."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self.length = capacity - 1
+        self.position: Tensor | None = None
 
-    def fill(self, other: LayerCache) -> Tensor:
-        """Copy ``other`` to the right end; returns the keys."""
-        if other._keys is None or other._values is None:
-            raise ValueError("a static cache is filled from one that has read something")
-        start = self.capacity - other.length
-        for name in ("_keys", "_values"):
-            theirs, mine = getattr(other, name), getattr(self, name)
-            if mine is None:
-                mine = theirs.new_zeros(*theirs.shape[:2], self.capacity, theirs.shape[3])
-                setattr(self, name, mine)
-            _check_like(name.removeprefix("_"), theirs, mine)
-            mine[:, :, start:] = theirs[:, :, : other.length]
-        assert self._keys is not None
-        return self._keys
+    def fill(self, other: LayerCache, position: Tensor) -> None:
+        """Copy what ``other`` holds to the first slots."""
+        keys, values = other.held
+        if self._keys is None or self._values is None:
+            self._keys, self._values = (t.new_zeros(*t.shape[:2], self.capacity, t.shape[3]) for t in (keys, values))
+        for name, new, kept in (("key", keys, self._keys), ("value", values, self._values)):
+            _check_like(name, new, kept)
+            kept[:, :, : new.shape[2]] = new
+        self.position = position
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """key (B, Hkv, 1, D) and value (B, Hkv, 1, Dv) of the next position; returns all, (B, Hkv, capacity, ·)."""
+        """key (B, Hkv, 1, D) and value (B, Hkv, 1, Dv) of the next position; returns all slots, (B, Hkv, capacity, ·)."""
         assert self._keys is not None
         assert self._values is not None
+        assert self.position is not None
         for name, new, kept in (("key", key, self._keys), ("value", value, self._values)):
             _check_like(name, new, kept)
-            kept.copy_(torch.cat((kept[:, :, 1:], new), dim=2))
+            kept.index_copy_(2, self.position, new)
         return self._keys, self._values
+
+
+@dataclass(frozen=True, eq=False)
+class _Shifted(Bias):
+    """``bias`` with every key ``shift`` positions later."""
+
+    bias: Bias
+    shift: Tensor
+
+    def value(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
+        return self.bias.value(batch, head, row, key + self.shift, offset)
+
+    def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        self.bias.check(batch_size, num_heads, num_queries, num_keys)
+
+
+def hiding_rules(window: int | None, key_mask: Tensor | None, document_ids: Tensor | None) -> list[Mask]:
+    """The masks of those that are given; ``key_mask`` and ``document_ids`` are (B, S)."""
+    rules: list[Mask] = [] if window is None else [SlidingWindow(window)]
+    if key_mask is not None:
+        rules.append(Padding(key_mask))
+    if document_ids is not None:
+        rules.append(Documents(document_ids))
+    return rules
 
 
 def check_room(length: int, num_new: int, capacity: int) -> None:
@@ -258,8 +411,8 @@ def check_room(length: int, num_new: int, capacity: int) -> None:
 def _check_like(name: str, new: Tensor, old: Tensor) -> None:
     if torch.is_grad_enabled() and new.requires_grad:
         raise RuntimeError(f"{name} requires grad, but a cache is for inference: call under torch.no_grad()")
-    kept, got = ((t.shape[0], t.shape[1], t.shape[3]) for t in (old, new))
-    if kept != got or (old.dtype, old.device) != (new.dtype, new.device):
+    kept, got = (old.shape[0], old.shape[1], old.shape[3]), (new.shape[0], new.shape[1], new.shape[3])
+    if kept != got or old.dtype != new.dtype or old.device != new.device:
         raise ValueError(
             f"{name} must fit what the cache holds, (B, Hkv, D) = {kept} {old.dtype} on {old.device}, "
             f"got {got} {new.dtype} on {new.device}"

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from minitx.nn.bias import Bias, as_bias
+from minitx.nn.cache import StateCache
 from minitx.nn.masks import Causal, Mask, intersect
 
 
@@ -115,6 +116,7 @@ class AttentionCall:
         dropout_p: probability with which a weight is dropped; 0.0 outside of training.
         need_weights: whether ``(output, weights)`` is wanted instead of the output.
         is_cross: whether the keys are those of another sequence. The answer does not depend on it.
+        state: what a core that sums keys up keeps of the earlier ones; key and value are then the new ones alone. Else None.
 
     >>> q = torch.zeros(1, 2, 3, 4)
     >>> call = AttentionCall(q, q, q, mask=Causal(), scale=0.5).check()
@@ -133,6 +135,7 @@ class AttentionCall:
     dropout_p: float = 0.0
     need_weights: bool = False
     is_cross: bool = False
+    state: StateCache | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

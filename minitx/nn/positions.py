@@ -227,7 +227,7 @@ def check_range(name: str, ids: Tensor, size: int) -> None:
     """Refuse ids outside 0 … size - 1, where looking costs nothing: on the CPU, outside of a compiled graph and of vmap."""
     traced = torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(ids)
     if ids.device.type == "cpu" and not traced and ids.numel():
-        low, high = int(ids.min()), int(ids.max())
+        low, high = (int(end) for end in ids.aminmax())
         if low < 0 or high >= size:
             raise ValueError(f"{name} must lie between 0 and {size - 1}, the end of the table; got {low} to {high}")
 
@@ -240,6 +240,8 @@ def position_ids_from(key_mask: Tensor | None, document_ids: Tensor | None, leng
     >>> position_ids_from(None, torch.tensor([[7, 7, 8, 8]]), 4, torch.device("cpu")).tolist()
     [[0, 1, 0, 1]]
     """
+    if key_mask is None and document_ids is None:
+        return torch.arange(length, device=device).unsqueeze(0)
     real = torch.ones(1, length, dtype=torch.long, device=device) if key_mask is None else key_mask.long()
     count = real.cumsum(-1)  # real tokens up to and including this one
     if document_ids is not None:

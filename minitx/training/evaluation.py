@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from minitx.config import IGNORED, EvaluationConfig
 from minitx.data.addressing import Address, Batch
 from minitx.data.module import DataModule
 from minitx.data.task import Task
-from minitx.generation import generate
+from minitx.generation import beam_search, generate
 from minitx.nn.modes import evaluating
 from minitx.training.calling import Caller
 from minitx.training.objectives import CrossEntropy, Objective, checked_sums, num_targets
@@ -214,14 +215,10 @@ def _of_answers(network: nn.Module, data: DataModule, options: EvaluationConfig,
 def _answers(network: nn.Module, data: DataModule, options: EvaluationConfig) -> Iterator[str]:
     """What the network writes for every validation row, as text."""
     assert data.task.tokenizer is not None
+    answer_to = generate if options.num_beams == 1 else partial(beam_search, num_beams=options.num_beams)
     for batch in _batches(network, data, options):
-        answers = generate(
-            network,
-            batch["input_ids"],
-            key_mask=batch.get("key_mask"),
-            max_new_tokens=2 * batch["labels"].shape[1],
-            num_beams=options.num_beams,
-        )
+        longest = 2 * batch["labels"].shape[1]
+        answers = answer_to(network, batch["input_ids"], key_mask=batch.get("key_mask"), max_new_tokens=longest)
         yield from (data.task.tokenizer.decode(answer.tolist()) for answer in answers)
 
 

@@ -87,12 +87,13 @@ def _attention(network: nn.Module, model: TransformerConfig, batch: Batch) -> di
     """Each core is called once more with what it got, and its operations are counted for that shape."""
     calls: list[tuple[nn.Module, AttentionCall]] = []
     device = next(network.parameters()).device
-    with evaluating(network), ExitStack() as hooks:
-        for module in network.modules():
-            if isinstance(module, MultiHeadAttention):
-                hook = module.core.register_forward_pre_hook(lambda core, args: calls.append((core, args[0])))
-                hooks.enter_context(hook)
-        network(**{name: tensor.to(device) for name, tensor in network_inputs(batch).items()})
+    with evaluating(network):
+        with ExitStack() as hooks:
+            for module in network.modules():
+                if isinstance(module, MultiHeadAttention):
+                    hook = module.core.register_forward_pre_hook(lambda core, args: calls.append((core, args[0])))
+                    hooks.enter_context(hook)
+            network(**{name: tensor.to(device) for name, tensor in network_inputs(batch).items()})
         errors = [_error(core, call) for core, call in calls]
     rows, _, length, _ = calls[0][1].shape
     shape = AttentionShape(model, rows, length, causal=model.architecture == "decoder", training=False)

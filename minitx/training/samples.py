@@ -13,7 +13,7 @@ from torch import nn
 
 from minitx.config import ConfigError
 from minitx.data.tokenizers import Tokenizer
-from minitx.generation import generate
+from minitx.generation import Sampler, generate
 from minitx.nn.modes import evaluating
 from minitx.training.metrics import add_records, drop_records
 from minitx.training.module import TrainingModule, hash_seed
@@ -95,7 +95,8 @@ class Samples(StepCallback):
         network: Any = module.network
         assert self.tokenizer is not None
         context = None if hasattr(network, "encode") else network.config.max_len
-        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, "context": context}
+        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "context": context}
+        options["sampler"] = Sampler(temperature=self.temperature)
         generator = torch.Generator().manual_seed(hash_seed(self.seed, step))
         with evaluating(network):
             answers = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minitx.analysis import attention_statistics, statistics
-from minitx.nn import Causal, Padding, SlidingWindow
+from minitx.nn import AttentionCall, Causal, Padding, SlidingWindow
 
 B, H, HKV, L, S, D = 2, 6, 3, 7, 11, 5
 PER_ROW = ("row_std", "entropy", "max_weight", "saturation_90", "ipr", "jacobian_l1", "jacobian_fro", "dot_product_variance")
@@ -71,7 +71,7 @@ def test_statistics_equal_brute_force_over_visible_pairs(name):
     query, key = inputs()
     rows = torch.tensor([[[visible(b, i, j) for j in range(S)] for i in range(L)] for b in range(B)])
     wanted = brute_force(query, key, 0.7, rows, [[real(b, i) for i in range(L)] for b in range(B)])
-    found = attention_statistics(query, key, scale=0.7, mask=mask)
+    found = attention_statistics(AttentionCall(query, key, key, scale=0.7, mask=mask))
     for statistic, values in wanted.items():
         torch.testing.assert_close(found[statistic], torch.tensor(values, dtype=torch.float64), rtol=1e-9, atol=1e-12)
 
@@ -81,7 +81,7 @@ def test_padded_queries_and_rows_with_one_key_are_left_out():
     query, key = inputs(7, 7)
     visible = torch.tensor([[[bool(key_mask[b, j]) and j <= i for j in range(7)] for i in range(7)] for b in range(B)])
     wanted = brute_force(query, key, 0.3, visible, key_mask.tolist())
-    found = attention_statistics(query, key, scale=0.3, mask=Causal() & Padding(key_mask))
+    found = attention_statistics(AttentionCall(query, key, key, scale=0.3, mask=Causal() & Padding(key_mask)))
     for statistic, values in wanted.items():
         torch.testing.assert_close(found[statistic], torch.tensor(values, dtype=torch.float64), rtol=1e-9, atol=1e-12)
 
@@ -89,7 +89,7 @@ def test_padded_queries_and_rows_with_one_key_are_left_out():
 def test_one_row_of_two_keys_by_hand():
     query = torch.tensor([[[[1.0]]]])
     key = torch.tensor([[[[0.0], [math.log(3.0)]]]])  # weights 1/4 and 3/4
-    found = {name: float(value) for name, value in attention_statistics(query, key, scale=1.0).items()}
+    found = {name: float(value) for name, value in attention_statistics(AttentionCall(query, key, key, scale=1.0)).items()}
     assert found["max_weight"] == pytest.approx(0.75)
     assert found["ipr"] == pytest.approx(0.625)
     assert found["jacobian_l1"] == pytest.approx(0.375)
@@ -101,13 +101,13 @@ def test_one_row_of_two_keys_by_hand():
 
 def test_streaming_in_tiles_changes_nothing(monkeypatch):
     query, key = inputs()
-    whole = attention_statistics(query, key, scale=0.5, mask=Causal())
-    favourites = attention_statistics(query, key, scale=0.5, mask=Causal())["favourite"]
+    whole = attention_statistics(AttentionCall(query, key, key, scale=0.5, mask=Causal()))
+    favourites = attention_statistics(AttentionCall(query, key, key, scale=0.5, mask=Causal()))["favourite"]
     monkeypatch.setattr(statistics, "_TILE", 1)
-    tiled = attention_statistics(query, key, scale=0.5, mask=Causal())
+    tiled = attention_statistics(AttentionCall(query, key, key, scale=0.5, mask=Causal()))
     for name, value in whole.items():
         torch.testing.assert_close(tiled[name], value, rtol=1e-12, atol=1e-14)
-    assert torch.equal(attention_statistics(query, key, scale=0.5, mask=Causal())["favourite"], favourites)
+    assert torch.equal(attention_statistics(AttentionCall(query, key, key, scale=0.5, mask=Causal()))["favourite"], favourites)
 
 
 def test_no_tensor_of_all_pairs_is_held(monkeypatch):
@@ -127,15 +127,17 @@ def test_no_tensor_of_all_pairs_is_held(monkeypatch):
     monkeypatch.setattr(statistics, "_TILE", 4 * length)
     query = torch.randn(1, 1, length, 3)
     with Largest() as largest:
-        attention_statistics(query, query, scale=1.0, mask=Causal() & Padding(torch.ones(1, length, dtype=torch.bool)))
+        attention_statistics(
+            AttentionCall(query, query, query, scale=1.0, mask=Causal() & Padding(torch.ones(1, length, dtype=torch.bool)))
+        )
     assert largest.elements <= 4 * length
 
 
 def test_a_constant_added_to_a_row_moves_no_statistic_of_the_weights():
     query, key = inputs(5, 5, seed=3)
-    base = attention_statistics(query, key, scale=1.0)
+    base = attention_statistics(AttentionCall(query, key, key, scale=1.0))
     shifted_key = key + 10.0 * torch.ones(D, dtype=torch.float64)  # adds q_i · 10 to row i
-    shifted = attention_statistics(query, shifted_key, scale=1.0)
+    shifted = attention_statistics(AttentionCall(query, shifted_key, shifted_key, scale=1.0))
     for name in ("row_std", "entropy", "ipr", "max_weight"):
         torch.testing.assert_close(shifted[name], base[name], rtol=1e-9, atol=1e-12)
     assert bool((shifted["logit_std"] > 2 * base["logit_std"]).all())
@@ -143,7 +145,7 @@ def test_a_constant_added_to_a_row_moves_no_statistic_of_the_weights():
 
 def test_the_favourite_key_is_the_one_with_the_largest_weight_and_excluded_rows_have_none():
     query, key = inputs(4, 4)
-    favourites = attention_statistics(query, key, scale=-0.5, mask=Causal())["favourite"]
+    favourites = attention_statistics(AttentionCall(query, key, key, scale=-0.5, mask=Causal()))["favourite"]
     assert (favourites[:, :, 0] == -1).all()  # the first row sees one key
     scores = -0.5 * query @ key.repeat_interleave(H // HKV, 1).transpose(-1, -2)
     for i in range(1, 4):

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitx.analysis import attention_statistics, capture, statistics
 from minitx.config import TransformerConfig
-from minitx.nn import Causal, DecoderLM, EncoderDecoder, KVCache, MultiHeadAttention, Padding
+from minitx.nn import AttentionCall, Causal, DecoderLM, EncoderDecoder, KVCache, MultiHeadAttention, Padding
 from tests.waiting import PATIENCE
 
 IDS = torch.tensor([[1, 2, 3, 5, 7], [4, 4, 8, 9, 1]])
@@ -277,7 +277,7 @@ def test_statistics_never_hold_a_matrix_of_queries_times_keys(monkeypatch):
     query = torch.randn(1, 2, 211, 3)
     mask = Causal() & Padding(torch.arange(211)[None] < 199)
     with Largest() as seen:
-        attention_statistics(query, query, scale=1.0, mask=mask)
+        attention_statistics(AttentionCall(query, query, query, scale=1.0, mask=mask))
     assert seen.numel <= 2**12
     with Largest() as seen:
         list(statistics.over_tiles(statistics.AttentionCall(query, query, query, mask)))

@@ -255,3 +255,13 @@ def test_a_scale_that_is_no_power_of_d_k_is_a_subclass_of_score_scale():
     plain.load_state_dict(ours.state_dict())
     x = torch.randn(2, 5, 12)
     torch.testing.assert_close(ours(x), plain(x))
+
+
+# adapters
+
+
+def test_adapters_learn_while_the_model_stays_frozen_and_merge_into_it(ran):
+    found, _ = ran("lora")
+    assert found["loss after"] < 1.0 < found["loss before"]
+    assert found["share of numbers trained"] < 0.05
+    assert found["merged minus adapted"] < 1e-4

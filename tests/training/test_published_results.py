@@ -12,6 +12,7 @@ from minitx.ablation.grid import cells
 from minitx.analysis import attention_statistics, zhai_entropy_bound
 from minitx.cli.compose import compose_config
 from minitx.config import CallbacksConfig, KeyValueDataConfig, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig
+from minitx.nn import AttentionCall
 from minitx.nn.functional import attention_scores, masked_softmax
 from minitx.training.metrics import read_metrics
 from minitx.training.run import train
@@ -24,7 +25,7 @@ WIDTHS = (4, 8, 16, 32, 64, 128, 256)
 def variances(width, scale):
     """(before scaling, after scaling) on unit-normal input."""
     query, key = torch.randn(4, 16, 96, width), torch.randn(4, 16, 96, width)
-    statistics = attention_statistics(query, key, scale=scale)
+    statistics = attention_statistics(AttentionCall(query, key, key, scale=scale))
     return float(statistics["dot_product_variance"].mean()), float(statistics["row_std"].square().mean())
 
 
@@ -66,7 +67,7 @@ def gaussian_rows(n, width, blocks):
 def test_r2_step_0_diagnostics_meet_their_oracles(n, width, scaled):
     scale = width**-0.5 if scaled else 1.0
     entropy, top, over_99, over_90, jacobian, *_ = ORACLES[n, width, scaled]
-    blocks = [attention_statistics(query, key, scale=scale) for query, key in gaussian_rows(n, width, 4)]
+    blocks = [attention_statistics(AttentionCall(query, key, key, scale=scale)) for query, key in gaussian_rows(n, width, 4)]
     mean = {name: sum(float(block[name].mean()) for block in blocks) / 4 for name in blocks[0] if name != "favourite"}
     assert mean["entropy"] == pytest.approx(entropy, abs=0.02)
     assert mean["max_weight"] == pytest.approx(top, abs=0.02)
@@ -175,7 +176,9 @@ def test_r4_the_ipr_follows_the_random_energy_model(factor, expected):
     sigma = factor * math.sqrt(2 * math.log(n))
     total = 0.0
     for _ in range(16):  # energies σ · N(0, 1) as q · k with d_k = 1 and q = σ
-        statistics = attention_statistics(torch.full((1, 250, 1, 1), sigma), torch.randn(1, 250, n, 1), scale=1.0)
+        statistics = attention_statistics(
+            AttentionCall(torch.full((1, 250, 1, 1), sigma), torch.randn(1, 250, n, 1), torch.randn(1, 250, n, 1), scale=1.0)
+        )
         total += float(statistics["ipr"].mean()) / 16
     assert total == pytest.approx(expected, abs=0.02)
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minitx.nn.cache import StateCache
 from minitx.nn.efficient.base import EfficientAttention
 from minitx.nn.functional import AttentionCall
 from minitx.nn.masks import simplify
@@ -49,9 +50,17 @@ class KernelisedAttention(EfficientAttention):
         """ln φ(query) (B, H, L, m) and ln φ(key) (B, Hkv, S, m), for scores multiplied by ``scale``."""
         raise NotImplementedError(f"{type(self).__name__} defines no features")
 
+    def make_cache(self, capacity: int) -> StateCache:
+        """What this core needs of earlier positions: the state (B, Hkv, m, Dv + 1) instead of keys."""
+        return StateCache(capacity)
+
     def attend(self, call: AttentionCall) -> Tensor:
         query, key, value = call.query, call.key, call.value
         causal, key_mask = self.causal_and_padding(simplify(call.mask, query.shape[2], key.shape[2]))
+        if call.state is not None and not causal and query.shape[2] > 1:
+            raise ValueError(
+                f"{type(self).__name__} reads several tokens with a cache only under a causal mask, got is_causal=False"
+            )
         if key_mask is not None:
             hidden = ~key_mask[:, None, :, None]
             key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)  # no NaN comes from padding
@@ -63,16 +72,22 @@ class KernelisedAttention(EfficientAttention):
         if key_mask is not None:
             peak = peak.masked_fill(~key_mask[:, None], -torch.inf)
         extended = F.pad(value, (0, 1), value=1.0)  # a column of ones: the denominator is its sum
-        sums = self._causal(phi_q, phi_k, peak, extended) if causal else _meet(phi_q, _summary(phi_k, peak, extended)[0])
+        if causal or call.state is not None:
+            sums = self._causal(phi_q, phi_k, peak, extended, call.state)
+        else:
+            sums = _meet(phi_q, _summary(phi_k, peak, extended)[0])
         total = sums[..., -1:]
         empty = total <= torch.finfo(total.dtype).tiny ** 0.5
         return (sums[..., :-1] / total.masked_fill(empty, 1.0)).masked_fill(empty, 0.0).flatten(1, 2)  # (B, H, L, Dv)
 
-    def _causal(self, phi_q: Tensor, phi_k: Tensor, peak: Tensor, value: Tensor) -> Tensor:
+    def _causal(self, phi_q: Tensor, phi_k: Tensor, peak: Tensor, value: Tensor, kept: StateCache | None) -> Tensor:
         """Row i's sums over keys up to i + S − L, relative to exp(the largest peak among them): (B, Hkv, G, L, Dv)."""
         before = phi_k.shape[2] - phi_q.shape[3]  # keys that every query sees
-        state, top = _summary(phi_k[:, :, :before], peak[:, :, :before], value[:, :, :before])
-        highest = peak.cummax(-1).values.clamp(min=torch.finfo(peak.dtype).min)  # (B, Hkv, S)
+        if kept is None or kept.state is None:
+            state, top = _summary(phi_k[:, :, :before], peak[:, :, :before], value[:, :, :before])
+        else:
+            state, top = kept.state
+        highest = torch.maximum(peak.cummax(-1).values, top)  # (B, Hkv, S)
         # split, not slices in the loop: the gradient of n / c slices is n / c tensors as long as the sequence
         chunks = [x[:, :, before:].split(self.chunk_size, dim=2) for x in (phi_k, value, peak, highest)]
         rows = []
@@ -84,6 +99,8 @@ class KernelisedAttention(EfficientAttention):
             now = high[..., -1:]
             gained = (k * (own - now).exp().unsqueeze(-1)).transpose(-1, -2) @ v
             state, top = state * (top - now).exp().unsqueeze(-1) + gained, now
+        if kept is not None:
+            kept.state = state, top
         return torch.cat(rows, dim=3)
 
     def extra_repr(self) -> str:

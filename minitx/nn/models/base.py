@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from minitx.config import TransformerConfig
 from minitx.nn.bias import as_bias
 from minitx.nn.blocks import run_checkpointed
-from minitx.nn.cache import KVCache
+from minitx.nn.cache import KVCache, LayerCache, hiding_rules
 from minitx.nn.feedforward import load_balancing_loss
 from minitx.nn.init import init_weights
-from minitx.nn.masks import Causal, Documents, Mask, Padding, SlidingWindow, as_mask, intersect
+from minitx.nn.masks import Causal, Mask, as_mask, intersect
 from minitx.nn.models.parts import Core, build_bias, build_block, init_gains
 from minitx.nn.norms import make_norm
 from minitx.nn.positions import Rotation, position_ids_from
@@ -56,6 +56,7 @@ class TransformerModel(nn.Module):
         self.blocks = nn.ModuleList(
             build_block(config, layer, num_layers, causal=causal, cross=cross, core=core) for layer in range(num_layers)
         )
+        self.windows = tuple(config.window_of(layer) for layer in range(num_layers))
         self.attn_bias = build_bias(config, decoder=causal)
         ends_normed = config.norm_position in ("post", "deepnorm")  # their blocks end in a norm
         self.final_norm = nn.Identity() if ends_normed else make_norm(config.norm, config.embed_dim, config.norm_eps)
@@ -63,6 +64,22 @@ class TransformerModel(nn.Module):
     def num_parameters(self) -> int:
         """Number of trainable scalars; a tied head counts once."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+    def make_cache(self, capacity: int) -> KVCache:
+        """The smallest cache for ``capacity`` positions a row: layers with a window keep its keys, kernelised ones a sum.
+
+        >>> from minitx.nn import DecoderLM
+        >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2, window=(3, None)))
+        >>> [layer.window for layer in model.make_cache(8).layers]
+        [3, None]
+        """
+        layers = []
+        for block, window in zip(self.blocks, self.windows, strict=True):
+            make = getattr(block.attention, "make_cache", None)  # an attention of the user's may have none
+            layers.append(LayerCache(capacity) if make is None else make(capacity, window))
+        cache = KVCache(capacity, len(layers))
+        cache.layers = tuple(layers)
+        return cache
 
     def _init_weights(self, generator: torch.Generator | None) -> None:
         config = self.config
@@ -93,29 +110,38 @@ class TransformerModel(nn.Module):
         self._check_ids(input_ids, position_ids, past, counted, name)
         if cache is not None:
             key_mask, document_ids = cache.join(input_ids, key_mask, document_ids)  # (B, S)
-        masks = self._masks(mask, key_mask, document_ids)
-        if masks[0] is not None:  # before positions are counted from what does not fit
-            masks[0].check(input_ids.shape[0], self.config.num_heads, L, past + L)
+        if cache is not None and mask is not None and not cache.keeps_all:
+            raise ValueError("mask counts keys from the beginning: give KVCache(capacity, num_layers), which keeps all of them")
+        masks = self._masks(as_mask(mask), key_mask, document_ids, cache, L)
+        if masks[0] is not None and cache is None:  # before positions are counted from what does not fit
+            masks[0].check(input_ids.shape[0], self.config.num_heads, L, L)
         if position_ids is None:
             position_ids = position_ids_from(key_mask, document_ids, past + L, input_ids.device)[:, past:]
         x = self.embeddings(input_ids, position_ids, token_type_ids)  # (B, L, E)
         return x, Shared(masks, self._positions(position_ids, x))
 
-    def _masks(self, mask: Tensor | Mask | None, key_mask: Tensor | None, document_ids: Tensor | None) -> list[Mask | None]:
-        """Each layer's mask, everything that hides keys; layers with one window share one mask."""
-        mask = as_mask(mask)
-        own = [
-            Causal() if self.causal and not (mask is not None and mask.is_causality) else None,
-            Padding(key_mask) if key_mask is not None else None,
-            Documents(document_ids) if document_ids is not None else None,
-            mask,
-        ]
-        windows = [self.config.window_of(layer) for layer in range(len(self.blocks))]
-        found = {w: intersect(*own[:1], None if w is None else SlidingWindow(w), *own[1:]) for w in dict.fromkeys(windows)}
-        return [found[window] for window in windows]
+    def _masks(
+        self, mask: Mask | None, key_mask: Tensor | None, document_ids: Tensor | None, cache: KVCache | None, num_new: int
+    ) -> list[Mask | None]:
+        """Each layer's mask, everything that hides keys; layers with one window and one kind of cache share one mask."""
+        causal = Causal() if self.causal and not (mask is not None and mask.is_causality) else None
+        found: dict[Any, Mask | None] = {}
+        masks = []
+        for layer, window in enumerate(self.windows):
+            kind: object = window
+            if cache is not None:
+                kind = window, type(cache.layers[layer]), cache.layers[layer].window
+            if kind not in found:
+                described = key_mask, document_ids
+                rules = hiding_rules(window, *described) if cache is None else cache.rules(layer, window, *described, num_new)
+                found[kind] = intersect(causal, *rules, mask)
+            masks.append(found[kind])
+        return masks
 
     def _positions(self, position_ids: Tensor, x: Tensor) -> list[Tensor | Rotation | None]:
         """Each layer's positions: angles where it rotates, made once for all layers with the same base."""
+        if self.config.position != "rotary":
+            return [position_ids] * len(self.blocks)
         found: dict[Any, Rotation] = {}
         positions: list[Tensor | Rotation | None] = []
         for block in self.blocks:
@@ -135,6 +161,8 @@ class TransformerModel(nn.Module):
         """The blocks and the final norm: hidden states (B, L, E), and what the routers chose. ``cross``: memory and its mask."""
         routing: Routing = []
         attn_bias = None if self.attn_bias is None else as_bias(self.attn_bias)
+        if attn_bias is not None and cache is not None:
+            attn_bias = cache.place(attn_bias)
         checkpointing, routes = self.config.checkpointing and torch.is_grad_enabled(), self.config.num_experts is not None
         options: dict[str, Any] = {"attn_bias": attn_bias, "return_extras": routes, **cross}
         try:

@@ -55,7 +55,7 @@ class Embeddings(nn.Module):
         if self.gain is not None:
             x = x * self.gain
         if self.position is not None:
-            x = x + self.position(position_ids + self.offset, x.dtype)
+            x = x + self.position(position_ids + self.offset if self.offset else position_ids, x.dtype)
         if token_type_ids is not None:
             if self.token_type is None:
                 raise ValueError("token_type_ids: the model has none (type_vocab_size=0), got a tensor")
@@ -181,7 +181,7 @@ def build_block(
         parallel=config.parallel,
         dropout=config.dropout,
         residual_scale=deepnorm_factors(config, decoder=causal)[0],
-        branch=branch,
+        branch=branch if config.layer_scale is not None or drop > 0.0 else None,
     )
 
 

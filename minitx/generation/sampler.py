@@ -1,14 +1,64 @@
-"""What may be drawn: pure functions of logits (B, V) that set what they leave out to −inf, and the draw itself.
-
-In sampling they follow one another in the order of this file: repetition penalty, temperature, top-k, top-p, min-p.
-"""
+"""How an id is chosen: filters, pure functions of logits (B, V) that set what they leave out to −inf, and the draw itself."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """How ``generate`` chooses the next id: the likeliest one, or a draw from what the filters leave.
+
+    The filters follow one another in the order of the arguments, the repetition penalty first.
+
+    Args:
+        temperature: 0 takes the likeliest id, else logits are divided by it and an id is drawn.
+        top_k, top_p, min_p: filters of draws, None for off; see ``keep_top_k``, ``keep_top_p`` and ``keep_min_p``.
+        repetition_penalty: on ids that are in the text already, 1 for off; see ``penalise_repeats``.
+
+    Raises:
+        ValueError: a number out of range, or a filter of draws where nothing is drawn.
+
+    >>> logits, nothing = torch.tensor([[2.0, 5.0, 3.0]]), torch.zeros(1, 3, dtype=torch.bool)
+    >>> Sampler().choose(logits, nothing).tolist()
+    [1]
+    >>> Sampler(temperature=0.5, top_k=2).filtered(logits, nothing).tolist()
+    [[-inf, 0.0, -4.0]]
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature} must be zero (greedy) or a positive number")
+        for name in ("top_k", "top_p", "min_p"):
+            if getattr(self, name) is not None and self.temperature == 0.0:
+                raise ValueError(f"{name}={getattr(self, name)} has no effect without sampling: set temperature above 0")
+        self.filtered(torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool))  # each filter checks its own number
+
+    def filtered(self, logits: Tensor, seen: Tensor) -> Tensor:
+        """logits (B, V) -> those that are chosen from; ``seen`` is bool (B, V), True = in the row's text."""
+        if self.repetition_penalty != 1.0:
+            logits = penalise_repeats(logits, seen, self.repetition_penalty)
+        if self.temperature == 0.0:
+            return logits
+        logits = apply_temperature(logits, self.temperature)
+        logits = logits if self.top_k is None else keep_top_k(logits, self.top_k)
+        logits = logits if self.top_p is None else keep_top_p(logits, self.top_p)
+        return logits if self.min_p is None else keep_min_p(logits, self.min_p)
+
+    def choose(self, logits: Tensor, seen: Tensor, uniforms: Tensor | None = None) -> Tensor:
+        """One id a row: the likeliest, or with ``uniforms`` (B,) a draw, as in ``draw``."""
+        logits = self.filtered(logits, seen)
+        return logits.argmax(-1) if uniforms is None else draw(logits, uniforms)
 
 
 def penalise_repeats(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -34,7 +84,7 @@ def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
     Ackley et al. 1985, "A learning algorithm for Boltzmann machines".
     """
     if not 0.0 < temperature < math.inf:
-        raise ValueError(f"temperature={temperature} must be a positive number (0 for greedy, in generate)")
+        raise ValueError(f"temperature={temperature} must be a positive number (0 for greedy, in Sampler)")
     return (logits - logits.amax(dim=-1, keepdim=True)) / temperature
 
 
