@@ -238,7 +238,7 @@ def _sdpa(shape: AttentionShape) -> CoreCost:
     forward = 4 * shape.config.width_per_head * shape.cells
     reads, row = shape.q + 2 * shape.k, FLOAT * shape.rows
     alone = max(_rule(shape) * masked, 14 * dense * (shape.bias is not None), FLOAT * shape.q + row)
-    return CoreCost(forward, 5 * forward // 2, reads, row + FLOAT * dense, 1 + masked, (alone, FLOAT * reads))
+    return CoreCost(forward, 5 * forward // 2, reads, row + FLOAT * dense, 1, (alone, FLOAT * reads))
 
 
 def _chunked(shape: AttentionShape) -> CoreCost:

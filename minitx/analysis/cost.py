@@ -169,6 +169,8 @@ class _Sizes:
         if config.position == "t5" and not shape.cross:
             parameters += config.num_buckets * config.num_heads  # one table for all layers
         kept = 0 if config.checkpointing else layers * self._attention_bytes(shape)
+        if kept and shape.window is not None and shape.bias is None and running_core(shape) == "sdpa":
+            kept -= (layers - 1) * FLOAT * self.length**2  # the layers share the kernel's mask
         core = Part(stack, "core", parameters, layers * flops, layers * shape.needed * self.passes, kept)
         return [*parts[:3], core, parts[3]]
 
@@ -193,7 +195,6 @@ class _Sizes:
         rows = both // config.width_per_head
         normed = {"rms": 2 * both + rows, "layer": both + 2 * rows, "l2": both + shape.k + 2 * rows}
         numbers = cost.reads + outputs * shape.q + normed.get(config.qk_norm or "", 0)
-        numbers += rotary * 2 * shape.length * config.width_per_head  # cosines and sines, for queries and for keys
         numbers += shape.q * (config.scale == "learned")
         return FLOAT * numbers + cost.keeps + self.stream * self.keeps_branch
 
