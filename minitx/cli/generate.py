@@ -112,7 +112,7 @@ def _answer(model: nn.Module, tokenizer: Tokenizer, config: GenerateConfig, gene
             write("---\n")
         try:
             if config.num_beams != 1:
-                beam = {"num_beams": config.num_beams, "length_penalty": config.length_penalty}
+                beam: dict[str, Any] = {"num_beams": config.num_beams, "length_penalty": config.length_penalty}
                 (answer,) = beam_search(model, ids, **beam, repetition_penalty=config.repetition_penalty, **options)
                 write("".join(map(stream.push, answer.tolist())))
             else:

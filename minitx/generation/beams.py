@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +67,7 @@ def beam_search(
     if not math.isfinite(length_penalty):
         raise ValueError(f"length_penalty={length_penalty} must be a finite number")
     sampler = Sampler(repetition_penalty=repetition_penalty)
-    prompt = {"key_mask": key_mask, "decoder_input_ids": decoder_input_ids, "context": context}
+    prompt: dict[str, Any] = {"key_mask": key_mask, "decoder_input_ids": decoder_input_ids, "context": context}
     reader, logits, seen, stop_ids, max_new_tokens = begin(
         model, input_ids, **prompt, max_new_tokens=max_new_tokens, stop=stop, use_cache=use_cache
     )
