@@ -21,7 +21,9 @@ from minitx.nn import DecoderLM
 def main() -> dict[str, float]:
     """Train the adapters, merge them, and return what the docstring names."""
     torch.manual_seed(0)
-    config = TransformerConfig(vocab_size=29, embed_dim=64, num_heads=4, num_layers=2, max_len=16, init="lecun", tie_embeddings=False)
+    config = TransformerConfig(
+        vocab_size=29, embed_dim=64, num_heads=4, num_layers=2, max_len=16, init="lecun", tie_embeddings=False
+    )
     base = DecoderLM(config)
     # inside of a Sequential: peft reads a `config` of the outermost module as one of transformers
     model = get_peft_model(nn.Sequential(base), LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "out_proj"]))

@@ -137,7 +137,8 @@ class _Sizes:
             return self._patches(kept)
         positions = 0
         if config.position == "learned":
-            positions, kept = config.max_len + config.position_offset, kept + 8 * self.length  # the ids that were looked up
+            positions = config.max_len + config.position_offset
+            kept += 8 * self.length * (config.position_offset > 0)  # the ids that were looked up
         assert config.vocab_size is not None
         parameters = config.vocab_size * E + stacks * ((positions + config.type_vocab_size) * E + norm[0] * config.embed_norm)
         return Part("", "embedding", parameters, 0, 0, stacks * kept)
@@ -251,7 +252,7 @@ class _Sizes:
                 act = 1 if config.activation in ("relu", "reglu") else 2
                 parameters += dense + self.norm[0]
                 flops, kept = flops + self.product(self.tokens, E, E), kept + (act + 1) * self.stream + self.norm[1]
-            return Part("", "head", parameters, flops, flops, kept)
+            return Part("", "head", parameters, flops, flops, kept + self._positions())
         rows = self.tokens if config.head == "token" else self.batch_size
         outputs = 0 if config.head == "none" else config.num_labels or 0
         parameters = outputs * (E + 1) + dense * config.pooler
@@ -260,7 +261,14 @@ class _Sizes:
             needed += self.product(rows, E, E)
             flops += 2 * rows * E * E if config.head == "none" else self.product(rows, E, E)
         pooled = FLOAT * rows * E * (config.pooler + (config.pooling == "mean")) * (config.head == "sequence")
-        return Part("", "head", parameters, flops, needed, FLOAT * rows * outputs + pooled)
+        return Part("", "head", parameters, flops, needed, FLOAT * rows * outputs + pooled + self._positions())
+
+    def _positions(self) -> int:
+        """Bytes of the positions or angles of a forward pass, which the model makes once for all its layers."""
+        config = self.config
+        stacks = (2 if config.architecture == "encoder_decoder" else 1) * (config.architecture != "vision")
+        looked_up = 8 * self.length * (config.position == "learned" and not config.position_offset)
+        return stacks * (looked_up + FLOAT * self.length * config.width_per_head * (config.position == "rotary"))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from minitx.generation.begin import begin
 from minitx.generation.compiled import CompiledDecoder
 from minitx.generation.sampler import Sampler, row_uniforms
-from minitx.nn import KVCache
 
 
 @torch.no_grad()
@@ -61,15 +60,13 @@ def generate(
     [torch.Size([4]), torch.Size([4])]
     """
     sampler = Sampler() if sampler is None else sampler
-    start: Callable[[KVCache], Callable[[Tensor], Tensor]] | None = None
+    prompt: dict[str, Any] = {"key_mask": key_mask, "decoder_input_ids": decoder_input_ids, "context": context}
     if isinstance(model, CompiledDecoder):
         if not use_cache:
             raise ValueError("use_cache=False: a CompiledDecoder reads its tokens from a cache")
-        start = model.start
-        model = model.model
-    prompt: dict[str, Any] = {"key_mask": key_mask, "decoder_input_ids": decoder_input_ids, "context": context}
+        prompt["start"], model = model.start, model.model
     reader, logits, seen, stop_ids, max_new_tokens = begin(
-        model, input_ids, **prompt, max_new_tokens=max_new_tokens, stop=stop, use_cache=use_cache, start=start
+        model, input_ids, **prompt, max_new_tokens=max_new_tokens, stop=stop, use_cache=use_cache
     )
     uniforms = row_uniforms(len(logits), max_new_tokens, generator) if sampler.temperature > 0.0 else None
     answers: list[list[int]] = [[] for _ in logits]

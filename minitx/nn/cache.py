@@ -46,6 +46,7 @@ class LayerCache:
         self.memory: tuple[Tensor, Tensor] | None = None
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
+        self._slots = 0  # of the tensors
         self._end = 0  # the slot after the newest position
 
     @property
@@ -70,7 +71,7 @@ class LayerCache:
         """key (B, Hkv, L, D) and value (B, Hkv, L, Dv) of the next L positions; returns the last ``num_kept + L``, as views."""
         kept, L = self.num_kept, key.shape[2]
         check_room(self.length, L, self.capacity)
-        if self._keys is None or self._values is None or self._end + L > self._keys.shape[2]:
+        if self._end + L > self._slots:
             self._make_room(key, value, kept + max(L, self.window or self.capacity))
         assert self._keys is not None
         assert self._values is not None
@@ -91,7 +92,7 @@ class LayerCache:
             _check_like("key", key, old_keys)
             _check_like("value", value, old_values)
             keys[:, :, :kept], values[:, :, :kept] = old_keys, old_values
-        self._keys, self._values, self._end = keys, values, kept
+        self._keys, self._values, self._slots, self._end = keys, values, slots, kept
 
     def rewind(self, length: int) -> None:
         """Forget the last ``append``; ``length`` is the number of positions before it."""

@@ -227,7 +227,8 @@ def check_range(name: str, ids: Tensor, size: int) -> None:
     """Refuse ids outside 0 … size - 1, where looking costs nothing: on the CPU, outside of a compiled graph and of vmap."""
     traced = torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(ids)
     if ids.device.type == "cpu" and not traced and ids.numel():
-        low, high = (int(end) for end in ids.aminmax())
+        ends = ids.aminmax()
+        low, high = int(ends.min), int(ends.max)
         if low < 0 or high >= size:
             raise ValueError(f"{name} must lie between 0 and {size - 1}, the end of the table; got {low} to {high}")
 

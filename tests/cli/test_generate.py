@@ -10,7 +10,7 @@ import torch
 
 from minitx.cli.arguments import parse
 from minitx.cli.generate import GenerateConfig
-from minitx.generation import generate
+from minitx.generation import Sampler, beam_search, generate
 from minitx.training.checkpoint import AtomicCheckpointIO
 from minitx.training.stored import load_model
 from tests.cli.conftest import assert_named
@@ -18,10 +18,10 @@ from tests.cli.processes import start
 from tests.waiting import PATIENCE
 
 
-def written(last, prompt, **options):
+def written(last, prompt, write=generate, **options):
     """The text that the library writes, without the program."""
     model, tokenizer, _ = load_model(last.partition("=")[2])
-    (answer,) = generate(model, torch.tensor([tokenizer.encode(prompt).tolist()]), **options)
+    (answer,) = write(model, torch.tensor([tokenizer.encode(prompt).tolist()]), **options)
     return tokenizer.decode(answer.tolist()) + "\n"
 
 
@@ -39,9 +39,13 @@ def writes(cli):
 
 @pytest.mark.parametrize(("run", "prompt"), [("text", "In the"), ("bytes", "你好"), ("dates", "de: 7.3.1999")])
 def test_a_prompt_is_continued_or_answered_as_the_library_does(writes, last, run, prompt):
-    for options in ({"max_new_tokens": 11}, {"max_new_tokens": 9, "num_beams": 3, "length_penalty": 0.2}):
+    ways = [
+        (generate, {"max_new_tokens": 11}),
+        (beam_search, {"max_new_tokens": 9, "num_beams": 3, "length_penalty": 0.2, "repetition_penalty": 1.3}),
+    ]
+    for write, options in ways:
         words = [f"{name}={value}" for name, value in options.items()]
-        assert writes(last(run), f"prompt={prompt}", *words) == written(last(run), prompt, **options)
+        assert writes(last(run), f"prompt={prompt}", *words) == written(last(run), prompt, write, **options)
 
 
 def test_each_line_of_stdin_gets_an_answer_and_no_lines_none(writes, last):
@@ -56,8 +60,8 @@ def test_a_seed_repeats_its_samples_and_samples_differ(writes, last):
     first = writes(*words)
     assert first == writes(*words) != writes(*words, "seed=1")
     assert len(set(first.removesuffix("\n").split("\n---\n"))) == 3
-    options = {"temperature": 1.5, "max_new_tokens": 20, "top_k": 20, "generator": torch.Generator().manual_seed(0)}
-    assert first.startswith(written(last("text"), "the ", **options))
+    options = {"max_new_tokens": 20, "generator": torch.Generator().manual_seed(0)}
+    assert first.startswith(written(last("text"), "the ", sampler=Sampler(temperature=1.5, top_k=20), **options))
 
 
 def test_a_stop_ends_the_answer_before_it(writes, last):
@@ -82,6 +86,8 @@ TYPED = {
     "num_samples=2": "num_samples=2",
     "temperature=1 top_p=2": "top_p=2",
     "top_k=5": "top_k=5",
+    "num_beams=2 temperature=1": "num_beams=2",
+    "num_beams=0": "num_beams=0",
     "context=70": "context=70",
     "stop=ab": "stop=",
     "prompt=né": "U+00E9",

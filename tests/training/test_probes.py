@@ -97,7 +97,7 @@ def test_gradient_statistics_equal_autograd_by_hand_and_leave_no_gradient_behind
     layer, norms, gradients = model.blocks[0].attention, [], []
     for part in parts:
         queries = []
-        handle = layer.core.register_forward_pre_hook(lambda _, args, kept=queries: kept.append(args[0]))
+        handle = layer.core.register_forward_pre_hook(lambda _, args, kept=queries: kept.append(args[0].query))
         value, _ = loss(part)
         handle.remove()
         grad_q, grad_w = torch.autograd.grad(value, [queries[0], layer.q_proj.weight])
