@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import isqrt, log
+from math import log
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from minitx.config import TransformerConfig
 from minitx.nn.backends import explain_backends
-from minitx.nn.backends.chunked import LARGEST, SMALLEST, TILE
+from minitx.nn.backends.chunked import tile_sizes
 from minitx.nn.bias import Bias, as_bias
 from minitx.nn.functional import AttentionCall
 from minitx.nn.masks import Causal, Mask, SlidingWindow, intersect
@@ -244,10 +244,9 @@ def _sdpa(shape: AttentionShape) -> CoreCost:
 def _chunked(shape: AttentionShape) -> CoreCost:
     """Kept: the output and two numbers a row; worked on: a few tiles of at most 2^19 scores, whatever L is."""
     L, D = shape.length, shape.config.width_per_head
-    side = min(max(isqrt(TILE // shape.heads) // 32 * 32, SMALLEST), LARGEST)
-    height = min(side, L)
-    width = min(side * side // height, L)
+    height, width, most = tile_sizes(shape.mask, (shape.batch_size, shape.config.num_heads, L, L))
     cells = shape.heads * tiled_cells(L, height, width, window=shape.window, causal=shape.causal)
+    width = most if width < most else width  # neighbouring tiles are multiplied together
     tile, reads = FLOAT * shape.heads * height * width, shape.q + 2 * shape.k
     before = tile * min(L - width, width) // width  # while a tile is computed, the one before is still there
     capped = 2 * tile * (shape.config.softcap is not None)

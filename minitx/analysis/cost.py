@@ -30,6 +30,7 @@ from minitx.analysis.attention_cost import FLOAT, AttentionShape, core_cost, run
 from minitx.analysis.flops import train_flops
 from minitx.analysis.meter import Meter
 from minitx.config import TransformerConfig
+from minitx.nn.backends.chunked import tile_sizes
 from minitx.nn.feedforward import GATED
 from minitx.nn.models import TransformerModel, build_model
 
@@ -172,6 +173,9 @@ class _Sizes:
         kept = 0 if config.checkpointing else layers * self._attention_bytes(shape)
         if kept and shape.window is not None and shape.bias is None and running_core(shape) == "sdpa":
             kept -= (layers - 1) * FLOAT * self.length**2  # the layers share the kernel's mask
+        if shape.mask is not None and running_core(shape) == "chunked":
+            height, width, _ = tile_sizes(shape.mask, (self.batch_size, config.num_heads, self.length, self.length))
+            kept += -(-self.length // height) * -(-self.length // width)  # one byte a tile, for all layers
         core = Part(stack, "core", parameters, layers * flops, layers * shape.needed * self.passes, kept)
         return [*parts[:3], core, parts[3]]
 

@@ -111,7 +111,7 @@ def text_inputs(model: nn.Module, tokenizer: Tokenizer | None, text: str, target
     """``text`` as ``model`` was trained to read it; of an encoder–decoder, ``target`` (None: its own answer) beside it.
 
     Args:
-        options: of ``generate``, for the model's own answer.
+        options: of ``own_answer``.
 
     Raises:
         ConfigError: nothing to read, more than ``max_len`` tokens, a character or an id that the model does not know.
@@ -142,15 +142,19 @@ def first_ids(config: TransformerConfig, tokenizer: Tokenizer) -> list[int]:
     return [tokenizer.mark_ids["cls"]] if config.head == "sequence" and "cls" in tokenizer.mark_ids else []
 
 
-def own_answer(model: nn.Module, ids: list[int], **options: Any) -> list[int]:
-    """What an encoder–decoder answers to ``ids``; ``options`` are those of ``generate``."""
+def own_answer(model: nn.Module, ids: list[int], num_beams: int = 1, **options: Any) -> list[int]:
+    """What an encoder–decoder answers to ``ids``; ``options`` are those of ``generate`` and ``beam_search``."""
     import torch
 
-    from minitx.generation import generate
+    from minitx.generation import beam_search, generate
 
     device = next(model.parameters()).device
     try:
-        (answer,) = generate(model, torch.tensor([ids], device=device), **options)
+        tensor = torch.tensor([ids], device=device)
+        if num_beams == 1:
+            (answer,) = generate(model, tensor, **options)
+        else:
+            (answer,) = beam_search(model, tensor, num_beams=num_beams, **options)
     except (ValueError, FloatingPointError) as error:
         raise ConfigError(f"the model's own answer cannot be had: {error}; give it as target=TEXT") from error
     return answer.tolist()

@@ -85,7 +85,7 @@ def test_tiles_that_a_rule_hides_are_skipped_in_both_passes(monkeypatch):
     assert flops(Causal() & SlidingWindow(64)) == 9 * tile  # linear in the length
     assert flops(Causal() & Padding(torch.arange(320)[None] < 130)) == 12 * tile  # the last two columns are padding
     assert flops(Causal() & Documents(torch.arange(320)[None] // 64)) == 5 * tile
-    assert flops(BlockSparse(torch.eye(5, dtype=torch.bool), 64)) == 5 * tile
+    assert 5 * tile <= flops(BlockSparse(torch.eye(5, dtype=torch.bool), 64)) < 5.1 * tile  # and a product of small patterns
     assert flops(Dense(torch.eye(320, dtype=torch.bool))) == 5 * tile
 
 
