@@ -20,7 +20,7 @@ slow: $(VENV)/dev.installed
 	$(BIN)/python -m pytest -n 2 -m slow
 
 PAIRS   ?= 8
-BENCHES := fused_attention kernel_choice ragged data_path attention_statistics trainer_tax training_throughput
+BENCHES := fused_attention kernel_choice ragged data_path attention_statistics trainer_tax training_throughput overhead
 bench: $(VENV)/dev.installed
 	set -e; for name in $(BENCHES); do $(BIN)/python benchmarks/$$name.py --pairs $(PAIRS); done
 	$(BIN)/python benchmarks/memory.py

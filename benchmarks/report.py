@@ -29,6 +29,7 @@ TARGETS = {
     "P9": "peak memory of a training step over Hugging Face",
     "P10": "cold start to the first step, and batches from the loader",
     "P11": "attention statistics each 50 steps over none",
+    "P12": "what our Python costs beside plain torch",
 }
 CHINESE = {
     "P1": "相同结构、权重和批次下，训练吞吐量与其他库之比",
@@ -42,6 +43,7 @@ CHINESE = {
     "P9": "一个训练步的峰值内存，相对 Hugging Face",
     "P10": "冷启动到第一步，以及数据加载",
     "P11": "每 50 步统计一次注意力，相对不统计",
+    "P12": "自身的 Python 代码相对纯 torch 的开销",
 }
 WORDS = {
     "en": (TARGETS, "| target | rows met | first row | median (95 %) | wanted |", "{} of {}", ": ", " to "),

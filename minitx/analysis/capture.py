@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from minitx.analysis.statistics import attention_statistics, over_tiles, real_queries
 from minitx.nn.blocks import is_recomputing
 from minitx.nn.functional import AttentionCall, full_precision
-from minitx.nn.masks import Causal
 
 TOLD_BYTES = 2**30
 """Above this, a record of L × S values is told before it is taken."""
@@ -221,8 +220,8 @@ class _Watcher:
         if is_recomputing():  # activation checkpointing runs a block again in the backward pass
             return
         (call,) = args
-        parts = () if call.mask is None else call.mask.parts()
-        kind = "cross" if call.is_cross else "causal" if any(isinstance(part, Causal) for part in parts) else "self"
+        is_causal = call.mask is not None and call.mask.is_causality
+        kind = "cross" if call.is_cross else "causal" if is_causal else "self"
         look = Look(call, kind, self._real_queries(call, kind), _head_index(self.heads, call))
         self._tell_memory(name, look)
         with full_precision(call.query.device):

@@ -187,7 +187,7 @@ class MultiHeadAttention(nn.Module):
             is_cross=is_cross,
             state=cache if isinstance(cache, StateCache) and not is_cross else None,
         )
-        out = self.core(call.check())
+        out = self.core(call.check_rules())
         out, weights = out if isinstance(out, tuple) else (out, None)
         out = self.out_proj(out.transpose(1, 2).flatten(2))  # (B, H, L, D) -> (B, L, H * D) -> (B, L, E)
         return out if weights is None else (out, weights)

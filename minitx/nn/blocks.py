@@ -110,7 +110,7 @@ class Residual(nn.Module):
         self.norm_last = norm_position in ("post", "deepnorm")
         self.norm = norm()
         self.output_norm = norm() if norm_position == "sandwich" else None
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(dropout) if dropout != 0.0 else None
         self.branch = None if branch is None else branch()
 
     def enter(self, x: Tensor) -> Tensor:
@@ -121,7 +121,8 @@ class Residual(nn.Module):
         """The stream after the sublayer has returned ``out``."""
         if self.output_norm is not None:
             out = self.output_norm(out)
-        out = self.dropout(out)
+        if self.dropout is not None:
+            out = self.dropout(out)
         if self.branch is not None:
             out = self.branch(out)
         return self.norm(x * self.residual_scale + out) if self.norm_last else x + out

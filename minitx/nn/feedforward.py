@@ -50,12 +50,12 @@ class FeedForward(nn.Module):
         self.gate_proj = nn.Linear(embed_dim, ffn_dim, bias=bias) if activation in GATED else None
         self.up_proj = nn.Linear(embed_dim, ffn_dim, bias=bias)
         self.down_proj = nn.Linear(ffn_dim, embed_dim, bias=bias)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(dropout) if dropout != 0.0 else None
 
     def forward(self, x: Tensor) -> Tensor:
         activate = ACTIVATIONS[self.activation]
         hidden = activate(self.up_proj(x)) if self.gate_proj is None else activate(self.gate_proj(x)) * self.up_proj(x)
-        return self.down_proj(self.dropout(hidden))
+        return self.down_proj(hidden if self.dropout is None else self.dropout(hidden))
 
 
 def _check_network(embed_dim: int, ffn_dim: int, activation: str) -> None:

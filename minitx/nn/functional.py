@@ -165,6 +165,18 @@ class AttentionCall:
             visible = allowed if visible is None else visible & allowed
         return visible
 
+    def check_rules(self) -> AttentionCall:
+        """Return the call if mask and bias fit its shape: all that is left to check where query, key and value were made to fit.
+
+        Raises:
+            ValueError: a mask or a bias of another shape.
+        """
+        if self.mask is not None:
+            self.mask.check(*self.shape)
+        if self.attn_bias is not None:
+            as_bias(self.attn_bias).check(*self.shape)
+        return self
+
     def check(self) -> AttentionCall:
         """Return the call if its arguments fit each other.
 
@@ -180,19 +192,15 @@ class AttentionCall:
             if not tensor.is_floating_point() or tensor.dtype != query.dtype or tensor.device != query.device:
                 wanted = f"query is {query.dtype} on {query.device}"
                 raise TypeError(f"{name} must be floating-point, and {wanted}; got {tensor.dtype} on {tensor.device}")
-        (B, H, L, D), (_, Hkv, S, _) = query.shape, key.shape
+        (B, H, _, D), (_, Hkv, S, _) = query.shape, key.shape
         if key.shape[0] != B or key.shape[-1] != D or H % Hkv:
             wanted = f"(B, Hkv, S, D) with B = {B}, D = {D} and Hkv dividing {H}"
             raise ValueError(f"key must have shape {wanted}, as query has, got {tuple(key.shape)}")
         if value.shape[:3] != key.shape[:3]:
             raise ValueError(f"value must have the key's (B, Hkv, S) = {(B, Hkv, S)}, got {tuple(value.shape)}")
-        if self.mask is not None:
-            self.mask.check(B, H, L, S)
-        if self.attn_bias is not None:
-            as_bias(self.attn_bias).check(B, H, L, S)
         if sinks is not None and (not sinks.is_floating_point() or tuple(sinks.shape) != (H,)):
             raise ValueError(f"sinks must be floating-point of shape (H,) = ({H},), got {sinks.dtype} {tuple(sinks.shape)}")
-        return self
+        return self.check_rules()
 
 
 def make_call(

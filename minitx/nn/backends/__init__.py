@@ -91,7 +91,10 @@ def unregister_backend(name: str) -> None:
 
 def _fastest(call: AttentionCall) -> Backend:
     """What ``auto`` runs: looks at types and sizes only. The rules are measured by ``benchmarks/kernel_choice.py``."""
-    B, H, L, S = call.query.shape[:3] + call.key.shape[2:3]
+    is_sparse = call.mask is not None and call.mask.is_sparse
+    if not is_sparse and call.softcap is None and call.sinks is None and sdpa.falls_back(call) is None:
+        return sdpa.BACKEND
+    B, H, L, S = call.shape
     scores, on_cpu = B * H * L * S, call.query.device.type == "cpu"
     if call.softcap is not None or call.sinks is not None:  # torch's kernels have no place for them
         if not on_cpu and flex.why_not(call) is None:
@@ -99,10 +102,10 @@ def _fastest(call: AttentionCall) -> Backend:
         few_rows = L == 1 and on_cpu  # a row of scores and its online softmax are one tile
         large = scores >= CHUNKED_FROM and L > 1
         return chunked.BACKEND if (few_rows or large) and chunked.why_not(call) is None else math.BACKEND
-    if not on_cpu and call.mask is not None and call.mask.is_sparse and flex.why_not(call) is None:
+    if not on_cpu and is_sparse and flex.why_not(call) is None:
         return flex.BACKEND  # it skips empty blocks; torch's kernels would get a dense mask
     if sdpa.falls_back(call) is None:
-        few = on_cpu and scores >= CHUNKED_FROM and call.mask is not None and call.mask.is_sparse and _few_tiles(call)
+        few = on_cpu and is_sparse and scores >= CHUNKED_FROM and _few_tiles(call)
         return chunked.BACKEND if few else sdpa.BACKEND
     start = CHUNKED_FROM if call.dropout_p > 0.0 else CHUNKED_FROM_OVER_PLAIN
     return chunked.BACKEND if L > 1 and scores >= start and chunked.why_not(call) is None else sdpa.BACKEND
