@@ -149,7 +149,8 @@ def share_of_tiles(call: AttentionCall) -> float:
 def _states(call: AttentionCall) -> Tensor:
     assert call.mask is not None
     shape, device = call.shape, call.query.device
-    return call.mask.remember("tiles", (shape, device), tile_states, call.mask, shape, device)
+    kept_for = shape, device, tile_sizes(call.mask, shape)
+    return call.mask.remember("tiles", kept_for, tile_states, call.mask, shape, device)
 
 
 def by_group(left: Tensor, right: Tensor) -> Tensor:
