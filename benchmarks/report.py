@@ -29,7 +29,7 @@ TARGETS = {
     "P9": "peak memory of a training step over Hugging Face",
     "P10": "cold start to the first step, and batches from the loader",
     "P11": "attention statistics each 50 steps over none",
-    "P12": "what our Python costs beside plain torch",
+    "P12": "what our Python costs over plain torch",
 }
 CHINESE = {
     "P1": "相同结构、权重和批次下，训练吞吐量与其他库之比",
