@@ -170,6 +170,28 @@ def test_a_sweep_by_joblib_exits_with_3_where_a_job_fails(script, project):
     assert "not finite" in bad.stderr
 
 
+@pytest.mark.slow
+def test_a_data_module_of_ones_own_gives_two_processes_rows_of_their_own(script, project):
+    source = (project / "own.py").read_text()
+    note = 'open(f"rows_{os.environ[\'LOCAL_RANK\']}", "a").write("".join(f"{row}\\n" for row in input_ids.tolist() if self.training))'
+    changed = source.replace("        return self.head(", f"        {note}\n        return self.head(")
+    assert changed != source
+    (project / "own.py").write_text(f"import os\n{changed}")
+    script("sorted", *SHORT, "trainer=ddp_cpu", "trainer.threads=1", "output_dir=run")
+    first, second = (set((project / f"rows_{rank}").read_text().splitlines()) for rank in (0, 1))
+    assert len(first) > 90 and len(second) > 90
+    assert len(first & second) < 10  # rows that happen to be alike
+    assert read_metrics(project / "run" / "metrics.csv")[0]["tokens"] == 2 * 32
+
+
+@pytest.mark.slow
+def test_submitit_launches_the_jobs_of_a_sweep(script, project):
+    sweep = ("-m", "hydra/launcher=submitit_local", "hydra.sweep.dir=swept", "optimizer.lr=.1,.5")
+    script("sorted_task", *SHORT, *sweep)
+    first, second = (losses(project / "swept" / str(job)) for job in (0, 1))
+    assert first[0] == second[0] and first[-1] != second[-1]
+
+
 def test_optuna_searches_for_the_least_validation_loss(script, project):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     search = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1", "hydra.sweep.dir=swept")

@@ -199,6 +199,7 @@ def test_a_mask_lowered_in_inference_mode_serves_training_afterwards():
         whole(mask)
     x = torch.randn(2, 3, 5, 5, requires_grad=True)
     x.masked_fill(~whole(mask), 0.0).sum().backward()  # an inference tensor could not be saved
+    assert torch.equal(x.grad != 0.0, whole(mask).expand_as(x))
 
 
 def test_in_a_graph_a_window_stays_causal_goes_where_it_hides_nothing_and_nothing_is_kept(monkeypatch):
