@@ -85,8 +85,7 @@ class Rules:
         row = self._rows[self._row(cell)]
         if study.prune == "unsolved":
             row = [other for other in row if other.place.seed in study.tune_seeds]
-        judged = study.prune == "unsolved" and cell.place.seed not in study.tune_seeds
-        return [other for other in row if float(other.rate) < float(cell.rate) or (judged and other.rate == cell.rate)]
+        return [other for other in row if float(other.rate) < float(cell.rate)]
 
     def waits_for(self, cell: Cell) -> Iterator[Place]:
         """The cells whose records there must be before ``cell`` is decided."""
@@ -222,7 +221,7 @@ def project(pool: Pool, cells: Iterable[Cell], folder: Path, run_cell: RunCell) 
     for cell in cells:
         kinds.setdefault(cell.place.study, cell)
     place, jobs = folder / "projection", {}
-    for study, cell in [*kinds.items()] * 1:
+    for study, cell in kinds.items():
         for steps in _PROBES:
             less = (f"trainer.max_steps={steps}", "schedule.warmup_steps=0", "callbacks.probe.every=0", "callbacks.probe.weights_every=0")
             jobs[study, steps] = pool.submit(_timed, run_cell, [*cell.overrides, *less], str(place / f"{study}_{steps}"), steps)
