@@ -5,6 +5,7 @@ A finished cell is never run again, a cell that fails never stops the others, an
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -288,8 +289,7 @@ class Progress:
         self.terminal = sys.stdout.isatty()
         self.done, self.total, self.failed, self.shown = before, total, 0, time.monotonic()
         text = "{percentage:3.0f}% {postfix[0]}, {elapsed} passed, {remaining} left"
-        self._nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # closed with the bar
-        out = sys.stdout if self.terminal else self._nowhere
+        out = sys.stdout if self.terminal else io.StringIO()
         self.bar = tqdm(total=seconds or 1.0, bar_format=text, file=out, postfix=[self._words()], smoothing=0.0)
 
     def _words(self) -> str:
@@ -316,6 +316,5 @@ class Progress:
     def close(self) -> None:
         """The last line."""
         self.bar.close()
-        self._nowhere.close()
         if not self.terminal:
             log.info("%s", self._words())
