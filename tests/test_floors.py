@@ -35,10 +35,11 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
         {"sacrebleu", "wandb"},
     ),
     "training.parts": ({"config", "training"}, {"torch"}, {"hydra"}),
+    "ablation.config": ({"config"}, set(), set()),
     "ablation": (
         {"config", "nn", "analysis", "data", "generation", "interop", "training"},
-        {"torch", "numpy", "scipy"},
-        PLOTS | {"submitit", "ray"},
+        {"torch", "lightning", "numpy", "scipy", "pandas", "jinja2", "tqdm"},
+        PLOTS | {"submitit"},
     ),
     "cli": (
         {"config", "nn", "analysis", "data", "generation", "interop", "training", "ablation"},

@@ -21,7 +21,7 @@ from minitx.ablation.grid import NEW_DATA, cells
 from minitx.ablation.pools import LocalPool
 from minitx.ablation.run import run_cells
 from minitx.cli.ablate import check, run_cell
-from minitx.cli.compose import build_grid, compose_config, composed
+from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import ConfigError
 from minitx.data.module import build_data
 from minitx.nn.models import build_model
@@ -33,7 +33,7 @@ RECALL = "experiment=scaling_cell_recall"
 TINY = ["data.num_pairs=3", "data.num_keys=8", "data.num_values=4", "data.val_size=8", "data.batch_size=4", "model.embed_dim=32",
         "model.num_heads=2", "model.ffn_dim=8", "trainer.threads=1", "callbacks.progress=false", "schedule.warmup_steps=0"]  # fmt: skip
 SMALL = [RECALL, *TINY]
-ARMS = build_grid(composed(["experiment=scaling_ablation", "ablation=smoke"])).arms
+ARMS = compose_grid(["experiment=scaling_ablation", "ablation=smoke"]).arms
 
 
 def trained(folder, *words, steps=50, keep=True):

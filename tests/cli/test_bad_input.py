@@ -54,9 +54,9 @@ COMPOSED = {
     "data=text": "data.path",
     "data.path=x.txt": "data.path=x.txt",
     "data.name=wiki": "data.name=wiki",
-    GRID + "ablation.margin=0": "ablation.margin=0",
+    GRID + "ablation.score_margin=0": "ablation.score_margin=0",
     GRID + "ablation.launcher=slurn": "did you mean slurm?",
-    GRID + "ablation.studies.text.arms=[foo]": "studies.text.arms",
+    GRID + "ablation.studies.recall.arms=[foo]": "studies.recall.arms",
     # Hydra's grammar
     "max_steps": "max_steps",
     "=3": "",
