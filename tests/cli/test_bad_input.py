@@ -119,7 +119,7 @@ def words(typed: str) -> list[str]:
 @pytest.fixture
 def no_run(monkeypatch):
     """A mistake that slips through would train for minutes."""
-    for name in ("minitx.cli.train.run_training", "minitx.cli.ablate.open_launcher"):
+    for name in ("minitx.cli.train.run_training", "minitx.cli.ablate.pool_of"):
         monkeypatch.setattr(name, lambda *args, **kwargs: pytest.fail("the run began"))
 
 
