@@ -5,7 +5,6 @@ A config is plain data (``dict``, ``list``, ``str``, numbers) in YAML files, on 
 imported. Messages begin with ``key=value``.
 """
 
-from minitx.config.ablation import AblationConfig, ComparisonConfig, ExpectedVerdict, PredictionConfig, StudyConfig
 from minitx.config.checks import ConfigError, is_part, to_dict
 from minitx.config.data import (
     BooksDataConfig,

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from minitx.config.ablation import AblationConfig
 from minitx.config.checks import Config, require
 from minitx.config.data import DataConfig, TextDataConfig
 from minitx.config.model import TransformerConfig
@@ -66,7 +65,7 @@ class RunConfig(Config):
         logger: loggers beside metrics.csv, by name.
         callbacks: what happens beside the steps.
         evaluation: what is measured after training.
-        ablation: a grid of runs.
+        ablation: a grid of runs, as plain data (``minitx.ablation.config``).
         seed: of the initial weights, the order of the rows, and dropout.
         ckpt_path: a checkpoint to continue from; last is the newest one in output_dir.
         init_from: weights to start from.
@@ -87,7 +86,7 @@ class RunConfig(Config):
     logger: Mapping[str, Part | None] = field(default_factory=dict)
     callbacks: CallbacksConfig = CallbacksConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    ablation: AblationConfig | None = None
+    ablation: Mapping[str, Any] | None = None
     seed: int = 0
     ckpt_path: str | None = None
     init_from: InitFrom = InitFrom()
