@@ -111,7 +111,9 @@ class Rules:
             return f"at a smaller rate, {min(lost, key=float)}, this arm lost what it had learned" if lost else None
         if study.prune == "unsolved":
             rates = sorted(below, key=float)
-            solved = [any(r["status"] == "done" and solved_step(r["result"], study.solved) for r in below[rate]) for rate in rates]
+            solved = [
+                any(r["status"] == "done" and solved_step(r["result"], study.solved) for r in below[rate]) for rate in rates
+            ]
             for i in range(solved.index(True) + 1, len(rates) - 1) if True in solved else ():
                 if not solved[i] and not solved[i + 1]:
                     return f"no tuning seed solved the task at the two rates {rates[i]} and {rates[i + 1]}"
@@ -220,7 +222,9 @@ def project(pool: Pool, cells: Iterable[Cell], folder: Path, run_cell: RunCell) 
     for cell in cells:
         kinds.setdefault(_kind(cell), cell)
     place = folder / "projection"
-    jobs = {kind: pool.submit(_cost, run_cell, cell.overrides, str(place / str(i))) for i, (kind, cell) in enumerate(kinds.items())}
+    jobs = {
+        kind: pool.submit(_cost, run_cell, cell.overrides, str(place / str(i))) for i, (kind, cell) in enumerate(kinds.items())
+    }
     while not all(job.done() for job in jobs.values()):
         time.sleep(0.02)
     costs = {kind: job.result() for kind, job in jobs.items()}
@@ -242,7 +246,12 @@ def _cost(run_cell: RunCell, overrides: Sequence[str], folder: str) -> tuple[flo
     """(seconds of a run beside its steps, seconds of a step). A run that fails costs nothing here: the grid will say why."""
     took = []
     for steps in (1, *_PROBES):  # the first one imports torch and makes the data
-        less = [f"trainer.max_steps={steps}", "schedule.warmup_steps=0", "callbacks.probe.every=0", "callbacks.probe.weights_every=0"]
+        less = [
+            f"trainer.max_steps={steps}",
+            "schedule.warmup_steps=0",
+            "callbacks.probe.every=0",
+            "callbacks.probe.weights_every=0",
+        ]
         began = time.perf_counter()
         attempt(run_cell, [*overrides, *less], folder, steps, False, False)
         took.append(time.perf_counter() - began)

@@ -70,7 +70,9 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
     failed = [record for record in records if record["status"] == "failed"]
     if failed:
         first = failed[0]
-        raise CellsFailedError(f"{len(failed)} of {len(records)} runs failed; the first: {first['reason']} ({first['command']})")
+        raise CellsFailedError(
+            f"{len(failed)} of {len(records)} runs failed; the first: {first['reason']} ({first['command']})"
+        )
 
 
 def check(chosen: Sequence[Cell]) -> None:
