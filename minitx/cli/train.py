@@ -19,10 +19,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from minitx.ablation.config import AblationConfig
 from minitx.cli.compose import build_config, build_grid, find_own_modules, register_defaults
 from minitx.cli.errors import check_flags, exit_code
 from minitx.cli.launch import FOLDER, launch, needs_launch, rank, shared_folder, started_from_outside
-from minitx.ablation.config import AblationConfig
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig, to_dict
 
 CONFIGS = "pkg://minitx.configs"
