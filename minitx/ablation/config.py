@@ -58,10 +58,12 @@ class StartConfig(Config):
     Attributes:
         study: the study of the first phase.
         arm: an arm of it.
+        solved: only where that run solved its task (``solved`` of its study).
     """
 
     study: str
     arm: str
+    solved: bool = True
 
 
 Score = Literal["time", "stability", "loss", "accuracy", "equal"]

@@ -31,13 +31,15 @@ A record is one line of ``cells.jsonl``:
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from minitx.ablation.config import RATE, Condition
+from minitx.ablation.config import RATE, Condition, Solved, Stable
 
 Record = dict[str, Any]
 Status = Literal["done", "failed", "not run", "missing"]
@@ -154,3 +156,39 @@ def read_records(path: Path) -> list[Record]:
         except json.JSONDecodeError:
             continue
     return found
+
+
+def solved_step(result: Mapping[str, Any], solved: Solved) -> int | None:
+    """The first step t at which the mean of the metric over steps t - window + 1 ... t reaches the value; None where none does.
+
+    >>> solved_step({"accuracy": [0.0, 1.0, 1.0]}, Solved(value=0.9, window=2))
+    3
+    """
+    for step, value in enumerate(_means(result, solved.metric, solved.window), solved.window):
+        if value >= solved.value if solved.metric == "train_accuracy" else value <= solved.value:
+            return step
+    return None
+
+
+def worst_accuracy(result: Mapping[str, Any], window: int) -> float:
+    """The least mean of the training accuracy over ``window`` consecutive steps; 0 where a step was not finite."""
+    if result["nonfinite_step"] is not None:
+        return 0.0
+    return min(_means(result, "train_accuracy", window), default=0.0)
+
+
+def is_lost(result: Mapping[str, Any], stable: Stable) -> bool:
+    """Whether a run from a trained model lost what it had learned."""
+    if stable.metric == "train_accuracy":
+        return worst_accuracy(result, stable.window) < stable.lost
+    return result["nonfinite_step"] is not None
+
+
+def _means(result: Mapping[str, Any], metric: str, window: int) -> list[float]:
+    """Means over ``window`` consecutive steps. A step that is missing counts as the worst: accuracy 0, an infinite loss."""
+    worst = 0.0 if metric == "train_accuracy" else math.inf
+    values = [worst if value is None else value for value in result[metric.removeprefix("train_")] or []]
+    sums = [0.0, *itertools.accumulate(values)]
+    if math.inf in values:
+        return [math.fsum(values[i : i + window]) / window for i in range(len(values) - window + 1)]
+    return [(sums[i + window] - sums[i]) / window for i in range(len(values) - window + 1)]

@@ -1,0 +1,216 @@
+"""What runs of a grid measure or do beside training, as Lightning callbacks that any training run can use.
+
+    +callbacks.sharp={_target_: minitx.ablation.callbacks.AttentionTemperature, value: 0.1, first: 0, last: 50}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import nn
+
+from minitx.analysis.attention_cost import AttentionShape, core_cost
+from minitx.config import ConfigError, RunConfig, TransformerConfig, from_dict
+from minitx.data.addressing import Batch
+from minitx.data.module import DataModule, build_data
+from minitx.nn.attention import MultiHeadAttention
+from minitx.nn.functional import AttentionCall, reference_attention
+from minitx.nn.masks import Mask, SlidingWindow, intersect
+from minitx.nn.modes import evaluating
+from minitx.nn.scale import ScoreScale
+from minitx.training.calling import Caller, config_of, network_inputs
+from minitx.training.checkpoint import load_model
+from minitx.training.evaluation import evaluate
+from minitx.training.module import TrainingModule
+
+START_FILE, MEASURES_FILE = "start.json", "measures.json"
+GRADIENT = "gradient"
+"""The column of ``metrics.csv`` that ``GradientNorm`` writes."""
+TOLERANCE = 1e-5
+_ROWS = 8
+
+
+class SameStart(L.Callback):
+    """Checks that the run begins as the same function as the checkpoint at ``path``, whatever its score scale.
+
+    Both networks read a validation batch. The largest difference of their outputs over the largest output is written to
+    ``start.json`` in the run's folder.
+
+    Raises:
+        ConfigError: it is above 1e-5.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @torch.no_grad()
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        batch = {name: tensor.to(module.device) for name, tensor in trainer.datamodule.probe_batch(_ROWS).items()}  # type: ignore[attr-defined]
+        before, now = (load_model(self.path).model.to(module.device), module.network)
+        with evaluating(before), evaluating(now):
+            expected, got = Caller(before)(batch), Caller(now)(batch)
+        error = float((got - expected).abs().max() / expected.abs().max())
+        Path(trainer.default_root_dir, START_FILE).write_text(json.dumps({"error": error}) + "\n", encoding="utf-8")
+        if not error <= TOLERANCE:
+            raise ConfigError(f"the outputs differ from those of {self.path} by {error:.1e} of the largest; at most {TOLERANCE:g} is allowed")
+
+
+class GradientNorm(L.Callback):
+    """Writes the norm of the gradient over all parameters but those of W_Q and W_K to the column ``gradient``.
+
+    Folding the scale into W_Q and W_K changes their gradients and no others, so this norm compares runs of different scales.
+    """
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
+        named = module.network.named_parameters()
+        gradients = [p.grad for name, p in named if p.grad is not None and "q_proj" not in name and "k_proj" not in name]
+        value = float(torch.nn.utils.get_total_norm(gradients))
+        for logger in trainer.loggers:
+            logger.log_metrics({GRADIENT: value}, trainer.global_step)
+
+
+class AttentionTemperature(L.Callback):
+    """Divides the attention scores by ``value`` in the updates from ``first`` (counted from 0) to ``last - 1``.
+
+    Zhai et al. 2023 (arXiv:2303.06296, section 4) make attention ten times sharper (``value=0.1``) early or late in training.
+    The temperature depends on the step alone, so a resumed run uses the same. Probes and validations use the scores of the
+    update before them. After training the model has its own scores again.
+
+    Raises:
+        ValueError: a temperature that is not a positive number, an empty window, or two such callbacks in a run.
+    """
+
+    def __init__(self, value: float, first: int, last: int) -> None:
+        if not 0.0 < value < math.inf:
+            raise ValueError(f"value={value} must be a positive temperature")
+        if not 0 <= first < last:
+            raise ValueError(f"first={first} and last={last} must be the ends of a window of updates")
+        self.value, self.first, self.last = value, first, last
+        self._factors: list[tuple[ScoreScale, float]] = []
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        if sum(isinstance(callback, AttentionTemperature) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError("callbacks has several AttentionTemperature, and each would undo the others: keep one")
+        self._factors = [(m, m.factor) for m in module.network.modules() if isinstance(m, ScoreScale)]
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        inside = self.first <= trainer.global_step < self.last
+        self._set(1.0 / self.value if inside else 1.0)
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        self._set(1.0)
+
+    def _set(self, multiplier: float) -> None:
+        for scale, factor in self._factors:
+            scale.factor = factor * multiplier
+
+
+class Measures(L.Callback):
+    """Measures the trained network after the last step, and writes the numbers to ``measures.json`` in the run's folder.
+
+    =====================  ======================================================================================
+    ``loss_at_N``          for each of ``lengths``: loss in nats a token on validation rows of N tokens; as many tokens for
+                           every N as ``evaluation.num_rows`` rows of training's length have, from the start of the split
+    ``attention_error``    ||core - exact||_F / ||exact||_F of the trained attention, mean over layers, on 8 validation rows
+                           (exact softmax attention under the same scale and mask, without a window)
+    ``attention_cost``     operations of a core's forward pass over those of the ``math`` backend (``core_cost``)
+    =====================  ======================================================================================
+
+    Args:
+        lengths: row lengths of a language model's validation text.
+        attention: whether to measure ``attention_error`` and ``attention_cost``.
+
+    Raises:
+        ConfigError: before training: data whose rows have no ``context_len``, a length beyond a table of positions, or a bias,
+            sinks or a soft-cap on scores that are to be compared with plain ones.
+    """
+
+    def __init__(self, lengths: tuple[int, ...] = (), attention: bool = False) -> None:
+        self.lengths, self.attention = tuple(lengths), attention
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        model, data = config_of(module.network), trainer.datamodule  # type: ignore[attr-defined]
+        if model is None or not isinstance(data, DataModule):
+            raise ConfigError("callbacks: Measures needs one of our models and the data of a Task")
+        if self.attention:
+            _check_attention(model)
+        if self.lengths:
+            _check_lengths(max(self.lengths), model, data)
+
+    def on_train_end(self, trainer: L.Trainer, module: TrainingModule) -> None:
+        data, network = trainer.datamodule, module.network  # type: ignore[attr-defined]
+        config = from_dict(RunConfig, module.state["config"])
+        found = {}
+        for length in self.lengths:
+            rows = config.evaluation.num_rows
+            rows = None if rows is None else max(1, rows * config.data.max_tokens // length)  # type: ignore[operator, union-attr]
+            longer, options = _with_rows_of(length, data, config), dataclasses.replace(config.evaluation, num_rows=rows)
+            found[f"loss_at_{length}"] = evaluate(network, longer, options).metrics["loss"].value
+        if self.attention:
+            found |= _attention(network, data.probe_batch(_ROWS))
+        Path(trainer.default_root_dir, MEASURES_FILE).write_text(json.dumps(found) + "\n", encoding="utf-8")
+
+
+def _check_attention(model: TransformerConfig) -> None:
+    extra: list[str] = [model.position] if model.position in ("alibi", "t5") else []
+    extra += [name for name in ("sinks", "softcap") if getattr(model, name)]
+    if extra or model.architecture == "encoder_decoder":
+        what = extra[0] if extra else "cross-attention"
+        raise ConfigError(f"callbacks: attention=true compares with plain self-attention, and the model has {what}")
+    try:
+        core_cost(AttentionShape(model, 1, 2, causal=model.architecture == "decoder", training=False))
+    except ValueError as error:
+        raise ConfigError(f"callbacks: attention=true: {error}") from None
+
+
+def _check_lengths(longest: int, model: TransformerConfig, data: DataModule) -> None:
+    if data.task.kind != "language_model" or data.task.tokenizer is None:
+        raise ConfigError(f"callbacks: lengths needs a language model of text, not {data.task.kind}")
+    if model.position in ("learned", "sinusoidal") and longest > model.max_len:
+        raise ConfigError(f"callbacks: lengths: {longest} is beyond model.max_len={model.max_len} of position={model.position}")
+
+
+def _with_rows_of(length: int, data: DataModule, config: RunConfig) -> DataModule:
+    longer: Any = dataclasses.replace(config.data, context_len=length)  # type: ignore[type-var]
+    rows = config.trainer.val_batch_size
+    return build_data(longer, seed=config.seed, max_steps=1, val_batch_size=rows, tokenizer=data.task.tokenizer)
+
+
+@torch.no_grad()
+def _attention(network: nn.Module, batch: Batch) -> dict[str, float]:
+    """Each core is called once more with what it got, and its operations are counted for that shape."""
+    model = config_of(network)
+    assert model is not None
+    calls: list[tuple[nn.Module, AttentionCall]] = []
+    device = next(network.parameters()).device
+    with evaluating(network):
+        with ExitStack() as hooks:
+            for module in network.modules():
+                if isinstance(module, MultiHeadAttention):
+                    hook = module.core.register_forward_pre_hook(lambda core, args: calls.append((core, args[0])))
+                    hooks.enter_context(hook)
+            network(**{name: tensor.to(device) for name, tensor in network_inputs(batch).items()})
+        errors = [_error(core, call) for core, call in calls]
+    rows, _, length, _ = calls[0][1].shape
+    shape = AttentionShape(model, rows, length, causal=model.architecture == "decoder", training=False)
+    exact = dataclasses.replace(model, attention="exact", window=None, backend="math")
+    cost = core_cost(shape).forward / core_cost(dataclasses.replace(shape, config=exact)).forward
+    return {"attention_error": mean(errors), "attention_cost": cost}
+
+
+def _error(core: nn.Module, call: AttentionCall) -> float:
+    """Of one core beside exact attention, which sees what a window hides."""
+    exact = reference_attention(dataclasses.replace(call, mask=_without_window(call.mask)))
+    return float((core(call) - exact).norm() / exact.norm())
+
+
+def _without_window(mask: Mask | None) -> Mask | None:
+    return mask and intersect(*(part for part in mask.parts() if not isinstance(part, SlidingWindow)))

@@ -1,0 +1,213 @@
+"""From a grid's config to its cells, each an ordinary training run with overrides of its own."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import itertools
+import json
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from minitx.ablation.config import RATE, AblationConfig, StudyConfig
+from minitx.ablation.records import Place
+from minitx.config import CONFIG_DIR, ConfigError
+
+NEW_DATA = 1000
+"""What a run that starts from another's weights adds to the seed: its batches are new, and the same for all arms."""
+
+# what decides the result of a run, below the package and its configs
+_CODE = ("nn", "data", "training", "config", "analysis", "ablation/callbacks.py", "ablation/measures.py")
+_CONFIGS = ("callbacks", "data", "experiment", "model", "objective", "optimizer", "schedule", "trainer", "train.yaml")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training run of a grid: its place, the overrides that make it, and the run whose weights it starts from."""
+
+    place: Place
+    overrides: tuple[str, ...]
+    start: Cell | None = None
+    keeps_weights: bool = False
+
+    @cached_property
+    def hash(self) -> str:
+        """A name made of the place and of what decides the result: overrides, code, and the run that it starts from."""
+        keys = [text for text in self.overrides if not text.startswith(CONFIG_DIR)]
+        own = [folder_fingerprint(text.removeprefix(CONFIG_DIR)) for text in self.overrides if text.startswith(CONFIG_DIR)]
+        parts = [*self.place, keys, code_fingerprint(), *own, self.start.hash if self.start else None]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    @property
+    def rate(self) -> str:
+        """The level of the factor ``lr``; "" where there is none."""
+        return dict(self.place.factors).get(RATE, "")
+
+    def folder(self, grid: Path) -> Path:
+        """The run's folder in that of the grid."""
+        return grid / "cells" / self.hash
+
+    def weights(self, grid: Path) -> Path:
+        """The checkpoint that other runs start from."""
+        return self.folder(grid) / "checkpoints" / "last.ckpt"
+
+    def words(self, grid: Path) -> list[str]:
+        """The overrides with those that load the weights of ``start``, and check that the run begins as the same function."""
+        if self.start is None:
+            return list(self.overrides)
+        path = str(self.start.weights(grid))
+        check = f"+callbacks.same_start={{_target_: minitx.ablation.callbacks.SameStart, path: {json.dumps(path)}}}"
+        return [*self.overrides, f"init_from.path={json.dumps(path)}", "init_from.fold_scale=true", check]
+
+    def steps(self) -> int:
+        """The number of steps that the last ``trainer.max_steps`` override asks for.
+
+        Raises:
+            ConfigError: none does, so that the grid's time cannot be projected.
+        """
+        given = settings(self.overrides).get("trainer.max_steps")
+        if given is None:
+            raise ConfigError(f"ablation.studies.{self.place.study}.base must set trainer.max_steps, so that its time can be projected")
+        if not given.isdecimal():
+            raise ConfigError(f"ablation.studies.{self.place.study}: trainer.max_steps={given} must be a whole number")
+        return int(given)
+
+    def describe(self, grid: Path) -> dict[str, Any]:
+        """The cell as plain data, as it stands in ``cells.jsonl``."""
+        return {
+            "cell": self.hash,
+            "study": self.place.study,
+            "arm": self.place.arm,
+            "factors": dict(self.place.factors),
+            "seed": self.place.seed,
+            "overrides": list(self.overrides),
+            "command": command_of(self.words(grid)),
+            "start": self.start.hash if self.start else None,
+        }
+
+
+def settings(overrides: Iterable[str]) -> dict[str, str]:
+    """The values that overrides set, by key; of several for one key the last.
+
+    >>> settings(["seed=1", "+data.path=a=b", "seed=2"])
+    {'seed': '2', 'data.path': 'a=b'}
+    """
+    pairs = (text.lstrip("+").partition("=") for text in overrides)
+    return {key: value for key, _, value in pairs}
+
+
+def command_of(words: Sequence[str]) -> str:
+    """The command that runs these overrides; a folder of configs among them stands first, as argparse wants it."""
+    return shlex.join(["python", "scripts/train.py", *sorted(words, key=lambda text: not text.startswith(CONFIG_DIR))])
+
+
+def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
+    """Every cell of the grid, in seed blocks: all studies at their first seed, then at their second, and so on.
+
+    A grid that is cut off is therefore still balanced. Tuning seeds come first, and a cell comes after the one that it starts
+    from. Overrides apply in the order base, arm, factors, seed, common.
+
+    Args:
+        common: overrides for every cell.
+
+    Raises:
+        ConfigError: the same cell twice, or a first phase that the grid does not have.
+    """
+    found: dict[Place, tuple[int, Cell]] = {}
+    for name in _in_order(grid):
+        study = grid.studies[name]
+        for block, seed in enumerate((*study.tune_seeds, *study.seeds)):
+            for arm, factors in _combinations(study):
+                place = Place(name, arm, tuple(sorted(factors.items())), seed)
+                if place in found:
+                    raise ConfigError(f"ablation.studies.{name} names a seed or a level twice: {place}")
+                levels = [override for factor, level in factors.items() for override in study.factors[factor][level]]
+                start, own_seed = None, seed
+                if study.start is not None:
+                    start, own_seed = _start_of(grid, study, place, found), seed + NEW_DATA
+                overrides = (*study.base, *grid.arms[arm], *levels, f"seed={own_seed}", *common)
+                keeps = any(other.start and (other.start.study, other.start.arm) == (name, arm) for other in grid.studies.values())
+                found[place] = (block, Cell(place, overrides, start, keeps))
+    return [cell for _, cell in sorted(found.values(), key=lambda entry: entry[0])]
+
+
+def _in_order(grid: AblationConfig) -> list[str]:
+    """The studies, each after the one that it starts from."""
+    ordered: list[str] = []
+    waiting = list(grid.studies)
+    while waiting:
+        ready = [n for n in waiting if (start := grid.studies[n].start) is None or start.study in ordered]
+        if not ready:
+            raise ConfigError(f"ablation.studies: {', '.join(waiting)} start from each other")
+        ordered += ready
+        waiting = [name for name in waiting if name not in ready]
+    return ordered
+
+
+def _start_of(grid: AblationConfig, study: StudyConfig, place: Place, found: Mapping[Place, tuple[int, Cell]]) -> Cell:
+    assert study.start is not None
+    shared = tuple((factor, level) for factor, level in place.factors if factor in grid.studies[study.start.study].factors)
+    first = Place(study.start.study, study.start.arm, shared, place.seed)
+    if first not in found:
+        raise ConfigError(f"ablation.studies.{place.study}.start: the grid has no run {first}")
+    return found[first][1]
+
+
+def _combinations(study: StudyConfig) -> Iterator[tuple[str, dict[str, str]]]:
+    for levels in itertools.product(*study.factors.values()):
+        factors = dict(zip(study.factors, levels, strict=True))
+        for arm in study.arms:
+            place = {"arm": arm, **factors}
+            if not any(all(place[key] in allowed for key, allowed in skip.items()) for skip in study.skip):
+                yield arm, factors
+
+
+@cache
+def code_fingerprint() -> str:
+    """A digest of the code and configs that decide a run's result, and of torch's version.
+
+    A changed comment, docstring or report keeps it.
+    """
+    import torch
+
+    package = Path(__file__).resolve().parent.parent
+    configs = Path(str(find_spec("minitx.configs").origin)).parent  # type: ignore[union-attr]
+    found = {
+        f"{part}/{path.relative_to(root)}": path
+        for root, part, names in ((package, "minitx", _CODE), (configs, "configs", _CONFIGS))
+        for name in names
+        for path in ([root / name] if (root / name).is_file() else (root / name).rglob("*.*"))
+        if path.suffix in (".py", ".yaml")
+    }
+    return _digest(found, torch.__version__)
+
+
+@cache
+def folder_fingerprint(folder: str) -> str:
+    """A digest of the configs in a folder of the user's, wherever it lies, but for the grids in its ``ablation/``."""
+    found = {path.relative_to(folder).as_posix(): path for path in Path(folder).rglob("*.yaml")}
+    return _digest({name: path for name, path in found.items() if not name.startswith("ablation/")})
+
+
+def _digest(files: Mapping[str, Path], first: str = "") -> str:
+    """Of names and contents, in the order of the names; of Python, of what is executed."""
+    digest = hashlib.sha256(first.encode())
+    for name in sorted(files):
+        digest.update(name.encode())
+        content = files[name].read_bytes()
+        digest.update(_executed(content) if files[name].suffix == ".py" else content)
+    return digest.hexdigest()[:16]
+
+
+def _executed(source: bytes) -> bytes:
+    """Python without comments, docstrings and layout, none of which decides a run."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree).encode()

@@ -1,0 +1,141 @@
+"""Where runs of a grid are computed: worker processes of this machine, or Slurm jobs by submitit.
+
+A pool is anything with ``workers``, ``submit(function, *arguments)`` and ``close()``. What ``submit`` gives has ``done()`` and
+``result()``, as futures and submitit's jobs do; ``result()`` raises where the process or job died.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, Protocol
+
+from minitx.config import ConfigError
+
+SLURM_JOBS = 16
+"""Jobs under way at once, unless ``ablation.workers`` says otherwise."""
+
+
+class Job(Protocol):
+    """A call that is under way."""
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+
+    def result(self) -> Any:
+        """What it returned; raises what it raised, or that its process died."""
+
+
+class Pool(Protocol):
+    """Runs calls, ``workers`` at once; who submits sees to it that no more are under way."""
+
+    workers: int
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Job:
+        """Start ``function(*arguments)``. Both are pickled."""
+
+    def close(self) -> None:
+        """End what is under way."""
+
+
+class LocalPool:
+    """Worker processes that live for the whole grid, because importing torch and Lightning costs seconds.
+
+    Where one dies, the calls that are under way raise, and the next ``submit`` starts all workers anew. Workers end with this
+    process, even if it is killed.
+
+    Args:
+        workers: processes.
+        devices: values of ``CUDA_VISIBLE_DEVICES``; each worker sees one of them, in turn.
+    """
+
+    def __init__(self, workers: int, devices: Sequence[str] = ()) -> None:
+        self.workers, self.devices = workers, tuple(devices)
+        self._executor: ProcessPoolExecutor | None = None
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Job:
+        """As ``Pool.submit``."""
+        try:
+            self._executor = self._executor or self._start()
+            return self._executor.submit(function, *arguments)
+        except BrokenProcessPool:
+            self.close()
+            return self.submit(function, *arguments)
+
+    def close(self) -> None:
+        """Kill the workers."""
+        if self._executor is not None:
+            processes = list((self._executor._processes or {}).values())  # shutdown forgets them, and waits for what they do
+            self._executor.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.kill()
+            self._executor = None
+
+    def _start(self) -> ProcessPoolExecutor:
+        spawn = multiprocessing.get_context("spawn")
+        places = spawn.SimpleQueue()
+        for i in range(self.workers):
+            places.put(self.devices[i % len(self.devices)] if self.devices else None)
+        return ProcessPoolExecutor(self.workers, spawn, initializer=_start_worker, initargs=(os.getpid(), places))
+
+
+def _start_worker(parent: int, places: Any) -> None:
+    device = places.get()
+    if device is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = device  # torch is not imported yet
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and kills its workers
+    logging.disable(logging.INFO)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+class SlurmPool:
+    """Slurm jobs by submitit (https://github.com/facebookincubator/submitit), one a call.
+
+    Args:
+        workers: jobs under way at once.
+        folder: for submitit's files; the nodes must see it.
+        options: of submitit's ``update_parameters`` (``slurm_partition``, ``timeout_min``, ...; an hour a job unless given), and
+            ``cluster``: ``slurm``, or ``local``, which tries it with processes of this machine.
+
+    Raises:
+        ConfigError: submitit is not installed, there is no Slurm, or an option that submitit refuses.
+    """
+
+    def __init__(self, workers: int, folder: Path, options: Mapping[str, Any]) -> None:
+        self.workers = workers
+        try:
+            import submitit
+        except ImportError:
+            raise ConfigError("ablation.launcher=slurm needs submitit: pip install minitx[slurm]") from None
+        parameters = {"name": "minitx", "timeout_min": 60, **options}
+        try:
+            self._executor = submitit.AutoExecutor(folder=folder, cluster=parameters.pop("cluster", "slurm"))
+            self._executor.update_parameters(**parameters)
+        except (RuntimeError, NameError, ValueError, AssertionError) as error:
+            raise ConfigError(f"ablation.launcher=slurm with launcher_options={dict(options)}: {error}") from None
+        self._jobs: list[Any] = []
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Job:
+        """As ``Pool.submit``."""
+        self._jobs = [job for job in self._jobs if not job.done()]
+        self._jobs.append(self._executor.submit(function, *arguments))
+        return self._jobs[-1]  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Cancel the jobs that are under way."""
+        for job in self._jobs:
+            job.cancel(check=False)
