@@ -1,6 +1,6 @@
 """What runs of a grid measure or do beside training, as Lightning callbacks that any training run can use.
 
-    +callbacks.sharp={_target_: minitx.ablation.callbacks.AttentionTemperature, value: 0.1, first: 0, last: 50}
++callbacks.sharp={_target_: minitx.ablation.callbacks.AttentionTemperature, value: 0.1, first: 0, last: 50}
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class SameStart(L.Callback):
         error = float((got - expected).abs().max() / expected.abs().max())
         Path(trainer.default_root_dir, START_FILE).write_text(json.dumps({"error": error}) + "\n", encoding="utf-8")
         if not error <= TOLERANCE:
-            raise ConfigError(f"the outputs differ from those of {self.path} by {error:.1e} of the largest; at most {TOLERANCE:g} is allowed")
+            raise ConfigError(
+                f"the outputs differ from those of {self.path} by {error:.1e} of the largest; at most {TOLERANCE:g} is allowed"
+            )
 
 
 class GradientNorm(L.Callback):

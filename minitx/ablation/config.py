@@ -116,7 +116,10 @@ class StudyConfig(Config):
         both = sorted(set(self.seeds) & set(self.tune_seeds))
         require(not both, f"tune_seeds={list(self.tune_seeds)} are judged too: seed {both[:1]} is in both lists")
         judged = any(score in ("loss", "accuracy") for score in self.scores)
-        require(judged or not self.measures, f"measures={list(self.measures)} need a score of loss or accuracy to choose the rate by")
+        require(
+            judged or not self.measures,
+            f"measures={list(self.measures)} need a score of loss or accuracy to choose the rate by",
+        )
         require("stability" not in self.scores or self.start is not None, "scores=[stability] needs start, a trained model")
         require(self.prune is None or RATE in self.factors, f"prune={self.prune} needs the factor {RATE}")
         require(self.prune != "unsolved" or bool(self.tune_seeds), "prune=unsolved needs tune_seeds, which decide it")
@@ -155,10 +158,7 @@ class ComparisonConfig(Config):
     law: LawConfig | None = None
 
 
-Verdict = Literal[
-    *("SLOWER", "FASTER", "LESS STABLE", "MORE STABLE", "NARROWER", "WIDER"),
-    *("WORSE", "BETTER", "SAME", "UNDECIDED"),
-]
+Verdict = Literal["SLOWER", "FASTER", "LESS STABLE", "MORE STABLE", "NARROWER", "WIDER", "WORSE", "BETTER", "SAME", "UNDECIDED"]
 Endpoint = str
 """``time``, ``largest_rate``, ``stability``, ``loss``, ``accuracy``, or the name of a measure."""
 
@@ -253,7 +253,10 @@ class AblationConfig(Config):
                 first = self.studies[study.start.study]
                 _known(f"studies.{name}.start.arm", [study.start.arm], first.arms, f"studies.{study.start.study}.arms")
                 missing = [factor for factor in first.factors if factor not in study.factors]
-                require(not missing, f"studies.{name}.start.study={study.start.study} has the factor {missing[:1]}, which {name} has not")
+                require(
+                    not missing,
+                    f"studies.{name}.start.study={study.start.study} has the factor {missing[:1]}, which {name} has not",
+                )
         _known("only", self.only, self.studies, "ablation.studies")
         for i, comparison in enumerate(self.comparisons):
             self._check_comparison(f"comparisons[{i}]", comparison)

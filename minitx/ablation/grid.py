@@ -72,7 +72,9 @@ class Cell:
         """
         given = settings(self.overrides).get("trainer.max_steps")
         if given is None:
-            raise ConfigError(f"ablation.studies.{self.place.study}.base must set trainer.max_steps, so that its time can be projected")
+            raise ConfigError(
+                f"ablation.studies.{self.place.study}.base must set trainer.max_steps, so that its time can be projected"
+            )
         if not given.isdecimal():
             raise ConfigError(f"ablation.studies.{self.place.study}: trainer.max_steps={given} must be a whole number")
         return int(given)
@@ -131,7 +133,9 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
                 if study.start is not None:
                     start, own_seed = _start_of(grid, study, place, found), seed + NEW_DATA
                 overrides = (*study.base, *grid.arms[arm], *levels, f"seed={own_seed}", *common)
-                keeps = any(other.start and (other.start.study, other.start.arm) == (name, arm) for other in grid.studies.values())
+                keeps = any(
+                    other.start and (other.start.study, other.start.arm) == (name, arm) for other in grid.studies.values()
+                )
                 found[place] = (block, Cell(place, overrides, start, keeps))
     return [cell for _, cell in sorted(found.values(), key=lambda entry: entry[0])]
 

@@ -39,7 +39,9 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int, *, keep_attent
         "parameters": trained["num_parameters"],
         "start_error": _read(folder / START_FILE).get("error"),
         "measures": {name: finite(value) for name, value in _read(folder / MEASURES_FILE).items()},
-        "probes": [{"step": probe["step"], "layers": [_layer(layer) for layer in probe["layers"]]} for probe in _probes(folder)],
+        "probes": [
+            {"step": probe["step"], "layers": [_layer(layer) for layer in probe["layers"]]} for probe in _probes(folder)
+        ],
         "attention": _attention(folder / "attention") if keep_attention else {},
     }
 

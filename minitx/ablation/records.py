@@ -115,7 +115,10 @@ class Runs:
             if record["status"] == "done" or found.get(place, record)["status"] != "done":
                 found[place] = record
         return cls(
-            tuple(Run(place, found[place]["status"], found[place]) if place in found else Run(place, "missing") for place in places)
+            tuple(
+                Run(place, found[place]["status"], found[place]) if place in found else Run(place, "missing")
+                for place in places
+            )
         )
 
     def select(

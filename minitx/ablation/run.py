@@ -112,7 +112,9 @@ class Rules:
             return f"at a smaller rate, {min(lost, key=float)}, this arm lost what it had learned" if lost else None
         if study.prune == "unsolved":
             rates = sorted(below, key=float)
-            solved = [any(r["status"] == "done" and solved_step(r["result"], study.solved) for r in below[rate]) for rate in rates]
+            solved = [
+                any(r["status"] == "done" and solved_step(r["result"], study.solved) for r in below[rate]) for rate in rates
+            ]
             for i in range(solved.index(True) + 1, len(rates) - 1) if True in solved else ():
                 if not solved[i] and not solved[i + 1]:
                     return f"no tuning seed solved the task at the two rates {rates[i]} and {rates[i + 1]}"
@@ -224,7 +226,12 @@ def project(pool: Pool, cells: Iterable[Cell], folder: Path, run_cell: RunCell) 
     place, jobs = folder / "projection", {}
     for study, cell in [*kinds.items()] * 1:
         for steps in _PROBES:
-            less = (f"trainer.max_steps={steps}", "schedule.warmup_steps=0", "callbacks.probe.every=0", "callbacks.probe.weights_every=0")
+            less = (
+                f"trainer.max_steps={steps}",
+                "schedule.warmup_steps=0",
+                "callbacks.probe.every=0",
+                "callbacks.probe.weights_every=0",
+            )
             jobs[study, steps] = pool.submit(_timed, run_cell, [*cell.overrides, *less], str(place / f"{study}_{steps}"), steps)
     for study in kinds:
         short, longer = (jobs[study, steps].result() for steps in _PROBES)

@@ -40,7 +40,7 @@ def studies() -> dict[str, StudyConfig]:
     dims = levels("model.attention.head_dim", ("8", "128"))
     recall = {"head_dim": dims, "lr": levels("optimizer.lr", RATES)}
     text = {"lr": levels("optimizer.lr", TEXT_RATES)}
-    start, from_text = StartConfig(study="solved", arm=SCALED), StartConfig(study="text_first", arm=SCALED)
+    start, from_text = StartConfig(study="solved", arm=SCALED), StartConfig(study="text_first", arm=SCALED, solved=False)
     two, three = (SCALED, UNSCALED), (SCALED, UNSCALED, FOLD)
 
     def continued(rates: tuple[str, ...]) -> StudyConfig:
