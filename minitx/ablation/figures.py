@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minitx.ablation.config import AblationConfig
-from minitx.ablation.judge import Finding, Findings, Pair, Span, solved_step
+from minitx.ablation.config import AblationConfig, Condition
+from minitx.ablation.judge import Finding, Findings, Pair, solved_step
 from minitx.ablation.records import Run
+from minitx.ablation.statistics import Span
 from minitx.ablation.wording import RATIOS, condition_text, where_text, words
 from minitx.analysis.canvas import GREY, INK, PALETTE, dodge, label, legend, log_ticks, panels, wrapped_panels
 from minitx.analysis.lettering import drawable
@@ -52,6 +53,11 @@ def spelled(text: str) -> str:
     return drawable([text])[0][0].replace("$", r"\$")
 
 
+def steps_to_solve(grid: AblationConfig, run: Run) -> int | None:
+    """The step at which a run solved its task, as its study defines it."""
+    return solved_step(run, solved=grid.studies[run.study].solved)
+
+
 def arms_of(grid: AblationConfig, runs: Sequence[Run]) -> list[str]:
     """The arms of some runs, in the order of the grid."""
     return [arm for arm in grid.arms if any(run.arm == arm for run in runs)]
@@ -72,32 +78,43 @@ def by_rate(findings: Findings, study: str, value: Value, y: str, *, missing: st
     return figure
 
 
+def rate_of(run: Run) -> float:
+    """The learning rate of a run; 1 where the grid sets none."""
+    return float(run.rate or 1)
+
+
 def draw_by_rate(ax: Axes, grid: AblationConfig, runs: Sequence[Run], value: Value, *, missing: str, log: bool = False) -> None:
     """Every run a dot over its rate, side by side, and a line through the medians over seeds; runs without a value on top."""
-    arms, rates = arms_of(grid, runs), sorted({run.rate for run in runs}, key=float)
+    arms, rates = arms_of(grid, runs), sorted({rate_of(run) for run in runs})
     found = {run.place: value(run) for run in runs}
     known = [v for v in found.values() if v is not None and math.isfinite(v)]
     top = row_above(known, log)
-    gaps = np.diff(np.log10([float(rate) for rate in rates]))
+    gaps = np.diff(np.log10(rates))
     slot = 0.65 * min(gaps, default=0.25)
     for i, arm in enumerate(arms):
         color, marker = style(grid, arm)
         xs, ys, middles = [], [], []
         for rate in rates:
-            heights = [found[run.place] for run in runs if (run.arm, run.rate) == (arm, rate)]
+            heights = [found[run.place] for run in runs if (run.arm, rate_of(run)) == (arm, rate)]
             shown = [top if v is None or not math.isfinite(v) else v for v in heights]
             ys += shown
-            xs += [float(rate) * 10 ** (slot * dodge(len(arms), i + dodge(len(shown), k, 0.8 / len(shown)), 1 / len(arms))) for k in range(len(shown))]
+            xs += [rate * 10 ** (slot * beside(len(arms), i, len(shown), k)) for k in range(len(shown))]
             middles.append(float(np.median(shown)) if shown and np.median(shown) < top else math.nan)
-        ax.plot([float(rate) for rate in rates], middles, "-", color=color, linewidth=1, alpha=0.6)
+        ax.plot(rates, middles, "-", color=color, linewidth=1, alpha=0.6)
         ax.plot(xs, ys, marker, color=color, markersize=3.6, alpha=0.8, markeredgewidth=0, gid="runs")
     ax.set_xscale("log")
-    ax.set_xticks([float(rate) for rate in rates], [f"{float(rate):g}" for rate in rates], rotation=45 if len(rates) > 4 else 0)
+    names = [f"{rate:g}" if runs[0].rate else "" for rate in rates]
+    ax.set_xticks(rates, names, rotation=45 if len(rates) > 4 else 0)
     ax.minorticks_off()
     if log:
         log_ticks(ax)
     if len(known) < len(found):
         name_row(ax, top, missing)
+
+
+def beside(arms: int, arm: int, seeds: int, seed: int) -> float:
+    """Offset of a dot from the middle of its slot, in slots: no two runs of a slot have the same."""
+    return dodge(arms, arm, 1 / arms) + dodge(seeds, seed, 0.8 / (seeds * arms))
 
 
 def row_above(known: Sequence[float], log: bool) -> float:
@@ -123,7 +140,7 @@ def gap_against_budget(findings: Findings, listed: Sequence[Finding]) -> Figure:
     for ax, finding in zip(axes, listed, strict=True):
         for arm, line in zip(finding.comparison.arms, ("-", "--"), strict=True):
             runs = judged_runs(findings, finding, arm)
-            steps = [solved_step(findings, run) for run in runs]
+            steps = [steps_to_solve(grid, run) for run in runs]
             cap = max((run.result["cap"] for run in runs), default=1)
             reached = sorted(step for step in steps if step is not None)
             shares = [k / max(len(runs), 1) for k in range(len(reached) + 1)]
@@ -157,7 +174,9 @@ def paired_effects(findings: Findings, listed: Sequence[Finding]) -> Figure:
     ax.axvspan(*band, color=MARGIN)
     for i, finding in enumerate(listed):
         if finding.interval is not None:
-            ends = np.nan_to_num([finding.interval.low, finding.interval.high], posinf=np.nan)
+            known = [end for pair in finding.pairs for end in (pair.effect.low, pair.effect.high) if 0 != abs(end) != math.inf] or [same]
+            low, high = finding.interval.low, finding.interval.high
+            ends = [min(known) if low in (0, -math.inf) else low, max(known) if math.isinf(high) else high]
             ax.plot(ends, [i, i], color=GREY, linewidth=7, alpha=0.35, solid_capstyle="butt")
         for k, pair in enumerate(finding.pairs):
             y = i + dodge(len(finding.pairs), k, 0.6 / len(finding.pairs))
@@ -199,8 +218,7 @@ def against_factor(
     for i, (arm, side) in enumerate(arms.items()):
         for x, finding in zip(xs, listed, strict=True):
             for k, pair in enumerate(finding.pairs):
-                shift = dodge(len(arms), i + dodge(len(finding.pairs), k, 0.7 / len(finding.pairs)), 0.25)
-                draw_span(ax, x * 2**shift, side(pair), style(grid, arm))
+                draw_span(ax, x * 2 ** (0.5 * beside(len(arms), i, len(finding.pairs), k)), side(pair), style(grid, arm))
     foretold = [
         (x, float(np.median([pair.reference.low for pair in finding.pairs])) / finding.law)
         for x, finding in zip(xs, listed, strict=True)
@@ -221,6 +239,57 @@ def curves(ax: Axes, runs: Sequence[Run], color: str, *, key: str = "loss", line
         finite = [i for i, value in enumerate(values) if math.isfinite(value)]
         if run.result["nonfinite_step"] is not None and finite:
             ax.plot(finite[-1] + 1, values[finite[-1]], "x", color=color, markersize=7, markeredgewidth=2)
+
+
+def settings(runs: Sequence[Run]) -> list[tuple[Condition, str]]:
+    """The conditions and learning rates of some runs, the rates in order."""
+    found = {(tuple(run.condition.items()), run.rate): (run.condition, run.rate) for run in runs}
+    return sorted(found.values(), key=lambda setting: float(setting[1] or 1))
+
+
+def setting_text(grid: AblationConfig, setting: tuple[Condition, str]) -> str:
+    """A condition and a learning rate in words."""
+    rate = f"learning rate {float(setting[1]):g}" if setting[1] else ""
+    return "\n".join(text for text in (condition_text(grid, setting[0]), rate) if text)
+
+
+def curve_panels(findings: Findings, study: str) -> Figure:
+    """A panel a setting: the training loss of every run; grey lines at the losses of n-gram models."""
+    grid, runs = findings.grid, findings.runs.select(study, status="done")
+    figure, axes = wrapped_panels(len(settings(runs)), "training loss", sharey=True)
+    for ax, setting in zip(axes, settings(runs), strict=True):
+        for arm in arms_of(grid, runs):
+            curves(ax, findings.runs.select(study, arm, setting[0], rate=setting[1], status="done"), style(grid, arm)[0])
+        for floor in sorted({value for run in runs for value in run.result["floors"].values()}):
+            ax.axhline(floor, color=GREY, linewidth=0.8, linestyle=":")
+        label(ax, setting_text(grid, setting), "step")
+    arms_legend(figure, grid, arms_of(grid, runs), line="-")
+    return figure
+
+
+PROBED = {"max_logit": "largest |logit|", "entropy": "entropy of 1", "saturation_90": "rows with a weight > 0.9"}
+
+
+def probe_panels(findings: Findings, study: str) -> Figure:
+    """A column a setting, a row a statistic of the attention over training: every layer of every run a line."""
+    grid, runs = findings.grid, findings.runs.select(study, status="done")
+    figure, axes = panels(len(PROBED), len(settings(runs)), height=1.7, sharey="row", sharex=True)
+    for column, setting in enumerate(settings(runs)):
+        for run in findings.runs.select(study, None, setting[0], rate=setting[1], status="done"):
+            steps, layers = [probe["step"] for probe in run.result["probes"]], [probe["layers"] for probe in run.result["probes"]]
+            for (name, _), ax in zip(PROBED.items(), axes[:, column], strict=True):
+                for i in range(len(layers[0]) if layers else 0):
+                    values = [of_step[i].get(name, math.nan) for of_step in layers]
+                    alpha = 0.35 + 0.6 * i / max(len(layers[0]) - 1, 1)
+                    ax.plot(steps, values, "-", color=style(grid, run.arm)[0], linewidth=0.9, alpha=alpha, gid="runs")
+        label(axes[0, column], setting_text(grid, setting))
+        label(axes[-1, column], "", "step")
+    for ax, text in zip(axes[:, 0], PROBED.values(), strict=True):
+        ax.set_ylabel(text, fontsize=8.5, color=INK)
+    for ax in axes[0]:
+        ax.set_yscale("log")
+    arms_legend(figure, grid, arms_of(grid, runs), line="-")
+    return figure
 
 
 def attention(maps: Sequence[tuple[str, Sequence[Any]]]) -> Figure:

@@ -12,8 +12,8 @@ from typing import Any
 
 from minitx.ablation import figures
 from minitx.ablation.config import RATE, StudyConfig
-from minitx.ablation.judge import Finding, Findings, answers, solved_step, worst_accuracy
-from minitx.ablation.records import Run
+from minitx.ablation.judge import Answer, Finding, Findings
+from minitx.ablation.records import Run, worst_accuracy
 from minitx.ablation.report import Picture, Section, Table
 from minitx.ablation.wording import (
     RATIOS,
@@ -28,6 +28,7 @@ from minitx.ablation.wording import (
     p_text,
     runs_of,
     span_text,
+    title,
     where_text,
     words,
 )
@@ -108,15 +109,11 @@ def _studies(findings: Findings) -> Table:
         seeds = count_text(len(study.seeds), "seed") + (f" + {len(study.tune_seeds)} to tune" if study.tune_seeds else "")
         arms = ", ".join(words(grid, arm) for arm in study.arms)
         of = f"{len(done)} of {len(runs)}"
-        rows.append((_title(findings, name), arms, "; ".join(levels) or "–", rates or "–", seeds, budget(done) if done else "–", of))
+        rows.append((title(findings.grid, name), arms, "; ".join(levels) or "–", rates or "–", seeds, budget(done) if done else "–", of))
     headers = ("study", "arms", "conditions", "learning rates", "seeds", "budget", "runs done")
     total = Counter(run.status for run in findings.runs.all)
     said = ", ".join(f"{total[status]} {status}" for status in ("done", "not run", "failed", "missing") if total[status])
     return Table(f"{count_text(len(findings.runs.all), 'run')}: {said}.", headers, rows, is_open=True)
-
-
-def _title(findings: Findings, study: str) -> str:
-    return findings.grid.words.get(study) or findings.grid.studies[study].title or study
 
 
 def _not_done(findings: Findings) -> list[Table]:
@@ -129,7 +126,7 @@ def _not_done(findings: Findings) -> list[Table]:
     found = []
     for status, caption in captions.items():
         runs = [run for run in findings.runs.all if run.status == status]
-        rows = [(_title(findings, run.study), *_place(findings, run), run.record.get("reason", "")) for run in runs]
+        rows = [(title(findings.grid, run.study), *_place(findings, run), run.record.get("reason", "")) for run in runs]
         if rows:
             found.append(Table(f"{caption} ({len(rows)})", ("study", "arm", "place", "seed", "reason"), rows, is_open=status == "failed"))
     return found
@@ -185,9 +182,13 @@ def _statistics(findings: Findings) -> Table:
 
 
 def _predictions(findings: Findings) -> list[str | Table]:
-    rows = [(a.name, a.statement, a.status, a.evidence) for a in answers(findings)]
+    rows = [(a.name, a.statement, a.status, a.evidence) for a in _answers(findings)]
     caption = "Written before the runs. UNDECIDED: the runs show neither the prediction nor its opposite."
     return [Table(caption, ("name", "prediction", "status", "measured"), rows, is_open=True)] if rows else []
+
+
+def _answers(findings: Findings) -> list[Answer]:
+    return []
 
 
 def _reproduce(findings: Findings, meta: Mapping[str, Any]) -> list[str | Table]:
@@ -251,16 +252,16 @@ def study_pictures(findings: Findings, name: str) -> list[Picture]:
             value, y, missing, log = plan
             drawn = figures.by_rate(findings, name, value, y, missing=missing, log=log)
             caption = f"Every finished run is a dot; lines join the medians over seeds. Budget: {budget(findings.runs.select(name, status='done'))}."
-            found.append(Picture(f"{_file(name)}_{score}", f"{_title(findings, name)}: {y}", caption, drawn))
+            found.append(Picture(f"{_file(name)}_{score}", f"{title(findings.grid, name)}: {y}", caption, drawn))
     return found
 
 
 def _plan(findings: Findings, study: StudyConfig, score: str) -> tuple[figures.Value, str, str, bool] | None:
     """What a score is drawn as: the value of a run, its name, the name of the row of runs without one, whether the axis is logarithmic."""
     if score == "time":
-        return partial(solved_step, findings), "steps to solve the task", "not solved", True
+        return partial(figures.steps_to_solve, findings.grid), "steps to solve the task", "not solved", True
     if score == "stability" and study.stable.metric == "train_accuracy":
-        return partial(worst_accuracy, findings), f"worst accuracy over {study.stable.window} steps", "not finite", False
+        return (lambda run: worst_accuracy(run.result, study.stable.window)), f"worst accuracy over {study.stable.window} steps", "not finite", False
     if score == "stability":
         return partial(_last_loss, study.stable.window), f"mean loss of the last {study.stable.window} steps", "not finite", False
     if score in ("loss", "accuracy"):

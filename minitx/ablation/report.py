@@ -101,28 +101,31 @@ def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -
             "sections": [part for part in generic.all_sections(findings, said["sections"], said["limits"], meta) if part.blocks],
         }
         parts = [*page["pictures"], *(block for section in page["sections"] for block in section.blocks)]
-        _write_figures([part for part in parts if isinstance(part, Picture)], folder / "figures")
+        drawn = _write_figures([part for part in parts if isinstance(part, Picture)], folder / "figures")
         for template, name in (("report.html.j2", "report.html"), ("summary.md.j2", "summary.md")):
-            (folder / name).write_text(_templates().get_template(template).render(page), encoding="utf-8")
+            (folder / name).write_text(_templates(drawn).get_template(template).render(page), encoding="utf-8")
     _write_cells(findings, folder / "cells.csv")
     return Written(said["sentences"], folder / "report.html")
 
 
-def _write_figures(pictures: Sequence[Picture], folder: Path) -> None:
+def _write_figures(pictures: Sequence[Picture], folder: Path) -> dict[str, bytes]:
+    """The PNG files by the name of the picture."""
     folder.mkdir(parents=True, exist_ok=True)
+    drawn = {picture.name: png(picture.figure) for picture in pictures}
     for picture in pictures:
-        (folder / f"{picture.name}.png").write_bytes(png(picture.figure))
+        (folder / f"{picture.name}.png").write_bytes(drawn[picture.name])
         (folder / f"{picture.name}.svg").write_bytes(svg(picture.figure))
+    return drawn
 
 
-def _templates() -> Any:
+def _templates(drawn: Mapping[str, bytes]) -> Any:
     """The templates of this package. HTML is escaped in the page, and Markdown in the summary."""
     import jinja2
 
     loader = jinja2.PackageLoader("minitx.ablation", "templates")
     found = jinja2.Environment(loader=loader, autoescape=lambda name: name != "summary.md.j2", trim_blocks=True, lstrip_blocks=True)
     found.filters["markdown"] = _markdown
-    found.filters["data"] = lambda picture: "data:image/png;base64," + base64.b64encode(png(picture.figure)).decode()
+    found.filters["data"] = lambda picture: "data:image/png;base64," + base64.b64encode(drawn[picture.name]).decode()
     found.filters["width"] = lambda picture: round(picture.figure.get_figwidth() * DPI)
     found.tests["table"] = lambda block: isinstance(block, Table)
     found.tests["picture"] = lambda block: isinstance(block, Picture)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from statistics import median
 
 from minitx.ablation.config import AblationConfig, Condition
-from minitx.ablation.judge import Finding, Findings, Span
+from minitx.ablation.judge import Finding, Findings, printed
 from minitx.ablation.records import Run
+from minitx.ablation.statistics import Span
 
 ENDPOINTS = {
     "time": "steps until the task is solved",
@@ -26,6 +26,11 @@ def words(grid: AblationConfig, name: str) -> str:
     return grid.words.get(name, name)
 
 
+def title(grid: AblationConfig, study: str) -> str:
+    """What a study is called."""
+    return grid.words.get(study) or grid.studies[study].title or study
+
+
 def condition_text(grid: AblationConfig, condition: Condition) -> str:
     """``{"head_dim": "128"}`` as ``d_k 128``, with the words of the grid."""
     return ", ".join(f"{words(grid, factor)} {words(grid, level)}" for factor, level in condition.items())
@@ -38,8 +43,7 @@ def endpoint_text(grid: AblationConfig, finding: Finding) -> str:
 
 def where_text(grid: AblationConfig, finding: Finding) -> str:
     """The study of a finding and its condition."""
-    title = grid.words.get(finding.comparison.study) or grid.studies[finding.comparison.study].title or finding.comparison.study
-    return ": ".join(text for text in (title, condition_text(grid, finding.condition)) if text)
+    return ": ".join(text for text in (title(grid, finding.comparison.study), condition_text(grid, finding.condition)) if text)
 
 
 def number(value: float | None) -> str:
@@ -79,10 +83,24 @@ def effect_text(finding: Finding) -> str:
     if finding.estimate is None:
         return "–"
     if finding.endpoint == "largest_rate":
-        ends = (median(pair.effect.low for pair in finding.pairs), median(pair.effect.high for pair in finding.pairs))
-        return f"{signed(ends[0])} to {signed(ends[1])} steps of the grid of rates"
+        return f"{steps_text(printed(finding.endpoint, finding.pairs))} of the grid of rates"
     size = f"× {times(finding.estimate)}" if finding.endpoint in RATIOS else signed(finding.estimate)
     return size + (" nats" if finding.endpoint == "loss" else "") + (" or more" if finding.or_more else "")
+
+
+def steps_text(span: Span) -> str:
+    """A difference of largest rates in steps of the grid of rates.
+
+    >>> steps_text(Span(-3, -3)), steps_text(Span(-math.inf, -2))
+    ('−3 steps', '−2 steps or lower')
+    """
+    if span.low == span.high:
+        return f"{signed(span.low)} steps"
+    if math.isinf(span.low) and math.isinf(span.high):
+        return "an unknown number of steps"
+    if math.isinf(span.low):
+        return f"{signed(span.high)} steps or lower"
+    return f"{signed(span.low)} steps or higher" if math.isinf(span.high) else f"{signed(span.low)} to {signed(span.high)} steps"
 
 
 def signed(value: float) -> str:
