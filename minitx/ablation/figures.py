@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minitx.ablation.config import AblationConfig, Condition
-from minitx.ablation.judge import Finding, Findings, Pair, solved_step
+from minitx.ablation.arms import solved_step
+from minitx.ablation.judge import Finding, Findings, Pair
 from minitx.ablation.records import Run
 from minitx.ablation.statistics import Span
 from minitx.ablation.wording import RATIOS, condition_text, where_text, words
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
 
 Value = Callable[[Run], float | None]
 MARGIN = "#EFEFEF"
+EFFECTS = {
+    "ratio": "ratio (above 1: slower, or less stable)",
+    "largest_rate": "difference in steps of the grid of rates (below 0: narrower)",
+    "loss": "difference in nats (above 0: worse)",
+    "accuracy": "difference (below 0: worse)",
+}
+"""What an effect is, at the axis of the pairs."""
 
 
 def style(grid: AblationConfig, arm: str) -> tuple[str, str]:
@@ -36,7 +44,10 @@ def style(grid: AblationConfig, arm: str) -> tuple[str, str]:
 
 def arms_legend(figure: Figure, grid: AblationConfig, arms: Sequence[str], extra: Sequence[Any] = (), line: str = "") -> None:
     """Names the arms by their words, then ``extra`` lines of a legend."""
-    legend(figure, [(words(grid, arm), *style(grid, arm), line) for arm in arms] + list(extra))
+    entries = [(words(grid, arm), *style(grid, arm), line) for arm in arms] + list(extra)
+    legend(figure, entries)
+    longest = max((len(text) for text, *_ in entries), default=0)
+    figure.legends[0].set_ncols(max(1, min(len(entries), int(figure.get_figwidth() / (0.6 + 0.075 * longest)))))
 
 
 def lettered(grid: AblationConfig) -> AbstractContextManager[None]:
@@ -50,7 +61,7 @@ def lettered(grid: AblationConfig) -> AbstractContextManager[None]:
 
 def spelled(text: str) -> str:
     """A name as it is drawn: without formulas, and with code points for what no font has."""
-    return drawable([text])[0][0].replace("$", r"\$")
+    return "\n".join(drawable([line])[0][0] for line in text.split("\n")).replace("$", r"\$")
 
 
 def steps_to_solve(grid: AblationConfig, run: Run) -> int | None:
@@ -70,9 +81,10 @@ def by_rate(findings: Findings, study: str, value: Value, y: str, *, missing: st
     """A panel a condition: every run a dot over its learning rate."""
     grid, runs = findings.grid, findings.runs.select(study, status="done")
     conditions = list({condition_text(grid, run.condition): run.condition for run in runs}.values())
-    figure, axes = wrapped_panels(len(conditions), y, sharey=True)
+    figure, axes = wrapped_panels(len(conditions), y, sharey=True, width=5.6 if len(conditions) == 1 else 4.2)
+    top = row_above(runs, value, log)
     for ax, condition in zip(axes, conditions, strict=True):
-        draw_by_rate(ax, grid, [run for run in runs if run.condition == condition], value, missing=missing, log=log)
+        draw_by_rate(ax, grid, [run for run in runs if run.condition == condition], value, missing, log=log, top=top)
         label(ax, spelled(condition_text(grid, condition)), "learning rate")
     arms_legend(figure, grid, arms_of(grid, runs))
     return figure
@@ -83,20 +95,20 @@ def rate_of(run: Run) -> float:
     return float(run.rate or 1)
 
 
-def draw_by_rate(ax: Axes, grid: AblationConfig, runs: Sequence[Run], value: Value, *, missing: str, log: bool = False) -> None:
-    """Every run a dot over its rate, side by side, and a line through the medians over seeds; runs without a value on top."""
+def draw_by_rate(
+    ax: Axes, grid: AblationConfig, runs: Sequence[Run], value: Value, missing: str, *, log: bool = False, top: float | None = None
+) -> None:
+    """Every run a dot over its rate, side by side, and a line through the medians over seeds; runs without a value at ``top``."""
     arms, rates = arms_of(grid, runs), sorted({rate_of(run) for run in runs})
-    found = {run.place: value(run) for run in runs}
-    known = [v for v in found.values() if v is not None and math.isfinite(v)]
-    top = row_above(known, log)
+    top = row_above(runs, value, log) if top is None else top
+    found = {run.place: v if (v := value(run)) is not None and math.isfinite(v) else top for run in runs}
     gaps = np.diff(np.log10(rates))
     slot = 0.65 * min(gaps, default=0.25)
     for i, arm in enumerate(arms):
         color, marker = style(grid, arm)
         xs, ys, middles = [], [], []
         for rate in rates:
-            heights = [found[run.place] for run in runs if (run.arm, rate_of(run)) == (arm, rate)]
-            shown = [top if v is None or not math.isfinite(v) else v for v in heights]
+            shown = [found[run.place] for run in runs if (run.arm, rate_of(run)) == (arm, rate)]
             ys += shown
             xs += [rate * 10 ** (slot * beside(len(arms), i, len(shown), k)) for k in range(len(shown))]
             middles.append(float(np.median(shown)) if shown and np.median(shown) < top else math.nan)
@@ -108,7 +120,7 @@ def draw_by_rate(ax: Axes, grid: AblationConfig, runs: Sequence[Run], value: Val
     ax.minorticks_off()
     if log:
         log_ticks(ax)
-    if len(known) < len(found):
+    if top in found.values():
         name_row(ax, top, missing)
 
 
@@ -117,8 +129,9 @@ def beside(arms: int, arm: int, seeds: int, seed: int) -> float:
     return dodge(arms, arm, 1 / arms) + dodge(seeds, seed, 0.8 / (seeds * arms))
 
 
-def row_above(known: Sequence[float], log: bool) -> float:
-    """Where the row of runs without a value lies: above all ``known`` values."""
+def row_above(runs: Sequence[Run], value: Value, log: bool) -> float:
+    """Where the row of runs without a value lies: above all values that there are."""
+    known = [v for run in runs if (v := value(run)) is not None and math.isfinite(v)]
     if not known:
         return 1.0
     return max(known) * 1.8 if log else max(known) + 0.12 * max(max(known) - min(known), 0.1 * abs(max(known)), 1e-3)
@@ -136,7 +149,7 @@ def name_row(ax: Axes, y: float, name: str) -> None:
 def gap_against_budget(findings: Findings, listed: Sequence[Finding]) -> Figure:
     """A panel a condition of ``time``: the share of judged seeds that solved the task by each step, at the arm's own best rate."""
     grid = findings.grid
-    figure, axes = wrapped_panels(len(listed), "share of judged seeds that solved it", sharey=True)
+    figure, axes = wrapped_panels(len(listed), "share of seeds that solved it", sharey=True, width=5.6 if len(listed) == 1 else 4.2)
     for ax, finding in zip(axes, listed, strict=True):
         for arm, line in zip(finding.comparison.arms, ("-", "--"), strict=True):
             runs = judged_runs(findings, finding, arm)
@@ -169,7 +182,7 @@ def paired_effects(findings: Findings, listed: Sequence[Finding]) -> Figure:
     grid, ratios = findings.grid, listed[0].endpoint in RATIOS
     margin = {"largest_rate": 1.0}.get(listed[0].endpoint, grid.score_margin)
     band, same = ((1 / grid.ratio_margin, grid.ratio_margin), 1.0) if ratios else ((-margin, margin), 0.0)
-    figure, axes = panels(1, 1, width=8.4, height=0.5 * len(listed) + 0.8)
+    figure, axes = panels(1, 1, width=8.4, height=0.45 * len(listed) + 0.5)
     ax = axes[0, 0]
     ax.axvspan(*band, color=MARGIN)
     for i, finding in enumerate(listed):
@@ -177,7 +190,7 @@ def paired_effects(findings: Findings, listed: Sequence[Finding]) -> Figure:
             known = [end for pair in finding.pairs for end in (pair.effect.low, pair.effect.high) if 0 != abs(end) != math.inf] or [same]
             low, high = finding.interval.low, finding.interval.high
             ends = [min(known) if low in (0, -math.inf) else low, max(known) if math.isinf(high) else high]
-            ax.plot(ends, [i, i], color=GREY, linewidth=7, alpha=0.35, solid_capstyle="butt")
+            ax.fill_betweenx([i - 0.4, i + 0.4], *ends, color=GREY, alpha=0.3, linewidth=0)
         for k, pair in enumerate(finding.pairs):
             y = i + dodge(len(finding.pairs), k, 0.6 / len(finding.pairs))
             draw_span(ax, y, pair.effect, style(grid, finding.comparison.arms[1]), across=True, unknown=same)
@@ -186,8 +199,9 @@ def paired_effects(findings: Findings, listed: Sequence[Finding]) -> Figure:
     if ratios:
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter("{x:g}")
+    label(ax, x=EFFECTS.get("ratio" if ratios else listed[0].endpoint, "difference"))
     names = [f"{where_text(grid, f)}\n{words(grid, f.comparison.arms[1])} / {words(grid, f.comparison.arms[0])}" for f in listed]
-    ax.set_yticks(range(len(listed)), [spelled(name) for name in names])
+    ax.set_yticks(range(len(listed)), [spelled(name) for name in names], fontsize=7.5)
     ax.set_ylim(len(listed) - 0.5, -0.5)
     return figure
 
@@ -301,7 +315,9 @@ def attention(maps: Sequence[tuple[str, Sequence[Any]]]) -> Figure:
         ax.set_xticks([])
         ax.set_yticks([])
         label(ax, title, f"entropy {entropy(weights):.2f} nats")
-    figure.colorbar(image, ax=list(axes[0]), shrink=0.7, label="weight")
+    bar = figure.colorbar(image, ax=list(axes[0]), shrink=0.6, aspect=12)
+    bar.ax.tick_params(labelsize=7)
+    bar.set_label("weight", fontsize=8)
     return figure
 
 

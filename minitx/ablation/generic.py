@@ -12,7 +12,9 @@ from typing import Any
 
 from minitx.ablation import figures
 from minitx.ablation.config import RATE, StudyConfig
-from minitx.ablation.judge import Answer, Finding, Findings
+from minitx.ablation.arms import unsolved
+from minitx.ablation.judge import Finding, Findings
+from minitx.ablation.predictions import answers
 from minitx.ablation.records import Run, worst_accuracy
 from minitx.ablation.report import Picture, Section, Table
 from minitx.ablation.wording import (
@@ -150,7 +152,7 @@ def _verdicts(findings: Findings) -> list[str | Table]:
         blocks.append(_in_words(findings, others, caption, is_open=not primary))
     if findings.findings:
         blocks.append(_statistics(findings))
-    return blocks
+    return [*blocks, *_never(findings)]
 
 
 def _in_words(findings: Findings, listed: Sequence[Finding], caption: str, is_open: bool = True) -> Table:
@@ -160,6 +162,20 @@ def _in_words(findings: Findings, listed: Sequence[Finding], caption: str, is_op
         for f in listed
     ]
     return Table(caption, ("where", "what", "arms", "effect (median)", "verdict"), rows, is_open=is_open)
+
+
+def _never(findings: Findings) -> list[Table]:
+    """How many judged runs never solve their task, by learning rate."""
+    grid = findings.grid
+    rows = []
+    for name in (name for name, study in grid.studies.items() if "time" in study.scores):
+        places = {(run.arm, tuple(run.condition.items())): run for run in findings.runs.select(name, status="done")}
+        for run in places.values():
+            for never in unsolved(grid, findings.runs, name, run.arm, run.condition):
+                where = (title(grid, name), words(grid, run.arm), condition_text(grid, run.condition), f"{figures.rate_of(run) if not never.rate else float(never.rate):g}")
+                rows.append((*where, f"{never.count} of {never.total}", span_text(never.interval)))
+    headers = ("study", "arm", "where", "learning rate", "never solved it", "95 % interval of the share (Wilson)")
+    return [Table("Runs that do not solve the task within the budget", headers, rows)] if rows else []
 
 
 def _statistics(findings: Findings) -> Table:
@@ -182,13 +198,9 @@ def _statistics(findings: Findings) -> Table:
 
 
 def _predictions(findings: Findings) -> list[str | Table]:
-    rows = [(a.name, a.statement, a.status, a.evidence) for a in _answers(findings)]
+    rows = [(a.name, a.statement, a.status, a.evidence) for a in answers(findings)]
     caption = "Written before the runs. UNDECIDED: the runs show neither the prediction nor its opposite."
     return [Table(caption, ("name", "prediction", "status", "measured"), rows, is_open=True)] if rows else []
-
-
-def _answers(findings: Findings) -> list[Answer]:
-    return []
 
 
 def _reproduce(findings: Findings, meta: Mapping[str, Any]) -> list[str | Table]:
@@ -233,7 +245,7 @@ def pictures(findings: Findings) -> list[Picture]:
             "A dot is a seed, the bar is the interval of the median, the band is the margin, the dashed line is theory. "
             "Arrows: known up to this end only. ×: not known."
         )
-        found.append(Picture(f"pairs_{_file(kind)}", f"{what}, paired by seed", caption, figures.paired_effects(findings, listed)))
+        found.append(Picture(f"pairs_{_file(kind)}", f"{what[:1].upper()}{what[1:]}, paired by seed", caption, figures.paired_effects(findings, listed)))
     return found
 
 

@@ -2,6 +2,7 @@
 
 A grid's ``about`` names a module with what only its question says. It may define any of
 
+``LEAD``                               a text above the sentences: what the question is about
 ``sentences(findings) -> list[str]``   the first screen's sentences
 ``figure(findings) -> list[Picture]``  the first screen's figures
 ``sections(findings) -> list[Section]``  sections after the figures
@@ -94,6 +95,7 @@ def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -
         said = {name: getattr(about, name, getattr(generic, name))(findings) for name in ("sentences", "figure", "sections", "limits")}
         page = {
             "title": findings.grid.question,
+            "lead": getattr(about, "LEAD", ""),
             "note": findings.grid.note,
             "sentences": said["sentences"],
             "pictures": said["figure"],
@@ -111,6 +113,9 @@ def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -
 def _write_figures(pictures: Sequence[Picture], folder: Path) -> dict[str, bytes]:
     """The PNG files by the name of the picture."""
     folder.mkdir(parents=True, exist_ok=True)
+    for picture in pictures:  # lay a figure out once, not again for each file
+        picture.figure.draw_without_rendering()
+        picture.figure.set_layout_engine("none")
     drawn = {picture.name: png(picture.figure) for picture in pictures}
     for picture in pictures:
         (folder / f"{picture.name}.png").write_bytes(drawn[picture.name])

@@ -118,6 +118,15 @@ def percent(values: Iterable[float]) -> str:
     return f"{rounded[0]} %" if len(rounded) == 1 else f"{rounded[0]}–{rounded[-1]} %"
 
 
+def at_least(share: float) -> str:
+    """A share that others lie above.
+
+    >>> at_least(0.928), at_least(0.999), at_least(1.0)
+    ('above 92 %', 'above 99 %', 'at 100 %')
+    """
+    return f"at {100 * share:.0f} %" if (100 * share).is_integer() else f"above {math.floor(100 * share)} %"
+
+
 def p_text(p: float | None) -> str:
     """A p value.
 

@@ -57,7 +57,7 @@ def _three_panels(findings: Findings, rows: Mapping[str, Continued], timed: Sequ
         wide.set_subplotspec(wide.get_gridspec()[:, -1])
         runs = runs_of(findings, timed[0])
         value = functools.partial(figures.steps_to_solve, grid)
-        figures.draw_by_rate(wide, grid, runs, value, missing="not solved", log=True)
+        figures.draw_by_rate(wide, grid, runs, value, "not solved", log=True)
         label(wide, f"from scratch, {_width_text(options, timed[0].condition)}", "learning rate", "steps to solve the task")
     law = [(f"theory: with the scale, divided by {list_text(laws)}", INK, "", "--")] if laws else []
     figures.arms_legend(drawn, grid, options.arms, law, line="-")
@@ -74,7 +74,7 @@ def _stable_panel(ax: Axes, findings: Findings, name: str, one: Continued) -> li
         return [f.comparison.law.text or f"the law ({name})" for f in found[:1] if f.comparison.law]
     stable = grid.studies[one.study].stable
     runs = [run for run in findings.runs.select(one.study, status="done") if run.arm in options.arms]
-    figures.draw_by_rate(ax, grid, runs, lambda run: worst_accuracy(run.result, stable.window), missing="")
+    figures.draw_by_rate(ax, grid, runs, lambda run: worst_accuracy(run.result, stable.window), "")
     ax.axhline(stable.value, color=INK, linewidth=0.8, linestyle=":")
     label(ax, name, "learning rate", "worst accuracy")
     return []
@@ -88,14 +88,16 @@ def _width_text(options: Options, condition: Condition) -> str:
 def _attention(findings: Findings) -> list[Picture]:
     """The attention of one head of the first judged seed: as it was, and after the continued steps with and without the scale."""
     options = Options.of(findings)
-    runs = [run for run in findings.runs.select(options.attention, status="done") if run.result["attention"]]
-    kept = {arm: [run for run in runs if run.arm == arm][:1] for arm in options.arms}
-    if not all(kept.values()):
+    rate = next((one.rate for one in options.studies().values()), 1.0)
+    shown = shown_runs(findings, Continued(options.attention, rate)) if options.attention else {}
+    kept = {arm: next((run for run in runs if run.result["attention"]), None) for arm, runs in shown.items()}
+    scaled, unscaled = (kept.get(arm) for arm in options.arms)
+    if scaled is None or unscaled is None:
         return []
-    last = {arm: max(run.result["attention"], key=int) for arm, (run,) in kept.items()}
-    scaled = kept[options.arms[0]][0]
     maps = [("as it was", scaled.result["attention"]["0"])]
-    maps += [(f"{words(findings.grid, arm)},\n{last[arm]} steps later", run.result["attention"][last[arm]]) for arm, (run,) in kept.items()]
+    for run in (scaled, unscaled):
+        last = max(run.result["attention"], key=int)
+        maps.append((f"{words(findings.grid, run.arm)},\n{last} steps later", run.result["attention"][last]))
     keys = len(maps[0][1][0][0])
     caption = (
         f"One head of seed {scaled.seed}, learning rate {float(scaled.rate):g}: rows are queries, columns are keys. "

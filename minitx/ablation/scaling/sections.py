@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from minitx.ablation import generic
-from minitx.ablation.figures import curve_panels, probe_panels
+from minitx.ablation.figures import curve_panels, probe_panels, rate_of
 from minitx.ablation.judge import Findings
 from minitx.ablation.outcomes import gradient_norms, outcome
 from minitx.ablation.records import Run
@@ -75,34 +75,41 @@ def _instability(findings: Findings, studies: Sequence[str]) -> list[Block]:
     rows, gradients, pictures = [], [], []
     for study in studies:
         runs = findings.runs.select(study, status="done")
-        for key, found in groupby(runs_by_setting(runs), key=_setting):
+        for key, found in groupby(sorted(runs, key=_setting), key=_setting):
             of_setting = list(found)
-            outcomes = Counter(outcome(run, levels_of(findings, run)) for run in of_setting)
-            where = (title(findings.grid, study), words(findings.grid, key[0]), condition_text(findings.grid, dict(key[1])), number(key[2]))
-            rows.append((*where, ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))))
-            norms = [norm for run in of_setting if (norm := gradient_norms(run))]
-            if norms:
-                gradients.append((*where, *(", ".join(number(norm[i]) for norm in norms) for i in (0, 1))))
+            where = (title(findings.grid, study), words(findings.grid, key[0]), condition_text(findings.grid, dict(key[1])))
+            outcomes = {rate: Counter(outcome(run, levels_of(findings, run)) for run in of_rate) for rate, of_rate in _by_rate(of_setting)}
+            rows.append((*where, "; ".join(f"{rate}: {_counts(counter)}" for rate, counter in outcomes.items())))
+            for rate, of_rate in _by_rate(of_setting):
+                norms = [norm for run in of_rate if (norm := gradient_norms(run))]
+                if norms:
+                    gradients.append((*where, rate, *(", ".join(number(norm[i]) for norm in norms) for i in (0, 1))))
         if any(len(run.result["probes"]) > 1 for run in runs):
             caption = "Every line is one layer of one run, deeper layers darker; rows are statistics, columns are learning rates."
             pictures.append(Picture(f"probes_{study}", f"{title(findings.grid, study)}: attention during training", caption, probe_panels(findings, study)))
     if not rows:
         return []
-    headers = ("study", "arm", "setting", "learning rate")
-    tables = [Table("Outcomes: each run has one, by rules that look at every arm alike", (*headers, "outcomes"), rows, is_open=True)]
+    headers = ("study", "arm", "setting")
+    caption = "Outcomes: each run has one, by rules that look at every arm alike"
+    tables = [Table(caption, (*headers, "outcomes at each learning rate"), rows, is_open=True)]
     if gradients:
         caption = "Gradient norm without W_Q and W_K, a number a seed, steps 10 and later"
-        tables.append(Table(caption, (*headers, "99th percentile", "largest"), gradients))
+        tables.append(Table(caption, (*headers, "learning rate", "99th percentile", "largest"), gradients))
     return [*tables, *_curves(findings, studies), *pictures]
 
 
-def _setting(run: Run) -> tuple[str, tuple[tuple[str, str], ...], float]:
-    return run.arm, tuple(run.condition.items()), float(run.rate or "nan")
+def _setting(run: Run) -> tuple[str, tuple[tuple[str, str], ...]]:
+    return run.arm, tuple(run.condition.items())
 
 
-def runs_by_setting(runs: Sequence[Run]) -> list[Run]:
-    """Runs of a study ordered by arm, condition and learning rate."""
-    return sorted(runs, key=lambda run: (run.arm, tuple(run.condition.items()), float(run.rate or 0)))
+def _by_rate(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
+    """The runs by learning rate, the smallest first."""
+    ordered = sorted(runs, key=rate_of)
+    return [(f"{rate:g}", list(found)) for rate, found in groupby(ordered, key=rate_of)]
+
+
+def _counts(outcomes: Counter[str]) -> str:
+    return " + ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))
 
 
 # --- controls and what others say

@@ -8,7 +8,7 @@ from minitx.ablation.figures import steps_to_solve
 from minitx.ablation.judge import Finding, Findings
 from minitx.ablation.records import worst_accuracy
 from minitx.ablation.scaling.options import Continued, Options, by_width, shown_runs
-from minitx.ablation.wording import budget, condition_text, count_text, list_text, percent, runs_of, span_text, times
+from minitx.ablation.wording import at_least, budget, condition_text, count_text, list_text, percent, runs_of, span_text, times
 
 
 def sentences(findings: Findings) -> list[str]:
@@ -52,10 +52,10 @@ def _trained_on(findings: Findings, name: str, one: Continued, is_first: bool) -
     setting = options.settings.get(width, f"d_k = {width}")
     guess = ""
     if options.chance is not None and max(unscaled) < 2 * options.chance:
-        guess = f", the level of guessing ({percent([options.chance])})"
+        guess = f" (guessing: {percent([options.chance])})"
     where = f"At learning rate {float(runs[0].rate):g} with {name}"
     if max(unscaled) < min(stable.value, *scaled):
-        kept = f"with the scale it stayed at {percent([min(scaled)])} or more"
+        kept = f"with the scale it stayed {at_least(min(scaled))}"
         said = f"{where} its accuracy fell {before}to {percent(unscaled)}{guess} within {budget(runs)}; {kept}."
     else:
         said = f"{where} its lowest accuracy within {budget(runs)} was {percent(unscaled)}; with the scale it was {percent(scaled)}."
@@ -68,7 +68,7 @@ def _trained_on(findings: Findings, name: str, one: Continued, is_first: bool) -
 def _stable_clause(name: str, f: Finding) -> str:
     """How many times smaller the largest stable rate is with one optimizer, as far as the finding says."""
     assert f.estimate is not None
-    law = "" if f.law is None else f" (theory: {f.comparison.law.text or 'the law'} = {times(f.law)})"  # type: ignore[union-attr]
+    law = "" if f.law is None else f" (theory: {f.comparison.law.text or 'the law'} = {f.law:.1f})"  # type: ignore[union-attr]
     size = f"{'at least ' if f.or_more else ''}{times(f.estimate)} times smaller with {name}{law}"
     if f.interval is None:
         return f"{size} in {count_text(len(f.pairs), 'pair')} of runs, too few for a verdict"
