@@ -27,9 +27,9 @@ from minitx.nn.masks import Mask, SlidingWindow, intersect
 from minitx.nn.modes import evaluating
 from minitx.nn.scale import ScoreScale
 from minitx.training.calling import Caller, config_of, network_inputs
-from minitx.training.checkpoint import load_model
 from minitx.training.evaluation import evaluate
 from minitx.training.module import TrainingModule
+from minitx.training.stored import load_model
 
 START_FILE, MEASURES_FILE = "start.json", "measures.json"
 GRADIENT = "gradient"
@@ -54,7 +54,7 @@ class SameStart(L.Callback):
     @torch.no_grad()
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         batch = {name: tensor.to(module.device) for name, tensor in trainer.datamodule.probe_batch(_ROWS).items()}  # type: ignore[attr-defined]
-        before, now = (load_model(self.path).model.to(module.device), module.network)
+        before, now = (load_model(self.path)[0].to(module.device), module.network)
         with evaluating(before), evaluating(now):
             expected, got = Caller(before)(batch), Caller(now)(batch)
         error = float((got - expected).abs().max() / expected.abs().max())

@@ -83,7 +83,7 @@ class StudyConfig(Config):
         factors: a factor's name to its levels, and each level to overrides.
         seeds: of the runs that are judged.
         tune_seeds: of runs that choose the rate and are never judged.
-        skip: combinations to leave out, each a mapping from factor (or ``arm``) to a list of levels.
+        skip: combinations to leave out, each a mapping from factor (or ``arm``, ``seed``) to a list of levels.
         start: the runs whose weights these runs start from.
         prune: rates above which higher ones are not run. lost: above a rate at which the same arm and seed lost what was
             learned. unsolved: above two neighbouring rates that no tuning seed solved, where a lower one was solved.
@@ -125,8 +125,9 @@ class StudyConfig(Config):
         require(self.prune != "unsolved" or bool(self.tune_seeds), "prune=unsolved needs tune_seeds, which decide it")
         for skip in self.skip:
             for key, levels in skip.items():
-                there = self.arms if key == "arm" else tuple(self.factors.get(key, ()))
-                require(bool(there), f"skip names {key}; the study has arm, {', '.join(self.factors)}")
+                seeds = tuple(map(str, (*self.tune_seeds, *self.seeds)))
+                there = {"arm": self.arms, "seed": seeds}.get(key) or tuple(self.factors.get(key, ()))
+                require(bool(there), f"skip names {key}; the study has arm, seed, {', '.join(self.factors)}")
                 missing = [level for level in levels if level not in there]
                 require(not missing, f"skip names {key} {missing[:1]}; it has {', '.join(there)}")
 

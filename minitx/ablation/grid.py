@@ -22,7 +22,11 @@ NEW_DATA = 1000
 """What a run that starts from another's weights adds to the seed: its batches are new, and the same for all arms."""
 
 # what decides the result of a run, below the package and its configs
-_CODE = ("nn", "data", "training", "config", "analysis", "ablation/callbacks.py", "ablation/measures.py")
+_LOOKS = ("capture", "statistics", "gradients", "snapshot", "attention_cost")  # what probes and measures read
+_CODE = (
+    *("nn", "data", "training", "config", "ablation/callbacks.py", "ablation/measures.py"),
+    *(f"analysis/{name}.py" for name in _LOOKS),
+)
 _CONFIGS = ("callbacks", "data", "experiment", "model", "objective", "optimizer", "schedule", "trainer", "train.yaml")
 
 
@@ -124,7 +128,7 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
     for name in _in_order(grid):
         study = grid.studies[name]
         for block, seed in enumerate((*study.tune_seeds, *study.seeds)):
-            for arm, factors in _combinations(study):
+            for arm, factors in _combinations(study, seed):
                 place = Place(name, arm, tuple(sorted(factors.items())), seed)
                 if place in found:
                     raise ConfigError(f"ablation.studies.{name} names a seed or a level twice: {place}")
@@ -162,11 +166,11 @@ def _start_of(grid: AblationConfig, study: StudyConfig, place: Place, found: Map
     return found[first][1]
 
 
-def _combinations(study: StudyConfig) -> Iterator[tuple[str, dict[str, str]]]:
+def _combinations(study: StudyConfig, seed: int) -> Iterator[tuple[str, dict[str, str]]]:
     for levels in itertools.product(*study.factors.values()):
         factors = dict(zip(study.factors, levels, strict=True))
         for arm in study.arms:
-            place = {"arm": arm, **factors}
+            place = {"arm": arm, "seed": str(seed), **factors}
             if not any(all(place[key] in allowed for key, allowed in skip.items()) for skip in study.skip):
                 yield arm, factors
 

@@ -37,7 +37,7 @@ class Levels:
 
     Attributes:
         initial: loss of the untrained network, for continued runs too (``initial_loss``).
-        unigram: loss of predicting each token by its frequency; None for tasks with an accuracy.
+        unigram: loss of predicting each token by its frequency; None for tasks that are judged by their accuracy.
         uniform: end of an arm whose attention is a plain average, after as many steps: a loss, or for tasks with an
             accuracy that. None: text skips the outcomes that need it, and recall takes .17.
         solved: when a task with an accuracy counts as solved.
@@ -57,12 +57,13 @@ def outcome(run: Run, levels: Levels) -> Outcome:
     if levels.initial is not None and last_mean(run, "loss") > levels.initial:
         return "DIVERGED"
     loss = median_filter(np.array(result["loss"], dtype=float), size=_SMOOTHED, mode="nearest")
-    early = _of_loss(run, levels, float(loss.min())) if result["accuracy"] is None else _of_accuracy(run, levels)
+    early = _of_accuracy(run, levels) if levels.unigram is None else _of_loss(run, levels, float(loss.min()))
     return early or _of_spikes(loss)
 
 
 def _of_loss(run: Run, levels: Levels, least: float) -> Outcome | None:
-    if levels.unigram is not None and least > levels.unigram - 0.3:
+    assert levels.unigram is not None
+    if least > levels.unigram - 0.3:
         return "NEVER LEARNED"
     if levels.uniform is not None and last_mean(run, "loss") >= levels.uniform - 0.05:
         return "LEARNED AND LOST" if least <= levels.uniform - 0.3 else "STUCK"

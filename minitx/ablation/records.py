@@ -31,7 +31,6 @@ A record is one line of ``cells.jsonl``:
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -191,7 +190,4 @@ def _means(result: Mapping[str, Any], metric: str, window: int) -> list[float]:
     """Means over ``window`` consecutive steps. A step that is missing counts as the worst: accuracy 0, an infinite loss."""
     worst = 0.0 if metric == "train_accuracy" else math.inf
     values = [worst if value is None else value for value in result[metric.removeprefix("train_")] or []]
-    sums = [0.0, *itertools.accumulate(values)]
-    if math.inf in values:
-        return [math.fsum(values[i : i + window]) / window for i in range(len(values) - window + 1)]
-    return [(sums[i + window] - sums[i]) / window for i in range(len(values) - window + 1)]
+    return [math.fsum(values[i : i + window]) / window for i in range(len(values) - window + 1)]

@@ -85,8 +85,7 @@ class Rules:
         row = self._rows[self._row(cell)]
         if study.prune == "unsolved":
             row = [other for other in row if other.place.seed in study.tune_seeds]
-        judged = study.prune == "unsolved" and cell.place.seed not in study.tune_seeds
-        return [other for other in row if float(other.rate) < float(cell.rate) or (judged and other.rate == cell.rate)]
+        return [other for other in row if float(other.rate) < float(cell.rate)]
 
     def waits_for(self, cell: Cell) -> Iterator[Place]:
         """The cells whose records there must be before ``cell`` is decided."""
@@ -215,43 +214,49 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
 
 
 def project(pool: Pool, cells: Iterable[Cell], folder: Path, run_cell: RunCell) -> Callable[[Cell], float]:
-    """Measure what runs cost, with one run of 2 steps and one of 22 for each study. Returns a function: a cell's seconds at most.
+    """Measure what runs cost, with two short runs of each kind. Returns a function: the seconds that a cell takes at most.
 
     A run that ends early, because it solved its task, takes less.
     """
-    costs: dict[str, tuple[float, float]] = {}
-    kinds: dict[str, Cell] = {}
+    kinds: dict[tuple[str, ...], Cell] = {}
     for cell in cells:
-        kinds.setdefault(cell.place.study, cell)
-    place, jobs = folder / "projection", {}
-    for study, cell in [*kinds.items()] * 1:
-        for steps in _PROBES:
-            less = (
-                f"trainer.max_steps={steps}",
-                "schedule.warmup_steps=0",
-                "callbacks.probe.every=0",
-                "callbacks.probe.weights_every=0",
-            )
-            jobs[study, steps] = pool.submit(_timed, run_cell, [*cell.overrides, *less], str(place / f"{study}_{steps}"), steps)
-    for study in kinds:
-        short, longer = (jobs[study, steps].result() for steps in _PROBES)
-        a_step = max(0.0, longer - short) / (_PROBES[1] - _PROBES[0])
-        costs[study] = (max(0.0, short - _PROBES[0] * a_step), a_step)
+        kinds.setdefault(_kind(cell), cell)
+    place = folder / "projection"
+    jobs = {
+        kind: pool.submit(_cost, run_cell, cell.overrides, str(place / str(i))) for i, (kind, cell) in enumerate(kinds.items())
+    }
+    while not all(job.done() for job in jobs.values()):
+        time.sleep(0.02)
+    costs = {kind: job.result() for kind, job in jobs.items()}
     shutil.rmtree(place, ignore_errors=True)
 
     def seconds(cell: Cell) -> float:
-        fixed, a_step = costs[cell.place.study]
+        fixed, a_step = costs[_kind(cell)]
         return fixed + a_step * cell.steps()
 
     return seconds
 
 
-def _timed(run_cell: RunCell, words: Sequence[str], folder: str, steps: int) -> float:
-    """Seconds of a run. One that fails costs nothing here: the grid will say why."""
-    attempt(run_cell, words, folder + "_first", steps, False, False)  # imports and data are no part of what is measured
-    began = time.perf_counter()
-    attempt(run_cell, words, folder, steps, False, False)
-    return time.perf_counter() - began
+def _kind(cell: Cell) -> tuple[str, ...]:
+    """The overrides that a step's cost depends on most."""
+    return tuple(text for text in cell.overrides if text.startswith(("experiment=", "data", "model=", "model.num_layers=")))
+
+
+def _cost(run_cell: RunCell, overrides: Sequence[str], folder: str) -> tuple[float, float]:
+    """(seconds of a run beside its steps, seconds of a step). A run that fails costs nothing here: the grid will say why."""
+    took = []
+    for steps in (1, *_PROBES):  # the first one imports torch and makes the data
+        less = [
+            f"trainer.max_steps={steps}",
+            "schedule.warmup_steps=0",
+            "callbacks.probe.every=0",
+            "callbacks.probe.weights_every=0",
+        ]
+        began = time.perf_counter()
+        attempt(run_cell, [*overrides, *less], folder, steps, False, False)
+        took.append(time.perf_counter() - began)
+    a_step = max(0.0, took[2] - took[1]) / (_PROBES[1] - _PROBES[0])
+    return max(0.0, took[1] - _PROBES[0] * a_step), a_step
 
 
 class Progress:

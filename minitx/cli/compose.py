@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import typing
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.singleton import Singleton
 from omegaconf import DictConfig, OmegaConf
 
+from minitx.ablation.config import AblationConfig
 from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, from_dict
 from minitx.config.checks import defaults
 
@@ -28,14 +30,16 @@ def _typed(group: str) -> list[Any]:
     return [kind for kind in typing.get_args(hint) or (hint,) if dataclasses.is_dataclass(kind)]
 
 
+@cache
 def register_defaults() -> None:
     """Put the defaults of the config classes where ``defaults: [/schema@_here_: NAME]`` of a YAML file finds them."""
     store = ConfigStore.instance()
-    run = {name: value for name, value in defaults(RunConfig).items() if name not in (*GROUPS, "ablation")}
+    run = {name: value for name, value in defaults(RunConfig).items() if name not in GROUPS}
     nodes = {"run": run, **{name: defaults(_typed(name)[0]) for name in GROUPS if name != "data"}}
     for cls in _typed("data"):
         for name in typing.get_args(typing.get_type_hints(cls)["name"]):
             nodes[f"data_{name}"] = {**defaults(cls), "name": name}
+    nodes["ablation"] = defaults(AblationConfig)
     for name, node in nodes.items():
         store.store(group="schema", name=name, node=node)
 
@@ -62,7 +66,8 @@ def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
                 f"{name}._target_={values[name]['_target_']} stands among the keys of minitx's own {name}: "
                 f"put '- override /{name}: null' into the defaults of your config"
             )
-    values.pop("debug", None)
+    for name in ("debug", "ablation"):
+        values.pop(name, None)
     if (values.get("init_from") or {}).get("path") and "_target_" not in values["model"]:
         from minitx.training.start import stored_shape
 
@@ -71,6 +76,12 @@ def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
         chosen = {name.lstrip("+~").partition(".")[2].partition("=")[0] for name in words}
         values["model"] = {**plain(shape)["model"], **{name: values["model"].get(name) for name in chosen}}
     return from_dict(RunConfig, values)
+
+
+def build_grid(composed: DictConfig) -> AblationConfig | None:
+    """The grid of runs that the composed config asks for, or None."""
+    node = OmegaConf.select(composed, "ablation")
+    return None if node is None else from_dict(AblationConfig, plain(node), "ablation.")
 
 
 def plain(composed: DictConfig) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from minitx.cli.compose import build_config, find_own_modules, register_defaults
+from minitx.ablation.config import AblationConfig
+from minitx.cli.compose import build_config, build_grid, find_own_modules, register_defaults
 from minitx.cli.errors import check_flags, exit_code
 from minitx.cli.launch import FOLDER, launch, needs_launch, rank, shared_folder, started_from_outside
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig, to_dict
@@ -46,11 +47,12 @@ def run_job(composed: DictConfig) -> float | None:
     find_own_modules(own_config_dirs())
     try:
         config = build_config(composed, HydraConfig.get().overrides.task)
-        folder = output_folder(config, composed)
-        if config.ablation is not None:
+        grid = build_grid(composed)
+        folder = output_folder(config, composed, grid)
+        if grid is not None:
             from minitx.cli.ablate import run_ablation
 
-            run_ablation(config, folder, command_words(), command())
+            run_ablation(grid, folder, command_words(), command())
             return None
         if needs_launch(config.trainer):
             return run_on_devices(config, folder)
@@ -120,8 +122,9 @@ def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any
 
 def summary_line(result: Mapping[str, Any], folder: Path) -> str:
     """What a run came to, in one line, and its folder."""
-    values = [result["outcome"], f"{result['steps']} steps"]
-    for name in ("val_loss", "accuracy"):
+    step = result["nonfinite_step"]
+    values = [f"{result['steps']} steps" if step is None else f"not finite at step {step}"]
+    for name in ("val_loss", "val_accuracy"):
         if result[name] is not None:
             values.append(f"{name.replace('val_', 'validation ')} {result[name]:.4f}")
     for name, floor in result["floors"].items():
@@ -129,7 +132,7 @@ def summary_line(result: Mapping[str, Any], folder: Path) -> str:
     return "  ".join(values) + f"\n{folder}"
 
 
-def output_folder(config: RunConfig, composed: DictConfig) -> Path:
+def output_folder(config: RunConfig, composed: DictConfig, grid: AblationConfig | None) -> Path:
     """``output_dir``, else Hydra's folder where ``hydra.run.dir`` or a sweep sets one, else ``runs/<experiment>/<date_time>``.
 
     A grid has ``runs/<experiment>/<grid>``, so that it resumes. Processes that torchrun or srun started share one folder.
@@ -145,8 +148,8 @@ def output_folder(config: RunConfig, composed: DictConfig) -> Path:
         raise ConfigError(
             f"output_dir={config.output_dir} is one folder for all jobs of -m: set hydra.sweep.dir, or leave it out"
         )
-    if config.ablation is not None:
-        return Path(config.output_dir or Path("runs", config.experiment, config.ablation.name)).absolute()
+    if grid is not None:
+        return Path(config.output_dir or Path("runs", config.experiment, grid.name)).absolute()
     named = config.output_dir or hydra_folder()
     if config.ckpt_path == "last" and named is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A whole run, or a grid of them."""
+"""A whole run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class InitFrom(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Config):
-    """One training run, or (``ablation`` given) a grid of them.
+    """One training run.
 
     Each of ``model``, ``data``, ``objective``, ``optimizer`` and ``schedule`` is one of ours, or a part of the user's own: a
     mapping with ``_target_``. ``output_dir`` counts from the current folder.
@@ -65,7 +65,6 @@ class RunConfig(Config):
         logger: loggers beside metrics.csv, by name.
         callbacks: what happens beside the steps.
         evaluation: what is measured after training.
-        ablation: a grid of runs, as plain data (``minitx.ablation.config``).
         seed: of the initial weights, the order of the rows, and dropout.
         ckpt_path: a checkpoint to continue from; last is the newest one in output_dir.
         init_from: weights to start from.
@@ -86,7 +85,6 @@ class RunConfig(Config):
     logger: Mapping[str, Part | None] = field(default_factory=dict)
     callbacks: CallbacksConfig = CallbacksConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    ablation: Mapping[str, Any] | None = None
     seed: int = 0
     ckpt_path: str | None = None
     init_from: InitFrom = InitFrom()

@@ -91,15 +91,15 @@ def evaluate_factor(factor: float | str, *, head_dim: int, key: str = "factor") 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Config):
-    """``adamw`` for every parameter, or ``muon`` for the matrices of the blocks and AdamW for the rest.
+    """``adamw`` or ``sgd`` for every parameter, or ``muon`` for the matrices of the blocks and AdamW for the rest.
 
     Weight decay spares vectors (biases, norms).
 
     Attributes:
-        name: adamw | muon (the blocks' matrices; AdamW for the rest).
+        name: adamw | sgd | muon (the blocks' matrices; AdamW for the rest).
         lr: the peak rate.
         matrix_lr: of muon: the rate of the blocks' matrices; everything else takes lr.
-        momentum: of muon.
+        momentum: of muon and sgd.
         ns_steps: of muon: Newton-Schulz iterations an update.
         weight_decay: spares vectors (biases, norms).
         betas: decay of the two moments.
@@ -107,7 +107,7 @@ class OptimizerConfig(Config):
         rules: [{match: q_proj, lr: head_dim^-0.25, trainable: true}]: factors by name.
     """
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
     lr: Positive = 1e-3
     matrix_lr: Positive = 0.02
     momentum: Share = 0.95
@@ -263,16 +263,12 @@ class EvaluationConfig(Config):
         num_rows: validation rows to look at; null: all.
         num_beams: of generated answers; 1: greedy.
         num_shown: answers to show.
-        lengths: after training, a language model's loss on rows of these many tokens, too.
-        attention_cost: after training, error and cost of the attention against exact attention, too.
     """
 
     at_end: bool = False
     num_rows: Count | None = None
     num_beams: Count = 1
     num_shown: Natural = 3
-    lengths: tuple[Count, ...] = ()
-    attention_cost: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,6 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
-from minitx.nn.scale import ScoreScale
 from minitx.training.module import TrainingModule
 from minitx.training.steps import StepCallback, StepLog
 
@@ -170,39 +169,3 @@ class BestCheckpoint(ModelCheckpoint):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(dirpath=folder, filename="best", monitor="val_loss", mode="min", enable_version_counter=False)
-
-
-class AttentionTemperature(L.Callback):
-    """Divides the attention scores by ``value`` in the updates from ``first`` (counted from 0) to ``last - 1``.
-
-    Zhai et al. 2023 (arXiv:2303.06296, §4) make attention ten times sharper (``value=0.1``) early or late in training. The
-    temperature depends on the step alone, so a resumed run uses the same. Probes and validations use the scores of the update
-    before them. After training the model has its own scores again.
-
-    Raises:
-        ValueError: a temperature that is not a positive number, an empty window, or two such callbacks in a run.
-    """
-
-    def __init__(self, value: float, first: int, last: int) -> None:
-        if not 0.0 < value < math.inf:
-            raise ValueError(f"value={value} must be a positive temperature")
-        if not 0 <= first < last:
-            raise ValueError(f"first={first} and last={last} must be the ends of a window of updates")
-        self.value, self.first, self.last = value, first, last
-        self._factors: list[tuple[ScoreScale, float]] = []
-
-    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        if sum(isinstance(callback, AttentionTemperature) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise ValueError("callbacks has several AttentionTemperature, and each would undo the others: keep one")
-        self._factors = [(m, m.factor) for m in module.network.modules() if isinstance(m, ScoreScale)]
-
-    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        inside = self.first <= trainer.global_step < self.last
-        self._set(1.0 / self.value if inside else 1.0)
-
-    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
-        self._set(1.0)
-
-    def _set(self, multiplier: float) -> None:
-        for scale, factor in self._factors:
-            scale.factor = factor * multiplier

@@ -63,7 +63,7 @@ def _factor(rule: ParameterRule, key: str, path: str, head_dim: int) -> float:
 
 
 def build_optimizer(network: nn.Module, node: OptimizerConfig | Part, head_dim: int = 1) -> torch.optim.Optimizer:
-    """The optimizer of the trainable parameters: fused AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) over
+    """The optimizer of the trainable parameters: fused AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) or SGD over
     ``parameter_groups``, ``Muon``, or what a node with ``_target_`` makes of the parameters.
 
     Raises:
@@ -78,6 +78,9 @@ def build_optimizer(network: nn.Module, node: OptimizerConfig | Part, head_dim: 
             )
         return found
     groups = parameter_groups(network, node, head_dim=head_dim)
+    if node.name == "sgd":
+        groups = [{name: value for name, value in group.items() if name != "eps"} for group in groups]
+        return torch.optim.SGD(groups, momentum=node.momentum, fused=True)
     if node.name == "muon":
         return Muon(groups, betas=node.betas, momentum=node.momentum, steps=node.ns_steps)
     return torch.optim.AdamW(groups, betas=node.betas, eps=node.eps, fused=True)

@@ -26,7 +26,6 @@ from minitx.training.devices import check_parallel, place_of
 from minitx.training.evaluation import evaluate, report
 from minitx.training.folder import run_folder
 from minitx.training.hardware import check_count
-from minitx.training.measures import check_measures, measures
 from minitx.training.metrics import MetricsFile
 from minitx.training.module import NonFiniteError, TrainingModule
 from minitx.training.outcome import summarise
@@ -84,16 +83,14 @@ def train(
         if trainer.is_global_zero:
             log.info("%s", summary(trainer, config, network, opened, folder))
         nonfinite_step = fit(trainer, module, opened, config, guard)
-        measured = look_back(trainer, module, opened, config, folder) if nonfinite_step is None else {}
+        if nonfinite_step is None and config.evaluation.at_end:
+            evaluate_at_end(trainer, module, opened, config, folder)
     task = getattr(opened, "task", None)
     return summarise(
         folder,
         floors=task.floors if task else {},
-        recall=bool(task and task.recall),
-        chance=task.chance if task else 0.0,
         nonfinite_step=nonfinite_step,
         num_parameters=sum(p.numel() for p in module.network.parameters()),
-        measures=measured,
     )
 
 
@@ -107,12 +104,8 @@ def check_run(config: RunConfig, network: nn.Module, data: L.LightningDataModule
     if model is None:
         if config.trainer.strategy == "sharded":
             raise ConfigError("trainer.strategy=sharded cuts the blocks of our models only: use trainer.strategy=ddp")
-        if config.evaluation.lengths or config.evaluation.attention_cost:
-            raise ConfigError("evaluation.lengths and evaluation.attention_cost need one of our models")
         return
     check_parallel(model, config.trainer, probes=config.callbacks.probe.every > 0)
-    if isinstance(data, DataModule):
-        check_measures(config, model, data)
 
 
 def check_resumed(config: RunConfig, module: TrainingModule) -> int:
@@ -230,21 +223,18 @@ def fit(
     return None
 
 
-def look_back(
+def evaluate_at_end(
     trainer: L.Trainer, module: TrainingModule, data: L.LightningDataModule, config: RunConfig, folder: Path
-) -> dict[str, float]:
-    """What the finished network can do: the evaluation, if asked for, and the measures of the run; by the first process."""
+) -> None:
+    """Evaluate the finished network, on the first process."""
     network, model = module.network, config_of(module.network)
     if config.trainer.strategy == "sharded":
         state = whole_state(network)  # from all processes
         assert model is not None
         network = build_model(model, core_of(model))
         network.to(next(iter(state.values())).dtype).load_state_dict(state)
-    if not trainer.is_global_zero:
-        return {}
-    if config.evaluation.at_end:
+    if trainer.is_global_zero:
         report(evaluate(network, data, config.evaluation, module.objective), folder)
-    return measures(network, model, data, config) if model is not None and isinstance(data, DataModule) else {}
 
 
 _NOTICES = (

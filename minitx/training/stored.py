@@ -83,7 +83,7 @@ def load_stored(
     """
     checkpoint = read_checkpoint(path)
     state = checkpoint["minitx"]
-    values = {**state["config"], "logger": {}, "callbacks": {}, "ablation": None}
+    values = {**state["config"], "logger": {}, "callbacks": {}}
     values |= {"ckpt_path": None, "init_from": {}, "output_dir": None}
     trainer = {key: value for key, value in values["trainer"].items() if key not in ("plugins", "profiler", "extra")}
     values |= {"trainer": trainer, "model": state["model"]}
