@@ -7,8 +7,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-
 from minitx.ablation import records
 from minitx.ablation.config import RATE, AblationConfig, Condition, Endpoint, Solved
 from minitx.ablation.outcomes import initial_loss, last_mean
@@ -58,11 +56,8 @@ class Arm:
         """
         ran = {rate: [(rate, seed) for seed in seeds if (rate, seed) in self.done] for rate in self.tried}
         most = max(map(len, ran.values()), default=0)
-        costs = {
-            rate: float(np.mean([self._cost(score, key) for key in keys]))
-            for rate, keys in ran.items()
-            if len(keys) == most > 0
-        }
+        ran = {rate: keys for rate, keys in ran.items() if len(keys) == most > 0}
+        costs = {rate: sum(self._cost(score, key) for key in keys) / most for rate, keys in ran.items()}
         tied = central = [rate for rate, cost in costs.items() if cost <= min(costs.values()) + 1e-9]
         if score == "time":
             central = [rate for rate in costs if any(self.steps[key] for key in ran[rate])]
@@ -70,6 +65,10 @@ class Arm:
                 return self.best_rate(self.study.solved.metric.removeprefix("train_"), seeds)
         logs = {rate: math.log(_number(rate)) for rate in costs}
         return min(tied, key=lambda rate: round(abs(2 * logs[rate] - logs[central[0]] - logs[central[-1]]), 9), default=None)
+
+    def has_edge(self, rates: Collection[str]) -> bool:
+        """Whether one of ``rates`` is the smallest or the largest that was tried."""
+        return RATE in self.study.factors and any(rate in (self.tried[0], self.tried[-1]) for rate in rates)
 
     def _cost(self, score: str, key: tuple[str, int]) -> float:
         if score == "time":

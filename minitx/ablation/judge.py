@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from minitx.ablation.arms import Arm
 from minitx.ablation.arms import solved_step as solved_step
-from minitx.ablation.config import RATE, AblationConfig, ComparisonConfig, Condition, Endpoint, Verdict, endpoints
+from minitx.ablation.config import AblationConfig, ComparisonConfig, Condition, Endpoint, Verdict, endpoints
 from minitx.ablation.records import Runs
 from minitx.ablation.statistics import ALPHA, MIN_PAIRS, Span, holm, median, median_interval, sign_test
 
@@ -234,10 +234,6 @@ class _Contest:
         study, law = self.arms[0].study, self.comparison.law
         rates = [self.rates(arm) for arm in self.arms]
         chosen = [tuple(rate for rate in own.values() if rate is not None) for own in rates]
-        edges = [
-            RATE in study.factors and any(r in (a.tried[0], a.tried[-1]) for r in own)
-            for a, own in zip(self.arms, chosen, strict=True)
-        ]
         pairs = self.pairs(rates)
         middle = printed(self.endpoint, pairs) if pairs else None
         estimate = None if middle is None else middle.low
@@ -253,7 +249,7 @@ class _Contest:
             is_primary=self.endpoint == study.scores[0]
             and any(_fits(wanted, self.condition) for wanted in self.comparison.primary),
             rates=(chosen[0], chosen[1]),
-            at_edge=(edges[0], edges[1]),
+            at_edge=(self.arms[0].has_edge(chosen[0]), self.arms[1].has_edge(chosen[1])),
             pairs=tuple(pairs),
             missing=tuple(sorted(set(study.seeds) - {pair.seed for pair in pairs})),
             estimate=estimate,

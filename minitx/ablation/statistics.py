@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from scipy import stats
@@ -62,10 +63,17 @@ def median_interval(spans: Sequence[Span]) -> tuple[Span, float] | None:
     pairs = len(spans)
     if pairs < MIN_PAIRS:
         return None
+    k, coverage = _rank(pairs)
+    low, high = sorted(span.low for span in spans)[k - 1], sorted(span.high for span in spans)[-k]
+    return Span(float(low), float(high)), coverage
+
+
+@cache
+def _rank(pairs: int) -> tuple[int, float]:
+    """k of the interval, and its coverage."""
     coverage = 1 - 2 * stats.binom.cdf(np.arange(pairs // 2), pairs, 0.5)  # of k = 1, 2, ...
     k = int(np.sum(coverage >= CONFIDENCE))
-    low, high = sorted(span.low for span in spans)[k - 1], sorted(span.high for span in spans)[-k]
-    return Span(float(low), float(high)), float(coverage[k - 1])
+    return k, float(coverage[k - 1])
 
 
 def sign_test(beyond: int, pairs: int) -> float:
