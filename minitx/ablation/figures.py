@@ -96,14 +96,21 @@ def rate_of(run: Run) -> float:
 
 
 def draw_by_rate(
-    ax: Axes, grid: AblationConfig, runs: Sequence[Run], value: Value, missing: str, *, log: bool = False, top: float | None = None
+    ax: Axes,
+    grid: AblationConfig,
+    runs: Sequence[Run],
+    value: Value,
+    missing: str,
+    *,
+    log: bool = False,
+    top: float | None = None,
 ) -> None:
     """Every run a dot over its rate, side by side, and a line through the medians over seeds; runs without a value at ``top``."""
     arms, rates = arms_of(grid, runs), sorted({rate_of(run) for run in runs})
     top = row_above(runs, value, log) if top is None else top
     found = {run.place: v if (v := value(run)) is not None and math.isfinite(v) else top for run in runs}
     gaps = np.diff(np.log10(rates))
-    slot = 0.65 * min(gaps, default=0.25)
+    slot = 0.65 * min([0.25, *gaps])
     for i, arm in enumerate(arms):
         color, marker = style(grid, arm)
         xs, ys, middles = [], [], []
@@ -117,6 +124,7 @@ def draw_by_rate(
     ax.set_xscale("log")
     names = [f"{rate:g}" if runs[0].rate else "" for rate in rates]
     ax.set_xticks(rates, names, rotation=45 if len(rates) > 4 else 0)
+    ax.set_xlim(rates[0] / 1.4, rates[-1] * 1.4)
     ax.minorticks_off()
     if log:
         log_ticks(ax)
@@ -149,7 +157,9 @@ def name_row(ax: Axes, y: float, name: str) -> None:
 def gap_against_budget(findings: Findings, listed: Sequence[Finding]) -> Figure:
     """A panel a condition of ``time``: the share of judged seeds that solved the task by each step, at the arm's own best rate."""
     grid = findings.grid
-    figure, axes = wrapped_panels(len(listed), "share of seeds that solved it", sharey=True, width=5.6 if len(listed) == 1 else 4.2)
+    figure, axes = wrapped_panels(
+        len(listed), "share of seeds that solved it", sharey=True, width=5.6 if len(listed) == 1 else 4.2
+    )
     for ax, finding in zip(axes, listed, strict=True):
         for arm, line in zip(finding.comparison.arms, ("-", "--"), strict=True):
             runs = judged_runs(findings, finding, arm)
@@ -187,7 +197,9 @@ def paired_effects(findings: Findings, listed: Sequence[Finding]) -> Figure:
     ax.axvspan(*band, color=MARGIN)
     for i, finding in enumerate(listed):
         if finding.interval is not None:
-            known = [end for pair in finding.pairs for end in (pair.effect.low, pair.effect.high) if 0 != abs(end) != math.inf] or [same]
+            known = [
+                end for pair in finding.pairs for end in (pair.effect.low, pair.effect.high) if 0 != abs(end) != math.inf
+            ] or [same]
             low, high = finding.interval.low, finding.interval.high
             ends = [min(known) if low in (0, -math.inf) else low, max(known) if math.isinf(high) else high]
             ax.fill_betweenx([i - 0.4, i + 0.4], *ends, color=GREY, alpha=0.3, linewidth=0)
@@ -200,13 +212,17 @@ def paired_effects(findings: Findings, listed: Sequence[Finding]) -> Figure:
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter("{x:g}")
     label(ax, x=EFFECTS.get("ratio" if ratios else listed[0].endpoint, "difference"))
-    names = [f"{where_text(grid, f)}\n{words(grid, f.comparison.arms[1])} / {words(grid, f.comparison.arms[0])}" for f in listed]
+    names = [
+        f"{where_text(grid, f)}\n{words(grid, f.comparison.arms[1])} / {words(grid, f.comparison.arms[0])}" for f in listed
+    ]
     ax.set_yticks(range(len(listed)), [spelled(name) for name in names], fontsize=7.5)
     ax.set_ylim(len(listed) - 0.5, -0.5)
     return figure
 
 
-def draw_span(ax: Axes, at: float, span: Span, look: tuple[str, str], *, across: bool = False, unknown: float = 1.0, **options: Any) -> None:
+def draw_span(
+    ax: Axes, at: float, span: Span, look: tuple[str, str], *, across: bool = False, unknown: float = 1.0, **options: Any
+) -> None:
     """A number with ends as a dot; an arrow where an end is open, a cross at ``unknown`` where both are."""
     color, marker = look
     open_low, open_high = span.low in (0, -math.inf), math.isinf(span.high)
@@ -290,7 +306,10 @@ def probe_panels(findings: Findings, study: str) -> Figure:
     figure, axes = panels(len(PROBED), len(settings(runs)), height=1.7, sharey="row", sharex=True)
     for column, setting in enumerate(settings(runs)):
         for run in findings.runs.select(study, None, setting[0], rate=setting[1], status="done"):
-            steps, layers = [probe["step"] for probe in run.result["probes"]], [probe["layers"] for probe in run.result["probes"]]
+            steps, layers = (
+                [probe["step"] for probe in run.result["probes"]],
+                [probe["layers"] for probe in run.result["probes"]],
+            )
             for (name, _), ax in zip(PROBED.items(), axes[:, column], strict=True):
                 for i in range(len(layers[0]) if layers else 0):
                     values = [of_step[i].get(name, math.nan) for of_step in layers]
@@ -307,14 +326,14 @@ def probe_panels(findings: Findings, study: str) -> Figure:
 
 
 def attention(maps: Sequence[tuple[str, Sequence[Any]]]) -> Figure:
-    """(rows, L, S) weights of one head by title: those of the first row as a heat map, the entropy over all rows below it."""
+    """(examples, L, S) weights of one head by title: those of the first example as a heat map, the last row's entropy below it."""
     figure, axes = panels(1, len(maps), width=1.9, height=1.95)
     for ax, (title, weights) in zip(axes[0], maps, strict=True):
         image = ax.imshow(np.asarray(weights, dtype=np.float64)[0], vmin=0, vmax=1, cmap="magma_r", interpolation="nearest")
         ax.grid(False)
         ax.set_xticks([])
         ax.set_yticks([])
-        label(ax, title, f"entropy {entropy(weights):.2f} nats")
+        label(ax, title, f"entropy of the last row:\n{entropy(weights):.2f} nats")
     bar = figure.colorbar(image, ax=list(axes[0]), shrink=0.6, aspect=12)
     bar.ax.tick_params(labelsize=7)
     bar.set_label("weight", fontsize=8)
@@ -322,6 +341,6 @@ def attention(maps: Sequence[tuple[str, Sequence[Any]]]) -> Figure:
 
 
 def entropy(weights: Sequence[Any]) -> float:
-    """Mean entropy of the rows of attention weights, in nats."""
-    p = np.asarray(weights, dtype=np.float64)
-    return float(-(p * np.log(np.where(p > 0, p, 1.0))).sum(-1).mean())
+    """Entropy of the last query's weights in nats, the mean over the examples."""
+    p = np.asarray(weights, dtype=np.float64)[:, -1]
+    return abs(float((p * np.log(np.where(p > 0, p, 1.0))).sum(-1).mean()))

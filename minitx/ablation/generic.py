@@ -64,7 +64,9 @@ def limits(findings: Findings) -> list[str]:
     said = []
     if done:
         largest = max(run.result["parameters"] for run in done)
-        said.append(f"The models are small (up to {largest:,} parameters) and the runs are short (up to {max(r.result['cap'] for r in done):,} steps).")
+        said.append(
+            f"The models are small (up to {largest:,} parameters) and the runs are short (up to {max(r.result['cap'] for r in done):,} steps)."
+        )
     few = sorted({len(f.pairs) for f in findings.findings if f.interval is None})
     if few:
         said.append(f"Some comparisons have {list_text([str(n) for n in few])} pairs. Fewer than six give no verdict.")
@@ -81,7 +83,9 @@ def limits(findings: Findings) -> list[str]:
 # --- the sections of every report
 
 
-def all_sections(findings: Findings, special: Sequence[Section], limits: Sequence[str], meta: Mapping[str, Any]) -> list[Section]:
+def all_sections(
+    findings: Findings, special: Sequence[Section], limits: Sequence[str], meta: Mapping[str, Any]
+) -> list[Section]:
     """The page below its first screen; ``special`` comes after the figures."""
     return [
         Section("What was run", [_studies(findings), *_not_done(findings)]),
@@ -97,7 +101,11 @@ def all_sections(findings: Findings, special: Sequence[Section], limits: Sequenc
 def incomplete(findings: Findings) -> str:
     """A sentence where runs failed or are missing; else empty."""
     count = Counter(run.status for run in findings.runs.all)
-    lost = [count_text(count[status], "run") + f" {verb}" for status, verb in (("failed", "failed"), ("missing", "not finished")) if count[status]]
+    lost = [
+        count_text(count[status], "run") + f" {verb}"
+        for status, verb in (("failed", "failed"), ("missing", "not finished"))
+        if count[status]
+    ]
     return f"{list_text(lost)}, of {len(findings.runs.all)}; they are listed below." if lost else ""
 
 
@@ -106,12 +114,18 @@ def _studies(findings: Findings) -> Table:
     for name, study in grid.studies.items():
         runs = findings.runs.select(name)
         done = [run for run in runs if run.status == "done"]
-        levels = [f"{words(grid, f)}: {', '.join(words(grid, level) for level in found)}" for f, found in study.factors.items() if f != RATE]
+        levels = [
+            f"{words(grid, f)}: {', '.join(words(grid, level) for level in found)}"
+            for f, found in study.factors.items()
+            if f != RATE
+        ]
         rates = ", ".join(f"{float(rate):g}" for rate in sorted({run.rate for run in runs} - {""}, key=float))
         seeds = count_text(len(study.seeds), "seed") + (f" + {len(study.tune_seeds)} to tune" if study.tune_seeds else "")
         arms = ", ".join(words(grid, arm) for arm in study.arms)
         of = f"{len(done)} of {len(runs)}"
-        rows.append((title(findings.grid, name), arms, "; ".join(levels) or "–", rates or "–", seeds, budget(done) if done else "–", of))
+        rows.append(
+            (title(findings.grid, name), arms, "; ".join(levels) or "–", rates or "–", seeds, budget(done) if done else "–", of)
+        )
     headers = ("study", "arms", "conditions", "learning rates", "seeds", "budget", "runs done")
     total = Counter(run.status for run in findings.runs.all)
     said = ", ".join(f"{total[status]} {status}" for status in ("done", "not run", "failed", "missing") if total[status])
@@ -130,7 +144,9 @@ def _not_done(findings: Findings) -> list[Table]:
         runs = [run for run in findings.runs.all if run.status == status]
         rows = [(title(findings.grid, run.study), *_place(findings, run), run.record.get("reason", "")) for run in runs]
         if rows:
-            found.append(Table(f"{caption} ({len(rows)})", ("study", "arm", "place", "seed", "reason"), rows, is_open=status == "failed"))
+            found.append(
+                Table(f"{caption} ({len(rows)})", ("study", "arm", "place", "seed", "reason"), rows, is_open=status == "failed")
+            )
     return found
 
 
@@ -158,7 +174,13 @@ def _verdicts(findings: Findings) -> list[str | Table]:
 def _in_words(findings: Findings, listed: Sequence[Finding], caption: str, is_open: bool = True) -> Table:
     grid = findings.grid
     rows = [
-        (where_text(grid, f), endpoint_text(grid, f), " against ".join(words(grid, arm) for arm in reversed(f.comparison.arms)), effect_text(f), f.verdict)
+        (
+            where_text(grid, f),
+            endpoint_text(grid, f),
+            " against ".join(words(grid, arm) for arm in reversed(f.comparison.arms)),
+            effect_text(f),
+            f.verdict,
+        )
         for f in listed
     ]
     return Table(caption, ("where", "what", "arms", "effect (median)", "verdict"), rows, is_open=is_open)
@@ -172,7 +194,12 @@ def _never(findings: Findings) -> list[Table]:
         places = {(run.arm, tuple(run.condition.items())): run for run in findings.runs.select(name, status="done")}
         for run in places.values():
             for never in unsolved(grid, findings.runs, name, run.arm, run.condition):
-                where = (title(grid, name), words(grid, run.arm), condition_text(grid, run.condition), f"{figures.rate_of(run) if not never.rate else float(never.rate):g}")
+                where = (
+                    title(grid, name),
+                    words(grid, run.arm),
+                    condition_text(grid, run.condition),
+                    f"{figures.rate_of(run) if not never.rate else float(never.rate):g}",
+                )
                 rows.append((*where, f"{never.count} of {never.total}", span_text(never.interval)))
     headers = ("study", "arm", "where", "learning rate", "never solved it", "95 % interval of the share (Wilson)")
     return [Table("Runs that do not solve the task within the budget", headers, rows)] if rows else []
@@ -189,7 +216,19 @@ def _statistics(findings: Findings) -> Table:
         pairs = f"{len(f.pairs)}{missing}"
         measured = (effect_text(f), span_text(f.interval) + coverage, law, p_text(f.p), p_text(f.p_adjusted), rates or "–")
         rows.append((where_text(findings.grid, f), endpoint_text(findings.grid, f), pairs, *measured, f.verdict, f.reason))
-    headers = ("where", "what", "pairs", "median", "interval (coverage)", "theory", "p", "p by Holm", "best rates", "verdict", "rests on")
+    headers = (
+        "where",
+        "what",
+        "pairs",
+        "median",
+        "interval (coverage)",
+        "theory",
+        "p",
+        "p by Holm",
+        "best rates",
+        "verdict",
+        "rests on",
+    )
     caption = (
         "Statistics: effects of the second arm against the first, paired by seed; intervals of the median by order statistics; "
         f"p of a one-sided sign test against the margin (× {findings.grid.ratio_margin:g}, or {findings.grid.score_margin:g})"
@@ -204,7 +243,10 @@ def _predictions(findings: Findings) -> list[str | Table]:
 
 
 def _reproduce(findings: Findings, meta: Mapping[str, Any]) -> list[str | Table]:
-    rows = [(name, _meta_text(meta.get(name))) for name in ("command", "commit", "date", "hardware", "versions", "wall_seconds")]
+    names = {name: name for name in ("command", "commit", "date", "hardware", "versions")} | {
+        "wall_seconds": "wall time in seconds"
+    }
+    rows = [(shown, _meta_text(meta.get(name))) for name, shown in names.items()]
     grid = json.dumps(to_dict(findings.grid), sort_keys=True)
     rows.append(("SHA-256 of the grid", hashlib.sha256(grid.encode()).hexdigest()))
     names = sorted({*findings.grid.arms, *findings.grid.studies} & set(findings.grid.words))
@@ -245,7 +287,14 @@ def pictures(findings: Findings) -> list[Picture]:
             "A dot is a seed, the bar is the interval of the median, the band is the margin, the dashed line is theory. "
             "Arrows: known up to this end only. ×: not known."
         )
-        found.append(Picture(f"pairs_{_file(kind)}", f"{what[:1].upper()}{what[1:]}, paired by seed", caption, figures.paired_effects(findings, listed)))
+        found.append(
+            Picture(
+                f"pairs_{_file(kind)}",
+                f"{what[:1].upper()}{what[1:]}, paired by seed",
+                caption,
+                figures.paired_effects(findings, listed),
+            )
+        )
     return found
 
 
@@ -273,9 +322,19 @@ def _plan(findings: Findings, study: StudyConfig, score: str) -> tuple[figures.V
     if score == "time":
         return partial(figures.steps_to_solve, findings.grid), "steps to solve the task", "not solved", True
     if score == "stability" and study.stable.metric == "train_accuracy":
-        return (lambda run: worst_accuracy(run.result, study.stable.window)), f"worst accuracy over {study.stable.window} steps", "not finite", False
+        return (
+            (lambda run: worst_accuracy(run.result, study.stable.window)),
+            f"worst accuracy over {study.stable.window} steps",
+            "not finite",
+            False,
+        )
     if score == "stability":
-        return partial(_last_loss, study.stable.window), f"mean loss of the last {study.stable.window} steps", "not finite", False
+        return (
+            partial(_last_loss, study.stable.window),
+            f"mean loss of the last {study.stable.window} steps",
+            "not finite",
+            False,
+        )
     if score in ("loss", "accuracy"):
         return (lambda run: run.result[f"val_{score}"]), f"validation {score}", "not finite", False
     return None

@@ -92,7 +92,10 @@ def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -
     generic = importlib.import_module("minitx.ablation.generic")
     about = importlib.import_module(findings.grid.about) if findings.grid.about else generic
     with lettered(findings.grid):
-        said = {name: getattr(about, name, getattr(generic, name))(findings) for name in ("sentences", "figure", "sections", "limits")}
+        said = {
+            name: getattr(about, name, getattr(generic, name))(findings)
+            for name in ("sentences", "figure", "sections", "limits")
+        }
         page = {
             "title": findings.grid.question,
             "lead": getattr(about, "LEAD", ""),
@@ -100,7 +103,9 @@ def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -
             "sentences": said["sentences"],
             "pictures": said["figure"],
             "incomplete": generic.incomplete(findings),
-            "sections": [part for part in generic.all_sections(findings, said["sections"], said["limits"], meta) if part.blocks],
+            "sections": [
+                part for part in generic.all_sections(findings, said["sections"], said["limits"], meta) if part.blocks
+            ],
         }
         parts = [*page["pictures"], *(block for section in page["sections"] for block in section.blocks)]
         drawn = _write_figures([part for part in parts if isinstance(part, Picture)], folder / "figures")
@@ -128,7 +133,9 @@ def _templates(drawn: Mapping[str, bytes]) -> Any:
     import jinja2
 
     loader = jinja2.PackageLoader("minitx.ablation", "templates")
-    found = jinja2.Environment(loader=loader, autoescape=lambda name: name != "summary.md.j2", trim_blocks=True, lstrip_blocks=True)
+    found = jinja2.Environment(
+        loader=loader, autoescape=lambda name: name != "summary.md.j2", trim_blocks=True, lstrip_blocks=True
+    )
     found.filters["markdown"] = _markdown
     found.filters["data"] = lambda picture: "data:image/png;base64," + base64.b64encode(drawn[picture.name]).decode()
     found.filters["width"] = lambda picture: round(picture.figure.get_figwidth() * DPI)
@@ -152,6 +159,10 @@ def _write_cells(findings: Findings, path: Path) -> None:
     for run in findings.runs.all:
         result = run.result if run.status == "done" else {}
         row = {"study": run.study, "arm": run.arm, "in words": words(findings.grid, run.arm), **run.condition, RATE: run.rate}
-        row |= {"seed": run.seed, "status": run.status, **{name: run.record.get(name) for name in ("reason", "seconds", "cell", "command")}}
+        row |= {
+            "seed": run.seed,
+            "status": run.status,
+            **{name: run.record.get(name) for name in ("reason", "seconds", "cell", "command")},
+        }
         rows.append(row | {name: result.get(name) for name in numbers} | result.get("measures", {}))
     pandas.DataFrame(rows).to_csv(path, index=False, lineterminator="\n")

@@ -100,7 +100,9 @@ def steps_text(span: Span) -> str:
         return "an unknown number of steps"
     if math.isinf(span.low):
         return f"{signed(span.high)} steps or lower"
-    return f"{signed(span.low)} steps or higher" if math.isinf(span.high) else f"{signed(span.low)} to {signed(span.high)} steps"
+    return (
+        f"{signed(span.low)} steps or higher" if math.isinf(span.high) else f"{signed(span.low)} to {signed(span.high)} steps"
+    )
 
 
 def signed(value: float) -> str:
@@ -160,9 +162,7 @@ def runs_of(findings: Findings, finding: Finding) -> list[Run]:
     """The runs of a finding's two arms that are done."""
     arms = finding.comparison.arms
     return [
-        run
-        for arm in arms
-        for run in findings.runs.select(finding.comparison.study, arm, finding.condition, status="done")
+        run for arm in arms for run in findings.runs.select(finding.comparison.study, arm, finding.condition, status="done")
     ]
 
 
@@ -189,7 +189,9 @@ def finding_sentence(findings: Findings, finding: Finding) -> str:
         effect += f"; {count_text(len(finding.pairs), 'pair')}, six are needed"
     said = PLAIN[finding.verdict].format(effect=effect, reference=reference, endpoint=endpoint_text(grid, finding))
     where = condition_text(grid, finding.condition)
-    return f"{treatment}{f' ({where})' if where else ''}: {said}{rate_text(finding)}, within {budget(runs_of(findings, finding))}."
+    return (
+        f"{treatment}{f' ({where})' if where else ''}: {said}{rate_text(finding)}, within {budget(runs_of(findings, finding))}."
+    )
 
 
 def rate_text(finding: Finding) -> str:

@@ -13,7 +13,7 @@ from minitx.ablation.judge import Finding, Findings
 from minitx.ablation.records import worst_accuracy
 from minitx.ablation.report import Picture
 from minitx.ablation.scaling.options import Continued, Options, by_width, shown_runs
-from minitx.ablation.wording import list_text, runs_of, words
+from minitx.ablation.wording import count_text, list_text, runs_of, words
 from minitx.analysis.canvas import INK, label, panels
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ def figure(findings: Findings) -> list[Picture]:
     caption = (
         "Left: the loss of a model that had solved the task and is trained on with and without the scale; every seed is a line. "
         "Middle: the largest learning rate at which it stays stable, or its worst accuracy at each rate; every seed is a dot. "
-        "Right: steps to solve the task from scratch; every run is a dot, and runs that did not solve it are in the top row."
+        "Right: steps to solve the task from scratch; every run is a dot, and runs that did not solve it are in the top row. "
+        "Accuracies are the lowest mean over 8 steps."
     )
     found = [Picture("scale", "What happens without the scale", caption, drawn)]
     return found + _attention(findings)
@@ -98,9 +99,11 @@ def _attention(findings: Findings) -> list[Picture]:
     for run in (scaled, unscaled):
         last = max(run.result["attention"], key=int)
         maps.append((f"{words(findings.grid, run.arm)},\n{last} steps later", run.result["attention"][last]))
-    keys = len(maps[0][1][0][0])
+    examples, keys = len(maps[0][1]), len(maps[0][1][0][0])
     caption = (
-        f"One head of seed {scaled.seed}, learning rate {float(scaled.rate):g}: rows are queries, columns are keys. "
-        f"Entropy 0 is one key; {math.log(keys):.2f} nats is a plain average of all {keys}."
+        f"One head of seed {scaled.seed}, learning rate {float(scaled.rate):g}: rows are queries, columns are keys. {options.last_row}"
+        f"Entropy (mean over {count_text(examples, 'example')}): 0 is one key, {math.log(keys):.2f} nats is a plain average of all {keys}."
     )
-    return [Picture("attention", "Attention of the solved model, and after it was trained on", caption, figures.attention(maps))]
+    return [
+        Picture("attention", "Attention of the solved model, and after it was trained on", caption, figures.attention(maps))
+    ]

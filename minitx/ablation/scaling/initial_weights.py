@@ -78,7 +78,7 @@ def init_figure() -> Figure:
     for length, line in ((16, ":"), (64, "-."), (1024, "--")):
         limit = math.sqrt(2 * math.log(length))
         right.axhline(limit, color=INK, linewidth=0.9, linestyle=line)
-        right.text(WIDTHS[0], limit, f"{length} keys", fontsize=7, va="bottom")
+        right.text(1.01, limit, f"{length} keys", transform=right.get_yaxis_transform(), fontsize=7, va="center")
     for ax, title in ((left, "variance of q·k"), (right, "standard deviation of the logits along a row")):
         ax.set_xscale("log", base=2)
         log_ticks(ax)

@@ -36,6 +36,8 @@ class Options:
         width: the factor whose levels are d_k.
         where: other levels that the first screen is about, such as {init: lecun}; those that a study has count.
         settings: a level of ``width`` to words, such as {"128": "one head, d_k = 128"}.
+        task: what the solved models had learned, after "to".
+        last_row: a sentence on what the last query of the attention does, with a space after it.
         chance: accuracy of guessing.
         time: the study of steps to solve.
         continued: the optimizer's name to its study.
@@ -51,6 +53,8 @@ class Options:
     width: str = "head_dim"
     where: Condition = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
+    task: str = ""
+    last_row: str = ""
     chance: float | None = None
     time: str = ""
     continued: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

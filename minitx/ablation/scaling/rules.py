@@ -36,12 +36,16 @@ def follows_law(findings: Findings, *, studies: Sequence[str], arms: Sequence[st
         grows = all((a.estimate or 0.0) < (b.estimate or 0.0) for a, b in pairwise(found))
         holds = grows and all(low <= part <= high for part in parts)
         statuses.append("UNDECIDED" if open_ends else _status(holds))
-        listed = [f"{_width(findings, f)}: {effect_text(f)} ({part:.2f} of the law)" for f, part in zip(found, parts, strict=True)]
+        listed = [
+            f"{_width(findings, f)}: {effect_text(f)} ({part:.2f} of the law)" for f, part in zip(found, parts, strict=True)
+        ]
         said.append(f"{words(findings.grid, study)}: {', '.join(listed)}")
     return _all(statuses), "; ".join(said)
 
 
-def ratio_grows(findings: Findings, *, study: str, endpoint: str, arms: Sequence[str], condition: Condition | None = None) -> Answered:
+def ratio_grows(
+    findings: Findings, *, study: str, endpoint: str, arms: Sequence[str], condition: Condition | None = None
+) -> Answered:
     """The median ratio of a comparison is larger at each larger d_k."""
     found = [f for f in by_width(findings, study, endpoint, arms) if (condition or {}).items() <= f.condition.items()]
     if len(found) < 2:
@@ -81,7 +85,10 @@ def above_uniform_and_lost(
     """From scratch ``arm`` ends above ``floor`` at every rate; each of ``continued`` (study to rate) is LEARNED AND LOST."""
     rates = sorted({run.rate for run in findings.runs.select(scratch, arm, condition, status="done")}, key=float)
     level = uniform_level(findings, scratch, floor, condition)
-    ends = {rate: min(last_mean(run, "loss") for run in findings.runs.select(scratch, arm, condition, rate=rate, status="done")) for rate in rates}
+    ends = {
+        rate: min(last_mean(run, "loss") for run in findings.runs.select(scratch, arm, condition, rate=rate, status="done"))
+        for rate in rates
+    }
     lost = {
         study: [outcome(run, levels_of(findings, run)) for run in findings.runs.select(study, arm, rate=rate, status="done")]
         for study, rate in continued.items()
@@ -153,5 +160,13 @@ def levels_of(findings: Findings, run: Run) -> Levels:
 
 RULES: dict[str, Callable[..., Answered]] = {
     rule.__name__: rule
-    for rule in (follows_law, ratio_grows, wider_or_edge, all_solve_within, above_uniform_and_lost, equal_outcomes, variance_law)
+    for rule in (
+        follows_law,
+        ratio_grows,
+        wider_or_edge,
+        all_solve_within,
+        above_uniform_and_lost,
+        equal_outcomes,
+        variance_law,
+    )
 }

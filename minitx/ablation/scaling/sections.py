@@ -37,8 +37,8 @@ def limits(findings: Findings) -> list[str]:
     if any(f.endpoint == "stability" and f.pairs for f in findings.findings):
         said.append(
             "“Stable” is about models that learned with the scale and are trained on at a constant rate. "
-            "The missing scale makes the steps of the logits larger, and that is the whole mechanism: where the rates of W_Q and W_K "
-            "are divided to match (see Controls), the effect must be gone."
+            "The missing scale acts by making the steps of the logits larger: the same model with the learning rates of W_Q and W_K divided "
+            "to match is the scaled model again."
         )
     if any(f.endpoint == "time" and f.pairs for f in findings.findings):
         said.append("Steps to solve say how soon a run learns the task, not how good it becomes in the end.")
@@ -49,12 +49,21 @@ def _disappears(findings: Findings) -> list[Block]:
     """The findings without harm, with and without the scale."""
     arms = Options.of(findings).arms
     compared = [f for f in findings.findings if f.comparison.arms == arms and f.pairs]
-    kept = [f for f in compared if f.verdict in ("SAME", "FASTER", "MORE STABLE", "WIDER", "BETTER", "UNDECIDED") and f.interval]
+    kept = [
+        f for f in compared if f.verdict in ("SAME", "FASTER", "MORE STABLE", "WIDER", "BETTER", "UNDECIDED") and f.interval
+    ]
     if not compared:
         return []
     if not kept:
         return ["At none of the settings of this grid that have a verdict."]
-    return [Table("Settings without a proven harm", ("finding", "verdict"), [(finding_sentence(findings, f), f.verdict) for f in kept], is_open=True)]
+    return [
+        Table(
+            "Settings without a proven harm",
+            ("finding", "verdict"),
+            [(finding_sentence(findings, f), f.verdict) for f in kept],
+            is_open=True,
+        )
+    ]
 
 
 # --- instability
@@ -78,15 +87,27 @@ def _instability(findings: Findings, studies: Sequence[str]) -> list[Block]:
         for key, found in groupby(sorted(runs, key=_setting), key=_setting):
             of_setting = list(found)
             where = (title(findings.grid, study), words(findings.grid, key[0]), condition_text(findings.grid, dict(key[1])))
-            outcomes = {rate: Counter(outcome(run, levels_of(findings, run)) for run in of_rate) for rate, of_rate in _by_rate(of_setting)}
+            outcomes = {
+                rate: Counter(outcome(run, levels_of(findings, run)) for run in of_rate)
+                for rate, of_rate in _by_rate(of_setting)
+            }
             rows.append((*where, "; ".join(f"{rate}: {_counts(counter)}" for rate, counter in outcomes.items())))
             for rate, of_rate in _by_rate(of_setting):
                 norms = [norm for run in of_rate if (norm := gradient_norms(run))]
                 if norms:
                     gradients.append((*where, rate, *(", ".join(number(norm[i]) for norm in norms) for i in (0, 1))))
         if any(len(run.result["probes"]) > 1 for run in runs):
-            caption = "Every line is one layer of one run, deeper layers darker; rows are statistics, columns are learning rates."
-            pictures.append(Picture(f"probes_{study}", f"{title(findings.grid, study)}: attention during training", caption, probe_panels(findings, study)))
+            caption = (
+                "Every line is one layer of one run, deeper layers darker; rows are statistics, columns are learning rates."
+            )
+            pictures.append(
+                Picture(
+                    f"probes_{study}",
+                    f"{title(findings.grid, study)}: attention during training",
+                    caption,
+                    probe_panels(findings, study),
+                )
+            )
     if not rows:
         return []
     headers = ("study", "arm", "setting")
@@ -119,7 +140,12 @@ def _controls(findings: Findings) -> list[Block]:
     grid, options = findings.grid, Options.of(findings)
     blocks: list[Block] = []
     rows = [
-        (" and ".join(words(grid, arm) for arm in e.comparison.arms), condition_text(grid, e.condition), f"{list(e.equal.values()).count(True)} of {len(e.equal)} seeds, {e.steps} steps", "EQUAL" if all(e.equal.values()) else "DIFFERENT")
+        (
+            " and ".join(words(grid, arm) for arm in e.comparison.arms),
+            condition_text(grid, e.condition),
+            f"{list(e.equal.values()).count(True)} of {len(e.equal)} seeds, {e.steps} steps",
+            "EQUAL" if all(e.equal.values()) else "DIFFERENT",
+        )
         for e in findings.equalities
         if e.equal
     ]
@@ -131,9 +157,13 @@ def _controls(findings: Findings) -> list[Block]:
         caption = "The missing scale, folded into weights and learning rates: the effect must be gone"
         said = [(finding_sentence(findings, f), f.verdict) for f in folded]
         blocks.append(Table(caption, ("finding", "verdict"), said, is_open=True))
-    errors = [run.result["start_error"] for run in findings.runs.all if run.status == "done" and run.result["start_error"] is not None]
+    errors = [
+        run.result["start_error"] for run in findings.runs.all if run.status == "done" and run.result["start_error"] is not None
+    ]
     if errors:
-        blocks.append(f"Models that are trained on start as the same function: over {count_text(len(errors), 'run')} the largest difference of the outputs at the start is {max(errors):.0e} of the largest output.")
+        blocks.append(
+            f"Models that are trained on start as the same function: over {count_text(len(errors), 'run')} the largest difference of the outputs at the start is {max(errors):.0e} of the largest output."
+        )
     caption = (
         f"Single attention layers at their initial weights, no training. Left: Var(q·k) grows as d_k (slope {variance_slope():.3f} for LeCun's). "
         "Right: above √(2 ln n) attention over n keys starts on one key."
@@ -171,7 +201,11 @@ def _published(findings: Findings) -> Table:
             rows.append((name, result, *_grows(findings)))
         else:
             rows.append((name, result, *_foretold(findings, options.published.get(name))))
-    return Table("Published results. They are reported, not asserted, and a FAIL is shown", ("name", "result", "measured here", "status"), rows)
+    return Table(
+        "Published results. They are reported, not asserted, and a FAIL is shown",
+        ("name", "result", "measured here", "status"),
+        rows,
+    )
 
 
 def _grows(findings: Findings) -> tuple[str, str]:
@@ -226,4 +260,6 @@ def _common_sentences(findings: Findings) -> Table:
                 "CONTRADICTED" if all(equal) else "NOT CONTRADICTED",
             )
         )
-    return Table("Common sentences about the scale, and what was measured here", ("sentence", "measured", "result"), rows, is_open=True)
+    return Table(
+        "Common sentences about the scale, and what was measured here", ("sentence", "measured", "result"), rows, is_open=True
+    )

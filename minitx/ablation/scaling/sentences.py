@@ -17,7 +17,9 @@ def sentences(findings: Findings) -> list[str]:
     said = _broken_control(findings)
     for name, one in options.studies().items():
         said += _trained_on(findings, name, one, is_first=len(said) == len(_broken_control(findings)))
-    stable = {name: found[-1] for name, one in options.studies().items() if (found := by_width(findings, one.study, "stability"))}
+    stable = {
+        name: found[-1] for name, one in options.studies().items() if (found := by_width(findings, one.study, "stability"))
+    }
     timed = by_width(findings, options.time, "time")
     if stable:
         runs = [run for f in stable.values() for run in runs_of(findings, f)]
@@ -46,7 +48,7 @@ def _trained_on(findings: Findings, name: str, one: Continued, is_first: bool) -
     stable = findings.grid.studies[one.study].stable
     scaled, unscaled = ([worst_accuracy(run.result, stable.window) for run in shown[arm]] for arm in options.arms)
     runs = [run for of_arm in shown.values() for run in of_arm]
-    starts = [start.result["accuracy"][-stable.window :] for run in runs if (start := findings.runs.start_of(run))]
+    starts = [start.result["accuracy"][-16:] for run in runs if (start := findings.runs.start_of(run))]
     before = f"from {percent([median(fmean(last) for last in starts)])} " if starts else ""
     width = runs[0].condition.get(options.width, "")
     setting = options.settings.get(width, f"d_k = {width}")
@@ -60,8 +62,11 @@ def _trained_on(findings: Findings, name: str, one: Continued, is_first: bool) -
     else:
         said = f"{where} its lowest accuracy within {budget(runs)} was {percent(unscaled)}; with the scale it was {percent(scaled)}."
     broken = sum(run.result["nonfinite_step"] is not None for run in shown[options.arms[1]])
-    said += f" The loss of {broken} of {len(unscaled)} runs was no longer a finite number within {budget(runs)}." if broken else ""
-    first = f"A model that had learned the task was trained on with the scale 1/√d_k removed, without changing what it computes ({setting})."
+    said += (
+        f" The loss of {broken} of {len(unscaled)} runs was no longer a finite number within {budget(runs)}." if broken else ""
+    )
+    task = f"to {options.task}" if options.task else "the task"
+    first = f"A model that had learned {task} was trained on with the scale 1/√d_k removed, without changing what it computes ({setting})."
     return [f"{first} {said}" if is_first else said]
 
 
@@ -86,8 +91,7 @@ def _from_scratch(findings: Findings, f: Finding) -> str:
     rates = "at the best of the learning rates tried" if at_edge else "each model at its own best learning rate"
     size = f"{times(f.estimate)}{' or more' if f.or_more else ''}"
     solved = [
-        any(steps_to_solve(findings.grid, run) for run in runs_of(findings, f) if run.arm == arm)
-        for arm in f.comparison.arms
+        any(steps_to_solve(findings.grid, run) for run in runs_of(findings, f) if run.arm == arm) for arm in f.comparison.arms
     ]
     if not solved[0]:
         return f"Trained from scratch, the model with the scale solved the task at none of the learning rates tried {within}, so times cannot be compared."
@@ -107,7 +111,9 @@ def _from_scratch(findings: Findings, f: Finding) -> str:
 def _at_small_width(findings: Findings) -> list[str]:
     """The same factors at the smallest d_k, where another is larger."""
     options = Options.of(findings)
-    kinds = {name: (one.study, "stability") for name, one in options.studies().items()} | {"steps from scratch": (options.time, "time")}
+    kinds = {name: (one.study, "stability") for name, one in options.studies().items()} | {
+        "steps from scratch": (options.time, "time")
+    }
     found = {name: of_kind for name, kind in kinds.items() if len(of_kind := by_width(findings, *kind)) > 1}
     if not found:
         return []
@@ -122,4 +128,6 @@ def _at_small_width(findings: Findings) -> list[str]:
 def _reserve(f: Finding) -> str:
     if f.interval is None:
         return f", {count_text(len(f.pairs), 'pair')} only"
-    return {"UNDECIDED": ", undecided", "SAME": ", the same within the margin"}.get(f.verdict, "") + (", or more" if f.or_more else "")
+    return {"UNDECIDED": ", undecided", "SAME": ", the same within the margin"}.get(f.verdict, "") + (
+        ", or more" if f.or_more else ""
+    )
