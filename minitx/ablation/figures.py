@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minitx.ablation.config import AblationConfig, Condition
 from minitx.ablation.arms import solved_step
+from minitx.ablation.config import AblationConfig, Condition
 from minitx.ablation.judge import Finding, Findings, Pair
 from minitx.ablation.records import Run
 from minitx.ablation.statistics import Span

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from minitx.ablation import figures
-from minitx.ablation.config import RATE, StudyConfig
 from minitx.ablation.arms import unsolved
+from minitx.ablation.config import RATE, StudyConfig
 from minitx.ablation.judge import Finding, Findings
 from minitx.ablation.predictions import answers
 from minitx.ablation.records import Run, worst_accuracy
@@ -28,7 +28,6 @@ from minitx.ablation.wording import (
     list_text,
     number,
     p_text,
-    runs_of,
     span_text,
     title,
     where_text,

@@ -208,7 +208,7 @@ class _Contest:
         if found is None:
             return "UNDECIDED", f"{len(pairs)} pairs, and fewer than {MIN_PAIRS} give no verdict"
         if not self.reference_solves():
-            return "UNDECIDED", f"no tuning run of the first arm solves the task"
+            return "UNDECIDED", "no tuning run of the first arm solves the task"
         word, interval = self.word(found[0]), f"the interval from {found[0].low:.3g} to {found[0].high:.3g}"
         if word == "UNDECIDED":
             return word, f"{interval} crosses the margin"

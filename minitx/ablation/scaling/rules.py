@@ -14,7 +14,7 @@ from minitx.ablation.outcomes import END, Levels, initial_loss, last_mean, outco
 from minitx.ablation.records import Run
 from minitx.ablation.scaling.initial_weights import variance_slope
 from minitx.ablation.scaling.options import Options, by_width
-from minitx.ablation.wording import effect_text, number, times, words
+from minitx.ablation.wording import effect_text, number, words
 
 Answered = tuple[str, str]
 NOTHING: Answered = ("NOT TESTED", "the runs are not there")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -16,7 +15,7 @@ from minitx.ablation.report import Block, Picture, Section, Table
 from minitx.ablation.scaling.initial_weights import init_figure, init_sweep, variance_slope
 from minitx.ablation.scaling.options import Options, by_width
 from minitx.ablation.scaling.rules import levels_of
-from minitx.ablation.wording import condition_text, count_text, effect_text, finding_sentence, number, title, words
+from minitx.ablation.wording import condition_text, count_text, finding_sentence, number, title, words
 
 
 def sections(findings: Findings) -> list[Section]:
