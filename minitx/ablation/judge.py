@@ -208,7 +208,7 @@ class _Contest:
         if found is None:
             return "UNDECIDED", f"{len(pairs)} pairs, and fewer than {MIN_PAIRS} give no verdict"
         if not self.reference_solves():
-            return "UNDECIDED", f"no tuning run of {reference.name} solves the task"
+            return "UNDECIDED", "no tuning run of the first arm solves the task"
         word, interval = self.word(found[0]), f"the interval from {found[0].low:.3g} to {found[0].high:.3g}"
         if word == "UNDECIDED":
             return word, f"{interval} crosses the margin"
@@ -222,7 +222,8 @@ class _Contest:
         changed = [dict.fromkeys(own, best) if i == worse else own for i, own in enumerate(rates)]
         again = median_interval([pair.effect for pair in self.pairs(changed)])
         if again is None or self.word(again[0]) != word:
-            return "UNDECIDED", f"{reason}, but not with {self.arms[worse].name} at {best}, its best rate in hindsight"
+            which = ("first", "second")[worse]
+            return "UNDECIDED", f"{reason}, but not with the {which} arm at {best}, its best rate in hindsight"
         return word, reason
 
     def reference_solves(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from minitx.ablation.config import AblationConfig, ExpectedConfig
 from minitx.ablation.judge import Answer, Finding, Findings, printed
 from minitx.ablation.statistics import MIN_PAIRS, Span
+from minitx.ablation.wording import ENDPOINTS, condition_text, count_text, effect_text, title, words
 from minitx.config import ConfigError
 
 HELD, NOT_HELD, UNDECIDED, NOT_TESTED = "HELD", "NOT HELD", "UNDECIDED", "NOT TESTED"
@@ -53,14 +54,16 @@ def together(statuses: Sequence[str]) -> str:
 
 def _answer(findings: Findings, expected: ExpectedConfig) -> list[tuple[str, str]]:
     """A status and its evidence for each finding that ``expected`` is about."""
-    where = f"{expected.study}, {expected.endpoint}, {expected.arms[1]} against {expected.arms[0]}"
+    grid = findings.grid
+    arms = " against ".join(f"“{words(grid, arm)}”" for arm in reversed(expected.arms))
+    where = f"{title(grid, expected.study)}, {ENDPOINTS.get(expected.endpoint, words(grid, expected.endpoint))}, {arms}"
     if expected.endpoint == "equal":
         fits = [e for e in findings.equalities if e.comparison.study == expected.study and e.comparison.arms == expected.arms]
         equal = [value for e in fits if expected.condition.items() <= e.condition.items() for value in e.equal.values()]
         status = (HELD if all(equal) else NOT_HELD) if equal else NOT_TESTED
         return [(status, f"{where}: {sum(equal)} of {len(equal)} pairs of runs are equal")]
     found = findings.find(expected.study, expected.endpoint, expected.arms, expected.condition)
-    return [(_status(finding, expected), f"{where}{_said(finding)}") for finding in found] or [
+    return [(_status(finding, expected), f"{where}{_said(grid, finding)}") for finding in found] or [
         (NOT_TESTED, f"{where}: no runs")
     ]
 
@@ -79,9 +82,8 @@ def _status(finding: Finding, expected: ExpectedConfig) -> str:
     return together(parts)
 
 
-def _said(finding: Finding) -> str:
-    condition = "".join(f", {name} {level}" for name, level in finding.condition.items())
+def _said(grid: AblationConfig, finding: Finding) -> str:
+    condition = f", {condition_text(grid, finding.condition)}" if finding.condition else ""
     if finding.estimate is None:
         return f"{condition}: no pairs"
-    size = f"{finding.estimate:.3g}{' or more' if finding.or_more else ''}"
-    return f"{condition}: {finding.verdict}, {size} ({len(finding.pairs)} pairs)"
+    return f"{condition}: {finding.verdict}, {effect_text(finding)} ({count_text(len(finding.pairs), 'pair')})"
