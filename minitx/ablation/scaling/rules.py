@@ -153,9 +153,9 @@ def levels_of(findings: Findings, run: Run) -> Levels:
     steps = run.result["cap"] + (first.result["steps"] if first is not None and first.status == "done" else 0)
     levels = [uniform_level(findings, study, options.uniform, {}, steps) for study in options.scratch]
     of_run = levels[list(options.scratch).index(run.study)] if run.study in options.scratch else next(iter(levels), None)
-    is_text = run.result["accuracy"] is None
-    solved = findings.grid.studies[run.study].solved
-    return Levels(initial_loss(findings.runs, run), run.result["floors"].get("unigram"), of_run if is_text else None, solved)
+    solved, unigram = findings.grid.studies[run.study].solved, run.result["floors"].get("unigram")
+    is_text = unigram is not None or run.result["accuracy"] is None
+    return Levels(initial_loss(findings.runs, run), unigram, of_run if is_text else None, solved)
 
 
 RULES: dict[str, Callable[..., Answered]] = {
