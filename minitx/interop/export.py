@@ -1,4 +1,4 @@
-"""``export_onnx``: a model as one ONNX graph, with the batch and the lengths left open."""
+"""``export_onnx``: write a model as an ONNX file."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ from minitx.nn.modes import evaluating
 
 
 def export_onnx(model: TransformerModel, path: str | Path) -> None:
-    """Write ``path``: logits of a model as an ONNX graph that takes any batch and any length.
+    """Write a model as an ONNX graph with any batch size and any length.
 
-    Inputs are those of the model's ``forward``: ``input_ids`` (B, L) int64 and ``key_mask`` (B, L) bool, ``token_type_ids``
-    where it has types; of an encoder–decoder also ``decoder_input_ids`` and ``decoder_key_mask``; of a vision model
-    ``pixel_values`` (B, C, image_size, image_size) alone, any batch. The output is ``logits``. A key mask that is all True
-    is no padding. What a runtime answers at padding means nothing.
+    The output is ``logits``. The inputs, all of them required, are those of the model's ``forward``:
+
+    * text models: ``input_ids`` (B, L) int64 and ``key_mask`` (B, L) bool, which is True everywhere without padding;
+    * with ``type_vocab_size`` also ``token_type_ids`` (B, L) int64;
+    * an encoder–decoder also ``decoder_input_ids`` and ``decoder_key_mask``;
+    * a Vision Transformer only ``pixel_values`` (B, C, image_size, image_size).
+
+    The logits at padded positions are undefined.
 
     Args:
-        model: any of the four; exported as it answers in eval mode.
-        path: of the file; weights beyond 2 GB lie beside it.
+        model: any model of ``minitx.nn``. It is exported in evaluation mode.
+        path: the file. Weights above 2 GB are written to a second file beside it.
 
     Raises:
         ImportError: onnx or onnxscript is not installed.
@@ -36,7 +40,7 @@ def export_onnx(model: TransformerModel, path: str | Path) -> None:
         raise ImportError(f"export_onnx needs {' and '.join(missing)}: pip install minitx[export]")
     inputs, open_axes = _inputs(model.config)
     device = next(model.parameters()).device
-    with evaluating(model), warnings.catch_warnings():  # the exporter's own deprecations
+    with evaluating(model), warnings.catch_warnings():  # torch's exporter emits DeprecationWarnings
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
             model,
@@ -52,7 +56,7 @@ def export_onnx(model: TransformerModel, path: str | Path) -> None:
 
 
 def _inputs(config: TransformerConfig) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Examples of what the model takes, and which of their axes are open."""
+    """Return example inputs of the model, and their axes of variable size."""
     B = 2
     if config.architecture == "vision":
         assert config.image_size is not None and config.num_channels is not None
