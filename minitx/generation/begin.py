@@ -37,9 +37,7 @@ def begin(
     """Check the arguments of ``generate`` and read the prompt. ``start`` is that of ``Reader``."""
     kind = of_config(model, "architecture")
     if kind not in (None, "decoder", "encoder_decoder"):
-        raise ValueError(
-            f"model must be a decoder or an encoder-decoder, got {type(model).__name__} with architecture={kind}"
-        )
+        raise ValueError(f"model must be a decoder or an encoder-decoder, got {type(model).__name__} with architecture={kind}")
     if model.training:
         raise ValueError("model is in training mode, in which dropout is active: call model.eval() first")
     prompt, prompt_mask = _prompt(model, input_ids, key_mask, decoder_input_ids)

@@ -105,7 +105,7 @@ class ALiBi(Bias):
         if self.slopes is not None and not (isinstance(self.slopes, Tensor) and self.slopes.is_floating_point()):
             raise TypeError(f"ALiBi slopes must be a floating-point tensor of shape (H,), got {self.slopes!r}")
         if self.num_heads is not None and (not isinstance(self.num_heads, int) or self.num_heads < 1):
-            raise ValueError(f"ALiBi num_heads must be a positive whole number, got {self.num_heads!r}")
+            raise ValueError(f"ALiBi num_heads must be a positive integer, got {self.num_heads!r}")
 
     def value(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         return -self.slope(head) * (row + offset - key).abs()

@@ -59,9 +59,7 @@ class KernelisedAttention(EfficientAttention):
         query, key, value = call.query, call.key, call.value
         causal, key_mask = self.causal_and_padding(simplify(call.mask, query.shape[2], key.shape[2]))
         if call.state is not None and not causal and query.shape[2] > 1:
-            raise ValueError(
-                f"{type(self).__name__} needs is_causal=True to read several tokens with a cache"
-            )
+            raise ValueError(f"{type(self).__name__} needs is_causal=True to read several tokens with a cache")
         if key_mask is not None:
             hidden = ~key_mask[:, None, :, None]
             key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)  # padding may be NaN

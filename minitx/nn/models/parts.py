@@ -123,7 +123,9 @@ def build_lm_head(config: TransformerConfig, embeddings: Embeddings) -> nn.Linea
 def build_attention_core(config: TransformerConfig) -> nn.Module:
     """Build the attention core that ``config.attention`` names."""
     if not isinstance(config.attention, str):
-        raise ValueError(f"attention={dict(config.attention)} is not one of this package: pass core=, a function that builds it")
+        raise ValueError(
+            f"attention={dict(config.attention)} is not one of this package: pass core=, a function that builds it"
+        )
     if config.attention == "exact":
         return DotProductAttention(backend=config.backend)
     sizes = {name: getattr(config, name) for name in ("max_len", "num_features", "num_slots")}
