@@ -87,8 +87,6 @@ def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
 
     Ackley et al. 1985, "A learning algorithm for Boltzmann machines".
     """
-    if not 0.0 < temperature < math.inf:
-        raise ValueError(f"temperature={temperature} must be a positive number")
     return (logits - logits.amax(dim=-1, keepdim=True)) / temperature
 
 

@@ -57,19 +57,18 @@ def export_onnx(model: TransformerModel, path: str | Path) -> None:
 
 def _inputs(config: TransformerConfig) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return example inputs of the model, and their axes of variable size."""
-    B = 2
     if config.architecture == "vision":
         assert config.image_size is not None and config.num_channels is not None
-        pixels = torch.zeros(B, config.num_channels, config.image_size, config.image_size)
+        pixels = torch.zeros(2, config.num_channels, config.image_size, config.image_size)
         return {"pixel_values": pixels}, {"pixel_values": {0: Dim("batch")}}
     inputs, axes = {}, {}
-    longest = {"max": config.max_len} if config.position == "learned" else {}
-    sides = {"": (5, Dim("length", **longest)), "decoder_": (7, Dim("decoder_length", **longest))}
-    for side, (L, length) in sides.items() if config.architecture == "encoder_decoder" else list(sides.items())[:1]:
-        example = min(L, config.max_len) if longest else L
-        inputs[f"{side}input_ids"] = torch.zeros(B, example, dtype=torch.long)
-        inputs[f"{side}key_mask"] = torch.ones(B, example, dtype=torch.bool)
-        axes.update({key: {0: Dim("batch"), 1: length} for key in list(inputs)[-2:]})
+    limit = {"max": config.max_len} if config.position == "learned" else {}
+    lengths = {"": 5, "decoder_": 7} if config.architecture == "encoder_decoder" else {"": 5}
+    for side, length in lengths.items():
+        length = min(length, config.max_len) if limit else length
+        inputs[f"{side}input_ids"] = torch.zeros(2, length, dtype=torch.long)
+        inputs[f"{side}key_mask"] = torch.ones(2, length, dtype=torch.bool)
+        axes[f"{side}input_ids"] = axes[f"{side}key_mask"] = {0: Dim("batch"), 1: Dim(f"{side}length", **limit)}
     if config.type_vocab_size:
         inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
         axes["token_type_ids"] = axes["input_ids"]

@@ -61,24 +61,15 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int) -> None:
     """Write the tensors to one file, or to several files with an index if they exceed ``max_shard_bytes``."""
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=max_shard_bytes)
     for stale in (folder / WEIGHTS, folder / INDEX, *folder.glob("model-*-of-*.safetensors")):
         stale.unlink(missing_ok=True)  # an old model.safetensors would be read instead of the shards
-    weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_tensors(shard, folder / file, {"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, file))
-    if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    for file, names in split.filename_to_tensors.items():
+        write_tensors({name: tensors[name] for name in names}, folder / file, {"format": "pt"})
+    if split.is_sharded:
+        write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:

@@ -71,13 +71,11 @@ def from_pretrained(folder: str | Path, *, config: TransformerConfig | None = No
     """
     folder = find_folder(folder)
     values = read_json(folder / "config.json")
-    if values.get("format") != FORMAT:
+    kind, version = values.get("format"), values.get("format_version")
+    if (kind, version) != (FORMAT, VERSION):
         hint = "; for a Hugging Face model, use load_hf" if "model_type" in values else ""
-        raise ValueError(f"{folder} is not a model of minitx: config.json has format={values.get('format')!r}{hint}")
-    if values.get("format_version") != VERSION:
-        raise ValueError(
-            f"{folder} has format_version={values.get('format_version')!r}; this version of minitx reads {VERSION}"
-        )
+        wanted = f"format={FORMAT!r} and format_version={VERSION}"
+        raise ValueError(f"{folder}: config.json must have {wanted}, got format={kind!r} and format_version={version!r}{hint}")
     tensors = _read(folder, values.get("model"))
     try:
         found = from_dict(TransformerConfig, values["model"])

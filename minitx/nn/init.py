@@ -8,7 +8,7 @@ A scheme determines the initial standard deviation of the unscaled logits, σ_u 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +37,12 @@ class Scheme:
 
     weight: Callable[[Sizes], float]
     uniform: bool = False
-    roles: dict[str, Callable[[Sizes], float]] | None = None
+    roles: Mapping[str, Callable[[Sizes], float]] = field(default_factory=dict)
     bias: Callable[[Sizes], float] | None = None
 
     def std(self, role: str, sizes: Sizes) -> float:
         """Return the standard deviation of the weights with this role."""
-        return (self.roles or {}).get(role, self.weight)(sizes)
+        return self.roles.get(role, self.weight)(sizes)
 
 
 def _fan_in(s: Sizes) -> float:
@@ -71,7 +71,7 @@ SCHEMES: dict[str, Scheme] = {
     "torch_mha": Scheme(
         weight=lambda s: (3 * s.fan_in) ** -0.5,
         uniform=True,
-        roles={"qkv": lambda s: (2 * s.fan_in) ** -0.5, "embedding": _unit},
+        roles={**dict.fromkeys(("query", "key", "value"), lambda s: (2 * s.fan_in) ** -0.5), "embedding": _unit},
     ),
     # torch.nn.Linear: U(±1/√fan_in) for weights and biases
     "torch_linear": Scheme(
@@ -88,7 +88,6 @@ SCHEMES: dict[str, Scheme] = {
 }
 # up: the first layers of a feed-forward network; residual: the last layer of a sublayer; weight: all others
 ROLES = ("query", "key", "value", "up", "residual", "head", "embedding", "weight")
-_GENERAL_ROLE = {"query": "qkv", "key": "qkv", "value": "qkv"}  # used where a scheme has no entry for the role
 
 
 @torch.no_grad()
@@ -197,11 +196,11 @@ class _Drawer:
             self._draw(module.weight, role, sizes, 1.0)
 
     def _draw(self, weight: Tensor, role: str, sizes: Sizes, factor: float) -> None:
-        roles, factor = self.scheme.roles or {}, factor * self.gains.get(role, 1.0)
-        role = role if role in roles else _GENERAL_ROLE.get(role, role)
         uniform = self.scheme.uniform and role != "embedding"
         _fill(weight, self.scheme.std(role, sizes), uniform, self.generator)
-        weight.mul_(factor)  # after the draw, so that folded and unfolded models differ by exactly this factor
+        weight.mul_(
+            factor * self.gains.get(role, 1.0)
+        )  # after the draw, so that folded and unfolded models differ by exactly this factor
         self.drawn.add(weight)
 
 

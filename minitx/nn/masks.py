@@ -39,6 +39,8 @@ Range = tuple[Any, Any]  # first and last
 class Mask:
     """A rule ``visible(batch, head, row, key, offset) -> bool`` over broadcastable index tensors.
 
+    To write a mask of your own, define a frozen dataclass with a method ``visible``, as in ``examples/custom_mask.py``.
+
     >>> (Causal() & SlidingWindow(2)).grid(3).splitlines()
     ['x . .', 'x x .', '. x x']
     """
@@ -49,7 +51,7 @@ class Mask:
     """Whether the rule hides most tiles of a long sequence. ``auto`` then counts the tiles to choose a backend."""
 
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
-        """True where query ``row`` (at position ``row + offset``) may attend to ``key``; indices broadcast."""
+        """Return True where query ``row`` (at position ``row + offset``) may attend to ``key``. Indices broadcast."""
         raise NotImplementedError(f"{type(self).__name__} must define visible()")
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
@@ -70,6 +72,7 @@ class Mask:
         """Return ``(whole, empty)``, both bool (R, C), for a grid of tiles.
 
         A tile is whole if all its cells are visible in every head and every batch row. It is empty if all are hidden.
+        Where a rule cannot tell, both are False.
 
         Args:
             rows: the edges of the tiles along the queries, (R + 1,), from 0 to L.

@@ -110,7 +110,7 @@ def test_folders_of_other_kinds_are_recognised(tmp_path):
     with pytest.raises(ValueError, match=r"format=None.*load_hf"):
         from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"format": "minitx", "format_version": 2}')
-    with pytest.raises(ValueError, match="has format_version=2; this version of minitx reads 1"):
+    with pytest.raises(ValueError, match=r"format_version=1.*format_version=2"):
         from_pretrained(tmp_path)
     save_pretrained(build(), tmp_path)
     save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
