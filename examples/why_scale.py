@@ -171,9 +171,8 @@ def crossing(widths: Sequence[int], falling: Sequence[float], level: Sequence[fl
     return float(np.interp(0.0, excess[[below, below - 1]], np.sqrt([widths[below], widths[below - 1]]))) ** 2
 
 
-TASK = KeyValueDataConfig(
-    num_keys=32, num_pairs=8
-)  # eight keys with their values, then one of the keys; the answer is its value
+# an example has eight keys with their values, then one of the keys; the answer is its value
+TASK = KeyValueDataConfig(num_keys=32, num_pairs=8)
 
 
 def one_layer(**switches: Any) -> DecoderLM:

@@ -97,11 +97,9 @@ def _fitting(model: nn.Module, length: int, max_new_tokens: int | None, context:
             raise ValueError(f"context={context} must be at most max_len={max_len}")
         return max_new_tokens or 256
     most = max_len - length + 1
-    if most < 1:
+    if most < (max_new_tokens or 1):
         name = "decoder_input_ids" if has_source(model) else "input_ids"
-        raise ValueError(f"{name} has {length} tokens per row, but the model has max_len={max_len}")
-    if max_new_tokens is not None and max_new_tokens > most:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be at most {most} after {length} tokens with max_len={max_len}")
+        raise ValueError(f"{name} of {length} tokens and max_new_tokens={max_new_tokens} do not fit into max_len={max_len}")
     return max_new_tokens or min(most, 256)
 
 

@@ -74,7 +74,7 @@ class KernelisedAttention(EfficientAttention):
         if causal or call.state is not None:
             sums = self._causal(phi_q, phi_k, peak, extended, call.state)
         else:
-            sums = _meet(phi_q, _summary(phi_k, peak, extended)[0])
+            sums = _apply_state(phi_q, _summary(phi_k, peak, extended)[0])
         total = sums[..., -1:]
         empty = total <= torch.finfo(total.dtype).tiny ** 0.5
         return (sums[..., :-1] / total.masked_fill(empty, 1.0)).masked_fill(empty, 0.0).flatten(1, 2)  # (B, H, L, Dv)
@@ -94,7 +94,7 @@ class KernelisedAttention(EfficientAttention):
             future = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool, device=k.device).triu(1)
             factor = (own.unsqueeze(-2) - high.unsqueeze(-1)).exp().masked_fill(future, 0.0)  # (B, Hkv, c, c)
             near = (q @ k.unsqueeze(2).transpose(-1, -2) * factor.unsqueeze(2)) @ v.unsqueeze(2)
-            rows.append(near + _meet(q, state) * (top - high).exp()[:, :, None, :, None])
+            rows.append(near + _apply_state(q, state) * (top - high).exp()[:, :, None, :, None])
             now = high[..., -1:]
             gained = (k * (own - now).exp().unsqueeze(-1)).transpose(-1, -2) @ v
             state, top = state * (top - now).exp().unsqueeze(-1) + gained, now
@@ -108,13 +108,13 @@ class KernelisedAttention(EfficientAttention):
 
 def _summary(phi_k: Tensor, peak: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return the state Σ_j φ(k_j) v_jᵀ / exp(top) (B, Hkv, m, Dv) and top, the largest peak (B, Hkv, 1)."""
-    floor = torch.finfo(peak.dtype).min
-    top = peak.amax(-1, keepdim=True).clamp(min=floor) if peak.shape[-1] else peak.new_full((*peak.shape[:2], 1), floor)
+    lowest = torch.finfo(peak.dtype).min  # instead of -inf, so that differences are never NaN
+    top = peak.amax(-1, keepdim=True).clamp(min=lowest) if peak.shape[-1] else peak.new_full((*peak.shape[:2], 1), lowest)
     return (phi_k * (peak - top).exp().unsqueeze(-1)).transpose(-1, -2) @ value, top
 
 
-def _meet(phi_q: Tensor, state: Tensor) -> Tensor:
-    """(B, Hkv, G, L, m) · (B, Hkv, m, Dv) -> (B, Hkv, G, L, Dv)."""
+def _apply_state(phi_q: Tensor, state: Tensor) -> Tensor:
+    """Multiply φ(q) (B, Hkv, G, L, m) by a state (B, Hkv, m, Dv) that the query heads of a group share."""
     return phi_q @ state.unsqueeze(2)
 
 
