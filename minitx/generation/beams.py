@@ -42,8 +42,9 @@ def beam_search(
     """Return the best continuation of each prompt that beam search finds.
 
     At each step, the search keeps the ``num_beams`` most probable texts. A text is finished at a stop token or after
-    ``max_new_tokens``. The result is the finished text with the largest log P(Y) / lp(Y), where lp is ``length_norm`` and |Y|
-    counts the stop token. The search ends when no unfinished text can become better. Sutskever et al. 2014, arXiv:1409.3215, §3.2.
+    ``max_new_tokens``, and is then no longer continued. The result is the finished text with the largest log P(Y) / lp(Y), where lp
+    is ``length_norm`` and |Y| counts the stop token. The search ends when no unfinished text can become better. Sutskever et al.
+    2014, arXiv:1409.3215, §3.2.
 
     Args:
         model: a causal model such as ``DecoderLM``, or an encoder–decoder such as ``EncoderDecoder``, in evaluation mode.

@@ -20,8 +20,8 @@ class CompiledDecoder:
     With a small batch, most of the time of a decoding step is spent on launching kernels. ``torch.compile`` reduces their number, and
     on CUDA the step is recorded as a CUDA graph, which is one launch. The prompt is not compiled.
 
-    Use one object for many calls. The first calls take seconds to a minute each: torch compiles for the first batch size and
-    cache capacity, and again for any size once they change. The object keeps one cache, for the latest sizes.
+    Use one object for many calls. The first call takes seconds to a minute, because torch compiles the step for its batch size and
+    cache capacity. When these change, torch compiles once more, for any sizes. The object keeps one cache, for the latest sizes.
 
     Args:
         model: ``DecoderLM`` or another causal model that takes ``cache``, in evaluation mode.

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from minitx.nn.tensor_rule import TensorRule
 
-Lowered = TypeVar("Lowered")
+Built = TypeVar("Built")
 Range = tuple[Any, Any]  # first and last
 
 
@@ -107,7 +107,7 @@ class Mask:
 
     __rand__, __ror__ = __and__, __or__  # a tensor on the left
 
-    def remember(self, kind: str, key: tuple[object, ...], build: Callable[..., Lowered], *arguments: Any) -> Lowered:
+    def remember(self, kind: str, key: tuple[object, ...], build: Callable[..., Built], *arguments: Any) -> Built:
         """Return ``build(*arguments)``. Calls with the same ``kind`` and ``key`` compute it once.
 
         The layers of a model share a mask, and so share what is computed from it. For each kind, only the latest result is kept.
