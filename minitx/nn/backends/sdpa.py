@@ -21,6 +21,7 @@ What remains: torch's CPU kernel gives 0 for a query that holds a NaN, where ``m
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ def run(call: AttentionCall) -> Tensor:
     elif call.mask is not None:
         kept_for = (call.shape, key.shape[1], query.dtype, query.device)
         plan = call.mask.remember("sdpa", kept_for, _plan, call)
-    if plan.hidden_keys is not None:
+    if plan.hidden_keys is not None and not (_is_harmless(key) and _is_harmless(value)):
         key, value = key.masked_fill(plan.hidden_keys, 0.0), value.masked_fill(plan.hidden_keys, 0.0)
     if scale <= 0.0:
         query, scale = (-query, -scale) if scale < 0.0 else (query * 0.0, 1.0)
@@ -79,6 +80,24 @@ def run(call: AttentionCall) -> Tensor:
 
 
 _NO_CHOICE = nullcontext()
+
+
+def _can_look(tensor: Tensor) -> bool:
+    """Whether its values can be read at no cost: on a CPU, outside of compilers, tracers and ``torch.func``."""
+    return (
+        type(tensor) is Tensor  # FakeTensor, which has no values, is a subclass
+        and tensor.device.type == "cpu"
+        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def _is_harmless(tensor: Tensor) -> bool:
+    """Whether nothing in it can reach an answer through a weight of zero, so that hidden keys need not be copied and zeroed.
+
+    A finite norm says that no entry is NaN, infinite, or so large that a product with it overflows. Looking costs a tenth of zeroing.
+    """
+    return _can_look(tensor) and isfinite(torch.linalg.vector_norm(tensor.detach()).item())
 
 
 def _choice(device: torch.device) -> AbstractContextManager[object]:
@@ -122,12 +141,7 @@ def _plan_of(visible: Tensor, call: AttentionCall) -> Plan:
     Hkv = call.key.shape[1]
     if seen.shape[1] not in (1, Hkv):  # a key head is seen if one query head of its group sees it
         seen = seen.unflatten(1, (Hkv, -1)).any(2)
-    # FakeTensor, which has no values, is a subclass of Tensor
-    looks = (
-        type(visible) is Tensor
-        and visible.device.type == "cpu"
-        and not (torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._functorch.is_batchedtensor(visible))
-    )
+    looks = _can_look(visible)
     all_rows, all_keys = looks and bool(some.all()), looks and bool(seen.all())
     return Plan(
         visible=visible if all_rows else visible | ~some,
