@@ -25,8 +25,8 @@ class DotProductAttention(nn.Module):
     only, which ``fold_scale`` needs.
 
     Args:
-        backend: ``auto``, ``math``, ``sdpa``, ``chunked``, ``flex`` or a registered name. Register a backend of your own before
-            you build the module that names it.
+        backend: ``auto``, ``math``, ``sdpa``, ``chunked``, ``flex``, ``varlen`` or a registered name. Register a backend of your
+            own before you build the module that names it.
         strict: raise instead of leaving a fused kernel.
 
     Raises:
@@ -114,7 +114,7 @@ class MultiHeadAttention(nn.Module):
         if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
         self.head_dim = D = embed_dim // num_heads if head_dim is None else head_dim
-        kdim, vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
+        self.kdim, self.vdim = kdim, vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
         if min(D, kdim, vdim) < 1:
             raise ValueError(f"head_dim, kdim and vdim must be positive, got {D}, {kdim} and {vdim}")
         check_settings(softcap, dropout)
@@ -172,14 +172,15 @@ class MultiHeadAttention(nn.Module):
             mask = intersect(mask, Padding(key_mask) if key_mask is not None else None, Causal() if is_causal else None)
         if isinstance(attn_bias, nn.Module):
             attn_bias = as_bias(attn_bias)  # the rule with the table as it is now: chunked cannot pack a module
-        multiplier = self.scale.multiplier
+        scale = self.scale
+        multiplier = scale.multiplier
         if multiplier is None:  # it depends on the head, on the query's position, or on what a subclass does
             counts = None
-            if self.scale.needs_counts:
+            if scale.needs_counts:
                 if mask is not None:
                     mask.check(q.shape[0], self.num_heads, q.shape[2], k.shape[2])
                 counts = real_key_counts(mask, q.shape[0], q.shape[2], k.shape[2], q.device)
-            q, multiplier = self.scale(q, counts)
+            q, multiplier = scale(q, counts)
         call = AttentionCall(
             *(q, k, v, mask, attn_bias, multiplier, self.softcap, self.sinks),
             dropout_p=self.dropout if self.training else 0.0,
@@ -238,14 +239,14 @@ class MultiHeadAttention(nn.Module):
         if self.rotary is not None and key is not None and key is not query:
             raise ValueError("rotary positions are for self-attention: queries and keys need one position axis")
         key = query if key is None else key
-        given = (
-            ("query", query, self.q_proj),
-            ("key", key, self.k_proj),
-            ("value", key if value is None else value, self.v_proj),
-        )
-        for name, tensor, projection in given:
-            if tensor.dim() != 3 or tensor.shape[-1] != projection.in_features or tensor.shape[0] != query.shape[0]:
-                wanted = f"(batch, length, {projection.in_features}) with the query's batch size"
+        given = [("query", query, self.embed_dim)]
+        if key is not query or self.kdim != self.embed_dim:  # else it is what was just checked
+            given.append(("key", key, self.kdim))
+        if value is not None or self.vdim != self.kdim:
+            given.append(("value", key if value is None else value, self.vdim))
+        for name, tensor, width in given:
+            if tensor.dim() != 3 or tensor.shape[-1] != width or tensor.shape[0] != query.shape[0]:
+                wanted = f"(batch, length, {width}) with the query's batch size"
                 raise ValueError(f"{name} must have shape {wanted}, got {tuple(tensor.shape)}")
         if value is not None and value.shape[1] != key.shape[1]:
             raise ValueError(f"value must have the key's length {key.shape[1]}, got {tuple(value.shape)}")

@@ -216,21 +216,24 @@ class Block(nn.Module):
             raise ValueError(f"this block {state}; got memory={'None' if memory is None else 'a tensor'}")
         if self.causal and not (isinstance(attn_mask, Mask) and attn_mask.is_causality):
             attn_mask = with_causal(attn_mask)
+        residual = self.attention_residual
+        h = residual.enter(x)
         options = {"attn_mask": attn_mask, "position_ids": position_ids, "attn_bias": attn_bias, "cache": cache}
-        h = self.attention_residual.enter(x)
         out = self.attention(h, **{name: given for name, given in options.items() if given is not None})
         out = out[0] if isinstance(out, tuple) else out
         extras: Extras = {}
         if self.parallel:
             out = out + self._feed(h, extras, return_extras)
-        x = self.attention_residual.leave(x, out)
+        x = residual.leave(x, out)
         if self.cross_attention is not None and self.cross_residual is not None:
+            residual = self.cross_residual
             options = {"key": memory, "attn_mask": memory_mask, "cache": cache}
-            h = self.cross_residual.enter(x)
+            h = residual.enter(x)
             out = self.cross_attention(h, **{name: given for name, given in options.items() if given is not None})
-            x = self.cross_residual.leave(x, out[0] if isinstance(out, tuple) else out)
+            x = residual.leave(x, out[0] if isinstance(out, tuple) else out)
         if self.feedforward_residual is not None:
-            x = self.feedforward_residual.leave(x, self._feed(self.feedforward_residual.enter(x), extras, return_extras))
+            residual = self.feedforward_residual
+            x = residual.leave(x, self._feed(residual.enter(x), extras, return_extras))
         return (x, extras) if return_extras else x
 
     def _feed(self, h: Tensor, extras: Extras, return_extras: bool) -> Tensor:

@@ -410,11 +410,11 @@ def check_room(length: int, num_new: int, capacity: int) -> None:
 
 
 def _check_like(name: str, new: Tensor, old: Tensor) -> None:
-    if torch.is_grad_enabled() and new.requires_grad:
+    if new.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{name} requires grad, but a cache is for inference: call under torch.no_grad()")
-    kept, got = (old.shape[0], old.shape[1], old.shape[3]), (new.shape[0], new.shape[1], new.shape[3])
-    if kept != got or old.dtype != new.dtype or old.device != new.device:
+    (B, Hkv, _, D), shape = old.shape, new.shape
+    if shape[0] != B or shape[1] != Hkv or shape[3] != D or new.dtype != old.dtype or new.device != old.device:
         raise ValueError(
-            f"{name} must fit what the cache holds, (B, Hkv, D) = {kept} {old.dtype} on {old.device}, "
-            f"got {got} {new.dtype} on {new.device}"
+            f"{name} must fit what the cache holds, (B, Hkv, D) = {(B, Hkv, D)} {old.dtype} on {old.device}, "
+            f"got {(shape[0], shape[1], shape[3])} {new.dtype} on {new.device}"
         )

@@ -100,7 +100,7 @@ def hide_unseen(tensor: Tensor, visible: Tensor | None) -> Tensor:
     return tensor.masked_fill(~seen.unsqueeze(-1), 0.0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class AttentionCall:
     """The arguments of one attention call, as every core and backend gets them.
 

@@ -56,7 +56,7 @@ def run(call: AttentionCall) -> Tensor:
     if call.attn_bias is not None:
         plan = _plan_with_bias(call)
     elif call.mask is not None:
-        kept_for = (call.shape, key.shape[1], query.dtype, query.device)
+        kept_for = (query.shape, key.shape, query.dtype, query.device)
         plan = call.mask.remember("sdpa", kept_for, _plan, call)
     if plan.hidden_keys is not None and not (_is_harmless(key) and _is_harmless(value)):
         key, value = key.masked_fill(plan.hidden_keys, 0.0), value.masked_fill(plan.hidden_keys, 0.0)
