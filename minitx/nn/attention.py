@@ -194,9 +194,10 @@ class MultiHeadAttention(nn.Module):
         return out if weights is None else (out, weights)
 
     def make_cache(self, capacity: int, window: int | None = None) -> LayerCache:
-        """The smallest cache that serves this layer for ``capacity`` positions, of which a query sees the last ``window``.
+        """Return the smallest cache for ``capacity`` positions, of which a query sees the last ``window`` (None: all).
 
-        A core can make its own in ``make_cache(capacity)``. With ``scale="log_length"`` all keys are kept, because they are counted.
+        A core with a method ``make_cache(capacity)`` makes its own. With ``scale="log_length"`` all keys are kept, because they are
+        counted.
         """
         if self.scale.needs_counts:
             return LayerCache(capacity)
@@ -255,13 +256,13 @@ class MultiHeadAttention(nn.Module):
     def from_torch(cls, theirs: nn.MultiheadAttention, *, backend: str = "auto") -> MultiHeadAttention:
         """The layer with the weights of ``torch.nn.MultiheadAttention``, copied; equal outputs, in its dtype and device.
 
-        What is called differently here: tensors are batch-first whatever ``batch_first`` says; ``key_padding_mask`` and
-        bool ``attn_mask`` are True = *hidden* there and True = may attend here (``masks.from_key_padding_mask``); float
-        masks are ``attn_bias``. What is answered differently: weights are per head and before dropout (torch averages
-        heads and returns them after dropout); a row without a visible key is zero before ``out_proj`` (torch: NaN).
+        Arguments that differ: tensors are always batch-first; in ``key_padding_mask`` and bool ``attn_mask`` True means *hidden*
+        in torch and "may attend" here (``masks.from_key_padding_mask`` converts); float masks are ``attn_bias``. Results that
+        differ: weights are per head and before dropout (torch averages the heads and returns them after dropout); a row without a
+        visible key is zero before ``out_proj`` (torch: NaN).
 
         Raises:
-            ValueError: ``add_bias_kv`` or ``add_zero_attn``, which append keys that nobody sent.
+            ValueError: ``add_bias_kv`` or ``add_zero_attn``, which append a key to every sequence.
         """
         if theirs.bias_k is not None or theirs.add_zero_attn:
             option = "add_bias_kv" if theirs.bias_k is not None else "add_zero_attn"
@@ -280,7 +281,7 @@ class MultiHeadAttention(nn.Module):
         """A ``torch.nn.MultiheadAttention(batch_first=True)`` with copies of these weights; see ``from_torch``.
 
         Raises:
-            ValueError: something that torch's layer does not have, named.
+            ValueError: an option that torch's layer does not have; the message names it.
         """
         E, H = self.embed_dim, self.num_heads
         lacking = {
@@ -309,7 +310,7 @@ class MultiHeadAttention(nn.Module):
 
 
 def _torch_parts(ours: MultiHeadAttention, theirs: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor]]:
-    """Which parameter is which: pairs of (ours, theirs), views where torch stacks its three projections."""
+    """Pairs of corresponding parameters (ours, theirs); views where torch stacks its three projections."""
     projections = (ours.q_proj, ours.k_proj, ours.v_proj)
     weights = (
         theirs.in_proj_weight.chunk(3)

@@ -1,4 +1,4 @@
-"""Kernels behind one function: choice, explanation, and a slot for yours.
+"""The backends of ``scaled_dot_product_attention``: choosing, explaining and registering them.
 
 Every backend equals ``math`` or refuses with a reason. ``auto`` takes torch's fused kernel where it serves the call;
 where it does not, ``chunked`` for large score matrices, and for small ones torch's plain path or ``math``.
@@ -41,7 +41,7 @@ FEW_TILES = 0.25
 
 
 def backend_names() -> tuple[str, ...]:
-    """What ``backend=`` takes: ``auto``, and every backend that is registered now.
+    """The names that ``backend=`` accepts: ``auto`` and every registered backend.
 
     >>> {"auto", "math", "sdpa", "chunked", "flex", "varlen"} <= set(backend_names())
     True
@@ -79,7 +79,7 @@ def register_backend(
 
 
 def unregister_backend(name: str) -> None:
-    """Forget a backend that ``register_backend`` added.
+    """Remove a backend that ``register_backend`` added.
 
     Raises:
         ValueError: a name that is not registered, or that is minitx's own.
@@ -128,7 +128,7 @@ def named(call: AttentionCall, backend: str) -> Backend:
 
 
 def attend(call: AttentionCall, backend: str = "auto", *, strict: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-    """Serve a checked call. The weights, if wanted, are computed *beside* the kernel, not instead of it.
+    """Run a checked call. Weights, if wanted, are computed in addition to the kernel's output, not instead of it.
 
     Args:
         call: as ``make_call`` returns it. backend: a name, or ``auto``.
@@ -166,7 +166,7 @@ def scaled_dot_product_attention(
     backend: str = "auto",
     need_weights: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(c · QKᵀ + mask) V, one kernel or another, the same answer.
+    """softmax(c · QKᵀ + mask) V. Every backend gives the same result.
 
     The first six arguments and ``scale`` are those of ``torch.nn.functional.scaled_dot_product_attention``. What
     differs: ``is_causal`` is lower-right aligned (the last query sees the last key) and intersects with ``attn_mask``;

@@ -4,8 +4,8 @@ It serves ``Documents``, alone or within ``Causal``, in self-attention. The rows
 where each document begins, so it computes nothing between two documents. Every query sees its own key: there are no empty rows
 and no hidden keys. Where the documents begin is read from the device once a mask.
 
-**Not run so far**: the kernel needs CUDA and the project has no GPU at hand. What surrounds it is tested on a CPU, with a loop over
-documents in the kernel's place.
+**Not run so far**: the kernel needs CUDA and the project has no GPU at hand. The code around it is tested on a CPU, where a loop over
+documents replaces the kernel.
 """
 
 from __future__ import annotations
