@@ -46,7 +46,7 @@ class Embeddings(nn.Module):
             self.position = SinusoidalPositions(config.embed_dim)
         self.offset = config.position_offset
         self.norm = make_norm(config.norm, config.embed_dim, config.norm_eps) if config.embed_norm else None
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout) if config.dropout != 0.0 else None
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
         check_position_ids(position_ids, *input_ids.shape)
@@ -67,7 +67,8 @@ class Embeddings(nn.Module):
             x = x + self.token_type(token_type_ids)
         elif self.token_type is not None:
             x = x + self.token_type(torch.zeros_like(input_ids))
-        return self.dropout(x if self.norm is None else self.norm(x))
+        x = x if self.norm is None else self.norm(x)
+        return x if self.dropout is None else self.dropout(x)
 
 
 def build_attention(
