@@ -168,10 +168,7 @@ class ComparisonConfig(Config):
     law: LawConfig | None = None
 
 
-Verdict = Literal[
-    *("SLOWER", "FASTER", "LESS STABLE", "MORE STABLE", "NARROWER", "WIDER"),
-    *("WORSE", "BETTER", "SAME", "UNDECIDED"),
-]
+Verdict = Literal["SLOWER", "FASTER", "LESS STABLE", "MORE STABLE", "NARROWER", "WIDER", "WORSE", "BETTER", "SAME", "UNDECIDED"]
 Endpoint = str
 """``time``, ``largest_rate``, ``stability``, ``loss``, ``accuracy``, or the name of a measure."""
 
@@ -223,6 +220,7 @@ class AblationConfig(Config):
         question: the title of the report.
         about: a module with what only this question says: sentences, figures, rules of predictions (see
             ``minitx.ablation.report``); null: the report says what holds for every question.
+        options: what the module ``about`` wants to know, such as which of the studies it speaks of.
         note: a sentence for the first screen, such as that the grid is a demonstration.
         arms: names for lists of overrides.
         words: an arm's, a factor's, a level's or a study's name to the words that the report uses.
@@ -241,6 +239,7 @@ class AblationConfig(Config):
     name: str = "quick"
     question: str = "An ablation"
     about: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
     arms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     words: Mapping[str, str] = field(default_factory=dict)

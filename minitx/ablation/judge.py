@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from minitx.ablation.config import AblationConfig, ComparisonConfig, Condition, Endpoint, Verdict
-from minitx.ablation.records import Run, Runs
+from minitx.ablation.arms import Arm
+from minitx.ablation.arms import solved_step as solved_step
+from minitx.ablation.config import AblationConfig, ComparisonConfig, Condition, Endpoint, Verdict, endpoints
+from minitx.ablation.records import Runs
+from minitx.ablation.statistics import ALPHA, MIN_PAIRS, Span, holm, median, median_interval, sign_test
 
-
-@dataclass(frozen=True)
-class Span:
-    """A number known to lie between two ends; they are equal where it is known exactly. An end may be 0 or infinite."""
-
-    low: float
-    high: float
+_RATIOS = ("time", "stability")
+_WORDS: dict[Endpoint, tuple[Verdict, Verdict]] = {
+    "time": ("FASTER", "SLOWER"),
+    "stability": ("MORE STABLE", "LESS STABLE"),
+    "largest_rate": ("NARROWER", "WIDER"),
+    "accuracy": ("WORSE", "BETTER"),
+}
+"""The words for an effect below and above the margin; for a loss and for measures BETTER and WORSE."""
+_HARM = ("SLOWER", "LESS STABLE", "NARROWER", "WORSE")
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,8 @@ class Finding:
         at_edge: for each arm, whether a best rate is the smallest or largest of the rates tried.
         pairs: one a seed that has both.
         missing: seeds without a pair.
-        estimate: the median effect: of the lower ends.
-        or_more: the median of the upper ends is larger.
+        estimate: the median effect: of the lower ends; of largest rates the end of ``printed`` that is nearer to 0.
+        or_more: the median of the upper ends is larger; of largest rates the other end of ``printed`` is further from 0.
         interval: of the median effect, by order statistics; None where there are fewer than six pairs.
         coverage: of the interval.
         p: one-sided sign test against the margin; None where there are fewer than six pairs.
@@ -103,7 +108,9 @@ class Findings:
     findings: tuple[Finding, ...]
     equalities: tuple[Equality, ...]
 
-    def find(self, study: str, endpoint: Endpoint, arms: Sequence[str] | None = None, condition: Condition | None = None) -> list[Finding]:
+    def find(
+        self, study: str, endpoint: Endpoint, arms: Sequence[str] | None = None, condition: Condition | None = None
+    ) -> list[Finding]:
         """The findings that agree with all that is given."""
         wanted = set((condition or {}).items())
         return [
@@ -118,9 +125,170 @@ class Findings:
 
 def judge(grid: AblationConfig, runs: Runs) -> Findings:
     """Judge a grid from its runs alone."""
-    return None
+    found, equalities = [], []
+    for comparison in grid.comparisons:
+        for condition in _conditions(runs, comparison):
+            arms = [Arm(grid, runs, comparison.study, arm, condition) for arm in comparison.arms]
+            for endpoint in endpoints(grid.studies[comparison.study]):
+                if endpoint == "equal":
+                    equalities.append(_equality(comparison, condition, arms))
+                else:
+                    found.append(_Contest(comparison, condition, endpoint, arms).finding())
+    return Findings(grid, runs, tuple(_with_holm(grid, found)), tuple(equalities))
 
 
-def solved_step(run: Run, value: float | None = None) -> int | None:
-    """The first step at which the run solved its task (``studies.STUDY.solved``), or None."""
-    return None
+def _conditions(runs: Runs, comparison: ComparisonConfig) -> list[Condition]:
+    """The conditions that the grid has for both arms."""
+    reference, treatment = ([run.condition for run in runs.select(comparison.study, arm)] for arm in comparison.arms)
+    return [condition for i, condition in enumerate(reference) if condition in treatment and condition not in reference[:i]]
+
+
+def printed(endpoint: Endpoint, pairs: Sequence[Pair]) -> Span:
+    """The median effect: of the lower ends and of the upper ends; of largest rates without the step that a pair is known to."""
+    middle = median([pair.effect for pair in pairs], ratio=endpoint in _RATIOS)
+    return Span(middle.low + 1, middle.high - 1) if endpoint == "largest_rate" else middle
+
+
+@dataclass(frozen=True)
+class _Contest:
+    """Two arms on an endpoint under a condition."""
+
+    comparison: ComparisonConfig
+    condition: Condition
+    endpoint: Endpoint
+    arms: Sequence[Arm]
+
+    @property
+    def score(self) -> str:
+        """What chooses the rates: the endpoint itself, or for a measure the study's first score that chooses any."""
+        if self.endpoint == "largest_rate":
+            return "time"
+        scores = [score for score in self.arms[0].study.scores if score in ("time", "loss", "accuracy")]
+        return self.endpoint if self.endpoint in (*scores, "stability") else scores[0]
+
+    def word(self, effect: Span) -> Verdict:
+        """The verdict where the whole effect is beyond the margin, or within it; steps of the grid count from two on."""
+        grid = self.arms[0].grid
+        low, high = (-1.0, 1.0) if self.endpoint == "largest_rate" else (-grid.score_margin, grid.score_margin)
+        if self.endpoint in _RATIOS:
+            low, high = 1 / grid.ratio_margin, grid.ratio_margin
+        below, above = _WORDS.get(self.endpoint, ("BETTER", "WORSE"))
+        if effect.within(Span(low, high)):
+            return "SAME"
+        return above if effect.low > high else below if effect.high < low else "UNDECIDED"
+
+    def rates(self, arm: Arm) -> dict[int, str | None]:
+        """An arm's best rate for each judged seed."""
+        seeds = arm.study.seeds
+        if self.endpoint == "stability":
+            return dict.fromkeys(seeds)
+        return {seed: arm.best_rate(self.score, arm.tuning_seeds(seed)) for seed in seeds}
+
+    def pairs(self, rates: Sequence[Mapping[int, str | None]]) -> list[Pair]:
+        found = []
+        for seed in self.arms[0].study.seeds:
+            reference, treatment = (
+                arm.value(self.endpoint, own[seed], seed) for arm, own in zip(self.arms, rates, strict=True)
+            )
+            if reference is None or treatment is None:
+                continue
+            if self.endpoint in _RATIOS:
+                effect = treatment.over(reference) if self.endpoint == "time" else reference.over(treatment)
+            else:
+                effect = treatment.minus(reference)
+            if self.endpoint == "largest_rate":  # it lies between two rates of the grid
+                effect = Span(effect.low - 1, effect.high + 1)
+            found.append(Pair(seed, reference, treatment, effect))
+        return found
+
+    def verdict(self, rates: Sequence[Mapping[int, str | None]], pairs: Sequence[Pair]) -> tuple[Verdict, str]:
+        """The word and its reason."""
+        study = self.arms[0].study
+        found = median_interval([pair.effect for pair in pairs])
+        if found is None:
+            return "UNDECIDED", f"{len(pairs)} pairs, and fewer than {MIN_PAIRS} give no verdict"
+        if not self.reference_solves():
+            return "UNDECIDED", "no tuning run of the first arm solves the task"
+        word, interval = self.word(found[0]), f"the interval from {found[0].low:.3g} to {found[0].high:.3g}"
+        if word == "UNDECIDED":
+            return word, f"{interval} crosses the margin"
+        reason = f"{interval} lies {'within' if word == 'SAME' else 'beyond'} the margin"
+        if self.endpoint in ("stability", "largest_rate"):
+            return word, reason
+        # in hindsight: the worse arm takes its best rate for the judged seeds
+        is_above = printed(self.endpoint, pairs).low > (1 if self.endpoint in _RATIOS else 0)
+        worse = 1 if is_above == (self.endpoint != "accuracy") else 0
+        best = self.arms[worse].best_rate(self.score, study.seeds)
+        changed = [dict.fromkeys(own, best) if i == worse else own for i, own in enumerate(rates)]
+        again = median_interval([pair.effect for pair in self.pairs(changed)])
+        if again is None or self.word(again[0]) != word:
+            which = ("first", "second")[worse]
+            return "UNDECIDED", f"{reason}, but not with the {which} arm at {best}, its best rate in hindsight"
+        return word, reason
+
+    def reference_solves(self) -> bool:
+        """Whether for every judged seed a run that chooses the reference's rate solves the task, where that is judged."""
+        arm = self.arms[0]
+        return self.score != "time" or all(arm.solves(arm.tuning_seeds(seed)) for seed in arm.study.seeds)
+
+    def finding(self) -> Finding:
+        study, law = self.arms[0].study, self.comparison.law
+        rates = [self.rates(arm) for arm in self.arms]
+        chosen = [tuple(rate for rate in own.values() if rate is not None) for own in rates]
+        pairs = self.pairs(rates)
+        middle = printed(self.endpoint, pairs) if pairs else None
+        estimate = None if middle is None else middle.low
+        if middle is not None and self.endpoint == "largest_rate":
+            estimate = min(max(0.0, middle.low), middle.high)
+        interval, coverage = median_interval([pair.effect for pair in pairs]) or (None, None)
+        harmed = sum(self.word(pair.effect) in _HARM for pair in pairs) if self.reference_solves() else 0
+        verdict, reason = self.verdict(rates, pairs)
+        return Finding(
+            comparison=self.comparison,
+            endpoint=self.endpoint,
+            condition=self.condition,
+            is_primary=self.endpoint == study.scores[0]
+            and any(_fits(wanted, self.condition) for wanted in self.comparison.primary),
+            rates=(chosen[0], chosen[1]),
+            at_edge=(self.arms[0].has_edge(chosen[0]), self.arms[1].has_edge(chosen[1])),
+            pairs=tuple(pairs),
+            missing=tuple(sorted(set(study.seeds) - {pair.seed for pair in pairs})),
+            estimate=estimate,
+            or_more=middle is not None and middle.high > middle.low,
+            interval=interval,
+            coverage=coverage,
+            p=None if interval is None else sign_test(harmed, len(pairs)),
+            p_adjusted=None,
+            law=float(self.condition[law.factor]) ** law.power if law and self.endpoint in _RATIOS else None,
+            verdict=verdict,
+            reason=reason,
+        )
+
+
+def _fits(wanted: Condition, condition: Condition) -> bool:
+    return wanted.items() <= condition.items()
+
+
+def _with_holm(grid: AblationConfig, found: Sequence[Finding]) -> Iterator[Finding]:
+    """The findings with adjusted p values. A primary comparison that was not made counts in the family, too."""
+    primary = [finding for finding in found if finding.is_primary]
+    wanted = [(comparison, condition) for comparison in grid.comparisons for condition in comparison.primary]
+    absent = [w for w in wanted if not any(w[0] == f.comparison and _fits(w[1], f.condition) for f in primary)]
+    adjusted = iter(holm([finding.p for finding in primary if finding.p is not None], len(primary) + len(absent)))
+    for finding in found:
+        if finding.is_primary and finding.p is not None:
+            p = next(adjusted)
+            finding = replace(finding, p_adjusted=p)
+            if finding.verdict in _HARM and p >= ALPHA:
+                reason = f"{finding.reason}, but the adjusted p = {p:.3g} is not below {ALPHA}"
+                finding = replace(finding, verdict="UNDECIDED", reason=reason)
+        yield finding
+
+
+def _equality(comparison: ComparisonConfig, condition: Condition, arms: Sequence[Arm]) -> Equality:
+    reference, treatment = arms[0].done, arms[1].done
+    both = [key for key in reference if key in treatment and key[1] in arms[0].study.seeds]
+    equal = {seed: True for _, seed in both}
+    for key in both:
+        equal[key[1]] &= reference[key].result["digest"] == treatment[key].result["digest"]
+    return Equality(comparison, condition, equal, min((reference[key].result["steps"] for key in both), default=0))

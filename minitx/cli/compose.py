@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import typing
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def _typed(group: str) -> list[Any]:
     return [kind for kind in typing.get_args(hint) or (hint,) if dataclasses.is_dataclass(kind)]
 
 
+@cache
 def register_defaults() -> None:
     """Put the defaults of the config classes where ``defaults: [/schema@_here_: NAME]`` of a YAML file finds them."""
     store = ConfigStore.instance()

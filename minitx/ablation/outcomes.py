@@ -1,0 +1,125 @@
+"""What became of a run: one outcome each, by rules that look at every arm alike, and the size of its gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from scipy.ndimage import median_filter
+
+from minitx.ablation import records
+from minitx.ablation.config import Solved
+from minitx.ablation.records import Run, Runs
+
+Outcome = Literal[
+    "NONFINITE",
+    "DIVERGED",
+    "NEVER LEARNED",
+    "LEARNED AND LOST",
+    "STUCK",
+    "SPIKED, RECOVERED",
+    "SPIKED, NOT RECOVERED",
+    "TRAINED",
+]
+
+END = 50
+"""Steps that the end of a run is a mean over."""
+UNIFORM_ACCURACY = 0.17
+"""Of recall without attention that looks anything up (protocol, section 5a)."""
+_SMOOTHED, _SETTLED = 5, 5
+
+
+@dataclass(frozen=True)
+class Levels:
+    """What a run is held against.
+
+    Attributes:
+        initial: loss of the untrained network, for continued runs too (``initial_loss``).
+        unigram: loss of predicting each token by its frequency; None for tasks that are judged by their accuracy.
+        uniform: end of an arm whose attention is a plain average, after as many steps: a loss, or for tasks with an
+            accuracy that. None: text skips the outcomes that need it, and recall takes .17.
+        solved: when a task with an accuracy counts as solved.
+    """
+
+    initial: float | None
+    unigram: float | None = None
+    uniform: float | None = None
+    solved: Solved = field(default_factory=Solved)
+
+
+def outcome(run: Run, levels: Levels) -> Outcome:
+    """The one outcome of a run that is done: the first rule that fits (protocol, section 5a)."""
+    result = run.result
+    if result["nonfinite_step"] is not None or None in result["loss"]:
+        return "NONFINITE"
+    if levels.initial is not None and last_mean(run, "loss") > levels.initial:
+        return "DIVERGED"
+    loss = median_filter(np.array(result["loss"], dtype=float), size=_SMOOTHED, mode="nearest")
+    is_text = levels.unigram is not None or result["accuracy"] is None
+    early = _of_loss(run, levels, float(loss.min())) if is_text else _of_accuracy(run, levels)
+    return early or _of_spikes(loss)
+
+
+def _of_loss(run: Run, levels: Levels, least: float) -> Outcome | None:
+    if levels.unigram is not None and least > levels.unigram - 0.3:
+        return "NEVER LEARNED"
+    if levels.uniform is not None and last_mean(run, "loss") >= levels.uniform - 0.05:
+        return "LEARNED AND LOST" if least <= levels.uniform - 0.3 else "STUCK"
+    return None
+
+
+def _of_accuracy(run: Run, levels: Levels) -> Outcome | None:
+    solved, uniform = levels.solved, levels.uniform if levels.uniform is not None else UNIFORM_ACCURACY
+    had_solved = run.record.get("start") is not None or records.solved_step(run.result, solved) is not None
+    if not had_solved and records.solved_step(run.result, Solved(value=uniform + 0.1, window=solved.window)) is None:
+        return "NEVER LEARNED"
+    return "LEARNED AND LOST" if had_solved and last_mean(run, "accuracy") < 0.5 else None
+
+
+def _of_spikes(loss: Any) -> Outcome:
+    """From the smoothed loss, step 5 on."""
+    loss = loss[_SETTLED - 1 :]
+    least = np.minimum.accumulate(loss)
+    spikes = np.flatnonzero(loss >= least + 0.5)
+    if not len(spikes):
+        return "TRAINED"
+    last = spikes[-1]
+    return "SPIKED, RECOVERED" if (loss[last:] <= least[last] + 0.1).any() else "SPIKED, NOT RECOVERED"
+
+
+def initial_loss(runs: Runs, run: Run) -> float | None:
+    """The loss of the untrained network, also of a run that started from another one's weights; None where it is not finite."""
+    first = runs.start_of(run)
+    return initial_loss(runs, first) if first is not None and first.status == "done" else run.result["loss"][0]
+
+
+def last_mean(run: Run, curve: Literal["loss", "accuracy"], steps: int = END) -> float:
+    """The mean of a curve over its last ``steps``. Of a run that became NONFINITE: infinite loss, accuracy 0."""
+    values = run.result[curve][-steps:]
+    if run.result["nonfinite_step"] is not None or None in values:
+        return math.inf if curve == "loss" else 0.0
+    return float(np.mean(values))
+
+
+def steps_until_recovered(run: Run, value: float = 0.95, window: int = 8) -> float:
+    """Steps from the first mean accuracy over ``window`` steps below ``value`` to the next at ``value`` or above.
+
+    0 where none is below, infinite where none is back.
+    """
+    means = np.convolve(np.array(run.result["accuracy"], dtype=float), np.full(window, 1 / window), mode="valid")
+    below = np.flatnonzero(means < value)
+    if not len(below):
+        return 0
+    back = np.flatnonzero(means[below[0] :] >= value)
+    return int(back[0]) if len(back) else math.inf
+
+
+def gradient_norms(run: Run) -> tuple[float, float] | None:
+    """99th percentile and largest of the gradient norm over steps >= 10; None where it was not logged.
+
+    The norm leaves out W_Q and W_K, so that folding the scale into them does not change it.
+    """
+    norms = [norm for norm in (run.result["gradient"] or [])[9:] if norm is not None]
+    return (float(np.percentile(norms, 99)), max(norms)) if norms else None

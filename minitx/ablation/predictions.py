@@ -1,0 +1,89 @@
+"""What was predicted, held against what was found."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+
+from minitx.ablation.config import AblationConfig, ExpectedConfig
+from minitx.ablation.judge import Answer, Finding, Findings, printed
+from minitx.ablation.statistics import MIN_PAIRS, Span
+from minitx.ablation.wording import ENDPOINTS, condition_text, count_text, effect_text, title, words
+from minitx.config import ConfigError
+
+HELD, NOT_HELD, UNDECIDED, NOT_TESTED = "HELD", "NOT HELD", "UNDECIDED", "NOT TESTED"
+
+
+def answers(findings: Findings) -> tuple[Answer, ...]:
+    """The predictions of the grid, answered in its order."""
+    grid, found = findings.grid, []
+    for name, prediction in grid.predictions.items():
+        parts = [part for expected in prediction.expect for part in _answer(findings, expected)]
+        if prediction.rule is not None:
+            parts.append(rule_of(grid, prediction.rule)(findings, **prediction.options))
+        found.append(
+            Answer(name, prediction.statement, together([status for status, _ in parts]), "; ".join(text for _, text in parts))
+        )
+    return tuple(found)
+
+
+def rule_of(grid: AblationConfig, name: str) -> Callable[..., tuple[str, str]]:
+    """The function ``RULES[name]`` of the module that ``about`` names: (findings, **options) -> (status, evidence).
+
+    Raises:
+        ConfigError: no module, or no such rule in it.
+    """
+    if grid.about is None:
+        raise ConfigError(f"about=null has no rule {name}, which a prediction needs")
+    rules = importlib.import_module(grid.about).RULES
+    if name not in rules:
+        raise ConfigError(f"about={grid.about} has no rule {name}; it has {', '.join(rules)}")
+    return rules[name]  # type: ignore[no-any-return]
+
+
+def together(statuses: Sequence[str]) -> str:
+    """The status of a prediction with several parts: all must hold, and one that does not refutes it."""
+    for status in (NOT_HELD, UNDECIDED):
+        if status in statuses:
+            return status
+    if NOT_TESTED in statuses or not statuses:
+        return UNDECIDED if HELD in statuses else NOT_TESTED
+    return HELD
+
+
+def _answer(findings: Findings, expected: ExpectedConfig) -> list[tuple[str, str]]:
+    """A status and its evidence for each finding that ``expected`` is about."""
+    grid = findings.grid
+    arms = " against ".join(f"“{words(grid, arm)}”" for arm in reversed(expected.arms))
+    where = f"{title(grid, expected.study)}, {ENDPOINTS.get(expected.endpoint, words(grid, expected.endpoint))}, {arms}"
+    if expected.endpoint == "equal":
+        fits = [e for e in findings.equalities if e.comparison.study == expected.study and e.comparison.arms == expected.arms]
+        equal = [value for e in fits if expected.condition.items() <= e.condition.items() for value in e.equal.values()]
+        status = (HELD if all(equal) else NOT_HELD) if equal else NOT_TESTED
+        return [(status, f"{where}: {sum(equal)} of {len(equal)} pairs of runs are equal")]
+    found = findings.find(expected.study, expected.endpoint, expected.arms, expected.condition)
+    return [(_status(finding, expected), f"{where}{_said(grid, finding)}") for finding in found] or [
+        (NOT_TESTED, f"{where}: no runs")
+    ]
+
+
+def _status(finding: Finding, expected: ExpectedConfig) -> str:
+    if len(finding.pairs) < MIN_PAIRS:
+        return UNDECIDED if finding.pairs else NOT_TESTED
+    parts = [HELD]
+    if expected.verdict is not None and finding.verdict != expected.verdict:
+        parts.append(UNDECIDED if finding.verdict == "UNDECIDED" else NOT_HELD)
+    low, high = expected.ratio
+    bounds = Span(-math.inf if low is None else low, math.inf if high is None else high)
+    middle = printed(finding.endpoint, finding.pairs)
+    if not middle.within(bounds):  # a range that reaches into the bounds is open
+        parts.append(NOT_HELD if middle.high < bounds.low or middle.low > bounds.high else UNDECIDED)
+    return together(parts)
+
+
+def _said(grid: AblationConfig, finding: Finding) -> str:
+    condition = f", {condition_text(grid, finding.condition)}" if finding.condition else ""
+    if finding.estimate is None:
+        return f"{condition}: no pairs"
+    return f"{condition}: {finding.verdict}, {effect_text(finding)} ({count_text(len(finding.pairs), 'pair')})"

@@ -1,0 +1,15 @@
+"""What only the scaling ablation says: ``about: minitx.ablation.scaling``. A grid names its studies in ``options``, see ``Options``."""
+
+from minitx.ablation.scaling.first_figure import figure
+from minitx.ablation.scaling.options import Options
+from minitx.ablation.scaling.rules import RULES
+from minitx.ablation.scaling.sections import limits, sections
+from minitx.ablation.scaling.sentences import sentences
+
+LEAD = (
+    "Attention compares a query q with keys k by the scores q·k / √d_k, where d_k is the width of a head, and turns them into weights by a "
+    "softmax. Without the scale 1/√d_k the scores are √d_k times larger. What does that do to training?"
+)
+"""Stands above the sentences, for a reader who does not know the scale."""
+
+__all__ = ["LEAD", "RULES", "Options", "figure", "limits", "sections", "sentences"]

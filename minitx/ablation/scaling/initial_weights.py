@@ -1,0 +1,88 @@
+"""How large the logits of attention are at the initial weights: passes of single layers, without training."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from minitx.analysis.canvas import INK, PALETTE, label, legend, log_ticks, panels
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class InitRow(NamedTuple):
+    """A scheme of initial weights at one d_k: the row-centred std of the unscaled logits, Var(q·k), and ‖∇W_Q‖ without / with the scale."""
+
+    scheme: str
+    width: int
+    row_std: float
+    variance: float
+    gradient_ratio: float
+
+
+SCHEMES = {
+    "lecun": "LeCun (variance 1/d)",
+    "torch_mha": "nn.MultiheadAttention",
+    "torch_linear": "nn.Linear default",
+    "t5": "T5",
+    "gpt2": "GPT-2 (std 0.02)",
+}
+WIDTHS, EMBED_DIM, LENGTH = (4, 8, 16, 32, 64, 128), 128, 64
+
+
+@functools.cache
+def init_sweep() -> tuple[InitRow, ...]:
+    """Attention layers at their initial weights on unit-normal input: one forward and one backward pass each, no training."""
+    import torch
+
+    from minitx.analysis import capture
+    from minitx.nn import MultiHeadAttention
+    from minitx.nn.init import init_weights
+
+    found = []
+    for scheme in SCHEMES:
+        for width in WIDTHS:
+            norms, seen = [], {}
+            for scale in ("inv_sqrt", "unscaled"):
+                draws = torch.Generator().manual_seed(0)
+                layer = MultiHeadAttention(EMBED_DIM, EMBED_DIM // width, scale=scale)
+                init_weights(layer, scheme, generator=draws)
+                x = torch.randn(8, LENGTH, EMBED_DIM, generator=draws)
+                with capture(layer) as seen:
+                    out = layer(x)
+                out.backward(torch.randn(out.shape, generator=draws))
+                norms.append(float(layer.q_proj.weight.grad.norm()))
+            of_heads = {name: float(value.mean()) for name, value in seen["core"][0].items() if name != "favourite"}
+            found.append(InitRow(scheme, width, of_heads["row_std"], of_heads["dot_product_variance"], norms[1] / norms[0]))
+    return tuple(found)
+
+
+def variance_slope(scheme: str = "lecun") -> float:
+    """Slope of ln Var(q·k) on ln d_k."""
+    rows = [row for row in init_sweep() if row.scheme == scheme]
+    return float(np.polyfit(np.log([row.width for row in rows]), np.log([row.variance for row in rows]), 1)[0])
+
+
+def init_figure() -> Figure:
+    """Var(q·k) and the spread of the logits against d_k, with the thresholds √(2 ln n)."""
+    drawn, axes = panels(1, 2, width=4.4, height=3.2)
+    left, right = axes[0]
+    for (scheme, _), (color, marker) in zip(SCHEMES.items(), PALETTE, strict=False):
+        rows = [row for row in init_sweep() if row.scheme == scheme]
+        for ax, values in ((left, [row.variance for row in rows]), (right, [row.row_std for row in rows])):
+            ax.plot(WIDTHS, values, marker=marker, color=color, markersize=4.5, linewidth=1.2)
+    for length, line in ((16, ":"), (64, "-."), (1024, "--")):
+        limit = math.sqrt(2 * math.log(length))
+        right.axhline(limit, color=INK, linewidth=0.9, linestyle=line)
+        right.text(1.01, limit, f"{length} keys", transform=right.get_yaxis_transform(), fontsize=7, va="center")
+    for ax, title in ((left, "variance of q·k"), (right, "standard deviation of the logits along a row")):
+        ax.set_xscale("log", base=2)
+        log_ticks(ax)
+        ax.set_xticks(WIDTHS, [str(width) for width in WIDTHS])
+        label(ax, title, "d_k", "")
+    legend(drawn, [(text, *look, "-") for text, look in zip(SCHEMES.values(), PALETTE, strict=False)])
+    return drawn

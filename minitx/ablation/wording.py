@@ -1,0 +1,201 @@
+"""Numbers, names and findings in the words of the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from minitx.ablation.config import AblationConfig, Condition
+from minitx.ablation.judge import Finding, Findings, printed
+from minitx.ablation.records import Run
+from minitx.ablation.statistics import Span
+
+ENDPOINTS = {
+    "time": "steps until the task is solved",
+    "largest_rate": "largest usable learning rate",
+    "stability": "largest stable learning rate",
+    "loss": "validation loss",
+    "accuracy": "validation accuracy",
+}
+RATIOS = ("time", "stability")
+"""Endpoints whose effects are ratios; those of the others are differences."""
+
+
+def words(grid: AblationConfig, name: str) -> str:
+    """The words of the grid for a study, an arm, a factor, a level or a measure; the name itself where it has none."""
+    return grid.words.get(name, name)
+
+
+def title(grid: AblationConfig, study: str) -> str:
+    """What a study is called."""
+    return grid.words.get(study) or grid.studies[study].title or study
+
+
+def condition_text(grid: AblationConfig, condition: Condition) -> str:
+    """``{"head_dim": "128"}`` as ``d_k 128``, with the words of the grid."""
+    return ", ".join(f"{words(grid, factor)} {words(grid, level)}" for factor, level in condition.items())
+
+
+def endpoint_text(grid: AblationConfig, finding: Finding) -> str:
+    """What a finding compares."""
+    return ENDPOINTS.get(finding.endpoint, words(grid, finding.endpoint))
+
+
+def where_text(grid: AblationConfig, finding: Finding) -> str:
+    """The study of a finding and its condition."""
+    return ": ".join(text for text in (title(grid, finding.comparison.study), condition_text(grid, finding.condition)) if text)
+
+
+def number(value: float | None) -> str:
+    """Three digits; "–" where nothing was measured.
+
+    >>> number(0.03162), number(None), number(12345.6), number(math.inf)
+    ('0.0316', '–', '12,346', '∞')
+    """
+    if value is None or math.isnan(value):
+        return "–"
+    text = "∞" if math.isinf(value) else f"{value:.3g}" if abs(value) < 1000 else f"{abs(value):,.0f}"
+    return text.replace("-", "−") if value >= 0 or abs(value) < 1000 else f"−{text}"
+
+
+def times(value: float) -> str:
+    """A factor.
+
+    >>> times(3.04), times(11.3), times(140.2)
+    ('3.0', '11', '140')
+    """
+    return number(value) if not 0.1 <= value < math.inf else f"{value:.1f}" if value < 10 else f"{value:,.0f}"
+
+
+def span_text(span: Span | None) -> str:
+    """An interval; "or more" and "or less" where an end is open."""
+    if span is None:
+        return "no interval"
+    if span.low == span.high:
+        return number(span.low)
+    if math.isinf(span.high):
+        return "unknown" if span.low in (0, -math.inf) else f"{number(span.low)} or more"
+    return f"{number(span.low)} to {number(span.high)}"
+
+
+def effect_text(finding: Finding) -> str:
+    """The estimate of a finding with its sign or ×, and "or more"."""
+    if finding.estimate is None:
+        return "–"
+    if finding.endpoint == "largest_rate":
+        return f"{steps_text(printed(finding.endpoint, finding.pairs))} of the grid of rates"
+    size = f"× {times(finding.estimate)}" if finding.endpoint in RATIOS else signed(finding.estimate)
+    return size + (" nats" if finding.endpoint == "loss" else "") + (" or more" if finding.or_more else "")
+
+
+def steps_text(span: Span) -> str:
+    """A difference of largest rates in steps of the grid of rates.
+
+    >>> steps_text(Span(-3, -3)), steps_text(Span(-math.inf, -2))
+    ('−3 steps', '−2 steps or lower')
+    """
+    if span.low == span.high:
+        return f"{signed(span.low)} steps"
+    if math.isinf(span.low) and math.isinf(span.high):
+        return "an unknown number of steps"
+    if math.isinf(span.low):
+        return f"{signed(span.high)} steps or lower"
+    return (
+        f"{signed(span.low)} steps or higher" if math.isinf(span.high) else f"{signed(span.low)} to {signed(span.high)} steps"
+    )
+
+
+def signed(value: float) -> str:
+    """A difference, always with its sign."""
+    return f"{'+' if value > 0 else ''}{number(value)}"
+
+
+def percent(values: Iterable[float]) -> str:
+    """Shares as one percentage or a range.
+
+    >>> percent([0.19, 0.604]), percent([0.991, 0.99])
+    ('19–60 %', '99 %')
+    """
+    rounded = sorted({round(100 * value) for value in values})
+    return f"{rounded[0]} %" if len(rounded) == 1 else f"{rounded[0]}–{rounded[-1]} %"
+
+
+def at_least(share: float) -> str:
+    """A share that others lie above.
+
+    >>> at_least(0.928), at_least(0.999), at_least(1.0)
+    ('above 92 %', 'above 99 %', 'at 100 %')
+    """
+    return f"at {100 * share:.0f} %" if (100 * share).is_integer() else f"above {math.floor(100 * share)} %"
+
+
+def p_text(p: float | None) -> str:
+    """A p value.
+
+    >>> p_text(1 / 64), p_text(None)
+    ('0.016', '–')
+    """
+    return "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def count_text(count: int, noun: str) -> str:
+    """A count with its noun.
+
+    >>> count_text(1, "seed"), count_text(1200, "step")
+    ('1 seed', '1,200 steps')
+    """
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def list_text(items: Sequence[str]) -> str:
+    """``a, b and c``."""
+    return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
+
+
+def budget(runs: Sequence[Run]) -> str:
+    """``1,500 steps``: how long the runs could last; several budgets are listed."""
+    caps = sorted({run.result["cap"] for run in runs if run.status == "done"})
+    return f"{list_text([f'{cap:,}' for cap in caps])} steps"
+
+
+def runs_of(findings: Findings, finding: Finding) -> list[Run]:
+    """The runs of a finding's two arms that are done."""
+    arms = finding.comparison.arms
+    return [
+        run for arm in arms for run in findings.runs.select(finding.comparison.study, arm, finding.condition, status="done")
+    ]
+
+
+PLAIN = {
+    "SLOWER": "the task takes {effect} the steps of {reference}",
+    "FASTER": "the task takes {effect} the steps of {reference}",
+    "LESS STABLE": "the largest stable learning rate is {effect} smaller than that of {reference}",
+    "MORE STABLE": "the largest stable learning rate is larger than that of {reference} (ratio {effect})",
+    "NARROWER": "the largest learning rate that solves the task is lower than that of {reference} ({effect})",
+    "WIDER": "the largest learning rate that solves the task is higher than that of {reference} ({effect})",
+    "WORSE": "the {endpoint} is worse than that of {reference} ({effect})",
+    "BETTER": "the {endpoint} is better than that of {reference} ({effect})",
+    "SAME": "the {endpoint} is the same as that of {reference}, within the margin ({effect})",
+    "UNDECIDED": "whether the {endpoint} differs from that of {reference} is undecided ({effect})",
+}
+
+
+def finding_sentence(findings: Findings, finding: Finding) -> str:
+    """A finding in one sentence, with its budget."""
+    grid = findings.grid
+    reference, treatment = (f"“{words(grid, arm)}”" for arm in finding.comparison.arms)
+    effect = effect_text(finding)
+    if finding.interval is None:
+        effect += f"; {count_text(len(finding.pairs), 'pair')}, six are needed"
+    said = PLAIN[finding.verdict].format(effect=effect, reference=reference, endpoint=endpoint_text(grid, finding))
+    where = condition_text(grid, finding.condition)
+    return (
+        f"{treatment}{f' ({where})' if where else ''}: {said}{rate_text(finding)}, within {budget(runs_of(findings, finding))}."
+    )
+
+
+def rate_text(finding: Finding) -> str:
+    """At which learning rates the arms of a finding were compared."""
+    if finding.endpoint in ("stability", "largest_rate") or not any(finding.rates):
+        return ""
+    return ", at the best of the learning rates tried" if any(finding.at_edge) else ", each at its own best learning rate"
