@@ -202,7 +202,7 @@ def test_the_ablation_of_the_scale_runs_from_a_folder_of_ones_own(python, tmp_pa
     program = str(ROOT / "scripts" / "train.py")
     done = python(program, *POWER, f"output_dir={tmp_path / 'out'}", "ablation.workers=1", "trainer.max_steps=20")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "12 cells expected, 12 done" in done.stdout
+    assert "12 of 12 runs" in done.stdout
     assert "power" in (tmp_path / "out" / "summary.md").read_text(encoding="utf-8")
 
 
