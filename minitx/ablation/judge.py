@@ -203,7 +203,7 @@ class _Contest:
 
     def verdict(self, rates: Sequence[Mapping[int, str | None]], pairs: Sequence[Pair]) -> tuple[Verdict, str]:
         """The word and its reason."""
-        reference, study = self.arms[0], self.arms[0].study
+        study = self.arms[0].study
         found = median_interval([pair.effect for pair in pairs])
         if found is None:
             return "UNDECIDED", f"{len(pairs)} pairs, and fewer than {MIN_PAIRS} give no verdict"

@@ -158,7 +158,13 @@ def _write_cells(findings: Findings, path: Path) -> None:
     rows = []
     for run in findings.runs.all:
         result = run.result if run.status == "done" else {}
-        row = {"study": run.study, "arm": run.arm, "in words": words(findings.grid, run.arm), **run.condition, RATE: run.rate}
+        row: dict[str, Any] = {
+            "study": run.study,
+            "arm": run.arm,
+            "in words": words(findings.grid, run.arm),
+            **run.condition,
+            RATE: run.rate,
+        }
         row |= {
             "seed": run.seed,
             "status": run.status,
