@@ -83,8 +83,10 @@ class Arm:
             return 0.0 if is_broken else result["val_accuracy"]
         if endpoint != "loss":
             return result["measures"].get(endpoint)  # type: ignore[no-any-return]
-        known = [initial_loss(self.runs, run), None if is_broken else result["val_loss"]]
-        return min((loss for loss in known if loss is not None), default=None)
+        first, last = initial_loss(self.runs, run), result["val_loss"]
+        if is_broken or first is None or last is None:
+            return first if is_broken else last  # type: ignore[no-any-return]
+        return min(first, last)
 
     def value(self, endpoint: Endpoint, rate: str | None, seed: int) -> Span | None:
         """What was measured on a seed, at ``rate`` unless the rates are what is measured; or None."""

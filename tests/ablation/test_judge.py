@@ -139,11 +139,13 @@ def test_a_reference_at_the_cap_bounds_a_pair_from_above_and_two_at_the_cap_tell
     assert (found.verdict, found.p) == ("UNDECIDED", 22 / 64)  # four of six pairs are wholly beyond the margin
 
 
-def test_a_run_that_became_nonfinite_counts_as_the_cap():
-    found = find("recall", "time", Truth(outcomes={("recall", UNSCALED, "1e-3"): "NONFINITE"}))
-    assert set(found.rates[1]) == {"1.8e-3"}
+def test_a_run_that_became_nonfinite_counts_as_the_cap_even_after_it_solved():
     every = {("recall", UNSCALED, rate): "NONFINITE" for rate in RATES}
-    assert find("recall", "time", Truth(outcomes=every)).pairs[0].treatment == Span(1500, math.inf)
+    grid = made_up.grid(studies=RECALL)
+    runs = made_up.runs(grid, Truth(outcomes=every))
+    for run in runs.select("recall", UNSCALED, status="done"):
+        run.record["result"]["accuracy"] = [0.0] * 50 + [1.0] * 50
+    assert judge(grid, runs).find("recall", "time")[0].pairs[0].treatment == Span(1500, math.inf)
 
 
 def test_a_treatment_that_no_tuning_run_solves_is_slower_by_the_cap_or_more():
@@ -359,6 +361,14 @@ def test_a_run_that_diverged_scores_its_initial_loss(outcome):
     assert pair.treatment.low == pytest.approx(made_up.INITIAL, abs=0.01)
 
 
+def test_a_run_without_validation_has_no_score():
+    grid = made_up.grid(studies={"text": made_up.studies()["text"]})
+    runs = made_up.runs(grid)
+    for run in runs.select("text", UNSCALED, seeds=[11]):
+        run.record["result"]["val_loss"] = None
+    assert judge(grid, runs).find("text", "loss")[0].missing == (11,)
+
+
 def test_a_measure_is_judged_at_the_rate_that_the_score_chose():
     grid = made_up.grid(studies={"text": dataclasses.replace(made_up.studies()["text"], measures=("loss_at_64",))})
     runs = made_up.runs(grid)
@@ -379,11 +389,13 @@ def test_equality_is_that_of_the_losses_bit_for_bit(equal):
 # --- the family -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_primary_comparison_without_runs_still_counts_in_the_family():
-    grid = made_up.grid()
-    found = judge(grid, made_up.runs(grid, Truth(statuses={("stability_sgd", None, None, None): "missing"})))
-    primary = {f.comparison.study: (f.p, f.p_adjusted, f.verdict) for f in found.findings if f.is_primary}
-    assert primary["recall"] == (1 / 64, 3 / 64, "SLOWER") and primary["stability_sgd"] == (None, None, "UNDECIDED")
+@pytest.mark.parametrize("is_in_grid", [True, False])
+def test_a_primary_comparison_without_runs_still_counts_in_the_family(whole, is_in_grid):
+    kept = tuple(run for run in whole.runs.all if run.study != "stability_sgd")
+    gone = tuple(Run(run.place, "missing") for run in whole.runs.select("stability_sgd")) if is_in_grid else ()
+    primary = [finding for finding in judge(whole.grid, Runs(kept + gone)).findings if finding.is_primary]
+    found = [(f.p_adjusted, f.verdict) for f in primary]
+    assert found == [(3 / 64, "SLOWER"), (3 / 64, "LESS STABLE")] + [(None, "UNDECIDED")] * is_in_grid
 
 
 def test_a_primary_comparison_needs_its_adjusted_p():
@@ -426,7 +438,7 @@ def answer(truth=None, *, rule=None, options=None, about=__name__, **expected):
         ("HELD", None, {"ratio": (1.1, 1.6), "condition": {"head_dim": "8"}}),
         ("UNDECIDED", None, {"ratio": (1.1, None), "condition": {}, "verdict": "SLOWER"}),  # one of two holds
         ("NOT TESTED", Truth(statuses={(None, None, None, None): "missing"}), {"verdict": "SLOWER"}),
-        ("UNDECIDED", Truth(statuses={(None, None, None, 12): "missing"}), {"verdict": "SLOWER"}),
+        ("UNDECIDED", Truth(statuses={(None, None, None, 12): "missing"}), {"ratio": (4, None)}),
         # 1,500 / 67 = 22 or more
         ("HELD", Truth(times(UNSCALED, None, None, None, None, None)), {"ratio": (20, None)}),
         ("UNDECIDED", Truth(times(UNSCALED, None, None, None, None, None)), {"ratio": (20, 30)}),

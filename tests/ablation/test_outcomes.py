@@ -79,7 +79,7 @@ def test_without_a_uniform_arm_text_is_neither_lost_nor_stuck():
         (3, 0.5, 50, "SPIKED, RECOVERED"),
         (2, 9.0, 50, "TRAINED"),  # a median over five steps does not see two
         (3, 0.45, 50, "TRAINED"),
-        (4, 2.0, 0, "TRAINED"),  # the first four steps are not looked at
+        (4, -1.0, 0, "TRAINED"),  # the first four steps are not looked at
     ],
 )
 def test_a_spike_is_half_a_nat_over_three_steps(width, height, first, wanted):
