@@ -1,17 +1,17 @@
-"""A kernel of one's own: written, checked with ``minitx.testing``, registered, and named in a model.
+"""Write your own attention kernel: check it with ``minitx.testing``, register it as a backend, and use it in a model.
 
-The kernel computes the softmax in one pass over the keys (Milakov & Gimelshein 2018, arXiv:1805.02867). For every query it keeps the
-largest score m so far, the sum of exp(score - m), and the sum of exp(score - m) · value. It needs no L x S matrix; it is slow, and 20
-lines. It serves masks, any scale and grouped heads, and refuses the rest.
+The kernel computes the softmax in one pass over the keys (Milakov & Gimelshein 2018, arXiv:1805.02867). For each query it keeps the
+largest score m so far, the sum of exp(score - m), and the sum of exp(score - m) · value. It is short and slow, and needs no L x S
+matrix. It supports masks, any scale and grouped heads.
 
-Two of its lines are there because the check failed without them. Without ``hide_unseen`` a NaN in a key that no query may see came
-through as 0 · NaN. Without ``masked_fill`` of the total, a query that sees nothing was 0 / 0.
+Two of its lines are easy to forget, and the check finds out. Without ``hide_unseen``, a NaN in a hidden key reaches the output as
+0 · NaN. Without ``masked_fill`` of the total, the output of a query that sees no key is 0 / 0.
 
     python examples/custom_backend.py
-    python -m minitx.testing examples.custom_backend:attention     # the whole table, exit code 0
+    python -m minitx.testing examples.custom_backend:attention     # prints the whole table
 
-The first prints the counts of the check, what ``explain_backends`` says of two calls, and the difference that naming the kernel makes to a
-model.
+The first command prints the number of cases that passed, what ``explain_backends`` reports for two calls, and the largest difference
+between the logits of a model with this kernel and with the default one.
 """
 
 from collections import Counter
@@ -26,10 +26,10 @@ from minitx.testing import check_kernel
 
 
 def one_pass(call: AttentionCall) -> Tensor:
-    """Attention (B, H, L, Dv), one key after the other."""
+    """Compute attention (B, H, L, Dv), one key at a time."""
     B, H, L, S = call.shape
     group = H // call.key.shape[1]  # query head h uses key head h // group
-    dtype = torch.promote_types(call.query.dtype, torch.float32)  # the softmax in at least float32
+    dtype = torch.promote_types(call.query.dtype, torch.float32)  # compute the softmax in at least float32
     query, key, value = (t.to(dtype) for t in (call.query * call.scale, call.key, call.value))
     largest = query.new_full((B, H, L, 1), torch.finfo(dtype).min)
     total, output = torch.zeros_like(largest), query.new_zeros(B, H, L, value.shape[-1])
@@ -48,33 +48,33 @@ def one_pass(call: AttentionCall) -> Tensor:
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """The reason why ``one_pass`` cannot serve a call, or None. ``explain_backends`` and the error of a named backend print it."""
-    lacks = {
+    """Return why ``one_pass`` cannot compute a call, or None if it can. Error messages and ``explain_backends`` show the reason."""
+    unsupported = {
         "dropout": call.dropout_p > 0,
         "bias": call.attn_bias is not None,
         "soft-cap": call.softcap,
         "sinks": call.sinks is not None,
     }
-    missing = [name for name, asked in lacks.items() if asked]
+    missing = [name for name, is_used in unsupported.items() if is_used]
     return f"it has no {' and no '.join(missing)}" if missing else None
 
 
 def falls_back(call: AttentionCall) -> str:
-    """Always: this is no fused kernel."""
-    return "it takes one key at a time, in plain torch"
+    """Return why this is not a fused kernel."""
+    return "it computes one key at a time, in plain torch"
 
 
-if "one_pass" not in backend_names():  # a module may be imported twice, as a program and by the check
+if "one_pass" not in backend_names():  # this file may be imported twice: as a program and by the check
     register_backend("one_pass", one_pass, why_not=why_not, falls_back=falls_back)
 
 
 def attention(query, key, value, *, attn_mask=None, is_causal=False, scale=None):
-    """What ``minitx.testing`` calls. The parameters that are missing here are the features that the kernel does not have."""
+    """The function that ``minitx.testing`` checks. Its parameters are the options that the kernel supports."""
     return scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, scale=scale, backend="one_pass")
 
 
 def main() -> dict[str, float]:
-    """Print and return what was measured."""
+    """Print and return the results."""
     results = check_kernel(attention)
     found: dict[str, float] = dict(Counter(result.status for result in results))
     print("checks:", ", ".join(f"{count} {status}" for status, count in found.items()))

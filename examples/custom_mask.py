@@ -1,13 +1,14 @@
-"""A mask of one's own: the strided pattern of Sparse Transformers, on every backend, in training and with a cache.
+"""Write your own mask: the strided pattern of Sparse Transformers.
 
-A mask is a rule, "may query i attend to key j?", written over index tensors that broadcast. ``Strided`` is the rule that is missing;
-``&`` and ``|`` make the pattern of Child et al. 2019 (arXiv:1904.10509, §4.2) out of it and two rules of minitx: a query sees the last
-``stride`` positions, and before them every ``stride``-th.
+A mask is a rule: may query i attend to key j? It is written with index tensors that broadcast. In the pattern of Child et al. 2019
+(arXiv:1904.10509, §4.2), a query sees the last ``stride`` positions, and every ``stride``-th position before them. ``Strided`` is the
+rule for the second part. ``&`` and ``|`` combine it with two rules of minitx. The mask works on every backend that takes masks, in
+training and with a cache.
 
     python examples/custom_mask.py
 
-prints the mask as a grid, what each backend says of it (the error against a float64 reference, or why it refuses), and the largest
-difference between reading a row at once and piece by piece with a cache.
+This prints the mask as a grid, the error of each backend against a float64 reference (or why it cannot compute the call), and the
+largest difference between reading a row in one call and reading it in pieces with a cache.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from minitx.nn import Causal, DecoderLM, KVCache, Mask, SlidingWindow, explain_b
 
 @dataclass(frozen=True, eq=False)
 class Strided(Mask):
-    """Keys at a distance that ``step`` divides. Row i stands at position i + offset (S - L: the keys before the first query)."""
+    """A query sees keys at distances that are multiples of ``step``. Query row i has position i + offset, with offset = S - L."""
 
     step: int
 
@@ -30,18 +31,15 @@ class Strided(Mask):
 
 
 def sparse(stride: int) -> Mask:
-    """Child et al.'s strided attention, both of its parts in one head."""
+    """Return the strided mask of Child et al., with both of its parts in each head."""
     return Causal() & (SlidingWindow(stride) | Strided(stride))
 
 
 def errors(mask: Mask) -> dict[str, float | str]:
-    """For every backend its largest error in float32 against ``math`` in float64, or the reason why it refuses."""
+    """Return each backend's largest error in float32 against ``math`` in float64, or why it cannot compute the call."""
     torch.manual_seed(0)
-    query, key, value = (
-        torch.randn(2, 6, 37, 16),
-        torch.randn(2, 3, 41, 16),
-        torch.randn(2, 3, 41, 16),
-    )  # grouped heads, 4 keys before
+    # grouped heads (6 and 3), and 4 keys before the first query
+    query, key, value = torch.randn(2, 6, 37, 16), torch.randn(2, 3, 41, 16), torch.randn(2, 3, 41, 16)
     exact = scaled_dot_product_attention(query.double(), key.double(), value.double(), mask, backend="math")
     found: dict[str, float | str] = {}
     for line in explain_backends(query, key, value, mask):
@@ -55,7 +53,7 @@ def errors(mask: Mask) -> dict[str, float | str]:
 
 @torch.no_grad()
 def cache_difference(mask: Mask) -> float:
-    """The logits of 24 tokens read as 9, 1, 1 and 13 with a cache, against those of one call."""
+    """Return the largest difference of the logits of 24 tokens between one call and calls with 9, 1, 1 and 13 tokens and a cache."""
     torch.manual_seed(0)
     config = TransformerConfig(vocab_size=31, embed_dim=24, num_heads=4, num_layers=2, max_len=24)
     model, input_ids = DecoderLM(config).double().eval(), torch.randint(31, (2, 24))
@@ -65,7 +63,7 @@ def cache_difference(mask: Mask) -> float:
 
 
 def main() -> dict[str, float | str]:
-    """Print and return what was measured."""
+    """Print and return the results."""
     mask = sparse(4)
     print(mask.grid(12))
     found = errors(mask)

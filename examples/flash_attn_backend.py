@@ -1,14 +1,14 @@
-"""The package ``flash-attn`` as a backend: importing this file registers it, ``backend="flash_attn"`` names it.
+"""Use the package ``flash-attn`` as a backend. Importing this file registers it as ``backend="flash_attn"``.
 
-FlashAttention-2 (Dao 2023, arXiv:2307.08691) serves causal calls (lower-right aligned since 2.1, as here), sliding windows, grouped
-heads, soft-cap, dropout and ALiBi, in half precision on CUDA. It has no argument for other masks, biases and sinks, and it refuses
-soft-cap together with dropout. ``why_not`` says so before anything is computed.
+FlashAttention-2 (Dao 2023, arXiv:2307.08691) runs in half precision on CUDA. It supports causal masks (lower-right aligned since version
+2.1, as in minitx), sliding windows, grouped heads, soft-cap, dropout and ALiBi. It does not support other masks and biases, sinks, or
+soft-cap together with dropout. ``why_not`` checks this before anything is computed.
 
     python examples/flash_attn_backend.py
     python examples/flash_attn_backend.py --device cuda     # with a GPU and the package
 
-It prints for six calls whether the package can serve them, or why it cannot. In a run, ``imports=[flash_attn_backend]
-model.backend=flash_attn`` uses it, with this folder on the PYTHONPATH.
+This prints for six calls whether the package can compute them, and if not, why. In a training run, put this folder on the PYTHONPATH and
+add ``imports=[flash_attn_backend] model.backend=flash_attn``.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from minitx.nn.masks import simplify
 
 
 def run(call: AttentionCall) -> Tensor:
-    """Attention through ``flash_attn_func``, which wants (B, L, H, D)."""
+    """Compute attention with ``flash_attn_func``, whose tensors have shape (B, L, H, D)."""
     from flash_attn import flash_attn_func
 
     window = window_of(call)
@@ -35,14 +35,14 @@ def run(call: AttentionCall) -> Tensor:
         softmax_scale=call.scale,
         causal=window[1] == 0,
         window_size=window,
-        softcap=call.softcap or 0.0,  # 0 is its word for none
+        softcap=call.softcap or 0.0,  # 0 means none
         alibi_slopes=slopes,
     )
     return output.transpose(1, 2)
 
 
 def window_of(call: AttentionCall) -> tuple[int, int] | None:
-    """The mask as (keys to the left, keys to the right) of the query's own key, -1 for all. None where it is no such band."""
+    """Return how many keys a query sees to the left and to the right of its own, -1 for all. None for any other mask."""
     mask = simplify(call.mask, *call.shape[2:])
     left = right = -1
     for part in () if mask is None else mask.parts():
@@ -58,19 +58,19 @@ def window_of(call: AttentionCall) -> tuple[int, int] | None:
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """The reason why the package cannot serve a call, or None."""
+    """Return why the package cannot compute a call, or None if it can."""
     if call.sinks is not None:
-        return "flash-attn has no sinks"
+        return "flash-attn does not support sinks"
     if call.attn_bias is not None and not isinstance(call.attn_bias, ALiBi):
-        return "flash-attn has no bias but ALiBi"
+        return "flash-attn does not support a bias other than ALiBi"
     if call.softcap is not None and call.dropout_p > 0.0:
-        return "flash-attn has no soft-cap together with dropout"
+        return "flash-attn does not support soft-cap together with dropout"
     if window_of(call) is None:
-        return "flash-attn has causal and window masks only"
+        return "flash-attn does not support a mask other than causal and window masks"
     if call.value.shape[-1] != call.query.shape[-1]:
-        return "flash-attn wants values as wide as queries"
+        return "flash-attn needs values of the same width as queries"
     if call.scale <= 0.0:
-        return "flash-attn wants a positive scale"
+        return "flash-attn needs a positive scale"
     if find_spec("flash_attn") is None:
         return "flash-attn is not installed"
     if call.query.device.type != "cuda" or call.query.dtype not in (torch.float16, torch.bfloat16):
@@ -78,12 +78,12 @@ def why_not(call: AttentionCall) -> str | None:
     return None
 
 
-if "flash_attn" not in backend_names():  # a module may be imported twice
+if "flash_attn" not in backend_names():  # this file may be imported twice
     register_backend("flash_attn", run, why_not=why_not)
 
 
 def main(device: str = "cpu") -> dict[str, str]:
-    """Print and return, for each call, why the package cannot serve it; an empty text where it can."""
+    """Print and return for each call why the package cannot compute it, or an empty string if it can."""
     query = torch.randn(1, 4, 6, 8, device=device, dtype=torch.bfloat16)
     calls = {
         "causal": {"is_causal": True},
@@ -97,7 +97,7 @@ def main(device: str = "cpu") -> dict[str, str]:
     for name, options in calls.items():
         reports = explain_backends(query, query, query, backend="flash_attn", **options)
         reasons[name] = next(report.reason for report in reports if report.name == "flash_attn")
-        print(f"{name:21} {reasons[name] or 'served'}")
+        print(f"{name:21} {reasons[name] or 'supported'}")
     return reasons
 
 

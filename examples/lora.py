@@ -1,12 +1,12 @@
-"""LoRA on one of our models, with the ``peft`` library: train 3 % of the numbers, keep the rest as they are.
+"""LoRA with the ``peft`` library: train 3 % of the parameters of a model and keep the others frozen.
 
-Hu et al. 2021, arXiv:2106.09685: W stays frozen and W + (α / r) B A is used, with B (out, r) and A (r, in) to be learned. ``q_proj`` and
-``v_proj`` are plain ``nn.Linear`` layers of ``MultiHeadAttention``, so ``peft`` finds them by their names.
+Hu et al. 2021, arXiv:2106.09685. A frozen matrix W is replaced by W + (α / r) B A, where B (out, r) and A (r, in) are trained.
+``q_proj``, ``v_proj`` and ``out_proj`` are ``nn.Linear`` layers of ``MultiHeadAttention``, which ``peft`` finds by name.
 
     python examples/lora.py
 
-teaches a frozen random model to copy the last token, and prints the loss before and after, the share of numbers that were trained, and
-how far the merged model is from the one with adapters.
+This trains a random model to copy the last token. It prints the loss before and after training, the share of parameters that were
+trained, and the largest difference between the logits before and after the adapters are merged into the weights.
 """
 
 import torch
@@ -19,13 +19,13 @@ from minitx.nn import DecoderLM
 
 
 def main() -> dict[str, float]:
-    """Train the adapters, merge them, and return what the docstring names."""
+    """Train the adapters, merge them, and print and return the results."""
     torch.manual_seed(0)
     config = TransformerConfig(
         vocab_size=29, embed_dim=64, num_heads=4, num_layers=2, max_len=16, init="lecun", tie_embeddings=False
     )
     base = DecoderLM(config)
-    # inside of a Sequential: peft reads a `config` of the outermost module as one of transformers
+    # in a Sequential, because peft would read the attribute `config` of the model as a config of transformers
     model = get_peft_model(nn.Sequential(base), LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "out_proj"]))
     frozen = {name: tensor.clone() for name, tensor in base.state_dict().items() if "lora" not in name}
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -42,7 +42,7 @@ def main() -> dict[str, float]:
     ids = torch.randint(29, (4, 16))
     with torch.no_grad():
         adapted = model(ids)
-        gap = (model.merge_and_unload()(ids) - adapted).abs().max().item()  # one matrix again: nothing is slower afterwards
+        gap = (model.merge_and_unload()(ids) - adapted).abs().max().item()  # W and B A become one matrix
     found = {"loss before": losses[0], "loss after": losses[-1], "share of numbers trained": share, "merged minus adapted": gap}
     for name, number in found.items():
         print(f"{name}: {number:.3g}")

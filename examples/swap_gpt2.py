@@ -1,15 +1,17 @@
-"""Our attention in the GPT-2 of ``transformers``: two lines, equal outputs, their cache and their ``generate``.
+"""Replace the attention of GPT-2 in ``transformers`` by ``MultiHeadAttention``.
 
-``transformers`` calls its attention in a way of its own (``hidden_states``, ``past_key_values``, a mask that it has built), so a small
-adapter stands between: ``OurAttention`` copies the weights and translates the call, ``TheirCache`` lets our layer append to their cache.
+``transformers`` calls its attention with other arguments: ``hidden_states``, ``past_key_values`` and a mask. ``OurAttention`` is an adapter
+that copies the weights and translates the call. ``TheirCache`` lets our layer append to their cache. The outputs stay equal, and their
+cache and their ``generate`` still work.
 
     python examples/swap_gpt2.py
 
-needs ``transformers``, no network (the weights are random), and prints the largest difference of the logits in float32 and float64, with
-left padding and with a cache, and whether ``generate`` gives the same tokens.
+This needs ``transformers``, but no network, because the weights are random. It prints the largest difference of the logits in float32 and
+float64, with and without left padding and a cache, and whether ``generate`` returns the same tokens.
 
-Not covered: cross-attention, ``output_attentions=True`` (``minitx.analysis.capture`` shows the weights), and ``attn_implementation=
-"eager"``, which hands over additive masks: our layer refuses those with a sentence. To have all of GPT-2 here: ``minitx.interop.load_hf``.
+Not covered are cross-attention, ``output_attentions=True`` (use ``minitx.analysis.capture`` to see the weights), and
+``attn_implementation="eager"``, whose masks are floats; our layer raises a TypeError for them. To load a whole GPT-2 as a minitx model, use
+``minitx.interop.load_hf``.
 """
 
 import torch
@@ -20,27 +22,25 @@ from minitx.nn import MultiHeadAttention
 
 
 class TheirCache:
-    """One layer of ``past_key_values``, as our attention uses a cache: append, and get everything so far."""
+    """One layer of ``past_key_values``, with the interface of a minitx cache: ``append`` returns all keys and values so far."""
 
-    memory = None  # that of cross-attention
+    memory = None  # used in cross-attention only
 
     def __init__(self, past_key_values, layer: int) -> None:
         self.append = lambda key, value: past_key_values.update(key, value, layer)
 
 
 class OurAttention(nn.Module):
-    """``MultiHeadAttention`` with the weights of a ``GPT2Attention``, called as ``transformers`` calls that."""
+    """A ``MultiHeadAttention`` with the weights of a ``GPT2Attention`` and its arguments."""
 
     def __init__(self, theirs: nn.Module) -> None:
         super().__init__()
         dropout = theirs.attn_dropout.p
         attention = MultiHeadAttention(theirs.embed_dim, theirs.num_heads, scale=theirs.scaling, dropout=dropout)
-        self.attention, self.resid_dropout, self.layer = (
-            attention.to(theirs.c_proj.weight),
-            theirs.resid_dropout,
-            theirs.layer_idx,
-        )
-        weights = (*theirs.c_attn.weight.T.chunk(3), theirs.c_proj.weight.T)  # theirs are (in, out), and q, k, v are one
+        self.attention = attention.to(theirs.c_proj.weight)
+        self.resid_dropout, self.layer = theirs.resid_dropout, theirs.layer_idx
+        # their matrices have shape (in, out), and c_attn holds q, k and v
+        weights = (*theirs.c_attn.weight.T.chunk(3), theirs.c_proj.weight.T)
         biases = (*theirs.c_attn.bias.chunk(3), theirs.c_proj.bias)
         ours = attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj
         with torch.no_grad():
@@ -50,13 +50,13 @@ class OurAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, past_key_values=None, attention_mask: Tensor | None = None, **unused):
         cache = None if past_key_values is None else TheirCache(past_key_values, self.layer)
-        # bool (B, 1, L, S), True = may attend, as here; None is their way of saying "causal, nothing else"
+        # attention_mask is bool (B, 1, L, S), True = may attend, or None for a causal mask
         out = self.attention(hidden_states, attn_mask=attention_mask, is_causal=attention_mask is None, cache=cache)
         return self.resid_dropout(out), None
 
 
 def their_model(dtype: torch.dtype = torch.float32) -> GPT2LMHeadModel:
-    """A GPT-2 with random weights, large enough that attention counts, in evaluation mode."""
+    """Return a GPT-2 in evaluation mode, with random weights that are large enough for attention to matter."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 97, "n_positions": 64, "n_embd": 48, "n_layer": 3, "n_head": 4}
     config = GPT2Config(**sizes, initializer_range=0.2, bos_token_id=0, eos_token_id=1)
@@ -64,18 +64,18 @@ def their_model(dtype: torch.dtype = torch.float32) -> GPT2LMHeadModel:
 
 
 def swap(model: GPT2LMHeadModel) -> None:
-    """The replacement."""
+    """Replace the attention of each block."""
     for block in model.transformer.h:
         block.attn = OurAttention(block.attn)
 
 
 def whole(model: GPT2LMHeadModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """The logits of a prompt read in one call."""
+    """Return the logits of a prompt that is read in one call."""
     return model(input_ids, attention_mask=attention_mask).logits
 
 
 def in_two_pieces(model: GPT2LMHeadModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """The logits of a prompt read in two calls, the second with the cache of the first."""
+    """Return the logits of a prompt that is read in two calls, the second with the cache of the first."""
     first = model(input_ids[:, :11], attention_mask=attention_mask[:, :11], use_cache=True)
     second = model(input_ids[:, 11:], attention_mask=attention_mask, past_key_values=first.past_key_values)
     return torch.cat((first.logits, second.logits), dim=1)
@@ -83,9 +83,9 @@ def in_two_pieces(model: GPT2LMHeadModel, input_ids: Tensor, attention_mask: Ten
 
 @torch.no_grad()
 def main() -> dict[str, float | bool]:
-    """Print and return what was measured."""
+    """Print and return the results."""
     input_ids = torch.randint(2, 97, (3, 17), generator=torch.Generator().manual_seed(1))
-    real = torch.arange(17) >= torch.tensor([[0], [4], [9]])  # left-padded prompts; what stands at padding is nobody's business
+    real = torch.arange(17) >= torch.tensor([[0], [4], [9]])  # left-padded prompts; logits at padding are not compared
     found: dict[str, float | bool] = {}
     for dtype in (torch.float32, torch.float64):
         theirs, ours = their_model(dtype), their_model(dtype)
@@ -93,16 +93,13 @@ def main() -> dict[str, float | bool]:
         for run in (whole, in_two_pieces):
             for mask in (torch.ones_like(real), real):
                 want, got = (run(model, input_ids, mask.long())[mask] for model in (theirs, ours))
-                what = f"{dtype}, {run.__name__}{'' if mask.all() else ', left-padded'}".removeprefix("torch.").replace(
-                    "_", " "
-                )
-                found[what] = (got - want).abs().max().item()
-                print(f"largest difference of the logits, {what}: {found[what]:.1e}")
+                precision, way = str(dtype).removeprefix("torch."), run.__name__.replace("_", " ")
+                name = f"{precision}, {way}{'' if mask.all() else ', left-padded'}"
+                found[name] = (got - want).abs().max().item()
+                print(f"largest difference of the logits, {name}: {found[name]:.1e}")
     options = {"attention_mask": real.long(), "max_new_tokens": 20, "do_sample": False, "pad_token_id": 1}
     found["same tokens"] = torch.equal(*(model.generate(input_ids, **options) for model in (theirs, ours)))
-    print(
-        f"generate, 20 greedy tokens after left-padded prompts: {'the same tokens' if found['same tokens'] else 'OTHER tokens'}"
-    )
+    print(f"generate returns the same 20 tokens after left-padded prompts: {found['same tokens']}")
     return found
 
 

@@ -1,12 +1,12 @@
-"""Our attention in a Vision Transformer that is written as torchvision writes it: two lines, equal outputs.
+"""Replace the attention of a Vision Transformer that is written like the one of torchvision.
 
-torchvision's encoder block holds ``nn.MultiheadAttention`` and calls ``x, _ = self.self_attention(x, x, x, need_weights=False)``.
-``DropInAttention`` copies the weights and takes and returns what torch's layer does, so that the model's code stays as it is. Behind it
-stands our layer: the last lines look at its weights, which torch's fused path never shows.
+torchvision's encoder block contains ``nn.MultiheadAttention`` and calls ``x, _ = self.self_attention(x, x, x, need_weights=False)``.
+``DropInAttention`` copies the weights and has the same interface, so the code of the model does not change and its output stays equal. The
+new layers can be inspected: the last lines of this file compute the entropy of their weights, which torch's fused path does not return.
 
     python examples/swap_vit.py
 
-prints the largest difference in float32 and float64, with and without padding, and one statistic of the new layers.
+This prints the largest difference of the logits in float32 and float64, with and without padding, and the mean entropy of each layer.
 """
 
 import torch
@@ -17,7 +17,7 @@ from minitx.nn import DropInAttention
 
 
 class EncoderBlock(nn.Module):
-    """Somebody else's block, in torchvision's layout and words (torchvision.models.vision_transformer.EncoderBlock)."""
+    """A block with the names of torchvision (torchvision.models.vision_transformer.EncoderBlock)."""
 
     def __init__(self, num_heads: int, hidden_dim: int, mlp_dim: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class EncoderBlock(nn.Module):
 
 
 class SmallViT(nn.Module):
-    """Somebody else's model: 4 x 4 patches of 16 x 16 images, a class token, three blocks."""
+    """A small Vision Transformer: 16 patches of 16 x 16 images, a class token, three blocks."""
 
     def __init__(self, hidden_dim: int = 48, num_classes: int = 10) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ class SmallViT(nn.Module):
 
 
 def swap(vit: SmallViT) -> None:
-    """The replacement."""
+    """Replace the attention of each block."""
     for block in vit.layers:
         block.self_attention = DropInAttention(block.self_attention)
 
 
 def largest_difference(dtype: torch.dtype, *, padded: bool) -> float:
-    """Over all logits of eight images, before and after the swap; ``padded`` hides the last five patches (True = hidden, as in torch)."""
+    """Return the largest difference of the logits of eight images. ``padded`` hides the last five patches (True = hidden)."""
     torch.manual_seed(0)
     vit, images = SmallViT().to(dtype).eval(), torch.randn(8, 3, 16, 16, dtype=dtype)
     hidden = (torch.arange(17) >= 12).expand(8, 17) if padded else None
@@ -70,7 +70,7 @@ def largest_difference(dtype: torch.dtype, *, padded: bool) -> float:
 
 
 def main() -> dict[str, float]:
-    """Print and return what was measured."""
+    """Print and return the results."""
     found = {}
     for dtype in (torch.float32, torch.float64):
         for padded in (False, True):

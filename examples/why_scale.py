@@ -1,12 +1,13 @@
-"""Why 1/√d_k? Each step of the textbook's answer as a ten-line function, a number and a figure.
+"""Why 1/√d_k? Each step of the usual explanation as a short function, with a table and a figure.
 
-Run it top to bottom (``python examples/why_scale.py``, about half a minute on one core) or cell by cell in an editor that
-knows ``# %%``. docs/why_scale.md tells the story around these functions; tests/examples/test_why_scale.py asserts it.
+Run the whole file (``python examples/why_scale.py``, about half a minute on one core), or run it cell by cell in an editor that
+supports ``# %%``. docs/why_scale.md explains the results, and tests/examples/test_why_scale.py checks them.
 """
 
 # %% [markdown]
 # # Why 1/√d_k?
-# Queries (1, H, L, D) and keys (1, H, S, D) with D = d_k. A row is one query's softmax over n = S keys; c multiplies q·k.
+# Queries have shape (1, H, L, D) and keys (1, H, S, D), with D = d_k. A row is the softmax of one query over n = S keys. c is the
+# factor on q·k.
 
 # %%
 from __future__ import annotations
@@ -45,28 +46,28 @@ if __name__ == "__main__":
 
 # %%
 def normal(seed: int, *shape: int) -> Tensor:
-    """Independent N(0, 1) numbers."""
+    """Return independent numbers from N(0, 1)."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def signs(seed: int, *shape: int) -> Tensor:
-    """Independent fair coins, +1 or -1."""
+    """Return independent random signs, +1 or -1."""
     return normal(seed, *shape).sign()
 
 
 def alike(seed: int, *shape: int) -> Tensor:
-    """N(0, 1) again, but all entries of a vector are one number."""
+    """Return numbers from N(0, 1), but with equal entries in each vector."""
     return normal(seed, *shape[:-1], 1).expand(shape)
 
 
 def variance_of_dot_products(head_dim: int, draw: Callable[..., Tensor] = normal) -> float:
-    """Var(q·k) along a row of 96 keys, mean over 6,144 queries."""
+    """Return the variance of q·k over 96 keys, as a mean over 6,144 queries."""
     query, key = draw(0, 1, 64, 96, head_dim), draw(1, 1, 64, 96, head_dim)
     return attention_statistics(AttentionCall(query, key, key, scale=1.0))["dot_product_variance"].mean().item()
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """p of y ∝ x^p, by least squares on the logarithms."""
+    """Return the exponent p in y ∝ x^p, by least squares on the logarithms."""
     return float(np.polyfit(np.log(x), np.log(y), 1)[0])
 
 
@@ -84,22 +85,21 @@ if __name__ == "__main__":
 
 # %%
 def three_logits(scale: float) -> Tensor:
-    """softmax(scale · [1, 2, 30]), in float64."""
+    """Return softmax(scale · [1, 2, 30]) in float64."""
     return masked_softmax(scale * torch.tensor([1.0, 2.0, 30.0], dtype=torch.float64))
 
 
 def at_spread(std: float, num_keys: int) -> dict[str, float]:
-    """Softmax of 2,000 rows of logits N(0, std²): entropy over ln n, Zhai's lower bound of it, and the largest weight."""
+    """Return means over 2,000 rows of logits N(0, std²): entropy / ln n, Zhai's lower bound for it, and the largest weight."""
     key = normal(0, 1, 2000, num_keys, 1)
-    found = attention_statistics(
-        AttentionCall(torch.full((1, 2000, 1, 1), std), key, key, scale=1.0)
-    )  # the logits of a row are std · key
+    query = torch.full((1, 2000, 1, 1), std)  # the logits of a row are std · key
+    found = attention_statistics(AttentionCall(query, key, key, scale=1.0))
     bound = zhai_entropy_bound(std * key.squeeze(-1).double()).mean().item() / np.log(num_keys)
     return {"entropy": found["entropy"].mean().item(), "bound": bound, "max_weight": found["max_weight"].mean().item()}
 
 
 def step_0(num_keys: int, head_dim: int, scale: str) -> dict[str, float]:
-    """Statistics of 6,400 rows of unit-normal queries and keys: attention before the first update."""
+    """Return statistics of 6,400 rows with queries and keys from N(0, 1), as before the first update."""
     query, key = normal(0, 1, 200, 32, head_dim), normal(1, 1, 200, num_keys, head_dim)
     found = attention_statistics(AttentionCall(query, key, key, scale=scale_multiplier(scale, head_dim)))
     names = ("entropy", "max_weight", "saturation_90", "saturation_99", "jacobian_l1", "jacobian_fro")
@@ -126,13 +126,13 @@ if __name__ == "__main__":
 
 # %%
 def jacobian_norms(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """½ ‖J‖₁ and ‖J‖_F² of J = ∂p/∂z = diag(p) - p pᵀ, entry by entry."""
+    """Return ½ ‖J‖₁ and ‖J‖_F² of the Jacobian J = ∂p/∂z = diag(p) - p pᵀ, with elementwise norms."""
     jacobian = torch.diag_embed(weights) - weights.unsqueeze(-1) * weights.unsqueeze(-2)
     return jacobian.abs().sum((-2, -1)) / 2, jacobian.square().sum((-2, -1))
 
 
 def gap_density(num_keys: int) -> float:
-    """Density at 0 of the gap between the two largest of n normal numbers: n(n-1) ∫ φ(x)² Φ(x)^(n-2) dx."""
+    """Return the density at 0 of the gap between the two largest of n normal numbers, n(n-1) ∫ φ(x)² Φ(x)^(n-2) dx."""
     x = torch.linspace(-9.0, 9.0, 9001, dtype=torch.float64)
     unit = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1.0)
     integrand = unit.log_prob(x).exp().square() * unit.cdf(x) ** (num_keys - 2)
@@ -157,7 +157,7 @@ if __name__ == "__main__":
 
 # %%
 def query_gradients(num_keys: int, head_dim: int, scale: str) -> Tensor:
-    """‖dL/dq‖ of 6,400 rows, where the gradient that reaches the weights, dL/dp, is unit-normal."""
+    """Return ‖dL/dq‖ of 6,400 rows, with dL/dp (the gradient of the weights) drawn from N(0, 1)."""
     query, key = normal(0, 1, 200, 32, head_dim).requires_grad_(), normal(1, 1, 200, num_keys, head_dim)
     weights = attention_weights(AttentionCall(query, key, key, scale=scale_multiplier(scale, head_dim)))
     (gradient,) = torch.autograd.grad(weights, query, normal(2, *weights.shape))
@@ -165,17 +165,18 @@ def query_gradients(num_keys: int, head_dim: int, scale: str) -> Tensor:
 
 
 def crossing(widths: Sequence[int], falling: Sequence[float], level: Sequence[float]) -> float:
-    """The d_k at which ``falling`` meets ``level``; ln(falling / level) is taken as linear in √d_k between two widths."""
+    """Return the d_k at which ``falling`` crosses ``level``. Between two widths, ln(falling / level) is linear in √d_k."""
     excess = np.log(falling) - np.log(level)
     below = int(np.argmax(excess < 0))
     return float(np.interp(0.0, excess[[below, below - 1]], np.sqrt([widths[below], widths[below - 1]]))) ** 2
 
 
-TASK = KeyValueDataConfig(num_keys=32, num_pairs=8)  # eight keys with a value each, then one of the keys: what was its value?
+# an example has eight keys with their values, then one of the keys; the answer is its value
+TASK = KeyValueDataConfig(num_keys=32, num_pairs=8)
 
 
 def one_layer(**switches: Any) -> DecoderLM:
-    """A one-layer model for ``TASK``, one head of d_k 64, queries and keys of variance 1 unless ``switches`` say otherwise."""
+    """Return a one-layer model for ``TASK``. Default: one head, d_k = 64, queries and keys of variance 1. ``switches`` change it."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 48, "type_vocab_size": 17, "embed_dim": 64, "num_heads": 1, "num_layers": 1, "ffn_dim": 64}
     plain = {"max_len": 64, "position": "none", "bias": False, "tie_embeddings": False, "activation": "relu", "init": "lecun"}
@@ -183,27 +184,27 @@ def one_layer(**switches: Any) -> DecoderLM:
 
 
 def fresh_batch(step: int) -> Batch:
-    """64 examples of a training step."""
+    """Return the 64 training examples of a step."""
     return key_value_examples(TASK, TASK.batch_size, generator(0, "train", step))
 
 
 def unseen_batch() -> Batch:
-    """1,024 examples for validation."""
+    """Return 1,024 validation examples."""
     return key_value_examples(TASK, TASK.val_size, generator(VALIDATION_SEED, "val"))
 
 
 def answers(model: nn.Module, batch: Batch) -> Tensor:
-    """Logits over the answers at the last position, which asks."""
+    """Return the logits at the last position, where the answer is predicted."""
     return model(batch["input_ids"], token_type_ids=batch["token_type_ids"])[:, -1]
 
 
 def recall_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross-entropy of the answers, in nats."""
+    """Return the mean cross-entropy of the answers, in nats."""
     return F.cross_entropy(answers(model, batch), batch["labels"][:, -1])
 
 
 def model_gradients(head_dim: int, scale: str, init: str = "lecun") -> dict[str, float]:
-    """‖∇W_Q‖, ‖∇W_K‖ and ‖∇W_V‖ of a model of width 128 on 256 examples, before the first update."""
+    """Return ‖∇W_Q‖, ‖∇W_K‖ and ‖∇W_V‖ of a model of width 128 on 256 examples, before the first update."""
     model = one_layer(embed_dim=128, num_heads=max(1, 128 // head_dim), head_dim=head_dim, scale=scale, init=init)
     recall_loss(model, {key: value[:256] for key, value in unseen_batch().items()}).backward()
     attention = model.blocks[0].attention
@@ -241,7 +242,7 @@ if __name__ == "__main__":
 
 # %%
 def train(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
-    """Losses of ``steps`` updates on 64 fresh examples each: 5 % warm-up, then a cosine to a tenth of the rate."""
+    """Train on 64 new examples per step and return the losses. 5 % warm-up, then cosine decay to a tenth of the peak rate."""
     losses = []
     schedule = LambdaLR(optimizer, lr_factor(ScheduleConfig(warmup_steps=steps // 20), steps))
     for step in range(steps):
@@ -255,7 +256,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
 
 
 def recall_accuracy(lr: float, **switches: Any) -> float:
-    """Share of 1,024 unseen questions answered after 100 AdamW updates at peak rate ``lr``; chance is 1/16."""
+    """Return the accuracy on 1,024 validation examples after 100 AdamW updates with peak rate ``lr``. Chance is 1/16."""
     model = one_layer(**switches)
     train(model, build_optimizer(model, OptimizerConfig(lr=lr), head_dim=64), steps=100)
     batch = unseen_batch()
@@ -265,7 +266,7 @@ def recall_accuracy(lr: float, **switches: Any) -> float:
 
 
 def first_logit_step(lr: float, **switches: Any) -> float:
-    """RMS change that the first AdamW update makes to the last query's logits."""
+    """Return the RMS change of the last query's attention logits in the first AdamW update."""
     model, batch = one_layer(**switches), fresh_batch(0)
     optimizer = build_optimizer(model, OptimizerConfig(lr=lr), head_dim=64)
     with capture(model, what="scores") as seen:
@@ -298,8 +299,8 @@ if __name__ == "__main__":
     OUTPUT.figure("steps", figures.steps(WIDTHS, steps))
 
 # %% [markdown]
-# ## 6. Where the story is weaker than it is told
-# The scale is a parametrisation: the initial weights can carry it, if the optimizer follows.
+# ## 6. Limits of this explanation
+# The scale can be moved into the initial weights, if the optimizer is changed accordingly.
 
 
 # %%
@@ -307,23 +308,23 @@ MakeOptimizer = Callable[[DecoderLM, float], Optimizer]
 
 
 def adamw(model: DecoderLM, fold: float) -> Optimizer:
-    """AdamW with one rate for all, whatever the fold."""
+    """Return AdamW with the same rate for all parameters. ``fold`` is not used."""
     return build_optimizer(model, OptimizerConfig(lr=1e-2), head_dim=64)
 
 
 def folded_adamw(model: DecoderLM, fold: float) -> Optimizer:
-    """AdamW with W_Q's rate multiplied by the fold, and its eps divided."""
+    """Return AdamW with the rate of W_Q multiplied by ``fold`` and its eps divided by it."""
     rule = ParameterRule(match="q_proj", lr=fold, eps=1 / fold)
     return build_optimizer(model, OptimizerConfig(lr=1e-2, rules=(rule,)), head_dim=64)
 
 
 def adafactor(model: DecoderLM, fold: float) -> Optimizer:
-    """Adafactor, whose steps are in proportion to the size of the matrix."""
+    """Return Adafactor, whose steps are proportional to the size of the matrix. ``fold`` is not used."""
     return torch.optim.Adafactor(model.parameters(), lr=0.1)
 
 
 def twins(optimizer: MakeOptimizer, head_dim: int = 64, dtype: torch.dtype = torch.float32) -> list[list[float]]:
-    """Losses of 60 steps with 1/√d_k in the scores, and of 60 with 1/√d_k in the initial W_Q instead."""
+    """Return the losses of 60 steps with 1/√d_k in the scores, and of 60 steps with 1/√d_k in the initial W_Q."""
     runs = []
     for scale, fold in (("inv_sqrt", 1.0), ("unscaled", head_dim**-0.5)):
         model = one_layer(head_dim=head_dim, scale=scale).to(dtype)
@@ -344,12 +345,12 @@ if __name__ == "__main__":
     OUTPUT.figure("folds", figures.folds(pairs))
 
 # %% [markdown]
-# The init decides whether anything saturates.
+# The initial weights decide whether the softmax saturates.
 
 
 # %%
 def logit_spread(init: str, embed_dim: int) -> float:
-    """Std of the unscaled logits along a row: heads of d_k 64 that read 64 random tokens."""
+    """Return the standard deviation of unscaled logits over the keys, for heads of d_k 64 and 64 random tokens."""
     sizes = {"embed_dim": embed_dim, "num_heads": embed_dim // 64, "vocab_size": 997, "type_vocab_size": 0}
     model = one_layer(**sizes, init=init, scale="unscaled")
     with capture(model) as seen, torch.no_grad():

@@ -1,4 +1,4 @@
-"""What why_scale.py shows: its tables as Markdown, and its figures."""
+"""The figures of why_scale.py, and its tables as Markdown."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from matplotlib.figure import Figure
 from minitx.analysis.canvas import GREY, INK, PALETTE, RED, Entry, label, legend, log_ticks, panels, png
 
 LOOKS = dict(zip(("inv_sqrt", "unscaled", "t5", "inv"), (*PALETTE[:3], PALETTE[4]), strict=True))
-Series = Mapping[str, Sequence[float]]  # a name in the legend, and a value for each x
+Series = Mapping[str, Sequence[float]]  # names in the legend, each with a value for each x
 
 
 class Arguments(argparse.ArgumentParser):
-    """Says what is wrong in one sentence."""
+    """A parser that prints errors as one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; --help shows what it takes\n")
+        self.exit(2, f"{self.prog}: {message}; --help shows the options\n")
 
 
 def output_folder(arguments: Sequence[str]) -> Path:
-    """The folder that ``--output`` names, made if it is not there."""
+    """Return the folder of the option ``--output``, which is created if it does not exist."""
     parser = Arguments(prog="why_scale.py", description="Why 1/√d_k, in numbers and figures.", allow_abbrev=False)
     parser.add_argument("--output", metavar="FOLDER", default="runs/why_scale", help="for figures and tables (%(default)s)")
     given = parser.parse_args(arguments).output
     try:
         Path(given or "\0").mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
-        reasons = {FileExistsError: "it is a file", ValueError: "that is no name of a folder"}
-        parser.error(f"--output {given!r} cannot be written to: {reasons.get(type(error), error)}")
+        reasons = {FileExistsError: "it is a file", ValueError: "it is not a valid folder name"}
+        parser.error(f"--output {given!r} cannot be used: {reasons.get(type(error), error)}")
     return Path(given)
 
 
 class Output:
-    """Keeps tables in ``tables.md`` of a folder, which it empties first, and figures beside it."""
+    """Writes tables to ``tables.md`` in a folder, and figures to the same folder. An old ``tables.md`` is deleted."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.tables = folder, folder / "tables.md"
         self.tables.unlink(missing_ok=True)
 
     def table(self, name: str, headings: Sequence[object], rows: Sequence[Sequence[str | float]]) -> None:
-        """Print a Markdown table, and keep it."""
+        """Print a Markdown table and append it to ``tables.md``."""
         cells = [[x if isinstance(x, str) else f"{x:.3g}" for x in row] for row in rows]
         lines = [f"| {' | '.join(map(str, line))} |" for line in (headings, ["---"] * len(headings), *cells)]
         with self.tables.open("a", encoding="utf-8") as file:
@@ -52,12 +52,12 @@ class Output:
         print(f"\n{name}", *lines, sep="\n")
 
     def figure(self, name: str, figure: Figure) -> None:
-        """Keep a figure as a PNG."""
+        """Write a figure as a PNG file."""
         (self.folder / f"{name}.png").write_bytes(png(figure))
 
 
 def curves(ax: Any, x: Sequence[float], series: Series, line: str = "-", **look: Any) -> list[Entry]:
-    """A line for each series against a logarithmic x; gives the entries of their legend."""
+    """Plot a line for each series against a logarithmic x. Returns the legend entries."""
     entries: list[Entry] = []
     for (name, values), usual in zip(series.items(), PALETTE, strict=False):
         color, marker = LOOKS.get(name, usual)
@@ -70,7 +70,7 @@ def curves(ax: Any, x: Sequence[float], series: Series, line: str = "-", **look:
 
 
 def variance(widths: Sequence[int], variances: Series) -> Figure:
-    """Var(q·k) against d_k, with the lines d_k and d_k²."""
+    """Plot the variance of q·k against d_k, with the lines d_k and d_k²."""
     figure, ((ax,),) = panels(1, 1, width=4.6, height=2.8)
     entries = curves(ax, widths, variances, "", fillstyle="none", markersize=7)
     ax.plot(widths, widths, "--", color=INK, linewidth=1)
@@ -82,7 +82,7 @@ def variance(widths: Sequence[int], variances: Series) -> Figure:
 
 
 def saturation(spreads: Sequence[float], found: Mapping[int, Sequence[Mapping[str, float]]]) -> Figure:
-    """Entropy and largest weight against the spread of the logits, for each number of keys n, with √(2 ln n)."""
+    """Plot entropy and largest weight against the spread of the logits, for each number of keys n, with √(2 ln n)."""
     figure, axes = panels(1, 2, width=3.5, height=2.5)
     for ax, name, words in zip(axes[0], ("entropy", "max_weight"), ("entropy / ln n", "largest weight"), strict=True):
         entries = curves(ax, spreads, {f"{n} keys": [row[name] for row in of] for n, of in found.items()})
@@ -97,7 +97,7 @@ def saturation(spreads: Sequence[float], found: Mapping[int, Sequence[Mapping[st
 
 
 def jacobian(widths: Sequence[int], size: Series, reaching: Series, density: float) -> Figure:
-    """½ ‖J‖₁ and ½ ‖c·J‖₁ against d_k, with the law of the gap: its density at 0 over √d_k."""
+    """Plot ½ ‖J‖₁ and ½ ‖c·J‖₁ against d_k, with the prediction ``density`` / √d_k."""
     figure, axes = panels(1, 2, width=3.5, height=2.5)
     titles = ("J: from the weights to the logits", "c·J: from the weights to q·k")
     for ax, title, series in zip(axes[0], titles, (size, reaching), strict=True):
@@ -110,7 +110,7 @@ def jacobian(widths: Sequence[int], size: Series, reaching: Series, density: flo
 
 
 def gradients(widths: Sequence[int], rms: Series, medians: Series, models: Mapping[str, Series]) -> Figure:
-    """‖dL/dq‖ of random rows, RMS and median, and ‖∇W_Q‖ of a model with each init, against d_k."""
+    """Plot ‖dL/dq‖ of random rows (RMS and median) and ‖∇W_Q‖ of a model with each init against d_k."""
     figure, axes = panels(1, 3, width=2.9, height=2.4)
     entries = curves(axes[0, 0], widths, rms)
     curves(axes[0, 0], widths, medians, ":", fillstyle="none")
@@ -125,7 +125,7 @@ def gradients(widths: Sequence[int], rms: Series, medians: Series, models: Mappi
 
 
 def rates(lrs: Sequence[float], accuracies: Mapping[tuple[str, str], Sequence[float]], chance: float) -> Figure:
-    """Accuracy against the peak learning rate of each (start, arm)."""
+    """Plot the accuracy against the peak learning rate for each (start, arm)."""
     figure, axes = panels(1, 2, width=3.5, height=2.5, sharey=True)
     for ax, start in zip(axes[0], ("variance 1", "N(0, 0.02²)"), strict=True):
         shown = {arm: of for (which, arm), of in accuracies.items() if which == start}
@@ -142,7 +142,7 @@ def rates(lrs: Sequence[float], accuracies: Mapping[tuple[str, str], Sequence[fl
 
 
 def steps(widths: Sequence[int], changes: Series) -> Figure:
-    """The first step of the logits against d_k."""
+    """Plot the first step of the logits against d_k."""
     figure, ((ax,),) = panels(1, 1, width=4.6, height=2.8)
     entries = curves(ax, widths, changes)
     log_ticks(ax)
@@ -152,7 +152,7 @@ def steps(widths: Sequence[int], changes: Series) -> Figure:
 
 
 def folds(pairs: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
-    """Losses of the run with the scale in the scores, and of the run with it in W_Q, for each optimizer."""
+    """Plot the losses with the scale in the scores and with the scale in W_Q, for each optimizer."""
     figure, axes = panels(1, 3, width=2.8, height=2.3, sharey=True)
     for ax, (name, (scores, weights)) in zip(axes[0], pairs.items(), strict=True):
         ax.plot(scores, "-", color=LOOKS["inv_sqrt"][0], linewidth=4, alpha=0.45)
@@ -165,7 +165,7 @@ def folds(pairs: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
 
 
 def spreads(widths: Sequence[int], stds: Series) -> Figure:
-    """Std of unscaled logits against the width of the model for each init, with √(2 ln 64)."""
+    """Plot the standard deviation of unscaled logits against the model's width for each init, with √(2 ln 64)."""
     figure, ((ax,),) = panels(1, 1, width=4.6, height=2.8)
     entries = curves(ax, widths, stds)
     ax.axhline(np.sqrt(2 * np.log(64)), color=RED, linewidth=1, linestyle="-.")

@@ -5,12 +5,13 @@ The function has the parameter names of ``scaled_dot_product_attention``::
     def my_attention(query, key, value, *, attn_mask=None, is_causal=False, scale=None, attn_bias=None,
                      softcap=None, sinks=None, dropout_p=0.0, need_weights=False): ...
 
-query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv); ``attn_mask`` is a bool tensor that broadcasts to (B, H, L, S), True =
-may attend; ``attn_bias`` is a float tensor that does; sinks (H,). Leave out the parameters that the function does not support: the
-cases that need them are skipped and listed. A call that it refuses with ``NotImplementedError`` is listed as refused.
+Shapes: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv) and sinks (H,). ``attn_mask`` is a bool tensor that broadcasts to
+(B, H, L, S), True = may attend. ``attn_bias`` is a float tensor that broadcasts to (B, H, L, S).
 
-Everything else is compared with ``naive_attention`` in float64: output, weights and gradients. The tolerance is twice the error that
-``naive_attention`` makes in the same precision, plus a few roundings. ``check_kernel`` is the same from Python.
+Leave out the parameters that the function does not support. The cases that need them are skipped and listed. A call that raises
+``NotImplementedError`` is listed as refused. In all other cases the output, the weights and the gradients are compared with those of
+``naive_attention`` in float64. The tolerance is twice the error of ``naive_attention`` in the same precision, plus a few roundings.
+From Python, call ``check_kernel``.
 """
 
 from __future__ import annotations
@@ -43,10 +44,19 @@ def naive_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention in plain loops, one query at a time. It shares no code with the rest of the package.
+    """Compute attention in plain loops, one query at a time. It shares no code with the rest of the package.
 
-    In float64 it is the reference. In half precision it rounds where a good kernel does: the scores and the softmax are float32, the
-    weights and the output have the dtype of the inputs.
+    In float64 it is the reference. In half precision it rounds as a good kernel does: the scores and the softmax are in float32, the
+    weights and the output in the dtype of the inputs.
+
+    Args:
+        query, key, value: (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv).
+        attn_mask: a bool tensor that broadcasts to (B, H, L, S), True = may attend. Default: nothing is hidden.
+        is_causal: hide later keys. The last query sees all keys.
+        scale: the factor on q·k. Default: 1/√D.
+        attn_bias: a float tensor that broadcasts to (B, H, L, S), added to the scores. Default: none.
+        softcap: t in t · tanh(score / t). Default: none.
+        sinks: (H,), one more logit in the softmax of each head. Default: none.
 
     Returns:
         ``(output (B, H, L, Dv), weights (B, H, L, S))``.
@@ -74,7 +84,7 @@ def naive_attention(
                 logits = logits + bias[b, h, i, visible]
             if sinks is not None:
                 logits = torch.cat((logits, sinks[h : h + 1].to(wide)))
-            largest = logits.detach().max() if len(logits) else 0.0  # without any key, the sums below are zero
+            largest = logits.detach().max() if len(logits) else 0.0  # without a visible key, the sums below are zero
             exponentials = torch.exp(logits - largest)
             p = (exponentials / exponentials.sum())[: len(visible)].to(dtype)
             outputs.append((p.to(wide) @ values[visible]).to(dtype))
@@ -83,12 +93,13 @@ def naive_attention(
 
 
 def tolerance(want: Tensor, low: Tensor, dtype: torch.dtype, size: float = 1.0) -> float:
-    """The error that an answer in ``dtype`` may have: twice that of ``low``, plus four units in the last place.
+    """Return the largest error that a result in ``dtype`` may have: twice the error of ``low``, plus four roundings.
 
     Args:
-        want: the answer in float64.
-        low: the answer of ``naive_attention`` in ``dtype``. For float64 that in float32, whose error is scaled down.
-        size: the largest number that the answer is a sum of. It counts where it is larger than the answer.
+        want: the exact result, in float64.
+        low: the result of ``naive_attention`` in ``dtype``. If ``dtype`` is float64, its result in float32, whose error is scaled.
+        dtype: the dtype of the result.
+        size: the largest summand of the result, for results in which large summands cancel.
     """
     error = (low.double() - want).abs().max().item()
     if dtype == torch.float64:
@@ -99,10 +110,10 @@ def tolerance(want: Tensor, low: Tensor, dtype: torch.dtype, size: float = 1.0) 
 def gradient_sizes(
     query: Tensor, key: Tensor, value: Tensor, cotangent: Tensor, weights: Tensor, scale: float
 ) -> dict[str, float]:
-    """For each gradient the ``size`` of the tolerance.
+    """Return the ``size`` in ``tolerance`` for each gradient.
 
-    The gradient of a score is p (dp - Σ p dp) with dp = cotangent · value. For a query with one key it is zero, but dp is not. A
-    fused kernel computes p again from the score and the logsumexp, which are rounded: the larger the scores, the larger its error.
+    The gradient of a score is p (dp - Σ p dp) with dp = cotangent · value. For a query with one key this is zero although dp is not. A
+    fused kernel recomputes p from the score and the logsumexp. Both are rounded, so larger scores give larger errors.
     """
     key, value = key.double().nan_to_num(), value.double().nan_to_num()
     dp = cotangent.double() @ value.repeat_interleave(cotangent.shape[1] // value.shape[1], dim=1).mT
@@ -117,7 +128,7 @@ def gradient_sizes(
 
 @dataclass(frozen=True)
 class Case:
-    """One call, of batch size 2 and head width 8. ``judged`` names the results that have one right answer; default: all."""
+    """One call, with batch size 2 and head width 8. ``judged`` lists the results to compare. Default: all."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -125,14 +136,14 @@ class Case:
     keys: int = 5
     heads: tuple[int, int] = (4, 2)
     value_width: int = 8
-    spread: float = 1.0  # multiplies the scores
-    nan_keys: int = 0  # so many keys and values are NaN
+    spread: float = 1.0  # a factor on the scores
+    nan_keys: int = 0  # how many keys and values are NaN
     judged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a case in a dtype; ``error`` and ``allowed`` of the worst of output, weights and gradients."""
+    """The result of one case in one dtype. ``error`` and ``allowed`` are those of the worst of output, weights and gradients."""
 
     case: str
     dtype: str
@@ -143,7 +154,7 @@ class Result:
 
 
 def cases() -> Iterator[Case]:
-    """Masks, scales, grouped heads, empty rows, decoding, several tiles, and the other options."""
+    """Yield cases with masks, scales, grouped heads, empty rows, decoding, several tiles, and the other options."""
     generator = torch.Generator().manual_seed(7)
     cells = torch.rand(2, 4, 5, 5, generator=generator) < 0.6
     empty = cells & (torch.arange(5) % 3 > 0).view(5, 1)  # queries 0 and 3 see nothing
@@ -170,7 +181,7 @@ def cases() -> Iterator[Case]:
     yield Case("empty rows of left padding", {"attn_mask": padding, "is_causal": True})
     yield Case("nothing visible", {"attn_mask": torch.zeros(5, 5, dtype=torch.bool)})
     yield Case("NaN where no query looks", {"attn_mask": (torch.arange(5) >= 2).expand(5, 5)}, nan_keys=2)
-    # no finite number in place of a hidden score is low enough
+    # a kernel that replaces hidden scores by a large negative number fails here
     yield Case("low scores beside the mask", {"attn_mask": cells, "attn_bias": torch.full((5, 5), -2e9)}, judged=("output",))
     yield Case("bias", {"attn_bias": bias})
     yield Case("bias and mask", {"attn_bias": bias, "attn_mask": empty})
@@ -185,10 +196,17 @@ def cases() -> Iterator[Case]:
 
 
 def check_kernel(kernel: Callable[..., Any], device: str = "cpu") -> list[Result]:
-    """Run ``kernel`` through every case, in four dtypes.
+    """Run every case with ``kernel``, in float64, float32, bfloat16 and float16.
+
+    Args:
+        kernel: the function to check, as described above.
+        device: where the kernel runs.
+
+    Returns:
+        One ``Result`` for each case and dtype.
 
     Raises:
-        TypeError, ValueError: it is not callable, or Python cannot read its parameters (wrap it in a function that names them).
+        TypeError, ValueError: ``kernel`` is not callable, or Python cannot read its parameters. Wrap it in a function that names them.
 
     >>> from minitx.nn import scaled_dot_product_attention
     >>> {result.status for result in check_kernel(scaled_dot_product_attention)}
@@ -207,7 +225,7 @@ def check_kernel(kernel: Callable[..., Any], device: str = "cpu") -> list[Result
 
 
 def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: str) -> Result:
-    """Run the kernel and the loops on one case."""
+    """Compare the kernel with ``naive_attention`` in one case."""
     query, key, value, cotangent = _draw(case, dtype)
     inputs = (query, key, value)
     plain = {name: option for name, option in case.options.items() if name not in ("dropout_p", "need_weights")}
@@ -219,10 +237,10 @@ def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: s
         got = _run(partial(kernel, **options), [tensor.to(device) for tensor in inputs], cotangent.to(device), dtype)
     except NotImplementedError as error:
         return Result(case.name, _short(dtype), "refused", str(error))
-    except Exception as error:  # anything else that a kernel raises is a fault of it
+    except Exception as error:  # any other exception is a fault of the kernel
         return Result(case.name, _short(dtype), "failed", f"raised {type(error).__name__}: {error}")
     sizes = {}
-    if dtype in (torch.float64, torch.float32):  # in half precision the rounding of the answer is larger
+    if dtype in (torch.float64, torch.float32):  # in half precision the rounding of the result is larger
         scale = case.options.get("scale", query.shape[-1] ** -0.5)
         sizes = gradient_sizes(query, key, value, cotangent, want["weights"], scale)
     judged = case.judged or [name for name in want if name != "weights" or "need_weights" in case.options]
@@ -232,17 +250,17 @@ def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: s
 
 
 def _compare(case: Case, dtype: torch.dtype, name: str, got: Tensor | None, want: Tensor, low: Tensor, size: float) -> Result:
-    """Judge one result of a kernel: output, weights or a gradient."""
+    """Compare the output, the weights or one gradient."""
     if got is None or got.shape != want.shape or got.dtype != dtype:
         found = "missing" if got is None else f"{_short(got.dtype)} of shape {tuple(got.shape)}"
         return Result(case.name, _short(dtype), "failed", f"{name} is {found}")
     error, allowed = (got.double() - want).abs().max().item(), tolerance(want, low, dtype, size)
-    passed = error <= allowed  # not where the error is NaN
+    passed = error <= allowed  # False if the error is NaN
     return Result(case.name, _short(dtype), "passed" if passed else "failed", name, error, allowed)
 
 
 def _draw(case: Case, dtype: torch.dtype) -> list[Tensor]:
-    """query, key, value and the gradient of the output: the same numbers in every dtype, rounded to it."""
+    """Draw query, key, value and the gradient of the output. They are the same in each dtype, except for rounding."""
     generator = torch.Generator().manual_seed(11)
     H, Hkv = case.heads
     shapes = (H, case.rows, 8), (Hkv, case.keys, 8), (Hkv, case.keys, case.value_width), (H, case.rows, case.value_width)
@@ -252,7 +270,7 @@ def _draw(case: Case, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _run(attention: Callable[..., Any], inputs: Sequence[Tensor], cotangent: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Output, weights where they are returned, and the gradients of query, key and value."""
+    """Return the output, the weights if there are any, and the gradients of query, key and value."""
     leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
     result = attention(*leaves)
     found = dict(zip(("output", "weights"), result if isinstance(result, tuple) else (result,), strict=False))
@@ -264,7 +282,10 @@ def _run(attention: Callable[..., Any], inputs: Sequence[Tensor], cotangent: Ten
 
 
 def table(results: Sequence[Result]) -> str:
-    """One row a case, one column a dtype: the worst error over the tolerance. Below it, why a case did not pass."""
+    """Return a table with a row for each case and a column for each dtype, then the reasons of cases that did not pass.
+
+    A cell is the worst error divided by its tolerance.
+    """
     columns = [_short(dtype) for dtype in DTYPES]
     rows: dict[str, dict[str, str]] = {}
     reasons = []
@@ -285,19 +306,19 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table. Return 0 if nothing failed, else 1; exit with 2 if there is no such function."""
+    """Print the table. Return 0 if nothing failed, else 1. Exit with 2 if the function is not found."""
     parser = argparse.ArgumentParser(
         prog="python -m minitx.testing", description="Check whether a function computes attention."
     )
     parser.add_argument("target", help="module:function, for example minitx.nn:scaled_dot_product_attention")
     parser.add_argument("--device", default="cpu")
     typed = parser.parse_args(arguments)
-    sys.path.insert(0, "")  # modules in the current folder
+    sys.path.insert(0, "")  # to import modules from the current folder
     module, _, name = typed.target.partition(":")
     try:
         results = check_kernel(getattr(importlib.import_module(module), name), typed.device)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        parser.error(f"{typed.target}, which should be my_module:my_attention: {error}")
+        parser.error(f"target={typed.target} must be module:function: {error}")
     sys.stdout.write(table(results) + "\n")
     return 1 if any(result.status == "failed" for result in results) else 0
 

@@ -1,4 +1,4 @@
-"""What every attention head does: python scripts/atlas.py --help"""
+"""Make a report of what each attention head does. Options: python scripts/atlas.py --help"""
 
 import sys
 

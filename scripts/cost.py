@@ -1,4 +1,4 @@
-"""Count what a model costs: python scripts/cost.py --help"""
+"""Count the parameters, FLOPs and memory of a model. Options: python scripts/cost.py --help"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Judge a trained model: python scripts/evaluate.py --help"""
+"""Evaluate a trained model. Options: python scripts/evaluate.py --help"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Let a trained model write: python scripts/generate.py --help"""
+"""Generate text with a trained model. Options: python scripts/generate.py --help"""
 
 import sys
 

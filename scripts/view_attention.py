@@ -1,4 +1,4 @@
-"""Look at a model's attention: python scripts/view_attention.py --help"""
+"""View the attention of a model in a browser. Options: python scripts/view_attention.py --help"""
 
 import sys
 

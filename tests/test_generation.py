@@ -479,7 +479,7 @@ def test_a_compiled_decoder_forgets_as_the_model_does():
 def test_what_cannot_be_compiled_is_named():
     with pytest.raises(ValueError, match="use_cache"):
         generate(CompiledDecoder(language_model(), backend="eager"), IDS, use_cache=False)
-    with pytest.raises(ValueError, match="CompiledDecoder is for causal models"):
+    with pytest.raises(ValueError, match=r"^CompiledDecoder.*encoder-decoder"):
         CompiledDecoder(Translator())
 
 
@@ -526,9 +526,9 @@ WRONG_PROMPTS = {
     "max_new_tokens=0": {"max_new_tokens": 0},
     "context=0": {"context": 0},
     "stop must": {"stop": "."},
-    "stop must be ids in [0, 13)": {"stop": [1, 13]},
-    "max_new_tokens=30": {"max_new_tokens": 30},
-    "input_ids has 32": {"input_ids": torch.ones(1, 32).long()},
+    "stop must contain ids from 0 to 12, got 13": {"stop": [1, 13]},
+    "input_ids of 3 tokens and max_new_tokens=30": {"max_new_tokens": 30},
+    "input_ids of 32 tokens": {"input_ids": torch.ones(1, 32).long()},
     "input_ids must": {"input_ids": torch.ones(1, 0).long()},
     "key_mask must be bool": {"key_mask": torch.ones(1, 3).long()},
     "key_mask must be True": {"key_mask": torch.tensor([[True, True, False]])},
@@ -565,7 +565,7 @@ def test_a_model_that_writes_no_text_is_named(write):
     picture = {"image_size": 6, "patch_size": 3, "num_labels": 5, "num_channels": 1, "head": "sequence"}
     vision = VisionTransformer(TransformerConfig(architecture="vision", **picture, **sizes)).eval()
     for model in (encoder, vision):
-        with pytest.raises(ValueError, match=f"^model is a {type(model).__name__}"):
+        with pytest.raises(ValueError, match=f"^model .*{type(model).__name__}"):
             write(model, IDS)
 
 
@@ -576,7 +576,7 @@ def test_the_last_place_of_a_position_table_is_used_by_default_and_others_have_n
 
 
 def test_a_model_in_training_mode_or_with_broken_logits_is_refused():
-    with pytest.raises(ValueError, match=r"^model is in training mode.*model\.eval\(\) first$"):
+    with pytest.raises(ValueError, match=r"^model .*training.*model\.eval\(\)"):
         generate(language_model().train(), IDS)
     model = language_model()
     nn.init.constant_(model.head.weight, math.nan)
@@ -587,7 +587,7 @@ def test_a_model_in_training_mode_or_with_broken_logits_is_refused():
 def test_an_encoder_decoder_needs_to_know_how_answers_begin():
     model = Translator()
     model.config.bos_id = None
-    with pytest.raises(ValueError, match=r"^decoder_input_ids=None: the config has no bos_id"):
+    with pytest.raises(ValueError, match=r"^decoder_input_ids=None .*bos_id"):
         generate(model, IDS)
     with pytest.raises(ValueError, match=r"^decoder_input_ids must have shape \(B, T\) = \(1, T\), got \(2, 1\)$"):
         generate(model, IDS, decoder_input_ids=torch.ones(2, 1).long())
@@ -666,7 +666,7 @@ def test_a_prompt_longer_than_the_context_begins_with_its_last_tokens():
     prompt = torch.randint(1, V, (1, 40))  # the table has 31 rows
     got = generate(network, prompt, max_new_tokens=3, stop=(), context=31)
     assert torch.equal(got[0], generate(network, prompt[:, -31:], max_new_tokens=3, stop=(), context=31)[0])
-    with pytest.raises(ValueError, match=r"context=32: the position table ends at max_len=31"):
+    with pytest.raises(ValueError, match=r"context=32 .*max_len=31"):
         generate(network, prompt, context=32)
 
 

@@ -1,6 +1,6 @@
-"""Parts of one's own for minitx: a model, two kinds of data, an objective and a callback. Nothing here imports our model code.
+"""A project that uses the trainer of minitx with its own model, data, objective and callback.
 
-The task: is a row of seven numbers from 0 to 10 sorted? The YAML files in ``conf/`` name what stands here.
+The task is to decide whether a row of seven numbers from 0 to 10 is sorted. The YAML files in ``conf/`` refer to the names in this file.
 """
 
 import lightning.pytorch as L
@@ -22,12 +22,12 @@ class Net(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Ids (B, L) to logits (B, 2)."""
+        """Return logits (B, 2) for ids (B, L)."""
         return self.head(F.relu(self.hidden(self.embed(input_ids).flatten(1))))
 
 
 class Rows(Dataset):
-    """Rows of numbers, every other one sorted, with the answer."""
+    """Rows of numbers and their labels. Every second row is sorted."""
 
     def __init__(self, count: int, seed: int, length: int = 7) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -43,7 +43,7 @@ class Rows(Dataset):
 
 
 def load_task(train_size: int = 512, seed: int = 0) -> Task:
-    """A ``Task``: minitx draws the batches, so that a run resumes bit for bit. The seed is the run's."""
+    """Return the data as a ``Task``. minitx then draws the batches, and a run can be resumed bit for bit. ``seed`` is that of the run."""
     return Task(
         name="sorted rows",
         train=Rows(train_size, seed=2 * seed),
@@ -53,41 +53,41 @@ def load_task(train_size: int = 512, seed: int = 0) -> Task:
 
 
 class Module(L.LightningDataModule):
-    """The same rows by a data module and loaders of one's own, as an existing project may have them."""
+    """The same data as a ``LightningDataModule``, which an existing project may already have."""
 
     def __init__(self, batch_size: int = 32, train_size: int = 512) -> None:
         super().__init__()
         self.batch_size, self.train_size = batch_size, train_size
 
     def train_dataloader(self) -> DataLoader:
-        """Shuffled rows, epoch after epoch."""
+        """Return shuffled training rows."""
         return DataLoader(Rows(self.train_size, seed=0), batch_size=self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader:
-        """The rows that are judged."""
+        """Return the validation rows."""
         return DataLoader(Rows(128, seed=1), batch_size=self.batch_size)
 
 
 class Focal(nn.Module):
-    """The focal loss of Lin et al. 2017 (arXiv:1708.02002, §3): a sum over the rows, and the right answers beside it."""
+    """The focal loss of Lin et al. 2017 (arXiv:1708.02002, §3), summed over the rows, and the number of correct predictions."""
 
     def __init__(self, gamma: float = 2.0) -> None:
         super().__init__()
         self.gamma = gamma
 
     def forward(self, logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Σ (1 − p)^γ · −ln p with p the probability of the label."""
+        """Return the sum of −(1 − p)^γ ln p, where p is the probability of the label."""
         nll = F.cross_entropy(logits, batch["labels"], reduction="none")
         right = logits.argmax(-1) == batch["labels"]
         return {"loss": ((1 - (-nll).exp()) ** self.gamma * nll).sum(), "correct": right.sum()}
 
 
 class Announce(L.Callback):
-    """Says when training begins and ends."""
+    """Print the step when training starts."""
 
     def __init__(self, word: str = "go") -> None:
         self.word = word
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Lightning calls this once."""
+        """Lightning calls this method once."""
         print(f"{self.word}: step {trainer.global_step}")

@@ -1,6 +1,8 @@
 """What runs of a grid measure or do beside training, as Lightning callbacks that any training run can use.
 
-+callbacks.sharp={_target_: minitx.ablation.callbacks.AttentionTemperature, value: 0.1, first: 0, last: 50}
+An override adds one::
+
+    +callbacks.sharp={_target_: minitx.ablation.callbacks.AttentionTemperature, value: 0.1, first: 0, last: 50}
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -121,6 +122,8 @@ class StudyConfig(Config):
             f"measures={list(self.measures)} need a score of loss or accuracy to choose the rate by",
         )
         require("stability" not in self.scores or self.start is not None, "scores=[stability] needs start, a trained model")
+        words = [level for level in self.factors.get(RATE, ()) if not _is_rate(level)]
+        require(not words, f"factors.{RATE} has the level {words[:1]}; the name of a learning rate is a positive number")
         require(self.prune is None or RATE in self.factors, f"prune={self.prune} needs the factor {RATE}")
         require(self.prune != "unsolved" or bool(self.tune_seeds), "prune=unsolved needs tune_seeds, which decide it")
         for skip in self.skip:
@@ -290,8 +293,12 @@ class AblationConfig(Config):
         """The grid of the studies that ``only`` names, of those that they start from, and of what is compared in them."""
         if not self.only:
             return self
-        names = set(self.only)
-        names |= {study.start.study for name, study in self.studies.items() if name in names and study.start is not None}
+        names: set[str] = set()
+        wanted = list(self.only)
+        while wanted:
+            names.add(name := wanted.pop())
+            start = self.studies[name].start
+            wanted += [start.study] if start is not None and start.study not in names else []
         compared = tuple(c for c in self.comparisons if c.study in names)
         foretold = {
             name: prediction
@@ -308,6 +315,13 @@ def endpoints(study: StudyConfig) -> list[Endpoint]:
     for score in study.scores:
         found += ["time", "largest_rate"] if score == "time" else [score]
     return [*found, *study.measures]
+
+
+def _is_rate(level: str) -> bool:
+    try:
+        return 0.0 < float(level) < math.inf
+    except ValueError:
+        return False
 
 
 def _known(place: str, names: Iterable[str], there: Iterable[str], where: str) -> None:

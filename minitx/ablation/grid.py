@@ -127,15 +127,17 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
     found: dict[Place, tuple[int, Cell]] = {}
     for name in _in_order(grid):
         study = grid.studies[name]
-        for block, seed in enumerate((*study.tune_seeds, *study.seeds)):
+        for number, seed in enumerate((*study.tune_seeds, *study.seeds)):
             for arm, factors in _combinations(study, seed):
+                block = number
                 place = Place(name, arm, tuple(sorted(factors.items())), seed)
                 if place in found:
                     raise ConfigError(f"ablation.studies.{name} names a seed or a level twice: {place}")
                 levels = [override for factor, level in factors.items() for override in study.factors[factor][level]]
                 start, own_seed = None, seed
                 if study.start is not None:
-                    start, own_seed = _start_of(grid, study, place, found), seed + NEW_DATA
+                    first, start = _start_of(grid, study, place, found)
+                    block, own_seed = max(block, first), seed + NEW_DATA
                 overrides = (*study.base, *grid.arms[arm], *levels, f"seed={own_seed}", *common)
                 keeps = any(
                     other.start and (other.start.study, other.start.arm) == (name, arm) for other in grid.studies.values()
@@ -157,13 +159,15 @@ def _in_order(grid: AblationConfig) -> list[str]:
     return ordered
 
 
-def _start_of(grid: AblationConfig, study: StudyConfig, place: Place, found: Mapping[Place, tuple[int, Cell]]) -> Cell:
+def _start_of(
+    grid: AblationConfig, study: StudyConfig, place: Place, found: Mapping[Place, tuple[int, Cell]]
+) -> tuple[int, Cell]:
     assert study.start is not None
     shared = tuple((factor, level) for factor, level in place.factors if factor in grid.studies[study.start.study].factors)
     first = Place(study.start.study, study.start.arm, shared, place.seed)
     if first not in found:
         raise ConfigError(f"ablation.studies.{place.study}.start: the grid has no run {first}")
-    return found[first][1]
+    return found[first]
 
 
 def _combinations(study: StudyConfig, seed: int) -> Iterator[tuple[str, dict[str, str]]]:

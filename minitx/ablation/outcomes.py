@@ -57,13 +57,13 @@ def outcome(run: Run, levels: Levels) -> Outcome:
     if levels.initial is not None and last_mean(run, "loss") > levels.initial:
         return "DIVERGED"
     loss = median_filter(np.array(result["loss"], dtype=float), size=_SMOOTHED, mode="nearest")
-    early = _of_accuracy(run, levels) if levels.unigram is None else _of_loss(run, levels, float(loss.min()))
+    is_text = levels.unigram is not None or result["accuracy"] is None
+    early = _of_loss(run, levels, float(loss.min())) if is_text else _of_accuracy(run, levels)
     return early or _of_spikes(loss)
 
 
 def _of_loss(run: Run, levels: Levels, least: float) -> Outcome | None:
-    assert levels.unigram is not None
-    if least > levels.unigram - 0.3:
+    if levels.unigram is not None and least > levels.unigram - 0.3:
         return "NEVER LEARNED"
     if levels.uniform is not None and last_mean(run, "loss") >= levels.uniform - 0.05:
         return "LEARNED AND LOST" if least <= levels.uniform - 0.3 else "STUCK"

@@ -5,6 +5,7 @@ A finished cell is never run again, a cell that fails never stops the others, an
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -13,13 +14,14 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from minitx.ablation.config import AblationConfig
+from minitx.ablation.config import RATE, AblationConfig
 from minitx.ablation.grid import Cell
 from minitx.ablation.pools import Job, Pool
 from minitx.ablation.records import Place, Record, is_lost, read_records, solved_step
@@ -55,6 +57,11 @@ class Book:
         self.records[cell.place] = {**cell.describe(self.folder), **known}
         self._append(json.dumps(self.records[cell.place]) + "\n")
 
+    def forget(self, cells: Iterable[Cell]) -> None:
+        """Take these cells as not decided; their lines in the file stay."""
+        for cell in cells:
+            del self.records[cell.place]
+
     def _append(self, text: str) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(text)
@@ -74,7 +81,7 @@ class Rules:
     def _row(self, cell: Cell) -> tuple[Any, ...]:
         """Cells of a row differ in their rate, and under ``prune=unsolved`` in their seed."""
         study = self.grid.studies[cell.place.study]
-        others = tuple((name, level) for name, level in cell.place.factors if level != cell.rate)
+        others = tuple((name, level) for name, level in cell.place.factors if name != RATE)
         return (cell.place.study, cell.place.arm, others, None if study.prune == "unsolved" else cell.place.seed)
 
     def deciding(self, cell: Cell) -> list[Cell]:
@@ -144,6 +151,7 @@ def run_cells(
         after_cell: called when a cell's line has been written.
     """
     book, rules = Book(cells, folder), Rules(grid, cells)
+    book.forget(_undecided(cells, rules, book))
     again = _first_phases_without_weights(cells, book)
     waiting = [cell for cell in cells if cell.place not in book.records or cell in again]
     log.info("%d runs: %d done before, %d to do, %d at once", len(cells), len(cells) - len(waiting), len(waiting), pool.workers)
@@ -151,8 +159,9 @@ def run_cells(
     running: dict[Cell, tuple[Job, float]] = {}
     suspects: list[Cell] = []  # of killing a worker
     while waiting or running or suspects:
-        for cell in _ready(waiting, rules, book, again):
-            if len(running) == pool.workers or suspects:
+        has_room = len(running) < pool.workers and not suspects
+        for cell in _ready(waiting, rules, book, again) if has_room else ():
+            if len(running) == pool.workers:
                 break
             waiting.remove(cell)
             if reason := rules.why_not(cell, book.records):
@@ -183,6 +192,17 @@ def run_cells(
         time.sleep(0.02 if running else 0.0)
     progress.close()
     return [book.records[cell.place] for cell in cells]
+
+
+def _undecided(cells: Sequence[Cell], rules: Rules, book: Book) -> list[Cell]:
+    """The cells that a rule left out because of one that failed, which is tried again, or because of each other."""
+    found: list[Cell] = []
+    open_places = {cell.place for cell in cells if cell.place not in book.records}
+    left_out = [cell for cell in cells if book.records.get(cell.place, {}).get("status") == "not run"]
+    while more := [cell for cell in left_out if cell not in found and open_places.intersection(rules.waits_for(cell))]:
+        found += more
+        open_places |= {cell.place for cell in more}
+    return found
 
 
 def _first_phases_without_weights(cells: Sequence[Cell], book: Book) -> set[Cell]:
@@ -227,11 +247,14 @@ def project(pool: Pool, cells: Iterable[Cell], folder: Path, run_cell: RunCell) 
     }
     while not all(job.done() for job in jobs.values()):
         time.sleep(0.02)
-    costs = {kind: job.result() for kind, job in jobs.items()}
+    costs = {}
+    for kind, job in jobs.items():
+        with suppress(Exception):  # its process died: the grid will say why
+            costs[kind] = job.result()
     shutil.rmtree(place, ignore_errors=True)
 
     def seconds(cell: Cell) -> float:
-        fixed, a_step = costs[_kind(cell)]
+        fixed, a_step = costs.get(_kind(cell), (0.0, 0.0))
         return fixed + a_step * cell.steps()
 
     return seconds
@@ -266,7 +289,7 @@ class Progress:
         self.terminal = sys.stdout.isatty()
         self.done, self.total, self.failed, self.shown = before, total, 0, time.monotonic()
         text = "{percentage:3.0f}% {postfix[0]}, {elapsed} passed, {remaining} left"
-        out = sys.stdout if self.terminal else open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        out = sys.stdout if self.terminal else io.StringIO()
         self.bar = tqdm(total=seconds or 1.0, bar_format=text, file=out, postfix=[self._words()], smoothing=0.0)
 
     def _words(self) -> str:

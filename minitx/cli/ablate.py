@@ -91,6 +91,10 @@ def check(chosen: Sequence[Cell]) -> None:
             from minitx.cli.errors import sentence
 
             raise ConfigError(f"ablation.studies.{study}, arm {arm}: {sentence(error)[0]}") from None
+        if cell.keeps_weights and not config.trainer.ckpt_every:
+            raise ConfigError(
+                f"ablation.studies.{study}: other runs start from its weights, so trainer.ckpt_every must not be 0"
+            )
         if config.trainer.world_size > 1:
             raise ConfigError(f"ablation.studies.{study}: a run of a grid uses one device; trainer.devices must be 1")
 

@@ -1,6 +1,7 @@
-"""What a model writes: greedy, by sampling or by beam search, over any causal or encoder–decoder model.
+"""Text generation with causal and encoder–decoder models.
 
-``generate`` and ``beam_search`` write, ``Sampler`` says how ``generate`` chooses an id, and ``CompiledDecoder`` makes tokens cheaper.
+``generate`` decodes greedily or by sampling, with the settings of a ``Sampler``. ``beam_search`` returns the most probable of many
+continuations. ``CompiledDecoder`` makes ``generate`` faster.
 """
 
 from minitx.generation.beams import beam_search

@@ -1,4 +1,4 @@
-"""``beam_search``: the likeliest of many continuations."""
+"""``beam_search``: find the most probable continuation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from minitx.generation.sampler import Sampler
 
 
 def length_norm(length: int, penalty: float) -> float:
-    """lp(Y) = ((5 + |Y|) / 6)^α, by which beam search divides log P(Y).
+    """Return lp(Y) = ((5 + |Y|) / 6)^α, by which beam search divides log P(Y).
 
-    Wu et al. 2016, arXiv:1609.08144, eq. 14. α = 0 compares log P itself, which favours short answers.
+    Wu et al. 2016, arXiv:1609.08144, eq. 14. With α = 0, beam search compares log P itself, which favours short texts.
 
     >>> length_norm(1, 0.6), length_norm(7, 1.0)
     (1.0, 2.0)
@@ -39,23 +39,25 @@ def beam_search(
     context: int | None = None,
     use_cache: bool = True,
 ) -> list[Tensor]:
-    """The best answer of each row. Of each step's ``num_beams`` likeliest texts, those that end leave the beam.
+    """Return the best continuation of each prompt that beam search finds.
 
-    Returns the answer with the largest log P(Y) / lp(Y) (``length_norm``; |Y| counts the stop token) among those that were
-    stopped or cut. The search ends where nothing still open could become better. Sutskever et al. 2014, arXiv:1409.3215, §3.2.
+    At each step, the search keeps the ``num_beams`` most probable texts. A text is finished at a stop token or after
+    ``max_new_tokens``, and is then no longer continued. The result is the finished text with the largest log P(Y) / lp(Y), where lp
+    is ``length_norm`` and |Y| counts the stop token. The search ends when no unfinished text can become better. Sutskever et al.
+    2014, arXiv:1409.3215, §3.2.
 
     Args:
-        model: in eval mode; a causal model as ``DecoderLM``, or one with ``encode`` as ``EncoderDecoder``.
-        num_beams: how many texts are kept; 1 writes what ``generate`` writes.
-        length_penalty: α, 0.6 as in Vaswani et al. 2017, §6.1.
-        repetition_penalty: as in ``Sampler``.
+        model: a causal model such as ``DecoderLM``, or an encoder–decoder such as ``EncoderDecoder``, in evaluation mode.
         input_ids, key_mask, decoder_input_ids, max_new_tokens, stop, context, use_cache: as in ``generate``.
+        num_beams: the number of texts that are kept. 1 gives the same ids as greedy ``generate``.
+        length_penalty: α in ``length_norm``. The default is that of Vaswani et al. 2017, §6.1.
+        repetition_penalty: as in ``Sampler``.
 
     Returns:
         B tensors of new ids, without the stop token.
 
     Raises:
-        ValueError, FloatingPointError: as ``generate``.
+        ValueError, FloatingPointError: as in ``generate``.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -73,7 +75,7 @@ def beam_search(
     )
     B, V = logits.shape
     stops = torch.tensor([*stop_ids], dtype=torch.long, device=logits.device)
-    scores = logits.new_zeros(B, 1)  # log P of k texts a row; the beam begins with one text, the prompt
+    scores = logits.new_zeros(B, 1)  # log P of the k texts of each row; k is 1 at first
     texts = torch.zeros(B, 1, 0, dtype=torch.long, device=logits.device)
     best_score, best = logits.new_full((B,), -math.inf), list(texts[:, 0])
     for length in range(1, max_new_tokens + 1):
@@ -87,8 +89,8 @@ def beam_search(
         score, beam = (scores / length_norm(length, length_penalty)).masked_fill(~ends, -math.inf).max(dim=1)
         for row in (score > best_score).nonzero().flatten().tolist():
             best_score[row], best[row] = score[row], texts[row, beam[row]]
-        scores = scores.masked_fill(ends, -math.inf)  # until another text takes the place
-        # log P only falls, so no open text can come to more than it has now, divided by the largest norm ahead
+        scores = scores.masked_fill(ends, -math.inf)  # finished texts are not continued
+        # log P never rises, so a text cannot reach more than its present log P, divided by the largest norm of later steps
         ahead = max(length_norm(length + 1, length_penalty), length_norm(max_new_tokens, length_penalty))
         if bool((best_score >= scores.amax(dim=1) / ahead).all()):
             break

@@ -1,4 +1,4 @@
-"""Tokens at shapes that do not change: one compiled step and, on a GPU, one CUDA graph."""
+"""``CompiledDecoder``: decode with a compiled step of fixed shapes and, on a GPU, a CUDA graph."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from torch import Tensor, nn
 from minitx.generation.reader import has_source, last_logits, num_cached_layers, of_config
 from minitx.nn import KVCache, StaticCache
 
-LEAST = 64  # the smallest capacity; larger ones are powers of two, so that prompts of many lengths share one cache
+LEAST = 64  # the smallest capacity; others are larger powers of two, so that prompts of different lengths share one cache
 
 
 class CompiledDecoder:
-    """A causal model for ``generate`` whose tokens after the prompt are read by a compiled step.
+    """A causal model with a compiled decoding step. Pass it to ``generate`` in place of the model.
 
-    A small batch spends most of a token's time on starting kernels. Here the step is compiled (``minitx.nn.StaticCache`` keeps its
-    shapes), and on CUDA recorded once and replayed: one start a token. The prompt is read by the model itself. The first
-    answers compile, each for seconds to a minute: torch compiles the first batch size and capacity, and once it has seen that they change,
-    a step for any. The cache and the recording of the latest batch size and capacity are kept. Keep this object from call to call.
+    With a small batch, most of the time of a decoding step is spent on launching kernels. ``torch.compile`` reduces their number, and
+    on CUDA the step is recorded as a CUDA graph, which is one launch. The prompt is not compiled.
+
+    Use one object for many calls. The first call takes seconds to a minute, because torch compiles the step for its batch size and
+    cache capacity. When these change, torch compiles once more, for any sizes. The object keeps one cache, for the latest sizes.
 
     Args:
-        model: in eval mode; ``DecoderLM``, or another that takes ``cache``.
-        options: of ``torch.compile``, such as ``mode="max-autotune-no-cudagraphs"``.
+        model: ``DecoderLM`` or another causal model that takes ``cache``, in evaluation mode.
+        options: arguments of ``torch.compile``, such as ``mode="max-autotune-no-cudagraphs"``.
 
     Raises:
-        ValueError: a model with a source, whose memory has a length of its own.
+        ValueError: the model is an encoder–decoder.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.generation import generate
@@ -41,13 +42,13 @@ class CompiledDecoder:
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         if has_source(model):
-            raise ValueError("CompiledDecoder is for causal models: an encoder-decoder's memory has a length of its own")
+            raise ValueError("CompiledDecoder needs a causal model, got an encoder-decoder")
         self.model = model
         self._run: Callable[..., Tensor] = torch.compile(last_logits, **options)
         self._step: _Step | None = None
 
     def start(self, cache: KVCache) -> Callable[[Tensor], Tensor]:
-        """What reads the tokens after those in ``cache``: ids (B, 1) -> logits (B, V)."""
+        """Return a function from the next ids (B, 1) to logits (B, V), with a copy of ``cache`` as its start."""
         capacity = max(LEAST, 1 << (cache.capacity - 1).bit_length())
         if of_config(self.model, "position") == "learned":
             capacity = min(capacity, of_config(self.model, "max_len"))
@@ -59,27 +60,29 @@ class CompiledDecoder:
 
 
 class _Step:
-    """ids (B, 1) -> logits (B, V), for one batch size and capacity."""
+    """A decoding step for one batch size and capacity: ids (B, 1) to logits (B, V)."""
 
     def __init__(self, model: nn.Module, run: Callable[..., Tensor], cache: KVCache, capacity: int) -> None:
         self.model, self.run, self.size = model, run, (cache.layers[0].num_rows, capacity)
         self.cache = StaticCache(capacity, num_cached_layers(model))
         self.graph: torch.cuda.CUDAGraph | None = None
         device = next(model.parameters()).device
-        if device.type == "cuda" and not of_config(model, "num_experts"):  # experts read on the host how many tokens each has
+        if device.type == "cuda" and not of_config(
+            model, "num_experts"
+        ):  # experts read group sizes on the host, which a CUDA graph cannot
             self.ids = torch.zeros(self.size[0], 1, dtype=torch.long, device=device)
             self._record(cache)
 
     def _record(self, cache: KVCache) -> None:
-        """Record what one call starts on the GPU; what the calls do to the cache is undone by the next ``fill``."""
-        beside = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):  # compiling and choosing kernels must not be recorded
+        """Record one call as a CUDA graph. It changes the cache, which ``start`` fills again."""
+        warmup = torch.cuda.Stream()
+        warmup.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warmup):  # compiling and choosing kernels must not be recorded
             for _ in range(3):
-                self.cache.fill(cache)  # each call takes a slot, and there may be no more than one
+                self.cache.fill(cache)  # each call uses a slot of the cache, and only one may be free
                 self.run(self.model, self.ids, cache=self.cache)
             self.cache.fill(cache)
-        torch.cuda.current_stream().wait_stream(beside)
+        torch.cuda.current_stream().wait_stream(warmup)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.logits = self.run(self.model, self.ids, cache=self.cache)

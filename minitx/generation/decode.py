@@ -1,4 +1,4 @@
-"""``generate``: one token after another, greedy or sampled."""
+"""``generate``: greedy decoding and sampling."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ def generate(
     use_cache: bool = True,
     on_token: Callable[[int, int], object] | None = None,
 ) -> list[Tensor]:
-    """The ids that ``model`` writes after each row, greedy or sampled.
+    """Generate a continuation of each prompt, token by token.
 
     Args:
-        model: in eval mode; a causal model as ``DecoderLM``, or one with ``encode`` as ``EncoderDecoder``; with a cache also a
-            ``CompiledDecoder``.
-        input_ids: int (B, L): the prompts, or the sources of an encoder–decoder.
-        sampler: how an id is chosen; default ``Sampler()``, the likeliest one.
-        key_mask: bool (B, L), True = real token; prompts are padded on the left.
-        decoder_input_ids: int (B, T), how an encoder–decoder's answers begin; default ``config.bos_id``.
-        max_new_tokens: the longest answer; default 256, or what a table of positions leaves room for.
-        stop: ids that end an answer; default ``config.eos_id``, if there is one.
-        context: the most tokens of a causal model's text to look back on; where it grows longer, the older half is forgotten
-            and the rest read anew, in positions that the model was trained on. None: everything is kept.
-        generator: seeds one stream of draws a row: a row's answer does not depend on the others. Default torch's global one.
-        use_cache: keep keys and values, else the whole text is read again for each token; the same ids.
-        on_token: called with (row, id) for each id of the answers at once.
+        model: a causal model such as ``DecoderLM``, an encoder–decoder such as ``EncoderDecoder``, or a ``CompiledDecoder``. It must
+            be in evaluation mode.
+        input_ids: int (B, L), the prompts, or the sources of an encoder–decoder.
+        sampler: how the next id is chosen. Default: ``Sampler()``, which takes the most probable id.
+        key_mask: bool (B, L), True = real token. Pad prompts on the left.
+        decoder_input_ids: int (B, T), the first tokens of the target, for an encoder–decoder. Default: ``config.bos_id``.
+        max_new_tokens: the largest number of new tokens. Default: 256, or fewer if a learned position table ends earlier.
+        stop: ids that end a text. Default: ``config.eos_id``, if there is one.
+        context: for a causal model, the largest number of tokens that it sees. When the text becomes longer, only the newer half is
+            kept and read again from position 0. Default: no limit.
+        generator: for sampling. Each row has its own random numbers, so that it does not depend on the other rows. Default: torch's
+            global generator.
+        use_cache: keep keys and values. Without a cache, the whole text is read again for each token, with the same result.
+        on_token: a function that is called with (row, id) for each new token.
 
     Returns:
-        B tensors of new ids, without the stop token: shorter than ``max_new_tokens`` exactly where a row was stopped.
+        B tensors of new ids, without the stop token.
 
     Raises:
-        ValueError: an argument out of range, a model that writes no text, or inputs that the model has no room for.
-        FloatingPointError: logits that are NaN or infinite.
+        ValueError: an argument that does not fit the model or is out of range.
+        FloatingPointError: the logits are NaN or infinite.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -63,7 +64,7 @@ def generate(
     prompt: dict[str, Any] = {"key_mask": key_mask, "decoder_input_ids": decoder_input_ids, "context": context}
     if isinstance(model, CompiledDecoder):
         if not use_cache:
-            raise ValueError("use_cache=False: a CompiledDecoder reads its tokens from a cache")
+            raise ValueError("use_cache=False cannot be used with a CompiledDecoder")
         prompt["start"], model = model.start, model.model
     reader, logits, seen, stop_ids, max_new_tokens = begin(
         model, input_ids, **prompt, max_new_tokens=max_new_tokens, stop=stop, use_cache=use_cache
@@ -75,7 +76,7 @@ def generate(
         tokens = sampler.choose(logits, seen, None if uniforms is None else uniforms[:, step])  # (B,)
         for row, token in enumerate(tokens.tolist()):
             is_open[row] = is_open[row] and token not in stop_ids
-            if is_open[row]:  # a row that was stopped is read on with the others, and what follows is dropped
+            if is_open[row]:  # a finished row stays in the batch, but its tokens are not used
                 answers[row].append(token)
                 if on_token is not None:
                     on_token(row, token)

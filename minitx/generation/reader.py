@@ -1,4 +1,4 @@
-"""How a model reads on: its cache, its memory of a source, and what it forgets."""
+"""``Reader``: feed tokens to a model, with or without a cache."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from minitx.nn.models import TransformerModel
 
 
 class Reader:
-    """Hands a model the next ids of each row and remembers what it has read: in a cache, or (``capacity=None``) as ids.
+    """Feed the next ids to a model and return its logits.
 
-    With more than ``context`` ids, the older half is forgotten and what is left is read anew. ``start`` makes of the cache
-    of a prompt what reads the tokens after it, one a row; default the model itself.
+    Earlier ids are kept in a cache, or are read again if ``capacity`` is None. When a text becomes longer than ``context``, only the
+    newer half is kept and read again. ``start`` gets the cache of the prompt and returns a function that reads one new token per row,
+    in place of the model.
     """
 
     def __init__(
@@ -34,11 +35,11 @@ class Reader:
         self.source_mask = key_mask if has_source(model) else None
         self.cache: KVCache | None = None
         self.step: Callable[[Tensor], Tensor] | None = None
-        self.ids: Tensor | None = None  # what the model has in view, and its padding
+        self.ids: Tensor | None = None  # the ids that the model sees, and their key mask
         self.key_mask: Tensor | None = None
 
     def read(self, ids: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """ids (B, L) -> logits (B, V) of what follows the last, in float32 at least; ``key_mask`` is the prompt's."""
+        """Read ids (B, L) and return the logits (B, V) of the next token, in at least float32. ``key_mask``: of the prompt."""
         view, view_mask, kept = ids, key_mask, self.context or 0
         if self.ids is not None:
             view, kept = torch.cat((self.ids, ids), dim=1), max(kept // 2, 1)
@@ -69,10 +70,10 @@ class Reader:
         capacity = min(self.capacity, self.context or self.capacity)
         if self.start is None and isinstance(self.model, TransformerModel):
             return self.model.make_cache(capacity)
-        return KVCache(capacity, num_cached_layers(self.model))  # a static cache is filled from one that keeps all keys
+        return KVCache(capacity, num_cached_layers(self.model))  # a StaticCache is filled from a cache that keeps all keys
 
     def reorder(self, rows: Tensor) -> None:
-        """Row i becomes the old row ``rows[i]``."""
+        """Replace each row i by the row ``rows[i]``."""
         if self.cache is not None:
             self.cache.reorder(rows)
         for name in ("memory", "source_mask", "ids", "key_mask"):
@@ -81,7 +82,7 @@ class Reader:
 
 
 def last_logits(model: nn.Module, *args: Any, **options: Any) -> Tensor:
-    """(B, V) after the last position; of a prompt, the head, often the largest matrix, need not see the others."""
+    """Return the logits (B, V) of the last position. The head is computed for this position only."""
     if not isinstance(model, TransformerModel):
         return model(*args, **options)[:, -1]
     hidden, _ = model(*args, **options, return_extras=True)
@@ -89,22 +90,22 @@ def last_logits(model: nn.Module, *args: Any, **options: Any) -> Tensor:
 
 
 def num_cached_layers(model: nn.Module) -> int:
-    """The decoder's layers."""
+    """Return the number of layers of the decoder."""
     config: Any = model.config
     return getattr(config, "decoder_layers", config.num_layers)
 
 
 def of_config(model: nn.Module, name: str) -> Any:
-    """A field of the model's config, or None where there is none."""
+    """Return a field of the model's config, or None if it does not exist."""
     return getattr(getattr(model, "config", None), name, None)
 
 
 def eos_ids(model: nn.Module) -> tuple[int, ...]:
-    """The ids that end a text, as the model's config has them: none, one or several."""
+    """Return the ids that end a text according to the model's config."""
     found = of_config(model, "eos_id")
     return tuple(found) if isinstance(found, list | tuple) else (() if found is None else (found,))
 
 
 def has_source(model: nn.Module) -> bool:
-    """Whether the model is an encoder–decoder, whose answers are to a source."""
+    """Return whether the model is an encoder–decoder."""
     return hasattr(model, "encode")

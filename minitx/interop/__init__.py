@@ -1,4 +1,4 @@
-"""Weights in and out: Hugging Face folders, folders of our own, ONNX. No pickle, no code from a folder."""
+"""Load and save weights: Hugging Face folders, folders of minitx, and ONNX files. Pickle files and code are never read."""
 
 from minitx.interop.export import export_onnx
 from minitx.interop.pretrained import from_pretrained, save_pretrained

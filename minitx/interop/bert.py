@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2019) and RoBERTa (Liu et al. 2019), whose positions start after the row of the padding token."""
+"""BERT (Devlin et al. 2019) and RoBERTa (Liu et al. 2019). RoBERTa counts positions from ``pad_token_id + 1``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from minitx.interop.table import ACTIVATIONS, Architecture, Family, Key, Values
 
 
 def block(core: str, attention_norm: str, feedforward_norm: str) -> dict[str, str]:
-    """Return the tensors of a block, where ``core`` holds the three projections and the norms have these names."""
+    """Return the tensor names of a block. ``core`` is the module with the three projections."""
     layer = "encoder.layer.*"
     return {
         **{f"blocks.*.attention.{word[0]}_proj": f"{layer}.attention.{core}.{word}" for word in ("query", "key", "value")},
@@ -22,7 +22,7 @@ def block(core: str, attention_norm: str, feedforward_norm: str) -> dict[str, st
 
 
 def _heads(name: str, head: str, transform: str, norm: str, sequence: dict[str, str]) -> dict[str, Architecture]:
-    """Return the four classes of a family. Its masked head lies under ``head``, and its parts are ``transform`` and ``norm``."""
+    """Return the four classes of a family. ``head``, ``transform`` and ``norm`` are the names of modules of the masked head."""
     masked = {
         "head.dense": transform,
         "head.norm": norm,
@@ -30,7 +30,7 @@ def _heads(name: str, head: str, transform: str, norm: str, sequence: dict[str, 
         "head.head.bias": f"{head}.bias",
     }
     fields: Values = {"head": "lm", "head_bias": True, "head_transform": True, "num_labels": None}
-    others = ("pooler.*", "cls.seq_relationship.*")  # of BertForPreTraining, whose file BertForMaskedLM shares
+    others = ("pooler.*", "cls.seq_relationship.*")  # in files of BertForPreTraining, which BertForMaskedLM can load
     twice = {f"{head}.decoder.bias": f"{head}.bias"}
     return {
         f"{name}ForMaskedLM": Architecture(fields, masked, others, twice),
@@ -81,16 +81,16 @@ def _family(model_type: str, vocab_size: int, ids: tuple[Any, Any, Any], keys: t
 
 
 def tidy(values: Values, names: Collection[str]) -> Values:
-    """Give the rows before the first position, of which RoBERTa's table has ``pad_token_id + 1``, a key of their own."""
+    """Split RoBERTa's ``max_position_embeddings`` into the unused first rows of the table and the length."""
     pad_id = values.get("pad_token_id", 1)
     if not isinstance(pad_id, int):
-        raise ValueError(f"pad_token_id={pad_id!r} must be a number in a RoBERTa: its positions start after it")
+        raise ValueError(f"pad_token_id={pad_id!r} must be a number: RoBERTa counts positions from pad_token_id + 1")
     rows = values.get("max_position_embeddings", 512)
     return {**values, "max_position_embeddings": rows - pad_id - 1, "position_offset": pad_id + 1}
 
 
 def untidy(values: Values) -> Values:
-    """Count those rows again, as RoBERTa's config does."""
+    """Add the unused rows to ``max_position_embeddings`` again."""
     offset = values.pop("position_offset")
     rows = values["max_position_embeddings"] + offset
     return {**values, "max_position_embeddings": rows, "pad_token_id": offset - 1}

@@ -1,4 +1,4 @@
-"""``export_onnx``: a model as one ONNX graph, with the batch and the lengths left open."""
+"""``export_onnx``: write a model as an ONNX file."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ from minitx.nn.modes import evaluating
 
 
 def export_onnx(model: TransformerModel, path: str | Path) -> None:
-    """Write ``path``: logits of a model as an ONNX graph that takes any batch and any length.
+    """Write a model as an ONNX graph with any batch size and any length.
 
-    Inputs are those of the model's ``forward``: ``input_ids`` (B, L) int64 and ``key_mask`` (B, L) bool, ``token_type_ids``
-    where it has types; of an encoder–decoder also ``decoder_input_ids`` and ``decoder_key_mask``; of a vision model
-    ``pixel_values`` (B, C, image_size, image_size) alone, any batch. The output is ``logits``. A key mask that is all True
-    is no padding. What a runtime answers at padding means nothing.
+    The output is ``logits``. The inputs, all of them required, are those of the model's ``forward``:
+
+    * text models: ``input_ids`` (B, L) int64 and ``key_mask`` (B, L) bool, which is True everywhere without padding;
+    * with ``type_vocab_size`` also ``token_type_ids`` (B, L) int64;
+    * an encoder–decoder also ``decoder_input_ids`` and ``decoder_key_mask``;
+    * a Vision Transformer only ``pixel_values`` (B, C, image_size, image_size).
+
+    The logits at padded positions are undefined.
 
     Args:
-        model: any of the four; exported as it answers in eval mode.
-        path: of the file; weights beyond 2 GB lie beside it.
+        model: any model of ``minitx.nn``. It is exported in evaluation mode.
+        path: the file. Weights above 2 GB are written to a second file beside it.
 
     Raises:
         ImportError: onnx or onnxscript is not installed.
@@ -36,7 +40,7 @@ def export_onnx(model: TransformerModel, path: str | Path) -> None:
         raise ImportError(f"export_onnx needs {' and '.join(missing)}: pip install minitx[export]")
     inputs, open_axes = _inputs(model.config)
     device = next(model.parameters()).device
-    with evaluating(model), warnings.catch_warnings():  # the exporter's own deprecations
+    with evaluating(model), warnings.catch_warnings():  # torch's exporter emits DeprecationWarnings
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
             model,
@@ -52,20 +56,19 @@ def export_onnx(model: TransformerModel, path: str | Path) -> None:
 
 
 def _inputs(config: TransformerConfig) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Examples of what the model takes, and which of their axes are open."""
-    B = 2
+    """Return example inputs of the model, and their axes of variable size."""
     if config.architecture == "vision":
         assert config.image_size is not None and config.num_channels is not None
-        pixels = torch.zeros(B, config.num_channels, config.image_size, config.image_size)
+        pixels = torch.zeros(2, config.num_channels, config.image_size, config.image_size)
         return {"pixel_values": pixels}, {"pixel_values": {0: Dim("batch")}}
     inputs, axes = {}, {}
-    longest = {"max": config.max_len} if config.position == "learned" else {}
-    sides = {"": (5, Dim("length", **longest)), "decoder_": (7, Dim("decoder_length", **longest))}
-    for side, (L, length) in sides.items() if config.architecture == "encoder_decoder" else list(sides.items())[:1]:
-        example = min(L, config.max_len) if longest else L
-        inputs[f"{side}input_ids"] = torch.zeros(B, example, dtype=torch.long)
-        inputs[f"{side}key_mask"] = torch.ones(B, example, dtype=torch.bool)
-        axes.update({key: {0: Dim("batch"), 1: length} for key in list(inputs)[-2:]})
+    limit = {"max": config.max_len} if config.position == "learned" else {}
+    lengths = {"": 5, "decoder_": 7} if config.architecture == "encoder_decoder" else {"": 5}
+    for side, length in lengths.items():
+        length = min(length, config.max_len) if limit else length
+        inputs[f"{side}input_ids"] = torch.zeros(2, length, dtype=torch.long)
+        inputs[f"{side}key_mask"] = torch.ones(2, length, dtype=torch.bool)
+        axes[f"{side}input_ids"] = axes[f"{side}key_mask"] = {0: Dim("batch"), 1: Dim(f"{side}length", **limit)}
     if config.type_vocab_size:
         inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
         axes["token_type_ids"] = axes["input_ids"]

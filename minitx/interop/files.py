@@ -1,4 +1,4 @@
-"""Model folders: found on the disk or on the hub, JSON files, and tensors in one file or in shards."""
+"""The files of a model folder: finding it on disk or on the hub, JSON, and safetensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def find_folder(name: str | Path) -> Path:
-    """Return the folder ``name``, or the one where ``huggingface_hub`` keeps the model of that name on the hub.
+    """Return the folder of a model. A name on the Hugging Face hub is downloaded into the cache of ``huggingface_hub``.
 
-    Only what ``load_hf`` reads is fetched, and the tokenizer. Nothing is asked of the network where ``name`` is a folder.
+    Only the config, the weights and the tokenizer are downloaded. A local folder needs no network.
 
     Raises:
-        ImportError: ``huggingface_hub`` is not installed.
-        FileNotFoundError: neither a folder nor a model that can be fetched or is in the cache.
+        ImportError: ``huggingface_hub`` is needed and not installed.
+        FileNotFoundError: the model cannot be downloaded and is not in the cache.
     """
     folder = Path(name).expanduser()
     if folder.is_dir() or not HUB_NAME.fullmatch(str(name)):
@@ -30,13 +30,13 @@ def find_folder(name: str | Path) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise ImportError(f"{name} is no folder; to fetch it from the hub: pip install huggingface_hub") from None
+        raise ImportError(f"{name} is not a folder; to download it from the hub: pip install huggingface_hub") from None
     wanted = ["config.json", WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER]
     try:
         return Path(snapshot_download(str(name), allow_patterns=wanted))
     except Exception as error:  # huggingface_hub raises many kinds, with long messages
         raise FileNotFoundError(
-            f"{name} is neither a folder nor a model on the Hugging Face hub that can be reached or is in the cache "
+            f"{name} is not a folder, cannot be downloaded from the Hugging Face hub and is not in its cache "
             f"({type(error).__name__})"
         ) from None
 
@@ -50,39 +50,30 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold an object, got {type(values).__name__}")
+        raise ValueError(f"{path} must contain a JSON object, got {type(values).__name__}")
     return values
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write an object to a file, as ``read_json`` reads it."""
+    """Write a JSON object to a file."""
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int) -> None:
-    """Write one file, or shards with an index."""
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
+    """Write the tensors to one file, or to several files with an index if they exceed ``max_shard_bytes``."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=max_shard_bytes)
     for stale in (folder / WEIGHTS, folder / INDEX, *folder.glob("model-*-of-*.safetensors")):
-        stale.unlink(missing_ok=True)  # a reader would take the one file before the shards
-    weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_tensors(shard, folder / file, {"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, file))
-    if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        stale.unlink(missing_ok=True)  # an old model.safetensors would be read instead of the shards
+    for file, names in split.filename_to_tensors.items():
+        write_tensors({name: tensors[name] for name in names}, folder / file, {"format": "pt"})
+    if split.is_sharded:
+        write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write beside the file first: loaded tensors may still be mapped from the one that is replaced."""
+    """Write a temporary file and rename it, because loaded tensors may still be memory-mapped from the old file."""
     partial = path.with_name(f"{path.name}.partial")
     save_file(dict(tensors), partial, metadata=dict(metadata))
     partial.replace(path)

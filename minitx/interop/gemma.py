@@ -1,8 +1,8 @@
 """Gemma 2 and 3 (Gemma Team 2024, arXiv:2408.00118, and 2025, arXiv:2503.19786).
 
-They are Llamas with norms before and after each sublayer that multiply by 1 + weight, embeddings times √E, a scale of its
-own, and layers with and without a window. Gemma 2 soft-caps scores and logits. Gemma 3 has norms on q and k, and its layers
-with a window have another rotary base.
+They differ from Llama in this: norms stand before and after each sublayer and multiply by 1 + weight, embeddings are multiplied by
+√E, the config gives the score scale, and some layers have a window. Gemma 2 soft-caps scores and logits. Gemma 3 has norms on q and
+k, and another rotary base in layers with a window.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NORMS_HERE = {
 
 
 def _tidy_layers(values: Values, every: int) -> tuple[Values, list[str]]:
-    """Give the window of each layer, where every so many-th has none, and the scale as a word or a number."""
+    """Compute the window and the kind of each layer (every ``every``-th has no window), and the score scale."""
     every = values.pop("sliding_window_pattern", None) or every
     layers = values.get("num_hidden_layers", 26)
     kinds = values.pop("layer_types", None) or [SLIDING if i % every else FULL for i in range(1, layers + 1)]
@@ -49,12 +49,12 @@ def _tidy_layers(values: Values, every: int) -> tuple[Values, list[str]]:
 
 
 def tidy_gemma2(values: Values, names: Collection[str]) -> Values:
-    """Every other layer has a window, beginning with the first."""
+    """Translate the keys of Gemma 2. Every second layer has a window, beginning with the first."""
     return tidy(_tidy_layers(values, 2)[0])
 
 
 def tidy_gemma3(values: Values, names: Collection[str]) -> Values:
-    """Five of six layers have a window, and a rotary base of their own."""
+    """Translate the keys of Gemma 3. Five of six layers have a window, and these have another rotary base."""
     values, kinds = _tidy_layers(values, 6)
     local = {"rope_type": "default", "rope_theta": values.pop("rope_local_base_freq", 10000.0)}
     rope = values.get("rope_parameters") or {}
@@ -63,24 +63,24 @@ def tidy_gemma3(values: Values, names: Collection[str]) -> Values:
     values = tidy({"rope_theta": rope.get("rope_theta", 1e6), **values, "rope_parameters": rope})
     kind = values[ROPE + "rope_type"]
     if SLIDING in kinds and (kind not in ("default", "linear") or local["rope_type"] != "default"):
-        raise ValueError(f"{ROPE}rope_type={kind!r} cannot be honoured: it would hold for layers with a window, too")
-    if kind == "linear":  # of the layers without a window; 1 leaves the others as they are
+        raise ValueError(f"{ROPE}rope_type={kind!r} is not supported in a model with windows: only 'default' or 'linear'")
+    if kind == "linear":  # in layers without a window only; a factor of 1 changes nothing
         values[ROPE + "factor"] = by_layer({FULL: values[ROPE + "factor"], SLIDING: 1.0}, kinds)
     values[ROPE + "rope_theta"] = by_layer({FULL: values[ROPE + "rope_theta"], SLIDING: local["rope_theta"]}, kinds)
     return values
 
 
 def untidy_gemma2(values: Values) -> Values:
-    """Say for each layer whether it has a window, and give the scale as the number under its root."""
+    """Write the keys of Gemma 2: the kind of each layer, and the score scale as the number under the root."""
     scale, window = values["query_pre_attn_scalar"], values["sliding_window"]
-    is_root = isinstance(scale, float) and scale > 1e-6  # ``unlike`` refuses what the number cannot say
+    is_root = isinstance(scale, float) and scale > 1e-6  # `unlike` finds a scale that is not of this form
     scalar = round(scale**-2) if is_root else values["head_dim"]
     kinds = layer_kinds(window, values["num_hidden_layers"])
     return {**untidy(values), "layer_types": kinds, "sliding_window": largest(window), "query_pre_attn_scalar": scalar}
 
 
 def untidy_gemma3(values: Values) -> Values:
-    """Write the rotary bases of both kinds of layers, in both spellings."""
+    """Write the keys of Gemma 3: those of Gemma 2, and the rotary bases in the old and the new spelling."""
     values = untidy_gemma2({**values, ROPE + "factor": largest(values.get(ROPE + "factor"))})
     theta, kinds = values["rope_theta"], values["layer_types"]
     of_kind = dict(zip(kinds, theta if isinstance(theta, list) else [theta] * len(kinds), strict=True))

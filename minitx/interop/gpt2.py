@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019). Its matrices are (in, out), and q, k, v are one (``Conv1D``)."""
+"""GPT-2 (Radford et al. 2019). Its matrices have shape (in, out), and one matrix holds q, k and v (``Conv1D``)."""
 
 from __future__ import annotations
 

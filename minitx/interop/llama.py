@@ -1,4 +1,4 @@
-"""Llama and its kin: Mistral has a window, Qwen2 biases on q, k, v, Qwen3 norms on q and k.
+"""Llama, Mistral, Qwen2 and Qwen3. Mistral has a window, Qwen2 has biases on q, k and v, Qwen3 has norms on q and k.
 
 Touvron et al. 2023, arXiv:2302.13971; Jiang et al. 2023, arXiv:2310.06825; Yang et al. 2024, arXiv:2407.10671, and 2025,
 arXiv:2505.09388.
@@ -23,7 +23,7 @@ GATES = {
 }
 ROPE = "rope_parameters."
 SCALINGS = {"default": None, "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
-# what a kind of scaling calls the turns below which a pair of channels is stretched and above which it is kept
+# the names of `low` and `high` of a `RotaryScaling`
 TURNS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -32,17 +32,17 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def tidy(values: Values, names: Collection[str] = ()) -> Values:
-    """Flatten ``rope_parameters``, from either spelling: that of transformers 5, or ``rope_theta`` beside ``rope_scaling``."""
+    """Turn the rotary options into flat keys. Transformers 5 has ``rope_parameters``, older versions ``rope_theta`` and ``rope_scaling``."""
     theta, old, new = (values.pop(name, None) for name in ("rope_theta", "rope_scaling", "rope_parameters"))
     old, new = dict(old or {}), dict(new or {})
     if theta is not None:
         old["rope_theta"] = theta
     for rope in (old, new):
-        if "type" in rope:  # as older files call it
+        if "type" in rope:  # the name in older files
             rope.setdefault("rope_type", rope.pop("type"))
     for name in old.keys() & new.keys():
         if old[name] != new[name]:
-            raise ValueError(f"{ROPE}{name}={new[name]!r} contradicts the {old[name]!r} of the older spelling beside it")
+            raise ValueError(f"{ROPE}{name}={new[name]!r} contradicts {old[name]!r} in rope_theta or rope_scaling")
     rope = {"rope_type": "default", "rope_theta": 10000.0, **old, **new}
     kind = rope["rope_type"]
     if kind in TURNS:
@@ -52,12 +52,12 @@ def tidy(values: Values, names: Collection[str] = ()) -> Values:
         paper = 0.1 * math.log(rope.get("factor", 1.0)) + 1.0  # Peng et al. 2023, arXiv:2309.00071, eq. 22
         given = rope.pop("attention_factor", None) or paper
         if not math.isclose(given, paper, rel_tol=1e-9):
-            raise ValueError(f"{ROPE}attention_factor={given} cannot be honoured: it must be 0.1 ln(factor) + 1 = {paper}")
+            raise ValueError(f"{ROPE}attention_factor={given} is not supported: it must be 0.1 ln(factor) + 1 = {paper}")
     return {**values, **{ROPE + name: value for name, value in rope.items()}}
 
 
 def untidy(values: Values) -> Values:
-    """Nest them again, in both spellings: an older reader would take 10000 for a missing base in silence."""
+    """Write the rotary options in both spellings: an older version of transformers would use a base of 10000 without warning."""
     rope = {name.removeprefix(ROPE): value for name, value in values.items() if name.startswith(ROPE)}
     kind, theta = rope.setdefault("rope_type", "default"), rope.pop("rope_theta")
     low, high = TURNS.get(kind, ("low", "high"))
@@ -73,32 +73,32 @@ def untidy(values: Values) -> Values:
     return {**{name: value for name, value in values.items() if not name.startswith(ROPE)}, **spellings}
 
 
-# --- layers of two kinds, with a window and without
+# --- layers with and without a window
 
 
 def by_layer(of_kind: Mapping[str, Any], kinds: Sequence[str]) -> Any:
-    """Return a value for each layer, or one for all where they are the same."""
+    """Return the value of each layer as a list, or one value if all layers have the same."""
     unknown = sorted(set(kinds) - set(of_kind))
     if unknown:
-        raise ValueError(f"layer_types={unknown} cannot be honoured: one of {', '.join(of_kind)}")
+        raise ValueError(f"layer_types={unknown} is not supported: each must be one of {', '.join(of_kind)}")
     found = [of_kind[kind] for kind in kinds]
     return found[0] if found and found.count(found[0]) == len(found) else found
 
 
 def layer_kinds(window: Any, num_layers: int) -> list[str]:
-    """Return ``layer_types`` for our ``window``."""
+    """Return ``layer_types`` for the field ``window`` of our config."""
     windows = window if isinstance(window, list) else [window] * num_layers
     return [FULL if one is None else SLIDING for one in windows]
 
 
 def largest(window: Any) -> int | None:
-    """Return the window of those layers that have one."""
+    """Return the largest window of the layers, or None if no layer has one."""
     windows = window if isinstance(window, list) else [window]
     return max((one for one in windows if one is not None), default=None)
 
 
 def tidy_qwen(values: Values, names: Collection[str]) -> Values:
-    """A window counts with ``use_sliding_window`` only, from layer ``max_window_layers`` on."""
+    """Translate the keys of Qwen. With ``use_sliding_window``, the layers from ``max_window_layers`` on have a window."""
     layers, first = values.get("num_hidden_layers", 32), values.pop("max_window_layers", 28)
     given = values.pop("layer_types", None) or [FULL] * min(first, layers) + [SLIDING] * max(layers - first, 0)
     kinds = given if values.pop("use_sliding_window", False) else [FULL] * layers
@@ -107,7 +107,7 @@ def tidy_qwen(values: Values, names: Collection[str]) -> Values:
 
 
 def untidy_qwen(values: Values) -> Values:
-    """Say for each layer whether it has a window, in both spellings."""
+    """Write the keys of Qwen: ``layer_types`` and, for older versions of transformers, ``max_window_layers``."""
     kinds = layer_kinds(values["sliding_window"], values["num_hidden_layers"])
     more = {"layer_types": kinds, "max_window_layers": kinds.count(FULL), "use_sliding_window": SLIDING in kinds}
     return {**untidy(values), **more, "sliding_window": largest(values["sliding_window"])}
@@ -158,7 +158,7 @@ NORMS = {
 def llama_family(
     model_type: str, name: str, defaults: Values, keys: Sequence[Key] = (), fields: Values | None = None, **more: Any
 ) -> Family:
-    """Return a family; ``defaults`` are of keys that differ from Llama's, ``keys`` and ``fields`` come on top."""
+    """Return a family like Llama, with other ``defaults`` of its keys and with additional ``keys`` and ``fields``."""
     shared = tuple(replace(key, default=defaults.get(key.key, key.default)) for key in KEYS)
     return Family(
         model_type=model_type,

@@ -1,6 +1,6 @@
-"""``save_pretrained`` and ``from_pretrained``: models of our own, ``config.json`` beside ``model.safetensors``.
+"""``save_pretrained`` and ``from_pretrained``: a folder with ``config.json`` and ``model.safetensors``.
 
-The weights carry a SHA-256 over every tensor and the config, so that a changed byte in either file is an error.
+The weights file contains a SHA-256 of all tensors and the config. If either file has changed, loading raises an error.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ FORMAT, VERSION = "minitx", 1
 
 
 class CanSave(Protocol):
-    """A tokenizer of ``minitx.data``, or of ``tokenizers``."""
+    """A tokenizer of ``minitx.data`` or of ``tokenizers``."""
 
     def save(self, path: str) -> None:
         """Write the tokenizer to the file ``path``."""
 
 
 def save_pretrained(model: TransformerModel, folder: str | Path, *, tokenizer: CanSave | None = None) -> None:
-    """Write ``config.json`` and ``model.safetensors``; a tied head is written once.
+    """Save a model as ``config.json`` and ``model.safetensors``.
 
-    ``huggingface_hub.upload_folder(folder_path=folder, repo_id="me/mine")`` puts such a folder on the hub.
+    ``huggingface_hub.upload_folder(folder_path=folder, repo_id="me/mine")`` uploads such a folder to the hub.
 
     Args:
-        folder: made if it is missing.
-        tokenizer: written beside them, as ``tokenizer.json``, which ``tokenizers`` and ``minitx.data`` read.
+        model: any model of ``minitx.nn``. Tied weights are saved once.
+        folder: created if it does not exist.
+        tokenizer: saved as ``tokenizer.json``, which ``tokenizers`` and ``minitx.data`` read.
 
     >>> import tempfile
     >>> from minitx.nn import DecoderLM
@@ -58,25 +59,23 @@ def save_pretrained(model: TransformerModel, folder: str | Path, *, tokenizer: C
 
 
 def from_pretrained(folder: str | Path, *, config: TransformerConfig | None = None) -> TransformerModel:
-    """Load the model that ``save_pretrained`` wrote, bit for bit, in eval mode.
+    """Load a model that ``save_pretrained`` saved. Its weights are bitwise equal. It is in evaluation mode.
 
     Args:
-        folder: a local folder, or a name on the hub, as for ``load_hf``.
-        config: what the caller expects; another one in the folder is an error.
+        folder: a local folder, or a name on the Hugging Face hub, as in ``load_hf``.
+        config: the expected config. Default: any.
 
     Raises:
-        FileNotFoundError: no such folder, file or model on the hub.
-        ValueError: another format; a file that changed after it was written; a config other than the expected one.
+        FileNotFoundError: the folder, a file in it, or the model on the hub does not exist.
+        ValueError: another format, a file that has changed since it was saved, or another config than expected.
     """
     folder = find_folder(folder)
     values = read_json(folder / "config.json")
-    if values.get("format") != FORMAT:
-        hint = "; it is of Hugging Face's kind: use load_hf" if "model_type" in values else ""
-        raise ValueError(f"{folder} holds no model of minitx: config.json has format={values.get('format')!r}{hint}")
-    if values.get("format_version") != VERSION:
-        raise ValueError(
-            f"{folder} has format_version={values.get('format_version')!r}; this version of minitx reads {VERSION}"
-        )
+    kind, version = values.get("format"), values.get("format_version")
+    if (kind, version) != (FORMAT, VERSION):
+        hint = "; for a Hugging Face model, use load_hf" if "model_type" in values else ""
+        wanted = f"format={FORMAT!r} and format_version={VERSION}"
+        raise ValueError(f"{folder}: config.json must have {wanted}, got format={kind!r} and format_version={version!r}{hint}")
     tensors = _read(folder, values.get("model"))
     try:
         found = from_dict(TransformerConfig, values["model"])
@@ -84,29 +83,29 @@ def from_pretrained(folder: str | Path, *, config: TransformerConfig | None = No
         raise ValueError(f"{folder}: the config was written by another version of minitx: {error}") from None
     if config is not None and found != config:
         ours, theirs = to_dict(config), to_dict(found)
-        differing = (f"{name}={theirs[name]} against {ours[name]}" for name in sorted(ours) if theirs[name] != ours[name])
-        raise ValueError(f"{folder} is not what config asks for: {', '.join(differing)}")
+        differing = (f"{name}={theirs[name]}, not {ours[name]}" for name in sorted(ours) if theirs[name] != ours[name])
+        raise ValueError(f"{folder} does not have the expected config: {'; '.join(differing)}")
     with torch.random.fork_rng(devices=[]):
         model = build_model(found)
     targets = _tensors(model)
     shapes, found_shapes = ({name: one.shape for name, one in some.items()} for some in (targets, tensors))
     wrong = sorted(name for name in shapes.keys() | found_shapes.keys() if shapes.get(name) != found_shapes.get(name))
     if wrong:
-        raise ValueError(f"{folder}: the weights were written by another version of minitx; these differ: {', '.join(wrong)}")
+        raise ValueError(f"{folder}: the weights do not fit this version of minitx; different tensors: {', '.join(wrong)}")
     for name, tensor in targets.items():
         tensor.data = tensors[name]
     return model.eval()
 
 
 def _tensors(model: TransformerModel) -> dict[str, Tensor]:
-    """Return parameters, a shared one once, and persistent buffers."""
+    """Return the parameters, shared ones once, and the persistent buffers."""
     parameters, names = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
     buffers = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in names}
     return {**parameters, **buffers}
 
 
 def _digest(tensors: Mapping[str, Tensor], config: Any) -> str:
-    """Return the SHA-256 of names, dtypes, shapes, bytes and the config."""
+    """Return the SHA-256 of the config and of the names, dtypes, shapes and bytes of the tensors."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -116,7 +115,7 @@ def _digest(tensors: Mapping[str, Tensor], config: Any) -> str:
 
 
 def _read(folder: Path, config: Any) -> dict[str, Tensor]:
-    """Return the tensors of a folder, if neither they nor ``config`` have changed since they were written."""
+    """Return the tensors of a folder. Raise a ValueError if they or ``config`` have changed since they were saved."""
     path = folder / WEIGHTS
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
@@ -127,7 +126,7 @@ def _read(folder: Path, config: Any) -> dict[str, Tensor]:
     except (SafetensorError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if wanted is None:
-        raise ValueError(f"{path} is damaged, or was not written by save_pretrained: its metadata has no sha256")
+        raise ValueError(f"{path} is damaged or was not saved by save_pretrained: its metadata has no sha256")
     if _digest(tensors, config) != wanted:
-        raise ValueError(f"{folder}: {WEIGHTS} is damaged, or config.json is not the config that it was written with")
+        raise ValueError(f"{folder}: {WEIGHTS} is damaged, or config.json has changed since it was saved")
     return tensors

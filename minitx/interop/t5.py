@@ -1,4 +1,4 @@
-"""T5 (Raffel et al. 2020) v1.0 and v1.1: unscaled scores, a relative bias of its own for each stack, RMSNorm, no biases."""
+"""T5 v1.0 and v1.1 (Raffel et al. 2020): unscaled scores, a relative position bias in encoder and decoder, RMSNorm, no biases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FEED_FORWARD = {
     "relu": "relu",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
-    "gated-gelu": "geglu_tanh",  # the tanh form, whatever its name says
+    "gated-gelu": "geglu_tanh",  # T5's code computes the tanh form
     "gated-gelu_new": "geglu_tanh",
     "gated-silu": "swiglu",
     "gated-relu": "reglu",
@@ -19,9 +19,10 @@ FEED_FORWARD = {
 
 
 def tidy(values: Values, names: Collection[str]) -> Values:
-    """Which of both versions: an untied head (v1.1) takes unscaled states; transformers 5 says so in a key of its own.
+    """Find the version: the tied head of v1.0 scales the hidden states, the untied head of v1.1 does not.
 
-    It writes ``tie_word_embeddings: true`` for both, and lets the presence of ``lm_head.weight`` decide.
+    Transformers 5 writes ``tie_word_embeddings: true`` for both, and ``scale_decoder_outputs``. Its head is untied if the file
+    contains ``lm_head.weight``.
     """
     tied = values.get("tie_word_embeddings") is not False
     scaled = values.setdefault("scale_decoder_outputs", tied)
@@ -30,10 +31,10 @@ def tidy(values: Values, names: Collection[str]) -> Values:
 
 
 def _block(side: str, ours: str, feed: int) -> dict[str, str | Place]:
-    """One side's block: self-attention is its layer 0, the feed-forward its layer ``feed``."""
+    """Return the tensor names of ``side``. Self-attention is layer 0 of a block, the feed-forward network layer ``feed``."""
     theirs = f"{side}.block.*.layer"
 
-    def way_in(config: TransformerConfig) -> str:
+    def up_proj(config: TransformerConfig) -> str:
         return f"{theirs}.{feed}.DenseReluDense.wi" + ("_1" if "glu" in config.activation else "")
 
     return {
@@ -43,7 +44,7 @@ def _block(side: str, ours: str, feed: int) -> dict[str, str | Place]:
         f"{ours}attn_bias": f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias",
         f"{ours}blocks.*.feedforward_residual.norm": f"{theirs}.{feed}.layer_norm",
         f"{ours}blocks.*.feedforward.gate_proj": f"{theirs}.{feed}.DenseReluDense.wi_0",
-        f"{ours}blocks.*.feedforward.up_proj": Place(way_in),
+        f"{ours}blocks.*.feedforward.up_proj": Place(up_proj),
         f"{ours}blocks.*.feedforward.down_proj": f"{theirs}.{feed}.DenseReluDense.wo",
         f"{ours}final_norm": f"{side}.final_layer_norm",
     }

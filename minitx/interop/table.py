@@ -1,7 +1,8 @@
-"""A family of foreign models is a table: which key of their config is which field of ours, and where each tensor lies.
+"""The tables that translate Hugging Face configs and tensor names.
 
-Every key of a ``config.json`` is read by the table, must have one value (``required``), or is passed over because it does
-not change what the model computes. Any other key is refused by name.
+A ``Family`` lists which key of ``config.json`` is which field of ``TransformerConfig``, and the name of each tensor. Every key of a
+``config.json`` is translated, must have a certain value (``required``), or is ignored because it does not change what the model
+computes. Any other key is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from minitx.config import ConfigError, TransformerConfig, from_dict, to_dict
 Values = dict[str, Any]
 Tidy = Callable[[Values, Collection[str]], Values]
 
-# Names and patterns of keys that do not change what a trained model computes, in any family.
+# patterns of keys that do not change what a trained model computes, in any family
 HARMLESS = (
     *("_*", "name_or_path", "transformers.js_config", "unsloth_*", "is_llama_config", "auto_map", "*version"),
     *("dtype", "torch_dtype", "torchscript", "attn_implementation", "use_cache", "cache_implementation"),
@@ -27,18 +28,20 @@ HARMLESS = (
     *("max_length", "min_length", "do_sample", "num_beams", "temperature", "top_k", "top_p"),
     *("repetition_penalty", "length_penalty", "no_repeat_ngram_size", "early_stopping"),
 )
-# Fields that do not change what a trained model computes.
+# fields of our config that do not change what a trained model computes
 TRAINING = ("dropout", "stochastic_depth", "checkpointing", "backend", "init", "init_fold", "init_zero_outputs")
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2"}
 
 
 @dataclass(frozen=True)
 class Key:
-    """``key`` of their config is the field ``name`` of ours.
+    """One key of ``config.json`` and the field of our config that it corresponds to.
 
     Args:
-        default: what an absent key means.
-        words: their value -> our value, where they differ. Of two that mean the same, the first is written.
+        key: the key.
+        name: our field.
+        default: the value if the key is missing.
+        words: a table from their values to ours, if they differ. If two of their values mean the same, the first is written.
     """
 
     key: str
@@ -47,17 +50,17 @@ class Key:
     words: Mapping[Any, Any] | None = None
 
     def read(self, values: Mapping[str, Any]) -> Any:
-        """Return the value of our field."""
+        """Return the value of our field from the values of ``config.json``."""
         theirs = values.get(self.key, self.default)
         if self.words is None:
             return theirs
         for word, meaning in self.words.items():
             if word == theirs:
                 return meaning
-        raise ValueError(f"{self.key}={theirs!r} cannot be honoured: one of {', '.join(map(repr, self.words))}")
+        raise ValueError(f"{self.key}={theirs!r} is not supported: it must be one of {', '.join(map(repr, self.words))}")
 
     def write(self, fields: Mapping[str, Any]) -> Values:
-        """Return their key and value, or nothing where no word says it."""
+        """Return their key and value, or an empty dict if they have no such value."""
         ours = fields[self.name]
         if self.words is None:
             return {self.key: ours}
@@ -67,15 +70,15 @@ class Key:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies in their file, and how its layout differs.
+    """The name of a tensor in their file, and how its layout differs from ours.
 
     Args:
-        name: of a module (its weight and bias go with it) or of a tensor, with ``*`` for the number of the layer; a
-            function of the config where it depends on that.
-        transposed: a matrix is (in, out), as in ``Conv1D``.
-        part: (i, n): the i-th of n equal parts of the output axis.
-        shape: their shape, where the same numbers have another one.
-        shift: ours minus theirs: 1 for a norm that multiplies by 1 + weight.
+        name: the name of a tensor, or of a module with a weight and a bias. ``*`` stands for the number of the layer. A function of
+            the config if the name depends on it.
+        transposed: whether a matrix has shape (in, out), as in ``Conv1D``.
+        part: (i, n) if ours is the i-th of n equal parts along the output axis.
+        shape: their shape as a function of the config, if it differs.
+        shift: our values minus theirs: 1 for a norm that multiplies by 1 + weight.
     """
 
     name: str | Callable[[TransformerConfig], str]
@@ -90,14 +93,14 @@ Tensors = Mapping[str, str | Place]
 
 @dataclass(frozen=True)
 class Architecture:
-    """One class of a family.
+    """One model class of a family, such as ``BertForMaskedLM``.
 
     Args:
-        fields: fields of ours that this class decides.
-        tensors: of its head, by our names.
-        ignored: patterns of tensors that its file may hold for another class.
-        twice: second names of tensors, which an untied model writes too.
-        is_base: whether tensors have no prefix.
+        fields: the fields of our config that this class determines.
+        tensors: our names to theirs, for the head.
+        ignored: patterns of tensors in the file that belong to other classes.
+        twice: second names of tensors, and their first names. A model without tied embeddings is saved with both.
+        is_base: whether its files have no prefix in tensor names.
     """
 
     fields: Values
@@ -109,18 +112,22 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Family:
-    """A ``model_type``.
+    """All models of one ``model_type``.
 
     Args:
-        keys: what can vary.
-        fields: fields of ours that are the same in all models of the family.
-        required: keys with one allowed value.
-        architectures: by class name; the first is the default.
-        tensors: our names -> places, without ``prefix``.
-        harmless: more patterns of keys that change nothing. ignored: of tensors that no model uses.
-        copies: tensors that may repeat another one.
-        renames: old parts of tensor names -> new ones.
-        tidy: (config, tensor names) -> config with flat keys in one spelling; untidy: the way back.
+        model_type: the value of this key in ``config.json``.
+        keys: the keys that differ between the models.
+        architectures: the model classes by name. The first is the default.
+        fields: the fields of our config that are the same in all models.
+        tensors: our names to theirs, without ``prefix``.
+        required: keys with only one supported value.
+        prefix: what tensor names begin with.
+        harmless: further patterns of keys that do not change what the model computes.
+        ignored: patterns of tensors that no model uses.
+        copies: tensors that may repeat another tensor, and the name of that one.
+        renames: parts of tensor names in older files, and the present ones.
+        tidy: prepares the values of ``config.json`` for ``keys``. It also gets the tensor names.
+        untidy: the reverse of ``tidy``.
     """
 
     model_type: str
@@ -139,40 +146,43 @@ class Family:
 
 
 def find_architecture(family: Family, values: Values) -> Architecture:
-    """Return the class that ``architectures`` of ``config.json`` names.
+    """Return the model class named by ``architectures`` in ``config.json``.
 
     Raises:
-        ValueError: another class, or several.
+        ValueError: an unknown class, or several.
     """
     listed = values.get("architectures") or [next(iter(family.architectures))]
     if len(listed) != 1 or listed[0] not in family.architectures:
         known = ", ".join(family.architectures)
-        raise ValueError(f"architectures={listed} is not known for model_type={family.model_type!r}: one of {known}")
+        raise ValueError(f"architectures={listed} is not supported for model_type={family.model_type!r}: one of {known}")
     return family.architectures[listed[0]]
 
 
 def read_config(
     family: Family, architecture: Architecture, values: Values, names: Collection[str]
 ) -> tuple[TransformerConfig, list[str]]:
-    """Translate ``config.json``.
+    """Translate ``config.json`` to our config.
 
     Args:
-        values: its contents. names: of the tensors beside it, without the prefix; some classes need to look.
+        family: the family of ``model_type``.
+        architecture: the model class.
+        values: the contents of ``config.json``.
+        names: the tensor names in the weights file, without the prefix.
 
     Returns:
-        Our config, and the keys that were passed over.
+        Our config, and the keys that were ignored.
 
     Raises:
-        ValueError: keys that cannot be honoured, by name and value.
+        ValueError: a key or value that is not supported.
     """
     if values.get("id2label"):
         values = {**values, "num_labels": len(values["id2label"])}
     try:
         values = family.tidy(dict(values), names)
     except (TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"a key has a value of a wrong type: {error}") from None
+        raise ValueError(f"config.json has a value of a wrong type: {error}") from None
     fields = {**family.fields, **{key.name: key.read(values) for key in family.keys}, **architecture.fields}
-    if fields.get("pooler") and fields["head"] == "none":  # a base model may lack it, and its config does not say so
+    if fields.get("pooler") and fields["head"] == "none":  # only the weights show whether a base model has a pooler
         fields["pooler"] = any(name.startswith("pooler.") for name in names)
     try:
         config = from_dict(TransformerConfig, fields)
@@ -184,7 +194,7 @@ def read_config(
 
 
 def _check_rest(family: Family, values: Values) -> list[str]:
-    """Return the keys that are passed over; refuse those that could change the answer."""
+    """Return the keys that are ignored. Raise a ValueError for unknown keys that could change what the model computes."""
     read = {"architectures", "model_type", *(key.key for key in family.keys)}
     passed, refused = [], []
     for name, value in values.items():
@@ -192,19 +202,19 @@ def _check_rest(family: Family, values: Values) -> list[str]:
         if name in read or (name in family.required and value in (wanted, None)):
             continue
         if name in family.required:
-            refused.append(f"{name}={value!r} cannot be honoured: it must be {wanted!r}")
+            refused.append(f"{name}={value!r} is not supported: it must be {wanted!r}")
         elif not value or any(fnmatchcase(name, pattern) for pattern in (*HARMLESS, *family.harmless)):
             passed.append(name)
         else:
-            way_out = f"overrides={{{name!r}: None}} loads the model without it"
-            refused.append(f"{name}={value!r} is not a known option of model_type={family.model_type!r}; {way_out}")
+            hint = f"to ignore it, pass overrides={{{name!r}: None}}"
+            refused.append(f"{name}={value!r} is not a known option of model_type={family.model_type!r}; {hint}")
     if refused:
         raise ValueError("; ".join(refused))
     return passed
 
 
 def write_config(family: Family, name: str, config: TransformerConfig) -> Values:
-    """Write our config as the ``config.json`` of class ``name``. ``unlike`` tells whether it means the same."""
+    """Return our config as the ``config.json`` of class ``name``. Fields without a key are lost; ``unlike`` finds them."""
     fields = filled(config)
     values: Values = {}
     for key in family.keys:
@@ -220,7 +230,7 @@ def write_config(family: Family, name: str, config: TransformerConfig) -> Values
 def unlike(
     family: Family, architecture: Architecture, values: Values, names: Collection[str], config: TransformerConfig
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the fields in which ``config.json`` ``values`` do not mean ``config``: (here, there)."""
+    """Return the fields of ``config`` that the ``config.json`` ``values`` would give another value: (ours, theirs)."""
     try:
         again = filled(read_config(family, architecture, values, names)[0])
     except ValueError as error:
@@ -232,7 +242,7 @@ def unlike(
 
 
 def filled(config: TransformerConfig) -> Values:
-    """Return the fields with their defaults filled in."""
+    """Return the fields, with computed defaults filled in."""
     values = to_dict(config)
     values["num_kv_heads"], values["head_dim"] = config.kv_heads, config.width_per_head
     values["ffn_dim"], values["num_decoder_layers"] = config.ffn_width, config.decoder_layers

@@ -1,4 +1,4 @@
-"""ViT (Dosovitskiy et al. 2021). Patches there are a convolution, whose kernel is our matrix in another shape."""
+"""ViT (Dosovitskiy et al. 2021). Its patch embedding is a convolution; the kernel is our matrix in another shape."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from minitx.interop.table import ACTIVATIONS, Architecture, Family, Key, Place, 
 
 
 def tidy(values: Values, names: Collection[str]) -> Values:
-    """A square given as [side, side] is its side."""
+    """Replace [side, side] by the side. Images and patches must be square."""
     for name in ("image_size", "patch_size"):
         sides = values.get(name)
         if isinstance(sides, list) and len(set(sides)) == 1:
             values[name] = sides[0]
         elif isinstance(sides, list):
-            raise ValueError(f"{name}={sides} cannot be honoured: images and patches are squares")
+            raise ValueError(f"{name}={sides} is not supported: images and patches must be square")
     return values
 
 
@@ -62,6 +62,6 @@ VIT = Family(
         "final_norm": "layernorm",
         "pool.dense": "pooler.dense",
     },
-    harmless=("encoder_stride", "pooler_output_size"),  # another size does not fit the weights
+    harmless=("encoder_stride", "pooler_output_size"),  # they do not change the output
     tidy=tidy,
 )

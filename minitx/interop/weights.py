@@ -1,4 +1,4 @@
-"""Folders and hub names of Hugging Face models in and out, by the tables of the families."""
+"""``load_hf`` and ``save_hf``: load and save models in the format of Hugging Face."""
 
 from __future__ import annotations
 
@@ -38,29 +38,30 @@ def load_hf(
     overrides: Mapping[str, Any] | None = None,
     ignore: Sequence[str] = (),
 ) -> TransformerModel:
-    """Load a Hugging Face model, in eval mode: GPT-2, Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3, BERT, RoBERTa, T5, ViT.
+    """Load a Hugging Face model: GPT-2, Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3, BERT, RoBERTa, T5 or ViT.
 
-    Reads ``config.json`` and ``model.safetensors`` (or the shards of ``model.safetensors.index.json``), and nothing else: no
-    pickle, no code. The class is that of ``architectures``. Keys of the config that do not change what the model computes
-    are passed over, and one line of the log (``minitx.interop``, INFO) names them.
+    It reads ``config.json`` and ``model.safetensors`` (or the shards of ``model.safetensors.index.json``), never pickle files or code.
+    ``architectures`` in the config decides the model class. Keys that do not change what the model computes are ignored and logged
+    (``minitx.interop``, level INFO). The model is in evaluation mode.
 
     Args:
-        folder: a local folder, or a name on the hub such as ``openai-community/gpt2``. A model of the hub is fetched by
-            ``huggingface_hub`` into its usual cache; offline (``HF_HUB_OFFLINE=1``) it is read from there.
-        dtype: of the parameters; default as in the file.
-        overrides: entries to take instead of those in ``config.json``.
-        ignore: tensors of the file to leave out, by name or pattern (``"cls.seq_relationship.*"``).
+        folder: a local folder, or a name on the hub such as ``openai-community/gpt2``. ``huggingface_hub`` downloads it into its
+            usual cache. Offline (``HF_HUB_OFFLINE=1``) it is read from the cache.
+        dtype: the dtype of the parameters. Default: that of the file.
+        overrides: values that replace those of ``config.json``.
+        ignore: names or patterns of tensors in the file to ignore, such as ``"cls.seq_relationship.*"``.
 
     Raises:
-        FileNotFoundError: no such folder, file or model on the hub.
-        ValueError: keys of the config that the model cannot honour; tensors that are missing, left over or of another
-            shape. All of them are named.
+        FileNotFoundError: the folder, a file in it, or the model on the hub does not exist.
+        ValueError: keys of the config that are not supported, or tensors that are missing, unexpected or of a wrong shape. The
+            message lists all of them.
     """
     folder = find_folder(folder)
     values = {**read_json(folder / "config.json"), **(overrides or {})}
     if values.get("model_type") not in FAMILIES:
-        hint = "; from_pretrained reads folders of minitx" if values.get("format") == "minitx" else ""
-        raise ValueError(f"{folder}: model_type={values.get('model_type')!r} is not known: one of {', '.join(FAMILIES)}{hint}")
+        hint = "; for a model of minitx, use from_pretrained" if values.get("format") == "minitx" else ""
+        known = ", ".join(FAMILIES)
+        raise ValueError(f"{folder}: model_type={values.get('model_type')!r} is not supported: one of {known}{hint}")
     family = FAMILIES[values["model_type"]]
     try:
         architecture = find_architecture(family, values)
@@ -73,26 +74,26 @@ def load_hf(
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     if passed:
-        log.info("%s: keys that do not change what the model computes are passed over: %s", folder, ", ".join(passed))
+        log.info("%s: ignored keys, which do not change what the model computes: %s", folder, ", ".join(passed))
     return model.eval()
 
 
 def save_hf(
     model: TransformerModel, folder: str | Path, *, model_type: str | None = None, max_shard_bytes: int = 5_000_000_000
 ) -> None:
-    """Write a model as a Hugging Face folder that ``load_hf`` and ``transformers`` read back.
+    """Save a model as a Hugging Face folder, which ``load_hf`` and ``transformers`` can load.
 
     Args:
-        model: any model whose config one of the families can express, wherever it comes from.
-        folder: made if it is missing.
-        model_type: for example ``mistral``; default the first family that expresses the config.
-        max_shard_bytes: tensors beyond it go to further files, with an index.
+        model: a model of ``minitx.nn`` that one of the supported families can represent.
+        folder: created if it does not exist.
+        model_type: for example ``mistral``. Default: the first family that can represent the model.
+        max_shard_bytes: the largest size of one file. A larger model is split into several files with an index.
 
     Raises:
-        ValueError: a model that no family can express; the fields that the nearest one lacks are named.
+        ValueError: no family can represent the model. The message names the closest family and the fields that differ.
     """
     if model_type is not None and model_type not in FAMILIES:
-        raise ValueError(f"model_type={model_type!r} is not known: one of {', '.join(FAMILIES)}")
+        raise ValueError(f"model_type={model_type!r} is not supported: one of {', '.join(FAMILIES)}")
     lacking: dict[str, dict[str, tuple[Any, Any]]] = {}
     for family in KNOWN if model_type is None else (FAMILIES[model_type],):
         for name, architecture in family.architectures.items():
@@ -107,18 +108,18 @@ def save_hf(
                 write_shards(Path(folder), tensors, max_shard_bytes)
                 return
     nearest = min(lacking, key=lambda name: ("architecture" in lacking[name], len(lacking[name])))
-    wrong = ", ".join(f"{field}={ours!r} (there {theirs!r})" for field, (ours, theirs) in lacking[nearest].items())
-    raise ValueError(f"no family of Hugging Face models can express this config; {nearest} comes nearest and lacks {wrong}")
+    wrong = ", ".join(f"{field}={ours!r} would be {theirs!r}" for field, (ours, theirs) in lacking[nearest].items())
+    raise ValueError(f"no Hugging Face class can represent this model; in the closest one, {nearest}, {wrong}")
 
 
 def _read_files(folder: Path, family: Family, ignored: Sequence[str]) -> dict[str, Tensor]:
-    """Return the tensors of the folder by their names without prefix, but the ignored ones."""
+    """Return the tensors of the folder, by their names without the prefix and without the ignored ones."""
     tensors: dict[str, Tensor] = {}
     for path in _files(folder):
         try:
-            found = load_file(path)  # mapped from the disk
+            found = load_file(path)  # memory-mapped
         except SafetensorError as error:
-            raise ValueError(f"{path.name} is not a whole safetensors file: {error}") from None
+            raise ValueError(f"{path.name} is not a valid safetensors file: {error}") from None
         for name, tensor in found.items():
             plain = name.removeprefix(family.prefix)
             for old, new in family.renames.items():
@@ -126,9 +127,9 @@ def _read_files(folder: Path, family: Family, ignored: Sequence[str]) -> dict[st
             if any(fnmatchcase(one, pattern) for one in (name, plain) for pattern in ignored):
                 continue
             if plain in tensors:
-                raise ValueError(f"{name} is there twice, with and without the prefix {family.prefix}")
+                raise ValueError(f"the weights contain {plain} twice, with and without the prefix {family.prefix}")
             tensors[plain] = tensor
-    for copy, original in family.copies.items():  # of two names of one tensor, a file may hold either
+    for copy, original in family.copies.items():  # a file may contain only the copy
         if original not in tensors and copy in tensors:
             tensors[original] = tensors.pop(copy)
     return tensors
@@ -145,12 +146,12 @@ def _files(folder: Path) -> list[Path]:
             raise FileNotFoundError(f"{folder / INDEX} lists shards that are not in the folder: {', '.join(missing)}")
         return [folder / shard for shard in shards]
     pickled = any(folder.glob("*.bin"))
-    hint = "; pickled weights (*.bin) are not read: have transformers save them as safetensors" if pickled else ""
+    hint = "; pickled weights (*.bin) are not supported: save them with transformers as safetensors" if pickled else ""
     raise FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}")
 
 
 def _places(model: nn.Module, family: Family, architecture: Architecture, prefix: str = "") -> dict[str, Place]:
-    """Return where each parameter lies that the table knows; those outside of the head begin with ``prefix``."""
+    """Return the place of each parameter that is in the table. ``prefix`` is added to names outside the head."""
     config: TransformerConfig = model.config  # type: ignore[assignment]
     places: dict[str, Place] = {}
     for name, _ in model.named_parameters():
@@ -170,35 +171,35 @@ def _places(model: nn.Module, family: Family, architecture: Architecture, prefix
 def _fitted(
     model: TransformerModel, places: Mapping[str, Place], family: Family, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return every parameter by our names and in our layout."""
+    """Return the tensors by our names and in our layout. Raise a ValueError that lists all tensors that do not fit."""
     faults, fitted = [], {}
     for name, parameter in model.named_parameters():
         place = places.get(name)
         theirs = "" if place is None else str(place.name)
         if place is None or theirs not in tensors:
-            faults.append(f"{name} {tuple(parameter.shape)} is not filled: the file has no {theirs or 'tensor for it'}")
+            faults.append(f"{name} {tuple(parameter.shape)} is missing: the file has no {theirs or 'tensor for it'}")
             continue
         wanted, shape = _shape_there(place, parameter.shape, model.config), tuple(tensors[theirs].shape)
         if shape == wanted:
             tensor = tensors[theirs].T if place.transposed and len(shape) == 2 else tensors[theirs]
             fitted[name] = tensor.chunk(place.part[1])[place.part[0]].reshape(parameter.shape)
         else:
-            vocab = ", so its rows are not the vocab_size of the config: padded?" if name == "embeddings.token.weight" else ""
-            faults.append(f"{theirs} has shape {shape}, but the config wants {wanted}{vocab}")
+            hint = " (is the table larger than vocab_size?)" if name == "embeddings.token.weight" else ""
+            faults.append(f"{theirs} has shape {shape}, but the config needs {wanted}{hint}")
     for name in tensors.keys() - {place.name for place in places.values()}:
         original = family.copies.get(name)
         if original is None:
-            faults.append(f"{name} {tuple(tensors[name].shape)} is in the file, but this model has no place for it")
+            faults.append(f"{name} {tuple(tensors[name].shape)} is unexpected: it is in the file, but not in this model")
         elif not torch.equal(tensors[name], tensors[original]):
             faults.append(f"{name} differs from {original}, but the config ties them")
     if faults:
-        what = "; ".join(sorted(faults))
-        raise ValueError(f"the weights do not fit {type(model).__name__}: {what}. Tensors of no use: ignore=[...]")
+        listed = "; ".join(sorted(faults))
+        raise ValueError(f"the weights do not fit {type(model).__name__}: {listed}. To ignore unexpected tensors: ignore=[...]")
     return fitted
 
 
 def _shape_there(place: Place, shape: Sequence[int], config: TransformerConfig) -> tuple[int, ...]:
-    """Return their shape of the tensor that (a part of) is ours of ``shape``."""
+    """Return the shape of the tensor in their file that contains our parameter of shape ``shape``."""
     if place.shape is not None:
         return place.shape(config)
     whole = (shape[0] * place.part[1], *shape[1:])
@@ -206,7 +207,7 @@ def _shape_there(place: Place, shape: Sequence[int], config: TransformerConfig) 
 
 
 def _fill(model: nn.Module, tensors: dict[str, Tensor], places: Mapping[str, Place], dtype: torch.dtype | None) -> None:
-    """Put tensors in the place of parameters on the meta device; a shared parameter stays shared."""
+    """Replace the parameters on the meta device by tensors. Shared parameters stay shared."""
     fresh = {}
     for name, parameter in model.named_parameters():
         tensor = tensors.pop(name)
@@ -222,7 +223,7 @@ def _write_tensors(model: TransformerModel, family: Family, architecture: Archit
     parts: dict[str, list[tuple[Place, Tensor]]] = {}
     for name, parameter in model.named_parameters():
         if name not in places:
-            raise ValueError(f"{name} {tuple(parameter.shape)} has no place in a model_type={family.model_type!r}")
+            raise ValueError(f"{name} {tuple(parameter.shape)} has no counterpart in model_type={family.model_type!r}")
         parts.setdefault(str(places[name].name), []).append((places[name], parameter.detach().cpu()))
     tensors = {}
     for name, found in parts.items():

@@ -1,10 +1,11 @@
-"""The blocks. Torch and the standard library only.
+"""Attention, Transformer blocks and models. This package needs torch and the standard library only.
 
-Shapes, one legend for the whole project: **B** batch, **H** query heads, **Hkv** key/value heads, **L** query length,
+The letters of shapes are the same everywhere: **B** batch, **H** query heads, **Hkv** key/value heads, **L** query length,
 **S** key length, **D** head_dim (the papers' d_k), **Dv** value head_dim, **E** embed_dim (d_model), **V** vocabulary.
-Inside attention (B, H, L, D); outside (B, L, E). Masks: bool, True = may attend.
+Queries inside attention have shape (B, H, L, D). Hidden states between layers have shape (B, L, E). Masks are bool, True = may
+attend.
 
-``minitx.nn.efficient`` (linear, Performer, Linformer) is imported by name.
+Additive, linear, Performer and Linformer attention are in ``minitx.nn.efficient``.
 """
 
 from minitx.nn.attention import DotProductAttention, MultiHeadAttention

@@ -25,8 +25,8 @@ class DotProductAttention(nn.Module):
     only, which ``fold_scale`` needs.
 
     Args:
-        backend: ``auto``, ``math``, ``sdpa``, ``chunked``, ``flex`` or a registered name. Register a backend of your own before
-            you build the module that names it.
+        backend: ``auto``, ``math``, ``sdpa``, ``chunked``, ``flex``, ``varlen`` or a registered name. Register a backend of your
+            own before you build the module that names it.
         strict: raise instead of leaving a fused kernel.
 
     Raises:
@@ -114,7 +114,7 @@ class MultiHeadAttention(nn.Module):
         if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
         self.head_dim = D = embed_dim // num_heads if head_dim is None else head_dim
-        kdim, vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
+        self.kdim, self.vdim = kdim, vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
         if min(D, kdim, vdim) < 1:
             raise ValueError(f"head_dim, kdim and vdim must be positive, got {D}, {kdim} and {vdim}")
         check_settings(softcap, dropout)
@@ -172,14 +172,15 @@ class MultiHeadAttention(nn.Module):
             mask = intersect(mask, Padding(key_mask) if key_mask is not None else None, Causal() if is_causal else None)
         if isinstance(attn_bias, nn.Module):
             attn_bias = as_bias(attn_bias)  # the rule with the table as it is now: chunked cannot pack a module
-        multiplier = self.scale.multiplier
+        scale = self.scale
+        multiplier = scale.multiplier
         if multiplier is None:  # it depends on the head, on the query's position, or on what a subclass does
             counts = None
-            if self.scale.needs_counts:
+            if scale.needs_counts:
                 if mask is not None:
                     mask.check(q.shape[0], self.num_heads, q.shape[2], k.shape[2])
                 counts = real_key_counts(mask, q.shape[0], q.shape[2], k.shape[2], q.device)
-            q, multiplier = self.scale(q, counts)
+            q, multiplier = scale(q, counts)
         call = AttentionCall(
             *(q, k, v, mask, attn_bias, multiplier, self.softcap, self.sinks),
             dropout_p=self.dropout if self.training else 0.0,
@@ -193,9 +194,10 @@ class MultiHeadAttention(nn.Module):
         return out if weights is None else (out, weights)
 
     def make_cache(self, capacity: int, window: int | None = None) -> LayerCache:
-        """The smallest cache that serves this layer for ``capacity`` positions, of which a query sees the last ``window``.
+        """Return the smallest cache for ``capacity`` positions, of which a query sees the last ``window`` (None: all).
 
-        A core can make its own in ``make_cache(capacity)``. With ``scale="log_length"`` all keys are kept, because they are counted.
+        A core with a method ``make_cache(capacity)`` makes its own. With ``scale="log_length"`` all keys are kept, because they are
+        counted.
         """
         if self.scale.needs_counts:
             return LayerCache(capacity)
@@ -238,14 +240,14 @@ class MultiHeadAttention(nn.Module):
         if self.rotary is not None and key is not None and key is not query:
             raise ValueError("rotary positions are for self-attention: queries and keys need one position axis")
         key = query if key is None else key
-        given = (
-            ("query", query, self.q_proj),
-            ("key", key, self.k_proj),
-            ("value", key if value is None else value, self.v_proj),
-        )
-        for name, tensor, projection in given:
-            if tensor.dim() != 3 or tensor.shape[-1] != projection.in_features or tensor.shape[0] != query.shape[0]:
-                wanted = f"(batch, length, {projection.in_features}) with the query's batch size"
+        given = [("query", query, self.embed_dim)]
+        if key is not query or self.kdim != self.embed_dim:  # else it is what was just checked
+            given.append(("key", key, self.kdim))
+        if value is not None or self.vdim != self.kdim:
+            given.append(("value", key if value is None else value, self.vdim))
+        for name, tensor, width in given:
+            if tensor.dim() != 3 or tensor.shape[-1] != width or tensor.shape[0] != query.shape[0]:
+                wanted = f"(batch, length, {width}) with the query's batch size"
                 raise ValueError(f"{name} must have shape {wanted}, got {tuple(tensor.shape)}")
         if value is not None and value.shape[1] != key.shape[1]:
             raise ValueError(f"value must have the key's length {key.shape[1]}, got {tuple(value.shape)}")
@@ -254,13 +256,13 @@ class MultiHeadAttention(nn.Module):
     def from_torch(cls, theirs: nn.MultiheadAttention, *, backend: str = "auto") -> MultiHeadAttention:
         """The layer with the weights of ``torch.nn.MultiheadAttention``, copied; equal outputs, in its dtype and device.
 
-        What is called differently here: tensors are batch-first whatever ``batch_first`` says; ``key_padding_mask`` and
-        bool ``attn_mask`` are True = *hidden* there and True = may attend here (``masks.from_key_padding_mask``); float
-        masks are ``attn_bias``. What is answered differently: weights are per head and before dropout (torch averages
-        heads and returns them after dropout); a row without a visible key is zero before ``out_proj`` (torch: NaN).
+        Arguments that differ: tensors are always batch-first; in ``key_padding_mask`` and bool ``attn_mask`` True means *hidden*
+        in torch and "may attend" here (``masks.from_key_padding_mask`` converts); float masks are ``attn_bias``. Results that
+        differ: weights are per head and before dropout (torch averages the heads and returns them after dropout); a row without a
+        visible key is zero before ``out_proj`` (torch: NaN).
 
         Raises:
-            ValueError: ``add_bias_kv`` or ``add_zero_attn``, which append keys that nobody sent.
+            ValueError: ``add_bias_kv`` or ``add_zero_attn``, which append a key to every sequence.
         """
         if theirs.bias_k is not None or theirs.add_zero_attn:
             option = "add_bias_kv" if theirs.bias_k is not None else "add_zero_attn"
@@ -279,7 +281,7 @@ class MultiHeadAttention(nn.Module):
         """A ``torch.nn.MultiheadAttention(batch_first=True)`` with copies of these weights; see ``from_torch``.
 
         Raises:
-            ValueError: something that torch's layer does not have, named.
+            ValueError: an option that torch's layer does not have; the message names it.
         """
         E, H = self.embed_dim, self.num_heads
         lacking = {
@@ -308,7 +310,7 @@ class MultiHeadAttention(nn.Module):
 
 
 def _torch_parts(ours: MultiHeadAttention, theirs: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor]]:
-    """Which parameter is which: pairs of (ours, theirs), views where torch stacks its three projections."""
+    """Pairs of corresponding parameters (ours, theirs); views where torch stacks its three projections."""
     projections = (ours.q_proj, ours.k_proj, ours.v_proj)
     weights = (
         theirs.in_proj_weight.chunk(3)

@@ -1,14 +1,14 @@
-"""Biases on the scores: small values with a rule, evaluated tile by tile.
+"""Attention biases, written as rules.
 
-A ``Bias`` answers one question, as a ``Mask`` does: what is added to the scaled score of query ``i`` and key ``j``? It
-uses the same indices (query row ``i`` stands at position ``i + offset``, ``offset = S - L``), so that decoding with a
-cache and training are the same rule, and a kernel that works in tiles never holds the whole (H, L, S) tensor.
+A ``Bias`` computes what is added to the scaled score of query ``i`` and key ``j``. Its indices are those of a ``Mask``: query row
+``i`` has position ``i + offset``, with ``offset = S - L``. One rule therefore serves training and decoding with a cache. A kernel
+that works in tiles computes one tile of the bias at a time and never stores the whole (H, L, S) tensor.
 
     >>> ALiBi(2).dense(1, 4, num_heads=2)[0, :, 0].tolist()  # the last of four positions, two heads
     [[-0.1875, -0.125, -0.0625, -0.0], [-0.01171875, -0.0078125, -0.00390625, -0.0]]
 
-Gradients reach every tensor of a rule. A rule of your own is a frozen dataclass with ``value``; its fields are tensors,
-numbers, words, or rules.
+Gradients flow into every tensor of a rule. To write a rule of your own, define a frozen dataclass with a method ``value``. Its
+fields are tensors, numbers, strings or other rules.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Bias:
     """
 
     def value(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
-        """What is added to the score of query ``row`` (at position ``row + offset``) and ``key``; indices broadcast."""
-        raise NotImplementedError(f"{type(self).__name__} defines no rule")
+        """Return what is added to the score of query ``row`` (at position ``row + offset``) and ``key``. Indices broadcast."""
+        raise NotImplementedError(f"{type(self).__name__} must define value()")
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         """Raise a ValueError if the bias does not fit a call of this shape."""
@@ -47,7 +47,7 @@ class Bias:
         rows: slice = slice(None),
         keys: slice = slice(None),
     ) -> Tensor:
-        """The rule as a tensor, broadcastable to (B, H, L, S); ``rows`` and ``keys`` cut a tile out of it."""
+        """Return the bias as a tensor that broadcasts to (B, H, L, S). ``rows`` and ``keys`` select a tile."""
         batch = torch.arange(batch_size, device=device).view(-1, 1, 1, 1)
         head = torch.arange(num_heads, device=device).view(1, -1, 1, 1)
         row = torch.arange(num_queries, device=device)[rows].view(1, 1, -1, 1)
@@ -57,7 +57,7 @@ class Bias:
 
 @dataclass(frozen=True, eq=False)
 class TensorBias(TensorRule, Bias):
-    """A plain tensor as a rule: (L, S), or 4-D and broadcastable to (B, H, L, S).
+    """A bias given as a tensor of shape (L, S), or 4-D and broadcastable to (B, H, L, S).
 
     >>> TensorBias(torch.tensor([[0.0, -1.0]])).dense(1, 2).flatten().tolist()
     [0.0, -1.0]
@@ -79,17 +79,18 @@ class TensorBias(TensorRule, Bias):
 
 @dataclass(frozen=True, eq=False)
 class ALiBi(Bias):
-    """−m_h · |i + offset − j|: the farther the key, the lower its score (Press et al. 2022, arXiv:2108.12409, §3).
+    """Add −m_h · |i + offset − j| to the scores: distant keys get lower scores (Press et al. 2022, arXiv:2108.12409, §3).
 
-    With a causal mask this is the paper's bias; without one it is its symmetric form for encoders.
+    With a causal mask this is the paper's bias. Without one it is the symmetric form for encoders.
 
     Args:
-        num_heads: H; the slopes are the paper's, 2^(−8h/H) for h = 1 … H where H is a power of two, and for other H
-            those of the power below, followed by every second of twice that power.
-        slopes: (H,) instead of ``num_heads``; may be a parameter.
+        num_heads: H. The slopes m_h are those of the paper. If H is a power of two, they are 2^(−8h/H) for h = 1 … H. For
+            another H, take the slopes of the next lower power of two, then every second slope of twice that power.
+        slopes: m_h as a tensor (H,), instead of ``num_heads``. It may be a parameter.
 
     Raises:
-        ValueError: neither or both; TypeError: slopes that are no float tensor.
+        ValueError: ``num_heads`` and ``slopes`` are both given, or neither is.
+        TypeError: ``slopes`` is not a floating-point tensor.
 
     >>> ALiBi(8).dense(1, 2, num_heads=8)[0, :, 0, 0].tolist()
     [-0.5, -0.25, -0.125, -0.0625, -0.03125, -0.015625, -0.0078125, -0.00390625]
@@ -100,22 +101,22 @@ class ALiBi(Bias):
 
     def __post_init__(self) -> None:
         if (self.num_heads is None) == (self.slopes is None):
-            raise ValueError("ALiBi needs num_heads or slopes, and not both")
+            raise ValueError("ALiBi needs either num_heads or slopes")
         if self.slopes is not None and not (isinstance(self.slopes, Tensor) and self.slopes.is_floating_point()):
             raise TypeError(f"ALiBi slopes must be a floating-point tensor of shape (H,), got {self.slopes!r}")
         if self.num_heads is not None and (not isinstance(self.num_heads, int) or self.num_heads < 1):
-            raise ValueError(f"ALiBi num_heads must be a positive whole number, got {self.num_heads!r}")
+            raise ValueError(f"ALiBi num_heads must be a positive integer, got {self.num_heads!r}")
 
     def value(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         return -self.slope(head) * (row + offset - key).abs()
 
     def slope(self, head: Tensor) -> Tensor:
-        """m_h, computed from the index: nothing has to be moved to the device."""
+        """Return m_h, computed from the head index, so that no tensor is copied to the device."""
         if self.slopes is not None:
             return widened(self.slopes)[head]
         assert self.num_heads is not None
         power = 2 ** int(math.log2(self.num_heads))
-        # Press et al.'s code (ofirpress/attention_with_linear_biases, get_slopes): what is left over interleaves
+        # as in get_slopes of Press et al.'s code (ofirpress/attention_with_linear_biases)
         exponent = torch.where(head < power, 8.0 * (head + 1), 4.0 * (2 * (head - power) + 1)) / power
         return torch.exp2(-exponent)
 
@@ -127,7 +128,7 @@ class ALiBi(Bias):
 
 @dataclass(frozen=True, eq=False)
 class RelativeBuckets(Bias):
-    """``table[bucket(j − i − offset), h]``: what ``T5RelativeBias`` hands to a kernel. ``table`` is (num_buckets, H)."""
+    """Add ``table[bucket(j − i − offset), h]``: the rule behind ``T5RelativeBias``. ``table`` is (num_buckets, H)."""
 
     table: Tensor
     max_distance: int = 128
@@ -137,9 +138,10 @@ class RelativeBuckets(Bias):
         return widened(self.table)[self.bucket(key - (row + offset)), head]
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """T5's bucket of ``j − i``: exact up to a half of the buckets, then logarithmic up to ``max_distance``.
+        """Return T5's bucket of the distance ``j − i``.
 
-        Raffel et al. 2020, arXiv:1910.10683, §2.1; the arithmetic is that of its code, float32 logarithm included.
+        Half of the buckets hold one distance each. The others grow logarithmically up to ``max_distance``. Raffel et al. 2020,
+        arXiv:1910.10683, §2.1. The logarithm is in float32, as in the authors' code.
         """
         buckets, first = self.table.shape[0], torch.zeros_like(distance)
         if self.bidirectional:
@@ -158,22 +160,22 @@ class RelativeBuckets(Bias):
 
 
 class T5RelativeBias(nn.Module, Bias):
-    """A learned number for every head and bucket of relative positions, added to the scores, shared by all layers.
+    """T5's relative position bias: one learned number for each head and each bucket of distances.
 
-    Raffel et al. 2020, "Exploring the Limits of Transfer Learning", arXiv:1910.10683, §2.1. Give the module itself as
-    ``attn_bias``; the gradient flows into ``weight`` through every backend that takes a bias.
+    Raffel et al. 2020, "Exploring the Limits of Transfer Learning", arXiv:1910.10683, §2.1. Pass the module as ``attn_bias``. The
+    gradient flows into ``weight`` through every backend that supports a bias. A model shares one such bias among its layers.
 
     Args:
         num_heads: H.
-        num_buckets: rows of the table; half of them for each direction if ``bidirectional``.
-        max_distance: from here on all distances share a bucket.
-        bidirectional: whether keys after the query have buckets of their own (encoders); else they share bucket 0.
+        num_buckets: the number of rows of the table. If ``bidirectional``, half of them are for each direction.
+        max_distance: all distances from here on share one bucket.
+        bidirectional: whether keys after the query have separate buckets, as in encoders. If not, they share bucket 0.
 
     Attributes:
-        weight: (num_buckets, H), a parameter that starts at zero: a new model starts without a preference.
+        weight: a parameter of shape (num_buckets, H), initially zero.
 
     Raises:
-        ValueError: numbers that leave no bucket for near or far.
+        ValueError: fewer than two buckets a direction, or a ``max_distance`` within the buckets of one distance each.
 
     >>> bias = T5RelativeBias(2, num_buckets=8, max_distance=16)
     >>> bias().bucket(torch.tensor([-20, -3, -1, 0, 1, 3, 20])).tolist()
@@ -185,18 +187,18 @@ class T5RelativeBias(nn.Module, Bias):
         per_direction = num_buckets // 2 if bidirectional else num_buckets
         if num_heads < 1 or per_direction < 2 or max_distance <= per_direction // 2:
             raise ValueError(
-                "T5RelativeBias needs num_heads >= 1, two buckets a direction, and max_distance beyond the exact ones, "
-                f"got num_heads={num_heads}, num_buckets={num_buckets}, max_distance={max_distance}"
+                "T5RelativeBias needs num_heads >= 1, at least two buckets for each direction, and max_distance above half of "
+                f"those; got num_heads={num_heads}, num_buckets={num_buckets}, max_distance={max_distance}"
             )
         self.max_distance, self.bidirectional = max_distance, bidirectional
         self.weight = nn.Parameter(torch.zeros(num_buckets, num_heads))
 
     def reset_parameters(self) -> None:
-        """Back to zero."""
+        """Set the table to zero."""
         nn.init.zeros_(self.weight)
 
     def forward(self) -> RelativeBuckets:
-        """The rule with the table as it is now; through ``forward``, because sharded parameters live behind its hooks."""
+        """Return the rule with the present table. Sharded parameters are gathered by hooks on ``forward``."""
         return RelativeBuckets(self.weight, self.max_distance, self.bidirectional)
 
     def value(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
@@ -207,15 +209,15 @@ class T5RelativeBias(nn.Module, Bias):
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """In at least float32: the gradient of a small table is a sum over all pairs, and bfloat16 would lose most of it."""
+    """Convert to at least float32. The table's gradient is a sum over all pairs, which bfloat16 cannot represent."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def as_bias(attn_bias: Tensor | Bias) -> Bias:
-    """``attn_bias`` as a rule; a tensor becomes ``TensorBias``, a module gives the rule that it stands for.
+    """Convert ``attn_bias`` to a rule. A tensor becomes a ``TensorBias``; a module is called and returns its rule.
 
     Raises:
-        TypeError: anything else.
+        TypeError: ``attn_bias`` is something else.
     """
     if isinstance(attn_bias, nn.Module) and isinstance(attn_bias, Bias):
         attn_bias = attn_bias()

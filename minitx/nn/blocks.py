@@ -52,7 +52,7 @@ class LayerScale(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """In training, drop a sublayer's whole output for each sample by chance ``p``, and divide what is kept by 1 - p.
+    """In training, drop a sublayer's whole output with probability ``p`` for each sample, and divide the others by 1 - p.
 
     Huang et al. 2016, arXiv:1603.09382; a sample is one entry of the first axis.
 
@@ -83,12 +83,12 @@ class Residual(nn.Module):
     * ``sandwich``: x + norm'(f(norm(x))) (Ding et al. 2021, arXiv:2105.13290); ``deepnorm``: norm(α x + f(x)), α =
       ``residual_scale`` (Wang et al. 2022, arXiv:2203.00555)
 
-    Dropout acts on the sublayer's output, before it is added; then ``branch`` does, if there is one.
+    Dropout is applied to the sublayer's output, then ``branch`` if there is one, then the sum.
 
     Args:
         norm: makes one norm. norm_position: one of the four.
         dropout: on the sublayer's output, in training only. residual_scale: α.
-        branch: makes what the output passes through last: ``LayerScale``, ``StochasticDepth``, or both.
+        branch: makes a module that is applied to the output after dropout: ``LayerScale``, ``StochasticDepth``, or both.
 
     >>> Residual(norm=lambda: nn.LayerNorm(3))(torch.ones(1, 2, 3), lambda x: x).tolist()[0]  # ones have no deviation
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
@@ -114,11 +114,11 @@ class Residual(nn.Module):
         self.branch = None if branch is None else branch()
 
     def enter(self, x: Tensor) -> Tensor:
-        """What the sublayer reads."""
+        """The input of the sublayer."""
         return x if self.norm_last else self.norm(x)
 
     def leave(self, x: Tensor, out: Tensor) -> Tensor:
-        """The stream after the sublayer has returned ``out``."""
+        """The residual stream after the sublayer returned ``out``."""
         if self.output_norm is not None:
             out = self.output_norm(out)
         if self.dropout is not None:
@@ -138,12 +138,11 @@ class Block(nn.Module):
     ``cross_attention`` the decoder block of an encoder–decoder.
 
     Args:
-        attention: a ``MultiHeadAttention``, or anything that takes x and those of ``forward``'s options that are given. Of a tuple
-            that it returns, the first entry is the output.
+        attention: a ``MultiHeadAttention``, or a module that takes x and the options of ``forward`` that are not None. If it
+            returns a tuple, the first entry is the output.
         feedforward: a module (B, L, E) -> (B, L, E).
         norm: makes one norm, for example ``lambda: nn.LayerNorm(E)``.
-        causal: intersect ``Causal()`` with whatever mask is given. A rule that decides about the future by itself
-            (``PrefixLM``) takes its place.
+        causal: intersect ``Causal()`` with the mask. A mask with a causality of its own (``PrefixLM``) replaces ``Causal()``.
         cross_attention: a ``MultiHeadAttention`` over ``memory``, or None.
         norm_position: ``pre``, ``post``, ``sandwich`` or ``deepnorm``.
         parallel: attention and feed-forward read the same normed input and are added together (GPT-J; pre-norm only).
@@ -200,8 +199,8 @@ class Block(nn.Module):
         Args:
             x: (B, L, E).
             attn_mask, position_ids, attn_bias: as in ``MultiHeadAttention.forward``.
-            cache: the layer's earlier keys and values, and the memory's: x is what comes after them, and masks count
-                them among the S keys.
+            cache: the layer's keys and values of earlier positions and of the memory. x holds the positions after them; the S
+                keys of a mask include them.
             memory: (B, S, kdim) of the encoder, for ``cross_attention``; its keys and values are computed at a cache's
                 first use only.
             memory_mask: bool (L, S), (B, 1, 1, S) …, or a ``Mask``.
@@ -216,21 +215,24 @@ class Block(nn.Module):
             raise ValueError(f"this block {state}; got memory={'None' if memory is None else 'a tensor'}")
         if self.causal and not (isinstance(attn_mask, Mask) and attn_mask.is_causality):
             attn_mask = with_causal(attn_mask)
+        residual = self.attention_residual
+        h = residual.enter(x)
         options = {"attn_mask": attn_mask, "position_ids": position_ids, "attn_bias": attn_bias, "cache": cache}
-        h = self.attention_residual.enter(x)
         out = self.attention(h, **{name: given for name, given in options.items() if given is not None})
         out = out[0] if isinstance(out, tuple) else out
         extras: Extras = {}
         if self.parallel:
             out = out + self._feed(h, extras, return_extras)
-        x = self.attention_residual.leave(x, out)
+        x = residual.leave(x, out)
         if self.cross_attention is not None and self.cross_residual is not None:
+            residual = self.cross_residual
             options = {"key": memory, "attn_mask": memory_mask, "cache": cache}
-            h = self.cross_residual.enter(x)
+            h = residual.enter(x)
             out = self.cross_attention(h, **{name: given for name, given in options.items() if given is not None})
-            x = self.cross_residual.leave(x, out[0] if isinstance(out, tuple) else out)
+            x = residual.leave(x, out[0] if isinstance(out, tuple) else out)
         if self.feedforward_residual is not None:
-            x = self.feedforward_residual.leave(x, self._feed(self.feedforward_residual.enter(x), extras, return_extras))
+            residual = self.feedforward_residual
+            x = residual.leave(x, self._feed(residual.enter(x), extras, return_extras))
         return (x, extras) if return_extras else x
 
     def _feed(self, h: Tensor, extras: Extras, return_extras: bool) -> Tensor:
@@ -255,7 +257,7 @@ def is_recomputing() -> bool:
 
 
 class _Recomputing:
-    """Entered once for every backward pass through the block: a graph may be retained."""
+    """A context that is entered in every backward pass through the block; there are several where a graph is retained."""
 
     def __enter__(self) -> None:
         self.token = _RECOMPUTING.set(True)
@@ -269,11 +271,11 @@ def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[No
 
 
 def run_checkpointed(block: nn.Module, x: Tensor, **options: Any) -> Any:
-    """``block(x, **options)``, keeping its input only: what lies between is computed again in the backward pass.
+    """``block(x, **options)`` that keeps only its input and computes the activations again in the backward pass.
 
-    Same random draws both times, so the gradients are those of a plain call to the bit (Chen et al. 2016,
+    Both runs use the same random numbers, so the gradients equal those of a plain call bit by bit (Chen et al. 2016,
     arXiv:1604.06174).
     """
-    # the compiler does the recomputation by itself and knows no context of ours
+    # the compiler recomputes by itself and does not take our context
     more: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": _contexts}
     return checkpoint(block, x, use_reentrant=False, **more, **options)

@@ -1,7 +1,7 @@
 """Keys and values kept between calls, so that decoding reads every token once.
 
-The order in attention is projections → QK-norm → rotary → *cache* → backend: what lies in the cache is ready to be attended
-to. A cache belongs to the caller, never to a module. ``model.make_cache(capacity)`` makes the smallest one that serves a model.
+The order in attention is projections → QK-norm → rotary → *cache* → backend, so a cache holds normed and rotated keys. The caller
+owns the cache; modules keep none. ``model.make_cache(capacity)`` makes the smallest cache for a model.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from minitx.nn.masks import Documents, Mask, Padding, SlidingWindow
 
 
 class LayerCache:
-    """What one layer has computed so far: keys (B, Hkv, slots, D) and values (B, Hkv, slots, Dv).
+    """The keys and values of one layer: keys (B, Hkv, slots, D) and values (B, Hkv, slots, Dv).
 
-    Self-attention appends to it; cross-attention writes ``memory`` once and reads it ever after. Without a window the tensors are
+    Self-attention appends to it. Cross-attention writes ``memory`` once and reads it in later calls. Without a window the tensors are
     allocated at the first ``append``, in the shape, dtype and device of what arrives, and never again. With a window w they hold the
     newest positions only: at most 2w - 1 slots, or those of the longest piece and the w - 1 before it. Every token is written
     once. The w - 1 newest positions are moved to new tensors when the slots are used up.
@@ -84,7 +84,7 @@ class LayerCache:
         return self._keys[:, :, start - kept : stop], self._values[:, :, start - kept : stop]
 
     def _make_room(self, key: Tensor, value: Tensor, size: int) -> None:
-        """New tensors with ``size`` slots, of which the first ``num_kept`` are those that are kept."""
+        """Allocate ``size`` slots and copy the ``num_kept`` newest positions to the first of them."""
         B, Hkv, slots, kept = key.shape[0], key.shape[1], min(size, self.capacity), self.num_kept
         keys, values = key.new_zeros(B, Hkv, slots, key.shape[3]), value.new_zeros(B, Hkv, slots, value.shape[3])
         if kept:
@@ -113,7 +113,7 @@ class LayerCache:
 
 
 class StateCache(LayerCache):
-    """What a kernelised core keeps instead of keys: one sum, whose size does not depend on how many positions were read.
+    """The cache of a kernelised core: a sum over all positions instead of their keys. Its size does not grow.
 
     ``append`` returns the new keys and values alone. The core adds them to ``state``: Σ_j φ(k_j) (v_jᵀ, 1) relative to exp(top),
     as (B, Hkv, m, Dv + 1) and (B, Hkv, 1), or None before the first position.
@@ -158,11 +158,11 @@ class StateCache(LayerCache):
 
 
 class KVCache:
-    """One ``LayerCache`` a layer, with the padding and documents of what was read.
+    """One ``LayerCache`` for each layer, and the padding and documents of the tokens that were read.
 
-    Handed to a model with each new piece of the input. ``key_mask``, ``document_ids`` and ``position_ids`` then describe
-    the new tokens alone; the cache remembers the earlier ones, so that left-padded prompts, uneven pieces of a prompt
-    and single tokens all give what one whole forward gives.
+    Pass it to a model with each new piece of the input. ``key_mask``, ``document_ids`` and ``position_ids`` then describe the new
+    tokens only, because the cache stores those of the earlier tokens. The result equals one forward pass over the whole input, for
+    left-padded prompts, pieces of any length and single tokens.
 
     Args:
         capacity: the largest number of tokens in a row, padding included.
@@ -213,7 +213,9 @@ class KVCache:
             self._joined = key_mask, document_ids
             return self._joined
         if (document_ids is None) != (self.document_ids is None):
-            raise ValueError("document_ids must be given for all tokens or for none, and the cache was filled otherwise")
+            raise ValueError(
+                "document_ids must be given for all tokens or for none; the earlier tokens in the cache differ from these"
+            )
         if document_ids is not None and self.document_ids is not None:
             document_ids = torch.cat((self.document_ids, document_ids), dim=1)
         if key_mask is not None or self.key_mask is not None:
@@ -227,13 +229,13 @@ class KVCache:
     def rules(
         self, layer: int, window: int | None, key_mask: Tensor | None, document_ids: Tensor | None, num_new: int
     ) -> list[Mask]:
-        """Which of its keys a layer hides: its window, and the padding and documents (B, length + num_new) that ``join`` returned."""
+        """The masks of one layer: its window, and the padding and documents (B, length + num_new) that ``join`` returned."""
         newest = slice(-self.layers[layer].num_kept - num_new, None)
         key_mask = None if key_mask is None else key_mask[:, newest]
         return hiding_rules(window, key_mask, None if document_ids is None else document_ids[:, newest])
 
     def place(self, attn_bias: Bias) -> Bias:
-        """``attn_bias`` for keys that lie where this cache puts them."""
+        """``attn_bias`` with key positions as this cache stores them."""
         return attn_bias
 
     @property
@@ -259,10 +261,10 @@ class KVCache:
 
 
 class StaticCache(KVCache):
-    """A cache whose tensors keep their shape and their place from token to token, as a CUDA graph wants them.
+    """A cache whose tensors keep their shape and address from token to token, as a CUDA graph requires.
 
-    Slot i holds position i, and each token writes one slot. Slots that were not written yet are hidden, as padding is.
-    ``fill`` takes over what an ordinary cache read of a prompt; then tokens come one at a time.
+    Slot i holds position i, and each token writes one slot. Empty slots are hidden like padding. ``fill`` copies the contents of an
+    ordinary cache that has read the prompt. Every later call adds one token.
 
     Raises:
         ValueError: as in ``KVCache``; a capacity below 2; several tokens at once; documents; a cache that does not keep all keys; a
@@ -288,7 +290,7 @@ class StaticCache(KVCache):
         self.position: Tensor | None = None  # (1,), of the next token
 
     def fill(self, cache: KVCache) -> None:
-        """Take over what ``cache`` holds, into the tensors that are there already after the first time."""
+        """Copy the contents of ``cache``. The tensors are allocated at the first call and used again afterwards."""
         if cache.document_ids is not None:
             raise ValueError("a static cache holds no documents")
         if not cache.keeps_all:
@@ -323,7 +325,7 @@ class StaticCache(KVCache):
     def rules(
         self, layer: int, window: int | None, key_mask: Tensor | None, document_ids: Tensor | None, num_new: int
     ) -> list[Mask]:
-        """Masks count the query as the last slot, so a window is counted here, from its position."""
+        """The mask of one layer. Masks take the query for the last slot, so the window is applied here, from its real position."""
         assert self.position is not None
         assert key_mask is not None
         if window is not None:
@@ -394,7 +396,7 @@ class _Shifted(Bias):
 
 
 def hiding_rules(window: int | None, key_mask: Tensor | None, document_ids: Tensor | None) -> list[Mask]:
-    """The masks of those that are given; ``key_mask`` and ``document_ids`` are (B, S)."""
+    """One mask for each argument that is not None; ``key_mask`` and ``document_ids`` are (B, S)."""
     rules: list[Mask] = [] if window is None else [SlidingWindow(window)]
     if key_mask is not None:
         rules.append(Padding(key_mask))
@@ -410,11 +412,11 @@ def check_room(length: int, num_new: int, capacity: int) -> None:
 
 
 def _check_like(name: str, new: Tensor, old: Tensor) -> None:
-    if torch.is_grad_enabled() and new.requires_grad:
+    if new.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{name} requires grad, but a cache is for inference: call under torch.no_grad()")
-    kept, got = (old.shape[0], old.shape[1], old.shape[3]), (new.shape[0], new.shape[1], new.shape[3])
-    if kept != got or old.dtype != new.dtype or old.device != new.device:
+    (B, Hkv, _, D), shape = old.shape, new.shape
+    if shape[0] != B or shape[1] != Hkv or shape[3] != D or new.dtype != old.dtype or new.device != old.device:
         raise ValueError(
-            f"{name} must fit what the cache holds, (B, Hkv, D) = {kept} {old.dtype} on {old.device}, "
-            f"got {got} {new.dtype} on {new.device}"
+            f"{name} must fit what the cache holds, (B, Hkv, D) = {(B, Hkv, D)} {old.dtype} on {old.device}, "
+            f"got {(shape[0], shape[1], shape[3])} {new.dtype} on {new.device}"
         )

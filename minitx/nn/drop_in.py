@@ -1,4 +1,4 @@
-"""Our attention where a model of somebody else's calls ``torch.nn.MultiheadAttention``."""
+"""A replacement for ``torch.nn.MultiheadAttention`` in an existing model."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from minitx.nn.masks import Dense, Mask, Padding, from_key_padding_mask, interse
 
 
 class DropInAttention(nn.Module):
-    """``MultiHeadAttention`` behind the call of ``torch.nn.MultiheadAttention``, with copies of its weights.
+    """A ``MultiHeadAttention`` that is called like ``torch.nn.MultiheadAttention``.
 
-    Takes and returns what torch's layer does: ``(output, weights)``, True = *hidden* in its bool masks, weights averaged over
-    heads, ``batch_first`` as it was. ``attention`` is the layer inside; what ``from_torch`` says of its answers holds: weights are
-    before dropout, and a row without a visible key is zero before ``out_proj``, where torch's is NaN. An ``nn.TransformerEncoder`` that
-    packs padded rows for torch's fused path (it looks for ``in_proj_weight`` then) needs ``enable_nested_tensor=False``.
+    It copies the weights of torch's layer and has its interface: it returns ``(output, weights)``, True means *hidden* in bool
+    masks, the weights are averaged over heads, and ``batch_first`` is kept. The attribute ``attention`` is the
+    ``MultiHeadAttention``. Its results differ from torch's in two points. The weights are those before dropout. A query without
+    a visible key gives zero before ``out_proj``, where torch gives NaN.
+
+    An ``nn.TransformerEncoder`` with padded input needs ``enable_nested_tensor=False``. Otherwise it looks for
+    ``in_proj_weight`` to use torch's fused path.
 
     Args:
-        theirs: the layer to stand in for; its mode, dtype and device are kept.
+        theirs: the layer to replace. Its training mode, dtype and device are kept.
         backend: as in ``DotProductAttention``.
 
     Raises:
-        ValueError: ``add_bias_kv`` or ``add_zero_attn``.
+        ValueError: the layer uses ``add_bias_kv`` or ``add_zero_attn``.
 
     >>> block = nn.TransformerEncoderLayer(12, 2, batch_first=True).eval()
     >>> x = torch.randn(3, 5, 12)
@@ -35,7 +38,7 @@ class DropInAttention(nn.Module):
     True
     """
 
-    # nn.TransformerEncoderLayer looks for a packed bias before it takes its fused path, past the layer that it holds
+    # nn.TransformerEncoderLayer reads this. None keeps it from its fused path, which would not call this layer.
     in_proj_bias = None
 
     def __init__(self, theirs: nn.MultiheadAttention, *, backend: str = "auto") -> None:
@@ -55,24 +58,24 @@ class DropInAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend, as torch's layer is asked to.
+        """Compute attention with the arguments of ``torch.nn.MultiheadAttention``.
 
         Args:
-            query, key, value: (B, L or S, width), or (L or S, B, width) without ``batch_first``; or (L or S, width), unbatched.
-            key_padding_mask: (B, S), or (S,) unbatched, bool with True = hidden, or float, added to the scores.
+            query, key, value: (B, L or S, width), or (L or S, B, width) without ``batch_first``. Unbatched: (L or S, width).
+            key_padding_mask: (B, S), or (S,) if unbatched. Bool with True = hidden, or float, which is added to the scores.
             need_weights: also return the weights.
-            attn_mask: (L, S) or (B · H, L, S), bool with True = hidden, or float, added to the scores.
-            average_attn_weights: weights (B, L, S), the mean over heads; else (B, H, L, S).
-            is_causal: the hint that ``attn_mask`` is causal, as in torch; the mask is what counts.
+            attn_mask: (L, S) or (B · H, L, S). Bool with True = hidden, or float, which is added to the scores.
+            average_attn_weights: return the mean of the weights over heads, (B, L, S), instead of (B, H, L, S).
+            is_causal: a hint that ``attn_mask`` is causal, as in torch. Only the mask decides what is hidden.
 
         Returns:
-            ``(output, weights)``, weights None where they are not asked for.
+            ``(output, weights)``. ``weights`` is None without ``need_weights``.
 
         Raises:
-            ValueError: ``is_causal`` without ``attn_mask``, which torch refuses, too; shapes that do not fit.
+            ValueError: ``is_causal`` without ``attn_mask``, as in torch, or shapes that do not fit.
         """
         if is_causal and attn_mask is None:
-            raise ValueError("is_causal=True is a hint about attn_mask, which is missing")
+            raise ValueError("is_causal=True needs attn_mask, got None")
         unbatched, batch_axis = query.dim() == 2, 0 if self.batch_first else 1
         if unbatched:
             query, key, value = _each_once(lambda tensor: tensor.unsqueeze(batch_axis), query, key, value)
@@ -90,7 +93,7 @@ class DropInAttention(nn.Module):
         return output, weights
 
     def _constraints(self, attn_mask: Tensor | None, padding: Tensor | None) -> tuple[Mask | None, Tensor | None]:
-        """Torch's two masks as what may be seen and what is added to the scores."""
+        """Convert torch's two masks to a ``Mask`` and a bias."""
         rules: list[Mask] = []
         biases: list[Tensor] = []
         if attn_mask is not None:
@@ -109,6 +112,6 @@ class DropInAttention(nn.Module):
 
 
 def _each_once(change: Callable[[Tensor], Tensor], *tensors: Tensor) -> list[Tensor]:
-    """The changed tensors; one tensor that came three times stays one, by which self-attention is known."""
+    """Apply ``change`` to each tensor, once if a tensor is repeated: self-attention is recognised by identical tensors."""
     changed = {id(tensor): change(tensor) for tensor in tensors}
     return [changed[id(tensor)] for tensor in tensors]

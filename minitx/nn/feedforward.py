@@ -22,19 +22,21 @@ GATED = ("swiglu", "geglu", "geglu_tanh", "reglu")
 
 
 class FeedForward(nn.Module):
-    """down(a(up(x))), or gated down(a(gate(x)) · up(x)); (B, L, E) in and out.
+    """The feed-forward network of a block: down(a(up(x))), or with a gate down(a(gate(x)) · up(x)).
 
-    Vaswani et al. 2017 (arXiv:1706.03762, §3.3); ``swiglu``, ``geglu``, ``geglu_tanh``, ``reglu`` with a = SiLU, GELU, its tanh form, ReLU: Shazeer 2020
-    (arXiv:2002.05202); ReLU²: So et al. 2021 (arXiv:2109.08668).
+    Input and output have shape (B, L, E). Without a gate: Vaswani et al. 2017, arXiv:1706.03762, §3.3. With a gate: Shazeer 2020,
+    arXiv:2002.05202. ``relu2`` is the square of ReLU: So et al. 2021, arXiv:2109.08668.
 
     Args:
-        embed_dim: E. ffn_dim: F, the hidden width.
-        activation: a key of ``ACTIVATIONS``; ``gelu_tanh`` is GPT-2's approximation of GELU.
+        embed_dim: E.
+        ffn_dim: F, the hidden width.
+        activation: ``gelu``, ``gelu_tanh`` (GPT-2's approximation), ``relu`` or ``relu2``. With a gate: ``swiglu`` (a = SiLU),
+            ``geglu`` (GELU), ``geglu_tanh`` or ``reglu`` (ReLU).
         bias: whether the projections have biases.
-        dropout: on the hidden layer, in training only.
+        dropout: the dropout probability on the hidden layer in training.
 
     Raises:
-        ValueError: an unknown activation; a width below 1.
+        ValueError: an unknown activation, or a width below 1.
 
     >>> import torch
     >>> FeedForward(6, 24, activation="swiglu")(torch.randn(2, 5, 6)).shape
@@ -66,20 +68,23 @@ def _check_network(embed_dim: int, ffn_dim: int, activation: str) -> None:
 
 
 class MixtureOfExperts(nn.Module):
-    """Every token goes through the k of N feed-forward networks that a router picks for it.
+    """A mixture of experts: a router chooses k of N feed-forward networks for each token.
 
-    y = Σ_{e in top-k} g_e · FFN_e(x), with g the softmax over the k chosen router logits (Shazeer et al. 2017,
-    arXiv:1701.06538; Jiang et al. 2024, "Mixtral", arXiv:2401.04088, §2.1). No token is dropped and no expert computes a
-    token that was not sent to it: tokens are sorted by expert and each expert multiplies its own rows. What one token
-    gets does not depend on the others, but for the rounding of matrix products of another size.
+    y = Σ_{e in top-k} g_e · FFN_e(x), where g is the softmax over the k largest router logits (Shazeer et al. 2017,
+    arXiv:1701.06538; Jiang et al. 2024, "Mixtral", arXiv:2401.04088, §2.1). Tokens are sorted by expert, and each expert
+    computes only its own tokens. No token is dropped. The result for a token does not depend on the other tokens, except for
+    rounding. Experts have no biases.
 
     Args:
-        embed_dim: E. ffn_dim: F, the hidden width of one expert.
-        num_experts: N. experts_per_token: k. activation: as in ``FeedForward``; experts have no biases.
-        dropout: on the hidden layer, in training only.
+        embed_dim: E.
+        ffn_dim: F, the hidden width of one expert.
+        num_experts: N.
+        experts_per_token: k.
+        activation: as in ``FeedForward``.
+        dropout: the dropout probability on the hidden layer in training.
 
     Raises:
-        ValueError: k outside 1 … N; an unknown activation; a width below 1.
+        ValueError: k outside 1 … N, an unknown activation, or a width below 1.
 
     >>> experts = MixtureOfExperts(6, 24, num_experts=4, experts_per_token=2)
     >>> out, probs, chosen = experts(torch.randn(2, 5, 6), return_routing=True)
@@ -108,14 +113,18 @@ class MixtureOfExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(num_experts, embed_dim, ffn_dim))
         self.dropout = nn.Dropout(dropout)
         for weight in (self.gate_proj, self.up_proj, self.down_proj):
-            if weight is not None:  # nn.Linear's own start: U(±1/√fan_in)
+            if weight is not None:  # as nn.Linear: U(±1/√fan_in)
                 nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
 
     def forward(self, x: Tensor, *, return_routing: bool = False) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """x (B, L, E) -> (B, L, E); with ``return_routing`` also the router's probabilities (B, L, N) and choices (B, L, k)."""
+        """Return the output (B, L, E) for x (B, L, E).
+
+        With ``return_routing``, return ``(output, probabilities, chosen)``: the router's probabilities (B, L, N) and the chosen
+        experts (B, L, k).
+        """
         logits = self.router(x).to(torch.promote_types(x.dtype, torch.float32))  # (B, L, N)
         top, chosen = logits.topk(self.experts_per_token, dim=-1)  # (B, L, k)
-        order = chosen.flatten().argsort(stable=True)  # the B·L·k pairs of token and expert, expert by expert
+        order = chosen.flatten().argsort(stable=True)  # sorts the B·L·k pairs of token and expert by expert
         counts = torch.zeros_like(logits[0, 0], dtype=torch.long).scatter_add_(
             0, chosen.flatten(), torch.ones_like(chosen.flatten())
         )
@@ -126,7 +135,7 @@ class MixtureOfExperts(nn.Module):
         return (out, logits.softmax(-1), chosen) if return_routing else out
 
     def _experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows (T, E), sorted by expert, through the expert that each belongs to: (T, E)."""
+        """Apply the experts to rows (T, E) that are sorted by expert. Returns (T, E)."""
         activate = ACTIVATIONS[self.activation]
         if self.gate_proj is None:
             hidden = activate(_grouped(rows, self.up_proj, counts))
@@ -139,14 +148,16 @@ class MixtureOfExperts(nn.Module):
 
 
 def load_balancing_loss(probs: Tensor, chosen: Tensor, key_mask: Tensor | None = None) -> Tensor:
-    """N · Σ_e f_e P_e: 1 where the experts share the tokens evenly, N/k where k of them get everything.
+    """Return the load-balancing loss N · Σ_e f_e P_e.
 
-    f_e is the share of choices that went to expert e, P_e its mean probability, both over the real tokens; the gradient
-    flows through P (Fedus et al. 2021, "Switch Transformers", arXiv:2101.03961, eq. 4-6; choices counted for top-k).
+    f_e is the share of the choices that expert e received. P_e is its mean router probability. Both are over the real tokens.
+    The loss is 1 if all experts receive the same share, and N/k if k experts receive everything. The gradient flows through P.
+    Fedus et al. 2021, "Switch Transformers", arXiv:2101.03961, eq. 4-6, here with top-k choices.
 
     Args:
-        probs: (B, L, N) of the router. chosen: int (B, L, k).
-        key_mask: bool (B, L), True = real token; default all.
+        probs: the router's probabilities, (B, L, N).
+        chosen: the chosen experts, int (B, L, k).
+        key_mask: bool (B, L), True = real token. Default: all tokens are real.
 
     >>> load_balancing_loss(torch.tensor([[[0.5, 0.5], [0.5, 0.5]]]), torch.tensor([[[0], [1]]])).item()
     1.0
@@ -161,17 +172,17 @@ def load_balancing_loss(probs: Tensor, chosen: Tensor, key_mask: Tensor | None =
 
 
 def _grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """rows (T, I) in groups of ``counts`` (N,), group e times weights[e]ᵀ (O, I): (T, O)."""
+    """Multiply each group of rows (T, I) by its matrix: group e by weights[e]ᵀ, with weights (N, O, I). Returns (T, O)."""
     device = rows.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
     return expert_matmul(rows.to(dtype), weights.to(dtype), counts)
 
 
-# One node for the compiler: group sizes are data, and slicing by them in plain sight would break the graph. Reading them
-# waits for an accelerator once a product.
+# A custom operator, because the group sizes are data: slicing by them would break the compiler's graph. Reading them on the host
+# waits for the GPU once for each product.
 @torch.library.custom_op("minitx::expert_matmul", mutates_args=())
 def expert_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """rows (T, I), sorted into groups of ``counts`` (N,); weights (N, O, I) -> (T, O)."""
+    """Multiply rows (T, I), sorted by expert, by weights (N, O, I). ``counts`` (N,) are the group sizes. Returns (T, O)."""
     out = rows.new_empty(rows.shape[0], weights.shape[1])
     for group, result, weight in zip(rows.split(counts.tolist()), out.split(counts.tolist()), weights, strict=True):
         torch.mm(group, weight.T, out=result)
@@ -180,7 +191,7 @@ def expert_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 @torch.library.custom_op("minitx::expert_outer", mutates_args=())
 def expert_outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
-    """left (T, O) and right (T, I) in groups of ``counts`` (N,): Σ over each group's rows of left · rightᵀ, (N, O, I)."""
+    """Return leftᵀ · right for each group of rows, (N, O, I), from left (T, O) and right (T, I)."""
     sizes = counts.tolist()
     return torch.stack([one.T @ two for one, two in zip(left.split(sizes), right.split(sizes), strict=True)])
 

@@ -26,7 +26,7 @@ from minitx.nn.masks import Causal, Mask, intersect
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Autocast off, on devices that know it (``meta`` does not)."""
+    """A context without autocast. On devices that have no autocast (``meta``) it does nothing."""
     known = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if known else nullcontext()
 
@@ -64,7 +64,7 @@ def masked_softmax(scores: Tensor, visible: Tensor | None = None, sinks: Tensor 
     """Softmax over the last axis among visible keys; a row without any is zero, with zero gradient.
 
     p_ij = exp(z_ij - m_i) / (Σ_visible exp(z_ij - m_i) + exp(sink_h - m_i)), m_i the row's largest logit. Hidden scores
-    are filled with the dtype's minimum and their weights set to exact zero: no magic number, no NaN from an empty row.
+    are filled with the dtype's minimum and their weights set to exact zero, so that an empty row gives no NaN.
 
     Args:
         scores: (B, H, L, S), at least float32.
@@ -90,7 +90,7 @@ def masked_softmax(scores: Tensor, visible: Tensor | None = None, sinks: Tensor 
 
 
 def hide_unseen(tensor: Tensor, visible: Tensor | None) -> Tensor:
-    """Zero the keys or values (B, Hkv, S, D) that no query may see, so that a NaN there cannot leak as 0 · NaN."""
+    """Set the keys or values (B, Hkv, S, D) that no query may see to zero: a NaN there would leak, because 0 · NaN is NaN."""
     if visible is None:
         return tensor
     seen = visible.any(dim=-2)  # (B or 1, H or 1, S or 1)
@@ -100,7 +100,7 @@ def hide_unseen(tensor: Tensor, visible: Tensor | None) -> Tensor:
     return tensor.masked_fill(~seen.unsqueeze(-1), 0.0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class AttentionCall:
     """The arguments of one attention call, as every core and backend gets them.
 
@@ -116,7 +116,8 @@ class AttentionCall:
         dropout_p: probability with which a weight is dropped; 0.0 outside of training.
         need_weights: whether ``(output, weights)`` is wanted instead of the output.
         is_cross: whether the keys are those of another sequence. The answer does not depend on it.
-        state: what a core that sums keys up keeps of the earlier ones; key and value are then the new ones alone. Else None.
+        state: for cores that keep a sum instead of keys, the cache with the sum over earlier positions. ``key`` and ``value`` then
+            hold the new positions only. Else None.
 
     >>> q = torch.zeros(1, 2, 3, 4)
     >>> call = AttentionCall(q, q, q, mask=Causal(), scale=0.5).check()
@@ -166,7 +167,7 @@ class AttentionCall:
         return visible
 
     def check_rules(self) -> AttentionCall:
-        """Return the call if mask and bias fit its shape: all that is left to check where query, key and value were made to fit.
+        """Check that mask and bias fit the shape, and return the call. Query, key and value are not checked.
 
         Raises:
             ValueError: a mask or a bias of another shape.
@@ -178,7 +179,7 @@ class AttentionCall:
         return self
 
     def check(self) -> AttentionCall:
-        """Return the call if its arguments fit each other.
+        """Check that all arguments fit each other, and return the call.
 
         Raises:
             ValueError: shapes or numbers that do not fit. TypeError: dtypes or kinds that do not fit. Both name the argument.
@@ -244,7 +245,7 @@ def make_call(
 
 
 def check_settings(softcap: float | None, dropout: float, name: str = "dropout") -> None:
-    """Refuse a soft-cap or a dropout (called ``name`` there) that is out of range."""
+    """Raise a ValueError for a soft-cap or a dropout out of range. ``name`` is the argument name of the dropout."""
     if softcap is not None and not 0 < softcap < inf:
         raise ValueError(f"softcap must be positive and finite (or None for off), got {softcap}")
     if not 0.0 <= dropout < 1.0:
@@ -267,7 +268,7 @@ def attention_weights(call: AttentionCall) -> Tensor:
 
 
 def reference_attention(call: AttentionCall) -> Tensor:
-    """The answer to a ``call`` as the module's docstring defines it: (B, H, L, Dv) in the value's dtype. Twice differentiable.
+    """The output of a ``call`` by the definition above, (B, H, L, Dv) in the value's dtype. It is twice differentiable.
 
     >>> query, keys, value = torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 2, 4), torch.tensor([[[[1.0], [3.0]]]])
     >>> reference_attention(AttentionCall(query, keys, value)).item()

@@ -1,14 +1,14 @@
-"""Initial weights: one function, one table of schemes.
+"""Weight initialisation.
 
-What a scheme decides, for d_model = E, d_k = D and unit-variance inputs, is the standard deviation of unscaled logits,
-σ_u = √D · E · σ_WQ · σ_WK: 8.0 at D = 64 for ``lecun`` and ``xavier``, 4.0 for ``torch_mha``, 2.7 for ``torch_linear``,
-1 for ``t5``, 0.41 (E = 128) for ``gpt2``.
+A scheme determines the initial standard deviation of the unscaled logits, σ_u = √D · E · σ_WQ · σ_WK for inputs of variance 1
+(d_model = E, d_k = D). At D = 64 it is 8.0 for ``lecun`` and ``xavier``, 4.0 for ``torch_mha``, 2.7 for ``torch_linear``, 1 for
+``t5``, and 0.41 for ``gpt2`` at E = 128.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from minitx.nn.positions import LearnedPositions
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a rule may look at: the matrix's fan-in and fan-out, head_dim D, and the number of layers."""
+    """The sizes that a standard deviation may depend on."""
 
     fan_in: int
     fan_out: int
@@ -30,16 +30,19 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Scheme:
-    """Standard deviations by role (``weight`` where a role has no rule of its own), and the shape of the draw."""
+    """The standard deviation of each role, and whether weights are uniform or normal.
+
+    Roles that are not in ``roles`` use ``weight``. ``bias`` is the standard deviation of biases; None means zero.
+    """
 
     weight: Callable[[Sizes], float]
     uniform: bool = False
-    roles: dict[str, Callable[[Sizes], float]] | None = None
+    roles: Mapping[str, Callable[[Sizes], float]] = field(default_factory=dict)
     bias: Callable[[Sizes], float] | None = None
 
     def std(self, role: str, sizes: Sizes) -> float:
-        """The standard deviation of the weights that play ``role``."""
-        return (self.roles or {}).get(role, self.weight)(sizes)
+        """Return the standard deviation of the weights with this role."""
+        return self.roles.get(role, self.weight)(sizes)
 
 
 def _fan_in(s: Sizes) -> float:
@@ -55,37 +58,35 @@ def _unit(s: Sizes) -> float:
 
 
 SCHEMES: dict[str, Scheme] = {
-    # Radford et al. 2019 (GPT-2): N(0, 0.02²), residual projections divided by √(2 · layers)
+    # Radford et al. 2019 (GPT-2): N(0, 0.02²), and residual projections divided by √(2 · layers)
     "gpt2": Scheme(
         weight=lambda s: 0.02,
         roles={"residual": lambda s: 0.02 / (2 * s.num_layers) ** 0.5},
     ),
-    # LeCun et al. 1998, "Efficient BackProp": unit-variance inputs give unit-variance outputs
+    # LeCun et al. 1998, "Efficient BackProp": inputs of variance 1 give outputs of variance 1
     "lecun": Scheme(weight=_fan_in, roles={"embedding": _unit}),
-    # Glorot & Bengio 2010, each projection on its own
+    # Glorot & Bengio 2010, with W_Q, W_K and W_V as separate matrices
     "xavier": Scheme(weight=_xavier, uniform=True, roles={"embedding": _unit, "head": _fan_in}),
-    # torch.nn.MultiheadAttention: Xavier over the stacked (3E, E) matrix; out_proj and the rest as nn.Linear
+    # torch.nn.MultiheadAttention: Xavier on the stacked (3E, E) matrix; out_proj and other layers as nn.Linear
     "torch_mha": Scheme(
         weight=lambda s: (3 * s.fan_in) ** -0.5,
         uniform=True,
-        roles={"qkv": lambda s: (2 * s.fan_in) ** -0.5, "embedding": _unit},
+        roles={**dict.fromkeys(("query", "key", "value"), lambda s: (2 * s.fan_in) ** -0.5), "embedding": _unit},
     ),
-    # torch.nn.Linear: U(±1/√fan_in), biases alike
+    # torch.nn.Linear: U(±1/√fan_in) for weights and biases
     "torch_linear": Scheme(
         weight=lambda s: (3 * s.fan_in) ** -0.5,
         uniform=True,
         roles={"embedding": _unit},
         bias=lambda s: (3 * s.fan_in) ** -0.5,
     ),
-    # Raffel et al. 2020 (arXiv:1910.10683): 1/√d_k folded into W_Q, attention unscaled
+    # Raffel et al. 2020 (arXiv:1910.10683): the factor 1/√d_k is in W_Q, and attention is unscaled
     "t5": Scheme(
         weight=_fan_in,
         roles={"query": lambda s: (s.fan_in * s.head_dim) ** -0.5, "embedding": _unit},
     ),
 }
-# the roles: query, key, value, up (a feed-forward's way in), residual (what a sublayer adds to the stream), embedding, head,
-# weight (the rest); what a role falls back to before `weight`
-_GENERAL_ROLE = {"query": "qkv", "key": "qkv", "value": "qkv"}
+# up: the first layers of a feed-forward network; residual: the last layer of a sublayer; weight: all others
 ROLES = ("query", "key", "value", "up", "residual", "head", "embedding", "weight")
 
 
@@ -99,20 +100,22 @@ def init_weights(
     gains: Mapping[str, float] | None = None,
     generator: torch.Generator | None = None,
 ) -> nn.Module:
-    """Draw the weights of ``model`` in place by a scheme of ``SCHEMES`` and return it.
+    """Initialise the weights of ``model`` in place and return the model.
 
-    Every matrix takes one draw of its own shape from the generator, in the order of ``model.modules()``; arms that differ
-    by a factor only (a fold, the score scale) therefore start from identical draws. Biases are zero unless the scheme
-    says otherwise; norms, gains and learned scales return to their own start. A tied embedding is drawn once, as a head.
+    Each matrix is one draw from the generator, in the order of ``model.modules()``. Two models that differ only by a factor, such
+    as a fold or the score scale, therefore start from the same draws. Biases are zero unless the scheme initialises them. Norms,
+    gains and learned scales are reset. A tied embedding is initialised once, as a head.
 
     Args:
-        fold: ``query`` multiplies W_Q and its bias by D^-½; ``symmetric`` W_Q and W_K by D^-¼ each, so that unscaled
-            logits start as scaled ones do.
-        num_layers: depth, for ``gpt2``'s residual projections.
-        gains: by role (``query``, ``key``, ``value``, ``up``, ``residual``, ``head``, ``embedding``, ``weight``), multiply
-            what was drawn: DeepNorm's β on ``value``, ``up`` and ``residual``, or 0 on ``residual`` for blocks that start
-            as the identity.
-        generator: default torch's global one.
+        model: any module. Layers of this package get their role; other linear layers and embeddings are initialised too.
+        scheme: ``gpt2``, ``lecun``, ``xavier``, ``torch_mha``, ``torch_linear`` or ``t5``.
+        fold: put the factor 1/√D into the weights, so that unscaled logits start like scaled ones. ``query`` multiplies W_Q and
+            its bias by D^-½. ``symmetric`` multiplies W_Q and W_K by D^-¼ each. Default: neither.
+        num_layers: the depth, for the residual projections of ``gpt2``.
+        gains: factors on the drawn weights, by role (``query``, ``key``, ``value``, ``up``, ``residual``, ``head``,
+            ``embedding``, ``weight``). DeepNorm's β is a factor on ``value``, ``up`` and ``residual``. A factor of 0 on
+            ``residual`` makes each block start as the identity.
+        generator: default torch's global generator.
 
     Raises:
         ValueError: an unknown scheme, fold or role.
@@ -142,7 +145,7 @@ def init_weights(
             draw.experts(module.down_proj, "residual")
         elif isinstance(module, LearnedPositions):
             draw.embedding(module.table, "embedding")
-    for name, module in model.named_modules():  # what is left: embeddings, the head, norms, learned scales
+    for name, module in model.named_modules():  # the other modules: embeddings, the head, norms, learned scales
         if isinstance(module, nn.Embedding):
             tied = any(getattr(other, "weight", None) is module.weight for other in model.modules() if other is not module)
             draw.embedding(module, "head" if tied else "embedding")
@@ -154,14 +157,14 @@ def init_weights(
 
 
 class _Drawer:
-    """Draws each weight once."""
+    """Initialises each weight once."""
 
     def __init__(self, scheme: Scheme, num_layers: int, gains: Mapping[str, float], generator: torch.Generator | None) -> None:
         self.scheme, self.num_layers, self.gains, self.generator = scheme, num_layers, gains, generator
         self.drawn: set[Tensor] = set()
 
     def attention(self, module: MultiHeadAttention, fold: str | None) -> None:
-        """The four projections, with the fold on W_Q and W_K."""
+        """Initialise the four projections, with the fold on W_Q and W_K."""
         D = module.head_dim
         factors = {"query": {"q": D**-0.5}, "symmetric": {"q": D**-0.25, "k": D**-0.25}}.get(fold or "", {})
         self.linear(module.q_proj, "query", D, factors.get("q", 1.0))
@@ -172,7 +175,7 @@ class _Drawer:
             nn.init.zeros_(module.sinks)
 
     def linear(self, module: nn.Linear | None, role: str, head_dim: int, factor: float = 1.0) -> None:
-        """W and b of one projection, times ``factor``."""
+        """Initialise the weight and the bias of one projection, and multiply them by ``factor``."""
         if module is None or module.weight in self.drawn:
             return
         sizes = Sizes(module.in_features, module.out_features, head_dim, self.num_layers)
@@ -182,22 +185,22 @@ class _Drawer:
             _fill(module.bias, std * factor * self.gains.get(role, 1.0), True, self.generator)
 
     def experts(self, weights: Tensor | None, role: str) -> None:
-        """The stacked matrices (N, out, in) of a mixture, each as if it stood alone."""
+        """Initialise the stacked matrices (N, out, in) of a mixture of experts like separate matrices."""
         if weights is not None:
             self._draw(weights, role, Sizes(weights.shape[2], weights.shape[1], weights.shape[2], self.num_layers), 1.0)
 
     def embedding(self, module: nn.Embedding, role: str) -> None:
-        """A table; fan-in is its width, as for the head that it may be tied to."""
+        """Initialise a table. Its fan-in is its width, as for a head that is tied to it."""
         if module.weight not in self.drawn:
             sizes = Sizes(module.embedding_dim, module.num_embeddings, module.embedding_dim, self.num_layers)
             self._draw(module.weight, role, sizes, 1.0)
 
     def _draw(self, weight: Tensor, role: str, sizes: Sizes, factor: float) -> None:
-        roles, factor = self.scheme.roles or {}, factor * self.gains.get(role, 1.0)
-        role = role if role in roles else _GENERAL_ROLE.get(role, role)
         uniform = self.scheme.uniform and role != "embedding"
         _fill(weight, self.scheme.std(role, sizes), uniform, self.generator)
-        weight.mul_(factor)  # after the draw, so that folded and unfolded arms differ by this factor exactly
+        weight.mul_(
+            factor * self.gains.get(role, 1.0)
+        )  # after the draw, so that folded and unfolded models differ by exactly this factor
         self.drawn.add(weight)
 
 

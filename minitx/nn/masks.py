@@ -1,9 +1,8 @@
-"""Masks: small values with a rule, not tensors.
+"""Attention masks, written as rules.
 
-A mask answers one question: may query ``i`` attend to key ``j``? **True = may attend**, everywhere in the project.
-This file is the only place where polarity and alignment live. Queries are the *last* ``L`` of the ``S`` positions
-(lower-right alignment), so a rule sees query row ``i`` at position ``i + offset`` with ``offset = S - L``: that is what
-makes decoding with a cache and training the same rule.
+A mask decides whether query ``i`` may attend to key ``j``. **True = may attend**, everywhere in this package. Queries are the
+*last* ``L`` of the ``S`` positions (lower-right alignment): query row ``i`` has position ``i + offset``, with
+``offset = S - L``. One rule therefore serves training and decoding with a cache.
 
     >>> print((Causal() & SlidingWindow(2)).grid(4))
     x . . .
@@ -14,9 +13,9 @@ makes decoding with a cache and training the same rule.
     x x x x .
     x x x x x
 
-Masks and bool tensors combine with ``&`` (both must allow) and ``|`` (either may). They stay symbolic until a kernel asks for what it
-wants: nothing, a causal flag, or a bool tensor (``dense``), whole or a tile of it. A mask is a value: do not write into
-its tensors afterwards, because what it was lowered to is kept and shared by the layers of a model.
+Masks and bool tensors combine with ``&`` (both must allow) and ``|`` (one must allow). A mask becomes a tensor (``dense``) only if
+a kernel needs one, and a kernel that works in tiles gets one tile at a time. Do not change the tensors of a mask after its first
+use: the layers of a model share its dense form, which is computed once.
 """
 
 from __future__ import annotations
@@ -33,42 +32,51 @@ from torch import Tensor
 
 from minitx.nn.tensor_rule import TensorRule
 
-Lowered = TypeVar("Lowered")
+Built = TypeVar("Built")
 Range = tuple[Any, Any]  # first and last
 
 
 class Mask:
     """A rule ``visible(batch, head, row, key, offset) -> bool`` over broadcastable index tensors.
 
+    To write a mask of your own, define a frozen dataclass with a method ``visible``, as in ``examples/custom_mask.py``.
+
     >>> (Causal() & SlidingWindow(2)).grid(3).splitlines()
     ['x . .', 'x x .', '. x x']
     """
 
     is_causality: ClassVar[bool] = False
-    """Whether the rule decides by itself how much of the future a query sees. It then takes the place of a model's ``Causal``."""
+    """Whether the rule defines which later positions a query sees. It then replaces the ``Causal`` mask of a model."""
     is_sparse: ClassVar[bool] = False
-    """Whether the rule hides most tiles of a long sequence, so that ``auto`` asks which tiles are left."""
+    """Whether the rule hides most tiles of a long sequence. ``auto`` then counts the tiles to choose a backend."""
 
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
-        """True where query ``row`` (at position ``row + offset``) may attend to ``key``; indices broadcast."""
-        raise NotImplementedError(f"{type(self).__name__} defines no rule")
+        """Return True where query ``row`` (at position ``row + offset``) may attend to ``key``. Indices broadcast."""
+        raise NotImplementedError(f"{type(self).__name__} must define visible()")
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         """Raise a ValueError if the mask does not fit a call of this shape."""
 
     def verdict(self, rows: Range, keys: Range) -> tuple[Any, Any]:
-        """Whether the rule shows the whole tile, and whether it hides the whole tile, as far as positions alone tell.
+        """Return whether every cell of a tile is visible, and whether every cell is hidden.
 
-        ``rows`` are the first and the last *position* of the queries (row + offset), ``keys`` those of the keys; numbers, or
-        tensors that broadcast.
+        The answer may use positions only. (False, False) is always allowed and means that both are unknown.
+
+        Args:
+            rows: the first and the last *position* of the queries (row + offset), as numbers or tensors that broadcast.
+            keys: the first and the last position of the keys.
         """
         return False, False
 
     def tile_map(self, rows: Tensor, keys: Tensor, offset: int) -> tuple[Tensor, Tensor]:
-        """(whole, empty) for every tile, bool (R, C): visible, or hidden, as a whole for all heads and rows of the batch.
+        """Return ``(whole, empty)``, both bool (R, C), for a grid of tiles.
+
+        A tile is whole if all its cells are visible in every head and every batch row. It is empty if all are hidden.
+        Where a rule cannot tell, both are False.
 
         Args:
-            rows, keys: the edges of the tiles, (R + 1,) and (C + 1,), from 0 to L and to S.
+            rows: the edges of the tiles along the queries, (R + 1,), from 0 to L.
+            keys: the edges along the keys, (C + 1,), from 0 to S.
             offset: S - L.
         """
         positions = (rows[:-1, None] + offset, rows[1:, None] + offset - 1)
@@ -78,15 +86,15 @@ class Mask:
         return whole, empty
 
     def grain(self) -> int | None:
-        """The size of tiles that suits the rule, or None where any does."""
+        """Return a suitable tile size for the rule, or None if any size is."""
         return None
 
     def parts(self) -> Iterator[Mask]:
-        """The masks whose intersection this is."""
+        """Yield the masks whose intersection is this mask."""
         yield self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is remembered: a copy or a pickle is the rule alone."""
+        """Leave computed forms out of copies and pickles."""
         return {name: kept for name, kept in vars(self).items() if name != "_memory"}
 
     def __and__(self, other: Mask | Tensor) -> Mask:
@@ -99,11 +107,11 @@ class Mask:
 
     __rand__, __ror__ = __and__, __or__  # a tensor on the left
 
-    def remember(self, kind: str, key: tuple[object, ...], build: Callable[..., Lowered], *arguments: Any) -> Lowered:
-        """``build(*arguments)``, or what it gave for the same ``key`` last time: layers that share a mask share its lowered form.
+    def remember(self, kind: str, key: tuple[object, ...], build: Callable[..., Built], *arguments: Any) -> Built:
+        """Return ``build(*arguments)``. Calls with the same ``kind`` and ``key`` compute it once.
 
-        One form of each kind is kept. Nothing is kept while compiling: there the compiler shares what is equal, and a
-        key of symbolic lengths would tie the graph to one length.
+        The layers of a model share a mask, and so share what is computed from it. For each kind, only the latest result is kept.
+        Nothing is kept under ``torch.compile``: a key with symbolic lengths would bind the graph to one length.
         """
         if torch.compiler.is_compiling():
             return build(*arguments)
@@ -124,9 +132,9 @@ class Mask:
         rows: slice = slice(None),
         keys: slice = slice(None),
     ) -> Tensor:
-        """The rule as a bool tensor, broadcastable to (B, H, L, S); ``rows`` and ``keys`` cut a tile out of it.
+        """Return the mask as a bool tensor that broadcasts to (B, H, L, S). ``rows`` and ``keys`` select a tile.
 
-        An axis on which the rule does not depend has size 1, so a padding mask costs (B, 1, 1, S).
+        An axis on which the rule does not depend has size 1. A padding mask, for example, has shape (B, 1, 1, S).
         """
         batch = torch.arange(batch_size, device=device).view(-1, 1, 1, 1)
         head = torch.arange(num_heads, device=device).view(1, -1, 1, 1)
@@ -135,7 +143,7 @@ class Mask:
         return self.visible(batch, head, row, key, num_keys - num_queries)
 
     def grid(self, num_queries: int, num_keys: int | None = None, *, batch: int = 0, head: int = 0) -> str:
-        """A picture in text: ``x`` may attend, ``.`` may not; one line a query, one column a key."""
+        """Return the mask as text: one line for each query, one column for each key, ``x`` = may attend, ``.`` = hidden."""
         num_keys = num_queries if num_keys is None else num_keys
         row, key = torch.arange(num_queries).view(1, 1, -1, 1), torch.arange(num_keys).view(1, 1, 1, -1)
         cells = self.visible(torch.tensor(batch), torch.tensor(head), row, key, num_keys - num_queries)
@@ -143,7 +151,7 @@ class Mask:
         return "\n".join(" ".join("x" if cell else "." for cell in line) for line in cells.tolist())
 
     def size(self) -> tuple[int, int] | None:
-        """The numbers of queries and keys that the mask was made for, where it knows them."""
+        """Return the numbers of queries and keys that the mask was made for, or None if it fits any."""
         return None
 
     def __str__(self) -> str:
@@ -152,7 +160,7 @@ class Mask:
 
 @dataclass(frozen=True, eq=False)
 class Causal(Mask):
-    """A query sees itself and what came before it: ``j <= i + offset`` (lower-right aligned).
+    """A query sees its own position and all earlier ones: ``j <= i + offset`` (lower-right aligned).
 
     >>> print(Causal().grid(2, 3))  # two queries after one cached key
     x x .
@@ -170,16 +178,16 @@ class Causal(Mask):
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         if num_queries > num_keys:
             raise ValueError(
-                f"is_causal needs at least as many keys as queries (the last query sees the last key), "
-                f"got {num_queries} queries and {num_keys} keys"
+                f"is_causal needs at least as many keys as queries, got {num_queries} queries and {num_keys} keys: "
+                "the last query is aligned with the last key"
             )
 
 
 @dataclass(frozen=True, eq=False)
 class SlidingWindow(Mask):
-    """Keys nearer than ``window``: ``|i + offset - j| < window``.
+    """A query sees the keys at a distance below ``window``: ``|i + offset - j| < window``.
 
-    With ``& Causal()`` a query sees ``window`` keys *including its own*.
+    With ``& Causal()``, a query sees ``window`` keys, *including its own*.
 
     >>> print((SlidingWindow(2) & Causal()).grid(3))
     x . .
@@ -192,7 +200,7 @@ class SlidingWindow(Mask):
 
     def __post_init__(self) -> None:
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
-            raise ValueError(f"window must be a positive whole number of visible keys, got {self.window!r}")
+            raise ValueError(f"window must be a positive integer, got {self.window!r}")
 
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         return (row + offset - key).abs() < self.window
@@ -208,7 +216,7 @@ class SlidingWindow(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Padding(Mask):
-    """Hides keys that are padding. ``key_mask`` is bool (B, S), **True = real token** (a tokenizer's ``attention_mask``).
+    """Hide padded keys. ``key_mask`` is bool (B, S), **True = real token**, like the ``attention_mask`` of a tokenizer.
 
     >>> print(Padding(torch.tensor([[False, True, True]])).grid(2, 3))
     . x x
@@ -244,7 +252,7 @@ class Padding(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Documents(Mask):
-    """Packed documents: a query sees keys with its own id. ``ids`` is an integer tensor (B, S) over the key positions.
+    """Separate packed documents: a query sees only keys of its own document. ``ids`` is an integer tensor (B, S).
 
     >>> print(Documents(torch.tensor([[0, 0, 1]])).grid(3))
     x x .
@@ -265,7 +273,7 @@ class Documents(Mask):
         return self.ids[batch, row + offset] == self.ids[batch, key]
 
     def tile_map(self, rows: Tensor, keys: Tensor, offset: int) -> tuple[Tensor, Tensor]:
-        """Two blocks share a document only if their ranges of ids meet; one id in both shows the whole tile."""
+        """A tile is empty if the id ranges of its queries and keys do not overlap, and whole if it has one id only."""
         (low, high), (first, last) = _extremes(self.ids, rows + offset), _extremes(self.ids, keys)  # (B, R), (B, C)
         low, high, first, last = low.unsqueeze(2), high.unsqueeze(2), first.unsqueeze(1), last.unsqueeze(1)
         whole = (low == high) & (first == last) & (low == first)
@@ -284,7 +292,7 @@ class Documents(Mask):
 
 @dataclass(frozen=True, eq=False)
 class PrefixLM(Mask):
-    """The first ``length`` positions (an int, or one a row: (B,)) see each other both ways; after them, causal.
+    """Causal, except that all queries see the first ``length`` positions. ``length`` is an int, or a tensor (B,).
 
     >>> print(PrefixLM(2).grid(3))
     x x .
@@ -300,7 +308,7 @@ class PrefixLM(Mask):
         if isinstance(self.length, Tensor):
             whole = not self.length.is_floating_point() and self.length.dtype != torch.bool
         if not whole:
-            raise ValueError(f"prefix length must be a whole number, zero or more, or a tensor of them, got {self.length!r}")
+            raise ValueError(f"prefix length must be a non-negative integer or an integer tensor, got {self.length!r}")
 
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         length = self.length[batch] if isinstance(self.length, Tensor) else self.length
@@ -316,13 +324,13 @@ class PrefixLM(Mask):
         Causal().check(batch_size, num_heads, num_queries, num_keys)
         if isinstance(self.length, Tensor) and tuple(self.length.shape) != (batch_size,):
             raise ValueError(
-                f"prefix length must be an int or have shape (B,) = ({batch_size},), got {tuple(self.length.shape)}"
+                f"prefix length must be an integer or have shape (B,) = ({batch_size},), got {tuple(self.length.shape)}"
             )
 
 
 @dataclass(frozen=True, eq=False)
 class Dense(TensorRule, Mask):
-    """Any bool tensor of shape (L, S), or 4-D and broadcastable to (B, H, L, S); True = may attend.
+    """A mask given as a bool tensor of shape (L, S), or 4-D and broadcastable to (B, H, L, S). True = may attend.
 
     >>> print(Dense(torch.tensor([[True, False], [False, True]])).grid(2))
     x .
@@ -333,8 +341,8 @@ class Dense(TensorRule, Mask):
         _require_bool("attn_mask", self.tensor)
         if self.tensor.dim() == 3:
             raise ValueError(
-                f"attn_mask of shape {tuple(self.tensor.shape)} is ambiguous: a 3-D mask could be (B, L, S) or (H, L, S); "
-                "give (B, 1, L, S) or (1, H, L, S)"
+                f"attn_mask of shape {tuple(self.tensor.shape)} is ambiguous: it could be (B, L, S) or (H, L, S); "
+                "use (B, 1, L, S) or (1, H, L, S)"
             )
         if self.tensor.dim() not in (2, 4):
             raise ValueError(f"attn_mask must have shape (L, S) or (B, H, L, S), got {tuple(self.tensor.shape)}")
@@ -358,17 +366,18 @@ class Dense(TensorRule, Mask):
 
 @dataclass(frozen=True, eq=False)
 class BlockSparse(Mask):
-    """Blocks of b × b positions that are visible or hidden as a whole: position p belongs to block p // b.
+    """Show or hide blocks of b × b positions. Position p belongs to block p // b.
 
-    Child et al. 2019, "Sparse Transformers", arXiv:1904.10509. The ``chunked`` backend computes only the blocks that are visible.
+    Child et al. 2019, "Sparse Transformers", arXiv:1904.10509. The ``chunked`` backend computes visible blocks only.
 
     Args:
-        pattern: bool (S / b, S / b), or (H, S / b, S / b) with a pattern for each head; True = may attend. Row blocks are those of
-            the queries' positions, so a pattern serves decoding too.
-        block_size: b.
+        pattern: bool (S / b, S / b), or (H, S / b, S / b) for one pattern per head. True = may attend. A query's row in the
+            pattern follows from its position, so a pattern also works with a cache.
+        block_size: b, the number of positions in a block.
 
     Raises:
-        ValueError, TypeError: another shape or dtype; a block size below 1.
+        ValueError: another shape, or a block size below 1.
+        TypeError: another dtype.
 
     >>> print((BlockSparse(torch.eye(2, dtype=torch.bool), 2) & Causal()).grid(4))
     x . . .
@@ -388,7 +397,7 @@ class BlockSparse(Mask):
                 f"pattern must have shape (blocks, blocks) or (H, blocks, blocks), got {tuple(self.pattern.shape)}"
             )
         if isinstance(self.block_size, bool) or not isinstance(self.block_size, int) or self.block_size < 1:
-            raise ValueError(f"block_size must be a positive whole number, got {self.block_size!r}")
+            raise ValueError(f"block_size must be a positive integer, got {self.block_size!r}")
 
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         place = (row + offset) // self.block_size, key // self.block_size
@@ -397,7 +406,7 @@ class BlockSparse(Mask):
     def tile_map(self, rows: Tensor, keys: Tensor, offset: int) -> tuple[Tensor, Tensor]:
         cells = self.pattern if self.pattern.dim() == 3 else self.pattern[None]
         starts = self.block_size * torch.arange(self.pattern.shape[-1], device=rows.device)
-        in_rows, in_keys = (  # how many positions of each block lie in each tile, (R, blocks) and (C, blocks)
+        in_rows, in_keys = (  # the number of positions that a tile and a block share, (R, blocks) and (C, blocks)
             (torch.minimum(edges[1:, None], starts + self.block_size) - torch.maximum(edges[:-1, None], starts))
             .clamp(min=0)
             .double()
@@ -423,14 +432,14 @@ class BlockSparse(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Combined(Mask):
-    """Several masks as one: ``And`` or ``Or``. Remembers its dense form, which all layers share."""
+    """The base of ``And`` and ``Or``. It keeps its dense form, which all layers share."""
 
     members: tuple[Mask, ...]
-    join: ClassVar[Any]  # of two bool tensors
+    join: ClassVar[Any]  # combines two bool tensors
     sign: ClassVar[str]
 
     def __post_init__(self) -> None:
-        for name in ("is_causality", "is_sparse"):  # an intersection is what one of its members is
+        for name in ("is_causality", "is_sparse"):  # true for an intersection if it is true for a member
             object.__setattr__(self, name, self.join is operator.and_ and any(getattr(m, name) for m in self.members))
 
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
@@ -450,7 +459,7 @@ class Combined(Mask):
         return self._joined([member.tile_map(rows, keys, offset) for member in self.members])
 
     def _joined(self, verdicts: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-        """An intersection is whole where all members are, and empty where one is; a union the other way round."""
+        """An intersection is whole where all members are, and empty where one member is. A union is the reverse."""
         opposite = operator.or_ if self.join is operator.and_ else operator.and_
         return reduce(self.join, [whole for whole, _ in verdicts]), reduce(opposite, [empty for _, empty in verdicts])
 
@@ -473,7 +482,7 @@ class Combined(Mask):
 
 
 class And(Combined):
-    """The intersection: visible where every member allows it. Made by ``&``."""
+    """The intersection of masks, written ``a & b``: visible where all members allow it."""
 
     join, sign = operator.and_, " & "
 
@@ -482,32 +491,32 @@ class And(Combined):
 
 
 class Or(Combined):
-    """The union: visible where some member allows it. Made by ``|``."""
+    """The union of masks, written ``a | b``: visible where at least one member allows it."""
 
     join, sign = operator.or_, " | "
 
 
 def _count(column: Tensor, edges: Tensor) -> Tensor:
-    """How many entries (..., n) are True between each two edges (m + 1,): (..., m)."""
+    """Count the True entries of (..., n) between neighbouring edges (m + 1,). Returns (..., m)."""
     total = F.pad(column.cumsum(-1), (1, 0))
     return total[..., edges].diff()
 
 
 def _pooled(cells: Tensor, rows: Tensor, keys: Tensor, join: Callable[..., Tensor], neutral: bool) -> Tensor:
-    """``join`` of the cells (L, S) in each tile, bool (R, C)."""
+    """Apply ``join`` to the cells (L, S) of each tile. Returns bool (R, C)."""
     height, width, L, S = int(rows[1]), int(keys[1]), *cells.shape
     padded = F.pad(cells, (0, -S % width, 0, -L % height), value=neutral)
     return join(join(padded.unflatten(0, (-1, height)).unflatten(2, (-1, width)), dim=3), dim=1)
 
 
 def _extremes(ids: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest id (B, S) between each two edges (m + 1,): (B, m) each."""
+    """Return the smallest and the largest of the ids (B, S) between neighbouring edges (m + 1,), both (B, m)."""
     parts = [ids[:, start:stop].aminmax(dim=-1) for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)]
     return torch.stack([part.min for part in parts], -1), torch.stack([part.max for part in parts], -1)
 
 
 def with_causal(mask: Tensor | Mask | None) -> Mask:
-    """``mask`` within ``Causal()``, but for a rule that decides about the future by itself, such as ``PrefixLM``.
+    """Intersect ``mask`` with ``Causal()``, unless it is a rule such as ``PrefixLM`` that defines causality itself.
 
     >>> with_causal(PrefixLM(2))
     PrefixLM(length=2)
@@ -520,7 +529,7 @@ def _require_bool(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a bool tensor, got {type(tensor).__name__}")
     if tensor.dtype != torch.bool:
-        extra = "; additive values belong in attn_bias" if name == "attn_mask" else ""
+        extra = "; pass additive values as attn_bias" if name == "attn_mask" else ""
         raise TypeError(f"{name} must be a bool tensor (True = may attend), got {tensor.dtype}{extra}")
 
 
@@ -529,15 +538,15 @@ def _as_rule(mask: Tensor | Mask) -> Mask:
 
 
 def as_mask(attn_mask: Tensor | Mask | None) -> Mask | None:
-    """``attn_mask`` as a Mask; a bool tensor becomes ``Dense``. A float or int tensor is a TypeError that says so."""
+    """Convert ``attn_mask`` to a ``Mask``. A bool tensor becomes a ``Dense``; another dtype raises a TypeError."""
     return None if attn_mask is None else _as_rule(attn_mask)
 
 
 def intersect(*masks: Tensor | Mask | None) -> Mask | None:
-    """The intersection of the masks that are given; ``None`` if none is.
+    """Return the intersection of the masks that are not None, or None if there is none.
 
-    A second ``Causal`` changes nothing, and a mask that already holds all the others is returned itself, so that layers
-    share its dense form.
+    Repeated parts are dropped. If one of the masks already contains all the parts, that object is returned, so that layers share
+    its dense form.
 
     >>> print(intersect(Causal(), None, SlidingWindow(1)).grid(2))
     x .
@@ -552,7 +561,7 @@ def intersect(*masks: Tensor | Mask | None) -> Mask | None:
 
 
 def _distinct(parts: Iterable[Mask]) -> list[Mask]:
-    """The parts without repetition; one ``Causal`` is as good as two."""
+    """Drop repeated parts. Two ``Causal`` objects count as one."""
     kept: list[Mask] = []
     for part in parts:
         if part not in kept and not (type(part) is Causal and any(type(other) is Causal for other in kept)):
@@ -561,29 +570,29 @@ def _distinct(parts: Iterable[Mask]) -> list[Mask]:
 
 
 def simplify(mask: Mask | None, num_queries: int, num_keys: int) -> Mask | None:
-    """Drop what forbids nothing in a call of this shape: looks at types and shapes, never at values.
+    """Drop the parts that hide nothing in a call of this shape: ``Causal`` for one query, or a window as long as the keys.
 
-    One causal query sees every key; a window as wide as the keys hides none.
+    It looks at types and shapes only, never at the values of tensors.
     """
     if mask is None:
         return None
     parts = list(mask.parts())
     whole = (num_keys - num_queries, num_keys - 1), (0, num_keys - 1)
-    # one compiled graph serves many lengths: whether a window covers this one would cost a guard, and a graph, each time
+    # under torch.compile, comparing a window with the length would compile a new graph for each length
     fixed = torch.compiler.is_compiling()
     kept = tuple(part for part in parts if (fixed and type(part) is not Causal) or not part.verdict(*whole)[0])
     if len(kept) == len(parts):
         return mask
-    if len(kept) > 1:  # the layers that share the mask share what is left of it, and so its dense form
+    if len(kept) > 1:  # kept in memory, so that layers share the new mask and its dense form
         return mask.remember("simplify", (kept,), lambda: And(kept))
     return kept[0] if kept else None
 
 
 def real_key_counts(mask: Mask | None, batch_size: int, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """n_i: how many real keys lie up to query i (all real keys without a rule about the future); shape (B or 1, 1, L, 1).
+    """Return n_i, the length of the sequence up to query i, of shape (B or 1, 1, L, 1).
 
-    Counts what ``Padding``, ``Documents`` (a packed document is a sequence of its own) and a rule about the future (``Causal``,
-    ``PrefixLM``) leave; windows and other masks do not shorten a sequence.
+    This is the number of keys that ``Padding``, ``Documents``, and ``Causal`` or ``PrefixLM`` leave visible. Windows and other masks
+    do not change the length.
     """
     parts = [] if mask is None else [p for p in mask.parts() if p.is_causality or isinstance(p, Padding | Documents)]
     if not all(isinstance(part, Padding | Causal) for part in parts):
@@ -601,7 +610,7 @@ def real_key_counts(mask: Mask | None, batch_size: int, num_queries: int, num_ke
 
 
 def from_key_padding_mask(key_padding_mask: Tensor) -> Tensor:
-    """Torch's ``key_padding_mask`` (True = *hidden*) as a ``key_mask`` (True = real): the one inverter of the project.
+    """Convert torch's ``key_padding_mask`` (True = *hidden*) to a ``key_mask`` (True = real token).
 
     >>> from_key_padding_mask(torch.tensor([[False, True]])).tolist()
     [[True, False]]

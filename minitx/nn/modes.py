@@ -1,4 +1,4 @@
-"""Evaluation mode for a while."""
+"""A context manager for evaluation mode."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """``model`` in evaluation mode (no dropout); afterwards every part of it is in the mode that it was in.
+    """Put ``model`` into evaluation mode (no dropout), and restore the mode of each submodule afterwards.
 
-    ``model.train()`` would put all parts into one mode, also a frozen one that its owner keeps in evaluation mode.
+    ``model.train()`` would not do: it would also change submodules that were in evaluation mode before.
 
     >>> model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5).eval())
     >>> with evaluating(model):
@@ -28,6 +28,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             if module.training != training:
-                module.train(training)  # a module may do more than note its mode, and puts its parts into its own
-        for module, training in modes.items():
+                module.train(training)  # not only the flag: a module may override train()
+        for module, training in modes.items():  # train() has also changed submodules
             module.training = training

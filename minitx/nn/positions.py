@@ -1,6 +1,6 @@
-"""Where a token stands: added to the embeddings (sinusoidal, learned) or turned into q and k (rotary).
+"""Positions: sinusoidal and learned embeddings, and rotary positions for queries and keys.
 
-All three take ``position_ids`` (B, L) or (1, L), so that left-padded, packed and cached sequences count rightly.
+All of them take ``position_ids`` of shape (B, L) or (1, L). Left-padded, packed and cached sequences therefore get correct positions.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 
 def sinusoids(position_ids: Tensor, width: int, *, base: float = 10000.0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """PE(pos, 2i) = sin(pos / base^(2i/width)), PE(pos, 2i+1) = cos(same): (..., width).
+    """Return sinusoidal position embeddings (..., width) for positions (...).
 
-    Vaswani et al. 2017, arXiv:1706.03762, §3.5.
+    PE(pos, 2i) = sin(pos / base^(2i/width)), PE(pos, 2i+1) = cos(pos / base^(2i/width)). Vaswani et al. 2017, arXiv:1706.03762,
+    §3.5.
 
     >>> sinusoids(torch.tensor([0]), 4).tolist()
     [[0.0, 1.0, 0.0, 1.0]]
@@ -29,11 +30,11 @@ def sinusoids(position_ids: Tensor, width: int, *, base: float = 10000.0, dtype:
 
 
 class SinusoidalPositions(nn.Module):
-    """Fixed sinusoids (..., L) -> (..., L, E); any length, no parameters (Vaswani et al. 2017, §3.5).
+    """Sinusoidal position embeddings: positions (..., L) to (..., L, E). Any length, no parameters (Vaswani et al. 2017, §3.5).
 
     Args:
         embed_dim: E.
-        base: of the wavelengths, which grow from 2π to base · 2π.
+        base: the wavelengths grow from 2π to base · 2π positions.
 
     >>> SinusoidalPositions(4)(torch.tensor([0])).tolist()
     [[0.0, 1.0, 0.0, 1.0]]
@@ -48,15 +49,15 @@ class SinusoidalPositions(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """A table (max_len, E) (Gehring et al. 2017, arXiv:1705.03122; GPT-2).
+    """Learned position embeddings, a table (max_len, E) (Gehring et al. 2017, arXiv:1705.03122; GPT-2).
 
     Args:
-        max_len: rows, the positions that there are.
+        max_len: the number of positions.
         embed_dim: E.
 
     Raises:
-        ValueError: position_ids outside the table (looked at on the CPU only; an accelerator's own assertion answers
-            there, because reading values would make it wait).
+        ValueError: position_ids outside the table. On a GPU the values are not read, because that would wait for the GPU; torch's
+            own assertion reports the error there.
 
     >>> LearnedPositions(7, 4)(torch.tensor([[0, 1, 2]])).shape
     torch.Size([1, 3, 4])
@@ -73,28 +74,28 @@ class LearnedPositions(nn.Module):
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """How rotary frequencies stretch to contexts ``factor`` times as long as those that a model was trained on.
+    """How to change rotary frequencies for a context ``factor`` times as long as in training.
 
-    With f_i = base^(-2i/D) and r_i = original_max_len · f_i / 2π, the turns that channel pair i makes over the original
-    length:
+    Channel pair i has frequency f_i = base^(-2i/D). Over the original length it makes r_i = original_max_len · f_i / 2π turns.
 
-    * ``linear``: f_i / factor: positions are interpolated (Chen et al. 2023, arXiv:2306.15595).
-    * ``ntk``: base · factor^(D/(D-2)) as base, so that the slowest pair is interpolated and the fastest is left alone
+    * ``linear``: f_i / factor (position interpolation; Chen et al. 2023, arXiv:2306.15595).
+    * ``ntk``: the base becomes base · factor^(D/(D-2)). This divides the lowest frequency by the factor and keeps the highest
       (bloc97 2023, "NTK-aware scaled RoPE"; Peng et al. 2023, arXiv:2309.00071, §3.1).
-    * ``llama3``: f_i (1 - γ_i) / factor + f_i γ_i with γ = clamp((r - low) / (high - low), 0, 1), low 1 and high 4
+    * ``llama3``: f_i (1 - γ_i) / factor + f_i γ_i with γ_i = clamp((r_i - low) / (high - low), 0, 1), low = 1 and high = 4
       (Llama 3.1, ``apply_scaling``; "NTK-by-parts" of arXiv:2309.00071, §3.2).
-    * ``yarn``: the same mixture with a ramp that is linear in the channel index between the pairs that make ``high`` 32
-      and ``low`` 1 turns, rounded outwards, as in the authors' code; q and k are multiplied by 0.1 ln(factor) + 1 each
+    * ``yarn``: the same formula, but γ_i is linear in i between the pair that makes high = 32 turns and the pair that makes low = 1
+      turn. Both indices are rounded outwards, as in the authors' code. q and k are each multiplied by 0.1 ln(factor) + 1
       (arXiv:2309.00071, §3.3 and eq. 22).
 
     Args:
-        kind: one of the four.
-        factor: at least 1; new length over original length.
-        original_max_len: the length of training; needed by ``llama3`` and ``yarn``.
-        low, high: turns below which a pair is interpolated and above which it is kept; ``None``: the defaults above.
+        kind: ``linear``, ``ntk``, ``llama3`` or ``yarn``.
+        factor: the new length divided by the original length, at least 1.
+        original_max_len: the length in training, in tokens. ``llama3`` and ``yarn`` need it.
+        low: pairs with fewer turns are interpolated. None: the default of the kind, as above.
+        high: pairs with more turns are kept. None: the default of the kind.
 
     Raises:
-        ValueError: another kind, a factor below 1, a missing or non-positive length.
+        ValueError: an unknown kind, a factor below 1, or a missing or non-positive length.
 
     >>> RotaryScaling("linear", factor=2.0).factor
     2.0
@@ -110,17 +111,17 @@ class RotaryScaling:
         if self.kind not in ("linear", "ntk", "yarn", "llama3"):
             raise ValueError(f"rotary_scaling={self.kind!r} must be one of linear, ntk, yarn, llama3")
         if not 1.0 <= self.factor < math.inf:
-            raise ValueError(f"rotary_factor={self.factor} must be a number from 1 (new length over original length)")
+            raise ValueError(f"rotary_factor={self.factor} must be at least 1: it is the new length over the original length")
         if self.kind in ("yarn", "llama3") and (self.original_max_len is None or self.original_max_len < 1):
             raise ValueError(f"rotary_original_len={self.original_max_len} must be positive with rotary_scaling={self.kind}")
 
     @property
     def magnitude(self) -> float:
-        """What multiplies turned queries and keys: the temperature of ``yarn``, 1 otherwise."""
+        """The factor on rotated queries and keys: 0.1 ln(factor) + 1 for ``yarn``, else 1."""
         return 0.1 * math.log(self.factor) + 1.0 if self.kind == "yarn" else 1.0
 
     def frequencies(self, head_dim: int, base: float, pairs: Tensor) -> Tensor:
-        """The stretched frequencies (D/2,) of channel pairs ``pairs`` = 0 … D/2 - 1."""
+        """Return the scaled frequencies (D/2,) of the channel pairs ``pairs`` = 0 … D/2 - 1."""
         if self.kind == "ntk":
             base = base * self.factor ** (head_dim / max(head_dim - 2, 1))
         plain = base ** (-2.0 * pairs / head_dim)
@@ -141,34 +142,35 @@ class RotaryScaling:
         return plain * kept + plain / self.factor * (1.0 - kept)
 
     def _pair_of(self, turns: float, head_dim: int, base: float) -> float:
-        """Which pair (a real number) makes ``turns`` turns over the original length."""
+        """Return the index (a real number) of the pair that makes ``turns`` turns over the original length."""
         assert self.original_max_len is not None
         return head_dim * math.log(self.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(base))
 
 
 class Rotation(NamedTuple):
-    """cos and sin of the angles of some positions, each (B or 1, 1, L, D/2): what ``Rotary`` turns queries and keys by."""
+    """The cosine and sine of the rotation angles, each (B or 1, 1, L, D/2). ``Rotary`` applies them to queries and keys."""
 
     cos: Tensor
     sin: Tensor
 
 
 class Rotary(nn.Module):
-    """Rotate pairs of channels by an angle that grows with the position, so that q·k depends on their distance.
+    """Rotary positions: rotate pairs of channels by an angle proportional to the position.
 
-    Pair i is turned by pos · base^(-2i/D). Half-split pairs are the channels (i, i + D/2), as in Llama and GPT-NeoX;
-    interleaved ones (2i, 2i + 1), as in the paper and GPT-J. Su et al. 2021, "RoFormer", arXiv:2104.09864, §3.2 and
-    §3.4.2.
+    The angle of pair i is pos · base^(-2i/D). The product q·k then depends on the distance between the two positions. Su et al.
+    2021, "RoFormer", arXiv:2104.09864, §3.2 and §3.4.2.
 
     Args:
-        head_dim: D, even. base: the wavelengths run from 2π to 2π · base.
-        interleaved: which channels are a pair.
+        head_dim: D, an even number.
+        base: the wavelengths grow from 2π to 2π · base positions.
+        interleaved: if True, channels (2i, 2i + 1) form a pair, as in the paper and GPT-J. If False, channels (i, i + D/2) do, as
+            in Llama and GPT-NeoX.
         scaling: a ``RotaryScaling`` for long contexts, or None.
 
     Raises:
-        ValueError: an odd ``head_dim``; ``position_ids`` that do not fit.
+        ValueError: an odd ``head_dim``, or ``position_ids`` of a wrong shape or dtype.
 
-    A rotation keeps lengths, and position 0 turns nothing:
+    A rotation does not change the length of a vector, and position 0 is not rotated:
 
     >>> x = torch.randn(1, 1, 3, 4)
     >>> y = Rotary(4)(x, torch.tensor([[0, 1, 2]]))
@@ -181,11 +183,11 @@ class Rotary(nn.Module):
     ) -> None:
         super().__init__()
         if head_dim % 2 or head_dim < 2:
-            raise ValueError(f"rotary positions pair channels: head_dim must be even, got {head_dim}")
+            raise ValueError(f"head_dim must be even for rotary positions, got {head_dim}")
         self.head_dim, self.base, self.interleaved, self.scaling = head_dim, base, interleaved, scaling
 
     def forward(self, x: Tensor, position_ids: Tensor | Rotation) -> Tensor:
-        """x (B, H, L, D) at position_ids (B or 1, L), or turned by a ``Rotation``, which layers can share."""
+        """Rotate x (B, H, L, D) by its position_ids (B or 1, L), or by a ``Rotation`` that layers share."""
         if isinstance(position_ids, Tensor):
             position_ids = self.rotation(position_ids, x.shape[0], x.shape[2], x.dtype)
         cos, sin = position_ids.cos.to(x.dtype), position_ids.sin.to(x.dtype)
@@ -194,7 +196,7 @@ class Rotary(nn.Module):
         return torch.stack(turned, dim=-1).flatten(-2) if self.interleaved else torch.cat(turned, dim=-1)
 
     def rotation(self, position_ids: Tensor, batch_size: int, length: int, dtype: torch.dtype) -> Rotation:
-        """The angles at position_ids (B or 1, L), in at least float32 and the precision of ``dtype``."""
+        """Return cosine and sine for position_ids (B or 1, L), in float32 or in ``dtype`` if that is wider."""
         check_position_ids(position_ids, batch_size, length)
         frequencies = self.frequencies(torch.promote_types(dtype, torch.float32), position_ids.device)
         angles = position_ids[:, None, :, None] * frequencies  # (B, 1, L, D/2)
@@ -202,7 +204,7 @@ class Rotary(nn.Module):
         return Rotation(angles.cos() * magnitude, angles.sin() * magnitude)
 
     def frequencies(self, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
-        """Radians a position, (D/2,)."""
+        """Return the frequencies (D/2,) in radians per position."""
         pairs = torch.arange(self.head_dim // 2, dtype=dtype, device=device)
         if self.scaling is not None:
             return self.scaling.frequencies(self.head_dim, self.base, pairs)
@@ -214,27 +216,27 @@ class Rotary(nn.Module):
 
 
 def check_position_ids(position_ids: Tensor, batch_size: int, length: int) -> None:
-    """Refuse position_ids that are not whole numbers of shape (B or 1, L)."""
+    """Raise a ValueError unless position_ids are integers of shape (B or 1, L)."""
     whole = not position_ids.is_floating_point() and position_ids.dtype != torch.bool
     if not whole or position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch_size) or position_ids.shape[1] != length:
         raise ValueError(
-            f"position_ids must be whole numbers of shape (B or 1, L) = ({batch_size} or 1, {length}), "
+            f"position_ids must be integers of shape (B or 1, L) = ({batch_size} or 1, {length}), "
             f"got {position_ids.dtype} {tuple(position_ids.shape)}"
         )
 
 
 def check_range(name: str, ids: Tensor, size: int) -> None:
-    """Refuse ids outside 0 … size - 1, where looking costs nothing: on the CPU, outside of a compiled graph and of vmap."""
+    """Raise a ValueError for ids outside 0 … size - 1. Checked on the CPU only, and not under ``torch.compile`` or vmap."""
     traced = torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(ids)
     if ids.device.type == "cpu" and not traced and ids.numel():
         ends = ids.aminmax()
         low, high = int(ends.min), int(ends.max)
         if low < 0 or high >= size:
-            raise ValueError(f"{name} must lie between 0 and {size - 1}, the end of the table; got {low} to {high}")
+            raise ValueError(f"{name} must be between 0 and {size - 1}, got {low} to {high}")
 
 
 def position_ids_from(key_mask: Tensor | None, document_ids: Tensor | None, length: int, device: torch.device) -> Tensor:
-    """Positions (B or 1, L): count real tokens only, and from 0 again in every packed document.
+    """Return positions (B or 1, L). Only real tokens count, and every packed document starts at 0.
 
     >>> position_ids_from(torch.tensor([[False, True, True]]), None, 3, torch.device("cpu")).tolist()
     [[0, 0, 1]]

@@ -1,4 +1,4 @@
-"""The score scale: what multiplies q·k, and what the words in a config mean."""
+"""The score scale: the factor on q·k."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from minitx.config import TransformerConfig, check_scale, evaluate_factor
 
 
 def scale_multiplier(scale: str | float, head_dim: int) -> float:
-    """The multiplier that a fixed ``scale`` stands for.
+    """Return the number that a fixed ``scale`` stands for.
 
-    ``inv_sqrt`` is 1/√D (Vaswani et al. 2017, arXiv:1706.03762, §3.2.1), ``inv`` 1/D (μP; Yang et al. 2022,
-    arXiv:2203.03466, §4), ``unscaled`` 1; ``head_dim^p`` is D to the power p, and a number stands for itself. ``head_dim`` is D.
+    Args:
+        scale: ``inv_sqrt`` is 1/√D (Vaswani et al. 2017, arXiv:1706.03762, §3.2.1). ``inv`` is 1/D (μP; Yang et al. 2022,
+            arXiv:2203.03466, §4). ``unscaled`` is 1. ``head_dim^p`` is D to the power p. A number is returned as it is.
+        head_dim: D.
 
     >>> scale_multiplier("inv_sqrt", 16), scale_multiplier("unscaled", 16), scale_multiplier("inv", 16)
     (0.25, 1.0, 0.0625)
@@ -23,7 +25,7 @@ def scale_multiplier(scale: str | float, head_dim: int) -> float:
     0.125
 
     Raises:
-        ValueError: a word that needs parameters or lengths (``learned``, ``log_length``), or no word at all.
+        ValueError: an unknown word, or ``learned`` or ``log_length``, which are not a fixed number.
     """
     check_scale(scale)
     if not isinstance(scale, str) or scale.startswith("head_dim"):
@@ -34,25 +36,28 @@ def scale_multiplier(scale: str | float, head_dim: int) -> float:
 
 
 class ScoreScale(nn.Module):
-    """The scale of one attention layer: ``c`` in c · q·k.
+    """The scale c of one attention layer, in the scores c · q·k.
 
-    ``multiplier`` is the number that a fixed scale hands to the backend, else None. ``forward(query, counts)`` returns ``(query,
-    multiplier)``: ``learned`` and ``log_length`` multiply the query, and the backend gets 1.0, so that every backend serves them.
+    ``forward(query, counts)`` returns ``(query, multiplier)``. A fixed scale is the multiplier, and the backend applies it. The other
+    two scales multiply the query and return 1.0, so that they work with every backend:
 
-    * ``learned``: exp(s_h), one log-scale per head, a parameter initialised to ln(1/√D).
-    * ``log_length``: ln(n_i) / ln(max_len) / √D, with n_i the real keys up to query i, which keeps the entropy from
-      growing with length (Chiang & Cholak 2022, arXiv:2202.12172; Su 2021).
+    * ``learned``: exp(s_h), with one parameter s_h for each head. It starts at 1/√D.
+    * ``log_length``: ln(n_i) / ln(max_len) / √D, where n_i is the number of real keys up to query i. It keeps the entropy of the
+      weights from growing with the length (Chiang & Cholak 2022, arXiv:2202.12172; Su 2021).
 
     Args:
-        scale: a word of ``minitx.config.SCALE_WORDS``, ``head_dim^p`` or a number (1 and 1.0 alike). ``None`` is refused: in torch it
-            means 1/√D, and a reader would take it for "none".
+        scale: ``inv_sqrt``, ``unscaled``, ``inv``, ``head_dim^p``, ``learned``, ``log_length`` or a number. ``None`` is an error: it
+            could mean 1/√D, as in torch, or no scale.
         head_dim: D.
-        num_heads: H; only ``learned`` needs it.
-        max_len: only ``log_length`` needs it; longer sequences get a scale above 1/√D.
-        factor: multiplies whatever ``scale`` means (dose-response experiments).
+        num_heads: H. Only ``learned`` needs it.
+        max_len: the length at which ``log_length`` equals 1/√D. Only ``log_length`` needs it.
+        factor: multiplies the scale.
+
+    Attributes:
+        multiplier: the number that a fixed scale stands for, times ``factor``; None for the other scales.
 
     Raises:
-        ValueError: another word, a missing ``num_heads`` or ``max_len``.
+        ValueError: an unknown scale, or a missing ``num_heads`` or ``max_len``.
 
     >>> query, multiplier = ScoreScale("inv_sqrt", head_dim=16)(torch.ones(1, 1, 1, 16))
     >>> multiplier
@@ -75,30 +80,30 @@ class ScoreScale(nn.Module):
         self._fixed = None if scale in ("learned", "log_length") else scale_multiplier(scale, head_dim)
         if scale == "learned":
             if num_heads is None:
-                raise ValueError("scale=learned keeps one scale per head and needs num_heads, got num_heads=None")
+                raise ValueError("scale=learned has one scale for each head and needs num_heads, got num_heads=None")
             self.log_scale = nn.Parameter(torch.empty(num_heads))
             self.reset_parameters()
         if scale == "log_length" and (max_len is None or max_len < 2):
             raise ValueError(f"scale=log_length divides by ln(max_len) and needs max_len > 1, got max_len={max_len}")
 
     def reset_parameters(self) -> None:
-        """The learned log-scales to ln(1/√D); nothing else here has state."""
+        """Set the learned scales to 1/√D."""
         if self.scale == "learned":
             nn.init.constant_(self.log_scale, -0.5 * math.log(self.head_dim))
 
     @property
     def multiplier(self) -> float | None:
-        """What a fixed scale multiplies q·k by; None where it depends on the head or the query."""
-        is_own = type(self).forward is not ScoreScale.forward  # a subclass multiplies as it likes
+        """The number that multiplies q·k, or None if it depends on the head or the query."""
+        is_own = type(self).forward is not ScoreScale.forward  # a subclass may compute another scale
         return None if self._fixed is None or is_own else self._fixed * self.factor
 
     @property
     def needs_counts(self) -> bool:
-        """Whether ``forward`` wants the number of real keys up to each query."""
+        """Whether ``forward`` needs the number of real keys up to each query."""
         return self.scale == "log_length"
 
     def forward(self, query: Tensor, counts: Tensor | None = None) -> tuple[Tensor, float]:
-        """query (B, H, L, D); counts (B or 1, 1, L, 1), for ``log_length``."""
+        """Return ``(query, multiplier)`` for query (B, H, L, D). ``log_length`` needs counts (B or 1, 1, L, 1)."""
         if self.scale == "learned":
             return query * (self.log_scale.exp() * self.factor).to(query.dtype).view(1, -1, 1, 1), 1.0
         if self.scale == "log_length":
@@ -116,19 +121,20 @@ class ScoreScale(nn.Module):
 
 @torch.no_grad()
 def fold_scale(model: nn.Module, to: str | float = "unscaled", *, factor: float = 1.0) -> nn.Module:
-    """Change the score scale of every attention in ``model`` and its weights so that the model stays the same function.
+    """Change the score scale of a model and compensate in its weights, so that the model computes the same function.
 
-    With c the present multiplier and c' the new one, W_Q and its bias are multiplied by sign(c/c') √|c/c'| and W_K and its bias by
-    √|c/c'|: c' (a q)·(b k) = c q·k. Rotary positions, biases, soft-caps and masks are not touched, because they act on what stays
-    the same. The model's config is updated.
+    Let c be the old multiplier and c' the new one. W_Q and its bias are multiplied by sign(c/c') √|c/c'|, and W_K and its bias by
+    √|c/c'|. Then c' q'·k' = c q·k. The model's config is updated.
 
     Args:
-        model: any module that holds ``MultiHeadAttention``; changed in place and returned.
-        to: the new ``scale``, a word or a number with a fixed multiplier. factor: the new ``scale_factor``.
+        model: any module that contains ``MultiHeadAttention``. It is changed in place and returned.
+        to: the new scale: ``inv_sqrt``, ``unscaled``, ``inv``, ``head_dim^p`` or a number.
+        factor: the new ``scale_factor``.
 
     Raises:
-        ValueError: no attention in the model; a scale without one multiplier (``learned``, ``log_length``), or of 0; QK-norm, which
-            takes the size of q and k away; a core that forms no dot products. Nothing is changed then.
+        ValueError: there is no attention in the model; the old or the new scale is 0 or has no fixed multiplier (``learned``,
+            ``log_length``); a layer has QK-norm, which would undo the change; or a core computes no dot products. The model is then
+            unchanged.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention, x = MultiHeadAttention(12, 3), torch.randn(2, 5, 12)
@@ -138,7 +144,7 @@ def fold_scale(model: nn.Module, to: str | float = "unscaled", *, factor: float 
     """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(getattr(layer, "scale", None), ScoreScale)}
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no attention whose scale could be folded")
+        raise ValueError(f"{type(model).__name__} contains no attention layer with a scale")
     new = {
         name: ScoreScale(to, head_dim=layer.head_dim, num_heads=layer.num_heads, factor=factor)
         for name, layer in layers.items()
@@ -147,9 +153,9 @@ def fold_scale(model: nn.Module, to: str | float = "unscaled", *, factor: float 
         reasons = {
             f"scale={layer.scale.scale} has no fixed multiplier": layer.scale.multiplier is None,
             f"to={to} has no fixed multiplier": new[name].multiplier is None,
-            "a scale of 0 keeps nothing of q and k": 0.0 in (layer.scale.multiplier, new[name].multiplier),
-            "qk_norm takes the size of q and k away": layer.qk_norm is not None,
-            f"{type(layer.core).__name__} forms no dot products": not getattr(layer.core, "has_dot_products", False),
+            "the old or the new scale is 0": 0.0 in (layer.scale.multiplier, new[name].multiplier),
+            "qk_norm would undo a change of W_Q and W_K": layer.qk_norm is not None,
+            f"{type(layer.core).__name__} computes no dot products": not getattr(layer.core, "has_dot_products", False),
         }
         for reason, holds in reasons.items():
             if holds:

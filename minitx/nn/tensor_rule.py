@@ -1,4 +1,4 @@
-"""A tensor as a rule: what the mask ``Dense`` and the bias ``TensorBias`` share."""
+"""The common base of the mask ``Dense`` and the bias ``TensorBias``."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class TensorRule:
-    """One entry for each query and key: (L, S), or 4-D and broadcastable to (B, H, L, S)."""
+    """A rule given as a tensor of shape (L, S), or 4-D and broadcastable to (B, H, L, S)."""
 
     tensor: Tensor
 
     @property
     def four(self) -> Tensor:
-        """The tensor with four axes."""
+        """Return the tensor with four axes."""
         return self.tensor if self.tensor.dim() == 4 else self.tensor[None, None]
 
     def at(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        """The entries at these indices, which broadcast."""
+        """Return the entries at these indices, which broadcast."""
         places = zip((batch, head, row, key), self.four.shape, strict=True)
         return self.four[tuple(index if size > 1 else torch.zeros_like(index) for index, size in places)]
 
     def dense(
         self, num_queries: int, num_keys: int, *, rows: slice = slice(None), keys: slice = slice(None), **axes: object
     ) -> Tensor:
-        """The entries, or a tile of them; what has one row or one key for all keeps it."""
+        """Return the tensor or a tile of it. Axes of size 1 are kept."""
         four = self.four[:, :, rows] if self.four.shape[2] > 1 else self.four
         return four[..., keys] if four.shape[3] > 1 else four
 
     def broadcasts_to(self, wanted: tuple[int, int, int, int]) -> bool:
-        """Whether the last axes are those of ``wanted``, or 1."""
+        """Return whether the tensor broadcasts to the shape ``wanted``."""
         return all(have in (1, want) for have, want in zip(self.tensor.shape[::-1], wanted[::-1], strict=False))

@@ -302,7 +302,7 @@ def run(*arguments):
     ("arguments", "complaint"),
     [
         (["--output"], "expected one argument"),
-        (["--output", ""], "no name of a folder"),
+        (["--output", ""], "--output"),
         (["--output", str(SCRIPT)], "it is a file"),
         (["--outputs", "x"], "unrecognized arguments: --outputs x"),
     ],

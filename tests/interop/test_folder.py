@@ -265,7 +265,7 @@ STRICT = [
         ["wte.weight", "(64, 40)", "(61, 40)", "vocab_size"],
     ),
     ("gpt2", lambda t: {**t, "lm_head.weight": torch.ones(61, 40)}, ["lm_head.weight", "wte.weight", "ties"]),
-    ("gpt2", lambda t: {**t, "wte.weight": torch.ones(61, 40)}, ["wte.weight is there twice"]),
+    ("gpt2", lambda t: {**t, "wte.weight": torch.ones(61, 40)}, ["wte.weight", "twice"]),
     (
         "gpt2",
         lambda t: {**t, "transformer.h.0.attn.c_attn.weight": torch.ones(120, 40)},
@@ -283,7 +283,7 @@ def test_every_tensor_that_does_not_fit_is_named_with_its_shape(name, change, wo
 
 def test_a_folder_of_our_own_is_recognised(tmp_path):
     save_pretrained(own(), tmp_path)
-    with pytest.raises(ValueError, match=r"model_type=None is not known: .*; from_pretrained reads folders of minitx"):
+    with pytest.raises(ValueError, match=r"model_type=None .*from_pretrained"):
         load_hf(tmp_path)
 
 
@@ -301,19 +301,19 @@ def test_what_cannot_be_read_is_named(tmp_path):
         load_hf(tmp_path)
     folder = save(build("gpt2"), tmp_path / "gpt2")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match=r"pickled weights \(\*\.bin\) are not read"):
+    with pytest.raises(FileNotFoundError, match=r"\*\.bin"):
         load_hf(folder)
     (folder / "model.safetensors").write_bytes(b"\x10")
-    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+    with pytest.raises(ValueError, match="safetensors"):
         load_hf(folder)
     edit(folder, model_type="mamba")
-    with pytest.raises(ValueError, match="model_type='mamba' is not known: one of gpt2, llama"):
+    with pytest.raises(ValueError, match=r"model_type='mamba' .*gpt2, llama"):
         load_hf(folder)
     (folder / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="must hold an object, got list"):
+    with pytest.raises(ValueError, match=r"config\.json .*list"):
         load_hf(folder)
     (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
+    with pytest.raises(ValueError, match="JSON"):
         load_hf(folder)
 
 
@@ -341,8 +341,8 @@ def test_a_model_of_our_own_becomes_a_llama_or_gpt2_that_transformers_runs(tmp_p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sinks": True}, "GPT2LMHeadModel comes nearest and lacks sinks=True (there False)"),
-        ({"position": "alibi"}, "position='alibi' (there 'learned')"),
+        ({"sinks": True}, "GPT2LMHeadModel.*sinks=True.*False"),
+        ({"position": "alibi"}, "position='alibi'.*'learned'"),
         (
             {
                 "position": "rotary",
@@ -352,22 +352,22 @@ def test_a_model_of_our_own_becomes_a_llama_or_gpt2_that_transformers_runs(tmp_p
                 "rotary_scaling": "ntk",
                 "rotary_factor": 2.0,
             },
-            "LlamaForCausalLM comes nearest and lacks rotary_scaling='ntk' (there None)",
+            "LlamaForCausalLM.*rotary_scaling='ntk'.*None",
         ),
         ({"layer_scale": 0.1}, "layer_scale=0.1"),
-        ({"scale": "learned"}, "scale='learned' (there 'inv_sqrt')"),
-        ({"scale": 0.0}, "scale=0.0 (there 'inv_sqrt')"),
+        ({"scale": "learned"}, "scale='learned'.*'inv_sqrt'"),
+        ({"scale": 0.0}, "scale=0.0.*'inv_sqrt'"),
         ({"norm_position": "sandwich"}, "norm_position='sandwich'"),
     ],
 )
 def test_a_model_that_no_family_expresses_is_refused_by_field(options, message, tmp_path):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=message):
         save_hf(own(**options), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_model_type_to_write_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="model_type='gpt3' is not known: one of gpt2"):
+    with pytest.raises(ValueError, match=r"model_type='gpt3' .*gpt2"):
         save_hf(own(), tmp_path, model_type="gpt3")
-    with pytest.raises(ValueError, match=r"BertForMaskedLM comes nearest|Bert\w+ comes nearest"):
+    with pytest.raises(ValueError, match=r"Bert\w+"):
         save_hf(own(), tmp_path, model_type="bert")

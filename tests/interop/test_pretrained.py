@@ -78,14 +78,12 @@ def test_a_config_of_another_model_is_refused_by_field(tmp_path):
     model = build()
     save_pretrained(model, tmp_path)
     other = dataclasses.replace(model.config, scale="unscaled", norm_eps=1e-6)
-    with pytest.raises(
-        ValueError, match=r"is not what config asks for: norm_eps=1e-05 against 1e-06, scale=inv_sqrt against unscaled$"
-    ):
+    with pytest.raises(ValueError, match=r"config: norm_eps=1e-05\b.*\b1e-06; scale=inv_sqrt\b.*\bunscaled$"):
         from_pretrained(tmp_path, config=other)
     values = json.loads((tmp_path / "config.json").read_text())
     values["model"]["scale"] = "unscaled"
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=r"config\.json is not the config that it was written with"):
+    with pytest.raises(ValueError, match=r"config\.json"):
         from_pretrained(tmp_path)
 
 
@@ -109,14 +107,14 @@ def test_folders_of_other_kinds_are_recognised(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
         from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ValueError, match="has format=None; it is of Hugging Face's kind: use load_hf"):
+    with pytest.raises(ValueError, match=r"format=None.*load_hf"):
         from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"format": "minitx", "format_version": 2}')
-    with pytest.raises(ValueError, match="has format_version=2; this version of minitx reads 1"):
+    with pytest.raises(ValueError, match=r"format_version=1.*format_version=2"):
         from_pretrained(tmp_path)
     save_pretrained(build(), tmp_path)
     save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="was not written by save_pretrained"):
+    with pytest.raises(ValueError, match="save_pretrained"):
         from_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors does not exist"):

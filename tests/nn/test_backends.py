@@ -197,7 +197,8 @@ class TestContract:
         assert not any(grad.any() for grad in grads.values())  # nothing visible at all
 
     @pytest.mark.parametrize("hides", ["padding", "key head", "bias", "bias beside a mask"])
-    def test_nan_where_no_query_looks_changes_no_bit(self, backend, hides):
+    @pytest.mark.parametrize("poison", [math.nan, -math.inf, torch.finfo(torch.float32).max])
+    def test_nan_or_too_much_where_no_query_looks_changes_no_bit(self, backend, hides, poison):
         clean, cotangent = tensors(torch.float32)
         mask, bias, place = None, None, (slice(None), slice(None), 2)
         if hides == "padding":
@@ -211,7 +212,7 @@ class TestContract:
             mask = None if hides == "bias" else Padding(RIGHT)
         dirty = recast(clean, torch.float32)
         with torch.no_grad():
-            dirty["key"][place] = dirty["value"][place] = math.nan
+            dirty["key"][place] = dirty["value"][place] = poison
         results = []
         for leaves in (clean, dirty):
             out, weights = scaled_dot_product_attention(
@@ -404,6 +405,23 @@ def test_a_call_on_tensors_without_values_has_a_shape():
                 assert scaled_dot_product_attention(q, k, k, mask, backend=backend).shape == (B, H, L, D)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no batching rule for its CPU kernel
+@pytest.mark.parametrize("hidden", ["key", "value"])
+def test_a_hidden_nan_does_not_leak_where_values_cannot_be_looked_at(hidden):
+    leaves, _ = tensors(torch.float32)
+    mask = Padding(LEFT) & Causal()
+
+    def total(key, value):
+        return scaled_dot_product_attention(leaves["query"], key, value, mask, backend="sdpa").sum()
+
+    given = {name: leaves[name].detach().clone() for name in ("key", "value")}
+    want = torch.func.grad(total, argnums=(0, 1))(*given.values())
+    given[hidden][0, :, :2] = math.nan
+    stacked = [tensor.expand(3, *tensor.shape) for tensor in given.values()]
+    for got, one in zip(torch.func.vmap(torch.func.grad(total, argnums=(0, 1)))(*stacked), want, strict=True):
+        torch.testing.assert_close(got, one.expand_as(got))
+
+
 def test_the_cpu_kernel_hides_a_query_that_is_nan_and_the_others_show_it():
     # documented in sdpa.py: should torch mend it, the sentence there goes
     q, k = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3, 8)
@@ -422,7 +440,7 @@ def test_an_explanation_names_every_backend_the_reason_and_what_runs_and_runs_no
     for backend, running in (("auto", ["math"]), ("sdpa", [])):  # a named backend that refuses is explained, not raised
         with OpRecorder() as recorder:
             reports = {r.name: r for r in explain_backends(q, q, q, mask, softcap=3.0, backend=backend)}
-        assert list(reports) == ["sdpa", "chunked", "math", "flex"]
+        assert list(reports) == ["sdpa", "chunked", "math", "flex", "varlen"]
         assert [name for name, report in reports.items() if report.runs] == running
         assert not reports["sdpa"].can and "soft-cap" in reports["sdpa"].reason
         assert reports["math"].can and not reports["math"].fused

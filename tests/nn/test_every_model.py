@@ -417,7 +417,7 @@ def test_number_of_parameters_by_hand():
         ({"attention": "linear", "architecture": "encoder_decoder"}, "attention=linear"),
         ({"pad_id": -1}, "pad_id=-1"),
         ({"num_labels": 0}, "num_labels=0"),
-        ({"attention": "linear", "vocab_size": V, "num_slots": 3}, "attention='linear' does not take num_slots"),
+        ({"attention": "linear", "vocab_size": V, "num_slots": 3}, "num_slots=3"),
         ({"architecture": "encoder"}, "vocab_size=None"),
         ({"architecture": "encoder_decoder"}, "vocab_size=None"),
         ({"architecture": "encoder", "vocab_size": V, "head": "sequence"}, "num_labels=None"),

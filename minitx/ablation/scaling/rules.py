@@ -158,6 +158,7 @@ def levels_of(findings: Findings, run: Run) -> Levels:
     first = findings.runs.start_of(run)
     steps = run.result["cap"] + (first.result["steps"] if first is not None and first.status == "done" else 0)
     scratch = run.study if run.study in options.scratch else next(iter(options.scratch), "")
-    is_text = run.result["accuracy"] is None
+    unigram = run.result["floors"].get("unigram")
+    is_text = unigram is not None or run.result["accuracy"] is None
     level = uniform_level(findings, scratch, options.uniform, {}, steps) if is_text else None
-    return Levels(initial_loss(findings.runs, run), run.result["floors"].get("unigram"), level, solved)
+    return Levels(initial_loss(findings.runs, run), unigram, level, solved)

@@ -1,4 +1,4 @@
-"""Kernels behind one function: choice, explanation, and a slot for yours.
+"""The backends of ``scaled_dot_product_attention``: choosing, explaining and registering them.
 
 Every backend equals ``math`` or refuses with a reason. ``auto`` takes torch's fused kernel where it serves the call;
 where it does not, ``chunked`` for large score matrices, and for small ones torch's plain path or ``math``.
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from minitx.nn.backends import chunked, flex, math, sdpa
+from minitx.nn.backends import chunked, flex, math, sdpa, varlen
 from minitx.nn.backends.base import Backend, never
 from minitx.nn.bias import Bias
 from minitx.nn.functional import AttentionCall, attention_weights, make_call
@@ -31,7 +31,7 @@ __all__ = [
     "unregister_backend",
 ]
 
-_BUILT_IN = {backend.name: backend for backend in (sdpa.BACKEND, chunked.BACKEND, math.BACKEND, flex.BACKEND)}
+_BUILT_IN = {backend.name: backend for backend in (sdpa.BACKEND, chunked.BACKEND, math.BACKEND, flex.BACKEND, varlen.BACKEND)}
 _REGISTRY: dict[str, Backend] = dict(_BUILT_IN)
 # scores of all heads together, from which on tiles beat the whole matrix on CPU (measured: docs/decisions.md): that of math, and
 # that of torch's plain path, which makes it in fewer calls as long as it need not draw another for dropout
@@ -41,9 +41,9 @@ FEW_TILES = 0.25
 
 
 def backend_names() -> tuple[str, ...]:
-    """What ``backend=`` takes: ``auto``, and every backend that is registered now.
+    """The names that ``backend=`` accepts: ``auto`` and every registered backend.
 
-    >>> {"auto", "math", "sdpa", "chunked", "flex"} <= set(backend_names())
+    >>> {"auto", "math", "sdpa", "chunked", "flex", "varlen"} <= set(backend_names())
     True
     """
     return ("auto", *_REGISTRY)
@@ -79,7 +79,7 @@ def register_backend(
 
 
 def unregister_backend(name: str) -> None:
-    """Forget a backend that ``register_backend`` added.
+    """Remove a backend that ``register_backend`` added.
 
     Raises:
         ValueError: a name that is not registered, or that is minitx's own.
@@ -102,6 +102,8 @@ def _fastest(call: AttentionCall) -> Backend:
         few_rows = L == 1 and on_cpu  # a row of scores and its online softmax are one tile
         large = scores >= CHUNKED_FROM and L > 1
         return chunked.BACKEND if (few_rows or large) and chunked.why_not(call) is None else math.BACKEND
+    if not on_cpu and is_sparse and varlen.why_not(call) is None:
+        return varlen.BACKEND  # a document is a sequence of its own
     if not on_cpu and is_sparse and flex.why_not(call) is None:
         return flex.BACKEND  # it skips empty blocks; torch's kernels would get a dense mask
     if sdpa.falls_back(call) is None:
@@ -126,7 +128,7 @@ def named(call: AttentionCall, backend: str) -> Backend:
 
 
 def attend(call: AttentionCall, backend: str = "auto", *, strict: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-    """Serve a checked call. The weights, if wanted, are computed *beside* the kernel, not instead of it.
+    """Run a checked call. Weights, if wanted, are computed in addition to the kernel's output, not instead of it.
 
     Args:
         call: as ``make_call`` returns it. backend: a name, or ``auto``.
@@ -164,7 +166,7 @@ def scaled_dot_product_attention(
     backend: str = "auto",
     need_weights: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(c · QKᵀ + mask) V, one kernel or another, the same answer.
+    """softmax(c · QKᵀ + mask) V. Every backend gives the same result.
 
     The first six arguments and ``scale`` are those of ``torch.nn.functional.scaled_dot_product_attention``. What
     differs: ``is_causal`` is lower-right aligned (the last query sees the last key) and intersects with ``attn_mask``;
@@ -181,7 +183,7 @@ def scaled_dot_product_attention(
         attn_bias: float, (L, S) or broadcastable to (B, H, L, S), added to the scaled scores, -inf hides; or a ``Bias``.
         softcap: t in t · tanh(z / t), before bias and mask (Gemma 2, arXiv:2408.00118).
         sinks: (H,) extra logits without a value.
-        backend: ``auto``, ``math``, ``sdpa``, ``chunked``, ``flex``, or a registered name. Torch's context manager
+        backend: ``auto``, ``math``, ``sdpa``, ``chunked``, ``flex``, ``varlen``, or a registered name. Torch's context manager
             ``torch.nn.attention.sdpa_kernel`` chooses among the kernels of ``sdpa``.
         need_weights: also return the weights (B, H, L, S), before dropout.
 

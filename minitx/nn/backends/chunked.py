@@ -175,7 +175,7 @@ def chunked_attention(
         problem = Problem.of(query, key, value, tensors, program, numbers)
         output, top, total = _outputs(problem.query, value)
         output.zero_(), top.fill_(torch.finfo(top.dtype).min), total.zero_()
-        if problem.sinks is not None:  # a logit without a value: where the sums start
+        if problem.sinks is not None:  # the sums start with the sink, a logit without a value
             top.copy_(problem.sinks.clamp(min=torch.finfo(top.dtype).min))
             total.copy_((problem.sinks - top).exp())
         for rows, strip in problem.plan:
@@ -272,7 +272,7 @@ def _sum_dtype(query: Tensor) -> torch.dtype:
 
 
 def _outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for output, top and total."""
+    """Empty tensors for output, top and total."""
     rows, dtype = query.shape[:3], _sum_dtype(query)
     output = query.new_empty((*rows, value.shape[-1]), dtype=dtype)
     return output, query.new_empty((*rows, 1), dtype=dtype), query.new_empty((*rows, 1), dtype=dtype)
@@ -284,7 +284,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 
 
 def _like(tensor: Tensor, want: bool, **options: Any) -> Tensor:
-    """Room for a gradient: of none where it is not wanted."""
+    """An empty tensor for a gradient; without elements where the gradient is not wanted."""
     return torch.empty_like(tensor, **options) if want else tensor.new_empty(0, **options)
 
 
@@ -337,12 +337,12 @@ def run(call: AttentionCall) -> Tensor:
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Only rules that cannot be taken apart."""
+    """The reason is a rule that ``pack`` cannot take apart, if there is one."""
     return None if can_pack((call.mask, call.attn_bias)) else cannot_pack((call.mask, call.attn_bias))
 
 
 def falls_back(call: AttentionCall) -> str:
-    """Always: these are many small kernels."""
+    """Always a reason: it runs many small kernels."""
     return "it works tile by tile in plain torch"
 
 

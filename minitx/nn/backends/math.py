@@ -7,7 +7,7 @@ from minitx.nn.functional import AttentionCall, reference_attention
 
 
 def falls_back(call: AttentionCall) -> str:
-    """Always: there is no fused kernel here."""
+    """Always a reason: it has no fused kernel."""
     return "it holds the whole L x S matrix"
 
 

@@ -1,26 +1,31 @@
-"""``sdpa``: torch's fused kernels behind ``F.scaled_dot_product_attention``, with its traps handled.
+"""``sdpa``: torch's fused kernels, called through ``F.scaled_dot_product_attention``.
 
-* ``scale=None`` means 1/√D there too: the scale is always passed as a number, 1.0 when unscaled.
-* The fused kernels multiply by the scale after they hid the future with -inf, and keep the largest score before
-  they multiply: with a scale of zero or less that is NaN. The query takes the sign (or the zero), the kernel gets a
-  positive number.
-* Its ``is_causal`` is upper-left aligned and must not meet a mask: the flag is used for a square, purely causal call
-  only; everything else becomes one mask.
-* A row without a visible key is given all keys and its output zeroed, so that no kernel meets an empty row; keys and
-  values that no query may see are zero-filled, so that a NaN there cannot leak.
-* On CPU, dropout, a bias that requires grad and Dv ≠ D leave the fused kernel silently: ``falls_back`` says so.
-* The memory-efficient CUDA kernel knows no grouped heads: beside a mask they are repeated, which costs keys and values
-  once a group, instead of an L × S matrix.
-* On Hopper from torch 2.11 cuDNN comes first: it builds a plan for every new shape, refuses some dropout rates and
-  deterministic mode, and its backward can be NaN. It is left out there, unless ``torch.nn.attention.sdpa_kernel`` chose the kernels.
+Differences between torch's function and ours, and what this file does about them:
 
-What a mask means for the kernel is computed once and kept with the mask, so the layers of a model share it.
-What remains: torch's CPU kernel gives 0 for a query that holds a NaN, where ``math`` gives NaN.
+* In torch ``scale=None`` means 1/√D. We always pass a number, 1.0 for unscaled attention.
+* The fused kernels give NaN for a scale of zero or less, because they multiply by the scale after they have set hidden scores to
+  -inf. We multiply the query by the sign (or by zero) and pass a positive scale.
+* Torch's ``is_causal`` is upper-left aligned and must not be combined with a mask. We set it only for a square call whose mask is
+  ``Causal`` alone. Every other mask becomes a tensor.
+* A row without a visible key gets all keys, and its output is set to zero afterwards. No kernel has to handle an empty row.
+* Keys and values that no query may see are set to zero, so that a NaN there does not leak. On a CPU this is skipped where all
+  of them are finite.
+* On a CPU torch leaves its fused kernel without notice for dropout, for a bias that requires grad, and for Dv ≠ D.
+  ``falls_back`` reports it.
+* The memory-efficient CUDA kernel has no grouped heads. With a mask we repeat keys and values for each group, which costs less than
+  an L × S matrix.
+* On Hopper GPUs torch 2.11 and later prefers cuDNN, which builds a plan for every new shape, refuses some dropout rates and
+  deterministic mode, and can return NaN gradients. We leave it out, unless the caller chose the kernels with
+  ``torch.nn.attention.sdpa_kernel``.
+
+What the kernel needs of a mask is computed once and stored with the mask, so the layers of a model share it.
+Known difference: torch's CPU kernel gives 0 for a query that contains a NaN, where ``math`` gives NaN.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -36,11 +41,11 @@ from minitx.nn.masks import Causal, simplify
 
 
 class Plan(NamedTuple):
-    """What a mask means for the kernel. Hidden keys and empty rows are None where there are none."""
+    """What the kernel needs of a mask. ``hidden_keys`` and ``empty_rows`` are None where there are none."""
 
     is_causal: bool = False
     visible: Tensor | None = None  # bool, broadcastable to (B, H, L, S), all True in an empty row
-    kernel_mask: Tensor | None = None  # the same as the kernel wants it
+    kernel_mask: Tensor | None = None  # the same in the dtype that the kernel takes
     hidden_keys: Tensor | None = None  # bool (B or 1, Hkv or 1, S, 1): no query sees the key
     empty_rows: Tensor | None = None  # bool (B or 1, H or 1, L or 1, 1): the query sees no key
 
@@ -55,13 +60,13 @@ def run(call: AttentionCall) -> Tensor:
     if call.attn_bias is not None:
         plan = _plan_with_bias(call)
     elif call.mask is not None:
-        kept_for = (call.shape, key.shape[1], query.dtype, query.device)
+        kept_for = (query.shape, key.shape, query.dtype, query.device)
         plan = call.mask.remember("sdpa", kept_for, _plan, call)
-    if plan.hidden_keys is not None:
+    if plan.hidden_keys is not None and not (_is_harmless(key) and _is_harmless(value)):
         key, value = key.masked_fill(plan.hidden_keys, 0.0), value.masked_fill(plan.hidden_keys, 0.0)
     if scale <= 0.0:
         query, scale = (-query, -scale) if scale < 0.0 else (query * 0.0, 1.0)
-    if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:  # every fused kernel would step aside without saying so
+    if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:  # no fused kernel takes other strides
         query, key, value = (t.clone(memory_format=torch.contiguous_format) for t in (query, key, value))
     group = query.shape[1] // key.shape[1]
     with _NO_CHOICE if query.device.type != "cuda" else _choice(query.device):
@@ -81,8 +86,26 @@ def run(call: AttentionCall) -> Tensor:
 _NO_CHOICE = nullcontext()
 
 
+def _can_look(tensor: Tensor) -> bool:
+    """Whether its values can be read at no cost: on a CPU, outside of compilers, tracers and ``torch.func``."""
+    return (
+        type(tensor) is Tensor  # FakeTensor, which has no values, is a subclass
+        and tensor.device.type == "cpu"
+        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def _is_harmless(tensor: Tensor) -> bool:
+    """Whether nothing in it can reach an answer through a weight of zero, so that hidden keys need not be copied and zeroed.
+
+    A finite norm says that no entry is NaN, infinite, or so large that a product with it overflows. Looking costs a tenth of zeroing.
+    """
+    return _can_look(tensor) and isfinite(torch.linalg.vector_norm(tensor.detach()).item())
+
+
 def _choice(device: torch.device) -> AbstractContextManager[object]:
-    """Leave cuDNN out where it would come first unasked. Kernels that the caller has chosen stay chosen."""
+    """A context without cuDNN where torch would prefer it. It changes nothing where the caller has chosen the kernels."""
     enabled = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled())
     if all(enabled) and avoids_cudnn(torch.cuda.get_device_capability(device), torch.__version__):
         return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
@@ -90,13 +113,13 @@ def _choice(device: torch.device) -> AbstractContextManager[object]:
 
 
 def avoids_cudnn(capability: tuple[int, int], version: str) -> bool:
-    """Whether cuDNN would come first unasked: on Hopper and later, from torch 2.11."""
+    """Whether torch prefers cuDNN by default: on Hopper and later GPUs, from torch 2.11."""
     major, minor = (int(part) for part in version.split(".")[:2])
     return capability >= (9, 0) and (major, minor) >= (2, 11)
 
 
 def repeats_heads(device: str, group: int) -> bool:
-    """Whether grouped heads beside a mask have to be spelled out: no CUDA kernel but cuDNN takes both."""
+    """Whether grouped heads with a mask have to be repeated: on CUDA only cuDNN takes both."""
     return device == "cuda" and group > 1
 
 
@@ -117,17 +140,12 @@ def _plan(call: AttentionCall) -> Plan:
 
 
 def _plan_of(visible: Tensor, call: AttentionCall) -> Plan:
-    """Empty rows and unseen keys. Where looking is free, what is not there is None."""
+    """Empty rows and hidden keys. They are None where there are none and the values can be read at no cost."""
     some, seen = visible.any(-1, keepdim=True), visible.any(-2)  # (B|1, H|1, L|1, 1), (B|1, H|1, S|1)
     Hkv = call.key.shape[1]
     if seen.shape[1] not in (1, Hkv):  # a key head is seen if one query head of its group sees it
         seen = seen.unflatten(1, (Hkv, -1)).any(2)
-    # FakeTensor, which has no values, is a subclass of Tensor
-    looks = (
-        type(visible) is Tensor
-        and visible.device.type == "cpu"
-        and not (torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._functorch.is_batchedtensor(visible))
-    )
+    looks = _can_look(visible)
     all_rows, all_keys = looks and bool(some.all()), looks and bool(seen.all())
     return Plan(
         visible=visible if all_rows else visible | ~some,
@@ -137,7 +155,7 @@ def _plan_of(visible: Tensor, call: AttentionCall) -> Plan:
 
 
 def _plan_with_bias(call: AttentionCall) -> Plan:
-    """One float mask: the bias in a dtype that the kernel takes, -inf where a key is hidden, and no other infinities.
+    """One float mask: the bias in a dtype that the kernel takes, with -inf where a key is hidden and finite elsewhere.
 
     A float32 bias of -1e5 would be -inf in float16. The CPU kernel takes float32 beside half-precision queries.
     """
@@ -155,14 +173,14 @@ def _plan_with_bias(call: AttentionCall) -> Plan:
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Soft-cap and sinks stand between the scores and the softmax, where torch's kernels have no slot."""
+    """Soft-cap and sinks, which torch's kernels do not compute."""
     if call.softcap is not None:
         return "torch's kernels have no soft-cap"
     return None if call.sinks is None else "torch's kernels have no sinks"
 
 
 def falls_back(call: AttentionCall) -> str | None:
-    """The calls that torch serves with its slow path, without saying so."""
+    """The reason why torch would use its slow path, which it does without notice."""
     if call.query.device.type == "cuda":
         return _falls_back_on_cuda(call)
     if call.query.device.type != "cpu":
@@ -177,7 +195,7 @@ def falls_back(call: AttentionCall) -> str | None:
 
 
 def _falls_back_on_cuda(call: AttentionCall) -> str | None:
-    """Torch is asked. It answers for these tensors, this dropout, and a mask or none."""
+    """Ask torch whether a fused kernel takes these tensors, this dropout, and a mask or none."""
     _, H, L, S = call.shape
     mask = simplify(call.mask, L, S)
     is_causal = type(mask) is Causal and L == S

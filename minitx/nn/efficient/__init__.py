@@ -1,9 +1,11 @@
-"""Attention by other mathematics than scaled dot products; each core says what it cannot do.
+"""Other kinds of attention than scaled dot-product attention.
 
-Every module here is a core: ``MultiHeadAttention(E, H, core=LinearAttention())``. Linear attention, Performer and Linformer cost less
-than L × S; additive attention costs more and is the older baseline. ``approximation_error`` says how far it is from
-exact attention. Windows and block-sparse patterns are exact attention under a mask (``SlidingWindow``, ``BlockSparse``), of which the
-``chunked`` backend computes only the tiles that are not empty.
+Each class is a core of ``MultiHeadAttention``: ``MultiHeadAttention(E, H, core=LinearAttention())``. Linear attention, Performer and
+Linformer cost less than L × S. ``approximation_error`` measures how far they are from exact attention. Additive attention costs more
+and is an older baseline.
+
+Sliding windows and block-sparse patterns are masks (``SlidingWindow``, ``BlockSparse``). The ``chunked`` backend skips the tiles that
+they hide.
 """
 
 from __future__ import annotations
@@ -30,22 +32,24 @@ CORE_KINDS = ("additive", "linear", "performer", "linformer")
 def build_core(
     kind: str, *, head_dim: int, max_len: int, num_features: int | None = None, num_slots: int | None = None
 ) -> AdditiveAttention | EfficientAttention:
-    """The core of that kind, as a config names it.
+    """Build an attention core by its name in a config.
 
     Args:
-        kind: one of ``CORE_KINDS``.
-        head_dim: D. max_len: the longest sequence.
-        num_features: of ``performer``; None: its default. num_slots: of ``linformer``, which needs it.
+        kind: ``additive``, ``linear``, ``performer`` or ``linformer``.
+        head_dim: D.
+        max_len: the longest sequence, for ``linformer``.
+        num_features: m of ``performer``. None: D · ln D, rounded up.
+        num_slots: k of ``linformer``, which needs it.
 
     Raises:
-        ValueError: another kind; an option that the kind needs and lacks, or does not take; numbers out of range.
+        ValueError: an unknown kind, a missing option, an option of another kind, or a number out of range.
 
     >>> build_core("performer", head_dim=4, max_len=8, num_features=32)
     PerformerAttention(4, num_features=32, orthogonal=True, chunk_size=64)
     """
     for name, given, taker in (("num_features", num_features, "performer"), ("num_slots", num_slots, "linformer")):
         if given is not None and kind != taker:
-            raise ValueError(f"attention={kind!r} does not take {name}, got {name}={given}")
+            raise ValueError(f"{name}={given} is an option of attention={taker!r} only, got attention={kind!r}")
     if kind == "additive":
         return AdditiveAttention(head_dim)
     if kind == "linear":
@@ -53,7 +57,7 @@ def build_core(
     if kind == "performer":
         return PerformerAttention(head_dim, num_features=num_features)
     if kind != "linformer":
-        raise ValueError(f"attention={kind!r} is not known; one of {', '.join(CORE_KINDS)}")
+        raise ValueError(f"attention={kind!r} must be one of {', '.join(CORE_KINDS)}")
     if num_slots is None:
         raise ValueError("attention='linformer' needs num_slots, got num_slots=None")
     return LinformerAttention(max_len, num_slots)

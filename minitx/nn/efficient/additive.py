@@ -1,4 +1,4 @@
-"""Additive attention: the score of a pair is a small network of query and key, not their dot product."""
+"""Additive attention: a small network computes the score of a query and a key."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from minitx.nn.functional import AttentionCall, full_precision, hide_unseen, mas
 
 
 class AdditiveAttention(nn.Module):
-    """softmax(z) V with z_ij = c · vᵀ tanh(W q_i + U k_j); W, U and v are shared by the heads of a layer.
+    """Additive attention: softmax(z) V with z_ij = c · vᵀ tanh(W q_i + U k_j).
 
-    Bahdanau et al. 2015, "Neural Machine Translation by Jointly Learning to Align and Translate", arXiv:1409.0473, §A.1.2. The paper
-    has no scale (``scale="unscaled"``, c = 1): |z| stays below Σ|v|, however large D is. Britz et al. 2017 (arXiv:1703.03906, §4.5)
-    compare it with dot products.
+    Bahdanau et al. 2015, "Neural Machine Translation by Jointly Learning to Align and Translate", arXiv:1409.0473, §A.1.2. W, U and v
+    are shared by the heads of a layer. The paper has no scale: use ``scale="unscaled"`` for c = 1. |z| is at most Σ|v| for any D.
+    Britz et al. 2017 (arXiv:1703.03906, §4.5) compare it with dot products.
 
-    Cost: L · S · m tanh a head, all held at once. Serves every option of ``DotProductAttention``; soft-cap, bias, mask, sinks and
-    dropout act on z as they do there.
+    It supports every option of ``DotProductAttention``. Soft-cap, bias, mask, sinks and dropout act on z as they act on scores there.
+    It computes B · H · L · S · m values of tanh and stores all of them at once.
 
     Args:
-        head_dim: D. hidden_dim: m, the width of the network; default D.
+        head_dim: D.
+        hidden_dim: m, the width of the network. Default: D.
 
-    Shapes: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv) to (B, H, L, Dv), and weights (B, H, L, S) where the call
-    needs them.
+    Shapes: query (B, H, L, D), key (B, Hkv, S, D) and value (B, Hkv, S, Dv) give (B, H, L, Dv), and weights (B, H, L, S) if the call
+    asks for them.
+
+    Raises:
+        ValueError: a width below 1.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention = MultiHeadAttention(12, 3, scale="unscaled", core=AdditiveAttention(head_dim=4))
@@ -40,7 +44,7 @@ class AdditiveAttention(nn.Module):
         self.energy = nn.Linear(width, 1, bias=False)  # v
 
     def forward(self, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
-        """A checked call -> (B, H, L, Dv), or ``(output, weights)``."""
+        """Return the output (B, H, L, Dv), or ``(output, weights)`` if the call asks for weights."""
         dtype, group = torch.promote_types(call.query.dtype, torch.float32), call.query.shape[1] // call.key.shape[1]
         with full_precision(call.query.device):
             attn_bias = call.dense_bias()

@@ -1,4 +1,4 @@
-"""What the efficient cores share: their refusals, their precision, and the measured error."""
+"""The base class of the efficient cores, and ``approximation_error``."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ from minitx.nn.modes import evaluating
 
 
 class EfficientAttention(nn.Module):
-    """A core of ``MultiHeadAttention`` with mathematics of its own; subclasses define ``attend``.
+    """The base of cores that do not compute softmax attention. Subclasses define ``attend``.
 
-    It takes an ``AttentionCall``, as ``DotProductAttention`` does, and honours or refuses each of its options: ``refusals`` says, for
-    every option that the mathematics leaves no place for, why. Everything is computed in at least float32, under autocast too, on
-    the same path in training and evaluation; the output has the value's dtype.
+    A core takes an ``AttentionCall``, as ``DotProductAttention`` does. ``refusals`` lists the options that it does not support, with
+    the reason. The computation is in at least float32, under autocast too. The output has the dtype of the value.
 
-    ``minitx.analysis.capture`` passes these cores over, because they have no weights over keys; ``approximation_error`` says how far
-    they are from exact attention.
+    ``minitx.analysis.capture`` skips these cores, because they have no weights over keys.
     """
 
-    refusals: ClassVar[dict[str, str]] = {"need_weights": "it forms no weights over keys"}
+    refusals: ClassVar[dict[str, str]] = {"need_weights": "it computes no weights over keys"}
 
     def forward(self, call: AttentionCall) -> Tensor:
-        """A checked call -> (B, H, L, Dv).
+        """Return the output (B, H, L, Dv).
 
         Raises:
-            ValueError: an option or a mask that the core refuses.
+            ValueError: an option or a mask that the core does not support.
         """
         given = {"attn_bias": call.attn_bias, "softcap": call.softcap, "sinks": call.sinks}
         self.refuse(
@@ -44,17 +42,17 @@ class EfficientAttention(nn.Module):
             return self.attend(wide).to(call.value.dtype)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """The mathematics, on checked tensors in at least float32: (B, H, L, Dv)."""
-        raise NotImplementedError(f"{type(self).__name__} defines no attend")
+        """Compute the output (B, H, L, Dv) from tensors in at least float32."""
+        raise NotImplementedError(f"{type(self).__name__} must define attend()")
 
     def refuse(self, **wanted: bool) -> None:
-        """Raise a ValueError if one of the wanted options is refused; ``MultiHeadAttention`` asks when it is built, too."""
+        """Raise a ValueError if one of the wanted options is not supported. ``MultiHeadAttention`` calls this in its constructor."""
         for option, is_wanted in wanted.items():
             if is_wanted and option in self.refusals:
-                raise ValueError(f"{type(self).__name__} cannot honour {option}: {self.refusals[option]}")
+                raise ValueError(f"{type(self).__name__} does not support {option}: {self.refusals[option]}")
 
     def causal_and_padding(self, mask: Mask | None) -> tuple[bool, Tensor | None]:
-        """``mask`` as (is it causal, key_mask (B, S) or None), or a ValueError if it is more than that."""
+        """Split ``mask`` into (whether it is causal, key_mask (B, S) or None). Any other mask raises a ValueError."""
         causal, key_mask = False, None
         for part in mask.parts() if mask is not None else ():
             if isinstance(part, Padding):
@@ -63,8 +61,8 @@ class EfficientAttention(nn.Module):
                 causal = True
             else:
                 raise ValueError(
-                    f"{type(self).__name__} cannot honour the mask {type(part).__name__}: it sums keys up before a query "
-                    f"meets them, so it can hide a key from every query (Padding) but not from chosen ones"
+                    f"{type(self).__name__} does not support the mask {type(part).__name__}: it sums over keys before it uses the "
+                    f"queries, so it can hide a key from all queries (Padding), but not from some of them"
                 )
         return causal, key_mask
 
@@ -79,20 +77,22 @@ def approximation_error(
     mask: Mask | None = None,
     scale: float | None = None,
 ) -> dict[str, float | Tensor]:
-    """How far ``core`` is from exact softmax attention on these inputs: ‖core − exact‖_F / ‖exact‖_F, and the largest gap.
+    """Measure the error of ``core`` against exact softmax attention on these inputs.
 
-    Exact is ``reference_attention`` in float64 under the same ``mask`` and ``scale``, L × S cells held at once. The core runs in
-    evaluation mode (its mode is restored).
+    The relative error is ‖core − exact‖_F / ‖exact‖_F. The exact output is computed by ``reference_attention`` in float64, which
+    stores L × S scores. The core runs in evaluation mode.
 
     Args:
-        core: a core.
-        query: (B, H, L, D). key: (B, Hkv, S, D). value: (B, Hkv, S, Dv).
-        mask: what both may see; None hides nothing.
-        scale: multiplier on q·k in both; None = 1/√D.
+        core: the attention core to measure.
+        query: (B, H, L, D).
+        key: (B, Hkv, S, D).
+        value: (B, Hkv, S, Dv).
+        mask: the mask of both computations. None hides nothing.
+        scale: the multiplier on q·k in both computations. None: 1/√D.
 
     Returns:
-        ``relative_error`` and ``max_abs_error`` (floats), ``relative_error_per_head`` and ``max_abs_error_per_head``
-        (H,) in float64. Where exact attention is zero throughout, the relative error is 0 if the core is too, else inf.
+        ``relative_error`` and ``max_abs_error`` as floats, ``relative_error_per_head`` and ``max_abs_error_per_head`` as float64
+        tensors (H,). If the exact output is zero, the relative error is 0 for a zero output and infinite for any other.
 
     >>> from minitx.nn.efficient import LinearAttention
     >>> q, k, v = torch.zeros(3, 1, 2, 9, 4).unbind()  # equal scores: both give the mean of the values

@@ -1,4 +1,4 @@
-"""Linformer: keys and values are mixed along the length into k slots, and attention runs over those."""
+"""Linformer: attention over k learned mixtures of the keys and values."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from minitx.nn.functional import AttentionCall, reference_attention
 
 
 class LinformerAttention(EfficientAttention):
-    """softmax(c · Q (E K)ᵀ) (F V) with learned E, F of shape (k, max_len).
+    """Linformer attention: softmax(c · Q (E K)ᵀ) (F V) with learned E and F of shape (k, max_len).
 
-    Wang et al. 2020, "Linformer", arXiv:2006.04768, §4, eq. 7; E and F shared by the heads of a layer ("headwise
-    sharing"). **This core has parameters**: ``key_mix`` (E) and ``value_mix`` (F), trained with the rest and tied to
-    positions, so S may not exceed ``max_len``; a shorter S uses their first S columns.
+    Wang et al. 2020, "Linformer", arXiv:2006.04768, §4, eq. 7. The heads of a layer share E and F ("headwise sharing"). E and F mix the
+    S keys and values into k slots. They are parameters of this core, ``key_mix`` and ``value_mix``. Their columns belong to positions:
+    S may not exceed ``max_len``, and a shorter S uses the first S columns.
 
-    Every slot mixes all positions, so nothing can be hidden from one query and shown to another: causal and any other
-    per-query masks are refused. Padding is honoured by zeroing padded keys and values before they are mixed: the output
-    is that of the sequence without them, as long as padding stands at the end (columns belong to positions).
+    Soft-cap and sinks act on the scores of slots, dropout on the weights of slots. The only mask that is supported is ``Padding``:
+    padded keys and values are set to zero before mixing. With padding at the end, the output is that of the sequence without padding.
+    Other masks, ``attn_bias`` and ``need_weights`` are not supported, because a slot mixes all positions.
 
-    Cost: S · k · (D + Dv) + L · k · (D + Dv) multiplications, L · k scores held. Linear in length.
+    Cost: (L + S) · k · (D + Dv) multiplications, and L · k stored scores. It is linear in the length.
 
     Args:
-        max_len: the longest S. num_slots: k; with k = max_len = S and identities for E and F attention is exact.
-
-    Soft-cap and sinks act on the scores of slots, dropout on the weights over slots. Refuses ``attn_bias``, ``need_weights`` and every mask but ``Padding``.
+        max_len: the largest S.
+        num_slots: k. With k = max_len = S and identity matrices for E and F, attention is exact.
 
     Raises:
-        ValueError: whatever is refused; sizes below 1; more than ``max_len`` keys.
+        ValueError: an option that is not supported, a size below 1, or more than ``max_len`` keys.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention = MultiHeadAttention(12, 3, core=LinformerAttention(max_len=50, num_slots=8))
@@ -40,8 +39,8 @@ class LinformerAttention(EfficientAttention):
     """
 
     refusals: ClassVar[dict[str, str]] = {
-        "attn_bias": "a slot mixes all positions, so a number that belongs to one key has no score to be added to",
-        "need_weights": "its weights belong to slots, each a mixture of all positions, not to keys",
+        "attn_bias": "it computes scores for slots, which mix all positions, and not for keys",
+        "need_weights": "its weights belong to slots, which mix all positions, and not to keys",
     }
 
     def __init__(self, max_len: int, num_slots: int) -> None:
@@ -54,7 +53,7 @@ class LinformerAttention(EfficientAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """N(0, 1/max_len): a slot then starts with the variance of one key. (The paper's theorems use N(0, 1/k).)"""
+        """Draw E and F from N(0, 1/max_len), so that a slot has the variance of a key. The paper's theorems use N(0, 1/k)."""
         for mix in (self.key_mix, self.value_mix):
             nn.init.normal_(mix, 0.0, self.max_len**-0.5)
 
@@ -63,12 +62,11 @@ class LinformerAttention(EfficientAttention):
         causal, key_mask = self.causal_and_padding(call.mask)
         if causal:
             raise ValueError(
-                "LinformerAttention cannot be causal: every slot mixes all positions, the future among them, before a query "
-                "meets it, so no mask could hide the future again"
+                "LinformerAttention does not support is_causal: each slot mixes all positions, including those after a query"
             )
         num_keys = key.shape[2]
         if num_keys > self.max_len:
-            raise ValueError(f"LinformerAttention mixes at most max_len={self.max_len} keys, got {num_keys}")
+            raise ValueError(f"LinformerAttention takes at most max_len={self.max_len} keys, got {num_keys}")
         if key_mask is not None:
             hidden = ~key_mask[:, None, :, None]
             key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)

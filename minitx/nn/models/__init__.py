@@ -1,4 +1,4 @@
-"""Whole models: one frozen ``TransformerConfig`` in, logits out."""
+"""Transformer models that are built from a ``TransformerConfig``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODELS = {"decoder": DecoderLM, "encoder": Encoder, "encoder_decoder": EncoderDe
 
 
 def build_model(config: TransformerConfig, core: Core | None = None) -> TransformerModel:
-    """The model that ``config.architecture`` names; ``core`` makes its attention cores, in place of ``config.attention``.
+    """Build the model of ``config.architecture``. ``core`` builds the attention core of each layer, instead of ``config.attention``.
 
     >>> from minitx.config import TransformerConfig
     >>> type(build_model(TransformerConfig(architecture="encoder", vocab_size=11))).__name__

@@ -1,4 +1,4 @@
-"""What all models share: embeddings, a stack of blocks, initial weights. One mask, one bias and one set of angles a forward pass."""
+"""The base class of all models: embeddings, a stack of blocks, and weight initialisation."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ Routing = list[dict[str, Tensor]]
 
 
 class Shared(NamedTuple):
-    """What all blocks of one forward pass get beside x: by layer, the mask and the positions or their angles."""
+    """The masks and the positions (or rotary angles) of one forward pass, for each layer."""
 
     masks: Sequence[Mask | None]
     positions: Sequence[Tensor | Rotation | None]
 
 
 class TransformerModel(nn.Module):
-    """Embeddings, blocks, a final norm: the base of every model, and the source's side of an encoder–decoder.
+    """Embeddings, blocks and a final norm: the base of every model, and the encoder of an encoder–decoder.
 
     Args:
-        config: of the model.
-        embeddings: the first module.
-        causal: whether the blocks are those of a decoder. cross: whether they attend to a memory, too.
-        core: makes the attention core of a layer, where ``config.attention`` names none of ours.
+        config: the model's config.
+        embeddings: the module that computes the input of the first block.
+        causal: whether the blocks are causal, as in a decoder.
+        cross: whether the blocks have cross-attention.
+        core: a function that builds the attention core of a layer, instead of ``config.attention``.
     """
 
-    embeddings: Any  # a module; each model has its own
+    embeddings: Any  # a module whose type depends on the model
 
     def __init__(
         self,
@@ -58,15 +59,17 @@ class TransformerModel(nn.Module):
         )
         self.windows = tuple(config.window_of(layer) for layer in range(num_layers))
         self.attn_bias = build_bias(config, decoder=causal)
-        ends_normed = config.norm_position in ("post", "deepnorm")  # their blocks end in a norm
-        self.final_norm = nn.Identity() if ends_normed else make_norm(config.norm, config.embed_dim, config.norm_eps)
+        ends_in_norm = config.norm_position in ("post", "deepnorm")
+        self.final_norm = nn.Identity() if ends_in_norm else make_norm(config.norm, config.embed_dim, config.norm_eps)
 
     def num_parameters(self) -> int:
-        """Number of trainable scalars; a tied head counts once."""
+        """Return the number of trainable parameters. A tied head counts once."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
     def make_cache(self, capacity: int) -> KVCache:
-        """The smallest cache for ``capacity`` positions a row: layers with a window keep its keys, kernelised ones a sum.
+        """Return the smallest cache for ``capacity`` positions per row.
+
+        Layers with a window keep only the keys in the window. Kernelised layers keep a sum instead of keys.
 
         >>> from minitx.nn import DecoderLM
         >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2, window=(3, None)))
@@ -75,7 +78,7 @@ class TransformerModel(nn.Module):
         """
         layers = []
         for block, window in zip(self.blocks, self.windows, strict=True):
-            make = getattr(block.attention, "make_cache", None)  # an attention of the user's may have none
+            make = getattr(block.attention, "make_cache", None)  # a user's attention may lack it
             layers.append(LayerCache(capacity) if make is None else make(capacity, window))
         cache = KVCache(capacity, len(layers))
         cache.layers = tuple(layers)
@@ -87,7 +90,7 @@ class TransformerModel(nn.Module):
         init_weights(self, config.init, **options, generator=generator)  # type: ignore[arg-type]
 
     def forward(self, input_ids: Tensor, **options: Any) -> Any:
-        """Token ids (B, L) -> hidden states (B, L, E) and what the routers chose; ``options`` as in ``_embed``."""
+        """Return hidden states (B, L, E) and the routing of experts for token ids (B, L). ``options`` are those of ``_embed``."""
         return self._run(*self._embed(input_ids, **options))
 
     def _embed(
@@ -102,7 +105,7 @@ class TransformerModel(nn.Module):
         cache: KVCache | None = None,
         name: str = "input_ids",
     ) -> tuple[Tensor, Shared]:
-        """What enters the blocks: x (B, L, E), and what all of them share."""
+        """Return the input of the first block, x (B, L, E), and the masks and positions of all blocks."""
         past, L = 0 if cache is None else cache.length, input_ids.shape[-1]
         if cache is not None and len(cache.layers) != len(self.blocks):
             raise ValueError(f"cache has {len(cache.layers)} layers, but the model has num_layers={len(self.blocks)}")
@@ -111,9 +114,9 @@ class TransformerModel(nn.Module):
         if cache is not None:
             key_mask, document_ids = cache.join(input_ids, key_mask, document_ids)  # (B, S)
         if cache is not None and mask is not None and not cache.keeps_all:
-            raise ValueError("mask counts keys from the beginning: give KVCache(capacity, num_layers), which keeps all of them")
+            raise ValueError("mask needs a cache that keeps all keys: use KVCache(capacity, num_layers)")
         masks = self._masks(as_mask(mask), key_mask, document_ids, cache, L)
-        if masks[0] is not None and cache is None:  # before positions are counted from what does not fit
+        if masks[0] is not None and cache is None:  # before key_mask and document_ids are used for positions
             masks[0].check(input_ids.shape[0], self.config.num_heads, L, L)
         if position_ids is None:
             position_ids = position_ids_from(key_mask, document_ids, past + L, input_ids.device)[:, past:]
@@ -123,7 +126,7 @@ class TransformerModel(nn.Module):
     def _masks(
         self, mask: Mask | None, key_mask: Tensor | None, document_ids: Tensor | None, cache: KVCache | None, num_new: int
     ) -> list[Mask | None]:
-        """Each layer's mask, everything that hides keys; layers with one window and one kind of cache share one mask."""
+        """Return each layer's complete mask. Layers with the same window and the same kind of cache share one object."""
         causal = Causal() if self.causal and not (mask is not None and mask.is_causality) else None
         found: dict[Any, Mask | None] = {}
         masks = []
@@ -139,7 +142,7 @@ class TransformerModel(nn.Module):
         return masks
 
     def _positions(self, position_ids: Tensor, x: Tensor) -> list[Tensor | Rotation | None]:
-        """Each layer's positions: angles where it rotates, made once for all layers with the same base."""
+        """Return each layer's positions. Rotary layers with the same base and scaling share their angles."""
         if self.config.position != "rotary":
             return [position_ids] * len(self.blocks)
         found: dict[Any, Rotation] = {}
@@ -158,7 +161,7 @@ class TransformerModel(nn.Module):
     def _run(
         self, x: Tensor, shared: Shared | None = None, *, cache: KVCache | None = None, **cross: Any
     ) -> tuple[Tensor, Routing]:
-        """The blocks and the final norm: hidden states (B, L, E), and what the routers chose. ``cross``: memory and its mask."""
+        """Apply the blocks and the final norm. Returns hidden states (B, L, E) and the routing. ``cross``: memory and its mask."""
         routing: Routing = []
         attn_bias = None if self.attn_bias is None else as_bias(self.attn_bias)
         if attn_bias is not None and cache is not None:
@@ -177,7 +180,7 @@ class TransformerModel(nn.Module):
                     routing.append(extras)
         except BaseException:
             if cache is not None:
-                cache.rewind()  # to where all layers agree
+                cache.rewind()  # so that all layers have the same length again
             raise
         if cache is not None:
             cache.keep()
@@ -185,18 +188,18 @@ class TransformerModel(nn.Module):
 
     def _check_ids(self, input_ids: Tensor, position_ids: Tensor | None, past: int, counted: bool, name: str) -> None:
         if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
-            raise ValueError(f"{name} must be whole numbers of shape (B, L), got {input_ids.dtype} {tuple(input_ids.shape)}")
+            raise ValueError(f"{name} must be integers of shape (B, L), got {input_ids.dtype} {tuple(input_ids.shape)}")
         if 0 in input_ids.shape:
             raise ValueError(f"{name} must have at least one row and one token, got shape {tuple(input_ids.shape)}")
         config, L = self.config, input_ids.shape[1]
         if position_ids is not None and config.position in ("alibi", "t5", "none"):
-            raise ValueError(f"position_ids were given, but position={config.position} does not read them")
+            raise ValueError(f"position_ids have no effect with position={config.position}")
         if config.position == "learned" and counted and config.max_len < past + L:
             before = f" after {past} in the cache" if past else ""
-            raise ValueError(f"{name} has {L} tokens a row{before}, but the position table ends at max_len={config.max_len}")
+            raise ValueError(f"{name} has {L} tokens per row{before}, but max_len={config.max_len} with position=learned")
 
 
 def router_loss(routing: Routing, key_mask: Tensor | None = None) -> dict[str, Tensor]:
-    """``router_loss``: the mean load-balancing loss of the layers that route, over real tokens; or nothing."""
+    """Return ``{"router_loss": ...}``, the mean load-balancing loss of the layers, or an empty dict without experts."""
     losses = [load_balancing_loss(r["router_probs"], r["router_choice"], key_mask) for r in routing if r]
     return {"router_loss": torch.stack(losses).mean()} if losses else {}

@@ -1,4 +1,4 @@
-"""A causal language model: embeddings, decoder blocks, a head. GPT-2 and Llama shapes by config."""
+"""A causal language model, such as GPT-2 or Llama."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from minitx.nn.models.parts import Core, Embeddings, build_lm_head
 
 
 class DecoderLM(TransformerModel):
-    """Decoder-only Transformer over token ids: logits out, never a loss.
+    """A decoder-only Transformer: token ids in, logits of the next token out.
 
-    Every option is a field of ``TransformerConfig``. The mask is built once per forward and handed down symbolically.
+    All options are fields of ``TransformerConfig``.
 
     Args:
-        config: ``vocab_size`` must be set.
-        core: makes the attention core of a layer, in place of ``config.attention``.
-        generator: for the initial weights; default torch's global one.
+        config: the model's config. ``vocab_size`` must be set.
+        core: a function that builds the attention core of a layer, instead of ``config.attention``.
+        generator: for the initial weights. Default: torch's global generator.
 
     Raises:
-        ValueError: no ``vocab_size``; inputs that do not fit.
+        ValueError: ``vocab_size`` is missing.
 
     >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
     >>> model(torch.tensor([[1, 2, 3, 5, 7]])).shape
@@ -49,27 +49,27 @@ class DecoderLM(TransformerModel):
         cache: KVCache | None = None,
         return_extras: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Next-token logits.
+        """Return the logits of the next token at each position.
 
         Args:
-            input_ids: int (B, L). token_type_ids: int (B, L), summed into the embeddings; default 0 where the model has a table.
-            key_mask: bool (B, L), True = real token; left and right padding are both fine. Padding *between* real tokens
-                counts in the distances of ``alibi``, ``t5`` and ``window``, though not in ``position_ids``.
-            position_ids: int (B or 1, L); default counts the real tokens, from 0 in every document.
-            document_ids: int (B, L); packed documents never see each other.
-            mask: a ``Mask``, or a bool tensor as in ``MultiHeadAttention``. It intersects with the model's own (causal, window,
-                padding, documents). A rule that decides about the future by itself, such as ``PrefixLM``, takes the place of the
-                causal one.
-            cache: what was read before; ``input_ids`` continue it, and everything above describes the new tokens only,
-                but for ``mask``, whose keys count from the beginning.
-            return_extras: return ``(hidden, extras)`` before ``self.head`` instead of logits; ``extras["router_loss"]``
-                is the mean ``load_balancing_loss`` of the layers where the model has experts.
+            input_ids: int (B, L).
+            key_mask: bool (B, L), True = real token. Padding may be on the left or on the right. Padding *between* real tokens
+                increases the distances of ``alibi``, ``t5`` and ``window``, but not the ``position_ids``.
+            token_type_ids: int (B, L), for a model with ``type_vocab_size``. Default: 0.
+            position_ids: int (B or 1, L). Default: real tokens are counted from 0 in each document.
+            document_ids: int (B, L). Tokens of different documents do not see each other.
+            mask: a ``Mask``, or a bool tensor as in ``MultiHeadAttention``. It is intersected with the model's own mask (causal,
+                window, padding, documents). A rule such as ``PrefixLM`` replaces the causal part.
+            cache: the keys and values of earlier tokens. ``input_ids`` continue them, and the other arguments describe the new
+                tokens only, except ``mask``, which covers all keys.
+            return_extras: return ``(hidden, extras)`` instead of logits: the input of ``self.head``, and for a model with experts
+                ``extras["router_loss"]``, the mean ``load_balancing_loss`` of the layers.
 
         Returns:
-            (B, L, V), or ``(hidden (B, L, E), extras)``.
+            Logits (B, L, V), or ``(hidden (B, L, E), extras)``.
 
         Raises:
-            ValueError: inputs that do not fit each other, the cache, or the tables of the model.
+            ValueError: inputs whose shapes do not fit, ids outside a table, or more tokens than the cache or ``max_len`` allows.
         """
         options = {"key_mask": key_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
         x, shared = self._embed(input_ids, document_ids=document_ids, mask=mask, cache=cache, **options)  # type: ignore[arg-type]

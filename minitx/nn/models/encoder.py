@@ -1,4 +1,4 @@
-"""An encoder: every token sees every other. BERT's shape by config, with a head for each kind of question."""
+"""A bidirectional encoder, such as BERT."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from minitx.nn.norms import make_norm
 
 
 class Encoder(TransformerModel):
-    """Bidirectional Transformer over token ids: logits out, never a loss.
+    """A bidirectional Transformer: each token sees all others (Devlin et al. 2019, "BERT", arXiv:1810.04805, §3).
 
-    ``config.head`` says what for: ``lm`` gives (B, L, V), the masked tokens' distributions; ``sequence`` (B, num_labels),
-    one answer a row; ``token`` (B, L, num_labels), one a token; ``none`` the hidden states (B, L, E). Devlin et al. 2019,
-    "BERT", arXiv:1810.04805, §3.
+    ``config.head`` decides what the model returns:
+
+    * ``lm``: logits over the vocabulary for masked language modelling, (B, L, V);
+    * ``sequence``: logits over labels for each row, (B, num_labels);
+    * ``token``: logits over labels for each token, (B, L, num_labels);
+    * ``none``: hidden states, (B, L, E).
 
     Args:
-        config: ``vocab_size`` must be set, and ``num_labels`` for ``sequence`` and ``token``.
-        core: makes the attention core of a layer, in place of ``config.attention``.
-        generator: for the initial weights; default torch's global one.
+        config: the model's config. ``vocab_size`` must be set, and ``num_labels`` for ``sequence`` and ``token``.
+        core: a function that builds the attention core of a layer, instead of ``config.attention``.
+        generator: for the initial weights. Default: torch's global generator.
 
     Raises:
-        ValueError: a missing size; inputs that do not fit.
+        ValueError: ``vocab_size`` or ``num_labels`` is missing.
 
     >>> options = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2}
     >>> model = Encoder(TransformerConfig(architecture="encoder", head="sequence", num_labels=5, **options))
@@ -53,11 +56,10 @@ class Encoder(TransformerModel):
         mask: Tensor | Mask | None = None,
         return_extras: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Logits; the arguments are those of ``DecoderLM.forward``.
+        """Return the logits of ``config.head``. The arguments are those of ``DecoderLM.forward``.
 
-        Returns:
-            Logits as ``config.head`` says; with ``return_extras`` ``(hidden, extras)`` before ``self.head``: (B, E) of a row
-            for ``sequence``, (B, L, E) otherwise. ``extras["pooled"]`` (B, E) is the pooler's answer with ``head=none``.
+        With ``return_extras``, return ``(hidden, extras)``. ``hidden`` is the input of ``self.head``: (B, E) for ``head=sequence``,
+        else (B, L, E). With ``head=none`` and a pooler, ``extras["pooled"]`` (B, E) is its output.
         """
         options = {"key_mask": key_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
         x, shared = self._embed(input_ids, document_ids=document_ids, mask=mask, **options)  # type: ignore[arg-type]
@@ -71,7 +73,7 @@ class Encoder(TransformerModel):
 
 
 class Pool(nn.Module):
-    """One vector for a row, (B, L, E) -> (B, E): its first real token or the mean of the real ones, then BERT's tanh layer."""
+    """Pool (B, L, E) to (B, E): take the first real token or the mean of the real tokens, then apply BERT's tanh layer."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -83,7 +85,7 @@ class Pool(nn.Module):
             if key_mask is None:
                 pooled = hidden[:, 0]
             else:
-                first = key_mask.int().argmax(-1)  # a left-padded row begins later
+                first = key_mask.int().argmax(-1)  # not 0 in a left-padded row
                 pooled = hidden.gather(1, first.view(-1, 1, 1).expand(-1, 1, hidden.shape[-1]))[:, 0]
         elif key_mask is None:
             pooled = hidden.mean(1)
@@ -94,7 +96,7 @@ class Pool(nn.Module):
 
 
 class MaskedHead(nn.Module):
-    """BERT's head for masked tokens: norm(a(W x)), then the vocabulary (Devlin et al. 2019's code, ``cls/predictions``)."""
+    """BERT's head for masked tokens: norm(a(W x)), then a linear layer to V (``cls/predictions`` in the authors' code)."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -109,10 +111,10 @@ class MaskedHead(nn.Module):
 
 
 def build_head(config: TransformerConfig, token: nn.Embedding | None = None) -> nn.Module:
-    """What turns hidden states into logits, as ``config.head`` says; an ``lm`` head may be tied to the ``token`` table.
+    """Build the head of ``config.head``. An ``lm`` head may be tied to the ``token`` table.
 
     Raises:
-        ValueError: no ``num_labels`` where the head needs it.
+        ValueError: the head needs ``num_labels``, which is missing.
     """
     if config.head == "none":
         return nn.Identity()

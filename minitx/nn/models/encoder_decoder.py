@@ -1,4 +1,4 @@
-"""An encoder–decoder: one side reads the source, the other writes the target. Vaswani and T5 shapes by config."""
+"""An encoder–decoder, such as T5."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from minitx.nn.models.parts import Core, Embeddings, build_lm_head, init_gains
 
 
 class EncoderDecoder(TransformerModel):
-    """An encoder over the source, and a decoder that attends to what it says: Vaswani's and T5's shapes by config.
+    """An encoder reads the source, and a decoder with cross-attention to it predicts the target.
 
-    Source and target share one vocabulary and, as in both papers, one table of token embeddings; positions, relative
-    biases and everything else are each side's own. Cross-attention has no positions (Vaswani et al. 2017,
-    arXiv:1706.03762, §3; Raffel et al. 2020, arXiv:1910.10683, §2.1).
+    Vaswani et al. 2017, arXiv:1706.03762, §3; Raffel et al. 2020 (T5), arXiv:1910.10683, §2.1. Source and target share one table of
+    token embeddings. They share no other parameters. Cross-attention has no positions.
 
     Args:
-        config: ``vocab_size`` must be set; ``num_layers`` is the encoder's depth and ``num_decoder_layers`` the decoder's.
-        core: makes the attention core of a layer, in place of ``config.attention``.
-        generator: for the initial weights; default torch's global one.
+        config: the model's config. ``vocab_size`` must be set. ``num_layers`` is the depth of the encoder, ``num_decoder_layers``
+            that of the decoder.
+        core: a function that builds the attention core of a layer, instead of ``config.attention``.
+        generator: for the initial weights. Default: torch's global generator.
 
     Raises:
-        ValueError: no ``vocab_size``; inputs that do not fit.
+        ValueError: ``vocab_size`` is missing.
 
     >>> options = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2}
     >>> model = EncoderDecoder(TransformerConfig(architecture="encoder_decoder", **options))
@@ -43,7 +43,7 @@ class EncoderDecoder(TransformerModel):
         self.head = build_lm_head(config, self.embeddings)
         self.encoder = encoder
         self._init_weights(generator)
-        # depths and DeepNorm's gains are each side's own
+        # the encoder has another depth and other gains of DeepNorm
         options = {"fold": config.init_fold, "num_layers": config.num_layers, "gains": init_gains(config, decoder=False)}
         init_weights(encoder.blocks, config.init, **options, generator=generator)  # type: ignore[arg-type]
 
@@ -59,31 +59,32 @@ class EncoderDecoder(TransformerModel):
         cache: KVCache | None = None,
         return_extras: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Logits of the target's next token.
+        """Return the logits of the target's next token at each position.
 
         Args:
-            input_ids: int (B, S), the source; not read (and may be None) where ``memory`` is given.
-            decoder_input_ids: int (B, L), the target so far, from its begin mark on.
-            key_mask: bool (B, S), True = real source token. decoder_key_mask: bool (B, L), the target's.
-            memory: (B, S, E) from ``encode``: spares encoding the source at each decoding step.
-            mask: intersects with the mask of the decoder's self-attention.
-            cache: of the decoder, as in ``DecoderLM``; the memory's keys and values are computed at its first use only.
-            return_extras: return ``(hidden, extras)`` before ``self.head``.
+            input_ids: int (B, S), the source. Not used, and may be None, if ``memory`` is given.
+            decoder_input_ids: int (B, L), the target, beginning with the start token.
+            key_mask: bool (B, S), True = real token of the source.
+            decoder_key_mask: bool (B, L), True = real token of the target.
+            memory: (B, S, E), the result of ``encode``. With it, the source is not encoded again at each decoding step.
+            mask: a mask of the decoder's self-attention, intersected with the causal one, as in ``DecoderLM``.
+            cache: the decoder's cache, as in ``DecoderLM``. It also keeps the keys and values of the memory.
+            return_extras: return ``(hidden, extras)`` instead of logits, as in ``DecoderLM``.
 
         Returns:
-            (B, L, V), or ``(hidden (B, L, E), extras)``.
+            Logits (B, L, V), or ``(hidden (B, L, E), extras)``.
 
         Raises:
-            ValueError: neither ``input_ids`` nor ``memory``; inputs that do not fit.
+            ValueError: both ``input_ids`` and ``memory`` are missing, or as in ``DecoderLM``.
         """
         routing: Routing = []
         if memory is None:
             if input_ids is None:
-                raise ValueError("input_ids=None: an encoder-decoder needs the source, or memory from encode()")
+                raise ValueError("input_ids=None: an encoder-decoder needs input_ids, or memory from encode()")
             memory, routing = self.encoder(input_ids, key_mask=key_mask)
         if memory.dim() != 3 or memory.shape[0] != decoder_input_ids.shape[0]:
             wanted = f"(B, S, E) = ({decoder_input_ids.shape[0]}, S, {self.config.embed_dim})"
-            raise ValueError(f"memory must have the target's rows, {wanted}, got {tuple(memory.shape)}")
+            raise ValueError(f"memory must have shape {wanted}, got {tuple(memory.shape)}")
         options = {"key_mask": decoder_key_mask, "mask": mask, "cache": cache, "name": "decoder_input_ids"}
         x, shared = self._embed(decoder_input_ids, **options)  # type: ignore[arg-type]
         memory_mask = None if key_mask is None else Padding(key_mask)
@@ -96,5 +97,5 @@ class EncoderDecoder(TransformerModel):
         return hidden, {"router_loss": torch.stack(losses).mean()} if losses else {}
 
     def encode(self, input_ids: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-        """The source's hidden states (B, S, E), for ``memory``."""
+        """Return the encoder's hidden states (B, S, E), for the argument ``memory``."""
         return self.encoder(input_ids, key_mask=key_mask)[0]

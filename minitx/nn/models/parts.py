@@ -1,4 +1,4 @@
-"""From a ``TransformerConfig`` to built parts; the only place where the models read it field by field."""
+"""Functions that build the parts of a model from a ``TransformerConfig``."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from minitx.nn.positions import (
 from minitx.nn.scale import ScoreScale
 
 Core = Callable[[], nn.Module]
-"""Makes one attention core: a module that maps an ``AttentionCall`` to (B, H, L, Dv)."""
+"""A function that builds one attention core: a module that maps an ``AttentionCall`` to (B, H, L, Dv)."""
 
 
 class Embeddings(nn.Module):
-    """Token + position + token-type embeddings, a norm if the config has one, then dropout: (B, L) -> (B, L, E)."""
+    """Sum of token, position and token-type embeddings, then an optional norm and dropout: (B, L) to (B, L, E)."""
 
     def __init__(self, config: TransformerConfig, token: nn.Embedding | None = None) -> None:
         super().__init__()
         if config.vocab_size is None:
-            raise ValueError(f"vocab_size=None: architecture={config.architecture} needs the number of token ids")
+            raise ValueError(f"vocab_size=None: architecture={config.architecture} needs the vocabulary size")
         self.token = nn.Embedding(config.vocab_size, config.embed_dim) if token is None else token
         self.gain = config.embed_dim**0.5 if config.scale_embeddings else None
         self.token_type = nn.Embedding(config.type_vocab_size, config.embed_dim) if config.type_vocab_size else None
@@ -46,7 +46,7 @@ class Embeddings(nn.Module):
             self.position = SinusoidalPositions(config.embed_dim)
         self.offset = config.position_offset
         self.norm = make_norm(config.norm, config.embed_dim, config.norm_eps) if config.embed_norm else None
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout) if config.dropout != 0.0 else None
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
         check_position_ids(position_ids, *input_ids.shape)
@@ -58,7 +58,7 @@ class Embeddings(nn.Module):
             x = x + self.position(position_ids + self.offset if self.offset else position_ids, x.dtype)
         if token_type_ids is not None:
             if self.token_type is None:
-                raise ValueError("token_type_ids: the model has none (type_vocab_size=0), got a tensor")
+                raise ValueError("token_type_ids cannot be used: the model has type_vocab_size=0")
             if token_type_ids.shape != input_ids.shape:
                 raise ValueError(
                     f"token_type_ids must have the shape of input_ids, {tuple(input_ids.shape)}, got {tuple(token_type_ids.shape)}"
@@ -67,13 +67,14 @@ class Embeddings(nn.Module):
             x = x + self.token_type(token_type_ids)
         elif self.token_type is not None:
             x = x + self.token_type(torch.zeros_like(input_ids))
-        return self.dropout(x if self.norm is None else self.norm(x))
+        x = x if self.norm is None else self.norm(x)
+        return x if self.dropout is None else self.dropout(x)
 
 
 def build_attention(
     config: TransformerConfig, layer: int = 0, *, rotary: bool = True, core: Core | None = None
 ) -> MultiHeadAttention:
-    """The attention of block number ``layer``; cross-attention takes no rotary positions. ``core`` makes a core of one's own."""
+    """Build the attention of block number ``layer``. Cross-attention has ``rotary=False``. ``core`` builds another core."""
     D = config.width_per_head
     scale = ScoreScale(config.scale, head_dim=D, num_heads=config.num_heads, max_len=config.max_len, factor=config.scale_factor)
     return MultiHeadAttention(
@@ -94,7 +95,7 @@ def build_attention(
 
 
 class CappedHead(nn.Linear):
-    """Logits over the vocabulary with a soft-cap t: t · tanh((xW + b) / t) (Gemma 2, arXiv:2408.00118, §2).
+    """A linear head with soft-capped logits, t · tanh((xW + b) / t) (Gemma 2, arXiv:2408.00118, §2).
 
     >>> bool(CappedHead(3, 5, softcap=2.0)(torch.full((1, 3), 100.0)).abs().max() <= 2.0)
     True
@@ -109,7 +110,7 @@ class CappedHead(nn.Linear):
 
 
 def build_lm_head(config: TransformerConfig, embeddings: Embeddings) -> nn.Linear:
-    """Logits over the vocabulary, xW + b, with a soft-cap if the config has one; W may be the table of token embeddings."""
+    """Build the head: a linear layer to V, which may be soft-capped and may share its weight with the token embeddings."""
     assert config.vocab_size is not None
     if config.logit_softcap is None:
         head = nn.Linear(config.embed_dim, config.vocab_size, bias=config.head_bias)
@@ -121,9 +122,11 @@ def build_lm_head(config: TransformerConfig, embeddings: Embeddings) -> nn.Linea
 
 
 def build_attention_core(config: TransformerConfig) -> nn.Module:
-    """Exact attention through a backend, or a core by other mathematics."""
+    """Build the attention core that ``config.attention`` names."""
     if not isinstance(config.attention, str):
-        raise ValueError(f"attention={dict(config.attention)} is a part of one's own: give core=, a function that makes one")
+        raise ValueError(
+            f"attention={dict(config.attention)} is not one of this package: pass core=, a function that builds it"
+        )
     if config.attention == "exact":
         return DotProductAttention(backend=config.backend)
     sizes = {name: getattr(config, name) for name in ("max_len", "num_features", "num_slots")}
@@ -131,7 +134,7 @@ def build_attention_core(config: TransformerConfig) -> nn.Module:
 
 
 def build_rotary(config: TransformerConfig, layer: int = 0) -> Rotary:
-    """Rotary positions of block number ``layer``, stretched if the config says so."""
+    """Build the rotary positions of block number ``layer``."""
     scaling = None
     if config.rotary_scaling is not None:
         turns = config.rotary_low, config.rotary_high
@@ -142,7 +145,7 @@ def build_rotary(config: TransformerConfig, layer: int = 0) -> Rotary:
 
 
 def build_bias(config: TransformerConfig, *, decoder: bool) -> Bias | None:
-    """The bias on the scores that stands for positions, one for all layers (as in T5), or None."""
+    """Build the position bias on the scores, one for all layers as in T5. None without one."""
     if config.position == "alibi":
         return ALiBi(config.num_heads)
     if config.position != "t5":
@@ -152,7 +155,7 @@ def build_bias(config: TransformerConfig, *, decoder: bool) -> Bias | None:
 
 
 def build_feedforward(config: TransformerConfig) -> nn.Module:
-    """One network for all tokens, or a mixture of experts."""
+    """Build the feed-forward network of a block, or its mixture of experts."""
     sizes = {"activation": config.activation, "dropout": config.dropout}
     E, F = config.embed_dim, config.ffn_width
     if config.num_experts is None:
@@ -164,7 +167,7 @@ def build_feedforward(config: TransformerConfig) -> nn.Module:
 def build_block(
     config: TransformerConfig, layer: int, num_layers: int, *, causal: bool, cross: bool = False, core: Core | None = None
 ) -> Block:
-    """Block number ``layer`` of ``num_layers``, which decides its chance to be dropped."""
+    """Build block number ``layer`` of ``num_layers``. Later blocks have a higher probability of stochastic depth."""
     drop = config.stochastic_depth * (layer + 1) / num_layers  # Huang et al. 2016, eq. 4
 
     def branch() -> nn.Module:
@@ -186,11 +189,11 @@ def build_block(
 
 
 def deepnorm_factors(config: TransformerConfig, *, decoder: bool) -> tuple[float, float]:
-    """α on the residual stream and β on the initial W_V, W_O and feed-forward, or 1 and 1.
+    """Return DeepNorm's α (on the residual stream) and β (on the initial W_V, W_O and feed-forward weights).
 
-    (2N)^¼ and (8N)^-¼ for the N layers of an encoder or a decoder alone; of an encoder–decoder with N and M layers, the
-    encoder has 0.81 (N⁴M)^(1/16) and 0.87 (N⁴M)^(-1/16), the decoder (3M)^¼ and (12M)^-¼. Wang et al. 2022, "DeepNet",
-    arXiv:2203.00555, Figure 2.
+    For an encoder or a decoder of N layers: (2N)^¼ and (8N)^-¼. For an encoder of N layers with a decoder of M layers:
+    0.81 (N⁴M)^(1/16) and 0.87 (N⁴M)^(-1/16) in the encoder, (3M)^¼ and (12M)^-¼ in the decoder. Wang et al. 2022, "DeepNet",
+    arXiv:2203.00555, Figure 2. Without DeepNorm: 1 and 1.
     """
     N, M = config.num_layers, config.decoder_layers
     if config.norm_position != "deepnorm":
@@ -201,6 +204,6 @@ def deepnorm_factors(config: TransformerConfig, *, decoder: bool) -> tuple[float
 
 
 def init_gains(config: TransformerConfig, *, decoder: bool = True) -> dict[str, float]:
-    """What multiplies the initial weights, by role."""
+    """Return the factors on the initial weights, by role."""
     gains = dict.fromkeys(("value", "up", "residual"), deepnorm_factors(config, decoder=decoder)[1])
     return {**gains, "residual": 0.0} if config.init_zero_outputs else gains

@@ -1,4 +1,4 @@
-"""A Vision Transformer: patches of an image are the tokens of an encoder."""
+"""A Vision Transformer: an encoder whose tokens are the patches of an image."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from minitx.nn.norms import make_norm
 
 
 class VisionTransformer(TransformerModel):
-    """Images in, ``num_labels`` logits out. Dosovitskiy et al. 2021, arXiv:2010.11929, §3.1.
+    """An image classifier: images in, ``num_labels`` logits out (Dosovitskiy et al. 2021, arXiv:2010.11929, §3.1).
 
-    An image of (C, h, w) becomes h/P · w/P patches of P × P pixels, each a linear map of its C · P² numbers, and with
-    ``pooling=first`` a learned class token before them, whose last hidden state answers (``mean``: the mean of the patches
-    does). The position table belongs to images of ``image_size``; other sizes get it interpolated (§3.2).
+    An image (C, h, w) is cut into h/P · w/P patches of P × P pixels. A linear map of the C · P² numbers of a patch gives its token.
+    With ``pooling=first`` a learned class token comes first, and the head reads its last hidden state. With ``pooling=mean`` the
+    head reads the mean of the patches. The position table is for images of ``image_size`` and is interpolated for other sizes (§3.2).
 
     Args:
-        config: ``image_size``, ``num_channels`` and (with ``head=sequence``) ``num_labels`` must be set; ``patch_size`` is P.
-        core: makes the attention core of a layer, in place of ``config.attention``.
-        generator: for the initial weights; default torch's global one.
+        config: the model's config. ``image_size``, ``num_channels`` and, with ``head=sequence``, ``num_labels`` must be set.
+            ``patch_size`` is P, in pixels.
+        core: a function that builds the attention core of a layer, instead of ``config.attention``.
+        generator: for the initial weights. Default: torch's global generator.
 
     Raises:
-        ValueError: a missing size; images that do not fit.
+        ValueError: ``image_size``, ``num_channels`` or ``num_labels`` is missing.
 
     >>> sizes = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
     >>> config = TransformerConfig(architecture="vision", head="sequence", embed_dim=12, num_heads=3, num_layers=2, **sizes)
@@ -46,12 +47,15 @@ class VisionTransformer(TransformerModel):
     def forward(  # type: ignore[override]
         self, pixel_values: Tensor, *, return_extras: bool = False
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Logits (B, num_labels) of images (B, C, h, w), or hidden states (B, tokens, E) with ``head=none``.
+        """Return logits (B, num_labels), or hidden states (B, tokens, E) with ``head=none``.
 
         Args:
-            pixel_values: float; h and w are multiples of ``patch_size``, of any size.
-            return_extras: return ``(hidden, extras)`` before ``self.head``; ``extras["pooled"]`` (B, E) is the pooler's answer
-                with ``head=none``.
+            pixel_values: float (B, C, h, w). h and w are multiples of ``patch_size``.
+            return_extras: return ``(hidden, extras)`` instead of logits, as in ``Encoder``.
+
+        Raises:
+            ValueError: images of another shape.
+            TypeError: images that are not floating-point.
         """
         hidden, routing = self._run(self.embeddings(pixel_values))
         extras = router_loss(routing)
@@ -65,13 +69,13 @@ class VisionTransformer(TransformerModel):
 
 
 class PatchEmbeddings(nn.Module):
-    """(B, C, h, w) -> (B, tokens, E): linear maps of patches, the class token first, plus positions."""
+    """Embed the patches of images: (B, C, h, w) to (B, tokens, E). The class token comes first. Positions are added."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         for name in ("image_size", "num_channels"):
             if getattr(config, name) is None:
-                raise ValueError(f"{name}=None: VisionTransformer needs to know its images")
+                raise ValueError(f"{name}=None: VisionTransformer needs {name}")
         assert config.image_size is not None and config.num_channels is not None
         E, P, self.num_channels = config.embed_dim, config.patch_size, config.num_channels
         self.patch_size, self.side = P, config.image_size // P
@@ -84,7 +88,7 @@ class PatchEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def reset_parameters(self) -> None:
-        """The class token starts at zero: its position tells it apart."""
+        """Set the class token to zero."""
         if self.class_token is not None:
             nn.init.zeros_(self.class_token)
 
@@ -106,7 +110,7 @@ class PatchEmbeddings(nn.Module):
         return self.dropout(x if self.norm is None else self.norm(x))
 
     def positions(self, rows: int, columns: int) -> Tensor:
-        """The table (tokens, E), interpolated (bicubic) where the grid of patches is not the one that it belongs to."""
+        """Return the position table (tokens, E), with bicubic interpolation for a grid of another size."""
         assert self.position is not None
         table, n = self.position.weight, self.num_class_tokens
         if (rows, columns) == (self.side, self.side):

@@ -1,0 +1,142 @@
+"""Runs that pretend to train, and a pool that ends them in any order: what the runner, the pools and kills are tested with."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+from minitx.ablation.config import AblationConfig, Solved, Stable, StartConfig, StudyConfig
+from minitx.ablation.grid import cells, settings
+from minitx.ablation.records import Place
+from minitx.ablation.run import run_cells
+from tests.waiting import PATIENCE, wait_for
+
+RATES = ("0.1", "0.2", "0.3", "0.4", "0.5")
+ARMS = ("scaled", "unscaled")
+
+
+def levels(*names):
+    return {name: (f"lr={name}",) for name in names}
+
+
+def grid():
+    """Two studies that leave runs out, of which one starts from the runs of a third one."""
+    arms = {name: (f"arm={name}",) for name in ARMS}
+    base = ("trainer.max_steps=4",)
+    solved = Solved(value=0.9, window=2)
+    learn = StudyConfig(
+        base=(*base, "study=learn"), arms=ARMS, factors={"lr": levels(*RATES)}, tune_seeds=(1, 2), seeds=(3, 4), solved=solved,
+        scores=("time",), prune="unsolved",
+    )  # fmt: skip
+    first = StudyConfig(base=(*base, "study=first"), arms=("scaled",), seeds=(3, 4, 5), solved=solved)
+    second = StudyConfig(
+        base=(*base, "study=second"), arms=ARMS, factors={"lr": levels(*RATES), "decay": {"0": (), "0.3": ()}}, seeds=(3, 4, 5),
+        start=StartConfig(study="first", arm="scaled"), scores=("stability",), stable=Stable(window=2), prune="lost",
+    )  # fmt: skip
+    return AblationConfig(arms=arms, studies={"second": second, "learn": learn, "first": first})
+
+
+def accuracy(words):
+    """Of every step. Seed 5 learns nothing; a larger rate solves, then fails to; from 0.3 or 0.4 on a trained model loses."""
+    asked = settings(words)
+    rate, unscaled = float(asked.get("lr", "0")), asked["arm"] == "unscaled"
+    if asked["study"] == "first":
+        return 0.1 if asked["seed"] == "5" else 1.0
+    if asked["study"] == "second":
+        return 0.2 if rate >= (0.3 if unscaled else 0.4) else 0.95
+    return 1.0 if rate in ((0.1,) if unscaled else (0.2, 0.3)) else 0.5
+
+
+def pretend(words, folder, cap, keep_weights, keep_attention):
+    """One run: what it loads must be there, what others load is written, and ``broken`` beside the grid makes it fail."""
+    place = Path(folder)
+    asked = settings(words)
+    broken = place.parents[1] / "broken"
+    if broken.exists() and broken.read_text() in (asked["study"], asked.get("lr")):
+        raise ValueError("no luck\nat all")
+    if "init_from.path" in asked:
+        assert Path(json.loads(asked["init_from.path"])).read_text() == "weights"
+    weights = place / "checkpoints" / "last.ckpt"
+    if keep_weights:
+        weights.parent.mkdir(parents=True, exist_ok=True)
+        weights.write_text("weights")
+    place.parents[1].mkdir(parents=True, exist_ok=True)
+    with (place.parents[1] / "ran").open("a") as file:
+        file.write(f"{place.name}\n")
+    return {"steps": cap, "accuracy": [accuracy(words)] * cap, "nonfinite_step": None, "loss": [0.0] * cap}
+
+
+def act(words, folder, cap, keep_weights, keep_attention):
+    """Does what the arm is called, in a process of its own."""
+    name, place = settings(words)["arm"], Path(folder).parents[1]
+    if name.startswith("raise"):
+        raise ValueError("no luck")
+    if name.startswith("die"):
+        os._exit(7)
+    if name.startswith("slow"):
+        (place / "begun").touch()
+        time.sleep(PATIENCE)
+    if name.startswith("meet"):  # until three processes have come here
+        (place / f"{os.getpid()}.here").touch()
+        wait_for(lambda: len(list(place.glob("*.here"))) == 3)
+    seen = {"pid": os.getpid(), "gpu": os.environ.get("CUDA_VISIBLE_DEVICES"), "torch": "torch" in sys.modules}
+    return {"name": name, "steps": cap, **seen}
+
+
+class Job:
+    def __init__(self, draw, function, arguments):
+        self.draw, self.call = draw, lambda: function(*arguments)
+
+    def done(self):
+        return self.draw is None or self.draw.random() < 0.3
+
+    def result(self):
+        return self.call()
+
+
+class Here:
+    """A pool of this process. Its runs end in a random order, unless there is no ``seed``: then at once."""
+
+    def __init__(self, workers=1, seed=None):
+        self.workers, self.draw = workers, None if seed is None else random.Random(seed)
+
+    def submit(self, function, *arguments):
+        return Job(self.draw, function, arguments)
+
+    def close(self):
+        pass
+
+
+class StoppedError(Exception):
+    """A grid was stopped."""
+
+
+def run(folder, pool=None, *, config=None, run_cell=pretend, stop_after=None):
+    """Run a grid; stop it after so many runs."""
+    config = config or grid()
+    left = [stop_after]
+
+    def count():
+        if left[0] is not None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise StoppedError
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return run_cells(pool or Here(), config, cells(config), folder, run_cell, after_cell=count)
+
+
+def comparable(records, folder):
+    """Records without seconds and without the path of the grid's folder."""
+    text = json.dumps([{**record, "seconds": None} for record in records]).replace(str(folder), "FOLDER")
+    return {Place.of(record): record for record in json.loads(text)}
+
+
+def ran(folder):
+    """Names of the runs that ended, in their order."""
+    path = folder / "ran"
+    return path.read_text().splitlines() if path.exists() else []

@@ -1,0 +1,304 @@
+"""A grid as data: which cells, in which order, under which names; and what a config may not say."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import minitx.ablation.grid as module
+from minitx.ablation.config import (
+    AblationConfig,
+    ComparisonConfig,
+    ExpectedConfig,
+    LawConfig,
+    PredictionConfig,
+    StartConfig,
+    StudyConfig,
+    endpoints,
+)
+from minitx.ablation.grid import Cell, cells, code_fingerprint
+from minitx.ablation.records import Place
+from minitx.cli.compose import build_grid, compose_config, composed
+from minitx.config import ConfigError, from_dict
+
+ROOT = Path(__file__).parents[2]
+ARMS = {"a": ("model.scale=inv_sqrt",), "b": ("model.scale=unscaled", "optimizer.rules=[{match: '(q|k)_proj', lr: 2}]")}
+INIT = {"lecun": ("model.init=lecun",), "gpt2": ("model.init=gpt2",)}
+FACTORS = {"init": INIT, "lr": {"0.1": (), "1": ("optimizer.lr=1",)}}
+MAIN = StudyConfig(base=("experiment=x", "trainer.max_steps=7"), arms=("a", "b"), factors=FACTORS, seeds=(5, 3, 9))
+FIRST = StudyConfig(base=("trainer.max_steps=2",), arms=("a", "b"), factors={"init": INIT}, seeds=(3, 5, 9))
+SECOND = dataclasses.replace(MAIN, start=StartConfig(study="first", arm="b"), scores=("stability",))
+
+
+def grid(**changes):
+    side = StudyConfig(base=("experiment=y", "trainer.max_steps=2"), arms=("b",), seeds=(3, 4))
+    return AblationConfig(**{"arms": ARMS, "studies": {"main": MAIN, "side": side}, **changes})
+
+
+def two_phases(**changes):
+    return grid(studies={"second": SECOND, "first": FIRST, **changes})
+
+
+def test_cells_come_in_seed_blocks_so_that_a_grid_that_is_cut_off_is_balanced():
+    found = [cell.place for cell in cells(grid())]
+    assert len(found) == 3 * 8 + 2
+    assert [place.seed for place in found if place.study == "main"] == [5] * 8 + [3] * 8 + [9] * 8
+    assert [(place.study, place.seed) for place in found[:9]] == [("main", 5)] * 8 + [("side", 3)]
+    for block in (found[:8], found[9:17]):
+        assert {(p.arm, *dict(p.factors).values()) for p in block} == {
+            (arm, init, lr) for arm in "ab" for init in INIT for lr in FACTORS["lr"]
+        }
+
+
+def test_arms_of_one_comparison_stand_side_by_side():
+    found = [cell.place for cell in cells(grid())]
+    for first, second in zip(found[:8:2], found[1:8:2], strict=True):
+        assert (first.arm, second.arm, first.factors) == ("a", "b", second.factors)
+
+
+def test_overrides_come_in_the_order_in_which_later_ones_win():
+    found = cells(grid(), common=["data.num_workers=0", "trainer.max_steps=3"])
+    place = Place("main", "b", (("init", "gpt2"), ("lr", "1")), 9)
+    (cell,) = [cell for cell in found if cell.place == place]
+    expected = ("experiment=x", "trainer.max_steps=7", *ARMS["b"], "model.init=gpt2", "optimizer.lr=1", "seed=9")
+    assert cell.overrides == (*expected, "data.num_workers=0", "trainer.max_steps=3")
+    assert cell.steps() == 3
+
+
+def test_cells_to_tune_on_come_first():
+    study = dataclasses.replace(FIRST, arms=("a",), factors={}, tune_seeds=(7, 6), seeds=(0,))
+    assert [cell.place.seed for cell in cells(grid(studies={"one": study}))] == [7, 6, 0]
+
+
+def test_a_cell_comes_after_the_one_that_it_starts_from_which_shares_seed_and_factors():
+    found = cells(two_phases())
+    assert len(found) == 12 + 24
+    for cell in found:
+        if cell.place.study == "first":
+            assert cell.start is None
+            assert cell.keeps_weights == (cell.place.arm == "b")
+            assert f"seed={cell.place.seed}" in cell.overrides
+            continue
+        init = dict(cell.place.factors)["init"]
+        assert cell.start.place == Place("first", "b", (("init", init),), cell.place.seed)
+        assert found.index(cell.start) < found.index(cell)
+        assert not cell.keeps_weights
+        assert f"seed={cell.place.seed + 1000}" in cell.overrides  # batches that the first phase has not read
+    assert [cell.place.seed for cell in found if cell.place.study == "second"] == [5] * 8 + [3] * 8 + [9] * 8
+
+
+def test_a_cell_of_the_second_phase_loads_the_first_one_and_checks_that_it_is_the_same_function(tmp_path):
+    cell = next(cell for cell in cells(two_phases()) if cell.start)
+    path = tmp_path / "it's mine" / "cells" / cell.start.hash / "checkpoints" / "last.ckpt"
+    words = shlex.split(cell.describe(tmp_path / "it's mine")["command"])
+    assert words[:2] == ["python", "scripts/train.py"]
+    assert words[2:-3] == list(cell.overrides)
+    assert words[-3:-1] == [f'init_from.path="{path}"', "init_from.fold_scale=true"]
+    assert words[-1].startswith("+callbacks.same_start=") and str(path) in words[-1]
+    assert cell.describe(tmp_path)["start"] == cell.start.hash
+
+
+def test_skip_leaves_out_what_matches_every_key_of_an_entry():
+    skip = ({"init": ("gpt2",), "arm": ("b",)}, {"lr": ("1",), "arm": ("a",), "seed": ("3", "9")})
+    found = [cell.place for cell in cells(grid(studies={"main": dataclasses.replace(MAIN, skip=skip)}))]
+    left_out = {("b", "gpt2", lr, seed) for lr in ("0.1", "1") for seed in (3, 5, 9)}
+    left_out |= {("a", init, "1", seed) for init in INIT for seed in (3, 9)}
+    assert len(found) == 24 - len(left_out)
+    assert not left_out & {(p.arm, *dict(p.factors).values(), p.seed) for p in found}
+
+
+def test_the_same_run_twice_is_refused():
+    with pytest.raises(ConfigError, match=r"ablation\.studies\.main names a seed or a level twice"):
+        cells(grid(studies={"main": dataclasses.replace(MAIN, seeds=(1, 2, 1))}))
+
+
+def test_a_first_phase_that_the_grid_does_not_have_is_refused():
+    with pytest.raises(ConfigError, match=r"ablation\.studies\.second\.start: the grid has no run first: b, init \w+, seed 9"):
+        cells(two_phases(first=dataclasses.replace(FIRST, seeds=(3, 5))))
+    circle = dataclasses.replace(FIRST, start=StartConfig(study="second", arm="a"), factors=FACTORS)
+    with pytest.raises(ConfigError, match=r"ablation\.studies: second, first start from each other"):
+        cells(two_phases(first=circle))
+
+
+@pytest.mark.parametrize("steps", [(), ("trainer.max_steps=many",)])
+def test_a_study_without_a_length_is_refused_by_name(steps):
+    with pytest.raises(ConfigError, match=r"ablation\.studies\.main.*trainer\.max_steps"):
+        Cell(Place("main", "a", (), 0), ("experiment=x", *steps)).steps()
+
+
+def test_the_name_of_a_cell_depends_on_its_place_its_overrides_and_its_start():
+    base = Cell(Place("main", "a", (("lr", "1"),), 1), ("seed=1",))
+    assert base.hash == dataclasses.replace(base, keeps_weights=True).hash
+    others = [
+        *(dataclasses.replace(base, overrides=overrides) for overrides in [("seed=2",), ("seed=1", "seed=1")]),
+        *(dataclasses.replace(base, place=base.place._replace(**{name: "z"})) for name in ("study", "arm", "seed")),
+        dataclasses.replace(base, place=base.place._replace(factors=(("lr", "2"),))),
+        dataclasses.replace(base, start=base),
+        dataclasses.replace(base, start=dataclasses.replace(base, overrides=("seed=2",))),
+    ]
+    assert len({base.hash, *(cell.hash for cell in others)}) == 1 + len(others)
+
+
+def test_the_name_of_a_cell_follows_the_users_own_configs_and_not_their_place_or_grids(tmp_path):
+    def name(folder, experiment, grid="seed: 0"):
+        for path, text in ((f"{folder}/experiment/mine.yaml", experiment), (f"{folder}/ablation/mine.yaml", grid)):
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(text, encoding="utf-8")
+        return Cell(Place("main", "a", (), 1), (f"--config-dir={tmp_path / folder}", "seed=1")).hash
+
+    names = [name("one", "seed: 1"), name("two", "seed: 1"), name("three", "seed: 2"), name("four", "seed: 1", grid="seed: 7")]
+    assert names[0] == names[1] == names[3] != names[2]
+    assert Cell(Place("main", "a", (), 1), ("seed=1",)).hash not in names
+
+
+def test_a_cell_starts_from_an_experiment_of_the_users_own(tmp_path):
+    shipped = (ROOT / "configs" / "experiment" / "scaling_cell_recall.yaml").read_text(encoding="utf-8")
+    own = tmp_path / "it's mine" / "experiment" / "my_cell.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text(shipped.replace("experiment: scaling_cell_recall", "experiment: my_cell"), encoding="utf-8")
+    words = ["experiment=my_cell", f"--config-dir={own.parents[1]}", "seed=7"]
+    config = compose_config(words)
+    assert (config.experiment, config.seed) == ("my_cell", 7)
+    command = Cell(Place("main", "a", (), 7), tuple(words)).describe(tmp_path)["command"]
+    assert shlex.split(command)[2:] == [words[1], words[0], words[2]]  # as argparse wants them
+
+
+def test_what_only_judges_the_grid_leaves_the_names_of_its_cells_alone():
+    first = dataclasses.replace(MAIN, scores=("time",), title="a title")
+    comparison = ComparisonConfig(study="main", arms=("a", "b"))
+    judged = grid(studies={**grid().studies, "main": first}, comparisons=(comparison,), ratio_margin=2.0, workers=3)
+    assert [cell.hash for cell in cells(judged)] == [cell.hash for cell in cells(grid())]
+
+
+def fingerprint_of(monkeypatch, package, configs):
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "__file__", str(package / "ablation" / "grid.py"))
+        patch.setattr(module, "find_spec", lambda _: SimpleNamespace(origin=configs / "__init__.py"))
+        code_fingerprint.cache_clear()
+        try:
+            return code_fingerprint()
+        finally:
+            code_fingerprint.cache_clear()
+
+
+def test_the_fingerprint_covers_code_and_configs_that_decide_a_run_and_no_others(tmp_path, monkeypatch):
+    decides = [f"minitx/{name}" for name in ("nn/a/code.py", "data/code.py", "training/code.py", "ablation/callbacks.py")]
+    decides += ["minitx/analysis/statistics.py", "configs/experiment/cell.yaml", "configs/train.yaml"]
+    other = ["minitx/ablation/judge.py", "minitx/cli/code.py", "minitx/analysis/figures.py"]
+    other += ["configs/ablation/grid.yaml", "configs/experiment/notes.txt", "minitx/nn/notes.txt"]
+    for name in (*decides, *other):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+
+    def fingerprint():
+        return fingerprint_of(monkeypatch, tmp_path / "minitx", tmp_path / "configs")
+
+    before = fingerprint()
+    assert len(before) == 16
+    for name in (*decides, *other):
+        (tmp_path / name).write_text("x = 2\n")
+        assert (fingerprint() != before) == (name in decides), name
+        (tmp_path / name).write_text("x = 1\n")
+    code = tmp_path / "minitx" / "data" / "code.py"
+    code.write_text('"""What it is."""\n# and why\nx = (\n    1\n)\n')
+    assert fingerprint() == before
+    code.write_text("x = 1\n")
+    code.rename(tmp_path / "minitx" / "nn" / "code.py")
+    assert fingerprint() != before
+
+
+def test_every_part_that_the_fingerprint_names_exists():
+    assert [name for name in module._CODE if not (ROOT / "minitx" / name).exists()] == []
+    assert [name for name in module._CONFIGS if not (ROOT / "configs" / name).exists()] == []
+
+
+def test_a_grid_run_in_parts_has_the_cells_of_the_whole_and_first_phases_come_along():
+    third = dataclasses.replace(SECOND, start=StartConfig(study="second", arm="a"))
+    predictions = {"p": PredictionConfig(statement="s", rule="r"), "q": PredictionConfig(statement="s")}
+    whole = two_phases(main=dataclasses.replace(MAIN, scores=("time",)), third=third)
+    whole = dataclasses.replace(whole, comparisons=(ComparisonConfig(study="main", arms=("a", "b")),), predictions=predictions)
+    parts = [dataclasses.replace(whole, only=only).chosen() for only in (("third",), ("main",))]
+    assert [list(part.studies) for part in parts] == [["second", "first", "third"], ["main"]]
+    assert [len(part.comparisons) for part in parts] == [0, 1]
+    assert [list(part.predictions) for part in parts] == [["q"], ["q"]]
+    assert {cell.hash for part in parts for cell in cells(part)} == {cell.hash for cell in cells(whole)}
+    assert whole.chosen() is whole
+
+
+def test_what_is_judged_first_is_listed_first():
+    assert endpoints(dataclasses.replace(MAIN, scores=("time", "loss"), measures=("loss_at_9",))) == [
+        *("time", "largest_rate", "loss", "loss_at_9")
+    ]
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"seeds": (1, 2), "tune_seeds": (2, 3)}, "tune_seeds=[2, 3] are judged too: seed [2]"),
+    ({"measures": ("loss_at_9",), "scores": ("time",)}, "measures=['loss_at_9'] need a score of loss or accuracy"),
+    ({"scores": ("stability",)}, "scores=[stability] needs start"),
+    ({"prune": "lost", "factors": {}}, "prune=lost needs the factor lr"),
+    ({"prune": "unsolved"}, "prune=unsolved needs tune_seeds"),
+    ({"factors": {"lr": {"high": ()}}}, "factors.lr has the level ['high']"),
+    ({"skip": ({"width": ("8",)},)}, "skip names width; the study has arm, seed, init, lr"),
+    ({"skip": ({"init": ("lecunn",)},)}, "skip names init ['lecunn']; it has lecun, gpt2"),
+    ({"skip": ({"arm": ("c",)},)}, "skip names arm ['c']; it has a, b"),
+    ({"skip": ({"seed": ("4",)},)}, "skip names seed ['4']; it has 5, 3, 9"),
+])  # fmt: skip
+def test_a_study_that_cannot_be_run_or_judged_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        dataclasses.replace(MAIN, **changes)
+
+
+COMPARED = ComparisonConfig(study="main", arms=("a", "b"))
+EXPECTED = ExpectedConfig(study="main", arms=("a", "b"), endpoint="time")
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"launcher_options": {"cluster": "local"}}, "launcher_options={'cluster': 'local'} are for launcher=slurm"),
+    ({"ratio_margin": 1.0}, "ratio_margin=1 must be above 1"),
+    ({"only": ("mian",)}, "only=['mian'] not found; ablation.studies has main, first, bare"),
+    ({"arms": {"a": ()}}, "studies.main.arms=['b'] not found; ablation.arms has a"),
+    ({"start": StartConfig(study="fist", arm="a")}, "studies.second.start.study=['fist'] not found"),
+    ({"start": StartConfig(study="first", arm="c")}, "studies.second.start.arm=['c'] not found; studies.first.arms has a, b"),
+    ({"start": StartConfig(study="main", arm="a"), "factors": {"lr": {}}}, "studies.second.start.study=main has the factor"),
+    ({"compared": {"study": "mian"}}, "comparisons[0].study=['mian'] not found"),
+    ({"compared": {"study": "bare"}}, "comparisons[0].study=bare has no scores"),
+    ({"compared": {"arms": ("a", "a")}}, "comparisons[0].arms=['a', 'a'] compares an arm with itself"),
+    ({"compared": {"arms": ("a", "c")}}, "comparisons[0].arms=['c'] not found; studies.main.arms has a, b"),
+    ({"compared": {"primary": ({"lr": "1"},)}}, "comparisons[0].primary: lr is tuned"),
+    ({"compared": {"primary": ({"init": "t5"},)}}, "comparisons[0].primary: init=t5 is no level"),
+    ({"compared": {"law": LawConfig(factor="width", power=0.5)}}, "comparisons[0].law.factor=['width'] not found"),
+    ({"expected": {"arms": ("b", "a")}}, "predictions.p.expect[0]: arms=['b', 'a'] of study=main are not in ablation.comparisons"),
+    ({"expected": {"endpoint": "loss"}}, "predictions.p.expect[0].endpoint=['loss'] not found; that study has time, largest_rate"),
+    ({"expected": {"condition": {"init": "t5"}}}, "predictions.p.expect[0].condition: init=t5 is no level"),
+])  # fmt: skip
+def test_a_grid_that_names_what_is_not_there_is_refused(changes, message):
+    studies = {"main": dataclasses.replace(MAIN, scores=("time",)), "first": FIRST, "bare": MAIN}
+    second = {name: changes.pop(name) for name in ("start", "factors") if name in changes}
+    if second:
+        studies["second"] = dataclasses.replace(SECOND, **second)
+    comparison = dataclasses.replace(COMPARED, **changes.pop("compared", {}))
+    expected = dataclasses.replace(EXPECTED, **changes.pop("expected", {}))
+    prediction = PredictionConfig(statement="s", expect=(expected,))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        grid(**{"studies": studies, "comparisons": (comparison,), "predictions": {"p": prediction}, **changes})
+
+
+def test_a_key_or_type_that_no_grid_has_is_refused_with_its_path():
+    for node, path in (
+        ({"studies": {"one": {"seed": [1]}}}, "ablation.studies.one.seed"),
+        ({"studies": {"one": {"scores": ["speed"]}}}, "ablation.studies.one.scores"),
+        ({"studies": {"one": {"solved": {"window": 0}}}}, "ablation.studies.one.solved.window=0"),
+        ({"workers": 0}, "ablation.workers=0"),
+        ({"launcher": "ray"}, "ablation.launcher=ray"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(path)):
+            from_dict(AblationConfig, node, "ablation.")
+
+
+def test_a_run_is_no_grid():
+    assert build_grid(composed(["experiment=kv_lookup"])) is None

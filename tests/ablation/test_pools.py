@@ -1,0 +1,151 @@
+"""Where runs are computed: every pool gives the same records, and the death of what computes a run is an answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pretend import act, comparable, grid, run
+
+from minitx.ablation.config import AblationConfig, StudyConfig
+from minitx.ablation.pools import LocalPool, SlurmPool
+from minitx.ablation.run import attempt
+from minitx.config import ConfigError
+from tests.waiting import PATIENCE, wait_for
+
+slurm_here = {"cluster": "local", "timeout_min": int(PATIENCE // 60)}
+
+
+def grid_of(*names):
+    arms = {name: (f"arm={name}",) for name in names}
+    return AblationConfig(arms=arms, studies={"main": StudyConfig(base=("trainer.max_steps=5",), arms=names)})
+
+
+def results(pool, folder, *names):
+    """{name: result, or the reason why there is none}."""
+    try:
+        records = run(folder, pool, config=grid_of(*names), run_cell=act)
+    finally:
+        pool.close()
+    return {record["arm"]: record["result"] or record["reason"] for record in records}
+
+
+def test_workers_are_processes_that_live_for_the_whole_grid(tmp_path):
+    found = results(LocalPool(1), tmp_path, *"abcdefgh")
+    (pid,) = {result["pid"] for result in found.values()}
+    assert pid != os.getpid()
+
+
+def test_each_worker_sees_one_device_before_torch_is_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "not this")
+    found = results(LocalPool(3, ["0", "1", "MIG-5"]), tmp_path, *(f"meet {i}" for i in range(9)))
+    seen = {(result["pid"], result["gpu"]) for result in found.values()}
+    assert sorted(gpu for _, gpu in seen) == ["0", "1", "MIG-5"]  # and a worker keeps its own
+    assert not any(result["torch"] for result in found.values())
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "not this"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_dies_costs_its_own_run_alone_and_its_successor_sees_the_same_device(tmp_path, workers):
+    names = ("a", "die", "raise", "b", "die too", "c", "d")
+    found = results(LocalPool(workers, ["7"]), tmp_path, *names)
+    assert {name: result["gpu"] for name, result in found.items() if isinstance(result, dict)} == dict.fromkeys("abcd", "7")
+    assert found["raise"] == "ValueError: no luck"
+    assert [found[name].startswith("the process died: ") for name in ("die", "die too")] == [True, True]
+
+
+def test_a_worker_that_is_killed_between_two_runs_is_replaced(tmp_path):
+    pool = LocalPool(1)
+    try:
+        first = pool.submit(attempt, os.getpid).result()["result"]
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: pool._executor._broken)
+        assert pool.submit(attempt, os.getpid).result()["result"] not in (first, os.getpid())
+    finally:
+        pool.close()
+
+
+def test_closing_a_pool_ends_its_workers_whatever_they_do(tmp_path):
+    pool = LocalPool(1)
+    pool.submit(act, ["arm=slow"], str(tmp_path / "cells" / "slow"), 1, False, False)
+    wait_for((tmp_path / "begun").exists)
+    (process,) = pool._executor._processes.values()
+    pool.close()
+    process.join(PATIENCE)
+    assert process.exitcode is not None
+    pool.close()  # once more does no harm
+
+
+# --- Slurm, by submitit
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Jobs are new processes: they find these modules as this process does."""
+    here = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*here, os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # submitit leaves log files open
+def test_jobs_of_submitit_give_the_records_of_local_workers(tmp_path):
+    pytest.importorskip("submitit")
+    config, found = grid(), {}
+    narrow = replace(config.studies["second"], factors={"lr": {name: (f"lr={name}",) for name in ("0.1", "0.4", "0.5")}})
+    config = replace(config, studies={"second": replace(narrow, arms=("unscaled",)), "first": config.studies["first"]})
+    for name, pool in (("local", LocalPool(2)), ("slurm", SlurmPool(2, tmp_path / "jobs", slurm_here))):
+        try:
+            found[name] = comparable(run(tmp_path / name, pool, config=config), tmp_path / name)
+        finally:
+            pool.close()
+    assert found["slurm"] == found["local"]
+    assert {record["status"] for record in found["local"].values()} == {"done", "not run"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_job_of_submitit_that_raises_or_dies_is_a_failed_run(tmp_path):
+    pytest.importorskip("submitit")
+    found = results(SlurmPool(2, tmp_path / "jobs", slurm_here), tmp_path, "a", "raise", "die", "b")
+    assert (found["a"]["name"], found["b"]["name"], found["raise"]) == ("a", "b", "ValueError: no luck")
+    assert found["die"].startswith("the process died: ") and "\n" not in found["die"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_closing_submitit_cancels_its_jobs(tmp_path):
+    submitit = pytest.importorskip("submitit")
+    pool = SlurmPool(1, tmp_path / "jobs", slurm_here)
+    job = pool.submit(act, ["arm=slow"], str(tmp_path / "cells" / "slow"), 1, False, False)
+    wait_for((tmp_path / "begun").exists)
+    pool.close()
+    with pytest.raises(submitit.core.utils.UncompletedJobError):
+        job.result()
+
+
+def test_submitit_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(ConfigError, match=r"launcher=slurm needs submitit: pip install minitx\[slurm\]"):
+        SlurmPool(1, tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cluster": "pbs"}, "pbs"),
+        ({"cluster": "local", "colour": "red"}, "colour"),
+        ({"cluster": "local", "timeout_min": "long"}, "timeout_min"),
+        ({"cluster": "local", "slurm_colour": "red"}, "slurm_colour"),
+    ],
+)
+def test_what_submitit_refuses_is_a_config_error(tmp_path, options, message):
+    pytest.importorskip("submitit")
+    with pytest.raises(ConfigError, match=f"ablation.launcher=slurm with launcher_options=.*{message}"):
+        SlurmPool(1, tmp_path, options)

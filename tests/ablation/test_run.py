@@ -1,0 +1,238 @@
+"""The runner: which runs are left out, what a failure costs, and that a grid that was stopped goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from pretend import ARMS, RATES, Here, StoppedError, comparable, grid, pretend, ran, run
+
+from minitx.ablation.config import AblationConfig, StudyConfig
+from minitx.ablation.grid import cells
+from minitx.ablation.records import read_records
+from minitx.ablation.run import Progress, project, run_cells
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_waiting():
+    """Not for the disk, as no test here outlives the machine, and not for runs, as they are in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minitx.ablation.run.os.fsync", lambda _: None)
+        patch.setattr("minitx.ablation.run.time.sleep", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The records of a grid that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    return comparable(run(folder), folder)
+
+
+def reasons(records, study, **place):
+    """{(arm, rate, seed): reason} of the runs of a study that were left out."""
+    found = [
+        r for r in records if r["study"] == study and all(r["factors"].get(name) == level for name, level in place.items())
+    ]
+    return {(r["arm"], r["factors"]["lr"], r["seed"]): r["reason"] for r in found if r["status"] == "not run"}
+
+
+def test_every_run_gets_one_line_and_records_keep_the_order_of_the_grid(tmp_path):
+    records = run(tmp_path, Here(3, seed=1))
+    found = cells(grid())
+    assert [record["cell"] for record in records] == [cell.hash for cell in found]
+    assert sorted(record["cell"] for record in read_records(tmp_path / "cells.jsonl")) == sorted(cell.hash for cell in found)
+    for record, cell in zip(records, found, strict=True):
+        assert {name: record[name] for name in cell.describe(tmp_path)} == cell.describe(tmp_path)
+        assert record["seconds"] >= 0
+        assert (record["result"] is None) == (record["status"] == "not run")
+    assert sorted(ran(tmp_path)) == sorted(r["cell"] for r in records if r["status"] == "done")  # each once
+
+
+def test_rates_above_one_that_lost_what_was_learned_are_not_run(whole):
+    records = list(whole.values())
+    for decay in ("0", "0.3"):  # a level that is also the name of a rate
+        expected = {("scaled", "0.5", seed): "at a smaller rate, 0.4, this arm lost what it had learned" for seed in (3, 4)}
+        for rate in ("0.4", "0.5"):
+            lost = "at a smaller rate, 0.3, this arm lost what it had learned"
+            expected |= {("unscaled", rate, seed): lost for seed in (3, 4)}
+        first = "the run that it starts from did not solve the task"
+        expected |= {(arm, rate, 5): first for arm in ARMS for rate in RATES}
+        assert reasons(records, "second", decay=decay) == expected
+
+
+def test_rates_above_two_that_no_tuning_seed_solved_are_not_run(whole):
+    expected = {
+        ("unscaled", rate, seed): "no tuning seed solved the task at the two rates 0.2 and 0.3"
+        for rate in ("0.4", "0.5")
+        for seed in (1, 2, 3, 4)
+    }  # the scaled arm solves at 0.2 and 0.3, after 0.1, and fails at 0.4 and 0.5: nothing lies above
+    assert reasons(whole.values(), "learn") == expected
+
+
+def test_a_rate_that_one_tuning_seed_solved_is_kept(tmp_path):
+    config = grid()
+    study = replace(config.studies["learn"], factors={"lr": {**config.studies["learn"].factors["lr"], "0.6": ("lr=0.6",)}})
+    plain = reasons(run(tmp_path / "a", config=replace(config, studies={"learn": study})), "learn")
+    assert {key[:2] for key in plain} == {("unscaled", "0.4"), ("unscaled", "0.5"), ("unscaled", "0.6"), ("scaled", "0.6")}
+    alone = replace(study, factors={"lr": {**study.factors["lr"], "0.4": ("lr=0.4", "lr=0.2")}})
+    found = reasons(run(tmp_path / "b", config=replace(config, studies={"learn": alone})), "learn")
+    assert {key[:2] for key in found} == {("unscaled", "0.4"), ("unscaled", "0.5"), ("unscaled", "0.6")}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7])
+def test_the_records_are_the_same_whatever_the_order_and_the_number_of_workers(tmp_path, whole, workers):
+    for seed in range(4):
+        folder = tmp_path / str(seed)
+        assert comparable(run(folder, Here(workers, seed)), folder) == whole
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_grid_that_is_stopped_again_and_again_ends_in_the_same_records_and_runs_nothing_twice(tmp_path, whole, workers):
+    stops = 0
+    while True:
+        try:
+            records = run(tmp_path, Here(workers, stops), stop_after=7)
+            break
+        except StoppedError:
+            stops += 1
+    assert stops > 5
+    assert comparable(records, tmp_path) == whole
+    lines = Counter(record["cell"] for record in read_records(tmp_path / "cells.jsonl"))
+    assert set(lines.values()) == {1}
+    before = ran(tmp_path)
+    assert run(tmp_path) == records
+    assert ran(tmp_path) == before
+
+
+def test_a_line_cut_anywhere_costs_its_run_and_no_other(tmp_path, whole):
+    records = run(tmp_path)
+    path = tmp_path / "cells.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    place = next(i for i, line in enumerate(lines) if json.loads(line)["status"] == "done" and json.loads(line)["start"])
+    for end in range(1, len(lines[place]), 150):
+        path.write_bytes(b"".join(lines[:place]) + lines[place][:end])
+        known = len(ran(tmp_path))
+        again = run(tmp_path)
+        assert comparable(again, tmp_path) == whole
+        known += 1 + sum(json.loads(line)["status"] == "done" for line in lines[place + 1 :])
+        assert len(ran(tmp_path)) == known
+        assert run(tmp_path) == again
+        assert len(ran(tmp_path)) == known
+    path.write_bytes(b"".join(lines)[:-1])  # the line is whole and its end is missing
+    assert run(tmp_path) == records
+    assert len(ran(tmp_path)) == known
+
+
+@pytest.mark.parametrize("broken", ["first", "learn", "second", "0.3"])
+def test_a_run_that_fails_is_recorded_and_tried_again_with_all_that_it_decides(tmp_path, whole, broken):
+    (tmp_path / "broken").write_text(broken)
+    failed = [record for record in run(tmp_path, Here(2, seed=3)) if record["status"] == "failed"]
+    assert failed
+    assert {record["reason"] for record in failed} == {"ValueError: no luck at all"}
+    assert {record["result"] for record in failed} == {None}
+    (tmp_path / "broken").unlink()
+    again = comparable(run(tmp_path, Here(2, seed=4)), tmp_path)
+    beyond = {place for place, record in again.items() if record["status"] == "done" and whole[place]["status"] == "not run"}
+    assert {place: r for place, r in again.items() if place not in beyond} == {
+        p: r for p, r in whole.items() if p not in beyond
+    }
+    assert beyond == set() or broken == "0.3"  # what a failed run would have left out had its turn
+
+
+def test_the_children_of_a_first_phase_that_failed_say_so(tmp_path):
+    (tmp_path / "broken").write_text("first")
+    assert set(reasons(run(tmp_path), "second").values()) == {"the run that it starts from is missing"}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_first_phase_whose_weights_are_gone_is_run_again_for_a_new_run_alone(tmp_path, seed):
+    config = grid()
+    small = replace(config.studies["second"], factors={"lr": {"0.1": ("lr=0.1",)}, "decay": {"0": ()}})
+    run(tmp_path, config=replace(config, studies={**config.studies, "second": small}))
+    weights = sorted(tmp_path.rglob("last.ckpt"))
+    assert len(weights) == 3
+    for path in weights:
+        path.unlink()
+    before = len(ran(tmp_path))
+    records = comparable(run(tmp_path, Here(3, seed)), tmp_path)
+    firsts = {record["cell"] for record in records.values() if record["study"] == "first"}
+    new = ran(tmp_path)[before:]
+    assert Counter(cell for cell in new if cell in firsts) == Counter(firsts)
+    assert {record["status"] for record in records.values()} == {"done", "not run"}
+    for path in tmp_path.rglob("last.ckpt"):
+        path.unlink()
+    before = len(ran(tmp_path))
+    run(tmp_path)  # nothing starts from them any more
+    assert len(ran(tmp_path)) == before
+
+
+class Told(Here):
+    """A run takes three seconds and half a second a step; importing takes 100 seconds once."""
+
+    clock, imports = 0.0, 100.0
+
+    def run(self, words, folder, cap, keep_weights, keep_attention):
+        type(self).clock += 3.0 + 0.5 * cap + self.imports
+        type(self).imports = 0.0
+        return {}
+
+
+def test_a_projection_measures_the_cost_of_a_run_and_of_a_step_for_each_kind(tmp_path, monkeypatch):
+    pool = Told()
+    monkeypatch.setattr("minitx.ablation.run.time.perf_counter", lambda: Told.clock)
+    studies = {
+        "short": StudyConfig(base=("data=a", "trainer.max_steps=11"), arms=("scaled",), seeds=(0, 1)),
+        "long": StudyConfig(base=("data=b", "trainer.max_steps=1001"), arms=("scaled",)),
+    }
+    found = cells(AblationConfig(arms={"scaled": ()}, studies=studies))
+    seconds = project(pool, found, tmp_path, pool.run)
+    assert [seconds(cell) for cell in found] == pytest.approx([8.5, 503.5, 8.5])
+    assert list(tmp_path.iterdir()) == []
+
+
+def raises(*arguments):
+    raise ValueError("no luck")
+
+
+class DeadJob:
+    def done(self):
+        return True
+
+    def result(self):
+        raise RuntimeError("the process died")
+
+
+def test_a_projection_survives_runs_that_fail_or_die_and_says_nothing_of_kinds_that_it_did_not_see(tmp_path, monkeypatch):
+    found = cells(grid())
+    assert project(Here(), found, tmp_path, raises)(found[0]) >= 0.0
+    monkeypatch.setattr(Here, "submit", lambda *_: DeadJob())
+    assert project(Here(), found, tmp_path, raises)(found[0]) == 0.0
+    assert project(Here(), [], tmp_path, raises)(found[0]) == 0.0
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal_and_names_failures(caplog):
+    with caplog.at_level(logging.INFO):
+        progress = Progress(10.0, 1, 4)
+        progress.end(5.0)
+        progress.shown -= 21.0
+        progress.look()
+        progress.look()  # not again so soon
+        progress.end(5.0, "failed: x: no luck")
+        progress.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3
+    assert "50% 2 of 4 runs" in said[0] and said[0].endswith("left")
+    assert said[1:] == ["failed: x: no luck", "3 of 4 runs, 1 failed"]
+
+
+def test_a_record_of_other_code_is_not_taken_for_this_grids(tmp_path, whole, monkeypatch):
+    run(tmp_path)
+    monkeypatch.setattr("minitx.ablation.grid.code_fingerprint", lambda: "another")
+    before = len(ran(tmp_path))
+    records = run_cells(Here(), grid(), cells(grid()), tmp_path, pretend)
+    assert len(ran(tmp_path)) == 2 * before
+    assert {r["status"] for r in records} == {"done", "not run"}
