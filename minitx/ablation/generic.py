@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
-from urllib.parse import quote
 
 from minitx.ablation import figures
 from minitx.ablation import wording as say
@@ -204,7 +203,7 @@ def pictures(findings: Findings) -> list[Picture]:
         listed = [f for f in findings.findings if f.endpoint in endpoints and f.pairs]
         what = "Ratios" if kind == "ratio" else say.endpoint_text(findings.grid, example)
         drawn = figures.paired_effects(findings, listed)
-        found.append(Picture(f"pairs_{quote(kind, safe='')}", f"{what}, paired by seed", caption, drawn))
+        found.append(Picture(f"pairs_{kind}", f"{what}, paired by seed", caption, drawn))
     return found
 
 
@@ -217,7 +216,7 @@ def study_pictures(findings: Findings, name: str) -> list[Picture]:
             drawn = figures.by_rate(findings, name, value, y, missing, log=score == "time")
             said = f"Every finished run is a dot; lines join the medians over seeds. Budget: {say.budget(runs)}."
             heading = f"{say.title(findings.grid, name)}: {y}"
-            found.append(Picture(f"{quote(name, safe='')}_{score}", heading, said, drawn))
+            found.append(Picture(f"{name}_{score}", heading, said, drawn))
     return found
 
 

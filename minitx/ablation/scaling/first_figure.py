@@ -27,15 +27,21 @@ def figure(findings: Findings) -> list[Picture]:
     timed = by_width(findings, options.time, "time")[-1:]
     if not rows and not timed:
         return []
-    windows = say.list_text(sorted({str(findings.grid.studies[one.study].stable.window) for one in rows.values()}))
-    caption = (
-        "Left: the loss of a model that had solved the task and is trained on with and without the scale; every seed is a line. "
-        "Middle: the largest learning rate at which it stays stable, or its worst accuracy at each rate; every seed is a dot. "
-        "Right: steps to solve the task from scratch; every run is a dot, and runs that did not solve it are in the top row. "
-        f"{f'Accuracies are the lowest mean over {windows} steps.' if rows else ''}"
-    )
+    caption = []
+    if rows:
+        windows = say.list_text(sorted({str(findings.grid.studies[one.study].stable.window) for one in rows.values()}))
+        caption = [
+            "Left: the loss of a model that had solved the task and is trained on with and without the scale; every seed is a line.",
+            "Middle: the largest learning rate at which it stays stable, or its worst accuracy at each rate; every seed is a dot.",
+            f"Accuracies are the lowest mean over {windows} steps.",
+        ]
+    if timed:
+        where = "Right: steps" if rows else "Steps"
+        caption.append(
+            f"{where} to solve the task from scratch; every run is a dot, those that did not solve it in the top row."
+        )
     drawn = _three_panels(findings, rows, timed)
-    return [Picture("scale", "What happens without the scale", caption, drawn), *_attention(findings)]
+    return [Picture("scale", "What happens without the scale", " ".join(caption), drawn), *_attention(findings)]
 
 
 def _three_panels(findings: Findings, rows: Mapping[str, Continued], timed: Sequence[Finding]) -> Figure:
