@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from minitx.ablation.config import RATE
 from minitx.ablation.figures import lettered
@@ -45,12 +46,17 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure: the name of its files, a title, and what it shows."""
+    """A figure: a name of its own, a title, and what it shows."""
 
     name: str
     title: str
     caption: str
     figure: Figure
+
+    @property
+    def file(self) -> str:
+        """The name of its files, without the ending."""
+        return quote(self.name, safe="")
 
 
 Block = str | Table | Picture
@@ -72,6 +78,7 @@ class Written:
     page: Path
 
 
+PARTS = ("sentences", "figure", "sections", "limits")
 BADGES = {
     **dict.fromkeys(("HELD", "PASS", "EQUAL", "SAME"), "good"),
     **dict.fromkeys(("SLOWER", "LESS STABLE", "NARROWER", "WORSE", "NOT HELD", "FAIL", "DIFFERENT", "CONTRADICTED"), "bad"),
@@ -92,39 +99,36 @@ def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -
     generic = importlib.import_module("minitx.ablation.generic")
     about = importlib.import_module(findings.grid.about) if findings.grid.about else generic
     with lettered(findings.grid):
-        said = {
-            name: getattr(about, name, getattr(generic, name))(findings)
-            for name in ("sentences", "figure", "sections", "limits")
-        }
+        said = {name: getattr(about, name, getattr(generic, name))(findings) for name in PARTS}
+        sections = generic.all_sections(findings, said["sections"], said["limits"], meta)
+        pictures = said["figure"] + [block for part in sections for block in part.blocks if isinstance(block, Picture)]
         page = {
             "title": findings.grid.question,
             "lead": getattr(about, "LEAD", ""),
             "note": findings.grid.note,
             "sentences": said["sentences"],
-            "pictures": said["figure"],
             "incomplete": generic.incomplete(findings),
-            "sections": [
-                part for part in generic.all_sections(findings, said["sections"], said["limits"], meta) if part.blocks
-            ],
+            "pictures": said["figure"],
+            "shown": {picture.name for picture in said["figure"]},
+            "sections": [part for part in sections if part.blocks],
         }
-        parts = [*page["pictures"], *(block for section in page["sections"] for block in section.blocks)]
-        drawn = _write_figures([part for part in parts if isinstance(part, Picture)], folder / "figures")
-        for template, name in (("report.html.j2", "report.html"), ("summary.md.j2", "summary.md")):
-            (folder / name).write_text(_templates(drawn).get_template(template).render(page), encoding="utf-8")
+        templates = _templates(_write_figures({picture.name: picture for picture in pictures}, folder / "figures"))
+    for name in ("report.html", "summary.md"):
+        (folder / name).write_text(templates.get_template(f"{name}.j2").render(page), encoding="utf-8")
     _write_cells(findings, folder / "cells.csv")
     return Written(said["sentences"], folder / "report.html")
 
 
-def _write_figures(pictures: Sequence[Picture], folder: Path) -> dict[str, bytes]:
+def _write_figures(pictures: Mapping[str, Picture], folder: Path) -> dict[str, bytes]:
     """The PNG files by the name of the picture."""
     folder.mkdir(parents=True, exist_ok=True)
-    for picture in pictures:  # lay a figure out once, not again for each file
+    drawn = {}
+    for name, picture in pictures.items():
         picture.figure.draw_without_rendering()
-        picture.figure.set_layout_engine("none")
-    drawn = {picture.name: png(picture.figure) for picture in pictures}
-    for picture in pictures:
-        (folder / f"{picture.name}.png").write_bytes(drawn[picture.name])
-        (folder / f"{picture.name}.svg").write_bytes(svg(picture.figure))
+        picture.figure.set_layout_engine("none")  # it is laid out once, not again for each file
+        drawn[name] = png(picture.figure)
+        (folder / f"{picture.file}.png").write_bytes(drawn[name])
+        (folder / f"{picture.file}.svg").write_bytes(svg(picture.figure))
     return drawn
 
 
@@ -158,7 +162,13 @@ def _write_cells(findings: Findings, path: Path) -> None:
     rows = []
     for run in findings.runs.all:
         result = run.result if run.status == "done" else {}
-        row = {"study": run.study, "arm": run.arm, "in words": words(findings.grid, run.arm), **run.condition, RATE: run.rate}
+        row: dict[str, Any] = {
+            "study": run.study,
+            "arm": run.arm,
+            "in words": words(findings.grid, run.arm),
+            **run.condition,
+            RATE: run.rate,
+        }
         row |= {
             "seed": run.seed,
             "status": run.status,

@@ -83,7 +83,7 @@ def effect_text(finding: Finding) -> str:
     if finding.estimate is None:
         return "–"
     if finding.endpoint == "largest_rate":
-        return f"{steps_text(printed(finding.endpoint, finding.pairs))} of the grid of rates"
+        return steps_text(printed(finding.endpoint, finding.pairs))
     size = f"× {times(finding.estimate)}" if finding.endpoint in RATIOS else signed(finding.estimate)
     return size + (" nats" if finding.endpoint == "loss" else "") + (" or more" if finding.or_more else "")
 
@@ -92,17 +92,14 @@ def steps_text(span: Span) -> str:
     """A difference of largest rates in steps of the grid of rates.
 
     >>> steps_text(Span(-3, -3)), steps_text(Span(-math.inf, -2))
-    ('−3 steps', '−2 steps or lower')
+    ('−3 steps of the grid of rates', '−2 steps of the grid of rates or lower')
     """
-    if span.low == span.high:
-        return f"{signed(span.low)} steps"
-    if math.isinf(span.low) and math.isinf(span.high):
-        return "an unknown number of steps"
-    if math.isinf(span.low):
-        return f"{signed(span.high)} steps or lower"
-    return (
-        f"{signed(span.low)} steps or higher" if math.isinf(span.high) else f"{signed(span.low)} to {signed(span.high)} steps"
-    )
+    low, high = (None if math.isinf(end) else f"{signed(end)} steps of the grid of rates" for end in (span.low, span.high))
+    if low is None:
+        return f"{high} or lower" if high else "an unknown number of steps of the grid of rates"
+    if high is None:
+        return f"{low} or higher"
+    return high if span.low == span.high else f"{signed(span.low)} to {high}"
 
 
 def signed(value: float) -> str:

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from minitx.ablation import figures
-from minitx.ablation.config import Condition
+from minitx.ablation import wording as say
 from minitx.ablation.judge import Finding, Findings
 from minitx.ablation.records import worst_accuracy
 from minitx.ablation.report import Picture
 from minitx.ablation.scaling.options import Continued, Options, by_width, shown_runs
-from minitx.ablation.wording import count_text, list_text, runs_of, words
 from minitx.analysis.canvas import INK, label, panels
 
 if TYPE_CHECKING:
@@ -25,42 +24,46 @@ def figure(findings: Findings) -> list[Picture]:
     """Three panels, and below them the attention of one head."""
     options = Options.of(findings)
     rows = {name: one for name, one in options.studies().items() if shown_runs(findings, one)}
-    timed = by_width(findings, options.time, "time")
+    timed = by_width(findings, options.time, "time")[-1:]
     if not rows and not timed:
         return []
-    drawn = _three_panels(findings, rows, timed[-1:])
-    caption = (
-        "Left: the loss of a model that had solved the task and is trained on with and without the scale; every seed is a line. "
-        "Middle: the largest learning rate at which it stays stable, or its worst accuracy at each rate; every seed is a dot. "
-        "Right: steps to solve the task from scratch; every run is a dot, and runs that did not solve it are in the top row. "
-        "Accuracies are the lowest mean over 8 steps."
-    )
-    found = [Picture("scale", "What happens without the scale", caption, drawn)]
-    return found + _attention(findings)
+    caption = []
+    if rows:
+        windows = say.list_text(sorted({str(findings.grid.studies[one.study].stable.window) for one in rows.values()}))
+        caption = [
+            "Left: the loss of a model that had solved the task and is trained on with and without the scale; every seed is a line.",
+            "Middle: the largest learning rate at which it stays stable, or its worst accuracy at each rate; every seed is a dot.",
+            f"Accuracies are the lowest mean over {windows} steps.",
+        ]
+    if timed:
+        where = "Right: steps" if rows else "Steps"
+        caption.append(
+            f"{where} to solve the task from scratch; every run is a dot, those that did not solve it in the top row."
+        )
+    drawn = _three_panels(findings, rows, timed)
+    return [Picture("scale", "What happens without the scale", " ".join(caption), drawn), *_attention(findings)]
 
 
 def _three_panels(findings: Findings, rows: Mapping[str, Continued], timed: Sequence[Finding]) -> Figure:
     grid, options = findings.grid, Options.of(findings)
-    columns = 2 * bool(rows) + bool(timed)
+    columns, laws = 2 * bool(rows) + bool(timed), []
     drawn, axes = panels(max(len(rows), 1), columns, width=10.8 / columns, height=2.1 if len(rows) > 1 else 3.2)
-    laws = []
     for i, (name, one) in enumerate(rows.items()):
         shown = shown_runs(findings, one)
         for arm, runs in shown.items():
             figures.curves(axes[i, 0], runs, figures.style(grid, arm)[0])
-        first = shown[options.arms[0]][0]
-        label(axes[i, 0], f"{name} at learning rate {float(first.rate):g}", "step" if i == len(rows) - 1 else "", "loss")
+        rate = float(shown[options.arms[0]][0].rate)
+        label(axes[i, 0], f"{name} at learning rate {rate:g}", "step" if i == len(rows) - 1 else "", "loss")
         laws += _stable_panel(axes[i, 1], findings, name, one)
-    for ax in axes[1:, -1] if timed else ():
-        ax.remove()
-    if timed:
-        wide = axes[0, -1]
+    for f in timed:
+        for ax in axes[1:, -1]:
+            ax.remove()
+        wide, value = axes[0, -1], functools.partial(figures.steps_to_solve, grid)
         wide.set_subplotspec(wide.get_gridspec()[:, -1])
-        runs = runs_of(findings, timed[0])
-        value = functools.partial(figures.steps_to_solve, grid)
-        figures.draw_by_rate(wide, grid, runs, value, "not solved", log=True)
-        label(wide, f"from scratch, {_width_text(options, timed[0].condition)}", "learning rate", "steps to solve the task")
-    law = [(f"theory: with the scale, divided by {list_text(laws)}", INK, "", "--")] if laws else []
+        figures.draw_by_rate(wide, grid, say.runs_of(findings, f), value, "not solved", log=True)
+        heading = f"from scratch, {options.setting(options.level(f))}"
+        label(wide, figures.spelled(heading), "learning rate", "steps to solve the task")
+    law = [(f"theory: with the scale, divided by {say.list_text(laws)}", INK, "", "--")] if laws else []
     figures.arms_legend(drawn, grid, options.arms, law, line="-")
     return drawn
 
@@ -69,8 +72,7 @@ def _stable_panel(ax: Axes, findings: Findings, name: str, one: Continued) -> li
     """Largest stable rates against d_k; worst accuracy against the rate where one d_k was run. Gives the name of the law drawn."""
     grid, options, found = findings.grid, Options.of(findings), by_width(findings, one.study, "stability")
     if len(found) > 1:
-        sides = {options.arms[0]: lambda pair: pair.reference, options.arms[1]: lambda pair: pair.treatment}
-        figures.against_factor(ax, grid, found, options.width, sides)
+        figures.against_factor(ax, grid, found, options.width)
         label(ax, name, "d_k", "largest stable rate")
         return [f.comparison.law.text or f"the law ({name})" for f in found[:1] if f.comparison.law]
     stable = grid.studies[one.study].stable
@@ -79,11 +81,6 @@ def _stable_panel(ax: Axes, findings: Findings, name: str, one: Continued) -> li
     ax.axhline(stable.value, color=INK, linewidth=0.8, linestyle=":")
     label(ax, name, "learning rate", "worst accuracy")
     return []
-
-
-def _width_text(options: Options, condition: Condition) -> str:
-    width = condition.get(options.width, "")
-    return options.settings.get(width, f"d_k = {width}")
 
 
 def _attention(findings: Findings) -> list[Picture]:
@@ -98,12 +95,11 @@ def _attention(findings: Findings) -> list[Picture]:
     maps = [("as it was", scaled.result["attention"]["0"])]
     for run in (scaled, unscaled):
         last = max(run.result["attention"], key=int)
-        maps.append((f"{words(findings.grid, run.arm)},\n{last} steps later", run.result["attention"][last]))
-    examples, keys = len(maps[0][1]), len(maps[0][1][0][0])
+        maps.append((f"{say.words(findings.grid, run.arm)},\n{last} steps later", run.result["attention"][last]))
+    examples, keys = say.count_text(len(maps[0][1]), "example"), len(maps[0][1][0][0])
     caption = (
         f"One head of seed {scaled.seed}, learning rate {float(scaled.rate):g}: rows are queries, columns are keys. {options.last_row}"
-        f"Entropy (mean over {count_text(examples, 'example')}): 0 is one key, {math.log(keys):.2f} nats is a plain average of all {keys}."
+        f"Entropy (mean over {examples}): 0 is one key, {math.log(keys):.2f} nats is a plain average of all {keys}."
     )
-    return [
-        Picture("attention", "Attention of the solved model, and after it was trained on", caption, figures.attention(maps))
-    ]
+    heading = "Attention of the solved model, and after it was trained on"
+    return [Picture("attention", heading, caption, figures.attention(maps))]

@@ -46,7 +46,7 @@ def init_sweep() -> tuple[InitRow, ...]:
     found = []
     for scheme in SCHEMES:
         for width in WIDTHS:
-            norms, seen = [], {}
+            norms, statistics = [], []
             for scale in ("inv_sqrt", "unscaled"):
                 draws = torch.Generator().manual_seed(0)
                 layer = MultiHeadAttention(EMBED_DIM, EMBED_DIM // width, scale=scale)
@@ -54,10 +54,11 @@ def init_sweep() -> tuple[InitRow, ...]:
                 x = torch.randn(8, LENGTH, EMBED_DIM, generator=draws)
                 with capture(layer) as seen:
                     out = layer(x)
-                out.backward(torch.randn(out.shape, generator=draws))
-                norms.append(float(layer.q_proj.weight.grad.norm()))
-            of_heads = {name: float(value.mean()) for name, value in seen["core"][0].items() if name != "favourite"}
-            found.append(InitRow(scheme, width, of_heads["row_std"], of_heads["dot_product_variance"], norms[1] / norms[0]))
+                (gradient,) = torch.autograd.grad(out, [layer.q_proj.weight], torch.randn(out.shape, generator=draws))
+                norms.append(float(gradient.norm()))
+                statistics.append(seen["core"][0])
+            spread, variance = (float(statistics[1][name].mean()) for name in ("row_std", "dot_product_variance"))
+            found.append(InitRow(scheme, width, spread, variance, norms[1] / norms[0]))
     return tuple(found)
 
 
