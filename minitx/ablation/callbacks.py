@@ -30,7 +30,6 @@ from minitx.nn.modes import evaluating
 from minitx.nn.scale import ScoreScale
 from minitx.training.calling import Caller, config_of, network_inputs
 from minitx.training.evaluation import evaluate
-from minitx.training.module import TrainingModule
 from minitx.training.stored import load_model
 
 START_FILE, MEASURES_FILE = "start.json", "measures.json"
@@ -149,7 +148,7 @@ class Measures(L.Callback):
         if self.lengths:
             _check_lengths(max(self.lengths), model, data)
 
-    def on_train_end(self, trainer: L.Trainer, module: TrainingModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         data, network = trainer.datamodule, module.network  # type: ignore[attr-defined]
         config = from_dict(RunConfig, module.state["config"])
         found = {}

@@ -15,6 +15,7 @@ from minitx.config import CallbacksConfig, KeyValueDataConfig, ProbeConfig, RunC
 from minitx.nn import AttentionCall
 from minitx.nn.functional import attention_scores, masked_softmax
 from minitx.training.metrics import read_metrics
+from minitx.training.probes import read_probes
 from minitx.training.run import train
 
 WIDTHS = (4, 8, 16, 32, 64, 128, 256)
@@ -161,7 +162,9 @@ def test_r3_the_null_control_holds_at_other_widths_in_float64(tmp_path, width, h
 
 def test_r3_without_the_learning_rates_of_the_fold_it_is_another_run(tmp_path):
     """The control can fail: its first loss is that of the scaled run, its second is not."""
-    (losses, _), (folded_losses, _) = run_pair(tmp_path, "trainer.max_steps=3", "optimizer.rules=[]", *SMALL)
+    (losses, _), (folded_losses, _) = run_pair(
+        tmp_path, "trainer.max_steps=3", "schedule.warmup_steps=0", "optimizer.rules=[]", *SMALL
+    )
     assert losses[0] == folded_losses[0]
     assert losses[2] != folded_losses[2]
 
@@ -224,7 +227,8 @@ def test_r6_the_gradients_of_q_and_k_grow_with_the_scale_at_step_0(tmp_path, ini
             trainer=TrainerConfig(max_steps=1, accelerator="cpu", val_batches=1, ckpt_every=0),
             callbacks=CallbacksConfig(progress=False, probe=ProbeConfig(every=1, batch_size=4)),
         )
-        layers[scale] = train(config, tmp_path / scale)["probes"][0]["layers"]
+        train(config, tmp_path / scale)
+        layers[scale] = read_probes(tmp_path / scale / "probes.jsonl")[0]["layers"]
     for layer in range(2):
         for name in ("grad_q", "grad_k"):
             inv, inv_sqrt, unscaled = (layers[scale][layer][name] for scale in ("inv", "inv_sqrt", "unscaled"))
