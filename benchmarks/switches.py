@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from measure import compare, judged, ratio_interval, reached, table, write
 
 from minitx.ablation.grid import cells
-from minitx.cli.compose import compose_config
+from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import RunConfig
 from minitx.training.building import build_module, build_network, open_data
 
@@ -69,9 +69,9 @@ def main() -> None:
             f"error: {given.records} does not exist; run the grid first: python scripts/train.py experiment=speedrun_ablation"
         )
     found = losses(given.records)
-    grid = compose_config(["experiment=speedrun_ablation"]).ablation
+    grid = compose_grid(["experiment=speedrun_ablation"])
     assert grid is not None
-    overrides = {cell.arm: list(cell.overrides) for cell in cells(grid)}
+    overrides = {cell.place.arm: list(cell.overrides) for cell in cells(grid)}
     full = step_of(overrides[FULL])
     rows, seconds = [], {}
     for arm in found:

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from minitx.config import (
-    AblationConfig,
     CallbacksConfig,
     ConfigError,
     KeyValueDataConfig,
@@ -33,13 +32,19 @@ def test_the_config_module_needs_the_standard_library_alone():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+def test_the_config_of_a_grid_needs_the_standard_library_alone():
+    code = (
+        "import sys, minitx.ablation.config; assert not {'torch', 'numpy', 'hydra', 'omegaconf', 'pandas'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 def test_a_config_survives_the_way_through_plain_data():
     config = RunConfig(
         model=TransformerConfig(scale=0.5, num_heads=8, qk_norm="rms"),
         data=KeyValueDataConfig(num_pairs=5),
         optimizer=OptimizerConfig(rules=(ParameterRule(match="q_proj", lr="head_dim^-0.25"),), betas=(0.8, 0.9)),
         trainer=TrainerConfig(stop_at=StopAtConfig(value=0.5), plugins=(SGD,), extra={"detect_anomaly": True}),
-        ablation=AblationConfig(arms={"a": ("seed=1",)}),
         callbacks=CallbacksConfig(parts={"mine": {"_target_": "my.Callback"}, "off": None}),
         logger={"wandb": {"_target_": "x", "tags": ["a"]}},
         schedule=SGD,

@@ -35,10 +35,11 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
         {"sacrebleu", "wandb"},
     ),
     "training.parts": ({"config", "training"}, {"torch"}, {"hydra"}),
+    "ablation.config": ({"config"}, set(), set()),
     "ablation": (
         {"config", "nn", "analysis", "data", "generation", "interop", "training"},
-        {"torch", "numpy", "scipy"},
-        PLOTS | {"submitit", "ray"},
+        {"torch", "lightning", "numpy", "scipy", "pandas", "jinja2", "tqdm"},
+        PLOTS | {"submitit"},
     ),
     "cli": (
         {"config", "nn", "analysis", "data", "generation", "interop", "training", "ablation"},
@@ -186,6 +187,9 @@ CALLS_OF_CODE = {
 }
 IMPORTS_OF_CODE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "tarfile", "zipfile", "runpy", "joblib"}
 NEEDED_BECAUSE = {
+    ("ablation.predictions", "importlib.import_module"): "of what a user's grid names",
+    ("ablation.report", "importlib.import_module"): "the same",
+    ("ablation.report", "jinja2.Environment"): "of the package's own templates",
     ("analysis.canvas", "pickle"): "a figure of ours is copied by dumps and loads of its own bytes",
     ("analysis.canvas", "pickle.loads"): "the same",
     ("cli.entry", "importlib.import_module"): "of our own programs, which the code names",

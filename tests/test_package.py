@@ -190,10 +190,10 @@ def test_with_train_each_program_answers_help(with_train, empty, program):
     assert len(run(with_train / f"minitx-{program}", "--help", folder=empty).stdout.splitlines()) > 10
 
 
-def test_every_extra_but_dev_is_part_of_dev_or_too_large_for_it():
+def test_every_extra_but_dev_is_part_of_dev():
     extras = PROJECT["optional-dependencies"]
     whole = next(line for line in extras["dev"] if line.startswith("minitx["))
-    assert set(whole.removeprefix("minitx[").removesuffix("]").split(",")) == set(extras) - {"dev", "ray"}
+    assert set(whole.removeprefix("minitx[").removesuffix("]").split(",")) == set(extras) - {"dev"}
 
 
 def test_every_package_folder_is_listed_for_the_wheel():

@@ -137,7 +137,13 @@ class StudyConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class LawConfig(Config):
-    """A value that a ratio is held against: the level of ``factor``, to the ``power``. Source in ``text``."""
+    """A value that a ratio is held against: the level of ``factor``, to the ``power``.
+
+    Attributes:
+        factor: a factor of the study whose levels are numbers.
+        power: of the level.
+        text: the law as the report writes it.
+    """
 
     factor: str
     power: Finite
@@ -172,7 +178,9 @@ class ExpectedConfig(Config):
     """A finding that a prediction foretells, of every comparison that fits.
 
     Attributes:
-        study, arms, endpoint: of the comparison.
+        study: of the comparison.
+        arms: of the comparison.
+        endpoint: of the comparison: time, largest_rate, stability, loss, accuracy, or the name of a measure.
         verdict: what it will be; null: any.
         ratio: bounds of the printed ratio (or difference, for scores and largest rates); null on a side: no bound.
         condition: only where a comparison has these levels.

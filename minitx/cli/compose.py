@@ -91,28 +91,34 @@ def plain(composed: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
-def composed(overrides: Sequence[str]) -> DictConfig:
-    """What Hydra composes for ``train.py OVERRIDES``, in this process, beside a program that Hydra runs in it."""
+def composed(words: Sequence[str]) -> DictConfig:
+    """What Hydra composes for ``train.py WORDS``, in this process, beside a program that Hydra runs in it.
+
+    ``words`` are overrides, and ``--config-dir=FOLDER`` where configs of the user's own are meant.
+    """
     register_defaults()
+    folders = [Path(word.removeprefix(CONFIG_DIR)).absolute() for word in words if word.startswith(CONFIG_DIR)]
+    overrides = [word for word in words if not word.startswith(CONFIG_DIR)]
+    find_own_modules(folders)
+    quoted = ("'file://" + str(folder).replace("'", r"\'") + "'" for folder in folders)
+    search = [f"hydra.searchpath=[{','.join(quoted)}]"] if folders else []
     state = Singleton.get_state()  # Hydra keeps one at a time
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_module("minitx.configs", version_base="1.3"):
-            return hydra.compose("train", overrides=list(overrides))
+            return hydra.compose("train", overrides=[*overrides, *search])
     finally:
         Singleton.set_state(state)
 
 
 def compose_config(words: Sequence[str]) -> RunConfig:
-    """What ``train.py WORDS`` would run.
+    """What ``train.py WORDS`` would run; ``words`` as for ``composed``."""
+    return build_config(composed(words), [word for word in words if not word.startswith(CONFIG_DIR)])
 
-    ``words`` are overrides, and ``--config-dir=FOLDER`` where configs of the user's own are meant.
-    """
-    folders = [Path(word.removeprefix(CONFIG_DIR)).absolute() for word in words if word.startswith(CONFIG_DIR)]
-    overrides = [word for word in words if not word.startswith(CONFIG_DIR)]
-    find_own_modules(folders)
-    quoted = ("'file://" + str(folder).replace("'", r"\'") + "'" for folder in folders)
-    return build_config(composed([*overrides, f"hydra.searchpath=[{','.join(quoted)}]"]), overrides)
+
+def compose_grid(words: Sequence[str]) -> AblationConfig | None:
+    """The grid that ``train.py WORDS`` would run, or None; ``words`` as for ``composed``."""
+    return build_grid(composed(words))
 
 
 def find_own_modules(config_dirs: Iterable[str | Path]) -> None:

@@ -39,7 +39,7 @@ class MaskedDataConfig(CorpusConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RecallDataConfig(BaseDataConfig):
-    """A synthetic task whose answer stands in the row: a run is SOLVED or FAILED.
+    """A synthetic task whose answer stands in the row.
 
     Attributes:
         val_size: fixed validation examples, the same for every seed.

@@ -69,7 +69,7 @@ class RunConfig(Config):
         ckpt_path: a checkpoint to continue from; last is the newest one in output_dir.
         init_from: weights to start from.
         output_dir: the run's folder, which counts from the current one.
-        on_nonfinite: stop: exit code 3, last good checkpoint kept; record: end the run as NONFINITE with exit code 0.
+        on_nonfinite: stop: exit code 3, last good checkpoint kept; record: the run ends there with exit code 0.
         imports: modules to import first, such as one that registers a backend.
         traceback: show where an error came from.
         trust: build whatever a checkpoint names, which can run any code.

@@ -56,7 +56,7 @@ class Task:
         bits_per: factors from nats per token to bits per ``byte`` and ``character``, of a language model.
         floors: cross-entropies in nats that a model must beat (``unigram``, ``bigram``), of a language model.
         chance: accuracy of a guess; 0 where there is none.
-        recall: every answer stands in its row, so that a run is SOLVED or FAILED.
+        recall: every answer stands in its row.
 
     >>> rows = [{"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, {"input_ids": [4, 5], "labels": [5, 6]}]
     >>> task = Task(name="mine", train=rows, val=rows, model_fields={"vocab_size": 11})

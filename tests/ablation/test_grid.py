@@ -23,7 +23,7 @@ from minitx.ablation.config import (
 )
 from minitx.ablation.grid import Cell, cells, code_fingerprint
 from minitx.ablation.records import Place
-from minitx.cli.compose import build_grid, compose_config, composed
+from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import ConfigError, from_dict
 
 ROOT = Path(__file__).parents[2]
@@ -301,4 +301,4 @@ def test_a_key_or_type_that_no_grid_has_is_refused_with_its_path():
 
 
 def test_a_run_is_no_grid():
-    assert build_grid(composed(["experiment=kv_lookup"])) is None
+    assert compose_grid(["experiment=kv_lookup"]) is None

@@ -54,9 +54,9 @@ COMPOSED = {
     "data=text": "data.path",
     "data.path=x.txt": "data.path=x.txt",
     "data.name=wiki": "data.name=wiki",
-    GRID + "ablation.margin=0": "ablation.margin=0",
+    GRID + "ablation.score_margin=0": "ablation.score_margin=0",
     GRID + "ablation.launcher=slurn": "did you mean slurm?",
-    GRID + "ablation.studies.text.arms=[foo]": "studies.text.arms",
+    GRID + "ablation.studies.recall.arms=[foo]": "studies.recall.arms",
     # Hydra's grammar
     "max_steps": "max_steps",
     "=3": "",
@@ -119,7 +119,7 @@ def words(typed: str) -> list[str]:
 @pytest.fixture
 def no_run(monkeypatch):
     """A mistake that slips through would train for minutes."""
-    for name in ("minitx.cli.train.run_training", "minitx.cli.ablate.open_launcher"):
+    for name in ("minitx.cli.train.run_training", "minitx.cli.ablate.pool_of"):
         monkeypatch.setattr(name, lambda *args, **kwargs: pytest.fail("the run began"))
 
 

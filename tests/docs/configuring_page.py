@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from minitx.ablation.config import AblationConfig
 from minitx.cli.atlas import AtlasConfig
 from minitx.cli.cost import CostConfig
 from minitx.cli.evaluate import EvaluateConfig
@@ -146,7 +147,7 @@ def page() -> str:
     parts.append(
         "## Keys\n\nA key of a group is typed with the group before it: `model.embed_dim=64`. Options of groups have other defaults."
     )
-    parts += [section(place, cls) for place, cls in sections()]
+    parts += [section(place, cls) for place, cls in (*sections(), *sections(AblationConfig, "ablation"))]
     parts.append("## The other programs\n\nThey take `key=value` as well, and no files. `--help` prints these tables.")
     parts += [section(f"{name}.py", cls) for name, cls in PROGRAMS.items()]
     return "\n\n".join(parts) + "\n"

@@ -20,7 +20,7 @@ from page_blocks import ROOT, Block, blocks, commands, pages, read
 
 from minitx.ablation.grid import cells
 from minitx.cli import atlas, cost, evaluate, generate, train, view
-from minitx.cli.compose import compose_config
+from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import CONFIG_DIR, TransformerConfig
 from minitx.interop import save_hf
 from minitx.nn import DecoderLM, Encoder
@@ -269,9 +269,11 @@ def call(program: str, arguments: Sequence[str]) -> None:
 
 def compose(arguments: Sequence[str], processes: int | None = None) -> None:
     """The command's config, as ``train.py`` would check it; with the number of ``processes`` that a launcher starts."""
-    config = compose_config([word for word in arguments if not word.startswith("-") or word.startswith(CONFIG_DIR)])
+    words = [word for word in arguments if not word.startswith("-") or word.startswith(CONFIG_DIR)]
+    config = compose_config(words)
     assert processes in (None, config.trainer.world_size), (processes, config.trainer)
-    assert config.ablation is None or cells(config.ablation)
+    grid = compose_grid(words)
+    assert grid is None or cells(grid)
 
 
 def check_install(words: Sequence[str]) -> None:

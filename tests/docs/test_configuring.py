@@ -7,15 +7,19 @@ import dataclasses
 import configuring_page as made
 import pytest
 
+from minitx.ablation.config import AblationConfig
 
-@pytest.mark.parametrize(("place", "cls"), [*made.sections(), *made.PROGRAMS.items()])
+GRID = list(made.sections(AblationConfig, "ablation"))
+
+
+@pytest.mark.parametrize(("place", "cls"), [*made.sections(), *GRID, *made.PROGRAMS.items()])
 def test_every_key_has_a_meaning_and_no_other_word_has_one(place, cls):
     assert [key.name for key in made.keys(cls) if not key.meaning] == []
     assert set(made.attributes(cls)) <= {field.name for field in dataclasses.fields(cls)}
 
 
 def test_the_sections_reach_the_innermost_keys():
-    places = {place for place, _ in made.sections()}
+    places = {place for place, _ in (*made.sections(), *GRID)}
     assert {
         "",
         "data",

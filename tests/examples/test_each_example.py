@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from minitx.ablation.grid import cells
-from minitx.cli.compose import compose_config
+from minitx.cli.compose import compose_config, compose_grid
 from minitx.nn import (
     Causal,
     MultiHeadAttention,
@@ -188,10 +188,10 @@ POWER = "--config-dir=custom_scale", "experiment=scaling_ablation", "ablation=po
 
 def test_the_arm_of_ones_own_is_what_it_says_at_every_head_dim():
     folder = ROOT / "examples" / "custom_scale"
-    grid = compose_config([f"hydra.searchpath=[file://{folder}]", *POWER[1:]]).ablation
+    grid = compose_grid([f"--config-dir={folder}", *POWER[1:]])
     found = {}
     for cell in cells(grid.chosen()):
-        if cell.arm == "power" and cell.seed == 0:
+        if cell.place.arm == "power" and cell.place.seed == 0:
             model = compose_config(cell.overrides).model
             found[model.width_per_head] = scale_multiplier(model.scale, model.width_per_head)
     assert found == {8: pytest.approx(8**-0.75), 64: pytest.approx(64**-0.75)}
@@ -202,7 +202,7 @@ def test_the_ablation_of_the_scale_runs_from_a_folder_of_ones_own(python, tmp_pa
     program = str(ROOT / "scripts" / "train.py")
     done = python(program, *POWER, f"output_dir={tmp_path / 'out'}", "ablation.workers=1", "trainer.max_steps=20")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "12 cells expected, 12 done" in done.stdout
+    assert "12 of 12 runs" in done.stdout
     assert "power" in (tmp_path / "out" / "summary.md").read_text(encoding="utf-8")
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import minitx.training.run as run_module
 from minitx.config import RunConfig
+from minitx.training.metrics import read_metrics
 
 
 class AddLoggers(L.Callback):
@@ -28,3 +29,8 @@ def train_with(config: RunConfig, folder: Path, *callbacks: L.Callback, **option
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_module, "own_callbacks", lambda *arguments: [*own(*arguments), *callbacks])
         return run_module.train(config, folder, **options)
+
+
+def losses_of(folder: Path) -> list[float]:
+    """The training loss of every step of a run, as it was computed."""
+    return [row["train_loss"] for row in read_metrics(folder / "metrics.csv") if row["train_loss"] is not None]

@@ -193,7 +193,7 @@ def two_steps(runs, folder, cache, text):
         text_path = [f"data.path={folder / 'text.txt'}"] if "data=text" in overrides else []
         try:
             result = train_as([*overrides, *text_path, *QUIET, *two, *devices], folder / name.replace("/", "-"), cache)
-            found[name] = result["steps"], result["outcome"] != "NONFINITE"
+            found[name] = result["steps"], result["nonfinite_step"] is None
         except Exception as error:
             found[name] = f"{type(error).__name__}: {str(error)[:300]}"
     return found

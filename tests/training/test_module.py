@@ -8,15 +8,15 @@ import math
 import lightning.pytorch as L
 import pytest
 import torch
-from extra import train_with
+from extra import losses_of
 from torch import nn
 
 from minitx.config import ConfigError, ObjectiveConfig, TransformerConfig
 from minitx.nn.models import build_model
-from minitx.training.callbacks import AttentionTemperature
 from minitx.training.metrics import read_metrics
 from minitx.training.module import Latch, TrainingModule, hash_seed
 from minitx.training.objectives import build_objective, check_head
+from minitx.training.probes import read_probes
 from minitx.training.run import quiet_lightning, train
 
 
@@ -190,7 +190,6 @@ def test_on_accelerators_the_loss_is_read_at_log_points_only(make_config, tmp_pa
 def test_a_run_whose_loss_explodes_is_recorded_as_nonfinite(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr("minitx.training.building.build_objective", lambda config: explode_at(3))
     result = train(make_config(on_nonfinite="record", trainer__ckpt_every=2), tmp_path)
-    assert result["outcome"] == "NONFINITE"
     assert (result["nonfinite_step"], result["steps"], result["val_loss"]) == (4, 3, None)
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.csv")] == [1, 2, 3]
 
@@ -236,22 +235,25 @@ def test_probing_leaves_the_trajectory_bit_equal(make_config, tmp_path, weights_
         config, callbacks=dataclasses.replace(config.callbacks, probe=dataclasses.replace(config.callbacks.probe, every=1))
     )
     on = train(probed, tmp_path / "on")
-    assert (on["loss_digest"], on["val_loss"]) == (off["loss_digest"], off["val_loss"])
+    assert losses_of(tmp_path / "on") == losses_of(tmp_path / "off")
+    assert on["val_loss"] == off["val_loss"]
     for name, weight in weights_of(tmp_path / "off").items():
         assert torch.equal(weight, weights_of(tmp_path / "on")[name]), name
-    assert [probe["step"] for probe in on["probes"]] == [0, 1, 2, 3, 4, 5, 6]
-    assert off["probes"] == []
+    assert [probe["step"] for probe in read_probes(tmp_path / "on" / "probes.jsonl")] == [0, 1, 2, 3, 4, 5, 6]
+    assert read_probes(tmp_path / "off" / "probes.jsonl") == []
 
 
 def test_validating_more_often_leaves_the_trajectory_bit_equal(make_config, tmp_path):
     rare = train(make_config(model__dropout=0.2), tmp_path / "rare")
     often = train(make_config(model__dropout=0.2, trainer__val_every=1), tmp_path / "often")
-    assert (rare["loss_digest"], rare["val_loss"]) == (often["loss_digest"], often["val_loss"])
+    assert losses_of(tmp_path / "rare") == losses_of(tmp_path / "often")
+    assert rare["val_loss"] == often["val_loss"]
 
 
 def test_two_runs_of_one_seed_are_equal_and_of_two_seeds_are_not(make_config, tmp_path):
-    digests = [train(make_config(seed=seed, model__dropout=0.1), tmp_path / name)["loss_digest"] for seed, name in ((0, "a"), (0, "b"), (1, "c"))]  # fmt: skip
-    assert digests[0] == digests[1] != digests[2]
+    for seed, name in ((0, "a"), (0, "b"), (1, "c")):
+        train(make_config(seed=seed, model__dropout=0.1), tmp_path / name)
+    assert losses_of(tmp_path / "a") == losses_of(tmp_path / "b") != losses_of(tmp_path / "c")
 
 
 def test_the_validation_loss_is_the_mean_over_every_validation_token(make_config, tmp_path):
@@ -272,7 +274,8 @@ def test_a_run_with_a_chunked_loss_is_the_plain_run(make_config, tmp_path, chang
             trainer__precision="64-true", objective__chunk_tokens=chunk_tokens, trainer__accumulate=2, **changes
         )
         result = train(config, tmp_path / str(chunk_tokens))
-        curves[chunk_tokens] = [number for row in result["curve"] for number in row] + [result["val_loss"]]
+        rows = read_metrics(tmp_path / str(chunk_tokens) / "metrics.csv")
+        curves[chunk_tokens] = [*(row[name] for row in rows for name in ("train_loss", "grad_norm")), result["val_loss"]]
     assert curves[5] == pytest.approx(curves[None], rel=1e-10)
 
 
@@ -312,31 +315,3 @@ def test_the_router_loss_is_added_once_a_step_with_its_weight(accumulate):
     added = gradients[0.25] - gradients[0.0]
     torch.testing.assert_close(added[0], torch.full_like(added[0], 0.25), rtol=0, atol=1e-12)
     assert not added[1:].any()
-
-
-def _losses(config, folder, *callbacks):
-    result = train_with(config, folder, *callbacks)
-    return [loss for _, loss, _ in result["curve"]], result["val_loss"]
-
-
-def test_a_temperature_is_the_scale_factor_of_its_window_and_touches_no_other_update(make_config, tmp_path):
-    plain, _ = _losses(make_config(), tmp_path / "plain")
-    hot, hot_validation = _losses(make_config(), tmp_path / "all", AttentionTemperature(0.25, 0, 6))
-    factor, factor_validation = _losses(make_config(model__scale_factor=4.0), tmp_path / "factor")
-    assert hot == factor
-    assert hot_validation == factor_validation
-    late, late_validation = _losses(make_config(), tmp_path / "late", AttentionTemperature(0.25, 3, 5))
-    assert late[:3] == plain[:3]
-    assert late[3] != plain[3]
-    assert late_validation != hot_validation
-
-
-@pytest.mark.parametrize(("value", "first", "last"), [(0.0, 0, 1), (math.nan, 0, 1), (1.0, 2, 2), (1.0, -1, 2)])
-def test_a_temperature_without_a_meaning_is_refused(value, first, last):
-    with pytest.raises(ValueError, match=r"value=|first="):
-        AttentionTemperature(value, first, last)
-
-
-def test_two_temperatures_in_a_run_are_refused(make_config, tmp_path):
-    with pytest.raises(ValueError, match="several AttentionTemperature"):
-        _losses(make_config(), tmp_path / "run", AttentionTemperature(0.5, 0, 1), AttentionTemperature(0.5, 2, 3))

@@ -162,6 +162,26 @@ def test_the_update_is_adamw_by_hand():
     torch.testing.assert_close(layer.weight.detach(), expected)
 
 
+def test_sgd_is_torchs_with_momentum_decay_and_the_rates_of_the_rules():
+    """By hand: v = m v + g + decay w; w = w - rate v, and the rate of W_Q is divided by the root of d_k."""
+    rules = (ParameterRule(match="q_proj", lr="head_dim^-0.5"),)
+    config = OptimizerConfig(name="sgd", lr=0.1, momentum=0.75, weight_decay=0.5, rules=rules)
+    layers = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(3, 2), "out": torch.nn.Linear(3, 2)})
+    expected = {name: p.detach().clone() for name, p in layers.named_parameters()}
+    speed = {name: torch.zeros_like(p) for name, p in layers.named_parameters()}
+    optimizer = build_optimizer(layers, config, head_dim=16)
+    assert type(optimizer) is torch.optim.SGD
+    for _ in range(3):
+        for name, parameter in layers.named_parameters():
+            parameter.grad = torch.randn_like(parameter)
+            decay = 0.5 * expected[name] if parameter.dim() > 1 else 0.0
+            speed[name] = 0.75 * speed[name] + parameter.grad + decay
+            expected[name] = expected[name] - (0.1 / 4 if "q_proj" in name else 0.1) * speed[name]
+        optimizer.step()
+    for name, parameter in layers.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[name])
+
+
 # --- the chunked cross-entropy
 
 T, WIDTH, WORDS = 23, 7, 11

@@ -1,8 +1,7 @@
-"""The files of a run and the words for it."""
+"""The files of a run and what is read off them."""
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import logging
@@ -11,74 +10,13 @@ import re
 
 import pytest
 
-from minitx.config import ConfigError, InductionDataConfig, KeyValueDataConfig, MultiQueryDataConfig
+from minitx.config import ConfigError
 from minitx.training.folder import run_folder
 from minitx.training.metrics import MetricsFile, read_metrics
-from minitx.training.outcome import outcome, spike_share, summarise
+from minitx.training.outcome import summarise
 from minitx.training.run import train
 
 FLOORS = {"unigram": 3.0, "bigram": 2.5}
-
-
-@pytest.mark.parametrize(
-    ("final", "initial", "word"),
-    [
-        (2.0, 4.0, "OK"),
-        (2.5, 4.0, "NO-CONTEXT"),
-        (2.499, 4.0, "OK"),
-        (3.0, 4.0, "COLLAPSED"),
-        (2.999, 4.0, "NO-CONTEXT"),
-        (4.0, 4.0, "DIVERGED"),
-        (3.999, 4.0, "COLLAPSED"),
-        (7.0, 4.0, "DIVERGED"),
-        (2.0, 2.0, "DIVERGED"),
-        (None, 4.0, "NONFINITE"),
-        (2.0, None, "NONFINITE"),
-    ],
-)
-def test_a_language_model_is_held_to_its_floors(final, initial, word):
-    assert outcome(final, initial, 0.3, FLOORS, recall=False) == word
-
-
-@pytest.mark.parametrize(("accuracy", "word"), [(0.99, "SOLVED"), (0.9899, "FAILED"), (1.0, "SOLVED"), (None, "FAILED")])
-def test_a_recall_task_is_solved_from_99_percent_on(accuracy, word):
-    assert outcome(1.0, 2.0, accuracy, {}, recall=True) == word
-    assert outcome(None, 2.0, accuracy, {}, recall=True) == "NONFINITE"
-
-
-@pytest.mark.parametrize("kind", [KeyValueDataConfig, MultiQueryDataConfig, InductionDataConfig])
-def test_a_run_on_recall_data_is_solved_or_failed(make_config, tmp_path, kind):
-    config = make_config(trainer__max_steps=1, model__position="none")
-    data = kind(batch_size=12, val_size=7)
-    assert train(dataclasses.replace(config, data=data), tmp_path)["outcome"] == "FAILED"
-
-
-def brute_spike_share(losses, window, sigmas):
-    hits = 0
-    for i in range(window, len(losses)):
-        before = losses[i - window : i]
-        mean = math.fsum(before) / window
-        std = math.sqrt(math.fsum((x - mean) ** 2 for x in before) / window)
-        hits += losses[i] >= mean + sigmas * std
-    return hits / (len(losses) - window)
-
-
-def test_spikes_by_hand():
-    calm = [1.0, 3.0] * 64  # mean 2, standard deviation 1
-    assert spike_share([*calm, 7.99], 128, 6) == 0.0
-    assert spike_share([*calm, 8.0], 128, 6) == 1.0
-    assert spike_share([*calm, 9.0, 2.0, 2.0, 2.0], 128, 6) == 0.25
-    assert spike_share(calm, 128, 6) == 0.0
-    assert spike_share([], 128, 6) == 0.0
-
-
-def test_spikes_equal_a_brute_count():
-    import random
-
-    draw = random.Random(3)
-    losses = [2 + math.exp(-i / 90) + 0.1 * draw.gauss(0, 1) + (5 if i % 101 == 7 else 0) for i in range(900)]
-    assert spike_share(losses, 128, 3.0) == pytest.approx(brute_spike_share(losses, 128, 3.0))
-    assert spike_share(losses, 128, 3.0) > 0
 
 
 def write(path, rows, start_step=0):
@@ -150,27 +88,40 @@ def test_a_metrics_file_that_was_cut_anywhere_gives_whole_rows_only(tmp_path):
         assert len(rows) >= text[:end].count(b"\n") - 1
 
 
+def summary(folder, *rows, **facts):
+    write(folder / "metrics.csv", rows)
+    return summarise(folder, **{"floors": FLOORS, "nonfinite_step": None, "num_parameters": 3, **facts})
+
+
+def test_a_result_is_read_off_the_last_step_and_the_last_validation(tmp_path):
+    rows = [
+        ({"train_loss": 4.0}, 1),
+        ({"val_loss": 3.5, "val_accuracy": 0.25}, 1),
+        ({"train_loss": 2.0}, 2),
+        ({"val_loss": 2.5}, 2),
+    ]
+    assert summary(tmp_path, *rows) == {
+        "steps": 2, "nonfinite_step": None, "train_loss": 2.0, "val_loss": 2.5, "val_accuracy": None, "floors": FLOORS,
+        "num_parameters": 3,
+    }  # fmt: skip
+
+
 def test_a_result_is_plain_json_and_knows_no_nan(tmp_path):
-    rows = [({"train_loss": 4.0, "grad_norm": 1.0}, 1), ({"train_loss": float("inf"), "grad_norm": float("nan")}, 2)]
-    write(tmp_path / "metrics.csv", [*rows, ({"val_loss": float("nan"), "val_accuracy": 0.5}, 2)])
-    result = summarise(tmp_path, floors=FLOORS, recall=False, nonfinite_step=None, num_parameters=3)
+    rows = [({"train_loss": 4.0, "grad_norm": 1.0}, 1), ({"train_loss": float("inf")}, 2)]
+    result = summary(tmp_path, *rows, ({"val_loss": float("nan"), "val_accuracy": 0.5}, 2))
     assert json.loads(json.dumps(result, allow_nan=False)) == result
-    assert (result["outcome"], result["val_loss"], result["initial_loss"], result["steps"]) == ("NONFINITE", None, 4.0, 2)
-    assert (result["grad_norm_median"], result["grad_norm_max"]) == (1.0, 1.0)
-    assert result["curve"] == [[1, 4.0, 1.0], [2, None, None]]
+    assert (result["train_loss"], result["val_loss"], result["val_accuracy"]) == (None, None, 0.5)
 
 
-def test_a_long_curve_is_thinned_but_its_digest_covers_every_loss(tmp_path):
-    rows = [({"train_loss": 5 - i / 500, "grad_norm": 1.0}, i + 1) for i in range(450)]
-    write(tmp_path / "metrics.csv", rows)
-    one = summarise(tmp_path, floors={}, recall=False, nonfinite_step=None, num_parameters=1)
-    rows[201][0]["train_loss"] += 1e-15
-    (tmp_path / "metrics.csv").unlink()
-    write(tmp_path / "metrics.csv", rows)
-    two = summarise(tmp_path, floors={}, recall=False, nonfinite_step=None, num_parameters=1)
-    assert len(one["curve"]) <= 100
-    assert one["curve"] == two["curve"]
-    assert one["loss_digest"] != two["loss_digest"]
+def test_a_run_that_was_not_finite_has_no_validation(tmp_path):
+    result = summary(tmp_path, ({"train_loss": 4.0}, 1), ({"val_loss": 3.0, "val_accuracy": 0.5}, 1), nonfinite_step=2)
+    assert (result["steps"], result["nonfinite_step"], result["train_loss"]) == (1, 2, 4.0)
+    assert (result["val_loss"], result["val_accuracy"]) == (None, None)
+
+
+def test_a_run_that_made_no_step_has_an_empty_result(tmp_path):
+    result = summary(tmp_path, nonfinite_step=1)
+    assert (result["steps"], result["train_loss"], result["val_loss"]) == (0, None, None)
 
 
 def test_a_run_makes_its_folder_and_nothing_else(make_config, tmp_path, monkeypatch):

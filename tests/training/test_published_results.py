@@ -10,7 +10,7 @@ import torch
 
 from minitx.ablation.grid import cells
 from minitx.analysis import attention_statistics, zhai_entropy_bound
-from minitx.cli.compose import compose_config
+from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import CallbacksConfig, KeyValueDataConfig, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig
 from minitx.nn import AttentionCall
 from minitx.nn.functional import attention_scores, masked_softmax
@@ -110,8 +110,8 @@ SMALL = ("data.batch_size=16", "data.val_size=16")
 
 def null_control():
     """(inv_sqrt, full_fold): the overrides of the grid's own cells."""
-    grid = compose_config(["experiment=scaling_ablation"]).ablation
-    found = {cell.arm: cell.overrides for cell in cells(grid) if cell.study == "null_control"}
+    grid = compose_grid(["experiment=scaling_ablation"])
+    found = {cell.place.arm: cell.overrides for cell in cells(grid) if cell.place.study == "null_control"}
     return found["inv_sqrt"], found["full_fold"]
 
 

@@ -44,7 +44,7 @@ def make_config(task, num_layers):
 @pytest.mark.parametrize("task", TASKS)
 def test_two_layers_solve_the_task_by_looking_at_the_answer(task, tmp_path, weights_of):
     config = make_config(task, num_layers=2)
-    assert train(config, tmp_path)["outcome"] == "SOLVED"
+    assert train(config, tmp_path)["val_accuracy"] >= 0.99
     data = open_data(config)
     network = build_model(fit_model_config(config.model, data)).eval()
     network.load_state_dict({name.removeprefix("network."): weight for name, weight in weights_of(tmp_path).items()})
@@ -61,5 +61,4 @@ def test_two_layers_solve_the_task_by_looking_at_the_answer(task, tmp_path, weig
 @pytest.mark.parametrize(("task", "most"), [("multi_query_recall", 0.65), ("induction", 0.25)])
 def test_one_layer_does_no_better_than_a_guess_among_what_the_row_shows(task, most, tmp_path):
     result = train(make_config(task, num_layers=1), tmp_path)
-    assert result["outcome"] == "FAILED"
-    assert result["accuracy"] < most
+    assert result["val_accuracy"] < most

@@ -1,0 +1,186 @@
+"""Runs of the lab as they are: the two-phase run beside one made by hand, the null control bit for bit, and stored commands."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from minitx.ablation.config import AblationConfig, StartConfig, StudyConfig
+from minitx.ablation.grid import NEW_DATA, cells
+from minitx.ablation.pools import LocalPool
+from minitx.ablation.run import run_cells
+from minitx.cli.ablate import check, run_cell
+from minitx.cli.compose import compose_config, compose_grid
+from minitx.config import ConfigError
+from minitx.data.module import build_data
+from minitx.nn.models import build_model
+from minitx.training.checkpoint import network_weights, read_checkpoint
+from minitx.training.metrics import read_metrics
+
+ROOT = Path(__file__).parents[2]
+RECALL = "experiment=scaling_cell_recall"
+TINY = ["data.num_pairs=3", "data.num_keys=8", "data.num_values=4", "data.val_size=8", "data.batch_size=4", "model.embed_dim=32",
+        "model.num_heads=2", "model.ffn_dim=8", "trainer.threads=1", "callbacks.progress=false", "schedule.warmup_steps=0"]  # fmt: skip
+SMALL = [RECALL, *TINY]
+ARMS = compose_grid(["experiment=scaling_ablation", "ablation=smoke"]).arms
+
+
+def trained(folder, *words, steps=50, keep=True):
+    cell = [*SMALL, f"trainer.max_steps={steps}", *words]
+    return run_cell(cell, str(folder), steps, keep, False)
+
+
+def losses(folder):
+    return [row["train_loss"] for row in read_metrics(folder / "metrics.csv")]
+
+
+def from_start(path):
+    check = f"+callbacks.same_start={{_target_: minitx.ablation.callbacks.SameStart, path: {json.dumps(str(path))}}}"
+    return [f"init_from.path={path}", "init_from.fold_scale=true", check]
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """The checkpoint of a first phase."""
+    folder = tmp_path_factory.mktemp("first")
+    trained(folder, "trainer.ckpt_every=100000", "seed=3", steps=20)
+    return folder / "checkpoints" / "last.ckpt"
+
+
+# --- the second phase
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_second_phase_trains_the_hand_made_fold_with_plain_torch_on_new_batches(tmp_path, name):
+    trained(tmp_path / "first", "trainer.ckpt_every=100000", "seed=3", "model.num_heads=4", steps=20)
+    first = tmp_path / "first" / "checkpoints" / "last.ckpt"
+    words = [f"optimizer={name}", "optimizer.lr=0.01", *ARMS["unscaled"], f"seed={3 + NEW_DATA}", "model.num_heads=4"]
+    result = trained(tmp_path / "run", *words, *from_start(first), steps=5)
+    assert 0.0 < result["start_error"] < 1e-5
+    config = compose_config([*SMALL, *words])
+    data = build_data(config.data, seed=config.seed, max_steps=5)
+    model = build_model(replace(config.model, **data.task.model_fields))
+    model.load_state_dict(network_weights(read_checkpoint(first)))
+    folded = [(part, p) for part, p in model.named_parameters() if "q_proj" in part or "k_proj" in part]
+    assert len(folded) == 4  # weights and biases
+    with torch.no_grad():
+        for _, parameter in folded:
+            parameter *= 8**-0.25
+    plain = {
+        "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=0.01, betas=config.optimizer.betas, weight_decay=0.0),
+        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+    }
+    optimizer, expected = plain[name](), []
+    for batch in data.train_dataloader():
+        inputs = {key: batch[key] for key in ("input_ids", "token_type_ids")}
+        loss = nn.functional.cross_entropy(model(**inputs).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+        expected.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-6)
+
+
+def test_all_arms_of_a_second_phase_start_alike_and_read_the_same_batches(tmp_path, first):
+    words = ["optimizer=sgd", "optimizer.lr=1e-30", f"seed={3 + NEW_DATA}", *from_start(first)]
+    found = {
+        arm: trained(tmp_path / arm, *words, *ARMS[arm], steps=4)["loss"] for arm in ("inv_sqrt", "unscaled", "full_fold_sgd")
+    }
+    assert found["inv_sqrt"] == found["unscaled"] == found["full_fold_sgd"]
+
+
+def test_a_second_phase_that_does_not_begin_as_the_same_function_is_refused(tmp_path, first):
+    trained(tmp_path / "other", "trainer.ckpt_every=100000", "seed=4", steps=1)
+    _, fold, _ = from_start(first)
+    words = [f"init_from.path={tmp_path / 'other' / 'checkpoints' / 'last.ckpt'}", fold, from_start(first)[2]]
+    with pytest.raises(ConfigError, match=r"the outputs differ from those of .*last\.ckpt by"):
+        trained(tmp_path / "run", *words, steps=2)
+
+
+def test_every_example_of_two_phases_of_recall_is_another(tmp_path):
+    """So training accuracy is that of examples which the model has never read."""
+    config, seen = compose_config([RECALL]), set()
+    for seed in (3, 3 + NEW_DATA):
+        for batch in build_data(config.data, seed=seed, max_steps=200).train_dataloader():
+            rows = torch.cat([batch[name] for name in ("input_ids", "token_type_ids")], dim=1).numpy()
+            seen.update(row.tobytes() for row in rows)
+    assert len(seen) == 2 * 200 * config.data.batch_size
+
+
+# --- the null control
+
+
+@pytest.mark.parametrize(("optimizer", "fold", "rate"), [("adamw", "full_fold", 0.003), ("sgd", "full_fold_sgd", 0.03)])
+@pytest.mark.parametrize("phase", [1, 2])
+def test_the_folded_model_with_folded_rates_is_the_scaled_one_bit_for_bit(tmp_path, first, optimizer, fold, rate, phase):
+    gradient = "+callbacks.gradient={_target_: minitx.ablation.callbacks.GradientNorm}"
+    words = [f"optimizer={optimizer}", f"optimizer.lr={rate}", "seed=7", gradient, *(from_start(first) if phase == 2 else [])]
+    scaled, folded, other = (trained(tmp_path / arm, *words, *ARMS[arm]) for arm in ("inv_sqrt", fold, "unscaled"))
+    assert scaled["steps"] == 50
+    assert folded["digest"] == scaled["digest"] != other["digest"]
+    assert folded["gradient"] == scaled["gradient"] != other["gradient"]
+    assert folded["val_loss"] == scaled["val_loss"]
+
+
+def test_folding_the_rate_of_the_wrong_optimizer_is_not_the_scaled_model(tmp_path):
+    words = ["optimizer=sgd", "optimizer.lr=0.03", "seed=7"]
+    scaled, folded = (trained(tmp_path / arm, *words, *ARMS[arm], steps=4) for arm in ("inv_sqrt", "full_fold"))
+    assert folded["digest"] != scaled["digest"]
+
+
+# --- grids of real runs
+
+
+def two_phases():
+    base = (*SMALL, "trainer.max_steps=6", "model.dropout=0.1")
+    first = StudyConfig(base=(*base, "trainer.ckpt_every=100000"), arms=("inv_sqrt",), seeds=(3,))
+    start = StartConfig(study="first", arm="inv_sqrt", solved=False)
+    second = StudyConfig(base=(*base, "optimizer=sgd"), arms=("unscaled",), seeds=(3,), start=start)
+    return AblationConfig(arms=ARMS, studies={"first": first, "second": second})
+
+
+@pytest.mark.slow
+def test_stored_commands_give_the_bits_of_a_used_worker_in_a_new_process(tmp_path):
+    config, pool = two_phases(), LocalPool(1)
+    (tmp_path / "grid").mkdir()
+    try:
+        records = run_cells(pool, config, cells(config), tmp_path / "grid", run_cell)
+    finally:
+        pool.close()
+    assert [record["status"] for record in records] == ["done"] * 2
+    assert records[1]["start"] == records[0]["cell"]
+    for i, record in enumerate(records):
+        _, program, *words = shlex.split(record["command"])
+        folder = tmp_path / str(i)
+        subprocess.run([sys.executable, ROOT / program, *words, f"output_dir={folder}"], check=True, cwd=tmp_path, env=alone())
+        digest = hashlib.sha256(struct.pack("<6d", *losses(folder))).hexdigest()
+        assert digest == record["result"]["digest"]
+
+
+def alone():
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+
+
+@pytest.mark.parametrize(("study", "words", "message"), [
+    ("first", ("trainer.ckpt_every=0",), "ablation.studies.first: other runs start from its weights, so trainer.ckpt_every"),
+    ("second", ("trainer.devices=2", "trainer.strategy=ddp"), "ablation.studies.second: a run of a grid uses one device"),
+    ("second", ("model.num_heads=5",), "ablation.studies.second, arm unscaled: .*num_heads=5"),
+    ("first", ("trainer.max_steps=long",), "ablation.studies.first: trainer.max_steps=long"),
+])  # fmt: skip
+def test_what_cannot_be_run_is_refused_before_it_is(study, words, message):
+    config = two_phases()
+    wrong = replace(config.studies[study], base=(*config.studies[study].base, *words))
+    check(cells(config))
+    with pytest.raises(ConfigError, match=message):
+        check(cells(replace(config, studies={**config.studies, study: wrong})))
