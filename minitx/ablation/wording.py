@@ -33,7 +33,7 @@ def title(grid: AblationConfig, study: str) -> str:
 
 def condition_text(grid: AblationConfig, condition: Condition) -> str:
     """``{"head_dim": "128"}`` as ``d_k 128``, with the words of the grid."""
-    return ", ".join(f"{words(grid, factor)} {words(grid, level)}" for factor, level in condition.items())
+    return ", ".join(f"{words(grid, factor)} {words(grid, level)}".strip() for factor, level in condition.items())
 
 
 def endpoint_text(grid: AblationConfig, finding: Finding) -> str:
@@ -164,9 +164,9 @@ def runs_of(findings: Findings, finding: Finding) -> list[Run]:
 
 
 PLAIN = {
-    "SLOWER": "the task takes {effect} the steps of {reference}",
-    "FASTER": "the task takes {effect} the steps of {reference}",
-    "LESS STABLE": "the largest stable learning rate is {effect} smaller than that of {reference}",
+    "SLOWER": "the task takes {ratio} times as many steps as {reference}",
+    "FASTER": "the task takes {ratio} times as many steps as {reference}",
+    "LESS STABLE": "the largest stable learning rate is {ratio} times smaller than that of {reference}",
     "MORE STABLE": "the largest stable learning rate is larger than that of {reference} (ratio {effect})",
     "NARROWER": "the largest learning rate that solves the task is lower than that of {reference} ({effect})",
     "WIDER": "the largest learning rate that solves the task is higher than that of {reference} ({effect})",
@@ -184,7 +184,8 @@ def finding_sentence(findings: Findings, finding: Finding) -> str:
     effect = effect_text(finding)
     if finding.interval is None:
         effect += f"; {count_text(len(finding.pairs), 'pair')}, six are needed"
-    said = PLAIN[finding.verdict].format(effect=effect, reference=reference, endpoint=endpoint_text(grid, finding))
+    ratio, endpoint = effect.removeprefix("× "), endpoint_text(grid, finding)
+    said = PLAIN[finding.verdict].format(effect=effect, ratio=ratio, reference=reference, endpoint=endpoint)
     where = condition_text(grid, finding.condition)
     return (
         f"{treatment}{f' ({where})' if where else ''}: {said}{rate_text(finding)}, within {budget(runs_of(findings, finding))}."

@@ -298,7 +298,7 @@ def test_outcomes_are_counted_for_every_arm_and_rate():
     truth = Truth(outcomes={("text_stability", UNSCALED, "1e-2"): "DIVERGED", ("text", SCALED, "1e-3"): "NONFINITE"})
     found = told.of_the_scale("text", "text_stability", truth=truth)
     blocks = {section.title: section.blocks for section in scaling.sections(found)}["Instability from scratch and on text"]
-    outcomes = {row[:2]: row[-1] for row in rows(blocks, "Outcomes")}
+    outcomes = {(row[0], row[2]): row[-1] for row in rows(blocks, "Outcomes")}
     assert "0.01: 6 DIVERGED" in outcomes["From a model trained on text", "without the scale"]
     assert outcomes["Text from scratch", "with the scale"].startswith("0.001: 6 NONFINITE; 0.0032: 6 TRAINED")
 
@@ -318,7 +318,12 @@ def test_a_ladder_has_a_panel_for_each_rung_with_its_name_written_out(whole):
         studies={"text_first": ladder}, words=words, about="minitx.ablation.scaling", options={"ladder": "text_first"}
     )
     found = told.judge(grid, made_up.runs(grid))
-    (picture,) = {section.title: section.blocks for section in scaling.sections(found)}["Stress ladder"]
+    blocks = {section.title: section.blocks for section in scaling.sections(found)}["Stress ladder"]
+    assert [row[1:] for row in rows(blocks, "Outcomes")][:2] == [
+        ("rung GPT-2 defaults", "with the scale", "6 TRAINED"),
+        ("rung GPT-2 defaults", "without the scale", "6 TRAINED"),
+    ]
+    picture = blocks[-1]
     assert [ax.get_title() for ax in picture.figure.axes] == ["rung GPT-2 defaults", "rung LeCun weights"]
     assert [dots(ax) for ax in picture.figure.axes] == [2 * 6 * 80] * 2
 

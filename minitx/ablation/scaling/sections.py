@@ -29,7 +29,7 @@ def sections(findings: Findings) -> list[Section]:
     return [
         Section("Where the effect disappears", _disappears(findings)),
         Section("Instability from scratch and on text", _instability(findings, [*options.scratch, *options.text.values()])),
-        Section("Stress ladder", _curves(findings, [options.ladder])),
+        Section("Stress ladder", [*_outcomes(findings, [options.ladder]), *_curves(findings, [options.ladder])]),
         Section("Controls", _controls(findings)),
         Section("Published results", [_published(findings), _common_sentences(findings)]),
     ]
@@ -66,32 +66,39 @@ def _disappears(findings: Findings) -> list[Block]:
 
 
 def _instability(findings: Findings, studies: Sequence[str]) -> list[Block]:
-    """Outcomes and curves of text models, the size of their gradients, and what their attention does over time."""
-    grid, outcomes, gradients, probes = findings.grid, [], [], []
+    """Outcomes, gradients and curves of text models, and what their attention does over time."""
+    probes: list[Block] = []
+    for study in studies:
+        if any(len(run.result["probes"]) > 1 for run in findings.runs.select(study, status="done")):
+            caption = "Every line is a layer of a run, deeper layers darker; rows are statistics, columns are settings."
+            heading = f"{say.title(findings.grid, study)}: attention during training"
+            probes.append(Picture(f"probes_{study}", heading, caption, probe_panels(findings, study)))
+    return [*_outcomes(findings, studies), *_curves(findings, studies), *probes]
+
+
+def _outcomes(findings: Findings, studies: Sequence[str]) -> list[Table]:
+    """What became of every run, and the size of its gradients."""
+    grid, outcomes, gradients = findings.grid, [], []
     for study in studies:
         runs = findings.runs.select(study, status="done")
-        for (arm, condition), of_setting in _grouped(runs, lambda run: (run.arm, tuple(run.condition.items()))):
-            place = (say.title(grid, study), say.words(grid, arm), say.condition_text(grid, dict(condition)))
+        for (condition, arm), of_setting in _grouped(runs, lambda run: (tuple(run.condition.items()), run.arm)):
+            place = (say.title(grid, study), say.condition_text(grid, dict(condition)), say.words(grid, arm))
             by_rate = _grouped(of_setting, rate_of)
-            counts = {rate: Counter(outcome(run, levels_of(findings, run)) for run in found) for rate, found in by_rate}
+            counts = {run[0].rate: Counter(outcome(one, levels_of(findings, one)) for one in run) for _, run in by_rate}
             told = {rate: " + ".join(f"{n} {name}" for name, n in sorted(count.items())) for rate, count in counts.items()}
-            outcomes.append((*place, "; ".join(f"{rate:g}: {text}" for rate, text in told.items())))
+            outcomes.append((*place, "; ".join(f"{float(rate):g}: {text}" if rate else text for rate, text in told.items())))
             for rate, found in by_rate:
                 norms = [norm for run in found if (norm := gradient_norms(run))]
                 columns = [", ".join(map(say.number, column)) for column in zip(*norms, strict=True)]
-                gradients += [(*place, f"{rate:g}", *columns)] if columns else []
-        if any(len(run.result["probes"]) > 1 for run in runs):
-            caption = "Every line is a layer of a run, deeper layers darker; rows are statistics, columns are settings."
-            heading = f"{say.title(grid, study)}: attention during training"
-            probes.append(Picture(f"probes_{study}", heading, caption, probe_panels(findings, study)))
-    headers = ("study", "arm", "setting")
+                gradients += [(*place, found[0].rate and f"{rate:g}", *columns)] if columns else []
+    headers = ("study", "setting", "arm")
     by_outcome = "Outcomes: each run has one, by rules that look at every arm alike"
     by_norm = "Gradient norm without W_Q and W_K, a number a seed, from step 10 on"
     tables = [
         Table(by_outcome, (*headers, "outcomes at each learning rate"), outcomes, is_open=True),
         Table(by_norm, (*headers, "learning rate", "99th percentile", "largest"), gradients),
     ]
-    return [*(table for table in tables if table.rows), *_curves(findings, studies), *probes]
+    return [table for table in tables if table.rows]
 
 
 def _grouped(runs: Iterable[Run], key: Any) -> list[tuple[Any, list[Run]]]:
