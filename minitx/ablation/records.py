@@ -72,14 +72,17 @@ class Run:
 
     @property
     def study(self) -> str:
+        """The study of its place."""
         return self.place.study
 
     @property
     def arm(self) -> str:
+        """The arm of its place."""
         return self.place.arm
 
     @property
     def seed(self) -> int:
+        """The seed of its place."""
         return self.place.seed
 
     @property
