@@ -117,8 +117,8 @@ def report(grid: AblationConfig, chosen: Sequence[Cell], records: Sequence[Recor
 
     judged = replace(grid, workers=None, launcher="local", launcher_options={}, report_only=False)
     findings = judge(judged, Runs.of([cell.place for cell in chosen], records))
-    written = write_report(findings, folder, meta=read_meta(folder / "launches.json"))
-    log.info("\n%s\n\n%s", "\n".join(written.sentences), written.page)
+    sentences = write_report(findings, folder, meta=read_meta(folder / "launches.json"))
+    log.info("\n%s\n\n%s", "\n".join(sentences), folder / "report.html")
 
 
 def run_cell(words: Sequence[str], folder: str, cap: int, keep_weights: bool, keep_attention: bool) -> dict[str, Any]:
