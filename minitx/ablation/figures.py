@@ -247,13 +247,14 @@ def draw_probes(ax: Axes, run: Run, statistic: str, color: str) -> None:
 
 
 def attention(maps: Sequence[tuple[str, Sequence[Any]]]) -> Figure:
-    """(examples, L, S) weights of one head by title: those of the first example as a heat map, the last row's entropy below it."""
-    figure, axes = panels(1, len(maps), width=1.9, height=1.95)
+    """(examples, L, S) weights of one head by title: the last query's as a heat map, a row an example, and their entropy."""
+    figure, axes = panels(1, len(maps), width=2.6, height=1.35)
     for ax, (title, weights) in zip(axes[0], maps, strict=True):
-        image = ax.imshow(np.asarray(weights, dtype=np.float64)[0], vmin=0, vmax=1, cmap="magma_r", interpolation="nearest")
+        rows = np.asarray(weights, dtype=np.float64)[:, -1]
+        image = ax.imshow(rows, vmin=0, vmax=1, cmap="magma_r", interpolation="nearest", aspect="auto")
         ax.grid(False)
         ax.set(xticks=[], yticks=[])
-        label(ax, title, f"entropy of the last row:\n{entropy(weights):.2f} nats")
+        label(ax, title, f"entropy {entropy(weights):.2f} nats", "example")
     bar = figure.colorbar(image, ax=list(axes[0]), shrink=0.6, aspect=12)
     bar.ax.tick_params(labelsize=7)
     bar.set_label("weight", fontsize=8)

@@ -12,7 +12,7 @@ from minitx.ablation import wording as say
 from minitx.ablation.blocks import Picture
 from minitx.ablation.judge import Finding, Findings
 from minitx.ablation.records import worst_accuracy
-from minitx.ablation.scaling.studies import ARMS, WIDTH, by_width, level, setting, shown_runs
+from minitx.ablation.scaling.studies import ARMS, WIDTH, by_width, level, setting, shown_runs, widest
 from minitx.analysis.canvas import INK, label, panels
 
 if TYPE_CHECKING:
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CONTINUED = (
-    "Left: the loss of a model that had solved the task and is trained on with and without the scale; every seed is a line. Middle: the "
-    "largest learning rate at which it stays stable, or its worst accuracy (the lowest mean over {window} steps) at each rate; every seed "
-    "is a dot. "
+    "Left: the loss of the two copies while they are trained further; every seed is a line. Middle: the largest learning rate at which they "
+    "stay stable at each d_k, or, where one d_k was run, their lowest accuracy (mean of {window} steps) at each rate; every seed is a dot. "
 )
-FROM_SCRATCH = "{place} steps to solve the task from scratch; every run is a dot, those that did not solve it in the top row."
+FROM_SCRATCH = (
+    "{place} steps to solve the task from scratch; every run is a dot, and runs that did not solve it are in the top row. "
+)
 
 
 def figure(findings: Findings) -> list[Picture]:
@@ -57,9 +58,11 @@ def _three_panels(findings: Findings, rows: Mapping[str, Any], timed: Finding | 
         wide, runs = axes[0, -1], say.runs_of(findings, timed)
         wide.set_subplotspec(wide.get_gridspec()[:, -1])
         value = functools.partial(figures.steps_to_solve, findings.grid)
-        figures.draw_by_rate(wide, findings.grid, runs, value, "not solved", log=True)
+        figures.draw_by_rate(
+            wide, findings.grid, runs, value, f"not solved in {max(run.result['cap'] for run in runs):,}", log=True
+        )
         label(wide, f"from scratch, {setting(findings, level(timed))}", "learning rate", "steps to solve the task")
-    law = [(f"theory: with the scale, divided by {say.list_text(laws)}", INK, "", "--")] if laws else []
+    law = [(f"predicted without the scale: divided by {say.list_text(laws)}", INK, "", "--")] if laws else []
     figures.arms_legend(drawn, findings.grid, ARMS, law, line="-")
     return drawn
 
@@ -69,32 +72,37 @@ def _stable_panel(ax: Axes, findings: Findings, name: str, study: str) -> list[s
     found = by_width(findings, study, "stability")
     if len(found) > 1:
         figures.against_factor(ax, findings.grid, found, WIDTH)
-        label(ax, name, "d_k", "largest stable rate")
+        label(ax, f"{name}: largest stable rate", "d_k", "learning rate")
         return [f.comparison.law.text for f in found[:1] if f.comparison.law]
     stable = findings.grid.studies[study].stable
     runs = [run for arm in ARMS for run in findings.runs.select(study, arm, status="done")]
     figures.draw_by_rate(ax, findings.grid, runs, lambda run: worst_accuracy(run.result, stable.window), "")
     ax.axhline(stable.value, color=INK, linewidth=0.8, linestyle=":")
-    label(ax, name, "learning rate", "worst accuracy")
+    label(ax, f"{name}: lowest accuracy, {setting(findings, widest(findings))}", "learning rate", "accuracy")
     return []
 
 
 def _attention(findings: Findings) -> list[Picture]:
-    """The attention of one head of the first judged seed: as it was, and after the continued steps with and without the scale."""
+    """Where the question looks, for the first judged seed: before, and after the further steps with and without the scale."""
     options = findings.grid.options
     shown = shown_runs(findings, options["attention"]["shown"], options["attention"]["rate"])
     kept = [runs[0] for runs in shown.values() if runs[0].result["attention"]]
     if len(kept) < len(ARMS):
         return []
-    maps = [("as it was", kept[0].result["attention"]["0"])]
+    maps = [("before", kept[0].result["attention"]["0"])]
     for run in kept:
         last = max(run.result["attention"], key=int)
         maps.append((f"{say.words(findings.grid, run.arm)},\n{last} steps later", run.result["attention"][last]))
-    examples, keys = say.count_text(len(maps[0][1]), "example"), len(maps[0][1][0][0])
+    keys = len(maps[0][1][0][0])
     caption = (
-        f"One head of seed {kept[0].seed}, learning rate {figures.rate_of(kept[0]):g}: rows are queries, columns are keys. "
-        f"{options['last_row']} Entropy (mean over {examples}): 0 is one key, {math.log(keys):.2f} nats is a plain average of all {keys}."
+        f"One head of seed {kept[0].seed}, learning rate {figures.rate_of(kept[0]):g}. {options['last_row']} A row is an example, a column a key; "
+        f"before, the dark key is the right one. Entropy, the mean over the examples: 0 is one key, {math.log(keys):.2f} nats is a plain average of all {keys}."
     )
     return [
-        Picture("attention", "Attention of the solved model, and after it was trained on", caption, figures.attention(maps))
+        Picture(
+            "attention",
+            "Attention of the solved model, before and after it was trained further",
+            caption,
+            figures.attention(maps),
+        )
     ]

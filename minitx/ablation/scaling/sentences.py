@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from statistics import fmean, median
 from typing import Any
 
 from minitx.ablation import wording as say
@@ -18,19 +18,23 @@ def sentences(findings: Findings) -> list[str]:
     options, width = findings.grid.options, widest(findings)
     stable = {name: by_width(findings, one["study"], "stability") for name, one in options["continued"].items()}
     timed = by_width(findings, options["time"], "time")
-    fallen = [text for name, one in options["continued"].items() for text in _trained_on(findings, name, one)]
+    fallen = [text for name, one in options["continued"].items() for text in _trained_further(findings, name, one)]
     said = _broken_control(findings)
     if fallen:
         said.append(
-            f"A model that had learned to {options['task']} was trained on with the scale 1/√d_k removed, without changing what it "
-            f"computes ({setting(findings, width)}). {fallen[0]}"
+            f"A model that had learned to {options['task']} ({setting(findings, width)}) was copied. One copy lost the scale 1/√d_k, and its "
+            "W_Q and W_K were made smaller to make up for it, so that both copies compute the same at first. "
+            "Both were then trained further on the same new examples."
         )
-    said += fallen[1:]
+    said += fallen
     at_width = {name: f for name, found in stable.items() for f in found if level(f) == width}
     if at_width:
-        clauses = say.list_text([_stable_clause(name, f) for name, f in at_width.items()])
+        limit = findings.grid.studies[next(iter(options["continued"].values()))["study"]].stable
         within = say.budget([run for f in at_width.values() for run in say.runs_of(findings, f)])
-        said.append(f"Within {within}, the largest stable learning rate without the scale was {clauses}.")
+        said.append(
+            f"The largest stable learning rate (lowest accuracy {say.percent([limit.value])} within {within}, interpolated between the rates "
+            f"tried) without the scale was {say.list_text([_stable_clause(name, f) for name, f in at_width.items()])}."
+        )
     said += [f"Trained from scratch, {_from_scratch(findings, f)}." for f in timed if level(f) == width]
     said += _at_small_width(findings, {**stable, "steps from scratch": timed})
     return said or ["No comparison with and without the scale has finished."]
@@ -49,34 +53,29 @@ def _broken_control(findings: Findings) -> list[str]:
     return said
 
 
-def _trained_on(findings: Findings, name: str, one: Mapping[str, Any]) -> list[str]:
+def _trained_further(findings: Findings, name: str, one: Mapping[str, Any]) -> list[str]:
     """What happened to the accuracy of solved models at the shown rate: their lowest mean over the study's window."""
     shown = shown_runs(findings, one["shown"], one["rate"])
     if not shown:
         return []
-    stable, chance = findings.grid.studies[one["study"]].stable, findings.grid.options["chance"]
-    scaled, unscaled = ([worst_accuracy(run.result, stable.window) for run in shown[arm]] for arm in ARMS)
-    runs = [run for arm in ARMS for run in shown[arm]]
-    within, rate = f"within {say.budget(runs)}", f"At learning rate {one['rate']} with {name}"
-    if max(unscaled) < min(stable.value, *scaled):
-        starts = [fmean(start.result["accuracy"][-16:]) for run in runs if (start := findings.runs.start_of(run))]
-        before = f"from {say.percent([median(starts)])} " if starts else ""
-        guess = f" (guessing: {say.percent([chance])})" if max(unscaled) < 2 * chance else ""
-        said = f"{rate} its accuracy fell {before}to {say.percent(unscaled)}{guess} {within}"
-        said += f"; with the scale it stayed at {say.percent(scaled)}."
-    else:
-        said = f"{rate} its lowest accuracy {within} was {say.percent(unscaled)}; with the scale it was {say.percent(scaled)}."
+    window, chance = findings.grid.studies[one["study"]].stable.window, findings.grid.options["chance"]
+    scaled, unscaled = ([worst_accuracy(run.result, window) for run in shown[arm]] for arm in ARMS)
+    within = f"within {say.budget([run for arm in ARMS for run in shown[arm]])}"
+    guess = f" (guessing: {say.percent([chance])})" if max(unscaled) < 2 * chance else ""
+    said = f"At learning rate {one['rate']} with {name}, the lowest accuracy (mean of {window} steps) of {say.count_text(len(unscaled), 'seed')} "
+    said += f"{within} was {say.percent(unscaled)}{guess} without the scale and {say.percent(scaled)} with it."
     broken = sum(run.result["nonfinite_step"] is not None for run in shown[ARMS[1]])
     if broken:
-        said += f" The loss of {broken} of {len(unscaled)} runs was no longer a finite number {within}."
+        said += f" The loss of {broken} of {len(unscaled)} runs without the scale was no longer a finite number {within}."
     return [said]
 
 
 def _stable_clause(name: str, f: Finding) -> str:
     """How many times smaller the largest stable rate is with one optimizer, as far as the finding says."""
-    law = f" (theory: {f.comparison.law.text} = {f.law:.1f})" if f.comparison.law and f.law else ""
+    law = f"; predicted: {f.comparison.law.text} = {f.law:.1f}" if f.comparison.law and f.law else ""
+    least = "at least " if f.or_more else ""
     said = {
-        "LESS STABLE": f"{'at least ' if f.or_more else ''}{say.times(f.estimate or 0)} times smaller with {name}{law}",
+        "LESS STABLE": f"{least}{say.times(f.estimate or 0)} times smaller with {name} ({_basis(f)}{law})",
         "MORE STABLE": f"larger with {name} (ratio {_size(f)})",
         "SAME": f"the same with {name} (ratio {_size(f)})",
         "UNDECIDED": f"not clearly different with {name} (ratio {_size(f)}, {_basis(f)})",
@@ -93,8 +92,10 @@ def _from_scratch(findings: Findings, f: Finding) -> str:
         return f"the model with the scale solved the task at none of the learning rates tried {within}, so times cannot be compared"
     if ARMS[1] not in solved:
         return f"the model without the scale solved the task at none of the learning rates tried {within}; the model with the scale solved it"
+    reached = sum(math.isfinite(pair.treatment.high) for pair in f.pairs)
+    missed = "" if reached == len(f.pairs) else f"; {reached} of {len(f.pairs)} seeds solved it at all"
     said = {
-        "SLOWER": f"the model without the scale needs {_size(f)} times as many steps to solve the task",
+        "SLOWER": f"the model without the scale needs {_size(f)} times as many steps to solve the task ({_basis(f)}{missed})",
         "FASTER": f"the model without the scale needs fewer steps to solve the task ({_size(f)} times as many)",
         "SAME": f"both models need about the same number of steps to solve the task (ratio {_size(f)})",
         "UNDECIDED": f"it is undecided whether the model without the scale needs more steps to solve the task (ratio {_size(f)}, {_basis(f)})",
@@ -111,7 +112,7 @@ def _at_small_width(findings: Findings, found: Mapping[str, list[Finding]]) -> l
     small = {name: f for name, f in first.items() if level(f) == width}
     clauses = []
     for name, f in small.items():
-        undecided = f", undecided with {say.count_text(len(f.pairs), 'pair')}"
+        undecided = f", undecided with {say.count_text(len(f.pairs), 'seed')}"
         unsure = {"UNDECIDED": undecided, "SAME": ", the same within the margin"}.get(f.verdict, "")
         clauses.append(f"{_size(f)} ({name}{unsure})")
     within = say.budget([run for f in small.values() for run in say.runs_of(findings, f)])
@@ -124,7 +125,7 @@ def _size(f: Finding) -> str:
 
 
 def _basis(f: Finding) -> str:
-    """What a verdict rests on that could not be given."""
+    """The seeds and the interval that a number rests on."""
     if f.interval is None:
-        return f"{say.count_text(len(f.pairs), 'pair')} of runs, too few for a verdict"
-    return f"interval {say.span_text(f.interval)}"
+        return f"{say.count_text(len(f.pairs), 'seed')}, too few for a verdict"
+    return f"median of {say.count_text(len(f.pairs), 'seed')}, interval {say.span_text(f.interval)}"
