@@ -239,10 +239,6 @@ def test_the_spread_of_the_scores_is_what_each_scheme_predicts():
     assert found == pytest.approx(expected, rel=0.1)
 
 
-def test_gradients_of_w_q_are_larger_without_the_scale():
-    assert all(row.gradient_ratio > 2 for row in init_sweep() if row.scheme == "lecun")
-
-
 # --- sections and rules
 
 
@@ -321,24 +317,16 @@ def test_the_effect_disappears_where_the_verdicts_say_so_and_undecided_ones_stan
     assert any("d_k 128" in row["finding"] for row in apart) and {row["verdict"] for row in apart} == {"UNDECIDED"}
 
 
-def test_a_ladder_has_a_panel_for_each_rung_with_its_name_written_out(whole):
+def test_a_ladder_has_a_panel_for_each_rung_with_its_name_written_out():
     rungs = {"S0": ("optimizer.lr=1e-3",), "S1": ("model.init=lecun",)}
     ladder = dataclasses.replace(made_up.studies()["text_first"], arms=(SCALED, UNSCALED), factors={"rung": rungs})
     words = {**told.WORDS, "rung": "rung", "S0": "GPT-2 defaults", "S1": "LeCun weights"}
-    grid = made_up.grid(
-        studies={"text_first": ladder},
-        words=words,
-        about="minitx.ablation.scaling",
-        options={**told.OPTIONS, "ladder": "text_first"},
-    )
+    grid = made_up.grid(studies={"text_first": ladder}, words=words, options={**told.OPTIONS, "ladder": "text_first"})
     found = told.judge(grid, made_up.runs(grid))
-    blocks = {section.title: section.blocks for section in scaling.sections(found)}["Stress ladder"]
-    outcomes = [(row["setting"], row["arm"], row["outcomes"]) for row in rows(blocks, "Outcomes")]
-    assert len(outcomes) == 4
-    assert outcomes[0] == ("rung GPT-2 defaults", "with the scale", "6 with no outcome that these rules can tell")
-    picture = next(block for block in blocks if getattr(block, "name", "").startswith("curves_"))
-    assert [ax.get_title() for ax in picture.figure.axes] == ["rung GPT-2 defaults", "rung LeCun weights"]
-    assert [dots(ax) for ax in picture.figure.axes] == [2 * 6 * 80] * 2
+    table, curves, _ = {section.title: section.blocks for section in scaling.sections(found)}["Stress ladder"]
+    assert [row["setting"] for row in table.rows] == ["rung GPT-2 defaults"] * 2 + ["rung LeCun weights"] * 2
+    assert [ax.get_title() for ax in curves.figure.axes] == ["rung GPT-2 defaults", "rung LeCun weights"]
+    assert [dots(ax) for ax in curves.figure.axes] == [2 * 6 * 80] * 2
 
 
 def test_rules_hold_where_the_truth_does(whole):
