@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from minitx.ablation.config import RATE, AblationConfig, Condition, Endpoint
 from minitx.ablation.outcomes import initial_loss, last_mean
@@ -123,7 +123,8 @@ def _number(rate: str) -> float:
     return float(rate or 1)  # a study without the factor lr has one rate
 
 
-class Unsolved(NamedTuple):
+@dataclass(frozen=True)
+class Unsolved:
     """Judged runs at one rate that do not solve their task within the cap, of how many, and Wilson's interval of the share."""
 
     rate: str

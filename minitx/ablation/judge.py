@@ -220,7 +220,9 @@ class _Contest:
         first, second = (tuple(rate for rate in own.values() if rate is not None) for own in rates)
         pairs = self.pairs(rates)
         middle = printed(self.endpoint, pairs) if pairs else None
-        nearest_to_0 = middle and min(max(0.0, middle.low), middle.high)
+        estimate = None if middle is None else middle.low
+        if middle is not None and self.endpoint == "largest_rate":
+            estimate = min(max(0.0, middle.low), middle.high)
         interval, coverage = median_interval([pair.effect for pair in pairs]) or (None, None)
         harmed = sum(self.word(pair.effect) in _HARM for pair in pairs) if self.reference_solves() else 0
         verdict, reason = self.verdict(rates, pairs)
@@ -233,7 +235,7 @@ class _Contest:
             at_edge=(self.arms[0].has_edge(first), self.arms[1].has_edge(second)),
             pairs=tuple(pairs),
             missing=tuple(sorted(set(study.seeds) - {pair.seed for pair in pairs})),
-            estimate=nearest_to_0 if self.endpoint == "largest_rate" else middle and middle.low,
+            estimate=estimate,
             or_more=middle is not None and middle.high > middle.low,
             interval=interval,
             coverage=coverage,

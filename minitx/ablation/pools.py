@@ -47,7 +47,7 @@ class LocalPool:
     """
 
     def __init__(self, workers: int, devices: Sequence[str] = ()) -> None:
-        self.workers, self.devices = workers, devices or [None]
+        self.workers, self.devices = workers, tuple(devices) or (None,)
         self._executors: dict[int, ProcessPoolExecutor] = {}  # one process each, so that a death breaks no other
         self._calls: dict[int, Future[Any]] = {}
 

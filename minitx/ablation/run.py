@@ -54,10 +54,12 @@ class Book:
         if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
             self._append("\n")  # a line that a crash cut short must not swallow the next one
 
-    def write(self, cell: Cell, status: str, *, reason: str | None = None, seconds: float = 0.0, result: Any = None) -> None:
-        """Keep what came of a cell, unless the file says it already."""
-        what = {"status": status, "reason": reason, "seconds": round(seconds, 3), "result": result}
+    def write(self, cell: Cell, status: str, **known: Any) -> None:
+        """Keep what came of a cell (``reason``, ``seconds``, ``result``), unless the file says it already."""
+        what = {"status": status, "reason": None, "seconds": 0.0, "result": None, **known}
         self.records[cell.place] = record = {**cell.describe(self.folder), **what}
+        if status == "failed":
+            log.warning("failed: %s: %s", cell.place, what["reason"])
         if record != self.known.get(cell.place):
             self._append(json.dumps(record) + "\n")
             self.after_line()
@@ -129,20 +131,20 @@ def project(pool: Pool, cells: Sequence[Cell], folder: Path, run_cell: RunCell) 
 
     A run that ends early, because it solved its task, takes less.
     """
-    place, jobs = folder / "projection", {}
+    place = folder / "projection"
+    jobs: dict[Any, Any] = {}
     for kind, cell in {_kind(cell): cell for cell in reversed(cells)}.items():
         while sum(not job.done() for job in jobs.values()) >= pool.workers:
             time.sleep(0.02)
         jobs[kind] = pool.submit(_cost, run_cell, cell.overrides, str(place / cell.hash))
     while not all(job.done() for job in jobs.values()):
         time.sleep(0.02)
-    costs = {
-        kind: attempt(job.result).get("result", (0.0, 0.0)) for kind, job in jobs.items()
-    }  # a failure is the grid's to say
+    nothing = (0.0, 0.0)  # where its process died: the grid will say why
+    costs = {kind: attempt(job.result).get("result", nothing) for kind, job in jobs.items()}
     shutil.rmtree(place, ignore_errors=True)
 
     def seconds(cell: Cell) -> float:
-        fixed, a_step = costs.get(_kind(cell), (0.0, 0.0))
+        fixed, a_step = costs.get(_kind(cell), nothing)
         return float(fixed + a_step * cell.steps())
 
     return seconds
@@ -228,19 +230,13 @@ def _decided(pool: Pool, grid: AblationConfig, cells: Sequence[Cell], book: Book
                 died.add(number)
                 heappush(ready, number)
                 continue
-            _keep(book, cell, found, time.perf_counter() - began)
+            status, seconds = "failed" if "error" in found else "done", round(time.perf_counter() - began, 3)
+            book.write(cell, status, reason=found.get("error"), seconds=seconds, result=found.get("result"))
         else:
             yield None
             continue
         graph.done(number)
         yield cell
-
-
-def _keep(book: Book, cell: Cell, found: Mapping[str, Any], seconds: float) -> None:
-    error = found.get("error")
-    book.write(cell, "failed" if error else "done", reason=error, seconds=seconds, result=found.get("result"))
-    if error:
-        log.warning("failed: %s: %s", cell.place, error)
 
 
 def _submit(pool: Pool, grid: AblationConfig, cell: Cell, folder: Path, run_cell: RunCell) -> Any:

@@ -144,3 +144,13 @@ def ran(folder):
     """Names of the runs that ended, in their order."""
     path = folder / "ran"
     return path.read_text().splitlines() if path.exists() else []
+
+
+def alive(pid):
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        os.kill(pid, 0)
+        stat = Path(f"/proc/{pid}/stat")
+        return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

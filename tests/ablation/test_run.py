@@ -170,26 +170,19 @@ def test_a_first_phase_whose_weights_are_gone_is_run_again_for_a_new_run_alone(t
     assert len(ran(tmp_path)) == before
 
 
-class Told(Here):
-    """A run takes three seconds and half a second a step; importing takes 100 seconds once."""
-
-    clock, imports = 0.0, 100.0
-
-    def run(self, words, folder, cap, keep_weights, keep_attention):
-        type(self).clock += 3.0 + 0.5 * cap + self.imports
-        type(self).imports = 0.0
-        return {}
-
-
 def test_a_projection_measures_the_cost_of_a_run_and_of_a_step_for_each_kind(tmp_path, monkeypatch):
-    pool = Told()
-    monkeypatch.setattr("minitx.ablation.run.time.perf_counter", lambda: Told.clock)
+    clock = [0.0]
+    monkeypatch.setattr("minitx.ablation.run.time.perf_counter", lambda: clock[0])
+
+    def three_seconds_and_half_a_second_a_step(words, folder, cap, *keep):
+        clock[0] += 3.0 + 0.5 * cap + (0.0 if clock[0] else 100.0)  # importing takes 100 seconds once
+
     studies = {
         "short": StudyConfig(base=("data=a", "trainer.max_steps=11"), arms=("scaled",), seeds=(0, 1)),
         "long": StudyConfig(base=("data=b", "trainer.max_steps=1001"), arms=("scaled",)),
     }
     found = cells(AblationConfig(arms={"scaled": ()}, studies=studies))
-    seconds = project(pool, found, tmp_path, pool.run)
+    seconds = project(Here(), found, tmp_path, three_seconds_and_half_a_second_a_step)
     assert [seconds(cell) for cell in found] == pytest.approx([8.5, 503.5, 8.5])
     assert list(tmp_path.iterdir()) == []
 

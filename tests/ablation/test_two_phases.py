@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-
 from pretend import free
+from torch import nn
 
 from minitx.ablation.config import AblationConfig, StartConfig, StudyConfig
 from minitx.ablation.grid import NEW_DATA, cells
