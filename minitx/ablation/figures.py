@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minitx.ablation.arms import solved_step
 from minitx.ablation.config import AblationConfig
 from minitx.ablation.judge import Finding, Findings
-from minitx.ablation.records import Run
+from minitx.ablation.records import Run, solved_step
 from minitx.ablation.statistics import Span
 from minitx.ablation.wording import condition_text, setting_text, where_text, words
 from minitx.analysis.canvas import GREY, INK, PALETTE, dodge, label, legend, log_ticks, panels, wrapped_panels
@@ -42,7 +41,7 @@ def arms_legend(figure: Figure, grid: AblationConfig, arms: Sequence[str], extra
 
 def steps_to_solve(grid: AblationConfig, run: Run) -> int | None:
     """The step at which a run solved its task, as its study defines it."""
-    return solved_step(run, solved=grid.studies[run.study].solved)
+    return solved_step(run.result, grid.studies[run.study].solved)
 
 
 def arms_of(grid: AblationConfig, runs: Sequence[Run]) -> list[str]:
