@@ -76,6 +76,7 @@ class Run(Place):
 
     @property
     def place(self) -> Place:
+        """Where the run stands in its grid."""
         return Place(self.study, self.arm, self.factors, self.seed)
 
     @property

@@ -88,11 +88,10 @@ def check(chosen: Sequence[Cell]) -> None:
 
 
 def report(grid: AblationConfig, chosen: Sequence[Cell], records: Sequence[Record], folder: Path) -> None:
-    """Write the report, and print its sentences and the path of its page. How a grid is run is no part of its report."""
+    """Write the report, and print its sentences and the path of its page."""
     from minitx.ablation.report import write_report
 
-    judged = replace(grid, workers=None, launcher="local", launcher_options={}, report_only=False)
-    findings = judge(judged, Runs.of([cell.place for cell in chosen], records))
+    findings = judge(grid, Runs.of([cell.place for cell in chosen], records))
     sentences = write_report(findings, folder, meta=read_meta(folder / "launches.json"))
     log.info("\n%s\n\n%s", "\n".join(sentences), folder / "report.html")
 
