@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,7 @@ def test_a_cell_of_every_study_of_every_grid_composes(grid):
     config = compose_grid(["experiment=scaling_ablation", f"ablation={grid}"])
     found = cells(config)
     assert {cell.place.study for cell in found} == set(config.studies)
-    kinds = {cell.place._replace(seed=0): cell for cell in found}
+    kinds = {dataclasses.replace(cell.place, seed=0): cell for cell in found}
     assert len(kinds) >= 4
     for cell in list(kinds.values())[:: max(1, len(kinds) // 6)]:
         composed = compose_config([*cell.overrides, "callbacks.progress=false", "trainer.threads=1"])
@@ -122,7 +123,7 @@ def test_an_arm_is_one_switch(tmp_path):
     pairs = {}
     for cell in cells(compose_grid(["experiment=scaling_ablation"])):
         if cell.place.arm in ("inv_sqrt", "unscaled"):
-            pairs.setdefault(cell.place._replace(arm="", seed=0), {})[cell.place.arm] = cell
+            pairs.setdefault(dataclasses.replace(cell.place, arm="", seed=0), {})[cell.place.arm] = cell
     whole = [pair for pair in pairs.values() if len(pair) == 2]
     assert len(whole) >= 10
     for pair in whole[::4]:

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from minitx.ablation import records
-from minitx.ablation.config import RATE, AblationConfig, Condition, Endpoint, Solved
+from minitx.ablation.config import RATE, AblationConfig, Condition, Endpoint
 from minitx.ablation.outcomes import initial_loss, last_mean
-from minitx.ablation.records import Run, Runs, worst_accuracy
+from minitx.ablation.records import Run, Runs, solved_step, worst_accuracy
 from minitx.ablation.statistics import Span, crossing, wilson
-
-
-def solved_step(run: Run, value: float | None = None, solved: Solved | None = None) -> int | None:
-    """The first step at which a run solved its task, or None; a run that became NONFINITE did not.
-
-    Args:
-        value: another value than that of ``solved``, such as .5 or .99.
-        solved: of the run's study.
-    """
-    solved = solved or Solved()
-    if run.result["nonfinite_step"] is not None:
-        return None
-    return records.solved_step(run.result, solved if value is None else replace(solved, value=value))
 
 
 class Arm:
@@ -39,7 +25,7 @@ class Arm:
     @cached_property
     def steps(self) -> dict[tuple[str, int], int | None]:
         """Steps to solve, by rate and seed."""
-        return {key: solved_step(run, solved=self.study.solved) for key, run in self.done.items()}
+        return {key: solved_step(run.result, self.study.solved) for key, run in self.done.items()}
 
     def tuning_seeds(self, seed: int) -> Collection[int]:
         """The seeds that choose the rate for a judged one: those for tuning, or all other judged ones."""
@@ -123,7 +109,7 @@ class Arm:
         first = self.runs.start_of(next(iter(mine.values()))) if mine else None
         if first is None or first.status != "done":
             return None
-        if start.solved and solved_step(first, solved=self.grid.studies[start.study].solved) is None:
+        if start.solved and solved_step(first.result, self.grid.studies[start.study].solved) is None:
             return None
         if stable.metric == "train_accuracy":
             levels, limit = [worst_accuracy(run.result, stable.window) for run in mine.values()], stable.value

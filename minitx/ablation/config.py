@@ -116,23 +116,19 @@ class StudyConfig(Config):
     def check(self) -> None:
         both = sorted(set(self.seeds) & set(self.tune_seeds))
         require(not both, f"tune_seeds={list(self.tune_seeds)} are judged too: seed {both[:1]} is in both lists")
-        judged = any(score in ("loss", "accuracy") for score in self.scores)
-        require(
-            judged or not self.measures,
-            f"measures={list(self.measures)} need a score of loss or accuracy to choose the rate by",
-        )
+        chooses = "loss" in self.scores or "accuracy" in self.scores
+        measures = f"measures={list(self.measures)}"
+        require(chooses or not self.measures, f"{measures} need a score of loss or accuracy to choose the rate by")
         require("stability" not in self.scores or self.start is not None, "scores=[stability] needs start, a trained model")
         words = [level for level in self.factors.get(RATE, ()) if not _is_rate(level)]
         require(not words, f"factors.{RATE} has the level {words[:1]}; the name of a learning rate is a positive number")
         require(self.prune is None or RATE in self.factors, f"prune={self.prune} needs the factor {RATE}")
         require(self.prune != "unsolved" or bool(self.tune_seeds), "prune=unsolved needs tune_seeds, which decide it")
+        there = {"arm": self.arms, "seed": [str(seed) for seed in (*self.tune_seeds, *self.seeds)], **self.factors}
         for skip in self.skip:
+            _known("skip", skip, there, "the study")
             for key, levels in skip.items():
-                seeds = tuple(map(str, (*self.tune_seeds, *self.seeds)))
-                there = {"arm": self.arms, "seed": seeds}.get(key) or tuple(self.factors.get(key, ()))
-                require(bool(there), f"skip names {key}; the study has arm, seed, {', '.join(self.factors)}")
-                missing = [level for level in levels if level not in there]
-                require(not missing, f"skip names {key} {missing[:1]}; it has {', '.join(there)}")
+                _known(f"skip.{key}", levels, there[key], "it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,18 +256,16 @@ class AblationConfig(Config):
             f"launcher_options={dict(self.launcher_options)} are for launcher=slurm; launcher=local takes none",
         )
         require(self.ratio_margin > 1, f"ratio_margin={self.ratio_margin:g} must be above 1")
+        _known("only", self.only, self.studies, "ablation.studies")
         for name, study in self.studies.items():
             _known(f"studies.{name}.arms", study.arms, self.arms, "ablation.arms")
             if study.start is not None:
                 _known(f"studies.{name}.start.study", [study.start.study], self.studies, "ablation.studies")
-                first = self.studies[study.start.study]
-                _known(f"studies.{name}.start.arm", [study.start.arm], first.arms, f"studies.{study.start.study}.arms")
-                missing = [factor for factor in first.factors if factor not in study.factors]
-                require(
-                    not missing,
-                    f"studies.{name}.start.study={study.start.study} has the factor {missing[:1]}, which {name} has not",
-                )
-        _known("only", self.only, self.studies, "ablation.studies")
+                first, place = self.studies[study.start.study], f"studies.{study.start.study}"
+                _known(f"studies.{name}.start.arm", [study.start.arm], first.arms, f"{place}.arms")
+                _known(f"{place}.factors", first.factors, study.factors, f"studies.{name}, which starts from it,")
+        for name in self.studies:
+            self.phases(name)
         for i, comparison in enumerate(self.comparisons):
             self._check_comparison(f"comparisons[{i}]", comparison)
         for name, prediction in self.predictions.items():
@@ -297,23 +291,30 @@ class AblationConfig(Config):
         _known(f"{place}.endpoint", [expected.endpoint], endpoints(study), "that study")
         _check_condition(f"{place}.condition", expected.condition, study)
 
+    def phases(self, name: str) -> list[str]:
+        """A study, the one that it starts from, and so on.
+
+        Raises:
+            ConfigError: it starts from itself in the end.
+        """
+        found = [name]
+        while (start := self.studies[found[-1]].start) is not None:
+            require(start.study not in found, f"studies: {', '.join(found)} start from each other")
+            found.append(start.study)
+        return found
+
     def chosen(self) -> AblationConfig:
         """The grid of the studies that ``only`` names, of those that they start from, and of what is compared in them."""
         if not self.only:
             return self
-        names: set[str] = set()
-        wanted = list(self.only)
-        while wanted:
-            names.add(name := wanted.pop())
-            start = self.studies[name].start
-            wanted += [start.study] if start is not None and start.study not in names else []
-        compared = tuple(c for c in self.comparisons if c.study in names)
+        names = {name for chosen in self.only for name in self.phases(chosen)}
         foretold = {
             name: prediction
             for name, prediction in self.predictions.items()
             if prediction.rule is None and all(expected.study in names for expected in prediction.expect)
         }
         studies = {name: study for name, study in self.studies.items() if name in names}
+        compared = tuple(comparison for comparison in self.comparisons if comparison.study in names)
         return replace(self, studies=studies, comparisons=compared, predictions=foretold, only=())
 
 

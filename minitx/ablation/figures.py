@@ -6,36 +6,24 @@ named. Lines that show runs have ``gid="runs"``; medians, laws and margins have 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minitx.ablation.arms import solved_step
 from minitx.ablation.config import AblationConfig
 from minitx.ablation.judge import Finding, Findings
-from minitx.ablation.records import Run
+from minitx.ablation.records import Run, solved_step
 from minitx.ablation.statistics import Span
-from minitx.ablation.wording import RATIOS, condition_text, where_text, words
+from minitx.ablation.wording import condition_text, setting_text, where_text, words
 from minitx.analysis.canvas import GREY, INK, PALETTE, dodge, label, legend, log_ticks, panels, wrapped_panels
-from minitx.analysis.lettering import drawable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Value = Callable[[Run], float | None]
-MARGIN = "#EFEFEF"
-EFFECTS = {
-    "ratio": "ratio (above 1: slower, or less stable)",
-    "largest_rate": "difference in steps of the grid of rates (below 0: narrower)",
-    "loss": "difference in nats (above 0: worse)",
-    "accuracy": "difference (below 0: worse)",
-}
-"""What an effect is, at the axis of the pairs."""
 
 
 def style(grid: AblationConfig, arm: str) -> tuple[str, str]:
@@ -51,23 +39,9 @@ def arms_legend(figure: Figure, grid: AblationConfig, arms: Sequence[str], extra
     figure.legends[0].set_ncols(max(1, min(len(entries), int(figure.get_figwidth() / (0.6 + 0.075 * longest)))))
 
 
-def lettered(grid: AblationConfig) -> AbstractContextManager[None]:
-    """A context in which figures have fonts for every name of the grid."""
-    import matplotlib
-
-    texts = [*grid.words.values(), *grid.arms, *grid.studies, *(study.title for study in grid.studies.values())]
-    texts += [name for study in grid.studies.values() for factor, levels in study.factors.items() for name in (factor, *levels)]
-    return matplotlib.rc_context({"font.family": drawable(texts)[1]})
-
-
-def spelled(text: str) -> str:
-    """A name as it is drawn, with code points for what no font has."""
-    return "\n".join(drawable([line])[0][0] for line in text.split("\n"))
-
-
 def steps_to_solve(grid: AblationConfig, run: Run) -> int | None:
     """The step at which a run solved its task, as its study defines it."""
-    return solved_step(run, solved=grid.studies[run.study].solved)
+    return solved_step(run.result, grid.studies[run.study].solved)
 
 
 def arms_of(grid: AblationConfig, runs: Sequence[Run]) -> list[str]:
@@ -83,10 +57,11 @@ def by_rate(findings: Findings, study: str, value: Value, y: str, missing: str =
     grid, runs = findings.grid, findings.runs.select(study, status="done")
     conditions = list({condition_text(grid, run.condition): run.condition for run in runs}.values())
     figure, axes = wrapped_panels(len(conditions), y, sharey=True, width=5.6 if len(conditions) == 1 else 4.2)
-    top = row_above(runs, value, log)
+    top = row_above(runs, value, log=log)
     for ax, condition in zip(axes, conditions, strict=True):
-        draw_by_rate(ax, grid, [run for run in runs if run.condition == condition], value, missing, log=log, top=top)
-        label(ax, spelled(condition_text(grid, condition)), "learning rate")
+        of_condition = [run for run in runs if run.condition == condition]
+        draw_by_rate(ax, grid, of_condition, value, missing, top=top, log=log)
+        label(ax, condition_text(grid, condition), "learning rate")
     arms_legend(figure, grid, arms_of(grid, runs))
     return figure
 
@@ -96,27 +71,42 @@ def rate_of(run: Run) -> float:
     return float(run.rate or 1)
 
 
+def row_above(runs: Sequence[Run], value: Value, *, log: bool) -> float:
+    """Where the row of runs without a value lies: above all values that there are."""
+    known = [v for run in runs if (v := value(run)) is not None and math.isfinite(v)]
+    if not known:
+        return 1.0
+    return max(known) * 1.8 if log else max(known) + 0.12 * max(max(known) - min(known), 0.1 * abs(max(known)), 1e-3)
+
+
 def draw_by_rate(
-    ax: Axes, grid: AblationConfig, runs: Sequence[Run], value: Value, missing: str, *, top: float = 0, log: bool = False
+    ax: Axes,
+    grid: AblationConfig,
+    runs: Sequence[Run],
+    value: Value,
+    missing: str,
+    *,
+    top: float | None = None,
+    log: bool = False,
 ) -> None:
     """Every run a dot over its rate, side by side, and a line through the medians over seeds.
 
     Runs without a value lie in a row at ``top``, default above all others, which is named ``missing``.
     """
-    arms, rates, top = arms_of(grid, runs), sorted({rate_of(run) for run in runs}), top or row_above(runs, value, log)
+    arms, rates = arms_of(grid, runs), sorted({rate_of(run) for run in runs})
+    top = row_above(runs, value, log=log) if top is None else top
     found = {run.place: v if (v := value(run)) is not None and math.isfinite(v) else top for run in runs}
     slot = 0.65 * min([0.25, *np.diff(np.log10(rates))])
     for i, arm in enumerate(arms):
         color, marker = style(grid, arm)
-        heights = {rate: [found[run.place] for run in runs if (run.arm, rate_of(run)) == (arm, rate)] for rate in rates}
-        dots = [
-            (rate * 10 ** (slot * beside(len(arms), i, len(shown), k)), y)
-            for rate, shown in heights.items()
-            for k, y in enumerate(shown)
-        ]
-        middles = [float(np.median(shown)) if shown else math.nan for shown in heights.values()]
-        ax.plot(rates, [math.nan if y >= top else y for y in middles], "-", color=color, linewidth=1, alpha=0.6)
-        ax.plot(*zip(*dots, strict=True), marker, color=color, markersize=3.6, alpha=0.8, markeredgewidth=0, gid="runs")
+        medians = []
+        for rate in rates:
+            heights = [found[run.place] for run in runs if (run.arm, rate_of(run)) == (arm, rate)]
+            xs = [rate * 10 ** (slot * beside(len(arms), i, len(heights), k)) for k in range(len(heights))]
+            ax.plot(xs, heights, marker, color=color, markersize=3.6, alpha=0.8, markeredgewidth=0, gid="runs")
+            median = float(np.median(heights)) if heights else top
+            medians.append(median if median < top else math.nan)
+        ax.plot(rates, medians, "-", color=color, linewidth=1, alpha=0.6)
     ax.set_xscale("log")
     ax.set_xticks(rates, [f"{rate:g}" if runs[0].rate else "" for rate in rates], rotation=45 if len(rates) > 4 else 0)
     ax.set_xlim(rates[0] / 1.4, rates[-1] * 1.4)
@@ -125,8 +115,8 @@ def draw_by_rate(
         log_ticks(ax)
     if top in found.values():
         ax.axhline(top, color=GREY, linewidth=6, alpha=0.15, zorder=0)
-        beside_it: dict[str, Any] = {"transform": ax.get_yaxis_transform(), "va": "center", "fontsize": 7, "color": INK}
-        ax.text(1.01, top, missing.replace(" ", "\n"), **beside_it)
+        name = missing.replace(" ", "\n")
+        ax.text(1.01, top, name, transform=ax.get_yaxis_transform(), va="center", fontsize=7, color=INK)
 
 
 def beside(arms: int, arm: int, seeds: int, seed: int) -> float:
@@ -134,31 +124,23 @@ def beside(arms: int, arm: int, seeds: int, seed: int) -> float:
     return dodge(arms, arm, 1 / arms) + dodge(seeds, seed, 0.8 / (seeds * arms))
 
 
-def row_above(runs: Sequence[Run], value: Value, log: bool) -> float:
-    """Where the row of runs without a value lies: above all values that there are."""
-    known = [v for run in runs if (v := value(run)) is not None and math.isfinite(v)]
-    if not known:
-        return 1.0
-    return max(known) * 1.8 if log else max(known) + 0.12 * max(max(known) - min(known), 0.1 * abs(max(known)), 1e-3)
-
-
-# --- budgets and pairs
+# --- budgets
 
 
 def gap_against_budget(findings: Findings, listed: Sequence[Finding]) -> Figure:
     """A panel a condition of ``time``: the share of judged seeds that solved the task by each step, at the arm's own best rate."""
-    grid, width = findings.grid, 5.6 if len(listed) == 1 else 4.2
-    figure, axes = wrapped_panels(len(listed), "share of seeds that solved it", sharey=True, width=width)
+    grid = findings.grid
+    figure, axes = wrapped_panels(len(listed), "share of seeds that solved it", sharey=True, width=4.2)
     for ax, finding in zip(axes, listed, strict=True):
         for arm, line in zip(finding.comparison.arms, ("-", "--"), strict=True):
             runs = judged_runs(findings, finding, arm)
             reached = sorted(step for run in runs if (step := steps_to_solve(grid, run)) is not None)
             shares = [k / max(len(runs), 1) for k in range(len(reached) + 1)]
             cap = max((run.result["cap"] for run in runs), default=1)  # a run that ended is carried forward
-            look = {"where": "post", "color": style(grid, arm)[0], "linewidth": 1.8}
-            ax.step([0, *reached, cap], [*shares, shares[-1]], line, **look)
+            color = style(grid, arm)[0]
+            ax.step([0, *reached, cap], [*shares, shares[-1]], line, where="post", color=color, linewidth=1.8)
         ax.set_ylim(-0.04, 1.04)
-        label(ax, spelled(where_text(grid, finding)), "budget in steps")
+        label(ax, where_text(grid, finding), "budget in steps")
     arms_legend(figure, grid, listed[0].comparison.arms, line="-")
     return figure
 
@@ -172,70 +154,35 @@ def judged_runs(findings: Findings, finding: Finding, arm: str) -> list[Run]:
     return [run for of_seed in found for run in of_seed]
 
 
-def paired_effects(findings: Findings, listed: Sequence[Finding]) -> Figure:
-    """A row a finding: the effect of every pair as a dot, the interval of the median as a dark band, the margin as a light one."""
-    grid, kind = findings.grid, "ratio" if listed[0].endpoint in RATIOS else listed[0].endpoint
-    margin = 1.0 if kind == "largest_rate" else grid.score_margin
-    low, same, high = (1 / grid.ratio_margin, 1.0, grid.ratio_margin) if kind == "ratio" else (-margin, 0.0, margin)
-    figure, axes = panels(1, 1, width=8.4, height=0.45 * len(listed) + 0.5)
-    ax, names = axes[0, 0], []
-    ax.axvspan(low, high, color=MARGIN)
-    for i, finding in enumerate(listed):
-        arms = [words(grid, arm) for arm in reversed(finding.comparison.arms)]
-        names.append(spelled(f"{where_text(grid, finding)}\n{' / '.join(arms)}"))
-        for k, pair in enumerate(finding.pairs):
-            y = i + dodge(len(finding.pairs), k, 0.6 / len(finding.pairs))
-            draw_span(ax, y, pair.effect, style(grid, finding.comparison.arms[1]), across=True, unknown=same)
-        if finding.interval is not None:
-            dots = [line.get_xdata()[0] for line in ax.lines[-len(finding.pairs) :]]  # an open end reaches to the last dot
-            ends = np.clip([finding.interval.low, finding.interval.high], min(dots), max(dots))
-            ax.fill_betweenx([i - 0.4, i + 0.4], *ends, color=GREY, alpha=0.3, linewidth=0)
-        if finding.law is not None:
-            ax.plot([finding.law] * 2, [i - 0.42, i + 0.42], "--", color=INK, linewidth=1.4)
-    if kind == "ratio":
-        ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_formatter("{x:g}")
-    label(ax, x=EFFECTS.get(kind, "difference"))
-    ax.set_yticks(range(len(listed)), [name.replace("$", r"\$") for name in names], fontsize=7.5)  # no formulas
-    ax.set_ylim(len(listed) - 0.5, -0.5)
-    return figure
-
-
-def draw_span(ax: Axes, at: float, span: Span, look: tuple[str, str], *, across: bool = False, unknown: float = 1.0) -> None:
-    """A number with ends as a dot; an arrow where an end is open, a cross at ``unknown`` where both are."""
-    color, marker = look
-    open_low, open_high = span.low in (0, -math.inf), math.isinf(span.high)
-    value = span.high if open_low else span.low
-    if open_low and open_high:
-        value, marker = unknown, "x"
-    elif open_low or open_high:
-        marker = {(True, True): "<", (True, False): ">", (False, True): "v", (False, False): "^"}[across, open_low]
-    elif span.high > span.low:
-        value, ends = (span.low + span.high) / 2, ([span.low, span.high], [at, at])
-        ax.plot(*(ends if across else ends[::-1]), "-", color=color, linewidth=1)
-    place = ([value], [at]) if across else ([at], [value])
-    ax.plot(*place, marker, color=color, markersize=4.5, gid="runs")
-
-
 # --- largest stable rates, curves, attention
 
 
 def against_factor(ax: Axes, grid: AblationConfig, listed: Sequence[Finding], factor: str) -> None:
     """Largest stable rates of both arms against the levels of ``factor``, every seed a dot; the law below the reference's medians."""
-    foretold = []
-    for finding in listed:
-        x, count = float(finding.condition[factor]), len(finding.pairs)
+    xs, foretold = [float(finding.condition[factor]) for finding in listed], []
+    for x, finding in zip(xs, listed, strict=True):
+        count = len(finding.pairs)
         for k, pair in enumerate(finding.pairs):
             for i, (arm, span) in enumerate(zip(finding.comparison.arms, (pair.reference, pair.treatment), strict=True)):
                 draw_span(ax, x * 2 ** (0.5 * beside(2, i, count, k)), span, style(grid, arm))
-        if finding.law:
-            foretold.append((x, float(np.median([pair.reference.low for pair in finding.pairs])) / finding.law))
-    ax.plot([x for x, _ in foretold], [y or math.nan for _, y in foretold], "--", color=INK, linewidth=1.2)
+        median = float(np.median([pair.reference.low for pair in finding.pairs]))
+        foretold.append(median / finding.law if finding.law and median else math.nan)
+    ax.plot(xs, foretold, "--", color=INK, linewidth=1.2)
     ax.set_xscale("log", base=2)
     log_ticks(ax)
-    xs = [float(finding.condition[factor]) for finding in listed]
     ax.set_xticks(xs, [f"{x:g}" for x in xs])
     ax.minorticks_off()
+
+
+def draw_span(ax: Axes, x: float, span: Span, look: tuple[str, str]) -> None:
+    """A number with ends as a dot; an arrow where an end is open, a cross at 1 where both are."""
+    color, marker = look
+    is_open = span.low == 0, math.isinf(span.high)
+    value = {(True, True): 1.0, (True, False): span.high, (False, True): span.low}.get(is_open, (span.low + span.high) / 2)
+    marker = {(True, True): "x", (True, False): "v", (False, True): "^"}.get(is_open, marker)
+    if not any(is_open):
+        ax.plot([x, x], [span.low, span.high], "-", color=color, linewidth=1)
+    ax.plot([x], [value], marker, color=color, markersize=4.5, gid="runs")
 
 
 def curves(ax: Axes, runs: Sequence[Run], color: str) -> None:
@@ -252,9 +199,7 @@ def settings(findings: Findings, study: str) -> dict[str, list[Run]]:
     """The finished runs of a study by their condition and learning rate in words, the rates in order."""
     found: dict[str, list[Run]] = {}
     for run in sorted(findings.runs.select(study, status="done"), key=rate_of):
-        rate = f"learning rate {rate_of(run):g}" if run.rate else ""
-        name = "\n".join(text for text in (condition_text(findings.grid, run.condition), rate) if text)
-        found.setdefault(spelled(name), []).append(run)
+        found.setdefault(setting_text(findings.grid, run), []).append(run)
     return found
 
 
@@ -279,32 +224,36 @@ def probe_panels(findings: Findings, study: str) -> Figure:
     """A column a setting, a row a statistic of the attention over training: every layer of every run a line."""
     grid, runs = findings.grid, settings(findings, study)
     figure, axes = panels(len(PROBED), len(runs), height=1.7, sharey="row", sharex=True)
-    for column, (name, of_setting) in zip(axes.T, runs.items(), strict=True):
-        for run, (ax, statistic) in itertools.product(of_setting, zip(column, PROBED, strict=True)):
-            probes = run.result["probes"]
-            values = np.array([[layer.get(statistic, math.nan) for layer in probe["layers"]] for probe in probes])
-            for i, of_layer in enumerate(values.T):
-                depth = 0.35 + 0.6 * i / max(len(values.T) - 1, 1)
-                look = {"color": style(grid, run.arm)[0], "linewidth": 0.9, "alpha": depth, "gid": "runs"}
-                ax.plot([probe["step"] for probe in probes], of_layer, "-", **look)
-        label(column[0], name)
-        label(column[-1], "", "step")
-    for ax, text in zip(axes[:, 0], PROBED.values(), strict=True):
-        label(ax, ax.get_title(), ax.get_xlabel(), text)
+    for column, (name, of_setting) in enumerate(runs.items()):
+        for row, (statistic, text) in enumerate(PROBED.items()):
+            for run in of_setting:
+                draw_probes(axes[row, column], run, statistic, style(grid, run.arm)[0])
+            is_last = row == len(PROBED) - 1
+            label(axes[row, column], "" if row else name, "step" if is_last else "", "" if column else text)
     log_ticks(axes[0, 0])
     arms_legend(figure, grid, grid.studies[study].arms, line="-")
     return figure
 
 
+def draw_probes(ax: Axes, run: Run, statistic: str, color: str) -> None:
+    """A statistic of each layer of a run as a line over its steps; deeper layers are darker."""
+    probes = run.result["probes"]
+    steps = [probe["step"] for probe in probes]
+    layers = len(probes[0]["layers"]) if probes else 0
+    for i in range(layers):
+        values = [probe["layers"][i].get(statistic, math.nan) for probe in probes]
+        ax.plot(steps, values, "-", color=color, linewidth=0.9, alpha=0.35 + 0.6 * i / max(layers - 1, 1), gid="runs")
+
+
 def attention(maps: Sequence[tuple[str, Sequence[Any]]]) -> Figure:
-    """(examples, L, S) weights of one head by title: those of the first example as a heat map, the last row's entropy below it."""
-    figure, axes = panels(1, len(maps), width=1.9, height=1.95)
+    """(examples, L, S) weights of one head by title: the last query's as a heat map, a row an example, and their entropy."""
+    figure, axes = panels(1, len(maps), width=2.6, height=1.35)
     for ax, (title, weights) in zip(axes[0], maps, strict=True):
-        image = ax.imshow(np.asarray(weights, dtype=np.float64)[0], vmin=0, vmax=1, cmap="magma_r", interpolation="nearest")
+        rows = np.asarray(weights, dtype=np.float64)[:, -1]
+        image = ax.imshow(rows, vmin=0, vmax=1, cmap="magma_r", interpolation="nearest", aspect="auto")
         ax.grid(False)
-        ax.set_xticks([])
-        ax.set_yticks([])
-        label(ax, spelled(title), f"entropy of the last row:\n{entropy(weights):.2f} nats")
+        ax.set(xticks=[], yticks=[])
+        label(ax, title, f"entropy {entropy(weights):.2f} nats", "example")
     bar = figure.colorbar(image, ax=list(axes[0]), shrink=0.6, aspect=12)
     bar.ax.tick_params(labelsize=7)
     bar.set_label("weight", fontsize=8)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from minitx.ablation import figures
 from minitx.ablation import wording as say
 from minitx.ablation.arms import unsolved
-from minitx.ablation.config import RATE, StudyConfig
+from minitx.ablation.blocks import Block, Picture, Section, Table
+from minitx.ablation.config import RATE, AblationConfig, StudyConfig
 from minitx.ablation.judge import Finding, Findings
+from minitx.ablation.outcomes import last_mean
 from minitx.ablation.predictions import answers
-from minitx.ablation.records import Run, worst_accuracy
-from minitx.ablation.report import Block, Picture, Section, Table
+from minitx.ablation.records import worst_accuracy
 
 
 def sentences(findings: Findings) -> list[str]:
@@ -28,8 +29,8 @@ def sentences(findings: Findings) -> list[str]:
 
 def figure(findings: Findings) -> list[Picture]:
     """The runs of the first judged study against the learning rate."""
-    drawn = (picture for name in findings.grid.studies for picture in study_pictures(findings, name))
-    return [picture for picture in (next(drawn, None),) if picture]
+    drawn = (picture for study in findings.grid.studies for picture in study_pictures(findings, study))
+    return list(islice(drawn, 1))
 
 
 def sections(findings: Findings) -> list[Section]:
@@ -43,12 +44,10 @@ def limits(findings: Findings) -> list[str]:
     if results:
         size, steps = (max(result[name] for result in results) for name in ("parameters", "cap"))
         said.append(f"The models are small (up to {size:,} parameters) and the runs are short (up to {steps:,} steps).")
-    few = sorted({str(len(f.pairs)) for f in findings.findings if f.interval is None})
-    if few:
-        said.append(f"Some comparisons have {say.list_text(few)} pairs. Fewer than six give no verdict.")
-    edges = say.count_text(sum(any(f.at_edge) and f.endpoint != "largest_rate" for f in findings.findings), "comparison")
-    if edges != "0 comparisons":
-        said.append(f"In {edges} a best rate is the smallest or largest of those tried. The true one may lie outside.")
+    if any(f.interval is None for f in findings.findings):
+        said.append("Some comparisons have fewer than six pairs, which give no verdict.")
+    if any(any(f.at_edge) for f in findings.findings):
+        said.append("In some comparisons a best rate is the smallest or largest of those tried. The true one may lie outside.")
     if any(not f.is_primary for f in findings.findings):
         said.append("Only the primary comparisons are adjusted for their number. All others are descriptive.")
     return said
@@ -62,22 +61,27 @@ def all_sections(
 ) -> list[Section]:
     """The page below its first screen; ``special`` comes after the figures."""
     return [
-        Section("What was run", [_studies(findings), *_not_done(findings)]),
-        Section("Verdicts", _verdicts(findings)),
+        Section("What was run", [_studies(findings), _not_done(findings)]),
+        Section("Verdicts", [_verdicts(findings), _statistics(findings), _never(findings)]),
         Section("Figures", pictures(findings)),
         *special,
-        Section("Predictions", _predictions(findings)),
+        Section("Predictions", [_predictions(findings)]),
         Section("Limits", limits),
         Section("How to reproduce", _reproduce(meta)),
     ]
 
 
+def counted(findings: Findings) -> str:
+    """How many runs there are, by status."""
+    total = Counter(str(run.status) for run in findings.runs.all)
+    said = ", ".join(f"{total[status]} {status}" for status in ("done", "not run", "failed", "missing") if total[status])
+    return f"{say.count_text(total.total(), 'run')}: {said}."
+
+
 def incomplete(findings: Findings) -> str:
     """A sentence where runs failed or are missing; else empty."""
-    count = Counter(run.status for run in findings.runs.all)
-    lost = [f"{say.count_text(count['failed'], 'run')} failed"] if count["failed"] else []
-    lost += [f"{say.count_text(count['missing'], 'run')} not finished"] if count["missing"] else []
-    return f"{say.list_text(lost)}, of {len(findings.runs.all)}; they are listed below." if lost else ""
+    is_whole = not {run.status for run in findings.runs.all} & {"failed", "missing"}
+    return "" if is_whole else f"The grid is not complete. {counted(findings)} They are listed below."
 
 
 def _studies(findings: Findings) -> Table:
@@ -87,89 +91,88 @@ def _studies(findings: Findings) -> Table:
         done = [run for run in runs if run.status == "done"]
         factors = {factor: levels for factor, levels in study.factors.items() if factor != RATE}
         levels = [f"{say.words(grid, f)}: {', '.join(say.words(grid, n) for n in names)}" for f, names in factors.items()]
-        rates = [f"{rate:g}" for rate in sorted({float(run.rate) for run in runs if run.rate})]
-        seeds = say.count_text(len(study.seeds), "seed") + (f" + {len(study.tune_seeds)} to tune" if study.tune_seeds else "")
-        arms = ", ".join(say.words(grid, arm) for arm in study.arms)
-        budget = say.budget(done) if done else "–"
-        places = ("; ".join(levels) or "–", ", ".join(rates) or "–", seeds, budget)
-        rows.append((say.title(grid, name), arms, *places, f"{len(done)} of {len(runs)}"))
-    total = Counter(str(run.status) for run in findings.runs.all)
-    said = ", ".join(f"{total[status]} {status}" for status in ("done", "not run", "failed", "missing") if total[status])
-    headers = ("study", "arms", "conditions", "learning rates", "seeds", "budget", "runs done")
-    return Table(f"{say.count_text(total.total(), 'run')}: {said}.", headers, rows, is_open=True)
+        tuning = f" + {len(study.tune_seeds)} to tune" if study.tune_seeds else ""
+        row = {
+            "study": say.title(grid, name),
+            "arms": ", ".join(say.words(grid, arm) for arm in study.arms),
+            "conditions": "; ".join(levels),
+            "learning rates": ", ".join(f"{rate:g}" for rate in sorted({float(run.rate) for run in runs if run.rate})),
+            "seeds": say.count_text(len(study.seeds), "seed") + tuning,
+            "budget": say.budget(done) if done else "",
+            "runs done": f"{len(done)} of {len(runs)}",
+        }
+        rows.append(row)
+    return Table(counted(findings), rows, is_open=True)
 
 
-NOT_DONE = {"failed": "Runs that failed", "missing": "Runs without a record", "not run": "Runs that a rule left out"}
-
-
-def _not_done(findings: Findings) -> list[Table]:
-    """Every run that is not done, by status, with its reason."""
-    grid, found = findings.grid, []
-    for status, caption in NOT_DONE.items():
-        rows = []
-        for run in findings.runs.all:
-            rate = f"learning rate {run.rate}" if run.rate else ""
-            where = ", ".join(text for text in (say.condition_text(grid, run.condition), rate) if text)
-            place = (say.title(grid, run.study), say.words(grid, run.arm), where, str(run.seed))
-            rows += [(*place, run.record.get("reason", ""))] if run.status == status else []
-        if rows:
-            headers = ("study", "arm", "place", "seed", "reason")
-            found.append(Table(f"{caption} ({len(rows)})", headers, rows, is_open=status == "failed"))
-    return found
-
-
-def _verdicts(findings: Findings) -> list[Block]:
-    """The verdicts in words, and behind a line each the other comparisons, the statistics, and runs that never solve."""
-    primary = [f for f in findings.findings if f.is_primary]
-    others = [f for f in findings.findings if not f.is_primary]
-    first = _in_words(findings, primary, "The primary comparisons, which were named before the runs", is_open=True)
-    second = _in_words(findings, others, "Other comparisons, descriptive, not adjusted for their number", is_open=not primary)
-    return [table for table in (first, second, _statistics(findings), _never(findings)) if table.rows]
-
-
-def _in_words(findings: Findings, listed: Sequence[Finding], caption: str, *, is_open: bool) -> Table:
+def _not_done(findings: Findings) -> Table:
+    """Every run that is not done, with its reason."""
     grid, rows = findings.grid, []
-    for f in listed:
-        arms = " against ".join(say.words(grid, arm) for arm in reversed(f.comparison.arms))
-        rows.append((say.where_text(grid, f), say.endpoint_text(grid, f), arms, say.effect_text(f), f.verdict))
-    return Table(caption, ("where", "what", "arms", "effect (median)", "verdict"), rows, is_open=is_open)
+    for run in sorted(findings.runs.all, key=lambda run: str(run.status)):
+        row = {"study": say.title(grid, run.study), "arm": say.words(grid, run.arm), "setting": say.setting_text(grid, run)}
+        row |= {"seed": str(run.seed), "status": str(run.status), "reason": run.record.get("reason", "")}
+        rows += [row] if run.status != "done" else []
+    return Table(f"Runs that failed, are missing, or were left out by a rule ({len(rows)})", rows)
+
+
+def _verdicts(findings: Findings) -> Table:
+    """The primary comparisons; where the grid has none, all."""
+    primary = [f for f in findings.findings if f.is_primary]
+    caption = "The primary comparisons, which were named before the runs" if primary else "All comparisons"
+    return Table(caption, [_verdict(findings.grid, f) for f in primary or findings.findings], is_open=True)
+
+
+def _verdict(grid: AblationConfig, f: Finding) -> dict[str, str]:
+    """A finding in words."""
+    return {
+        "where": say.where_text(grid, f),
+        "what": say.endpoint_text(grid, f),
+        "arms": " against ".join(say.words(grid, arm) for arm in reversed(f.comparison.arms)),
+        "effect (median)": say.effect_text(f),
+        "verdict": f.verdict,
+    }
 
 
 def _statistics(findings: Findings) -> Table:
-    """Everything that a verdict rests on."""
+    """Every finding with everything that its verdict rests on."""
     grid, rows = findings.grid, []
     for f in findings.findings:
-        interval = say.span_text(f.interval) + (f" ({100 * f.coverage:.1f} %)" if f.coverage is not None else "")
-        rates = "; ".join(", ".join(sorted(set(rates), key=float)) for rates in f.rates if any(rates)) or "–"
-        pairs = f"{len(f.pairs)}" + (f", missing {say.list_text([str(seed) for seed in f.missing])}" if f.missing else "")
-        law = "–" if f.law is None else say.number(f.law)
-        numbers = (pairs, say.effect_text(f), interval, law, say.p_text(f.p), say.p_text(f.p_adjusted), rates)
-        rows.append((say.where_text(grid, f), say.endpoint_text(grid, f), *numbers, f.verdict, f.reason))
-    measured = ("pairs", "median", "interval (coverage)", "theory", "p", "p by Holm", "best rates")
+        numbers = {
+            "pairs": f"{len(f.pairs)} of {len(f.pairs) + len(f.missing)}",
+            "interval (coverage)": say.span_text(f.interval) + (f" ({f.coverage:.1%})" if f.coverage is not None else ""),
+            "of each seed": "; ".join(say.span_text(pair.effect) for pair in f.pairs),
+            "theory": say.number(f.law),
+            "p": say.number(f.p),
+            "p by Holm": say.number(f.p_adjusted),
+            "best rates": "; ".join(", ".join(sorted(set(rates), key=float)) for rates in f.rates if any(rates)),
+            "rests on": f.reason,
+        }
+        rows.append(_verdict(grid, f) | numbers)
     caption = (
-        "Statistics: effects of the second arm against the first, paired by seed; intervals of the median by order statistics; "
-        f"p of a one-sided sign test against the margin (× {grid.ratio_margin:g}, or {grid.score_margin:g})"
+        "All comparisons with their statistics: effects of the first arm against the second, paired by seed; intervals of the median by "
+        f"order statistics; p of a one-sided sign test against the margin (× {grid.ratio_margin:g}, or {grid.score_margin:g}). "
+        "Those that are not primary are descriptive and not adjusted for their number"
     )
-    return Table(caption, ("where", "what", *measured, "verdict", "rests on"), rows)
+    return Table(caption, rows)
 
 
 def _never(findings: Findings) -> Table:
     """How many judged runs never solve their task, by learning rate."""
-    grid, rows = findings.grid, []
-    for name in (name for name, study in grid.studies.items() if "time" in study.scores):
-        runs = findings.runs.select(name, status="done")
-        for run in {(run.arm, tuple(run.condition.items())): run for run in runs}.values():
-            place = (say.title(grid, name), say.words(grid, run.arm), say.condition_text(grid, run.condition))
-            for never in unsolved(grid, findings.runs, name, run.arm, run.condition):
-                rows.append((*place, never.rate, f"{never.count} of {never.total}", say.span_text(never.interval)))
-    headers = ("study", "arm", "where", "learning rate", "never solved it", "95 % interval of the share (Wilson)")
-    return Table("Runs that do not solve the task within the budget", headers, rows)
+    grid, rows = findings.grid, {}
+    timed = [f for f in findings.findings if f.endpoint == "time"]
+    for finding, arm in [(f, arm) for f in timed for arm in f.comparison.arms]:
+        for never in unsolved(grid, findings.runs, finding.comparison.study, arm, finding.condition):
+            where, share = say.where_text(grid, finding), "95 % interval of the share (Wilson)"
+            row = {"where": where, "arm": say.words(grid, arm), "learning rate": never.rate}
+            row |= {"never solved it": f"{never.count} of {never.total}", share: say.span_text(never.interval)}
+            rows[where, arm, never.rate] = row
+    return Table("Runs that do not solve the task within the budget", list(rows.values()))
 
 
-def _predictions(findings: Findings) -> list[Block]:
-    rows = [(a.name, a.statement, a.status, a.evidence) for a in answers(findings)]
+def _predictions(findings: Findings) -> Table:
+    rows = [{"name": a.name, "prediction": a.statement, "status": a.status, "measured": a.evidence} for a in answers(findings)]
     caption = "Written before the runs. UNDECIDED: the runs show neither the prediction nor its opposite."
-    return [Table(caption, ("name", "prediction", "status", "measured"), rows, is_open=True)] if rows else []
+    return Table(caption, rows, is_open=True)
 
 
 def _reproduce(meta: Mapping[str, Any]) -> list[Block]:
@@ -177,33 +180,22 @@ def _reproduce(meta: Mapping[str, Any]) -> list[Block]:
     for name in ("command", "commit", "date", "hardware", "versions", "wall_seconds"):
         value = meta.get(name) or "not recorded"
         text = ", ".join(f"{k} {v}" for k, v in sorted(value.items())) if isinstance(value, Mapping) else str(value)
-        rows.append((name.replace("_", " "), f"{value:.0f}" if isinstance(value, float) else text))
+        rows.append({"what": name.replace("_", " "), "value": f"{value:.0f}" if isinstance(value, float) else text})
     said = "Every run is an ordinary training run. cells.csv has the command that runs it alone; cells.jsonl has its curves."
-    return [said, Table("What made this page", ("what", "value"), rows, is_open=True)]
+    return [said, Table("What made this page", rows, is_open=True)]
 
 
 # --- figures
 
 
 def pictures(findings: Findings) -> list[Picture]:
-    """Gap against budget, the runs of every judged study, and the pairs of every comparison."""
+    """Gap against budget, and the runs of every judged study."""
     found, timed = [], [f for f in findings.findings if f.endpoint == "time" and f.pairs]
     if timed:
         caption = "Share of the judged seeds that solved the task by each step, at the arm's own best learning rate."
         found.append(Picture("budget", "Gap against budget", caption, figures.gap_against_budget(findings, timed)))
     for name in findings.grid.studies:
         found += study_pictures(findings, name)
-    kinds = {"ratio" if f.endpoint in say.RATIOS else f.endpoint: f for f in findings.findings if f.pairs}
-    caption = (
-        "A dot is a seed, the dark band is the interval of the median, the light one the margin, the dashed line theory. "
-        "An arrow: known up to this end only. ×: not known."
-    )
-    for kind, example in kinds.items():
-        endpoints = say.RATIOS if kind == "ratio" else (kind,)
-        listed = [f for f in findings.findings if f.endpoint in endpoints and f.pairs]
-        what = "Ratios" if kind == "ratio" else say.endpoint_text(findings.grid, example)
-        drawn = figures.paired_effects(findings, listed)
-        found.append(Picture(f"pairs_{kind}", f"{what}, paired by seed", caption, drawn))
     return found
 
 
@@ -215,8 +207,7 @@ def study_pictures(findings: Findings, name: str) -> list[Picture]:
             value, y, missing = _drawn_as(findings, study, score)
             drawn = figures.by_rate(findings, name, value, y, missing, log=score == "time")
             said = f"Every finished run is a dot; lines join the medians over seeds. Budget: {say.budget(runs)}."
-            heading = f"{say.title(findings.grid, name)}: {y}"
-            found.append(Picture(f"{name}_{score}", heading, said, drawn))
+            found.append(Picture(f"{name}_{score}", f"{say.title(findings.grid, name)}: {y}", said, drawn))
     return found
 
 
@@ -228,10 +219,5 @@ def _drawn_as(findings: Findings, study: StudyConfig, score: str) -> tuple[figur
     if score == "stability" and study.stable.metric == "train_accuracy":
         return (lambda run: worst_accuracy(run.result, window)), f"worst accuracy over {window} steps", "not finite"
     if score == "stability":
-        return partial(_last_loss, window), f"mean loss of the last {window} steps", "not finite"
+        return (lambda run: last_mean(run, "loss", window)), f"mean loss of the last {window} steps", "not finite"
     return (lambda run: run.result[f"val_{score}"]), f"validation {score}", "not finite"
-
-
-def _last_loss(window: int, run: Run) -> float | None:
-    last = run.result["loss"][-window:]
-    return None if None in last else math.fsum(last) / len(last)

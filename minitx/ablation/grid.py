@@ -7,14 +7,14 @@ import hashlib
 import itertools
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from minitx.ablation.config import RATE, AblationConfig, StudyConfig
+from minitx.ablation.config import AblationConfig, StudyConfig
 from minitx.ablation.records import Place
 from minitx.config import CONFIG_DIR, ConfigError
 
@@ -44,13 +44,9 @@ class Cell:
         """A name made of the place and of what decides the result: overrides, code, and the run that it starts from."""
         keys = [text for text in self.overrides if not text.startswith(CONFIG_DIR)]
         own = [folder_fingerprint(text.removeprefix(CONFIG_DIR)) for text in self.overrides if text.startswith(CONFIG_DIR)]
-        parts = [*self.place, keys, code_fingerprint(), *own, self.start.hash if self.start else None]
+        place = [self.place.study, self.place.arm, self.place.factors, self.place.seed]
+        parts = [*place, keys, code_fingerprint(), *own, self.start.hash if self.start else None]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-
-    @property
-    def rate(self) -> str:
-        """The level of the factor ``lr``; "" where there is none."""
-        return dict(self.place.factors).get(RATE, "")
 
     def folder(self, grid: Path) -> Path:
         """The run's folder in that of the grid."""
@@ -72,15 +68,12 @@ class Cell:
         """The number of steps that the last ``trainer.max_steps`` override asks for.
 
         Raises:
-            ConfigError: none does, so that the grid's time cannot be projected.
+            ConfigError: none does, or it is no whole number.
         """
-        given = settings(self.overrides).get("trainer.max_steps")
-        if given is None:
-            raise ConfigError(
-                f"ablation.studies.{self.place.study}.base must set trainer.max_steps, so that its time can be projected"
-            )
+        given = settings(self.overrides).get("trainer.max_steps", "")
         if not given.isdecimal():
-            raise ConfigError(f"ablation.studies.{self.place.study}: trainer.max_steps={given} must be a whole number")
+            study = f"ablation.studies.{self.place.study}"
+            raise ConfigError(f"{study}.base must set trainer.max_steps to a whole number, so that its time can be projected")
         return int(given)
 
     def describe(self, grid: Path) -> dict[str, Any]:
@@ -125,49 +118,31 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
         ConfigError: the same cell twice, or a first phase that the grid does not have.
     """
     found: dict[Place, tuple[int, Cell]] = {}
-    for name in _in_order(grid):
+    starts = {(study.start.study, study.start.arm) for study in grid.studies.values() if study.start}
+    for name in sorted(grid.studies, key=lambda name: len(grid.phases(name))):
         study = grid.studies[name]
-        for number, seed in enumerate((*study.tune_seeds, *study.seeds)):
+        for block, seed in enumerate((*study.tune_seeds, *study.seeds)):
             for arm, factors in _combinations(study, seed):
-                block = number
                 place = Place(name, arm, tuple(sorted(factors.items())), seed)
                 if place in found:
                     raise ConfigError(f"ablation.studies.{name} names a seed or a level twice: {place}")
                 levels = [override for factor, level in factors.items() for override in study.factors[factor][level]]
-                start, own_seed = None, seed
-                if study.start is not None:
-                    first, start = _start_of(grid, study, place, found)
-                    block, own_seed = max(block, first), seed + NEW_DATA
+                first, start = found[_start_of(grid, place, found)] if study.start else (0, None)
+                own_seed = seed + NEW_DATA if study.start else seed
                 overrides = (*study.base, *grid.arms[arm], *levels, f"seed={own_seed}", *common)
-                keeps = any(
-                    other.start and (other.start.study, other.start.arm) == (name, arm) for other in grid.studies.values()
-                )
-                found[place] = (block, Cell(place, overrides, start, keeps))
+                found[place] = (max(block, first), Cell(place, overrides, start, (name, arm) in starts))
     return [cell for _, cell in sorted(found.values(), key=lambda entry: entry[0])]
 
 
-def _in_order(grid: AblationConfig) -> list[str]:
-    """The studies, each after the one that it starts from."""
-    ordered: list[str] = []
-    waiting = list(grid.studies)
-    while waiting:
-        ready = [n for n in waiting if (start := grid.studies[n].start) is None or start.study in ordered]
-        if not ready:
-            raise ConfigError(f"ablation.studies: {', '.join(waiting)} start from each other")
-        ordered += ready
-        waiting = [name for name in waiting if name not in ready]
-    return ordered
-
-
-def _start_of(
-    grid: AblationConfig, study: StudyConfig, place: Place, found: Mapping[Place, tuple[int, Cell]]
-) -> tuple[int, Cell]:
-    assert study.start is not None
-    shared = tuple((factor, level) for factor, level in place.factors if factor in grid.studies[study.start.study].factors)
-    first = Place(study.start.study, study.start.arm, shared, place.seed)
-    if first not in found:
+def _start_of(grid: AblationConfig, place: Place, there: Container[Place]) -> Place:
+    """The place of the run whose weights the run at ``place`` starts from: it shares the seed and the factors."""
+    start = grid.studies[place.study].start
+    assert start is not None
+    shared = tuple((factor, level) for factor, level in place.factors if factor in grid.studies[start.study].factors)
+    first = Place(start.study, start.arm, shared, place.seed)
+    if first not in there:
         raise ConfigError(f"ablation.studies.{place.study}.start: the grid has no run {first}")
-    return found[first]
+    return first
 
 
 def _combinations(study: StudyConfig, seed: int) -> Iterator[tuple[str, dict[str, str]]]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from minitx.ablation.arms import Arm
-from minitx.ablation.arms import solved_step as solved_step
 from minitx.ablation.config import AblationConfig, ComparisonConfig, Condition, Endpoint, Verdict, endpoints
 from minitx.ablation.records import Runs
 from minitx.ablation.statistics import ALPHA, MIN_PAIRS, Span, holm, median, median_interval, sign_test
@@ -90,16 +89,6 @@ class Equality:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Of a prediction: HELD, NOT HELD, UNDECIDED or NOT TESTED, with the numbers in one sentence."""
-
-    name: str
-    statement: str
-    status: str
-    evidence: str
-
-
-@dataclass(frozen=True)
 class Findings:
     """Everything that the judge found, and the runs that it was found from."""
 
@@ -161,49 +150,39 @@ class _Contest:
     @property
     def score(self) -> str:
         """What chooses the rates: the endpoint itself, or for a measure the study's first score that chooses any."""
+        choosing = [score for score in self.arms[0].study.scores if score in ("time", "loss", "accuracy")]
         if self.endpoint == "largest_rate":
             return "time"
-        scores = [score for score in self.arms[0].study.scores if score in ("time", "loss", "accuracy")]
-        return self.endpoint if self.endpoint in (*scores, "stability") else scores[0]
+        return self.endpoint if self.endpoint in choosing else choosing[0]
 
     def word(self, effect: Span) -> Verdict:
         """The verdict where the whole effect is beyond the margin, or within it; steps of the grid count from two on."""
         grid = self.arms[0].grid
-        low, high = (-1.0, 1.0) if self.endpoint == "largest_rate" else (-grid.score_margin, grid.score_margin)
-        if self.endpoint in _RATIOS:
-            low, high = 1 / grid.ratio_margin, grid.ratio_margin
+        margin = 1.0 if self.endpoint == "largest_rate" else grid.score_margin
+        low, high = (1 / grid.ratio_margin, grid.ratio_margin) if self.endpoint in _RATIOS else (-margin, margin)
         below, above = _WORDS.get(self.endpoint, ("BETTER", "WORSE"))
         if effect.within(Span(low, high)):
             return "SAME"
         return above if effect.low > high else below if effect.high < low else "UNDECIDED"
 
-    def rates(self, arm: Arm) -> dict[int, str | None]:
-        """An arm's best rate for each judged seed."""
-        seeds = arm.study.seeds
-        if self.endpoint == "stability":
-            return dict.fromkeys(seeds)
-        return {seed: arm.best_rate(self.score, arm.tuning_seeds(seed)) for seed in seeds}
-
     def pairs(self, rates: Sequence[Mapping[int, str | None]]) -> list[Pair]:
+        """The pairs of the judged seeds that both arms have, each arm at its rate for that seed."""
         found = []
         for seed in self.arms[0].study.seeds:
-            reference, treatment = (
-                arm.value(self.endpoint, own[seed], seed) for arm, own in zip(self.arms, rates, strict=True)
-            )
-            if reference is None or treatment is None:
+            first, second = (arm.value(self.endpoint, own.get(seed), seed) for arm, own in zip(self.arms, rates, strict=True))
+            if first is None or second is None:
                 continue
             if self.endpoint in _RATIOS:
-                effect = treatment.over(reference) if self.endpoint == "time" else reference.over(treatment)
+                effect = second.over(first) if self.endpoint == "time" else first.over(second)
             else:
-                effect = treatment.minus(reference)
+                effect = second.minus(first)
             if self.endpoint == "largest_rate":  # it lies between two rates of the grid
                 effect = Span(effect.low - 1, effect.high + 1)
-            found.append(Pair(seed, reference, treatment, effect))
+            found.append(Pair(seed, first, second, effect))
         return found
 
     def verdict(self, rates: Sequence[Mapping[int, str | None]], pairs: Sequence[Pair]) -> tuple[Verdict, str]:
         """The word and its reason."""
-        study = self.arms[0].study
         found = median_interval([pair.effect for pair in pairs])
         if found is None:
             return "UNDECIDED", f"{len(pairs)} pairs, and fewer than {MIN_PAIRS} give no verdict"
@@ -218,8 +197,9 @@ class _Contest:
         # in hindsight: the worse arm takes its best rate for the judged seeds
         is_above = printed(self.endpoint, pairs).low > (1 if self.endpoint in _RATIOS else 0)
         worse = 1 if is_above == (self.endpoint != "accuracy") else 0
-        best = self.arms[worse].best_rate(self.score, study.seeds)
-        changed = [dict.fromkeys(own, best) if i == worse else own for i, own in enumerate(rates)]
+        seeds = self.arms[worse].study.seeds
+        best = self.arms[worse].best_rate(self.score, seeds)
+        changed = [dict.fromkeys(seeds, best) if i == worse else own for i, own in enumerate(rates)]
         again = median_interval([pair.effect for pair in self.pairs(changed)])
         if again is None or self.word(again[0]) != word:
             which = ("first", "second")[worse]
@@ -229,12 +209,15 @@ class _Contest:
     def reference_solves(self) -> bool:
         """Whether for every judged seed a run that chooses the reference's rate solves the task, where that is judged."""
         arm = self.arms[0]
-        return self.score != "time" or all(arm.solves(arm.tuning_seeds(seed)) for seed in arm.study.seeds)
+        return self.endpoint not in ("time", "largest_rate") or all(arm.solves(arm.tuning_seeds(s)) for s in arm.study.seeds)
 
     def finding(self) -> Finding:
-        study, law = self.arms[0].study, self.comparison.law
-        rates = [self.rates(arm) for arm in self.arms]
-        chosen = [tuple(rate for rate in own.values() if rate is not None) for own in rates]
+        """Everything that is found."""
+        study, law, is_ratio = self.arms[0].study, self.comparison.law, self.endpoint in _RATIOS
+        rates: list[dict[int, str | None]] = [{}, {}]
+        if self.endpoint != "stability":  # there the rates are what is measured
+            rates = [{seed: arm.best_rate(self.score, arm.tuning_seeds(seed)) for seed in study.seeds} for arm in self.arms]
+        first, second = (tuple(rate for rate in own.values() if rate is not None) for own in rates)
         pairs = self.pairs(rates)
         middle = printed(self.endpoint, pairs) if pairs else None
         estimate = None if middle is None else middle.low
@@ -247,10 +230,9 @@ class _Contest:
             comparison=self.comparison,
             endpoint=self.endpoint,
             condition=self.condition,
-            is_primary=self.endpoint == study.scores[0]
-            and any(_fits(wanted, self.condition) for wanted in self.comparison.primary),
-            rates=(chosen[0], chosen[1]),
-            at_edge=(self.arms[0].has_edge(chosen[0]), self.arms[1].has_edge(chosen[1])),
+            is_primary=self.endpoint == study.scores[0] and any(_fits(w, self.condition) for w in self.comparison.primary),
+            rates=(first, second),
+            at_edge=(self.arms[0].has_edge(first), self.arms[1].has_edge(second)),
             pairs=tuple(pairs),
             missing=tuple(sorted(set(study.seeds) - {pair.seed for pair in pairs})),
             estimate=estimate,
@@ -259,7 +241,7 @@ class _Contest:
             coverage=coverage,
             p=None if interval is None else sign_test(harmed, len(pairs)),
             p_adjusted=None,
-            law=float(self.condition[law.factor]) ** law.power if law and self.endpoint in _RATIOS else None,
+            law=float(self.condition[law.factor]) ** law.power if law and is_ratio else None,
             verdict=verdict,
             reason=reason,
         )

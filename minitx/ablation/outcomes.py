@@ -9,9 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from scipy.ndimage import median_filter
 
-from minitx.ablation import records
 from minitx.ablation.config import Solved
-from minitx.ablation.records import Run, Runs
+from minitx.ablation.records import Run, Runs, solved_step
 
 Outcome = Literal[
     "NONFINITE",
@@ -72,8 +71,8 @@ def _of_loss(run: Run, levels: Levels, least: float) -> Outcome | None:
 
 def _of_accuracy(run: Run, levels: Levels) -> Outcome | None:
     solved, uniform = levels.solved, levels.uniform if levels.uniform is not None else UNIFORM_ACCURACY
-    had_solved = run.record.get("start") is not None or records.solved_step(run.result, solved) is not None
-    if not had_solved and records.solved_step(run.result, Solved(value=uniform + 0.1, window=solved.window)) is None:
+    had_solved = run.record.get("start") is not None or solved_step(run.result, solved) is not None
+    if not had_solved and solved_step(run.result, Solved(value=uniform + 0.1, window=solved.window)) is None:
         return "NEVER LEARNED"
     return "LEARNED AND LOST" if had_solved and last_mean(run, "accuracy") < 0.5 else None
 
@@ -101,19 +100,6 @@ def last_mean(run: Run, curve: Literal["loss", "accuracy"], steps: int = END) ->
     if run.result["nonfinite_step"] is not None or None in values:
         return math.inf if curve == "loss" else 0.0
     return float(np.mean(values))
-
-
-def steps_until_recovered(run: Run, value: float = 0.95, window: int = 8) -> float:
-    """Steps from the first mean accuracy over ``window`` steps below ``value`` to the next at ``value`` or above.
-
-    0 where none is below, infinite where none is back.
-    """
-    means = np.convolve(np.array(run.result["accuracy"], dtype=float), np.full(window, 1 / window), mode="valid")
-    below = np.flatnonzero(means < value)
-    if not len(below):
-        return 0
-    back = np.flatnonzero(means[below[0] :] >= value)
-    return int(back[0]) if len(back) else math.inf
 
 
 def gradient_norms(run: Run) -> tuple[float, float] | None:

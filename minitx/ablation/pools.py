@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,22 +24,12 @@ SLURM_JOBS = 16
 """Jobs under way at once, unless ``ablation.workers`` says otherwise."""
 
 
-class Job(Protocol):
-    """A call that is under way."""
-
-    def done(self) -> bool:
-        """Whether it has ended."""
-
-    def result(self) -> Any:
-        """What it returned; raises what it raised, or that its process died."""
-
-
 class Pool(Protocol):
     """Runs calls, ``workers`` at once; who submits sees to it that no more are under way."""
 
     workers: int
 
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Job:
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Start ``function(*arguments)``. Both are pickled."""
 
     def close(self) -> None:
@@ -49,8 +39,7 @@ class Pool(Protocol):
 class LocalPool:
     """Worker processes that live for the whole grid, because importing torch and Lightning costs seconds.
 
-    Where one dies, the calls that are under way raise, and the next ``submit`` starts all workers anew. Workers end with this
-    process, even if it is killed.
+    One that dies costs the call that it had, and is replaced. Workers end with this process, even if it is killed.
 
     Args:
         workers: processes.
@@ -58,37 +47,35 @@ class LocalPool:
     """
 
     def __init__(self, workers: int, devices: Sequence[str] = ()) -> None:
-        self.workers, self.devices = workers, tuple(devices)
-        self._executor: ProcessPoolExecutor | None = None
+        self.workers, self.devices = workers, tuple(devices) or (None,)
+        self._executors: dict[int, ProcessPoolExecutor] = {}  # one process each, so that a death breaks no other
+        self._calls: dict[int, Future[Any]] = {}
 
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Job:
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """As ``Pool.submit``."""
+        free = next(i for i in range(self.workers) if i not in self._calls or self._calls[i].done())
         try:
-            self._executor = self._executor or self._start()
-            return self._executor.submit(function, *arguments)
+            if free not in self._executors:
+                start = (os.getpid(), self.devices[free % len(self.devices)])
+                spawn = multiprocessing.get_context("spawn")
+                self._executors[free] = ProcessPoolExecutor(1, spawn, initializer=_start_worker, initargs=start)
+            self._calls[free] = self._executors[free].submit(function, *arguments)
         except BrokenProcessPool:
-            self.close()
+            del self._executors[free]
             return self.submit(function, *arguments)
+        return self._calls[free]
 
     def close(self) -> None:
         """Kill the workers."""
-        if self._executor is not None:
-            processes = list((self._executor._processes or {}).values())  # shutdown forgets them, and waits for what they do
-            self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in self._executors.values():
+            processes = list((executor._processes or {}).values())  # shutdown forgets them, and waits for what they do
+            executor.shutdown(wait=False, cancel_futures=True)
             for process in processes:
                 process.kill()
-            self._executor = None
-
-    def _start(self) -> ProcessPoolExecutor:
-        spawn = multiprocessing.get_context("spawn")
-        places = spawn.SimpleQueue()
-        for i in range(self.workers):
-            places.put(self.devices[i % len(self.devices)] if self.devices else None)
-        return ProcessPoolExecutor(self.workers, spawn, initializer=_start_worker, initargs=(os.getpid(), places))
+        self._executors.clear()
 
 
-def _start_worker(parent: int, places: Any) -> None:
-    device = places.get()
+def _start_worker(parent: int, device: str | None) -> None:
     if device is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = device  # torch is not imported yet
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and kills its workers
@@ -129,13 +116,13 @@ class SlurmPool:
             raise ConfigError(f"ablation.launcher=slurm with launcher_options={dict(options)}: {error}") from None
         self._jobs: list[Any] = []
 
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Job:
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """As ``Pool.submit``."""
-        self._jobs = [job for job in self._jobs if not job.done()]
         self._jobs.append(self._executor.submit(function, *arguments))
-        return self._jobs[-1]  # type: ignore[no-any-return]
+        return self._jobs[-1]
 
     def close(self) -> None:
         """Cancel the jobs that are under way."""
         for job in self._jobs:
-            job.cancel(check=False)
+            if not job.done():
+                job.cancel(check=False)

@@ -5,14 +5,24 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from minitx.ablation.config import AblationConfig, ExpectedConfig
-from minitx.ablation.judge import Answer, Finding, Findings, printed
+from minitx.ablation.judge import Finding, Findings, printed
 from minitx.ablation.statistics import MIN_PAIRS, Span
 from minitx.ablation.wording import ENDPOINTS, condition_text, count_text, effect_text, title, words
 from minitx.config import ConfigError
 
 HELD, NOT_HELD, UNDECIDED, NOT_TESTED = "HELD", "NOT HELD", "UNDECIDED", "NOT TESTED"
+
+
+class Answer(NamedTuple):
+    """Of a prediction: HELD, NOT HELD, UNDECIDED or NOT TESTED, with the numbers in one sentence."""
+
+    name: str
+    statement: str
+    status: str
+    evidence: str
 
 
 def answers(findings: Findings) -> tuple[Answer, ...]:
@@ -22,9 +32,8 @@ def answers(findings: Findings) -> tuple[Answer, ...]:
         parts = [part for expected in prediction.expect for part in _answer(findings, expected)]
         if prediction.rule is not None:
             parts.append(rule_of(grid, prediction.rule)(findings, **prediction.options))
-        found.append(
-            Answer(name, prediction.statement, together([status for status, _ in parts]), "; ".join(text for _, text in parts))
-        )
+        status = together([status for status, _ in parts])
+        found.append(Answer(name, prediction.statement, status, "; ".join(text for _, text in parts)))
     return tuple(found)
 
 

@@ -34,28 +34,34 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from minitx.ablation.config import RATE, Condition, Solved, Stable
 
 Record = dict[str, Any]
-Status = Literal["done", "failed", "not run", "missing"]
 
 
-class Place(NamedTuple):
-    """Where a run stands in its grid."""
+@dataclass(frozen=True)
+class Place:
+    """Where a run stands in its grid. ``factors`` are (factor, level), sorted by the factor's name."""
 
     study: str
     arm: str
     factors: tuple[tuple[str, str], ...]
     seed: int
 
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Place:
-        """The place of a record."""
-        return cls(record["study"], record["arm"], tuple(sorted(record["factors"].items())), record["seed"])
+    @property
+    def rate(self) -> str:
+        """The level of the factor ``lr``; "" where there is none."""
+        return dict(self.factors).get(RATE, "")
+
+    @property
+    def condition(self) -> dict[str, str]:
+        """The levels of all factors but ``lr``."""
+        return {name: level for name, level in self.factors if name != RATE}
 
     def __str__(self) -> str:
         levels = "".join(f", {name} {level}" for name, level in self.factors)
@@ -63,65 +69,42 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run that the grid has, and its record where there is one."""
+class Run(Place):
+    """A run that the grid has, and its record; {} where there is none."""
 
-    place: Place
-    status: Status
-    record: Mapping[str, Any] = field(default_factory=dict)
+    record: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
-    def study(self) -> str:
-        """The study of its place."""
-        return self.place.study
+    def place(self) -> Place:
+        """Where the run stands in its grid."""
+        return Place(self.study, self.arm, self.factors, self.seed)
 
     @property
-    def arm(self) -> str:
-        """The arm of its place."""
-        return self.place.arm
-
-    @property
-    def seed(self) -> int:
-        """The seed of its place."""
-        return self.place.seed
-
-    @property
-    def rate(self) -> str:
-        """The level of the factor ``lr``; "" where there is none."""
-        return dict(self.place.factors).get(RATE, "")
-
-    @property
-    def condition(self) -> dict[str, str]:
-        """The levels of all factors but ``lr``."""
-        return {name: level for name, level in self.place.factors if name != RATE}
+    def status(self) -> str:
+        """That of the record, or ``missing``."""
+        return self.record.get("status", "missing")  # type: ignore[no-any-return]
 
     @property
     def result(self) -> Mapping[str, Any]:
         """What was measured; only a run that is done has it."""
-        assert self.status == "done", self.place
+        assert self.status == "done", self
         return self.record["result"]  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of a grid, in its order. One without a record is ``missing``."""
+    """The runs of a grid, in its order."""
 
     all: tuple[Run, ...]
 
     @classmethod
     def of(cls, places: Iterable[Place], records: Iterable[Record]) -> Runs:
         """The runs at ``places``; records of other places are left out, and of several for one place the last that is done counts."""
-        found: dict[Place, Record] = {}
-        for record in records:
-            place = Place.of(record)
-            if record["status"] == "done" or found.get(place, record)["status"] != "done":
-                found[place] = record
-        return cls(
-            tuple(
-                Run(place, found[place]["status"], found[place]) if place in found else Run(place, "missing")
-                for place in places
-            )
-        )
+        found = {}
+        for record in sorted(records, key=lambda record: record["status"] == "done"):
+            factors = tuple(sorted(record["factors"].items()))
+            found[Place(record["study"], record["arm"], factors, record["seed"])] = record
+        return cls(tuple(Run(**vars(place), record=found.get(place, {})) for place in places))
 
     def select(
         self,
@@ -131,7 +114,7 @@ class Runs:
         *,
         rate: str | None = None,
         seeds: Sequence[int] | None = None,
-        status: Status | None = None,
+        status: str | None = None,
     ) -> list[Run]:
         """The runs of a study that agree with all that is given; ``condition`` may name some of the factors."""
         wanted = set((condition or {}).items())
@@ -140,7 +123,7 @@ class Runs:
             for run in self.all
             if run.study == study
             and arm in (None, run.arm)
-            and wanted <= set(run.place.factors)
+            and wanted <= set(run.factors)
             and rate in (None, run.rate)
             and (seeds is None or run.seed in seeds)
             and status in (None, run.status)
@@ -153,22 +136,24 @@ class Runs:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a ``cells.jsonl``; [] where there is none. A last line that a crash cut short is left out."""
+    """The records of a ``cells.jsonl``; [] where there is none. A line that a crash cut short is left out."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
+        with suppress(json.JSONDecodeError):
             found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
     return found
 
 
 def solved_step(result: Mapping[str, Any], solved: Solved) -> int | None:
-    """The first step t at which the mean of the metric over steps t - window + 1 ... t reaches the value; None where none does.
+    """The first step t at which the mean of the metric over steps t - window + 1 ... t reaches the value.
 
-    >>> solved_step({"accuracy": [0.0, 1.0, 1.0]}, Solved(value=0.9, window=2))
+    None where none does, and of a run that became NONFINITE.
+
+    >>> solved_step({"accuracy": [0.0, 1.0, 1.0], "nonfinite_step": None}, Solved(value=0.9, window=2))
     3
     """
+    if result["nonfinite_step"] is not None:
+        return None
     for step, value in enumerate(_means(result, solved.metric, solved.window), solved.window):
         if value >= solved.value if solved.metric == "train_accuracy" else value <= solved.value:
             return step

@@ -19,134 +19,85 @@ import html
 import importlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from typing import Any
 
-from minitx.ablation.config import RATE
-from minitx.ablation.figures import lettered
+from minitx.ablation import generic
+from minitx.ablation.blocks import Block, Picture, Section, Table
 from minitx.ablation.judge import Findings
-from minitx.ablation.wording import words
 from minitx.analysis.canvas import DPI, png, svg
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text. ``is_open``: shown at once, not behind its caption."""
-
-    caption: str
-    headers: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    is_open: bool = False
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure: a name of its own, a title, and what it shows."""
-
-    name: str
-    title: str
-    caption: str
-    figure: Figure
-
-    @property
-    def file(self) -> str:
-        """The name of its files, without the ending."""
-        return quote(self.name, safe="")
-
-
-Block = str | Table | Picture
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the page; one without blocks is left out."""
-
-    title: str
-    blocks: Sequence[Block] = field(default_factory=tuple)
-
-
-@dataclass(frozen=True)
-class Written:
-    """The first screen's sentences, and the page."""
-
-    sentences: list[str]
-    page: Path
-
-
 PARTS = ("sentences", "figure", "sections", "limits")
-BADGES = {
-    **dict.fromkeys(("HELD", "PASS", "EQUAL", "SAME"), "good"),
-    **dict.fromkeys(("SLOWER", "LESS STABLE", "NARROWER", "WORSE", "NOT HELD", "FAIL", "DIFFERENT", "CONTRADICTED"), "bad"),
-    **dict.fromkeys(("FASTER", "MORE STABLE", "WIDER", "BETTER"), "good"),
-    **dict.fromkeys(("UNDECIDED", "NOT TESTED", "INCONCLUSIVE", "NOT RUN", "NOT CONTRADICTED", "TEST"), "open"),
-}
-"""Words that a table shows as a coloured label."""
+NUMBERS = ("steps", "cap", "val_loss", "val_accuracy", "nonfinite_step", "start_error", "parameters", "digest")
+"""Of a run's result, in the table of runs."""
 
 
-def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -> Written:
+def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -> list[str]:
     """Write ``report.html``, ``summary.md``, ``cells.csv`` and ``figures/`` into ``folder``.
 
     Equal runs give equal files, whatever the order of their records; only ``meta`` changes them.
 
     Args:
         meta: what made the records: ``commit``, ``command``, ``date``, ``hardware``, ``versions`` (a mapping), ``wall_seconds``.
+
+    Returns:
+        The first screen's sentences.
     """
-    generic = importlib.import_module("minitx.ablation.generic")
     about = importlib.import_module(findings.grid.about) if findings.grid.about else generic
-    with lettered(findings.grid):
-        said = {name: getattr(about, name, getattr(generic, name))(findings) for name in PARTS}
-        sections = generic.all_sections(findings, said["sections"], said["limits"], meta)
-        pictures = said["figure"] + [block for part in sections for block in part.blocks if isinstance(block, Picture)]
-        page = {
-            "title": findings.grid.question,
-            "lead": getattr(about, "LEAD", ""),
-            "note": findings.grid.note,
-            "sentences": said["sentences"],
-            "incomplete": generic.incomplete(findings),
-            "pictures": said["figure"],
-            "shown": {picture.name for picture in said["figure"]},
-            "sections": [part for part in sections if part.blocks],
-        }
-        templates = _templates(_write_figures({picture.name: picture for picture in pictures}, folder / "figures"))
+    said = {part: getattr(about, part, getattr(generic, part))(findings) for part in PARTS}
+    sections = _worth_showing(generic.all_sections(findings, said["sections"], said["limits"], meta), said["figure"])
+    pictures = [*said["figure"], *(block for part in sections for block in part.blocks if isinstance(block, Picture))]
+    page = {
+        "title": findings.grid.question,
+        "lead": getattr(about, "LEAD", ""),
+        "sentences": said["sentences"],
+        "notes": [text for text in (findings.grid.note, generic.incomplete(findings)) if text],
+        "pictures": said["figure"],
+        "sections": sections,
+        "images": _write_figures(pictures, folder / "figures"),
+        "dpi": DPI,
+    }
     for name in ("report.html", "summary.md"):
-        (folder / name).write_text(templates.get_template(f"{name}.j2").render(page), encoding="utf-8")
+        (folder / name).write_text(_template(name).render(page), encoding="utf-8")
     _write_cells(findings, folder / "cells.csv")
-    return Written(said["sentences"], folder / "report.html")
+    return said["sentences"]  # type: ignore[no-any-return]
 
 
-def _write_figures(pictures: Mapping[str, Picture], folder: Path) -> dict[str, bytes]:
-    """The PNG files by the name of the picture."""
+def _worth_showing(sections: Sequence[Section], first: Sequence[Picture]) -> list[Section]:
+    """Without the figures of the first screen, tables without rows, and then sections without blocks."""
+    shown = {picture.name for picture in first}
+
+    def is_news(block: Block) -> bool:
+        if isinstance(block, Picture):
+            return block.name not in shown
+        return not isinstance(block, Table) or bool(block.rows)
+
+    kept = [Section(section.title, [block for block in section.blocks if is_news(block)]) for section in sections]
+    return [section for section in kept if section.blocks]
+
+
+def _write_figures(pictures: Sequence[Picture], folder: Path) -> dict[str, str]:
+    """Write each figure as PNG and SVG. Returns the PNG files in base 64, by the name of the picture."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = {}
-    for name, picture in pictures.items():
+    images = {}
+    for picture in pictures:
         picture.figure.draw_without_rendering()
         picture.figure.set_layout_engine("none")  # it is laid out once, not again for each file
-        drawn[name] = png(picture.figure)
-        (folder / f"{picture.file}.png").write_bytes(drawn[name])
+        image = png(picture.figure)
+        (folder / f"{picture.file}.png").write_bytes(image)
         (folder / f"{picture.file}.svg").write_bytes(svg(picture.figure))
-    return drawn
+        images[picture.name] = base64.b64encode(image).decode()
+    return images
 
 
-def _templates(drawn: Mapping[str, bytes]) -> Any:
-    """The templates of this package. HTML is escaped in the page, and Markdown in the summary."""
+def _template(name: str) -> Any:
+    """A template of this package. HTML is escaped in the page; the summary has the filter ``markdown``."""
     import jinja2
 
     loader = jinja2.PackageLoader("minitx.ablation", "templates")
-    found = jinja2.Environment(
-        loader=loader, autoescape=lambda name: name != "summary.md.j2", trim_blocks=True, lstrip_blocks=True
-    )
-    found.filters["markdown"] = _markdown
-    found.filters["data"] = lambda picture: "data:image/png;base64," + base64.b64encode(drawn[picture.name]).decode()
-    found.filters["width"] = lambda picture: round(picture.figure.get_figwidth() * DPI)
-    found.tests["table"] = lambda block: isinstance(block, Table)
-    found.tests["picture"] = lambda block: isinstance(block, Picture)
-    found.globals["badges"] = BADGES
-    return found
+    environment = jinja2.Environment(loader=loader, autoescape=name.endswith(".html"), trim_blocks=True, lstrip_blocks=True)
+    environment.filters["markdown"] = _markdown
+    return environment.get_template(f"{name}.j2")
 
 
 def _markdown(text: str) -> str:
@@ -158,21 +109,11 @@ def _write_cells(findings: Findings, path: Path) -> None:
     """One row a run: its place, its status, and its numbers."""
     import pandas
 
-    numbers = ("steps", "cap", "val_loss", "val_accuracy", "nonfinite_step", "start_error", "parameters", "digest")
     rows = []
     for run in findings.runs.all:
-        result = run.result if run.status == "done" else {}
-        row: dict[str, Any] = {
-            "study": run.study,
-            "arm": run.arm,
-            "in words": words(findings.grid, run.arm),
-            **run.condition,
-            RATE: run.rate,
-        }
-        row |= {
-            "seed": run.seed,
-            "status": run.status,
-            **{name: run.record.get(name) for name in ("reason", "seconds", "cell", "command")},
-        }
-        rows.append(row | {name: result.get(name) for name in numbers} | result.get("measures", {}))
+        row: dict[str, Any] = {"study": run.study, "arm": run.arm, **dict(run.place.factors), "seed": run.seed}
+        row |= {"status": run.status, **{name: run.record.get(name) for name in ("reason", "seconds", "cell", "command")}}
+        if run.status == "done":
+            row |= {name: run.result[name] for name in NUMBERS} | run.result["measures"]
+        rows.append(row)
     pandas.DataFrame(rows).to_csv(path, index=False, lineterminator="\n")

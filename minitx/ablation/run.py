@@ -5,7 +5,6 @@ A finished cell is never run again, a cell that fails never stops the others, an
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
@@ -13,17 +12,18 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from graphlib import TopologicalSorter
+from heapq import heappop, heappush
+from itertools import dropwhile, pairwise
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from minitx.ablation.config import RATE, AblationConfig
+from minitx.ablation.config import AblationConfig
 from minitx.ablation.grid import Cell
-from minitx.ablation.pools import Job, Pool
+from minitx.ablation.pools import Pool
 from minitx.ablation.records import Place, Record, is_lost, read_records, solved_step
 
 log = logging.getLogger(__name__)
@@ -34,33 +34,35 @@ RunCell = Callable[..., dict[str, Any]]
 _PROBES = (2, 22)  # steps of the two short runs that a projection is made from
 
 
-@dataclass
 class Book:
-    """``cells.jsonl`` of a grid's folder: the records of its cells, one line each, on the disk as soon as they are known."""
+    """``cells.jsonl`` of a grid's folder: the records of its cells, one line each, on the disk as soon as they are known.
 
-    cells: Sequence[Cell]
-    folder: Path
-    records: dict[Place, Record] = field(default_factory=dict)
+    Attributes:
+        known: records that were in the file before, but for failures and for runs that must be made again.
+        records: those of cells that are done, or that this launch has decided about.
+    """
 
-    def __post_init__(self) -> None:
-        self.path = self.folder / "cells.jsonl"
-        hashes = {cell.hash: cell for cell in self.cells}
-        for record in read_records(self.path):
-            if record["cell"] in hashes and record["status"] != "failed":
-                self.records[hashes[record["cell"]].place] = record
-        if self.path.exists() and self.path.stat().st_size and not self.path.read_bytes().endswith(b"\n"):
+    def __init__(self, cells: Sequence[Cell], folder: Path, after_line: Callable[[], None]) -> None:
+        self.folder, self.path, self.after_line = folder, folder / "cells.jsonl", after_line
+        last = {record["cell"]: record for record in read_records(self.path)}
+        found = {cell.place: last[cell.hash] for cell in cells if cell.hash in last}
+        self.known = {place: record for place, record in found.items() if record["status"] != "failed"}
+        for cell in reversed(cells):
+            if cell.start and cell.place not in self.known and not cell.start.weights(folder).exists():
+                self.known.pop(cell.start.place, None)  # its weights are gone, and needed
+        self.records = {place: record for place, record in self.known.items() if record["status"] == "done"}
+        if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
             self._append("\n")  # a line that a crash cut short must not swallow the next one
 
-    def write(self, cell: Cell, status: str, *, reason: str | None = None, seconds: float = 0.0, result: Any = None) -> None:
-        """Keep what came of a cell."""
-        known = {"status": status, "reason": reason, "seconds": round(seconds, 3), "result": result}
-        self.records[cell.place] = {**cell.describe(self.folder), **known}
-        self._append(json.dumps(self.records[cell.place]) + "\n")
-
-    def forget(self, cells: Iterable[Cell]) -> None:
-        """Take these cells as not decided; their lines in the file stay."""
-        for cell in cells:
-            del self.records[cell.place]
+    def write(self, cell: Cell, status: str, **known: Any) -> None:
+        """Keep what came of a cell (``reason``, ``seconds``, ``result``), unless the file says it already."""
+        what = {"status": status, "reason": None, "seconds": 0.0, "result": None, **known}
+        self.records[cell.place] = record = {**cell.describe(self.folder), **what}
+        if status == "failed":
+            log.warning("failed: %s: %s", cell.place, what["reason"])
+        if record != self.known.get(cell.place):
+            self._append(json.dumps(record) + "\n")
+            self.after_line()
 
     def _append(self, text: str) -> None:
         with self.path.open("a", encoding="utf-8") as file:
@@ -74,155 +76,46 @@ class Rules:
 
     def __init__(self, grid: AblationConfig, cells: Sequence[Cell]) -> None:
         self.grid = grid
-        self._rows: dict[Any, list[Cell]] = defaultdict(list)
-        for cell in cells:
-            self._rows[self._row(cell)].append(cell)
+        self._rows: dict[Any, list[Cell]] = defaultdict(list)  # each the smallest rate first
+        for cell in sorted(cells, key=lambda cell: float(cell.place.rate or 1)):
+            self._rows[self._row(cell.place)].append(cell)
 
-    def _row(self, cell: Cell) -> tuple[Any, ...]:
-        """Cells of a row differ in their rate, and under ``prune=unsolved`` in their seed."""
-        study = self.grid.studies[cell.place.study]
-        others = tuple((name, level) for name, level in cell.place.factors if name != RATE)
-        return (cell.place.study, cell.place.arm, others, None if study.prune == "unsolved" else cell.place.seed)
+    def _row(self, place: Place) -> tuple[Any, ...]:
+        return (place.study, place.arm, *place.condition.items())
 
     def deciding(self, cell: Cell) -> list[Cell]:
-        """The cells whose results decide whether ``cell`` is run."""
-        study = self.grid.studies[cell.place.study]
-        if study.prune is None:
-            return []
-        row = self._rows[self._row(cell)]
-        if study.prune == "unsolved":
-            row = [other for other in row if other.place.seed in study.tune_seeds]
-        return [other for other in row if float(other.rate) < float(cell.rate)]
+        """The cells of smaller rates whose results decide by ``prune`` whether ``cell`` is run."""
+        study, place = self.grid.studies[cell.place.study], cell.place
+        seeds = {"lost": (place.seed,), "unsolved": study.tune_seeds, None: ()}[study.prune]
+        row = self._rows[self._row(place)]
+        return [other for other in row if other.place.seed in seeds and float(other.place.rate) < float(place.rate)]
 
-    def waits_for(self, cell: Cell) -> Iterator[Place]:
+    def waits_for(self, cell: Cell) -> list[Cell]:
         """The cells whose records there must be before ``cell`` is decided."""
-        if cell.start is not None:
-            yield cell.start.place
-        yield from (other.place for other in self.deciding(cell))
+        return [*([cell.start] if cell.start else []), *self.deciding(cell)]
 
     def why_not(self, cell: Cell, records: Mapping[Place, Record]) -> str | None:
         """The reason not to run ``cell``, given the records that it waits for."""
         study = self.grid.studies[cell.place.study]
-        if cell.start is not None:
-            assert study.start is not None
+        if study.start is not None and cell.start is not None:
             first = records[cell.start.place]
             if first["status"] != "done":
                 return "the run that it starts from is missing"
             if study.start.solved and solved_step(first["result"], self.grid.studies[study.start.study].solved) is None:
                 return "the run that it starts from did not solve the task"
-        below: dict[str, list[Record]] = defaultdict(list)
-        for other in self.deciding(cell):
-            below[other.rate].append(records[other.place])
+        below = [(other.place.rate, records[other.place]) for other in self.deciding(cell)]
         if study.prune == "lost":
-            lost = [rate for rate, found in below.items() if any(_is_lost(record, study.stable) for record in found)]
-            return f"at a smaller rate, {min(lost, key=float)}, this arm lost what it had learned" if lost else None
+            for rate, record in below:
+                if record["status"] == "not run" or (record["status"] == "done" and is_lost(record["result"], study.stable)):
+                    return f"at a smaller rate, {rate}, this arm lost what it had learned"
         if study.prune == "unsolved":
-            rates = sorted(below, key=float)
-            solved = [
-                any(r["status"] == "done" and solved_step(r["result"], study.solved) for r in below[rate]) for rate in rates
-            ]
-            for i in range(solved.index(True) + 1, len(rates) - 1) if True in solved else ():
-                if not solved[i] and not solved[i + 1]:
-                    return f"no tuning seed solved the task at the two rates {rates[i]} and {rates[i + 1]}"
+            solved = dict.fromkeys((rate for rate, _ in below), False)
+            for rate, record in below:
+                solved[rate] |= record["status"] == "done" and solved_step(record["result"], study.solved) is not None
+            for (rate, is_solved), (above, is_solved_above) in pairwise(dropwhile(lambda item: not item[1], solved.items())):
+                if not is_solved and not is_solved_above:
+                    return f"no tuning seed solved the task at the two rates {rate} and {above}"
         return None
-
-
-def _is_lost(record: Record, stable: Any) -> bool:
-    return record["status"] == "not run" or (record["status"] == "done" and is_lost(record["result"], stable))
-
-
-def run_cells(
-    pool: Pool,
-    grid: AblationConfig,
-    cells: Sequence[Cell],
-    folder: Path,
-    run_cell: RunCell,
-    *,
-    seconds: Callable[[Cell], float] = lambda cell: 1.0,
-    after_cell: Callable[[], None] = lambda: None,
-) -> list[Record]:
-    """Run what is not done yet and return the records of all ``cells``, in their order.
-
-    A cell that raises gets a record with ``status: failed``; it is tried again when the grid is run again. Where a worker dies,
-    the cells that were under way are tried once more, each alone, so that the one that killed it is known.
-
-    Args:
-        seconds: projected for a cell, for the time that is left.
-        after_cell: called when a cell's line has been written.
-    """
-    book, rules = Book(cells, folder), Rules(grid, cells)
-    book.forget(_undecided(cells, rules, book))
-    again = _first_phases_without_weights(cells, book)
-    waiting = [cell for cell in cells if cell.place not in book.records or cell in again]
-    log.info("%d runs: %d done before, %d to do, %d at once", len(cells), len(cells) - len(waiting), len(waiting), pool.workers)
-    progress = Progress(sum(map(seconds, waiting)), len(cells) - len(waiting), len(cells))
-    running: dict[Cell, tuple[Job, float]] = {}
-    suspects: list[Cell] = []  # of killing a worker
-    while waiting or running or suspects:
-        has_room = len(running) < pool.workers and not suspects
-        for cell in _ready(waiting, rules, book, again) if has_room else ():
-            if len(running) == pool.workers:
-                break
-            waiting.remove(cell)
-            if reason := rules.why_not(cell, book.records):
-                book.write(cell, "not run", reason=reason)
-                progress.end(seconds(cell))
-                break  # what waits for it may be ready now
-            running[cell] = (_submit(pool, grid, cell, folder, run_cell), time.perf_counter())
-        if suspects and not running:
-            running[suspects[0]] = (_submit(pool, grid, suspects[0], folder, run_cell), time.perf_counter())
-        for cell in [cell for cell, (job, _) in running.items() if job.done()]:
-            job, began = running.pop(cell)
-            alone = cell in suspects
-            try:
-                found = job.result()
-            except Exception as error:  # the process or job died; what a run raises is an answer
-                if not alone:
-                    suspects.append(cell)
-                    continue
-                found = {"error": f"the process died: {' '.join(str(error).split())[:200]}"}
-            if alone:
-                suspects.remove(cell)
-            took = time.perf_counter() - began
-            failed = found.get("error")
-            book.write(cell, "failed" if failed else "done", reason=failed, seconds=took, result=found.get("result"))
-            after_cell()
-            progress.end(seconds(cell), f"failed: {cell.place}: {failed}" if failed else None)
-        progress.look()
-        time.sleep(0.02 if running else 0.0)
-    progress.close()
-    return [book.records[cell.place] for cell in cells]
-
-
-def _undecided(cells: Sequence[Cell], rules: Rules, book: Book) -> list[Cell]:
-    """The cells that a rule left out because of one that failed, which is tried again, or because of each other."""
-    found: list[Cell] = []
-    open_places = {cell.place for cell in cells if cell.place not in book.records}
-    left_out = [cell for cell in cells if book.records.get(cell.place, {}).get("status") == "not run"]
-    while more := [cell for cell in left_out if cell not in found and open_places.intersection(rules.waits_for(cell))]:
-        found += more
-        open_places |= {cell.place for cell in more}
-    return found
-
-
-def _first_phases_without_weights(cells: Sequence[Cell], book: Book) -> set[Cell]:
-    """The finished cells whose weights are gone and still needed: they are run again."""
-    starts = {cell.start for cell in cells if cell.start is not None and cell.place not in book.records}
-    done = {cell for cell in starts if book.records.get(cell.place, {}).get("status") == "done"}
-    return {cell for cell in done if not cell.weights(book.folder).exists()}
-
-
-def _ready(waiting: Sequence[Cell], rules: Rules, book: Book, again: set[Cell]) -> Iterator[Cell]:
-    """The cells whose turn it may be, in the order of the grid."""
-    open_again = {cell.place for cell in waiting if cell in again}
-    for cell in list(waiting):
-        if all(place in book.records and place not in open_again for place in rules.waits_for(cell)):
-            yield cell
-
-
-def _submit(pool: Pool, grid: AblationConfig, cell: Cell, folder: Path, run_cell: RunCell) -> Job:
-    keep = grid.studies[cell.place.study].keep_attention
-    return pool.submit(attempt, run_cell, cell.words(folder), str(cell.folder(folder)), cell.steps(), cell.keeps_weights, keep)
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
@@ -233,29 +126,26 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
         return {"error": " ".join(f"{type(error).__name__}: {error}".split())}
 
 
-def project(pool: Pool, cells: Iterable[Cell], folder: Path, run_cell: RunCell) -> Callable[[Cell], float]:
+def project(pool: Pool, cells: Sequence[Cell], folder: Path, run_cell: RunCell) -> Callable[[Cell], float]:
     """Measure what runs cost, with two short runs of each kind. Returns a function: the seconds that a cell takes at most.
 
     A run that ends early, because it solved its task, takes less.
     """
-    kinds: dict[tuple[str, ...], Cell] = {}
-    for cell in cells:
-        kinds.setdefault(_kind(cell), cell)
     place = folder / "projection"
-    jobs = {
-        kind: pool.submit(_cost, run_cell, cell.overrides, str(place / str(i))) for i, (kind, cell) in enumerate(kinds.items())
-    }
+    jobs: dict[Any, Any] = {}
+    for kind, cell in {_kind(cell): cell for cell in reversed(cells)}.items():
+        while sum(not job.done() for job in jobs.values()) >= pool.workers:
+            time.sleep(0.02)
+        jobs[kind] = pool.submit(_cost, run_cell, cell.overrides, str(place / cell.hash))
     while not all(job.done() for job in jobs.values()):
         time.sleep(0.02)
-    costs = {}
-    for kind, job in jobs.items():
-        with suppress(Exception):  # its process died: the grid will say why
-            costs[kind] = job.result()
+    nothing = (0.0, 0.0)  # where its process died: the grid will say why
+    costs = {kind: attempt(job.result).get("result", nothing) for kind, job in jobs.items()}
     shutil.rmtree(place, ignore_errors=True)
 
     def seconds(cell: Cell) -> float:
-        fixed, a_step = costs.get(_kind(cell), (0.0, 0.0))
-        return fixed + a_step * cell.steps()
+        fixed, a_step = costs.get(_kind(cell), nothing)
+        return float(fixed + a_step * cell.steps())
 
     return seconds
 
@@ -266,55 +156,128 @@ def _kind(cell: Cell) -> tuple[str, ...]:
 
 
 def _cost(run_cell: RunCell, overrides: Sequence[str], folder: str) -> tuple[float, float]:
-    """(seconds of a run beside its steps, seconds of a step). A run that fails costs nothing here: the grid will say why."""
+    """(seconds of a run beside its steps, seconds of a step)."""
+    less = ["schedule.warmup_steps=0", "callbacks.probe.every=0", "callbacks.probe.weights_every=0"]
     took = []
     for steps in (1, *_PROBES):  # the first one imports torch and makes the data
-        less = [
-            f"trainer.max_steps={steps}",
-            "schedule.warmup_steps=0",
-            "callbacks.probe.every=0",
-            "callbacks.probe.weights_every=0",
-        ]
         began = time.perf_counter()
-        attempt(run_cell, [*overrides, *less], folder, steps, False, False)
+        attempt(run_cell, [*overrides, f"trainer.max_steps={steps}", *less], folder, steps, False, False)
         took.append(time.perf_counter() - began)
     a_step = max(0.0, took[2] - took[1]) / (_PROBES[1] - _PROBES[0])
     return max(0.0, took[1] - _PROBES[0] * a_step), a_step
 
 
-class Progress:
-    """A bar with the time left, which the runs that are done correct; plain lines where there is no terminal."""
+def run_cells(
+    pool: Pool,
+    grid: AblationConfig,
+    cells: Sequence[Cell],
+    folder: Path,
+    run_cell: RunCell,
+    *,
+    projection: Callable[..., Callable[[Cell], float]] = project,
+    after_line: Callable[[], None] = lambda: None,
+) -> list[Record]:
+    """Run what is not done yet and return the records of all ``cells``, in their order.
 
-    def __init__(self, seconds: float, before: int, total: int) -> None:
-        self.terminal = sys.stdout.isatty()
-        self.done, self.total, self.failed, self.shown = before, total, 0, time.monotonic()
-        text = "{percentage:3.0f}% {postfix[0]}, {elapsed} passed, {remaining} left"
-        out = sys.stdout if self.terminal else io.StringIO()
-        self.bar = tqdm(total=seconds or 1.0, bar_format=text, file=out, postfix=[self._words()], smoothing=0.0)
+    A cell that raises gets a record with ``status: failed``; it is tried again when the grid is run again. A cell whose worker
+    died is tried once more. Which cells a rule leaves out is decided anew at each launch.
 
-    def _words(self) -> str:
-        return f"{self.done} of {self.total} runs" + (f", {self.failed} failed" if self.failed else "")
+    Args:
+        projection: ``project``, or a function like it.
+        after_line: called when a line of ``cells.jsonl`` has been written.
+    """
+    book = Book(cells, folder, after_line)
+    todo = [cell for cell in cells if cell.place not in book.known]
+    seconds = projection(pool, todo, folder, run_cell)
+    left = {cell: seconds(cell) for cell in todo}
+    log.info("%d runs: %d done before, %d to do, %d at once", len(cells), len(cells) - len(todo), len(todo), pool.workers)
+    log.info("projection: at most %s", duration(sum(left.values()) / pool.workers))
+    bar = _progress_bar(sum(left.values()))
+    for cell in _decided(pool, grid, cells, book, run_cell):
+        if cell is None:
+            time.sleep(0.02)
+        bar.set_description_str(f"{len(book.records)} of {len(cells)} runs", refresh=False)
+        bar.update(left.get(cell, 0.0) if cell else 0.0)
+    bar.close()
+    return [book.records[cell.place] for cell in cells]
 
-    def end(self, seconds: float, failure: str | None = None) -> None:
-        """A run is over: ``seconds`` as projected, and its failure."""
-        self.done += 1
-        self.failed += failure is not None
-        self.bar.postfix = [self._words()]
-        self.bar.update(seconds)
-        if failure:
-            log.warning("%s", failure)
 
-    def look(self) -> None:
-        """Show where things stand, if it is time to."""
-        if time.monotonic() - self.shown >= (1.0 if self.terminal else 20.0):
-            self.shown = time.monotonic()
-            if self.terminal:
-                self.bar.refresh()
-            else:
-                log.info("%s", str(self.bar).strip())
+def _decided(pool: Pool, grid: AblationConfig, cells: Sequence[Cell], book: Book, run_cell: RunCell) -> Iterator[Cell | None]:
+    """Each cell when the book has its record, and None where there is nothing to do but wait."""
+    rules, numbers = Rules(grid, cells), {cell: number for number, cell in enumerate(cells)}
+    graph = TopologicalSorter({number: [numbers[other] for other in rules.waits_for(cell)] for cell, number in numbers.items()})
+    graph.prepare()
+    ready: list[int] = []  # a heap: the cells in their order
+    running: dict[int, tuple[Any, float]] = {}
+    died: set[int] = set()
+    while graph.is_active():
+        for number in graph.get_ready():
+            heappush(ready, number)
+        ended = next((number for number, (job, _) in running.items() if job.done()), None)
+        if ready and len(running) < pool.workers:
+            number = heappop(ready)
+            cell = cells[number]
+            if cell.place not in book.records and (reason := rules.why_not(cell, book.records)):
+                book.write(cell, "not run", reason=reason)
+            if cell.place not in book.records:
+                running[number] = (_submit(pool, grid, cell, book.folder, run_cell), time.perf_counter())
+                continue
+        elif ended is not None:
+            number, cell = ended, cells[ended]
+            job, began = running.pop(number)
+            found = _answer(job)
+            if "died" in found and number not in died:
+                died.add(number)
+                heappush(ready, number)
+                continue
+            status, seconds = "failed" if "error" in found else "done", round(time.perf_counter() - began, 3)
+            book.write(cell, status, reason=found.get("error"), seconds=seconds, result=found.get("result"))
+        else:
+            yield None
+            continue
+        graph.done(number)
+        yield cell
 
-    def close(self) -> None:
-        """The last line."""
-        self.bar.close()
-        if not self.terminal:
-            log.info("%s", self._words())
+
+def _submit(pool: Pool, grid: AblationConfig, cell: Cell, folder: Path, run_cell: RunCell) -> Any:
+    keep = grid.studies[cell.place.study].keep_attention
+    what = (cell.words(folder), str(cell.folder(folder)), cell.steps(), cell.keeps_weights, keep)
+    return pool.submit(attempt, run_cell, *what)
+
+
+def _answer(job: Any) -> dict[str, Any]:
+    """What ``attempt`` gave in another process, or that the process died."""
+    try:
+        return job.result()  # type: ignore[no-any-return]
+    except Exception as error:
+        return {"error": f"the process died: {' '.join(str(error).split())[:200]}", "died": True}
+
+
+def _progress_bar(seconds: float) -> Any:
+    """A bar with the time left, which the runs that are done correct; where there is no terminal, a line of the log now and then."""
+    is_terminal = sys.stdout.isatty()
+    text = "{percentage:3.0f}% {desc}, {elapsed} passed, {remaining} left"
+    file, pause = (sys.stdout, 0.5) if is_terminal else (_Lines(), 20.0)
+    return tqdm(total=seconds or 1.0, bar_format=text, file=file, mininterval=pause, smoothing=0.0)
+
+
+class _Lines:
+    """A file that tqdm writes to: each state of the bar becomes a line of the log."""
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            log.info("%s", text.strip())
+
+    def flush(self) -> None:
+        pass
+
+
+def duration(seconds: float) -> str:
+    """Seconds as one reads them.
+
+    >>> duration(89.6), duration(1234), duration(9000)
+    ('90 s', '21 min', '2.5 h')
+    """
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

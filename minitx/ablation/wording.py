@@ -36,6 +36,12 @@ def condition_text(grid: AblationConfig, condition: Condition) -> str:
     return ", ".join(f"{words(grid, factor)} {words(grid, level)}".strip() for factor, level in condition.items())
 
 
+def setting_text(grid: AblationConfig, run: Run) -> str:
+    """The condition of a run and its learning rate, each in a line."""
+    rate = f"learning rate {float(run.rate):g}" if run.rate else ""
+    return "\n".join(text for text in (condition_text(grid, run.condition), rate) if text)
+
+
 def endpoint_text(grid: AblationConfig, finding: Finding) -> str:
     """What a finding compares."""
     return ENDPOINTS.get(finding.endpoint, words(grid, finding.endpoint))
@@ -49,13 +55,13 @@ def where_text(grid: AblationConfig, finding: Finding) -> str:
 def number(value: float | None) -> str:
     """Three digits; "–" where nothing was measured.
 
-    >>> number(0.03162), number(None), number(12345.6), number(math.inf)
-    ('0.0316', '–', '12,346', '∞')
+    >>> number(0.03162), number(None), number(-12345.6), number(math.inf)
+    ('0.0316', '–', '−12,346', '∞')
     """
     if value is None or math.isnan(value):
         return "–"
-    text = "∞" if math.isinf(value) else f"{value:.3g}" if abs(value) < 1000 else f"{abs(value):,.0f}"
-    return text.replace("-", "−") if value >= 0 or abs(value) < 1000 else f"−{text}"
+    text = f"{value:,.0f}" if 1000 <= abs(value) < math.inf else f"{value:.3g}"
+    return text.replace("inf", "∞").replace("-", "−")
 
 
 def times(value: float) -> str:
@@ -68,14 +74,18 @@ def times(value: float) -> str:
 
 
 def span_text(span: Span | None) -> str:
-    """An interval; "or more" and "or less" where an end is open."""
+    """An interval; "or more" and "or less" where an end is open.
+
+    >>> span_text(Span(2, 4)), span_text(Span(2, math.inf)), span_text(Span(-math.inf, -2))
+    ('2 to 4', '2 or more', '−2 or less')
+    """
     if span is None:
         return "no interval"
     if span.low == span.high:
         return number(span.low)
     if math.isinf(span.high):
         return "unknown" if span.low in (0, -math.inf) else f"{number(span.low)} or more"
-    return f"{number(span.low)} to {number(span.high)}"
+    return f"{number(span.high)} or less" if math.isinf(span.low) else f"{number(span.low)} to {number(span.high)}"
 
 
 def effect_text(finding: Finding) -> str:
@@ -83,28 +93,10 @@ def effect_text(finding: Finding) -> str:
     if finding.estimate is None:
         return "–"
     if finding.endpoint == "largest_rate":
-        return steps_text(printed(finding.endpoint, finding.pairs))
-    size = f"× {times(finding.estimate)}" if finding.endpoint in RATIOS else signed(finding.estimate)
+        return f"{span_text(printed(finding.endpoint, finding.pairs))}, in steps of the grid of rates"
+    sign = "+" if finding.estimate > 0 else ""
+    size = f"× {times(finding.estimate)}" if finding.endpoint in RATIOS else f"{sign}{number(finding.estimate)}"
     return size + (" nats" if finding.endpoint == "loss" else "") + (" or more" if finding.or_more else "")
-
-
-def steps_text(span: Span) -> str:
-    """A difference of largest rates in steps of the grid of rates.
-
-    >>> steps_text(Span(-3, -3)), steps_text(Span(-math.inf, -2))
-    ('−3 steps of the grid of rates', '−2 steps of the grid of rates or lower')
-    """
-    low, high = (None if math.isinf(end) else f"{signed(end)} steps of the grid of rates" for end in (span.low, span.high))
-    if low is None:
-        return f"{high} or lower" if high else "an unknown number of steps of the grid of rates"
-    if high is None:
-        return f"{low} or higher"
-    return high if span.low == span.high else f"{signed(span.low)} to {high}"
-
-
-def signed(value: float) -> str:
-    """A difference, always with its sign."""
-    return f"{'+' if value > 0 else ''}{number(value)}"
 
 
 def percent(values: Iterable[float]) -> str:
@@ -115,24 +107,6 @@ def percent(values: Iterable[float]) -> str:
     """
     rounded = sorted({round(100 * value) for value in values})
     return f"{rounded[0]} %" if len(rounded) == 1 else f"{rounded[0]}–{rounded[-1]} %"
-
-
-def at_least(share: float) -> str:
-    """A share that others lie above.
-
-    >>> at_least(0.928), at_least(0.999), at_least(1.0)
-    ('above 92 %', 'above 99 %', 'at 100 %')
-    """
-    return f"at {100 * share:.0f} %" if (100 * share).is_integer() else f"above {math.floor(100 * share)} %"
-
-
-def p_text(p: float | None) -> str:
-    """A p value.
-
-    >>> p_text(1 / 64), p_text(None)
-    ('0.016', '–')
-    """
-    return "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def count_text(count: int, noun: str) -> str:

@@ -70,7 +70,8 @@ def legend(figure: Figure, entries: Sequence[Entry]) -> None:
 
 def label(ax: Axes, title: str = "", x: str = "", y: str | None = None) -> None:
     """Title and axis names; a y axis that has its name keeps it."""
-    ax.set_title(title, fontsize=9, color=INK, parse_math=False)
+    [shown], families = drawable([title])
+    ax.set_title(shown, fontsize=9, family=families, color=INK, parse_math=False)
     ax.set_xlabel(x, fontsize=8.5, color=INK)
     if y is not None:
         ax.set_ylabel(y, fontsize=8.5, color=INK)

@@ -31,7 +31,7 @@ def token_labels(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def drawable(texts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """``texts`` with a code point for what no installed font has, and the font families that have the rest.
+    """``texts`` with a code point for what no installed font has (line ends stay), and the font families that have the rest.
 
     So matplotlib has no missing glyph to warn of. It keeps a list of fonts: one that was installed later is found once that
     list (in ``matplotlib.get_cachedir()``) is deleted.
@@ -40,7 +40,7 @@ def drawable(texts: Sequence[str]) -> tuple[list[str], list[str]]:
     (['√d', 'U+0007'], ['DejaVu Sans'])
     """
     family_of = _families(frozenset("".join(texts)))
-    spelled = ["".join(c if c in family_of else f"U+{ord(c):04X}" for c in text) for text in texts]
+    spelled = ["".join(c if c in family_of or c == "\n" else f"U+{ord(c):04X}" for c in text) for text in texts]
     return spelled, list(dict.fromkeys([FAMILIES[0], *family_of.values()]))
 
 

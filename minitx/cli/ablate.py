@@ -8,11 +8,9 @@ import os
 import platform
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -23,9 +21,9 @@ from minitx.ablation.grid import Cell, cells, code_fingerprint, command_of
 from minitx.ablation.judge import judge
 from minitx.ablation.pools import SLURM_JOBS, LocalPool, Pool, SlurmPool
 from minitx.ablation.records import Record, Runs, read_records
-from minitx.ablation.run import project, run_cells
+from minitx.ablation.run import duration, run_cells
 from minitx.cli.compose import compose_config
-from minitx.cli.errors import CellsFailedError
+from minitx.cli.errors import CellsFailedError, sentence
 from minitx.cli.launch import ProgramStoppedError
 from minitx.config import ConfigError
 
@@ -47,7 +45,9 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
     chosen = cells(grid, common=[*common, "callbacks.progress=false", "trainer.threads=1"])
     folder = Path(os.path.relpath(folder)) if folder.is_relative_to(Path.cwd()) else folder  # it stands in stored commands
     if grid.report_only:
-        report(grid, chosen, read_again(folder), folder)
+        if not (folder / "cells.jsonl").exists():
+            raise ConfigError(f"output_dir={folder} has no cells.jsonl: run the grid first, without ablation.report_only=true")
+        report(grid, chosen, read_records(folder / "cells.jsonl"), folder)  # whatever code made them
         return
     check(chosen)
     launch = Launch(folder / "launches.json", command)
@@ -56,23 +56,15 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
         (folder / "command.txt").write_text(command + "\n", encoding="utf-8")
         pool = pool_of(grid, chosen, folder)
         try:
-            done = {record["cell"] for record in read_records(folder / "cells.jsonl") if record["status"] != "failed"}
-            todo = [cell for cell in chosen if cell.hash not in done]
-            seconds = project(pool, todo, folder, run_cell)
-            if todo:
-                total = sum(map(seconds, todo)) / pool.workers
-                log.info("projection: at most %s for %d runs, %d at once", duration(total), len(todo), pool.workers)
-            records = run_cells(pool, grid, chosen, folder, run_cell, seconds=seconds, after_cell=launch.keep)
+            records = run_cells(pool, grid, chosen, folder, run_cell, after_line=launch.keep)
         finally:
             pool.close()
     report(grid, chosen, records, folder)
     log.info("%s in all", duration(launch.seconds()))
     failed = [record for record in records if record["status"] == "failed"]
     if failed:
-        first = failed[0]
-        raise CellsFailedError(
-            f"{len(failed)} of {len(records)} runs failed; the first: {first['reason']} ({first['command']})"
-        )
+        first = f"the first: {failed[0]['reason']} ({failed[0]['command']})"
+        raise CellsFailedError(f"{len(failed)} of {len(records)} runs failed; {first}")
 
 
 def check(chosen: Sequence[Cell]) -> None:
@@ -81,44 +73,27 @@ def check(chosen: Sequence[Cell]) -> None:
     Raises:
         ConfigError: a run without a length, on several devices, or with a config that is wrong: the first of each study and arm.
     """
-    first = {(cell.place.study, cell.place.arm): cell for cell in reversed(chosen)}
     for cell in chosen:
         cell.steps()
-    for (study, arm), cell in first.items():
+    for cell in {(cell.place.study, cell.place.arm): cell for cell in reversed(chosen)}.values():
+        place = f"ablation.studies.{cell.place.study}"
         try:
             config = compose_config(cell.overrides)
         except Exception as error:
-            from minitx.cli.errors import sentence
-
-            raise ConfigError(f"ablation.studies.{study}, arm {arm}: {sentence(error)[0]}") from None
+            raise ConfigError(f"{place}, arm {cell.place.arm}: {sentence(error)[0]}") from None
         if cell.keeps_weights and not config.trainer.ckpt_every:
-            raise ConfigError(
-                f"ablation.studies.{study}: other runs start from its weights, so trainer.ckpt_every must not be 0"
-            )
+            raise ConfigError(f"{place}: other runs start from its weights, so trainer.ckpt_every must not be 0")
         if config.trainer.world_size > 1:
-            raise ConfigError(f"ablation.studies.{study}: a run of a grid uses one device; trainer.devices must be 1")
-
-
-def read_again(folder: Path) -> list[Record]:
-    """The records in ``folder``, whatever code made them.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    records = read_records(folder / "cells.jsonl")
-    if not records:
-        raise ConfigError(f"output_dir={folder} has no cells.jsonl: run the grid first, without ablation.report_only=true")
-    return records
+            raise ConfigError(f"{place}: a run of a grid uses one device; trainer.devices must be 1")
 
 
 def report(grid: AblationConfig, chosen: Sequence[Cell], records: Sequence[Record], folder: Path) -> None:
-    """Write the report, and print its sentences and the path of its page. How a grid is run is no part of its report."""
+    """Write the report, and print its sentences and the path of its page."""
     from minitx.ablation.report import write_report
 
-    judged = replace(grid, workers=None, launcher="local", launcher_options={}, report_only=False)
-    findings = judge(judged, Runs.of([cell.place for cell in chosen], records))
-    written = write_report(findings, folder, meta=read_meta(folder / "launches.json"))
-    log.info("\n%s\n\n%s", "\n".join(written.sentences), written.page)
+    findings = judge(grid, Runs.of([cell.place for cell in chosen], records))
+    sentences = write_report(findings, folder, meta=read_meta(folder / "launches.json"))
+    log.info("\n%s\n\n%s", "\n".join(sentences), folder / "report.html")
 
 
 def run_cell(words: Sequence[str], folder: str, cap: int, keep_weights: bool, keep_attention: bool) -> dict[str, Any]:
@@ -176,60 +151,44 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def duration(seconds: float) -> str:
-    """Seconds as one reads them.
-
-    >>> duration(89.6), duration(1234), duration(9000)
-    ('90 s', '21 min', '2.5 h')
-    """
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
 class Launch:
-    """Keeps in ``launches.json`` what ran the cells of a grid, and for how long: commit, versions, machine, date, command.
-
-    Launches that agree in everything else share an entry, and their seconds add up. One that runs no cell leaves no trace.
-    """
+    """Adds to ``launches.json`` what ran the cells of a grid, and for how long: commit, versions, machine, date, command."""
 
     def __init__(self, path: Path, command: str) -> None:
-        self.path, self.facts, self.started = path, facts(command), time.perf_counter()
-        self.others = _read(path)
-        same = [other for other in self.others if {**other, "wall_seconds": 0} == {**self.facts, "wall_seconds": 0}]
-        self.others = [other for other in self.others if other not in same]
-        self.before = sum(other["wall_seconds"] for other in same)
+        self.path, self.before, self.facts, self.started = path, launches(path), facts(command), time.perf_counter()
 
     def seconds(self) -> float:
         """Since this launch began."""
         return time.perf_counter() - self.started
 
     def keep(self) -> None:
-        """Note that this launch has run a cell."""
-        entry = {**self.facts, "wall_seconds": round(self.before + self.seconds(), 1)}
+        """Note that this launch has run until now."""
+        entry = {**self.facts, "wall_seconds": round(self.seconds(), 1)}
         beside = self.path.with_suffix(".new")
-        beside.write_text(json.dumps([*self.others, entry], indent=1) + "\n", encoding="utf-8")
+        beside.write_text(json.dumps([*self.before, entry], indent=1) + "\n", encoding="utf-8")
         os.replace(beside, self.path)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def launches(path: Path) -> list[dict[str, Any]]:
+    """The entries of ``launches.json``; [] where there is none."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []  # type: ignore[no-any-return]
 
 
 def read_meta(path: Path) -> dict[str, Any]:
     """What the report says of how a grid was run: seconds added up, whatever differs between launches listed."""
-    launches = _read(path)
-    names = ("commit", "command", "date", "hardware")
-    listed = {name: "; ".join(dict.fromkeys(launch[name] for launch in launches)) for name in names}
-    versions = launches[-1]["versions"] if launches else {}
-    return {**listed, "versions": versions, "wall_seconds": sum(launch["wall_seconds"] for launch in launches)}
+    found, names = launches(path), ("commit", "command", "date", "hardware")
+    listed = {name: "; ".join(dict.fromkeys(launch[name] for launch in found)) for name in names}
+    versions = found[-1]["versions"] if found else {}
+    return {**listed, "versions": versions, "wall_seconds": sum(launch["wall_seconds"] for launch in found)}
 
 
 def facts(command: str) -> Mapping[str, Any]:
     """What a reader needs to repeat a run."""
+    from minitx.training.wandb import git_commit
+
     packages = ("minitx", "torch", "lightning", "hydra-core", "numpy", "scipy")
     return {
-        "commit": _commit(),
+        "commit": git_commit() or "not a git checkout",
         "code": code_fingerprint(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         "command": command,
@@ -238,18 +197,8 @@ def facts(command: str) -> Mapping[str, Any]:
     }
 
 
-def _commit() -> str:
-    """The checkout's commit, marked where files differ from it."""
-    words = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.check_output(words, stderr=subprocess.DEVNULL, text=True).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "not a git checkout"
-
-
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from minitx.ablation.config import AblationConfig, Solved, Stable, StartConfig, StudyConfig
 from minitx.ablation.grid import cells, settings
-from minitx.ablation.records import Place
 from minitx.ablation.run import run_cells
 from tests.waiting import PATIENCE, wait_for
 
@@ -111,6 +110,11 @@ class Here:
         pass
 
 
+def free(*arguments):
+    """A projection that costs nothing."""
+    return lambda cell: 1.0
+
+
 class StoppedError(Exception):
     """A grid was stopped."""
 
@@ -127,16 +131,26 @@ def run(folder, pool=None, *, config=None, run_cell=pretend, stop_after=None):
                 raise StoppedError
 
     folder.mkdir(parents=True, exist_ok=True)
-    return run_cells(pool or Here(), config, cells(config), folder, run_cell, after_cell=count)
+    return run_cells(pool or Here(), config, cells(config), folder, run_cell, projection=free, after_line=count)
 
 
 def comparable(records, folder):
     """Records without seconds and without the path of the grid's folder."""
     text = json.dumps([{**record, "seconds": None} for record in records]).replace(str(folder), "FOLDER")
-    return {Place.of(record): record for record in json.loads(text)}
+    return {(r["study"], r["arm"], *sorted(r["factors"].items()), r["seed"]): r for r in json.loads(text)}
 
 
 def ran(folder):
     """Names of the runs that ended, in their order."""
     path = folder / "ran"
     return path.read_text().splitlines() if path.exists() else []
+
+
+def alive(pid):
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        os.kill(pid, 0)
+        stat = Path(f"/proc/{pid}/stat")
+        return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

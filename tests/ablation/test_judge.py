@@ -12,9 +12,9 @@ import pytest
 
 from minitx.ablation.arms import Arm, unsolved
 from minitx.ablation.config import ComparisonConfig, ExpectedConfig, PredictionConfig, Solved, StudyConfig
-from minitx.ablation.judge import judge, printed, solved_step
+from minitx.ablation.judge import judge, printed
 from minitx.ablation.predictions import answers
-from minitx.ablation.records import Place, Run, Runs
+from minitx.ablation.records import Run, Runs, solved_step
 from minitx.ablation.statistics import Span
 from minitx.config import ConfigError
 from tests.ablation import made_up
@@ -100,8 +100,8 @@ def test_names_of_studies_and_arms_mean_nothing(whole):
     grid = dataclasses.replace(whole.grid, studies={"alpha": study}, arms=arms, comparisons=(compared,), predictions={})
     runs = []
     for run in whole.runs.select("recall"):
-        factors = tuple(sorted((rename(name), level) for name, level in run.place.factors))
-        runs.append(dataclasses.replace(run, place=Place("alpha", rename(run.arm), factors, run.seed)))
+        factors = tuple(sorted((rename(name), level) for name, level in run.factors))
+        runs.append(dataclasses.replace(run, study="alpha", arm=rename(run.arm), factors=factors))
     found = judge(grid, Runs(tuple(runs))).findings
     assert [f.pairs for f in found] == [f.pairs for f in whole.findings if f.comparison.study == "recall"]
 
@@ -118,7 +118,7 @@ def test_the_ratio_of_times_is_that_of_the_own_best_rates():
 @pytest.mark.parametrize("value", [0.5, 0.9, 0.99])
 def test_a_run_solves_at_the_first_step_where_the_window_reaches_the_value(value):
     run = made_up.runs(made_up.grid(studies=RECALL), Truth(spread=1.0)).select("recall", SCALED, WIDE, rate="3.2e-3")[0]
-    step, accuracy = solved_step(run, value), run.result["accuracy"]
+    step, accuracy = solved_step(run.result, Solved(value=value)), run.result["accuracy"]
     assert np.mean(accuracy[step - 16 : step]) >= value > np.mean(accuracy[step - 17 : step - 1])
     assert value != 0.9 or step == 67
 
@@ -392,7 +392,7 @@ def test_equality_is_that_of_the_losses_bit_for_bit(equal):
 @pytest.mark.parametrize("is_in_grid", [True, False])
 def test_a_primary_comparison_without_runs_still_counts_in_the_family(whole, is_in_grid):
     kept = tuple(run for run in whole.runs.all if run.study != "stability_sgd")
-    gone = tuple(Run(run.place, "missing") for run in whole.runs.select("stability_sgd")) if is_in_grid else ()
+    gone = tuple(dataclasses.replace(run, record={}) for run in whole.runs.select("stability_sgd")) if is_in_grid else ()
     primary = [finding for finding in judge(whole.grid, Runs(kept + gone)).findings if finding.is_primary]
     found = [(f.p_adjusted, f.verdict) for f in primary]
     assert found == [(3 / 64, "SLOWER"), (3 / 64, "LESS STABLE")] + [(None, "UNDECIDED")] * is_in_grid
@@ -490,7 +490,7 @@ def verdicts(ratio, spread=0.2, trials=TRIALS, margin=1.25):
             for rate, seed in itertools.product(STUDY.factors["lr"], SEEDS):
                 steps = round(middle * np.exp(spread * rng.normal()))
                 result = {"accuracy": [0.0] * (steps - 1) + [1.0], "cap": CAP, "nonfinite_step": None, "val_accuracy": 1.0}
-                runs.append(Run(Place("s", arm, (("lr", rate),), seed), "done", {"result": result}))
+                runs.append(Run("s", arm, (("lr", rate),), seed, {"status": "done", "result": result}))
         found[judge(grid, Runs(tuple(runs))).findings[0].verdict] += 1 / trials
     return found
 

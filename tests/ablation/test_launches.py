@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from minitx.cli import ablate
@@ -43,23 +41,19 @@ def test_a_report_alone_needs_records_and_makes_no_folder(tmp_path):
     assert not (tmp_path / "grid").exists()
 
 
-def test_launches_of_one_kind_share_an_entry_and_their_seconds_add_up(tmp_path, monkeypatch):
-    path = tmp_path / "launches.json"
-    monkeypatch.setattr(ablate, "facts", lambda command: {"commit": "c0ffee", "command": command, "date": "d", "hardware": "h", "versions": {"a": command}})  # fmt: skip
-    ablate.Launch(path, "one")
-    assert not path.exists()  # it has run nothing
-    ablate.Launch(path, "one").keep()
-    (first,) = json.loads(path.read_text())
-    path.write_text(json.dumps([{**first, "wall_seconds": 1000.0}]))
-    again = ablate.Launch(path, "one")
-    again.keep()
-    again.keep()  # a second run of this launch
-    (whole,) = json.loads(path.read_text())
-    assert 1000.0 <= whole["wall_seconds"] < 2000.0
-    ablate.Launch(path, "two").keep()
+def test_the_report_adds_up_launches_that_ran_something_and_lists_what_differs(tmp_path, monkeypatch):
+    path, same = tmp_path / "launches.json", {"commit": "c0ffee", "date": "d", "hardware": "h"}
+    monkeypatch.setattr(ablate, "facts", lambda command: {**same, "command": command, "versions": {"a": command}})
+    ablate.Launch(path, "none")
+    assert not path.exists()
+    for command in ("one", "two", "one"):
+        launch = ablate.Launch(path, command)
+        launch.started -= 100.0
+        launch.keep()
+        launch.keep()
     meta = ablate.read_meta(path)
-    assert (meta["commit"], meta["command"], meta["versions"]) == ("c0ffee", "one; two", {"a": "two"})
-    assert meta["wall_seconds"] == pytest.approx(whole["wall_seconds"], abs=60.0)
+    assert (meta["commit"], meta["command"], meta["versions"]) == ("c0ffee", "one; two", {"a": "one"})
+    assert meta["wall_seconds"] == pytest.approx(300.0, abs=60.0)
 
 
 def test_the_length_of_a_grid_is_checked_before_a_folder_is_made(tmp_path):

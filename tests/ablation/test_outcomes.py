@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minitx.ablation import outcomes
-from minitx.ablation.outcomes import Levels, Outcome, gradient_norms, initial_loss, last_mean, outcome, steps_until_recovered
-from minitx.ablation.records import Place, Run, Runs
+from minitx.ablation.outcomes import Levels, Outcome, gradient_norms, initial_loss, last_mean, outcome
+from minitx.ablation.records import Run, Runs
 from tests.ablation import made_up
 from tests.ablation.made_up import INITIAL, UNIFORM_LEVEL, UNIGRAM
 
@@ -20,7 +20,7 @@ RECALL = Levels(initial=2.8)
 
 def run(loss, accuracy=None, start=None, nonfinite=None, gradient=None, cell="a"):
     result = {"loss": list(loss), "accuracy": accuracy, "nonfinite_step": nonfinite, "gradient": gradient}
-    return Run(Place("s", "a", (), 0), "done", {"cell": cell, "start": start, "result": result})
+    return Run("s", "a", (), 0, {"status": "done", "cell": cell, "start": start, "result": result})
 
 
 def recall(*pieces, start=None):
@@ -125,12 +125,6 @@ def test_the_end_is_the_mean_of_the_last_steps_and_the_worst_where_it_is_not_fin
 def test_gradient_norms_leave_out_the_first_nine_steps_and_what_is_not_finite():
     assert gradient_norms(run([1.0] * 12, gradient=[99.0] * 9 + [1.0, 2.0, None])) == (pytest.approx(1.99), 2.0)
     assert gradient_norms(run([1.0], gradient=None)) is None and gradient_norms(run([1.0] * 9, gradient=[1.0] * 9)) is None
-
-
-def test_recovery_is_counted_from_the_first_bad_window_to_the_next_good_one():
-    assert steps_until_recovered(recall((1.0, 50))) == 0
-    assert steps_until_recovered(recall((1.0, 20), (0.0, 10), (1.0, 20))) == 17  # 10 bad steps, and 7 until all of 8 are good
-    assert steps_until_recovered(recall((1.0, 20), (0.0, 30))) == math.inf
 
 
 def test_the_uniform_level_of_recall_is_that_of_the_protocol_unless_it_is_given():

@@ -8,12 +8,12 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from pretend import ARMS, RATES, Here, StoppedError, comparable, grid, pretend, ran, run
+from pretend import ARMS, RATES, Here, StoppedError, comparable, grid, ran, run
 
 from minitx.ablation.config import AblationConfig, StudyConfig
 from minitx.ablation.grid import cells
 from minitx.ablation.records import read_records
-from minitx.ablation.run import Progress, project, run_cells
+from minitx.ablation.run import project
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -170,26 +170,19 @@ def test_a_first_phase_whose_weights_are_gone_is_run_again_for_a_new_run_alone(t
     assert len(ran(tmp_path)) == before
 
 
-class Told(Here):
-    """A run takes three seconds and half a second a step; importing takes 100 seconds once."""
-
-    clock, imports = 0.0, 100.0
-
-    def run(self, words, folder, cap, keep_weights, keep_attention):
-        type(self).clock += 3.0 + 0.5 * cap + self.imports
-        type(self).imports = 0.0
-        return {}
-
-
 def test_a_projection_measures_the_cost_of_a_run_and_of_a_step_for_each_kind(tmp_path, monkeypatch):
-    pool = Told()
-    monkeypatch.setattr("minitx.ablation.run.time.perf_counter", lambda: Told.clock)
+    clock = [0.0]
+    monkeypatch.setattr("minitx.ablation.run.time.perf_counter", lambda: clock[0])
+
+    def three_seconds_and_half_a_second_a_step(words, folder, cap, *keep):
+        clock[0] += 3.0 + 0.5 * cap + (0.0 if clock[0] else 100.0)  # importing takes 100 seconds once
+
     studies = {
         "short": StudyConfig(base=("data=a", "trainer.max_steps=11"), arms=("scaled",), seeds=(0, 1)),
         "long": StudyConfig(base=("data=b", "trainer.max_steps=1001"), arms=("scaled",)),
     }
     found = cells(AblationConfig(arms={"scaled": ()}, studies=studies))
-    seconds = project(pool, found, tmp_path, pool.run)
+    seconds = project(Here(), found, tmp_path, three_seconds_and_half_a_second_a_step)
     assert [seconds(cell) for cell in found] == pytest.approx([8.5, 503.5, 8.5])
     assert list(tmp_path.iterdir()) == []
 
@@ -198,41 +191,27 @@ def raises(*arguments):
     raise ValueError("no luck")
 
 
-class DeadJob:
-    def done(self):
-        return True
-
-    def result(self):
-        raise RuntimeError("the process died")
-
-
-def test_a_projection_survives_runs_that_fail_or_die_and_says_nothing_of_kinds_that_it_did_not_see(tmp_path, monkeypatch):
+def test_a_projection_survives_runs_that_fail(tmp_path):
     found = cells(grid())
     assert project(Here(), found, tmp_path, raises)(found[0]) >= 0.0
-    monkeypatch.setattr(Here, "submit", lambda *_: DeadJob())
-    assert project(Here(), found, tmp_path, raises)(found[0]) == 0.0
     assert project(Here(), [], tmp_path, raises)(found[0]) == 0.0
 
 
-def test_progress_is_plain_lines_where_there_is_no_terminal_and_names_failures(caplog):
+def test_progress_is_lines_of_the_log_where_there_is_no_terminal_and_names_failures(tmp_path, caplog):
+    (tmp_path / "broken").write_text("first")
     with caplog.at_level(logging.INFO):
-        progress = Progress(10.0, 1, 4)
-        progress.end(5.0)
-        progress.shown -= 21.0
-        progress.look()
-        progress.look()  # not again so soon
-        progress.end(5.0, "failed: x: no luck")
-        progress.close()
+        count = len(run(tmp_path))
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 3
-    assert "50% 2 of 4 runs" in said[0] and said[0].endswith("left")
-    assert said[1:] == ["failed: x: no luck", "3 of 4 runs, 1 failed"]
+    assert said[0] == f"{count} runs: 0 done before, {count} to do, 1 at once"
+    assert said[1].startswith("projection: at most ")
+    assert said[-1].startswith(f"100% {count} of {count} runs, ") and said[-1].endswith(" left")
+    assert sum(line == "failed: first: scaled, seed 3: ValueError: no luck at all" for line in said) == 1
 
 
 def test_a_record_of_other_code_is_not_taken_for_this_grids(tmp_path, whole, monkeypatch):
     run(tmp_path)
     monkeypatch.setattr("minitx.ablation.grid.code_fingerprint", lambda: "another")
     before = len(ran(tmp_path))
-    records = run_cells(Here(), grid(), cells(grid()), tmp_path, pretend)
+    records = run(tmp_path)
     assert len(ran(tmp_path)) == 2 * before
     assert {r["status"] for r in records} == {"done", "not run"}

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pretend import free
 from torch import nn
 
 from minitx.ablation.config import AblationConfig, StartConfig, StudyConfig
@@ -155,7 +156,7 @@ def test_stored_commands_give_the_bits_of_a_used_worker_in_a_new_process(tmp_pat
     config, pool = two_phases(), LocalPool(1)
     (tmp_path / "grid").mkdir()
     try:
-        records = run_cells(pool, config, cells(config), tmp_path / "grid", run_cell)
+        records = run_cells(pool, config, cells(config), tmp_path / "grid", run_cell, projection=free)
     finally:
         pool.close()
     assert [record["status"] for record in records] == ["done"] * 2
@@ -176,7 +177,7 @@ def alone():
     ("first", ("trainer.ckpt_every=0",), "ablation.studies.first: other runs start from its weights, so trainer.ckpt_every"),
     ("second", ("trainer.devices=2", "trainer.strategy=ddp"), "ablation.studies.second: a run of a grid uses one device"),
     ("second", ("model.num_heads=5",), "ablation.studies.second, arm unscaled: .*num_heads=5"),
-    ("first", ("trainer.max_steps=long",), "ablation.studies.first: trainer.max_steps=long"),
+    ("first", ("trainer.max_steps=long",), "ablation.studies.first.*trainer.max_steps"),
 ])  # fmt: skip
 def test_what_cannot_be_run_is_refused_before_it_is(study, words, message):
     config = two_phases()

@@ -23,12 +23,21 @@ WORDS = {
     "null": "null control",
 }
 OPTIONS = {
+    "where": {},
+    "task": "look up a value",
+    "last_row": "",
+    "asserted": ["R1"],
+    "published": {},
+    "ladder": "",
     "settings": {"128": "one head, d_k = 128"},
     "chance": 1 / 16,
     "time": "recall",
-    "continued": {"AdamW": {"study": "stability_adamw", "rate": 0.01}, "SGD": {"study": "stability_sgd", "rate": 0.032}},
-    "attention": "stability_adamw",
-    "text": {"AdamW": "text_stability"},
+    "continued": {
+        "AdamW": {"study": "stability_adamw", "shown": "stability_adamw", "rate": "1e-2"},
+        "SGD": {"study": "stability_sgd", "shown": "stability_sgd", "rate": "3.2e-2"},
+    },
+    "attention": {"shown": "stability_adamw", "rate": "1e-2"},
+    "text": ["text_stability"],
     "scratch": ["text"],
 }
 LAWS = {"stability_adamw": "d_k^¼", "stability_sgd": "√d_k"}

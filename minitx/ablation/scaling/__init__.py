@@ -1,7 +1,6 @@
-"""What only the scaling ablation says: ``about: minitx.ablation.scaling``. A grid names its studies in ``options``, see ``Options``."""
+"""What only the scaling ablation says: ``about: minitx.ablation.scaling``. ``configs/ablation/parts/scaling.yaml`` has its options."""
 
 from minitx.ablation.scaling.first_figure import figure
-from minitx.ablation.scaling.options import Options
 from minitx.ablation.scaling.rules import RULES
 from minitx.ablation.scaling.sections import limits, sections
 from minitx.ablation.scaling.sentences import sentences
@@ -12,4 +11,4 @@ LEAD = (
 )
 """Stands above the sentences, for a reader who does not know the scale."""
 
-__all__ = ["LEAD", "RULES", "Options", "figure", "limits", "sections", "sentences"]
+__all__ = ["LEAD", "RULES", "figure", "limits", "sections", "sentences"]

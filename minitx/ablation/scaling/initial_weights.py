@@ -46,7 +46,7 @@ def init_sweep() -> tuple[InitRow, ...]:
     found = []
     for scheme in SCHEMES:
         for width in WIDTHS:
-            norms, statistics = [], []
+            norms = []
             for scale in ("inv_sqrt", "unscaled"):
                 draws = torch.Generator().manual_seed(0)
                 layer = MultiHeadAttention(EMBED_DIM, EMBED_DIM // width, scale=scale)
@@ -56,34 +56,32 @@ def init_sweep() -> tuple[InitRow, ...]:
                     out = layer(x)
                 (gradient,) = torch.autograd.grad(out, [layer.q_proj.weight], torch.randn(out.shape, generator=draws))
                 norms.append(float(gradient.norm()))
-                statistics.append(seen["core"][0])
-            spread, variance = (float(statistics[1][name].mean()) for name in ("row_std", "dot_product_variance"))
+            spread, variance = (float(seen["core"][0][name].mean()) for name in ("row_std", "dot_product_variance"))
             found.append(InitRow(scheme, width, spread, variance, norms[1] / norms[0]))
     return tuple(found)
 
 
-def variance_slope(scheme: str = "lecun") -> float:
-    """Slope of ln Var(q·k) on ln d_k."""
-    rows = [row for row in init_sweep() if row.scheme == scheme]
+def variance_slope() -> float:
+    """Slope of ln Var(q·k) on ln d_k with LeCun's initial weights."""
+    rows = [row for row in init_sweep() if row.scheme == "lecun"]
     return float(np.polyfit(np.log([row.width for row in rows]), np.log([row.variance for row in rows]), 1)[0])
 
 
 def init_figure() -> Figure:
-    """Var(q·k) and the spread of the logits against d_k, with the thresholds √(2 ln n)."""
-    drawn, axes = panels(1, 2, width=4.4, height=3.2)
-    left, right = axes[0]
-    for (scheme, _), (color, marker) in zip(SCHEMES.items(), PALETTE, strict=False):
-        rows = [row for row in init_sweep() if row.scheme == scheme]
-        for ax, values in ((left, [row.variance for row in rows]), (right, [row.row_std for row in rows])):
-            ax.plot(WIDTHS, values, marker=marker, color=color, markersize=4.5, linewidth=1.2)
+    """The spread of the logits along a row against d_k, with the thresholds √(2 ln n)."""
+    drawn, axes = panels(1, 1, width=6.2, height=3.2)
+    ax, looks = axes[0, 0], []
+    for (scheme, text), (color, marker) in zip(SCHEMES.items(), PALETTE, strict=False):
+        spreads = [row.row_std for row in init_sweep() if row.scheme == scheme]
+        ax.plot(WIDTHS, spreads, marker=marker, color=color, markersize=4.5, linewidth=1.2)
+        looks.append((text, color, marker, "-"))
     for length, line in ((16, ":"), (64, "-."), (1024, "--")):
         limit = math.sqrt(2 * math.log(length))
-        right.axhline(limit, color=INK, linewidth=0.9, linestyle=line)
-        right.text(1.01, limit, f"{length} keys", transform=right.get_yaxis_transform(), fontsize=7, va="center")
-    for ax, title in ((left, "variance of q·k"), (right, "standard deviation of the logits along a row")):
-        ax.set_xscale("log", base=2)
-        log_ticks(ax)
-        ax.set_xticks(WIDTHS, [str(width) for width in WIDTHS])
-        label(ax, title, "d_k", "")
-    legend(drawn, [(text, *look, "-") for text, look in zip(SCHEMES.values(), PALETTE, strict=False)])
+        ax.axhline(limit, color=INK, linewidth=0.9, linestyle=line)
+        ax.text(1.01, limit, f"{length} keys", transform=ax.get_yaxis_transform(), fontsize=7, va="center")
+    ax.set_xscale("log", base=2)
+    log_ticks(ax)
+    ax.set_xticks(WIDTHS, [str(width) for width in WIDTHS])
+    label(ax, "", "d_k", "standard deviation of the logits along a row")
+    legend(drawn, looks)
     return drawn

@@ -1,4 +1,7 @@
-"""Rules of predictions that a grid chooses by name: each gives HELD, NOT HELD, UNDECIDED or NOT TESTED, and the numbers."""
+"""Rules of predictions and of published results that a grid chooses by name.
+
+Each gives HELD, NOT HELD, UNDECIDED or NOT TESTED, and the numbers.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
+
+import numpy as np
 
 from minitx.ablation import wording as say
 from minitx.ablation.config import Condition
@@ -14,11 +20,12 @@ from minitx.ablation.judge import Finding, Findings
 from minitx.ablation.outcomes import END, Levels, initial_loss, last_mean, outcome
 from minitx.ablation.predictions import together
 from minitx.ablation.records import Run
-from minitx.ablation.scaling.initial_weights import variance_slope
-from minitx.ablation.scaling.options import Options, by_width
+from minitx.ablation.scaling.initial_weights import init_sweep
+from minitx.ablation.scaling.studies import by_width, level
+from minitx.ablation.statistics import MIN_PAIRS
 
 Answered = tuple[str, str]
-NOTHING: Answered = ("NOT TESTED", "the runs are not there")
+NOTHING: Answered = ("NOT TESTED", "not run")
 
 
 def follows_law(findings: Findings, *, studies: Sequence[str], arms: Sequence[str], low: float, high: float) -> Answered:
@@ -32,7 +39,7 @@ def follows_law(findings: Findings, *, studies: Sequence[str], arms: Sequence[st
         holds = _grows(found) and all(low <= part <= high for part in parts)
         statuses.append("UNDECIDED" if any(f.or_more for f in found) else _status(holds))
         shares = ", ".join(f"{part:.2f}" for part in parts)
-        said.append(f"{say.title(findings.grid, study)}: {_listed(findings, found)}; of the law: {shares}")
+        said.append(f"{say.title(findings.grid, study)}: {_listed(found)}; of the law: {shares}")
     return together(statuses), "; ".join(said)
 
 
@@ -41,7 +48,7 @@ def ratio_grows(
 ) -> Answered:
     """The median ratio of a comparison is larger at each larger d_k."""
     found = [f for f in by_width(findings, study, endpoint, arms) if (condition or {}).items() <= f.condition.items()]
-    return (_status(_grows(found)), _listed(findings, found)) if len(found) > 1 else NOTHING
+    return (_status(_grows(found)), _listed(found)) if len(found) > 1 else NOTHING
 
 
 def wider_or_edge(findings: Findings, *, study: str, arms: Sequence[str], condition: Condition) -> Answered:
@@ -58,14 +65,16 @@ def wider_or_edge(findings: Findings, *, study: str, arms: Sequence[str], condit
 
 def all_solve_within(findings: Findings, *, study: str, arms: Sequence[str], head_dims: Sequence[str], steps: int) -> Answered:
     """At each d_k of ``head_dims`` every judged seed of both arms solves the task within ``steps`` at its arm's best rate."""
-    grid, level, slowest = findings.grid, Options.of(findings).level, {}
+    grid, slowest = findings.grid, {}
     found = [f for f in by_width(findings, study, "time", arms) if level(f) in head_dims]
     for f in found:
         for arm in arms:
             needed = [steps_to_solve(grid, run) or math.inf for run in judged_runs(findings, f, arm)]
             slowest[f"d_k {level(f)}, {say.words(grid, arm)}"] = max(needed, default=math.inf)
+    if len(found) < len(head_dims):
+        return NOTHING
     said = "; ".join(f"{name}: {say.number(value)} steps" for name, value in slowest.items())
-    return (_status(max(slowest.values()) <= steps), f"slowest: {said}") if len(found) >= len(head_dims) else NOTHING
+    return _status(max(slowest.values()) <= steps), f"slowest: {said}"
 
 
 def above_uniform_and_lost(
@@ -73,20 +82,19 @@ def above_uniform_and_lost(
 ) -> Answered:
     """From scratch ``arm`` ends above ``floor`` at every rate; each of ``continued`` (study to rate) is LEARNED AND LOST."""
     grid, select = findings.grid, findings.runs.select
-    level = uniform_level(findings, scratch, floor, condition)
+    uniform = uniform_level(findings, scratch, floor, condition)
     ends = [last_mean(run, "loss") for run in select(scratch, arm, condition, status="done")]
     lost = {
-        study: [outcome(run, levels_of(findings, run)) for run in select(study, arm, rate=rate, status="done")]
+        study: [outcome_of(findings, run) for run in select(study, arm, rate=rate, status="done")]
         for study, rate in continued.items()
     }
-    if level is None or not ends or not all(lost.values()):
+    if uniform is None or not ends or not all(lost.values()):
         return NOTHING
-    outcomes = [found for of_study in lost.values() for found in of_study]
-    said = [
-        f"from scratch {say.words(grid, arm)} ends at {min(ends):.2f} nats or more, {say.words(grid, floor)} at {level:.2f}"
-    ]
-    said += [f"{say.title(grid, study)}: {', '.join(of_study)}" for study, of_study in lost.items()]
-    return _status(min(ends) > level and set(outcomes) <= {"LEARNED AND LOST"}), "; ".join(said)
+    names = say.words(grid, arm), say.words(grid, floor)
+    said = [f"from scratch {names[0]} ends at {min(ends):.2f} nats or more, {names[1]} at {uniform:.2f}"]
+    said += [f"{say.title(grid, study)}: {', '.join(outcomes)}" for study, outcomes in lost.items()]
+    is_lost = all(outcomes == ["LEARNED AND LOST"] * len(outcomes) for outcomes in lost.values())
+    return _status(min(ends) > uniform and is_lost), "; ".join(said)
 
 
 def equal_outcomes(findings: Findings, *, studies: Mapping[str, str], reference: str) -> Answered:
@@ -95,33 +103,49 @@ def equal_outcomes(findings: Findings, *, studies: Mapping[str, str], reference:
     for study, arm in studies.items():
         for run in findings.runs.select(study, arm, status="done"):
             for other in findings.runs.select(study, reference, run.condition, rate=run.rate, seeds=[run.seed], status="done"):
-                pair = [outcome(one, levels_of(findings, one)) for one in (other, run)]
                 total += 1
-                different += [f"{say.title(findings.grid, study)}, seed {run.seed}: {' and '.join(pair)}"] * (
-                    pair[0] != pair[1]
-                )
+                pair = outcome_of(findings, other), outcome_of(findings, run)
+                if pair[0] != pair[1]:
+                    different.append(f"{say.title(findings.grid, study)}, seed {run.seed}: {' and '.join(pair)}")
     said = "; ".join([f"{total - len(different)} of {total} pairs of runs", *different])
     return (_status(not different), said) if total else NOTHING
 
 
-def variance_law(findings: Findings, *, low: float = 0.98, high: float = 1.02, scheme: str = "lecun") -> Answered:
-    """The slope of ln Var(q·k) on ln d_k at the initial weights lies between ``low`` and ``high``."""
-    slope = variance_slope(scheme)
-    return _status(low <= slope <= high), f"slope {slope:.3f}"
+def has_verdict(findings: Findings, *, verdict: str, **place: Any) -> Answered:
+    """Every finding at ``place`` (``Findings.find``) has the verdict."""
+    found = [f for f in findings.find(**place) if f.pairs]
+    verdicts = {f.verdict for f in found}
+    said = " ".join(say.finding_sentence(findings, f) for f in found)
+    status = "UNDECIDED" if "UNDECIDED" in verdicts else _status(verdicts == {verdict})
+    return (status, said) if found else NOTHING
 
 
-RULES: dict[str, Callable[..., Answered]] = {
-    rule.__name__: rule
-    for rule in (
-        follows_law,
-        ratio_grows,
-        wider_or_edge,
-        all_solve_within,
-        above_uniform_and_lost,
-        equal_outcomes,
-        variance_law,
-    )
-}
+def slope_on_width(findings: Findings, *, study: str) -> Answered:
+    """The slope of log₂ (ratio of the steps) on log₂ d_k is above 0 for every seed that has all d_k."""
+    found = by_width(findings, study, "time")
+    seeds = set.intersection(*({pair.seed for pair in f.pairs} for f in found)) if found else set()
+    if len(found) < 2 or not seeds:
+        return NOTHING
+    widths = np.log2([float(level(f)) for f in found])
+    ratios = [[np.log2(pair.effect.low) for pair in f.pairs if pair.seed in seeds] for f in found]  # (d_k, seeds)
+    slopes = np.polyfit(widths, ratios, 1)[0]
+    said = f"log₂ of the ratio grows by {min(slopes):.2f} to {max(slopes):.2f} a doubling of d_k"
+    is_clear = len(slopes) >= MIN_PAIRS and min(slopes) * max(slopes) > 0
+    return _status(min(slopes) > 0) if is_clear else "UNDECIDED", f"{said} ({say.count_text(len(slopes), 'seed')})"
+
+
+def gradients_are_smaller(findings: Findings) -> Answered:
+    """At LeCun's initial weights W_Q has smaller gradients without the scale."""
+    ratios = {row.width: row.gradient_ratio for row in init_sweep() if row.scheme == "lecun"}
+    listed = ", ".join(f"d_k {width}: {say.number(ratio)}" for width, ratio in ratios.items())
+    return _status(max(ratios.values()) < 1), f"‖∇W_Q‖ without / with the scale, one layer: {listed}"
+
+
+_ALL: tuple[Callable[..., Answered], ...] = (
+    *(follows_law, ratio_grows, wider_or_edge, all_solve_within, above_uniform_and_lost, equal_outcomes),
+    *(has_verdict, slope_on_width, gradients_are_smaller),
+)
+RULES = {rule.__name__: rule for rule in _ALL}
 
 
 def _status(holds: bool) -> str:
@@ -132,11 +156,11 @@ def _grows(found: Sequence[Finding]) -> bool:
     return all((a.estimate or 0.0) < (b.estimate or 0.0) for a, b in pairwise(found))
 
 
-def _listed(findings: Findings, found: Sequence[Finding]) -> str:
-    return ", ".join(f"d_k {Options.of(findings).level(f)}: {say.effect_text(f)}" for f in found)
+def _listed(found: Sequence[Finding]) -> str:
+    return ", ".join(f"d_k {level(f)}: {say.effect_text(f)}" for f in found)
 
 
-# --- what an outcome is held against
+# --- outcomes
 
 
 def uniform_level(findings: Findings, study: str, arm: str, condition: Condition, steps: int | None = None) -> float | None:
@@ -154,11 +178,19 @@ def levels_of(findings: Findings, run: Run) -> Levels:
 
     The plain average is that of the run's own study, or of the first study of text from scratch for continued models.
     """
-    options, solved = Options.of(findings), findings.grid.studies[run.study].solved
+    scratch, solved = findings.grid.options["scratch"], findings.grid.studies[run.study].solved
     first = findings.runs.start_of(run)
     steps = run.result["cap"] + (first.result["steps"] if first is not None and first.status == "done" else 0)
-    scratch = run.study if run.study in options.scratch else next(iter(options.scratch), "")
-    unigram = run.result["floors"].get("unigram")
-    is_text = unigram is not None or run.result["accuracy"] is None
-    level = uniform_level(findings, scratch, options.uniform, {}, steps) if is_text else None
-    return Levels(initial_loss(findings.runs, run), unigram, level, solved)
+    study = run.study if run.study in scratch else next(iter(scratch), "")
+    uniform = uniform_level(findings, study, "uniform", {}, steps) if is_text(run) else None
+    return Levels(initial_loss(findings.runs, run), run.result["floors"].get("unigram"), uniform, solved)
+
+
+def is_text(run: Run) -> bool:
+    """Whether a run is judged by its loss."""
+    return "unigram" in run.result["floors"] or run.result["accuracy"] is None
+
+
+def outcome_of(findings: Findings, run: Run) -> str:
+    """The outcome of a run (protocol, section 5a)."""
+    return outcome(run, levels_of(findings, run))
