@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -210,11 +209,6 @@ def records(grid: AblationConfig, truth: Truth | None = None) -> list[Record]:
 def runs(grid: AblationConfig, truth: Truth | None = None) -> Runs:
     """The runs of the grid with ``records`` of it."""
     return Runs.of(places(grid), records(grid, truth))
-
-
-def jsonl(grid: AblationConfig, truth: Truth | None = None) -> str:
-    """What ``cells.jsonl`` holds."""
-    return "".join(json.dumps(record) + "\n" for record in records(grid, truth))
 
 
 def _record(grid: AblationConfig, place: Place, truth: Truth) -> Iterator[Record]:
