@@ -76,6 +76,7 @@ class Run(Place):
 
     @property
     def place(self) -> Place:
+        """Where it stands, without its record."""
         return Place(self.study, self.arm, self.factors, self.seed)
 
     @property
