@@ -70,10 +70,11 @@ class Cell:
         Raises:
             ConfigError: none does, or it is no whole number.
         """
-        given = settings(self.overrides).get("trainer.max_steps", "")
+        given = settings(self.overrides).get("trainer.max_steps", "missing")
         if not given.isdecimal():
             study = f"ablation.studies.{self.place.study}"
-            raise ConfigError(f"{study}.base must set trainer.max_steps to a whole number, so that its time can be projected")
+            why = "so that its time can be projected"
+            raise ConfigError(f"{study}.base must set trainer.max_steps to a whole number, {why}; it is {given}")
         return int(given)
 
     def describe(self, grid: Path) -> dict[str, Any]:

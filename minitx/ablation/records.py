@@ -76,7 +76,7 @@ class Run(Place):
 
     @property
     def place(self) -> Place:
-        """Where the run stands in its grid."""
+        """Where it stands, without its record."""
         return Place(self.study, self.arm, self.factors, self.seed)
 
     @property

@@ -191,12 +191,13 @@ def run_cells(
     seconds = projection(pool, todo, folder, run_cell)
     left = {cell: seconds(cell) for cell in todo}
     log.info("%d runs: %d done before, %d to do, %d at once", len(cells), len(cells) - len(todo), len(todo), pool.workers)
-    log.info("projection: at most %s", duration(sum(left.values()) / pool.workers))
+    if todo:
+        log.info("projection: at most %s", duration(sum(left.values()) / pool.workers))
     bar = _progress_bar(sum(left.values()))
     for cell in _decided(pool, grid, cells, book, run_cell):
         if cell is None:
             time.sleep(0.02)
-        bar.set_description_str(f"{len(book.records)} of {len(cells)} runs", refresh=False)
+        bar.set_description_str(f"{len(book.records)} of {len(cells)} runs, ", refresh=False)
         bar.update(left.get(cell, 0.0) if cell else 0.0)
     bar.close()
     return [book.records[cell.place] for cell in cells]
@@ -256,9 +257,9 @@ def _answer(job: Any) -> dict[str, Any]:
 def _progress_bar(seconds: float) -> Any:
     """A bar with the time left, which the runs that are done correct; where there is no terminal, a line of the log now and then."""
     is_terminal = sys.stdout.isatty()
-    text = "{percentage:3.0f}% {desc}, {elapsed} passed, {remaining} left"
+    text = "{desc}{percentage:3.0f}%, {elapsed} passed, {remaining} left"
     file, pause = (sys.stdout, 0.5) if is_terminal else (_Lines(), 20.0)
-    return tqdm(total=seconds or 1.0, bar_format=text, file=file, mininterval=pause, smoothing=0.0)
+    return tqdm(total=seconds, disable=not seconds, bar_format=text, file=file, mininterval=pause, smoothing=0.0)
 
 
 class _Lines:

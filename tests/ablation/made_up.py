@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
-import json
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from minitx.ablation.config import (
     StartConfig,
     StudyConfig,
 )
+from minitx.ablation.grid import Cell, cells
 from minitx.ablation.records import Place, Record, Runs
 
 SCALED, UNSCALED, FOLD, UNIFORM = "inv_sqrt", "unscaled", "full_fold", "uniform"
@@ -186,14 +186,8 @@ class Truth:
 
 
 def places(grid: AblationConfig) -> list[Place]:
-    """Every place of a grid without ``skip``, rates last, so that a seed's rates follow each other."""
-    found = []
-    for name, config in grid.studies.items():
-        for seed, arm in itertools.product((*config.tune_seeds, *config.seeds), config.arms):
-            for chosen in itertools.product(*config.factors.values()):
-                factors = tuple(sorted(zip(config.factors, chosen, strict=True)))
-                found.append(Place(name, arm, factors, seed))
-    return found
+    """Every place of a grid."""
+    return [cell.place for cell in cells(grid)]
 
 
 def cap_of(config: StudyConfig) -> int:
@@ -204,7 +198,7 @@ def cap_of(config: StudyConfig) -> int:
 def records(grid: AblationConfig, truth: Truth | None = None) -> list[Record]:
     """A record for every run of the grid that is not missing."""
     truth = truth or Truth()
-    return [record for place in places(grid) for record in _record(grid, place, truth)]
+    return [record for cell in cells(grid) for record in _record(grid, cell, truth)]
 
 
 def runs(grid: AblationConfig, truth: Truth | None = None) -> Runs:
@@ -212,45 +206,16 @@ def runs(grid: AblationConfig, truth: Truth | None = None) -> Runs:
     return Runs.of(places(grid), records(grid, truth))
 
 
-def jsonl(grid: AblationConfig, truth: Truth | None = None) -> str:
-    """What ``cells.jsonl`` holds."""
-    return "".join(json.dumps(record) + "\n" for record in records(grid, truth))
-
-
-def _record(grid: AblationConfig, place: Place, truth: Truth) -> Iterator[Record]:
-    config = grid.studies[place.study]
-    status = truth.status(place)
-    if truth.prune and status == "done" and _is_pruned(grid, place, truth):
+def _record(grid: AblationConfig, cell: Cell, truth: Truth) -> Iterator[Record]:
+    status = truth.status(cell.place)
+    if truth.prune and status == "done" and _is_pruned(grid, cell.place, truth):
         status = "not run"
     if status == "missing":
         return
-    overrides = [*config.base, *grid.arms[place.arm], f"seed={place.seed}"]
-    for name, level in place.factors:
-        overrides += config.factors[name][level]
-    start = None
-    if config.start is not None:
-        shared = tuple(item for item in place.factors if item[0] in grid.studies[config.start.study].factors)
-        start = cell_of(Place(config.start.study, config.start.arm, shared, place.seed))
     reasons = {"failed": "RuntimeError: out of memory", "not run": "a lower rate did not work"}
-    yield {
-        "cell": cell_of(place),
-        "study": place.study,
-        "arm": place.arm,
-        "factors": dict(place.factors),
-        "seed": place.seed,
-        "overrides": overrides,
-        "command": " ".join(["python scripts/train.py", *overrides]),
-        "start": start,
-        "status": status,
-        "reason": reasons.get(status, ""),
-        "seconds": 1.5,
-        "result": _result(place, cap_of(config), truth) if status == "done" else None,
-    }
-
-
-def cell_of(place: Place) -> str:
-    """The name of a run."""
-    return hashlib.sha256(str(place).encode()).hexdigest()[:16]
+    result = _result(cell.place, cell.steps(), truth) if status == "done" else None
+    what = {"status": status, "reason": reasons.get(status, ""), "seconds": 1.5, "result": result}
+    yield {**cell.describe(Path("runs/made_up")), **what}
 
 
 def _is_pruned(grid: AblationConfig, place: Place, truth: Truth) -> bool:
@@ -271,7 +236,7 @@ def _result(place: Place, cap: int, truth: Truth) -> dict[str, Any]:
     factors = dict(place.factors)
     rate, dim = factors.get("lr", ""), factors.get("head_dim", "")
     outcome = truth.outcomes.get((place.study, place.arm, rate))
-    rng = np.random.default_rng(int(cell_of(place), 16))
+    rng = np.random.default_rng(list(str(place).encode()))
     accuracy: np.ndarray | None = None
     if place.study in ("recall", "solved"):
         steps = truth.time(place.arm, dim, rate, place.seed, cap) if place.study == "recall" else 100 + place.seed

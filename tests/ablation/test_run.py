@@ -204,7 +204,7 @@ def test_progress_is_lines_of_the_log_where_there_is_no_terminal_and_names_failu
     said = [record.getMessage() for record in caplog.records]
     assert said[0] == f"{count} runs: 0 done before, {count} to do, 1 at once"
     assert said[1].startswith("projection: at most ")
-    assert said[-1].startswith(f"100% {count} of {count} runs, ") and said[-1].endswith(" left")
+    assert said[-1].startswith(f"{count} of {count} runs, 100%, ") and said[-1].endswith(" left")
     assert sum(line == "failed: first: scaled, seed 3: ValueError: no luck at all" for line in said) == 1
 
 
