@@ -188,7 +188,7 @@ def facts(command: str) -> Mapping[str, Any]:
 
     packages = ("minitx", "torch", "lightning", "hydra-core", "numpy", "scipy")
     return {
-        "commit": git_commit() or "not a git checkout",
+        "commit": git_commit(Path(__file__).parent) or "not a git checkout",
         "code": code_fingerprint(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         "command": command,

@@ -63,11 +63,15 @@ def _wandb_loggers(trainer: L.Trainer) -> list[WandbLogger]:
     return [logger for logger in trainer.loggers if trainer.is_global_zero and isinstance(logger, WandbLogger)]
 
 
-def git_commit() -> str | None:
-    """The commit of the current folder by ``git describe``, with ``-dirty`` for uncommitted changes; None outside of git."""
+def git_commit(folder: Path | None = None) -> str | None:
+    """The commit of ``folder`` by ``git describe``, with ``-dirty`` for uncommitted changes; None outside of git.
+
+    Args:
+        folder: default the current one.
+    """
     try:
         command = ["git", "describe", "--always", "--dirty", "--tags"]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30, cwd=folder).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 

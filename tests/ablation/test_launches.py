@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
 from minitx.cli import ablate
@@ -62,3 +64,15 @@ def test_the_length_of_a_grid_is_checked_before_a_folder_is_made(tmp_path):
     with pytest.raises(ConfigError, match=r"ablation\.studies\.recall\.base must set trainer\.max_steps"):
         ablate.run_ablation(grid, tmp_path / "grid", SMOKE, "train.py")
     assert not (tmp_path / "grid").exists()
+
+
+def test_the_commit_is_that_of_the_code_wherever_the_grid_is_started(tmp_path, monkeypatch):
+    here = ablate.facts("train.py")["commit"]
+    monkeypatch.chdir(tmp_path)
+    for words in (
+        ["init"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "--allow-empty", "-m", "another"],
+        ["tag", "another"],
+    ):
+        subprocess.run(["git", *words], check=True, capture_output=True)
+    assert ablate.facts("train.py")["commit"] == here != "another"

@@ -68,6 +68,7 @@ def test_a_worker_that_is_killed_between_two_runs_is_replaced():
         first = pool.submit(os.getpid).result()
         os.kill(first, signal.SIGKILL)
         wait_for(lambda: pid() not in (first, os.getpid()))
+        assert alive(pid())
     finally:
         pool.close()
 
@@ -80,6 +81,7 @@ def test_closing_a_pool_ends_its_workers_whatever_they_do(tmp_path):
     pool.close()
     wait_for(lambda: not alive(worker))
     pool.close()  # once more does no harm
+    assert not alive(worker)
 
 
 # --- Slurm, by submitit
