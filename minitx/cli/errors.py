@@ -15,6 +15,7 @@ from typing import Any
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from minitx.ablation.config import AblationConfig
 from minitx.cli.compose import GROUPS
 from minitx.cli.launch import FOLDER, RankFailedError, tell_launcher
 from minitx.config import ConfigError, RunConfig, unknown_key
@@ -102,7 +103,9 @@ def _compose_error(error: BaseException) -> str:
         return f"{' '.join(typed)} names no option; ~GROUP drops a group, as '- override /GROUP: null' does in the defaults of a config"
     missing_key = re.search(r"Could not override '([^']+)'", text)
     if missing_key:
-        return unknown_key(RunConfig, missing_key[1])
+        group, _, key = missing_key[1].partition(".")
+        of_grid = group == "ablation" and key
+        return f"ablation.{unknown_key(AblationConfig, key)}" if of_grid else unknown_key(RunConfig, missing_key[1])
     group = re.search(r"Could not find '([^']+)'", text) or re.search(r"Could not load '?([^'\n]+)'?", text)
     if group:
         options = re.search(r"Available options in '([^']+)':\n((?:\t.*\n?)+)", text)

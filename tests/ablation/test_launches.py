@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ from minitx.cli import ablate
 from minitx.cli.compose import compose_grid
 from minitx.config import ConfigError
 
+ROOT = Path(__file__).parents[2]
 SMOKE = ["experiment=scaling_ablation", "ablation=smoke"]
 
 
@@ -76,3 +79,10 @@ def test_the_commit_is_that_of_the_code_wherever_the_grid_is_started(tmp_path, m
     ):
         subprocess.run(["git", *words], check=True, capture_output=True)
     assert ablate.facts("train.py")["commit"] == here != "another"
+
+
+def test_a_misspelt_key_of_a_grid_is_answered_with_the_nearest():
+    words = [sys.executable, "scripts/train.py", "experiment=scaling_ablation", "ablation.onli=[recall]"]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "ablation.onli is not a key (did you mean only?)" in ended.stdout + ended.stderr
