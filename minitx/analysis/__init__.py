@@ -11,12 +11,14 @@ from minitx.analysis.figures import (
     save_figure,
 )
 from minitx.analysis.heatmaps import head_heatmap, heatmap_grid
+from minitx.analysis.intervene import HeadEffects, intervene, knock_out_heads, logit_lens, patch_heads
 from minitx.analysis.snapshot import AttentionMap, Snapshot, read_snapshots, take_snapshot
 from minitx.analysis.statistics import attention_statistics, zhai_entropy_bound
 from minitx.analysis.structure import read_brackets, read_conllu
 
 __all__ = [
     "AttentionMap",
+    "HeadEffects",
     "Snapshot",
     "atlas_over_steps",
     "attention_statistics",
@@ -27,7 +29,11 @@ __all__ = [
     "head_heatmap",
     "head_scores",
     "heatmap_grid",
+    "intervene",
+    "knock_out_heads",
     "logit_histograms",
+    "logit_lens",
+    "patch_heads",
     "read_brackets",
     "read_conllu",
     "read_snapshots",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.statistics import attention_statistics, over_tiles, real_queries
-from minitx.nn.blocks import is_recomputing
+from minitx.nn.blocks import Block, is_recomputing
 from minitx.nn.functional import AttentionCall, full_precision
 
 TOLD_BYTES = 2**30
@@ -69,6 +69,10 @@ RECORDERS: dict[str, Recorder] = {
 }
 
 
+OUTPUTS = ("heads", "feedforward", "residual")
+"""What is an output of a module and recorded as it is."""
+
+
 class Seen(dict[str, list[Any]]):
     """Records by the name of the attention core (``blocks.0.attention.core``): a list with one entry a call.
 
@@ -92,19 +96,22 @@ def capture(
     """Record every attention call of ``model`` while the context is open.
 
     Works on any module that holds our attention, under every backend, with caches, grouped heads, activation
-    checkpointing and DDP. Values are recomputed from what the core was handed, in at least float32; nothing is stored on
-    the modules, no random number is drawn, and the hooks are removed at the end.
+    checkpointing and DDP. The first four are recomputed from what the core was handed, in at least float32; the others are
+    what the modules returned. Nothing is stored on the modules, no random number is drawn, and the hooks are removed at the end.
 
     =============== ===========================================================================================
     ``statistics``  what ``attention_statistics`` returns; never holds L × S values
     ``weights``     (B, H, L, S), after softmax and before dropout; rows sum to 1 over visible keys
     ``scores``      (B, H, L, S), scaled, soft-capped and with bias, before softmax; -inf where a key is hidden
     ``values``      (B, H, S, Dv), the values as each query head gets them
+    ``heads``       (B, H, L, Dv), the output of each head before ``out_proj``
+    ``feedforward`` (B, L, E), the output of each block's feed-forward part
+    ``residual``    (B, L, E), the residual stream after each block
     =============== ===========================================================================================
 
     Args:
         layers: which attention cores: indices in the order of ``named_modules`` (negative from the end), or parts of
-            their names, such as ``"cross"``; default all.
+            their names, such as ``"cross"``; default all. A whole name means that layer alone.
         heads: which heads are kept, in this order; default all.
         what: see above.
 
@@ -126,8 +133,12 @@ def capture(
     >>> seen["core"][0].shape, seen.kinds["core"]
     (torch.Size([1, 1, 3, 3]), 'causal')
     """
-    if what not in RECORDERS:
-        raise ValueError(f"what={what!r} must be one of {', '.join(RECORDERS)}")
+    if what not in RECORDERS and what not in OUTPUTS:
+        raise ValueError(f"what={what!r} must be one of {', '.join((*RECORDERS, *OUTPUTS))}")
+    if what in OUTPUTS:
+        with _watch_outputs(model, what, layers, heads) as seen:
+            yield seen
+        return
     with watch(model, RECORDERS[what], layers=layers, heads=heads) as seen:
         yield seen
 
@@ -155,6 +166,40 @@ def watch(
         yield watcher.seen
 
 
+@contextmanager
+def _watch_outputs(
+    model: nn.Module, what: str, layers: Sequence[int | str] | None, heads: Sequence[int] | None
+) -> Iterator[Seen]:
+    modules = output_modules(model, what)
+    if not modules:
+        raise ValueError(f"{type(model).__name__} has no {what} to look at")
+    if heads is not None and what != "heads":
+        raise ValueError(f"heads={list(heads)} has no meaning for {what}, which has no heads")
+    seen = Seen(chosen_names(list(modules), layers))
+    refuse_compiled(model)
+
+    def leave(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not is_recomputing():
+            out = (output[0] if isinstance(output, tuple) else output).detach()
+            seen[name].append(out.clone() if heads is None else out[:, _head_index(heads, out)])
+
+    with ExitStack() as hooks:
+        for name in seen:
+            hooks.enter_context(modules[name].register_forward_hook(partial(leave, name)))
+        yield seen
+
+
+def output_modules(model: nn.Module, what: str) -> dict[str, nn.Module]:
+    """By name, the modules whose outputs are ``heads`` (attention cores), ``feedforward`` or ``residual`` (blocks)."""
+    named = [(f"{name}.".lstrip("."), module) for name, module in model.named_modules()]
+    if what == "heads":
+        return {f"{name}core": m.core for name, m in named if isinstance(getattr(m, "core", None), nn.Module)}
+    blocks = [(name, module) for name, module in named if isinstance(module, Block)]
+    if what == "feedforward":
+        return {f"{name}feedforward": block.feedforward for name, block in blocks}
+    return {name.rstrip("."): block for name, block in blocks}
+
+
 @cache
 def _knows_its_targets(kind: type[nn.Module]) -> bool:
     """Whether modules of this class are called with the padding of a decoder."""
@@ -180,7 +225,7 @@ def chosen_names(names: Sequence[str], layers: Sequence[int | str] | None) -> li
     chosen: set[str] = set()
     for layer in layers:
         if isinstance(layer, str):
-            found = [name for name in names if layer in name]
+            found = [layer] if layer in names else [name for name in names if layer in name]
         else:
             found = [names[layer]] if -len(names) <= layer < len(names) else []
         if not found:
@@ -222,7 +267,7 @@ class _Watcher:
         (call,) = args
         is_causal = call.mask is not None and call.mask.is_causality
         kind = "cross" if call.is_cross else "causal" if is_causal else "self"
-        look = Look(call, kind, self._real_queries(call, kind), _head_index(self.heads, call))
+        look = Look(call, kind, self._real_queries(call, kind), _head_index(self.heads, call.query))
         self._tell_memory(name, look)
         with full_precision(call.query.device):
             self.seen[name].append(self.recorder(look))
@@ -254,10 +299,10 @@ class _Watcher:
             )
 
 
-def _head_index(heads: Sequence[int] | None, call: AttentionCall) -> Tensor:
-    H = call.shape[1]
+def _head_index(heads: Sequence[int] | None, like: Tensor) -> Tensor:
+    H = like.shape[1]
     chosen = range(H) if heads is None else heads
     wrong = [head for head in chosen if not -H <= head < H]
     if wrong or not len(chosen):
         raise ValueError(f"heads={list(chosen)} must be some of 0 to {H - 1}")
-    return torch.tensor([head % H for head in chosen], device=call.query.device)
+    return torch.tensor([head % H for head in chosen], device=like.device)

@@ -127,11 +127,12 @@ class Tile:
     visible: Tensor
     scores: Tensor
     sinks: Tensor | None
+    given: Tensor | None = None  # what takes the weights' place
 
     @cached_property
     def weights(self) -> Tensor:
         """(B, H, l, S), before dropout."""
-        return masked_softmax(self.scores, self.visible, self.sinks)
+        return self.given if self.given is not None else masked_softmax(self.scores, self.visible, self.sinks)
 
     @cached_property
     def num_visible(self) -> Tensor:
@@ -160,8 +161,11 @@ def over_tiles(call: AttentionCall) -> Iterator[Tile]:
             visible = visible & (bias != -torch.inf)
         visible = visible.expand(-1, -1, rows.stop - rows.start, S)
         query, key = call.query[:, :, rows], hide_unseen(call.key, visible)
-        scores = attention_scores(query, key, scale=call.scale, softcap=call.softcap, attn_bias=bias)
-        yield Tile(rows, query, key, visible, scores, call.sinks)
+        if call.scores is None:
+            scores = attention_scores(query, key, scale=call.scale, softcap=call.softcap, attn_bias=bias)
+        else:
+            scores = call.scores[:, :, rows].detach()
+        yield Tile(rows, query, key, visible, scores, call.sinks, None if call.weights is None else call.weights[:, :, rows])
 
 
 def real_keys(call: AttentionCall) -> Tensor:
@@ -186,7 +190,7 @@ def _tile_sums(tile: Tile, counted: Tensor, call: AttentionCall) -> tuple[dict[s
     """
     p, hidden, n = tile.weights, ~tile.visible, tile.num_visible
     z = tile.scores.masked_fill(hidden, 0.0)
-    is_plain = call.scale != 0 and call.softcap is None and call.attn_bias is None  # z is c · q·k
+    is_plain = call.scale != 0 and call.softcap is None and call.attn_bias is None and call.scores is None  # z is c · q·k
     dots = z if is_plain else attention_scores(tile.query, tile.key, scale=1.0).masked_fill_(hidden, 0.0)
     unit = call.scale if is_plain else 1.0
     mean, variance = _row_moments(z, hidden, n)

@@ -118,6 +118,8 @@ class AttentionCall:
         is_cross: whether the keys are those of another sequence. The answer does not depend on it.
         state: for cores that keep a sum instead of keys, the cache with the sum over earlier positions. ``key`` and ``value`` then
             hold the new positions only. Else None.
+        scores, weights: (B, H, L, S), what takes the place of the scores before the softmax, or of the weights, or None.
+            ``minitx.analysis.intervene`` sets them. ``math`` then serves the call.
 
     >>> q = torch.zeros(1, 2, 3, 4)
     >>> call = AttentionCall(q, q, q, mask=Causal(), scale=0.5).check()
@@ -137,6 +139,8 @@ class AttentionCall:
     need_weights: bool = False
     is_cross: bool = False
     state: StateCache | None = None
+    scores: Tensor | None = None
+    weights: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -259,11 +263,14 @@ def attention_weights(call: AttentionCall) -> Tensor:
     >>> attention_weights(AttentionCall(query, keys, keys)).tolist()
     [[[[0.5, 0.5]]]]
     """
+    if call.weights is not None:
+        return call.weights
     with full_precision(call.query.device):
         attn_bias = call.dense_bias()
-        visible = call.visible(attn_bias)
-        key = hide_unseen(call.key, visible)
-        scores = attention_scores(call.query, key, scale=call.scale, softcap=call.softcap, attn_bias=attn_bias)
+        visible, scores = call.visible(attn_bias), call.scores
+        if scores is None:
+            key = hide_unseen(call.key, visible)
+            scores = attention_scores(call.query, key, scale=call.scale, softcap=call.softcap, attn_bias=attn_bias)
         return masked_softmax(scores, visible, call.sinks)
 
 

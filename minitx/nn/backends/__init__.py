@@ -141,6 +141,8 @@ def attend(call: AttentionCall, backend: str = "auto", *, strict: bool = False) 
         ValueError: an unknown name. NotImplementedError (a RuntimeError): a named backend that cannot serve the call,
             with the reason and the ones that could. RuntimeError: with ``strict``, one that would leave its fused kernel.
     """
+    if call.scores is not None or call.weights is not None:
+        backend, strict = "math", False  # no kernel takes them
     chosen = _fastest(call) if backend == "auto" else named(call, backend)
     if backend != "auto" and (reason := chosen.why_not(call)) is not None:
         able = ", ".join(other.name for other in _REGISTRY.values() if other.why_not(call) is None)

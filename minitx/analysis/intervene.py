@@ -1,0 +1,298 @@
+"""Change what attention does while a model runs: knock out heads, patch activations, force a pattern.
+
+``intervene`` takes the words of ``capture``: what can be recorded can be replaced, by a number, a tensor, a function, or by
+what ``capture`` recorded in another run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minitx.analysis.capture import OUTPUTS, attention_cores, capture, chosen_names, output_modules, refuse_compiled
+from minitx.analysis.intervals import mean_interval
+from minitx.nn.attention import DotProductAttention
+from minitx.nn.blocks import is_recomputing
+from minitx.nn.functional import AttentionCall, attention_scores, attention_weights, full_precision, hide_unseen
+from minitx.nn.modes import evaluating
+
+Change = float | Tensor | Callable[[Tensor], Tensor] | Mapping[str, Sequence[Tensor]]
+CHANGEABLE = ("scores", "weights", "values", *OUTPUTS)
+
+
+@contextmanager
+def intervene(
+    model: nn.Module,
+    what: str,
+    to: Change,
+    *,
+    layers: Sequence[int | str] | None = None,
+    heads: Sequence[int] | None = None,
+    positions: Sequence[int] | None = None,
+) -> Iterator[None]:
+    """Replace an activation in every forward pass while the context is open.
+
+    =============== =============== ==================================================================================
+    ``what``        shape           effect
+    =============== =============== ==================================================================================
+    ``scores``      (B, H, L, S)    scaled, soft-capped and with bias; mask and softmax follow
+    ``weights``     (B, H, L, S)    after mask and softmax, before dropout. Neither mask nor softmax is applied again
+    ``values``      (B, H, S, Dv)   the values as each query head gets them
+    ``heads``       (B, H, L, Dv)   the output of each head before ``out_proj``; 0 knocks a head out
+    ``feedforward`` (B, L, E)       the output of a block's feed-forward part
+    ``residual``    (B, L, E)       the residual stream after a block
+    =============== =============== ==================================================================================
+
+    Knock a head out: ``intervene(model, "heads", 0.0, layers=[1], heads=[2])``. Sharpen with temperature T:
+    ``intervene(model, "scores", lambda z: z / T)``. Patch from another run: ``intervene(model, "values", seen)`` with the
+    result of ``capture(other, what="values")``. ``scores`` and ``weights`` are computed by the backend ``math`` in the layers
+    that are touched; all else keeps its kernel. Gradients flow through what is computed. Contexts compose: each one, ``capture``
+    too, sees the changes of the contexts around it.
+
+    Args:
+        to: a number or a tensor, which is broadcast to the chosen part; a function of the chosen part; or records by the names of
+            ``capture``, of which the n-th call takes the n-th, then the last.
+        layers: as in ``capture``. Default: all.
+        heads: which query heads. Default: all. Not for ``feedforward`` and ``residual``.
+        positions: which queries; which keys for ``values``; which tokens for ``feedforward`` and ``residual``; negative from the
+            end. Default: all.
+
+    Raises:
+        ValueError: an unknown ``what``, layer, head or position; a shape that does not fit; a core that computes its weights
+            otherwise; scores inside a context that replaces the weights. RuntimeError: a compiled module.
+
+    >>> from minitx.nn import MultiHeadAttention
+    >>> attention, x = MultiHeadAttention(6, 2), torch.randn(1, 3, 6)
+    >>> with torch.no_grad(), intervene(attention, "heads", 0.0):
+    ...     out = attention(x)
+    >>> bool(torch.allclose(out, attention.out_proj.bias.expand(1, 3, 6)))
+    True
+    """
+    if what not in CHANGEABLE:
+        raise ValueError(f"what={what!r} must be one of {', '.join(CHANGEABLE)}")
+    if heads is not None and what in ("feedforward", "residual"):
+        raise ValueError(f"heads={list(heads)} has no meaning for {what}, which has no heads")
+    modules = output_modules(model, what) if what in OUTPUTS else attention_cores(model)
+    if not modules:
+        raise ValueError(f"{type(model).__name__} has no {what} to change")
+    if isinstance(to, Mapping):
+        layers = [name for name in chosen_names(list(modules), layers) if name in to]
+    names = chosen_names(list(modules), layers)
+    if not names:
+        raise ValueError(f"the records hold none of the layers {', '.join(modules)}")
+    refuse_compiled(model)
+    with ExitStack() as hooks:
+        for name in names:
+            part = _Part(name, what, to, heads, positions)
+            if what in OUTPUTS:
+                hooks.enter_context(modules[name].register_forward_hook(part.leave))
+                continue
+            if what != "values" and not isinstance(modules[name], DotProductAttention):
+                raise ValueError(f"{name} is a {type(modules[name]).__name__}: only DotProductAttention takes other {what}")
+            hooks.enter_context(modules[name].register_forward_pre_hook(part.enter))
+        yield
+
+
+class _Part:
+    """What is changed in one layer."""
+
+    def __init__(self, name: str, what: str, to: Change, heads: Sequence[int] | None, positions: Sequence[int] | None) -> None:
+        self.name, self.what, self.to, self.heads, self.positions, self.calls = name, what, to, heads, positions, 0
+
+    def enter(self, core: nn.Module, args: tuple[AttentionCall]) -> tuple[AttentionCall]:
+        (call,) = args
+        if self.what == "values":
+            group = call.query.shape[1] // call.value.shape[1]
+            key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (call.key, call.value))
+            return (replace(call, key=key, value=self.changed(value)),)
+        if self.what == "weights":
+            return (replace(call, weights=self.changed(attention_weights(call))),)
+        if call.weights is not None:
+            raise ValueError(f"{self.name}: a context around this one replaces the weights, so scores have no effect")
+        return (replace(call, scores=self.changed(_scores(call))),)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, tuple):  # with weights, or with the routing of experts
+            return (self.changed(output[0]), *output[1:])
+        return self.changed(output)
+
+    def changed(self, tensor: Tensor) -> Tensor:
+        """``tensor`` with the chosen part replaced."""
+        axes = {1: self.heads, 2: self.positions} if tensor.dim() == 4 else {1: self.positions}
+        places = [_places(chosen, tensor.shape[axis], tensor.device) for axis, chosen in axes.items()]
+        index = (slice(None), places[0][:, None], places[1]) if len(places) == 2 else (slice(None), places[0])
+        old = tensor[index]
+        new = self.replacement(old, tensor.shape, index).to(tensor)
+        try:
+            new = new.expand_as(old)
+        except RuntimeError:
+            wanted = f"must fit the shape {tuple(old.shape)}, got {tuple(new.shape)}"
+            raise ValueError(f"{self.name}: what replaces {self.what} {wanted}") from None
+        if old.shape == tensor.shape and all(chosen is None for chosen in axes.values()):
+            return new
+        out = tensor.clone()
+        out[index] = new
+        return out
+
+    def replacement(self, old: Tensor, shape: torch.Size, index: Any) -> Tensor:
+        if callable(self.to):
+            return self.to(old)
+        if not isinstance(self.to, Mapping):
+            return torch.as_tensor(self.to)
+        records = self.to[self.name]
+        if not records:
+            raise ValueError(f"{self.name}: nothing was recorded; run the model inside of capture first")
+        number = min(self.calls, len(records) - 1)
+        self.calls += not is_recomputing()
+        record = records[number].to(old.device)
+        if record.shape[1:] != shape[1:]:
+            raise ValueError(f"{self.name}: the record has the shape {tuple(record.shape)}, but {tuple(shape)} is replaced")
+        return record[index]
+
+
+def _places(chosen: Sequence[int] | None, size: int, device: torch.device) -> Tensor:
+    numbers = range(size) if chosen is None else chosen
+    wrong = [number for number in numbers if not -size <= number < size]
+    if wrong or not len(numbers):
+        raise ValueError(f"heads or positions {list(numbers)} must be some of 0 to {size - 1}")
+    return torch.tensor([number % size for number in numbers], device=device)
+
+
+def _scores(call: AttentionCall) -> Tensor:
+    if call.scores is not None:
+        return call.scores
+    with full_precision(call.query.device):
+        attn_bias = call.dense_bias()
+        key = hide_unseen(call.key, call.visible(attn_bias))
+        return attention_scores(call.query, key, scale=call.scale, softcap=call.softcap, attn_bias=attn_bias)
+
+
+# --- the experiments that everybody does first
+
+
+@dataclass(frozen=True)
+class HeadEffects:
+    """What changes when one head is changed, mean over the rows with Student's 95 % interval.
+
+    Attributes:
+        names: of the layers' cores. mean, low, high: (layers, H). rows: how many.
+        what: what the numbers are, in words.
+    """
+
+    names: tuple[str, ...]
+    mean: Tensor
+    low: Tensor
+    high: Tensor
+    rows: int
+    what: str
+
+
+@torch.no_grad()
+def knock_out_heads(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> HeadEffects:
+    """Which heads matter: the loss with one head's output set to 0, minus the loss of the whole model.
+
+    The model runs in eval mode, once for each head. What is left may have learned to stand in for a head, so a small change
+    does not show that a head does nothing (Michel et al. 2019, "Are Sixteen Heads Really Better than One?", arXiv:1905.10650;
+    McGrath et al. 2023, "The Hydra Effect", arXiv:2307.15771).
+
+    Args:
+        loss: of the model, (n,), one number for each row of data. Always on the same rows.
+
+    >>> from minitx.nn import MultiHeadAttention
+    >>> x, model = torch.randn(7, 3, 6), MultiHeadAttention(6, 2)
+    >>> knock_out_heads(model, lambda model: model(x).square().mean((1, 2))).mean.shape
+    torch.Size([1, 2])
+    """
+    with evaluating(model):
+        whole = loss(model).double()
+        without = _each_head(model, lambda name, head: _run(model, loss, "heads", 0.0, name, head))
+    return _effects(without, lambda x: x.double() - whole, "change of loss without the head")
+
+
+@torch.no_grad()
+def patch_heads(
+    model: nn.Module,
+    clean: Mapping[str, Tensor],
+    corrupted: Mapping[str, Tensor],
+    score: Callable[[Tensor], Tensor],
+    *,
+    what: str = "values",
+) -> HeadEffects:
+    """Which heads carry the answer: patch one head of the corrupted run with its activation in the clean run.
+
+    The effect of a head is (score patched - score corrupted) / mean (score clean - score corrupted): 1 if this head alone
+    restores the clean score, 0 if it carries nothing of the difference (Vig et al. 2020, arXiv:2004.12265; Heimersheim and Nanda
+    2024, "How to use and interpret activation patching", arXiv:2404.15255).
+
+    Args:
+        clean, corrupted: two batches of the same shape, which differ in what the answer depends on.
+        score: of the logits, (n,), for example the logit of the clean answer minus that of the corrupted one.
+        what: ``values`` (what a head reads), ``heads`` (its output), ``weights`` or ``scores`` (where it looks).
+
+    Raises:
+        ValueError: the clean and the corrupted run have the same mean score.
+    """
+    with evaluating(model):
+        with capture(model, what=what) as seen:
+            right = score(model(**clean)).double()
+        wrong = score(model(**corrupted)).double()
+        if not (whole := (right - wrong).mean()).abs() > 0:
+            raise ValueError("the clean and the corrupted run have the same mean score: there is nothing to restore")
+        patched = _each_head(model, lambda name, head: _run(model, lambda m: score(m(**corrupted)), what, seen, name, head))
+    return _effects(patched, lambda x: (x.double() - wrong) / whole, "share of the clean score that the head restores")
+
+
+def _run(model: nn.Module, loss: Callable[[nn.Module], Tensor], what: str, to: Change, name: str, head: int) -> Tensor:
+    with intervene(model, what, to, layers=[name], heads=[head]):
+        return loss(model)
+
+
+def _each_head(model: nn.Module, run: Callable[[str, int], Tensor]) -> dict[str, list[Tensor]]:
+    """``run(name, head)`` of every head."""
+    found: dict[str, list[Tensor]] = {}
+    for name, layer in model.named_modules():
+        if isinstance(getattr(layer, "core", None), nn.Module) and hasattr(layer, "num_heads"):
+            core = f"{name}.core".lstrip(".")
+            found[core] = [run(core, head) for head in range(layer.num_heads)]
+    return found
+
+
+def _effects(found: dict[str, list[Tensor]], compare: Callable[[Tensor], Tensor], what: str) -> HeadEffects:
+    width = max(map(len, found.values()), default=0)
+    rows = [[compare(x) for x in heads] for heads in found.values()]
+    unknown = torch.full_like(rows[0][0], torch.nan)
+    values = torch.stack([torch.stack([*row, *[unknown] * (width - len(row))], -1) for row in rows], 1)  # (n, layers, H)
+    mean, low, high, count = mean_interval(values.cpu())
+    return HeadEffects(tuple(found), mean, low, high, int(count.max()), what)
+
+
+@torch.no_grad()
+def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
+    """The logits of the model as if it ended after each block: (blocks, B, L, V).
+
+    The residual stream after a block takes the place of that after the last block; the final norm and the head read it
+    (nostalgebraist 2020, "interpreting GPT: the logit lens"). Of an encoder–decoder these are the blocks of the decoder.
+
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import DecoderLM
+    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
+    >>> ids = torch.tensor([[1, 2, 3, 5]])
+    >>> logits = logit_lens(model, input_ids=ids)
+    >>> logits.shape, bool(torch.equal(logits[-1], model(ids)))
+    (torch.Size([2, 1, 4, 11]), True)
+    """
+    with evaluating(model):
+        with capture(model, what="residual") as seen:
+            model(**inputs)
+        *_, last = seen
+        stack = [name for name in seen if name.rpartition(".")[0] == last.rpartition(".")[0]]
+        out = []
+        for name in stack:
+            with intervene(model, "residual", seen[name][0], layers=[last]):
+                out.append(model(**inputs))
+    return torch.stack(out)

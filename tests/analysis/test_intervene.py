@@ -1,0 +1,256 @@
+"""Interventions have the effect that a formula or another run gives, and touch nothing else."""
+
+import pytest
+import torch
+
+from minitx.analysis import capture, intervene, knock_out_heads, logit_lens, patch_heads
+from minitx.config import TransformerConfig
+from minitx.nn import DecoderLM, EncoderDecoder, MultiHeadAttention, fold_scale
+from minitx.nn.efficient import LinearAttention
+
+IDS = torch.tensor([[1, 2, 3, 5, 7], [4, 4, 8, 9, 1]])
+OTHER = torch.tensor([[6, 2, 10, 5, 3], [4, 8, 8, 0, 2]])
+REAL = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+EVERYTHING = ("scores", "weights", "values", "heads", "feedforward", "residual")
+
+
+def model_of(dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "max_len": 8, "init": "lecun"}
+    return DecoderLM(TransformerConfig(**sizes | options)).eval().to(dtype)
+
+
+@pytest.mark.parametrize("backend", ["auto", "math", "sdpa", "chunked"])
+@pytest.mark.parametrize("kv_heads", [3, 1])
+def test_a_head_without_output_is_a_head_without_its_columns_of_the_output_projection(backend, kv_heads):
+    model = model_of(torch.float64, backend=backend, num_kv_heads=kv_heads)
+    with intervene(model, "heads", 0.0, layers=[1], heads=[2]):
+        got = model(IDS, key_mask=REAL)
+    with torch.no_grad():
+        model.blocks[1].attention.out_proj.weight[:, 8:] = 0.0
+    torch.testing.assert_close(got[REAL], model(IDS, key_mask=REAL)[REAL], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("what", ["values", "heads", "residual"])
+@pytest.mark.parametrize("backend", ["auto", "math", "sdpa", "chunked"])
+def test_to_patch_everything_is_the_other_run_bit_for_bit(what, backend):
+    model = model_of(backend=backend, position="none")
+    with capture(model, what=what) as seen:
+        other = model(OTHER)
+    layers = {"residual": [-1]}.get(what)
+    with intervene(model, what, seen, layers=layers), capture(model, what=what, layers=layers) as inside:
+        got = model(IDS)
+    for name, [record] in inside.items():
+        assert torch.equal(record, seen[name][0])
+    if what == "residual":
+        assert torch.equal(got, other)
+    else:  # the residual stream goes around attention, and starts from the other tokens
+        assert not torch.equal(got, model(IDS))
+
+
+@pytest.mark.parametrize("what", EVERYTHING)
+def test_the_same_in_place_of_the_same_changes_nothing(what):
+    model = model_of(torch.float64, num_kv_heads=1, position="rotary", softcap=3.0, sinks=True)
+    plain = model(IDS, key_mask=REAL)
+    with capture(model, what=what) as seen:
+        model(IDS, key_mask=REAL)
+    for to in (seen, lambda tensor: tensor):
+        with intervene(model, what, to):
+            torch.testing.assert_close(model(IDS, key_mask=REAL)[REAL], plain[REAL], rtol=0, atol=1e-12)
+    assert torch.equal(model(IDS, key_mask=REAL), plain)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_temperature_on_the_scores_is_another_scale():
+    model = model_of(torch.float64)
+    with intervene(model, "scores", lambda z: z * 2.0):  # head_dim 4
+        got = model(IDS)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.q_proj.weight *= 2.0
+            block.attention.q_proj.bias *= 2.0
+    torch.testing.assert_close(got, model(IDS), rtol=0, atol=1e-12)
+
+
+def test_a_forced_pattern_gives_the_mean_of_the_values_that_it_names():
+    attention, x = MultiHeadAttention(12, 3).double(), torch.randn(2, 5, 12).double()
+    previous = torch.eye(5).roll(1, 0)
+    with (
+        intervene(attention, "weights", previous, heads=[1]),
+        capture(attention, what="weights") as weights,
+        capture(attention, what="values") as values,
+        capture(attention, what="heads") as heads,
+    ):
+        attention(x)
+    assert torch.equal(weights["core"][0][:, 1], previous.double().expand(2, 5, 5))
+    torch.testing.assert_close(heads["core"][0][:, 1], values["core"][0][:, 1].roll(1, 1))
+
+
+def test_heads_and_positions_are_the_only_ones_changed():
+    model = model_of(torch.float64)
+    with capture(model, what="heads") as plain:
+        model(IDS)
+    with intervene(model, "heads", 7.0, layers=[0], heads=[-1, 0], positions=[1, -1]), capture(model, what="heads") as seen:
+        model(IDS)
+    name = "blocks.0.attention.core"
+    want = plain[name][0].clone()
+    want[:, [0, 2], 1], want[:, [0, 2], 4] = 7.0, 7.0
+    assert torch.equal(seen[name][0], want)
+    with intervene(model, "residual", 0.0, layers=[0], positions=[2]), capture(model, what="residual") as stream:
+        model(IDS)
+    assert (stream["blocks.0"][0][:, 2] == 0).all()
+    assert (stream["blocks.0"][0][:, [0, 1, 3, 4]] != 0).all()
+
+
+@pytest.mark.parametrize("what", EVERYTHING)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_flow_through_what_is_computed(what, checkpointing):
+    model = model_of(torch.float64, checkpointing=checkpointing)
+    factor = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)
+    with intervene(model, what, lambda x: x * factor, layers=[0]):
+        model(IDS).square().sum().backward()
+    assert model.blocks[0].attention.q_proj.weight.grad.abs().sum() > 0
+
+    def loss(number):
+        with torch.no_grad(), intervene(model, what, lambda x: x * number, layers=[0]):
+            return float(model(IDS).square().sum())
+
+    slope = (loss(0.9 + 1e-6) - loss(0.9 - 1e-6)) / 2e-6
+    assert float(factor.grad) == pytest.approx(slope, rel=1e-5, abs=1e-8)
+
+
+def test_contexts_compose_and_each_sees_the_changes_around_it():
+    model = model_of(torch.float64)
+    with (
+        capture(model, what="heads") as before,
+        intervene(model, "heads", 2.0),
+        intervene(model, "heads", lambda x: x * 3.0),
+        capture(model, what="heads") as after,
+    ):
+        model(IDS)
+    assert (after["blocks.0.attention.core"][0] == 6.0).all()
+    assert not (before["blocks.0.attention.core"][0] == 2.0).any()
+
+
+@torch.no_grad()
+def test_a_cache_keeps_the_values_that_were_there():
+    model = model_of(torch.float64)
+    cache = model.make_cache(5)
+    with intervene(model, "values", 0.0):
+        model(IDS[:, :3], cache=cache)
+    clean = model.make_cache(5)
+    with intervene(model, "heads", 0.0):
+        model(IDS[:, :3], cache=clean)
+    torch.testing.assert_close(model(IDS[:, 3:], cache=cache), model(IDS[:, 3:], cache=clean), rtol=0, atol=1e-12)
+
+
+def test_other_attention_has_heads_but_no_weights_to_change():
+    attention, x = MultiHeadAttention(12, 3, core=LinearAttention()), torch.randn(2, 5, 12)
+    with torch.no_grad(), intervene(attention, "heads", 0.0):
+        assert torch.equal(attention(x), attention.out_proj.bias.expand(2, 5, 12))
+    with pytest.raises(ValueError, match="no weights to change"), intervene(attention, "weights", 0.0):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"what": "weight", "to": 0.0}, "what='weight' must be one of"),
+        ({"what": "heads", "to": 0.0, "layers": [2]}, "layers: 2 is none of"),
+        ({"what": "residual", "to": 0.0, "heads": [0]}, "heads"),
+        ({"what": "heads", "to": 0.0, "heads": [3]}, "heads or positions"),
+        ({"what": "heads", "to": 0.0, "positions": [5]}, "heads or positions"),
+        ({"what": "heads", "to": torch.zeros(7)}, "must fit the shape"),
+        ({"what": "heads", "to": {"blocks.0.attention.core": [torch.zeros(2, 3, 4, 4)]}}, "record"),
+        ({"what": "heads", "to": {"blocks.0.attention.core": []}}, "nothing was recorded"),
+        ({"what": "heads", "to": {}}, "records hold none"),
+    ],
+)
+def test_what_cannot_be_changed_is_refused_with_its_name(options, said):
+    model = model_of()
+    with pytest.raises(ValueError, match=said), intervene(model, **options):
+        model(IDS)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_scores_have_no_effect_where_the_weights_are_replaced_and_that_is_said():
+    model = model_of()
+    uniform = intervene(model, "weights", 0.2)
+    with uniform, pytest.raises(ValueError, match="scores have no effect"), intervene(model, "scores", 0.0):
+        model(IDS)
+
+
+def test_a_compiled_module_is_refused_by_name():
+    model = model_of()
+    model.blocks[1].compile(backend="eager")
+    with pytest.raises(RuntimeError, match=r"blocks\.1 is compiled"), intervene(model, "heads", 0.0):
+        pass
+
+
+# --- the two experiments and the lens
+
+
+def test_a_head_that_is_knocked_out_changes_the_loss_by_what_its_columns_give():
+    model = model_of(torch.float64)
+
+    def loss(model):
+        return model(IDS).square().mean((1, 2))
+
+    found = knock_out_heads(model.train(), loss)
+    assert model.training
+    assert found.names == ("blocks.0.attention.core", "blocks.1.attention.core")
+    whole = loss(model.eval())
+    with torch.no_grad():
+        model.blocks[0].attention.out_proj.weight[:, 4:8] = 0.0
+        want = (loss(model) - whole).mean()
+    assert float(found.mean[0, 1]) == pytest.approx(float(want), rel=1e-10)
+    assert (found.low <= found.mean).all()
+    assert (found.mean <= found.high).all()
+    assert found.rows == 2
+
+
+def test_patching_finds_the_one_head_that_carries_the_answer():
+    """Head 1 copies the previous token's embedding; the others are blind. The corrupted row differs in that token."""
+    model = model_of(torch.float64, num_layers=1, position="none", tie_embeddings=False, norm="layer")
+    with torch.no_grad():
+        model.blocks[0].attention.out_proj.weight[:, :4] = 0.0
+        model.blocks[0].attention.out_proj.weight[:, 8:] = 0.0
+    clean, corrupted = {"input_ids": IDS}, {"input_ids": torch.cat([OTHER[:, :4], IDS[:, 4:]], 1)}
+    found = patch_heads(model, clean, corrupted, lambda logits: logits[:, -1, 3] - logits[:, -1, 5], what="heads")
+    torch.testing.assert_close(found.mean, torch.tensor([[0.0, 1.0, 0.0]]).double(), rtol=0, atol=1e-9)
+    with pytest.raises(ValueError, match="same mean score"):
+        patch_heads(model, clean, clean, lambda logits: logits[:, -1, 3])
+
+
+def test_the_lens_reads_each_block_as_if_the_model_ended_there():
+    model = model_of(torch.float64, num_layers=3, scale_logits=True)
+    lens = logit_lens(model, input_ids=IDS)
+    short = model_of(torch.float64, num_layers=1, scale_logits=True)
+    short.load_state_dict({n: t for n, t in model.state_dict().items() if n in short.state_dict()})
+    torch.testing.assert_close(lens[0], short(IDS), rtol=0, atol=1e-12)
+    assert torch.equal(lens[2], model(IDS))
+
+
+def test_the_lens_of_an_encoder_decoder_reads_its_decoder():
+    config = TransformerConfig(architecture="encoder_decoder", vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
+    model = EncoderDecoder(config).eval()
+    assert logit_lens(model, input_ids=IDS, decoder_input_ids=OTHER).shape == (2, 2, 5, 11)
+
+
+def test_interventions_stay_on_the_layer_that_is_named():
+    """An encoder's layers have names that end in those of the decoder."""
+    config = TransformerConfig(architecture="encoder_decoder", vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
+    model = EncoderDecoder(config).eval()
+    with intervene(model, "heads", 0.0, layers=["blocks.0.attention.core"]), capture(model, what="heads") as seen:
+        model(IDS, OTHER)
+    assert [name for name, [record] in seen.items() if (record == 0).all()] == ["blocks.0.attention.core"]
+
+
+def test_folded_weights_are_looked_at_and_changed_alike():
+    model = fold_scale(model_of(torch.float64))
+    plain = model_of(torch.float64)
+    outs = []
+    for one in (model, plain):
+        with intervene(one, "scores", lambda z: 2 * z):
+            outs.append(one(IDS))
+    torch.testing.assert_close(*outs, rtol=0, atol=1e-10)
