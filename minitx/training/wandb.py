@@ -24,7 +24,8 @@ class WandbExtras(L.Callback):
     Args:
         config: plain data, shown as the run's config.
         folder: of the run. The command is read from its ``command.txt``.
-        viewer: send the attention viewer's page of the first recorded row (``callbacks.probe.weights_every``).
+        viewer: send the attention viewer's page of the first recorded row (``callbacks.probe.weights_every``), and a picture of
+            all heads for each recorded step.
         checkpoint: ``last`` or ``best``: send that checkpoint as an artifact. None sends none.
     """
 
@@ -44,6 +45,7 @@ class WandbExtras(L.Callback):
 
     def _send(self, logger: WandbLogger) -> None:
         from minitx.analysis.figures import saturation_over_steps  # matplotlib takes a second
+        from minitx.analysis.heatmaps import heatmap_grid
         from minitx.analysis.snapshot import read_snapshots
         from minitx.analysis.viewer import Trace, viewer_page
 
@@ -51,8 +53,11 @@ class WandbExtras(L.Callback):
         if records := read_probes(self.folder / "probes.jsonl"):
             logger.log_image("probe", [saturation_over_steps(records)])
         if self.viewer and (self.folder / "attention").exists():
-            trace = Trace(run.name or "model", [shot.sentence(0) for shot in read_snapshots(self.folder)])
-            run.log({"attention": sys.modules["wandb"].Html(viewer_page([trace]))})
+            wandb, shots = sys.modules["wandb"], [shot.sentence(0) for shot in read_snapshots(self.folder)]
+            run.log({"attention": wandb.Html(viewer_page([Trace(run.name or "model", shots)]))})
+            run.define_metric("heads", step_metric="attention_step")
+            for shot in shots:
+                run.log({"heads": wandb.Image(heatmap_grid(shot)), "attention_step": shot.step})
         path = self.folder / "checkpoints" / f"{self.checkpoint}.ckpt"
         if path.exists():
             run.log_artifact(str(path), name=f"model-{run.id}", type="model", aliases=[str(self.checkpoint)])

@@ -15,7 +15,7 @@ import torch
 from pages import SOURCE, TARGET, data_of, random_snapshot, weights_of
 
 from minitx.analysis import take_snapshot
-from minitx.analysis.viewer import SCRIPTS, Trace, viewer_page
+from minitx.analysis.viewer import SCRIPTS, Trace, view, viewer_page
 from minitx.config import TransformerConfig
 from minitx.nn import DecoderLM
 
@@ -194,3 +194,51 @@ def test_more_than_one_row_is_refused():
     with pytest.raises(ValueError, match=r"trace 'a' has a snapshot of 2 rows: choose one with sentence\(row\)"):
         viewer_page([Trace("a", [snapshot])])
     viewer_page([Trace("a", [snapshot.sentence(1)])])
+
+
+# --- in a notebook
+
+
+class Letters:
+    def encode(self, text):
+        return [ord(letter) - ord("a") for letter in text]
+
+    def decode(self, ids):
+        return "".join(chr(ord("a") + i) for i in ids)
+
+
+def model_of(scale):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2}
+    return DecoderLM(TransformerConfig(**sizes, scale=scale))
+
+
+def test_a_notebook_shows_the_page_of_a_text_in_a_frame_that_may_only_run_its_script(tmp_path):
+    model = model_of("inv_sqrt")
+    shown = view(model, "abcade", tokenizer=Letters(), height=479)
+    (name, frame), *_ = Elements(shown._repr_html_()).found
+    assert (name, frame["sandbox"]) == ("iframe", "allow-scripts")
+    assert "479px" in frame["style"]
+    assert frame["srcdoc"] == shown.page
+    data = data_of(shown.page)
+    assert data["tokens"]["input_ids"] == list("abcade")
+    want = take_snapshot(model, {"input_ids": torch.tensor([[0, 1, 2, 0, 3, 4]])}).maps[1].weights[0]
+    assert np.abs(weights_of(data, 0, 0, 1)[0] - want.numpy()).max() < 1e-5
+    shown.save(tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == shown.page
+
+
+def test_two_models_and_the_steps_of_a_run_are_shown_by_name():
+    ids = torch.tensor([[1, 2, 3, 5], [5, 3, 2, 1]])
+    both = data_of(view({"scaled": model_of("inv_sqrt"), "unscaled": model_of("unscaled")}, ids, row=1).page)
+    assert [trace["name"] for trace in both["traces"]] == ["scaled", "unscaled"]
+    assert both["tokens"]["input_ids"] == ["5", "3", "2", "1"]
+    steps = [take_snapshot(model_of("inv_sqrt"), {"input_ids": ids}, step=step) for step in (0, 7)]
+    assert [shot["step"] for shot in data_of(view(steps).page)["traces"][0]["snapshots"]] == [0, 7]
+
+
+def test_a_view_without_something_to_read_is_refused():
+    with pytest.raises(ValueError, match="tokenizer="):
+        view(model_of("inv_sqrt"), "abc")
+    with pytest.raises(ValueError, match="needs inputs"):
+        view(model_of("inv_sqrt"))

@@ -12,7 +12,7 @@ import shutil
 import pytest
 from pages import SOURCE, TARGET, random_snapshot
 
-from minitx.analysis.viewer import Trace, viewer_page
+from minitx.analysis.viewer import Trace, View, viewer_page
 from tests.waiting import PATIENCE
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -400,3 +400,25 @@ def test_nothing_moves_where_less_motion_is_wanted(visit):
 def test_the_page_works_without_a_network(visit):
     page = visit("one", offline=True)
     assert page.locator(".thumb").count() == 6
+
+
+def test_two_views_in_a_notebook_are_independent_and_do_not_fail(windows, tmp_path):
+    """Each stands in a sandboxed frame without an address; one is turned dark, the other stays light."""
+    views = [View(viewer_page([Trace(name, [STEPS[0]])])) for name in ("first", "second")]
+    (tmp_path / "notebook.html").write_text("".join(view._repr_html_() for view in views), encoding="utf-8")
+    page, wrong = windows((1280, 1700)).new_page(), []
+    page.set_default_timeout(1000 * PATIENCE)
+    page.on("console", lambda message: wrong.append(message.text) if "getImageData" not in message.text else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.goto((tmp_path / "notebook.html").as_uri())
+    first, second = page.frames[1:]
+    for frame in (first, second):
+        frame.wait_for_selector("#panes .cells")
+    themes = [frame.evaluate("document.documentElement.dataset.theme") for frame in (first, second)]
+    first.locator("#theme").click()
+    thumb(first, 1, 2).click()
+    changed = [frame.evaluate("document.documentElement.dataset.theme") for frame in (first, second)]
+    assert changed[0] != themes[0]
+    assert changed[1] == themes[1]
+    page.close()
+    assert wrong == []

@@ -55,6 +55,8 @@ def test_an_offline_run_has_config_command_curves_figures_page_and_checkpoint(tm
         assert word in sent, word
     kinds = {path.parent.name for path in (place / "files" / "media").rglob("*") if path.is_file()}
     assert kinds == {"images", "html"}
+    maps = [path.name for path in (place / "files" / "media").rglob("heads_*.png")]
+    assert len(maps) == 2  # at steps 0 and 4
     [page] = (place / "files" / "media" / "html").iterdir()
     assert "</html>" in page.read_text()
 

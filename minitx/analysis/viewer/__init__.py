@@ -12,16 +12,19 @@ import html
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
-from minitx.analysis.snapshot import AttentionMap, Snapshot
+from minitx.analysis.snapshot import SOURCE, AttentionMap, Snapshot, take_snapshot
 
-__all__ = ["Trace", "viewer_page"]
+__all__ = ["Trace", "View", "view", "viewer_page"]
 
 SCRIPTS = ("data.js", "colours.js", "controls.js", "map.js", "lines.js", "page.js")
 FULL = 65534
@@ -39,6 +42,85 @@ class Trace:
 
     name: str
     snapshots: Sequence[Snapshot]
+
+
+@dataclass(frozen=True)
+class View:
+    """A page of the viewer that a notebook shows below the cell, in a frame of its own; nothing is loaded from the network.
+
+    Attributes:
+        page: the page as HTML. height: of the frame, in pixels.
+    """
+
+    page: str
+    height: int = 720
+
+    def _repr_html_(self) -> str:
+        frame = f'sandbox="allow-scripts" style="width: 100%; height: {self.height}px; border: 0"'
+        return f'<iframe {frame} srcdoc="{html.escape(self.page)}"></iframe>'
+
+    def save(self, path: str | Path) -> None:
+        """Write the page to a file, to be opened in a browser."""
+        Path(path).write_text(self.page, encoding="utf-8")
+
+
+def view(
+    model: nn.Module | Sequence[Snapshot] | Mapping[str, nn.Module | Sequence[Snapshot]],
+    inputs: str | Tensor | Mapping[str, Tensor] | None = None,
+    *,
+    tokenizer: Any = None,
+    tokens: Mapping[str, Sequence[Sequence[str]]] | None = None,
+    row: int = 0,
+    height: int = 720,
+) -> View:
+    """Show in a notebook what a model attends to.
+
+    Args:
+        model: a model; or snapshots of one over training (``read_snapshots``); or two of them by name, which are compared.
+        inputs: a text, with ``tokenizer``; ids (L,) or (B, L); or the model's inputs by name. None for snapshots.
+        tokenizer: has ``encode(text)`` (ids, or an object with ``ids``) and ``decode(ids)``. It also names the tokens of ids.
+        tokens: a text for each token, as in ``take_snapshot``.
+        row: the row of the batch that is shown.
+        height: of the frame, in pixels.
+
+    Returns:
+        An object that a notebook shows, with ``page`` (HTML) and ``save(path)``.
+
+    Raises:
+        ValueError: a text without a tokenizer, or a model without inputs; what ``take_snapshot`` and ``viewer_page`` refuse.
+
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import DecoderLM
+    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
+    >>> view(model, torch.tensor([1, 2, 3, 5]))._repr_html_()[:40]
+    '<iframe sandbox="allow-scripts" style="w'
+    """
+    models = model if isinstance(model, Mapping) else {"model": model}
+    batch = None if inputs is None else _batch(inputs, tokenizer)
+    if tokens is None and tokenizer is not None and batch is not None and SOURCE in batch:
+        tokens = {SOURCE: [[tokenizer.decode([number]) for number in ids] for ids in batch[SOURCE].tolist()]}
+    traces = []
+    for name, one in models.items():
+        if not isinstance(one, nn.Module):
+            traces.append(Trace(name, [snapshot.sentence(row) for snapshot in one]))
+            continue
+        if batch is None:
+            raise ValueError(f"{name} is a model and needs inputs: a text with tokenizer=, ids, or its inputs by name")
+        device = next((parameter.device for parameter in one.parameters()), torch.device("cpu"))
+        placed = {key: tensor.to(device) for key, tensor in batch.items()}
+        traces.append(Trace(name, [take_snapshot(one, placed, tokens=tokens).sentence(row)]))
+    return View(viewer_page(traces), height)
+
+
+def _batch(inputs: str | Tensor | Mapping[str, Tensor], tokenizer: Any) -> Mapping[str, Tensor]:
+    if isinstance(inputs, Mapping):
+        return inputs
+    if isinstance(inputs, Tensor):
+        return {SOURCE: inputs if inputs.dim() == 2 else inputs.unsqueeze(0)}
+    if tokenizer is None:
+        raise ValueError("a text needs tokenizer=, which has encode(text) and decode(ids); or give ids")
+    ids = tokenizer.encode(inputs)
+    return {SOURCE: torch.as_tensor(getattr(ids, "ids", ids)).view(1, -1)}
 
 
 def viewer_page(traces: Sequence[Trace], *, title: str = "Attention") -> str:

@@ -70,7 +70,7 @@ function writeAddress() {
   if (state.scale !== SCALES[0]) said.scale = state.scale;
   for (const name of ["zoom", "theme"]) if (state[name] !== null) said[name] = state[name];
   const address = `#${new URLSearchParams(said)}`;
-  if (address !== location.hash) history.replaceState(null, "", address);
+  if (address !== location.hash && location.protocol !== "about:") history.replaceState(null, "", address); // a frame in a notebook has none
 }
 
 // --- the row of controls

@@ -1,0 +1,436 @@
+"""The source of the notebooks ``attention.ipynb`` and ``attention.zh.ipynb``: ``python tests/tools/make_notebook.py`` makes them.
+
+Text cells come in pairs, English and Chinese. It also runs as a program.
+"""
+
+# %% [markdown] en
+# # Attention: by hand, trained, and changed
+#
+# This notebook computes attention by hand, trains a small model that cannot do without it, and looks at it. Then it removes the
+# factor 1/√d_k, and shows what happens. At the end it finds, in a model with two layers, the head that does the work.
+#
+# It runs in about two minutes on a laptop without a GPU: `pip install -e ".[train,notebook]"` in a clone of minitx, then open this
+# file in Jupyter or VS Code.
+
+# %% [markdown] zh
+# # 注意力：手算、训练、改动
+#
+# 这个笔记本先手算一次注意力，再训练一个离不开注意力的小模型，并查看它的注意力。然后去掉系数 1/√d_k，看看会发生什么。最后，在一个两层模型里找出真正起作用的那个注意力头。
+#
+# 在没有 GPU 的笔记本电脑上大约两分钟跑完：在 minitx 的目录里执行 `pip install -e ".[train,notebook]"`，再用 Jupyter 或 VS Code 打开本文件。
+
+# %%
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib import pyplot as plt
+
+from minitx.analysis import capture, intervene, knock_out_heads, patch_heads
+from minitx.analysis.viewer import view
+from minitx.config import InductionDataConfig, KeyValueDataConfig, TransformerConfig
+from minitx.data.synthetic import induction_examples, induction_targets, key_value_examples, key_value_texts
+from minitx.nn import DecoderLM, fold_scale, scaled_dot_product_attention
+
+torch.manual_seed(0)
+
+
+def table(tensor, rows, columns):
+    return pd.DataFrame(tensor.numpy(), index=rows, columns=columns).style.format(precision=3)
+
+
+# %% [markdown] en
+# ## 1. Attention by hand
+#
+# Four tokens, and for each a **query** (what it looks for), a **key** (what it offers) and a **value** (what it hands over). Here all
+# three have width 3: d_k = d_v = 3. In a model they are computed from the tokens by three learned matrices; here we choose them.
+
+# %% [markdown] zh
+# ## 1. 手算注意力
+#
+# 有四个词元。每个词元有一个**查询**（query，它在找什么）、一个**键**（key，它能提供什么）和一个**值**（value，它交出什么）。这里三者的宽度都是 3：d_k = d_v = 3。在模型里，它们由三个学到的矩阵算出；这里直接给定。
+
+# %%
+words = ["the", "cat", "sat", "down"]
+Q = torch.tensor([[1.0, 0.0, 1.0], [0.0, 2.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 2.0]])
+K = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+V = torch.tensor([[1.0, 0.0, 0.0], [0.0, 10.0, 0.0], [0.0, 0.0, 5.0], [2.0, 2.0, 2.0]])
+
+# %% [markdown] en
+# **Step 1: scores.** The dot product of each query with each key. Row: the token that looks. Column: the token that is looked at.
+
+# %% [markdown] zh
+# **第一步：打分。** 每个查询与每个键做点积。行是“看”的词元，列是“被看”的词元。
+
+# %%
+scores = Q @ K.T
+table(scores, words, words)
+
+# %% [markdown] en
+# **Step 2: scale.** Divide by √d_k = √3 ≈ 1.73. A dot product is a sum of d_k terms. For independent terms of variance 1 the sum has
+# variance d_k, so its typical size grows as √d_k. The division takes this growth away.
+
+# %% [markdown] zh
+# **第二步：缩放。** 除以 √d_k = √3 ≈ 1.73。点积是 d_k 项之和；各项独立且方差为 1 时，和的方差是 d_k，典型大小随 √d_k 增长。除以 √d_k 正好抵消这种增长。
+
+# %%
+scaled = scores / 3**0.5
+table(scaled, words, words)
+
+# %% [markdown] en
+# **Step 3: softmax.** The exponential of each score, divided by the sum of its row. Now each row is a set of weights: positive, with sum 1.
+
+# %% [markdown] zh
+# **第三步：softmax。** 每个分数取指数，再除以所在行的和。这样每一行都是一组权重：全为正，和为 1。
+
+# %%
+weights = scaled.exp() / scaled.exp().sum(-1, keepdim=True)
+table(weights, words, words)
+
+# %% [markdown] en
+# **Step 4: average the values.** The output of a token is the average of all values, with its row of weights. `cat` has a large weight
+# on itself and on `sat`, so its output is mostly made of their values.
+
+# %% [markdown] zh
+# **第四步：对值求加权平均。** 一个词元的输出，就是用它那一行权重对所有值求的平均。`cat` 的权重主要在自己和 `sat` 上，所以它的输出主要由这两个值组成。
+
+# %%
+output = weights @ V
+table(output, words, ["v1", "v2", "v3"])
+
+# %% [markdown] en
+# The library computes the same numbers:
+
+# %% [markdown] zh
+# 库算出的数完全相同：
+
+# %%
+by_library = scaled_dot_product_attention(Q[None, None], K[None, None], V[None, None])[0, 0]
+print("largest difference:", float((by_library - output).abs().max()))
+assert torch.allclose(by_library, output, atol=1e-6)
+
+# %% [markdown] en
+# ## 2. A task that needs attention
+#
+# Each row shows 16 keys, each with a value, as `key:value`. The last position shows one of the keys and asks for its value. A model
+# without attention cannot answer: the answer stands at another position. Guessing is right in 1 of 16 rows.
+
+# %% [markdown] zh
+# ## 2. 一个离不开注意力的任务
+#
+# 每一行给出 16 个键，各带一个值，写作 `键:值`。最后一个位置给出其中一个键，要求回答它的值。没有注意力的模型答不出来，因为答案在别的位置。瞎猜的正确率是 1/16。
+
+# %%
+task = KeyValueDataConfig()
+draw = np.random.default_rng(0)
+test = key_value_examples(task, 512, np.random.default_rng(1))
+
+
+def inputs(batch):
+    return {name: batch[name] for name in ("input_ids", "token_type_ids") if name in batch}
+
+
+row = {name: tensor[:1] for name, tensor in test.items()}
+texts = key_value_texts(row["input_ids"][0].tolist(), row["token_type_ids"][0].tolist())
+print(*texts, "   answer:", int(row["labels"][0, -1]) - task.num_keys + 1)
+
+# %% [markdown] en
+# The model: one layer, one head of width d_k = 128, no positions. The training loop is short enough to read; the trainer of the package
+# (`python scripts/train.py experiment=kv_lookup`) does the same with checkpoints, logs and much else.
+
+# %% [markdown] zh
+# 模型只有一层，一个宽度 d_k = 128 的头，没有位置编码。训练循环很短，可以直接读懂；用本库的训练器（`python scripts/train.py experiment=kv_lookup`）做的是同一件事，另有检查点、日志等。
+
+
+# %%
+def make_model(scale):
+    torch.manual_seed(1)
+    config = TransformerConfig(
+        vocab_size=task.vocab_size,
+        type_vocab_size=task.type_vocab_size,
+        embed_dim=128,
+        num_heads=1,
+        num_layers=1,
+        ffn_dim=128,
+        activation="relu",
+        max_len=32,
+        position="none",
+        init="lecun",
+        tie_embeddings=False,
+        scale=scale,
+    )
+    return DecoderLM(config)
+
+
+def losses(model, batch):
+    """The loss of each row: cross-entropy, -ln p(answer), averaged over the positions that ask."""
+    logits, labels = model(**inputs(batch)), batch["labels"]
+    each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
+    return each.sum(-1) / (labels != -100).sum(-1)
+
+
+@torch.no_grad()
+def accuracy(model, batch):
+    asks = batch["labels"] != -100
+    return float((model(**inputs(batch)).argmax(-1) == batch["labels"])[asks].float().mean())
+
+
+def train(model, make_batch, test, steps, lr, warmup=15):
+    """AdamW on new examples at every step; returns the accuracy on ``test`` every 10 steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    curve = []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1.0, (step + 1) / warmup)
+        loss = losses(model, make_batch()).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 10 == 9:
+            curve.append((step + 1, accuracy(model, test)))
+    return curve
+
+
+def lookup_batch():
+    return key_value_examples(task, 64, draw)
+
+
+scaled_model = make_model("inv_sqrt")
+scaled_curve = train(scaled_model, lookup_batch, test, steps=300, lr=3e-3)
+print("accuracy with the scale:", scaled_curve[-1][1])
+
+# %% [markdown] en
+# **Look.** The page below is the attention of this row: a row is a query, a column is a key. The last row is the question. Its weight lies
+# on the one key that is asked for. Point at a cell to read its weight.
+
+# %% [markdown] zh
+# **看一看。** 下面是这一行数据的注意力：行是查询，列是键。最后一行就是问题，它的权重落在被问到的那个键上。把鼠标移到格子上可以读出权重。
+
+# %%
+view({"scaled": scaled_model}, inputs(row), tokens={"input_ids": [texts]}, height=760)
+
+# %% [markdown] en
+# ## 3. One switch: no scale
+#
+# The same model, the same initial weights, the same learning rate. Only the factor 1/√d_k is missing: `scale="unscaled"`.
+
+# %% [markdown] zh
+# ## 3. 只动一个开关：不缩放
+#
+# 同样的模型、同样的初始权重、同样的学习率，只少了系数 1/√d_k：`scale="unscaled"`。
+
+# %%
+unscaled_model = make_model("unscaled")
+unscaled_curve = train(unscaled_model, lookup_batch, test, steps=300, lr=3e-3)
+
+
+def draw_curves(curves, title):
+    figure, axes = plt.subplots(figsize=(6, 3))
+    for (name, curve), color in zip(curves.items(), ("#0072B2", "#D55E00"), strict=True):
+        axes.plot(*zip(*curve, strict=True), label=name, color=color)
+    axes.axhline(1 / 16, color="grey", linewidth=1, linestyle=":", label="guessing")
+    axes.set(xlabel="step", ylabel="accuracy (512 test rows)", ylim=(0, 1.03), title=title)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+
+
+draw_curves({"1/√d_k": scaled_curve, "no scale": unscaled_curve}, "From scratch, d_k = 128")
+for scale in ("inv_sqrt", "unscaled"):
+    untrained = make_model(scale)
+    with torch.no_grad(), capture(untrained, what="weights") as seen:
+        untrained(**inputs(test))
+    (weights,) = seen["blocks.0.attention.core"]
+    print(
+        f"{scale:9} before training, largest weight of the last row: {float(weights[:, 0, -1].max(-1).values.mean()):.2f} on average"
+    )
+
+# %%
+both = {"scaled": scaled_model, "unscaled": unscaled_model}
+view(both, inputs(row), tokens={"input_ids": [texts]}, height=760)
+
+# %% [markdown] en
+# Without the scale the scores are √128 ≈ 11 times as large. Softmax then puts most of the weight on one key before anything is learned, and
+# where one weight is nearly 1, the gradient that could move it is nearly 0. The model without the scale learns the task all the same. It
+# needs several times as many steps. A comparison after 100 steps would measure that budget, not an ability.
+
+# %% [markdown] zh
+# 不缩放时，分数是原来的 √128 ≈ 11 倍。在什么都没学到之前，softmax 就把大部分权重放在一个键上；而当一个权重接近 1 时，能够移动它的梯度接近 0。不缩放的模型同样学得会，只是需要几倍的步数。如果只比较 100 步之后的结果，测到的是步数预算，而不是能力。
+
+# %% [markdown] en
+# ## 4. Remove the scale from a model that has learned
+#
+# This is the fairer question. `fold_scale` removes the factor and multiplies W_Q and W_K, so that the model computes exactly the same
+# as before. Then both are trained further, on new examples, at the same learning rate.
+
+# %% [markdown] zh
+# ## 4. 从已经学会的模型里去掉缩放
+#
+# 这样问更公平。`fold_scale` 去掉这个系数，同时把 W_Q 和 W_K 乘上相应的数，使模型算出的结果与原来完全一样。然后两个模型用同样的学习率、在新的样本上继续训练。
+
+# %%
+with_scale, without = make_model("inv_sqrt"), make_model("inv_sqrt")
+for copy in (with_scale, without):
+    copy.load_state_dict(scaled_model.state_dict())
+fold_scale(without, to="unscaled")
+with torch.no_grad():
+    difference = (with_scale(**inputs(test)) - without(**inputs(test))).abs().max()
+print("largest difference of the logits before training:", float(difference))
+
+curves = {}
+for name, model in {"1/√d_k": with_scale, "scale removed": without}.items():
+    draw = np.random.default_rng(2)  # the same examples for both
+    curves[name] = train(model, lookup_batch, test, steps=120, lr=1e-2, warmup=10)
+draw_curves(curves, "A solved model trained further, learning rate 0.01")
+for name, curve in curves.items():
+    print(f"{name:15} lowest accuracy {min(value for _, value in curve):.2f}, last {curve[-1][1]:.2f}")
+
+# %% [markdown] en
+# Both start as the same function, but at this learning rate the model without the scale loses much of what it had learned. With the scale removed, W_Q and W_K are smaller, so
+# a step of the same size changes them more. The scale keeps attention stable at larger learning rates. This is one run with one seed;
+# [the recorded ablation](../docs/scaling_ablation/quick/summary.md) has six seeds, several widths, AdamW and SGD, and intervals.
+
+# %% [markdown] zh
+# 两者一开始是同一个函数，但在这个学习率下，去掉缩放的模型丢掉了大半已经学会的东西。去掉缩放以后 W_Q 和 W_K 变小，同样大小的一步对它们的改动就更大。缩放让注意力在更大的学习率下保持稳定。这里只是一个随机种子的一次训练；[有记录的消融实验](../docs/scaling_ablation/quick/summary.md)用了六个种子、多种宽度、AdamW 和 SGD，并给出区间。
+
+# %% [markdown] en
+# ## 5. Which head does it?
+#
+# A harder task: a random segment of tokens comes twice, and every token of the second copy asks for the token that follows it. Two layers are
+# needed. One tells each position which token stands before it. The next finds the position whose *previous* token is the current one: an
+# **induction head**. The model has two layers with two heads each: four heads. Which one does it?
+
+# %% [markdown] zh
+# ## 5. 是哪个头在起作用？
+#
+# 一个更难的任务：一段随机词元出现两次，第二次出现时，每个词元都要预测它后面的那个词元。这需要两层：第一层告诉每个位置它前面是什么词元；第二层找到“前一个词元等于当前词元”的位置，这就是**归纳头**（induction head）。模型有两层，每层两个头，一共四个头。是哪一个在起作用？
+
+# %%
+segments = InductionDataConfig()
+torch.manual_seed(1)
+induction_model = DecoderLM(
+    TransformerConfig(
+        vocab_size=segments.vocab_size,
+        embed_dim=128,
+        num_heads=2,
+        num_layers=2,
+        ffn_dim=128,
+        activation="relu",
+        max_len=64,
+        position="rotary",
+        init="lecun",
+        tie_embeddings=False,
+    )
+)
+draw = np.random.default_rng(1)
+held_out = induction_examples(segments, 128, np.random.default_rng(1))
+curve = train(induction_model, lambda: induction_examples(segments, 64, draw), held_out, steps=400, lr=3e-3, warmup=40)
+print("accuracy:", curve[-1][1], " guessing:", 1 / segments.vocab_size)
+
+# %% [markdown] en
+# **Knock-out.** Set the output of one head to 0, and measure how much the loss grows. `intervene` is the general tool:
+# `with intervene(model, "heads", 0.0, layers=[1], heads=[2]): ...`
+
+# %% [markdown] zh
+# **敲除。** 把一个头的输出设为 0，看损失增加多少。通用的工具是 `intervene`：`with intervene(model, "heads", 0.0, layers=[1], heads=[2]): ...`
+
+
+# %%
+def draw_effects(effects, title):
+    layers, heads = effects.mean.shape
+    figure, axes = plt.subplots(figsize=(5.5, 3))
+    image = axes.imshow(effects.mean.numpy(), cmap="Oranges", vmin=0.0, aspect="auto")
+    for (layer, head), value in np.ndenumerate(effects.mean.numpy()):
+        low, high = float(effects.low[layer, head]), float(effects.high[layer, head])
+        color = "white" if value > 0.6 * float(effects.mean.max()) else "black"
+        axes.text(head, layer, f"{value:.2f}\n{low:.2f} to {high:.2f}", ha="center", va="center", fontsize=8, color=color)
+    axes.set(xticks=range(heads), yticks=range(layers), xlabel="head", ylabel="layer", title=title)
+    figure.colorbar(image, label=effects.what.replace(" that", "\nthat").replace(" without", "\nwithout"))
+    figure.tight_layout()
+
+
+with torch.no_grad():
+    print("loss of the whole model:", round(float(losses(induction_model, held_out).mean()), 3))
+knocked_out = knock_out_heads(induction_model, lambda model: losses(model, held_out))
+draw_effects(knocked_out, f"Growth of the loss without the head (95 % interval, {knocked_out.rows} rows)")
+
+# %% [markdown] en
+# Head 1 of layer 0 is the one that the model cannot do without. The two heads of layer 1 hardly seem to matter. That is a trap: if two heads do
+# the same work, the model can spare each of them, but not both.
+
+# %% [markdown] zh
+# 模型离不开的是第 0 层的 1 号头。第 1 层的两个头看起来几乎不重要。这里有个陷阱：如果两个头做同样的事，去掉任何一个都没关系，但不能两个都去掉。
+
+# %%
+with torch.no_grad(), intervene(induction_model, "heads", 0.0, layers=[1]):
+    print("accuracy without both heads of layer 1:", round(accuracy(induction_model, held_out), 2))
+
+# %% [markdown] en
+# **Patching.** Knock-out says which heads matter, not what they carry. For that, take two versions of each row. In the *corrupted*
+# version one token of the first segment is another one, so that the answer changes. Run the corrupted row, but give one head the values that it
+# had in the clean row. If the clean answer comes back, this head carries it.
+
+# %% [markdown] zh
+# **移植激活（patching）。** 敲除只说明哪些头重要，不说明它们传递了什么。为此给每一行准备两个版本：在*被改动*的版本里，第一段中有一个词元换成了别的，于是答案也变了。运行被改动的那一行，但让某一个头使用它在原来那一行里的值。如果原来的答案回来了，就是这个头在传递答案。
+
+# %%
+clean = induction_examples(segments, 128, np.random.default_rng(3))["input_ids"]
+where = induction_targets(clean)[:, -1]  # the position that holds the answer to the last token
+rows = torch.arange(len(clean))
+answer = clean[rows, where]
+corrupted = clean.clone()
+absent = [next(t for t in range(segments.vocab_size) if t not in set(row.tolist())) for row in clean]
+corrupted[rows, where] = torch.tensor(absent)
+other = corrupted[rows, where]
+
+
+def preference(logits):
+    """The logit of the clean answer minus that of the corrupted one, at the last position."""
+    return logits[rows, -1, answer] - logits[rows, -1, other]
+
+
+patched = patch_heads(induction_model, {"input_ids": clean}, {"input_ids": corrupted}, preference, what="values")
+draw_effects(patched, "Share of the clean answer that one head's values restore")
+
+# %% [markdown] en
+# The two heads of layer 1 carry the answer, half each. The head of layer 0 carries nothing of it: its job is another one.
+#
+# **Check it.** Where do the heads look? Measured are the mean weight on the previous token (layer 0), and the mean weight of the last token on the
+# position after the previous occurrence of that token (layer 1).
+
+# %% [markdown] zh
+# 传递答案的是第 1 层的两个头，各占一半。第 0 层的那个头不传递答案，它做的是另一件事。
+#
+# **核对一下。** 这些头看向哪里？第 0 层量的是放在前一个词元上的平均权重；第 1 层量的是最后一个词元放在“同一词元上一次出现之后的位置”上的平均权重。
+
+# %%
+with torch.no_grad(), capture(induction_model, what="weights") as seen:
+    induction_model(clean)
+first, second = (records[0] for records in seen.values())
+on_previous = first.diagonal(-1, 2, 3).mean((0, 2))
+on_answer = second[rows, :, -1, where].mean(0)
+print("layer 0, weight on the previous token:", [round(float(x), 2) for x in on_previous])
+print("layer 1, weight on the answer:        ", [round(float(x), 2) for x in on_answer])
+
+# %% [markdown] en
+# So this is how the model does it. Head 1 of layer 0 writes into each position which token stands before it. Both heads of layer 1 look for
+# the position whose previous token is the current one, and copy what stands there. Choose the layers and heads below to see both patterns.
+
+# %% [markdown] zh
+# 所以模型是这样做的：第 0 层的 1 号头在每个位置写下“我前面是什么词元”；第 1 层的两个头去找“前一个词元等于当前词元”的位置，把那里的词元抄过来。在下面选择层和头，可以看到这两种模式。
+
+# %%
+view({"induction": induction_model}, clean[0], height=820)
+
+# %% [markdown] en
+# ## Where to go on
+#
+# - [Why √d_k](../docs/why_scale.md): six claims, each computed.
+# - [The ablation](../docs/ablation.md): the same question with controls, and how to ask one of your own.
+# - [examples/gpt.py](gpt.py): a GPT in one file.
+
+# %% [markdown] zh
+# ## 接下来
+#
+# - [为什么是 √d_k](../docs/why_scale.md)：六个论断，每个都算给你看。
+# - [消融实验](../docs/ablation.md)：同一个问题，带对照；也讲怎样提出自己的问题。
+# - [examples/gpt.py](gpt.py)：一个文件里的 GPT。

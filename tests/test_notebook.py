@@ -1,0 +1,30 @@
+"""The stored notebooks are what their source makes, hold their outputs, and run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "tools"))
+from make_notebook import NOTEBOOKS, notebook, run
+
+
+@pytest.mark.parametrize("language", NOTEBOOKS)
+def test_the_stored_notebook_has_the_cells_of_its_source_and_their_outputs(language):
+    stored, made = json.loads(NOTEBOOKS[language].read_text("utf-8")), notebook(language)
+    assert [(c["cell_type"], "".join(c["source"])) for c in stored["cells"]] == [(c.cell_type, c.source) for c in made.cells]
+    text = NOTEBOOKS[language].read_text("utf-8")
+    assert "image/png" in text
+    assert "<iframe" in text
+    assert '"output_type": "error"' not in text
+    assert NOTEBOOKS[language].stat().st_size < 1e6
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    done = run(notebook("en"))
+    assert all(cell.execution_count for cell in done.cells if cell.cell_type == "code")

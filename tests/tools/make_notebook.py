@@ -1,0 +1,74 @@
+"""Make examples/attention.ipynb and its Chinese twin from examples/attention.py, and run them: python tests/tools/make_notebook.py
+
+The source is a Python file with cells (``# %%``). Text cells say their language; code cells belong to both.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NOTEBOOKS = {"en": EXAMPLES / "attention.ipynb", "zh": EXAMPLES / "attention.zh.ipynb"}
+
+
+def cells(source: str, language: str) -> list[tuple[str, str]]:
+    """("markdown" or "code", text) of each cell in one language.
+
+    >>> cells("# %% [markdown] en\\n# one\\n\\n# %% [markdown] zh\\n# 一\\n\\n# %%\\nx = 1\\n", "zh")
+    [('markdown', '一'), ('code', 'x = 1')]
+    """
+    _, *parts = re.split(r"^# %%(.*)\n", source, flags=re.MULTILINE)
+    found = []
+    for kind, text in zip(parts[::2], parts[1::2], strict=True):
+        if not kind.strip():
+            found.append(("code", text.strip()))
+        elif kind.split()[-1] == language:
+            found.append(("markdown", re.sub(r"^# ?", "", text.strip(), flags=re.MULTILINE)))
+    return found
+
+
+def notebook(language: str) -> Any:
+    """A notebook without outputs."""
+    from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+    make = {"code": new_code_cell, "markdown": new_markdown_cell}
+    made = new_notebook(
+        cells=[make[kind](text) for kind, text in cells((EXAMPLES / "attention.py").read_text("utf-8"), language)]
+    )
+    for number, cell in enumerate(made.cells):
+        cell.id = f"cell-{number}"  # the same each time
+    made.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    return made
+
+
+def run(made: Any) -> Any:
+    """The notebook with its outputs.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: a cell that fails.
+    """
+    from nbclient import NotebookClient
+
+    return NotebookClient(made, timeout=None, kernel_name="python3", resources={"metadata": {"path": EXAMPLES}}).execute()
+
+
+def main() -> None:
+    import nbformat
+
+    done = run(notebook("en"))
+    for cell in done.cells:
+        cell.metadata.pop("execution", None)  # times of day
+    outputs = [cell.outputs for cell in done.cells if cell.cell_type == "code"]
+    for language, path in NOTEBOOKS.items():
+        made = notebook(language)
+        for number, (cell, found) in enumerate(zip([c for c in made.cells if c.cell_type == "code"], outputs, strict=True), 1):
+            cell.outputs, cell.execution_count = found, number
+        nbformat.write(made, path)
+        sys.stdout.write(f"{path}  {path.stat().st_size / 1e6:.2f} MB\n")
+
+
+if __name__ == "__main__":
+    main()
