@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 
 from minitx.ablation.grid import NEW_DATA, cells
 from minitx.cli.ablate import run_cell
-from minitx.cli.compose import compose_config, compose_grid, register_defaults
+from minitx.cli.compose import compose_cell, compose_config, compose_grid, register_defaults
 from minitx.cli.train import run_training
 from minitx.config import RunConfig, TransformerConfig, to_dict
 from minitx.data.tokenizers import train_tokenizer
@@ -110,6 +110,7 @@ def test_a_cell_of_every_study_of_every_grid_composes(grid):
         assert composed.on_nonfinite == "record"
         assert composed.trainer.clip is None  # clipping is off in the comparison
         assert composed.trainer.max_steps == cell.steps()
+        assert compose_cell([*cell.overrides, "callbacks.progress=false", "trainer.threads=1"]) == composed
 
 
 def test_the_smoke_grid_is_small_and_has_a_study_of_each_kind():

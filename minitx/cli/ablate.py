@@ -22,7 +22,7 @@ from minitx.ablation.judge import judge
 from minitx.ablation.pools import SLURM_JOBS, LocalPool, Pool, SlurmPool
 from minitx.ablation.records import Record, Runs, read_records
 from minitx.ablation.run import duration, run_cells
-from minitx.cli.compose import compose_config
+from minitx.cli.compose import compose_cell, compose_config
 from minitx.cli.errors import CellsFailedError, sentence
 from minitx.cli.launch import ProgramStoppedError
 from minitx.config import ConfigError
@@ -103,7 +103,7 @@ def run_cell(words: Sequence[str], folder: str, cap: int, keep_weights: bool, ke
 
     place = Path(folder)
     shutil.rmtree(place, ignore_errors=True)  # what a killed run left
-    trained = run_training(compose_config(words), place, command_of(words))
+    trained = run_training(compose_cell(words), place, command_of(words))
     result = result_of(place, trained, cap, keep_attention=keep_attention)
     if not keep_weights:
         shutil.rmtree(place, ignore_errors=True)
