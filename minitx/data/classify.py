@@ -51,7 +51,6 @@ def load_classes(config: BooksDataConfig, folder: Path, tokenizer: Tokenizer | N
             "majority_accuracy": majority_accuracy(train[1], val[1]),
             "bag_of_words_accuracy": bag_of_words_accuracy(words[0], train[1], words[1], val[1]),
         },
-        chance=1 / len(label_names),
     )
 
 

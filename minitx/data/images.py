@@ -107,7 +107,6 @@ def load_images(config: DigitsDataConfig, folder: Path, tokenizer: Tokenizer | N
         model_fields={"num_labels": len(names), "image_size": height, "num_channels": channels},
         label_names=names,
         baselines=lambda: {"majority_accuracy": majority_accuracy(labels, val_labels)},
-        chance=1 / len(names),
     )
 
 

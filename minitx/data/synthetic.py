@@ -163,7 +163,6 @@ def load_recall(config: RecallDataConfig, folder: Path, tokenizer: Tokenizer | N
         key_masks={},
         model_fields={"vocab_size": config.vocab_size, **types},
         baselines=lambda: {"chance_accuracy": config.chance},
-        chance=config.chance,
         recall=True,
     )
 

@@ -55,7 +55,6 @@ class Task:
         baselines: computes what a model must beat, by name.
         bits_per: factors from nats per token to bits per ``byte`` and ``character``, of a language model.
         floors: cross-entropies in nats that a model must beat (``unigram``, ``bigram``), of a language model.
-        chance: accuracy of a guess; 0 where there is none.
         recall: every answer stands in its row.
 
     >>> rows = [{"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, {"input_ids": [4, 5], "labels": [5, 6]}]
@@ -81,7 +80,6 @@ class Task:
     baselines: Callable[[], dict[str, float]] = dict
     bits_per: Mapping[str, float] = field(default_factory=dict)
     floors: Mapping[str, float] = field(default_factory=dict)
-    chance: float = 0.0
     recall: bool = False
 
 

@@ -74,7 +74,7 @@ def reviews(write_text, offline_datasets):
 def test_a_table_becomes_a_task(reviews):
     config = ClassifyDataConfig(path=reviews, text_column="two", tokenizer="char", val_fraction=0.2)
     task = load_classes(config, None, None)
-    assert (task.name, task.label_names, task.chance) == (f"data.path={reviews}", ("a", "b", "c"), 1 / 3)
+    assert (task.name, task.label_names) == (f"data.path={reviews}", ("a", "b", "c"))
     assert (len(task.train), len(task.val)) == (49, 12)
     batch = as_split(task, "val").collate(np.arange(12), None)
     for ids, label, (text, name) in zip(batch["input_ids"], batch["labels"], task.val_examples, strict=True):

@@ -141,6 +141,5 @@ def test_a_table_of_images_with_a_split_of_its_own_is_read(tmp_path, offline_dat
     task = load_images(ImageDataConfig(path=str(tmp_path / "set"), val_split="test", **columns), None, None)
     assert (task.label_names, task.model_fields["num_channels"]) == (("k30", "k50", "k7"), 1)
     assert task.train.labels.tolist() == [2, 0, 2, 1]
-    assert task.chance == pytest.approx(1 / 3)
     assert task.val.labels.tolist() == [1, 2, 0]
     assert (rows_of(task, "val")["pixel_values"][:, 0, 0, 0] * 255).round().tolist() == [50, 7, 30]
