@@ -21,9 +21,10 @@ from minitx.config.checks import Config, Count, require
 
 USAGE = "python scripts/cost.py model=NAME [model.KEY=VALUE ...] [key=value ...]"
 NOTES = """\
-Operations are those of matrix products, in millions (1e6). formula: what exact attention needs, with the keys that a query
-sees; counted: what ran. Softmax, scale and mask count nothing, but wherever a matrix of scores exists they cost O(n²) bytes.
-kept: bytes of float32 activations that wait for the backward pass. Parameters and the loss come on top.
+Operations are those of matrix products, in millions (1e6). formula: what exact attention needs, with the
+keys that a query sees. forward, backward: what was counted. Softmax, scale and mask count nothing, but
+wherever a matrix of scores exists they read and write O(n²) bytes. kept: bytes of activations that wait for
+the backward pass. Parameters, their optimizer state and the loss come on top. w window 64, k 64 slots.
 """
 
 

@@ -157,7 +157,9 @@ def test_exact_attention_has_no_error_and_costs_what_it_costs(run):
 
 def test_a_pattern_of_windows_and_linear_attention_cost_what_is_counted(run):
     words = "model.num_layers=2", "model.window=[1,null]", "model.backend=chunked"
-    assert measured(run("run", callback("Measures", attention=True), *words)[0])["attention_cost"] == 1.0  # 7 tokens are one tile
+    assert (
+        measured(run("run", callback("Measures", attention=True), *words)[0])["attention_cost"] == 1.0
+    )  # 7 tokens are one tile
     linear = measured(run("linear", callback("Measures", attention=True), "model.attention=linear")[0])
     # q·k and p·v of 4 and of 4 + 1 numbers for 7² pairs, and the state of 4 × 5 read and made, over 8 · 7²
     assert linear["attention_cost"] == pytest.approx((7 * 7 * (4 + 5) + 2 * 7 * 4 * 5) / (7 * 7 * 8))
