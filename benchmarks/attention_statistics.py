@@ -4,7 +4,7 @@ Both sides take turns inside one running fit of the small character model: block
 ``callbacks.probe`` (its record at the end of the block, and the look before that update, both as a run has them) and blocks of
 50 without. The probe reads 8 rows of validation, and takes gradients of four parts of them besides; in a second row it takes the
 statistics alone. That no L × S matrix lives in memory is asserted on the statistics themselves:
-the largest allocation and the peak of bytes, by ``minitx.analysis.cost.allocations``, as the context doubles.
+the largest allocation and the peak of bytes, by ``minitx.analysis.counting.allocations``, as the context doubles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inside_fit import Turns, fit, ready, run_config
 from measure import compared, row, table, write
 from torch import Tensor
 
-from minitx.analysis.cost import allocations, fit_exponent
+from minitx.analysis.counting import allocations, fit_exponent
 from minitx.analysis.statistics import attention_statistics
 from minitx.config import ProbeConfig
 from minitx.nn import AttentionCall, Causal

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitx.analysis.canvas import panels
-from minitx.analysis.cost import allocations
+from minitx.analysis.counting import allocations
 from minitx.config import (
     CallbacksConfig,
     KeyValueDataConfig,

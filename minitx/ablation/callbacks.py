@@ -19,7 +19,7 @@ import lightning.pytorch as L
 import torch
 from torch import nn
 
-from minitx.analysis.cost import flop_counter
+from minitx.analysis.counting import flop_counter
 from minitx.config import ConfigError, RunConfig, TransformerConfig, from_dict
 from minitx.data.addressing import Batch
 from minitx.data.module import DataModule, build_data

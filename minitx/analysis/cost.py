@@ -1,35 +1,27 @@
 """What a model costs, part by part, and how attention grows with the length of a row: counted, not timed.
 
-**Operations** are counted by torch's ``FlopCounterMode``: matrix products, two operations for each multiplication with its
-addition. Softmax, norms, activations and look-ups count nothing. ``flop_counter`` adds what torch does not know: the tiles of
-``chunked``, the products of experts, and the CPU's fused attention, which counts all L × S scores whatever a mask hides.
-**Bytes** are what autograd keeps for the backward pass (``torch.autograd.graph.saved_tensors_hooks``), and the most that torch's
-allocator gave at once (its profiler). Softmax, scale and mask cost few operations, but O(L²) bytes wherever a matrix of scores exists.
+Operations are matrix products (``minitx.analysis.counting``), bytes what autograd keeps for the backward pass and the most that is
+allocated at once. Softmax, scale and mask count no operations, but they read and write O(L²) bytes where a matrix of scores exists.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
+from minitx.analysis.counting import allocations, count_flops, fit_exponent, flop_counter
 from minitx.analysis.flops import forward_flops
 from minitx.config import TransformerConfig
 from minitx.nn import Causal, DotProductAttention, FeedForward, SlidingWindow
-from minitx.nn.backends.chunked import backward_by_tiles, forward_by_tiles
 from minitx.nn.efficient import build_core
 from minitx.nn.functional import make_call
 from minitx.nn.masks import intersect
@@ -57,100 +49,6 @@ GROWTHS = {  # operations and bytes, as a textbook has them
     "feed-forward": ("nd²", "nd"),
 }
 """What ``growth`` measures, with the complexity that a textbook gives for it: w a window, m features, k slots."""
-
-
-# counting
-
-
-@cache
-def _register_formulas() -> None:
-    """Tell torch's counter about our operators, and about the CPU's fused attention, which it does not know."""
-
-    def fused(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
-        (B, H, L, D), (*_, S, Dv) = query, value
-        return 2 * B * H * L * S * (D + Dv)
-
-    def fused_backward(grad: Any, query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
-        (B, H, L, D), (*_, S, Dv) = query, value
-        return 2 * B * H * L * S * (3 * D + 2 * Dv)  # QKᵀ again, dP and dV, dQ and dK
-
-    def experts(rows: Any, other: Any, *rest: Any, **options: Any) -> int:
-        return 2 * rows[0] * rows[1] * other[-2 if len(other) == 3 else -1]
-
-    def tiles(*args: Any, **options: Any) -> int:
-        return count_flops(lambda: forward_by_tiles(*args))
-
-    def tiles_backward(*args: Any, **options: Any) -> int:
-        return count_flops(lambda: backward_by_tiles(*args[:-1], [False] * len(args[-1])))  # a bias has no product
-
-    aten, ours = torch.ops.aten, torch.ops.minitx
-    shapes = {aten._scaled_dot_product_flash_attention_for_cpu: fused, ours.expert_matmul: experts, ours.expert_outer: experts}
-    shapes[aten._scaled_dot_product_flash_attention_for_cpu_backward] = fused_backward
-    tensors = {ours.chunked_attention: tiles, ours.chunked_attention_backward: tiles_backward}
-    for formulas, get_raw in ((shapes, False), (tensors, True)):
-        for operator, formula in formulas.items():
-            if operator not in flop_registry:
-                register_flop_formula(operator, get_raw=get_raw)(formula)
-
-
-def flop_counter() -> FlopCounterMode:
-    """A ``FlopCounterMode`` that knows our operators too.
-
-    Inside ``chunked`` the products of the tiles are counted as they run (they run once more for that).
-
-    >>> with flop_counter() as counter:
-    ...     out = torch.ones(3, 5) @ torch.ones(5, 7)
-    >>> counter.get_total_flops()
-    210
-    """
-    _register_formulas()
-    return FlopCounterMode(display=False)
-
-
-def count_flops(run: Callable[[], Any]) -> int:
-    """The operations of matrix products that ``run()`` makes.
-
-    >>> count_flops(lambda: torch.ones(2, 3) @ torch.ones(3, 5))
-    60
-    """
-    with flop_counter() as counter:
-        run()
-    return counter.get_total_flops()
-
-
-def allocations(run: Callable[[], Any]) -> tuple[int, int]:
-    """(largest single allocation, most bytes allocated at once) of ``run()`` on the CPU, inside kernels too.
-
-    From the memory events of ``torch.profiler``. Memory that was there before does not count.
-
-    >>> allocations(lambda: torch.ones(10) + torch.ones(10))
-    (40, 120)
-    """
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    memory = sorted((event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"])
-    sizes = [event["args"]["Bytes"] for event in memory]
-    return max(sizes, default=0), max(itertools.accumulate(sizes), default=0)
-
-
-def fit_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
-    """The p of cost ∝ sizeᵖ: the least-squares slope of ln cost over ln size. 1 is linear, 2 quadratic.
-
-    Raises:
-        ValueError: fewer than two different sizes, another number of costs, or a number that is not positive.
-
-    >>> round(fit_exponent((1, 10, 100), (3, 300, 30000)), 12)
-    2.0
-    """
-    if len(sizes) != len(costs) or len(set(sizes)) < 2 or min(*sizes, *costs) <= 0:
-        raise ValueError(f"sizes and costs must be positive, as many, two sizes at least; got {list(sizes)} and {list(costs)}")
-    return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
 
 
 # a model, part by part
@@ -258,7 +156,7 @@ class _Tally:
         """The autograd nodes behind ``out`` that no part has yet are those of the part that ends."""
         self._settle()
         part = self.running.pop()
-        nodes = [t.grad_fn for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, Tensor)]
+        nodes: list[Any] = [t.grad_fn for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, Tensor)]
         while nodes:
             node = nodes.pop()
             if node is not None and "minitx.part" not in node.metadata:
@@ -337,35 +235,32 @@ def layer_call(
     head_dim: int = 32,
     causal: bool = True,
     window: int = 64,
-    num_features: int | None = None,
     num_slots: int = 64,
     backward: bool = True,
 ) -> Callable[[], None]:
-    """The run that ``growth`` measures: one row of ``length`` positions through a layer.
-
-    ``num_features`` belong to ``performer`` (default D ln D), ``num_slots`` to ``linformer``, which is never causal.
-    """
+    """The run that ``growth`` measures: one row of ``length`` positions through a layer. ``linformer`` is never causal."""
     if kind not in GROWTHS:
         raise ValueError(f"kind={kind!r} must be one of {', '.join(GROWTHS)}")
     E, is_attention = num_heads * head_dim, kind not in ("recurrent", "feed-forward")
     rules = Causal() if causal and kind != "linformer" else None, SlidingWindow(window) if kind == "window" else None
-    options = {"performer": {"num_features": num_features}, "linformer": {"num_slots": num_slots}}.get(kind, {})
     layer: nn.Module
     if kind == "recurrent":
         layer = nn.RNN(E, E, batch_first=True)
     elif kind == "feed-forward":
         layer = FeedForward(E, 4 * E)
     elif kind in ("linear", "performer", "linformer"):
-        layer = build_core(kind, head_dim=head_dim, max_len=length, **options)  # type: ignore[arg-type]
+        layer = build_core(kind, head_dim=head_dim, max_len=length, num_slots=num_slots if kind == "linformer" else None)
     else:
         layer = DotProductAttention(backend="chunked" if kind == "window" else kind)
     x = torch.randn(1, length, 3 * E if is_attention else E, requires_grad=backward)
 
     def run() -> None:
         with torch.set_grad_enabled(backward):
-            heads = (part.unflatten(-1, (num_heads, head_dim)).transpose(1, 2) for part in x.split(E, dim=-1))
-            out = layer(make_call(*heads, intersect(*rules))) if is_attention else layer(x)
-            out = out[0] if kind == "recurrent" else out
+            if is_attention:
+                query, key, value = (part.unflatten(-1, (num_heads, head_dim)).transpose(1, 2) for part in x.split(E, dim=-1))
+                out = layer(make_call(query, key, value, intersect(*rules)))
+            else:
+                out = layer(x)[0] if kind == "recurrent" else layer(x)
             if backward:
                 out.backward(torch.ones_like(out))
         x.grad = None

@@ -63,6 +63,7 @@ def _cost(config: CostConfig, overrides: Sequence[str], command: str) -> None:
 
     from minitx.analysis import cost
     from minitx.analysis.canvas import png
+    from minitx.analysis.counting import allocations
     from minitx.nn.models import build_model
 
     inputs = cost.example_inputs(model, config.batch_size, config.length or model.max_len)
@@ -71,18 +72,18 @@ def _cost(config: CostConfig, overrides: Sequence[str], command: str) -> None:
         parts = cost.ledger(network, inputs)
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"{' '.join([f'model={config.model}', *overrides])}: {error}") from error
-    peak = cost.allocations(lambda: network(**inputs).sum().backward())[1]
+    peak = allocations(lambda: network(**inputs).sum().backward())[1]
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in inputs.items())
     lines = [f"{config.model}: {shapes}", *(f"assumed, since the data decide it: {word}" for word in assumed)]
     write("\n".join([*lines, "", *_parts_table(parts), f"most bytes at once, parameters left out: {peak:,}", "", ""]))
     causal = model.architecture in ("decoder", "encoder_decoder")
-    sizes = {"num_heads": model.num_heads, "head_dim": model.width_per_head, "causal": causal}
+    sizes: dict[str, Any] = {"num_heads": model.num_heads, "head_dim": model.width_per_head, "causal": causal}
     curves = [cost.growth(kind, config.lengths, **sizes) for kind in cost.GROWTHS]
     title = (
         f"one layer, H = {model.num_heads}, D = {model.width_per_head}, {'causal' * causal or 'all keys'}, forward and backward"
     )
     write("\n".join([title, *_growth_table(curves, config.lengths), "", NOTES]))
-    about = {"command": command, "machine": platform.machine(), "date": time.strftime("%Y-%m-%d")}
+    about: dict[str, Any] = {"command": command, "machine": platform.machine(), "date": time.strftime("%Y-%m-%d")}
     about |= {"versions": {name: version(name) for name in ("torch", "minitx")}, "model": to_dict(model), "inputs": shapes}
     found = {"parts": [dataclasses.asdict(part) for part in parts], "peak": peak}
     found["growth"] = [{**dataclasses.asdict(curve), "exponents": curve.exponents} for curve in curves]

@@ -9,18 +9,8 @@ import pytest
 import torch
 import yaml
 
-from minitx.analysis.cost import (
-    GROWTHS,
-    PARTS,
-    allocations,
-    count_flops,
-    example_inputs,
-    fit_exponent,
-    flop_counter,
-    growth,
-    growth_figure,
-    ledger,
-)
+from minitx.analysis.cost import GROWTHS, PARTS, example_inputs, growth, growth_figure, ledger
+from minitx.analysis.counting import allocations, count_flops, fit_exponent, flop_counter
 from minitx.config import TransformerConfig
 from minitx.nn import Causal, T5RelativeBias, scaled_dot_product_attention
 from minitx.nn.backends import chunked

@@ -40,7 +40,15 @@ def test_every_kind_of_model_gets_its_tables(table, place, model):
 
 
 def test_a_switch_of_the_model_reaches_the_tables_and_what_was_given_is_not_assumed(table, place):
-    out = table("model=encoder_small", *TINY, "model.vocab_size=67", "model.num_labels=5", "length=7", "batch_size=2", "model.backend=math")
+    out = table(
+        "model=encoder_small",
+        *TINY,
+        "model.vocab_size=67",
+        "model.num_labels=5",
+        "length=7",
+        "batch_size=2",
+        "model.backend=math",
+    )
     assert "assumed" not in out and "(2, 7)" in out
     core = {part["name"]: part for part in json.loads((place / "runs/cost/cost.json").read_text())["parts"]}["core"]
     assert (core["forward"], core["backward"]) == (4 * 2 * 7 * 7 * 12, 8 * 2 * 7 * 7 * 12)

@@ -7,7 +7,7 @@ import torch
 from test_backends import LEFT, MASKS, OPTIONS, attend, check_call
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from minitx.analysis.cost import allocations, count_flops
+from minitx.analysis.counting import allocations, count_flops
 from minitx.nn import (
     ALiBi,
     BlockSparse,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.analysis.cost import count_flops
+from minitx.analysis.counting import count_flops
 from minitx.config import TransformerConfig
 from minitx.nn import DecoderLM, MixtureOfExperts, load_balancing_loss
 from minitx.nn.feedforward import ACTIVATIONS, expert_matmul, expert_outer

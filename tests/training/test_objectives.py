@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minitx.analysis.cost import allocations, count_flops
+from minitx.analysis.counting import allocations, count_flops
 from minitx.config import (
     ConfigError,
     ObjectiveConfig,

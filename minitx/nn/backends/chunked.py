@@ -232,7 +232,7 @@ def backward_by_tiles(
         return [gradient.to(tensor.dtype) for gradient, tensor in pairs]
 
 
-# the operators: `minitx.analysis.cost` counts what the functions do, which nobody sees inside an operator
+# the operators: `minitx.analysis.counting` counts what the functions do, which nobody sees inside an operator
 chunked_attention = torch.library.custom_op("minitx::chunked_attention", forward_by_tiles, mutates_args=())
 chunked_attention_backward = torch.library.custom_op("minitx::chunked_attention_backward", backward_by_tiles, mutates_args=())
 

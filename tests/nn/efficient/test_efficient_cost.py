@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from minitx.analysis.cost import allocations, count_flops, fit_exponent
+from minitx.analysis.counting import allocations, count_flops, fit_exponent
 from minitx.nn import Causal, SlidingWindow, scaled_dot_product_attention
 from minitx.nn.efficient import LinearAttention, LinformerAttention, PerformerAttention
 from minitx.nn.functional import make_call
