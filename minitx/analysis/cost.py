@@ -6,6 +6,7 @@ allocated at once. Softmax, scale and mask count no operations, but they read an
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -38,20 +39,11 @@ _PART_OF = {  # the first of these words in a module's name decides; the head is
     **{"blocks": "norms", "final_norm": "norms", "encoder": "norms", "": "norms"},
 }
 GROWTHS = {  # operations and bytes, as a textbook has them
-    "math": ("n²d", "n²"),
-    "sdpa": ("n²d", "nd"),
-    "chunked": ("n²d", "nd"),
-    "window": ("nwd", "nd"),
-    "linear": ("nd²", "nd"),
-    "performer": ("nmd", "nm"),
-    "linformer": ("nkd", "nk"),
-    "recurrent": ("nd²", "nd"),
-    "feed-forward": ("nd²", "nd"),
+    **{"math": ("n²d", "n²"), "sdpa": ("n²d", "nd"), "chunked": ("n²d", "nd"), "window": ("nwd", "nd")},
+    **{"linear": ("nd²", "nd"), "performer": ("nmd", "nm"), "linformer": ("nkd", "nk")},
+    **{"recurrent": ("nd²", "nd"), "feed-forward": ("nd²", "nd")},
 }
 """What ``growth`` measures, with the complexity that a textbook gives for it: w a window, m features, k slots."""
-
-
-# a model, part by part
 
 
 @dataclass(frozen=True)
@@ -113,6 +105,14 @@ def _part_of(module: str) -> str:
     return next((part for word, part in _PART_OF.items() if word in words), "head")
 
 
+@dataclass(eq=False)
+class _Saved:
+    """A tensor that an autograd node keeps, and goes with the node."""
+
+    tensor: Tensor
+    part: str
+
+
 class _Tally:
     """Counts by part. An operation of the backward pass belongs to the part whose forward made the autograd node."""
 
@@ -120,6 +120,7 @@ class _Tally:
         self.model, self.counter, self.total = model, flop_counter(), 0
         self.forward, self.backward, self.kept = Counter[str](), Counter[str](), Counter[str]()
         self.flops, self.running = self.forward, ["norms"]
+        self.saved: list[weakref.ref[_Saved]] = []
         self.storages = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
 
     def run(self, inputs: dict[str, Tensor], *, backward: bool) -> None:
@@ -128,9 +129,10 @@ class _Tally:
                 hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, _part_of(name))))
                 hooks.enter_context(module.register_forward_hook(self._leave, always_call=True))
             hooks.enter_context(self.counter)
-            with saved_tensors_hooks(self._keep, lambda tensor: tensor):
+            with saved_tensors_hooks(self._keep, lambda saved: saved.tensor):
                 out = self.model(**inputs)
             self._settle()
+            self._weigh()
             if backward:
                 self.flops = self.backward
                 learned = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -168,12 +170,18 @@ class _Tally:
         self._settle()
         self.running[-1] = part
 
-    def _keep(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.storages:
-            self.storages.add(storage.data_ptr())
-            self.kept[self.running[-1]] += storage.nbytes()
-        return tensor
+    def _keep(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor.detach(), self.running[-1])  # else a node that keeps its own result would keep itself
+        self.saved.append(weakref.ref(saved))
+        return saved
+
+    def _weigh(self) -> None:
+        """Count what autograd still keeps, each storage once."""
+        for saved in filter(None, (reference() for reference in self.saved)):
+            storage = saved.tensor.untyped_storage()
+            if storage.data_ptr() not in self.storages:
+                self.storages.add(storage.data_ptr())
+                self.kept[saved.part] += storage.nbytes()
 
 
 def example_inputs(config: TransformerConfig, batch_size: int, length: int | None = None) -> dict[str, Tensor]:
@@ -184,9 +192,6 @@ def example_inputs(config: TransformerConfig, batch_size: int, length: int | Non
     assert config.vocab_size is not None and length is not None
     names = ["input_ids", *(["decoder_input_ids"] if config.architecture == "encoder_decoder" else [])]
     return {name: torch.randint(config.vocab_size, (batch_size, length)) for name in names}
-
-
-# growth with the length
 
 
 @dataclass(frozen=True)

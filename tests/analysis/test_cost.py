@@ -102,6 +102,18 @@ def test_a_learned_bias_through_chunked_is_refused_in_one_sentence():
     assert count_flops(lambda: scaled_dot_product_attention(q, q, q, attn_bias=T5RelativeBias(2), backend="chunked")) > 0
 
 
+@pytest.mark.parametrize(("backend", "power"), [("math", 2), ("sdpa", 1), ("chunked", 1)])
+def test_only_math_keeps_matrices_of_scores_and_what_is_kept_is_less_than_the_peak(backend, power):
+    found = []
+    for length in (256, 512):
+        model, parts = parts_of(length, 1, backend=backend, max_len=512)
+        inputs = example_inputs(model.config, 1, length)
+        kept = sum(part.kept for part in parts.values())
+        assert kept < allocations(lambda m=model, i=inputs: m(**i).sum().backward())[1] < 2.5 * kept
+        found.append(parts["core"].kept)
+    assert abs(fit_exponent((256, 512), found) - power) < 0.1
+
+
 # a count that cannot be wrong proves nothing: each fault must show
 
 
