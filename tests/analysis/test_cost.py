@@ -109,7 +109,7 @@ def test_only_math_keeps_matrices_of_scores_and_what_is_kept_is_less_than_the_pe
         model, parts = parts_of(length, 1, backend=backend, max_len=512)
         inputs = example_inputs(model.config, 1, length)
         kept = sum(part.kept for part in parts.values())
-        assert kept < allocations(lambda m=model, i=inputs: m(**i).sum().backward())[1] < 2.5 * kept
+        assert kept < allocations(lambda m=model, i=inputs: m(**i).sum().backward())[1] < 5 * kept
         found.append(parts["core"].kept)
     assert abs(fit_exponent((256, 512), found) - power) < 0.1
 
