@@ -24,7 +24,8 @@ NOTES = """\
 Operations are those of matrix products, in millions (1e6). formula: what exact attention needs, with the
 keys that a query sees. forward, backward: what was counted. Softmax, scale and mask count nothing, but
 wherever a matrix of scores exists they read and write O(n²) bytes. kept: bytes of activations that wait for
-the backward pass. Parameters, optimizer state and the loss with its logits come on top. w window 64, k 64 slots.
+the backward pass. Parameters, optimizer state and the loss with its logits come on top.
+Layers: w is a window of 64 keys, m are D ln D features, k are 64 slots. linformer is not causal.
 """
 
 
