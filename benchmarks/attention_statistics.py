@@ -4,7 +4,7 @@ Both sides take turns inside one running fit of the small character model: block
 ``callbacks.probe`` (its record at the end of the block, and the look before that update, both as a run has them) and blocks of
 50 without. The probe reads 8 rows of validation, and takes gradients of four parts of them besides; in a second row it takes the
 statistics alone. That no L × S matrix lives in memory is asserted on the statistics themselves:
-the largest tensor and the peak of bytes, counted by ``minitx.analysis.meter``, as the context doubles.
+the largest allocation and the peak of bytes, by ``minitx.analysis.counting.allocations``, as the context doubles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inside_fit import Turns, fit, ready, run_config
 from measure import compared, row, table, write
 from torch import Tensor
 
-from minitx.analysis.meter import fit_exponent, measure
+from minitx.analysis.counting import allocations, fit_exponent
 from minitx.analysis.statistics import attention_statistics
 from minitx.config import ProbeConfig
 from minitx.nn import AttentionCall, Causal
@@ -63,8 +63,8 @@ def share(kind: type[Switched], batch_size: int, pairs: int) -> dict[str, Any]:
 
 
 def memory_of_statistics() -> dict[str, float]:
-    """The powers of the length with which peak memory and the largest tensor grow; ends the benchmark at 1.5 or where one of
-    the tensors is as large as one head's L × S matrix."""
+    """The powers of the length with which peak memory and the largest allocation grow; ends the benchmark at 1.5 or where an
+    allocation is as large as one head's L × S matrix."""
     peaks, largest = [], []
     for length in LENGTHS:
         query, key = torch.randn(2, 1, 4, length, 32).unbind()
@@ -72,12 +72,11 @@ def memory_of_statistics() -> dict[str, float]:
         def look(query: torch.Tensor = query, key: torch.Tensor = key) -> None:
             attention_statistics(AttentionCall(query, key, key, mask=Causal(), scale=32**-0.5))
 
-        cost = measure(look)
-        peaks.append(cost["peak"])
-        largest.append(cost["largest"])
-    powers = {"peak_bytes": fit_exponent(LENGTHS, peaks), "largest_tensor": fit_exponent(LENGTHS, largest)}
-    if max(powers.values()) >= 1.5 or largest[-1] >= LENGTHS[-1] ** 2:
-        raise SystemExit(f"error: the statistics hold a matrix of L x S: {powers}, {largest[-1]} elements at L = {LENGTHS[-1]}")
+        for found, size in zip((largest, peaks), allocations(look), strict=True):
+            found.append(size)
+    powers = {"peak_bytes": fit_exponent(LENGTHS, peaks), "largest_allocation": fit_exponent(LENGTHS, largest)}
+    if max(powers.values()) >= 1.5 or largest[-1] >= 4 * LENGTHS[-1] ** 2:
+        raise SystemExit(f"error: the statistics hold a matrix of L x S: {powers}, {largest[-1]} bytes at L = {LENGTHS[-1]}")
     return powers
 
 

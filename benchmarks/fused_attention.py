@@ -1,7 +1,7 @@
 """P5: forward and backward of causal attention, T = 1024, float32: ``sdpa`` and ``chunked`` beside ``math``, in time and memory.
 
 Queries, keys and values have the shape of a small model's, the backward pass is that of the sum. Time: ``measure.compare``. Memory: the
-most bytes that torch's allocator gave at once (``minitx.analysis.meter.allocations``), inside kernels too; a count, so it has no interval.
+most bytes that torch's allocator gave at once (``minitx.analysis.counting.allocations``), inside kernels too; a count, so it has no interval.
 Targets: ``sdpa`` at least 2.5 times as fast with at most an eighth of the peak; ``chunked`` an eighth of the peak in at most 1.3
 times the time. The plain path of torch's kernel (``torch.nn.attention.sdpa_kernel``) stands beside them for comparison.
 """
@@ -17,7 +17,7 @@ import torch
 from measure import compare, inverse, judged, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from minitx.analysis.meter import allocations
+from minitx.analysis.counting import allocations
 from minitx.nn import scaled_dot_product_attention
 
 PLAIN = "sdpa's plain path"

@@ -2,7 +2,7 @@
 
 Both sides start from the same weights and hold weights and AdamW's moments already; one step then makes logits and loss, goes
 backward, updates and drops the gradients. What counts is the most bytes that torch's allocator has handed out at once during
-the step (``minitx.analysis.meter.allocations``: events of torch's profiler, what kernels take for themselves included), plus
+the step (``minitx.analysis.counting.allocations``: events of torch's profiler, what kernels take for themselves included), plus
 weights and moments, which both sides hold anyway. Not resident memory, which keeps what was freed. Bytes are counted,
 not sampled: one step a side is enough, and there is no interval.
 
@@ -26,7 +26,7 @@ from measure import judged, table, write
 from peers import Peer, decoder, hugging_face, loss_of
 from torch import Tensor, nn
 
-from minitx.analysis.meter import allocations
+from minitx.analysis.counting import allocations
 from minitx.config import ObjectiveConfig, OptimizerConfig
 from minitx.nn import DecoderLM
 from minitx.training.module import TrainingModule

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitx.analysis.canvas import panels
-from minitx.analysis.meter import measure
+from minitx.analysis.counting import allocations
 from minitx.config import (
     CallbacksConfig,
     KeyValueDataConfig,
@@ -130,7 +130,7 @@ def test_what_a_step_does_to_all_parameters_does_not_grow_with_their_number(tmp_
     assert outside <= 124
 
 
-LENGTH = 512
+LENGTH = 640  # where the workspace of torch's fused kernel is smaller than a matrix of bools
 
 
 @pytest.mark.parametrize(
@@ -152,10 +152,10 @@ def test_a_training_step_holds_no_matrix_of_queries_by_keys(options, padded):
 
     def step(**more):
         model = DecoderLM(TransformerConfig(**{**sizes, **options, **more}))
-        return measure(lambda: model(ids, key_mask=real if padded else None).sum().backward())["largest"]
+        return allocations(lambda: model(ids, key_mask=real if padded else None).sum().backward())[0]
 
-    assert step() <= (chunked.TILE if options.get("num_heads", 2) >= 8 else LENGTH**2 // 2)
-    assert step(backend="math") >= options.get("num_heads", 2) * LENGTH**2
+    assert step() <= (4 * chunked.TILE if options.get("num_heads", 2) >= 8 else LENGTH**2 - 1)  # not even one of bools
+    assert step(backend="math") >= 4 * options.get("num_heads", 2) * LENGTH**2
 
 
 # --- imports

@@ -19,7 +19,7 @@ import lightning.pytorch as L
 import torch
 from torch import nn
 
-from minitx.analysis.attention_cost import AttentionShape, core_cost
+from minitx.analysis.counting import flop_counter
 from minitx.config import ConfigError, RunConfig, TransformerConfig, from_dict
 from minitx.data.addressing import Batch
 from minitx.data.module import DataModule, build_data
@@ -124,7 +124,7 @@ class Measures(L.Callback):
                            every N as ``evaluation.num_rows`` rows of training's length have, from the start of the split
     ``attention_error``    ||core - exact||_F / ||exact||_F of the trained attention, mean over layers, on 8 validation rows
                            (exact softmax attention under the same scale and mask, without a window)
-    ``attention_cost``     operations of a core's forward pass over those of the ``math`` backend (``core_cost``)
+    ``attention_cost``     counted operations of the cores, forward, over those of the ``math`` backend on the same rows
     =====================  ======================================================================================
 
     Args:
@@ -168,10 +168,6 @@ def _check_attention(model: TransformerConfig) -> None:
     if extra or model.architecture == "encoder_decoder":
         what = extra[0] if extra else "cross-attention"
         raise ConfigError(f"callbacks: attention=true compares with plain self-attention, and the model has {what}")
-    try:
-        core_cost(AttentionShape(model, 1, 2, causal=model.architecture == "decoder", training=False))
-    except ValueError as error:
-        raise ConfigError(f"callbacks: attention=true: {error}") from None
 
 
 def _check_lengths(longest: int, model: TransformerConfig, data: DataModule) -> None:
@@ -190,8 +186,6 @@ def _with_rows_of(length: int, data: DataModule, config: RunConfig) -> DataModul
 @torch.no_grad()
 def _attention(network: nn.Module, batch: Batch) -> dict[str, float]:
     """Each core is called once more with what it got, and its operations are counted for that shape."""
-    model = config_of(network)
-    assert model is not None
     calls: list[tuple[nn.Module, AttentionCall]] = []
     device = next(network.parameters()).device
     with evaluating(network):
@@ -201,18 +195,17 @@ def _attention(network: nn.Module, batch: Batch) -> dict[str, float]:
                     hook = module.core.register_forward_pre_hook(lambda core, args: calls.append((core, args[0])))
                     hooks.enter_context(hook)
             network(**{name: tensor.to(device) for name, tensor in network_inputs(batch).items()})
-        errors = [_error(core, call) for core, call in calls]
-    rows, _, length, _ = calls[0][1].shape
-    shape = AttentionShape(model, rows, length, causal=model.architecture == "decoder", training=False)
-    exact = dataclasses.replace(model, attention="exact", window=None, backend="math")
-    cost = core_cost(shape).forward / core_cost(dataclasses.replace(shape, config=exact)).forward
-    return {"attention_error": mean(errors), "attention_cost": cost}
+        errors, flops, exact = zip(*(_beside_exact(core, call) for core, call in calls), strict=True)
+    return {"attention_error": mean(errors), "attention_cost": sum(flops) / sum(exact)}
 
 
-def _error(core: nn.Module, call: AttentionCall) -> float:
-    """Of one core beside exact attention, which sees what a window hides."""
-    exact = reference_attention(dataclasses.replace(call, mask=_without_window(call.mask)))
-    return float((core(call) - exact).norm() / exact.norm())
+def _beside_exact(core: nn.Module, call: AttentionCall) -> tuple[float, int, int]:
+    """(error, operations, operations of exact attention) of one core. Exact attention sees what a window hides."""
+    with flop_counter() as counter:
+        out = core(call)
+    with flop_counter() as plain:
+        exact = reference_attention(dataclasses.replace(call, mask=_without_window(call.mask)))
+    return float((out - exact).norm() / exact.norm()), counter.get_total_flops(), plain.get_total_flops()
 
 
 def _without_window(mask: Mask | None) -> Mask | None:

@@ -22,7 +22,7 @@ NEW_DATA = 1000
 """What a run that starts from another's weights adds to the seed: its batches are new, and the same for all arms."""
 
 # what decides the result of a run, below the package and its configs
-_LOOKS = ("capture", "statistics", "gradients", "snapshot", "attention_cost")  # what probes and measures read
+_LOOKS = ("capture", "statistics", "gradients", "snapshot", "counting")  # what probes and measures read
 _CODE = (
     *("nn", "data", "training", "config", "ablation/callbacks.py", "ablation/measures.py"),
     *(f"analysis/{name}.py" for name in _LOOKS),

@@ -1,44 +1,49 @@
-"""What a Transformer costs, part by part: parameters, operations and bytes by formula, beside what a meter counts.
+"""What a model costs, part by part, and how attention grows with the length of a row: counted, not timed.
 
-**Operations** are those of matrix products, two for each multiplication with its addition (Kaplan et al. 2020,
-arXiv:2001.08361, §2.1); everything elementwise and embedding look-ups count nothing. Two numbers are kept apart:
-
-* ``flops``: what runs. A projection takes its forward again for its input and again for its weights in the backward pass;
-  attention that computes its scores again there (``sdpa``, ``chunked``) 2.5 times its forward, other cores twice.
-  ``math`` multiplies all L × S scores whatever a mask hides, and ``sdpa`` counts as if it did (``minitx.analysis.meter``).
-* ``needed``: the project's accounting, 2 · N_mm + 4 · layers · H · D · T_eff a token, times 3 with the backward pass, as
-  ``train_flops`` has it. T_eff is the mean number of visible keys, (T + 1) / 2 where causal: exact attention
-  without waste, whatever core runs. Utilisation (MFU; Chowdhery et al. 2022, arXiv:2204.02311, Appendix B) is this over
-  time and peak speed.
-
-**Bytes** are activations in float32: what a part makes in the forward pass and what lives until its backward pass, logits
-among it, as Korthikanti et al. 2022 (arXiv:2205.05198, §4) count for float16. Queries, keys and values count with the core
-that reads them. Parameters, gradients, optimizer state and the loss come on top.
+Operations are matrix products (``minitx.analysis.counting``), bytes what autograd keeps for the backward pass and the most that is
+allocated at once. Softmax, scale and mask count no operations, but they read and write O(L²) bytes where a matrix of scores exists.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from minitx.analysis.attention_cost import FLOAT, AttentionShape, core_cost, running_core
-from minitx.analysis.flops import train_flops
-from minitx.analysis.meter import Meter
+from minitx.analysis.counting import allocations, count_flops, fit_exponent, flop_counter
+from minitx.analysis.flops import forward_flops
 from minitx.config import TransformerConfig
-from minitx.nn.backends.chunked import tile_sizes
-from minitx.nn.feedforward import GATED
-from minitx.nn.models import TransformerModel, build_model
+from minitx.nn import Causal, DotProductAttention, FeedForward, SlidingWindow
+from minitx.nn.efficient import build_core
+from minitx.nn.functional import make_call
+from minitx.nn.masks import intersect
+from minitx.nn.models import TransformerModel
 
-__all__ = ["Measured", "Part", "ledger", "measure_model", "model_call", "train_flops"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
-# tensors as wide as the hidden layer that wait for the backward pass: inputs of what is not linear, outputs of ReLU
-_HIDDEN = {"gelu": 2, "gelu_tanh": 2, "relu": 1, "relu2": 2, "swiglu": 4, "geglu": 4, "geglu_tanh": 4, "reglu": 3}
+PARTS = ("embedding", "q_proj", "k_proj", "v_proj", "core", "out_proj", "feedforward", "norms", "head")
+"""The parts of a model, as ``Part.name`` has them. ``norms`` is the residual stream with its norms."""
+_PART_OF = {  # the first of these words in a module's name decides; the head is what is left
+    **{word: word for word in ("q_proj", "k_proj", "v_proj", "out_proj", "feedforward")},
+    **{"embeddings": "embedding", "attention": "core", "cross_attention": "core", "attn_bias": "core"},
+    **{"blocks": "norms", "final_norm": "norms", "encoder": "norms", "": "norms"},
+}
+GROWTHS = {  # operations and bytes, as a textbook has them
+    **{"math": ("n²d", "n²"), "sdpa": ("n²d", "nd"), "chunked": ("n²d", "nd"), "window": ("nwd", "nd")},
+    **{"linear": ("nd²", "nd"), "performer": ("nmd", "nm"), "linformer": ("nkd", "nk")},
+    **{"recurrent": ("nd²", "nd"), "feed-forward": ("nd²", "nd")},
+}
+"""What ``growth`` measures, with the complexity that a textbook gives for it: w a window, m features, k slots."""
 
 
 @dataclass(frozen=True)
@@ -46,329 +51,250 @@ class Part:
     """A line of the ledger, all layers together.
 
     Attributes:
-        stack: ``encoder``, ``decoder`` or ``cross`` (attention), or "" for what stands before and after the blocks.
-        name: ``embedding``, ``q_proj``, ``k_proj``, ``v_proj``, ``core``, ``out_proj``, ``feedforward``, ``norms`` (with the
-            residual stream) or ``head`` (with the pooling before it).
+        name: one of ``PARTS``.
         parameters: trainable scalars; those of a tied head are the embedding's.
-        flops: operations that run. needed: operations that exact attention needs. bytes: activations that wait for the
-            backward pass.
+        formula: operations that the forward pass of exact attention needs (``forward_flops``): 2·tokens·inputs·outputs of a
+            linear map, 4·B·H·L·T_eff·D of the core, where T_eff is the mean number of visible keys.
+        forward, backward: operations counted.
+        kept: bytes of activations that the part was the first to keep for the backward pass. Parameters are left out.
     """
 
-    stack: str
     name: str
     parameters: int
-    flops: int
-    needed: int
-    bytes: int
+    formula: float
+    forward: int
+    backward: int
+    kept: int
 
 
-def ledger(config: TransformerConfig, batch_size: int, length: int, *, backward: bool = True) -> list[Part]:
-    """What a model of ``config`` costs for ``batch_size`` rows of ``length`` tokens, part by part, by formula.
+def ledger(model: TransformerModel, inputs: dict[str, Tensor], *, backward: bool = True) -> list[Part]:
+    """Run one of our models once and count what each part costs.
+
+    The backward pass starts from a gradient of ones for the logits, so no loss is counted. It leaves ``.grad`` alone.
 
     Args:
-        config: ``vocab_size`` (and ``num_labels``, ``image_size``, ``num_channels``, where the model has them) must be set.
-        length: tokens a row; patches and the class token of a picture; source and target each of an encoder-decoder.
-        backward: count forward and backward pass; without it, the forward pass. ``bytes`` are what waits for a backward pass
-            in either case.
+        model: as ``build_model`` returns it, on a CPU or GPU.
+        inputs: what it is called with, such as ``example_inputs`` of its config.
+        backward: also count the backward pass, and what is kept for it.
 
     Raises:
-        ValueError: a backend that cannot serve the model, or of which no formula is known.
+        ValueError: a learned bias on the scores (``position="t5"``) through ``chunked``: torch computes no gradient of it while
+            a counter is on. NotImplementedError: a backend that cannot serve the model.
 
-    >>> config = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
-    >>> parts = ledger(config, 2, 5)
-    >>> [part.name for part in parts]
-    ['embedding', 'q_proj', 'k_proj', 'v_proj', 'core', 'out_proj', 'feedforward', 'norms', 'head']
-    >>> sum(part.needed for part in parts) == train_flops(config, 5) * 2
-    True
+    >>> from minitx.nn import DecoderLM
+    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2, backend="math"))
+    >>> [part.forward for part in ledger(model, example_inputs(model.config, 1, 5)) if part.name == "core"]
+    [2400]
     """
-    sizes = _Sizes(config, batch_size, length, backward)
-    parts = [sizes.embedding()]
-    if config.architecture != "decoder":
-        parts += [*sizes.attention("encoder", config.num_layers), *sizes.rest("encoder", config.num_layers)]
-    if config.architecture in ("decoder", "encoder_decoder"):
-        parts += sizes.attention("decoder", config.decoder_layers)
-        if config.architecture == "encoder_decoder":
-            parts += sizes.attention("cross", config.decoder_layers)
-        parts += sizes.rest("decoder", config.decoder_layers)
-    return [*parts, sizes.head()]
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """The sizes that all formulas share, and the formulas."""
-
-    config: TransformerConfig
-    batch_size: int
-    length: int
-    backward: bool
-
-    @property
-    def tokens(self) -> int:
-        return self.batch_size * self.length
-
-    @property
-    def stream(self) -> int:
-        """Bytes of the residual stream."""
-        return FLOAT * self.tokens * self.config.embed_dim
-
-    @property
-    def passes(self) -> int:
-        return 3 if self.backward else 1
-
-    @property
-    def norm(self) -> tuple[int, int]:
-        """Parameters of a norm, and the bytes that it keeps beside its output: mean and 1/std, or 1/rms and x/rms."""
-        rms = self.config.norm == "rms"
-        return self.config.embed_dim * (2 - rms), self.stream + FLOAT * self.tokens if rms else 2 * FLOAT * self.tokens
-
-    @property
-    def keeps_branch(self) -> bool:
-        """Whether a sublayer's output waits for the backward pass: of a norm or a gain after it."""
-        return self.config.norm_position == "sandwich" or self.config.layer_scale is not None
-
-    def product(self, rows: int, inputs: int, outputs: int) -> int:
-        """Operations of a linear map of ``rows`` rows."""
-        return 2 * rows * inputs * outputs * self.passes
-
-    def embedding(self) -> Part:
-        config, E, norm = self.config, self.config.embed_dim, self.norm
-        stacks = 2 if config.architecture == "encoder_decoder" else 1
-        kept = self.stream * (1 + (config.dropout > 0.0)) + (self.stream + norm[1]) * config.embed_norm
-        if config.architecture == "vision":
-            return self._patches(kept)
-        positions = 0
-        if config.position == "learned":
-            positions = config.max_len + config.position_offset
-            kept += 8 * self.length * (config.position_offset > 0)  # the ids that were looked up
-        assert config.vocab_size is not None
-        parameters = config.vocab_size * E + stacks * ((positions + config.type_vocab_size) * E + norm[0] * config.embed_norm)
-        return Part("", "embedding", parameters, 0, 0, stacks * kept)
-
-    def _patches(self, kept: int) -> Part:
-        config, E = self.config, self.config.embed_dim
-        assert config.image_size is not None and config.num_channels is not None
-        pixels, class_token = config.num_channels * config.patch_size**2, config.num_class_tokens
-        table = ((config.image_size // config.patch_size) ** 2 + class_token) * (config.position == "learned")
-        parameters = (pixels + 1 + class_token + table) * E + self.norm[0] * config.embed_norm
-        rows = self.batch_size * (self.length - class_token)
-        flops = 2 * rows * pixels * E * (2 if self.backward else 1)  # no gradient for the pixels
-        needed = self.product(self.tokens, pixels, E)  # the accounting gives every token a patch
-        return Part("", "embedding", parameters, flops, needed, kept + FLOAT * rows * pixels)
-
-    def attention(self, stack: str, layers: int) -> list[Part]:
-        """Projections and core of every layer of a stack."""
-        config, E, D = self.config, self.config.embed_dim, self.config.width_per_head
-        query, key, bias = config.num_heads * D, config.kv_heads * D, config.has_qkv_bias
-        widths, biases = (query, key, key, query), (query * bias, key * bias, key * bias, E * config.has_out_bias)
-        parts = []
-        for name, width, more in zip(PROJECTIONS, widths, biases, strict=True):
-            products = self._again(layers * self.product(self.tokens, E, width))
-            parts.append(Part(stack, name, layers * (E * width + more), *products, 0))
-        shape = AttentionShape(config, self.batch_size, self.length, stack == "decoder", stack == "cross", self.backward)
-        cost = core_cost(shape)
-        flops = cost.forward + (cost.backward + cost.forward * config.checkpointing) * self.backward
-        parameters = layers * self._core_parameters()
-        if config.position == "t5" and not shape.cross:
-            parameters += config.num_buckets * config.num_heads  # one table for all layers
-        kept = 0 if config.checkpointing else layers * self._attention_bytes(shape)
-        if kept and shape.window is not None and shape.bias is None and running_core(shape) == "sdpa":
-            kept -= (layers - 1) * FLOAT * self.length**2  # the layers share the kernel's mask
-        if shape.mask is not None and running_core(shape) == "chunked":
-            height, width, _ = tile_sizes(shape.mask, (self.batch_size, config.num_heads, self.length, self.length))
-            kept += -(-self.length // height) * -(-self.length // width)  # one byte a tile, for all layers
-        core = Part(stack, "core", parameters, layers * flops, layers * shape.needed * self.passes, kept)
-        return [*parts[:3], core, parts[3]]
-
-    def _again(self, flops: int, *, unless: int = 0) -> tuple[int, int]:
-        """(flops, needed): ``checkpointing`` runs the forward pass again, but for the share that nobody asks for."""
-        again = (flops - unless) // 3 if self.config.checkpointing and self.backward else 0
-        return flops + again, flops
-
-    def _core_parameters(self) -> int:
-        config, D = self.config, self.config.width_per_head
-        norms = {None: 0, "rms": 2 * D, "layer": 4 * D, "l2": config.kv_heads}[config.qk_norm]
-        mixes = 2 * (config.num_slots or 0) * config.max_len if config.attention == "linformer" else 0
-        return norms + mixes + config.num_heads * (config.sinks + (config.scale == "learned"))
-
-    def _attention_bytes(self, shape: AttentionShape) -> int:
-        """Of one layer: what its core keeps, and what is made on the way there and back."""
-        config, shape = self.config, dataclasses.replace(shape, training=True)
-        cost, rotary = core_cost(shape), config.position == "rotary" and not shape.cross
-        heads_first = rotary or config.qk_norm in ("rms", "layer")  # in memory; sdpa's output is laid out as its queries are
-        outputs = cost.outputs + (heads_first and running_core(shape) == "sdpa")
-        both = shape.q + shape.k
-        rows = both // config.width_per_head
-        normed = {"rms": 2 * both + rows, "layer": both + 2 * rows, "l2": both + shape.k + 2 * rows}
-        numbers = cost.reads + outputs * shape.q + normed.get(config.qk_norm or "", 0)
-        numbers += shape.q * (config.scale == "learned")
-        return FLOAT * numbers + cost.keeps + self.stream * self.keeps_branch
-
-    def rest(self, stack: str, layers: int) -> list[Part]:
-        """Feed-forward and norms of a stack of blocks, and the norm after them."""
-        config = self.config
-        ends_normed = config.norm_position in ("post", "deepnorm")
-        parameters, kept = self._residual()
-        residuals = (1 if config.parallel else 2) + (stack == "decoder" and config.architecture == "encoder_decoder")
-        total = layers * (self.stream if config.checkpointing else residuals * kept)
-        final = 0 if ends_normed else self.norm[1] + self.stream
-        if (config.head == "sequence" and config.pooling == "mean") or (config.scale_logits and stack == "decoder"):
-            final -= self.stream  # a mean and a factor need nothing of what they are taken of
-        norms = layers * residuals * parameters + (0 if ends_normed else self.norm[0])
-        return [self._feedforward(stack, layers), Part(stack, "norms", norms, 0, 0, total + final)]
-
-    def _residual(self) -> tuple[int, int]:
-        """Parameters and kept bytes of one residual connection: its norms, and the stream after it."""
-        config, (norm, stats) = self.config, self.norm
-        two, gain = config.norm_position == "sandwich", config.layer_scale is not None
-        kept = 2 * self.stream + stats + two * (stats + gain * self.stream) + self.stream * (config.dropout > 0.0)
-        return norm * (1 + two) + config.embed_dim * gain, kept
-
-    def _feedforward(self, stack: str, layers: int) -> Part:
-        config, E, F = self.config, self.config.embed_dim, self.config.ffn_width
-        matrices, dropped = 3 if config.activation in GATED else 2, config.dropout > 0.0
-        hidden = _HIDDEN[config.activation] + dropped * (2 if config.activation == "relu" else 1)
-        rows, parameters, router, numbers = self.tokens, matrices * E * F, 0, 0
-        if config.num_experts is None:
-            parameters += (F * (matrices - 1) + E) * config.bias
-        else:
-            rows, router = rows * config.experts_per_token, self.product(self.tokens, E, config.num_experts)
-            parameters = config.num_experts * (parameters + E)
-            numbers = rows * (3 * E + 4)
-        product = self.product(rows, E, F)
-        plain = config.norm_position == "pre" and config.num_experts is None and not dropped
-        plain = plain and config.layer_scale is None and config.stochastic_depth == 0.0
-        # recomputing stops where the last tensor is found that the backward pass wants: before a plain last product
-        flops, needed = self._again(layers * (matrices * product + router), unless=layers * product * plain)
-        kept = FLOAT * (numbers + hidden * rows * F) + self.stream * self.keeps_branch
-        return Part(stack, "feedforward", layers * parameters, flops, needed, 0 if config.checkpointing else layers * kept)
-
-    def head(self) -> Part:
-        config, E = self.config, self.config.embed_dim
-        dense = E * E + E
-        if config.head == "lm":
-            V = config.vocab_size
-            assert V is not None
-            tied = config.tie_embeddings
-            parameters = V * E * (not tied) + V * config.head_bias
-            logits = FLOAT * self.tokens * V * (1 + (config.logit_softcap is not None))
-            flops, kept = self.product(self.tokens, E, V), logits + self.stream * config.scale_logits
-            if config.head_transform:
-                act = 1 if config.activation in ("relu", "reglu") else 2
-                parameters += dense + self.norm[0]
-                flops, kept = flops + self.product(self.tokens, E, E), kept + (act + 1) * self.stream + self.norm[1]
-            return Part("", "head", parameters, flops, flops, kept + self._positions())
-        rows = self.tokens if config.head == "token" else self.batch_size
-        outputs = 0 if config.head == "none" else config.num_labels or 0
-        parameters = outputs * (E + 1) + dense * config.pooler
-        flops = needed = self.product(rows, E, outputs)
-        if config.pooler:  # without a head it answers beside the output: no gradient comes back from there
-            needed += self.product(rows, E, E)
-            flops += 2 * rows * E * E if config.head == "none" else self.product(rows, E, E)
-        pooled = FLOAT * rows * E * (config.pooler + (config.pooling == "mean")) * (config.head == "sequence")
-        return Part("", "head", parameters, flops, needed, FLOAT * rows * outputs + pooled + self._positions())
-
-    def _positions(self) -> int:
-        """Bytes of the positions or angles of a forward pass, which the model makes once for all its layers."""
-        config = self.config
-        stacks = (2 if config.architecture == "encoder_decoder" else 1) * (config.architecture != "vision")
-        looked_up = 8 * self.length * (config.position == "learned" and not config.position_offset)
-        return stacks * (looked_up + FLOAT * self.length * config.width_per_head * (config.position == "rotary"))
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What was counted while a model ran once on random input.
-
-    Attributes:
-        parameters, flops, bytes: by (stack, name), as in ``Part``. ``bytes`` are those alive when the forward pass ended, and
-            there are none without a backward pass; those of the projections count with the core.
-        peak: most bytes of tensors at once, gradients included, parameters not.
-    """
-
-    parameters: Counter[tuple[str, str]]
-    flops: Counter[tuple[str, str]]
-    bytes: Counter[tuple[str, str]]
-    peak: int
-
-
-def measure_model(config: TransformerConfig, batch_size: int, length: int, *, backward: bool = True) -> Measured:
-    """Build a model of ``config``, run it once on random input, with its backward pass or without, and count.
-
-    The arguments are those of ``ledger``. The backward pass starts from a gradient of ones for the logits: no loss is counted.
-
-    >>> config = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
-    >>> counted, parts = measure_model(config, 2, 5), ledger(config, 2, 5)
-    >>> all(counted.flops[part.stack, part.name] == part.flops for part in parts)
-    True
-    """
-    model, run = model_call(config, batch_size, length, backward=backward)
-    alive: Counter[str] = Counter()
-    with Meter() as meter, meter.watch(model):
-        run(lambda: alive.update(meter.live_of))
+    config, tally = model.config, _Tally(model)
+    tally.run(inputs, backward=backward)
     parameters: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        parameters[name.rpartition(".")[0]] += parameter.numel()
-    kept: Counter[tuple[str, str]] = Counter()
-    for (stack, name), number in _by_part(model, alive if backward else Counter()).items():
-        kept[stack, "core" if name in PROJECTIONS else name] += number
-    return Measured(_by_part(model, parameters), _by_part(model, meter.flops_of), kept, meter.peak)
+        parameters[_part_of(name)] += parameter.numel()
+    source = inputs.get("input_ids", next(iter(inputs.values())))
+    lengths = () if config.architecture == "vision" else (source.shape[1], inputs.get("decoder_input_ids", source).shape[1])
+    formula = forward_flops(config, *lengths)
+    rows = [
+        (parameters[name], len(source) * formula.get(name, 0.0), tally.forward[name], tally.backward[name]) for name in PARTS
+    ]
+    return [Part(name, *row, tally.kept[name]) for name, row in zip(PARTS, rows, strict=True)]
 
 
-def model_call(
-    config: TransformerConfig, batch_size: int, length: int, *, backward: bool = True
-) -> tuple[TransformerModel, Callable[..., None]]:
-    """The model and the run that ``measure_model`` counts: ``run(look)`` calls ``look()`` between forward and backward pass."""
-    model = build_model(config).train(backward)
-    inputs = example_inputs(config, batch_size, length)
+def _part_of(module: str) -> str:
+    words = module.split(".")
+    return next((part for word, part in _PART_OF.items() if word in words), "head")
 
-    def run(look: Callable[[], None] = lambda: None) -> None:
-        with torch.set_grad_enabled(backward):
-            out = model(**inputs)
-            look()
+
+@dataclass(eq=False)
+class _Saved:
+    """A tensor that an autograd node keeps, and goes with the node."""
+
+    tensor: Tensor
+    part: str
+
+
+class _Tally:
+    """Counts by part. An operation of the backward pass belongs to the part whose forward made the autograd node."""
+
+    def __init__(self, model: TransformerModel) -> None:
+        self.model, self.counter, self.total = model, flop_counter(), 0
+        self.forward, self.backward, self.kept = Counter[str](), Counter[str](), Counter[str]()
+        self.flops, self.running = self.forward, ["norms"]
+        self.saved: list[weakref.ref[_Saved]] = []
+        self.storages = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+
+    def run(self, inputs: dict[str, Tensor], *, backward: bool) -> None:
+        with ExitStack() as hooks, torch.set_grad_enabled(backward):
+            for name, module in self.model.named_modules():
+                hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, _part_of(name))))
+                hooks.enter_context(module.register_forward_hook(self._leave, always_call=True))
+            hooks.enter_context(self.counter)
+            with saved_tensors_hooks(self._keep, lambda saved: saved.tensor):
+                out = self.model(**inputs)
+            self._settle()
+            self._weigh()
             if backward:
-                out.backward(torch.ones(()).expand_as(out))
+                self.flops = self.backward
+                learned = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+                try:
+                    torch.autograd.grad(out, learned, torch.ones_like(out), allow_unused=True)
+                except NotImplementedError as error:
+                    raise ValueError(
+                        "backend=chunked with a learned bias cannot be counted backward; backend=math can"
+                    ) from error
+                self._settle()
 
-    return model, run
+    def _settle(self) -> None:
+        """What was counted since the last time belongs to the part that runs."""
+        total = self.counter.get_total_flops()
+        self.flops[self.running[-1]] += total - self.total
+        self.total = total
+
+    def _enter(self, part: str, *_: Any) -> None:
+        self._settle()
+        self.running.append(part)
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        """The autograd nodes behind ``out`` that no part has yet are those of the part that ends."""
+        self._settle()
+        part = self.running.pop()
+        nodes: list[Any] = [t.grad_fn for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, Tensor)]
+        while nodes:
+            node = nodes.pop()
+            if node is not None and "minitx.part" not in node.metadata:
+                node.metadata["minitx.part"] = part
+                node.register_prehook(partial(self._resume, part))
+                nodes += [earlier for earlier, _ in node.next_functions]
+
+    def _resume(self, part: str, grads: Any) -> None:
+        self._settle()
+        self.running[-1] = part
+
+    def _keep(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor.detach(), self.running[-1])  # else a node that keeps its own result would keep itself
+        self.saved.append(weakref.ref(saved))
+        return saved
+
+    def _weigh(self) -> None:
+        """Count what autograd still keeps, each storage once."""
+        for saved in filter(None, (reference() for reference in self.saved)):
+            storage = saved.tensor.untyped_storage()
+            if storage.data_ptr() not in self.storages:
+                self.storages.add(storage.data_ptr())
+                self.kept[saved.part] += storage.nbytes()
 
 
-def _by_part(model: TransformerModel, counts: Counter[str]) -> Counter[tuple[str, str]]:
-    """Counts by the names of modules as counts by (stack, name)."""
-    found: Counter[tuple[str, str]] = Counter()
-    for module, number in counts.items():
-        found[_part_of(module.split("."), model.config.architecture)] += number
-    return found
-
-
-def _part_of(path: list[str], architecture: str) -> tuple[str, str]:
-    if path[0] == "encoder":
-        path, architecture = path[1:], "encoder"
-    stack = "encoder" if architecture in ("encoder", "vision") else "decoder"
-    match path:
-        case ["embeddings", *_]:
-            return "", "embedding"
-        case ["blocks", _, "feedforward", *_]:
-            return stack, "feedforward"
-        case ["blocks", _, "attention" | "cross_attention" as attention, *inner]:
-            name = inner[0] if inner and inner[0] in PROJECTIONS else "core"
-            return "cross" if attention == "cross_attention" else stack, name
-        case ["attn_bias"]:
-            return stack, "core"
-        case ["blocks", *_] | ["final_norm"]:
-            return stack, "norms"
-        case _:
-            return "", "head"
-
-
-def example_inputs(config: TransformerConfig, batch_size: int, length: int) -> dict[str, Tensor]:
-    """Random input of ``length`` tokens a row, as a model of ``config`` takes it; pictures are square where they can be."""
+def example_inputs(config: TransformerConfig, batch_size: int, length: int | None = None) -> dict[str, Tensor]:
+    """Random input for a model of ``config``: rows of ``length`` tokens (source and target alike), or pictures."""
     if config.architecture == "vision":
-        patches, P = length - config.num_class_tokens, config.patch_size
-        side = round(patches**0.5)
-        rows = side if side * side == patches else 1
-        assert config.num_channels is not None
-        return {"pixel_values": torch.randn(batch_size, config.num_channels, rows * P, patches // rows * P)}
-    assert config.vocab_size is not None
+        assert config.image_size is not None and config.num_channels is not None
+        return {"pixel_values": torch.randn(batch_size, config.num_channels, config.image_size, config.image_size)}
+    assert config.vocab_size is not None and length is not None
     names = ["input_ids", *(["decoder_input_ids"] if config.architecture == "encoder_decoder" else [])]
-    ids = {name: torch.randint(config.vocab_size, (batch_size, length)) for name in names}
-    types = {"token_type_ids": torch.zeros(batch_size, length, dtype=torch.long)} if config.type_vocab_size else {}
-    return ids | types
+    return {name: torch.randint(config.vocab_size, (batch_size, length)) for name in names}
+
+
+@dataclass(frozen=True)
+class Growth:
+    """One layer at several lengths: counted operations, and the most bytes at once. ``kind`` is one of ``GROWTHS``."""
+
+    kind: str
+    lengths: tuple[int, ...]
+    flops: tuple[int, ...]
+    peak: tuple[int, ...]
+
+    @property
+    def exponents(self) -> tuple[float, float]:
+        """The p of operations ∝ nᵖ and of bytes ∝ nᵖ."""
+        return fit_exponent(self.lengths, self.flops), fit_exponent(self.lengths, self.peak)
+
+
+def growth(kind: str, lengths: Sequence[int], *, backward: bool = True, **sizes: Any) -> Growth:
+    """How one layer grows with the length n of its row: attention between its projections, or a layer of the same width.
+
+    Args:
+        kind: ``math``, ``sdpa`` or ``chunked``; ``window``, a sliding window through ``chunked``; ``linear``, ``performer`` or
+            ``linformer``; ``recurrent`` (``nn.RNN``) or ``feed-forward``, both of width H · D.
+        lengths: at which it is measured.
+        backward: forward and backward pass. Default: both.
+        sizes: those of ``layer_call``.
+
+    Raises:
+        ValueError: another kind.
+
+    >>> round(growth("math", (64, 128), backward=False).exponents[0], 6)
+    2.0
+    """
+    rows = []
+    for length in lengths:
+        run = layer_call(kind, length, backward=backward, **sizes)
+        rows.append((length, count_flops(run), allocations(run)[1]))
+    return Growth(kind, *zip(*rows, strict=True))
+
+
+def layer_call(
+    kind: str,
+    length: int,
+    *,
+    num_heads: int = 4,
+    head_dim: int = 32,
+    causal: bool = True,
+    window: int = 64,
+    num_slots: int = 64,
+    backward: bool = True,
+) -> Callable[[], None]:
+    """The run that ``growth`` measures: one row of ``length`` positions through a layer. ``linformer`` is never causal."""
+    if kind not in GROWTHS:
+        raise ValueError(f"kind={kind!r} must be one of {', '.join(GROWTHS)}")
+    E, is_attention = num_heads * head_dim, kind not in ("recurrent", "feed-forward")
+    rules = Causal() if causal and kind != "linformer" else None, SlidingWindow(window) if kind == "window" else None
+    layer: nn.Module
+    if kind == "recurrent":
+        layer = nn.RNN(E, E, batch_first=True)
+    elif kind == "feed-forward":
+        layer = FeedForward(E, 4 * E)
+    elif kind in ("linear", "performer", "linformer"):
+        layer = build_core(kind, head_dim=head_dim, max_len=length, num_slots=num_slots if kind == "linformer" else None)
+    else:
+        layer = DotProductAttention(backend="chunked" if kind == "window" else kind)
+    x = torch.randn(1, length, 3 * E if is_attention else E, requires_grad=backward)
+
+    def run() -> None:
+        with torch.set_grad_enabled(backward):
+            if is_attention:
+                query, key, value = (part.unflatten(-1, (num_heads, head_dim)).transpose(1, 2) for part in x.split(E, dim=-1))
+                out = layer(make_call(query, key, value, intersect(*rules)))
+            else:
+                out = layer(x)[0] if kind == "recurrent" else layer(x)
+            if backward:
+                out.backward(torch.ones_like(out))
+        x.grad = None
+        layer.zero_grad()
+
+    return run
+
+
+def growth_figure(curves: Sequence[Growth], title: str = "") -> Figure:
+    """Operations and bytes against the length, both logarithmic.
+
+    Marks are measured, and their fitted power of n stands in the legend. A line has the power of the textbook, and goes through the
+    last mark.
+    """
+    from minitx.analysis.canvas import INK, PALETTE, label, panels
+
+    drawn, axes = panels(1, 2, width=5.2, height=3.6)
+    for i, (ax, values, name) in enumerate(zip(axes.flat, ("flops", "peak"), ("operations", "bytes at once"), strict=True)):
+        for curve, (color, marker) in zip(curves, PALETTE, strict=False):
+            x, y = np.array(curve.lengths), getattr(curve, values)
+            textbook = GROWTHS[curve.kind][i]
+            text = f"{curve.kind}: {textbook}, $n^{{{curve.exponents[i]:.2f}}}$"
+            ax.plot(x, y[-1] * (x / x[-1]) ** (2 if "n²" in textbook else 1), color=color, linewidth=1.0)
+            ax.plot(x, y, color=color, marker=marker, markersize=5, linestyle="", label=text)
+        ax.set(xscale="log", yscale="log")
+        ax.set_xticks(curves[0].lengths, [str(length) for length in curves[0].lengths])
+        ax.minorticks_off()
+        place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+        ax.legend(**place, fontsize=8, frameon=False, title="textbook, fitted to the marks", title_fontsize=8)
+        label(ax, x="length n of the row", y=name)
+    drawn.suptitle(title, fontsize=9.5, color=INK, parse_math=False)
+    return drawn

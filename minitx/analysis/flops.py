@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import cache
 
 from minitx.config import TransformerConfig
@@ -36,40 +37,57 @@ def train_flops(config: TransformerConfig, length: int | None = None, decoder_le
     >>> round(train_flops(config, 1024) / 1024 / 1e6)
     798
     """
+    return 3.0 * sum(forward_flops(config, length, decoder_length).values())
+
+
+def forward_flops(config: TransformerConfig, length: int | None = None, decoder_length: int | None = None) -> dict[str, float]:
+    """The forward pass of ``train_flops`` by part, all layers together.
+
+    The parts are ``embedding`` (patches of a picture), ``q_proj``, ``k_proj``, ``v_proj``, ``core``, ``out_proj``,
+    ``feedforward`` and ``head``.
+
+    >>> config = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
+    >>> forward_flops(config, 5)["core"] == 2 * 4 * 5 * 12 * (5 + 1) / 2  # layers · 4 · L · E · T_eff
+    True
+    """
+    found: dict[str, float] = defaultdict(float)
     if config.architecture == "vision":
         patches = ((config.image_size or 0) // config.patch_size) ** 2
         length = patches + config.num_class_tokens
-        patch = patches * (config.num_channels or 0) * config.patch_size**2 * config.embed_dim
-        return 3.0 * (_stack(config, config.num_layers, length, causal=False) + _head(config, length) + 2 * patch)
+        found["embedding"] = 2 * patches * (config.num_channels or 0) * config.patch_size**2 * config.embed_dim
     assert length is not None
-    if config.architecture != "encoder_decoder":
-        causal = config.architecture == "decoder"
-        return 3.0 * (_stack(config, config.num_layers, length, causal=causal) + _head(config, length))
-    target, layers = decoder_length or length, config.decoder_layers
-    encoder = _stack(config, config.num_layers, length, causal=False)
-    decoder = _stack(config, layers, target, causal=True)
-    cross = layers * _attention(config, target, length, float(length))
-    return 3.0 * (encoder + decoder + cross + _head(config, target))
+    target = length
+    if config.architecture != "decoder":
+        _add_stack(found, config, config.num_layers, length, causal=False)
+    if config.architecture == "encoder_decoder":
+        target = decoder_length or length
+        for _ in range(config.decoder_layers):
+            _add_attention(found, config, target, length, float(length))
+    if config.architecture in ("decoder", "encoder_decoder"):
+        _add_stack(found, config, config.decoder_layers, target, causal=True)
+    found["head"] = _head(config, target)
+    return found
 
 
-def _stack(config: TransformerConfig, layers: int, length: int, *, causal: bool) -> float:
-    """Self-attention and feed-forward of ``layers`` blocks."""
+def _add_stack(found: dict[str, float], config: TransformerConfig, layers: int, length: int, *, causal: bool) -> None:
+    """Add self-attention and feed-forward of ``layers`` blocks."""
     matrices = (3 if "glu" in config.activation else 2) * config.embed_dim * config.ffn_width
     if config.num_experts is not None:
         matrices = matrices * config.experts_per_token + config.embed_dim * config.num_experts
-    total = layers * 2.0 * length * matrices
+    found["feedforward"] += layers * 2 * length * matrices
     for layer in range(layers):
         w = min(config.window_of(layer) or length, length)
         before = (w * (w + 1) / 2 + (length - w) * w) / length  # keys up to the query's own
-        total += _attention(config, length, length, before if causal else 2 * before - 1)
-    return total
+        _add_attention(found, config, length, length, before if causal else 2 * before - 1)
 
 
-def _attention(config: TransformerConfig, queries: int, keys: int, visible: float) -> float:
-    """One layer of attention: four projections, and ``visible`` scores and weighted values for each query."""
-    E, D = config.embed_dim, config.width_per_head
-    projections = 2 * E * D * (2 * config.num_heads * queries + 2 * config.kv_heads * keys)
-    return projections + 4.0 * config.num_heads * D * queries * visible
+def _add_attention(found: dict[str, float], config: TransformerConfig, queries: int, keys: int, visible: float) -> None:
+    """Add one layer of attention: four projections, and ``visible`` scores and weighted values for each query."""
+    E, D, heads, kv_heads = config.embed_dim, config.width_per_head, config.num_heads, config.kv_heads
+    rows = {"q_proj": heads * queries, "k_proj": kv_heads * keys, "v_proj": kv_heads * keys, "out_proj": heads * queries}
+    for name, count in rows.items():
+        found[name] += 2 * E * D * count
+    found["core"] += 4 * heads * D * queries * visible
 
 
 def _head(config: TransformerConfig, length: int) -> float:

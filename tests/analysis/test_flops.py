@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from minitx.analysis.cost import example_inputs, train_flops
+from minitx.analysis.cost import example_inputs
+from minitx.analysis.flops import train_flops
 from minitx.config import TransformerConfig
 from minitx.nn.models import build_model
 

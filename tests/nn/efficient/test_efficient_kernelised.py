@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from minitx.analysis.meter import fit_exponent
+from minitx.analysis.counting import fit_exponent
 from minitx.nn import Causal, Padding, reference_attention
 from minitx.nn.efficient import LinearAttention, PerformerAttention, approximation_error
 from minitx.nn.functional import make_call
