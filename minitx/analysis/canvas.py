@@ -1,4 +1,4 @@
-"""Panels, legends and axes that the figures share.
+"""Panels, legends, axes, fonts and files that the figures share.
 
 Figures are made without pyplot, so that no global state and no display is touched. Colours are those of Okabe and Ito,
 which colour-blind readers can tell apart; series also differ by marker.
@@ -6,19 +6,21 @@ which colour-blind readers can tell apart; series also differ by marker.
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import pickle
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from minitx.analysis.lettering import drawable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DPI = 110
+DPI, FILE_DPI = 110, 200
+"""Dots per inch of a PNG on a screen (``png``) and in a file of its own (``save_figure``)."""
+
 INK, GREY, RED = "#222222", "#767676", "#B00020"
 PALETTE = (
     *(("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#767676", "D"), ("#CC79A7", "v")),
@@ -26,15 +28,23 @@ PALETTE = (
 )
 """Colour and marker of a series."""
 
+FAMILIES = (
+    *("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "Source Han Sans CN", "WenQuanYi Micro Hei"),
+    *("WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans GB", "Heiti SC", "Microsoft YaHei", "SimHei"),
+    *("Noto Sans CJK JP", "Droid Sans Fallback", "Arial Unicode MS"),
+)
+"""Fonts that are tried first for a character, in this order; the first comes with matplotlib. All other installed fonts follow."""
+
 Entry = tuple[str, str, str, Any]
 """A line of a legend: label, colour, marker, line style."""
 
 
 def panels(rows: int, columns: int, width: float = 2.9, height: float = 2.5, **share: Any) -> tuple[Figure, Any]:
-    """A figure and its (rows, columns) axes; sizes in inches a panel."""
+    """A figure and its (rows, columns) axes; sizes in inches a panel. A notebook shows the figure."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(width * columns, 4.2), height * rows + 0.35), dpi=DPI, layout="constrained")
+    figure._repr_png_ = functools.partial(png, figure)  # type: ignore[attr-defined]  # what IPython looks for
     axes = figure.subplots(rows, columns, squeeze=False, **share)
     for ax in axes.flat:
         ax.tick_params(labelsize=8, colors=INK)
@@ -98,13 +108,54 @@ def step_axis(ax: Axes, last: int) -> None:
     ax.set_xscale("symlog", linthresh=1, base=2)
     ticks = [0, *(t for t in (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144) if t <= last)]
     ax.set_xticks(ticks, [str(t) for t in ticks])
-    ax.set_xlim(0, max(last, 1))
+    ax.set_xlim(-0.25, 1.2 * max(last, 1))  # room for the first and the last marker
     ax.minorticks_off()
 
 
-def png(figure: Figure) -> bytes:
+def drawable(texts: Sequence[str]) -> tuple[list[str], list[str]]:
+    """``texts`` with a code point for what no installed font has (line ends stay), and the font families that have the rest.
+
+    So matplotlib has no missing glyph to warn of. It keeps a list of fonts: one that was installed later is found once that
+    list (in ``matplotlib.get_cachedir()``) is deleted.
+
+    >>> drawable(["√d", chr(7)])
+    (['√d', 'U+0007'], ['DejaVu Sans'])
+    """
+    family_of = {c: family_with(c) for c in dict.fromkeys("".join(texts))}
+    spelled = ["".join(c if family_of[c] or c == "\n" else f"U+{ord(c):04X}" for c in text) for text in texts]
+    return spelled, list(dict.fromkeys([FAMILIES[0], *filter(None, family_of.values())]))
+
+
+@functools.cache
+def family_with(character: str) -> str | None:
+    """The first font family with a glyph for a character."""
+    if not character.isprintable():
+        return None
+    return next((name for name, font in fonts() if font.get_char_index(ord(character))), None)
+
+
+@functools.cache
+def fonts() -> list[tuple[str, Any]]:
+    """The upright, regular face of every installed family, ``FAMILIES`` first."""
+    from matplotlib.font_manager import fontManager
+    from matplotlib.ft2font import FT2Font
+
+    faces = [e for e in fontManager.ttflist if e.style == "normal" and e.weight in (400, "normal", "regular")]
+    files = {e.name: e.fname for e in sorted(faces, key=lambda e: e.fname, reverse=True)}
+    found = []
+    for name in sorted(files, key=lambda name: (FAMILIES.index(name) if name in FAMILIES else len(FAMILIES), name)):
+        try:
+            font = FT2Font(files[name])
+        except (RuntimeError, OSError):  # gone since the list was made, or a font of bitmaps
+            continue
+        if not name.startswith("Last Resort"):  # boxes for everything
+            found.append((name, font))
+    return found
+
+
+def png(figure: Figure, dpi: int = DPI) -> bytes:
     """The figure as a file; equal figures give equal bytes."""
-    return _file(figure, "png", DPI, Software=None)
+    return _file(figure, "png", dpi, Software=None)
 
 
 def svg(figure: Figure) -> bytes:
@@ -120,3 +171,25 @@ def _file(figure: Figure, kind: str, dpi: int, **metadata: None) -> bytes:
     buffer = io.BytesIO()
     pickle.loads(pickle.dumps(figure)).savefig(buffer, format=kind, dpi=dpi, metadata=metadata)
     return buffer.getvalue()
+
+
+def save_figure(figure: Figure, path: Path | str) -> Path:
+    """Write ``figure`` as SVG or as PNG with 200 dots per inch, whichever ``path`` ends in. Returns the path.
+
+    Equal figures give equal bytes. In an SVG, texts are curves, so that it needs no font where it is shown.
+
+    Raises:
+        ValueError: another ending; a folder that does not exist.
+
+    >>> from matplotlib.figure import Figure
+    >>> save_figure(Figure(), "attention.gif")
+    Traceback (most recent call last):
+    ValueError: path=attention.gif must end in .png or .svg
+    """
+    path = Path(path)
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise ValueError(f"path={path} must end in .png or .svg")
+    if not path.parent.is_dir():
+        raise ValueError(f"path={path} is in a folder that does not exist")
+    path.write_bytes(svg(figure) if path.suffix.lower() == ".svg" else png(figure, FILE_DPI))
+    return path
