@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 KINDS = {"self": "self-attention", "causal": "causal self-attention", "cross": "cross-attention"}
 SEQUENTIAL = "Blues"
-HIDDEN = {"facecolor": "#D9D9D9", "edgecolor": "#B0B0B0", "hatch": "/////", "linewidth": 0.0}
+HIDDEN: dict[str, Any] = {"facecolor": "#D9D9D9", "edgecolor": "#B0B0B0", "hatch": "/////", "linewidth": 0.0}
 LONGEST = 14
 """Characters of a token's label."""
 
