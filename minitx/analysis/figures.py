@@ -281,6 +281,13 @@ def to_bertviz(snapshot: Snapshot, row: int = 0) -> Layers | tuple[Layers | None
 
     Raises:
         ValueError: no such row; layers with different numbers of heads, which BertViz cannot stack.
+
+    >>> import torch
+    >>> from minitx.nn import MultiHeadAttention
+    >>> from minitx.analysis import take_snapshot
+    >>> snapshot = take_snapshot(MultiHeadAttention(6, 2), {"query": torch.randn(3, 5, 6)})
+    >>> [tuple(layer.shape) for layer in to_bertviz(snapshot, row=2)]
+    [(1, 2, 5, 5)]
     """
     maps = snapshot.sentence(row).maps
     by_kind = {kind: tuple(layer.weights for layer in maps if layer.kind == kind) for kind in ("self", "causal", "cross")}
