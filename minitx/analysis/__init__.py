@@ -3,7 +3,7 @@
 from minitx.analysis.atlas import atlas_over_steps, head_atlas, head_scores
 from minitx.analysis.canvas import save_figure
 from minitx.analysis.capture import capture
-from minitx.analysis.figures import head_heatmap, heatmap_grid, saturation_over_steps, to_bertviz
+from minitx.analysis.figures import head_heatmap, heatmap_grid, induction_steps, saturation_over_steps, to_bertviz
 from minitx.analysis.snapshot import AttentionMap, Snapshot, read_snapshots, take_snapshot
 from minitx.analysis.statistics import attention_statistics, zhai_entropy_bound
 from minitx.analysis.structure import read_brackets, read_conllu
@@ -18,6 +18,7 @@ __all__ = [
     "head_heatmap",
     "head_scores",
     "heatmap_grid",
+    "induction_steps",
     "read_brackets",
     "read_conllu",
     "read_snapshots",

@@ -1,4 +1,4 @@
-"""Panels, legends, axes, fonts and files that the figures share.
+"""Panels, legends, axes and files that the figures share.
 
 Figures are made without pyplot, so that no global state and no display is touched. Colours are those of Okabe and Ito,
 which colour-blind readers can tell apart; series also differ by marker.
@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minitx.analysis.lettering import drawable
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -27,13 +29,6 @@ PALETTE = (
     *(("#56B4E9", "P"), ("#E69F00", "X"), ("#8A6D00", "<"), ("#000000", ">"), ("#882255", "d")),
 )
 """Colour and marker of a series."""
-
-FAMILIES = (
-    *("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "Source Han Sans CN", "WenQuanYi Micro Hei"),
-    *("WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans GB", "Heiti SC", "Microsoft YaHei", "SimHei"),
-    *("Noto Sans CJK JP", "Droid Sans Fallback", "Arial Unicode MS"),
-)
-"""Fonts that are tried first for a character, in this order; the first comes with matplotlib. All other installed fonts follow."""
 
 Entry = tuple[str, str, str, Any]
 """A line of a legend: label, colour, marker, line style."""
@@ -110,47 +105,6 @@ def step_axis(ax: Axes, last: int) -> None:
     ax.set_xticks(ticks, [str(t) for t in ticks])
     ax.set_xlim(-0.25, 1.2 * max(last, 1))  # room for the first and the last marker
     ax.minorticks_off()
-
-
-def drawable(texts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """``texts`` with a code point for what no installed font has (line ends stay), and the font families that have the rest.
-
-    So matplotlib has no missing glyph to warn of. It keeps a list of fonts: one that was installed later is found once that
-    list (in ``matplotlib.get_cachedir()``) is deleted.
-
-    >>> drawable(["√d", chr(7)])
-    (['√d', 'U+0007'], ['DejaVu Sans'])
-    """
-    family_of = {c: family_with(c) for c in dict.fromkeys("".join(texts))}
-    spelled = ["".join(c if family_of[c] or c == "\n" else f"U+{ord(c):04X}" for c in text) for text in texts]
-    return spelled, list(dict.fromkeys([FAMILIES[0], *filter(None, family_of.values())]))
-
-
-@functools.cache
-def family_with(character: str) -> str | None:
-    """The first font family with a glyph for a character."""
-    if not character.isprintable():
-        return None
-    return next((name for name, font in fonts() if font.get_char_index(ord(character))), None)
-
-
-@functools.cache
-def fonts() -> list[tuple[str, Any]]:
-    """The upright, regular face of every installed family, ``FAMILIES`` first."""
-    from matplotlib.font_manager import fontManager
-    from matplotlib.ft2font import FT2Font
-
-    faces = [e for e in fontManager.ttflist if e.style == "normal" and e.weight in (400, "normal", "regular")]
-    files = {e.name: e.fname for e in sorted(faces, key=lambda e: e.fname, reverse=True)}
-    found = []
-    for name in sorted(files, key=lambda name: (FAMILIES.index(name) if name in FAMILIES else len(FAMILIES), name)):
-        try:
-            font = FT2Font(files[name])
-        except (RuntimeError, OSError):  # gone since the list was made, or a font of bitmaps
-            continue
-        if not name.startswith("Last Resort"):  # boxes for everything
-            found.append((name, font))
-    return found
 
 
 def png(figure: Figure, dpi: int = DPI) -> bytes:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from minitx.analysis.canvas import GREY, INK, PALETTE, drawable, label, legend, log_ticks, panels, step_axis
+from minitx.analysis.canvas import GREY, INK, PALETTE, label, legend, log_ticks, panels, step_axis
 from minitx.analysis.capture import chosen_names
+from minitx.analysis.lettering import drawable, short_name, token_labels
 from minitx.analysis.snapshot import AttentionMap, Snapshot
 
 if TYPE_CHECKING:
@@ -23,11 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 KINDS = {"self": "self-attention", "causal": "causal self-attention", "cross": "cross-attention"}
-SEQUENTIAL = "Blues"
+SEQUENTIAL, PALE = "Blues", "#C8C8C8"
 HIDDEN: dict[str, Any] = {"facecolor": "#D9D9D9", "edgecolor": "#B0B0B0", "hatch": "/////", "linewidth": 0.0}
-LONGEST = 14
-"""Characters of a token's label."""
-
 PROBED = {
     "saturation_99": ("one key above 0.99", "share of rows"),
     "saturation_90": ("one key above 0.9", "share of rows"),
@@ -171,27 +169,6 @@ def _name_tokens(axis: Any, labels: Sequence[str], families: Sequence[str], cell
         axis.set_label_text(f"{axis.get_label_text()} (one in {every} named)")
 
 
-def token_labels(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Labels that show every token, and the font families for them, see ``canvas.drawable``.
-
-    A space becomes ``␣``, a line end ``↵``, a tab ``⇥``, an empty text ``∅``; more than ``LONGEST`` characters are cut.
-
-    >>> token_labels(["to", " be", "", "incomprehensible"])
-    (['to', '␣be', '∅', 'incomprehensi…'], ['DejaVu Sans'])
-    """
-    cut = [text if len(text) <= LONGEST else text[: LONGEST - 1] + "…" for text in tokens]
-    return drawable([text.translate(str.maketrans(" \n\t", "␣↵⇥")) or "∅" for text in cut])
-
-
-def short_name(module: str) -> str:
-    """How a layer is called in a figure.
-
-    >>> short_name("blocks.0.attention.core")
-    'blocks.0'
-    """
-    return module.removesuffix(".core").removesuffix(".attention")
-
-
 def _index(snapshot: Snapshot, layer: int | str) -> int:
     names = [one.name for one in snapshot.maps]
     found = [name for name in names if layer in (name, short_name(name))] or chosen_names(names, [layer])
@@ -253,6 +230,54 @@ def _check_records(run: str, records: Sequence[Record]) -> None:
     for record in records:
         if missing := sorted(name for name in PROBED if any(name not in layer for layer in record["layers"])):
             raise ValueError(f"{where} has no {', '.join(missing)} at step {record['step']}")
+
+
+def induction_steps(found: Mapping[int, Any]) -> Figure:
+    """Previous-token, duplicate-token and induction scores of every head of self-attention against the step, a panel each.
+
+    Scores are excess over uniform attention: 0 is uniform, 1 is nothing but the pattern. Bands are 95 % intervals. The ten heads
+    with the highest scores have colours of their own, the others are grey.
+
+    Args:
+        found: what ``head_scores`` gave of the snapshots of a run, by step.
+
+    Raises:
+        ValueError: no step, or no head that has these scores.
+
+    >>> import torch
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import DecoderLM
+    >>> from minitx.analysis import head_scores, take_snapshot
+    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
+    >>> heads = head_scores(take_snapshot(model, {"input_ids": torch.randint(11, (7, 13))}))
+    >>> [(ax.get_title(), len(ax.lines)) for ax in induction_steps({0: heads, 50: heads}).axes]
+    [('previous', 6), ('duplicate', 6), ('induction', 6)]
+    """
+    names = ("previous", "duplicate", "induction")
+    steps = sorted(found)
+    chosen = [i for i, head in enumerate(found[steps[-1]].heads) if set(names) <= set(head.scores)] if steps else []
+    if not chosen:
+        raise ValueError(f"found holds {len(steps)} steps and no head with the scores {', '.join(names)}")
+    excess = {(name, i): [found[step].heads[i].scores[name].excess for step in steps] for name in names for i in chosen}
+    best = sorted(
+        chosen, key=lambda i: -max((one.mean for n in names for one in excess[n, i] if one.mean == one.mean), default=0)
+    )
+    looks = dict(zip(best, PALETTE, strict=False))
+    figure, (axes,) = panels(1, len(names), width=3.1, height=2.4, sharey=True)
+    for ax, name in zip(axes, names, strict=True):
+        for i in reversed(best):
+            color, marker = looks.get(i, (PALE, ""))
+            low, mean, high = zip(*((one.low, one.mean, one.high) for one in excess[name, i]), strict=True)
+            look = {"linestyle": "-" if len(steps) > 2 else "", "linewidth": 1.2 if i in looks else 0.6, "markersize": 3.5}
+            ax.plot(steps, mean, color=color, marker=marker, **look)
+            ax.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+        label(ax, name, "step", "excess over uniform attention" if ax is axes[0] else None)
+    heads = [found[steps[-1]].heads[i] for i in sorted(looks)]
+    entries = [
+        (f"{short_name(head.layer)}, head {head.head}", *looks[i], "-") for i, head in zip(sorted(looks), heads, strict=True)
+    ]
+    legend(figure, entries + [("other heads", PALE, "", "-")] * (len(looks) < len(chosen)))
+    return figure
 
 
 def to_bertviz(snapshot: Snapshot, row: int = 0) -> Layers | tuple[Layers | None, Layers | None, Layers | None]:

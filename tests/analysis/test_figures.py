@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,16 @@ import torch
 from matplotlib import colormaps
 from matplotlib.colors import to_rgb
 
-from minitx.analysis import canvas, head_heatmap, heatmap_grid, saturation_over_steps, save_figure, take_snapshot, to_bertviz
+from minitx.analysis import (
+    head_heatmap,
+    heatmap_grid,
+    induction_steps,
+    lettering,
+    saturation_over_steps,
+    save_figure,
+    take_snapshot,
+    to_bertviz,
+)
 from minitx.analysis.canvas import PALETTE, legend, panels, png, svg
 from minitx.analysis.figures import HIDDEN, PROBED, SEQUENTIAL
 from minitx.analysis.snapshot import AttentionMap, Snapshot
@@ -133,9 +143,9 @@ def test_the_named_tokens_of_a_sentence_of_any_length_do_not_overlap(count):
 @pytest.mark.parametrize("only", [None, "DejaVu Sans"])
 def test_tokens_of_any_script_are_drawn_without_a_warning(only, monkeypatch):
     if only:
-        own = [font for font in canvas.fonts() if font[0] == only]
-        monkeypatch.setattr(canvas, "fonts", lambda: own)
-    canvas.family_with.cache_clear()
+        own = [font for font in lettering.fonts() if font[0] == only]
+        monkeypatch.setattr(lettering, "fonts", lambda: own)
+    lettering.family_with.cache_clear()
     figure = head_heatmap(replace(made(SCRIPTS), title="中文 $"), 0, 0)
     other, _ = panels(1, 1)
     legend(other, [("中文 $_", "#000000", "o", "-")])
@@ -143,7 +153,7 @@ def test_tokens_of_any_script_are_drawn_without_a_warning(only, monkeypatch):
     shown = dict(zip(SCRIPTS, names(figure.axes[0].xaxis), strict=True))
     assert (shown["Ελλ"], shown["$x$"], shown["\ud800"]) == ("Ελλ", "$x$", "U+D800")
     assert only is None or shown["中文"] == "U+4E2DU+6587"
-    canvas.family_with.cache_clear()
+    lettering.family_with.cache_clear()
 
 
 # --- statistics over steps
@@ -173,17 +183,49 @@ def test_numbers_of_heads_are_averaged_and_no_line_is_drawn_through_two_points()
         assert low < 0 and high > 1  # no dot is cut by the frame
 
 
+def heads_over_steps(count, steps=(0, 50, 100)):
+    """What ``head_scores`` gives, made by hand: head i has the score i / 100 + step / 1000 in every pattern."""
+
+    def score(mean):
+        return SimpleNamespace(excess=SimpleNamespace(low=mean - 0.1, mean=mean, high=mean + 0.1))
+
+    def head(i, step):
+        scores = {name: score(i / 100 + step / 1000) for name in ("previous", "duplicate", "induction")}
+        return SimpleNamespace(layer="blocks.0.attention.core", head=i, scores=scores)
+
+    cross = SimpleNamespace(layer="cross", head=0, scores={"global": score(0.5)})
+    return {step: SimpleNamespace(heads=[cross, *(head(i, step) for i in range(count))]) for step in steps}
+
+
+def test_the_ten_heads_with_the_highest_scores_have_colours_and_no_head_is_left_out():
+    figure = induction_steps(heads_over_steps(13))
+    for ax in figure.axes:
+        by_height = sorted(ax.lines, key=lambda line: line.get_ydata()[0])
+        assert [list(line.get_ydata()) for line in by_height] == [
+            pytest.approx([i / 100 + step / 1000 for step in (0, 50, 100)]) for i in range(13)
+        ]
+        assert (
+            len({line.get_color() for line in by_height[3:]}) == 10 and len({line.get_color() for line in by_height[:3]}) == 1
+        )
+        assert len(ax.collections) == 13  # the intervals
+    assert [text.get_text() for text in figure.legends[0].texts] == [f"blocks.0, head {i}" for i in range(3, 13)] + [
+        "other heads"
+    ]
+
+
 # --- all figures
 
 
 def drawn(snapshot):
-    return [heatmap_grid(snapshot), head_heatmap(snapshot, 0, 0), saturation_over_steps(records([0, 1, 4], 2))]
+    over_steps = saturation_over_steps(records([0, 1, 4], 2)), induction_steps(heads_over_steps(3))
+    return [heatmap_grid(snapshot), head_heatmap(snapshot, 0, 0), *over_steps]
 
 
 def test_every_axis_has_a_name(snapshot):
     for figure in drawn(snapshot):
         for ax in figure.axes:
-            assert ax.get_ylabel() and (ax.get_xlabel() or ax.get_label() == "<colorbar>")
+            shared = [other for other in figure.axes if ax.get_shared_y_axes().joined(ax, other)]
+            assert any(other.get_ylabel() for other in [ax, *shared]) and (ax.get_xlabel() or ax.get_label() == "<colorbar>")
 
 
 def test_a_notebook_shows_a_figure_that_no_pyplot_made(snapshot):
@@ -254,6 +296,7 @@ REFUSALS = {
         lambda s: saturation_over_steps([{"step": 4, "layers": [{"entropy": 1.0, "max_logit": 1.0}]}]),
         "probes has no saturation_90, saturation_99 at step 4",
     ),
+    "no step": (lambda s: induction_steps({}), "found holds 0 steps"),
     "bertviz row": (lambda s: to_bertviz(s, row=5), "row=5 must be one of the batch's 0 to 1"),
     "another kind of file": (lambda s: save_figure(heatmap_grid(s), "a.jpg"), r"path=a\.jpg must end in \.png or \.svg"),
     "no folder": (lambda s: save_figure(heatmap_grid(s), "missing/a.svg"), r"path=.*a\.svg is in a folder that does not exist"),
