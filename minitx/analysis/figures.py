@@ -34,7 +34,7 @@ PROBED = {
 }
 """Statistics over steps: title and y axis."""
 
-Record = Mapping[str, Any]
+Records = Sequence[Mapping[str, Any]]
 Layers = tuple[Tensor, ...]
 
 
@@ -177,7 +177,7 @@ def _index(snapshot: Snapshot, layer: int | str) -> int:
     return names.index(found[0])
 
 
-def saturation_over_steps(probes: Mapping[str, Sequence[Record]] | Sequence[Record]) -> Figure:
+def saturation_over_steps(probes: Mapping[str, Records] | Records) -> Figure:
     """Saturation, normalised entropy and the largest logit against the training step: a colour a run, a line a layer.
 
     Deeper layers are darker. Steps are on a logarithmic axis that starts at 0. Up to two steps are dots without a line.
@@ -202,7 +202,10 @@ def saturation_over_steps(probes: Mapping[str, Sequence[Record]] | Sequence[Reco
         raise ValueError(f"probes holds {len(runs) or 'no'} runs; the figure tells 1 to {len(PALETTE)} apart")
     figure, axes = panels(1, len(PROBED), width=2.8, height=2.3)
     for (name, records), (color, marker) in zip(runs.items(), PALETTE, strict=False):
-        _check_records(name, records)
+        missing = sorted({one for record in records for layer in record["layers"] for one in PROBED if one not in layer})
+        if missing or not records:
+            lacks = ", ".join(missing) or "record; train with callbacks.probe.every=N"
+            raise ValueError(f"probes{f' of {name!r}' if name else ''} have no {lacks}")
         ordered = sorted(records, key=lambda record: record["step"])
         steps, layers = [record["step"] for record in ordered], len(ordered[0]["layers"])
         look = {"linestyle": "-" if len(steps) > 2 else "", "marker": marker, "markersize": 3, "linewidth": 1.0}
@@ -217,19 +220,10 @@ def saturation_over_steps(probes: Mapping[str, Sequence[Record]] | Sequence[Reco
         else:
             ax.set_ylim(-0.03, 1.03)
         label(ax, title, "step", y)
-    deeper = [("deeper layers darker", GREY, "", "-")] if any(len(r["layers"]) > 1 for rs in runs.values() for r in rs) else []
-    names = [(name, *look, "-") for name, look in zip(runs, PALETTE, strict=False) if name]
-    legend(figure, names + deeper)
+    deeper = any(len(record["layers"]) > 1 for records in runs.values() for record in records)
+    entries = [(name, *look, "-") for name, look in zip(runs, PALETTE, strict=False) if name]
+    legend(figure, entries + [("deeper layers darker", GREY, "", "-")] * deeper)
     return figure
-
-
-def _check_records(run: str, records: Sequence[Record]) -> None:
-    where = f"probes of {run!r}" if run else "probes"
-    if not records:
-        raise ValueError(f"{where} holds no record; train with callbacks.probe.every=N")
-    for record in records:
-        if missing := sorted(name for name in PROBED if any(name not in layer for layer in record["layers"])):
-            raise ValueError(f"{where} has no {', '.join(missing)} at step {record['step']}")
 
 
 def induction_steps(found: Mapping[int, Any]) -> Figure:
@@ -272,10 +266,8 @@ def induction_steps(found: Mapping[int, Any]) -> Figure:
             ax.plot(steps, mean, color=color, marker=marker, **look)
             ax.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
         label(ax, name, "step", "excess over uniform attention" if ax is axes[0] else None)
-    heads = [found[steps[-1]].heads[i] for i in sorted(looks)]
-    entries = [
-        (f"{short_name(head.layer)}, head {head.head}", *looks[i], "-") for i, head in zip(sorted(looks), heads, strict=True)
-    ]
+    heads = {i: found[steps[-1]].heads[i] for i in sorted(looks)}
+    entries = [(f"{short_name(head.layer)}, head {head.head}", *looks[i], "-") for i, head in heads.items()]
     legend(figure, entries + [("other heads", PALE, "", "-")] * (len(looks) < len(chosen)))
     return figure
 

@@ -291,10 +291,10 @@ REFUSALS = {
     "NaN": (lambda s: heatmap_grid(not_a_number(s)), r"blocks\.0.* weights that are not finite in head 0"),
     "no run": (lambda s: saturation_over_steps({}), "probes holds no run"),
     "too many runs": (lambda s: saturation_over_steps({str(i): records([0], 1) for i in range(11)}), "probes holds 11 runs"),
-    "no record": (lambda s: saturation_over_steps({"a": []}), "probes of 'a' holds no record"),
+    "no record": (lambda s: saturation_over_steps({"a": []}), "probes of 'a' have no record"),
     "no statistic": (
         lambda s: saturation_over_steps([{"step": 4, "layers": [{"entropy": 1.0, "max_logit": 1.0}]}]),
-        "probes has no saturation_90, saturation_99 at step 4",
+        "probes have no saturation_90, saturation_99",
     ),
     "no step": (lambda s: induction_steps({}), "found holds 0 steps"),
     "bertviz row": (lambda s: to_bertviz(s, row=5), "row=5 must be one of the batch's 0 to 1"),
