@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DPI, FILE_DPI = 110, 200
 """Dots per inch of a PNG on a screen (``png``) and in a file of its own (``save_figure``)."""
 
-INK, GREY, RED = "#222222", "#767676", "#B00020"
+INK, GREY = "#222222", "#767676"
 PALETTE = (
     *(("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#767676", "D"), ("#CC79A7", "v")),
     *(("#56B4E9", "P"), ("#E69F00", "X"), ("#8A6D00", "<"), ("#000000", ">"), ("#882255", "d")),
