@@ -1,16 +1,9 @@
 """Looking at attention without changing the answer."""
 
 from minitx.analysis.atlas import atlas_over_steps, head_atlas, head_scores
+from minitx.analysis.canvas import save_figure
 from minitx.analysis.capture import capture
-from minitx.analysis.export import to_bertviz
-from minitx.analysis.figures import (
-    distance_profile,
-    entropy_over_layers,
-    logit_histograms,
-    saturation_over_steps,
-    save_figure,
-)
-from minitx.analysis.heatmaps import head_heatmap, heatmap_grid
+from minitx.analysis.figures import head_heatmap, heatmap_grid, induction_steps, saturation_over_steps, to_bertviz
 from minitx.analysis.intervene import HeadEffects, intervene, knock_out_heads, logit_lens, patch_heads
 from minitx.analysis.snapshot import AttentionMap, Snapshot, read_snapshots, take_snapshot
 from minitx.analysis.statistics import attention_statistics, zhai_entropy_bound
@@ -23,15 +16,13 @@ __all__ = [
     "atlas_over_steps",
     "attention_statistics",
     "capture",
-    "distance_profile",
-    "entropy_over_layers",
     "head_atlas",
     "head_heatmap",
     "head_scores",
     "heatmap_grid",
+    "induction_steps",
     "intervene",
     "knock_out_heads",
-    "logit_histograms",
     "logit_lens",
     "patch_heads",
     "read_brackets",

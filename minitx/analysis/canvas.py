@@ -1,4 +1,4 @@
-"""Panels, legends and axes that the figures share.
+"""Panels, legends, axes and files that the figures share.
 
 Figures are made without pyplot, so that no global state and no display is touched. Colours are those of Okabe and Ito,
 which colour-blind readers can tell apart; series also differ by marker.
@@ -6,10 +6,12 @@ which colour-blind readers can tell apart; series also differ by marker.
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import pickle
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minitx.analysis.lettering import drawable
@@ -18,8 +20,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DPI = 110
-INK, GREY, RED = "#222222", "#767676", "#B00020"
+DPI, FILE_DPI = 110, 200
+"""Dots per inch of a PNG on a screen (``png``) and in a file of its own (``save_figure``)."""
+
+INK, GREY = "#222222", "#767676"
 PALETTE = (
     *(("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#767676", "D"), ("#CC79A7", "v")),
     *(("#56B4E9", "P"), ("#E69F00", "X"), ("#8A6D00", "<"), ("#000000", ">"), ("#882255", "d")),
@@ -31,10 +35,11 @@ Entry = tuple[str, str, str, Any]
 
 
 def panels(rows: int, columns: int, width: float = 2.9, height: float = 2.5, **share: Any) -> tuple[Figure, Any]:
-    """A figure and its (rows, columns) axes; sizes in inches a panel."""
+    """A figure and its (rows, columns) axes; sizes in inches a panel. A notebook shows the figure."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(width * columns, 4.2), height * rows + 0.35), dpi=DPI, layout="constrained")
+    figure._repr_png_ = functools.partial(png, figure)  # type: ignore[attr-defined]  # what IPython looks for
     axes = figure.subplots(rows, columns, squeeze=False, **share)
     for ax in axes.flat:
         ax.tick_params(labelsize=8, colors=INK)
@@ -98,13 +103,13 @@ def step_axis(ax: Axes, last: int) -> None:
     ax.set_xscale("symlog", linthresh=1, base=2)
     ticks = [0, *(t for t in (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144) if t <= last)]
     ax.set_xticks(ticks, [str(t) for t in ticks])
-    ax.set_xlim(0, max(last, 1))
+    ax.set_xlim(-0.25, 1.2 * max(last, 1))  # room for the first and the last marker
     ax.minorticks_off()
 
 
-def png(figure: Figure) -> bytes:
+def png(figure: Figure, dpi: int = DPI) -> bytes:
     """The figure as a file; equal figures give equal bytes."""
-    return _file(figure, "png", DPI, Software=None)
+    return _file(figure, "png", dpi, Software=None)
 
 
 def svg(figure: Figure) -> bytes:
@@ -120,3 +125,25 @@ def _file(figure: Figure, kind: str, dpi: int, **metadata: None) -> bytes:
     buffer = io.BytesIO()
     pickle.loads(pickle.dumps(figure)).savefig(buffer, format=kind, dpi=dpi, metadata=metadata)
     return buffer.getvalue()
+
+
+def save_figure(figure: Figure, path: Path | str) -> Path:
+    """Write ``figure`` as SVG or as PNG with 200 dots per inch, whichever ``path`` ends in. Returns the path.
+
+    Equal figures give equal bytes. In an SVG, texts are curves, so that it needs no font where it is shown.
+
+    Raises:
+        ValueError: another ending; a folder that does not exist.
+
+    >>> from matplotlib.figure import Figure
+    >>> save_figure(Figure(), "attention.gif")
+    Traceback (most recent call last):
+    ValueError: path=attention.gif must end in .png or .svg
+    """
+    path = Path(path)
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise ValueError(f"path={path} must end in .png or .svg")
+    if not path.parent.is_dir():
+        raise ValueError(f"path={path} is in a folder that does not exist")
+    path.write_bytes(svg(figure) if path.suffix.lower() == ".svg" else png(figure, FILE_DPI))
+    return path

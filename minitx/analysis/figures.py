@@ -1,324 +1,317 @@
-"""Figures of attention's statistics: entropy, logits, distances, saturation; the weights are drawn in ``heatmaps``.
+"""Figures of attention: all heads, one head with its tokens, statistics over training steps; and the form that BertViz takes.
 
-Every function returns a matplotlib ``Figure`` that draws the numbers it is given, unsmoothed and unclipped. Nothing goes
-through pyplot, so that no state is shared; ``save_figure`` writes it to a file. Readers who are colour-blind or have a
-print can tell all apart: series differ by marker or line as well as by colour.
+Every function returns a matplotlib ``Figure`` that draws the numbers it is given, unsmoothed and unclipped, and that a notebook
+shows; ``save_figure`` writes it to a file. Weights run from white to dark blue on a scale that all figures share, and hidden
+cells are grey and hatched, so that colour-blind readers and prints lose nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from minitx.analysis.canvas import (
-    GREY,
-    PALETTE,
-    dodge,
-    label,
-    legend,
-    log_ticks,
-    panels,
-    png,
-    step_axis,
-    svg,
-    wrapped_panels,
-)
-from minitx.analysis.capture import Seen
-from minitx.analysis.lettering import short_name
+from minitx.analysis.canvas import GREY, INK, PALETTE, label, legend, log_ticks, panels, step_axis
+from minitx.analysis.capture import chosen_names
+from minitx.analysis.lettering import drawable, short_name, token_labels
 from minitx.analysis.snapshot import AttentionMap, Snapshot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 KINDS = {"self": "self-attention", "causal": "causal self-attention", "cross": "cross-attention"}
-LINES = ("-", "--", ":", "-.")
+SEQUENTIAL, PALE = "Blues", "#C8C8C8"
+HIDDEN: dict[str, Any] = {"facecolor": "#D9D9D9", "edgecolor": "#B0B0B0", "hatch": "/////", "linewidth": 0.0}
 PROBED = {
-    "saturation_99": "share of rows, max p > 0.99",
-    "saturation_90": "share of rows, max p > 0.9",
-    "entropy": "normalised entropy",
-    "max_logit": "largest |logit|",
+    "saturation_99": ("one key above 0.99", "share of rows"),
+    "saturation_90": ("one key above 0.9", "share of rows"),
+    "entropy": ("entropy", "entropy / ln(visible keys)"),
+    "max_logit": ("largest logit", "largest |q·k · scale|"),
 }
+"""Statistics over steps: title and y axis."""
 
-Record = Mapping[str, Any]
-
-
-def entropy_over_layers(seen: Snapshot | Seen) -> Figure:
-    """Normalised entropy H̄ = mean_i H_i / ln n_i of every head (a dot) and its mean over heads (the line) against the layer.
-
-    n_i are the keys that query i sees: 1 is uniform attention, 0 is one key. Padded queries and those that see fewer than
-    two keys do not count. Encoder, decoder and cross-attention are series of their own.
-
-    Args:
-        seen: a snapshot, or what ``capture(model, what="statistics")`` gave; several calls of a layer are averaged.
-
-    Raises:
-        ValueError: a layer that was not called. TypeError: neither a snapshot nor statistics.
-
-    >>> from minitx.analysis import capture
-    >>> from minitx.nn import MultiHeadAttention
-    >>> attention = MultiHeadAttention(6, 2)
-    >>> with capture(attention) as seen:
-    ...     _ = attention(torch.randn(1, 5, 6), is_causal=True)
-    >>> dots, mean = entropy_over_layers(seen).axes[0].lines
-    >>> dots.get_ydata().tolist() == seen["core"][0]["entropy"].tolist()
-    True
-    """
-    found: dict[str, list[Tensor]] = {}
-    for kind, entropy in _entropies(seen):
-        found.setdefault(kind, []).append(entropy)
-    figure, axes = panels(1, 1, width=max(4.2, 1.2 + 0.35 * max(map(len, found.values()))), height=2.8)
-    ax, entries = axes[0, 0], []
-    for i, (kind, layers) in enumerate(found.items()):
-        color, marker = PALETTE[i]
-        x = torch.arange(len(layers)) + dodge(len(found), i, 0.12)
-        heads = torch.tensor([len(entropy) for entropy in layers])
-        dots = {"markersize": 5, "alpha": 0.55, "markeredgewidth": 0}
-        ax.plot(x.repeat_interleave(heads).tolist(), torch.cat(layers).tolist(), marker, color=color, **dots)
-        ax.plot(x.tolist(), [float(entropy.mean()) for entropy in layers], LINES[i], color=color, linewidth=1.6)
-        entries.append((KINDS[kind], color, marker, LINES[i]))
-    ax.set_xticks(range(max(map(len, found.values()))))
-    ax.set_ylim(-0.03, 1.03)
-    label(ax, "a dot a head, a line their mean", "layer", "normalised entropy")
-    legend(figure, entries)
-    return figure
+Records = Sequence[Mapping[str, Any]]
+Layers = tuple[Tensor, ...]
 
 
-def _entropies(seen: Snapshot | Seen) -> Iterator[tuple[str, Tensor]]:
-    """Kind and normalised entropy (H,) of every layer."""
-    if isinstance(seen, Snapshot):
-        for layer in seen.maps:
-            counts = (layer.visible.sum(-1) > 1) & seen.real[layer.queries][:, None]  # (B, H, L)
-            total = layer.entropy().masked_fill(~counts, 0.0).sum(dim=(0, 2))
-            yield layer.kind, total / counts.sum(dim=(0, 2)).clamp(min=1)
-        return
-    for name, calls in _calls(seen, "entropy_over_layers", "statistics", dict):
-        yield seen.kinds[name], torch.stack([call["entropy"] for call in calls]).mean(0)
+def heatmap_grid(snapshot: Snapshot, row: int = 0) -> Figure:
+    """The weights of all heads of all layers: a row a layer, a column a head.
 
-
-def _calls(seen: Any, function: str, what: str, kind: type) -> Iterator[tuple[str, list[Any]]]:
-    """Names and records of a capture that recorded ``what``."""
-    if not isinstance(seen, Seen):
-        raise TypeError(f"{function} takes what capture(model, what={what!r}) gave, got {type(seen).__name__}")
-    for name, calls in seen.items():
-        if not calls:
-            raise ValueError(f"{name} was not called while it was looked at")
-        if not isinstance(calls[0], kind):
-            raise TypeError(f"{function} needs capture(model, what={what!r}); {name} holds a {type(calls[0]).__name__}")
-        yield name, calls
-
-
-def logit_histograms(scores: Seen | Mapping[str, Seen], *, query_mask: Tensor | None = None, bins: int = 60) -> Figure:
-    """How the scores that softmax gets are spread: a panel a layer, an outline a series, the area under each is 1.
-
-    Only visible pairs count; the std of each series stands in its panel.
+    In a tile, queries run from top to bottom and keys from left to right. The colour is stretched by a square root, on a scale
+    from 0 to 1 that all figures share: one key among a hundred does not look like none, and equal colours are equal weights
+    everywhere. Cells that a mask hides are grey and hatched.
 
     Args:
-        scores: what ``capture(model, what="scores")`` gave; or several by their label, such as
-            ``{"scaled": seen, "unscaled": other}``, of models with the same layers.
-        query_mask: bool (B, L), False leaves a padded query out; default all queries count.
-        bins: of equal width, from the smallest to the largest score of a series in a layer.
+        row: of the batch; its padding is left out.
 
     Raises:
-        ValueError: series with different layers; a layer without a call or a visible score; scores that are not finite.
-        TypeError: no scores.
+        ValueError: no such row; weights that are not finite.
 
-    >>> from minitx.analysis import capture
-    >>> from minitx.nn import MultiHeadAttention
-    >>> attention = MultiHeadAttention(6, 2)
-    >>> with capture(attention, what="scores") as seen:
-    ...     _ = attention(torch.randn(1, 5, 6), is_causal=True)
-    >>> panel = logit_histograms({"scaled": seen}, bins=7).axes[0]
-    >>> panel.get_title(), len(panel.patches[0].get_data().values)
-    ('core', 7)
-    """
-    import numpy as np
-
-    series = {"": scores} if isinstance(scores, Seen) else dict(scores)
-    found = {name: dict(_visible_scores(name, seen, query_mask)) for name, seen in series.items()}
-    layers = [list(values) for values in found.values()]
-    if not layers or any(names != layers[0] for names in layers):
-        raise ValueError(f"scores must be series of the same layers, got {dict(zip(found, layers, strict=True))}")
-    figure, axes = wrapped_panels(len(layers[0]), "density", width=2.7, height=2.2)
-    for ax, layer in zip(axes, layers[0], strict=True):
-        for i, values in enumerate(found.values()):
-            color, line = PALETTE[i % len(PALETTE)][0], LINES[i % len(LINES)]
-            density, edges = np.histogram(values[layer].numpy(), bins, density=True)
-            ax.stairs(density, edges, color=color, linestyle=line, linewidth=1.4)
-            spread = f"std {float(values[layer].std(correction=0)):.3g}"
-            ax.text(0.98, 0.96 - 0.1 * i, spread, color=color, fontsize=8, ha="right", va="top", transform=ax.transAxes)
-        label(ax, short_name(layer), "score")
-    if len(found) > 1 or "" not in found:
-        legend(figure, [(name, PALETTE[i % len(PALETTE)][0], "", LINES[i % len(LINES)]) for i, name in enumerate(found)])
-    return figure
-
-
-def _visible_scores(series: str, seen: Seen, query_mask: Tensor | None) -> Iterator[tuple[str, Tensor]]:
-    """All scores of each layer that a query could see, in float64."""
-    for name, calls in _calls(seen, "logit_histograms", "scores", Tensor):
-        parts = []
-        for call in calls:
-            counts = call != -torch.inf
-            if query_mask is not None:
-                if query_mask.shape != (len(call), call.shape[2]):
-                    raise ValueError(
-                        f"query_mask is {tuple(query_mask.shape)}, {name} has (B, L) = {(len(call), call.shape[2])}"
-                    )
-                counts = counts & query_mask[:, None, :, None].to(call.device)
-            parts.append(call[counts].double().cpu())
-        values = torch.cat(parts)
-        if not len(values) or not values.isfinite().all():
-            wrong = "no visible score" if not len(values) else "scores that are not finite"
-            raise ValueError(f"{name} has {wrong}" + (f" in {series!r}" if series else ""))
-        yield name, values
-
-
-def distance_profile(snapshot: Snapshot) -> Figure:
-    """Mean weight against how far back the key is, a line a head, a panel a layer of self-attention.
-
-    Query i stands at position i + S - L, so that distance 0 is the query's own position, 1 the previous one, and negative
-    distances are keys to its right. The dashed line is what uniform attention over the visible keys, 1 / n_i, would give.
-    All rows of the batch count, without their padding; more than nine heads are drawn alike, with their mean above.
-
-    Raises:
-        ValueError: no layer of self-attention.
-
+    >>> import torch
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
     >>> from minitx.analysis import take_snapshot
     >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
-    >>> snapshot = take_snapshot(model, {"input_ids": torch.tensor([[1, 2]])})
-    >>> *heads, uniform = distance_profile(snapshot).axes[0].lines
-    >>> uniform.get_xydata().tolist()  # the first token sees itself alone, the second sees two
-    [[0.0, 0.75], [1.0, 0.5]]
+    >>> snapshot = take_snapshot(model, {"input_ids": torch.tensor([[1, 2, 3, 5]])})
+    >>> len(heatmap_grid(snapshot).axes[0].images)  # two layers of three heads
+    6
     """
-    from matplotlib.ticker import MaxNLocator
-
-    layers = [layer for layer in snapshot.maps if layer.kind != "cross"]
-    if not layers:
-        raise ValueError("snapshot has cross-attention alone, in which there is no distance from query to key")
-    figure, axes = wrapped_panels(len(layers), "mean weight", width=2.7, height=2.3)
-    few = max(layer.weights.shape[1] for layer in layers) <= len(PALETTE)
-    for ax, layer in zip(axes, layers, strict=True):
-        distances, means, uniform = _by_distance(layer, snapshot.real)
-        step = max(1, len(distances) // 8)
-        for head, values in enumerate(means.tolist()):
-            color, marker = PALETTE[head] if few else (PALETTE[5][0], "")
-            ax.plot(distances, values, marker=marker, color=color, markersize=4, linewidth=1.1, markevery=(head % step, step))
-        if not few:
-            ax.plot(distances, means.mean(0).tolist(), color=PALETTE[0][0], linewidth=1.8)
-        ax.plot(distances, uniform.tolist(), "--", color="#000000", linewidth=1.2)
-        ax.set_yscale("log")
-        low, high = ax.get_ylim()
-        ax.set_ylim(max(low, float(uniform.min()) / 1000), high)  # a thousandth of uniform is nothing
-        log_ticks(ax)
-        ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        label(ax, short_name(layer.name), "positions back")
-    heads = [(f"head {i}", *PALETTE[i], "-") for i in range(means.shape[0])] if few else []
-    heads += [] if few else [("a head", PALETTE[5][0], "", "-"), ("mean of the heads", PALETTE[0][0], "", "-")]
-    legend(figure, [*heads, ("uniform over visible keys", "#000000", "", "--")])
+    layers = snapshot.sentence(row).maps
+    heads = max(layer.weights.shape[1] for layer in layers)
+    cell = max(0.6, min(1.3, 9.0 / heads))  # inches
+    figure, ((ax,),) = panels(1, 1, max(cell * heads + 1.9, 5.0), cell * len(layers) + 0.7)
+    for place, layer in enumerate(layers):
+        for head in range(layer.weights.shape[1]):
+            image = _draw_weights(ax, layer, head, (head + 0.04, head + 0.96, place + 0.96, place + 0.04))
+    ax.set_xticks([head + 0.5 for head in range(heads)], [f"head {head}" for head in range(heads)])
+    ax.set_yticks([place + 0.5 for place in range(len(layers))], [short_name(layer.name) for layer in layers])
+    ax.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
+    ax.spines[:].set_visible(False)
+    ax.set(xlim=(0, heads), ylim=(len(layers), 0), aspect="auto")
+    label(ax, "", "in each tile: key from left to right", "query from top to bottom")
+    _finish(figure, ax, image, snapshot, layers)
     return figure
 
 
-def _by_distance(layer: AttentionMap, real: Mapping[str, Tensor]) -> tuple[list[int], Tensor, Tensor]:
-    """Distances that occur (n), mean weights (H, n) and mean 1 / n_i (n) at each, in float64."""
-    H, L, S = layer.weights.shape[1:]
-    seen = layer.visible & real[layer.queries][:, None, :, None]
-    place = (torch.arange(L)[:, None] + S - L - torch.arange(S) + S - 1).flatten()  # 0 is S - 1 to the right
+def head_heatmap(snapshot: Snapshot, layer: int | str, head: int, row: int = 0) -> Figure:
+    """The weights of one head, with the tokens on both axes and, up to twelve tokens, the numbers in the cells.
 
-    def total(values: Tensor) -> Tensor:  # (B, H, L, S) to (H, distances)
-        summed = values.double().masked_fill(~seen, 0.0).sum(0).flatten(1)
-        return torch.zeros(H, 2 * S - 1, dtype=torch.float64).index_add_(1, place, summed)
-
-    count = total(seen)
-    share = total((1.0 / layer.visible.sum(-1, keepdim=True).double()).expand_as(layer.weights))
-    occurs = count.sum(0) > 0
-    uniform = share.sum(0)[occurs] / count.sum(0)[occurs]
-    return (occurs.nonzero().flatten() - (S - 1)).tolist(), total(layer.weights)[:, occurs] / count[:, occurs], uniform
-
-
-def saturation_over_steps(probes: Mapping[str, Sequence[Record]] | Sequence[Record]) -> Figure:
-    """Saturation, normalised entropy and the largest logit against the training step: a colour a run, a line a layer.
-
-    Deeper layers are darker. Steps are on a logarithmic axis that starts at 0.
+    Colours are those of ``heatmap_grid``. Where there is no room for all tokens, every second, third … is named. Tokens of
+    any script are drawn in the fonts that are installed, and as code points where none has them.
 
     Args:
-        probes: what ``minitx.training.probes.read_probes`` gave, or several runs by their label. A record is
+        layer: index in ``snapshot.maps``, or a part of a layer's name that no other has. head: index; both may be negative,
+            from the end.
+        row: of the batch; its padding is left out.
+
+    Raises:
+        ValueError: no such layer, head or row; weights that are not finite.
+
+    >>> import torch
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import DecoderLM
+    >>> from minitx.analysis import take_snapshot
+    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
+    >>> texts = {"input_ids": [["to", " be", " or", " not"]]}
+    >>> snapshot = take_snapshot(model, {"input_ids": torch.tensor([[1, 2, 3, 5]])}, tokens=texts)
+    >>> [text.get_text() for text in head_heatmap(snapshot, layer=-1, head=2).axes[0].get_yticklabels()]
+    ['to', '␣be', '␣or', '␣not']
+    """
+    sentence = snapshot.sentence(row)
+    chosen = sentence.maps[_index(sentence, layer)]
+    _, H, L, S = chosen.weights.shape
+    if not -H <= head < H:
+        raise ValueError(f"head={head} must be one of 0 to {H - 1} of {chosen.name}")
+    cell = max(0.034, min(0.42, 6.8 / max(L, S)))  # inches
+    width, height = max(S * cell, 1.5), max(L * cell, 1.5)
+    (queries, keys) = (token_labels(sentence.tokens[axis][0]) for axis in (chosen.queries, chosen.keys))
+    left, below = (0.075 * max(map(len, labels)) for labels, _ in (queries, keys))
+    figure, ((ax,),) = panels(1, 1, width + left + 1.5, height + below + 0.9)
+    image = _draw_weights(ax, chosen, head % H, (-0.5, S - 0.5, L - 0.5, -0.5))
+    ax.set_aspect("equal" if min(L, S) * cell >= 1.5 else "auto")
+    label(ax, f"{short_name(chosen.name)}, head {head % H}", "key", "query")
+    _name_tokens(ax.yaxis, *queries, height / L)
+    _name_tokens(ax.xaxis, *keys, width / S, rotation=0 if below * 1.2 <= max(width / S, 0.12) else 90)
+    if max(L, S) <= 12:
+        for i, j in chosen.visible[0, head].nonzero().tolist():
+            weight = float(chosen.weights[0, head, i, j])
+            ax.text(j, i, f"{weight:.2f}", ha="center", va="center", fontsize=7, color="#FFFFFF" if weight > 0.4 else INK)
+    _finish(figure, ax, image, snapshot, [chosen])
+    return figure
+
+
+def _draw_weights(ax: Axes, layer: AttentionMap, head: int, extent: tuple[float, float, float, float]) -> AxesImage:
+    """The only row of ``layer``, in the place (left, right, bottom, top); hidden cells show what lies behind the image."""
+    import numpy as np
+    from matplotlib.colors import PowerNorm
+    from matplotlib.patches import Rectangle
+
+    weights, visible = layer.weights[0, head].float(), layer.visible[0, head]
+    if not weights.isfinite().all():
+        raise ValueError(f"{layer.name} has weights that are not finite in head {head}; there is nothing to draw")
+    left, right, bottom, top = extent
+    ax.grid(False)
+    if not visible.all():
+        ax.add_patch(Rectangle((left, top), right - left, bottom - top, zorder=-1, **HIDDEN))
+    drawn = np.ma.masked_array(weights.numpy(), ~visible.numpy())
+    return ax.imshow(drawn, cmap=SEQUENTIAL, norm=PowerNorm(0.5, 0.0, 1.0), aspect="auto", extent=extent)
+
+
+def _finish(figure: Figure, ax: Axes, image: AxesImage, snapshot: Snapshot, layers: Sequence[AttentionMap]) -> None:
+    """The colour bar, what the hatched cells are, and above all what was looked at and when."""
+    from matplotlib.patches import Patch
+
+    height = figure.get_figheight()
+    bar = figure.colorbar(image, ax=ax, shrink=min(1.0, 2.6 / height), anchor=(0.0, 1.0), pad=0.03, aspect=16)
+    bar.set_ticks([0.0, 0.01, 0.1, 0.25, 0.5, 1.0], labels=["0", ".01", ".1", ".25", ".5", "1"])
+    bar.ax.tick_params(labelsize=7.5, colors=INK)
+    bar.set_label("attention weight", fontsize=8.5, color=INK)
+    bar.outline.set_visible(False)
+    if not all(bool(layer.visible.all()) for layer in layers):
+        patch = Patch(label="hidden by the mask", **HIDDEN)
+        figure.legend(handles=[patch], loc="outside lower right", fontsize=8, frameon=False)
+    words = [snapshot.title] * bool(snapshot.title) + [f"step {snapshot.step}"] * (snapshot.step is not None)
+    if words:
+        (headline,), families = drawable([", ".join(words)])
+        figure.suptitle(headline, fontsize=9, color=INK, fontfamily=families, parse_math=False)
+
+
+def _name_tokens(axis: Any, labels: Sequence[str], families: Sequence[str], cell: float, **options: Any) -> None:
+    """Tick labels, ``cell`` inches apart; the axis' name says which are left out."""
+    every = max(1, math.ceil(0.125 / cell))
+    places = range(0, len(labels), every)
+    axis.set_ticks(places, [labels[i] for i in places], fontsize=7.5, fontfamily=families, parse_math=False, **options)
+    if every > 1:
+        axis.set_label_text(f"{axis.get_label_text()} (one in {every} named)")
+
+
+def _index(snapshot: Snapshot, layer: int | str) -> int:
+    names = [one.name for one in snapshot.maps]
+    found = [name for name in names if layer in (name, short_name(name))] or chosen_names(names, [layer])
+    if len(found) != 1:
+        raise ValueError(f"layer={layer!r} fits {len(found)} of the {len(names)} attention layers {', '.join(names)}")
+    return names.index(found[0])
+
+
+def saturation_over_steps(probes: Mapping[str, Records] | Records) -> Figure:
+    """Saturation, normalised entropy and the largest logit against the training step: a colour a run, a line a layer.
+
+    Deeper layers are darker. Steps are on a logarithmic axis that starts at 0. Up to two steps are dots without a line.
+
+    Args:
+        probes: what ``minitx.training.probes.read_probes`` gave, or up to ten runs by their label. A record is
             ``{"step": int, "layers": [{"entropy": …, "max_logit": …, "saturation_90": …, "saturation_99": …}]}`` with one
             number a layer, or one a head, which are averaged.
 
     Raises:
-        ValueError: no run, a run without records, or a record without one of these statistics.
+        ValueError: no run or more than ten, a run without records, or a record without one of these statistics.
 
     >>> layer = {"saturation_99": 0.0, "saturation_90": 0.1, "entropy": [0.8, 0.6], "max_logit": 2.5}
     >>> figure = saturation_over_steps({"scaled": [{"step": 0, "layers": [layer]}, {"step": 1, "layers": [layer]}]})
     >>> [ax.lines[0].get_ydata().tolist() for ax in figure.axes]
     [[0.0, 0.0], [0.1, 0.1], [0.7, 0.7], [2.5, 2.5]]
     """
+    import numpy as np
+
     runs = dict(probes) if isinstance(probes, Mapping) else {"": probes}
-    if not runs:
-        raise ValueError("probes holds no run")
-    for name, records in runs.items():
-        _check_records(name, records)
-    figure, axes = panels(1, len(PROBED), width=2.6, height=2.3)
-    for ax, (statistic, words) in zip(axes.flat, PROBED.items(), strict=True):
-        for i, records in enumerate(runs.values()):
-            _draw_run(ax, sorted(records, key=lambda record: record["step"]), statistic, *PALETTE[i % len(PALETTE)])
+    if not 0 < len(runs) <= len(PALETTE):
+        raise ValueError(f"probes holds {len(runs) or 'no'} runs; the figure tells 1 to {len(PALETTE)} apart")
+    figure, axes = panels(1, len(PROBED), width=2.8, height=2.3)
+    for (name, records), (color, marker) in zip(runs.items(), PALETTE, strict=False):
+        missing = sorted({one for record in records for layer in record["layers"] for one in PROBED if one not in layer})
+        if missing or not records:
+            lacks = ", ".join(missing) or "record; train with callbacks.probe.every=N"
+            raise ValueError(f"probes{f' of {name!r}' if name else ''} have no {lacks}")
+        ordered = sorted(records, key=lambda record: record["step"])
+        steps, layers = [record["step"] for record in ordered], len(ordered[0]["layers"])
+        look = {"linestyle": "-" if len(steps) > 2 else "", "marker": marker, "markersize": 3, "linewidth": 1.0}
+        for ax, statistic in zip(axes.flat, PROBED, strict=True):
+            for i in range(layers):
+                values = [np.asarray(record["layers"][i][statistic]).mean() for record in ordered]
+                ax.plot(steps, values, color=color, alpha=0.35 + 0.65 * (i + 1) / layers, **look)
+    for ax, (statistic, (title, y)) in zip(axes.flat, PROBED.items(), strict=True):
         step_axis(ax, max(record["step"] for records in runs.values() for record in records))
         if statistic == "max_logit":
             log_ticks(ax)
         else:
             ax.set_ylim(-0.03, 1.03)
-        label(ax, words, "step")
-    deeper = [("deeper layers darker", GREY, "", "-")] if any(len(r["layers"]) > 1 for rs in runs.values() for r in rs) else []
-    legend(figure, [(name, *PALETTE[i % len(PALETTE)], "-") for i, name in enumerate(runs) if name] + deeper)
+        label(ax, title, "step", y)
+    deeper = any(len(record["layers"]) > 1 for records in runs.values() for record in records)
+    entries = [(name, *look, "-") for name, look in zip(runs, PALETTE, strict=False) if name]
+    legend(figure, entries + [("deeper layers darker", GREY, "", "-")] * deeper)
     return figure
 
 
-def _check_records(run: str, records: Sequence[Record]) -> None:
-    where = f"probes of {run!r}" if run else "probes"
-    if not records:
-        raise ValueError(f"{where} holds no record; train with callbacks.probe.every=N")
-    for record in records:
-        missing = sorted({name for layer in record["layers"] for name in PROBED if name not in layer})
-        if missing:
-            raise ValueError(f"{where} has no {', '.join(missing)} at step {record['step']}")
+def induction_steps(found: Mapping[int, Any]) -> Figure:
+    """Previous-token, duplicate-token and induction scores of every head of self-attention against the step, a panel each.
 
+    Scores are excess over uniform attention: 0 is uniform, 1 is nothing but the pattern. Bands are 95 % intervals. The ten heads
+    with the highest scores have colours of their own, the others are grey.
 
-def _draw_run(ax: Axes, records: Sequence[Record], statistic: str, color: str, marker: str) -> None:
-    steps, layers = [record["step"] for record in records], len(records[0]["layers"])
-    for i in range(layers):
-        values = [_mean(record["layers"][i][statistic]) for record in records]
-        alpha = 0.35 + 0.65 * (i + 1) / layers
-        ax.plot(steps, values, "-", marker=marker, color=color, markersize=3, linewidth=1.0, alpha=alpha)
-
-
-def _mean(value: float | Sequence[float]) -> float:
-    return sum(value) / len(value) if isinstance(value, Sequence) else value
-
-
-def save_figure(figure: Figure, path: Path | str) -> Path:
-    """Write ``figure`` as PNG or SVG, whichever ``path`` ends in; equal figures give equal bytes. Returns the path.
-
-    Nothing in the file tells the date; in an SVG, texts are curves, so that it needs no font where it is shown.
+    Args:
+        found: what ``head_scores`` gave of the snapshots of a run, by step.
 
     Raises:
-        ValueError: another ending; a folder that does not exist.
+        ValueError: no step, or no head that has these scores.
 
-    >>> from matplotlib.figure import Figure
-    >>> save_figure(Figure(), "attention.gif")
-    Traceback (most recent call last):
-    ValueError: path=attention.gif must end in .png or .svg
+    >>> import torch
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import DecoderLM
+    >>> from minitx.analysis import head_scores, take_snapshot
+    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
+    >>> heads = head_scores(take_snapshot(model, {"input_ids": torch.randint(11, (7, 13))}))
+    >>> [(ax.get_title(), len(ax.lines)) for ax in induction_steps({0: heads, 50: heads}).axes]
+    [('previous', 6), ('duplicate', 6), ('induction', 6)]
     """
-    path = Path(path)
-    writers = {".png": png, ".svg": svg}
-    if path.suffix.lower() not in writers:
-        raise ValueError(f"path={path} must end in .png or .svg")
-    if not path.parent.is_dir():
-        raise ValueError(f"path={path} is in a folder that does not exist")
-    path.write_bytes(writers[path.suffix.lower()](figure))
-    return path
+    names = ("previous", "duplicate", "induction")
+    steps = sorted(found)
+    chosen = [i for i, head in enumerate(found[steps[-1]].heads) if set(names) <= set(head.scores)] if steps else []
+    if not chosen:
+        raise ValueError(f"found holds {len(steps)} steps and no head with the scores {', '.join(names)}")
+    excess = {(name, i): [found[step].heads[i].scores[name].excess for step in steps] for name in names for i in chosen}
+    best = sorted(
+        chosen, key=lambda i: -max((one.mean for n in names for one in excess[n, i] if one.mean == one.mean), default=0)
+    )
+    looks = dict(zip(best, PALETTE, strict=False))
+    figure, (axes,) = panels(1, len(names), width=3.1, height=2.4, sharey=True)
+    for ax, name in zip(axes, names, strict=True):
+        for i in reversed(best):
+            color, marker = looks.get(i, (PALE, ""))
+            low, mean, high = zip(*((one.low, one.mean, one.high) for one in excess[name, i]), strict=True)
+            look = {"linestyle": "-" if len(steps) > 2 else "", "linewidth": 1.2 if i in looks else 0.6, "markersize": 3.5}
+            ax.plot(steps, mean, color=color, marker=marker, **look)
+            ax.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+        label(ax, name, "step", "excess over uniform attention" if ax is axes[0] else None)
+    heads = {i: found[steps[-1]].heads[i] for i in sorted(looks)}
+    entries = [(f"{short_name(head.layer)}, head {head.head}", *looks[i], "-") for i, head in heads.items()]
+    legend(figure, entries + [("other heads", PALE, "", "-")] * (len(looks) < len(chosen)))
+    return figure
+
+
+def to_bertviz(snapshot: Snapshot, row: int = 0) -> Layers | tuple[Layers | None, Layers | None, Layers | None]:
+    """What BertViz's ``head_view`` and ``model_view`` take: one tensor (1, H, L, S) a layer, without padding.
+
+    ::
+
+        from bertviz import head_view, model_view
+
+        sentence = snapshot.sentence(0)  # without padding
+        head_view(to_bertviz(snapshot), sentence.tokens["input_ids"][0])
+
+        encoder, decoder, cross = to_bertviz(snapshot)  # of an encoder–decoder
+        texts = {"encoder_tokens": sentence.tokens["input_ids"][0], "decoder_tokens": sentence.tokens["decoder_input_ids"][0]}
+        model_view(encoder_attention=encoder, decoder_attention=decoder, cross_attention=cross, **texts)
+
+    CircuitsVis takes (H, L, L) of one layer, and no cross-attention: ``circuitsvis.attention.attention_heads(attention=
+    to_bertviz(snapshot)[layer][0], tokens=sentence.tokens["input_ids"][0])``. Neither package is needed here.
+
+    Args:
+        row: of the batch; both viewers show one sentence.
+
+    Returns:
+        The layers in the model's order; where there is cross-attention, three such tuples: the encoder's, the decoder's own,
+        and cross-attention. A kind that was not looked at is None, as BertViz wants it.
+
+    Raises:
+        ValueError: no such row; layers with different numbers of heads, which BertViz cannot stack.
+
+    >>> import torch
+    >>> from minitx.nn import MultiHeadAttention
+    >>> from minitx.analysis import take_snapshot
+    >>> snapshot = take_snapshot(MultiHeadAttention(6, 2), {"query": torch.randn(3, 5, 6)})
+    >>> [tuple(layer.shape) for layer in to_bertviz(snapshot, row=2)]
+    [(1, 2, 5, 5)]
+    """
+    maps = snapshot.sentence(row).maps
+    by_kind = {kind: tuple(layer.weights for layer in maps if layer.kind == kind) for kind in ("self", "causal", "cross")}
+    for kind, weights in by_kind.items():
+        heads = [layer.shape[1] for layer in weights]
+        if len(set(heads)) > 1:
+            raise ValueError(f"the {kind} layers have {heads} heads; BertViz wants the same number in every layer")
+    if by_kind["cross"]:
+        return by_kind["self"] or None, by_kind["causal"] or None, by_kind["cross"]
+    return tuple(layer.weights for layer in maps)

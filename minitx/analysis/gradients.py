@@ -44,12 +44,8 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
     ['grad_query_histogram', 'grad_query_median', 'grad_query_rms', 'snr_k', 'snr_q', 'snr_v']
     """
     cores, projections = attention_cores(model), projection_weights(model)
-    weights = {
-        (name, f"snr_{letter}"): weight
-        for name in cores
-        for letter, weight in projections.get(name, {}).items()
-        if weight.requires_grad
-    }
+    trained = {name: {x: w for x, w in projections.get(name, {}).items() if w.requires_grad} for name in cores}
+    weights = {(name, f"snr_{letter}"): weight for name, of in trained.items() for letter, weight in of.items()}
     norms: dict[str, list[Tensor]] = {name: [] for name in cores}
     gradients: dict[tuple[str, str], list[Tensor]] = {place: [] for place in weights}
     with evaluating(model):
@@ -65,13 +61,9 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
             for place, gradient in zip(weights, found, strict=True):
                 gradients[place].append(gradient.double().flatten())
     result: dict[str, dict[str, Any]] = {}
-    for name in cores:
-        rows = torch.cat(norms[name])
-        result[name] = {
-            "grad_query_rms": float(rows.square().mean().sqrt()),
-            "grad_query_median": float(rows.median()),
-            "grad_query_histogram": _log_histogram(rows),
-        }
+    for name, rows in ((name, torch.cat(parts)) for name, parts in norms.items()):
+        sizes = {"grad_query_rms": float(rows.square().mean().sqrt()), "grad_query_median": float(rows.median())}
+        result[name] = {**sizes, "grad_query_histogram": _log_histogram(rows)}
     for (name, key), of_parts in gradients.items():
         result[name][key] = _signal_to_noise(torch.stack(of_parts))
     return result
@@ -98,7 +90,5 @@ def _axis(kind: str, counted: Mapping[str, Tensor]) -> str:
 
 def _signal_to_noise(gradients: Tensor) -> float:
     """(M, number of weights) -> ‖mean‖² over the variance of one part."""
-    if len(gradients) < 2:
-        return 0.0
-    noise = (gradients - gradients.mean(0)).square().sum() / (len(gradients) - 1)
+    noise = gradients.var(0).sum() if len(gradients) > 1 else torch.zeros(())
     return float(gradients.mean(0).square().sum() / noise) if noise > 0 else 0.0

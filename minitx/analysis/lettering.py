@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 FAMILIES = (
     *("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "Source Han Sans CN", "WenQuanYi Micro Hei"),
     *("WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans GB", "Heiti SC", "Microsoft YaHei", "SimHei"),
     *("Noto Sans CJK JP", "Droid Sans Fallback", "Arial Unicode MS"),
 )
-"""Asked first, in this order, for a character; the first comes with matplotlib. Then all other installed fonts."""
+"""Fonts that are tried first for a character, in this order; the first comes with matplotlib. All other installed fonts follow."""
 
 LONGEST = 14
 """Characters of a token's label."""
-
-_SHOWN = {" ": "␣", "\n": "↵", "\t": "⇥"}
 
 
 def token_labels(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -27,7 +26,16 @@ def token_labels(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
     (['to', '␣be', '∅', 'incomprehensi…'], ['DejaVu Sans'])
     """
     cut = [text if len(text) <= LONGEST else text[: LONGEST - 1] + "…" for text in tokens]
-    return drawable(["".join(_SHOWN.get(c, c) for c in text) or "∅" for text in cut])
+    return drawable([text.translate(str.maketrans(" \n\t", "␣↵⇥")) or "∅" for text in cut])
+
+
+def short_name(module: str) -> str:
+    """How a layer is called in a figure.
+
+    >>> short_name("blocks.0.attention.core")
+    'blocks.0'
+    """
+    return module.removesuffix(".core").removesuffix(".attention")
 
 
 def drawable(texts: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -39,50 +47,33 @@ def drawable(texts: Sequence[str]) -> tuple[list[str], list[str]]:
     >>> drawable(["√d", chr(7)])
     (['√d', 'U+0007'], ['DejaVu Sans'])
     """
-    family_of = _families(frozenset("".join(texts)))
-    spelled = ["".join(c if c in family_of or c == "\n" else f"U+{ord(c):04X}" for c in text) for text in texts]
-    return spelled, list(dict.fromkeys([FAMILIES[0], *family_of.values()]))
+    family_of = {c: family_with(c) for c in dict.fromkeys("".join(texts))}
+    spelled = ["".join(c if family_of[c] or c == "\n" else f"U+{ord(c):04X}" for c in text) for text in texts]
+    return spelled, list(dict.fromkeys([FAMILIES[0], *filter(None, family_of.values())]))
 
 
-@functools.lru_cache(maxsize=256)
-def _families(characters: frozenset[str]) -> dict[str, str]:
-    """The first family with a glyph for each of ``characters``; none for those that no family has."""
-    wanted = sorted(c for c in characters if c.isprintable())
-    found: dict[str, str] = {}
-    for family, path in _upright():
-        if not wanted:
-            break
-        found |= dict.fromkeys(_glyphs(path, wanted), family)
-        wanted = [c for c in wanted if c not in found]
-    return found
+@functools.cache
+def family_with(character: str) -> str | None:
+    """The first font family with a glyph for a character."""
+    if not character.isprintable():
+        return None
+    return next((name for name, font in fonts() if font.get_char_index(ord(character))), None)
 
 
-def _upright() -> list[tuple[str, str]]:
-    """Installed families in the order in which they are asked, and the file of their upright, regular face."""
+@functools.cache
+def fonts() -> list[tuple[str, Any]]:
+    """The upright, regular face of every installed family, ``FAMILIES`` first."""
     from matplotlib.font_manager import fontManager
+    from matplotlib.ft2font import FT2Font
 
     faces = [e for e in fontManager.ttflist if e.style == "normal" and e.weight in (400, "normal", "regular")]
     files = {e.name: e.fname for e in sorted(faces, key=lambda e: e.fname, reverse=True)}
-    files = {name: path for name, path in files.items() if not name.startswith("Last Resort")}  # boxes for everything
-    rank = {family: place for place, family in enumerate(FAMILIES)}
-    return sorted(files.items(), key=lambda item: (rank.get(item[0], len(rank)), item[0]))
-
-
-def _glyphs(path: str, characters: Sequence[str]) -> list[str]:
-    """Those of ``characters`` that the font in ``path`` can draw."""
-    from matplotlib.font_manager import get_font
-
-    try:
-        font = get_font(path)
-    except (RuntimeError, OSError):  # gone since the list was made, or a font of bitmaps
-        return []
-    return [c for c in characters if font.get_char_index(ord(c))]
-
-
-def short_name(module: str) -> str:
-    """How a layer is called in a figure.
-
-    >>> short_name("blocks.0.attention.core")
-    'blocks.0'
-    """
-    return module.removesuffix(".core").removesuffix(".attention")
+    found = []
+    for name in sorted(files, key=lambda name: (FAMILIES.index(name) if name in FAMILIES else len(FAMILIES), name)):
+        try:
+            font = FT2Font(files[name])
+        except (RuntimeError, OSError):  # gone since the list was made, or a font of bitmaps
+            continue
+        if not name.startswith("Last Resort"):  # boxes for everything
+            found.append((name, font))
+    return found

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,8 @@ class AttentionMap:
 
     def entropy(self) -> Tensor:
         """H̄ = -Σ p ln p / ln n of every row, n its visible keys: (B, H, L); NaN where n < 2."""
-        p = self.weights.double()
         count = self.visible.sum(-1).double()
-        entropy = -torch.special.xlogy(p, p).sum(-1) / count.log()
-        return entropy.masked_fill(count < 2, torch.nan)
+        return (torch.special.entr(self.weights.double()).sum(-1) / count.log()).masked_fill(count < 2, torch.nan)
 
 
 @dataclass(frozen=True)
@@ -102,10 +101,7 @@ class Snapshot:
             q, k = real[layer.queries], real[layer.keys]
             cut = {name: getattr(layer, name)[row : row + 1][:, :, q][..., k] for name in ("weights", "visible")}
             maps.append(replace(layer, **cut, max_logit=layer.max_logit[row : row + 1][:, :, q]))
-        tokens = {
-            axis: [[text for text, kept in zip(rows[row], real[axis].tolist(), strict=True) if kept]]
-            for axis, rows in self.tokens.items()
-        }
+        tokens = {axis: [list(compress(rows[row], real[axis].tolist()))] for axis, rows in self.tokens.items()}
         ids = {axis: tensor[row : row + 1, real[axis]] for axis, tensor in self.ids.items()}
         return replace(self, maps=tuple(maps), tokens=tokens, ids=ids, real={a: m[m].unsqueeze(0) for a, m in real.items()})
 
@@ -172,7 +168,7 @@ def _texts(
 ) -> list[list[str]]:
     if axis in given:
         rows = [list(row) for row in given[axis]]
-        if len(rows) != B or any(len(row) != size for row in rows):
+        if [len(row) for row in rows] != [size] * B:
             raise ValueError(f"tokens[{axis!r}] must hold {B} rows of {size} texts, got {[len(row) for row in rows]}")
         return rows
     if axis in ids:
@@ -199,15 +195,10 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> Path:
     tensors: dict[str, Tensor] = {f"ids/{axis}": tensor for axis, tensor in snapshot.ids.items()}
     tensors |= {f"real/{axis}": tensor for axis, tensor in snapshot.real.items()}
     for layer in snapshot.maps:
-        tensors[f"weights/{layer.name}"] = layer.weights.half()
-        tensors[f"visible/{layer.name}"] = layer.visible
-        tensors[f"max_logit/{layer.name}"] = layer.max_logit.float()
-    header = {
-        "step": snapshot.step,
-        "title": snapshot.title,
-        "tokens": snapshot.tokens,
-        "maps": [{name: getattr(layer, name) for name in ("name", "kind", "queries", "keys")} for layer in snapshot.maps],
-    }
+        parts = {"weights": layer.weights.half(), "visible": layer.visible, "max_logit": layer.max_logit.float()}
+        tensors |= {f"{part}/{layer.name}": tensor for part, tensor in parts.items()}
+    maps = [{name: getattr(layer, name) for name in ("name", "kind", "queries", "keys")} for layer in snapshot.maps]
+    header = {"step": snapshot.step, "title": snapshot.title, "tokens": snapshot.tokens, "maps": maps}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{snapshot.step or 0:08}.safetensors"
     part = path.with_suffix(".part")
@@ -229,20 +220,13 @@ def read_snapshot(path: Path) -> Snapshot:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, KeyError, OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a snapshot of attention: {error}") from None
-    maps = tuple(
-        AttentionMap(
-            **places,
-            weights=tensors[f"weights/{places['name']}"].float(),
-            visible=tensors[f"visible/{places['name']}"],
-            max_logit=tensors[f"max_logit/{places['name']}"],
-        )
-        for places in header["maps"]
-    )
-    ids, real = (
-        {name.partition("/")[2]: tensor for name, tensor in tensors.items() if name.startswith(kind)}
-        for kind in ("ids/", "real/")
-    )
-    return Snapshot(maps, header["tokens"], ids, real, header["step"], header["title"])
+    kinds: dict[str, dict[str, Any]] = {"ids": {}, "real": {}, "weights": {}, "visible": {}, "max_logit": {}}
+    for name, tensor in tensors.items():
+        kind, _, of = name.partition("/")
+        kinds.setdefault(kind, {})[of] = tensor.float() if kind == "weights" else tensor
+    parts = ("weights", "visible", "max_logit")
+    maps = tuple(AttentionMap(**places, **{part: kinds[part][places["name"]] for part in parts}) for places in header["maps"])
+    return Snapshot(maps, header["tokens"], kinds["ids"], kinds["real"], header["step"], header["title"])
 
 
 def read_snapshots(folder: Path) -> list[Snapshot]:

@@ -6,10 +6,11 @@ queries are left out. Rows are streamed in chunks, so that no L × S matrix is e
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,28 +56,20 @@ def attention_statistics(call: AttentionCall, *, query_mask: Tensor | None = Non
     1.0
     """
     counted = query_mask if query_mask is not None else real_queries(call)
-    totals: dict[str, Tensor] = {}
-    favourites = []
-    for tile in over_tiles(call):
-        rows = counted[:, None, tile.rows] & tile.chooses
-        sums, favourite = _tile_sums(tile, rows, call)
-        favourites.append(favourite)
-        for name, value in sums.items():
-            join = torch.maximum if name == "max_logit" else torch.add
-            totals[name] = join(totals[name], value) if name in totals else value
-    totals = {name: value.cpu() for name, value in totals.items()}
+    found = [_tile_sums(tile, counted[:, None, tile.rows] & tile.chooses, call) for tile in over_tiles(call)]
+    by_tile = {name: torch.stack([sums[name] for sums, _ in found]).cpu() for name in found[0][0]}  # (tiles, H)
+    maximum = by_tile.pop("max_logit").amax(0)
+    totals = {name: value.sum(0) for name, value in by_tile.items()}
     rows, pairs = totals.pop("rows").clamp(min=1), totals.pop("pairs").clamp(min=1)
     mean, square = totals.pop("logit") / pairs, totals.pop("logit_square") / pairs
-    maximum = totals.pop("max_logit")
     result = {name: value / (pairs if name == "cosine" else rows) for name, value in totals.items()}
-    result["logit_std"] = (square - mean**2).clamp(min=0).sqrt()
-    result["max_logit"] = maximum
+    result |= {"logit_std": (square - mean**2).clamp(min=0).sqrt(), "max_logit": maximum}
     result["scaled_jacobian_l1"] = abs(call.scale) * result["jacobian_l1"]
     result["scaled_jacobian_fro"] = call.scale**2 * result["jacobian_fro"]
     real_key = real_keys(call)[:, None]  # (B, 1, S)
     norms = call.key.double().norm(dim=-1).masked_fill(~real_key, 0.0).sum(dim=(0, 2)) / real_key.sum().clamp(min=1)
     result["key_norm"] = norms.repeat_interleave(call.query.shape[1] // call.key.shape[1]).cpu()
-    return {**result, "favourite": torch.cat(favourites, dim=2).cpu()}
+    return {**result, "favourite": torch.cat([favourite for _, favourite in found], dim=2).cpu()}
 
 
 def logit_step(before: AttentionCall, after: AttentionCall, query_mask: Tensor | None = None) -> Tensor:
@@ -129,12 +122,12 @@ class Tile:
     sinks: Tensor | None
     given: Tensor | None = None  # what takes the weights' place
 
-    @cached_property
+    @functools.cached_property
     def weights(self) -> Tensor:
         """(B, H, l, S), before dropout."""
         return self.given if self.given is not None else masked_softmax(self.scores, self.visible, self.sinks)
 
-    @cached_property
+    @functools.cached_property
     def num_visible(self) -> Tensor:
         """int (B or 1, H or 1, l)."""
         return self.visible.sum(-1)
@@ -153,12 +146,9 @@ def over_tiles(call: AttentionCall) -> Iterator[Tile]:
         rows = slice(start, min(start + size, L))
         options: dict[str, Any] = {"batch_size": B, "num_heads": H, "device": call.query.device, "rows": rows}
         visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=call.query.device)
-        if call.mask is not None:
-            visible = call.mask.dense(L, S, **options)
-        bias = None
-        if call.attn_bias is not None:
-            bias = as_bias(call.attn_bias).dense(L, S, **options).detach()
-            visible = visible & (bias != -torch.inf)
+        visible = visible if call.mask is None else call.mask.dense(L, S, **options)
+        bias = None if call.attn_bias is None else as_bias(call.attn_bias).dense(L, S, **options).detach()
+        visible = visible if bias is None else visible & (bias != -torch.inf)
         visible = visible.expand(-1, -1, rows.stop - rows.start, S)
         query, key = call.query[:, :, rows], hide_unseen(call.key, visible)
         if call.scores is None:
@@ -170,17 +160,14 @@ def over_tiles(call: AttentionCall) -> Iterator[Tile]:
 
 def real_keys(call: AttentionCall) -> Tensor:
     """Keys that are no padding, bool (B, S)."""
-    real = torch.ones(call.shape[0], call.shape[3], dtype=torch.bool, device=call.query.device)
-    for part in call.mask.parts() if call.mask is not None else ():
-        if isinstance(part, Padding):
-            real = real & part.key_mask
-    return real
+    masks = [part.key_mask for part in call.mask.parts() if isinstance(part, Padding)] if call.mask is not None else []
+    return functools.reduce(operator.and_, masks, call.key.new_ones(call.shape[0], call.shape[3], dtype=torch.bool))
 
 
 def real_queries(call: AttentionCall) -> Tensor:
     """Queries of a self-attention that are no padding, bool (B, L): they are the last L of its keys."""
     L, S = call.shape[2:]
-    return real_keys(call)[:, S - L :] if L <= S else torch.ones(call.shape[0], L, dtype=torch.bool, device=call.query.device)
+    return real_keys(call)[:, S - L :] if L <= S else call.query.new_ones(call.shape[0], L, dtype=torch.bool)
 
 
 def _tile_sums(tile: Tile, counted: Tensor, call: AttentionCall) -> tuple[dict[str, Tensor], Tensor]:

@@ -44,8 +44,7 @@ class WandbExtras(L.Callback):
             self._send(logger)
 
     def _send(self, logger: WandbLogger) -> None:
-        from minitx.analysis.figures import saturation_over_steps  # matplotlib takes a second
-        from minitx.analysis.heatmaps import heatmap_grid
+        from minitx.analysis.figures import heatmap_grid, saturation_over_steps  # matplotlib takes a second
         from minitx.analysis.snapshot import read_snapshots
         from minitx.analysis.viewer import Trace, viewer_page
 

@@ -60,7 +60,6 @@ COMPOSED = {
 ELSEWHERE = {
     "docs/examples.md": "tests/examples/test_each_example.py",
     "docs/figures.md": "tests/analysis/test_figures_page.py",
-    "docs/why_scale.md": "tests/examples/test_why_scale.py",
 }
 """Pages whose Python is run, or compared with the file that it is from, by tests of their own."""
 
