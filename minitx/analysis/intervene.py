@@ -182,6 +182,10 @@ class HeadEffects:
     Attributes:
         names: of the layers' cores. mean, low, high: (layers, H). rows: how many.
         what: what the numbers are, in words.
+
+    >>> one = torch.zeros(1, 2)
+    >>> HeadEffects(("core",), one, one - 1, one + 1, 7, "change of loss").low.tolist()
+    [[-1.0, -1.0]]
     """
 
     names: tuple[str, ...]
@@ -236,6 +240,13 @@ def patch_heads(
 
     Raises:
         ValueError: the clean and the corrupted run have the same mean score.
+
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import DecoderLM
+    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
+    >>> clean, corrupted = ({"input_ids": torch.tensor([[first, 2, 3], [first, 5, 3]])} for first in (1, 7))
+    >>> patch_heads(model, clean, corrupted, lambda logits: logits[:, -1, 4]).mean.shape
+    torch.Size([2, 3])
     """
     with evaluating(model):
         with capture(model, what=what) as seen:
