@@ -294,7 +294,7 @@ def growth_figure(curves: Sequence[Growth], title: str = "") -> Figure:
         ax.set_xticks(curves[0].lengths, [str(length) for length in curves[0].lengths])
         ax.minorticks_off()
         place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
-        ax.legend(**place, fontsize=8, frameon=False, title="textbook, fitted to the marks", title_fontsize=8)
+        ax.legend(**place, fontsize=8, frameon=False, title="line: textbook order; power: fitted", title_fontsize=8)
         label(ax, x="length n of the row", y=name)
     drawn.suptitle(title, fontsize=9.5, color=INK, parse_math=False)
     return drawn
