@@ -1,6 +1,5 @@
 """Looking at attention without changing the answer."""
 
-from minitx.analysis.atlas import atlas_over_steps, head_atlas, head_scores
 from minitx.analysis.capture import capture
 from minitx.analysis.export import to_bertviz
 from minitx.analysis.figures import (
@@ -10,29 +9,29 @@ from minitx.analysis.figures import (
     saturation_over_steps,
     save_figure,
 )
+from minitx.analysis.heads import Sentence, head_scores, heads_figure, read_conllu, syntax_scores
 from minitx.analysis.heatmaps import head_heatmap, heatmap_grid
 from minitx.analysis.snapshot import AttentionMap, Snapshot, read_snapshots, take_snapshot
 from minitx.analysis.statistics import attention_statistics, zhai_entropy_bound
-from minitx.analysis.structure import read_brackets, read_conllu
 
 __all__ = [
     "AttentionMap",
+    "Sentence",
     "Snapshot",
-    "atlas_over_steps",
     "attention_statistics",
     "capture",
     "distance_profile",
     "entropy_over_layers",
-    "head_atlas",
     "head_heatmap",
     "head_scores",
+    "heads_figure",
     "heatmap_grid",
     "logit_histograms",
-    "read_brackets",
     "read_conllu",
     "read_snapshots",
     "saturation_over_steps",
     "save_figure",
+    "syntax_scores",
     "take_snapshot",
     "to_bertviz",
     "zhai_entropy_bound",
