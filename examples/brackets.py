@@ -4,10 +4,10 @@ The language has four kinds of opening brackets, and one closing bracket that is
 
     ( [ . { < . . .        at each "." the model must say which kind is closed: [ < { (
 
-The answer stands at the last bracket that is still open, at a distance that differs from one "." to the next. A Transformer can find it in
-two steps (Yao et al. 2021, arXiv:2105.11115): count how deep each position is nested, then look at the nearest bracket of that depth.
+The answer stands at the last bracket that is still open, at a distance that differs from one "." to the next. A Transformer can find it:
+count how deep each position is nested, then look at the nearest bracket of that depth (Yao et al. 2021, arXiv:2105.11115).
 
-    python examples/brackets.py        # about a minute and a half on one core; writes to runs/brackets
+    python examples/brackets.py        # a few minutes on one core; writes to runs/brackets
 """
 
 from pathlib import Path
@@ -60,17 +60,19 @@ def load_task() -> Task:
 
 
 def sentences(count: int, seed: int) -> list[Sentence]:
-    """Rows with an arc from each closing bracket to its opening one."""
-    return [
-        Sentence(tuple(SYMBOLS[i] for i in ids), arcs=tuple((i, j, "match") for i, j in enumerate(match) if j >= 0))
-        for ids, match in zip(*(array.tolist() for array in draw(count, np.random.default_rng(seed))), strict=True)
-    ]
+    """Rows with arcs from each closing bracket to its opening one (``match``), and to what stands after that one (``after``)."""
+    out = []
+    for ids, match in zip(*draw(count, np.random.default_rng(seed)), strict=True):
+        pairs = [(i, j) for i, j in enumerate(match.tolist()) if j >= 0]
+        arcs = [(i, j, "match") for i, j in pairs] + [(i, j + 1, "after") for i, j in pairs if j + 1 < i]
+        out.append(Sentence(tuple(SYMBOLS[i] for i in ids), tuple(arcs)))
+    return out
 
 
-def main(steps: int = 1500, seed: int = 0, folder: str | Path = "runs/brackets") -> dict[str, float]:
+def main(steps: int = 1200, seed: int = 0, folder: str | Path = "runs/brackets") -> dict[str, float]:
     """Train, then look at the heads on 100 new rows. Return the accuracy and the best head's agreement with its controls."""
     config = RunConfig(
-        model=TransformerConfig(embed_dim=64, num_heads=4, num_layers=2, max_len=64),
+        model=TransformerConfig(embed_dim=64, num_heads=4, num_layers=3, max_len=64),
         optimizer=OptimizerConfig(lr=3e-3),
         schedule=ScheduleConfig(warmup_steps=min(50, steps)),
         trainer=TrainerConfig(max_steps=steps, val_every=0, threads=1, accelerator="cpu"),
@@ -82,13 +84,19 @@ def main(steps: int = 1500, seed: int = 0, folder: str | Path = "runs/brackets")
     def attend(ids: torch.Tensor) -> Snapshot:
         return take_snapshot(model, {"input_ids": ids})
 
+    def encode(text: str) -> list[int]:
+        return [SYMBOLS.index(symbol) for symbol in text]
+
     rows = sentences(100, seed=2)
-    syntax = syntax_scores(attend, rows, lambda text: [SYMBOLS.index(symbol) for symbol in text])
-    heads = head_scores((attend(torch.tensor([[SYMBOLS.index(w) for w in row.words]])) for row in rows), syntax=syntax)
+    syntax = syntax_scores(attend, rows, encode)
+    heads = head_scores((attend(row.encode(encode)[0]) for row in rows), syntax=syntax)
     save_figure(heads_figure(heads), Path(folder) / "heads.png")
-    print(f"accuracy on 200 new rows {accuracy:.3f}", *heads.lines(), sep="\n")
-    best = max(syntax.values(), key=lambda score: score.value)
-    print(f"best: {best.at} {best.value:.2f}, fixed position {best.position:.2f}, words shuffled {best.shuffled:.2f}")
+    print(f"accuracy on 200 new rows: {accuracy:.3f}", *heads.lines(), sep="\n")
+    (layer, head), best = max(syntax.items(), key=lambda item: item[1].gain.mean)
+    gain = f"{best.gain.low:.2f} to {best.gain.high:.2f}"
+    print(
+        f"{layer}, head {head}: {best.at} in {best.value:.2f}; fixed position {best.position:.2f} (gain {gain}), words shuffled {best.shuffled:.2f}"
+    )
     return {"accuracy": accuracy, "agreement": best.value, "position": best.position, "shuffled": best.shuffled}
 
 

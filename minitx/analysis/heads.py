@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch import Tensor
 from minitx.analysis.canvas import GREY, INK, PALETTE, label, legend, panels
 from minitx.analysis.lettering import short_name
 from minitx.analysis.snapshot import SOURCE, AttentionMap, Snapshot
+from minitx.analysis.treebank import Sentence
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -118,9 +118,8 @@ class Head:
     @property
     def leading(self) -> str:
         """The score of the label; without one, the highest."""
-        return (
-            self.label if self.label in self.scores else max(self.scores, key=lambda name: _known(self.scores[name].excess.low))
-        )
+        known = {name: (-math.inf, score.excess.mean)[not math.isnan(score.excess.mean)] for name, score in self.scores.items()}
+        return self.label if self.label in known else max(known, key=known.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -143,38 +142,28 @@ class Heads:
     layers: tuple[Layer, ...]
 
     def rows(self) -> list[dict[str, Any]]:
-        """A table as plain data: one row a head and score; None where a number is not known."""
+        """A table as plain data: one row a head and score, with ``excess_low`` and so on; None where a number is not known."""
         table = []
         for head in self.heads:
-            place = {"layer": head.layer, "kind": head.kind, "head": head.head, "label": head.label}
             for name, score in head.scores.items():
-                row = {**place, "score": name}
+                row = {"layer": head.layer, "kind": head.kind, "head": head.head, "label": head.label, "score": name}
                 for key, value in asdict(score).items():
-                    row |= (
-                        {f"{key}_{part}": number for part, number in value.items()} if isinstance(value, dict) else {key: value}
-                    )
+                    row |= {f"{key}_{part}": one for part, one in value.items()} if isinstance(value, dict) else {key: value}
                 table.append({key: None if value != value else value for key, value in row.items()})
         return table
 
     def lines(self) -> list[str]:
-        """A line a head: its label, the interval of its leading score with the controls, and the excess of every score."""
-        width = max(len(short_name(head.layer)) for head in self.heads)
-        lines = [
-            f"{'layer':{width}} head label                     95 %           "
-            + " ".join(f"{name[:6]:>6}" for name in PATTERNS)
-        ]
+        """A line a head: its label, the excess of its leading score with the interval, and the excess of every score."""
+        lines = [f"{'layer':18} head label                     95 %       " + "".join(f"{name[:6]:>7}" for name in PATTERNS)]
         for head in self.heads:
             score = head.scores[head.leading]
             words = f"{head.label} {score.at}" if head.label == head.leading else head.label
-            interval = f"{score.excess.low:5.2f} to {score.excess.high:4.2f}"
-            cells = [f"{head.scores[name].excess.mean:6.2f}" if name in head.scores else f"{'':6}" for name in PATTERNS]
-            line = f"{short_name(head.layer):{width}} {head.head:4} {words:25.25} {interval:14} " + " ".join(cells)
-            lines.append(line.replace("nan", "  -"))
+            cells = "".join(f"{head.scores[name].excess.mean if name in head.scores else math.nan:7.2f}" for name in PATTERNS)
+            interval = f"{score.excess.low:.2f} to {score.excess.high:.2f}"
+            lines.append(
+                f"{short_name(head.layer):18} {head.head:4} {words:21.21} {interval:>14} {cells}".replace("nan", "  -")
+            )
         return lines
-
-
-def _known(number: float) -> float:
-    return -math.inf if math.isnan(number) else number
 
 
 # --- one sentence
@@ -188,18 +177,18 @@ class Found(NamedTuple):
     rules: Mapping[tuple[str, int], float] = {}
 
 
-def pattern_keys(L: int, ids: Tensor | None, window: int) -> dict[str, Tensor]:
-    """Which keys (L, L) each pattern means, by name, in self-attention.
+def pattern_keys(behind: Tensor, ids: Tensor | None, window: int) -> dict[str, Tensor]:
+    """Which keys (L, L) each pattern means, by name, in self-attention; ``behind`` is j − i.
 
-    >>> pattern_keys(5, torch.tensor([7, 8, 9, 7, 8]), window=1)["induction"].nonzero().tolist()  # behind an equal token
+    >>> behind = torch.arange(5) - torch.arange(5)[:, None]
+    >>> pattern_keys(behind, torch.tensor([7, 8, 9, 7, 8]), window=1)["induction"].nonzero().tolist()  # behind an equal token
     [[0, 4], [3, 1], [4, 2]]
     """
-    behind = torch.arange(L) - torch.arange(L)[:, None]  # j − i
     keys = {"previous": behind == -1, "local": behind.abs() <= window}
     if ids is not None:
         keys["duplicate"] = (ids == ids[:, None]) & (behind != 0)
         keys["induction"] = torch.nn.functional.pad(keys["duplicate"][:, :-1], (1, 0)) & (behind != 0)
-    return keys | {f"offset {k:+}": behind == k for k in OFFSETS}
+    return keys
 
 
 def measure(layer: AttentionMap, ids: Tensor | None, window: int) -> dict[str, Found]:
@@ -215,14 +204,20 @@ def measure(layer: AttentionMap, ids: Tensor | None, window: int) -> dict[str, F
         value, chance = (((w * hits).sum(-1) * rows).sum(-1) / rows.sum(-1) for w in (p, uniform))
         return Found(value, chance, offset_rules((hits & rows[..., None]).any(0)) if rules else {})
 
-    entropy = layer.entropy()[0]
-    found = {"global": mass(_favourite_key(p, visible)), "entropy": Found(entropy.nanmean(-1), torch.ones(len(p)))}
+    nothing = torch.full((len(p),), math.nan, dtype=torch.float64)
+    found = {"global": mass(_favourite_key(p, visible)), "distance": Found(nothing, nothing)}
+    found["entropy"] = Found(layer.entropy()[0].nanmean(-1), torch.ones_like(nothing))
     if layer.queries == layer.keys:
-        for name, keys in pattern_keys(p.shape[-1], ids, window).items():
+        place = torch.arange(p.shape[-1])
+        behind = place - place[:, None]  # j − i
+        for name, keys in pattern_keys(behind, ids, window).items():
             found[name] = mass(keys, rules=name in ("duplicate", "induction"))
-        distance = (torch.arange(p.shape[-1]) - torch.arange(p.shape[-1])[:, None]).abs()
-        far, near = (((w * distance).sum(-1) * chooses).sum(-1) / chooses.sum(-1) for w in (p, uniform))
-        found["distance"] = Found(far, near)
+        offsets = [mass(behind == k) for k in OFFSETS]
+        found["offset"] = Found(
+            torch.stack([one.value for one in offsets]), torch.stack([one.uniform for one in offsets])
+        )  # (K, H)
+        far = [((w * behind.abs()).sum(-1) * chooses).sum(-1) / chooses.sum(-1) for w in (p, uniform)]
+        found["distance"] = Found(far[0], far[1])
     return found
 
 
@@ -275,61 +270,49 @@ def head_scores(
     >>> found.heads[0].label, found.heads[0].scores["previous"].excess.mean
     ('previous', 1.0)
     """
-    sentences: list[dict[str, dict[str, Found]]] = []
     kinds: dict[str, str] = {}
+    sentences: dict[str, list[dict[str, Found]]] = {}
     for snapshot in [snapshots] if isinstance(snapshots, Snapshot) else snapshots:
-        for row in range(snapshot.num_rows):
-            one = snapshot.sentence(row)
-            kinds |= {layer.name: layer.kind for layer in one.maps}
-            ids = {axis: tensor[0] for axis, tensor in one.ids.items()}
-            sentences.append({layer.name: measure(layer, ids.get(layer.keys), window) for layer in one.maps})
+        for one in map(snapshot.sentence, range(snapshot.num_rows)):
+            for layer in one.maps:
+                ids = one.ids[layer.keys][0] if layer.keys in one.ids else None
+                sentences.setdefault(layer.name, []).append(measure(layer, ids, window))
+                kinds[layer.name] = layer.kind
     if not sentences:
         raise ValueError("snapshots must hold one sentence at least")
-    heads: list[Head] = []
-    layers: list[Layer] = []
-    for name, kind in kinds.items():
-        found = [sentence[name] for sentence in sentences]
+    heads, layers = [], []
+    for name, found in sentences.items():
         scores = pattern_scores(found)
-        entropy = torch.stack([one["entropy"].value for one in found])
+        far, uniform = (torch.stack([one["distance"][i] for one in found]) for i in (0, 1))  # type: ignore[misc]
+        entropy = torch.stack([one["entropy"].value for one in found])  # (n, H)
         for head in range(entropy.shape[1]):
             own = {pattern: per_head[head] for pattern, per_head in scores.items()}
             own |= {"syntactic": syntax[name, head]} if syntax and (name, head) in syntax else {}
             ordered = {pattern: own[pattern] for pattern in PATTERNS if pattern in own}
-            heads.append(Head(name, kind, head, ordered, mean_interval(entropy[:, head])))
-        layers.append(_layer(name, kind, found))
+            heads.append(Head(name, kinds[name], head, ordered, mean_interval(entropy[:, head])))
+        by_depth = mean_interval(entropy.mean(1)), mean_interval(far.mean(1)), float(uniform.nanmean())
+        layers.append(Layer(name, kinds[name], *by_depth))
     return Heads(tuple(heads), tuple(layers))
-
-
-def _layer(name: str, kind: str, found: Sequence[Mapping[str, Found]]) -> Layer:
-    entropy = mean_interval(torch.stack([one["entropy"].value.mean() for one in found]))
-    if "distance" not in found[0]:
-        return Layer(name, kind, entropy, UNKNOWN, math.nan)
-    distance, uniform = (
-        torch.stack([part.mean() for part in parts]) for parts in zip(*(one["distance"][:2] for one in found), strict=True)
-    )
-    return Layer(name, kind, entropy, mean_interval(distance), float(uniform.nanmean()))
 
 
 def pattern_scores(found: Sequence[Mapping[str, Found]]) -> dict[str, list[Score]]:
     """The scores of each head, by pattern, from what ``measure`` found in each sentence."""
-    values = {name: torch.stack([one[name].value for one in found]) for name in found[0]}  # (n, H)
-    chances = {name: torch.stack([one[name].uniform for one in found]) for name in found[0]}
-    offsets = [name for name in values if name.startswith("offset")]
     out: dict[str, list[Score]] = {}
-    if offsets:
-        stacked, chance = (torch.stack([of[name] for name in offsets]) for of in (values, chances))  # (K, n, H)
-        best = excess_of(stacked, chance)[:, 0::2].nanmean(1).nan_to_num(nan=-math.inf).argmax(0)  # (H,)
-        own, own_chance = (of[best, :, torch.arange(len(best))].T for of in (stacked, chance))  # (n, H)
-        at = [offsets[k].removeprefix("offset ") for k in best.tolist()]
-        out["offset"] = [replace(s, at=at[h]) for h, s in enumerate(_scores(own[1::2], own_chance[1::2]))]
-    for name in set(PATTERNS) & set(values):
+    for name in sorted(set(PATTERNS) & set(found[0]), key=lambda name: name != "offset"):
+        value, chance = torch.stack([one[name].value for one in found]), torch.stack([one[name].uniform for one in found])
         if name == "global":
-            out[name] = _scores(values[name], chances[name])
+            position = torch.full_like(value, math.nan)
+        elif name == "offset":  # (n, K, H)
+            best = excess_of(value, chance)[0::2].nanmean(0).nan_to_num(nan=-math.inf).argmax(0)  # (H,)
+            own, chance = (of[:, best, torch.arange(len(best))] for of in (value, chance))
+            out[name] = [replace(s, at=f"{OFFSETS[k]:+}") for s, k in zip(_scores(own[1::2], chance[1::2]), best, strict=True)]
             continue
-        rules = [one[name].rules for one in found]
-        position = own.clone() if name in ("previous", "local") else hits_of_best_rule(rules)[:, None].expand_as(own).clone()
+        elif name in ("previous", "local"):
+            position = own.clone()
+        else:
+            position = hits_of_best_rule([one[name].rules for one in found])[:, None].repeat(1, value.shape[1])
         position[0::2] = math.nan
-        out[name] = _scores(values[name], chances[name], position)
+        out[name] = _scores(value, chance, position)
     return out
 
 
@@ -340,17 +323,16 @@ def excess_of(value: Tensor, uniform: Tensor) -> Tensor:
 
 def _scores(value: Tensor, uniform: Tensor, position: Tensor | None = None, shuffled: Tensor | None = None) -> list[Score]:
     """A score a head from (n, H) each; a NaN of ``position`` is a sentence that it was chosen on."""
+    nothing = torch.full_like(value, math.nan)
+    columns = (
+        tensor.T
+        for tensor in (value, uniform, nothing if position is None else position, nothing if shuffled is None else shuffled)
+    )
     out = []
-    for h in range(value.shape[1]):
-        excess = mean_interval(excess_of(value[:, h], uniform[:, h]))
-        score = Score(float(value[:, h].nanmean()), float(uniform[:, h].nanmean()), excess)
-        if position is not None:
-            gain = mean_interval(value[:, h] - position[:, h])
-            score = replace(score, position=float(position[:, h].nanmean()), gain=gain)
-        if shuffled is not None:
-            lost = mean_interval(value[:, h] - shuffled[:, h])
-            score = replace(score, shuffled=float(shuffled[:, h].nanmean()), lost=lost)
-        out.append(score)
+    for v, u, p, s in zip(*columns, strict=True):
+        means = [float(x.nanmean()) for x in (v, u, p, s)]
+        excess, gain, lost = mean_interval(excess_of(v, u)), mean_interval(v - p), mean_interval(v - s)
+        out.append(Score(means[0], means[1], excess, means[2], gain, means[3], lost))
     return out
 
 
@@ -366,92 +348,8 @@ def hits_of_best_rule(rules: Sequence[Mapping[tuple[str, int], float]]) -> Tenso
 # --- structure
 
 
-@dataclass(frozen=True)
-class Sentence:
-    """Words with a known structure.
-
-    Attributes:
-        words: texts. arcs: (word, word, relation): in a treebank from each word to its head. spaced: whether a space stands before
-            each word; default none.
-    """
-
-    words: tuple[str, ...]
-    arcs: tuple[tuple[int, int, str], ...] = ()
-    spaced: tuple[bool, ...] = ()
-
-    def shuffled(self, random: np.random.Generator) -> Sentence:
-        """The words in random order, with arcs between the same words."""
-        order = random.permutation(len(self.words))  # the old place of each new word
-        place = np.argsort(order)
-        words = tuple(self.words[i] for i in order)
-        return replace(self, words=words, arcs=tuple((int(place[i]), int(place[j]), name) for i, j, name in self.arcs))
-
-    def encode(
-        self, encode: Callable[[str], Sequence[int]], before: Sequence[int] = ()
-    ) -> tuple[Tensor, list[tuple[int, int]]]:
-        """Ids (1, L) and the tokens [start, stop) of each word. Each word is encoded by itself, with the space before it.
-
-        Args:
-            before: ids in front of the row, such as the mark of a class.
-
-        >>> Sentence(("ab", "c"), spaced=(False, True)).encode(lambda text: [ord(character) for character in text])
-        (tensor([[97, 98, 32, 99]]), [(0, 2), (2, 4)])
-        """
-        ids, spans = list(before), []
-        for i, word in enumerate(self.words):
-            pieces = encode(" " * (bool(self.spaced) and self.spaced[i]) + word)
-            spans.append((len(ids), len(ids) + len(pieces)))
-            ids += pieces
-        return torch.tensor([ids]), spans
-
-
-def read_conllu(path: str | Path) -> list[Sentence]:
-    """The sentences of a CoNLL-U file with an arc from each word to its head, by relation, read by the package ``conllu``.
-
-    A multiword token is one word with the arcs of its parts. Empty nodes and the root's arc are left out. Spaces follow
-    ``SpaceAfter=No``. Source: https://universaldependencies.org/format.html.
-
-    Raises:
-        ValueError: not such a file, named. ModuleNotFoundError: ``conllu`` is missing (``pip install "minitx[syntax]"``).
-    """
-    import conllu
-
-    try:
-        parsed = conllu.parse(Path(path).read_text(encoding="utf-8-sig"))
-        sentences = [_sentence(tokens) for tokens in parsed if len(tokens)]
-    except (OSError, UnicodeDecodeError, conllu.exceptions.ParseException, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a CoNLL-U file: {' '.join(str(error).split())[:150]}") from None
-    if not sentences:
-        raise ValueError(f"{path} holds no sentence")
-    return sentences
-
-
-def _sentence(tokens: Sequence[Mapping[str, Any]]) -> Sentence:
-    words: list[str] = []
-    spaced: list[bool] = []
-    word_of, space = {0: -1}, False
-    for token in tokens:
-        number = token["id"]
-        if isinstance(number, int) and number in word_of:
-            continue  # a part of a multiword token
-        if not isinstance(number, int) and number[1] == ".":
-            continue
-        parts = [number] if isinstance(number, int) else range(number[0], number[2] + 1)
-        word_of |= dict.fromkeys(parts, len(words))
-        words.append(token["form"])
-        spaced.append(space)
-        space = (token["misc"] or {}).get("SpaceAfter") != "No"
-    heads = [(token["id"], token["head"], token["deprel"]) for token in tokens if isinstance(token["id"], int)]
-    pairs = [(word_of[number], word_of[head], relation) for number, head, relation in heads]
-    return Sentence(tuple(words), tuple(pair for pair in pairs if pair[1] not in (-1, pair[0])), tuple(spaced))
-
-
-Candidate = tuple[str, str]
-"""A relation, and ``→`` (from the first word of an arc to the second) or ``←``."""
-
-
-def agreement(layer: AttentionMap, spans: Sequence[tuple[int, int]], sentence: Sentence) -> dict[Candidate, Found]:
-    """The share of words whose favourite word is one that an arc names, by relation and direction (Clark et al. 2019, §4).
+def agreement(layer: AttentionMap, spans: Sequence[tuple[int, int]], sentence: Sentence) -> dict[str, Found]:
+    """The share of words whose favourite word is one that an arc names, by relation and direction (``nsubj →``; Clark et al. 2019, §4).
 
     Weights between words are summed over the tokens of the key word and averaged over those of the query word. A word is never its own
     favourite; words that are liked equally share. A word counts where arcs name some, not all, of the words that it sees.
@@ -467,13 +365,13 @@ def agreement(layer: AttentionMap, spans: Sequence[tuple[int, int]], sentence: S
     for relation in dict.fromkeys(name for *_, name in sentence.arcs):
         pairs = torch.zeros_like(visible)
         pairs[tuple(torch.tensor([(i, j) for i, j, name in sentence.arcs if name == relation]).T)] = True
-        for direction, keys in (("→", pairs & visible), ("←", pairs.T & visible)):
+        for candidate, keys in ((f"{relation} →", pairs & visible), (f"{relation} ←", pairs.T & visible)):
             rows = keys.any(-1) & (keys != visible).any(-1)
             if rows.any():
                 keys = keys & rows[:, None]
                 chance = (keys.sum(-1) / visible.sum(-1).clamp(min=1))[rows].mean().double()
                 shares = (favourite * keys).sum(dim=(1, 2)) / rows.sum()
-                found[relation, direction] = Found(shares, chance.expand(len(shares)), offset_rules(keys))
+                found[candidate] = Found(shares, chance.expand(len(shares)), offset_rules(keys))
     return found
 
 
@@ -508,14 +406,12 @@ def syntax_scores(
         halves = [Counter(c for of in found[half::2] for c in of) for half in (0, 1)]
         judged = {c: _judged(c, found, again) for c in halves[0] if min(half[c] for half in halves) >= MIN_SENTENCES}
         for h in range(len(next(iter(judged.values()))[1]) if judged else 0):
-            relation, direction = max(judged, key=lambda c: float(judged[c][0][h]))
-            scores[name, h] = replace(judged[relation, direction][1][h], at=f"{relation} {direction}")
+            best = max(judged, key=lambda c: float(judged[c][0][h]))
+            scores[name, h] = replace(judged[best][1][h], at=best)
     return scores
 
 
-def _judged(
-    candidate: Candidate, plain: Sequence[Mapping[Candidate, Found]], control: Sequence[Any]
-) -> tuple[Tensor, list[Score]]:
+def _judged(candidate: str, plain: Sequence[Mapping[str, Found]], control: Sequence[Any]) -> tuple[Tensor, list[Score]]:
     """The mean gain over position on the even sentences, (H,), and each head's score on the odd ones."""
     heads = next(of[candidate].value for of in plain if candidate in of)
     nothing = Found(torch.full_like(heads, math.nan), torch.full_like(heads, math.nan))
@@ -527,11 +423,6 @@ def _judged(
 
 
 # --- the picture
-
-COLORS = {
-    **{name: PALETTE[i][0] for i, name in enumerate(("previous", "duplicate", "syntactic", "offset"))},
-    **{"induction": PALETTE[6][0], "global": PALETTE[9][0], "local": PALETTE[5][0], "broad": "#B5B5B5", "none": "#E6E6E6"},
-}
 
 
 def heads_figure(heads: Heads) -> Figure:
@@ -560,24 +451,21 @@ def heads_figure(heads: Heads) -> Figure:
 
 
 def _cells(ax: Axes, heads: Sequence[Head], most: int) -> None:
-    from matplotlib.patches import Rectangle
-
     names = list(dict.fromkeys(head.layer for head in heads))
+    values = np.full((len(names), most), math.nan)
     for head in heads:
         x, y, score = head.head, names.index(head.layer), head.scores[head.leading]
+        values[y, x] = score.value
         controls = {"u": score.uniform, "p": score.position, "s": score.shuffled}
-        sign = max(controls, key=lambda key: _known(controls[key]))
+        sign = max(controls, key=lambda key: (controls[key] == controls[key], controls[key]))
         words = head.label if head.label == head.leading else f"{head.label} ({head.leading})"
-        color = COLORS[head.label]
-        ax.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, facecolor=color, edgecolor="none"))
-        ink = INK if head.label in ("none", "broad", "local", "offset", "induction") else "#FFFFFF"
         text = f"{words}\n{score.at}\n{score.value:.2f} ({sign} {controls[sign]:.2f})".replace("\n\n", "\n")
+        ink = "#FFFFFF" if score.value > 0.6 else INK
         ax.text(x, y, text, ha="center", va="center", fontsize=7, color=ink, parse_math=False)
+    ax.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     ax.grid(False)
     ax.set_xticks(range(most))
     ax.set_yticks(range(len(names)))
-    ax.set_xlim(-0.55, most - 0.45)
-    ax.set_ylim(len(names) - 0.45, -0.55)
 
 
 def _by_depth(ax: Axes, found: Sequence[Interval], uniform: Sequence[float]) -> None:

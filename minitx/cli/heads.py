@@ -87,7 +87,8 @@ def _syntax(config: HeadsConfig, stored: Stored) -> tuple[str, Heads]:
     """The sentences of a treebank; of an encoder-decoder, its encoder reads them."""
     import torch
 
-    from minitx.analysis.heads import head_scores, read_conllu, syntax_scores
+    from minitx.analysis.heads import head_scores, syntax_scores
+    from minitx.analysis.treebank import read_conllu
 
     shape, tokenizer = shape_of(stored.network), stored.tokenizer
     if tokenizer is None or shape.architecture == "vision":
