@@ -392,6 +392,15 @@ def syntax_scores(
         attend: ids (1, L) -> ``Snapshot``, such as ``lambda ids: take_snapshot(model, {"input_ids": ids})``.
         sentences: with arcs; relations that fewer than five sentences of each half have are left out.
         encode, before: see ``Sentence.encode``. seed: of the shuffling.
+
+    >>> from minitx.analysis import take_snapshot
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import DecoderLM
+    >>> model = DecoderLM(TransformerConfig(vocab_size=128, embed_dim=12, num_heads=3, num_layers=1))
+    >>> sentences = [Sentence(("a", "b", "cd", "e"), ((2, 0, "of"), (3, 1, "of")))] * 20
+    >>> found = syntax_scores(lambda ids: take_snapshot(model, {"input_ids": ids}), sentences, lambda text: list(text.encode()))
+    >>> found["blocks.0.attention.core", 0].at, found["blocks.0.attention.core", 0].position
+    ('of →', 1.0)
     """
     random, read = np.random.default_rng(seed), []
     for sentence in sentences:
@@ -428,9 +437,15 @@ def _judged(candidate: str, plain: Sequence[Mapping[str, Found]], control: Seque
 def heads_figure(heads: Heads) -> Figure:
     """A row for each kind of attention: layers × heads, then entropy and distance by depth.
 
-    A cell has the head's label, the value of its leading score, and the control of that score: uniform attention (u), the best fixed
-    position (p) where it is the larger one, shuffled words (s). By depth, a dot is the mean over a layer's heads with its interval.
-    The textbook's claim is that low layers look near (small distance) and high layers far.
+    A cell has the head's label, the value of its leading score (the colour, 0 to 1), and in brackets the largest of its controls: uniform
+    attention (u), the best fixed position (p), shuffled words (s). By depth, a dot is the mean over a layer's heads with its interval.
+    The textbook says that low layers look near and high layers far.
+
+    >>> from minitx.analysis import take_snapshot
+    >>> from minitx.nn import MultiHeadAttention
+    >>> heads = head_scores(take_snapshot(MultiHeadAttention(6, 2), {"query": torch.randn(11, 7, 6)}))
+    >>> len(heads_figure(heads).axes)
+    3
     """
     kinds = {head.kind: [layer for layer in heads.layers if layer.kind == head.kind] for head in heads.heads}
     most = max(head.head for head in heads.heads) + 1
@@ -440,13 +455,15 @@ def heads_figure(heads: Heads) -> Figure:
     figure, axes = panels(len(kinds), 3, width=width, height=max(0.62 * deepest + 0.9, 2.2), **sizes)
     for (cells, *depth), (kind, layers) in zip(axes, kinds.items(), strict=True):
         _cells(cells, [head for head in heads.heads if head.kind == kind], most)
-        label(cells, f"{kind} attention: label, value, control", "head", "layer")
+        label(cells, f"{kind} attention", "head", "layer")
         uniform = [1.0] * len(layers), [layer.uniform_distance for layer in layers]
         _by_depth(depth[0], [layer.entropy for layer in layers], uniform[0])
-        label(depth[0], "how broad: low layers should be low", "layer", "normalised entropy")
+        label(depth[0], "entropy (textbook: rises)", "layer", "normalised entropy")
         _by_depth(depth[1], [layer.distance for layer in layers], uniform[1])
-        label(depth[1], "how far: low layers should be low", "layer", "mean distance, tokens")
-    legend(figure, [("mean of a layer's heads, 95 %", PALETTE[0][0], "o", ""), ("uniform attention", GREY, "", "--")])
+        label(depth[1], "distance (textbook: rises)", "layer", "mean distance, tokens")
+    words = "label, value, largest control: u uniform, p fixed position, s words shuffled"
+    entries = [("mean of a layer's heads, 95 %", PALETTE[0][0], "o", ""), ("uniform attention", GREY, "", "--")]
+    legend(figure, [(words, "#084488", "s", ""), *entries])
     return figure
 
 
@@ -456,7 +473,8 @@ def _cells(ax: Axes, heads: Sequence[Head], most: int) -> None:
     for head in heads:
         x, y, score = head.head, names.index(head.layer), head.scores[head.leading]
         values[y, x] = score.value
-        controls = {"u": score.uniform, "p": score.position, "s": score.shuffled}
+        position = math.nan if head.leading in ("previous", "local") else score.position  # of these, a part of the value
+        controls = {"u": score.uniform, "p": position, "s": score.shuffled}
         sign = max(controls, key=lambda key: (controls[key] == controls[key], controls[key]))
         words = head.label if head.label == head.leading else f"{head.label} ({head.leading})"
         text = f"{words}\n{score.at}\n{score.value:.2f} ({sign} {controls[sign]:.2f})".replace("\n\n", "\n")

@@ -19,6 +19,10 @@ class Sentence:
     Attributes:
         words: texts. arcs: (word, word, relation): in a treebank from each word to its head. spaced: whether a space stands before
             each word; default none.
+
+    >>> sentence = Sentence(("The", "cat", "slept"), ((0, 1, "det"), (1, 2, "nsubj")), (False, True, True))
+    >>> sentence.shuffled(np.random.default_rng(0)).words
+    ('slept', 'The', 'cat')
     """
 
     words: tuple[str, ...]
@@ -59,6 +63,13 @@ def read_conllu(path: str | Path) -> list[Sentence]:
 
     Raises:
         ValueError: not such a file, named. ModuleNotFoundError: ``conllu`` is missing (``pip install "minitx[syntax]"``).
+
+    >>> import tempfile
+    >>> lines = ["1 The the DET _ _ 2 det _ _", "2 cat cat NOUN _ _ 3 nsubj _ _", "3 slept sleep VERB _ _ 0 root _ _", "", ""]
+    >>> file = Path(tempfile.mkdtemp()) / "one.conllu"
+    >>> _ = file.write_text("\\n".join(lines).replace(" ", "\\t"))
+    >>> read_conllu(file)[0].arcs
+    ((0, 1, 'det'), (1, 2, 'nsubj'))
     """
     import conllu
 

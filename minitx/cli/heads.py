@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ USAGE = "python scripts/heads.py ckpt_path=FILE [text=TEXT | conllu=FILE] [key=v
 class HeadsConfig(StoredConfig):
     """What ``heads.py`` takes; data, tokenizer and model come from the checkpoint."""
 
+    ckpt_path: str = key(
+        dataclasses.MISSING, "checkpoint, or a run's folder: its last checkpoint, and labels at recorded steps"
+    )
     text: str | None = key(None, "one text to look at, instead of validation rows")
     conllu: str | None = key(None, "CoNLL-U file: look at its sentences, and compare the heads with their syntax")
     num_rows: Count = key(64, "validation rows or sentences to look at")
