@@ -4,8 +4,9 @@ The language has four kinds of opening brackets, and one closing bracket that is
 
     ( [ . { < . . .        at each "." the model must say which kind is closed: [ < { (
 
-The answer stands at the last bracket that is still open, at a distance that differs from one "." to the next. A Transformer can find it:
-count how deep each position is nested, then look at the nearest bracket of that depth (Yao et al. 2021, arXiv:2105.11115).
+The answer stands at the last bracket that is still open, at a distance that differs from one "." to the next. A Transformer
+can find it: count how deep each position is nested, then look at the nearest bracket of that depth (Yao et al. 2021,
+arXiv:2105.11115).
 
     python examples/brackets.py        # a few minutes on one core; writes to runs/brackets
 """
@@ -60,7 +61,7 @@ def load_task() -> Task:
 
 
 def sentences(count: int, seed: int) -> list[Sentence]:
-    """Rows with arcs from each closing bracket to its opening one (``match``), and to what stands after that one (``after``)."""
+    """Rows with arcs from each closing bracket to its opening one (``match``), and to what stands behind it (``after``)."""
     out = []
     for ids, match in zip(*draw(count, np.random.default_rng(seed)), strict=True):
         pairs = [(i, j) for i, j in enumerate(match.tolist()) if j >= 0]
@@ -93,10 +94,8 @@ def main(steps: int = 1200, seed: int = 0, folder: str | Path = "runs/brackets")
     save_figure(heads_figure(heads), Path(folder) / "heads.png")
     print(f"accuracy on 200 new rows: {accuracy:.3f}", *heads.lines(), sep="\n")
     (layer, head), best = max(syntax.items(), key=lambda item: item[1].gain.mean)
-    gain = f"{best.gain.low:.2f} to {best.gain.high:.2f}"
-    print(
-        f"{layer}, head {head}: {best.at} in {best.value:.2f}; fixed position {best.position:.2f} (gain {gain}), words shuffled {best.shuffled:.2f}"
-    )
+    controls = f"fixed position {best.position:.2f}, words shuffled {best.shuffled:.2f}"
+    print(f"{layer}, head {head}: {best.at} in {best.value:.2f} ({controls}; gain {best.gain.low:.2f} to {best.gain.high:.2f})")
     return {"accuracy": accuracy, "agreement": best.value, "position": best.position, "shuffled": best.shuffled}
 
 

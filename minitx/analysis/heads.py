@@ -1,7 +1,8 @@
 """What each attention head does: the textbook's patterns as scores, each with its controls and a 95 % interval.
 
-Every score is taken in each sentence and then averaged over sentences. It is compared with uniform attention over the visible keys
-of the same rows, and where position alone could explain it, with the best fixed position, chosen on the other half of the sentences.
+Every score is taken in each sentence and then averaged over sentences. It is compared with uniform attention over the visible
+keys of the same rows, and where position alone could explain it, with the best fixed position, chosen on the other half of the
+sentences.
 """
 
 from __future__ import annotations
@@ -102,9 +103,9 @@ class Head:
     def label(self) -> str:
         """The first of ``PATTERNS`` that the head follows, else ``broad`` (normalised entropy above 0.9), else ``none``.
 
-        All are judged by the lower ends of the intervals, and only where five sentences have the score. A pattern is followed where its
-        excess is above ½. ``duplicate`` and ``induction`` must also gain 0.1 over position. ``syntactic`` needs no ½, but must gain
-        0.1 over position and lose 0.1 when the words are shuffled.
+        All are judged by the lower ends of the intervals, and only where five sentences have the score. A pattern is followed
+        where its excess is above ½. ``duplicate`` and ``induction`` must also gain 0.1 over position. ``syntactic`` needs no
+        ½, but must gain 0.1 over position and lose 0.1 when the words are shuffled.
         """
         for name, score in self.scores.items():
             gains = score.gain.above(MARGIN)
@@ -349,10 +350,11 @@ def hits_of_best_rule(rules: Sequence[Mapping[tuple[str, int], float]]) -> Tenso
 
 
 def agreement(layer: AttentionMap, spans: Sequence[tuple[int, int]], sentence: Sentence) -> dict[str, Found]:
-    """The share of words whose favourite word is one that an arc names, by relation and direction (``nsubj →``; Clark et al. 2019, §4).
+    """The share of words whose favourite word is one that an arc names, by relation and direction (``nsubj →``).
 
-    Weights between words are summed over the tokens of the key word and averaged over those of the query word. A word is never its own
-    favourite; words that are liked equally share. A word counts where arcs name some, not all, of the words that it sees.
+    Source: Clark et al. 2019, §4. Weights between words are summed over the tokens of the key word and averaged over those of
+    the query word. A word is never its own favourite; words that are liked equally share. A word counts where arcs name some,
+    not all, of the words that it sees.
     """
     place, (start, stop) = torch.arange(layer.weights.shape[-1]), torch.tensor(spans).T[..., None]
     inside = ((place >= start) & (place < stop)).double()  # (W, L)
@@ -385,8 +387,8 @@ def syntax_scores(
 ) -> dict[tuple[str, int], Score]:
     """How far each head of self-attention, by layer and number, follows the arcs of the sentences, more than controls do.
 
-    The model reads each sentence twice, the second time with its words shuffled. Each head is judged by the relation and direction
-    that gains most over position on the even sentences. Value, controls and intervals are of the odd ones.
+    The model reads each sentence twice, the second time with its words shuffled. Each head is judged by the relation and
+    direction that gains most over position on the even sentences. Value, controls and intervals are of the odd ones.
 
     Args:
         attend: ids (1, L) -> ``Snapshot``, such as ``lambda ids: take_snapshot(model, {"input_ids": ids})``.
@@ -437,9 +439,10 @@ def _judged(candidate: str, plain: Sequence[Mapping[str, Found]], control: Seque
 def heads_figure(heads: Heads) -> Figure:
     """A row for each kind of attention: layers × heads, then entropy and distance by depth.
 
-    A cell has the head's label, the value of its leading score (the colour, 0 to 1), and in brackets the largest of its controls: uniform
-    attention (u), the best fixed position (p), shuffled words (s). By depth, a dot is the mean over a layer's heads with its interval.
-    The textbook says that low layers look near and high layers far.
+    A cell has the head's label (of ``none`` and ``broad``, the highest score beside it), the value of its leading score, and in
+    brackets the largest control: uniform attention (u), the best fixed position (p), shuffled words (s). Its colour is the
+    excess, white at 0 and dark blue at 1. By depth, a dot is the mean over a layer's heads with its interval. The textbook
+    says that low layers look near and high layers far.
 
     >>> from minitx.analysis import take_snapshot
     >>> from minitx.nn import MultiHeadAttention
@@ -449,21 +452,21 @@ def heads_figure(heads: Heads) -> Figure:
     """
     kinds = {head.kind: [layer for layer in heads.layers if layer.kind == head.kind] for head in heads.heads}
     most = max(head.head for head in heads.heads) + 1
-    deepest = max(map(len, kinds.values()))
-    sizes: dict[str, Any] = {"width_ratios": [1.05 * most + 0.4, 2.6, 2.6]}
+    sizes: dict[str, Any] = {"width_ratios": [max(1.05 * most + 0.4, 3.2), 2.6, 2.6]}
     width = (sum(sizes["width_ratios"]) + 0.8) / 3
-    figure, axes = panels(len(kinds), 3, width=width, height=max(0.62 * deepest + 0.9, 2.2), **sizes)
+    figure, axes = panels(len(kinds), 3, width=width, height=max(0.62 * max(map(len, kinds.values())) + 0.9, 2.2), **sizes)
     for (cells, *depth), (kind, layers) in zip(axes, kinds.items(), strict=True):
         _cells(cells, [head for head in heads.heads if head.kind == kind], most)
         label(cells, f"{kind} attention", "head", "layer")
-        uniform = [1.0] * len(layers), [layer.uniform_distance for layer in layers]
-        _by_depth(depth[0], [layer.entropy for layer in layers], uniform[0])
+        _by_depth(depth[0], [layer.entropy for layer in layers], [1.0] * len(layers))
         label(depth[0], "entropy (textbook: rises)", "layer", "normalised entropy")
-        _by_depth(depth[1], [layer.distance for layer in layers], uniform[1])
+        if kind == "cross":
+            depth[1].remove()
+            continue
+        _by_depth(depth[1], [layer.distance for layer in layers], [layer.uniform_distance for layer in layers])
         label(depth[1], "distance (textbook: rises)", "layer", "mean distance, tokens")
-    words = "label, value, largest control: u uniform, p fixed position, s words shuffled"
-    entries = [("mean of a layer's heads, 95 %", PALETTE[0][0], "o", ""), ("uniform attention", GREY, "", "--")]
-    legend(figure, [(words, "#084488", "s", ""), *entries])
+    cell = "value (control: u uniform, p position, s shuffled); colour: excess", "#084488", "s", ""
+    legend(figure, [cell, ("mean of a layer's heads, 95 %", PALETTE[0][0], "o", ""), ("uniform attention", GREY, "", "--")])
     return figure
 
 
@@ -472,13 +475,13 @@ def _cells(ax: Axes, heads: Sequence[Head], most: int) -> None:
     values = np.full((len(names), most), math.nan)
     for head in heads:
         x, y, score = head.head, names.index(head.layer), head.scores[head.leading]
-        values[y, x] = score.value
+        values[y, x] = score.excess.mean
         position = math.nan if head.leading in ("previous", "local") else score.position  # of these, a part of the value
         controls = {"u": score.uniform, "p": position, "s": score.shuffled}
         sign = max(controls, key=lambda key: (controls[key] == controls[key], controls[key]))
         words = head.label if head.label == head.leading else f"{head.label} ({head.leading})"
         text = f"{words}\n{score.at}\n{score.value:.2f} ({sign} {controls[sign]:.2f})".replace("\n\n", "\n")
-        ink = "#FFFFFF" if score.value > 0.6 else INK
+        ink = "#FFFFFF" if score.excess.mean > 0.55 else INK
         ax.text(x, y, text, ha="center", va="center", fontsize=7, color=ink, parse_math=False)
     ax.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     ax.grid(False)
@@ -492,4 +495,4 @@ def _by_depth(ax: Axes, found: Sequence[Interval], uniform: Sequence[float]) -> 
     ax.errorbar(range(len(found)), means, yerr=reach, fmt="o", color=PALETTE[0][0], markersize=4, capsize=3)
     ax.plot(range(len(found)), uniform, "--", color=GREY, linewidth=1.2)
     ax.set_xticks(range(len(found)))
-    ax.set_ylim(bottom=0)
+    ax.set_ylim(0, 1.06 * ax.get_ylim()[1])

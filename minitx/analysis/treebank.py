@@ -17,8 +17,8 @@ class Sentence:
     """Words with a known structure.
 
     Attributes:
-        words: texts. arcs: (word, word, relation): in a treebank from each word to its head. spaced: whether a space stands before
-            each word; default none.
+        words: texts. arcs: (word, word, relation): in a treebank from each word to its head.
+        spaced: whether a space stands before each word; default none.
 
     >>> sentence = Sentence(("The", "cat", "slept"), ((0, 1, "det"), (1, 2, "nsubj")), (False, True, True))
     >>> sentence.shuffled(np.random.default_rng(0)).words

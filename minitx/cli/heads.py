@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from minitx.config import ConfigError
 from minitx.config.checks import Count, require
 
 if TYPE_CHECKING:
-    from minitx.analysis.heads import Heads
+    from minitx.analysis.heads import Heads, Score
     from minitx.analysis.snapshot import Snapshot
     from minitx.training.stored import Stored
 
@@ -49,12 +49,14 @@ def main() -> int:
 
 
 def _heads(config: HeadsConfig) -> None:
+    from minitx.analysis.heads import head_scores
     from minitx.training.stored import place
 
     path = Path(config.ckpt_path)
     stored = open_stored(str(path / "checkpoints" / "last.ckpt" if path.is_dir() else path), trust=config.trust)
     place(with_attention(stored), config.device)
-    what, heads = _syntax(config, stored) if config.conllu else _rows(config, stored)
+    what, snapshots, syntax = _syntax(config, stored) if config.conllu else _rows(config, stored)
+    heads = head_scores(snapshots, window=config.window, syntax=syntax)
     write(f"{what}\n" + "\n".join(heads.lines()) + "\n")
     for line in _steps(path, config.window):
         write(line)
@@ -72,26 +74,24 @@ def _attend(stored: Stored, inputs: dict[str, Any], only: list[int | str] | None
         raise ConfigError(" ".join(str(error).split())[:300]) from error
 
 
-def _rows(config: HeadsConfig, stored: Stored) -> tuple[str, Heads]:
+def _rows(config: HeadsConfig, stored: Stored) -> tuple[str, Iterable[Snapshot], None]:
     """The typed text, or the first rows of the validation split."""
-    from minitx.analysis.heads import head_scores
     from minitx.cli.inputs import row_inputs
     from minitx.data.module import DataModule
 
     if config.text is not None:
         inputs = text_inputs(stored.network, stored.tokenizer, config.text, None)
-        return "one text, so without intervals", head_scores(_attend(stored, inputs.tensors), window=config.window)
+        return "one text, so without intervals", [_attend(stored, inputs.tensors)], None
     data = stored.data()
     count = min(config.num_rows, data.val_source().num_rows) if isinstance(data, DataModule) else 1
-    snapshots = (_attend(stored, row_inputs(data, row).tensors) for row in range(count))
-    return f"{count} validation rows", head_scores(snapshots, window=config.window)
+    return f"{count} validation rows", (_attend(stored, row_inputs(data, row).tensors) for row in range(count)), None
 
 
-def _syntax(config: HeadsConfig, stored: Stored) -> tuple[str, Heads]:
+def _syntax(config: HeadsConfig, stored: Stored) -> tuple[str, Iterable[Snapshot], dict[tuple[str, int], Score]]:
     """The sentences of a treebank; of an encoder-decoder, its encoder reads them."""
     import torch
 
-    from minitx.analysis.heads import head_scores, syntax_scores
+    from minitx.analysis.heads import syntax_scores
     from minitx.analysis.treebank import read_conllu
 
     shape, tokenizer = shape_of(stored.network), stored.tokenizer
@@ -116,8 +116,7 @@ def _syntax(config: HeadsConfig, stored: Stored) -> tuple[str, Heads]:
     if not kept:
         raise ConfigError(f"conllu={config.conllu} has no sentence of at most {shape.max_len} tokens (model.max_len)")
     syntax = syntax_scores(attend, kept, encode, before=before, seed=config.seed)
-    snapshots = (attend(one.encode(encode, before)[0]) for one in kept)
-    return f"{len(kept)} of {len(sentences)} sentences", head_scores(snapshots, window=config.window, syntax=syntax)
+    return f"{len(kept)} of {len(sentences)} sentences", (attend(one.encode(encode, before)[0]) for one in kept), syntax
 
 
 def _steps(folder: Path, window: int) -> Iterator[str]:

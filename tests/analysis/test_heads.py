@@ -19,7 +19,7 @@ BEHIND = PLACE - PLACE[:, None]  # j − i
 
 
 def snapshot_of(weights, ids, kind="causal", hidden=None):
-    """A snapshot of heads (N, H, L, S) that put their weight where ``weights`` is, or on all visible keys alike where that is nowhere."""
+    """A snapshot of heads (N, H, L, S) with their weight where ``weights`` is, or on all visible keys where that is nowhere."""
     visible = torch.ones_like(weights, dtype=torch.bool)
     if kind == "causal":
         visible = visible.tril()
@@ -282,6 +282,6 @@ def test_the_picture_has_a_row_for_each_kind_of_attention_and_words_in_each_cell
     heads = head_scores(take_snapshot(model, {"input_ids": IDS, "decoder_input_ids": IDS[:, :11]}))
     assert len(heads.heads) == 18 and len(heads.lines()) == 19
     figure = heads_figure(heads)
-    assert len(figure.axes) == 9
+    assert len(figure.axes) == 8  # cross-attention has no distance
     assert sorted(len(ax.texts) for ax in figure.axes)[-3:] == [6, 6, 6]
     assert png(figure)[:4] == b"\x89PNG"
