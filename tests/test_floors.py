@@ -21,7 +21,7 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "config": (set(), set(), set()),
     "nn": ({"config"}, {"torch"}, set()),
     "testing": ({"nn"}, {"torch"}, set()),
-    "analysis": ({"config", "nn"}, NUMBERS, PLOTS),
+    "analysis": ({"config", "nn"}, NUMBERS, PLOTS | {"scipy", "conllu"}),
     "generation": ({"config", "nn"}, NUMBERS, set()),
     "interop": ({"config", "nn"}, NUMBERS, {"huggingface_hub", "onnx"}),
     "data": (

@@ -135,7 +135,7 @@ def test_the_wheel_says_what_a_package_index_shows(wheel):
     assert found.metadata["Description-Content-Type"] == "text/markdown"
     assert [line for line in found.requires or () if "extra" not in line] == ["torch>=2.10"]
     assert {entry.name for entry in found.entry_points} == {
-        f"minitx-{program}" for program in ("train", "evaluate", "generate", "cost", "view", "atlas")
+        f"minitx-{program}" for program in ("train", "evaluate", "generate", "cost", "view", "heads")
     }
 
 
@@ -165,7 +165,7 @@ def test_with_torch_alone_a_block_of_the_wheel_runs_forward_and_backward(torch_a
 
 
 @slow
-@pytest.mark.parametrize("program", ["train", "evaluate", "generate", "cost", "view", "atlas"])
+@pytest.mark.parametrize("program", ["train", "evaluate", "generate", "cost", "view", "heads"])
 def test_with_torch_alone_a_program_says_what_to_install(torch_alone, empty, program):
     done = run(torch_alone / f"minitx-{program}", "model=char_small", folder=empty, code=2)
     (line,) = done.stderr.splitlines()
@@ -185,7 +185,7 @@ def test_with_train_the_wheel_runs_the_scaling_ablation_from_an_empty_folder(wit
 
 
 @slow
-@pytest.mark.parametrize("program", ["train", "evaluate", "generate", "cost", "view", "atlas"])
+@pytest.mark.parametrize("program", ["train", "evaluate", "generate", "cost", "view", "heads"])
 def test_with_train_each_program_answers_help(with_train, empty, program):
     assert len(run(with_train / f"minitx-{program}", "--help", folder=empty).stdout.splitlines()) > 10
 

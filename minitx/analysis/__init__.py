@@ -1,35 +1,35 @@
-"""Looking at attention without changing the answer."""
+"""Looking at attention without changing the answer, and changing it on purpose."""
 
-from minitx.analysis.atlas import atlas_over_steps, head_atlas, head_scores
 from minitx.analysis.canvas import save_figure
 from minitx.analysis.capture import capture
 from minitx.analysis.figures import head_heatmap, heatmap_grid, induction_steps, saturation_over_steps, to_bertviz
+from minitx.analysis.heads import head_scores, heads_figure, syntax_scores
 from minitx.analysis.intervene import HeadEffects, intervene, knock_out_heads, logit_lens, patch_heads
 from minitx.analysis.snapshot import AttentionMap, Snapshot, read_snapshots, take_snapshot
 from minitx.analysis.statistics import attention_statistics, zhai_entropy_bound
-from minitx.analysis.structure import read_brackets, read_conllu
+from minitx.analysis.treebank import Sentence, read_conllu
 
 __all__ = [
     "AttentionMap",
     "HeadEffects",
+    "Sentence",
     "Snapshot",
-    "atlas_over_steps",
     "attention_statistics",
     "capture",
-    "head_atlas",
     "head_heatmap",
     "head_scores",
+    "heads_figure",
     "heatmap_grid",
     "induction_steps",
     "intervene",
     "knock_out_heads",
     "logit_lens",
     "patch_heads",
-    "read_brackets",
     "read_conllu",
     "read_snapshots",
     "saturation_over_steps",
     "save_figure",
+    "syntax_scores",
     "take_snapshot",
     "to_bertviz",
     "zhai_entropy_bound",

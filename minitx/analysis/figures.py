@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-KINDS = {"self": "self-attention", "causal": "causal self-attention", "cross": "cross-attention"}
 SEQUENTIAL, PALE = "Blues", "#C8C8C8"
 HIDDEN: dict[str, Any] = {"facecolor": "#D9D9D9", "edgecolor": "#B0B0B0", "hatch": "/////", "linewidth": 0.0}
 PROBED = {

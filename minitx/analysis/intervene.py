@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.capture import OUTPUTS, attention_cores, capture, chosen_names, output_modules, refuse_compiled
-from minitx.analysis.intervals import mean_interval
+from minitx.analysis.heads import UNKNOWN, mean_interval
 from minitx.nn.attention import DotProductAttention
 from minitx.nn.blocks import is_recomputing
 from minitx.nn.functional import AttentionCall, attention_scores, attention_weights, full_precision, hide_unseen
@@ -274,12 +274,14 @@ def _each_head(model: nn.Module, run: Callable[[str, int], Tensor]) -> dict[str,
 
 
 def _effects(found: dict[str, list[Tensor]], compare: Callable[[Tensor], Tensor], what: str) -> HeadEffects:
-    width = max(map(len, found.values()), default=0)
-    rows = [[compare(x) for x in heads] for heads in found.values()]
-    unknown = torch.full_like(rows[0][0], torch.nan)
-    values = torch.stack([torch.stack([*row, *[unknown] * (width - len(row))], -1) for row in rows], 1)  # (n, layers, H)
-    mean, low, high, count = mean_interval(values.cpu())
-    return HeadEffects(tuple(found), mean, low, high, int(count.max()), what)
+    intervals = [[mean_interval(compare(one).cpu()) for one in heads] for heads in found.values()]
+    width = max(map(len, intervals), default=0)
+    rows = [[*heads, *[UNKNOWN] * (width - len(heads))] for heads in intervals]
+    numbers = (
+        torch.tensor([[getattr(one, name) for one in row] for row in rows], dtype=torch.float64)
+        for name in ("mean", "low", "high")
+    )
+    return HeadEffects(tuple(found), mean, low, high, intervals[0][0].n, what)
 
 
 @torch.no_grad()

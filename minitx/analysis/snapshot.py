@@ -1,4 +1,4 @@
-"""What attention looked like on one batch at one moment: what the viewer, the atlas and the figures all start from.
+"""What attention looked like on one batch at one moment: what the viewer, the head scores and the figures all start from.
 
 A snapshot is taken of a model (``take_snapshot``) or read back from a run's folder (``read_snapshots``), where the probe
 writes one every so many steps.

@@ -36,31 +36,6 @@ def write_date(day: datetime.date, tag: str, locale: Any, pattern: str) -> str:
     return f"{tag}: {format_date(day, pattern, locale)}"
 
 
-def date_parts(source: str, iso: str) -> dict[str, tuple[int, int]]:
-    """Where year, month and day stand in what ``write_date`` wrote: characters [start, stop); nothing if it did not.
-
-    >>> date_parts("de: 7. März 1999", "1999-03-07")
-    {'day': (4, 5), 'month': (7, 11), 'year': (12, 16)}
-    """
-    from babel import Locale
-    from babel.dates import DateTimeFormat, tokenize_pattern
-
-    tag, _, _ = source.partition(": ")
-    day, locale = datetime.date.fromisoformat(iso), Locale.parse(tag)
-    names = {"y": "year", "M": "month", "L": "month", "d": "day"}
-    for pattern in date_patterns(locale):
-        if write_date(day, tag, locale, pattern) != source:
-            continue
-        found, start = {}, len(tag) + 2
-        for kind, value in tokenize_pattern(pattern):
-            text = value if isinstance(value, str) else DateTimeFormat(day, locale)[value[0] * int(value[1])]
-            if kind == "field" and value[0] in names:
-                found[names[value[0]]] = (start, start + len(text))
-            start += len(text)
-        return found
-    return {}
-
-
 def date_pairs(config: DatesDataConfig) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """(source, ISO 8601) pairs of both splits; the days of validation are never in training.
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import pytest
 
-from minitx.cli import atlas, cost, evaluate, generate, train, view
+from minitx.cli import cost, evaluate, generate, heads, train, view
 from minitx.cli.compose import compose_config
 from minitx.cli.train import run_training
 
-PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "cost": cost, "view": view, "atlas": atlas}
+PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "cost": cost, "view": view, "heads": heads}
 TEXT = "In the beginning God created the heaven and the earth.\n你好世界 🎉\n"
 SHORT = (
     *("model.embed_dim=12", "model.num_heads=3", "model.num_layers=2", "model.max_len=64", "data.batch_size=4"),

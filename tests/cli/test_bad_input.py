@@ -107,7 +107,7 @@ PROGRAMS = {
     "evaluate": {"": "ckpt_path", "ckpt_path=missing.ckpt": "missing.ckpt", "ckpt=x": "ckpt_path", "num_rows=0 ckpt_path=x": "num_rows=0"},
     "generate": {"": "ckpt_path", "ckpt_path=missing.ckpt": "missing.ckpt", "ckpt_path=x top_k=many": "top_k=many", "prompt": "prompt"},
     "view": {"": "ckpt_path", "ckpt_path=missing.ckpt text=a": "missing.ckpt", "ckpt_path=x row=1 text=a": "row=1", "ckpt_path=x output=no/where.html": "output=no/where.html"},
-    "atlas": {"": "ckpt_path", "ckpt_path=missing.ckpt": "missing.ckpt", "ckpt_path=x num_rows=0": "num_rows=0"},
+    "heads": {"": "ckpt_path", "ckpt_path=missing.ckpt": "missing.ckpt", "ckpt_path=x num_rows=0": "num_rows=0"},
     "cost": {"model=nonsense": "char_small", "model=char_small lengths=8": "lengths=8", "model=char_small model.num_head=2": "model.num_head"},
 }  # fmt: skip
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 import yaml
 
-from minitx.cli.atlas import AtlasConfig
 from minitx.cli.cost import CostConfig
 from minitx.cli.evaluate import EvaluateConfig
 from minitx.cli.generate import GenerateConfig
+from minitx.cli.heads import HeadsConfig
 from minitx.cli.train import default_folder
 from minitx.cli.view import ViewConfig
 from minitx.training.metrics import COLUMNS, read_metrics
@@ -26,7 +26,7 @@ from tests.waiting import PATIENCE, wait_for
 
 TINY = ["data=kv_lookup", "data.val_size=16", "data.batch_size=8", "model.embed_dim=8", "model.num_heads=2", "model.num_layers=1",
         "trainer.accelerator=cpu", "trainer.threads=1", "trainer.log_every=1", "callbacks.progress=false"]  # fmt: skip
-OTHERS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view": ViewConfig, "atlas": AtlasConfig, "cost": CostConfig}
+OTHERS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view": ViewConfig, "heads": HeadsConfig, "cost": CostConfig}
 
 
 def losses(folder):

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from minitx.ablation.config import AblationConfig
-from minitx.cli.atlas import AtlasConfig
 from minitx.cli.cost import CostConfig
 from minitx.cli.evaluate import EvaluateConfig
 from minitx.cli.generate import GenerateConfig
+from minitx.cli.heads import HeadsConfig
 from minitx.cli.view import ViewConfig
 from minitx.config import DataConfig, Part, RunConfig, to_dict
 
@@ -30,7 +30,7 @@ GROUPS = (
 )
 PROGRAMS = {
     **{"evaluate": EvaluateConfig, "generate": GenerateConfig, "view_attention": ViewConfig},
-    **{"atlas": AtlasConfig, "cost": CostConfig},
+    **{"heads": HeadsConfig, "cost": CostConfig},
 }
 PLAIN = {int: "whole number", float: "number", bool: "true, false", str: "word", Any: "anything", type(None): "null"}
 

@@ -19,13 +19,13 @@ import torch
 from page_blocks import ROOT, Block, blocks, commands, pages, read
 
 from minitx.ablation.grid import cells
-from minitx.cli import atlas, cost, evaluate, generate, train, view
+from minitx.cli import cost, evaluate, generate, heads, train, view
 from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import CONFIG_DIR, TransformerConfig
 from minitx.interop import save_hf
 from minitx.nn import DecoderLM, Encoder
 
-PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "cost": cost, "view_attention": view, "atlas": atlas}
+PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "cost": cost, "view_attention": view, "heads": heads}
 
 SMALL = {
     r"^train(?!.*(--help|--cfg|ablation|one_step))": "trainer.max_steps=2 schedule.warmup_steps=1 trainer.val_every=0 trainer.val_batches=1 "
@@ -45,7 +45,7 @@ SMALL = {
     r"^evaluate": "num_rows=2 num_beams=1 device=cpu",
     r"^generate": "max_new_tokens=3 device=cpu",
     r"^view_attention": "device=cpu",
-    r"^atlas": "num_rows=5 device=cpu",
+    r"^heads": "num_rows=5 device=cpu",
     r"^cost": "lengths=16,32,64 length=8 model.embed_dim=32 model.num_layers=1 model.num_heads=2",
 }
 """A command that a pattern is found in gets these overrides behind its own: the same command on a toy."""
@@ -169,12 +169,12 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
 }
 """What a page speaks of as there: how it is made, or the overrides of a short run, or where on this shelf it is copied from."""
 
-NAMING = r"(?:^|^(?:--config-dir|ckpt_path|compare|output_dir|structure|init_from\.path|data\.tokenizer|data\.\w*path)=\"?|,)"
+NAMING = r"(?:^|^(?:--config-dir|ckpt_path|compare|output_dir|conllu|init_from\.path|data\.tokenizer|data\.\w*path)=\"?|,)"
 """What stands before a path in an argument."""
 
 SLOW = (
     "README.zh.md",
-    "docs/atlas.md",
+    "docs/heads.md",
     "docs/configuring.md",
     "docs/cost.md",
     "docs/running.md",

@@ -1,9 +1,12 @@
 """What each file in examples/ shows, asserted; and that the page prints what the files say."""
 
+import contextlib
 import inspect
+import io
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -206,6 +209,33 @@ def test_the_ablation_of_the_scale_runs_from_a_folder_of_ones_own(python, tmp_pa
     assert "power" in (tmp_path / "out" / "summary.md").read_text(encoding="utf-8")
 
 
+# brackets
+
+
+def test_the_answer_of_a_closing_bracket_is_the_last_open_one_at_no_fixed_distance(example):
+    brackets = example("brackets")
+    batch = brackets.batch(50, np.random.default_rng(0))
+    distances = []
+    for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        still_open = []
+        for i, (symbol, label) in enumerate(zip(ids, labels, strict=True)):
+            if symbol == brackets.CLOSE:
+                distances.append(i - still_open[-1])
+                assert label == ids[still_open.pop()]
+            else:
+                assert label == -100
+                still_open.append(i)
+    assert len(still_open) < brackets.LENGTH and max(np.bincount(distances)) < 0.5 * len(distances)
+
+
+def test_the_model_of_brackets_trains_and_its_heads_are_compared_with_the_structure(example, tmp_path):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        found = example("brackets").main(steps=2, folder=tmp_path / "run")
+    assert (tmp_path / "run" / "heads.png").is_file()
+    assert printed.getvalue().count("blocks.") == 13  # a line a head, and the best
+    assert 0.0 < found["position"] < 0.5
+
+
 # the page
 
 
@@ -234,7 +264,7 @@ def test_the_page_shows_what_an_example_prints(name, ran):
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt", "plain_torch", "swap_gpt2", "swap_vit", "custom_mask", "custom_backend", "flash_attn_backend"]
+    "name", ["gpt", "brackets", "plain_torch", "swap_gpt2", "swap_vit", "custom_mask", "custom_backend", "flash_attn_backend"]
 )
 def test_an_example_is_short(name):
     text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")

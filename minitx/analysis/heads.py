@@ -1,0 +1,498 @@
+"""What each attention head does: the textbook's patterns as scores, each with its controls and a 95 % interval.
+
+Every score is taken in each sentence and then averaged over sentences. It is compared with uniform attention over the visible
+keys of the same rows, and where position alone could explain it, with the best fixed position, chosen on the other half of the
+sentences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minitx.analysis.canvas import GREY, INK, PALETTE, label, legend, panels
+from minitx.analysis.lettering import short_name
+from minitx.analysis.snapshot import SOURCE, AttentionMap, Snapshot
+from minitx.analysis.treebank import Sentence
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+THRESHOLD, MARGIN, BROAD = 0.5, 0.1, 0.9
+MIN_SENTENCES = 5
+OFFSETS = range(-8, 9)
+PATTERNS = ("previous", "duplicate", "induction", "syntactic", "offset", "global", "local")
+"""In the order in which a head is given its label: narrow patterns come first."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over n sentences with Student's 95 % interval; NaN where it is not known."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+    def above(self, value: float) -> bool:
+        """Whether the lower end is above ``value``; False for fewer than ``MIN_SENTENCES`` sentences."""
+        return self.n >= MIN_SENTENCES and self.low > value
+
+
+def mean_interval(values: Tensor) -> Interval:
+    """x̄ ± t_{n−1} · s/√n of ``values`` (n,); NaN is left out, and one value alone has no interval.
+
+    >>> mean_interval(torch.tensor([1.0, 2.0, 3.0, torch.nan]))
+    Interval(mean=2.0, low=-0.4841..., high=4.4841..., n=3)
+    """
+    from scipy import stats
+
+    known = values[~values.isnan()].double()
+    n, mean = len(known), float(known.mean())
+    reach = float(stats.t.ppf(0.975, n - 1) * known.std() / math.sqrt(n)) if n > 1 else math.nan
+    return Interval(mean, mean - reach, mean + reach, n)
+
+
+UNKNOWN = Interval(math.nan, math.nan, math.nan, 0)
+
+
+@dataclass(frozen=True)
+class Score:
+    """How much a head follows a pattern.
+
+    Attributes:
+        value, uniform: the head's weight on the pattern's keys, and that of uniform attention in the same rows. For
+            ``syntactic``, the share of words whose favourite word the structure names.
+        excess: (value − uniform) / (1 − uniform): 0 is uniform attention, 1 is nothing else than the pattern.
+        position: what the best fixed position gives, chosen on the even sentences and judged on the odd ones. Of ``previous``
+            and ``local``: the head's own weight at one distance. Of the others: how often that distance hits the pattern.
+        gain: value − position, paired by sentence.
+        shuffled, lost: of ``syntactic``, the value where the words are shuffled; value − shuffled, paired by sentence.
+        at: the distance of ``offset``; the relation and direction of ``syntactic``.
+    """
+
+    value: float
+    uniform: float
+    excess: Interval
+    position: float = math.nan
+    gain: Interval = UNKNOWN
+    shuffled: float = math.nan
+    lost: Interval = UNKNOWN
+    at: str = ""
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head: its layer, the kind of attention (``self``, ``causal``, ``cross``), its scores and its normalised entropy."""
+
+    layer: str
+    kind: str
+    head: int
+    scores: Mapping[str, Score]
+    entropy: Interval
+
+    @property
+    def label(self) -> str:
+        """The first of ``PATTERNS`` that the head follows, else ``broad`` (normalised entropy above 0.9), else ``none``.
+
+        All are judged by the lower ends of the intervals, and only where five sentences have the score. A pattern is followed
+        where its excess is above ½. ``duplicate`` and ``induction`` must also gain 0.1 over position. ``syntactic`` needs no
+        ½, but must gain 0.1 over position and lose 0.1 when the words are shuffled.
+        """
+        for name, score in self.scores.items():
+            gains = score.gain.above(MARGIN)
+            if name == "syntactic":
+                if gains and score.lost.above(MARGIN):
+                    return name
+            elif score.excess.above(THRESHOLD) and (gains or name not in ("duplicate", "induction")):
+                return name
+        return "broad" if self.entropy.above(BROAD) else "none"
+
+    @property
+    def leading(self) -> str:
+        """The score of the label; without one, the highest."""
+        known = {name: (-math.inf, score.excess.mean)[not math.isnan(score.excess.mean)] for name, score in self.scores.items()}
+        return self.label if self.label in known else max(known, key=known.__getitem__)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer, over all of its heads: normalised entropy, and mean distance from query to key in tokens, here and of uniform
+    attention; cross-attention has no distance."""
+
+    name: str
+    kind: str
+    entropy: Interval
+    distance: Interval
+    uniform_distance: float
+
+
+@dataclass(frozen=True)
+class Heads:
+    """All heads of a model and its layers, in the model's order."""
+
+    heads: tuple[Head, ...]
+    layers: tuple[Layer, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A table as plain data: one row a head and score, with ``excess_low`` and so on; None where a number is not known."""
+        table = []
+        for head in self.heads:
+            for name, score in head.scores.items():
+                row = {"layer": head.layer, "kind": head.kind, "head": head.head, "label": head.label, "score": name}
+                for key, value in asdict(score).items():
+                    row |= {f"{key}_{part}": one for part, one in value.items()} if isinstance(value, dict) else {key: value}
+                table.append({key: None if value != value else value for key, value in row.items()})
+        return table
+
+    def lines(self) -> list[str]:
+        """A line a head: its label, the excess of its leading score with the interval, and the excess of every score."""
+        lines = [f"{'layer':18} head label                     95 %       " + "".join(f"{name[:6]:>7}" for name in PATTERNS)]
+        for head in self.heads:
+            score = head.scores[head.leading]
+            words = f"{head.label} {score.at}" if head.label == head.leading else head.label
+            cells = "".join(f"{head.scores[name].excess.mean if name in head.scores else math.nan:7.2f}" for name in PATTERNS)
+            interval = f"{score.excess.low:.2f} to {score.excess.high:.2f}"
+            lines.append(
+                f"{short_name(head.layer):18} {head.head:4} {words:21.21} {interval:>14} {cells}".replace("nan", "  -")
+            )
+        return lines
+
+
+# --- one sentence
+
+
+class Found(NamedTuple):
+    """Of one sentence: the value of each head and of uniform attention, (H,) each, and how often each fixed position hits."""
+
+    value: Tensor
+    uniform: Tensor
+    rules: Mapping[tuple[str, int], float] = {}
+
+
+def pattern_keys(behind: Tensor, ids: Tensor | None, window: int) -> dict[str, Tensor]:
+    """Which keys (L, L) each pattern means, by name, in self-attention; ``behind`` is j − i.
+
+    >>> behind = torch.arange(5) - torch.arange(5)[:, None]
+    >>> pattern_keys(behind, torch.tensor([7, 8, 9, 7, 8]), window=1)["induction"].nonzero().tolist()  # behind an equal token
+    [[0, 4], [3, 1], [4, 2]]
+    """
+    keys = {"previous": behind == -1, "local": behind.abs() <= window}
+    if ids is not None:
+        keys["duplicate"] = (ids == ids[:, None]) & (behind != 0)
+        keys["induction"] = torch.nn.functional.pad(keys["duplicate"][:, :-1], (1, 0)) & (behind != 0)
+    return keys
+
+
+def measure(layer: AttentionMap, ids: Tensor | None, window: int) -> dict[str, Found]:
+    """Every pattern, the entropy and the distance in one sentence (B = 1, no padding)."""
+    p, visible = layer.weights[0].double(), layer.visible[0]
+    uniform = visible / visible.sum(-1, keepdim=True).clamp(min=1).double()
+    chooses = visible.sum(-1) > 1  # (H, L)
+
+    def mass(keys: Tensor, rules: bool = False, rows: Tensor = chooses) -> Found:
+        """Weight on ``keys``, the mean over the rows that see some of them and something else."""
+        hits = keys & visible
+        rows = rows & hits.any(-1) & (hits != visible).any(-1)
+        value, chance = (((w * hits).sum(-1) * rows).sum(-1) / rows.sum(-1) for w in (p, uniform))
+        return Found(value, chance, offset_rules((hits & rows[..., None]).any(0)) if rules else {})
+
+    nothing = torch.full((len(p),), math.nan, dtype=torch.float64)
+    found = {"global": mass(_favourite_key(p, visible)), "distance": Found(nothing, nothing)}
+    found["entropy"] = Found(layer.entropy()[0].nanmean(-1), torch.ones_like(nothing))
+    if layer.queries == layer.keys:
+        place = torch.arange(p.shape[-1])
+        behind = place - place[:, None]  # j − i
+        for name, keys in pattern_keys(behind, ids, window).items():
+            found[name] = mass(keys, rules=name in ("duplicate", "induction"))
+        offsets = [mass(behind == k) for k in OFFSETS]
+        found["offset"] = Found(
+            torch.stack([one.value for one in offsets]), torch.stack([one.uniform for one in offsets])
+        )  # (K, H)
+        far = [((w * behind.abs()).sum(-1) * chooses).sum(-1) / chooses.sum(-1) for w in (p, uniform)]
+        found["distance"] = Found(far[0], far[1])
+    return found
+
+
+def _favourite_key(p: Tensor, visible: Tensor) -> Tensor:
+    """The one key with the most weight, (H, L, S): chosen on the even rows for the odd ones, and the other way round."""
+    even = torch.arange(p.shape[1]) % 2 == 0
+    best = [(p[:, half].sum(1) / visible[:, half].sum(1).clamp(min=1)).argmax(-1) for half in (even, ~even)]
+    key = torch.where(even, best[1][:, None], best[0][:, None])  # (H, L)
+    return torch.arange(p.shape[2]) == key[..., None]
+
+
+def offset_rules(keys: Tensor) -> dict[tuple[str, int], float]:
+    """How often each guess from position alone hits ``keys`` (Q, K): the key at a fixed offset, or the one at a fixed place."""
+    pairs, total = keys.nonzero().tolist(), max(1, int(keys.any(-1).sum()))
+    hits = Counter(rule for query, key in pairs for rule in (("offset", key - query), ("place", key)))
+    return {rule: count / total for rule, count in hits.items()}
+
+
+# --- all sentences
+
+
+def head_scores(
+    snapshots: Snapshot | Iterable[Snapshot], *, window: int = 4, syntax: Mapping[tuple[str, int], Score] | None = None
+) -> Heads:
+    """What every head does on these sentences, the rows of the snapshots.
+
+    ============= =====================================================================================================
+    ``previous``  weight on the token before (Voita et al. 2019, arXiv:1905.09418)
+    ``local``     weight on keys at most ``window`` tokens away
+    ``global``    weight on one key that all queries share; the key is chosen on half of the queries (Clark et al. 2019, §3)
+    ``duplicate`` weight on other keys with the query's token (Wang et al. 2022, arXiv:2211.00593)
+    ``induction`` weight on keys behind another key with the query's token (Olsson et al. 2022, arXiv:2209.11895)
+    ``offset``    weight at one distance of −8 to 8, chosen on the even sentences, judged on the odd ones
+    ``syntactic`` see ``syntax_scores``
+    ============= =====================================================================================================
+
+    Rows that see none of a pattern's keys, or nothing else, do not count. Cross-attention has ``global`` alone.
+
+    Args:
+        snapshots: as ``take_snapshot`` makes them; more than one row is wanted, and ten or more to choose a position.
+        window: tokens. syntax: what ``syntax_scores`` found.
+
+    Raises:
+        ValueError: no snapshot.
+
+    >>> weights = torch.eye(7).roll(-1, 1).tril().index_fill(0, torch.tensor(0), 1.0).tril()  # each looks at the one before
+    >>> visible = torch.ones(7, 7).tril().bool().expand(11, 2, 7, 7)
+    >>> layer = AttentionMap("core", "causal", "x", "x", weights.expand(11, 2, 7, 7), visible, torch.zeros(11, 2, 7))
+    >>> found = head_scores(Snapshot((layer,), {"x": [["a"] * 7] * 11}, {}, {"x": torch.ones(11, 7).bool()}))
+    >>> found.heads[0].label, found.heads[0].scores["previous"].excess.mean
+    ('previous', 1.0)
+    """
+    kinds: dict[str, str] = {}
+    sentences: dict[str, list[dict[str, Found]]] = {}
+    for snapshot in [snapshots] if isinstance(snapshots, Snapshot) else snapshots:
+        for one in map(snapshot.sentence, range(snapshot.num_rows)):
+            for layer in one.maps:
+                ids = one.ids[layer.keys][0] if layer.keys in one.ids else None
+                sentences.setdefault(layer.name, []).append(measure(layer, ids, window))
+                kinds[layer.name] = layer.kind
+    if not sentences:
+        raise ValueError("snapshots must hold one sentence at least")
+    heads, layers = [], []
+    for name, found in sentences.items():
+        scores = pattern_scores(found)
+        far, uniform = (torch.stack([one["distance"][i] for one in found]) for i in (0, 1))  # type: ignore[misc]
+        entropy = torch.stack([one["entropy"].value for one in found])  # (n, H)
+        for head in range(entropy.shape[1]):
+            own = {pattern: per_head[head] for pattern, per_head in scores.items()}
+            own |= {"syntactic": syntax[name, head]} if syntax and (name, head) in syntax else {}
+            ordered = {pattern: own[pattern] for pattern in PATTERNS if pattern in own}
+            heads.append(Head(name, kinds[name], head, ordered, mean_interval(entropy[:, head])))
+        by_depth = mean_interval(entropy.mean(1)), mean_interval(far.mean(1)), float(uniform.nanmean())
+        layers.append(Layer(name, kinds[name], *by_depth))
+    return Heads(tuple(heads), tuple(layers))
+
+
+def pattern_scores(found: Sequence[Mapping[str, Found]]) -> dict[str, list[Score]]:
+    """The scores of each head, by pattern, from what ``measure`` found in each sentence."""
+    out: dict[str, list[Score]] = {}
+    for name in sorted(set(PATTERNS) & set(found[0]), key=lambda name: name != "offset"):
+        value, chance = torch.stack([one[name].value for one in found]), torch.stack([one[name].uniform for one in found])
+        if name == "global":
+            position = torch.full_like(value, math.nan)
+        elif name == "offset":  # (n, K, H)
+            best = excess_of(value, chance)[0::2].nanmean(0).nan_to_num(nan=-math.inf).argmax(0)  # (H,)
+            own, chance = (of[:, best, torch.arange(len(best))] for of in (value, chance))
+            out[name] = [replace(s, at=f"{OFFSETS[k]:+}") for s, k in zip(_scores(own[1::2], chance[1::2]), best, strict=True)]
+            continue
+        elif name in ("previous", "local"):
+            position = own.clone()
+        else:
+            position = hits_of_best_rule([one[name].rules for one in found])[:, None].repeat(1, value.shape[1])
+        position[0::2] = math.nan
+        out[name] = _scores(value, chance, position)
+    return out
+
+
+def excess_of(value: Tensor, uniform: Tensor) -> Tensor:
+    """(value − uniform) / (1 − uniform); NaN where uniform attention leaves nothing to gain."""
+    return torch.where(uniform < 1 - 1e-9, (value - uniform) / (1 - uniform), math.nan)
+
+
+def _scores(value: Tensor, uniform: Tensor, position: Tensor | None = None, shuffled: Tensor | None = None) -> list[Score]:
+    """A score a head from (n, H) each; a NaN of ``position`` is a sentence that it was chosen on."""
+    nothing = torch.full_like(value, math.nan)
+    columns = (
+        tensor.T
+        for tensor in (value, uniform, nothing if position is None else position, nothing if shuffled is None else shuffled)
+    )
+    out = []
+    for v, u, p, s in zip(*columns, strict=True):
+        means = [float(x.nanmean()) for x in (v, u, p, s)]
+        excess, gain, lost = mean_interval(excess_of(v, u)), mean_interval(v - p), mean_interval(v - s)
+        out.append(Score(means[0], means[1], excess, means[2], gain, means[3], lost))
+    return out
+
+
+def hits_of_best_rule(rules: Sequence[Mapping[tuple[str, int], float]]) -> Tensor:
+    """How often the rule that hits most in the even sentences hits in each of them, (n,); NaN where nothing could be hit."""
+    total: Counter[tuple[str, int]] = Counter()
+    for hits in rules[0::2]:
+        total.update(hits)  # type: ignore[arg-type]
+    best = max(total, key=lambda rule: (total[rule], -abs(rule[1])), default=("offset", 0))
+    return torch.tensor([hits.get(best, 0.0) if hits else math.nan for hits in rules], dtype=torch.float64)
+
+
+# --- structure
+
+
+def agreement(layer: AttentionMap, spans: Sequence[tuple[int, int]], sentence: Sentence) -> dict[str, Found]:
+    """The share of words whose favourite word is one that an arc names, by relation and direction (``nsubj →``).
+
+    Source: Clark et al. 2019, §4. Weights between words are summed over the tokens of the key word and averaged over those of
+    the query word. A word is never its own favourite; words that are liked equally share. A word counts where arcs name some,
+    not all, of the words that it sees.
+    """
+    place, (start, stop) = torch.arange(layer.weights.shape[-1]), torch.tensor(spans).T[..., None]
+    inside = ((place >= start) & (place < stop)).double()  # (W, L)
+    visible = (inside @ layer.visible[0].all(0).double() @ inside.T > 0).fill_diagonal_(False)
+    weights = (inside / inside.sum(-1, keepdim=True).clamp(min=1)) @ layer.weights[0].double() @ inside.T
+    weights = weights.masked_fill(~visible, -1.0)
+    best = (weights >= weights.amax(-1, keepdim=True) * (1 - 1e-6)) & visible  # (H, W, W)
+    favourite = best / best.sum(-1, keepdim=True).clamp(min=1).double()
+    found = {}
+    for relation in dict.fromkeys(name for *_, name in sentence.arcs):
+        pairs = torch.zeros_like(visible)
+        pairs[tuple(torch.tensor([(i, j) for i, j, name in sentence.arcs if name == relation]).T)] = True
+        for candidate, keys in ((f"{relation} →", pairs & visible), (f"{relation} ←", pairs.T & visible)):
+            rows = keys.any(-1) & (keys != visible).any(-1)
+            if rows.any():
+                keys = keys & rows[:, None]
+                chance = (keys.sum(-1) / visible.sum(-1).clamp(min=1))[rows].mean().double()
+                shares = (favourite * keys).sum(dim=(1, 2)) / rows.sum()
+                found[candidate] = Found(shares, chance.expand(len(shares)), offset_rules(keys))
+    return found
+
+
+def syntax_scores(
+    attend: Callable[[Tensor], Snapshot],
+    sentences: Iterable[Sentence],
+    encode: Callable[[str], Sequence[int]],
+    *,
+    before: Sequence[int] = (),
+    seed: int = 0,
+) -> dict[tuple[str, int], Score]:
+    """How far each head of self-attention, by layer and number, follows the arcs of the sentences, more than controls do.
+
+    The model reads each sentence twice, the second time with its words shuffled. Each head is judged by the relation and
+    direction that gains most over position on the even sentences. Value, controls and intervals are of the odd ones.
+
+    Args:
+        attend: ids (1, L) -> ``Snapshot``, such as ``lambda ids: take_snapshot(model, {"input_ids": ids})``.
+        sentences: with arcs; relations that fewer than five sentences of each half have are left out.
+        encode, before: see ``Sentence.encode``. seed: of the shuffling.
+
+    >>> from minitx.analysis import take_snapshot
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import DecoderLM
+    >>> model = DecoderLM(TransformerConfig(vocab_size=128, embed_dim=12, num_heads=3, num_layers=1))
+    >>> sentences = [Sentence(("a", "b", "cd", "e"), ((2, 0, "of"), (3, 1, "of")))] * 20
+    >>> found = syntax_scores(lambda ids: take_snapshot(model, {"input_ids": ids}), sentences, lambda text: list(text.encode()))
+    >>> found["blocks.0.attention.core", 0].at, found["blocks.0.attention.core", 0].position
+    ('of →', 1.0)
+    """
+    random, read = np.random.default_rng(seed), []
+    for sentence in sentences:
+        for one in (sentence, sentence.shuffled(random)):
+            ids, spans = one.encode(encode, before)
+            layers = [layer for layer in attend(ids).maps if (layer.queries, layer.keys) == (SOURCE, SOURCE)]
+            read.append({layer.name: agreement(layer, spans, one) for layer in layers})
+    plain, control = read[0::2], read[1::2]
+    scores: dict[tuple[str, int], Score] = {}
+    for name in plain[0] if plain else ():
+        found, again = [of[name] for of in plain], [of[name] for of in control]
+        halves = [Counter(c for of in found[half::2] for c in of) for half in (0, 1)]
+        judged = {c: _judged(c, found, again) for c in halves[0] if min(half[c] for half in halves) >= MIN_SENTENCES}
+        for h in range(len(next(iter(judged.values()))[1]) if judged else 0):
+            best = max(judged, key=lambda c: float(judged[c][0][h]))
+            scores[name, h] = replace(judged[best][1][h], at=best)
+    return scores
+
+
+def _judged(candidate: str, plain: Sequence[Mapping[str, Found]], control: Sequence[Any]) -> tuple[Tensor, list[Score]]:
+    """The mean gain over position on the even sentences, (H,), and each head's score on the odd ones."""
+    heads = next(of[candidate].value for of in plain if candidate in of)
+    nothing = Found(torch.full_like(heads, math.nan), torch.full_like(heads, math.nan))
+    found, again = ([of.get(candidate, nothing) for of in half] for half in (plain, control))
+    value, shuffled = (torch.stack([one.value for one in half]) for half in (found, again))
+    uniform = torch.stack([one.uniform for one in found])
+    position = hits_of_best_rule([one.rules for one in found])[:, None].expand_as(value)
+    return (value - position)[0::2].nanmean(0), _scores(value[1::2], uniform[1::2], position[1::2], shuffled[1::2])
+
+
+# --- the picture
+
+
+def heads_figure(heads: Heads) -> Figure:
+    """A row for each kind of attention: layers × heads, then entropy and distance by depth.
+
+    A cell has the head's label (of ``none`` and ``broad``, the highest score beside it), the value of its leading score, and in
+    brackets the largest control: uniform attention (u), the best fixed position (p), shuffled words (s). Its colour is the
+    excess, white at 0 and dark blue at 1. By depth, a dot is the mean over a layer's heads with its interval. The textbook
+    says that low layers look near and high layers far.
+
+    >>> from minitx.analysis import take_snapshot
+    >>> from minitx.nn import MultiHeadAttention
+    >>> heads = head_scores(take_snapshot(MultiHeadAttention(6, 2), {"query": torch.randn(11, 7, 6)}))
+    >>> len(heads_figure(heads).axes)
+    3
+    """
+    kinds = {head.kind: [layer for layer in heads.layers if layer.kind == head.kind] for head in heads.heads}
+    most = max(head.head for head in heads.heads) + 1
+    sizes: dict[str, Any] = {"width_ratios": [max(1.05 * most + 0.4, 3.2), 2.6, 2.6]}
+    width = (sum(sizes["width_ratios"]) + 0.8) / 3
+    figure, axes = panels(len(kinds), 3, width=width, height=max(0.62 * max(map(len, kinds.values())) + 0.9, 2.2), **sizes)
+    for (cells, *depth), (kind, layers) in zip(axes, kinds.items(), strict=True):
+        _cells(cells, [head for head in heads.heads if head.kind == kind], most)
+        label(cells, f"{kind} attention", "head", "layer")
+        _by_depth(depth[0], [layer.entropy for layer in layers], [1.0] * len(layers))
+        label(depth[0], "entropy (textbook: rises)", "layer", "normalised entropy")
+        if kind == "cross":
+            depth[1].remove()
+            continue
+        _by_depth(depth[1], [layer.distance for layer in layers], [layer.uniform_distance for layer in layers])
+        label(depth[1], "distance (textbook: rises)", "layer", "mean distance, tokens")
+    cell = "value (control: u uniform, p position, s shuffled); colour: excess", "#084488", "s", ""
+    legend(figure, [cell, ("mean of a layer's heads, 95 %", PALETTE[0][0], "o", ""), ("uniform attention", GREY, "", "--")])
+    return figure
+
+
+def _cells(ax: Axes, heads: Sequence[Head], most: int) -> None:
+    names = list(dict.fromkeys(head.layer for head in heads))
+    values = np.full((len(names), most), math.nan)
+    for head in heads:
+        x, y, score = head.head, names.index(head.layer), head.scores[head.leading]
+        values[y, x] = score.excess.mean
+        position = math.nan if head.leading in ("previous", "local") else score.position  # of these, a part of the value
+        controls = {"u": score.uniform, "p": position, "s": score.shuffled}
+        sign = max(controls, key=lambda key: (controls[key] == controls[key], controls[key]))
+        words = head.label if head.label == head.leading else f"{head.label} ({head.leading})"
+        text = f"{words}\n{score.at}\n{score.value:.2f} ({sign} {controls[sign]:.2f})".replace("\n\n", "\n")
+        ink = "#FFFFFF" if score.excess.mean > 0.55 else INK
+        ax.text(x, y, text, ha="center", va="center", fontsize=7, color=ink, parse_math=False)
+    ax.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    ax.grid(False)
+    ax.set_xticks(range(most))
+    ax.set_yticks(range(len(names)))
+
+
+def _by_depth(ax: Axes, found: Sequence[Interval], uniform: Sequence[float]) -> None:
+    means = [one.mean for one in found]
+    reach = [[one.mean - one.low for one in found], [one.high - one.mean for one in found]]
+    ax.errorbar(range(len(found)), means, yerr=reach, fmt="o", color=PALETTE[0][0], markersize=4, capsize=3)
+    ax.plot(range(len(found)), uniform, "--", color=GREY, linewidth=1.2)
+    ax.set_xticks(range(len(found)))
+    ax.set_ylim(0, 1.06 * ax.get_ylim()[1])

@@ -1,0 +1,287 @@
+"""Hand-made heads have known scores; each label is reached, and each control refuses what it is there for."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from minitx.analysis import Sentence, Snapshot, head_scores, heads_figure, read_conllu, syntax_scores, take_snapshot
+from minitx.analysis.canvas import png
+from minitx.analysis.heads import PATTERNS, mean_interval
+from minitx.analysis.snapshot import AttentionMap
+from minitx.config import TransformerConfig
+from minitx.nn import Encoder, EncoderDecoder
+
+N, L, TOKENS = 13, 23, 7  # few tokens, so that every row repeats some
+PLACE = torch.arange(L)
+BEHIND = PLACE - PLACE[:, None]  # j − i
+
+
+def snapshot_of(weights, ids, kind="causal", hidden=None):
+    """A snapshot of heads (N, H, L, S) with their weight where ``weights`` is, or on all visible keys where that is nowhere."""
+    visible = torch.ones_like(weights, dtype=torch.bool)
+    if kind == "causal":
+        visible = visible.tril()
+    if hidden is not None:
+        visible = visible & ~hidden
+    weights = (weights * visible).double()
+    weights = torch.where(weights.sum(-1, keepdim=True) > 0, weights, visible.double())
+    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)
+    queries, keys = ("decoder_input_ids", "input_ids") if kind == "cross" else ("input_ids", "input_ids")
+    layer = AttentionMap("blocks.0.attention.core", kind, queries, keys, weights, visible, weights.amax(-1))
+    axes = {queries: weights.shape[2], keys: weights.shape[3]}
+    real = {axis: torch.ones(len(weights), size, dtype=torch.bool) for axis, size in axes.items()}
+    texts = {axis: [["?"] * size] * len(weights) for axis, size in axes.items()}
+    return Snapshot((layer,), texts, {"input_ids": ids[:, : weights.shape[3]]}, real)
+
+
+def same(ids):
+    return (ids[:, :, None] == ids[:, None]) & (BEHIND != 0)
+
+
+def after(keys):
+    """The key behind each, never the query itself."""
+    return torch.nn.functional.pad(keys[..., :-1], (1, 0)) & (BEHIND != 0)
+
+
+def everywhere(keys):
+    return keys.expand(N, L, L)
+
+
+IDS = torch.randint(0, TOKENS, (N, L), generator=torch.Generator().manual_seed(0))
+MADE = {
+    "previous": everywhere(BEHIND == -1),
+    "duplicate": same(IDS),
+    "induction": after(same(IDS)),
+    "offset": everywhere(BEHIND == -3),
+    "global": (2 + torch.arange(N) % 3)[:, None, None].expand(N, L, 1) == PLACE,  # another key in each sentence
+    "local": everywhere(BEHIND.abs() <= 4),
+    "broad": everywhere(BEHIND < L),
+}
+
+
+@pytest.mark.parametrize("kind", ["causal", "self"])
+@pytest.mark.parametrize("name", MADE)
+def test_a_hand_made_head_of_each_kind_gets_its_label(name, kind):
+    (head,) = head_scores(snapshot_of(MADE[name][:, None], IDS, kind)).heads
+    assert head.label == name
+    if name in PATTERNS:
+        score = head.scores[name]
+        assert score.excess.mean == pytest.approx(1.0, abs=1e-9 if name in ("previous", "offset", "local") else 0.25)
+        assert score.excess.n == (N // 2 if name == "offset" else N)
+    if name == "offset":
+        assert head.scores["offset"].at == "-3"
+
+
+@pytest.mark.parametrize("kind", ["causal", "self", "cross"])
+def test_uniform_attention_scores_zero_under_any_mask(kind):
+    hidden = None if kind == "cross" else BEHIND < -5
+    (head,) = head_scores(snapshot_of(torch.zeros(N, 1, L, 17 if kind == "cross" else L), IDS, kind, hidden)).heads
+    for name, score in head.scores.items():
+        assert score.excess.mean == pytest.approx(0.0, abs=1e-9), name
+    assert set(head.scores) == ({"global"} if kind == "cross" else set(PATTERNS) - {"syntactic"})
+    assert head.label == "broad"
+
+
+def test_random_attention_is_nothing():
+    weights = torch.randn(N, 3, L, L, generator=torch.Generator().manual_seed(1)).mul(3).exp()
+    assert {head.label for head in head_scores(snapshot_of(weights, IDS)).heads} == {"none"}
+
+
+def test_wrong_heads_do_not_pass_for_right_ones():
+    wrong = {
+        "the next token": everywhere(BEHIND == 1),
+        "another sentence's induction": after(same(IDS)).roll(1, 0),
+        "before the equal token": torch.nn.functional.pad(same(IDS)[..., 1:], (0, 1)),
+    }
+    snapshot = snapshot_of(torch.stack(list(wrong.values()), 1), IDS, "self")
+    heads = dict(zip(wrong, head_scores(snapshot).heads, strict=True))
+    assert heads["the next token"].label == "offset" and heads["the next token"].scores["offset"].at == "+1"
+    assert not {head.label for head in heads.values()} & {"previous", "duplicate", "induction"}
+
+
+def test_a_fixed_distance_is_no_induction_where_tokens_always_repeat_at_it():
+    ids = torch.stack([torch.randperm(60)[:12].repeat(2)[:L] for _ in range(N)])
+    (head,) = head_scores(snapshot_of(after(same(ids))[:, None], ids)).heads
+    score = head.scores["induction"]
+    assert score.value > 0.9 and score.position == 1.0
+    assert head.label != "induction"
+
+
+def test_what_is_local_only_at_one_distance_gains_nothing_over_it():
+    near = torch.stack([MADE["previous"], MADE["local"]], 1)
+    one, broad = (head.scores["local"] for head in head_scores(snapshot_of(near, IDS, "self")).heads)
+    assert one.gain.high < 0  # the first token of a row has none before it
+    assert broad.gain.low > 0.5
+
+
+def test_rows_of_few_sentences_get_numbers_and_no_label():
+    few = snapshot_of(MADE["previous"][:4, None], IDS[:4])
+    (head,) = head_scores([few.sentence(row) for row in range(4)]).heads
+    assert (head.scores["previous"].excess.mean, head.label) == (1.0, "none")
+    with pytest.raises(ValueError, match="snapshots"):
+        head_scores([])
+
+
+def test_padding_changes_nothing():
+    model = Encoder(
+        TransformerConfig(architecture="encoder", vocab_size=TOKENS, embed_dim=12, num_heads=3, num_layers=1)
+    ).eval()
+    padded = torch.cat([IDS, torch.zeros(N, 4).long()], 1)
+    mask = torch.arange(L + 4).expand(N, -1) < L
+    with_padding = head_scores(take_snapshot(model, {"input_ids": padded, "key_mask": mask}))
+    for found, wanted in zip(with_padding.rows(), head_scores(take_snapshot(model, {"input_ids": IDS})).rows(), strict=True):
+        assert found["value"] == pytest.approx(wanted["value"], abs=1e-5)
+
+
+def test_depth_is_the_mean_over_the_heads_with_uniform_attention_beside_it():
+    heads = head_scores(snapshot_of(torch.stack([MADE["previous"], MADE["broad"]], 1), IDS))
+    (layer,) = heads.layers
+    uniform = PLACE[1:].double().mean() / 2  # query i looks back i/2 on the mean
+    assert layer.uniform_distance == pytest.approx(float(uniform))
+    assert layer.distance.mean == pytest.approx(float((1 + uniform) / 2))
+    assert layer.entropy.mean == pytest.approx(0.5)
+
+
+def test_intervals_hold_the_mean_as_often_as_they_say():
+    random = np.random.default_rng(0)
+    for n in (5, 16):
+        drawn = torch.from_numpy(random.beta(2, 5, size=(2000, n)))
+        intervals = [mean_interval(values) for values in drawn]
+        assert np.mean([one.low <= 2 / 7 <= one.high for one in intervals]) > 0.92
+    assert np.isnan(mean_interval(torch.tensor([0.3, torch.nan])).low)
+
+
+# syntax
+
+
+def sentences(count, random):
+    """Each of seven words belongs to one other; distances and words are random."""
+    out = []
+    for _ in range(count):
+        words = tuple(chr(97 + i) for i in random.permutation(20)[:7])
+        out.append(Sentence(words, tuple((i, int((i + 1 + random.integers(6)) % 7), "of") for i in range(7))))
+    return out
+
+
+def encode(text):
+    return [ord(character) for character in text]
+
+
+def attend_with(rule):
+    """``attend`` of one head: ``rule(ids)`` is where each position looks."""
+
+    def attend(ids):
+        weights = torch.zeros(1, 1, ids.shape[1], ids.shape[1])
+        weights[0, 0, torch.arange(ids.shape[1]), torch.tensor(rule(ids[0].tolist()))] = 1.0
+        return snapshot_of(weights, ids, "self")
+
+    return attend
+
+
+def syntax_of(rule, given):
+    ((place, score),) = syntax_scores(attend_with(rule), given, encode).items()
+    snapshots = [attend_with(rule)(one.encode(encode)[0]) for one in given]
+    (head,) = head_scores(snapshots, syntax={place: score}).heads
+    return score, head.label
+
+
+def test_a_head_that_knows_the_structure_is_syntactic():
+    given = sentences(40, np.random.default_rng(0))
+    known = {one.encode(encode)[0].numpy().tobytes(): [j for _, j, _ in one.arcs] for one in given}
+    score, label = syntax_of(lambda ids: known.get(np.array(ids).tobytes(), [0] * 7), given)  # shuffled words it does not know
+    assert (score.value, score.at, label) == (1.0, "of →", "syntactic")
+    assert score.position < 0.4 and score.shuffled < 0.4 and score.uniform == pytest.approx(1 / 6)
+
+
+def test_a_head_that_follows_position_is_not_syntactic_where_structure_does_too():
+    given = [
+        Sentence(one.words, tuple((i, i - 2, "of") for i in range(2, 7))) for one in sentences(40, np.random.default_rng(1))
+    ]
+    score, label = syntax_of(lambda ids: [max(0, i - 2) for i in range(7)], given)
+    assert (score.value, score.position, score.gain.mean) == (1.0, 1.0, 0.0)
+    assert label != "syntactic"
+
+
+def test_a_head_that_follows_the_identity_of_words_is_not_syntactic():
+    random = np.random.default_rng(2)
+    given = []
+    for one in sentences(40, random):  # arcs lead to the word that is first in the alphabet
+        least = min(range(7), key=one.words.__getitem__)
+        given.append(Sentence(one.words, tuple((i, least, "of") for i in range(7) if i != least)))
+    score, label = syntax_of(lambda ids: [int(np.argmin(ids))] * 7, given)
+    assert score.gain.low > 0.3 and score.lost.mean == pytest.approx(0.0)
+    assert label != "syntactic"
+
+
+def test_both_directions_and_each_relation_are_tried_and_rare_ones_left_out():
+    given = sentences(40, np.random.default_rng(3))
+    given = [
+        Sentence(one.words, ((0, 3 + i % 4, "often"), (1, 2, "rare" if i < 6 else "other"))) for i, one in enumerate(given)
+    ]
+    places = {one.encode(encode)[0].numpy().tobytes(): one.arcs[0][1] for one in given}
+
+    def back(ids):
+        looks = [1 if i == 0 else i - 1 for i in range(7)]
+        looks[places.get(np.array(ids).tobytes(), 6)] = 0
+        return looks
+
+    score, _ = syntax_of(back, given)
+    assert (score.at, score.value) == ("often ←", 1.0)
+
+
+def test_words_of_several_tokens_are_pooled():
+    given = [Sentence(tuple(word * 3 for word in one.words), one.arcs) for one in sentences(40, np.random.default_rng(4))]
+    known = {one.encode(encode)[0].numpy().tobytes(): [3 * one.arcs[i // 3][1] + i % 3 for i in range(21)] for one in given}
+    score, label = syntax_of(lambda ids: known.get(np.array(ids).tobytes(), [0] * 21), given)
+    assert (score.value, label) == (1.0, "syntactic")
+
+
+def test_shuffling_moves_words_and_arcs_together():
+    (one,) = sentences(1, np.random.default_rng(5))
+    moved = one.shuffled(np.random.default_rng(0))
+    assert moved.words != one.words
+    assert {(moved.words[i], moved.words[j]) for i, j, _ in moved.arcs} == {
+        (one.words[i], one.words[j]) for i, j, _ in one.arcs
+    }
+
+
+def test_a_treebank_is_read_as_its_words_stand_in_the_text():
+    first, second, third, *_ = read_conllu(Path(__file__).parent / "data" / "few.conllu")
+    assert (first.words, first.spaced) == (("The", "old", "cat", "slept", "."), (False, True, True, True, False))
+    assert first.arcs == ((0, 2, "det"), (1, 2, "amod"), (2, 3, "nsubj"), (4, 3, "punct"))
+    assert second.words[1] == "don't" and (1, 2, "aux") in second.arcs and (1, 2, "advmod") in second.arcs
+    assert third.words == ("Ann", "drinks", "tea", "and", "Tom", "milk")  # without the empty node
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "1 cat\n", "1\tcat\n", "[[the cat] sat]", "1\ta\t_\t_\t_\t_\t7\tdet\t_\t_\n\n", "a\tb\t_\t_\t_\t_\tx\ty\t_\t_\n\n"],
+)
+def test_what_is_no_treebank_is_refused_by_name(tmp_path, text):
+    path = tmp_path / "wrong.conllu"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"wrong\.conllu"):
+        read_conllu(path)
+
+
+@pytest.mark.parametrize("what", ["latin", "missing"])
+def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path, what):
+    (tmp_path / "latin").write_bytes(b"1\tcaf\xe9\n")
+    with pytest.raises(ValueError, match=what):
+        read_conllu(tmp_path / what)
+
+
+# the picture
+
+
+def test_the_picture_has_a_row_for_each_kind_of_attention_and_words_in_each_cell():
+    shape = {"vocab_size": TOKENS, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "bos_id": 1}
+    model = EncoderDecoder(TransformerConfig(architecture="encoder_decoder", **shape)).eval()
+    heads = head_scores(take_snapshot(model, {"input_ids": IDS, "decoder_input_ids": IDS[:, :11]}))
+    assert len(heads.heads) == 18 and len(heads.lines()) == 19
+    figure = heads_figure(heads)
+    assert len(figure.axes) == 8  # cross-attention has no distance
+    assert sorted(len(ax.texts) for ax in figure.axes)[-3:] == [6, 6, 6]
+    assert png(figure)[:4] == b"\x89PNG"
