@@ -277,7 +277,7 @@ def _effects(found: dict[str, list[Tensor]], compare: Callable[[Tensor], Tensor]
     intervals = [[mean_interval(compare(one).cpu()) for one in heads] for heads in found.values()]
     width = max(map(len, intervals), default=0)
     rows = [[*heads, *[UNKNOWN] * (width - len(heads))] for heads in intervals]
-    numbers = (
+    mean, low, high = (
         torch.tensor([[getattr(one, name) for one in row] for row in rows], dtype=torch.float64)
         for name in ("mean", "low", "high")
     )
