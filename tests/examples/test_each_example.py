@@ -250,9 +250,7 @@ def test_every_example_is_on_the_page_with_its_command():
     assert "--config-dir=examples/custom_scale" in page
 
 
-@pytest.mark.parametrize(
-    "name", ["plain_torch", "swap_gpt2", "swap_vit", "custom_mask", "custom_backend"]
-)
+@pytest.mark.parametrize("name", ["plain_torch", "swap_gpt2", "swap_vit", "custom_mask", "custom_backend"])
 def test_the_page_shows_what_an_example_prints(name, ran):
     """But for the digits of what is measured, and where a line ``...`` stands for others."""
 
