@@ -17,7 +17,7 @@ def test_every_link_and_picture_of_a_page_is_there(page):
 
 
 def test_the_links_are_seen_at_all():
-    assert "docs/masks.md" in pages()
+    assert "docs/attention.md" in pages()
     assert sum(len(links(page)) for page in pages()) > 50
 
 
