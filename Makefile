@@ -1,5 +1,6 @@
 # make ablation   set up, run the quick grid with and without 1/√d_k, write its report        make test   set up and pass the tests
-# make bench      measure beside others, docs/performance.md (8 pairs a row: 14 minutes on two cores; PAIRS=20, as is published: 25)
+# make bench      measure beside others, docs/dev/performance.md (8 pairs a row: 14 minutes on two cores; PAIRS=20, as is published: 25)
+# make site       the pages and docstrings as a web site: site/docs/index.html
 # make docs       write the generated pages again: configuring, performance
 # make coverage   lines and branches of minitx/nn that its tests run      make mutation   faults seeded one by one (hours, goes on where it stopped)
 # make bench-quality TEXT=tinyshakespeare.txt                  time and tokens to a loss (25 minutes on two cores)
@@ -8,7 +9,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: ablation test slow lint coverage mutation bench bench-quality docs clean
+.PHONY: ablation test slow lint coverage mutation bench bench-quality docs site clean
 
 ablation: $(VENV)/train.installed
 	$(BIN)/python scripts/train.py experiment=scaling_ablation
@@ -35,6 +36,10 @@ bench-quality: $(VENV)/dev.installed
 docs: $(VENV)/dev.installed
 	$(BIN)/python tests/docs/configuring_page.py
 	$(BIN)/python benchmarks/report.py
+
+site: $(VENV)/docs.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	mkdir -p site/benchmarks && cp -r benchmarks/results site/benchmarks/ && cp -r examples README.md README.zh.md CONTRIBUTING.md site/
 
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .

@@ -68,7 +68,7 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     title = "One causal forward pass of one attention layer, float32, one row"
     about = {"title": title, "threads": 1, "heads": given.heads, "head_dim": given.head_dim, "commit": commit}
-    print(write("long_rows", {**about, "rows": rows}))
+    print(write("long_rows", {**about, "lengths": rows}))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ the text) in rows of 64 characters, in float32, with the weights as they are.
 
 P3. Both presets at two lengths of training, around the loss that is wanted; a line through loss against the logarithm of tokens says, seed by seed,
 where it is reached. GPT-2's rate is chosen among four on a seed of its own. The modern preset's rates were chosen on seed 0
-of this text (docs/decisions.md), by no more runs of no more tokens.
+of this text (docs/dev/decisions.md), by no more runs of no more tokens.
 """
 
 from __future__ import annotations

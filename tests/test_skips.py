@@ -1,4 +1,4 @@
-"""One list of skips with reasons: docs/testing.md, held against every skip that the tests spell."""
+"""One list of skips with reasons: docs/dev/testing.md, held against every skip that the tests spell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/testing.md"
+PAGE = ROOT / "docs/dev/testing.md"
 SKIPS = {"skipif": "reason", "skip": "reason", "importorskip": "modname", "xfail": "reason"}
 ADVERBS = {"skip", "skipif", "xfail"}
 

@@ -1,6 +1,7 @@
 """Every link of every page leads somewhere."""
 
 import pytest
+import yaml
 from page_blocks import ROOT, anchors, links, pages
 
 
@@ -18,3 +19,20 @@ def test_every_link_and_picture_of_a_page_is_there(page):
 def test_the_links_are_seen_at_all():
     assert "docs/masks.md" in pages()
     assert sum(len(links(page)) for page in pages()) > 50
+
+
+def test_every_page_is_on_the_site_and_the_site_names_no_other():
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+
+    def files(node):
+        return (
+            [node]
+            if isinstance(node, str)
+            else [file for one in node for file in files(one.values() if isinstance(one, dict) else one)]
+        )
+
+    named = [file for entry in site["nav"] for file in files(entry.values())]
+    flat = [file for file in named if isinstance(file, str)]
+    assert all((ROOT / "docs" / file).exists() for file in flat)
+    own = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert own <= set(flat)

@@ -33,7 +33,7 @@ __all__ = [
 
 _BUILT_IN = {backend.name: backend for backend in (sdpa.BACKEND, chunked.BACKEND, math.BACKEND, flex.BACKEND, varlen.BACKEND)}
 _REGISTRY: dict[str, Backend] = dict(_BUILT_IN)
-# scores of all heads together, from which on tiles beat the whole matrix on CPU (measured: docs/decisions.md): that of math, and
+# scores of all heads together, from which on tiles beat the whole matrix on CPU (measured: docs/dev/decisions.md): that of math, and
 # that of torch's plain path, which makes it in fewer calls as long as it need not draw another for dropout
 CHUNKED_FROM, CHUNKED_FROM_OVER_PLAIN = 2**21, 2**23
 # of the tiles, the share up to which computing them alone beats torch's CPU kernel, which computes what a mask hides, too
