@@ -59,7 +59,7 @@ COMPOSED = {
 
 ELSEWHERE = {
     "docs/examples.md": "tests/examples/test_each_example.py",
-    "docs/figures.md": "tests/analysis/test_figures_page.py",
+    "docs/looking.md": "tests/docs/test_looking_page.py",
 }
 """Pages whose Python is run, or compared with the file that it is from, by tests of their own."""
 
@@ -173,12 +173,10 @@ NAMING = r"(?:^|^(?:--config-dir|ckpt_path|compare|output_dir|conllu|init_from\.
 
 SLOW = (
     "README.zh.md",
-    "docs/heads.md",
     "docs/configuring.md",
-    "docs/cost.md",
+    "docs/looking.md",
     "docs/running.md",
     "docs/tasks.md",
-    "docs/viewer.md",
     "docs/weights.md",
 )
 """Pages that are run in the slow tier: their programs have faster tests of their own in the other one, and the Chinese README has the code

@@ -1,0 +1,35 @@
+"""The Python of the page on looking runs, and makes the pictures of attention that it shows."""
+
+import re
+from pathlib import Path
+
+import pytest
+from page_blocks import ROOT, blocks, read
+
+PAGE = "docs/looking.md"
+ABSENT = ("bertviz", "circuitsvis")  # no dependency of ours: their calls are only parsed
+PYTHON = [block.text for block in blocks(PAGE, "python")]
+SHOWN = sorted(re.findall(r"\]\(figures/(\w+\.png)\)", read(PAGE)))
+
+
+def test_the_code_on_the_page_makes_every_picture_that_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert sum("STEPS = 500" in text for text in PYTHON) == 1
+    names: dict[str, object] = {}
+    for text in PYTHON:
+        code = compile(text.replace("STEPS = 500", "STEPS = 2"), PAGE, "exec")
+        if not any(f"from {package}" in text for package in ABSENT):
+            exec(code, names)
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == SHOWN
+    assert [layer.shape for layer in names["attention"]] == [(1, 4, 25, 25)] * 2
+
+
+def test_the_pictures_are_there_and_small():
+    pictures = list((ROOT / "docs" / "figures").iterdir())
+    assert sorted(path.name for path in pictures) == SHOWN
+    assert sum(path.stat().st_size for path in pictures) < 600_000
+
+
+@pytest.mark.parametrize("package", ABSENT)
+def test_the_page_shows_the_call_of_other_viewers(package: str):
+    assert any(f"from {package}" in text for text in PYTHON)
