@@ -1,6 +1,6 @@
 """Linear attention up to 1,000,000 tokens beside exact attention: seconds and bytes of one causal forward pass on one thread.
 
-The record of docs/cost.md. Float32, one row, one layer between its projections, no gradient. Each measurement has a process of its
+The record of docs/looking.md. Float32, one row, one layer between its projections, no gradient. Each measurement has a process of its
 own; its memory is the most that the process ever held (``ru_maxrss``) above what it held with its inputs before the call. One call
 a length, after a call on 64 tokens, so that there is no interval. ``cpu_seconds`` leave out the time of other processes.
 """

@@ -1,4 +1,4 @@
-"""``heads.py``: a checkpoint or a run's folder in, what every attention head does out; see ``docs/heads.md``."""
+"""``heads.py``: a checkpoint or a run's folder in, what every attention head does out; see ``docs/looking.md``."""
 
 from __future__ import annotations
 
