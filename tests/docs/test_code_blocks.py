@@ -177,8 +177,7 @@ SLOW = (
     "docs/heads.md",
     "docs/configuring.md",
     "docs/cost.md",
-    "docs/running.md",
-    "docs/tasks.md",
+    "docs/training.md",
     "docs/viewer.md",
     "docs/weights.md",
 )
