@@ -175,8 +175,7 @@ SLOW = (
     "README.zh.md",
     "docs/configuring.md",
     "docs/looking.md",
-    "docs/running.md",
-    "docs/tasks.md",
+    "docs/training.md",
     "docs/weights.md",
 )
 """Pages that are run in the slow tier: their programs have faster tests of their own in the other one, and the Chinese README has the code
