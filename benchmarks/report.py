@@ -116,17 +116,17 @@ def summary(results: list[dict[str, Any]]) -> str:
 
 
 def headlines(results: list[dict[str, Any]], language: str = "en") -> str:
-    """The two rows that are farthest above what was wanted of them, and the two farthest below, of four targets."""
+    """The two rows that are farthest below what was wanted of them, and the two farthest above, of four targets; these first."""
     targets, head, verdicts, to = WORDS[language]
     found = [(_margin(row), one["target"], row) for one in results for row in one["rows"] if row["wanted"] is not None]
     found.sort(key=lambda item: item[0])
     chosen: dict[str, dict[str, Any]] = {}
-    for met, order in ((True, found[::-1]), (False, found)):
+    for met, order in ((False, found), (True, found[::-1])):
         for _, target, row in [item for item in order if item[2]["met"] is met and item[1] not in chosen]:
             if sum(other["met"] is met for other in chosen.values()) < 2 and target not in chosen:
                 chosen[target] = row
     lines = [head, "|---|---|---|---|"]
-    for target, row in chosen.items():
+    for target, row in sorted(chosen.items(), key=lambda item: not item[1]["met"]):
         interval = "" if row["low"] == row["high"] else f" ({number(row['low'])}{to}{number(row['high'])})"
         wanted = f"{sign(wish(row))}, {verdicts[row['met']]}"
         lines.append(f"| {targets[target]} | {row['name']} | {number(row['median'])}{interval} | {wanted} |")

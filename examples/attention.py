@@ -111,13 +111,13 @@ assert torch.allclose(by_library, output, atol=1e-6)
 # %% [markdown] en
 # ## 2. A task that needs attention
 #
-# Each row shows 16 keys, each with a value, as `key:value`. The last position shows one of the keys and asks for its value. A model
-# without attention cannot answer: the answer stands at another position. Guessing is right in 1 of 16 rows.
+# Each row shows 16 keys, each with a value, as `key:value`. The last position shows one of the keys and asks for its value. In this
+# model only attention moves information between positions, so without it the answer cannot be found. Guessing is right in 1 of 16 rows.
 
 # %% [markdown] zh
 # ## 2. 一个离不开注意力的任务
 #
-# 每一行给出 16 个键，各带一个值，写作 `键:值`。最后一个位置给出其中一个键，要求回答它的值。没有注意力的模型答不出来，因为答案在别的位置。瞎猜的正确率是 1/16。
+# 每一行给出 16 个键，各带一个值，写作 `键:值`。最后一个位置给出其中一个键，要求回答它的值。在这个模型里，只有注意力能在位置之间传递信息，所以没有它就答不出来。随机猜测的正确率是 1/16。
 
 # %%
 task = KeyValueDataConfig()
@@ -138,7 +138,7 @@ print(*texts, "   answer:", int(row["labels"][0, -1]) - task.num_keys + 1)
 # (`python scripts/train.py experiment=kv_lookup`) does the same with checkpoints, logs and much else.
 
 # %% [markdown] zh
-# 模型只有一层，一个宽度 d_k = 128 的头，没有位置编码。训练循环很短，可以直接读懂；用本库的训练器（`python scripts/train.py experiment=kv_lookup`）做的是同一件事，另有检查点、日志等。
+# 模型只有一层，一个宽度 d_k = 128 的头，没有位置编码。训练循环很短，可以直接读懂；本库的训练器（`python scripts/train.py experiment=kv_lookup`）做的是同一件事，另有检查点、日志等。
 
 
 # %%
@@ -249,12 +249,13 @@ both = {"scaled": scaled_model, "unscaled": unscaled_model}
 view(both, inputs(row), tokens={"input_ids": [texts]}, height=760)
 
 # %% [markdown] en
-# Without the scale the scores are √128 ≈ 11 times as large. Softmax then puts most of the weight on one key before anything is learned, and
-# where one weight is nearly 1, the gradient that could move it is nearly 0. The model without the scale learns the task all the same. It
-# needs several times as many steps. A comparison after 100 steps would measure that budget, not an ability.
+# Without the scale the scores are √128 ≈ 11 times as large. Softmax then puts most of the weight on one key before anything is learned. In such
+# a row the softmax passes on almost no gradient; a few rows with near ties pass on very large ones ([why √d_k](../docs/why_scale.md)). The model learns
+# more slowly. It is not unable to learn: in [the recorded ablation](../docs/scaling_ablation/quick/summary.md) 5 of 6 seeds solved the task within 600 steps, with about
+# 5 times as many steps as with the scale. A comparison after 100 steps would measure that budget, not an ability.
 
 # %% [markdown] zh
-# 不缩放时，分数是原来的 √128 ≈ 11 倍。在什么都没学到之前，softmax 就把大部分权重放在一个键上；而当一个权重接近 1 时，能够移动它的梯度接近 0。不缩放的模型同样学得会，只是需要几倍的步数。如果只比较 100 步之后的结果，测到的是步数预算，而不是能力。
+# 不缩放时，分数是原来的 √128 ≈ 11 倍。在什么都没学到之前，softmax 就把大部分权重放在一个键上；在这样的行里，softmax 几乎不传递梯度；而少数两个键几乎打平的行，梯度反而很大（[为什么是 √d_k](../docs/why_scale.md)）。于是模型学得更慢，但并不是学不会：在[有记录的消融实验](../docs/scaling_ablation/quick/summary.md)里，6 个种子中有 5 个在 600 步内学会，所需步数约为 5 倍。如果只比较 100 步之后的结果，测到的是步数预算，而不是能力。
 
 # %% [markdown] en
 # ## 4. Remove the scale from a model that has learned
@@ -286,11 +287,11 @@ for name, curve in curves.items():
 
 # %% [markdown] en
 # Both start as the same function, but at this learning rate the model without the scale loses much of what it had learned. With the scale removed, W_Q and W_K are smaller, so
-# a step of the same size changes them more. The scale keeps attention stable at larger learning rates. This is one run with one seed;
-# [the recorded ablation](../docs/scaling_ablation/quick/summary.md) has six seeds, several widths, AdamW and SGD, and intervals.
+# a step of the same size changes them more. In this run the model with the scale stays stable at this rate. It is one run with one seed;
+# [the recorded ablation](../docs/scaling_ablation/quick/summary.md) uses six seeds at d_k = 128, AdamW and SGD, and gives intervals.
 
 # %% [markdown] zh
-# 两者一开始是同一个函数，但在这个学习率下，去掉缩放的模型丢掉了大半已经学会的东西。去掉缩放以后 W_Q 和 W_K 变小，同样大小的一步对它们的改动就更大。缩放让注意力在更大的学习率下保持稳定。这里只是一个随机种子的一次训练；[有记录的消融实验](../docs/scaling_ablation/quick/summary.md)用了六个种子、多种宽度、AdamW 和 SGD，并给出区间。
+# 两者一开始是同一个函数，但在这个学习率下，去掉缩放的模型丢掉了大半已经学会的东西。去掉缩放以后 W_Q 和 W_K 变小，同样大小的一步对它们的改动就更大。在这次训练里，有缩放的模型在这个学习率下保持稳定。这只是一个随机种子的一次训练；[有记录的消融实验](../docs/scaling_ablation/quick/summary.md)在 d_k = 128 下用了六个种子、AdamW 和 SGD，并给出区间。
 
 # %% [markdown] en
 # ## 5. Which head does it?
@@ -354,11 +355,11 @@ knocked_out = knock_out_heads(induction_model, lambda model: losses(model, held_
 draw_effects(knocked_out, f"Growth of the loss without the head (95 % interval, {knocked_out.rows} rows)")
 
 # %% [markdown] en
-# Head 1 of layer 0 is the one that the model cannot do without. The two heads of layer 1 hardly seem to matter. That is a trap: if two heads do
+# (What follows describes one run; on another machine the heads may change places.) Head 1 of layer 0 is the one that the model cannot do without. The two heads of layer 1 hardly seem to matter. That is a trap: if two heads do
 # the same work, the model can spare each of them, but not both.
 
 # %% [markdown] zh
-# 模型离不开的是第 0 层的 1 号头。第 1 层的两个头看起来几乎不重要。这里有个陷阱：如果两个头做同样的事，去掉任何一个都没关系，但不能两个都去掉。
+# （下面说的是一次运行的结果；在别的机器上，各个头可能换位置。）模型离不开的是第 0 层的 1 号头。第 1 层的两个头看起来几乎不重要。这里有个陷阱：如果两个头做同样的事，去掉任何一个都没关系，但不能两个都去掉。
 
 # %%
 with torch.no_grad(), intervene(induction_model, "heads", 0.0, layers=[1]):
@@ -370,7 +371,7 @@ with torch.no_grad(), intervene(induction_model, "heads", 0.0, layers=[1]):
 # had in the clean row. If the clean answer comes back, this head carries it.
 
 # %% [markdown] zh
-# **移植激活（patching）。** 敲除只说明哪些头重要，不说明它们传递了什么。为此给每一行准备两个版本：在*被改动*的版本里，第一段中有一个词元换成了别的，于是答案也变了。运行被改动的那一行，但让某一个头使用它在原来那一行里的值。如果原来的答案回来了，就是这个头在传递答案。
+# **移植激活（patching）。** 敲除只说明哪些头重要，不说明它们传递了什么。为此给每一行准备两个版本：在“被改动”的版本里，第一段中有一个词元换成了别的，于是答案也变了。运行被改动的那一行，但让某一个头使用它在原来那一行里的值。如果原来的答案回来了，就是这个头在传递答案。
 
 # %%
 clean = induction_examples(segments, 128, np.random.default_rng(3))["input_ids"]
@@ -392,13 +393,13 @@ patched = patch_heads(induction_model, {"input_ids": clean}, {"input_ids": corru
 draw_effects(patched, "Share of the clean answer that one head's values restore")
 
 # %% [markdown] en
-# The two heads of layer 1 carry the answer, half each. The head of layer 0 carries nothing of it: its job is another one.
+# The two heads of layer 1 carry the answer, half each. The heads of layer 0 carry nothing of it: head 1 tells layer 1 where to look.
 #
 # **Check it.** Where do the heads look? Measured are the mean weight on the previous token (layer 0), and the mean weight of the last token on the
 # position after the previous occurrence of that token (layer 1).
 
 # %% [markdown] zh
-# 传递答案的是第 1 层的两个头，各占一半。第 0 层的那个头不传递答案，它做的是另一件事。
+# 传递答案的是第 1 层的两个头，各占一半。第 0 层的两个头都不传递答案：1 号头的作用是告诉第 1 层该看哪里。
 #
 # **核对一下。** 这些头看向哪里？第 0 层量的是放在前一个词元上的平均权重；第 1 层量的是最后一个词元放在“同一词元上一次出现之后的位置”上的平均权重。
 
@@ -424,13 +425,13 @@ view({"induction": induction_model}, clean[0], height=820)
 # %% [markdown] en
 # ## Where to go on
 #
-# - [Why √d_k](../docs/why_scale.md): six claims, each computed.
+# - [Why √d_k](../docs/why_scale.md): every claim computed.
 # - [The ablation](../docs/ablation.md): the same question with controls, and how to ask one of your own.
 # - [examples/gpt.py](gpt.py): a GPT in one file.
 
 # %% [markdown] zh
 # ## 接下来
 #
-# - [为什么是 √d_k](../docs/why_scale.md)：六个论断，每个都算给你看。
+# - [为什么是 √d_k](../docs/why_scale.md)：每个论断都经过计算验证。
 # - [消融实验](../docs/ablation.md)：同一个问题，带对照；也讲怎样提出自己的问题。
 # - [examples/gpt.py](gpt.py)：一个文件里的 GPT。
