@@ -66,7 +66,7 @@ def test_files_of_another_kind_are_passed_over_and_the_others_stand_in_the_order
 def test_the_readme_has_the_rows_farthest_above_and_below_what_was_wanted(report, result):
     text = report.readme(f"above\n{report.BEGIN}old\n{report.END}\nbelow\n", [result])
     assert "old" not in text and text.startswith("above\n") and text.endswith("\nbelow\n")
-    assert "| a step under the trainer over a raw loop | broken | 1.100 (1.000 to 1.150) | ≤ 1.1, missed |" in text  # a row a target
+    assert "| a step under the trainer over a raw loop | broken | 1.100 (1.000 to 1.150) | ≤ 1.1, missed |" in text
     row = result["rows"][1]
     others = [{**result, "target": f"P{n}", "rows": [{**row, "median": 1.1 + n / 10, "name": f"r{n}"}]} for n in (5, 6, 7)]
     lines = report.headlines([result, *others], "zh").splitlines()[2:]
