@@ -18,7 +18,7 @@ from minitx.analysis.capture import OUTPUTS, attention_cores, capture, chosen_na
 from minitx.analysis.heads import UNKNOWN, mean_interval
 from minitx.nn.attention import DotProductAttention
 from minitx.nn.blocks import is_recomputing
-from minitx.nn.functional import AttentionCall, attention_scores, attention_weights, full_precision, hide_unseen
+from minitx.nn.functional import AttentionCall, attention_weights, scores_of
 from minitx.nn.modes import evaluating
 
 Change = float | Tensor | Callable[[Tensor], Tensor] | Mapping[str, Sequence[Tensor]]
@@ -114,7 +114,7 @@ class _Part:
             return (replace(call, weights=self.changed(attention_weights(call))),)
         if call.weights is not None:
             raise ValueError(f"{self.name}: a context around this one replaces the weights, so scores have no effect")
-        return (replace(call, scores=self.changed(_scores(call))),)
+        return (replace(call, scores=self.changed(scores_of(call)[0])),)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, tuple):  # with weights, or with the routing of experts
@@ -161,15 +161,6 @@ def _places(chosen: Sequence[int] | None, size: int, device: torch.device) -> Te
     if wrong or not len(numbers):
         raise ValueError(f"heads or positions {list(numbers)} must be some of 0 to {size - 1}")
     return torch.tensor([number % size for number in numbers], device=device)
-
-
-def _scores(call: AttentionCall) -> Tensor:
-    if call.scores is not None:
-        return call.scores
-    with full_precision(call.query.device):
-        attn_bias = call.dense_bias()
-        key = hide_unseen(call.key, call.visible(attn_bias))
-        return attention_scores(call.query, key, scale=call.scale, softcap=call.softcap, attn_bias=attn_bias)
 
 
 # --- the experiments that everybody does first
@@ -270,12 +261,14 @@ def _each_head(model: nn.Module, run: Callable[[str, int], Tensor]) -> dict[str,
         if isinstance(getattr(layer, "core", None), nn.Module) and hasattr(layer, "num_heads"):
             core = f"{name}.core".lstrip(".")
             found[core] = [run(core, head) for head in range(layer.num_heads)]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no attention heads")
     return found
 
 
 def _effects(found: dict[str, list[Tensor]], compare: Callable[[Tensor], Tensor], what: str) -> HeadEffects:
     intervals = [[mean_interval(compare(one).cpu()) for one in heads] for heads in found.values()]
-    width = max(map(len, intervals), default=0)
+    width = max(map(len, intervals))
     rows = [[*heads, *[UNKNOWN] * (width - len(heads))] for heads in intervals]
     mean, low, high = (
         torch.tensor([[getattr(one, name) for one in row] for row in rows], dtype=torch.float64)

@@ -256,6 +256,18 @@ def check_settings(softcap: float | None, dropout: float, name: str = "dropout")
         raise ValueError(f"{name} must lie in [0, 1), got {dropout}")
 
 
+def scores_of(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    """The scores of a call before the softmax, (B, H, L, S), and which of them are visible (see ``AttentionCall.visible``)."""
+    with full_precision(call.query.device):
+        attn_bias = call.dense_bias()
+        visible = call.visible(attn_bias)
+        if call.scores is not None:
+            return call.scores, visible
+        key = hide_unseen(call.key, visible)
+        scale, softcap = call.scale, call.softcap
+        return attention_scores(call.query, key, scale=scale, softcap=softcap, attn_bias=attn_bias), visible
+
+
 def attention_weights(call: AttentionCall) -> Tensor:
     """The weights of a call before dropout, (B, H, L, S), in at least float32.
 
@@ -266,12 +278,7 @@ def attention_weights(call: AttentionCall) -> Tensor:
     if call.weights is not None:
         return call.weights
     with full_precision(call.query.device):
-        attn_bias = call.dense_bias()
-        visible, scores = call.visible(attn_bias), call.scores
-        if scores is None:
-            key = hide_unseen(call.key, visible)
-            scores = attention_scores(call.query, key, scale=call.scale, softcap=call.softcap, attn_bias=attn_bias)
-        return masked_softmax(scores, visible, call.sinks)
+        return masked_softmax(*scores_of(call), call.sinks)
 
 
 def reference_attention(call: AttentionCall) -> Tensor:

@@ -254,3 +254,8 @@ def test_folded_weights_are_looked_at_and_changed_alike():
         with intervene(one, "scores", lambda z: 2 * z):
             outs.append(one(IDS))
     torch.testing.assert_close(*outs, rtol=0, atol=1e-10)
+
+
+def test_a_model_without_heads_is_refused():
+    with pytest.raises(ValueError, match="Linear has no attention heads"):
+        knock_out_heads(torch.nn.Linear(2, 2), lambda model: model(torch.ones(3, 2)).sum(-1))
