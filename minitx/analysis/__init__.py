@@ -2,7 +2,14 @@
 
 from minitx.analysis.canvas import save_figure
 from minitx.analysis.capture import capture
-from minitx.analysis.figures import head_heatmap, heatmap_grid, induction_steps, saturation_over_steps, to_bertviz
+from minitx.analysis.figures import (
+    effects_figure,
+    head_heatmap,
+    heatmap_grid,
+    induction_steps,
+    saturation_over_steps,
+    to_bertviz,
+)
 from minitx.analysis.heads import head_scores, heads_figure, syntax_scores
 from minitx.analysis.intervene import HeadEffects, intervene, knock_out_heads, logit_lens, patch_heads
 from minitx.analysis.snapshot import AttentionMap, Snapshot, read_snapshots, take_snapshot
@@ -16,6 +23,7 @@ __all__ = [
     "Snapshot",
     "attention_statistics",
     "capture",
+    "effects_figure",
     "head_heatmap",
     "head_scores",
     "heads_figure",

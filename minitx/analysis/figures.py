@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
+    from minitx.analysis.intervene import HeadEffects
+
 SEQUENTIAL, PALE = "Blues", "#C8C8C8"
 HIDDEN: dict[str, Any] = {"facecolor": "#D9D9D9", "edgecolor": "#B0B0B0", "hatch": "/////", "linewidth": 0.0}
 PROBED = {
@@ -314,3 +316,37 @@ def to_bertviz(snapshot: Snapshot, row: int = 0) -> Layers | tuple[Layers | None
     if by_kind["cross"]:
         return by_kind["self"] or None, by_kind["causal"] or None, by_kind["cross"]
     return tuple(layer.weights for layer in maps)
+
+
+def effects_figure(effects: HeadEffects) -> Figure:
+    """The effect of each head as a map, layers from top to bottom, with the mean and its interval in each cell.
+
+    Args:
+        effects: what ``knock_out_heads`` or ``patch_heads`` returned.
+
+    >>> import torch
+    >>> from minitx.analysis import HeadEffects
+    >>> mean = torch.tensor([[0.5, 0.0]])
+    >>> effects = HeadEffects(("blocks.0.attention.core",), mean, mean - 0.1, mean + 0.1, 7, "change of loss")
+    >>> [text.get_text() for text in effects_figure(effects).axes[0].texts]
+    ['0.50\\n0.40 to 0.60', '0.00\\n-0.10 to 0.10']
+    """
+    layers, heads = effects.mean.shape
+    figure, ((ax,),) = panels(1, 1, width=max(5.0, 1.2 * heads + 2.5), height=max(2.2, 0.7 * layers + 1.2))
+    ax.grid(False)
+    top = max(float(effects.mean.nan_to_num().abs().max()), 1e-12)
+    image = ax.imshow(effects.mean.numpy(), cmap="RdBu_r", vmin=-top, vmax=top, aspect="auto")
+    for (layer, head), mean in _cells(effects.mean):
+        low, high = float(effects.low[layer, head]), float(effects.high[layer, head])
+        color = "#FFFFFF" if abs(mean) > 0.6 * top else INK
+        ax.text(head, layer, f"{mean:.2f}\n{low:.2f} to {high:.2f}", ha="center", va="center", fontsize=8, color=color)
+    ax.set_xticks(range(heads))
+    ax.set_yticks(range(layers), [short_name(name) for name in effects.names])
+    label(ax, f"{effects.what} ({effects.rows} rows, 95 %)", "head", "layer")
+    figure.colorbar(image, ax=ax)
+    return figure
+
+
+def _cells(values: Tensor) -> list[tuple[tuple[int, int], float]]:
+    """The places and numbers that are known."""
+    return [((i, j), number) for i, row in enumerate(values.tolist()) for j, number in enumerate(row) if number == number]
