@@ -42,11 +42,12 @@ def main() -> int:
 
 def _evaluate(config: EvaluateConfig) -> None:
     from minitx.cli.inputs import open_stored
+    from minitx.training.cpu import onednn_products
     from minitx.training.evaluation import evaluate
     from minitx.training.run import quiet_lightning
     from minitx.training.stored import place
 
-    with quiet_lightning():
+    with quiet_lightning(), onednn_products():  # as in training
         changes = {"model": config.model, "data": config.data, "objective": config.objective}
         stored = open_stored(config.ckpt_path, trust=config.trust, changes=changes)
         data = stored.data(config.batch_size)

@@ -22,10 +22,11 @@ from minitx.training.building import DEFAULT_BATCH_SIZE, build_module, build_net
 from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, progress
 from minitx.training.calling import config_of
 from minitx.training.checkpoint import read_checkpoint
+from minitx.training.cpu import keep_freed_memory, onednn_products
 from minitx.training.devices import check_parallel, place_of
 from minitx.training.evaluation import evaluate, report
 from minitx.training.folder import run_folder
-from minitx.training.hardware import check_count
+from minitx.training.hardware import check_count, device_type
 from minitx.training.metrics import MetricsFile
 from minitx.training.module import NonFiniteError, TrainingModule
 from minitx.training.outcome import summarise
@@ -69,6 +70,9 @@ def train(
             torch.set_num_threads(config.trainer.threads)
         import_modules(config.imports)
         check_count(config.trainer)
+        if device_type(config.trainer) == "cpu":
+            keep_freed_memory()
+            stack.enter_context(onednn_products())
         opened = open_data(config, data, batch_size=batch_size)
         network = build_network(config, opened, model)
         check_run(config, network, opened)
