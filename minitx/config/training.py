@@ -194,7 +194,7 @@ class TrainerConfig(Config):
         sharded_ckpt: each process writes its own shard, into a folder (strategy=sharded).
         stop_at: {metric: train_accuracy, value: 0.99, window: 16, extra_steps: 0}; null: max_steps alone.
         overfit: train on the batch of the first step again and again.
-        compile: torch.compile of the model.
+        compile: torch.compile of network and loss; the kernels are kept, with the data, for the next run.
         deterministic: only kernels that give the same bits each time; one that cannot is named.
         threads: CPU threads of a process; null: torch's own choice.
         peak_tflops: peak of the device in TFLOP/s, for mfu in metrics.csv; null: known for some GPUs.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,11 +29,10 @@ class Caller:
 
     Args:
         network: whose ``forward`` is looked at.
-        run: what is called; default the network itself (a compiled one, say).
     """
 
-    def __init__(self, network: nn.Module, run: Callable[..., Any] | None = None) -> None:
-        self.network, self.run = network, run or network
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
         parameters = list(inspect.signature(network.forward).parameters.values())
         self.names = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
         self.needed = [one.name for one in parameters if one.name in self.names and one.default is one.empty]
@@ -62,7 +60,7 @@ class Caller:
 
     def __call__(self, batch: Batch) -> Tensor:
         """The logits of a batch."""
-        return logits_of(self.run(**self.inputs(batch)), self.network)
+        return logits_of(self.network(**self.inputs(batch)), self.network)
 
 
 def logits_of(found: Any, network: nn.Module) -> Tensor:

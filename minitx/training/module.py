@@ -22,6 +22,7 @@ from minitx.config import ConfigError
 from minitx.data.addressing import Batch
 from minitx.training.calling import Caller
 from minitx.training.checkpoint import FORMAT
+from minitx.training.compiling import compiled
 from minitx.training.hardware import widest_float
 from minitx.training.objectives import CrossEntropy, Objective, Sums, checked_sums, num_targets
 from minitx.training.optimizers import skips_on_device
@@ -55,7 +56,7 @@ class TrainingModule(L.LightningModule):
             that its gradient (unlike that of the objective) depends on how a step is split.
         clip: largest global gradient norm, or None. Clipping is done here, because Lightning refuses it together with
             bf16 and a fused optimizer.
-        compile: run the network through ``torch.compile``; ``network`` itself stays plain, for probes and checkpoints.
+        compile: compile network and objective as one function; ``network`` itself stays plain, for probes and checkpoints.
         seed: random draws in a step come from a generator seeded by (seed, step, micro-batch, rank).
         state: plain data that every checkpoint carries (config, tokenizer).
 
@@ -82,7 +83,10 @@ class TrainingModule(L.LightningModule):
         self.network = network
         self.objective, self.make_optimizer, self.make_schedule = objective, make_optimizer, make_schedule
         self.router_loss, self.clip, self.seed = router_loss, clip, seed
-        self.caller = Caller(network, torch.compile(lambda **inputs: network(**inputs)) if compile else None)
+        self.caller = caller = Caller(network)
+        maybe_compiled = compiled if compile else lambda function: function
+        self._sums_of = maybe_compiled(lambda batch: self.objective(caller(batch), batch))
+        self._hidden_of = maybe_compiled(lambda inputs: network(**inputs, return_extras=True))
         self.state = dict(state or {})
         self.latch = Latch()
         self.step_loss: Tensor | float = 0.0
@@ -115,8 +119,8 @@ class TrainingModule(L.LightningModule):
         self._said_dropped = True
         chunked = isinstance(self.objective, CrossEntropy) and self.objective.chunk_tokens is not None
         if not chunked and not self.router_loss:
-            return checked_sums(self.objective(self(batch), batch)), {}
-        hidden, extras = self.caller.run(**self.caller.inputs(batch), return_extras=True)
+            return checked_sums(self._sums_of(batch)), {}
+        hidden, extras = self._hidden_of(self.caller.inputs(batch))
         head = self.network.get_submodule("head")
         if not chunked:
             return checked_sums(self.objective(head(hidden), batch)), extras
