@@ -119,7 +119,7 @@ def avoids_cudnn(capability: tuple[int, int], version: str) -> bool:
 
 
 def repeats_heads(device: str, group: int) -> bool:
-    """Return whether grouped key heads must be repeated for each query head: with a mask on CUDA, unless cuDNN runs."""
+    """Return whether key heads must be repeated in a call with a mask: on CUDA only cuDNN takes grouped heads and a mask."""
     return device == "cuda" and group > 1
 
 
