@@ -255,7 +255,7 @@ view(both, inputs(row), tokens={"input_ids": [texts]}, height=760)
 # 5 times as many steps as with the scale. A comparison after 100 steps would measure that budget, not an ability.
 
 # %% [markdown] zh
-# 不缩放时，分数是原来的 √128 ≈ 11 倍。在什么都没学到之前，softmax 就把大部分权重放在一个键上；在这样的行里，softmax 几乎不传递梯度；而少数两个键几乎打平的行，梯度反而很大（[为什么是 √d_k](../docs/why_scale.md)）。于是模型学得更慢，但并不是学不会：在[有记录的消融实验](../docs/scaling_ablation/quick/summary.md)里，6 个种子中有 5 个在 600 步内学会，所需步数约为 5 倍。如果只比较 100 步之后的结果，测到的是步数预算，而不是能力。
+# 不缩放时，分数是原来的 √128 ≈ 11 倍。在什么都没学到之前，softmax 就把大部分权重放在一个键上；在这样的行里，softmax 几乎不传递梯度；而少数两个键几乎打平的行，梯度反而很大（[为什么是 √d_k](../docs/why_scale.zh.md)）。于是模型学得更慢，但并不是学不会：在[有记录的消融实验](../docs/scaling_ablation/quick/summary.md)里，6 个种子中有 5 个在 600 步内学会，所需步数约为 5 倍。如果只比较 100 步之后的结果，测到的是步数预算，而不是能力。
 
 # %% [markdown] en
 # ## 4. Remove the scale from a model that has learned
@@ -432,6 +432,6 @@ view({"induction": induction_model}, clean[0], height=820)
 # %% [markdown] zh
 # ## 接下来
 #
-# - [为什么是 √d_k](../docs/why_scale.md)：每个论断都经过计算验证。
+# - [为什么是 √d_k](../docs/why_scale.zh.md)：每个论断都经过计算验证。
 # - [消融实验](../docs/ablation.md)：同一个问题，带对照；也讲怎样提出自己的问题。
 # - [examples/gpt.py](gpt.py)：一个文件里的 GPT。

@@ -1,7 +1,7 @@
 """minitx: a minimal trainable Transformer framework.
 
-``minitx.nn`` holds the blocks and needs torch alone; ``minitx.training`` trains them; ``minitx.ablation`` asks
-questions of them. Importing this package imports nothing else.
+``minitx.nn`` contains the blocks and needs only torch. ``minitx.training`` trains models, and ``minitx.ablation`` compares
+them. Importing this package imports nothing else.
 """
 
 __version__ = "0.1.0"

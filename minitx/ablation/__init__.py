@@ -1,1 +1,1 @@
-"""The lab: a grid of training runs, how it is judged, and its report."""
+"""The lab: it runs a grid of training runs, judges it and writes a report."""

@@ -1,4 +1,4 @@
-"""One arm of a study under one condition: its best rate, and what is measured on each seed."""
+"""One arm of a study under one condition: its best rate and its measured values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minitx.ablation.statistics import Span, crossing, wilson
 
 
 class Arm:
-    """The runs of an arm under a condition, and what is read off them."""
+    """The runs of an arm under a condition, and the values that are computed from them."""
 
     def __init__(self, grid: AblationConfig, runs: Runs, study: str, arm: str, condition: Condition) -> None:
         self.name, self.runs, self.grid, self.study = arm, runs, grid, grid.studies[study]
@@ -24,21 +24,21 @@ class Arm:
 
     @cached_property
     def steps(self) -> dict[tuple[str, int], int | None]:
-        """Steps to solve, by rate and seed."""
+        """The steps to solve the task, by rate and seed."""
         return {key: solved_step(run.result, self.study.solved) for key, run in self.done.items()}
 
     def tuning_seeds(self, seed: int) -> Collection[int]:
-        """The seeds that choose the rate for a judged one: those for tuning, or all other judged ones."""
+        """Return the seeds that choose the rate for a judged seed: the tuning seeds, or without them all other judged seeds."""
         return self.study.tune_seeds or [other for other in self.study.seeds if other != seed]
 
     def solves(self, seeds: Collection[int]) -> bool:
-        """Whether a run of any of ``seeds`` solves the task."""
+        """Return whether a run of any of ``seeds`` solves the task."""
         return any(steps for (_, seed), steps in self.steps.items() if seed in seeds)
 
     def best_rate(self, score: str, seeds: Collection[int]) -> str | None:
-        """The rate with the least mean cost, of those that most of ``seeds`` ran; of equal ones the most central.
+        """Return the rate with the lowest mean cost, among the rates with the most runs of ``seeds``. Ties go to the most central rate.
 
-        If no run solves the task, the rate is the one with the best score after the last step.
+        If no run solves the task, it is the rate with the best score after the last step.
         """
         ran = {rate: [(rate, seed) for seed in seeds if (rate, seed) in self.done] for rate in self.tried}
         most = max(map(len, ran.values()), default=0)
@@ -53,7 +53,7 @@ class Arm:
         return min(tied, key=lambda rate: round(abs(2 * logs[rate] - logs[central[0]] - logs[central[-1]]), 9), default=None)
 
     def has_edge(self, rates: Collection[str]) -> bool:
-        """Whether one of ``rates`` is the smallest or the largest that was tried."""
+        """Return whether one of ``rates`` is the smallest or the largest that was tried."""
         return RATE in self.study.factors and any(rate in (self.tried[0], self.tried[-1]) for rate in rates)
 
     def _cost(self, score: str, key: tuple[str, int]) -> float:
@@ -63,7 +63,7 @@ class Arm:
         return math.inf if value is None else -value if score == "accuracy" else value
 
     def score(self, endpoint: Endpoint, run: Run) -> float | None:
-        """A score or a measure of a run. A run that diverged scores the loss of the untrained network; NONFINITE no accuracy."""
+        """Return a score or a measure of a run. A diverged run gets the loss of the untrained network, a NONFINITE run also accuracy 0."""
         result, is_broken = run.result, run.result["nonfinite_step"] is not None
         if endpoint == "accuracy":
             return 0.0 if is_broken else result["val_accuracy"]
@@ -75,7 +75,7 @@ class Arm:
         return min(first, last)
 
     def value(self, endpoint: Endpoint, rate: str | None, seed: int) -> Span | None:
-        """What was measured on a seed, at ``rate`` unless the rates are what is measured; or None."""
+        """Return the value of a seed at ``rate``, or None. ``stability`` is measured over all rates, so ``rate`` is then ignored."""
         if endpoint == "stability":
             return self._largest_stable(seed)
         if rate is None or (rate, seed) not in self.done:
@@ -125,7 +125,7 @@ def _number(rate: str) -> float:
 
 @dataclass(frozen=True)
 class Unsolved:
-    """Judged runs at one rate that do not solve their task within the cap, of how many, and Wilson's interval of the share."""
+    """The number of judged runs at one rate that do not solve their task within the cap, with Wilson's interval of their share."""
 
     rate: str
     count: int
@@ -134,7 +134,7 @@ class Unsolved:
 
 
 def unsolved(grid: AblationConfig, runs: Runs, study: str, arm: str, condition: Condition) -> list[Unsolved]:
-    """How many of an arm's judged runs never solve, for each rate that was tried."""
+    """Count the judged runs of an arm that never solve their task, for each rate that was tried."""
     mine = Arm(grid, runs, study, arm, condition)
     steps = {rate: [mine.steps[rate, s] for s in mine.study.seeds if (rate, s) in mine.done] for rate in mine.tried}
     return [Unsolved(rate, own.count(None), len(own), wilson(own.count(None), len(own))) for rate, own in steps.items() if own]

@@ -1,4 +1,4 @@
-"""What a page of the report is made of."""
+"""The parts of a report's page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows, each a mapping from the name of a column to its text. ``is_open``: shown at once, not behind its caption."""
+    """A table. Each row maps the name of a column to its text. ``is_open``: shown at once, not only after a click on its caption."""
 
     caption: str
     rows: Sequence[Mapping[str, str]]
@@ -22,7 +22,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure: a name of its own, a title, and what it shows."""
+    """A figure with a unique name, a title, and a description."""
 
     name: str
     title: str
@@ -40,7 +40,7 @@ Block = str | Table | Picture
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page. Tables without rows, and sections without blocks, are left out."""
+    """A section of the page. Tables without rows and sections without blocks are left out."""
 
     title: str
     blocks: Sequence[Block]

@@ -1,6 +1,6 @@
-"""What runs of a grid measure or do beside training, as Lightning callbacks that any training run can use.
+"""Lightning callbacks for the runs of a grid. Any training run can use them.
 
-An override adds one::
+Add one with an override::
 
     +callbacks.sharp={_target_: minitx.ablation.callbacks.AttentionTemperature, value: 0.1, first: 0, last: 50}
 """
@@ -34,19 +34,19 @@ from minitx.training.stored import load_model
 
 START_FILE, MEASURES_FILE = "start.json", "measures.json"
 GRADIENT = "gradient"
-"""The column of ``metrics.csv`` that ``GradientNorm`` writes."""
+"""The column of ``metrics.csv`` for ``GradientNorm``."""
 TOLERANCE = 1e-5
 _ROWS = 8
 
 
 class SameStart(L.Callback):
-    """Checks that the run begins as the same function as the checkpoint at ``path``, whatever its score scale.
+    """Check that the run starts as the same function as the checkpoint at ``path``, also with another score scale.
 
-    Both networks read a validation batch. The largest difference of their outputs over the largest output is written to
+    Both networks read a validation batch. The largest difference of their outputs, divided by the largest output, is written to
     ``start.json`` in the run's folder.
 
     Raises:
-        ConfigError: it is above 1e-5.
+        ConfigError: this number is above 1e-5.
     """
 
     def __init__(self, path: str) -> None:
@@ -67,9 +67,9 @@ class SameStart(L.Callback):
 
 
 class GradientNorm(L.Callback):
-    """Writes the norm of the gradient over all parameters but those of W_Q and W_K to the column ``gradient``.
+    """Write the norm of the gradient over all parameters except W_Q and W_K to the column ``gradient``.
 
-    Folding the scale into W_Q and W_K changes their gradients and no others, so this norm compares runs of different scales.
+    Folding the scale into W_Q and W_K changes only their gradients, so this norm can be compared between scales.
     """
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
@@ -81,14 +81,14 @@ class GradientNorm(L.Callback):
 
 
 class AttentionTemperature(L.Callback):
-    """Divides the attention scores by ``value`` in the updates from ``first`` (counted from 0) to ``last - 1``.
+    """Divide the attention scores by ``value`` in the updates from ``first`` (counted from 0) to ``last - 1``.
 
-    Zhai et al. 2023 (arXiv:2303.06296, section 4) make attention ten times sharper (``value=0.1``) early or late in training.
-    The temperature depends on the step alone, so a resumed run uses the same. Probes and validations use the scores of the
-    update before them. After training the model has its own scores again.
+    Zhai et al. 2023 (arXiv:2303.06296, section 4) multiply the scores by ten (``value=0.1``) early or late in training. The
+    temperature depends only on the step, so a resumed run uses the same. Probes and validations use the temperature of the
+    update before them. After training the model has its usual scores again.
 
     Raises:
-        ValueError: a temperature that is not a positive number, an empty window, or two such callbacks in a run.
+        ValueError: the temperature is not a positive number, the window is empty, or the run has two such callbacks.
     """
 
     def __init__(self, value: float, first: int, last: int) -> None:
@@ -117,7 +117,7 @@ class AttentionTemperature(L.Callback):
 
 
 class Measures(L.Callback):
-    """Measures the trained network after the last step, and writes the numbers to ``measures.json`` in the run's folder.
+    """Measure the trained network after the last step, and write the numbers to ``measures.json`` in the run's folder.
 
     =====================  ======================================================================================
     ``loss_at_N``          for each of ``lengths``: loss in nats a token on validation rows of N tokens; as many tokens for
@@ -132,8 +132,8 @@ class Measures(L.Callback):
         attention: whether to measure ``attention_error`` and ``attention_cost``.
 
     Raises:
-        ConfigError: before training: data whose rows have no ``context_len``, a length beyond a table of positions, or a bias,
-            sinks or a soft-cap on scores that are to be compared with plain ones.
+        ConfigError: before training, if the rows of the data have no ``context_len``, a length exceeds a position table, or
+            ``attention_error`` is wanted with a bias, sinks or a soft-cap.
     """
 
     def __init__(self, lengths: tuple[int, ...] = (), attention: bool = False) -> None:

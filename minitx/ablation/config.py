@@ -1,4 +1,4 @@
-"""A grid of training runs as data: arms, studies, what is compared, and what was predicted. See ``docs/ablation.md``."""
+"""The config of a grid of training runs: arms, studies, comparisons and predictions. See ``docs/ablation.md``."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any, Literal
 from minitx.config.checks import Config, Count, Finite, Positive, require
 
 RATE = "lr"
-"""The factor that is tuned: its levels are learning rates."""
+"""The name of the tuned factor. Its levels are learning rates."""
 
 Condition = Mapping[str, str]
-"""Levels of factors, by the factor's name."""
+"""A level for each factor, by the factor's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Solved(Config):
-    """When a run counts as having solved its task: at the first step where the mean over a window reaches a value.
+    """A run has solved its task at the first step at which the mean of a metric over a window reaches a value.
 
     Attributes:
-        metric: an accuracy must rise to value, a loss fall to it.
-        value: what the mean must reach.
-        window: steps that the mean is over.
+        metric: the metric. An accuracy must rise to value, a loss must fall to it.
+        value: the value that the mean must reach.
+        window: number of steps in the mean.
     """
 
     metric: Literal["train_accuracy", "train_loss"] = "train_accuracy"
@@ -33,14 +33,14 @@ class Solved(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Stable(Config):
-    """What a run that starts from a trained model must keep to count as stable.
+    """The condition under which a run that starts from a trained model counts as stable.
 
     Attributes:
         metric: train_accuracy: the worst mean over ``window`` consecutive steps must stay at ``value`` or above; train_loss:
             the mean over the last ``window`` steps may exceed that of the first phase's last ``window`` by ``value`` nats.
         value: the limit.
-        window: steps that a mean is over.
-        lost: train_accuracy: a worst mean below it counts as lost.
+        window: number of steps in a mean.
+        lost: for train_accuracy: the run has lost what it learned if a worst mean is below this number.
     """
 
     metric: Literal["train_accuracy", "train_loss"] = "train_accuracy"
@@ -51,15 +51,15 @@ class Stable(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class StartConfig(Config):
-    """The runs whose weights a study starts from: those of another study that share its seed and its factors.
+    """The runs whose weights a study starts from: runs of another study with the same seed and the same factors.
 
-    Each arm of the study gets the same weights. Where an arm has another scale, the difference is folded into W_Q and W_K,
-    so that every arm starts as the same function (``init_from.fold_scale=true``); the run checks that it does.
+    All arms of the study get the same weights. If an arm has another scale, the difference is folded into W_Q and W_K
+    (``init_from.fold_scale=true``), so that every arm starts as the same function. The run checks this.
 
     Attributes:
-        study: the study of the first phase.
-        arm: an arm of it.
-        solved: only where that run solved its task (``solved`` of its study).
+        study: the study with the weights (the first phase).
+        arm: the arm of that study.
+        solved: start only from runs that solved their task (``solved`` of their study).
     """
 
     study: str
@@ -74,28 +74,28 @@ Score = Literal["time", "stability", "loss", "accuracy", "equal"]
 class StudyConfig(Config):
     """One full factorial of a grid: ``arms`` x the levels of every factor x ``seeds``.
 
-    The factor ``lr`` is tuned: each arm is judged at its own best rate, which is chosen on ``tune_seeds``, or, where there are
-    none, for each judged seed on the other ones. Under ``stability`` no rate is chosen: the rates are what is measured.
+    The factor ``lr`` is tuned: each arm is judged at its own best rate. The rate is chosen on ``tune_seeds``, or without them
+    for each judged seed on the other seeds. For ``stability`` no rate is chosen, because the rates are the result.
 
     Attributes:
-        title: what the study is, in words.
-        base: overrides that every run takes; ``trainer.max_steps`` must be among them.
+        title: a title for the report.
+        base: overrides for every run. ``trainer.max_steps`` must be among them.
         arms: names of ``ablation.arms``.
-        factors: a factor's name to its levels, and each level to overrides.
-        seeds: of the runs that are judged.
-        tune_seeds: of runs that choose the rate and are never judged.
+        factors: the levels of each factor, and the overrides of each level.
+        seeds: the seeds that are judged.
+        tune_seeds: seeds that choose the rate. They are never judged.
         skip: combinations to leave out, each a mapping from factor (or ``arm``, ``seed``) to a list of levels.
         start: the runs whose weights these runs start from.
-        prune: rates above which higher ones are not run. lost: above a rate at which the same arm and seed lost what was
-            learned. unsolved: above two neighbouring rates that no tuning seed solved, where a lower one was solved.
+        prune: which high rates are not run. lost: rates above one at which the same arm and seed lost what it had learned.
+            unsolved: rates above two neighbouring ones that no tuning seed solved, if a lower one was solved.
         scores: what is judged. time: steps until the task is solved, and the largest rate that solves it; stability: the
             largest rate that is stable; loss, accuracy: of validation after the last step; equal: whether the losses are
             equal bit for bit.
-        measures: further numbers of a run, small is good, judged at the rate that the first score chose: ``loss_at_N``,
+        measures: other numbers to judge, at the rate that the first score chose; smaller is better: ``loss_at_N``,
             ``attention_error``, ``attention_cost``.
-        solved: for ``time``.
-        stable: for ``stability``.
-        keep_attention: keep the attention weights that ``callbacks.probe.weights_every`` asks for.
+        solved: when the task counts as solved, for ``time``.
+        stable: when a run counts as stable, for ``stability``.
+        keep_attention: keep the attention weights of ``callbacks.probe.weights_every`` in the records.
     """
 
     title: str = ""
@@ -133,12 +133,12 @@ class StudyConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class LawConfig(Config):
-    """A value that a ratio is held against: the level of ``factor``, to the ``power``.
+    """A prediction for a ratio: the level of ``factor`` to the power of ``power``.
 
     Attributes:
         factor: a factor of the study whose levels are numbers.
-        power: of the level.
-        text: the law as the report writes it.
+        power: the exponent of the level.
+        text: the law as text for the report.
     """
 
     factor: str
@@ -153,9 +153,9 @@ class ComparisonConfig(Config):
     Attributes:
         study: a name of ``ablation.studies``.
         arms: reference and treatment.
-        primary: conditions under which the study's first score is primary. The primary comparisons of a grid form one family,
-            adjusted by Holm; all others are descriptive and not adjusted.
-        law: what the ratio is held against.
+        primary: conditions under which the study's first score is primary. The primary comparisons of a grid are one family,
+            adjusted by Holm. All others are descriptive and not adjusted.
+        law: a prediction to compare the ratio with.
     """
 
     study: str
@@ -171,15 +171,15 @@ Endpoint = str
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedConfig(Config):
-    """A finding that a prediction foretells, of every comparison that fits.
+    """The expected result of all comparisons that match.
 
     Attributes:
-        study: of the comparison.
-        arms: of the comparison.
-        endpoint: of the comparison: time, largest_rate, stability, loss, accuracy, or the name of a measure.
-        verdict: what it will be; null: any.
-        ratio: bounds of the printed ratio (or difference, for scores and largest rates); null on a side: no bound.
-        condition: only where a comparison has these levels.
+        study: the study of the comparison.
+        arms: the arms of the comparison.
+        endpoint: what is compared: time, largest_rate, stability, loss, accuracy, or the name of a measure.
+        verdict: the expected verdict; null: any.
+        ratio: bounds on the printed ratio, or on the difference for scores and largest rates; null: no bound on this side.
+        condition: consider only comparisons with these levels.
     """
 
     study: str
@@ -192,12 +192,12 @@ class ExpectedConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionConfig(Config):
-    """What was expected before the runs.
+    """A prediction, written before the runs.
 
     Attributes:
-        statement: a sentence.
-        expect: the findings that it foretells.
-        rule: the name of a function in the module that ``about`` names, for what ``expect`` cannot say.
+        statement: the prediction in one sentence.
+        expect: the expected results.
+        rule: the name of a function in the module ``about``, for predictions that ``expect`` cannot express.
         options: keyword arguments of that function.
     """
 
@@ -212,24 +212,25 @@ class AblationConfig(Config):
     """A grid of training runs and how it is judged.
 
     Attributes:
-        name: of the grid's folder, ``runs/<experiment>/<name>/``.
-        question: the title of the report.
-        about: a module with what only this question says: sentences, figures, rules of predictions (see
-            ``minitx.ablation.report``); null: the report says what holds for every question.
-        options: what the module ``about`` wants to know, such as which of the studies it speaks of.
-        note: a sentence for the first screen, such as that the grid is a demonstration.
-        arms: names for lists of overrides.
-        words: an arm's, a factor's, a level's or a study's name to the words that the report uses.
-        studies: by name.
-        only: studies to run; empty: all.
-        comparisons: what is judged.
-        predictions: by name, written before the runs.
-        ratio_margin: time and stability: ratios from 1/margin to margin count as the same.
-        score_margin: loss (nats) and accuracy: differences up to it count as the same.
-        workers: runs at once; null: one a core, or one a GPU where they run on GPUs.
-        launcher: where runs go: worker processes of this machine, or Slurm (needs minitx[slurm]).
-        launcher_options: submitit's, such as {slurm_partition: p, timeout_min: 60}; cluster: local tries it without Slurm.
-        report_only: write the report again from the records in the folder, and run nothing.
+        name: the name of the grid. Its folder is ``runs/<experiment>/<name>/``.
+        question: the question, which is the title of the report.
+        about: a module with sentences, figures and rules of predictions for this question (see ``minitx.ablation.report``);
+            null: the general report.
+        options: options of the module ``about``, for example which studies it describes.
+        note: a sentence for the first screen, for example that the grid is a demonstration.
+        arms: the overrides of each arm, by name.
+        words: the words in the report for the names of arms, factors, levels and studies.
+        studies: the studies, by name.
+        only: names of the studies to run; empty: all.
+        comparisons: the comparisons to judge.
+        predictions: the predictions, by name, written before the runs.
+        ratio_margin: for time and stability: ratios from 1/margin to margin count as the same.
+        score_margin: for loss (nats) and accuracy: differences up to this number count as the same.
+        workers: number of runs at the same time; null: one per core, or one per GPU for runs on GPUs.
+        launcher: where to compute runs: in worker processes of this machine, or on Slurm (needs minitx[slurm]).
+        launcher_options: options of submitit, such as {slurm_partition: p, timeout_min: 60}; cluster: local tries it without
+            Slurm.
+        report_only: only write the report again, from the records in the folder.
     """
 
     name: str = "quick"
@@ -292,10 +293,10 @@ class AblationConfig(Config):
         _check_condition(f"{place}.condition", expected.condition, study)
 
     def phases(self, name: str) -> list[str]:
-        """A study, the one that it starts from, and so on.
+        """Return a study, the study that it starts from, and so on.
 
         Raises:
-            ConfigError: it starts from itself in the end.
+            ConfigError: a study starts from itself, directly or indirectly.
         """
         found = [name]
         while (start := self.studies[found[-1]].start) is not None:
@@ -304,7 +305,7 @@ class AblationConfig(Config):
         return found
 
     def chosen(self) -> AblationConfig:
-        """The grid of the studies that ``only`` names, of those that they start from, and of what is compared in them."""
+        """Return the grid with only the studies in ``only``, the studies that they start from, and their comparisons."""
         if not self.only:
             return self
         names = {name for chosen in self.only for name in self.phases(chosen)}
@@ -319,7 +320,7 @@ class AblationConfig(Config):
 
 
 def endpoints(study: StudyConfig) -> list[Endpoint]:
-    """What a comparison in ``study`` is judged on, the primary one first."""
+    """Return the endpoints of a comparison in ``study``, the primary one first."""
     found: list[Endpoint] = []
     for score in study.scores:
         found += ["time", "largest_rate"] if score == "time" else [score]

@@ -1,7 +1,7 @@
-"""Figures that every question can use. A run is a dot or a line; no run is hidden, and no axis is cut.
+"""Figures for any question. Each run is a dot or a line. No run is hidden, and no axis is cut.
 
-A number that a run does not have (it never solved the task, its loss was not finite) is drawn in a row of its own, which is
-named. Lines that show runs have ``gid="runs"``; medians, laws and margins have not.
+A run without a value (it never solved the task, or its loss was not finite) is drawn in a separate, labelled row. Lines that
+show runs have ``gid="runs"``; medians, laws and margins do not.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Value = Callable[[Run], float | None]
 
 
 def style(grid: AblationConfig, arm: str) -> tuple[str, str]:
-    """Colour and marker of an arm: the same in every figure of a grid."""
+    """Return the colour and the marker of an arm. They are the same in every figure of a grid."""
     return PALETTE[list(grid.arms).index(arm) % len(PALETTE)]
 
 
 def arms_legend(figure: Figure, grid: AblationConfig, arms: Sequence[str], extra: Sequence[Any] = (), line: str = "") -> None:
-    """Names the arms by their words, then ``extra`` lines of a legend."""
+    """Draw a legend of the arms, followed by the lines ``extra``."""
     entries = [(words(grid, arm), *style(grid, arm), line) for arm in arms] + list(extra)
     legend(figure, entries)
     longest = max((len(text) for text, *_ in entries), default=0)
@@ -40,12 +40,12 @@ def arms_legend(figure: Figure, grid: AblationConfig, arms: Sequence[str], extra
 
 
 def steps_to_solve(grid: AblationConfig, run: Run) -> int | None:
-    """The step at which a run solved its task, as its study defines it."""
+    """Return the step at which a run solved its task, as its study defines it."""
     return solved_step(run.result, grid.studies[run.study].solved)
 
 
 def arms_of(grid: AblationConfig, runs: Sequence[Run]) -> list[str]:
-    """The arms of some runs, in the order of the grid."""
+    """Return the arms of some runs, in the order of the grid."""
     return [arm for arm in grid.arms if any(run.arm == arm for run in runs)]
 
 
@@ -53,7 +53,7 @@ def arms_of(grid: AblationConfig, runs: Sequence[Run]) -> list[str]:
 
 
 def by_rate(findings: Findings, study: str, value: Value, y: str, missing: str = "not solved", *, log: bool = False) -> Figure:
-    """A panel a condition: every run a dot over its learning rate."""
+    """Draw one panel per condition: each run is a dot over its learning rate."""
     grid, runs = findings.grid, findings.runs.select(study, status="done")
     conditions = list({condition_text(grid, run.condition): run.condition for run in runs}.values())
     figure, axes = wrapped_panels(len(conditions), y, sharey=True, width=5.6 if len(conditions) == 1 else 4.2)
@@ -67,12 +67,12 @@ def by_rate(findings: Findings, study: str, value: Value, y: str, missing: str =
 
 
 def rate_of(run: Run) -> float:
-    """The learning rate of a run; 1 where the grid sets none."""
+    """Return the learning rate of a run, or 1 if the grid sets none."""
     return float(run.rate or 1)
 
 
 def row_above(runs: Sequence[Run], value: Value, *, log: bool) -> float:
-    """Where the row of runs without a value lies: above all values that there are."""
+    """Return the height of the row of runs without a value: above all values."""
     known = [v for run in runs if (v := value(run)) is not None and math.isfinite(v)]
     if not known:
         return 1.0
@@ -89,9 +89,9 @@ def draw_by_rate(
     top: float | None = None,
     log: bool = False,
 ) -> None:
-    """Every run a dot over its rate, side by side, and a line through the medians over seeds.
+    """Draw each run as a dot over its rate, side by side, and a line through the medians over seeds.
 
-    Runs without a value lie in a row at ``top``, default above all others, which is named ``missing``.
+    Runs without a value are in a row at ``top`` with the label ``missing``. Default: above all others.
     """
     arms, rates = arms_of(grid, runs), sorted({rate_of(run) for run in runs})
     top = row_above(runs, value, log=log) if top is None else top
@@ -120,7 +120,7 @@ def draw_by_rate(
 
 
 def beside(arms: int, arm: int, seeds: int, seed: int) -> float:
-    """Offset of a dot from the middle of its slot, in slots: no two runs of a slot have the same."""
+    """Return the offset of a dot from the middle of its slot, in slots. All runs of a slot have different offsets."""
     return dodge(arms, arm, 1 / arms) + dodge(seeds, seed, 0.8 / (seeds * arms))
 
 
@@ -128,7 +128,7 @@ def beside(arms: int, arm: int, seeds: int, seed: int) -> float:
 
 
 def gap_against_budget(findings: Findings, listed: Sequence[Finding]) -> Figure:
-    """A panel a condition of ``time``: the share of judged seeds that solved the task by each step, at the arm's own best rate."""
+    """Draw one panel per condition of ``time``: the share of judged seeds that solved the task by each step, at the arm's best rate."""
     grid = findings.grid
     figure, axes = wrapped_panels(len(listed), "share of seeds that solved it", sharey=True, width=4.2)
     for ax, finding in zip(axes, listed, strict=True):
@@ -146,7 +146,7 @@ def gap_against_budget(findings: Findings, listed: Sequence[Finding]) -> Figure:
 
 
 def judged_runs(findings: Findings, finding: Finding, arm: str) -> list[Run]:
-    """The runs of an arm that a finding rests on: each judged seed at the rate that was chosen for it."""
+    """Return the runs of an arm in a finding: each judged seed at the rate chosen for it."""
     study, select = finding.comparison.study, findings.runs.select
     rates = finding.rates[finding.comparison.arms.index(arm)]
     chosen = zip(findings.grid.studies[study].seeds, rates, strict=False)
@@ -158,7 +158,7 @@ def judged_runs(findings: Findings, finding: Finding, arm: str) -> list[Run]:
 
 
 def against_factor(ax: Axes, grid: AblationConfig, listed: Sequence[Finding], factor: str) -> None:
-    """Largest stable rates of both arms against the levels of ``factor``, every seed a dot; the law below the reference's medians."""
+    """Draw the largest stable rates of both arms against the levels of ``factor``. Each seed is a dot. The law is drawn below the reference's medians."""
     xs, foretold = [float(finding.condition[factor]) for finding in listed], []
     for x, finding in zip(xs, listed, strict=True):
         count = len(finding.pairs)
@@ -175,7 +175,7 @@ def against_factor(ax: Axes, grid: AblationConfig, listed: Sequence[Finding], fa
 
 
 def draw_span(ax: Axes, x: float, span: Span, look: tuple[str, str]) -> None:
-    """A number with ends as a dot; an arrow where an end is open, a cross at 1 where both are."""
+    """Draw a number known between two ends as a dot: an arrow if one end is open, a cross at 1 if both are."""
     color, marker = look
     is_open = span.low == 0, math.isinf(span.high)
     value = {(True, True): 1.0, (True, False): span.high, (False, True): span.low}.get(is_open, (span.low + span.high) / 2)
@@ -186,7 +186,7 @@ def draw_span(ax: Axes, x: float, span: Span, look: tuple[str, str]) -> None:
 
 
 def curves(ax: Axes, runs: Sequence[Run], color: str) -> None:
-    """The loss of every run as a line over its steps; a cross where it ended because a number was not finite."""
+    """Draw the loss of every run as a line over its steps, with a cross where it ended because a number was not finite."""
     for run in runs:
         values = [math.nan if value is None else value for value in run.result["loss"]]
         ax.plot(range(1, len(values) + 1), values, "-", color=color, linewidth=0.9, alpha=0.75, gid="runs")
@@ -196,7 +196,7 @@ def curves(ax: Axes, runs: Sequence[Run], color: str) -> None:
 
 
 def settings(findings: Findings, study: str) -> dict[str, list[Run]]:
-    """The finished runs of a study by their condition and learning rate in words, the rates in order."""
+    """Return the finished runs of a study by condition and learning rate (in words), with the rates in order."""
     found: dict[str, list[Run]] = {}
     for run in sorted(findings.runs.select(study, status="done"), key=rate_of):
         found.setdefault(setting_text(findings.grid, run), []).append(run)
@@ -204,7 +204,7 @@ def settings(findings: Findings, study: str) -> dict[str, list[Run]]:
 
 
 def curve_panels(findings: Findings, study: str) -> Figure:
-    """A panel a setting: the training loss of every run; grey lines at the losses of n-gram models."""
+    """Draw one panel per setting: the training loss of every run, with grey lines at the losses of n-gram models."""
     grid, runs = findings.grid, settings(findings, study)
     figure, axes = wrapped_panels(len(runs), "training loss", sharey=True)
     for ax, (name, of_setting) in zip(axes, runs.items(), strict=True):
@@ -221,7 +221,7 @@ PROBED = {"max_logit": "largest |logit|", "entropy": "entropy (1: average)", "sa
 
 
 def probe_panels(findings: Findings, study: str) -> Figure:
-    """A column a setting, a row a statistic of the attention over training: every layer of every run a line."""
+    """Draw one column per setting and one row per attention statistic. Every layer of every run is a line over training."""
     grid, runs = findings.grid, settings(findings, study)
     figure, axes = panels(len(PROBED), len(runs), height=1.7, sharey="row", sharex=True)
     for column, (name, of_setting) in enumerate(runs.items()):
@@ -236,7 +236,7 @@ def probe_panels(findings: Findings, study: str) -> Figure:
 
 
 def draw_probes(ax: Axes, run: Run, statistic: str, color: str) -> None:
-    """A statistic of each layer of a run as a line over its steps; deeper layers are darker."""
+    """Draw a statistic of each layer of a run as a line over its steps. Deeper layers are darker."""
     probes = run.result["probes"]
     steps = [probe["step"] for probe in probes]
     layers = len(probes[0]["layers"]) if probes else 0
@@ -246,7 +246,7 @@ def draw_probes(ax: Axes, run: Run, statistic: str, color: str) -> None:
 
 
 def attention(maps: Sequence[tuple[str, Sequence[Any]]]) -> Figure:
-    """(examples, L, S) weights of one head by title: the last query's as a heat map, a row an example, and their entropy."""
+    """Draw the weights (examples, L, S) of one head, by title: those of the last query as a heat map with one row per example, and their entropy."""
     figure, axes = panels(1, len(maps), width=2.6, height=1.35)
     for ax, (title, weights) in zip(axes[0], maps, strict=True):
         rows = np.asarray(weights, dtype=np.float64)[:, -1]
@@ -261,6 +261,6 @@ def attention(maps: Sequence[tuple[str, Sequence[Any]]]) -> Figure:
 
 
 def entropy(weights: Sequence[Any]) -> float:
-    """Entropy of the last query's weights in nats, the mean over the examples."""
+    """Return the entropy of the last query's weights in nats, averaged over the examples."""
     p = np.asarray(weights, dtype=np.float64)[:, -1]
     return abs(float((p * np.log(np.where(p > 0, p, 1.0))).sum(-1).mean()))

@@ -1,4 +1,4 @@
-"""What the report says of any question: sentences, figures, tables, limits."""
+"""The report's sentences, figures, tables and limits for any question."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from minitx.ablation.records import worst_accuracy
 
 
 def sentences(findings: Findings) -> list[str]:
-    """A sentence for each primary finding; where the grid has none, for the first of each comparison."""
+    """Return a sentence for each primary finding. Without primary findings, return one for the first finding of each comparison."""
     first = {(f.comparison.study, f.comparison.arms): f for f in reversed(findings.findings)}
     chosen = [f for f in findings.findings if f.is_primary] or list(reversed(first.values()))
     said = [say.finding_sentence(findings, f) for f in chosen if f.pairs]
@@ -28,18 +28,18 @@ def sentences(findings: Findings) -> list[str]:
 
 
 def figure(findings: Findings) -> list[Picture]:
-    """The runs of the first judged study against the learning rate."""
+    """Draw the runs of the first judged study against the learning rate."""
     drawn = (picture for study in findings.grid.studies for picture in study_pictures(findings, study))
     return list(islice(drawn, 1))
 
 
 def sections(findings: Findings) -> list[Section]:
-    """None: the sections of a question without a module of its own are those of every report."""
+    """Return no sections: a question without a module has only the general ones."""
     return []
 
 
 def limits(findings: Findings) -> list[str]:
-    """Limits of every grid, each where it applies."""
+    """Return the limits that apply to this grid."""
     said, results = [], [run.result for run in findings.runs.all if run.status == "done"]
     if results:
         size, steps = (max(result[name] for result in results) for name in ("parameters", "cap"))
@@ -59,7 +59,7 @@ def limits(findings: Findings) -> list[str]:
 def all_sections(
     findings: Findings, special: Sequence[Section], limits: Sequence[str], meta: Mapping[str, Any]
 ) -> list[Section]:
-    """The page below its first screen; ``special`` comes after the figures."""
+    """Return the sections below the first screen. ``special`` comes after the figures."""
     return [
         Section("What was run", [_studies(findings), _not_done(findings)]),
         Section("Verdicts", [_verdicts(findings), _statistics(findings), _never(findings)]),
@@ -72,14 +72,14 @@ def all_sections(
 
 
 def counted(findings: Findings) -> str:
-    """How many runs there are, by status."""
+    """Return the number of runs by status, in words."""
     total = Counter(str(run.status) for run in findings.runs.all)
     said = ", ".join(f"{total[status]} {status}" for status in ("done", "not run", "failed", "missing") if total[status])
     return f"{say.count_text(total.total(), 'run')}: {said}."
 
 
 def incomplete(findings: Findings) -> str:
-    """A sentence where runs failed or are missing; else empty."""
+    """Return a sentence if runs failed or are missing, else an empty text."""
     is_whole = not {run.status for run in findings.runs.all} & {"failed", "missing"}
     return "" if is_whole else f"The grid is not complete. {counted(findings)} They are listed below."
 
@@ -189,7 +189,7 @@ def _reproduce(meta: Mapping[str, Any]) -> list[Block]:
 
 
 def pictures(findings: Findings) -> list[Picture]:
-    """Gap against budget, and the runs of every judged study."""
+    """Return the figures: gap against budget, and the runs of every judged study."""
     found, timed = [], [f for f in findings.findings if f.endpoint == "time" and f.pairs]
     if timed:
         caption = "Share of the judged seeds that solved the task by each step, at the arm's own best learning rate."
@@ -200,7 +200,7 @@ def pictures(findings: Findings) -> list[Picture]:
 
 
 def study_pictures(findings: Findings, name: str) -> list[Picture]:
-    """The runs of a study against the learning rate, a figure a score."""
+    """Return figures of a study's runs against the learning rate, one for each score."""
     study, runs, found = findings.grid.studies[name], findings.runs.select(name, status="done"), []
     for score in study.scores if runs else ():
         if score != "equal":

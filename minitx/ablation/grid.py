@@ -1,4 +1,4 @@
-"""From a grid's config to its cells, each an ordinary training run with overrides of its own."""
+"""The cells of a grid. Each is an ordinary training run with its own overrides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from minitx.ablation.records import Place
 from minitx.config import CONFIG_DIR, ConfigError
 
 NEW_DATA = 1000
-"""What a run that starts from another's weights adds to the seed: its batches are new, and the same for all arms."""
+"""Added to the seed of a run that starts from another run's weights. Its batches are therefore new, and the same for all arms."""
 
 # what decides the result of a run, below the package and its configs
 _LOOKS = ("capture", "statistics", "gradients", "snapshot", "counting")  # what probes and measures read
@@ -32,7 +32,7 @@ _CONFIGS = ("callbacks", "data", "experiment", "model", "objective", "optimizer"
 
 @dataclass(frozen=True)
 class Cell:
-    """One training run of a grid: its place, the overrides that make it, and the run whose weights it starts from."""
+    """One training run of a grid: its place, its overrides, and the run whose weights it starts from."""
 
     place: Place
     overrides: tuple[str, ...]
@@ -41,7 +41,7 @@ class Cell:
 
     @cached_property
     def hash(self) -> str:
-        """A name made of the place and of what decides the result: overrides, code, and the run that it starts from."""
+        """A hash of the place and of everything that decides the result: overrides, code, and the run that it starts from."""
         keys = [text for text in self.overrides if not text.startswith(CONFIG_DIR)]
         own = [folder_fingerprint(text.removeprefix(CONFIG_DIR)) for text in self.overrides if text.startswith(CONFIG_DIR)]
         place = [self.place.study, self.place.arm, self.place.factors, self.place.seed]
@@ -49,7 +49,7 @@ class Cell:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def folder(self, grid: Path) -> Path:
-        """The run's folder in that of the grid."""
+        """The run's folder, relative to that of the grid."""
         return grid / "cells" / self.hash
 
     def weights(self, grid: Path) -> Path:
@@ -57,7 +57,7 @@ class Cell:
         return self.folder(grid) / "checkpoints" / "last.ckpt"
 
     def words(self, grid: Path) -> list[str]:
-        """The overrides with those that load the weights of ``start``, and check that the run begins as the same function."""
+        """The overrides, with those that load the weights of ``start`` and check that the run starts as the same function."""
         if self.start is None:
             return list(self.overrides)
         path = str(self.start.weights(grid))
@@ -65,10 +65,10 @@ class Cell:
         return [*self.overrides, f"init_from.path={json.dumps(path)}", "init_from.fold_scale=true", check]
 
     def steps(self) -> int:
-        """The number of steps that the last ``trainer.max_steps`` override asks for.
+        """The number of steps in the last ``trainer.max_steps`` override.
 
         Raises:
-            ConfigError: none does, or it is no whole number.
+            ConfigError: there is none, or it is not a whole number.
         """
         given = settings(self.overrides).get("trainer.max_steps", "missing")
         if not given.isdecimal():
@@ -78,7 +78,7 @@ class Cell:
         return int(given)
 
     def describe(self, grid: Path) -> dict[str, Any]:
-        """The cell as plain data, as it stands in ``cells.jsonl``."""
+        """Return the cell as plain data, as in ``cells.jsonl``."""
         return {
             "cell": self.hash,
             "study": self.place.study,
@@ -92,7 +92,7 @@ class Cell:
 
 
 def settings(overrides: Iterable[str]) -> dict[str, str]:
-    """The values that overrides set, by key; of several for one key the last.
+    """Return the values that overrides set, by key. The last one for a key counts.
 
     >>> settings(["seed=1", "+data.path=a=b", "seed=2"])
     {'seed': '2', 'data.path': 'a=b'}
@@ -102,21 +102,21 @@ def settings(overrides: Iterable[str]) -> dict[str, str]:
 
 
 def command_of(words: Sequence[str]) -> str:
-    """The command that runs these overrides; a folder of configs among them stands first, as argparse wants it."""
+    """Return the command for these overrides. ``--config-dir`` comes first, as argparse requires."""
     return shlex.join(["python", "scripts/train.py", *sorted(words, key=lambda text: not text.startswith(CONFIG_DIR))])
 
 
 def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
-    """Every cell of the grid, in seed blocks: all studies at their first seed, then at their second, and so on.
+    """Return all cells of the grid, ordered by seed: all studies at their first seed, then at their second, and so on.
 
-    A grid that is cut off is therefore still balanced. Tuning seeds come first, and a cell comes after the one that it starts
-    from. Overrides apply in the order base, arm, factors, seed, common.
+    A grid that is interrupted is therefore still balanced. Tuning seeds come first, and a cell comes after the one that it
+    starts from. Overrides apply in the order base, arm, factors, seed, common.
 
     Args:
         common: overrides for every cell.
 
     Raises:
-        ConfigError: the same cell twice, or a first phase that the grid does not have.
+        ConfigError: two cells are the same, or the grid does not contain the run that a cell starts from.
     """
     found: dict[Place, tuple[int, Cell]] = {}
     starts = {(study.start.study, study.start.arm) for study in grid.studies.values() if study.start}
@@ -157,9 +157,9 @@ def _combinations(study: StudyConfig, seed: int) -> Iterator[tuple[str, dict[str
 
 @cache
 def code_fingerprint() -> str:
-    """A digest of the code and configs that decide a run's result, and of torch's version.
+    """Return a digest of the code and configs that decide a run's result, and of torch's version.
 
-    A changed comment, docstring or report keeps it.
+    Changes of comments, docstrings or the report do not change it.
     """
     import torch
 
@@ -177,7 +177,7 @@ def code_fingerprint() -> str:
 
 @cache
 def folder_fingerprint(folder: str) -> str:
-    """A digest of the configs in a folder of the user's, wherever it lies, but for the grids in its ``ablation/``."""
+    """Return a digest of the configs in a folder of the user's, without the grids in its ``ablation/``. The path has no influence."""
     found = {path.relative_to(folder).as_posix(): path for path in Path(folder).rglob("*.yaml")}
     return _digest({name: path for name, path in found.items() if not name.startswith("ablation/")})
 

@@ -1,4 +1,4 @@
-"""What the records say: endpoints, intervals, verdicts. See ``docs/ablation.md``, "How it is judged"."""
+"""Judge the records: endpoints, intervals, verdicts. See ``docs/ablation.md``, "How it is judged"."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _WORDS: dict[Endpoint, tuple[Verdict, Verdict]] = {
     "largest_rate": ("NARROWER", "WIDER"),
     "accuracy": ("WORSE", "BETTER"),
 }
-"""The words for an effect below and above the margin; for a loss and for measures BETTER and WORSE."""
+"""The verdicts for an effect below and above the margin. For losses and measures: BETTER and WORSE."""
 _HARM = ("SLOWER", "LESS STABLE", "NARROWER", "WORSE")
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One seed of a comparison: what was measured on the reference and on the treatment, and their ratio or difference.
+    """One seed of a comparison: the values of reference and treatment, and their ratio or difference.
 
     ``time``: steps, the ratio treatment / reference (above 1: slower). ``stability``: largest stable rates, the ratio
     reference / treatment (above 1: less stable). ``largest_rate``: indices on the grid of rates, treatment - reference, in steps
@@ -43,20 +43,21 @@ class Finding:
     Attributes:
         comparison: study, arms, law.
         endpoint: what is compared.
-        condition: the levels of all factors but the rate.
+        condition: the levels of all factors except the rate.
         is_primary: whether it belongs to the family that is adjusted.
-        rates: the reference's and the treatment's own best rates, one a judged seed; () under ``stability``.
+        rates: the best rates of reference and treatment, one for each judged seed; () for ``stability``.
         at_edge: for each arm, whether a best rate is the smallest or largest of the rates tried.
-        pairs: one a seed that has both.
-        missing: seeds without a pair.
-        estimate: the median effect: of the lower ends; of largest rates the end of ``printed`` that is nearer to 0.
-        or_more: the median of the upper ends is larger; of largest rates the other end of ``printed`` is further from 0.
-        interval: of the median effect, by order statistics; None where there are fewer than six pairs.
-        coverage: of the interval.
-        p: one-sided sign test against the margin; None where there are fewer than six pairs.
-        p_adjusted: by Holm over the primary findings; None for the others.
+        pairs: the seeds that have both arms.
+        missing: the seeds without a pair.
+        estimate: the median of the lower ends of the effects. For largest rates, the end of ``printed`` that is nearer to 0.
+        or_more: whether the median of the upper ends is larger. For largest rates, whether the other end of ``printed`` is
+            farther from 0.
+        interval: the interval of the median effect, by order statistics. None with fewer than six pairs.
+        coverage: the coverage of the interval.
+        p: the p value of a one-sided sign test against the margin. None with fewer than six pairs.
+        p_adjusted: p adjusted by Holm over the primary findings. None for the others.
         law: the law's value under this condition, or None.
-        verdict, reason: the word, and what it rests on, in one sentence.
+        verdict, reason: the verdict, and its reason in one sentence.
     """
 
     comparison: ComparisonConfig
@@ -80,7 +81,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Equality:
-    """Score ``equal``: whether the arms of a comparison have the same losses bit for bit, for each seed under a condition."""
+    """The result of the score ``equal``: for each seed, whether the arms of a comparison have the same losses bit for bit."""
 
     comparison: ComparisonConfig
     condition: Condition
@@ -90,7 +91,7 @@ class Equality:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that the judge found, and the runs that it was found from."""
+    """All results of ``judge``, with the runs."""
 
     grid: AblationConfig
     runs: Runs
@@ -100,7 +101,7 @@ class Findings:
     def find(
         self, study: str, endpoint: Endpoint, arms: Sequence[str] | None = None, condition: Condition | None = None
     ) -> list[Finding]:
-        """The findings that agree with all that is given."""
+        """Return the findings that match all arguments."""
         wanted = set((condition or {}).items())
         return [
             f
@@ -113,7 +114,7 @@ class Findings:
 
 
 def judge(grid: AblationConfig, runs: Runs) -> Findings:
-    """Judge a grid from its runs alone."""
+    """Judge a grid. The result depends only on its config and its runs."""
     found, equalities = [], []
     for comparison in grid.comparisons:
         for condition in _conditions(runs, comparison):
@@ -133,7 +134,7 @@ def _conditions(runs: Runs, comparison: ComparisonConfig) -> list[Condition]:
 
 
 def printed(endpoint: Endpoint, pairs: Sequence[Pair]) -> Span:
-    """The median effect: of the lower ends and of the upper ends; of largest rates without the step that a pair is known to."""
+    """Return the median of the lower and of the upper ends of the effects. For largest rates, remove the uncertainty of one step."""
     middle = median([pair.effect for pair in pairs], ratio=endpoint in _RATIOS)
     return Span(middle.low + 1, middle.high - 1) if endpoint == "largest_rate" else middle
 

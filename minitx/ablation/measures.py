@@ -1,4 +1,4 @@
-"""Reads a finished run's folder into the ``result`` of its record."""
+"""Read the ``result`` of a record from a finished run's folder."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from minitx.training.probes import read_probes
 
 
 def result_of(folder: Path, trained: Mapping[str, Any], cap: int, *, keep_attention: bool = False) -> dict[str, Any]:
-    """The ``result`` of a record (see ``records``), as plain data without NaN.
+    """Return the ``result`` of a record (see ``records``) as plain data without NaN.
 
     Args:
-        folder: of the run.
-        trained: what ``train`` returned.
+        folder: the run's folder.
+        trained: the result of ``train``.
         cap: ``trainer.max_steps``.
-        keep_attention: read the weights that the probe wrote, too.
+        keep_attention: also read the weights that the probe wrote.
     """
     rows = [row for row in read_metrics(folder / "metrics.csv") if row["train_loss"] is not None]
     losses = [row["train_loss"] for row in rows]

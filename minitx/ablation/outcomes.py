@@ -1,4 +1,4 @@
-"""What became of a run: one outcome each, by rules that look at every arm alike, and the size of its gradients."""
+"""The outcome of each run, by rules that are the same for all arms, and the size of its gradients."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ Outcome = Literal[
 ]
 
 END = 50
-"""Steps that the end of a run is a mean over."""
+"""The number of steps in the mean at the end of a run."""
 UNIFORM_ACCURACY = 0.17
-"""Of recall without attention that looks anything up (protocol, section 5a)."""
+"""The accuracy in recall with uniform attention (protocol, section 5a)."""
 _SMOOTHED, _SETTLED = 5, 5
 
 
 @dataclass(frozen=True)
 class Levels:
-    """What a run is held against.
+    """The reference values for the outcome of a run.
 
     Attributes:
-        initial: loss of the untrained network, for continued runs too (``initial_loss``).
-        unigram: loss of predicting each token by its frequency; None for tasks that are judged by their accuracy.
-        uniform: end of an arm whose attention is a plain average, after as many steps: a loss, or for tasks with an
-            accuracy that. None: text skips the outcomes that need it, and recall takes .17.
+        initial: the loss of the untrained network, also for continued runs (``initial_loss``).
+        unigram: the loss of predicting each token by its frequency. None for tasks that are judged by accuracy.
+        uniform: the final loss, or accuracy, of an arm with uniform attention after the same number of steps. If it is None,
+            text skips the outcomes that need it, and recall uses .17.
         solved: when a task with an accuracy counts as solved.
     """
 
@@ -49,7 +49,7 @@ class Levels:
 
 
 def outcome(run: Run, levels: Levels) -> Outcome:
-    """The one outcome of a run that is done: the first rule that fits (protocol, section 5a)."""
+    """Return the outcome of a finished run: the first rule that applies (protocol, section 5a)."""
     result = run.result
     if result["nonfinite_step"] is not None or None in result["loss"]:
         return "NONFINITE"
@@ -89,13 +89,13 @@ def _of_spikes(loss: Any) -> Outcome:
 
 
 def initial_loss(runs: Runs, run: Run) -> float | None:
-    """The loss of the untrained network, also of a run that started from another one's weights; None where it is not finite."""
+    """Return the loss of the untrained network, also for a run that started from another run's weights. None if it is not finite."""
     first = runs.start_of(run)
     return initial_loss(runs, first) if first is not None and first.status == "done" else run.result["loss"][0]
 
 
 def last_mean(run: Run, curve: Literal["loss", "accuracy"], steps: int = END) -> float:
-    """The mean of a curve over its last ``steps``. Of a run that became NONFINITE: infinite loss, accuracy 0."""
+    """Return the mean of a curve over its last ``steps``. A NONFINITE run has infinite loss and accuracy 0."""
     values = run.result[curve][-steps:]
     if run.result["nonfinite_step"] is not None or None in values:
         return math.inf if curve == "loss" else 0.0
@@ -103,7 +103,7 @@ def last_mean(run: Run, curve: Literal["loss", "accuracy"], steps: int = END) ->
 
 
 def gradient_norms(run: Run) -> tuple[float, float] | None:
-    """99th percentile and largest of the gradient norm over steps >= 10; None where it was not logged.
+    """Return the 99th percentile and the maximum of the gradient norm from step 10 on, or None if it was not logged.
 
     The norm leaves out W_Q and W_K, so that folding the scale into them does not change it.
     """

@@ -1,7 +1,7 @@
-"""Where runs of a grid are computed: worker processes of this machine, or Slurm jobs by submitit.
+"""Pools that compute the runs of a grid: worker processes of this machine, or Slurm jobs through submitit.
 
-A pool is anything with ``workers``, ``submit(function, *arguments)`` and ``close()``. What ``submit`` gives has ``done()`` and
-``result()``, as futures and submitit's jobs do; ``result()`` raises where the process or job died.
+A pool has ``workers``, ``submit(function, *arguments)`` and ``close()``. ``submit`` returns an object with ``done()`` and
+``result()``, like a future or a job of submitit. ``result()`` raises an error if the process or job died.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any, Protocol
 from minitx.config import ConfigError
 
 SLURM_JOBS = 16
-"""Jobs under way at once, unless ``ablation.workers`` says otherwise."""
+"""The default of ``ablation.workers`` on Slurm."""
 
 
 class Pool(Protocol):
-    """Runs calls, ``workers`` at once; who submits sees to it that no more are under way."""
+    """Runs calls in other processes. The caller must submit at most ``workers`` calls at the same time."""
 
     workers: int
 
@@ -33,17 +33,17 @@ class Pool(Protocol):
         """Start ``function(*arguments)``. Both are pickled."""
 
     def close(self) -> None:
-        """End what is under way."""
+        """Stop all running calls."""
 
 
 class LocalPool:
     """Worker processes that live for the whole grid, because importing torch and Lightning costs seconds.
 
-    One that dies costs the call that it had, and is replaced. Workers end with this process, even if it is killed.
+    If a worker dies, its call is lost and the worker is replaced. Workers end with this process, even if it is killed.
 
     Args:
-        workers: processes.
-        devices: values of ``CUDA_VISIBLE_DEVICES``; each worker sees one of them, in turn.
+        workers: the number of processes.
+        devices: values of ``CUDA_VISIBLE_DEVICES``. Each worker gets one of them, in turn.
     """
 
     def __init__(self, workers: int, devices: Sequence[str] = ()) -> None:
@@ -90,16 +90,16 @@ def _end_with(parent: int) -> None:
 
 
 class SlurmPool:
-    """Slurm jobs by submitit (https://github.com/facebookincubator/submitit), one a call.
+    """Slurm jobs through submitit (https://github.com/facebookincubator/submitit), one job per call.
 
     Args:
-        workers: jobs under way at once.
-        folder: for submitit's files; the nodes must see it.
-        options: of submitit's ``update_parameters`` (``slurm_partition``, ``timeout_min``, ...; an hour a job unless given), and
-            ``cluster``: ``slurm``, or ``local``, which tries it with processes of this machine.
+        workers: the number of jobs at the same time.
+        folder: the folder for submitit's files. All nodes must see it.
+        options: options of submitit's ``update_parameters`` (``slurm_partition``, ``timeout_min``, ...). The default limit is
+            one hour per job. ``cluster`` is ``slurm``, or ``local`` to try it with processes of this machine.
 
     Raises:
-        ConfigError: submitit is not installed, there is no Slurm, or an option that submitit refuses.
+        ConfigError: submitit is not installed, there is no Slurm, or submitit does not accept an option.
     """
 
     def __init__(self, workers: int, folder: Path, options: Mapping[str, Any]) -> None:
@@ -122,7 +122,7 @@ class SlurmPool:
         return self._jobs[-1]
 
     def close(self) -> None:
-        """Cancel the jobs that are under way."""
+        """Cancel the running jobs."""
         for job in self._jobs:
             if not job.done():
                 job.cancel(check=False)

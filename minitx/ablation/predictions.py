@@ -1,4 +1,4 @@
-"""What was predicted, held against what was found."""
+"""Compare the predictions with the findings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HELD, NOT_HELD, UNDECIDED, NOT_TESTED = "HELD", "NOT HELD", "UNDECIDED", "NOT TE
 
 
 class Answer(NamedTuple):
-    """Of a prediction: HELD, NOT HELD, UNDECIDED or NOT TESTED, with the numbers in one sentence."""
+    """The answer to a prediction: HELD, NOT HELD, UNDECIDED or NOT TESTED, with the numbers in one sentence."""
 
     name: str
     statement: str
@@ -26,7 +26,7 @@ class Answer(NamedTuple):
 
 
 def answers(findings: Findings) -> tuple[Answer, ...]:
-    """The predictions of the grid, answered in its order."""
+    """Return the answers to the predictions of the grid, in its order."""
     grid, found = findings.grid, []
     for name, prediction in grid.predictions.items():
         parts = [part for expected in prediction.expect for part in _answer(findings, expected)]
@@ -38,10 +38,10 @@ def answers(findings: Findings) -> tuple[Answer, ...]:
 
 
 def rule_of(grid: AblationConfig, name: str) -> Callable[..., tuple[str, str]]:
-    """The function ``RULES[name]`` of the module that ``about`` names: (findings, **options) -> (status, evidence).
+    """Return the function ``RULES[name]`` of the module ``about``: (findings, **options) -> (status, evidence).
 
     Raises:
-        ConfigError: no module, or no such rule in it.
+        ConfigError: there is no module, or it has no such rule.
     """
     if grid.about is None:
         raise ConfigError(f"about=null has no rule {name}, which a prediction needs")
@@ -52,7 +52,7 @@ def rule_of(grid: AblationConfig, name: str) -> Callable[..., tuple[str, str]]:
 
 
 def together(statuses: Sequence[str]) -> str:
-    """The status of a prediction with several parts: all must hold, and one that does not refutes it."""
+    """Return the status of a prediction with several parts. It holds if all parts hold, and fails if one part fails."""
     for status in (NOT_HELD, UNDECIDED):
         if status in statuses:
             return status

@@ -1,4 +1,4 @@
-"""The records of a grid's runs, and what is read off one run.
+"""The records of a grid's runs, and values that are computed from one run.
 
 A record is one line of ``cells.jsonl``:
 
@@ -46,7 +46,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run stands in its grid. ``factors`` are (factor, level), sorted by the factor's name."""
+    """The place of a run in its grid. ``factors`` are (factor, level), sorted by the factor's name."""
 
     study: str
     arm: str
@@ -55,12 +55,12 @@ class Place:
 
     @property
     def rate(self) -> str:
-        """The level of the factor ``lr``; "" where there is none."""
+        """The level of the factor ``lr``, or "" without it."""
         return dict(self.factors).get(RATE, "")
 
     @property
     def condition(self) -> dict[str, str]:
-        """The levels of all factors but ``lr``."""
+        """The levels of all factors except ``lr``."""
         return {name: level for name, level in self.factors if name != RATE}
 
     def __str__(self) -> str:
@@ -70,36 +70,36 @@ class Place:
 
 @dataclass(frozen=True)
 class Run(Place):
-    """A run that the grid has, and its record; {} where there is none."""
+    """A run of the grid and its record, or {} if there is no record."""
 
     record: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def place(self) -> Place:
-        """Where it stands, without its record."""
+        """The place without the record."""
         return Place(self.study, self.arm, self.factors, self.seed)
 
     @property
     def status(self) -> str:
-        """That of the record, or ``missing``."""
+        """The status in the record, or ``missing``."""
         return self.record.get("status", "missing")  # type: ignore[no-any-return]
 
     @property
     def result(self) -> Mapping[str, Any]:
-        """What was measured; only a run that is done has it."""
+        """The measured values. Only a finished run has them."""
         assert self.status == "done", self
         return self.record["result"]  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of a grid, in its order."""
+    """The runs of a grid, in the order of its cells."""
 
     all: tuple[Run, ...]
 
     @classmethod
     def of(cls, places: Iterable[Place], records: Iterable[Record]) -> Runs:
-        """The runs at ``places``; records of other places are left out, and of several for one place the last that is done counts."""
+        """Return the runs at ``places``. Records of other places are ignored. If a place has several records, the last finished one counts."""
         found = {}
         for record in sorted(records, key=lambda record: record["status"] == "done"):
             factors = tuple(sorted(record["factors"].items()))
@@ -116,7 +116,7 @@ class Runs:
         seeds: Sequence[int] | None = None,
         status: str | None = None,
     ) -> list[Run]:
-        """The runs of a study that agree with all that is given; ``condition`` may name some of the factors."""
+        """Return the runs of a study that match all arguments. ``condition`` may contain some of the factors."""
         wanted = set((condition or {}).items())
         return [
             run
@@ -130,13 +130,13 @@ class Runs:
         ]
 
     def start_of(self, run: Run) -> Run | None:
-        """The run whose weights ``run`` started from."""
+        """Return the run whose weights ``run`` started from, or None."""
         first = run.record.get("start")
         return next((other for other in self.all if first and other.record.get("cell") == first), None)
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a ``cells.jsonl``; [] where there is none. A line that a crash cut short is left out."""
+    """Read the records of a ``cells.jsonl``, or return [] without a file. An incomplete line, written during a crash, is left out."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         with suppress(json.JSONDecodeError):
@@ -145,9 +145,9 @@ def read_records(path: Path) -> list[Record]:
 
 
 def solved_step(result: Mapping[str, Any], solved: Solved) -> int | None:
-    """The first step t at which the mean of the metric over steps t - window + 1 ... t reaches the value.
+    """Return the first step t at which the mean of the metric over steps t - window + 1 ... t reaches the value.
 
-    None where none does, and of a run that became NONFINITE.
+    Return None if there is none, and for a NONFINITE run.
 
     >>> solved_step({"accuracy": [0.0, 1.0, 1.0], "nonfinite_step": None}, Solved(value=0.9, window=2))
     3
@@ -161,14 +161,14 @@ def solved_step(result: Mapping[str, Any], solved: Solved) -> int | None:
 
 
 def worst_accuracy(result: Mapping[str, Any], window: int) -> float:
-    """The least mean of the training accuracy over ``window`` consecutive steps; 0 where a step was not finite."""
+    """Return the lowest mean of the training accuracy over ``window`` consecutive steps. It is 0 if a step was not finite."""
     if result["nonfinite_step"] is not None:
         return 0.0
     return min(_means(result, "train_accuracy", window), default=0.0)
 
 
 def is_lost(result: Mapping[str, Any], stable: Stable) -> bool:
-    """Whether a run from a trained model lost what it had learned."""
+    """Return whether a run that started from a trained model lost what it had learned."""
     if stable.metric == "train_accuracy":
         return worst_accuracy(result, stable.window) < stable.lost
     return result["nonfinite_step"] is not None

@@ -1,6 +1,6 @@
 """The report of a grid: one HTML file, its figures, a Markdown summary, and a table of the runs.
 
-A grid's ``about`` names a module with what only its question says. It may define any of
+A grid's ``about`` names a module for its question. The module may define any of
 
 ``LEAD``                               a text above the sentences: what the question is about
 ``sentences(findings) -> list[str]``   the first screen's sentences
@@ -9,7 +9,7 @@ A grid's ``about`` names a module with what only its question says. It may defin
 ``limits(findings) -> list[str]``      sentences of the section on limits
 ``RULES``                              rules of predictions: name -> ``function(findings, **options) -> (status, evidence)``
 
-What it does not define comes from ``minitx.ablation.generic``.
+The rest comes from ``minitx.ablation.generic``.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from minitx.analysis.canvas import DPI, png, svg
 
 PARTS = ("sentences", "figure", "sections", "limits")
 NUMBERS = ("steps", "cap", "val_loss", "val_accuracy", "nonfinite_step", "start_error", "parameters", "digest")
-"""Of a run's result, in the table of runs."""
+"""The numbers of a run's result in the table of runs."""
 
 
 def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -> list[str]:
     """Write ``report.html``, ``summary.md``, ``cells.csv`` and ``figures/`` into ``folder``.
 
-    Equal runs give equal files, whatever the order of their records; only ``meta`` changes them.
+    Equal runs give equal files in any order of the records. Only ``meta`` changes the files.
 
     Args:
-        meta: what made the records: ``commit``, ``command``, ``date``, ``hardware``, ``versions`` (a mapping), ``wall_seconds``.
+        meta: how the records were made: ``commit``, ``command``, ``date``, ``hardware``, ``versions`` (a mapping),
+            ``wall_seconds``.
 
     Returns:
         The first screen's sentences.

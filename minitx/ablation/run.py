@@ -1,6 +1,6 @@
-"""Runs the cells of a grid: a projection first, then what is not done yet, in an order in which no cell misses another's result.
+"""Run the cells of a grid. A projection comes first, then all cells that are not done. A cell waits for the cells whose results it needs.
 
-A finished cell is never run again, a cell that fails never stops the others, and a grid that was killed goes on where it was.
+A finished cell is never run again. A failed cell does not stop the others. A grid that was killed continues where it stopped.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from minitx.ablation.records import Place, Record, is_lost, read_records, solved
 log = logging.getLogger(__name__)
 
 RunCell = Callable[..., dict[str, Any]]
-"""Called in a worker with a cell's words, its folder, its cap, and whether to keep its weights and its attention."""
+"""A function that runs a cell in a worker. Arguments: words, folder, cap, whether to keep its weights, whether to keep its attention."""
 
 _PROBES = (2, 22)  # steps of the two short runs that a projection is made from
 
 
 class Book:
-    """``cells.jsonl`` of a grid's folder: the records of its cells, one line each, on the disk as soon as they are known.
+    """The file ``cells.jsonl`` of a grid's folder: the records of its cells, one per line. Each record is written to disk at once.
 
     Attributes:
-        known: records that were in the file before, but for failures and for runs that must be made again.
-        records: those of cells that are done, or that this launch has decided about.
+        known: records that were in the file before, without failures and without runs that must be repeated.
+        records: the records of finished cells and of cells that this launch has decided about.
     """
 
     def __init__(self, cells: Sequence[Cell], folder: Path, after_line: Callable[[], None]) -> None:
@@ -55,7 +55,7 @@ class Book:
             self._append("\n")  # a line that a crash cut short must not swallow the next one
 
     def write(self, cell: Cell, status: str, **known: Any) -> None:
-        """Keep what came of a cell (``reason``, ``seconds``, ``result``), unless the file says it already."""
+        """Write the result of a cell (``reason``, ``seconds``, ``result``), unless the file already contains it."""
         what = {"status": status, "reason": None, "seconds": 0.0, "result": None, **known}
         self.records[cell.place] = record = {**cell.describe(self.folder), **what}
         if status == "failed":
@@ -72,7 +72,7 @@ class Book:
 
 
 class Rules:
-    """Which cells a cell waits for, and why one is not run: its first phase did not solve the task, or ``prune`` says so."""
+    """The rules of a grid: which cells a cell waits for, and why a cell is not run (its first phase did not solve the task, or ``prune``)."""
 
     def __init__(self, grid: AblationConfig, cells: Sequence[Cell]) -> None:
         self.grid = grid
@@ -84,18 +84,18 @@ class Rules:
         return (place.study, place.arm, *place.condition.items())
 
     def deciding(self, cell: Cell) -> list[Cell]:
-        """The cells of smaller rates whose results decide by ``prune`` whether ``cell`` is run."""
+        """Return the cells with smaller rates whose results decide, by ``prune``, whether ``cell`` is run."""
         study, place = self.grid.studies[cell.place.study], cell.place
         seeds = {"lost": (place.seed,), "unsolved": study.tune_seeds, None: ()}[study.prune]
         row = self._rows[self._row(place)]
         return [other for other in row if other.place.seed in seeds and float(other.place.rate) < float(place.rate)]
 
     def waits_for(self, cell: Cell) -> list[Cell]:
-        """The cells whose records there must be before ``cell`` is decided."""
+        """Return the cells whose records are needed before ``cell`` can be decided."""
         return [*([cell.start] if cell.start else []), *self.deciding(cell)]
 
     def why_not(self, cell: Cell, records: Mapping[Place, Record]) -> str | None:
-        """The reason not to run ``cell``, given the records that it waits for."""
+        """Return the reason not to run ``cell``, given the records that it waits for, or None."""
         study = self.grid.studies[cell.place.study]
         if study.start is not None and cell.start is not None:
             first = records[cell.start.place]
@@ -119,7 +119,7 @@ class Rules:
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-    """``{"result": ...}``, or ``{"error": words}``: not every exception can be sent from one process to another."""
+    """Return ``{"result": ...}``, or ``{"error": message}``, because some exceptions cannot be sent to another process."""
     try:
         return {"result": function(*arguments)}
     except Exception as error:
@@ -127,9 +127,9 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
 
 
 def project(pool: Pool, cells: Sequence[Cell], folder: Path, run_cell: RunCell) -> Callable[[Cell], float]:
-    """Measure what runs cost, with two short runs of each kind. Returns a function: the seconds that a cell takes at most.
+    """Measure the cost of runs with two short runs of each kind. Return a function that gives the largest number of seconds of a cell.
 
-    A run that ends early, because it solved its task, takes less.
+    A run that solves its task early takes less.
     """
     place = folder / "projection"
     jobs: dict[Any, Any] = {}
@@ -177,14 +177,14 @@ def run_cells(
     projection: Callable[..., Callable[[Cell], float]] = project,
     after_line: Callable[[], None] = lambda: None,
 ) -> list[Record]:
-    """Run what is not done yet and return the records of all ``cells``, in their order.
+    """Run all cells that are not done, and return the records of all ``cells``, in their order.
 
-    A cell that raises gets a record with ``status: failed``; it is tried again when the grid is run again. A cell whose worker
-    died is tried once more. Which cells a rule leaves out is decided anew at each launch.
+    A cell that raises an error gets a record with ``status: failed``, and is tried again when the grid is run again. A cell
+    whose worker died is tried once more. The rules that leave out cells are applied again at each launch.
 
     Args:
         projection: ``project``, or a function like it.
-        after_line: called when a line of ``cells.jsonl`` has been written.
+        after_line: a function that is called after each line of ``cells.jsonl``.
     """
     book = Book(cells, folder, after_line)
     todo = [cell for cell in cells if cell.place not in book.known]
@@ -274,7 +274,7 @@ class _Lines:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as one reads them.
+    """Return a readable duration.
 
     >>> duration(89.6), duration(1234), duration(9000)
     ('90 s', '21 min', '2.5 h')

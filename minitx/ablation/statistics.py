@@ -1,6 +1,6 @@
-"""Intervals and tests on paired runs, where each pair is known within a range. Pure functions of numbers.
+"""Intervals and tests for paired runs, in which each pair is known within a range. All are pure functions of numbers.
 
-All of them rest on the signs of the pairs, so they need no distribution, and hold on any increasing scale alike.
+They use only the signs of the pairs. They assume no distribution and hold on any increasing scale.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from scipy import stats
 CONFIDENCE = 0.95
 ALPHA = 0.05
 MIN_PAIRS = 6
-"""With five pairs not even smallest to largest covers the median with 95 % (1 - 2 / 2^5 = .9375)."""
+"""With five pairs, even the interval from smallest to largest covers the median with less than 95 % (1 - 2 / 2^5 = .9375)."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A number known to lie between two ends; they are equal where it is known exactly. An end may be 0 or infinite."""
+    """A number known to be between two ends. The ends are equal if it is known exactly. An end may be 0 or infinite."""
 
     low: float
     high: float
 
     def over(self, other: Span) -> Span:
-        """Every ratio self / other of two numbers of which none is negative."""
+        """Return the span of all ratios self / other, for numbers that are not negative."""
         return Span(self.low / other.high, self.high / other.low if other.low else math.inf)
 
     def minus(self, other: Span) -> Span:
-        """Every difference self - other. ``Span(inf, inf)`` is no number, and not allowed."""
+        """Return the span of all differences self - other. ``Span(inf, inf)`` is not allowed."""
         return Span(self.low - other.high, self.high - other.low)
 
     def within(self, other: Span) -> bool:
-        """Whether it lies in ``other``, bounds included."""
+        """Return whether it is inside ``other``, bounds included."""
         return other.low <= self.low and self.high <= other.high
 
 
 def median(spans: Sequence[Span], *, ratio: bool) -> Span:
-    """The median of the lower ends and that of the upper ends; of ratios between two of them, their geometric mean.
+    """Return the medians of the lower and of the upper ends. For an even number of ratios, use the geometric mean of the middle two.
 
     >>> median([Span(2, 2), Span(8, math.inf)], ratio=True)
     Span(low=4.0, high=inf)
@@ -52,10 +52,10 @@ def median(spans: Sequence[Span], *, ratio: bool) -> Span:
 
 
 def median_interval(spans: Sequence[Span]) -> tuple[Span, float] | None:
-    """A confidence interval of the median, and its coverage; None for fewer than ``MIN_PAIRS``.
+    """Return a confidence interval of the median and its coverage, or None for fewer than ``MIN_PAIRS``.
 
-    From the k-th smallest lower end to the k-th largest upper end, k the largest with coverage 1 - 2 P(X < k) of at least
-    ``CONFIDENCE``, X ~ Binomial(n, ½). Source: David and Nagaraja 2003, *Order Statistics*, section 7.1.
+    The interval is from the k-th smallest lower end to the k-th largest upper end, with the largest k for a coverage 1 - 2 P(X
+    < k) of at least ``CONFIDENCE``, X ~ Binomial(n, ½). Source: David and Nagaraja 2003, *Order Statistics*, section 7.1.
 
     >>> median_interval([Span(x, x) for x in (3, 1, 2, 6, 5, 4)])
     (Span(low=1.0, high=6.0), 0.96875)
@@ -77,7 +77,7 @@ def _rank(pairs: int) -> tuple[int, float]:
 
 
 def sign_test(beyond: int, pairs: int) -> float:
-    """One-sided p of the sign test: P(X >= beyond), X ~ Binomial(pairs, ½).
+    """Return the one-sided p of the sign test: P(X >= beyond), X ~ Binomial(pairs, ½).
 
     >>> sign_test(6, 6)
     0.015625
@@ -86,11 +86,11 @@ def sign_test(beyond: int, pairs: int) -> float:
 
 
 def holm(p_values: Sequence[float], family: int) -> list[float]:
-    """Holm's adjustment, in the order given: max over j up to i of min(1, (family - j + 1) p_(j)).
+    """Return p values adjusted by Holm, in the given order: max over j up to i of min(1, (family - j + 1) p_(j)).
 
     Args:
-        p_values: those that there are.
-        family: the size of the family, fixed before the runs: a comparison without p makes the others no easier.
+        p_values: the known p values.
+        family: the size of the family, fixed before the runs. Comparisons without p still count.
 
     Source: Holm 1979, *Scand. J. Statist.* 6, 65-70.
 
@@ -105,16 +105,16 @@ def holm(p_values: Sequence[float], family: int) -> list[float]:
 
 
 def wilson(count: int, total: int) -> Span:
-    """Wilson's 95 % interval of a share, ``total`` at least 1."""
+    """Return Wilson's 95 % interval of a share. ``total`` is at least 1."""
     low, high = stats.binomtest(count, total).proportion_ci(CONFIDENCE, method="wilson")
     return Span(float(low), float(high))
 
 
 def crossing(rates: Sequence[float], levels: Sequence[float], limit: float) -> Span:
-    """The rate at which a level first falls below ``limit``, linear in log(rate) between two neighbouring rates.
+    """Return the rate at which the level first falls below ``limit``, interpolated linearly in log(rate) between neighbouring rates.
 
-    No level below: the largest rate or above. The first one below: the smallest rate or below. Between a finite and an
-    infinite level: anywhere between the two rates. ``rates`` ascend.
+    ``rates`` ascend. If no level is below, the result is the largest rate or more. If the first level is below, it is the
+    smallest rate or less. Between a finite and an infinite level, it is anywhere between the two rates.
 
     >>> round(crossing([0.01, 1.0], [1.0, 0.8], 0.9).low, 12)
     0.1

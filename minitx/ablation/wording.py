@@ -1,4 +1,4 @@
-"""Numbers, names and findings in the words of the report."""
+"""Numbers, names and findings as text for the report."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ ENDPOINTS = {
     "accuracy": "validation accuracy",
 }
 RATIOS = ("time", "stability")
-"""Endpoints whose effects are ratios; those of the others are differences."""
+"""Endpoints whose effects are ratios. The effects of other endpoints are differences."""
 
 
 def words(grid: AblationConfig, name: str) -> str:
-    """The words of the grid for a study, an arm, a factor, a level or a measure; the name itself where it has none."""
+    """Return the grid's words for a study, an arm, a factor, a level or a measure. Without words, return the name."""
     return grid.words.get(name, name)
 
 
 def title(grid: AblationConfig, study: str) -> str:
-    """What a study is called."""
+    """Return the title of a study."""
     return grid.words.get(study) or grid.studies[study].title or study
 
 
 def condition_text(grid: AblationConfig, condition: Condition) -> str:
-    """``{"head_dim": "128"}`` as ``d_k 128``, with the words of the grid."""
+    """Return a condition as text: ``{"head_dim": "128"}`` as ``d_k 128``, with the words of the grid."""
     return ", ".join(f"{words(grid, factor)} {words(grid, level)}".strip() for factor, level in condition.items())
 
 
 def setting_text(grid: AblationConfig, run: Run) -> str:
-    """The condition of a run and its learning rate, each in a line."""
+    """Return the condition of a run and its learning rate, each on one line."""
     rate = f"learning rate {float(run.rate):g}" if run.rate else ""
     return "\n".join(text for text in (condition_text(grid, run.condition), rate) if text)
 
 
 def endpoint_text(grid: AblationConfig, finding: Finding) -> str:
-    """What a finding compares."""
+    """Return what a finding compares."""
     return ENDPOINTS.get(finding.endpoint, words(grid, finding.endpoint))
 
 
 def where_text(grid: AblationConfig, finding: Finding) -> str:
-    """The study of a finding and its condition."""
+    """Return the study of a finding and its condition."""
     return ": ".join(text for text in (title(grid, finding.comparison.study), condition_text(grid, finding.condition)) if text)
 
 
 def number(value: float | None) -> str:
-    """Three digits; "–" where nothing was measured.
+    """Return a number with three digits, or "–" for None.
 
     >>> number(0.03162), number(None), number(-12345.6), number(math.inf)
     ('0.0316', '–', '−12,346', '∞')
@@ -65,7 +65,7 @@ def number(value: float | None) -> str:
 
 
 def times(value: float) -> str:
-    """A factor.
+    """Return a factor as text.
 
     >>> times(3.04), times(11.3), times(140.2)
     ('3.0', '11', '140')
@@ -74,7 +74,7 @@ def times(value: float) -> str:
 
 
 def span_text(span: Span | None) -> str:
-    """An interval; "or more" and "or less" where an end is open.
+    """Return an interval as text, with "or more" or "or less" for an open end.
 
     >>> span_text(Span(2, 4)), span_text(Span(2, math.inf)), span_text(Span(-math.inf, -2))
     ('2 to 4', '2 or more', '−2 or less')
@@ -89,7 +89,7 @@ def span_text(span: Span | None) -> str:
 
 
 def effect_text(finding: Finding) -> str:
-    """The estimate of a finding with its sign or ×, and "or more"."""
+    """Return the estimate of a finding with its sign or ×, and "or more" if needed."""
     if finding.estimate is None:
         return "–"
     if finding.endpoint == "largest_rate":
@@ -100,7 +100,7 @@ def effect_text(finding: Finding) -> str:
 
 
 def percent(values: Iterable[float]) -> str:
-    """Shares as one percentage or a range.
+    """Return shares as one percentage or a range.
 
     >>> percent([0.19, 0.604]), percent([0.991, 0.99])
     ('19–60 %', '99 %')
@@ -110,7 +110,7 @@ def percent(values: Iterable[float]) -> str:
 
 
 def count_text(count: int, noun: str) -> str:
-    """A count with its noun.
+    """Return a count with its noun.
 
     >>> count_text(1, "seed"), count_text(1200, "step")
     ('1 seed', '1,200 steps')
@@ -119,18 +119,18 @@ def count_text(count: int, noun: str) -> str:
 
 
 def list_text(items: Sequence[str]) -> str:
-    """``a, b and c``."""
+    """Return ``a, b and c``."""
     return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
 
 
 def budget(runs: Sequence[Run]) -> str:
-    """``1,500 steps``: how long the runs could last; several budgets are listed."""
+    """Return the budget of the runs: ``1,500 steps``, or a list of budgets."""
     caps = sorted({run.result["cap"] for run in runs if run.status == "done"})
     return f"{list_text([f'{cap:,}' for cap in caps])} steps"
 
 
 def runs_of(findings: Findings, finding: Finding) -> list[Run]:
-    """The runs of a finding's two arms that are done."""
+    """Return the finished runs of a finding's two arms."""
     arms = finding.comparison.arms
     return [
         run for arm in arms for run in findings.runs.select(finding.comparison.study, arm, finding.condition, status="done")
@@ -152,7 +152,7 @@ PLAIN = {
 
 
 def finding_sentence(findings: Findings, finding: Finding) -> str:
-    """A finding in one sentence, with its budget."""
+    """Return a finding in one sentence, with its budget."""
     grid = findings.grid
     reference, treatment = (f"“{words(grid, arm)}”" for arm in finding.comparison.arms)
     effect = effect_text(finding)
@@ -167,7 +167,7 @@ def finding_sentence(findings: Findings, finding: Finding) -> str:
 
 
 def rate_text(finding: Finding) -> str:
-    """At which learning rates the arms of a finding were compared."""
+    """Return at which learning rates the arms of a finding were compared."""
     if finding.endpoint in ("stability", "largest_rate") or not any(finding.rates):
         return ""
     return ", at the best of the learning rates tried" if any(finding.at_edge) else ", each at its own best learning rate"

@@ -1,4 +1,4 @@
-"""Looking at attention without changing the answer, and changing it on purpose."""
+"""Tools to record attention without changing the output, and to change it on purpose."""
 
 from minitx.analysis.canvas import save_figure
 from minitx.analysis.capture import capture

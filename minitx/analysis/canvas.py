@@ -1,7 +1,7 @@
-"""Panels, legends, axes and files that the figures share.
+"""Panels, legends, axes and files, shared by all figures.
 
-Figures are made without pyplot, so that no global state and no display is touched. Colours are those of Okabe and Ito,
-which colour-blind readers can tell apart; series also differ by marker.
+Figures are made without pyplot, because pyplot has global state and may need a display. Colours are those of Okabe and Ito,
+which colour-blind readers can tell apart. Series also differ by marker.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ PALETTE = (
 """Colour and marker of a series."""
 
 Entry = tuple[str, str, str, Any]
-"""A line of a legend: label, colour, marker, line style."""
+"""One entry of a legend: label, colour, marker, line style."""
 
 
 def panels(rows: int, columns: int, width: float = 2.9, height: float = 2.5, **share: Any) -> tuple[Figure, Any]:
-    """A figure and its (rows, columns) axes; sizes in inches a panel. A notebook shows the figure."""
+    """Return a figure and its (rows, columns) axes. Sizes are in inches per panel. A notebook shows the figure."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(width * columns, 4.2), height * rows + 0.35), dpi=DPI, layout="constrained")
@@ -50,7 +50,7 @@ def panels(rows: int, columns: int, width: float = 2.9, height: float = 2.5, **s
 
 
 def wrapped_panels(used: int, y: str, **size: Any) -> tuple[Figure, Any]:
-    """``used`` panels, four a row, with one y axis label a row; gives them as one flat sequence."""
+    """Return a figure and ``used`` panels as a flat sequence, four per row, with one y axis label per row."""
     columns = min(used, 4)
     figure, axes = panels(math.ceil(used / columns), columns, **size)
     for ax in axes[:, 0]:
@@ -61,7 +61,7 @@ def wrapped_panels(used: int, y: str, **size: Any) -> tuple[Figure, Any]:
 
 
 def legend(figure: Figure, entries: Sequence[Entry]) -> None:
-    """One legend above all panels."""
+    """Draw one legend above all panels."""
     from matplotlib.lines import Line2D
 
     labels, families = drawable([label.replace("$", r"\$") for label, *_ in entries])
@@ -74,7 +74,7 @@ def legend(figure: Figure, entries: Sequence[Entry]) -> None:
 
 
 def label(ax: Axes, title: str = "", x: str = "", y: str | None = None) -> None:
-    """Title and axis names; a y axis that has its name keeps it."""
+    """Set the title and the axis names. A y axis that has a name keeps it."""
     [shown], families = drawable([title])
     ax.set_title(shown, fontsize=9, family=families, color=INK, parse_math=False)
     ax.set_xlabel(x, fontsize=8.5, color=INK)
@@ -83,12 +83,12 @@ def label(ax: Axes, title: str = "", x: str = "", y: str | None = None) -> None:
 
 
 def dodge(count: int, index: int, width: float) -> float:
-    """Offset of series ``index`` of ``count``, so that the dots of two arms do not hide each other entirely."""
+    """Return the offset of series ``index`` of ``count``, so that dots at the same place stay visible."""
     return (index - (count - 1) / 2) * width
 
 
 def log_ticks(ax: Axes) -> None:
-    """A logarithmic y axis with plain, labelled ticks, also where it spans less than a decade."""
+    """Make the y axis logarithmic, with labelled ticks even if it spans less than a decade."""
     from matplotlib.ticker import FormatStrFormatter, LogLocator
 
     ax.set_yscale("log")
@@ -99,7 +99,7 @@ def log_ticks(ax: Axes) -> None:
 
 
 def step_axis(ax: Axes, last: int) -> None:
-    """Steps from 0 to ``last`` on a logarithmic axis that starts at 0."""
+    """Make the x axis logarithmic for steps from 0 to ``last``."""
     ax.set_xscale("symlog", linthresh=1, base=2)
     ticks = [0, *(t for t in (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144) if t <= last)]
     ax.set_xticks(ticks, [str(t) for t in ticks])
@@ -108,12 +108,12 @@ def step_axis(ax: Axes, last: int) -> None:
 
 
 def png(figure: Figure, dpi: int = DPI) -> bytes:
-    """The figure as a file; equal figures give equal bytes."""
+    """Return the figure as a PNG file. Equal figures give equal bytes."""
     return _file(figure, "png", dpi, Software=None)
 
 
 def svg(figure: Figure) -> bytes:
-    """The figure as a file of curves, texts included; equal figures give equal bytes."""
+    """Return the figure as an SVG file, with text as curves. Equal figures give equal bytes."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.hashsalt": "minitx", "svg.fonttype": "path"}):
@@ -128,12 +128,12 @@ def _file(figure: Figure, kind: str, dpi: int, **metadata: None) -> bytes:
 
 
 def save_figure(figure: Figure, path: Path | str) -> Path:
-    """Write ``figure`` as SVG or as PNG with 200 dots per inch, whichever ``path`` ends in. Returns the path.
+    """Write ``figure`` as SVG, or as PNG with 200 dots per inch, depending on the ending of ``path``. Return the path.
 
-    Equal figures give equal bytes. In an SVG, texts are curves, so that it needs no font where it is shown.
+    Equal figures give equal bytes. An SVG contains text as curves, so it needs no fonts.
 
     Raises:
-        ValueError: another ending; a folder that does not exist.
+        ValueError: another ending, or a folder that does not exist.
 
     >>> from matplotlib.figure import Figure
     >>> save_figure(Figure(), "attention.gif")

@@ -1,4 +1,4 @@
-"""Record what attention sees, beside the fused kernel; the output stays bit-equal to a run without it."""
+"""Record attention during a forward pass. The output stays bit-equal to that of a run without recording."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from minitx.nn.blocks import Block, is_recomputing
 from minitx.nn.functional import AttentionCall, full_precision
 
 TOLD_BYTES = 2**30
-"""Above this, a record of L × S values is told before it is taken."""
+"""In bytes. ``capture`` warns before it records more than this."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """One attention call as a recorder gets it.
+    """One attention call, the argument of a recorder.
 
     Attributes:
-        call: what the core was called with, still part of the graph if there is one. A recorder runs without gradients.
+        call: the arguments of the core. Its tensors belong to the autograd graph, if there is one. A recorder runs without
+            gradients.
         kind: ``causal``, ``self`` or ``cross``, see ``Seen``.
-        real_queries: bool (B, L), False where the query is padding.
+        real_queries: bool (B, L), False for padded queries.
         heads: int (H',), the heads to record.
     """
 
@@ -74,10 +75,10 @@ OUTPUTS = ("heads", "feedforward", "residual")
 
 
 class Seen(dict[str, list[Any]]):
-    """Records by the name of the attention core (``blocks.0.attention.core``): a list with one entry a call.
+    """The records: for each attention core (such as ``blocks.0.attention.core``) a list with one entry per call.
 
     Attributes:
-        kinds: what each core did last: ``causal``, ``self`` (both ways), or ``cross`` (keys of another sequence).
+        kinds: the kind of each core's last call: ``causal``, ``self`` (not causal), or ``cross`` (keys of another sequence).
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -95,9 +96,10 @@ def capture(
 ) -> Iterator[Seen]:
     """Record every attention call of ``model`` while the context is open.
 
-    Works on any module that holds our attention, under every backend, with caches, grouped heads, activation
-    checkpointing and DDP. The first four are recomputed from what the core was handed, in at least float32; the others are
-    what the modules returned. Nothing is stored on the modules, no random number is drawn, and the hooks are removed at the end.
+    It works for any module that contains our attention, with every backend, and with caches, grouped heads, activation
+    checkpointing and DDP. The first four records below are recomputed from the arguments of the core, in at least float32. The
+    others are the outputs of modules. Nothing is stored on the modules, no random number is drawn, and the hooks are removed at
+    the end.
 
     =============== ===========================================================================================
     ``statistics``  what ``attention_statistics`` returns; never holds L × S values
@@ -110,21 +112,21 @@ def capture(
     =============== ===========================================================================================
 
     Args:
-        layers: which attention cores: indices in the order of ``named_modules`` (negative from the end), or parts of
-            their names, such as ``"cross"``; default all. A whole name means that layer alone.
-        heads: which heads are kept, in this order; default all.
-        what: see above.
+        layers: the attention cores to record: indices in the order of ``named_modules`` (negative from the end), or parts of
+            their names, such as ``"cross"``. A full name selects only that layer. Default: all.
+        heads: the heads to record, in this order. Default: all.
+        what: one of the names above.
 
     Yields:
-        ``Seen``, a dict from the core's name to a list with one entry a call.
+        ``Seen``, a dict from the core's name to a list with one entry per call.
 
     Raises:
-        ValueError: an unknown ``what``, layer or head; a model without attention, or with cores that have no weights
-            (linear attention, Performer, Linformer), which are passed over as long as there are others.
-        RuntimeError: a compiled module, named, because hooks that are added after compiling never fire.
+        ValueError: an unknown ``what``, layer or head, or a model without attention weights. Cores without weights (linear
+            attention, Performer, Linformer) are skipped if there are others. RuntimeError: a module is compiled. Hooks that are
+            added after compiling never run.
 
     Warns:
-        UserWarning: ``weights`` or ``scores`` are about to take more than 1 GiB; the sentence says how much.
+        UserWarning: ``weights`` or ``scores`` will take more than 1 GiB. The message says how much.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention = MultiHeadAttention(6, 2)
@@ -151,7 +153,7 @@ def watch(
     layers: Sequence[int | str] | None = None,
     heads: Sequence[int] | None = None,
 ) -> Iterator[Seen]:
-    """``capture`` with a recorder of your own, called with a ``Look`` at each attention call; see there."""
+    """Like ``capture``, with a recorder of your own: a function that is called with a ``Look`` at each attention call."""
     cores = attention_cores(model)
     if not cores:
         raise ValueError(f"{type(model).__name__} has no attention core with weights to look at")
@@ -190,7 +192,7 @@ def _watch_outputs(
 
 
 def output_modules(model: nn.Module, what: str) -> dict[str, nn.Module]:
-    """By name, the modules whose outputs are ``heads`` (attention cores), ``feedforward`` or ``residual`` (blocks)."""
+    """Return, by name, the modules whose outputs are ``heads`` (attention cores), ``feedforward`` or ``residual`` (blocks)."""
     named = [(f"{name}.".lstrip("."), module) for name, module in model.named_modules()]
     if what == "heads":
         return {f"{name}core": m.core for name, m in named if isinstance(getattr(m, "core", None), nn.Module)}
@@ -207,15 +209,15 @@ def _knows_its_targets(kind: type[nn.Module]) -> bool:
 
 
 def attention_cores(model: nn.Module) -> dict[str, nn.Module]:
-    """The cores of ``model`` that say that their weights are the softmax of their call, by name."""
+    """Return, by name, the cores of ``model`` whose weights are the softmax of their call (``softmax_weights``)."""
     return {name: module for name, module in model.named_modules() if getattr(module, "softmax_weights", False)}
 
 
 def chosen_names(names: Sequence[str], layers: Sequence[int | str] | None) -> list[str]:
-    """Those of the layers' ``names`` that ``layers`` means, in their order: indices, also from the end, and parts of names.
+    """Return the names that ``layers`` selects, in the order of ``names``. ``layers`` are indices, also negative, or parts of names.
 
     Raises:
-        ValueError: one that is none of them.
+        ValueError: an entry of ``layers`` that selects nothing.
 
     >>> chosen_names(["encoder.0", "encoder.1", "decoder.0"], ["encoder", -1])
     ['encoder.0', 'encoder.1', 'decoder.0']
@@ -235,10 +237,10 @@ def chosen_names(names: Sequence[str], layers: Sequence[int | str] | None) -> li
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Hooks need a plain module.
+    """Raise an error if a module is compiled, because its hooks would not run.
 
     Raises:
-        RuntimeError: a part of ``model`` is compiled, named.
+        RuntimeError: a part of ``model`` is compiled. The message names it.
     """
     for name, module in model.named_modules():
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:

@@ -1,7 +1,8 @@
-"""What a model costs, part by part, and how attention grows with the length of a row: counted, not timed.
+"""The cost of a model by part, and the growth of one layer's cost with the length. Costs are counted, not timed.
 
-Operations are matrix products (``minitx.analysis.counting``), bytes what autograd keeps for the backward pass and the most that is
-allocated at once. Softmax, scale and mask count no operations, but they read and write O(L²) bytes where a matrix of scores exists.
+Operations are those of matrix products (``minitx.analysis.counting``). Bytes are those that autograd keeps for the backward
+pass, and the most that are allocated at once. Softmax, scale and mask count no operations, but they read and write O(L²) bytes
+if the scores are stored.
 """
 
 from __future__ import annotations
@@ -48,15 +49,16 @@ GROWTHS = {  # operations and bytes, as a textbook has them
 
 @dataclass(frozen=True)
 class Part:
-    """A line of the ledger, all layers together.
+    """One line of the ledger, summed over all layers.
 
     Attributes:
         name: one of ``PARTS``.
-        parameters: trainable scalars; those of a tied head are the embedding's.
+        parameters: the number of trainable numbers. A tied head counts as the embedding.
         formula: operations that the forward pass of exact attention needs (``forward_flops``): 2·tokens·inputs·outputs of a
             linear map, 4·B·H·L·T_eff·D of the core, where T_eff is the mean number of visible keys.
-        forward, backward: operations counted.
-        kept: bytes of activations that the part was the first to keep for the backward pass. Parameters are left out.
+        forward, backward: the counted operations.
+        kept: bytes of activations kept for the backward pass, without parameters. An activation counts for the first part that
+            keeps it.
     """
 
     name: str
@@ -70,16 +72,16 @@ class Part:
 def ledger(model: TransformerModel, inputs: dict[str, Tensor], *, backward: bool = True) -> list[Part]:
     """Run one of our models once and count what each part costs.
 
-    The backward pass starts from a gradient of ones for the logits, so no loss is counted. It leaves ``.grad`` alone.
+    The backward pass starts from a gradient of ones for the logits, so no loss is counted. ``.grad`` is not changed.
 
     Args:
-        model: as ``build_model`` returns it, on a CPU or GPU.
-        inputs: what it is called with, such as ``example_inputs`` of its config.
-        backward: also count the backward pass, and what is kept for it.
+        model: a model from ``build_model``, on a CPU or GPU.
+        inputs: its arguments, for example from ``example_inputs``.
+        backward: also count the backward pass and the bytes kept for it.
 
     Raises:
-        ValueError: a learned bias on the scores (``position="t5"``) through ``chunked``: torch computes no gradient of it while
-            a counter is on. NotImplementedError: a backend that cannot serve the model.
+        ValueError: a learned bias on the scores (``position="t5"``) with ``chunked``: torch computes no gradient for it while
+            it counts. NotImplementedError: the backend does not support the model.
 
     >>> from minitx.nn import DecoderLM
     >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2, backend="math"))
@@ -185,7 +187,7 @@ class _Tally:
 
 
 def example_inputs(config: TransformerConfig, batch_size: int, length: int | None = None) -> dict[str, Tensor]:
-    """Random input for a model of ``config``: rows of ``length`` tokens (source and target alike), or pictures."""
+    """Return random input for a model of ``config``: rows of ``length`` tokens (for source and target), or images."""
     if config.architecture == "vision":
         assert config.image_size is not None and config.num_channels is not None
         return {"pixel_values": torch.randn(batch_size, config.num_channels, config.image_size, config.image_size)}
@@ -196,7 +198,7 @@ def example_inputs(config: TransformerConfig, batch_size: int, length: int | Non
 
 @dataclass(frozen=True)
 class Growth:
-    """One layer at several lengths: counted operations, and the most bytes at once. ``kind`` is one of ``GROWTHS``."""
+    """The counted operations and the peak bytes of one layer at several lengths. ``kind`` is one of ``GROWTHS``."""
 
     kind: str
     lengths: tuple[int, ...]
@@ -205,22 +207,22 @@ class Growth:
 
     @property
     def exponents(self) -> tuple[float, float]:
-        """The p of operations ∝ nᵖ and of bytes ∝ nᵖ."""
+        """Return the exponents p of operations ∝ nᵖ and of bytes ∝ nᵖ."""
         return fit_exponent(self.lengths, self.flops), fit_exponent(self.lengths, self.peak)
 
 
 def growth(kind: str, lengths: Sequence[int], *, backward: bool = True, **sizes: Any) -> Growth:
-    """How one layer grows with the length n of its row: attention between its projections, or a layer of the same width.
+    """Measure how the cost of one layer grows with the length n: attention without projections, or another layer of the same width.
 
     Args:
-        kind: ``math``, ``sdpa`` or ``chunked``; ``window``, a sliding window through ``chunked``; ``linear``, ``performer`` or
-            ``linformer``; ``recurrent`` (``nn.RNN``) or ``feed-forward``, both of width H · D.
-        lengths: at which it is measured.
-        backward: forward and backward pass. Default: both.
-        sizes: those of ``layer_call``.
+        kind: ``math``, ``sdpa``, ``chunked``, ``window`` (a sliding window with ``chunked``), ``linear``, ``performer``,
+            ``linformer``, ``recurrent`` (``nn.RNN``) or ``feed-forward``. The last two have width H · D.
+        lengths: the lengths to measure.
+        backward: include the backward pass. Default: True.
+        sizes: arguments of ``layer_call``.
 
     Raises:
-        ValueError: another kind.
+        ValueError: an unknown kind.
 
     >>> round(growth("math", (64, 128), backward=False).exponents[0], 6)
     2.0
@@ -243,7 +245,7 @@ def layer_call(
     num_slots: int = 64,
     backward: bool = True,
 ) -> Callable[[], None]:
-    """The run that ``growth`` measures: one row of ``length`` positions through a layer. ``linformer`` is never causal."""
+    """Return the function that ``growth`` measures: one layer on a row of ``length`` positions. ``linformer`` is never causal."""
     if kind not in GROWTHS:
         raise ValueError(f"kind={kind!r} must be one of {', '.join(GROWTHS)}")
     E, is_attention = num_heads * head_dim, kind not in ("recurrent", "feed-forward")
@@ -275,10 +277,10 @@ def layer_call(
 
 
 def growth_figure(curves: Sequence[Growth], title: str = "") -> Figure:
-    """Operations and bytes against the length, both logarithmic.
+    """Draw operations and bytes against the length, on logarithmic axes.
 
-    Marks are measured, and their fitted power of n stands in the legend. A line has the power of the textbook, and goes through the
-    last mark.
+    Marks are measurements. The legend has the power of n that was fitted to them. Each line has the textbook's power and passes
+    through the last mark.
     """
     from minitx.analysis.canvas import INK, PALETTE, label, panels
 

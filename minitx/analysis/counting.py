@@ -1,9 +1,9 @@
-"""Counts what a computation costs: operations and bytes, never seconds.
+"""Count the operations and the bytes of a computation.
 
 **Operations** are counted by torch's ``FlopCounterMode``: matrix products, two operations for each multiplication with its
-addition. Softmax, norms, activations and look-ups count nothing. ``flop_counter`` adds what torch does not know: the tiles of
-``chunked``, the products of experts, and the CPU's fused attention, which counts all L × S scores whatever a mask hides.
-**Bytes** are the most that torch's allocator gave at once, from its profiler.
+addition. Softmax, norms, activations and look-ups count nothing. ``flop_counter`` also counts the tiles of ``chunked``, the
+products of experts, and the CPU's fused attention (all L × S scores, hidden or not), which torch does not count. **Bytes** are
+the most that torch's allocator gave out at any time, as torch's profiler reports them.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def _register_formulas() -> None:
 
 
 def flop_counter() -> FlopCounterMode:
-    """A ``FlopCounterMode`` that knows our operators too.
+    """Return a ``FlopCounterMode`` that also counts our operators.
 
-    Inside ``chunked`` the products of the tiles are counted as they run (they run once more for that).
+    The products of the tiles of ``chunked`` are counted by running them once more.
 
     >>> with flop_counter() as counter:
     ...     out = torch.ones(3, 5) @ torch.ones(5, 7)
@@ -73,7 +73,7 @@ def flop_counter() -> FlopCounterMode:
 
 
 def count_flops(run: Callable[[], Any]) -> int:
-    """The operations of matrix products that ``run()`` makes.
+    """Return the number of operations of the matrix products in ``run()``.
 
     >>> count_flops(lambda: torch.ones(2, 3) @ torch.ones(3, 5))
     60
@@ -84,9 +84,9 @@ def count_flops(run: Callable[[], Any]) -> int:
 
 
 def allocations(run: Callable[[], Any]) -> tuple[int, int]:
-    """(largest single allocation, most bytes allocated at once) of ``run()`` on the CPU, inside kernels too.
+    """Return (largest single allocation, peak of allocated bytes) of ``run()`` on the CPU, including memory inside kernels.
 
-    From the memory events of ``torch.profiler``. Memory that was there before does not count.
+    They come from the memory events of ``torch.profiler``. Memory that was allocated before does not count.
 
     >>> allocations(lambda: torch.ones(10) + torch.ones(10))
     (40, 120)
@@ -105,10 +105,10 @@ def allocations(run: Callable[[], Any]) -> tuple[int, int]:
 
 
 def fit_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
-    """The p of cost ∝ sizeᵖ: the least-squares slope of ln cost over ln size. 1 is linear, 2 quadratic.
+    """Return p in cost ∝ sizeᵖ: the least-squares slope of ln cost over ln size. 1 is linear, 2 is quadratic.
 
     Raises:
-        ValueError: fewer than two different sizes, another number of costs, or a number that is not positive.
+        ValueError: fewer than two different sizes, a different number of costs, or a number that is not positive.
 
     >>> round(fit_exponent((1, 10, 100), (3, 300, 30000)), 12)
     2.0

@@ -1,8 +1,8 @@
-"""Figures of attention: all heads, one head with its tokens, statistics over training steps; and the form that BertViz takes.
+"""Figures of attention: all heads, one head with its tokens, statistics over training steps, effects of heads. Also input for BertViz.
 
-Every function returns a matplotlib ``Figure`` that draws the numbers it is given, unsmoothed and unclipped, and that a notebook
-shows; ``save_figure`` writes it to a file. Weights run from white to dark blue on a scale that all figures share, and hidden
-cells are grey and hatched, so that colour-blind readers and prints lose nothing.
+Each function returns a matplotlib ``Figure``, which a notebook shows and ``save_figure`` writes to a file. Numbers are drawn
+without smoothing or clipping. Weights run from white to dark blue, on the same scale in all figures. Hidden cells are grey and
+hatched, so that they can be recognised without colours.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ Layers = tuple[Tensor, ...]
 
 
 def heatmap_grid(snapshot: Snapshot, row: int = 0) -> Figure:
-    """The weights of all heads of all layers: a row a layer, a column a head.
+    """Draw the weights of all heads of all layers, with one row per layer and one column per head.
 
-    In a tile, queries run from top to bottom and keys from left to right. The colour is stretched by a square root, on a scale
-    from 0 to 1 that all figures share: one key among a hundred does not look like none, and equal colours are equal weights
-    everywhere. Cells that a mask hides are grey and hatched.
+    In a tile, queries run from top to bottom and keys from left to right. The colour is the square root of the weight, so that
+    a weight of 0.01 is still visible. The scale from 0 to 1 is the same in all figures: equal colours are equal weights. Cells
+    that a mask hides are grey and hatched.
 
     Args:
-        row: of the batch; its padding is left out.
+        row: the row of the batch. Its padding is left out.
 
     Raises:
-        ValueError: no such row; weights that are not finite.
+        ValueError: the row does not exist, or weights are not finite.
 
     >>> import torch
     >>> from minitx.config import TransformerConfig
@@ -79,18 +79,18 @@ def heatmap_grid(snapshot: Snapshot, row: int = 0) -> Figure:
 
 
 def head_heatmap(snapshot: Snapshot, layer: int | str, head: int, row: int = 0) -> Figure:
-    """The weights of one head, with the tokens on both axes and, up to twelve tokens, the numbers in the cells.
+    """Draw the weights of one head, with the tokens on both axes. With up to twelve tokens, cells contain numbers.
 
-    Colours are those of ``heatmap_grid``. Where there is no room for all tokens, every second, third … is named. Tokens of
-    any script are drawn in the fonts that are installed, and as code points where none has them.
+    Colours are those of ``heatmap_grid``. If there is no room for all tokens, only every second, third … has a label. Tokens of
+    any script are drawn with installed fonts, or as code points if no font has them.
 
     Args:
-        layer: index in ``snapshot.maps``, or a part of a layer's name that no other has. head: index; both may be negative,
-            from the end.
-        row: of the batch; its padding is left out.
+        layer: the index in ``snapshot.maps``, or a part of one layer's name. head: the index of the head. Negative indices
+            count from the end.
+        row: the row of the batch. Its padding is left out.
 
     Raises:
-        ValueError: no such layer, head or row; weights that are not finite.
+        ValueError: the layer, head or row does not exist, or weights are not finite.
 
     >>> import torch
     >>> from minitx.config import TransformerConfig
@@ -179,17 +179,18 @@ def _index(snapshot: Snapshot, layer: int | str) -> int:
 
 
 def saturation_over_steps(probes: Mapping[str, Records] | Records) -> Figure:
-    """Saturation, normalised entropy and the largest logit against the training step: a colour a run, a line a layer.
+    """Draw saturation, normalised entropy and the largest logit against the training step: one colour per run, one line per layer.
 
-    Deeper layers are darker. Steps are on a logarithmic axis that starts at 0. Up to two steps are dots without a line.
+    Deeper layers are darker. The axis of steps is logarithmic and starts at 0. One or two steps are drawn as dots without a
+    line.
 
     Args:
-        probes: what ``minitx.training.probes.read_probes`` gave, or up to ten runs by their label. A record is
-            ``{"step": int, "layers": [{"entropy": …, "max_logit": …, "saturation_90": …, "saturation_99": …}]}`` with one
-            number a layer, or one a head, which are averaged.
+        probes: the result of ``minitx.training.probes.read_probes``, or up to ten such results by label. A record is ``{"step":
+            int, "layers": [{"entropy": …, "max_logit": …, "saturation_90": …, "saturation_99": …}]}``, with one number per
+            layer, or one per head, which are averaged.
 
     Raises:
-        ValueError: no run or more than ten, a run without records, or a record without one of these statistics.
+        ValueError: no run, more than ten runs, a run without records, or a record without these statistics.
 
     >>> layer = {"saturation_99": 0.0, "saturation_90": 0.1, "entropy": [0.8, 0.6], "max_logit": 2.5}
     >>> figure = saturation_over_steps({"scaled": [{"step": 0, "layers": [layer]}, {"step": 1, "layers": [layer]}]})
@@ -228,16 +229,16 @@ def saturation_over_steps(probes: Mapping[str, Records] | Records) -> Figure:
 
 
 def induction_steps(found: Mapping[int, Any]) -> Figure:
-    """Previous-token, duplicate-token and induction scores of every head of self-attention against the step, a panel each.
+    """Draw the previous-token, duplicate-token and induction scores of each self-attention head against the step, one panel each.
 
-    Scores are excess over uniform attention: 0 is uniform, 1 is nothing but the pattern. Bands are 95 % intervals. The ten heads
-    with the highest scores have colours of their own, the others are grey.
+    Scores are the excess over uniform attention: 0 is uniform attention, 1 is all weight on the pattern. Bands are 95 %
+    intervals. The ten heads with the highest scores have colours, the others are grey.
 
     Args:
-        found: what ``head_scores`` gave of the snapshots of a run, by step.
+        found: the results of ``head_scores`` for the snapshots of a run, by step.
 
     Raises:
-        ValueError: no step, or no head that has these scores.
+        ValueError: no step, or no head with these scores.
 
     >>> import torch
     >>> from minitx.config import TransformerConfig
@@ -274,7 +275,7 @@ def induction_steps(found: Mapping[int, Any]) -> Figure:
 
 
 def to_bertviz(snapshot: Snapshot, row: int = 0) -> Layers | tuple[Layers | None, Layers | None, Layers | None]:
-    """What BertViz's ``head_view`` and ``model_view`` take: one tensor (1, H, L, S) a layer, without padding.
+    """Return the input of BertViz's ``head_view`` and ``model_view``: one tensor (1, H, L, S) per layer, without padding.
 
     ::
 
@@ -287,18 +288,18 @@ def to_bertviz(snapshot: Snapshot, row: int = 0) -> Layers | tuple[Layers | None
         texts = {"encoder_tokens": sentence.tokens["input_ids"][0], "decoder_tokens": sentence.tokens["decoder_input_ids"][0]}
         model_view(encoder_attention=encoder, decoder_attention=decoder, cross_attention=cross, **texts)
 
-    CircuitsVis takes (H, L, L) of one layer, and no cross-attention: ``circuitsvis.attention.attention_heads(attention=
-    to_bertviz(snapshot)[layer][0], tokens=sentence.tokens["input_ids"][0])``. Neither package is needed here.
+    CircuitsVis shows one layer (H, L, L), and no cross-attention: ``circuitsvis.attention.attention_heads(attention=
+    to_bertviz(snapshot)[layer][0], tokens=sentence.tokens["input_ids"][0])``. This function needs neither package.
 
     Args:
-        row: of the batch; both viewers show one sentence.
+        row: the row of the batch. Both viewers show one sentence.
 
     Returns:
-        The layers in the model's order; where there is cross-attention, three such tuples: the encoder's, the decoder's own,
-        and cross-attention. A kind that was not looked at is None, as BertViz wants it.
+        The layers in the model's order. With cross-attention, three such tuples: encoder, decoder and cross-attention. A kind
+        that is not in the snapshot is None, as in BertViz.
 
     Raises:
-        ValueError: no such row; layers with different numbers of heads, which BertViz cannot stack.
+        ValueError: the row does not exist, or layers have different numbers of heads, which BertViz cannot stack.
 
     >>> import torch
     >>> from minitx.nn import MultiHeadAttention
@@ -319,10 +320,10 @@ def to_bertviz(snapshot: Snapshot, row: int = 0) -> Layers | tuple[Layers | None
 
 
 def effects_figure(effects: HeadEffects) -> Figure:
-    """The effect of each head as a map, layers from top to bottom, with the mean and its interval in each cell.
+    """Draw the effect of each head, with the mean and its interval in each cell. Layers run from top to bottom.
 
     Args:
-        effects: what ``knock_out_heads`` or ``patch_heads`` returned.
+        effects: the result of ``knock_out_heads`` or ``patch_heads``.
 
     >>> import torch
     >>> from minitx.analysis import HeadEffects

@@ -1,4 +1,4 @@
-"""Training FLOPs of a model, from its config alone. Nothing heavy is imported."""
+"""Training FLOPs of a model, computed from its config alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minitx.config import TransformerConfig
 
 @cache
 def train_flops(config: TransformerConfig, length: int | None = None, decoder_length: int | None = None) -> float:
-    """Floating-point operations of one training step on one *row* of ``length`` tokens.
+    """Return the floating-point operations of one training step on one *row* of ``length`` tokens.
 
     The formula is
 
@@ -18,20 +18,19 @@ def train_flops(config: TransformerConfig, length: int | None = None, decoder_le
         forward   = length · (2·N_mm + 4·layers·E·T_eff)
         training  = 3 · forward
 
-    T_eff is the mean number of keys that a query sees: T without a mask, (T + 1) / 2 under a causal mask, fewer with a
-    window. Only matrix products count, a multiplication and its addition as two. Embedding look-ups count nothing, a tied
-    head counts. Where the heads together are narrower or wider than E, H·D stands for E, and grouped key heads count as they
-    are. Exact attention is assumed, whatever core the model uses, and every position counts, padding included. Divide by
-    ``length`` for FLOPs per token.
+    T_eff is the mean number of keys that a query sees: T without a mask, (T + 1) / 2 with a causal mask, fewer with a window.
+    Only matrix products count, with two operations for each multiplication and addition. Embedding look-ups do not count; a
+    tied head does. If H·D differs from E, the projections use H·D. Grouped key heads count with their own size. Exact attention
+    is assumed for every core, and padding counts. Divide by ``length`` for FLOPs per token.
 
     Args:
-        config: of one of our models, with the sizes that the data decide filled in (``vocab_size``, ``num_labels``, …).
-        length: tokens of the row: of the source for an encoder–decoder. None for a picture, whose tokens are its patches
-            and its class token.
-        decoder_length: tokens of the target. None for ``length``.
+        config: the config of one of our models. Sizes that depend on the data (``vocab_size``, ``num_labels``, …) must be set.
+        length: the number of tokens; of an encoder–decoder, in the source. None for an image, whose tokens are its patches and
+            the class token.
+        decoder_length: the number of tokens of the target. None: ``length``.
 
     Returns:
-        FLOPs of the forward and the backward pass of one row, as in Chowdhery et al. 2022 (arXiv:2204.02311, Appendix B).
+        The FLOPs of the forward and the backward pass of one row, as in Chowdhery et al. 2022 (arXiv:2204.02311, Appendix B).
 
     >>> config = TransformerConfig(vocab_size=50257, embed_dim=768, num_heads=12, num_layers=12)
     >>> round(train_flops(config, 1024) / 1024 / 1e6)
@@ -41,9 +40,9 @@ def train_flops(config: TransformerConfig, length: int | None = None, decoder_le
 
 
 def forward_flops(config: TransformerConfig, length: int | None = None, decoder_length: int | None = None) -> dict[str, float]:
-    """The forward pass of ``train_flops`` by part, all layers together.
+    """Return the operations of the forward pass by part, summed over all layers. See ``train_flops``.
 
-    The parts are ``embedding`` (patches of a picture), ``q_proj``, ``k_proj``, ``v_proj``, ``core``, ``out_proj``,
+    The parts are ``embedding`` (the patches of an image), ``q_proj``, ``k_proj``, ``v_proj``, ``core``, ``out_proj``,
     ``feedforward`` and ``head``.
 
     >>> config = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)

@@ -1,4 +1,4 @@
-"""How much gradient reaches the queries, and how much of it is signal."""
+"""The size of the gradients of queries, and the signal-to-noise ratio of the gradients of W_Q, W_K and W_V."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Loss = Callable[[Any], tuple[Tensor, Mapping[str, Tensor]]]
 
 
 def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> dict[str, dict[str, Any]]:
-    """Gradients on some batches, beside a training run: nothing is added to any ``.grad`` and no random number is drawn.
+    """Compute gradient statistics on some batches, without changing any ``.grad`` and without drawing random numbers.
 
     ==========================================  ================================================================
     ``grad_query_rms``, ``grad_query_median``   over rows i and heads, of ‖dL/dq_i‖, q as the core gets it
@@ -29,13 +29,14 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
     ==========================================  ================================================================
 
     Args:
-        model: run in eval mode, its mode restored.
-        parts: M batches.
-        loss: gives the loss L of a part, summed over its targets so that M does not matter, and the queries that count as
-            bool (B, L) by the axis they stand on; cores with other queries count all rows.
+        model: it runs in evaluation mode. Its mode is restored.
+        parts: the M batches.
+        loss: a function of a batch that returns two things. The first is the loss L, summed over the targets, so that it does
+            not depend on M. The second says which queries count, bool (B, L) for each axis. Cores with other queries count all
+            rows.
 
     Returns:
-        For each attention core, by name, the five numbers and the histogram.
+        The five numbers and the histogram of each attention core, by name.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention = MultiHeadAttention(6, 2)
@@ -70,7 +71,7 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
 
 
 def projection_weights(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """W_Q, W_K and W_V of every attention layer as ``q``, ``k`` and ``v``, by the name of its core."""
+    """Return W_Q, W_K and W_V of every attention layer as ``q``, ``k`` and ``v``, by the name of the core."""
     layers = {f"{name}.core".lstrip("."): m for name, m in model.named_modules() if isinstance(m, MultiHeadAttention)}
     return {name: {letter: getattr(layer, f"{letter}_proj").weight for letter in "qkv"} for name, layer in layers.items()}
 

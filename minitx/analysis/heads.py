@@ -1,8 +1,8 @@
-"""What each attention head does: the textbook's patterns as scores, each with its controls and a 95 % interval.
+"""Scores that tell what each attention head does. Each has controls and a 95 % interval.
 
-Every score is taken in each sentence and then averaged over sentences. It is compared with uniform attention over the visible
-keys of the same rows, and where position alone could explain it, with the best fixed position, chosen on the other half of the
-sentences.
+Every score is computed in each sentence and then averaged over sentences. It is compared with uniform attention over the
+visible keys of the same rows. If position alone could explain it, it is also compared with the best fixed position, which is
+chosen on the other half of the sentences.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ THRESHOLD, MARGIN, BROAD = 0.5, 0.1, 0.9
 MIN_SENTENCES = 5
 OFFSETS = range(-8, 9)
 PATTERNS = ("previous", "duplicate", "induction", "syntactic", "offset", "global", "local")
-"""In the order in which a head is given its label: narrow patterns come first."""
+"""The patterns, in the order in which ``Head.label`` tries them: narrow patterns come first."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over n sentences with Student's 95 % interval; NaN where it is not known."""
+    """A mean over n sentences with Student's 95 % interval. Unknown numbers are NaN."""
 
     mean: float
     low: float
@@ -43,12 +43,12 @@ class Interval:
     n: int
 
     def above(self, value: float) -> bool:
-        """Whether the lower end is above ``value``; False for fewer than ``MIN_SENTENCES`` sentences."""
+        """Return whether the lower end is above ``value``. False for fewer than ``MIN_SENTENCES`` sentences."""
         return self.n >= MIN_SENTENCES and self.low > value
 
 
 def mean_interval(values: Tensor) -> Interval:
-    """x̄ ± t_{n−1} · s/√n of ``values`` (n,); NaN is left out, and one value alone has no interval.
+    """Return x̄ ± t_{n−1} · s/√n of ``values`` (n,). NaN is left out. A single value has no interval.
 
     >>> mean_interval(torch.tensor([1.0, 2.0, 3.0, torch.nan]))
     Interval(mean=2.0, low=-0.4841..., high=4.4841..., n=3)
@@ -70,13 +70,14 @@ class Score:
 
     Attributes:
         value, uniform: the head's weight on the pattern's keys, and that of uniform attention in the same rows. For
-            ``syntactic``, the share of words whose favourite word the structure names.
-        excess: (value − uniform) / (1 − uniform): 0 is uniform attention, 1 is nothing else than the pattern.
-        position: what the best fixed position gives, chosen on the even sentences and judged on the odd ones. Of ``previous``
-            and ``local``: the head's own weight at one distance. Of the others: how often that distance hits the pattern.
+            ``syntactic``, the share of words whose favourite word is one that an arc names.
+        excess: (value − uniform) / (1 − uniform): 0 is uniform attention, 1 is all weight on the pattern.
+        position: the value that the best fixed position would give. It is chosen on the even sentences and judged on the odd
+            ones. For ``previous`` and ``local`` it is the head's own weight at one distance, for the others how often a fixed
+            position hits the pattern.
         gain: value − position, paired by sentence.
-        shuffled, lost: of ``syntactic``, the value where the words are shuffled; value − shuffled, paired by sentence.
-        at: the distance of ``offset``; the relation and direction of ``syntactic``.
+        shuffled, lost: for ``syntactic``, the value if the words are shuffled, and value − shuffled, paired by sentence.
+        at: for ``offset`` the distance, for ``syntactic`` the relation and direction.
     """
 
     value: float
@@ -91,7 +92,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Head:
-    """A head: its layer, the kind of attention (``self``, ``causal``, ``cross``), its scores and its normalised entropy."""
+    """One head: its layer, the kind of attention (``self``, ``causal``, ``cross``), its scores and its normalised entropy."""
 
     layer: str
     kind: str
@@ -101,11 +102,11 @@ class Head:
 
     @property
     def label(self) -> str:
-        """The first of ``PATTERNS`` that the head follows, else ``broad`` (normalised entropy above 0.9), else ``none``.
+        """The first of ``PATTERNS`` that the head follows. If there is none: ``broad`` for a normalised entropy above 0.9, else ``none``.
 
-        All are judged by the lower ends of the intervals, and only where five sentences have the score. A pattern is followed
-        where its excess is above ½. ``duplicate`` and ``induction`` must also gain 0.1 over position. ``syntactic`` needs no
-        ½, but must gain 0.1 over position and lose 0.1 when the words are shuffled.
+        A head follows a pattern if its excess is above ½. ``duplicate`` and ``induction`` must also gain 0.1 over position.
+        ``syntactic`` does not need ½, but must gain 0.1 over position and lose 0.1 when the words are shuffled. All of this
+        must hold for the lower ends of the intervals, and at least five sentences must have the score.
         """
         for name, score in self.scores.items():
             gains = score.gain.above(MARGIN)
@@ -118,15 +119,15 @@ class Head:
 
     @property
     def leading(self) -> str:
-        """The score of the label; without one, the highest."""
+        """The score of the label. Without a label, the highest score."""
         known = {name: (-math.inf, score.excess.mean)[not math.isnan(score.excess.mean)] for name, score in self.scores.items()}
         return self.label if self.label in known else max(known, key=known.__getitem__)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer, over all of its heads: normalised entropy, and mean distance from query to key in tokens, here and of uniform
-    attention; cross-attention has no distance."""
+    """One layer, averaged over its heads: normalised entropy, and the mean distance from query to key in tokens, of the heads
+    and of uniform attention. Cross-attention has no distance."""
 
     name: str
     kind: str
@@ -143,7 +144,7 @@ class Heads:
     layers: tuple[Layer, ...]
 
     def rows(self) -> list[dict[str, Any]]:
-        """A table as plain data: one row a head and score, with ``excess_low`` and so on; None where a number is not known."""
+        """Return a table as plain data: one row for each head and score, with ``excess_low`` and so on. Unknown numbers are None."""
         table = []
         for head in self.heads:
             for name, score in head.scores.items():
@@ -154,7 +155,7 @@ class Heads:
         return table
 
     def lines(self) -> list[str]:
-        """A line a head: its label, the excess of its leading score with the interval, and the excess of every score."""
+        """Return one line per head: its label, the excess of its leading score with the interval, and the excess of every score."""
         lines = [f"{'layer':18} head label                     95 %       " + "".join(f"{name[:6]:>7}" for name in PATTERNS)]
         for head in self.heads:
             score = head.scores[head.leading]
@@ -171,7 +172,7 @@ class Heads:
 
 
 class Found(NamedTuple):
-    """Of one sentence: the value of each head and of uniform attention, (H,) each, and how often each fixed position hits."""
+    """The result for one sentence: the values of each head and of uniform attention, (H,) each, and how often each fixed position hits."""
 
     value: Tensor
     uniform: Tensor
@@ -179,7 +180,7 @@ class Found(NamedTuple):
 
 
 def pattern_keys(behind: Tensor, ids: Tensor | None, window: int) -> dict[str, Tensor]:
-    """Which keys (L, L) each pattern means, by name, in self-attention; ``behind`` is j − i.
+    """Return the keys (L, L) of each pattern of self-attention, by name. ``behind`` is j − i.
 
     >>> behind = torch.arange(5) - torch.arange(5)[:, None]
     >>> pattern_keys(behind, torch.tensor([7, 8, 9, 7, 8]), window=1)["induction"].nonzero().tolist()  # behind an equal token
@@ -193,7 +194,7 @@ def pattern_keys(behind: Tensor, ids: Tensor | None, window: int) -> dict[str, T
 
 
 def measure(layer: AttentionMap, ids: Tensor | None, window: int) -> dict[str, Found]:
-    """Every pattern, the entropy and the distance in one sentence (B = 1, no padding)."""
+    """Measure every pattern, the entropy and the distance in one sentence (B = 1, no padding)."""
     p, visible = layer.weights[0].double(), layer.visible[0]
     uniform = visible / visible.sum(-1, keepdim=True).clamp(min=1).double()
     chooses = visible.sum(-1) > 1  # (H, L)
@@ -231,7 +232,7 @@ def _favourite_key(p: Tensor, visible: Tensor) -> Tensor:
 
 
 def offset_rules(keys: Tensor) -> dict[tuple[str, int], float]:
-    """How often each guess from position alone hits ``keys`` (Q, K): the key at a fixed offset, or the one at a fixed place."""
+    """Return how often each guess from position alone hits ``keys`` (Q, K). A guess is the key at a fixed offset or at a fixed place."""
     pairs, total = keys.nonzero().tolist(), max(1, int(keys.any(-1).sum()))
     hits = Counter(rule for query, key in pairs for rule in (("offset", key - query), ("place", key)))
     return {rule: count / total for rule, count in hits.items()}
@@ -243,7 +244,7 @@ def offset_rules(keys: Tensor) -> dict[tuple[str, int], float]:
 def head_scores(
     snapshots: Snapshot | Iterable[Snapshot], *, window: int = 4, syntax: Mapping[tuple[str, int], Score] | None = None
 ) -> Heads:
-    """What every head does on these sentences, the rows of the snapshots.
+    """Score every head on the sentences of the snapshots. Each row is a sentence.
 
     ============= =====================================================================================================
     ``previous``  weight on the token before (Voita et al. 2019, arXiv:1905.09418)
@@ -255,11 +256,11 @@ def head_scores(
     ``syntactic`` see ``syntax_scores``
     ============= =====================================================================================================
 
-    Rows that see none of a pattern's keys, or nothing else, do not count. Cross-attention has ``global`` alone.
+    Rows that see none of a pattern's keys, or only those, do not count. Cross-attention has only ``global``.
 
     Args:
-        snapshots: as ``take_snapshot`` makes them; more than one row is wanted, and ten or more to choose a position.
-        window: tokens. syntax: what ``syntax_scores`` found.
+        snapshots: the results of ``take_snapshot``. Intervals need more than one row, and the choice of a position ten or more.
+        window: the distance for ``local``, in tokens. syntax: the result of ``syntax_scores``.
 
     Raises:
         ValueError: no snapshot.
@@ -297,7 +298,7 @@ def head_scores(
 
 
 def pattern_scores(found: Sequence[Mapping[str, Found]]) -> dict[str, list[Score]]:
-    """The scores of each head, by pattern, from what ``measure`` found in each sentence."""
+    """Return the scores of each head, by pattern, from the results of ``measure`` for each sentence."""
     out: dict[str, list[Score]] = {}
     for name in sorted(set(PATTERNS) & set(found[0]), key=lambda name: name != "offset"):
         value, chance = torch.stack([one[name].value for one in found]), torch.stack([one[name].uniform for one in found])
@@ -318,7 +319,7 @@ def pattern_scores(found: Sequence[Mapping[str, Found]]) -> dict[str, list[Score
 
 
 def excess_of(value: Tensor, uniform: Tensor) -> Tensor:
-    """(value − uniform) / (1 − uniform); NaN where uniform attention leaves nothing to gain."""
+    """Return (value − uniform) / (1 − uniform), or NaN if uniform attention already has all the weight there."""
     return torch.where(uniform < 1 - 1e-9, (value - uniform) / (1 - uniform), math.nan)
 
 
@@ -338,7 +339,7 @@ def _scores(value: Tensor, uniform: Tensor, position: Tensor | None = None, shuf
 
 
 def hits_of_best_rule(rules: Sequence[Mapping[tuple[str, int], float]]) -> Tensor:
-    """How often the rule that hits most in the even sentences hits in each of them, (n,); NaN where nothing could be hit."""
+    """Return how often the rule that hits most often in the even sentences hits in each sentence, (n,). NaN if there is nothing to hit."""
     total: Counter[tuple[str, int]] = Counter()
     for hits in rules[0::2]:
         total.update(hits)  # type: ignore[arg-type]
@@ -350,11 +351,11 @@ def hits_of_best_rule(rules: Sequence[Mapping[tuple[str, int], float]]) -> Tenso
 
 
 def agreement(layer: AttentionMap, spans: Sequence[tuple[int, int]], sentence: Sentence) -> dict[str, Found]:
-    """The share of words whose favourite word is one that an arc names, by relation and direction (``nsubj →``).
+    """Return the share of words whose favourite word is one that an arc names, by relation and direction (``nsubj →``).
 
     Source: Clark et al. 2019, §4. Weights between words are summed over the tokens of the key word and averaged over those of
-    the query word. A word is never its own favourite; words that are liked equally share. A word counts where arcs name some,
-    not all, of the words that it sees.
+    the query word. A word is never its own favourite. Words with equal weights share the count. A word counts only if arcs name
+    some, but not all, of the words that it sees.
     """
     place, (start, stop) = torch.arange(layer.weights.shape[-1]), torch.tensor(spans).T[..., None]
     inside = ((place >= start) & (place < stop)).double()  # (W, L)
@@ -385,15 +386,15 @@ def syntax_scores(
     before: Sequence[int] = (),
     seed: int = 0,
 ) -> dict[tuple[str, int], Score]:
-    """How far each head of self-attention, by layer and number, follows the arcs of the sentences, more than controls do.
+    """Score how far each self-attention head follows the arcs of the sentences, compared with controls. Keys: (layer, head).
 
-    The model reads each sentence twice, the second time with its words shuffled. Each head is judged by the relation and
-    direction that gains most over position on the even sentences. Value, controls and intervals are of the odd ones.
+    The model reads each sentence twice, the second time with its words shuffled. For each head, the relation and direction with
+    the largest gain over position is chosen on the even sentences. Value, controls and intervals come from the odd ones.
 
     Args:
-        attend: ids (1, L) -> ``Snapshot``, such as ``lambda ids: take_snapshot(model, {"input_ids": ids})``.
-        sentences: with arcs; relations that fewer than five sentences of each half have are left out.
-        encode, before: see ``Sentence.encode``. seed: of the shuffling.
+        attend: a function from ids (1, L) to a ``Snapshot``, such as ``lambda ids: take_snapshot(model, {"input_ids": ids})``.
+        sentences: sentences with arcs. A relation needs five sentences in each half.
+        encode, before: see ``Sentence.encode``. seed: the seed of the shuffling.
 
     >>> from minitx.analysis import take_snapshot
     >>> from minitx.config import TransformerConfig
@@ -437,12 +438,12 @@ def _judged(candidate: str, plain: Sequence[Mapping[str, Found]], control: Seque
 
 
 def heads_figure(heads: Heads) -> Figure:
-    """A row for each kind of attention: layers × heads, then entropy and distance by depth.
+    """Draw one row for each kind of attention: a map of layers × heads, then entropy and distance by depth.
 
-    A cell has the head's label (of ``none`` and ``broad``, the highest score beside it), the value of its leading score, and in
-    brackets the largest control: uniform attention (u), the best fixed position (p), shuffled words (s). Its colour is the
-    excess, white at 0 and dark blue at 1. By depth, a dot is the mean over a layer's heads with its interval. The textbook
-    says that low layers look near and high layers far.
+    A cell shows the head's label (for ``none`` and ``broad`` also the highest score), the value of its leading score, and in
+    brackets the largest control: uniform attention (u), the best fixed position (p) or shuffled words (s). Its colour is the
+    excess: white is 0, dark blue is 1. In the plots by depth, a dot is the mean over a layer's heads with its interval.
+    According to textbooks, low layers look near and high layers far.
 
     >>> from minitx.analysis import take_snapshot
     >>> from minitx.nn import MultiHeadAttention

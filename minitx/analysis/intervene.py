@@ -1,7 +1,7 @@
 """Change what attention does while a model runs: knock out heads, patch activations, force a pattern.
 
-``intervene`` takes the words of ``capture``: what can be recorded can be replaced, by a number, a tensor, a function, or by
-what ``capture`` recorded in another run.
+``intervene`` uses the same names as ``capture``. What ``capture`` records can be replaced by a number, a tensor, a function of
+the old value, or a record of another run.
 """
 
 from __future__ import annotations
@@ -50,21 +50,22 @@ def intervene(
 
     Knock a head out: ``intervene(model, "heads", 0.0, layers=[1], heads=[2])``. Sharpen with temperature T:
     ``intervene(model, "scores", lambda z: z / T)``. Patch from another run: ``intervene(model, "values", seen)`` with the
-    result of ``capture(other, what="values")``. ``scores`` and ``weights`` are computed by the backend ``math`` in the layers
-    that are touched; all else keeps its kernel. Gradients flow through what is computed. Contexts compose: each one, ``capture``
-    too, sees the changes of the contexts around it.
+    result of ``capture(other, what="values")``. For ``scores`` and ``weights``, the changed layers use the backend ``math``;
+    all others keep their kernel. Gradients flow through the changed computation. Contexts can be nested: each one sees the
+    changes of the contexts around it, and so does ``capture``.
 
     Args:
-        to: a number or a tensor, which is broadcast to the chosen part; a function of the chosen part; or records by the names of
-            ``capture``, of which the n-th call takes the n-th, then the last.
+        to: a number or a tensor, which is broadcast to the chosen part; a function of the chosen part; or the result of
+            ``capture``. The n-th call then uses the n-th record, and later calls the last one.
         layers: as in ``capture``. Default: all.
-        heads: which query heads. Default: all. Not for ``feedforward`` and ``residual``.
-        positions: which queries; which keys for ``values``; which tokens for ``feedforward`` and ``residual``; negative from the
-            end. Default: all.
+        heads: the query heads. Default: all. Not for ``feedforward`` and ``residual``.
+        positions: the queries; for ``values`` the keys; for ``feedforward`` and ``residual`` the tokens. Negative positions
+            count from the end. Default: all.
 
     Raises:
-        ValueError: an unknown ``what``, layer, head or position; a shape that does not fit; a core that computes its weights
-            otherwise; scores inside a context that replaces the weights. RuntimeError: a compiled module.
+        ValueError: an unknown ``what``, layer, head or position; a shape that does not fit; a core whose weights are not the
+            softmax of its scores; a replacement of scores inside a context that replaces the weights. RuntimeError: a module is
+            compiled.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention, x = MultiHeadAttention(6, 2), torch.randn(1, 3, 6)
@@ -168,11 +169,11 @@ def _places(chosen: Sequence[int] | None, size: int, device: torch.device) -> Te
 
 @dataclass(frozen=True)
 class HeadEffects:
-    """What changes when one head is changed, mean over the rows with Student's 95 % interval.
+    """The effect of changing one head: the mean over the rows with Student's 95 % interval.
 
     Attributes:
-        names: of the layers' cores. mean, low, high: (layers, H). rows: how many.
-        what: what the numbers are, in words.
+        names: the names of the layers' cores. mean, low, high: (layers, H). rows: the number of rows.
+        what: the meaning of the numbers, in words.
 
     >>> one = torch.zeros(1, 2)
     >>> HeadEffects(("core",), one, one - 1, one + 1, 7, "change of loss").low.tolist()
@@ -189,14 +190,14 @@ class HeadEffects:
 
 @torch.no_grad()
 def knock_out_heads(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> HeadEffects:
-    """Which heads matter: the loss with one head's output set to 0, minus the loss of the whole model.
+    """Measure which heads matter: the loss with one head's output set to 0, minus the loss of the whole model.
 
-    The model runs in eval mode, once for each head. What is left may have learned to stand in for a head, so a small change
-    does not show that a head does nothing (Michel et al. 2019, "Are Sixteen Heads Really Better than One?", arXiv:1905.10650;
-    McGrath et al. 2023, "The Hydra Effect", arXiv:2307.15771).
+    The model runs in evaluation mode, once for each head. Other heads may do the same work, so a small change does not show
+    that a head does nothing (Michel et al. 2019, "Are Sixteen Heads Really Better than One?", arXiv:1905.10650; McGrath et al.
+    2023, "The Hydra Effect", arXiv:2307.15771).
 
     Args:
-        loss: of the model, (n,), one number for each row of data. Always on the same rows.
+        loss: a function of the model that returns the loss of each row, (n,). It must always use the same rows.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> x, model = torch.randn(7, 3, 6), MultiHeadAttention(6, 2)
@@ -218,16 +219,17 @@ def patch_heads(
     *,
     what: str = "values",
 ) -> HeadEffects:
-    """Which heads carry the answer: patch one head of the corrupted run with its activation in the clean run.
+    """Measure which heads carry the answer: give one head of the corrupted run its activation from the clean run.
 
     The effect of a head is (score patched - score corrupted) / mean (score clean - score corrupted): 1 if this head alone
-    restores the clean score, 0 if it carries nothing of the difference (Vig et al. 2020, arXiv:2004.12265; Heimersheim and Nanda
-    2024, "How to use and interpret activation patching", arXiv:2404.15255).
+    restores the clean score, 0 if it restores nothing (Vig et al. 2020, arXiv:2004.12265; Heimersheim and Nanda 2024, "How to
+    use and interpret activation patching", arXiv:2404.15255).
 
     Args:
-        clean, corrupted: two batches of the same shape, which differ in what the answer depends on.
-        score: of the logits, (n,), for example the logit of the clean answer minus that of the corrupted one.
-        what: ``values`` (what a head reads), ``heads`` (its output), ``weights`` or ``scores`` (where it looks).
+        clean, corrupted: two batches of the same shape. They differ in the tokens that the answer depends on.
+        score: a function from the logits to one number per row, (n,), for example the logit of the clean answer minus that of
+            the corrupted one.
+        what: ``values`` (what the head reads), ``heads`` (its output), ``weights`` or ``scores`` (where it looks).
 
     Raises:
         ValueError: the clean and the corrupted run have the same mean score.
@@ -279,10 +281,10 @@ def _effects(found: dict[str, list[Tensor]], compare: Callable[[Tensor], Tensor]
 
 @torch.no_grad()
 def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
-    """The logits of the model as if it ended after each block: (blocks, B, L, V).
+    """Return the logits that the model would give if it ended after each block: (blocks, B, L, V).
 
-    The residual stream after a block takes the place of that after the last block; the final norm and the head read it
-    (nostalgebraist 2020, "interpreting GPT: the logit lens"). Of an encoder–decoder these are the blocks of the decoder.
+    The final norm and the head are applied to the residual stream after each block (nostalgebraist 2020, "interpreting GPT: the
+    logit lens"). For an encoder–decoder, these are the blocks of the decoder.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM

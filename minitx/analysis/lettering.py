@@ -1,4 +1,4 @@
-"""Texts of any script in a figure: a font that has them, code points where there is none, spaces made visible."""
+"""Text of any script in figures: find a font for each character, show code points if there is none, and make spaces visible."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ FAMILIES = (
     *("WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans GB", "Heiti SC", "Microsoft YaHei", "SimHei"),
     *("Noto Sans CJK JP", "Droid Sans Fallback", "Arial Unicode MS"),
 )
-"""Fonts that are tried first for a character, in this order; the first comes with matplotlib. All other installed fonts follow."""
+"""The fonts to try first, in this order. The first comes with matplotlib. All other installed fonts follow."""
 
 LONGEST = 14
-"""Characters of a token's label."""
+"""The largest number of characters of a token's label."""
 
 
 def token_labels(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Labels that show every token, and the font families for them, see ``drawable``.
+    """Return a visible label for every token, and the font families for them (see ``drawable``).
 
-    A space becomes ``␣``, a line end ``↵``, a tab ``⇥``, an empty text ``∅``; more than ``LONGEST`` characters are cut.
+    A space becomes ``␣``, a line end ``↵``, a tab ``⇥``, an empty text ``∅``; labels longer than ``LONGEST`` are cut.
 
     >>> token_labels(["to", " be", "", "incomprehensible"])
     (['to', '␣be', '∅', 'incomprehensi…'], ['DejaVu Sans'])
@@ -30,7 +30,7 @@ def token_labels(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def short_name(module: str) -> str:
-    """How a layer is called in a figure.
+    """Return the name of a layer in figures.
 
     >>> short_name("blocks.0.attention.core")
     'blocks.0'
@@ -39,10 +39,9 @@ def short_name(module: str) -> str:
 
 
 def drawable(texts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """``texts`` with a code point for what no installed font has (line ends stay), and the font families that have the rest.
+    """Return ``texts`` with code points for characters that no installed font has, and the font families for the rest.
 
-    So matplotlib has no missing glyph to warn of. It keeps a list of fonts: one that was installed later is found once that
-    list (in ``matplotlib.get_cachedir()``) is deleted.
+    Line ends are kept. Matplotlib stores a list of fonts in ``matplotlib.get_cachedir()``. Delete it after installing a font.
 
     >>> drawable(["√d", chr(7)])
     (['√d', 'U+0007'], ['DejaVu Sans'])
@@ -54,7 +53,7 @@ def drawable(texts: Sequence[str]) -> tuple[list[str], list[str]]:
 
 @functools.cache
 def family_with(character: str) -> str | None:
-    """The first font family with a glyph for a character."""
+    """Return the first font family with a glyph for a character."""
     if not character.isprintable():
         return None
     return next((name for name, font in fonts() if font.get_char_index(ord(character))), None)
@@ -62,7 +61,7 @@ def family_with(character: str) -> str | None:
 
 @functools.cache
 def fonts() -> list[tuple[str, Any]]:
-    """The upright, regular face of every installed family, ``FAMILIES`` first."""
+    """Return the upright, regular face of every installed font family, ``FAMILIES`` first."""
     from matplotlib.font_manager import fontManager
     from matplotlib.ft2font import FT2Font
 

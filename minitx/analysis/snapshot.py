@@ -1,7 +1,6 @@
-"""What attention looked like on one batch at one moment: what the viewer, the head scores and the figures all start from.
+"""The attention of a model on one batch: the input of the viewer, the head scores and the figures.
 
-A snapshot is taken of a model (``take_snapshot``) or read back from a run's folder (``read_snapshots``), where the probe
-writes one every so many steps.
+``take_snapshot`` takes a snapshot of a model. ``read_snapshots`` reads those that the probe wrote to a run's folder.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ class AttentionMap:
     """One layer's attention.
 
     Attributes:
-        name: of the core, ``blocks.0.attention.core``. kind: ``causal``, ``self`` or ``cross``.
-        queries, keys: which tokens stand on the two axes, keys of ``Snapshot.tokens``.
-        weights: (B, H, L, S), before dropout. visible: bool (B, H, L, S), what the masks allow.
+        name: the name of the core, such as ``blocks.0.attention.core``. kind: ``causal``, ``self`` or ``cross``.
+        queries, keys: the tokens on the two axes, as keys of ``Snapshot.tokens``.
+        weights: (B, H, L, S), before dropout. visible: bool (B, H, L, S), True = may attend.
         max_logit: (B, H, L), the largest |z| among a row's visible scores.
 
     >>> weights, visible = torch.tensor([[[[1.0, 0.0], [0.5, 0.5]]]]), torch.ones(2, 2).tril().bool()[None, None]
@@ -51,20 +50,21 @@ class AttentionMap:
     max_logit: Tensor
 
     def entropy(self) -> Tensor:
-        """H̄ = -Σ p ln p / ln n of every row, n its visible keys: (B, H, L); NaN where n < 2."""
+        """Return H̄ = -Σ p ln p / ln n of every row with n visible keys: (B, H, L). NaN if n < 2."""
         count = self.visible.sum(-1).double()
         return (torch.special.entr(self.weights.double()).sum(-1) / count.log()).masked_fill(count < 2, torch.nan)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All layers on one batch.
+    """The attention of all layers on one batch.
 
     Attributes:
-        maps: in the model's order.
-        tokens: for each axis (``input_ids``, ``decoder_input_ids``, ``pixel_values``) and row of the batch, a text a token.
-        ids: for each axis, int (B, n); none for images. real: bool (B, n), False at padding.
-        step: of training, or None. title: what it was taken of.
+        maps: one for each layer, in the model's order.
+        tokens: the text of each token, for each axis (``input_ids``, ``decoder_input_ids``, ``pixel_values``) and each row of
+            the batch.
+        ids: int (B, n) for each axis, but not for images. real: bool (B, n) for each axis, False at padding.
+        step: the training step, or None. title: a title for the viewer and the figures.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import Encoder
@@ -88,10 +88,10 @@ class Snapshot:
         return self.maps[0].weights.shape[0]
 
     def sentence(self, row: int) -> Snapshot:
-        """One row of the batch, without its padding: B = 1.
+        """Return one row of the batch without its padding (B = 1).
 
         Raises:
-            ValueError: no such row.
+            ValueError: the row does not exist.
         """
         if not 0 <= row < self.num_rows:
             raise ValueError(f"row={row} must be one of the batch's 0 to {self.num_rows - 1}")
@@ -116,15 +116,15 @@ def take_snapshot(
     step: int | None = None,
     title: str = "",
 ) -> Snapshot:
-    """Run ``model(**inputs)`` in eval mode and float32, and keep what each attention layer did; moved to the CPU.
+    """Run ``model(**inputs)`` in evaluation mode and float32, and return the attention of each layer, on the CPU.
 
     Args:
-        inputs: as the model takes them (``input_ids``, ``key_mask``, ``decoder_input_ids`` …).
-        tokens: texts of the tokens, see ``Snapshot``; default the ids as numbers, and ``row,column`` of image patches.
+        inputs: the arguments of the model (``input_ids``, ``key_mask``, ``decoder_input_ids`` …).
+        tokens: the texts of the tokens, see ``Snapshot``. Default: the ids as numbers, and ``row,column`` for image patches.
         layers: as in ``capture``.
 
     Raises:
-        ValueError, RuntimeError: as in ``capture``; texts that do not fit the ids.
+        ValueError, RuntimeError: as in ``capture``, or texts that do not fit the ids.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -186,9 +186,9 @@ def _patches(size: int) -> list[str]:
 
 
 def write_snapshot(snapshot: Snapshot, folder: Path) -> Path:
-    """``folder/step_00000100.safetensors``: weights and logits in float16, masks as bytes, tokens in the header.
+    """Write a snapshot to ``folder/step_00000100.safetensors``: weights and logits in float16, masks as bytes, tokens in the header.
 
-    Written beside its name and then renamed, so that a reader never meets half a file.
+    The file is written under another name and then renamed, so that readers never see half a file.
     """
     from safetensors.torch import save_file
 
@@ -207,10 +207,10 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> Path:
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """What ``write_snapshot`` wrote.
+    """Read a file that ``write_snapshot`` wrote.
 
     Raises:
-        ValueError: not such a file, named.
+        ValueError: the file is not a snapshot.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -230,10 +230,10 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def read_snapshots(folder: Path) -> list[Snapshot]:
-    """All snapshots of a run, in the order of their steps; ``folder`` is the run's or its ``attention/``.
+    """Read all snapshots of a run, in the order of their steps. ``folder`` is the run's folder or its ``attention/``.
 
     Raises:
-        ValueError: none there, or a file that is none.
+        ValueError: there are no snapshots, or a file is not a snapshot.
 
     >>> from tempfile import TemporaryDirectory
     >>> from minitx.nn import MultiHeadAttention

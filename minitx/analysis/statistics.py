@@ -1,7 +1,7 @@
-"""What attention does, in numbers: logits, entropy, saturation, concentration.
+"""Statistics of attention: logits, entropy, saturation, concentration.
 
-Every statistic is taken per head over the visible (query, key) pairs; rows that see fewer than two keys and padded
-queries are left out. Rows are streamed in chunks, so that no L × S matrix is ever held.
+Every statistic is computed per head over the visible (query, key) pairs. Padded queries and rows that see fewer than two keys
+are left out. Rows are processed in chunks, so that an L × S matrix is never stored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TILE = 2**18  # scores held at a time: fastest of 2^14 to 2^20 where the caches
 
 
 def attention_statistics(call: AttentionCall, *, query_mask: Tensor | None = None) -> dict[str, Tensor]:
-    """Statistics of one attention call, each (H,) in float64, averaged over batch and rows; and ``favourite``.
+    """Return statistics of one attention call, each (H,) in float64, averaged over batch and rows. ``favourite`` is not averaged.
 
     With z the scaled scores and p the weights (before dropout), per row i over its n_i visible keys:
 
@@ -46,10 +46,10 @@ def attention_statistics(call: AttentionCall, *, query_mask: Tensor | None = Non
     =====================  ================================================================================
 
     Args:
-        call: as the core gets it; value and dropout are not read. A scale that a module multiplies the query with beforehand
-            (``learned``, ``log_length``) is part of the query here, and c is 1.
-        query_mask: bool (B, L), True = count this query; default as in self-attention, where the keys that padding hides
-            are queries too. Give it for cross-attention.
+        call: the arguments of the core. Value and dropout are not used. The scales ``learned`` and ``log_length`` are already
+            multiplied into the query, and c is then 1.
+        query_mask: bool (B, L), True = count this query. The default is for self-attention: padded keys are padded queries.
+            Cross-attention needs it.
 
     >>> q = torch.zeros(1, 2, 5, 3)
     >>> round(float(attention_statistics(AttentionCall(q, q, q))["entropy"][0]), 6)  # equal scores: uniform weights
@@ -73,7 +73,7 @@ def attention_statistics(call: AttentionCall, *, query_mask: Tensor | None = Non
 
 
 def logit_step(before: AttentionCall, after: AttentionCall, query_mask: Tensor | None = None) -> Tensor:
-    """RMS of z_after - z_before over the visible pairs of two calls on the same tokens, (H,): what one update did to the logits.
+    """Return the RMS of z_after - z_before over the visible pairs, (H,): the change of the logits in one update. Both calls are on the same tokens.
 
     >>> q = torch.ones(1, 1, 3, 4)
     >>> logit_step(AttentionCall(q, q, q, scale=1.0), AttentionCall(q, q, q, scale=1.5)).tolist()
@@ -90,14 +90,14 @@ def logit_step(before: AttentionCall, after: AttentionCall, query_mask: Tensor |
 
 
 def token_cosine(hidden: Tensor, real: Tensor | None = None) -> Tensor:
-    """Mean cosine of two different tokens of a row, a scalar: 1 where all tokens point the same way (rank collapse).
+    """Return the mean cosine of two different tokens of a row, a scalar. 1 means that all tokens point the same way (rank collapse).
 
-    mean_{i ≠ j} cos(x_i, x_j) = (‖Σ_i x_i / ‖x_i‖‖² - n) / (n (n - 1)), averaged over the rows of two tokens and more
-    (Dong et al. 2021, arXiv:2103.03404; Noci et al. 2022, arXiv:2206.03126).
+    mean_{i ≠ j} cos(x_i, x_j) = (‖Σ_i x_i / ‖x_i‖‖² - n) / (n (n - 1)), averaged over rows with at least two tokens (Dong et
+    al. 2021, arXiv:2103.03404; Noci et al. 2022, arXiv:2206.03126).
 
     Args:
-        hidden: (B, L, E), what a block gives.
-        real: bool (B, L), False at padding; default all.
+        hidden: (B, L, E), the output of a block.
+        real: bool (B, L), False at padding. Default: all are real.
 
     >>> round(float(token_cosine(torch.eye(3).unsqueeze(0))), 6), round(float(token_cosine(torch.ones(1, 3, 5))), 6)
     (0.0, 1.0)
@@ -124,22 +124,22 @@ class Tile:
 
     @functools.cached_property
     def weights(self) -> Tensor:
-        """(B, H, l, S), before dropout."""
+        """The weights (B, H, l, S), before dropout."""
         return self.given if self.given is not None else masked_softmax(self.scores, self.visible, self.sinks)
 
     @functools.cached_property
     def num_visible(self) -> Tensor:
-        """int (B or 1, H or 1, l)."""
+        """The number of visible keys of each row, int (B or 1, H or 1, l)."""
         return self.visible.sum(-1)
 
     @property
     def chooses(self) -> Tensor:
-        """Rows that see more than one key, bool (B or 1, H or 1, l)."""
+        """Whether a row sees more than one key, bool (B or 1, H or 1, l)."""
         return self.num_visible > 1
 
 
 def over_tiles(call: AttentionCall) -> Iterator[Tile]:
-    """The rows of a call in chunks of at most 2^18 scores, so that no L × S values need ever be held."""
+    """Yield the rows of a call in chunks of at most 2^18 scores, so that L × S values are never stored at once."""
     B, H, L, S = call.shape
     size = max(1, _TILE // (B * H * S))
     for start in range(0, L, size):
@@ -159,13 +159,13 @@ def over_tiles(call: AttentionCall) -> Iterator[Tile]:
 
 
 def real_keys(call: AttentionCall) -> Tensor:
-    """Keys that are no padding, bool (B, S)."""
+    """Return which keys are not padding, bool (B, S)."""
     masks = [part.key_mask for part in call.mask.parts() if isinstance(part, Padding)] if call.mask is not None else []
     return functools.reduce(operator.and_, masks, call.key.new_ones(call.shape[0], call.shape[3], dtype=torch.bool))
 
 
 def real_queries(call: AttentionCall) -> Tensor:
-    """Queries of a self-attention that are no padding, bool (B, L): they are the last L of its keys."""
+    """Return which queries of self-attention are not padding, bool (B, L). The queries are the last L keys."""
     L, S = call.shape[2:]
     return real_keys(call)[:, S - L :] if L <= S else call.query.new_ones(call.shape[0], L, dtype=torch.bool)
 
@@ -221,10 +221,10 @@ def _row_moments(x: Tensor, hidden: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def zhai_entropy_bound(scores: Tensor) -> Tensor:
-    """A lower bound on the entropy of softmax(z) for rows z (..., T), T ≥ 2 (Zhai et al. 2023, arXiv:2303.06296, Th. 3.1).
+    """Return a lower bound on the entropy of softmax(z) for rows z (..., T), T ≥ 2 (Zhai et al. 2023, arXiv:2303.06296, Th. 3.1).
 
-    Ent ≥ ln(1 + (T-1)β) + s √(T(T-1)) β / (1 + (T-1)β), with β = exp(-s √(T/(T-1))) and s = ‖z - mean(z)‖₂. Attained by
-    one logit that stands above T - 1 equal ones.
+    Ent ≥ ln(1 + (T-1)β) + s √(T(T-1)) β / (1 + (T-1)β), with β = exp(-s √(T/(T-1))) and s = ‖z - mean(z)‖₂. The bound is
+    attained by one logit above T - 1 equal ones.
 
     Raises:
         ValueError: rows of fewer than two scores.

@@ -1,4 +1,4 @@
-"""Sentences with a known structure: made by hand, or read from a treebank in CoNLL-U."""
+"""Sentences with a known structure, made by hand or read from a CoNLL-U treebank."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Sentence:
     """Words with a known structure.
 
     Attributes:
-        words: texts. arcs: (word, word, relation): in a treebank from each word to its head.
-        spaced: whether a space stands before each word; default none.
+        words: the texts. arcs: (word, word, relation); in a treebank, from each word to its head.
+        spaced: whether there is a space before each word. Default: no spaces.
 
     >>> sentence = Sentence(("The", "cat", "slept"), ((0, 1, "det"), (1, 2, "nsubj")), (False, True, True))
     >>> sentence.shuffled(np.random.default_rng(0)).words
@@ -30,7 +30,7 @@ class Sentence:
     spaced: tuple[bool, ...] = ()
 
     def shuffled(self, random: np.random.Generator) -> Sentence:
-        """The words in random order, with arcs between the same words."""
+        """Return the words in random order, with arcs between the same words."""
         order = random.permutation(len(self.words))  # the old place of each new word
         place = np.argsort(order)
         words = tuple(self.words[i] for i in order)
@@ -39,10 +39,10 @@ class Sentence:
     def encode(
         self, encode: Callable[[str], Sequence[int]], before: Sequence[int] = ()
     ) -> tuple[Tensor, list[tuple[int, int]]]:
-        """Ids (1, L) and the tokens [start, stop) of each word. Each word is encoded by itself, with the space before it.
+        """Return ids (1, L), and the tokens [start, stop) of each word. Each word is encoded by itself, with the space before it.
 
         Args:
-            before: ids in front of the row, such as the mark of a class.
+            before: ids to put before the sentence, such as a class token.
 
         >>> Sentence(("ab", "c"), spaced=(False, True)).encode(lambda text: [ord(character) for character in text])
         (tensor([[97, 98, 32, 99]]), [(0, 2), (2, 4)])
@@ -56,13 +56,13 @@ class Sentence:
 
 
 def read_conllu(path: str | Path) -> list[Sentence]:
-    """The sentences of a CoNLL-U file with an arc from each word to its head, by relation, read by the package ``conllu``.
+    """Read the sentences of a CoNLL-U file, with an arc from each word to its head. It needs the package ``conllu``.
 
-    A multiword token is one word with the arcs of its parts. Empty nodes and the root's arc are left out. Spaces follow
-    ``SpaceAfter=No``. Source: https://universaldependencies.org/format.html.
+    A multiword token is one word with the arcs of its parts. Empty nodes and the arc of the root are left out.
+    ``SpaceAfter=No`` is respected. Source: https://universaldependencies.org/format.html.
 
     Raises:
-        ValueError: not such a file, named. ModuleNotFoundError: ``conllu`` is missing (``pip install "minitx[syntax]"``).
+        ValueError: the file is not CoNLL-U. ModuleNotFoundError: ``conllu`` is missing (``pip install "minitx[syntax]"``).
 
     >>> import tempfile
     >>> lines = ["1 The the DET _ _ 2 det _ _", "2 cat cat NOUN _ _ 3 nsubj _ _", "3 slept sleep VERB _ _ 0 root _ _", "", ""]

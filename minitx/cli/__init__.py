@@ -1,1 +1,1 @@
-"""The programs: one module each, and what they share. The only room that knows hydra and omegaconf."""
+"""The programs, one module each, and their common parts. Only this package imports hydra and omegaconf."""

@@ -34,11 +34,11 @@ _NOT_FOR_CELLS = ("experiment=", "ablation=", "ablation.", "output_dir=", "hydra
 
 
 def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], command: str) -> None:
-    """Run the grid in ``folder``, write its report, and print what happened and where the page is.
+    """Run the grid in ``folder``, write its report, and print the result and the path of the page.
 
     Raises:
-        ConfigError: a grid that cannot be run.
-        CellsFailedError: runs failed; the report is written all the same.
+        ConfigError: the grid cannot be run.
+        CellsFailedError: runs failed. The report is written before.
     """
     grid = grid.chosen()
     common = [text for text in overrides if not text.lstrip("+~").startswith(_NOT_FOR_CELLS)]
@@ -68,10 +68,11 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
 
 
 def check(chosen: Sequence[Cell]) -> None:
-    """Refuse what cannot be run before anything is written.
+    """Check that the grid can be run, before anything is written.
 
     Raises:
-        ConfigError: a run without a length, on several devices, or with a config that is wrong: the first of each study and arm.
+        ConfigError: a run has no length, needs several devices, or has an invalid config. The first run of each study and arm
+            is checked.
     """
     for cell in chosen:
         cell.steps()
@@ -97,7 +98,7 @@ def report(grid: AblationConfig, chosen: Sequence[Cell], records: Sequence[Recor
 
 
 def run_cell(words: Sequence[str], folder: str, cap: int, keep_weights: bool, keep_attention: bool) -> dict[str, Any]:
-    """One cell, an ordinary training run; called in a worker process. Returns the ``result`` of its record."""
+    """Run one cell, an ordinary training run, in a worker process. Return the ``result`` of its record."""
     from minitx.ablation.measures import result_of
     from minitx.cli.train import run_training
 
@@ -111,7 +112,7 @@ def run_cell(words: Sequence[str], folder: str, cap: int, keep_weights: bool, ke
 
 
 def pool_of(grid: AblationConfig, chosen: Sequence[Cell], folder: Path) -> Pool:
-    """What runs the cells; on this machine one worker a core, or one a GPU where runs use them."""
+    """Return the pool for the cells. On this machine it has one worker per core, or one per GPU if runs use GPUs."""
     if grid.launcher == "slurm":
         return SlurmPool(grid.workers or SLURM_JOBS, folder / "jobs", grid.launcher_options)
     devices = gpus(chosen)
@@ -119,7 +120,7 @@ def pool_of(grid: AblationConfig, chosen: Sequence[Cell], folder: Path) -> Pool:
 
 
 def gpus(chosen: Sequence[Cell]) -> list[str]:
-    """The GPUs of this machine, as CUDA_VISIBLE_DEVICES names them, if a study trains on one."""
+    """Return the GPUs of this machine, as in CUDA_VISIBLE_DEVICES, if a study trains on a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -147,22 +148,22 @@ def stop_on_signals() -> Iterator[None]:
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Launch:
-    """Adds to ``launches.json`` what ran the cells of a grid, and for how long: commit, versions, machine, date, command."""
+    """Record a launch of a grid in ``launches.json``: commit, versions, machine, date, command and duration."""
 
     def __init__(self, path: Path, command: str) -> None:
         self.path, self.before, self.facts, self.started = path, launches(path), facts(command), time.perf_counter()
 
     def seconds(self) -> float:
-        """Since this launch began."""
+        """The seconds since this launch began."""
         return time.perf_counter() - self.started
 
     def keep(self) -> None:
-        """Note that this launch has run until now."""
+        """Record that this launch has run until now."""
         entry = {**self.facts, "wall_seconds": round(self.seconds(), 1)}
         beside = self.path.with_suffix(".new")
         beside.write_text(json.dumps([*self.before, entry], indent=1) + "\n", encoding="utf-8")
@@ -170,12 +171,12 @@ class Launch:
 
 
 def launches(path: Path) -> list[dict[str, Any]]:
-    """The entries of ``launches.json``; [] where there is none."""
+    """Return the entries of ``launches.json``, or [] without a file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []  # type: ignore[no-any-return]
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """What the report says of how a grid was run: seconds added up, whatever differs between launches listed."""
+    """Return how a grid was run, for the report. The seconds of all launches are added, and other values that differ are listed."""
     found, names = launches(path), ("commit", "command", "date", "hardware")
     listed = {name: "; ".join(dict.fromkeys(launch[name] for launch in found)) for name in names}
     versions = found[-1]["versions"] if found else {}
@@ -183,7 +184,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def facts(command: str) -> Mapping[str, Any]:
-    """What a reader needs to repeat a run."""
+    """Return what a reader needs to repeat a run."""
     from minitx.training.wandb import git_commit
 
     packages = ("minitx", "torch", "lightning", "hydra-core", "numpy", "scipy")

@@ -1,4 +1,4 @@
-"""The other programs: a dataclass says what they take, the command line has Hydra's dialect, ``--help`` says what keys mean."""
+"""The command lines of the other programs. A dataclass defines the keys, arguments have Hydra's syntax, and ``--help`` explains the keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def key(default: Any, meaning: str) -> Any:
-    """A field with a default (of a mutable one, a function without arguments) and one line that says what it means."""
+    """Return a field with a default (for a mutable one, a function without arguments) and a line about its meaning."""
     if callable(default):
         return dataclasses.field(default_factory=default, metadata={"meaning": meaning})
     return dataclasses.field(default=default, metadata={"meaning": meaning})
@@ -26,7 +26,7 @@ def key(default: Any, meaning: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredConfig(Config):
-    """What every program takes that reads a checkpoint."""
+    """The keys of every program that reads a checkpoint."""
 
     ckpt_path: str = key(dataclasses.MISSING, "checkpoint of a run, such as runs/char_lm/.../checkpoints/last.ckpt")
     device: str = key("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
@@ -34,7 +34,7 @@ class StoredConfig(Config):
 
 
 def run_program(cls: type[T], usage: str, program: Callable[[T], None]) -> int:
-    """``program(config)`` with ``cls`` from the command line, errors as one sentence; returns the exit code."""
+    """Run ``program`` with a config of class ``cls`` from the command line. Errors are printed as one sentence. Return the exit code."""
     arguments = [word for word in sys.argv[1:] if word not in ("traceback=true", "traceback=false")]
     if {"--help", "-h"} & set(arguments):
         return exit_code(lambda: write(help_text(cls, usage)))
@@ -42,12 +42,13 @@ def run_program(cls: type[T], usage: str, program: Callable[[T], None]) -> int:
 
 
 def parse(cls: type[T], arguments: Iterable[str]) -> T:
-    """``key=value`` arguments in Hydra's dialect as a ``cls``: ``a.b=1`` sets an entry of the mapping ``a``.
+    """Parse ``key=value`` arguments in Hydra's syntax as a ``cls``. ``a.b=1`` sets an entry of the mapping ``a``.
 
-    A value of a text key that Hydra's grammar cannot read (``prompt=Hello, world!``) is taken as it stands.
+    If Hydra's grammar cannot read the value of a text key (``prompt=Hello, world!``), it is used as it is.
 
     Raises:
-        ConfigError: no ``key=value``, an unknown key (with the nearest known one), a value of another type.
+        ConfigError: an argument is not ``key=value``, a key is unknown (the message suggests a similar one), or a value has
+            another type.
     """
     kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
@@ -85,7 +86,7 @@ def _read(name: str, value: str, *, is_text: bool) -> Any:
 
 
 def help_text(cls: type[Any], usage: str) -> str:
-    """The keys with their defaults and meaning."""
+    """Return the keys with their defaults and meaning."""
     lines = [usage, ""]
     for field in dataclasses.fields(cls):
         default = "" if field.default is dataclasses.MISSING else json.dumps(field.default).strip('"')
@@ -94,7 +95,7 @@ def help_text(cls: type[Any], usage: str) -> str:
 
 
 def check_output(path: str, wanted: Literal["file", "folder"]) -> None:
-    """Refuse an ``output`` in a folder that does not exist, or one that is there and not what is ``wanted``.
+    """Check that the folder of ``output`` exists, and that ``output`` is ``wanted`` if it exists.
 
     Raises:
         ConfigError: the message names the path.
@@ -107,7 +108,7 @@ def check_output(path: str, wanted: Literal["file", "folder"]) -> None:
 
 @contextmanager
 def writing(name: str, path: str | Path) -> Iterator[None]:
-    """A context that writes to ``path``, which the key ``name`` names: one sentence where that fails.
+    """A context for writing to ``path``, the value of the key ``name``. A failure becomes a ConfigError of one sentence.
 
     Raises:
         ConfigError: the message names key and path.
@@ -119,6 +120,6 @@ def writing(name: str, path: str | Path) -> Iterator[None]:
 
 
 def write(text: str) -> None:
-    """``text`` to stdout, at once."""
+    """Write ``text`` to stdout and flush."""
     sys.stdout.write(text)
     sys.stdout.flush()

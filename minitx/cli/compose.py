@@ -1,4 +1,4 @@
-"""From overrides to a config: what Hydra composes, as dataclasses."""
+"""Compose configs from overrides with Hydra, as dataclasses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, from_dic
 from minitx.config.checks import defaults
 
 GROUPS = ("model", "data", "objective", "optimizer", "schedule", "trainer")
-"""Groups that every run chooses an option of."""
+"""The groups of which every run has one option."""
 
 
 def _typed(group: str) -> list[Any]:
@@ -34,7 +34,7 @@ def _typed(group: str) -> list[Any]:
 
 @cache
 def register_defaults() -> None:
-    """Put the defaults of the config classes where ``defaults: [/schema@_here_: NAME]`` of a YAML file finds them."""
+    """Register the defaults of the config classes with Hydra, for ``defaults: [/schema@_here_: NAME]`` in YAML files."""
     store = ConfigStore.instance()
     run = {name: value for name, value in defaults(RunConfig).items() if name not in GROUPS}
     nodes = {"run": run, **{name: defaults(_typed(name)[0]) for name in GROUPS if name != "data"}}
@@ -47,10 +47,11 @@ def register_defaults() -> None:
 
 
 def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
-    """The composed config as dataclasses, every interpolation resolved and every field checked.
+    """Return the composed config as dataclasses, with interpolations resolved and fields checked.
 
     Args:
-        typed: the overrides of the command line. Beside ``init_from``, they win over the shape of the model in the file.
+        typed: the overrides of the command line. With ``init_from``, they take precedence over the shape of the model in the
+            file.
     """
     values = plain(composed)
     for name in ("experiment", "debug"):  # what a file without that line says lands there
@@ -81,22 +82,22 @@ def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
 
 
 def build_grid(composed: DictConfig) -> AblationConfig | None:
-    """The grid of runs that the composed config asks for, or None."""
+    """Return the grid of the composed config, or None."""
     node = OmegaConf.select(composed, "ablation")
     return None if node is None else from_dict(AblationConfig, plain(node), "ablation.")
 
 
 def plain(composed: DictConfig) -> dict[str, Any]:
-    """A composed config, or a group of it, as plain data with every interpolation resolved."""
+    """Return a composed config, or a group of it, as plain data with interpolations resolved."""
     values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
 
 def composed(words: Sequence[str]) -> DictConfig:
-    """What Hydra composes for ``train.py WORDS``, in this process, beside a program that Hydra runs in it.
+    """Return the config that Hydra composes for ``train.py WORDS``. It also works inside a program that Hydra runs.
 
-    ``words`` are overrides, and ``--config-dir=FOLDER`` where configs of the user's own are meant.
+    ``words`` are overrides, and ``--config-dir=FOLDER`` for configs of the user's own.
     """
     register_defaults()
     folders = [Path(word.removeprefix(CONFIG_DIR)).absolute() for word in words if word.startswith(CONFIG_DIR)]
@@ -114,13 +115,13 @@ def composed(words: Sequence[str]) -> DictConfig:
 
 
 def compose_config(words: Sequence[str]) -> RunConfig:
-    """What ``train.py WORDS`` would run; ``words`` as for ``composed``."""
+    """Return the config of the run ``train.py WORDS``. ``words`` are those of ``composed``."""
     return build_config(composed(words), [word for word in words if not word.startswith(CONFIG_DIR)])
 
 
 def compose_cell(words: Sequence[str]) -> RunConfig:
-    """``compose_config`` for the runs of a grid, which differ from others in seed, rate and start: these are set in what Hydra
-    composed once. Composing takes a quarter of a second. The files of the configs must not change meanwhile.
+    """Like ``compose_config``, for runs of a grid that differ only in seed, rate and start. Hydra composes once (a quarter of a
+    second), and these keys are set in the result. The config files must not change meanwhile.
     """
     late = [word for word in words if word.startswith(("seed=", "optimizer.lr=", "init_from.path=", "+callbacks.same_start="))]
     config = copy.deepcopy(_composed_once(tuple(word for word in words if word not in late)))
@@ -133,14 +134,14 @@ _composed_once = cache(composed)
 
 
 def compose_grid(words: Sequence[str]) -> AblationConfig | None:
-    """The grid that ``train.py WORDS`` would run, or None; ``words`` as for ``composed``."""
+    """Return the grid of ``train.py WORDS``, or None. ``words`` are those of ``composed``."""
     return build_grid(composed(words))
 
 
 def find_own_modules(config_dirs: Iterable[str | Path]) -> None:
     """Let ``_target_`` find modules in the current folder, in each folder of configs, and in the folder above it.
 
-    They come last in ``sys.path``, so that no file of the user's takes the place of a library.
+    They come last in ``sys.path``, so that a file of the user's never replaces a library.
     """
     places = [Path.cwd()]
     for folder in config_dirs:

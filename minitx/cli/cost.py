@@ -1,4 +1,4 @@
-"""``cost.py``: what a model costs, part by part, and how attention grows with the length of a row."""
+"""``cost.py``: the cost of a model by part, and its growth with the length."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Layers: w is a window of 64 keys, m are D ln D features, k are 64 slots. linform
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CostConfig(Config):
-    """What ``cost.py`` takes; ``model.KEY=VALUE`` are those of ``train.py``."""
+    """The keys of ``cost.py``. ``model.KEY=VALUE`` are those of ``train.py``."""
 
     model: str = key(dataclasses.MISSING, "an option of configs/model, such as char_small; model.KEY=VALUE changes its keys")
     length: Count | None = key(None, "tokens a row; null: the model's max_len. A picture has the tokens of its size")
@@ -97,7 +97,7 @@ def _cost(config: CostConfig, overrides: Sequence[str], command: str) -> None:
 
 
 def completed(words: Sequence[str]) -> tuple[TransformerConfig, list[str]]:
-    """The model that ``train.py WORDS`` builds, and what was assumed for what its data would decide."""
+    """Return the model of ``train.py WORDS``, and the sizes that were assumed because its data would decide them."""
     from minitx.cli.compose import composed, plain
 
     model = from_dict(TransformerConfig, plain(composed(words).model), "model.")

@@ -1,4 +1,4 @@
-"""What an installation puts on the path: ``minitx-train`` and its sisters, which may lack what ``minitx[train]`` brings."""
+"""The installed commands, such as ``minitx-train``. The packages of ``minitx[train]`` may be missing."""
 
 from __future__ import annotations
 

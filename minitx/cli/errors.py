@@ -1,4 +1,4 @@
-"""From exceptions to one sentence and an exit code; no traceback of ours greets a user for a plain mistake.
+"""Convert exceptions to one sentence and an exit code, so that a simple mistake gives no traceback.
 
 0 done · 2 anything wrong in what was typed · 3 failed after starting · 130 SIGINT, 143 SIGTERM (checkpoint written).
 """
@@ -22,11 +22,11 @@ from minitx.config import ConfigError, RunConfig, unknown_key
 
 
 class CellsFailedError(RuntimeError):
-    """Cells of a grid failed; the others are done and reported."""
+    """Cells of a grid failed. The others are done and reported."""
 
 
 def exit_code(program: Callable[[], Any]) -> int:
-    """Run ``program`` and translate what it raises; the sentence goes to stderr."""
+    """Run ``program`` and return its exit code. The sentence of an exception is written to stderr."""
     try:
         program()
     except SystemExit as stop:
@@ -52,10 +52,10 @@ def _say(error: BaseException | None, text: str, code: int) -> int:
 
 
 def check_flags(arguments: Sequence[str]) -> list[str]:
-    """The folders that ``--config-dir`` names, after a look at the flags.
+    """Check the flags, and return the folders of ``--config-dir``.
 
     Raises:
-        ConfigError: an unknown flag, which Hydra would answer with a page.
+        ConfigError: a flag is unknown. Hydra would print a whole page.
     """
     from hydra._internal.utils import get_args_parser  # no public way; hydra-core is bounded in pyproject.toml
 
@@ -70,7 +70,7 @@ def check_flags(arguments: Sequence[str]) -> list[str]:
 
 
 def sentence(error: BaseException) -> tuple[str, int]:
-    """One line and the exit code for ``error``."""
+    """Return one line and the exit code for ``error``."""
     text, kind = _one_line(str(error)), type(error).__name__  # some kinds are of modules that load torch, and known by name
     if isinstance(error, ConfigError) or type(error).__module__.startswith("yaml."):
         return text, 2

@@ -1,4 +1,4 @@
-"""``evaluate.py``: a checkpoint in, its task's metrics out, with 95 % intervals."""
+"""``evaluate.py``: evaluate a checkpoint with the metrics of its task and 95 % intervals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ USAGE = "python scripts/evaluate.py ckpt_path=FILE [key=value ...]"
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(StoredConfig):
-    """What ``evaluate.py`` takes; data, tokenizer and model come from the checkpoint."""
+    """The keys of ``evaluate.py``. Data, tokenizer and model come from the checkpoint."""
 
     num_rows: Count | None = key(None, "validation rows to look at; null: all")
     num_beams: Count = key(1, "of generated answers; 1: greedy")

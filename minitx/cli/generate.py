@@ -1,4 +1,4 @@
-"""``generate.py``: a checkpoint and a prompt in, text out as it is written."""
+"""``generate.py``: generate text from a checkpoint and a prompt, printed token by token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ USAGE = "python scripts/generate.py ckpt_path=FILE [prompt=TEXT] [key=value ...]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(StoredConfig):
-    """What ``generate.py`` takes. Decoding is described in ``minitx.generation``: ``generate``, ``Sampler``, ``beam_search``."""
+    """The keys of ``generate.py``. Decoding is described in ``minitx.generation``: ``generate``, ``Sampler``, ``beam_search``."""
 
     prompt: str | None = key(None, "text to continue, or (encoder-decoder) to answer; without it, a prompt a line of stdin")
     max_new_tokens: int | None = key(None, "longest answer; null: 256")

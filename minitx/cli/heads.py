@@ -1,4 +1,4 @@
-"""``heads.py``: a checkpoint or a run's folder in, what every attention head does out; see ``docs/looking.md``."""
+"""``heads.py``: score every attention head of a checkpoint or of a run's folder. See ``docs/looking.md``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ USAGE = "python scripts/heads.py ckpt_path=FILE [text=TEXT | conllu=FILE] [key=v
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsConfig(StoredConfig):
-    """What ``heads.py`` takes; data, tokenizer and model come from the checkpoint."""
+    """The keys of ``heads.py``. Data, tokenizer and model come from the checkpoint."""
 
     ckpt_path: str = key(
         dataclasses.MISSING, "checkpoint, or a run's folder: its last checkpoint, and labels at recorded steps"

@@ -1,4 +1,4 @@
-"""What a checkpoint's model is called with: a text that was typed, or a row of the data that it was trained on."""
+"""Inputs for a checkpoint's model: a text from the command line, or a row of its data."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ TYPES = "token_type_ids"
 
 @dataclass(frozen=True)
 class Inputs:
-    """One row (B = 1) for a model, on the CPU, and a text for each of its tokens."""
+    """The inputs of a model for one row (B = 1) on the CPU, and a text for each token."""
 
     tensors: dict[str, Tensor]
     texts: dict[str, list[list[str]]] = field(default_factory=dict)
 
 
 def open_stored(path: str, *, trust: bool = False, changes: Mapping[str, Any] | None = None) -> Stored:
-    """The run that wrote the checkpoint ``path``. Modules of the user's are found beside the current folder.
+    """Load the checkpoint ``path``. Modules of the user's are found in the current folder.
 
     Args:
         trust, changes: see ``load_stored``.
@@ -45,10 +45,10 @@ def open_stored(path: str, *, trust: bool = False, changes: Mapping[str, Any] | 
 
 
 def with_attention(stored: Stored) -> nn.Module:
-    """The network of a checkpoint, where it has attention of ours to look at.
+    """Return the network of a checkpoint if it contains our attention.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: it does not.
     """
     from minitx.analysis.capture import attention_cores
 
@@ -59,16 +59,16 @@ def with_attention(stored: Stored) -> nn.Module:
 
 
 def shape_of(model: nn.Module) -> TransformerConfig:
-    """The config of one of our models; a model of the user's is read as a decoder of any length."""
+    """Return the config of one of our models. A model of the user's is treated as a decoder of any length."""
     found = getattr(model, "config", None)
     return found if isinstance(found, TransformerConfig) else TransformerConfig(max_len=2**31)
 
 
 def reader_of_ids(stored: Stored) -> Any:
-    """A model of the user's as ``generate`` calls one: ids (B, L) in, logits (B, L, V) out.
+    """Wrap a model of the user's for ``generate``: ids (B, L) in, logits (B, L, V) out.
 
     Raises:
-        ConfigError: in a call, where the model does not map ``input_ids`` to such logits.
+        ConfigError: in a call, if the model does not return such logits for ``input_ids``.
     """
     import torch
 
@@ -90,10 +90,10 @@ def reader_of_ids(stored: Stored) -> Any:
 
 
 def row_inputs(data: L.LightningDataModule, row: int) -> Inputs:
-    """Row ``row`` of the validation split.
+    """Return row ``row`` of the validation split.
 
     Raises:
-        ConfigError: there is no such row, or the data are no ``Task``.
+        ConfigError: the row does not exist, or the data are not a ``Task``.
     """
     from minitx.data.module import DataModule
     from minitx.training.calling import network_inputs
@@ -108,13 +108,14 @@ def row_inputs(data: L.LightningDataModule, row: int) -> Inputs:
 
 
 def text_inputs(model: nn.Module, tokenizer: Tokenizer | None, text: str, target: str | None, **options: Any) -> Inputs:
-    """``text`` as ``model`` was trained to read it; of an encoder–decoder, ``target`` (None: its own answer) beside it.
+    """Return ``text`` in the form in which ``model`` was trained. For an encoder–decoder, also ``target`` (None: its own answer).
 
     Args:
-        options: of ``own_answer``.
+        options: arguments of ``own_answer``.
 
     Raises:
-        ConfigError: nothing to read, more than ``max_len`` tokens, a character or an id that the model does not know.
+        ConfigError: the text is empty, has more than ``max_len`` tokens, or contains a character or an id that the model does
+            not know.
     """
     import torch
 
@@ -138,12 +139,12 @@ def text_inputs(model: nn.Module, tokenizer: Tokenizer | None, text: str, target
 
 
 def first_ids(config: TransformerConfig, tokenizer: Tokenizer) -> list[int]:
-    """What stands before a text: the mark at which a classification is read off, where the tokenizer has one."""
+    """Return the ids before a text: the class token, if the tokenizer has one."""
     return [tokenizer.mark_ids["cls"]] if config.head == "sequence" and "cls" in tokenizer.mark_ids else []
 
 
 def own_answer(model: nn.Module, ids: list[int], num_beams: int = 1, **options: Any) -> list[int]:
-    """What an encoder–decoder answers to ``ids``; ``options`` are those of ``generate`` and ``beam_search``."""
+    """Return the answer of an encoder–decoder to ``ids``. ``options`` are those of ``generate`` and ``beam_search``."""
     import torch
 
     from minitx.generation import beam_search, generate
@@ -181,7 +182,7 @@ def _id_inputs(model: nn.Module, text: str) -> Inputs:
 
 
 def check_length(model: nn.Module, ids: list[int], name: str) -> None:
-    """Refuse no token, and more than the model was made for."""
+    """Raise a ConfigError for no tokens, or more than the model allows."""
     if not ids:
         raise ConfigError(f"{name} is empty: the model needs one token at least")
     if len(ids) > shape_of(model).max_len:
@@ -189,10 +190,10 @@ def check_length(model: nn.Module, ids: list[int], name: str) -> None:
 
 
 def encode_text(tokenizer: Tokenizer, text: str, name: str) -> list[int]:
-    """The ids of ``text``, which is the key ``name``; nothing is replaced by an unknown id.
+    """Return the ids of ``text``, the value of the key ``name``. An unknown character is an error.
 
     Raises:
-        ConfigError: text that is not UTF-8, or a character that a character model does not know.
+        ConfigError: the text is not UTF-8, or a character model does not know a character.
     """
     try:
         text.encode()

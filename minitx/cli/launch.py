@@ -1,7 +1,7 @@
-"""Several processes for one run: who starts them, where they write, and what becomes of the others when one dies.
+"""Several processes for one run: start them, agree on a folder, and stop the others when one dies.
 
-``train.py trainer=ddp`` starts them itself with torch's elastic agent, one launch for each run of a sweep, so that no job of
-``-m`` ever meets the processes of another. Where torchrun or srun has started them already, they only agree on a folder.
+``train.py trainer=ddp`` starts them with torch's elastic agent. There is one launch for each run of a sweep, so the jobs of
+``-m`` never share processes. If torchrun or srun has started the processes, they only agree on a folder.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 from minitx.config import ConfigError, TrainerConfig
 
 FOLDER = "MINITX_LAUNCHED_FOLDER"
-"""In the environment of a process that ``launch`` started: the folder of its run."""
+"""The environment variable with the run's folder, in processes that ``launch`` started."""
 
 _GRACE = "50"  # seconds between asking the other processes to stop and killing them
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 class RankFailedError(RuntimeError):
-    """A process of the run failed; ``code`` is its exit code."""
+    """A process of the run failed. ``code`` is its exit code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message, code)
@@ -38,7 +38,7 @@ class RankFailedError(RuntimeError):
 
 
 class ProgramStoppedError(RuntimeError):
-    """What this program had started was stopped by the signal ``number``; ``advice`` says how it goes on."""
+    """The processes of this program were stopped by the signal ``number``. ``advice`` tells how to continue."""
 
     def __init__(self, number: int, advice: str) -> None:
         super().__init__(number, advice)
@@ -49,12 +49,12 @@ class ProgramStoppedError(RuntimeError):
 
 
 def rank() -> int:
-    """This process's number among those of the run, 0 where it is alone."""
+    """Return the rank of this process in the run. It is 0 for a single process."""
     return int(next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), "0"))
 
 
 def started_from_outside() -> int:
-    """How many processes torchrun or srun has started for this run; 0 where none did."""
+    """Return the number of processes that torchrun or srun has started for this run, or 0."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     tasks = int(os.environ.get("SLURM_NTASKS", "1"))
@@ -62,10 +62,11 @@ def started_from_outside() -> int:
 
 
 def needs_launch(options: TrainerConfig) -> bool:
-    """Whether this process must start the others.
+    """Return whether this process must start the others.
 
     Raises:
-        ConfigError: another number of processes was started than the config asks for, or several machines and none was.
+        ConfigError: the number of started processes does not match the config, or a run on several machines was started without
+            torchrun or srun.
     """
     outside, wanted = started_from_outside(), options.world_size
     if outside and outside != wanted:
@@ -81,11 +82,11 @@ def needs_launch(options: TrainerConfig) -> bool:
 
 
 def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
-    """``train.py OVERRIDES`` in ``processes`` processes of this machine, which share ``folder``.
+    """Run ``train.py OVERRIDES`` in ``processes`` processes of this machine, which share ``folder``.
 
     Raises:
-        RankFailedError: one of them failed; the others were ended (asked, and after 50 s killed).
-        ProgramStoppedError: SIGINT or SIGTERM; the processes had 50 s to write their checkpoint.
+        RankFailedError: a process failed. The others were stopped, and killed after 50 s.
+        ProgramStoppedError: SIGINT or SIGTERM. The processes had 50 s to write their checkpoint.
     """
     from hydra.core.utils import env_override
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -126,7 +127,7 @@ def _failure(failures: Mapping[int, Any], folder: Path) -> RankFailedError:
 
 
 def tell_launcher(message: str) -> None:
-    """Leave the reason of a failure where the program that started this process looks for it."""
+    """Write the reason of a failure to the file that the program which started this process reads."""
     path = os.environ.get(_ERROR_FILE)
     if path:
         extra = {"timestamp": str(int(time.time())), "py_callstack": ""}
@@ -134,7 +135,7 @@ def tell_launcher(message: str) -> None:
 
 
 def shared_folder(folder: Path) -> Path:
-    """Under torchrun and srun each process would name a folder by its own clock: the first one's counts for all."""
+    """Return the folder of the first process. Under torchrun and srun, each process would otherwise name a folder by its own clock."""
     from lightning.fabric.plugins.environments import SLURMEnvironment
     from torch.distributed import TCPStore, rendezvous
 

@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def run_job(composed: DictConfig) -> float | None:
-    """One job of Hydra's: a run, or a grid. Returns the last validation loss, which sweepers minimise."""
+    """Run one job of Hydra: a run or a grid. Return the last validation loss, which sweepers minimise."""
     speak_on_the_first_rank()
     find_own_modules(own_config_dirs())
     try:
@@ -69,7 +69,7 @@ def run_job(composed: DictConfig) -> float | None:
 
 
 def speak_on_the_first_rank() -> None:
-    """Log to stdout; of several processes of a run the first one alone, as each has a log of its own in the run's folder."""
+    """Log to stdout, in the first process only. Each process also has its own log in the run's folder."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     if rank():
         for handler in logging.getLogger().handlers:
@@ -77,30 +77,30 @@ def speak_on_the_first_rank() -> None:
 
 
 def hydra_folder() -> Path | None:
-    """The folder of this job that ``hydra.run.dir`` or a sweep sets, which Hydra has made."""
+    """Return the folder of this job from ``hydra.run.dir`` or a sweep, which Hydra has created, or None."""
     job = HydraConfig.get()
     return Path(job.runtime.output_dir) if job.mode == RunMode.MULTIRUN or job.run.dir != "." else None
 
 
 def own_config_dirs() -> list[str]:
-    """The ``--config-dir`` of this command line, if one was given."""
+    """Return the ``--config-dir`` of this command line, if there is one."""
     return [source.path for source in HydraConfig.get().runtime.config_sources if source.provider == "command-line"]
 
 
 def command_words() -> list[str]:
-    """The command line of this job alone: in a sweep without the other jobs."""
+    """Return the command line of this job only, without the other jobs of a sweep."""
     return [*(f"{CONFIG_DIR}{folder}" for folder in own_config_dirs()), *HydraConfig.get().overrides.task]
 
 
 def command() -> str:
-    """The command that repeats this job."""
+    """Return the command that repeats this job."""
     primary = HydraConfig.get().job.config_name
     named = [] if primary == "train" else [f"--config-name={primary}"]
     return shlex.join(["python", "scripts/train.py", *named, *command_words()])
 
 
 def run_on_devices(config: RunConfig, folder: Path) -> float | None:
-    """Start the processes of a run on several devices, and wait for them."""
+    """Start the processes of a run on several devices and wait for them."""
     from minitx.training.hardware import check_count
     from minitx.training.metrics import read_metrics
 
@@ -111,7 +111,7 @@ def run_on_devices(config: RunConfig, folder: Path) -> float | None:
 
 
 def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any]:
-    """One run in ``folder``, with its config and command beside it; the result as plain data."""
+    """Run one training in ``folder``, with its config and command. Return the result as plain data."""
     from minitx.training.run import train
 
     if config.ckpt_path == "last":
@@ -121,7 +121,7 @@ def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any
 
 
 def summary_line(result: Mapping[str, Any], folder: Path) -> str:
-    """What a run came to, in one line, and its folder."""
+    """Return the result of a run in one line, with its folder."""
     step = result["nonfinite_step"]
     values = [f"{result['steps']} steps" if step is None else f"not finite at step {step}"]
     for name in ("val_loss", "val_accuracy"):
@@ -133,12 +133,13 @@ def summary_line(result: Mapping[str, Any], folder: Path) -> str:
 
 
 def output_folder(config: RunConfig, composed: DictConfig, grid: AblationConfig | None) -> Path:
-    """``output_dir``, else Hydra's folder where ``hydra.run.dir`` or a sweep sets one, else ``runs/<experiment>/<date_time>``.
+    """Return ``output_dir``, else Hydra's folder if ``hydra.run.dir`` or a sweep sets one, else ``runs/<experiment>/<date_time>``.
 
-    A grid has ``runs/<experiment>/<grid>``, so that it resumes. Processes that torchrun or srun started share one folder.
+    A grid has ``runs/<experiment>/<grid>``, so that it can resume. Processes that torchrun or srun started share one folder.
 
     Raises:
-        ConfigError: the folder holds a run already and ``ckpt_path`` does not continue it, or holds none and should.
+        ConfigError: the folder contains a run that ``ckpt_path`` does not continue, or ``ckpt_path`` needs a run that is not
+            there.
     """
     if FOLDER in os.environ:
         return Path(os.environ[FOLDER])
@@ -166,7 +167,7 @@ def output_folder(config: RunConfig, composed: DictConfig, grid: AblationConfig 
 
 
 def default_folder(experiment: str) -> Path:
-    """``runs/<experiment>/<date_time>``, with ``_2`` where that second has a run."""
+    """Return ``runs/<experiment>/<date_time>``, with ``_2`` if this folder exists."""
     second = Path("runs", experiment, time.strftime("%Y-%m-%d_%H-%M-%S"))
     numbered = (second.with_name(f"{second.name}_{number}") for number in itertools.count(2))
     return next(folder for folder in itertools.chain([second], numbered) if not os.path.lexists(folder))

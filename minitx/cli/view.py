@@ -1,4 +1,4 @@
-"""``view_attention.py``: what a model attends to, as one HTML file to open in a browser."""
+"""``view_attention.py``: write the attention of a model as one HTML file for a browser."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 USAGE = "python scripts/view_attention.py ckpt_path=FILE text=TEXT [key=value ...]"
 LARGEST_PAGE = 256 * 2**20
-"""Bytes; browsers take minutes over more, or give up."""
+"""In bytes. Browsers need minutes for larger pages, or fail."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViewConfig(StoredConfig):
-    """What ``view_attention.py`` takes; model and tokenizer come from the checkpoint."""
+    """The keys of ``view_attention.py``. Model and tokenizer come from the checkpoint."""
 
     ckpt_path: str = key(
         dataclasses.MISSING,
@@ -54,7 +54,7 @@ class ViewConfig(StoredConfig):
 
     @property
     def chosen_layers(self) -> list[int | str] | None:
-        """``layers`` as ``capture`` takes them."""
+        """Return ``layers`` in the form of ``capture``."""
         parts = [part.strip() for part in (self.layers or "").strip("[]").split(",")]
         return [int(p) if re.fullmatch(r"-?\d+", p, re.ASCII) else p for p in parts if p] or None
 

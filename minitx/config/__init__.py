@@ -1,7 +1,7 @@
-"""Every config as a frozen dataclass, and the checks between fields.
+"""All configs, as frozen dataclasses, with checks of their fields.
 
 A config is plain data (``dict``, ``list``, ``str``, numbers) in YAML files, on the command line and in checkpoints;
-``from_dict`` turns it into these classes. Standard library only, so that a typo is answered before torch is
+``from_dict`` turns it into these classes. Only the standard library is used, so that typing errors are reported before torch is
 imported. Messages begin with ``key=value``.
 """
 

@@ -1,4 +1,4 @@
-"""What every config checks with: one error, bounds that stand in the types of the fields, and a line for each usual condition."""
+"""The checks of configs: one error class, bounds in the types of fields, and functions for common conditions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used. The message starts with ``key=value``, so that a caller can put the path before it."""
+    """A config that cannot be used. The message begins with ``key=value``, so that a caller can put a path before it."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -24,7 +24,7 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class Bound:
-    """What the numbers of a field must do, and a function that says whether one does."""
+    """A condition on the numbers of a field, in words and as a function."""
 
     wanted: str
     holds: Callable[[Any], bool]
@@ -44,7 +44,7 @@ Fraction = Annotated[float, Bound("lie in (0, 1)", lambda number: 0 < number < 1
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A config. It checks the bounds in the types of its fields, for None nothing and for a list each entry, then ``check``."""
+    """The base of configs. It checks the bounds in the types of its fields (of a list, each entry; not None) and then calls ``check``."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -58,7 +58,7 @@ class Config:
         self.check()
 
     def check(self) -> None:
-        """Refuse fields that do not fit together."""
+        """Raise a ConfigError for fields that do not fit together."""
 
 
 @cache
@@ -77,31 +77,31 @@ def _shown(value: Any) -> Any:
 
 
 def needs(config: Any, name: str, other: str, *values: str, verb: str = "needs") -> None:
-    """Refuse the field ``name``, unless it is at its default, where the field ``other`` is none of ``values``."""
+    """Raise a ConfigError if the field ``name`` is not at its default although the field ``other`` is none of ``values``."""
     value, found = getattr(config, name), getattr(config, other)
     is_default = value == type(config).__dataclass_fields__[name].default
     require(is_default or found in values, f"{name}={value} {verb} {other}={' or '.join(values)}, got {other}={found}")
 
 
 def nearest(value: Any, allowed: Iterable[Any], path: str = "") -> str:
-    """`` (did you mean …?)`` where one of ``allowed`` is close to ``value``; ``path`` stands before it."""
+    """Return `` (did you mean …?)`` if one of ``allowed`` is similar to ``value``, else an empty text. ``path`` is put before the name."""
     near = difflib.get_close_matches(str(value), [str(one) for one in allowed], n=1)
     return f" (did you mean {path}{near[0]}?)" if near else ""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """Return the message of an error in one line."""
     lines = (str(error).strip() or type(error).__name__).splitlines()
     return " ".join(line.strip() for line in lines[:2])[:200]  # torch names the tensors in the second line
 
 
 def is_part(value: Any) -> bool:
-    """Whether a node of a config names a part of the user's own: a mapping with ``_target_``."""
+    """Return whether a node of a config is a part of the user's own: a mapping with ``_target_``."""
     return isinstance(value, Mapping) and "_target_" in value
 
 
 def to_dict(config: Any) -> Any:
-    """A config as plain data (dicts, lists, strings, numbers): what YAML files and checkpoints hold."""
+    """Return a config as plain data (dicts, lists, strings, numbers), as in YAML files and checkpoints."""
     if dataclasses.is_dataclass(config):
         found: dict[str, Any] = {}
         for field in dataclasses.fields(config):
@@ -116,7 +116,7 @@ def to_dict(config: Any) -> Any:
 
 
 def defaults(cls: type) -> dict[str, Any]:
-    """The defaults of a config class as plain data; ``???``, Hydra's word, for a field that must be given."""
+    """Return the defaults of a config class as plain data. A field that must be given is ``???``, as in Hydra."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         if field.default_factory is not dataclasses.MISSING:

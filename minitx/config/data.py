@@ -1,7 +1,7 @@
-"""What a data set is made of: one dataclass for each kind of ``data``.
+"""The configs of data sets: one dataclass for each kind of ``data``.
 
-Every config has ``name``, ``batch_size``, ``num_workers`` and ``max_tokens``, the tokens of its longest row (``None`` for
-images). A default stands here and nowhere else; the files in ``configs/data`` state what differs.
+Every config has ``name``, ``batch_size``, ``num_workers`` and ``max_tokens``, the length of its longest row (``None`` for
+images). Defaults are defined here only. The files in ``configs/data`` contain what differs from them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class MaskedDataConfig(CorpusConfig):
     """Masked-token prediction on the King James text, or on the file at ``path``.
 
     Attributes:
-        mask_fraction: the part of a row's tokens that is asked for; 80 % of these show the mask, 10 % another token, 10 %
-            themselves.
+        mask_fraction: the part of a row's tokens to predict. Of these, 80 % are masked, 10 % replaced by another token, 10 %
+            unchanged.
     """
 
     name: Literal["masked"] = "masked"
@@ -39,10 +39,10 @@ class MaskedDataConfig(CorpusConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RecallDataConfig(BaseDataConfig):
-    """A synthetic task whose answer stands in the row.
+    """A synthetic task: each row contains the answer.
 
     Attributes:
-        val_size: fixed validation examples, the same for every seed.
+        val_size: number of validation examples. They are the same for every seed.
     """
 
     val_size: Count = 1024
@@ -53,12 +53,12 @@ class RecallDataConfig(BaseDataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LookupConfig(RecallDataConfig):
-    """What T1 and T2 share: keys, distinct in one example, with a value each, and questions for values.
+    """The common base of T1 and T2: distinct keys, each with a value, and questions for values.
 
     Attributes:
-        num_keys: different keys.
-        num_values: different values; chance is 1 / num_values.
-        num_pairs: pairs in an example.
+        num_keys: number of different keys.
+        num_values: number of different values. A guess is right with probability 1 / num_values.
+        num_pairs: key-value pairs in an example.
     """
 
     num_keys: Count = 64
@@ -73,38 +73,38 @@ class LookupConfig(RecallDataConfig):
 
     @property
     def vocab_size(self) -> int:
-        """Keys and values, each a token."""
+        """The number of keys and values. Each is a token."""
         return self.num_keys + self.num_values
 
     @property
     def chance(self) -> float:
-        """Accuracy of a guess."""
+        """The accuracy of a guess."""
         return 1 / self.num_values
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyValueDataConfig(LookupConfig):
-    """T1, kv-lookup: every position shows a key together with its value; the last position asks for one key."""
+    """T1, kv-lookup: each position shows a key with its value; the last position shows a key and asks for its value."""
 
     name: Literal["kv_lookup"] = "kv_lookup"
 
     @property
     def max_tokens(self) -> int:
-        """The tokens of every row."""
+        """The number of tokens of every row."""
         return self.num_pairs + 1
 
     @property
     def type_vocab_size(self) -> int:
-        """Token types: one for each value, and one for the question."""
+        """The number of token types: one for each value, and one for the question."""
         return self.num_values + 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultiQueryDataConfig(LookupConfig):
-    """T2, multi-query recall: keys and values are tokens of their own; some of the keys are asked for.
+    """T2, multi-query recall: keys and values are separate tokens; some of the keys are asked for.
 
     Attributes:
-        num_queries: keys that are asked for, once each in random order.
+        num_queries: number of keys that are asked for, each once, in random order.
     """
 
     name: Literal["multi_query_recall"] = "multi_query_recall"
@@ -117,18 +117,20 @@ class MultiQueryDataConfig(LookupConfig):
 
     @property
     def max_tokens(self) -> int:
-        """The tokens of every row."""
+        """The number of tokens of every row."""
         return 2 * self.num_pairs + self.num_queries
 
 
 @dataclass(frozen=True, kw_only=True)
 class InductionDataConfig(RecallDataConfig):
-    """T3, induction: a random segment comes twice, with other tokens between; the second copy is asked for.
+    """T3, induction: a random segment appears twice, with other tokens between; the second copy must be predicted.
 
     Attributes:
-        num_tokens: different tokens; those of one example are distinct but for the copy. Chance is 1 / num_tokens.
-        segment_len: tokens of the segment.
-        max_gap: tokens that come once: 0 to max_gap of them, uniform, between the copies, the rest before the first.
+        num_tokens: number of different tokens. A guess is right with probability 1 / num_tokens. Apart from the copy, the
+            tokens of an example are distinct.
+        segment_len: tokens in the segment.
+        max_gap: number of tokens that appear once. 0 to max_gap of them (uniform) are between the copies, the rest before the
+            first copy.
     """
 
     name: Literal["induction"] = "induction"
@@ -143,17 +145,17 @@ class InductionDataConfig(RecallDataConfig):
 
     @property
     def max_tokens(self) -> int:
-        """The tokens of every row."""
+        """The number of tokens of every row."""
         return 2 * self.segment_len + self.max_gap - 1
 
     @property
     def vocab_size(self) -> int:
-        """The different tokens."""
+        """The number of different tokens."""
         return self.num_tokens
 
     @property
     def chance(self) -> float:
-        """Accuracy of a guess."""
+        """The accuracy of a guess."""
         return 1 / self.num_tokens
 
 
@@ -162,12 +164,12 @@ class DatesDataConfig(BaseDataConfig):
     """Sequence to sequence: dates as people write them (Babel) to ISO 8601, in characters.
 
     Attributes:
-        locales: languages of the dates; each date begins with its locale.
-        first_year: days from this year on.
-        last_year: days to the end of this year.
-        train_size: training examples: a day, a locale and a pattern each.
-        val_size: days that training never sees, asked for once each.
-        bucket: batches of rows of similar length.
+        locales: languages of the dates. Each source begins with its locale.
+        first_year: first year of the dates.
+        last_year: last year of the dates.
+        train_size: number of training examples. Each is a day, a locale and a pattern.
+        val_size: number of validation examples, with days that training never sees.
+        bucket: put rows of similar length into the same batch.
     """
 
     name: Literal["dates"] = "dates"
@@ -191,7 +193,7 @@ class DatesDataConfig(BaseDataConfig):
 
     @property
     def max_tokens(self) -> int:
-        """More than any date has."""
+        """More tokens than any date has."""
         return 64
 
 
@@ -200,9 +202,9 @@ class VersesDataConfig(TokenizedDataConfig):
     """Sequence to sequence: verses of the King James to the World English Bible, split by chapter.
 
     Attributes:
-        max_source_len: pairs with a longer source are left out.
-        max_target_len: pairs with a longer target are left out; the end mark counts.
-        bucket: batches of rows of similar length.
+        max_source_len: longest source, in tokens. Longer pairs are left out.
+        max_target_len: longest target, in tokens, with the end mark. Longer pairs are left out.
+        bucket: put rows of similar length into the same batch.
     """
 
     name: Literal["verses"] = "verses"
@@ -212,7 +214,7 @@ class VersesDataConfig(TokenizedDataConfig):
 
     @property
     def max_tokens(self) -> int:
-        """The tokens of the longest row."""
+        """The number of tokens of the longest row."""
         return max(self.max_source_len, self.max_target_len)
 
 
@@ -221,11 +223,11 @@ class PairsDataConfig(VersesDataConfig, TableDataConfig):
     """Sequence to sequence on a table of two columns, or on two text files. One vocabulary for both sides.
 
     Attributes:
-        target_path: a text file with the targets of ``path``, line by line; ``null``: ``path`` has two columns.
+        target_path: a text file with the targets of ``path``, line by line; ``null`` if ``path`` has two columns.
         val_target_path: the targets of ``val_path``.
-        source_column: ``null``: the first column; csv and tsv files then have no row of names.
-        target_column: ``null``: the second column.
-        val_fraction: the part of the different sources that is held out.
+        source_column: the column of sources; ``null``: the first column, in csv and tsv files without a row of names.
+        target_column: the column of targets; ``null``: the second column.
+        val_fraction: the part of the different sources that is held out for validation.
     """
 
     name: Literal["pairs"] = "pairs"  # type: ignore[assignment]
@@ -249,8 +251,8 @@ class BooksDataConfig(TokenizedDataConfig):
     """Classification of texts: which book a verse of the King James text is from, split by chapter.
 
     Attributes:
-        max_len: tokens of a row, the class token included; longer texts are cut.
-        bucket: batches of rows of similar length.
+        max_len: longest row, in tokens, with the class token. Longer texts are cut.
+        bucket: put rows of similar length into the same batch.
     """
 
     name: Literal["books"] = "books"
@@ -283,10 +285,10 @@ class ClassifyDataConfig(BooksDataConfig, TableDataConfig):
     """Classification of the texts of a table.
 
     Attributes:
-        text_column: the texts.
-        second_column: second texts, read after the first ones and the class token again; ``null``: none.
-        label_column: the labels, numbers or words.
-        val_fraction: the part of the different texts that is held out.
+        text_column: the column of texts.
+        second_column: a column of second texts. They follow the first text and another class token; ``null``: none.
+        label_column: the column of labels, which are numbers or words.
+        val_fraction: the part of the different texts that is held out for validation.
     """
 
     name: Literal["classify"] = "classify"  # type: ignore[assignment]
@@ -300,8 +302,8 @@ class DigitsDataConfig(BaseDataConfig):
     """Classification of images: scikit-learn's digits, 8×8.
 
     Attributes:
-        val_fraction: the part of every class that is held out.
-        shift: training images move by up to so many pixels, drawn anew in every step; 0 leaves them in place.
+        val_fraction: the part of every class that is held out for validation.
+        shift: move each training image by a random number of pixels, up to this one, in every step; 0: do not move it.
     """
 
     name: Literal["digits"] = "digits"
@@ -311,12 +313,12 @@ class DigitsDataConfig(BaseDataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDataConfig(DigitsDataConfig, TableDataConfig):
-    """Classification of images: a folder with a folder for each label, or a table. They are decoded when they are needed.
+    """Classification of images: a folder with one folder per label, or a table. Images are decoded when they are needed.
 
     Attributes:
-        image_column: the images.
-        label_column: the labels, numbers or words.
-        image_size: resize to a square of so many pixels; ``null`` leaves them as they are.
+        image_column: the column of images.
+        label_column: the column of labels, which are numbers or words.
+        image_size: resize images to a square with sides of this many pixels; ``null``: do not resize.
     """
 
     name: Literal["images"] = "images"  # type: ignore[assignment]
@@ -330,11 +332,12 @@ class HubDataConfig(DocumentsDataConfig):
     """Language modelling on documents: a row of the table is a document.
 
     Attributes:
-        text_column: the documents; ``null``: ``text``, or the only column.
-        streaming: read the training documents while training instead of preparing them first. Every row is full. The state of
-            a run has its place in the stream, so that it resumes with the same number of processes. Without packing, the
+        text_column: the column of documents; ``null``: ``text``, or the only column.
+        streaming: read the training documents during training instead of preparing them first. Every row is full. Checkpoints
+            store the position in the stream, so a run must resume with the same number of processes. Without packing, the
             documents of a row see each other.
-        val_rows: streaming only: so many documents of ``val_path`` or ``val_split`` validate, else the first ones of ``split``.
+        val_rows: with streaming: number of validation documents, from ``val_path`` or ``val_split``, else the first ones of
+            ``split``.
     """
 
     name: Literal["hf"] = "hf"
@@ -349,11 +352,11 @@ class HubDataConfig(DocumentsDataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatDataConfig(DocumentsDataConfig):
-    """Fine-tuning on conversations, with the loss on the answers alone.
+    """Fine-tuning on conversations, with the loss on the answers only.
 
     Attributes:
-        messages_column: lists of messages, each with ``role`` and ``content``.
-        template: a chat template as Hugging Face's (jinja2) are; ``null``: that of the tokenizer's folder, else ours.
+        messages_column: the column of conversations, which are lists of messages with ``role`` and ``content``.
+        template: a chat template (jinja2), as on the Hugging Face hub; ``null``: that of the tokenizer's folder, else ours.
     """
 
     name: Literal["chat"] = "chat"

@@ -1,4 +1,4 @@
-"""What several kinds of ``data`` share."""
+"""Base classes of the data configs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from minitx.config.checks import Bound, Config, Count, Fraction, Natural
 VocabSize = Annotated[int, Bound("be at least 257: the bytes and a mark", lambda size: size > 256)]
 
 IGNORED = -100
-"""The label of a position that does not count."""
+"""The label of positions that do not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseDataConfig(Config):
-    """What every data set has.
+    """The keys of every data set.
 
     Attributes:
-        name: which data set.
+        name: the name of the data set.
         batch_size: rows of the global batch of one optimizer step, over all devices and micro-batches.
-        num_workers: processes that make batches; 0 makes them in the training process.
+        num_workers: processes that load batches; 0: the training process does.
     """
 
     name: str
@@ -29,19 +29,19 @@ class BaseDataConfig(Config):
 
     @property
     def max_tokens(self) -> int | None:
-        """The tokens of the longest row."""
+        """The number of tokens of the longest row."""
         return getattr(self, "context_len", getattr(self, "max_len", None))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizedDataConfig(BaseDataConfig):
-    """What every data set of texts has.
+    """The keys of every data set of texts.
 
     Attributes:
-        tokenizer: ``char`` (one id a character) or ``bpe`` (byte-level), both learned from the training split; else a
-            ``tokenizer.json``, a folder that has one, or a name on the Hugging Face hub.
+        tokenizer: ``char`` (one id per character) or ``bpe`` (byte-level), both learned from the training split; or a
+            ``tokenizer.json``, a folder that contains one, or a name on the Hugging Face hub.
         bpe_vocab_size: largest vocabulary of ``tokenizer=bpe``.
-        val_fraction: the part that validates.
+        val_fraction: the part that is held out for validation.
     """
 
     tokenizer: str = "bpe"
@@ -51,16 +51,16 @@ class TokenizedDataConfig(BaseDataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TableDataConfig(BaseDataConfig):
-    """What every table has that ``datasets`` reads.
+    """The keys of every table that ``datasets`` reads.
 
     Attributes:
         path: a file (.txt, .csv, .tsv, .json, .jsonl, .parquet), several of them (``data/*.jsonl``), a folder, or a name on the
-            Hugging Face hub. A text file has a row for each line, in a column ``text``.
-        val_path: validates; ``null``: see ``val_split``.
-        subset: the hub's name for one of several sets at ``path``.
-        split: trains; a local file is one split, ``train``. ``datasets`` also reads slices: ``train[:10%]``.
-        val_split: validates; ``null`` holds out ``val_fraction``, unless ``val_path`` is given.
-        val_fraction: the part of the rows that is held out.
+            Hugging Face hub. Each line of a text file is a row with the column ``text``.
+        val_path: the table of validation rows; ``null``: see ``val_split``.
+        subset: the name of one of several data sets at ``path`` on the hub.
+        split: the training split. A local file has one split, ``train``. Slices such as ``train[:10%]`` are allowed.
+        val_split: the validation split; ``null``: ``val_fraction`` of the rows is held out, unless ``val_path`` is given.
+        val_fraction: the part of the rows that is held out for validation.
     """
 
     path: str
@@ -73,12 +73,12 @@ class TableDataConfig(BaseDataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentsDataConfig(TokenizedDataConfig, TableDataConfig):
-    """What tables have whose rows are documents, several of them in a row of a batch.
+    """The keys of tables whose rows are documents. One row of a batch can contain several documents.
 
     Attributes:
-        context_len: tokens of a row; a longer document goes on in another row, and a longer conversation is cut.
-        packing: several documents share a row without seeing each other; ``false``: one a row.
-        bucket: batches of rows of similar length.
+        context_len: longest row, in tokens. A longer document continues in another row, and a longer conversation is cut.
+        packing: put several documents into a row, without attention between them; ``false``: one document per row.
+        bucket: put rows of similar length into the same batch.
     """
 
     batch_size: Count = 12
@@ -93,8 +93,8 @@ class CorpusConfig(TokenizedDataConfig):
 
     Attributes:
         path: a UTF-8 text file.
-        context_len: tokens of a row.
-        val_fraction: the last part of the characters validates.
+        context_len: tokens in a row.
+        val_fraction: the part of the characters, at the end of the text, that is held out for validation.
     """
 
     path: str | None = None

@@ -1,4 +1,4 @@
-"""What defines a model."""
+"""The config of a model."""
 
 from __future__ import annotations
 
@@ -15,114 +15,116 @@ SCALE_WORDS = ("inv_sqrt", "unscaled", "inv", "learned", "log_length")
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(Config):
-    """Everything that defines a model; stored beside its weights.
+    """Everything that defines a model. It is stored with the weights.
 
     ``None`` means: ``num_kv_heads`` = ``num_heads``; ``head_dim`` = ``embed_dim // num_heads``; ``ffn_dim`` = 4 ·
     ``embed_dim`` (8/3 of it, rounded up to a multiple of 8, for a gated activation); ``num_decoder_layers`` =
     ``num_layers``; ``qkv_bias`` and ``out_bias`` = ``bias``; ``vocab_size``, ``num_labels``, ``image_size``,
     ``num_channels`` and the special ids are filled in from the data; everything else that is ``None`` is off.
 
-    ``architecture`` is the model, and ``head`` what an encoder is for: ``lm`` (a distribution at every token: masked-token
-    prediction), ``sequence`` (``num_labels`` logits a row, from the token or the mean that ``pooling`` names, through a
-    tanh layer with ``pooler``), ``token`` (``num_labels`` logits at every token) or ``none`` (hidden states; with ``pooler``
-    that layer's answer is ``extras["pooled"]``).
-    ``head_transform`` puts BERT's layer before an ``lm`` head.
+    ``head`` is the output of an encoder: ``lm`` (logits over the vocabulary at every token, for masked-token prediction),
+    ``sequence`` (``num_labels`` logits per row, from the first real token or the mean, as ``pooling`` says, and with ``pooler``
+    through a tanh layer), ``token`` (``num_labels`` logits at every token) or ``none`` (hidden states; with ``pooler``, the
+    output of the tanh layer is ``extras["pooled"]``). ``head_transform`` puts BERT's layer before an ``lm`` head.
 
     ``scale`` multiplies q·k: ``inv_sqrt`` 1/√D, ``unscaled`` 1, ``inv`` 1/D, ``learned`` one exp(log-scale) per head,
-    ``log_length`` ln(n_i)/ln(max_len)/√D, ``head_dim^p`` D to the power p, or a number; ``scale_factor`` multiplies whatever
-    ``scale`` means.
-    ``init_fold`` moves 1/√D into the initial weights: ``query`` multiplies W_Q by D^-½, ``symmetric`` multiplies W_Q
-    and W_K (with their biases) by D^-¼ each. ``init_zero_outputs`` starts every block as the identity; ``deepnorm`` brings
-    its own gain β on W_V, W_O and the feed-forward.
+    ``log_length`` ln(n_i)/ln(max_len)/√D, ``head_dim^p`` D to the power p, or a number. ``scale_factor`` multiplies the scale.
+    ``init_fold`` moves 1/√D into the initial weights: ``query`` multiplies W_Q by D^-½, ``symmetric`` multiplies W_Q and W_K
+    (with their biases) by D^-¼ each. ``init_zero_outputs`` makes every block start as the identity. ``deepnorm`` multiplies the
+    initial W_V, W_O and feed-forward weights by its β.
 
-    ``attention`` other than ``exact`` is a core of ``minitx.nn.efficient``: ``performer`` takes ``num_features`` and ``linformer``
-    ``num_slots``.
+    All values of ``attention`` except ``exact`` are cores of ``minitx.nn.efficient``. ``num_features`` belongs to
+    ``performer``, ``num_slots`` to ``linformer``.
 
-    ``rotary_scaling`` stretches rotary positions to contexts ``rotary_factor`` times as long as the ``rotary_original_len``
-    of training; ``rotary_low`` and ``rotary_high`` are its turns (``RotaryScaling``). ``position_offset`` is the row of a
-    learned table at which positions start (2 in RoBERTa). ``scale_embeddings`` multiplies token embeddings by √E
-    (Vaswani et al. 2017, §3.4), ``scale_logits`` the last hidden states by 1/√E (T5 with a tied head).
+    ``rotary_scaling`` adapts rotary positions to contexts that are ``rotary_factor`` times as long as in training
+    (``rotary_original_len``). ``rotary_low`` and ``rotary_high`` are numbers of turns (see ``RotaryScaling``).
+    ``position_offset`` is the row of a learned table at which positions start (2 in RoBERTa). ``scale_embeddings`` multiplies
+    token embeddings by √E (Vaswani et al. 2017, §3.4), ``scale_logits`` the last hidden states by 1/√E (T5 with a tied head).
 
     ``logit_softcap`` t makes logits t · tanh(logits / t) (Gemma 2, arXiv:2408.00118, §2).
 
-    ``stochastic_depth`` is the chance to drop a sublayer of the last block, growing linearly with depth.
-    ``num_experts`` makes the feed-forward a mixture of which a token takes ``experts_per_token``, each ``ffn_dim`` wide and
-    without biases. ``checkpointing`` trades a second forward for activation memory.
+    ``stochastic_depth`` is the probability of dropping a sublayer of the last block. It grows linearly with depth. With
+    ``num_experts`` the feed-forward is a mixture of experts. Each token uses ``experts_per_token`` of them, and each expert has
+    width ``ffn_dim`` and no biases. ``checkpointing`` saves memory by computing activations twice.
 
     Attributes:
-        architecture: what is built: decoder | encoder | encoder_decoder | vision.
-        vocab_size: V; null: as many as the data has.
-        type_vocab_size: 0: as many as the data has (none for text).
-        pad_id: token that fills rows up; null: the data's.
-        bos_id: token that begins what an encoder-decoder writes; null: the data's.
-        eos_id: token that ends a text, or a list of them; null: the data's.
+        architecture: the kind of model: decoder | encoder | encoder_decoder | vision.
+        vocab_size: V, the number of tokens; null: that of the data.
+        type_vocab_size: number of token types; 0: that of the data (none for text).
+        pad_id: the padding token; null: that of the data.
+        bos_id: the token that begins the target of an encoder-decoder; null: that of the data.
+        eos_id: the token that ends a text, or a list of them; null: that of the data.
         embed_dim: E, the width of a token.
         num_heads: H, query heads.
         num_kv_heads: Hkv, key and value heads, a divisor of num_heads; null: num_heads.
         head_dim: D (d_k), the width of a head; null: embed_dim // num_heads.
-        num_layers: blocks; of encoder_decoder: on each side.
-        num_decoder_layers: blocks of an encoder_decoder's decoder; null: num_layers.
+        num_layers: number of blocks; of encoder_decoder, on each side.
+        num_decoder_layers: number of decoder blocks of encoder_decoder; null: num_layers.
         ffn_dim: hidden units of the feed-forward; null: 4 * embed_dim (8/3 of it if gated).
-        max_len: longest row of position=learned, what generation looks back on, and the n of scale=log_length.
-        dropout: share of activations and attention weights that training drops.
-        attention: the core: exact | additive | linear | performer | linformer; or one of your own, a mapping with _target_.
-        window: visible keys including the query's own; null: all. A list is a pattern over the layers, which repeats: [4096, null].
-        num_features: random features of attention=performer; null: d_k ln d_k.
-        num_slots: what attention=linformer mixes the keys into; must be given there.
-        scale: of q.k: inv_sqrt 1/sqrt(d_k) | unscaled 1 | inv 1/d_k | learned | log_length | 'head_dim^p' | a number.
-        scale_factor: multiplies whatever scale means.
+        max_len: the longest row with position=learned, the longest context in generation, and the length in scale=log_length.
+        dropout: probability of dropping activations and attention weights in training.
+        attention: the attention core: exact | additive | linear | performer | linformer; or one of your own, a mapping with
+            _target_.
+        window: number of visible keys, the query's own included; null: all. A list is a repeating pattern over the layers:
+            [4096, null].
+        num_features: number of random features of attention=performer; null: d_k ln d_k.
+        num_slots: number of slots of attention=linformer, which requires it.
+        scale: the factor on q.k: inv_sqrt 1/sqrt(d_k) | unscaled 1 | inv 1/d_k | learned | log_length | 'head_dim^p' | a
+            number.
+        scale_factor: multiplies the scale.
         backend: the kernel: auto | math | sdpa | chunked | flex | a registered name.
         qk_norm: norm of queries and keys: rms | layer | l2; null: off.
-        qk_norm_eps: under the root of qk_norm.
+        qk_norm_eps: eps of qk_norm, added under the square root.
         softcap: t in t * tanh(z / t); null: off.
-        sinks: one learned logit per head without a value.
-        position: how a token knows its place: learned | sinusoidal | rotary | alibi | t5 | none.
+        sinks: add one learned logit per head that has no value.
+        position: the kind of positions: learned | sinusoidal | rotary | alibi | t5 | none.
         position_offset: row of a learned table at which positions start (2 in RoBERTa).
-        rotary_base: of the angles' geometric series; a larger one turns slower. A list is a pattern over the layers.
+        rotary_base: base of the rotary frequencies. A larger base rotates more slowly. A list is a pattern over the layers.
         rotary_interleaved: pairs of channels (2i, 2i+1); false: (i, i + d_k/2), as in Llama.
         rotary_scaling: linear | ntk | yarn | llama3, for long contexts; null: off.
-        rotary_factor: new length over the length of training. A list is a pattern over the layers; 1 leaves a layer as it is.
-        rotary_original_len: the length of training; needed by yarn and llama3.
-        rotary_low: turns below which yarn and llama3 interpolate a pair; null: the paper's.
-        rotary_high: turns above which they leave it alone; null: the paper's.
-        num_buckets: of position=t5.
-        max_distance: of position=t5: farther keys share a bucket.
-        norm: of every sublayer: layer | rms.
-        norm_eps: under the root of the norms.
-        norm_position: where it stands: pre | post | sandwich | deepnorm.
-        embed_norm: a norm after the embeddings, as in BERT.
-        scale_embeddings: token embeddings times sqrt(embed_dim), as in Vaswani et al..
-        scale_logits: last hidden states over sqrt(embed_dim), as in T5 with a tied head.
-        parallel: attention and feed-forward side by side.
-        layer_scale: start of a learned gain per channel on each sublayer's output; null: off.
-        stochastic_depth: chance, per sample, to drop a sublayer of the last block; grows linearly with depth.
+        rotary_factor: the new length divided by the length in training. A list is a pattern over the layers; 1 does not change
+            a layer.
+        rotary_original_len: the length in training, which yarn and llama3 need.
+        rotary_low: yarn and llama3 interpolate channel pairs with fewer turns; null: the paper's value.
+        rotary_high: yarn and llama3 keep channel pairs with more turns; null: the paper's value.
+        num_buckets: number of buckets of position=t5.
+        max_distance: with position=t5, keys from this distance on share a bucket.
+        norm: the kind of norms: layer | rms.
+        norm_eps: eps of the norms, added under the square root.
+        norm_position: where the norms are: pre | post | sandwich | deepnorm.
+        embed_norm: add a norm after the embeddings, as in BERT.
+        scale_embeddings: multiply token embeddings by sqrt(embed_dim), as in Vaswani et al. 2017.
+        scale_logits: divide the last hidden states by sqrt(embed_dim), as in T5 with a tied head.
+        parallel: compute attention and feed-forward from the same input and add both.
+        layer_scale: initial value of a learned gain for each channel of a sublayer's output; null: off.
+        stochastic_depth: probability, per sample, of dropping a sublayer of the last block. It grows linearly with depth.
         checkpointing: compute activations again in the backward pass instead of keeping them.
-        activation: of the feed-forward: gelu | gelu_tanh | relu | relu2 | swiglu | geglu | geglu_tanh | reglu.
-        num_experts: feed-forward networks to route tokens to; null: one for all.
-        experts_per_token: how many of them a token takes.
-        bias: of the linear layers of attention and feed-forward.
-        qkv_bias: of the query, key and value projections; null: bias.
-        out_bias: of attention's output projection; null: bias.
-        init: of the weights: gpt2 N(0, 0.02^2) | lecun variance 1/fan-in | xavier | torch_mha, torch_linear as torch starts
-            them | t5 lecun with 1/sqrt(d_k) in W_Q.
-        init_fold: 1/sqrt(d_k) in the initial weights: query (W_Q x d_k^-1/2) | symmetric (W_Q and W_K x d_k^-1/4); null:
-            off.
+        activation: the activation of the feed-forward: gelu | gelu_tanh | relu | relu2 | swiglu | geglu | geglu_tanh | reglu.
+        num_experts: number of experts of the feed-forward; null: no experts.
+        experts_per_token: number of experts for each token.
+        bias: whether the linear layers of attention and feed-forward have biases.
+        qkv_bias: whether the query, key and value projections have biases; null: as bias.
+        out_bias: whether attention's output projection has a bias; null: as bias.
+        init: the initial weights: gpt2 N(0, 0.02^2) | lecun variance 1/fan-in | xavier | torch_mha, torch_linear as torch's
+            layers | t5 lecun with 1/sqrt(d_k) in W_Q.
+        init_fold: put the factor 1/sqrt(d_k) into the initial weights: query (W_Q x d_k^-1/2) | symmetric (W_Q and W_K x
+            d_k^-1/4); null: off.
         init_zero_outputs: start every block as the identity.
-        tie_embeddings: the lm head is the table of embeddings.
-        head: what an encoder answers: lm (each token) | sequence (num_labels a row) | token (num_labels a token) | none.
-        head_bias: of an lm head.
-        logit_softcap: t of t * tanh(logits / t), of architecture=decoder and encoder_decoder; null: off.
-        head_transform: BERT's layer before an lm head.
-        num_labels: of head=sequence and token; null: as many as the data has.
-        pooling: of head=sequence: first (the first real token) | mean.
-        pooler: BERT's tanh layer after pooling, of head=sequence and none.
-        image_size: pixels of a side; null: the data's.
-        num_channels: colours of a pixel; null: the data's.
-        patch_size: pixels, of architecture=vision.
+        tie_embeddings: use the embedding table as the weight of the lm head.
+        head: the output of an encoder: lm (each token) | sequence (num_labels per row) | token (num_labels per token) | none.
+        head_bias: whether an lm head has a bias.
+        logit_softcap: t in t * tanh(logits / t), for architecture=decoder and encoder_decoder; null: off.
+        head_transform: add BERT's layer before an lm head.
+        num_labels: number of labels, for head=sequence and token; null: that of the data.
+        pooling: for head=sequence: first (the first real token) | mean.
+        pooler: add BERT's tanh layer after pooling, for head=sequence and none.
+        image_size: side of the images, in pixels; null: that of the data.
+        num_channels: number of colour channels; null: that of the data.
+        patch_size: side of a patch in pixels, for architecture=vision.
 
     Raises:
-        ConfigError: a field out of its bounds, or a combination that would be ignored or fail late. What a constructor in
-            ``minitx.nn`` refuses, it refuses when the model is built.
+        ConfigError: a field out of its bounds, or a combination of fields that would have no effect or fail later. Constructors
+            in ``minitx.nn`` make further checks when the model is built.
     """
 
     architecture: Literal["decoder", "encoder", "encoder_decoder", "vision"] = "decoder"
@@ -247,7 +249,7 @@ class TransformerConfig(Config):
         require(whole, f"image_size={self.image_size} is not divisible by patch_size={self.patch_size}")
 
     def window_of(self, layer: int) -> int | None:
-        """The window of block number ``layer``."""
+        """Return the window of block number ``layer``."""
         return of_layer(self.window, layer)
 
     @property
@@ -272,7 +274,7 @@ class TransformerConfig(Config):
 
     @property
     def num_class_tokens(self) -> int:
-        """How many of a picture's tokens are no patches: 1 or 0."""
+        """The number of class tokens of an image: 1 or 0."""
         return int(self.pooling == "first" or self.head == "none")
 
     @property
@@ -289,7 +291,7 @@ class TransformerConfig(Config):
 
 
 def of_layer(value: Any, layer: int) -> Any:
-    """The entry of block number ``layer`` where ``value`` is a pattern, which repeats; else ``value``.
+    """Return the entry of block number ``layer`` if ``value`` is a pattern over the layers, else ``value``. Patterns repeat.
 
     >>> [of_layer((4, None), layer) for layer in range(3)], of_layer(4, 1)
     ([4, None, 4], 4)
@@ -298,7 +300,7 @@ def of_layer(value: Any, layer: int) -> Any:
 
 
 def check_scale(scale: object) -> None:
-    """Refuse what is no score scale for a module or a config: a word of ``SCALE_WORDS``, ``head_dim^p`` or a finite number."""
+    """Raise an error unless the scale is a word of ``SCALE_WORDS``, ``head_dim^p`` or a finite number."""
     if isinstance(scale, str) and scale.startswith("head_dim"):
         try:
             evaluate_factor(scale, head_dim=2**20, key="scale")

@@ -1,4 +1,4 @@
-"""A whole run."""
+"""The config of a run."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from minitx.config.training import (
 )
 
 CONFIG_DIR = "--config-dir="
-"""How a word of a command line begins that names a folder of the user's own configs."""
+"""The option of the command line that names a folder of the user's own configs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitFrom(Config):
-    """Weights to start from. The optimizer, the step and the order of the data start anew.
+    """Weights to start from. Optimizer, step and order of the data start from the beginning.
 
     Attributes:
         path: a checkpoint, a folder with config.json and weights (Hugging Face's or ours), or a name on the hub; null: new
             weights.
-        overrides: keys to take instead of those in a Hugging Face config.json.
-        ignore: tensors of a Hugging Face folder to leave out, by name or pattern.
-        fold_scale: allow another model.scale than the file's, and fold the difference into W_Q and W_K: the model starts as
+        overrides: keys that replace those of a Hugging Face config.json.
+        ignore: names or patterns of tensors in a Hugging Face folder to ignore.
+        fold_scale: allow another model.scale than that of the file. W_Q and W_K are then multiplied so that the model starts as
             the same function.
     """
 
@@ -52,27 +52,28 @@ class RunConfig(Config):
     """One training run.
 
     Each of ``model``, ``data``, ``objective``, ``optimizer`` and ``schedule`` is one of ours, or a part of the user's own: a
-    mapping with ``_target_``. ``output_dir`` counts from the current folder.
+    mapping with ``_target_``. ``output_dir`` is relative to the current folder.
 
     Attributes:
-        experiment: names the run's folder: runs/<experiment>/<date_time>/.
-        model: the network.
-        data: what it learns from.
-        objective: what is minimised.
-        optimizer: how the weights move.
-        schedule: the learning rate over the run.
-        trainer: how long and on what.
-        logger: loggers beside metrics.csv, by name.
-        callbacks: what happens beside the steps.
-        evaluation: what is measured after training.
-        seed: of the initial weights, the order of the rows, and dropout.
-        ckpt_path: a checkpoint to continue from; last is the newest one in output_dir.
+        experiment: a name for the run's folder: runs/<experiment>/<date_time>/.
+        model: the model.
+        data: the data set.
+        objective: the loss.
+        optimizer: the optimizer.
+        schedule: the learning-rate schedule.
+        trainer: steps, devices, precision, checkpoints.
+        logger: loggers in addition to metrics.csv, by name.
+        callbacks: callbacks of the run, by name.
+        evaluation: the evaluation after training.
+        seed: seed of the initial weights, the order of the rows, and dropout.
+        ckpt_path: a checkpoint to continue from; last: the newest one in output_dir.
         init_from: weights to start from.
-        output_dir: the run's folder, which counts from the current one.
-        on_nonfinite: stop: exit code 3, last good checkpoint kept; record: the run ends there with exit code 0.
-        imports: modules to import first, such as one that registers a backend.
-        traceback: show where an error came from.
-        trust: build whatever a checkpoint names, which can run any code.
+        output_dir: the run's folder, relative to the current one.
+        on_nonfinite: at a loss or gradient that is not finite: stop (exit code 3, the last good checkpoint is kept) | record
+            (end with exit code 0).
+        imports: modules to import first, for example one that registers a backend.
+        traceback: show the traceback of an error.
+        trust: build any class that a checkpoint names. This can run any code.
     """
 
     experiment: str = "default"

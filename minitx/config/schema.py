@@ -1,6 +1,6 @@
-"""From plain data to config dataclasses: one sentence for what does not fit.
+"""Build config dataclasses from plain data. Errors are one sentence.
 
-The sentence names the full key, the value that was got, and what is allowed. Standard library only.
+The sentence contains the full key, the value, and what is allowed. Only the standard library is used.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """Build the dataclass ``cls`` from plain data.
 
     Raises:
-        ConfigError: an unknown key (with the nearest known one), a value of another type, or a combination that the
-            dataclass refuses; the message begins with the full key.
+        ConfigError: an unknown key (the message suggests a similar one), a value of another type, or a combination that the
+            dataclass does not allow. The message begins with the full key.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
@@ -129,7 +129,7 @@ def _convert_plain(hint: Any, value: Any, key: str) -> Any:
 
 
 def unknown_key(cls: type, key: str) -> str:
-    """The sentence for a dotted ``key`` that the composed config does not have.
+    """Return the error message for a dotted ``key`` that the config does not have.
 
     >>> from minitx.config import RunConfig
     >>> unknown_key(RunConfig, "trainer.max_step").split(";")[0]

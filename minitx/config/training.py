@@ -1,4 +1,4 @@
-"""How a model is trained: objective, optimizer, schedule, trainer, callbacks."""
+"""The configs of training: objective, optimizer, schedule, trainer, callbacks."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from minitx.config.checks import (
 )
 
 Part = Mapping[str, Any]
-"""A part of the user's own: a node with ``_target_`` and the arguments of what it names."""
+"""A part of the user's own: a node with ``_target_`` and its arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig(Config):
-    """What is minimised: cross-entropy, averaged over the labels of a whole optimizer step.
+    """The loss: cross-entropy, averaged over the labels of a whole optimizer step.
 
     The load-balancing loss of experts is that of Fedus et al. 2021, "Switch Transformers", arXiv:2101.03961, §2.2.
 
     Attributes:
         name: cross_entropy.
-        label_smoothing: share of the target that is spread over all classes.
-        chunk_tokens: logits are held for so many tokens at a time (1024, say), with head=lm; null: for all.
-        count_correct: count the right answers of training steps, for train_accuracy.
-        router_loss: weight of the load-balancing loss, where the model has experts.
+        label_smoothing: share of the target probability that is spread over all classes.
+        chunk_tokens: compute logits for this many tokens at a time to save memory (for example 1024), with head=lm; null: for
+            all.
+        count_correct: count right answers in training steps, for train_accuracy.
+        router_loss: weight of the load-balancing loss, if the model has experts.
     """
 
     name: Literal["cross_entropy"] = "cross_entropy"
@@ -51,13 +52,13 @@ class ObjectiveConfig(Config):
 class ParameterRule(Config):
     """Factors for the parameters whose name matches ``match`` (a regular expression, searched).
 
-    A parameter takes the first rule that matches it. A factor is a number, or ``head_dim^p`` (d_k to the power p).
+    The first rule that matches a parameter applies. A factor is a number, or ``head_dim^p`` (d_k to the power p).
 
     Attributes:
         match: a regular expression, searched in the parameter's name.
-        lr: factor of the optimizer's.
-        weight_decay: factor of the optimizer's.
-        eps: factor of the optimizer's.
+        lr: factor on the optimizer's lr.
+        weight_decay: factor on the optimizer's weight_decay.
+        eps: factor on the optimizer's eps.
         trainable: ``false`` freezes the parameter.
     """
 
@@ -77,7 +78,7 @@ class ParameterRule(Config):
 
 
 def evaluate_factor(factor: float | str, *, head_dim: int, key: str = "factor") -> float:
-    """A number as it is; ``head_dim^p`` as d_k to the power p.
+    """Return a number as it is, and ``head_dim^p`` as d_k to the power p.
 
     >>> evaluate_factor("head_dim^-0.25", head_dim=16)
     0.5
@@ -93,17 +94,17 @@ def evaluate_factor(factor: float | str, *, head_dim: int, key: str = "factor") 
 class OptimizerConfig(Config):
     """``adamw`` or ``sgd`` for every parameter, or ``muon`` for the matrices of the blocks and AdamW for the rest.
 
-    Weight decay spares vectors (biases, norms).
+    Weight decay is not applied to vectors (biases, norms).
 
     Attributes:
         name: adamw | sgd | muon (the blocks' matrices; AdamW for the rest).
-        lr: the peak rate.
-        matrix_lr: of muon: the rate of the blocks' matrices; everything else takes lr.
-        momentum: of muon and sgd.
-        ns_steps: of muon: Newton-Schulz iterations an update.
-        weight_decay: spares vectors (biases, norms).
-        betas: decay of the two moments.
-        eps: added to the root of the second moment.
+        lr: the peak learning rate.
+        matrix_lr: for muon: the learning rate of the blocks' matrices; all other parameters use lr.
+        momentum: momentum of muon and sgd.
+        ns_steps: for muon: Newton-Schulz iterations per update.
+        weight_decay: weight decay, not applied to vectors (biases, norms).
+        betas: decay rates of the two moments.
+        eps: added to the square root of the second moment.
         rules: [{match: q_proj, lr: head_dim^-0.25, trainable: true}]: factors by name.
     """
 
@@ -120,13 +121,13 @@ class OptimizerConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Config):
-    """The learning rate over the run: a linear warm-up, then what ``name`` says.
+    """The learning rate over the run: a linear warm-up, then the schedule ``name``.
 
     Attributes:
-        name: what follows the warm-up.
+        name: the schedule after the warm-up.
         warmup_steps: steps of a linear rise from zero.
-        final_lr: the rate ends at this share of optimizer.lr.
-        decay_fraction: trapezoid only: the last part of the run, in which the rate falls.
+        final_lr: final learning rate, as a share of optimizer.lr.
+        decay_fraction: for trapezoid: the last part of the run, in which the learning rate falls.
     """
 
     name: Literal["cosine", "linear", "constant", "trapezoid"] = "cosine"
@@ -143,10 +144,10 @@ class StopAtConfig(Config):
     """Ends a run when the mean of a training metric over the last ``window`` steps reaches ``value``.
 
     Attributes:
-        metric: an accuracy must rise to value, a loss fall to it.
-        value: what the mean must reach.
-        window: steps that the mean is over.
-        extra_steps: steps that are still made after it was reached.
+        metric: the metric. An accuracy must rise to value, a loss must fall to it.
+        value: the value that the mean must reach.
+        window: number of steps in the mean.
+        extra_steps: further steps after the value is reached.
     """
 
     metric: Literal["train_accuracy", "train_loss"] = "train_accuracy"
@@ -165,39 +166,39 @@ OWNED = frozenset(
         *("fast_dev_run", "max_time", "barebones", "sync_batchnorm", "inference_mode"),
     )
 )
-"""Arguments of Lightning's Trainer that ``trainer.extra`` may not give, because a key of ours or the run itself decides them."""
+"""Arguments of Lightning's Trainer that are not allowed in ``trainer.extra``, because other keys or the run itself set them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig(Config):
-    """How long and on what. Every count is in optimizer steps.
+    """Steps, devices, precision and checkpoints. Every count is in optimizer steps.
 
-    A process runs on each of ``devices`` devices of each of ``num_nodes`` machines. ``data.batch_size`` is the number of rows
-    of a step over all of them and over the ``accumulate`` micro-batches.
+    One process runs on each of the ``devices`` devices of each of the ``num_nodes`` machines. ``data.batch_size`` is the number
+    of rows of a step, over all processes and over the ``accumulate`` micro-batches.
 
     Attributes:
-        max_steps: optimizer steps of the run.
+        max_steps: number of optimizer steps.
         devices: processes on each machine.
-        num_nodes: machines: started by torchrun or srun.
-        accelerator: where: auto | cpu | gpu | mps.
-        strategy: auto (ddp where there are several) | ddp | sharded (FSDP2).
-        tensor_parallel: devices that share the heads and hidden units of a layer (strategy=sharded).
+        num_nodes: number of machines. torchrun or srun starts the processes.
+        accelerator: the device: auto | cpu | gpu | mps.
+        strategy: auto (ddp on several devices) | ddp | sharded (FSDP2).
+        tensor_parallel: number of devices that share the heads and hidden units of a layer (strategy=sharded).
         precision: 32-true | 64-true | bf16-mixed | bf16-true (float32 on a CPU without instructions for bfloat16).
-        accumulate: micro-batches a step; data.batch_size stays the global batch.
-        clip: largest global gradient norm, whatever the optimizer; null: off.
-        val_every: steps between validations; there is always one at the end, and 0 means: at the end only.
-        val_batches: validation batches at most; null: the whole split.
+        accumulate: micro-batches per step. data.batch_size stays the global batch.
+        clip: largest global gradient norm, for any optimizer; null: off.
+        val_every: steps between validations. There is always one at the end; 0: only at the end.
+        val_batches: largest number of validation batches; null: the whole split.
         val_batch_size: rows of a validation batch; null: data.batch_size.
         log_every: steps between rows of metrics.csv.
-        ckpt_every: steps between checkpoints; there is always one at the end; 0: none at all.
-        ckpt_minutes: a checkpoint also when the last one is that old; null: not by the clock.
+        ckpt_every: steps between checkpoints. There is always one at the end; 0: no checkpoints.
+        ckpt_minutes: also write a checkpoint when the last one is this old; null: off.
         sharded_ckpt: each process writes its own shard, into a folder (strategy=sharded).
-        stop_at: {metric: train_accuracy, value: 0.99, window: 16, extra_steps: 0}; null: max_steps alone.
-        overfit: train on the batch of the first step again and again.
-        compile: torch.compile of network and loss; the kernels are kept, with the data, for the next run.
-        deterministic: only kernels that give the same bits each time; one that cannot is named.
-        threads: CPU threads of a process; null: torch's own choice.
-        peak_tflops: peak of the device in TFLOP/s, for mfu in metrics.csv; null: known for some GPUs.
+        stop_at: end the run early, for example {metric: train_accuracy, value: 0.99, window: 16, extra_steps: 0}; null: off.
+        overfit: train on the batch of the first step in every step.
+        compile: compile network and loss with torch.compile. The kernels are kept for the next run.
+        deterministic: use only deterministic kernels. An error names a kernel that is not.
+        threads: CPU threads per process; null: torch's default.
+        peak_tflops: peak speed of the device in TFLOP/s, for mfu in metrics.csv; null: from a table, for some GPUs.
         plugins: nodes with _target_, for Lightning's Trainer.
         profiler: a node with _target_, for Lightning's Trainer.
         extra: any other argument of Lightning's Trainer.
@@ -256,13 +257,13 @@ class TrainerConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(Config):
-    """The task's metrics with 95 % intervals, on the validation split: what ``scripts/evaluate.py`` prints.
+    """The task's metrics on the validation split, with 95 % intervals, as ``scripts/evaluate.py`` prints them.
 
     Attributes:
-        at_end: print them after training, too, and write evaluation.json.
-        num_rows: validation rows to look at; null: all.
-        num_beams: of generated answers; 1: greedy.
-        num_shown: answers to show.
+        at_end: also print them after training, and write evaluation.json.
+        num_rows: number of validation rows; null: all.
+        num_beams: beams for generated answers; 1: greedy.
+        num_shown: number of answers to show.
     """
 
     at_end: bool = False
@@ -273,13 +274,13 @@ class EvaluationConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeConfig(Config):
-    """Attention statistics on a fixed validation batch, at steps 0, 1, 2, 4, 8, … and every so many.
+    """Attention statistics on a fixed validation batch, at steps 0, 1, 2, 4, 8, … and at every multiple of ``every``.
 
     Attributes:
         every: steps between probes; 0: no probes.
-        batch_size: validation rows to look at.
-        weights_every: keep the attention weights in attention/ so often, a multiple of every; 0: never.
-        weights_rows: keep the weights of the first so many rows.
+        batch_size: number of validation rows.
+        weights_every: steps between files of attention weights in attention/, a multiple of every; 0: none.
+        weights_rows: number of rows whose weights are kept.
     """
 
     every: Natural = 0
@@ -301,8 +302,8 @@ class SamplesConfig(Config):
     Attributes:
         every: steps between samples; 0: no samples.
         prompts: texts to continue or answer; empty: the beginnings of validation rows.
-        max_new_tokens: longest sample.
-        temperature: 0 takes the likeliest token each time, above 0 draws one.
+        max_new_tokens: longest sample, in tokens.
+        temperature: 0: the most probable token; above 0: a random token.
     """
 
     every: Natural = 0
@@ -313,10 +314,10 @@ class SamplesConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig(Config):
-    """What a run with ``logger=wandb`` sends beside its curves.
+    """What a run with ``logger=wandb`` sends in addition to its curves.
 
     Attributes:
-        viewer: the page of the attention viewer, where callbacks.probe.weights_every keeps weights.
+        viewer: send the page of the attention viewer. It needs callbacks.probe.weights_every.
         checkpoint: send last.ckpt or best.ckpt as an artifact; null: none.
     """
 
@@ -326,14 +327,14 @@ class WandbConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class CallbacksConfig(Config):
-    """What happens beside the steps. Every further entry is a callback of Lightning's, or of anybody's: ``name: {_target_: …}``.
+    """The callbacks of a run. Every other entry is a callback of Lightning or of your own: ``name: {_target_: …}``.
 
     Attributes:
-        progress: a bar on a terminal, lines elsewhere.
+        progress: show a bar on a terminal, lines elsewhere.
         probe: attention statistics during training.
         samples: text written during training.
-        wandb: what Weights & Biases gets.
-        parts: callbacks by name; null switches one off.
+        wandb: what to send to Weights & Biases.
+        parts: other callbacks, by name; null switches one off.
     """
 
     progress: bool = True
@@ -344,7 +345,7 @@ class CallbacksConfig(Config):
 
 
 def check_parts(group: Mapping[str, Any], path: str, known: tuple[str, ...] = ()) -> None:
-    """Refuse an entry of a group of callbacks or loggers that is no ``{_target_: …}``; null switches one off."""
+    """Raise a ConfigError for a callback or logger that is not ``{_target_: …}``. null switches one off."""
     for name, node in group.items():
         near = nearest(name, known, f"{path}.")
         require(node is None or is_part(node), f"{path}.{name} has no _target_, which names a class{near}")

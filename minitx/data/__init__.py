@@ -1,4 +1,4 @@
 """Data: texts, pairs, classes, images and synthetic tasks as addressed batches, tokenizers, and the Lightning data module.
 
-``minitx.data.module.build_data`` is the way in. Importing this package imports nothing else.
+Start with ``minitx.data.module.build_data``. Importing this package imports nothing else.
 """

@@ -1,7 +1,7 @@
 """Addressed batches: the global batch is a pure function of (seed, optimizer step).
 
-An optimizer step sees one *global* batch of ``batch_size`` rows. Its ``accumulate`` micro-batches and ``world`` ranks
-take slices of it. So resuming, accumulating and adding devices never change which rows a step trains on.
+An optimizer step sees one *global* batch of ``batch_size`` rows. Its ``accumulate`` micro-batches and ``world`` ranks are
+slices of it. Resuming, accumulating and adding devices therefore never change which rows a step trains on.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader, Dataset
 Batch = dict[str, Tensor]
 
 VALIDATION_SEED = 20240229
-"""Random draws of validation use this constant instead of the run's seed, so that all runs are judged on the same rows."""
+"""The seed of all random draws of validation, so that all runs are validated on the same rows."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Which slice of which batch: optimizer step (or validation batch), micro-batch within it, and rank."""
+    """The address of a slice: optimizer step (or validation batch), micro-batch within it, and rank."""
 
     step: int
     micro: int = 0
@@ -31,13 +31,13 @@ class Address:
 
 
 def rows_of(address: Address, batch_size: int, accumulate: int = 1, world: int = 1) -> range:
-    """The rows of the global batch that one micro-batch of one rank takes.
+    """Return the rows of the global batch that belong to one micro-batch of one rank.
 
-    With b = batch_size / (accumulate · world), (micro, rank) takes the b rows from (micro · world + rank) · b on;
-    all slices of a step, micro-batch by micro-batch and rank by rank, give the global batch in order.
+    With b = batch_size / (accumulate · world), these are the b rows from (micro · world + rank) · b on. All slices of a step,
+    ordered by micro-batch and then by rank, are the global batch in order.
 
     Raises:
-        ValueError: the batch does not divide into slices, or the address lies outside of them.
+        ValueError: the batch cannot be divided into equal slices, or there is no such slice.
 
     >>> rows_of(Address(step=7, micro=1, rank=0), batch_size=12, accumulate=2, world=2)
     range(6, 9)
@@ -53,7 +53,7 @@ def rows_of(address: Address, batch_size: int, accumulate: int = 1, world: int =
 
 
 def generator(seed: int, *path: int | str) -> np.random.Generator:
-    """A random generator that depends on ``seed`` and ``path`` alone, not on the platform or the order of calls.
+    """Return a random generator that depends only on ``seed`` and ``path``, not on the platform or the order of calls.
 
     The SHA-256 of (seed, path) is the key of a Philox counter (Salmon et al. 2011, "Parallel random numbers: as easy as
     1, 2, 3"), so the streams of neighbouring seeds and steps are independent.
@@ -68,9 +68,9 @@ def generator(seed: int, *path: int | str) -> np.random.Generator:
 
 @dataclass
 class Addresses:
-    """The addresses of one rank: steps [``step``, ``num_steps``), each with ``accumulate`` micro-batches.
+    """The addresses of one rank: steps ``step`` to ``num_steps - 1``, each with ``accumulate`` micro-batches.
 
-    With ``repeat_first``, each of them has the rows of step 0.
+    With ``repeat_first``, every step has the rows of step 0.
     """
 
     num_steps: int
@@ -86,24 +86,24 @@ class Addresses:
 
 
 class WorkerError(RuntimeError):
-    """A process that makes batches has died."""
+    """A process that loads batches has died."""
 
 
 class AddressedLoader(DataLoader[Batch]):
-    """A ``DataLoader`` of whole batches whose state is the optimizer step that comes next.
+    """A ``DataLoader`` of whole batches. Its state is the number of the next optimizer step.
 
-    The state counts the batches that were handed out, not those that workers have made ahead; a stop inside of an
-    accumulation window resumes at the start of the window. ``len`` counts the micro-batches of the *whole* run, because
-    Lightning restores its own batch counter on resume and compares it with this length.
+    The state counts the batches that were used, not those that workers have prepared. A run that stops in the middle of an
+    accumulation resumes at its start. ``len`` is the number of micro-batches of the *whole* run, because Lightning restores its
+    own batch counter on resume and compares it with this length.
 
     Args:
-        source: ``source[address]`` is a batch. The state of a source that has ``state_dict(step)`` is stored as well.
-        addresses: of this rank.
-        num_workers: processes that make batches; kept alive between epochs.
-        pin_memory: copy to page-locked memory, for an accelerator.
+        source: ``source[address]`` is a batch. If the source has ``state_dict(step)``, its state is stored too.
+        addresses: the addresses of this rank.
+        num_workers: number of processes that load batches. They live for the whole run.
+        pin_memory: copy batches to page-locked memory, for an accelerator.
 
     Raises:
-        WorkerError: while iterating, where a worker was killed.
+        WorkerError: a worker was killed during iteration.
     """
 
     def __init__(self, source: Dataset[Batch], addresses: Addresses, *, num_workers: int = 0, pin_memory: bool = False) -> None:
@@ -127,15 +127,15 @@ class AddressedLoader(DataLoader[Batch]):
             raise WorkerError(f"{said}; use fewer, or 0 to make batches in the training process ({error})") from error
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"step": the next optimizer step}``, and what the source adds for that step."""
+        """Return ``{"step": the next optimizer step}`` and the state of the source at that step."""
         step = self.addresses.step + self._handed_out // self.addresses.accumulate
         return {"step": step, **(self.dataset.state_dict(step) if hasattr(self.dataset, "state_dict") else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin the next ``iter`` at ``state["step"]``.
+        """Let the next ``iter`` begin at ``state["step"]``.
 
         Raises:
-            ValueError: it is not a step of this run.
+            ValueError: the run has no such step.
         """
         step = int(state["step"])
         if not 0 <= step <= self.addresses.num_steps:

@@ -1,4 +1,4 @@
-"""What a model must beat: compressors, counts of tokens and pairs, the majority, a bag of words."""
+"""Baselines: compressors, unigrams and bigrams, the most frequent label, a bag of words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCK = 1 << 22
 
 
 def compressed_bits(text: bytes) -> dict[str, int]:
-    """Bits of a text under ``xz -9`` and ``bzip2 -9``.
+    """Return the number of bits of a text compressed with ``xz -9`` and ``bzip2 -9``.
 
     >>> compressed_bits(b"a" * 1000)["bzip2"] < 8 * 1000
     True
@@ -23,21 +23,21 @@ def compressed_bits(text: bytes) -> dict[str, int]:
 
 
 def unigram_nll(train: np.ndarray, val: np.ndarray, vocab_size: int) -> float:
-    """Mean negative log-likelihood (nats) of ``val`` under add-one counts of ``train``; ids, 1-D."""
+    """Return the mean negative log-likelihood (nats) of ``val`` under add-one counts of ``train``. Both are 1-D ids."""
     counts, wanted = (np.bincount(ids, minlength=vocab_size) for ids in (train, val))
     return float(-(wanted * np.log((counts + 1) / (counts.sum() + vocab_size))).sum() / wanted.sum())
 
 
 def majority_accuracy(train_labels: np.ndarray, val_labels: np.ndarray) -> float:
-    """Accuracy of always giving the most frequent label of training."""
+    """Return the accuracy of always answering with the most frequent training label."""
     return float(np.mean(val_labels == np.bincount(train_labels).argmax()))
 
 
 def bag_of_words_accuracy(
     train_texts: Sequence[str], train_labels: np.ndarray, val_texts: Sequence[str], val_labels: np.ndarray
 ) -> float:
-    """Accuracy of multinomial naive Bayes over words with add-one smoothing (Manning et al. 2008, "Introduction to
-    Information Retrieval", §13.2): argmax_c ln p(c) + Σ_w ln (n(w, c) + 1) / (n(c) + W); words new to it do not count.
+    """Return the accuracy of multinomial naive Bayes over words with add-one smoothing (Manning et al. 2008, "Introduction to
+    Information Retrieval", §13.2): argmax_c ln p(c) + Σ_w ln (n(w, c) + 1) / (n(c) + W); unknown words do not count.
 
     >>> labels = np.array([0, 0, 1])
     >>> bag_of_words_accuracy(["the sea", "a sea", "the hill"], labels, ["sea", "hill"], np.array([0, 1]))
@@ -63,9 +63,9 @@ def _words(text: str) -> list[str]:
 
 
 def ngram_floors(train: np.ndarray, val: np.ndarray, vocab_size: int) -> dict[str, float] | None:
-    """Mean cross-entropy in nats of a unigram and a bigram model counted on ``train``, over ``val[1:]``.
+    """Return the mean cross-entropy (nats) over ``val[1:]`` of a unigram and a bigram model counted on ``train``.
 
-    A loss at or above ``unigram`` has learnt nothing but frequencies; at or above ``bigram`` it uses no context beyond
+    A model with a loss at or above ``unigram`` has learnt only frequencies. At or above ``bigram`` it uses no context beyond
     the current token. With counts c, N = Σ c and T(a) the number of distinct tokens seen after a:
 
         unigram  p(b)   = (c(b) + 1) / (N + V)                      add-one
@@ -75,7 +75,7 @@ def ngram_floors(train: np.ndarray, val: np.ndarray, vocab_size: int) -> dict[st
 
     Args:
         train, val: ids, 1-D, each below ``vocab_size``.
-        vocab_size: V; memory is V² counts.
+        vocab_size: V. Memory is V² counts.
 
     Returns:
         ``{"unigram": ..., "bigram": ...}``, or ``None`` for V above 1024 or fewer than two validation tokens.

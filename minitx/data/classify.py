@@ -20,13 +20,13 @@ from minitx.data.tokenizers import Tokenizer, require_marks
 MARKS = ("pad", "cls")
 Texts = Sequence[tuple[str, ...]]
 Examples = tuple[Texts, np.ndarray]
-"""The texts of each row (one, or two), and its label."""
+"""The one or two texts of each row, and its label."""
 Both = tuple[Examples, Examples, tuple[str, ...]]
-"""Training, validation, and the names of the labels."""
+"""The examples of training and of validation, and the names of the labels."""
 
 
 def load_classes(config: BooksDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
-    """The classification that ``config`` names. A row is the class token and the text; it is cut at ``max_len`` tokens.
+    """Return the classification task of ``config``. A row is the class token and the text, cut at ``max_len`` tokens.
 
     Raises:
         ConfigError: a package, a language, a file or a column is missing, or a split would be empty.
@@ -79,7 +79,7 @@ def _table(config: ClassifyDataConfig) -> Both:
 
 
 Rows = list[tuple[Any, str, int]]
-"""(group, text, label): a group never lies in both splits."""
+"""(group, text, label). All rows of a group are in the same split."""
 
 
 def _books(config: BooksDataConfig) -> Both:
@@ -103,10 +103,10 @@ def _grouped(rows: Rows, names: tuple[str, ...], config: BooksDataConfig, always
 
 
 def language_names(languages: Sequence[str]) -> Rows:
-    """Names of territories, languages, scripts, currencies, months and days in ``languages``, by item.
+    """Return the names of territories, languages, scripts, currencies, months and days in ``languages``, by item.
 
-    A string that two languages share is left out, because it has no one answer. A string that two items share is kept once, so
-    that no string is in both splits.
+    A string that two languages share is left out, because it has no unique answer. A string that two items share is kept once,
+    so that no string is in both splits.
 
     Raises:
         ConfigError: Babel is missing or does not know a language.

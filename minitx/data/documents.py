@@ -1,4 +1,4 @@
-"""Language modelling on documents that never see each other: packed into rows, or one a row."""
+"""Language modelling on separate documents: packed into rows, or one per row. There is no attention between documents."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class DocumentRows:
 
         input_ids     m t_1 … t_n        labels   t_1 … t_n m
 
-    so that every token and every end is asked for once. A document that is longer than a row is cut into rows, each of which
-    sees only itself. ``document_ids`` (packing only) number the documents of a row; −1 is padding.
+    so that every token and every end is predicted once. A document that is longer than a row is cut into rows without attention
+    between them. ``document_ids`` (packing only) number the documents of a row; −1 is padding.
 
     Args:
-        documents: with the marks around them.
+        documents: the documents with the marks around them.
         context_len: L, the longest row.
-        packing: several documents share a row, as many as fit; else one document (or piece of it) a row.
-        counted: bool, of the shape of ``documents.values``: the tokens that are asked for; ``None``: all.
+        packing: put as many documents into a row as fit. Otherwise, one document (or piece of it) per row.
+        counted: bool, in the shape of ``documents.values``: the tokens to predict. ``None``: all.
     """
 
     def __init__(self, documents: Ragged, *, context_len: int, packing: bool, counted: np.ndarray | None = None) -> None:
@@ -66,7 +66,7 @@ class DocumentRows:
 
 
 def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Put items into as few rows as the longest-first worst-fit rule finds: each goes to the row with the most room.
+    """Pack items into rows by the longest-first worst-fit rule: each item goes to the row with the most room.
 
     >>> pack(np.array([3, 6, 2, 5]), capacity=8)
     [[1, 2], [3, 0]]
@@ -85,10 +85,10 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 def load_documents(config: HubDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
-    """Language modelling on the documents that ``config`` names.
+    """Return the task of language modelling on the documents of ``config``.
 
     Raises:
-        ConfigError: the data cannot be read, have no such column, or too few documents.
+        ConfigError: the data cannot be read, the column does not exist, or there are too few documents.
     """
     from minitx.data.document_stream import load_stream  # which imports this module
 
@@ -106,7 +106,7 @@ def load_documents(config: HubDataConfig, folder: Path, tokenizer: Tokenizer | N
 def task_of(
     config: HubDataConfig | ChatDataConfig, train: Any, val: DocumentRows, tokenizer: Tokenizer, bits: dict[str, float]
 ) -> Task:
-    """Language modelling on rows of documents; ``bits`` is ``Task.bits_per``."""
+    """Return the task of language modelling on rows of documents. ``bits`` is ``Task.bits_per``."""
     return Task(
         name=name_of(config),
         kind="language_model",
@@ -161,17 +161,17 @@ def _documents(table: Any, column: str) -> Iterator[str]:
 
 
 def not_blank(values: Iterable[Any], column: str) -> Iterator[str]:
-    """The texts that have more than white space."""
+    """Yield the texts that are not only white space."""
     return (text for text in as_texts(values, f"data.text_column={column}") if text.strip())
 
 
 def learned_marks(config: TokenizedDataConfig) -> tuple[str, ...]:
-    """The marks that a tokenizer for documents learns; byte-level BPE has its own end mark."""
+    """Return the marks for training a tokenizer for documents. Byte-level BPE has its own end mark."""
     return ("eos",) if config.tokenizer == "char" else ()
 
 
 def document_marks(tokenizer: Tokenizer) -> tuple[int, int]:
-    """The marks before and behind a document: bos and eos, or twice the one of them that there is.
+    """Return the marks before and after a document: bos and eos. If the tokenizer has only one of them, it is used for both.
 
     Raises:
         ConfigError: the tokenizer has neither.
@@ -183,6 +183,6 @@ def document_marks(tokenizer: Tokenizer) -> tuple[int, int]:
 
 
 def with_marks(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    """The ids of documents, with their marks around them."""
+    """Yield the ids of documents with the marks around them."""
     before, behind = document_marks(tokenizer)
     return [np.concatenate([[before], ids, [behind]]) for ids in tokenizer.encode_batch(texts)]

@@ -15,18 +15,18 @@ from minitx.data.task import Task, name_of
 from minitx.data.tokenizers import Tokenizer
 
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
-"""Modes of PIL that become grey or RGB without loss of range; the others hold floats or 16 and 32 bits."""
+"""The modes of PIL that can be converted to grey or RGB. The others have floats or 16 and 32 bits."""
 
 
 class LabelledImages:
     """Images with a label each: ``pixel_values`` (C, H, W) float32 in [0, 1], ``labels`` ().
 
     Args:
-        pixels: ``pixels[i]`` is (C, H, W) uint8: an array, or ``Pictures``.
-        labels: (N,).
-        largest: the value of a full pixel, which becomes 1.
-        shift: an image is moved by up to so many pixels in both directions, drawn anew each time; 0 leaves it in place.
-            What comes in is 0.
+        pixels: an array or ``Pictures``. ``pixels[i]`` is (C, H, W) uint8.
+        labels: the labels (N,).
+        largest: the largest pixel value, which becomes 1.
+        shift: move an image by a random number of pixels, up to this one, in both directions, each time it is read. New pixels
+            are 0.
     """
 
     def __init__(self, pixels: np.ndarray | Pictures, labels: np.ndarray, *, largest: int, shift: int = 0) -> None:
@@ -50,13 +50,13 @@ class LabelledImages:
 
 
 class Pictures:
-    """The images of a table, decoded when they are asked for: (C, H, W) uint8.
+    """The images of a table, (C, H, W) uint8. An image is decoded when it is read.
 
     Args:
         table: a ``datasets.Dataset``.
-        column: of the images.
-        size: resize to a square of so many pixels; ``None`` leaves them as they are.
-        like: other images, to be of their size, and grey or in colour as they are; ``None``: the first image decides.
+        column: the column of images.
+        size: resize images to a square with sides of this many pixels. ``None``: do not resize.
+        like: other images, whose size and number of channels are used. ``None``: those of the first image.
     """
 
     def __init__(self, table: Any, column: str, size: int | None, like: Pictures | None = None) -> None:
@@ -85,10 +85,10 @@ class Pictures:
 
 
 def load_images(config: DigitsDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
-    """The images that ``config`` names, with a part of every class (or ``val_split``) held out.
+    """Return the classification task of ``config``, with a part of every class (or ``val_split``) held out for validation.
 
     Raises:
-        ConfigError: a package, the data or a column is missing; images are no squares.
+        ConfigError: a package, the data or a column is missing, or images are not square.
     """
     read, largest = (_tables, 255) if isinstance(config, ImageDataConfig) else (_digits, 16)
     train_pixels, labels, val_pixels, val_labels, names = read(config)
@@ -111,7 +111,7 @@ def load_images(config: DigitsDataConfig, folder: Path, tokenizer: Tokenizer | N
 
 
 def stratified(labels: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of both splits, the same whatever the run's seed: ``fraction`` of every label's rows, rounded, are held out.
+    """Return the rows of both splits. ``fraction`` of the rows of every label, rounded, are held out. The run's seed has no influence.
 
     Raises:
         ConfigError: a split would be empty.
@@ -130,7 +130,7 @@ def stratified(labels: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndar
 
 
 Both = tuple[Any, np.ndarray, Any, np.ndarray, tuple[str, ...]]
-"""Images and labels of training, of validation, and the names of the labels."""
+"""The images and labels of training and of validation, and the names of the labels."""
 
 
 def _digits(config: DigitsDataConfig) -> Both:

@@ -1,4 +1,4 @@
-"""From a typed config of ours to its ``Task``."""
+"""Load the ``Task`` of a config."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ LOADERS: dict[type, Callable[[Any, Path, Tokenizer | None], Task]] = {
     configs.HubDataConfig: load_documents,
     configs.ChatDataConfig: load_chat,
 }
-"""What loads the data of a config, by its class or a class that it inherits from: (config, folder of caches, tokenizer)."""
+"""The loader of each config class, also used for its subclasses. Arguments: config, folder of caches, tokenizer."""
 
 
 def load_task(config: configs.DataConfig, tokenizer: Tokenizer | None = None, folder: str | Path | None = None) -> Task:
-    """The task that ``config`` names.
+    """Load the task of ``config``.
 
     Args:
         config: one of the data configs.
-        tokenizer: read texts with this one (a checkpoint's, say) instead of that of ``config``.
-        folder: where caches are kept; ``None``: ``corpus.data_dir()``.
+        tokenizer: a tokenizer to use instead of that of ``config``, for example that of a checkpoint.
+        folder: the folder for caches. ``None``: ``corpus.data_dir()``.
 
     Raises:
-        ConfigError: the data cannot be read, or are too few.
+        ConfigError: the data cannot be read, or there are too few of them.
     """
     load = next(LOADERS[kind] for kind in type(config).__mro__ if kind in LOADERS)
     return load(config, Path(folder or data_dir()), tokenizer)

@@ -16,17 +16,17 @@ MARKS = ("pad", "mask")
 
 
 class MaskedRows:
-    """Consecutive rows of ``context_len`` tokens of a split (the last may be shorter), some of them hidden.
+    """Consecutive rows of ``context_len`` tokens of a split, with some tokens masked. The last row may be shorter.
 
-    Of a row's n tokens, max(1, round(n · mask_fraction)) are chosen at random and become labels. Of the chosen ones, 80 % show
-    ``mask_id``, 10 % a random token of the text's vocabulary, and 10 % themselves. All other labels are −100.
+    Of a row's n tokens, max(1, round(n · mask_fraction)) are chosen at random and become labels. Of these, 80 % are replaced by
+    ``mask_id``, 10 % by a random token, and 10 % are unchanged. All other labels are −100.
 
     Args:
-        tokens: the split.
-        context_len: tokens of a row.
-        mask_fraction: the part of a row's tokens that is asked for.
-        mask_id: of the vocabulary.
-        replacements: (R,) the ids that a random token is drawn from: all but marks.
+        tokens: the tokens of the split.
+        context_len: tokens in a row.
+        mask_fraction: the part of a row's tokens to predict.
+        mask_id: the id of the mask.
+        replacements: (R,), the ids for random tokens: all but marks.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class MaskedRows:
 
 
 def load_masked(config: MaskedDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
-    """The masked-token task on the text that ``config`` names.
+    """Return the masked-token task on the text of ``config``.
 
     Raises:
         ConfigError: the text is missing or too short, or the tokenizer has no mask.

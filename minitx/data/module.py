@@ -1,4 +1,4 @@
-"""The Lightning data module of every ``Task``: addressed loaders."""
+"""The Lightning data module of a ``Task``."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from minitx.data.tokenizers import Tokenizer, token_texts
 
 
 class DataModule(LightningDataModule):
-    """Addressed loaders over a task; works inside of a Lightning trainer and without one. There is nothing to set up.
+    """The addressed loaders of a task. It works with and without a Lightning trainer, and needs no ``setup``.
 
     Args:
         task: the data.
         batch_size: rows of the global batch of one optimizer step.
-        num_workers: processes that make batches; 0 makes them in this process.
-        seed: of the order of training, and of what it draws at random.
-        max_steps: optimizer steps of the run.
-        accumulate: micro-batches of a step.
-        val_batch_size: rows of a validation batch over all ranks, rounded up to a multiple of their number; ``None`` is
+        num_workers: number of processes that load batches. 0: this process does.
+        seed: the seed of the order of training rows and of all random draws in training.
+        max_steps: number of optimizer steps of the run.
+        accumulate: micro-batches per step.
+        val_batch_size: rows of a validation batch over all ranks, rounded up to a multiple of their number. ``None``:
             ``batch_size``.
-        repeat_first: train on the batch of the first step again and again, to see whether a model can learn at all.
+        repeat_first: train on the batch of the first step in every step, to check that a model can learn it.
 
     Raises:
         ConfigError: a split of the task cannot be used.
@@ -56,36 +56,36 @@ class DataModule(LightningDataModule):
         self._train, self._val = task.train if drawn else as_split(task, "train"), as_split(task, "val")
 
     def train_source(self, world: int = 1) -> Source:
-        """The training batches for ``world`` ranks."""
+        """Return the training batches for ``world`` ranks."""
         slices = {"batch_size": self.batch_size, "accumulate": self.accumulate, "world": world}
         if isinstance(self._train, DocumentStream):
             return StreamSource(self._train, seed=self.seed, **slices)
         return TrainSource(self._train, seed=self.seed, bucket=self.task.bucket, **slices)
 
     def val_source(self, world: int = 1) -> ValSource:
-        """The validation batches for ``world`` ranks."""
+        """Return the validation batches for ``world`` ranks."""
         return ValSource(self._val, batch_size=self.val_batch_size(world), world=world)
 
     def train_dataloader(self) -> AddressedLoader:
-        """This rank's training batches from the trainer's current optimizer step on (0 without a trainer)."""
+        """Return this rank's training batches, from the trainer's current optimizer step on (0 without a trainer)."""
         rank, world = self._place()
         step = min(self.trainer.global_step, self.max_steps) if self.trainer else 0
         addresses = Addresses(self.max_steps, step, self.accumulate, rank, self.repeat_first)
         return self._loader(self.train_source(world), addresses)
 
     def val_dataloader(self) -> AddressedLoader:
-        """This rank's validation batches: every row once over all ranks, as many batches on each rank."""
+        """Return this rank's validation batches. Over all ranks, every row appears once. All ranks have the same number of batches."""
         rank, world = self._place()
         source = self.val_source(world)
         return self._loader(source, Addresses(len(source), rank=rank))
 
     def probe_batch(self, num_rows: int) -> Batch:
-        """The first ``num_rows`` rows of validation (all of them where there are fewer)."""
+        """Return the first ``num_rows`` rows of validation, or all if there are fewer."""
         source = self.val_source()
         return source.rows(range(min(num_rows, source.num_rows)))
 
     def texts(self, inputs: Batch) -> dict[str, list[list[str]]]:
-        """A text for each position of a batch's ids: tokens, or ``KEY:VALUE`` of a recall task; {} where there is neither."""
+        """Return a text for each position of a batch: its token, or ``KEY:VALUE`` in a recall task. {} if there is neither."""
         ids = {axis: inputs[axis] for axis in ("input_ids", "decoder_input_ids") if axis in inputs}
         if self.task.tokenizer is not None:
             return {axis: [token_texts(self.task.tokenizer, row) for row in rows.tolist()] for axis, rows in ids.items()}
@@ -96,11 +96,11 @@ class DataModule(LightningDataModule):
         return {"input_ids": [key_value_texts(*row) for row in rows]}
 
     def val_batch_size(self, world: int) -> int:
-        """Rows of a validation batch over all ranks: as asked for, rounded up to a multiple of ``world``."""
+        """Return the rows of a validation batch over all ranks, rounded up to a multiple of ``world``."""
         return world * math.ceil((self._val_batch_size or self.batch_size) / world)
 
     def check_batch(self) -> None:
-        """Refuse to train on batches that would have a row twice; evaluation reads the same data without asking.
+        """Raise a ConfigError if a training batch would contain a row twice. Evaluation does not need this check.
 
         Raises:
             ConfigError: fewer training rows than ``data.batch_size``.
@@ -122,7 +122,7 @@ class DataModule(LightningDataModule):
 def build_data(
     config: DataConfig, *, tokenizer: Tokenizer | None = None, folder: str | Path | None = None, **options: Any
 ) -> DataModule:
-    """The data module of the task that ``config`` names.
+    """Build the data module of the task of ``config``.
 
     Args:
         config: one of the data configs.
@@ -130,7 +130,7 @@ def build_data(
         options: further arguments of ``DataModule``, such as ``seed`` and ``max_steps``.
 
     Raises:
-        ConfigError: the data cannot be read, or are too few.
+        ConfigError: the data cannot be read, or there are too few of them.
     """
     task = load_task(config, tokenizer, folder)
     return DataModule(task, batch_size=config.batch_size, num_workers=config.num_workers, **options)

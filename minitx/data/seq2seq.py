@@ -22,14 +22,14 @@ Pairs = list[tuple[str, str]]
 
 
 def load_pairs(config: DatesDataConfig | VersesDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
-    """The sequence-to-sequence task that ``config`` names. For a source s_1 … s_n and a target t_1 … t_m:
+    """Return the sequence-to-sequence task of ``config``. For a source s_1 … s_n and a target t_1 … t_m:
 
         input_ids          s_1 … s_n                key_mask          True where real
         decoder_input_ids  bos t_1 … t_m            decoder_key_mask  True where real
         labels             t_1 … t_m eos            −100 behind the end
 
     Raises:
-        ConfigError: a package is missing, a file has no pairs, or no pair is left for a split.
+        ConfigError: a package is missing, a file has no pairs, or a split has no pairs.
     """
     pairs = _both_splits(config)
     texts = (side for pair in pairs[0] for side in pair)

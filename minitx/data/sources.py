@@ -1,4 +1,4 @@
-"""Batches of a split by their address, for training and for validation."""
+"""Batches of a split by address, for training and for validation."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ BATCHES_IN_A_WINDOW = 50
 class Source(Dataset[Batch], ABC):
     """``source[address]`` is a slice of a global batch, as a dict of tensors.
 
-    ``num_targets`` (0-d, int64) counts the labels of the *whole* step, over all of its micro-batches and ranks.
+    ``num_targets`` (0-d, int64) is the number of labels of the *whole* step, over all micro-batches and ranks.
 
     Args:
         batch_size: rows of the global batch.
-        accumulate: micro-batches of a step.
-        world: ranks that share a micro-batch.
+        accumulate: micro-batches per step.
+        world: number of ranks that share a micro-batch.
     """
 
     def __init__(self, *, batch_size: int, accumulate: int = 1, world: int = 1) -> None:
@@ -36,21 +36,21 @@ class Source(Dataset[Batch], ABC):
 
     @abstractmethod
     def batch(self, step: int, rows: range) -> Batch:
-        """The given rows of the global batch of ``step``."""
+        """Return these rows of the global batch of ``step``."""
 
 
 class TrainSource(Source):
     """Training batches: row r of step s is item number s · batch_size + r of an endless stream of epochs.
 
-    The order of an epoch depends on (seed, epoch) alone. With ``bucket``, an epoch is permuted and cut into windows of 50
-    batches; each window is sorted by length and cut into batches, and the batches are permuted. Batches that touch two epochs
-    stay unsorted. A slice is as long as its longest row.
+    The order of an epoch depends only on (seed, epoch). With ``bucket``, an epoch is permuted and cut into windows of 50
+    batches. Each window is sorted by length and cut into batches, and the batches are permuted. Batches that contain rows of
+    two epochs are not sorted. A slice is padded to its longest row.
 
     Args:
-        split: the rows; or a function (count, generator) → batch, which draws every step anew from (seed, step).
+        split: the rows, or a function (count, generator) → batch, which draws new rows in each step from (seed, step).
         batch_size, accumulate, world: see ``Source``.
-        seed: of the order, and of random draws.
-        bucket: batches of rows of similar length.
+        seed: the seed of the order and of random draws.
+        bucket: put rows of similar length into the same batch.
     """
 
     def __init__(self, split: Split | Callable[..., Batch], *, seed: int, bucket: bool = False, **slices: Any) -> None:
@@ -75,7 +75,7 @@ class TrainSource(Source):
         return {**batch, "num_targets": torch.tensor(self._counted[1])}
 
     def items(self, step: int, rows: range) -> np.ndarray:
-        """What the order of its epoch has for these rows of the global batch of ``step``, (rows,) int64."""
+        """Return the items for these rows of the global batch of ``step``, (rows,) int64."""
         assert isinstance(self.split, Split)
         positions = np.arange(step * self.batch_size + rows.start, step * self.batch_size + rows.stop)
         epochs, index = np.divmod(positions, len(self.split))
@@ -86,7 +86,7 @@ class TrainSource(Source):
         return items
 
     def order(self, epoch: int, split: Split) -> np.ndarray:
-        """The items of an epoch in order, (N,) int64; the latest two epochs are kept."""
+        """Return the items of an epoch in order, (N,) int64. The latest two epochs are cached."""
         if epoch not in self._orders:
             while len(self._orders) > 1:
                 del self._orders[min(self._orders)]
@@ -112,10 +112,10 @@ class TrainSource(Source):
 
 
 class ValSource(Source):
-    """Validation batches: every row once over all ranks, in order; random draws depend on the number of the row alone.
+    """Validation batches: every row once over all ranks, in order. Random draws depend only on the number of the row.
 
-    Every rank gets the same number of batches, so that no collective waits for ever. The last ones may have fewer rows. A
-    rank that has none left gets one row whose labels are all ignored (or no row, where labels are no whole numbers).
+    Every rank gets the same number of batches, so that no collective waits for ever. The last batches may have fewer rows. A
+    rank without rows gets one row whose labels are all ignored (or no row, if labels are not whole numbers).
 
     Args:
         split: the rows.
@@ -127,11 +127,11 @@ class ValSource(Source):
         self.split, self.num_rows = split, len(split)
 
     def __len__(self) -> int:
-        """Number of (global) batches."""
+        """The number of (global) batches."""
         return -(-self.num_rows // self.batch_size)
 
     def batch(self, step: int, rows: range) -> Batch:
-        """See ``Source``; ``num_targets`` counts the labels of the batch over all ranks."""
+        """See ``Source``. ``num_targets`` is the number of labels of the batch over all ranks."""
         first, last = step * self.batch_size, min((step + 1) * self.batch_size, self.num_rows)
         wanted = range(first + rows.start, min(first + rows.stop, last))
         batch = self.rows(wanted if wanted else range(1))
@@ -144,7 +144,7 @@ class ValSource(Source):
         return batch
 
     def rows(self, rows: range) -> Batch:
-        """Rows by their number in [0, ``num_rows``); ``num_targets`` counts the labels of these rows."""
+        """Return rows by their number in [0, ``num_rows``). ``num_targets`` is the number of labels of these rows."""
         items = np.arange(rows.start, rows.stop)
         batch = self.split.collate(items, self._draw(rows.start))
         return {**batch, "num_targets": torch.tensor(count(self.split, items, self._draw(rows.start), batch))}
@@ -154,6 +154,6 @@ class ValSource(Source):
 
 
 def count(split: Split, items: np.ndarray, draw: Draw, batch: Batch | None = None) -> int:
-    """The labels that count in these items, of which ``batch`` is made where it is given."""
+    """Return the number of labels that count in these items. ``batch`` is the batch of these items, if it exists already."""
     known = split.count(items)
     return count_targets((batch or split.collate(items, draw))["labels"]) if known is None else known

@@ -8,13 +8,13 @@ from minitx.data.tokenizers import REPLACEMENT
 
 
 class TextStream:
-    """Take ids one at a time and return the text that they add, never a part of a character.
+    """Decode ids one at a time. Each call returns the new text, without incomplete characters.
 
-    A token of a byte-level BPE may end inside a character. ``decode`` then shows U+FFFD at the end, and the stream holds
-    it back until the next token or ``flush``. (``tokenizers.decoders.DecodeStream`` has no ``flush`` and loses it.)
+    A token of byte-level BPE may end inside a character. ``decode`` then ends with U+FFFD, and the stream waits for the next
+    token or ``flush``. (``tokenizers.decoders.DecodeStream`` has no ``flush`` and loses the character.)
 
     Args:
-        decode: ids -> text, for example ``Tokenizer.decode``.
+        decode: a function from ids to text, for example ``Tokenizer.decode``.
 
     >>> stream = TextStream(lambda ids: bytes(ids).decode("utf-8", "replace"))
     >>> [stream.push(byte) for byte in "né".encode()], stream.flush()
@@ -29,7 +29,7 @@ class TextStream:
         self._sent = 0
 
     def push(self, id: int) -> str:
-        """Return the text that is complete with ``id``, maybe none."""
+        """Return the text that ``id`` completes. It may be empty."""
         self._open.append(id)
         text = self._decode(self._context + self._open)
         whole = len(text) - text.endswith(REPLACEMENT)
@@ -40,7 +40,7 @@ class TextStream:
         return new
 
     def flush(self) -> str:
-        """Return what is still held back, a broken character as U+FFFD. The next ``push`` begins a new text."""
+        """Return the remaining text, with U+FFFD for an incomplete character. The next ``push`` begins a new text."""
         rest = self._decode(self._context + self._open)[self._sent :]
         self._context, self._open, self._sent = [], [], 0
         return rest

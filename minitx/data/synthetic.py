@@ -1,4 +1,4 @@
-"""Synthetic tasks that attention alone can solve: every answer stands in its row."""
+"""Synthetic tasks for attention: each row contains its answers."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def multi_query_examples(config: MultiQueryDataConfig, num_examples: int, random
         input_ids   k_1   v_1   …  k_P   v_P   q_1 … q_Q          keys are 0 … num_keys − 1, values follow them
         labels      −100  −100  …  −100  −100  a_1 … a_Q          a_i is the value of q_i
 
-    A value stands one position after its key, so that two layers are needed: one tells each value which key is before it,
-    the next looks the key up. Unlike Zoology's rows, values may repeat (chance is 1/num_values whatever else
-    the row shows), and no filler tokens stand between the queries: a query comes 2 to L − 1 positions after its key.
+    A value is one position after its key, so two layers are needed: the first tells each value which key is before it, the
+    second looks up the key. Unlike in Zoology, values may repeat (a guess is always right with probability 1/num_values), and
+    there are no filler tokens between the queries: a query is 2 to L − 1 positions after its key.
 
     Returns:
         ``input_ids`` and ``labels``, each (num_examples, 2P + Q) int64.
@@ -71,18 +71,17 @@ def multi_query_examples(config: MultiQueryDataConfig, num_examples: int, random
 
 
 def induction_examples(config: InductionDataConfig, num_examples: int, random: np.random.Generator) -> Batch:
-    """Draw examples of induction (T3), vectorised: a random segment that comes twice (Olsson et al. 2022, arXiv:2209.11895).
+    """Draw examples of induction (T3), vectorised: a random segment that appears twice (Olsson et al. 2022, arXiv:2209.11895).
 
-    N = ``segment_len`` tokens come twice and G = ``max_gap`` others once: g of them, uniform in 0 … G, between the copies,
-    the rest before the first. All tokens but the copy's are distinct, so that "the token after the previous occurrence" is
-    one token. With its last token asked for but not shown, an example has L = 2N + G − 1 positions:
+    N = ``segment_len`` tokens appear twice and G = ``max_gap`` others once: g of them (uniform in 0 … G) between the copies,
+    the rest before the first. All tokens except the copy are distinct, so that "the token after the previous occurrence" is
+    unique. The last token is predicted but not shown, so an example has L = 2N + G − 1 positions:
 
         input_ids   x x  A B C D  y y y  A  B  C          N = 4, G = 5, g = 3
         labels      −100  …  −100        B  C  D
 
-    The distance N + g to the first copy differs from row to row and has nothing to do with the query's own position,
-    because a head that looks a fixed number of positions back could answer rows with a fixed one; such a head is right in
-    1/(G + 1) of the rows.
+    The distance N + g to the first copy is random and independent of the query's position. With a constant distance, a head
+    that looks back a fixed number of positions could solve the task. Here such a head is right in 1/(G + 1) of the rows.
 
     Returns:
         ``input_ids`` and ``labels``, each (num_examples, 2N + G − 1) int64.
@@ -98,7 +97,7 @@ def induction_examples(config: InductionDataConfig, num_examples: int, random: n
 
 
 def key_value_texts(input_ids: Sequence[int], token_type_ids: Sequence[int]) -> list[str]:
-    """Positions for people: ``key:value``, values from 1 on as in ``token_type_ids``; the key alone where it has no value.
+    """Return readable positions: ``key:value``, with values from 1 on as in ``token_type_ids``, or only the key if it has no value.
 
     >>> key_value_texts([12, 3, 12], [5, 1, 0])
     ['12:5', '3:1', '12']
@@ -111,13 +110,13 @@ EXAMPLES: dict[type, Callable[[Any, int, np.random.Generator], Batch]] = {
     MultiQueryDataConfig: multi_query_examples,
     InductionDataConfig: induction_examples,
 }
-"""From a config to what draws its examples."""
+"""The function that draws examples, for each config class."""
 
 
 def previous_occurrences(input_ids: Tensor) -> Tensor:
-    """For each position the latest earlier one with the same token, −1 where there is none; (B, L) int64 to the same.
+    """Return for each position the latest earlier position with the same token, or −1. (B, L) int64 to (B, L) int64.
 
-    It is where a duplicate-token head looks, and in kv-lookup, where a value stands beside its key, where the answer is.
+    Duplicate-token heads look there. In kv-lookup, where each position has a key and its value, the answer is there.
 
     >>> previous_occurrences(torch.tensor([[5, 7, 5, 5]])).tolist()
     [[-1, -1, 0, 2]]
@@ -129,9 +128,9 @@ def previous_occurrences(input_ids: Tensor) -> Tensor:
 
 
 def induction_targets(input_ids: Tensor) -> Tensor:
-    """For each position the one after the latest earlier occurrence of its token, −1 where there is none; (B, L) int64.
+    """Return for each position the position after the latest earlier occurrence of its token, or −1. (B, L) int64.
 
-    It is where an induction head looks (Olsson et al. 2022, arXiv:2209.11895: "prefix matching").
+    Induction heads look there (Olsson et al. 2022, arXiv:2209.11895: "prefix matching").
 
     >>> induction_targets(torch.tensor([[5, 7, 9, 5, 7]])).tolist()
     [[-1, -1, -1, 1, 2]]
@@ -141,9 +140,10 @@ def induction_targets(input_ids: Tensor) -> Tensor:
 
 
 def answer_positions(batch: Batch) -> Tensor:
-    """For each labelled position of a recall task the one that holds its answer, −1 where nothing is asked; (B, L) int64.
+    """Return for each labelled position of a recall task the position of its answer, and −1 for other positions. (B, L) int64.
 
-    A head whose weights lie there solves the task. Values stand beside their keys in kv-lookup, else one position after.
+    A head with its weight there solves the task. In kv-lookup a value is at the position of its key, otherwise one position
+    after it.
     """
     beside = "token_type_ids" in batch
     found = previous_occurrences(batch["input_ids"]) if beside else induction_targets(batch["input_ids"])
@@ -151,7 +151,7 @@ def answer_positions(batch: Batch) -> Tensor:
 
 
 def load_recall(config: RecallDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
-    """A recall task: fresh examples for training, ``val_size`` fixed ones for validation, the same for every seed."""
+    """Return a recall task: new examples for each training step, and ``val_size`` fixed ones for validation, the same for every seed."""
     draw = partial(EXAMPLES[type(config)], config)
     val = draw(config.val_size, generator(VALIDATION_SEED, "val"))
     types = {"type_vocab_size": config.type_vocab_size} if config.type_vocab_size else {}

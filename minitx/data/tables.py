@@ -1,4 +1,4 @@
-"""Tables through ``datasets``: local files and folders, and names on the Hugging Face hub."""
+"""Read tables with ``datasets``: local files and folders, and names on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Rows = tuple[np.ndarray, np.ndarray]
 
 
 def load_splits(config: TableDataConfig, divide: Callable[[Any], Rows], **options: Any) -> tuple[Any, Any]:
-    """The tables of training and validation: see ``load_tables`` and ``divided``."""
+    """Return the rows of training and of validation. See ``load_tables`` and ``divided``."""
     return divided(load_tables(config, **options), divide)
 
 
 def load_tables(config: TableDataConfig, **options: Any) -> list[Any]:
-    """The training table of ``config`` and, where the config names one, that of validation; see ``load_table``."""
+    """Return the training table of ``config`` and, if the config names one, that of validation. See ``load_table``."""
     if config.val_path is None and config.val_split is None:
         return [load_table(config, **options)]
     key = "path" if config.val_path is None else "val_path"
@@ -33,7 +33,7 @@ def load_tables(config: TableDataConfig, **options: Any) -> list[Any]:
 
 
 def divided(tables: list[Any], divide: Callable[[Any], Rows]) -> tuple[Any, Any]:
-    """Both tables; where there is one, ``divide(table)`` gives its rows of training and of validation."""
+    """Return both tables. If there is only one, ``divide(table)`` returns its rows of training and of validation."""
     if len(tables) == 2:
         return tables[0], tables[1]
     train, val = (tables[0].select(rows) for rows in divide(tables[0]))
@@ -43,19 +43,19 @@ def divided(tables: list[Any], divide: Callable[[Any], Rows]) -> tuple[Any, Any]
 def load_table(
     config: TableDataConfig, key: str = "path", split_key: str = "split", *, streaming: bool = False, **reader: Any
 ) -> Any:
-    """The ``datasets.Dataset`` (``streaming``: ``IterableDataset``) of a split.
+    """Load a split as ``datasets.Dataset``, or with ``streaming`` as ``IterableDataset``.
 
     Args:
-        config: where the table is.
-        key: of the path in ``config``.
-        split_key: of the split in ``config``.
-        streaming: read rows when they are asked for.
-        reader: how files are read. ``texts``: columns of csv and tsv files that are texts, whatever they look like; ``header``
-            (true): whether csv and tsv files begin with the names of columns, which else are numbered from 0; ``kind``:
-            ``csv`` or ``text`` (a row for each line), whatever the suffix of a file.
+        config: the config with the path of the table.
+        key: the key of the path in ``config``.
+        split_key: the key of the split in ``config``.
+        streaming: read rows only when they are needed.
+        reader: how to read files. ``texts``: columns of csv and tsv files to read as text, even if they look like numbers.
+            ``header`` (default true): whether csv and tsv files begin with the names of columns. Otherwise columns are numbered
+            from 0. ``kind``: ``csv`` or ``text`` (one row per line), for any suffix.
 
     Raises:
-        ConfigError: nothing is there, the hub cannot be reached, there is no such split, or the files cannot be read.
+        ConfigError: the path or the split does not exist, the hub cannot be reached, or the files cannot be read.
     """
     path, split = str(getattr(config, key)), getattr(config, split_key) or "train"
     said, local = f"data.{key}={path}", Path(path).expanduser()
@@ -104,15 +104,15 @@ def _reader(
 
 
 def column_names(table: Any) -> list[str]:
-    """The columns of a table; a stream may not know them before it is read."""
+    """Return the columns of a table. A stream may have to be read to know them."""
     return table.column_names or list(next(iter(table), {}))
 
 
 def column_of(table: Any, wanted: str, key: str) -> str:
-    """``wanted`` if it is a column of ``table``.
+    """Return ``wanted`` if it is a column of ``table``.
 
     Raises:
-        ConfigError: it is none; the message lists those that are.
+        ConfigError: there is no such column. The message lists the columns.
     """
     names = column_names(table)
     if wanted not in names:
@@ -121,10 +121,10 @@ def column_of(table: Any, wanted: str, key: str) -> str:
 
 
 def as_texts(values: Iterable[Any], said: str) -> Iterator[str]:
-    """The texts; ``null`` is an empty one.
+    """Return the texts, with an empty text for ``null``.
 
     Raises:
-        ConfigError: something is no text; ``said`` (``data.KEY=VALUE``) says where it stands.
+        ConfigError: a value is not a text. The message contains ``said`` (``data.KEY=VALUE``).
     """
     for value in values:
         if not isinstance(value, str | None):
@@ -133,16 +133,16 @@ def as_texts(values: Iterable[Any], said: str) -> Iterator[str]:
 
 
 def texts_of(table: Any, column: str, key: str) -> list[str]:
-    """The texts of a column, without white space around them.
+    """Return the texts of a column, without white space around them.
 
     Raises:
-        ConfigError: there is no such column, or it has something else than texts.
+        ConfigError: there is no such column, or it contains values that are not texts.
     """
     return [text.strip() for text in as_texts(table[column_of(table, column, key)], f"data.{key}={column}")]
 
 
 def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tuple[str, ...]]:
-    """The labels (N,) int64 of a column in each table, and the names of all labels.
+    """Return the labels (N,) int64 of a column in each table, and the names of all labels.
 
     Raises:
         ConfigError: there is no such column, or a row without a label.

@@ -1,4 +1,4 @@
-"""A ``Task``: the two splits of a data set, and what a trainer, a model and an evaluation must know about them."""
+"""A ``Task``: the two splits of a data set, with what the trainer, the model and the evaluation need to know."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from minitx.data.tokens import TokenArray
 
 Draw = Callable[[int], np.random.Generator]
-"""The generator of row i of a batch."""
+"""A function from i to the random generator of row i of a batch."""
 
 
 KEY_MASKS = {"input_ids": "key_mask", "decoder_input_ids": "decoder_key_mask"}
@@ -28,34 +28,36 @@ KEY_MASKS = {"input_ids": "key_mask", "decoder_input_ids": "decoder_key_mask"}
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A data set to train on and to validate on. Our own loaders return one; so may a function of yours.
+    """A data set for training and validation. The loaders of this package return one. A function of yours can return one too.
 
     A split is a map-style data set: a list, a torch ``Dataset`` or a ``datasets.Dataset``. ``split[i]`` is a dict of tensors,
-    arrays, numbers or lists of numbers, with ``labels`` among them: −100 where a label does not count. It may have more:
+    arrays, numbers or lists of numbers. It must contain ``labels``, which are −100 where they do not count. A split may also
+    have:
 
-    * ``row(i, generator)`` takes the place of ``[i]`` where rows are drawn at random. ``generator`` is a
-      ``numpy.random.Generator`` that depends on (seed, step, row), or in validation on the row alone.
-    * ``num_targets(i)``, the labels that count in row i. Without it, the labels of a whole step are read to count them.
-    * ``lengths`` (N,), by which ``bucket`` sorts. Without it, every row is read once; the keys of ``key_masks`` count.
+    * ``row(i, generator)``, used instead of ``[i]`` for rows with random draws. ``generator`` is a ``numpy.random.Generator``
+      that depends on (seed, step, row), or in validation only on the row.
+    * ``num_targets(i)``, the number of labels that count in row i. Without it, all labels of a step are read to count them.
+    * ``lengths`` (N,), by which ``bucket`` sorts. Without it, every row is read once to measure the keys of ``key_masks``.
 
-    There are faster splits that make whole batches: a ``Split``, or for training a function ``(count, generator) → Batch`` that
-    draws the examples of every step anew.
+    Two kinds of splits make whole batches and are faster: a ``Split``, and for training a function ``(count, generator) →
+    Batch`` that draws new examples in every step.
 
     Attributes:
-        name: what messages call the data, such as ``data=kjv`` or ``data.path=my.txt``.
-        kind: ``language_model``, ``masked_lm``, ``seq2seq``, ``classify`` or ``other``; it chooses the metrics of an evaluation.
+        name: the name of the data in messages, such as ``data=kjv`` or ``data.path=my.txt``.
+        kind: ``language_model``, ``masked_lm``, ``seq2seq``, ``classify`` or ``other``. It decides which metrics an evaluation
+            computes.
         train, val: the splits.
-        pad: with what a 1-D key is filled up to the longest row of a batch; 0 for keys that are not named, −100 for ``labels``.
-        key_masks: which padded key gets a bool mask, True where real, and what the mask is called.
-        bucket: batches of rows of similar length.
-        tokenizer: of the texts.
-        model_fields: what the model's config must say (``vocab_size``, ``num_labels``, ``pad_id`` ...).
-        val_examples: (source text, reference text or label) of the validation rows in order, where the task has both.
-        label_names: of a classification.
-        baselines: computes what a model must beat, by name.
+        pad: the padding value of each 1-D key. Default: 0, and −100 for ``labels``.
+        key_masks: the padded keys that get a bool mask (True = real), and the names of the masks.
+        bucket: put rows of similar length into the same batch.
+        tokenizer: the tokenizer of the texts.
+        model_fields: fields of the model's config that the data decide (``vocab_size``, ``num_labels``, ``pad_id`` ...).
+        val_examples: (source text, reference text or label) of the validation rows, in order, if the task has both.
+        label_names: the names of the labels of a classification.
+        baselines: a function that computes the results of simple methods, by name.
         bits_per: factors from nats per token to bits per ``byte`` and ``character``, of a language model.
-        floors: cross-entropies in nats that a model must beat (``unigram``, ``bigram``), of a language model.
-        recall: every answer stands in its row.
+        floors: cross-entropies in nats of simple language models (``unigram``, ``bigram``), for comparison.
+        recall: whether each row contains its answers.
 
     >>> rows = [{"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, {"input_ids": [4, 5], "labels": [5, 6]}]
     >>> task = Task(name="mine", train=rows, val=rows, model_fields={"vocab_size": 11})
@@ -84,29 +86,29 @@ class Task:
 
 
 class Split(ABC):
-    """A split that makes whole batches at once. ``lengths`` (N,) is what each row takes, for ``Task.bucket``."""
+    """A split that makes whole batches at once. ``lengths`` (N,) are the lengths of the rows, for ``Task.bucket``."""
 
     lengths: np.ndarray
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of rows."""
+        """The number of rows."""
 
     def order(self, epoch: int, random: np.random.Generator) -> np.ndarray:
-        """The items of a training epoch in their order, (N,) int64, drawn from ``random`` alone."""
+        """Return the items of a training epoch in order, (N,) int64. All random numbers come from ``random``."""
         return random.permutation(len(self))
 
     def count(self, items: np.ndarray) -> int | None:
-        """The labels that count in these items; ``None`` where the items must be read to know."""
+        """Return the number of labels that count in these items, or ``None`` if the items must be read to know it."""
         return None
 
     @abstractmethod
     def collate(self, items: np.ndarray, draw: Draw) -> Batch:
-        """The items (B,) as a batch without ``num_targets``; ``draw(i)`` is the generator of its row i."""
+        """Return the items (B,) as a batch without ``num_targets``. ``draw(i)`` is the random generator of row i."""
 
 
 class Rows(Split):
-    """A map-style data set as a ``Split``; see ``Task``."""
+    """A map-style data set as a ``Split``. See ``Task``."""
 
     def __init__(self, rows: Any, task: Task) -> None:
         self.rows, self.task = rows, task
@@ -116,7 +118,7 @@ class Rows(Split):
 
     @cached_property
     def lengths(self) -> np.ndarray:  # type: ignore[override]
-        """Those of the data set, or counted."""
+        """The lengths of the data set, measured if it has none."""
         if hasattr(self.rows, "lengths"):
             return np.asarray(self.rows.lengths)
         rows = (self._read(np.array([i]), lambda _: generator(0))[0] for i in range(len(self)))
@@ -169,10 +171,10 @@ class Rows(Split):
 
 
 def as_split(task: Task, which: str) -> Split:
-    """``task.train`` or ``task.val`` as a ``Split``.
+    """Return ``task.train`` or ``task.val`` as a ``Split``.
 
     Raises:
-        ConfigError: it is no data set with ``len()`` and ``[i]``, or it is empty.
+        ConfigError: it has no ``len()`` or ``[i]``, or it is empty.
     """
     data = getattr(task, which)
     if not hasattr(data, "__len__") or not len(data):
@@ -181,12 +183,12 @@ def as_split(task: Task, which: str) -> Split:
 
 
 def count_targets(labels: Tensor) -> int:
-    """Labels that count: whole numbers that are not −100; of other labels, rows."""
+    """Return the number of labels that count: whole numbers that are not −100. For other labels, return the number of rows."""
     return len(labels) if labels.is_floating_point() else int(np.count_nonzero(labels.numpy() != IGNORED))
 
 
 def padded(rows: Sequence[np.ndarray], fill: float) -> np.ndarray:
-    """1-D rows as long as the longest, (B, L), with ``fill`` behind the end.
+    """Pad 1-D rows to the longest with ``fill``: (B, L).
 
     >>> padded([np.array([5, 6, 7]), np.array([8])], fill=0).tolist()
     [[5, 6, 7], [8, 0, 0]]
@@ -219,18 +221,18 @@ class Ragged:
 
 
 def hold_out(groups: Sequence[Any], fraction: float, always_train: Iterable[Any] = ()) -> tuple[np.ndarray, np.ndarray]:
-    """Split rows by group, the same whatever the run's seed.
+    """Split rows by group. The result does not depend on the run's seed.
 
     Args:
-        groups: the group of every row; a group lies in one split as a whole.
-        fraction: of the groups that validate: at least one of them, and never all.
-        always_train: groups that never validate.
+        groups: the group of every row. All rows of a group are in the same split.
+        fraction: the fraction of groups for validation. At least one group is held out, and never all.
+        always_train: groups that are never held out.
 
     Returns:
-        The rows of training, in order, and of validation, shuffled, so that the first ones represent all.
+        The rows of training, in order, and of validation. The latter are shuffled, so that the first rows represent all.
 
     Raises:
-        ConfigError: fewer than two groups, or none that may validate.
+        ConfigError: there are fewer than two groups, or none may be held out.
 
     >>> train, val = hold_out(["a", "b", "a", "c"], 0.3)
     >>> sorted([*train.tolist(), *val.tolist()])
@@ -248,12 +250,12 @@ def hold_out(groups: Sequence[Any], fraction: float, always_train: Iterable[Any]
 
 
 def name_of(config: Any) -> str:
-    """What messages call the data of a config."""
+    """Return the name of the data of a config, for messages."""
     path = getattr(config, "path", None)
     return f"data={config.name}" if path is None else f"data.path={path}"
 
 
 def tokenizer_of(config: Any, given: Tokenizer | None, texts: Iterable[str], marks: Sequence[str]) -> Tokenizer:
-    """The tokenizer ``given``, or that of ``data.tokenizer``, which ``char`` and ``bpe`` learn from ``texts``."""
+    """Return the tokenizer ``given``, or that of ``data.tokenizer``. ``char`` and ``bpe`` are learned from ``texts``."""
     given = given or find_tokenizer(config.tokenizer)
     return given or train_tokenizer(config.tokenizer, texts, vocab_size=config.bpe_vocab_size, marks=marks)

@@ -18,11 +18,10 @@ from minitx.data.tokens import TokenArray, bits_per, tokenised
 
 
 class TrainingWindows(Split):
-    """Windows of L = ``context_len`` tokens, each with the token that follows it.
+    """Windows of L = ``context_len`` tokens. The label of each token is the next one.
 
-    An epoch cuts the text into W windows from a random offset below L on, and gives them in random order.
-    W = max(1, ⌊(n − L) / L⌋) for n > L tokens, so that every offset fits and W is the same in every epoch. An item is the
-    first token of a window.
+    In each epoch the text is cut into W windows, from a random offset below L on. They come in random order. W = max(1, ⌊(n −
+    L) / L⌋) for n > L tokens, so that W is the same for every offset. An item is the index of a window's first token.
     """
 
     def __init__(self, tokens: TokenArray, context_len: int) -> None:
@@ -36,11 +35,11 @@ class TrainingWindows(Split):
         return {**self.__dict__, "_windows": None}  # a pickled view would hold the tokens themselves
 
     def count(self, items: np.ndarray) -> int:
-        """See ``Split``; no label is ignored."""
+        """See ``Split``. Every label counts."""
         return len(items) * self.context_len
 
     def order(self, epoch: int, random: np.random.Generator) -> np.ndarray:
-        """The first token of every window of an epoch, (W,) int64."""
+        """Return the index of the first token of every window of an epoch, (W,) int64."""
         offset = random.integers(min(self.context_len, len(self.tokens) - len(self) * self.context_len))
         return random.permutation(len(self)) * self.context_len + offset
 
@@ -56,7 +55,7 @@ class TrainingWindows(Split):
 class ValidationWindows:
     """Consecutive windows over the whole split: every token after the first is a target exactly once.
 
-    Row r has the tokens r·L … r·L + L − 1; what the last row lacks is input 0 and label −100. At least two tokens are needed.
+    Row r has the tokens r·L … r·L + L − 1. The last row is padded with input 0 and label −100. At least two tokens are needed.
     """
 
     def __init__(self, tokens: TokenArray, context_len: int) -> None:
@@ -76,7 +75,7 @@ class ValidationWindows:
 
 
 def load_text(config: TextDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
-    """Language modelling on the text that ``config`` names.
+    """Return the task of language modelling on the text of ``config``.
 
     Raises:
         ConfigError: the text cannot be read, or is shorter than a row.

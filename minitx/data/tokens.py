@@ -1,7 +1,7 @@
-"""Tokenised text on disk: a memory-mapped file of ids with a JSON record beside it.
+"""Tokenised text on disk: a memory-mapped file of ids, with a JSON file that describes it.
 
-The name of a cache says what it was made from: checksum of the text, tokenizer, split. The record has the checksum of the ids,
-so a damaged cache is made again.
+The name of a cache contains the checksum of the text, the tokenizer and the split. The JSON file has the checksum of the ids,
+so that a damaged cache is made again.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ TEXTS_AT_ONCE = 1000
 
 
 class TokenArray:
-    """A stretch [``start``, ``stop``) of a token file, mapped into memory on first use.
+    """The tokens ``start`` to ``stop - 1`` of a token file, mapped into memory on first use.
 
-    Only the path and the numbers are pickled; a pickled ``np.memmap`` would hold the tokens themselves.
+    Only the path and the numbers are pickled. A pickled ``np.memmap`` would contain the tokens themselves.
     """
 
     def __init__(self, path: Path, dtype: str, start: int, stop: int) -> None:
@@ -57,20 +57,20 @@ class TokenArray:
 def tokenised(
     config: CorpusConfig, folder: Path, tokenizer: Tokenizer | None = None, marks: Sequence[str] = ()
 ) -> tuple[TokenArray, TokenArray, Tokenizer, dict[str, Any]]:
-    """The tokens of the text that ``config`` names, from the cache in ``folder`` or made anew.
+    """Return the tokens of the text of ``config``, from the cache in ``folder`` if there is one.
 
     The last ``val_fraction`` of the characters is the validation split, whatever the tokenizer. Files:
     ``<text>-<tokenizer>-val<val_fraction>.bin`` and ``.json``.
 
     Args:
-        config: which text, tokenizer and split.
-        folder: where caches are kept.
-        tokenizer: use this one (a checkpoint's, say) instead of that of ``config``.
-        marks: of a tokenizer that is learned.
+        config: the text, the tokenizer and the split.
+        folder: the folder for caches.
+        tokenizer: a tokenizer to use instead of that of ``config``, for example that of a checkpoint.
+        marks: the marks of a tokenizer that is learned.
 
     Returns:
-        The ids of training and of validation, their tokenizer, and the record beside them. ``record["splits"][split]`` counts
-        ``tokens``, ``characters`` and ``bytes`` (of UTF-8); ``record["floors"]`` is ``ngram_floors`` of the splits.
+        The ids of training and of validation, the tokenizer, and the record in the JSON file. ``record["splits"][split]`` has
+        the numbers of ``tokens``, ``characters`` and ``bytes`` (UTF-8). ``record["floors"]`` is ``ngram_floors`` of the splits.
 
     Raises:
         ConfigError: the text is missing, not UTF-8, or too short to be split.
@@ -101,10 +101,10 @@ def tokenised(
 def cached(
     path: Path, source: str, build: Callable[[], dict[str, Any]]
 ) -> tuple[TokenArray, TokenArray, Tokenizer, dict[str, Any]]:
-    """The ids at ``path`` of training and of validation, their tokenizer, and the record beside them.
+    """Return the ids of training and of validation at ``path``, the tokenizer, and the record in the JSON file.
 
-    A record that is missing, damaged or of other ids is made again by ``build``, which writes the ids. ``source`` is what the
-    log calls them.
+    If the files are missing, damaged or do not fit each other, ``build`` writes them again. ``source`` is the name of the text
+    in the log.
     """
     beside = path.with_suffix(".json")
     try:
@@ -121,7 +121,7 @@ def cached(
 
 
 def token_arrays(path: Path, record: Mapping[str, Any]) -> tuple[TokenArray, TokenArray]:
-    """The ids of training and of validation, which follow each other in the file at ``path``."""
+    """Return the ids of training and of validation. They follow each other in the file at ``path``."""
     cut, rest = (record["splits"][split]["tokens"] for split in ("train", "val"))
     return TokenArray(path, record["dtype"], 0, cut), TokenArray(path, record["dtype"], cut, cut + rest)
 
@@ -132,7 +132,7 @@ def write_ids(
     splits: Mapping[str, Iterable[str]],
     encode: Callable[[Sequence[str]], Iterable[np.ndarray]],
 ) -> dict[str, Any]:
-    """Write the ids of the texts of ``train``, then of ``val``, to ``path``; returns the record of them."""
+    """Write the ids of the texts of ``train`` and then of ``val`` to ``path``. Return the record of them."""
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     counts = {split: {"tokens": 0, "characters": 0, "bytes": 0} for split in ("train", "val")}
     digest = hashlib.sha256()
@@ -151,5 +151,5 @@ def write_ids(
 
 
 def bits_per(targets: int, counted: Mapping[str, int]) -> dict[str, float]:
-    """Factors from nats per token to bits per ``byte`` and ``character`` of a split with so many ``targets`` and counts."""
+    """Return factors from nats per token to bits per ``byte`` and per ``character``, for a split with these counts."""
     return {unit: targets / counted[f"{unit}s"] / math.log(2) for unit in ("byte", "character")}

@@ -1,4 +1,4 @@
-"""Multi-head attention: projections around a core without parameters."""
+"""Multi-head attention: projections, and a core that computes attention."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from minitx.nn.scale import ScoreScale
 class DotProductAttention(nn.Module):
     """The core: scaled dot-product attention through a backend. It has no parameters.
 
-    A core is any module that maps an ``AttentionCall`` to (B, H, L, Dv), or to ``(output, weights)`` where the call needs weights.
-    With the class attribute ``softmax_weights = True`` a core says that its weights are the softmax that the call describes;
-    ``minitx.analysis.capture`` records such cores. ``has_dot_products = True`` says that it reads query and key through scale · q·k
-    only, which ``fold_scale`` needs.
+    A core is any module that maps an ``AttentionCall`` to (B, H, L, Dv), or to ``(output, weights)`` if the call needs weights.
+    Set the class attribute ``softmax_weights = True`` if the weights of the core are the softmax that the call describes:
+    ``minitx.analysis.capture`` records such cores. Set ``has_dot_products = True`` if the core uses query and key only in scale
+    · q·k: ``fold_scale`` needs this.
 
     Args:
-        backend: ``auto``, ``math``, ``sdpa``, ``chunked``, ``flex``, ``varlen`` or a registered name. Register a backend of your
-            own before you build the module that names it.
-        strict: raise instead of leaving a fused kernel.
+        backend: ``auto``, ``math``, ``sdpa``, ``chunked``, ``flex``, ``varlen`` or a registered name. Register your own backend
+            before you build the module.
+        strict: raise an error if torch would not use a fused kernel.
 
     Raises:
-        ValueError: a backend that nobody registered.
+        ValueError: the backend is not registered.
 
     >>> q = torch.randn(1, 2, 5, 8)
     >>> DotProductAttention(backend="math")(AttentionCall(q, q, q, scale=0.5)).shape
@@ -46,7 +46,7 @@ class DotProductAttention(nn.Module):
         self.backend, self.strict = backend, strict
 
     def forward(self, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
-        """A checked call -> (B, H, L, Dv), or ``(output, weights (B, H, L, S))``."""
+        """Return the output (B, H, L, Dv) of a checked call, or ``(output, weights (B, H, L, S))``."""
         return attend(call, self.backend, strict=self.strict)
 
     def extra_repr(self) -> str:
@@ -63,21 +63,21 @@ class MultiHeadAttention(nn.Module):
     Args:
         embed_dim: E, the width of queries and of the output.
         num_heads: H.
-        num_kv_heads: Hkv, dividing H; default H.
-        head_dim: D; default E // H, which must then divide.
-        kdim, vdim: widths of ``key`` and ``value`` inputs; default E.
-        bias: whether the four projections have biases. out_bias: whether ``out_proj`` has one; default as ``bias``.
-        dropout: on the weights, in training only.
+        num_kv_heads: Hkv, a divisor of H. Default: H.
+        head_dim: D. Default: E / H, which must be a whole number.
+        kdim, vdim: the widths of the ``key`` and ``value`` inputs. Default: E.
+        bias: whether the four projections have biases. out_bias: whether ``out_proj`` has one. Default: as ``bias``.
+        dropout: the dropout probability on the weights, in training only.
         softcap: t in t · tanh(z / t) on the scores, or None.
-        scale: a word or number as in ``ScoreScale``, or a ``ScoreScale``; ``inv_sqrt`` is 1/√D, ``unscaled`` 1.
-        max_len: the longest sequence, which ``scale="log_length"`` needs.
+        scale: a word or a number as in ``ScoreScale``, or a ``ScoreScale``. ``inv_sqrt`` is 1/√D, ``unscaled`` is 1.
+        max_len: the longest sequence. Only ``scale="log_length"`` needs it.
         qk_norm: a ``QKNorm``, or None.
         rotary: a ``Rotary`` for self-attention, or None.
         sinks: learn one extra logit per head without a value (initially 0).
-        core: what computes attention from an ``AttentionCall``; default ``DotProductAttention()``.
+        core: the module that computes attention from an ``AttentionCall``. Default: ``DotProductAttention()``.
 
     Raises:
-        ValueError: widths that do not fit; each message names the argument.
+        ValueError: widths that do not fit each other. The message names the argument.
 
     >>> attention = MultiHeadAttention(12, 3, dropout=0.1, core=DotProductAttention(backend="sdpa"))
     >>> attention(torch.randn(2, 5, 12), is_causal=True).shape
@@ -145,20 +145,20 @@ class MultiHeadAttention(nn.Module):
         cache: LayerCache | None = None,
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend. All constraints that are given intersect.
+        """Compute attention. A query sees a key only if causality, ``key_mask`` and ``attn_mask`` all allow it.
 
         Args:
             query: (B, L, E).
-            key: (B, S, kdim); default ``query`` (self-attention).
-            value: (B, S, vdim); default ``key``.
+            key: (B, S, kdim). Default: ``query`` (self-attention).
+            value: (B, S, vdim). Default: ``key``.
             attn_mask: bool (L, S) or broadcastable to (B, H, L, S), True = may attend, or a ``Mask``.
             key_mask: bool (B, S), True = real token.
-            is_causal: the last query sees the last key.
+            is_causal: hide later positions. The last query sees the last key.
             attn_bias: float, broadcastable to (B, H, L, S), or a ``Bias``; added to the scaled scores.
-            position_ids: int (B or 1, L) for rotary; default 0 … L - 1, counted on from the cache's length. A ``Rotation`` (the
-                angles of these positions) spares computing them in every layer.
-            cache: for self-attention, the earlier keys and values, to which these are appended: S counts them all, in
-                masks and biases too. For cross-attention, keys and values are computed at its first use only.
+            position_ids: int (B or 1, L), for rotary positions. Default: 0 … L - 1, or from the cache's length on. Pass a
+                ``Rotation`` (the angles of these positions) to compute the angles once for all layers.
+            cache: for self-attention, the keys and values of earlier positions. The new ones are appended, and S counts all of
+                them, in masks and biases too. For cross-attention, the cache stores the keys and values at its first use.
             need_weights: also return the weights (B, H, L, S), before dropout.
 
         Returns:
@@ -194,10 +194,10 @@ class MultiHeadAttention(nn.Module):
         return out if weights is None else (out, weights)
 
     def make_cache(self, capacity: int, window: int | None = None) -> LayerCache:
-        """Return the smallest cache for ``capacity`` positions, of which a query sees the last ``window`` (None: all).
+        """Return the smallest cache for ``capacity`` positions if a query sees the last ``window`` keys (None: all).
 
-        A core with a method ``make_cache(capacity)`` makes its own. With ``scale="log_length"`` all keys are kept, because they are
-        counted.
+        A core with a method ``make_cache(capacity)`` makes its own cache. With ``scale="log_length"`` the cache keeps all keys,
+        because the scale depends on their number.
         """
         if self.scale.needs_counts:
             return LayerCache(capacity)
@@ -254,12 +254,12 @@ class MultiHeadAttention(nn.Module):
 
     @classmethod
     def from_torch(cls, theirs: nn.MultiheadAttention, *, backend: str = "auto") -> MultiHeadAttention:
-        """The layer with the weights of ``torch.nn.MultiheadAttention``, copied; equal outputs, in its dtype and device.
+        """Return a layer with copies of the weights of a ``torch.nn.MultiheadAttention``. Its outputs are equal.
 
-        Arguments that differ: tensors are always batch-first; in ``key_padding_mask`` and bool ``attn_mask`` True means *hidden*
-        in torch and "may attend" here (``masks.from_key_padding_mask`` converts); float masks are ``attn_bias``. Results that
-        differ: weights are per head and before dropout (torch averages the heads and returns them after dropout); a row without a
-        visible key is zero before ``out_proj`` (torch: NaN).
+        The arguments differ: tensors are always batch-first. In ``key_padding_mask`` and a bool ``attn_mask``, True means
+        *hidden* in torch and "may attend" here (``masks.from_key_padding_mask`` converts). A float mask is an ``attn_bias``.
+        Two results differ: weights are per head and before dropout (torch averages the heads after dropout), and a row without
+        a visible key is zero before ``out_proj`` (torch: NaN).
 
         Raises:
             ValueError: ``add_bias_kv`` or ``add_zero_attn``, which append a key to every sequence.
@@ -278,10 +278,10 @@ class MultiHeadAttention(nn.Module):
 
     @torch.no_grad()
     def to_torch(self) -> nn.MultiheadAttention:
-        """A ``torch.nn.MultiheadAttention(batch_first=True)`` with copies of these weights; see ``from_torch``.
+        """Return a ``torch.nn.MultiheadAttention(batch_first=True)`` with copies of these weights. See ``from_torch``.
 
         Raises:
-            ValueError: an option that torch's layer does not have; the message names it.
+            ValueError: an option that torch's layer does not have. The message names it.
         """
         E, H = self.embed_dim, self.num_heads
         lacking = {

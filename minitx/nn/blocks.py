@@ -1,4 +1,4 @@
-"""Transformer blocks from built parts: attention, feed-forward, and where the norms stand."""
+"""Transformer blocks. They are composed of attention, a feed-forward network and norms."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Extras = dict[str, Tensor]
 
 
 class LayerScale(nn.Module):
-    """A learned gain for each channel of a sublayer's output, small at first: λ · f(x).
+    """Multiply a sublayer's output by a learned gain for each channel, small at first: λ · f(x).
 
     Touvron et al. 2021, "Going deeper with Image Transformers", arXiv:2103.17239, §2.1 (10⁻¹ up to 18 layers, 10⁻⁵ up to
     24, 10⁻⁶ beyond).
 
     Args:
         embed_dim: E, the number of channels.
-        start: λ before training, positive.
+        start: the initial λ, a positive number.
 
     >>> LayerScale(3, 0.5)(torch.ones(1, 2, 3)).unique().tolist()
     [0.5]
@@ -44,7 +44,7 @@ class LayerScale(nn.Module):
         self.gain = nn.Parameter(torch.full((embed_dim,), float(start)))
 
     def reset_parameters(self) -> None:
-        """Every gain back to its start."""
+        """Set every gain to ``start``."""
         nn.init.constant_(self.gain, self.start)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class StochasticDepth(nn.Module):
 
 
 class Residual(nn.Module):
-    """The residual connection around a sublayer f, and its norms.
+    """The residual connection around a sublayer f, with its norms.
 
     * ``pre``: x + f(norm(x)) (Xiong et al. 2020, arXiv:2002.04745); ``post``: norm(x + f(x)) (Vaswani et al. 2017, §3.1)
     * ``sandwich``: x + norm'(f(norm(x))) (Ding et al. 2021, arXiv:2105.13290); ``deepnorm``: norm(α x + f(x)), α =
@@ -86,9 +86,9 @@ class Residual(nn.Module):
     Dropout is applied to the sublayer's output, then ``branch`` if there is one, then the sum.
 
     Args:
-        norm: makes one norm. norm_position: one of the four.
-        dropout: on the sublayer's output, in training only. residual_scale: α.
-        branch: makes a module that is applied to the output after dropout: ``LayerScale``, ``StochasticDepth``, or both.
+        norm: a function that builds one norm. norm_position: one of the four.
+        dropout: the dropout probability on the sublayer's output, in training only. residual_scale: α.
+        branch: a function that builds a module for the output after dropout: ``LayerScale``, ``StochasticDepth``, or both.
 
     >>> Residual(norm=lambda: nn.LayerNorm(3))(torch.ones(1, 2, 3), lambda x: x).tolist()[0]  # ones have no deviation
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
@@ -114,11 +114,11 @@ class Residual(nn.Module):
         self.branch = None if branch is None else branch()
 
     def enter(self, x: Tensor) -> Tensor:
-        """The input of the sublayer."""
+        """Return the input of the sublayer."""
         return x if self.norm_last else self.norm(x)
 
     def leave(self, x: Tensor, out: Tensor) -> Tensor:
-        """The residual stream after the sublayer returned ``out``."""
+        """Return the residual stream after the sublayer, whose output is ``out``."""
         if self.output_norm is not None:
             out = self.output_norm(out)
         if self.dropout is not None:
@@ -132,7 +132,7 @@ class Residual(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention, cross-attention if there is one, then feed-forward, each in a ``Residual``; (B, L, E) in and out.
+    """A Transformer block: self-attention, optional cross-attention and feed-forward, each in a ``Residual``. (B, L, E) in and out.
 
     ``Block(...)`` is an encoder block, ``Block(..., causal=True)`` the block of a language model, and ``causal=True`` with
     ``cross_attention`` the decoder block of an encoder–decoder.
@@ -141,15 +141,16 @@ class Block(nn.Module):
         attention: a ``MultiHeadAttention``, or a module that takes x and the options of ``forward`` that are not None. If it
             returns a tuple, the first entry is the output.
         feedforward: a module (B, L, E) -> (B, L, E).
-        norm: makes one norm, for example ``lambda: nn.LayerNorm(E)``.
-        causal: intersect ``Causal()`` with the mask. A mask with a causality of its own (``PrefixLM``) replaces ``Causal()``.
+        norm: a function that builds one norm, for example ``lambda: nn.LayerNorm(E)``.
+        causal: intersect the mask with ``Causal()``. A mask that defines causality itself (``PrefixLM``) replaces ``Causal()``.
         cross_attention: a ``MultiHeadAttention`` over ``memory``, or None.
         norm_position: ``pre``, ``post``, ``sandwich`` or ``deepnorm``.
-        parallel: attention and feed-forward read the same normed input and are added together (GPT-J; pre-norm only).
-        dropout: on each sublayer's output. residual_scale: α of ``deepnorm``. branch: as in ``Residual``.
+        parallel: attention and feed-forward get the same normed input, and their outputs are added (GPT-J; pre-norm only).
+        dropout: the dropout probability on each sublayer's output. residual_scale: α of ``deepnorm``. branch: as in
+            ``Residual``.
 
     Raises:
-        ValueError: ``parallel`` with another norm position than ``pre``.
+        ValueError: ``parallel`` without ``norm_position="pre"``.
 
     >>> from minitx.nn import FeedForward, MultiHeadAttention
     >>> block = Block(MultiHeadAttention(12, 3), FeedForward(12, 48), norm=lambda: nn.LayerNorm(12), causal=True).eval()
@@ -194,21 +195,21 @@ class Block(nn.Module):
         memory_mask: Tensor | Mask | None = None,
         return_extras: bool = False,
     ) -> Tensor | tuple[Tensor, Extras]:
-        """One block.
+        """Apply the block.
 
         Args:
             x: (B, L, E).
             attn_mask, position_ids, attn_bias: as in ``MultiHeadAttention.forward``.
-            cache: the layer's keys and values of earlier positions and of the memory. x holds the positions after them; the S
-                keys of a mask include them.
-            memory: (B, S, kdim) of the encoder, for ``cross_attention``; its keys and values are computed at a cache's
-                first use only.
+            cache: the layer's keys and values of earlier positions and of the memory. x holds the next positions. The S keys of
+                a mask include the earlier ones.
+            memory: (B, S, kdim), the encoder's output, for ``cross_attention``. With a cache, its keys and values are computed
+                once.
             memory_mask: bool (L, S), (B, 1, 1, S) …, or a ``Mask``.
-            return_extras: return ``(x, extras)``, with ``router_probs`` (B, L, N) and ``router_choice`` (B, L, k) where the
-                feed-forward is a ``MixtureOfExperts``.
+            return_extras: return ``(x, extras)``. If the feed-forward is a ``MixtureOfExperts``, ``extras`` has
+                ``router_probs`` (B, L, N) and ``router_choice`` (B, L, k).
 
         Raises:
-            ValueError: memory for a block without cross-attention, or none for a block with it.
+            ValueError: ``memory`` is given without cross-attention, or missing with it.
         """
         if (memory is None) != (self.cross_attention is None):
             state = "has no cross_attention" if self.cross_attention is None else "has cross_attention and needs memory"
@@ -246,9 +247,9 @@ _RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
 
 
 def is_recomputing() -> bool:
-    """Whether this is the second forward of a checkpointed block, made in the backward pass: a record skips it.
+    """Return whether a checkpointed block is being recomputed in the backward pass. Recorders skip this second run.
 
-    Hooks fire in both runs, because one that changes a value has to change it in both.
+    Hooks run both times, because a hook that changes a value must change it both times.
 
     >>> is_recomputing()
     False
@@ -271,7 +272,7 @@ def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[No
 
 
 def run_checkpointed(block: nn.Module, x: Tensor, **options: Any) -> Any:
-    """``block(x, **options)`` that keeps only its input and computes the activations again in the backward pass.
+    """Return ``block(x, **options)``. Only the input is kept; the activations are computed again in the backward pass.
 
     Both runs use the same random numbers, so the gradients equal those of a plain call bit by bit (Chen et al. 2016,
     arXiv:1604.06174).

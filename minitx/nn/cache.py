@@ -1,4 +1,4 @@
-"""Keys and values kept between calls, so that decoding reads every token once.
+"""Caches of keys and values: decoding reads every token once.
 
 The order in attention is projections → QK-norm → rotary → *cache* → backend, so a cache holds normed and rotated keys. The caller
 owns the cache; modules keep none. ``model.make_cache(capacity)`` makes the smallest cache for a model.
@@ -18,18 +18,18 @@ from minitx.nn.masks import Documents, Mask, Padding, SlidingWindow
 class LayerCache:
     """The keys and values of one layer: keys (B, Hkv, slots, D) and values (B, Hkv, slots, Dv).
 
-    Self-attention appends to it. Cross-attention writes ``memory`` once and reads it in later calls. Without a window the tensors are
-    allocated at the first ``append``, in the shape, dtype and device of what arrives, and never again. With a window w they hold the
-    newest positions only: at most 2w - 1 slots, or those of the longest piece and the w - 1 before it. Every token is written
-    once. The w - 1 newest positions are moved to new tensors when the slots are used up.
+    Self-attention appends to it. Cross-attention writes ``memory`` once and reads it in later calls. Without a window the
+    tensors are allocated once, at the first ``append``, with its shape, dtype and device. With a window w they hold only the
+    newest positions: at most 2w - 1 slots, or enough for the longest piece and the w - 1 positions before it. Every token is
+    written once. When the slots are used up, the w - 1 newest positions are moved to new tensors.
 
     Args:
         capacity: the largest number of positions.
         window: how many keys a query sees, its own included. None: all.
 
     Raises:
-        ValueError: a capacity or window below 1; more positions than ``capacity``; another batch, number of heads, width, dtype or
-            device than before. RuntimeError: keys or values that require grad (the tensors are overwritten in place).
+        ValueError: a capacity or window below 1; more positions than ``capacity``; a change of batch size, number of heads,
+            width, dtype or device. RuntimeError: keys or values that require grad (the tensors are overwritten in place).
 
     >>> cache = LayerCache(capacity=8)
     >>> for length in (3, 1):
@@ -51,7 +51,7 @@ class LayerCache:
 
     @property
     def num_rows(self) -> int:
-        """B, or 0 where nothing was read yet."""
+        """B, or 0 if nothing was read yet."""
         return 0 if self._keys is None else self._keys.shape[0]
 
     @property
@@ -68,7 +68,7 @@ class LayerCache:
         return self.length if self.window is None else min(self.length, self.window - 1)
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """key (B, Hkv, L, D) and value (B, Hkv, L, Dv) of the next L positions; returns the last ``num_kept + L``, as views."""
+        """Append key (B, Hkv, L, D) and value (B, Hkv, L, Dv) of L positions. Return the last ``num_kept + L`` as views."""
         kept, L = self.num_kept, key.shape[2]
         check_room(self.length, L, self.capacity)
         if self._end + L > self._slots:
@@ -99,13 +99,13 @@ class LayerCache:
         self._end, self.length = self._end - (self.length - length), length
 
     def remember(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the keys and values of a memory, for cross-attention; returns them."""
+        """Store the keys and values of a memory, for cross-attention, and return them."""
         _check_like("key", key, key)
         self.memory = (key, value)
         return self.memory
 
     def reorder(self, rows: Tensor) -> None:
-        """Row i becomes the old row ``rows[i]``, for beam search; ``rows`` is int (B',)."""
+        """Replace each row i by the row ``rows[i]``, for beam search. ``rows`` is int (B',)."""
         if self._keys is not None and self._values is not None:
             self._keys, self._values = self._keys.index_select(0, rows), self._values.index_select(0, rows)
         if self.memory is not None:
@@ -113,9 +113,9 @@ class LayerCache:
 
 
 class StateCache(LayerCache):
-    """The cache of a kernelised core: a sum over all positions instead of their keys. Its size does not grow.
+    """The cache of a kernelised core: a sum over all positions. Its size does not grow.
 
-    ``append`` returns the new keys and values alone. The core adds them to ``state``: Σ_j φ(k_j) (v_jᵀ, 1) relative to exp(top),
+    ``append`` returns only the new keys and values. The core adds them to ``state``: Σ_j φ(k_j) (v_jᵀ, 1) relative to exp(top),
     as (B, Hkv, m, Dv + 1) and (B, Hkv, 1), or None before the first position.
     """
 
@@ -126,16 +126,16 @@ class StateCache(LayerCache):
 
     @property
     def num_rows(self) -> int:
-        """B, or 0 where nothing was read yet."""
+        """B, or 0 if nothing was read yet."""
         return 0 if self.state is None else self.state[0].shape[0]
 
     @property
     def num_kept(self) -> int:
-        """No key is kept."""
+        """0: no key is kept."""
         return 0
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """key (B, Hkv, L, D) and value (B, Hkv, L, Dv) of the next L positions; returns them."""
+        """Count the next L positions. Return their key (B, Hkv, L, D) and value (B, Hkv, L, Dv)."""
         check_room(self.length, key.shape[2], self.capacity)
         _check_like("key", key, key)
         if self.state is not None and self.state[0].shape[:2] != key.shape[:2]:
@@ -151,7 +151,7 @@ class StateCache(LayerCache):
             self.state, self.length = self._before, length
 
     def reorder(self, rows: Tensor) -> None:
-        """Row i becomes the old row ``rows[i]``, for beam search; ``rows`` is int (B',)."""
+        """Replace each row i by the row ``rows[i]``, for beam search. ``rows`` is int (B',)."""
         super().reorder(rows)
         if self.state is not None:
             self.state = self.state[0].index_select(0, rows), self.state[1].index_select(0, rows)
@@ -166,10 +166,10 @@ class KVCache:
 
     Args:
         capacity: the largest number of tokens in a row, padding included.
-        num_layers: that of the model.
+        num_layers: the number of layers of the model.
 
     Raises:
-        ValueError: as in ``LayerCache``; documents that are given for some tokens only.
+        ValueError: as in ``LayerCache``, or document ids that are given for some tokens only.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -193,15 +193,15 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """How many positions were read, padding included."""
+        """The number of positions that were read, padding included."""
         return self.layers[0].length
 
     def join(
         self, input_ids: Tensor, key_mask: Tensor | None, document_ids: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """``key_mask`` and ``document_ids`` of the earlier and the new tokens together: (B, length + L) each, or None.
+        """Return ``key_mask`` and ``document_ids`` of the earlier and the new tokens: (B, length + L) each, or None.
 
-        A model calls this before its blocks read the new tokens, and ``keep`` or ``rewind`` after it.
+        A model calls this before its blocks read the new tokens, and ``keep`` or ``rewind`` afterwards.
         """
         check_room(self.length, input_ids.shape[1], self.capacity)
         for name, given in (("key_mask", key_mask), ("document_ids", document_ids)):
@@ -229,31 +229,31 @@ class KVCache:
     def rules(
         self, layer: int, window: int | None, key_mask: Tensor | None, document_ids: Tensor | None, num_new: int
     ) -> list[Mask]:
-        """The masks of one layer: its window, and the padding and documents (B, length + num_new) that ``join`` returned."""
+        """Return the masks of one layer: its window, and the padding and documents (B, length + num_new) from ``join``."""
         newest = slice(-self.layers[layer].num_kept - num_new, None)
         key_mask = None if key_mask is None else key_mask[:, newest]
         return hiding_rules(window, key_mask, None if document_ids is None else document_ids[:, newest])
 
     def place(self, attn_bias: Bias) -> Bias:
-        """``attn_bias`` with key positions as this cache stores them."""
+        """Return ``attn_bias`` for the key positions of this cache."""
         return attn_bias
 
     @property
     def keeps_all(self) -> bool:
-        """Whether all keys of all layers are kept, in order, so that a mask of the caller can count them."""
+        """Whether all keys of all layers are kept in order, so that masks of the caller may refer to their positions."""
         return all(type(layer) is LayerCache and layer.window is None for layer in self.layers)
 
     def keep(self) -> None:
-        """All layers have read the new tokens."""
+        """Count the new tokens, after all layers have read them."""
         self._kept, (self.key_mask, self.document_ids) = self.length, self._joined
 
     def rewind(self) -> None:
-        """Forget what some layers have read of new tokens, after a forward pass that failed."""
+        """Forget the new tokens after a failed forward pass, in which only some layers have read them."""
         for layer in self.layers:
             layer.rewind(self._kept)
 
     def reorder(self, rows: Tensor) -> None:
-        """Row i becomes the old row ``rows[i]``, in every layer: what beam search needs. ``rows`` is int (B',)."""
+        """Replace each row i by the row ``rows[i]`` in every layer, for beam search. ``rows`` is int (B',)."""
         for layer in self.layers:
             layer.reorder(rows)
         self.key_mask = None if self.key_mask is None else self.key_mask.index_select(0, rows)
@@ -267,8 +267,9 @@ class StaticCache(KVCache):
     ordinary cache that has read the prompt. Every later call adds one token.
 
     Raises:
-        ValueError: as in ``KVCache``; a capacity below 2; several tokens at once; documents; a cache that does not keep all keys; a
-            token beyond ``capacity`` (not noticed on a GPU or in a compiled step, where looking would stop the host: count before).
+        ValueError: as in ``KVCache``; a capacity below 2; several tokens at once; documents; a cache that does not keep all
+            keys; a token beyond ``capacity``. On a GPU and in a compiled step this is not checked, because the check would wait
+            for the device: count the tokens yourself.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -312,7 +313,7 @@ class StaticCache(KVCache):
     def join(
         self, input_ids: Tensor, key_mask: Tensor | None, document_ids: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Which slots hold real tokens, the new one included: (B, capacity)."""
+        """Return which slots hold real tokens, the new one included: bool (B, capacity)."""
         if self.position is None or self.key_mask is None or input_ids.shape[1] != 1 or document_ids is not None:
             raise ValueError(
                 "a static cache is filled from another first, then takes one token a row at a time, without documents"
@@ -325,7 +326,7 @@ class StaticCache(KVCache):
     def rules(
         self, layer: int, window: int | None, key_mask: Tensor | None, document_ids: Tensor | None, num_new: int
     ) -> list[Mask]:
-        """The mask of one layer. Masks take the query for the last slot, so the window is applied here, from its real position."""
+        """Return the mask of one layer. Masks assume that the query is in the last slot, so the window is applied here, at its real position."""
         assert self.position is not None
         assert key_mask is not None
         if window is not None:
@@ -334,22 +335,22 @@ class StaticCache(KVCache):
         return [Padding(key_mask)]
 
     def place(self, attn_bias: Bias) -> Bias:
-        """``attn_bias`` for a query at ``position`` instead of the last slot."""
+        """Return ``attn_bias`` for a query at ``position`` instead of the last slot."""
         assert self.position is not None
         return _Shifted(attn_bias, self.capacity - 1 - self.position)
 
     @property
     def keeps_all(self) -> bool:
-        """A mask of the caller would count the query as the last slot."""
+        """False: a mask of the caller would take the query's position to be the last slot."""
         return False
 
     def keep(self) -> None:
-        """All layers have written the slot of the new token."""
+        """Count the new token, after all layers have written its slot."""
         assert self.position is not None
         self.position += 1
 
     def rewind(self) -> None:
-        """Nothing changes: the next token writes the same slot."""
+        """Do nothing: the next token is written to the same slot."""
 
 
 class _StaticLayer(LayerCache):
@@ -396,7 +397,7 @@ class _Shifted(Bias):
 
 
 def hiding_rules(window: int | None, key_mask: Tensor | None, document_ids: Tensor | None) -> list[Mask]:
-    """One mask for each argument that is not None; ``key_mask`` and ``document_ids`` are (B, S)."""
+    """Return one mask for each argument that is not None. ``key_mask`` and ``document_ids`` are (B, S)."""
     rules: list[Mask] = [] if window is None else [SlidingWindow(window)]
     if key_mask is not None:
         rules.append(Padding(key_mask))
@@ -406,7 +407,7 @@ def hiding_rules(window: int | None, key_mask: Tensor | None, document_ids: Tens
 
 
 def check_room(length: int, num_new: int, capacity: int) -> None:
-    """Refuse more positions than there is room for, before anything was written."""
+    """Raise a ValueError if there is no room for the new positions, before anything is written."""
     if length + num_new > capacity:
         raise ValueError(f"cache has capacity for {capacity} positions: {length} are taken, {num_new} more do not fit")
 

@@ -1,12 +1,12 @@
-"""Reference attention: the definition of correct, in the order of the papers.
+"""Reference attention: it defines the correct result. The steps are in the order of the papers.
 
     scores  z = c · q·k                      (then soft-cap: t · tanh(z / t), then + bias)
     weights p = softmax over visible keys    (exact zero elsewhere; with sinks the row sums below 1)
     output  o = dropout(p) · v
 
-Everything is computed in at least float32. Shapes: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv);
-query head h uses key head h // (H / Hkv). An ``AttentionCall`` holds the arguments of one call: it is built and checked once, and
-every core and backend gets it.
+Everything is computed in at least float32. Shapes: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv). Query head h
+uses key head h // (H / Hkv). An ``AttentionCall`` holds the arguments of one call. It is built and checked once and then passed
+to the core and the backend.
 
 Vaswani et al. 2017, "Attention Is All You Need", arXiv:1706.03762, §3.2.1.
 """
@@ -26,7 +26,7 @@ from minitx.nn.masks import Causal, Mask, intersect
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """A context without autocast. On devices that have no autocast (``meta``) it does nothing."""
+    """Return a context without autocast. It does nothing on devices without autocast (``meta``)."""
     known = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if known else nullcontext()
 
@@ -39,11 +39,11 @@ def attention_scores(
     softcap: float | None = None,
     attn_bias: Tensor | None = None,
 ) -> Tensor:
-    """Scaled scores before mask and softmax, (B, H, L, S), in at least float32.
+    """Return the scaled scores before mask and softmax, (B, H, L, S), in at least float32.
 
     Args:
         query: (B, H, L, D). key: (B, Hkv, S, D), Hkv dividing H.
-        scale: multiplies q·k. softcap: t, scores become t · tanh(score / t).
+        scale: the factor on q·k. softcap: t. Scores become t · tanh(score / t).
         attn_bias: added last, broadcastable to (B, H, L, S).
 
     >>> attention_scores(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4), scale=0.5).item()
@@ -61,10 +61,10 @@ def attention_scores(
 
 
 def masked_softmax(scores: Tensor, visible: Tensor | None = None, sinks: Tensor | None = None) -> Tensor:
-    """Softmax over the last axis among visible keys; a row without any is zero, with zero gradient.
+    """Return the softmax over the visible keys of the last axis. A row without a visible key is zero, and so is its gradient.
 
-    p_ij = exp(z_ij - m_i) / (Σ_visible exp(z_ij - m_i) + exp(sink_h - m_i)), m_i the row's largest logit. Hidden scores
-    are filled with the dtype's minimum and their weights set to exact zero, so that an empty row gives no NaN.
+    p_ij = exp(z_ij - m_i) / (Σ_visible exp(z_ij - m_i) + exp(sink_h - m_i)), where m_i is the row's largest logit. Hidden
+    scores are set to the dtype's minimum, and their weights to exactly zero, so that an empty row gives no NaN.
 
     Args:
         scores: (B, H, L, S), at least float32.
@@ -90,7 +90,7 @@ def masked_softmax(scores: Tensor, visible: Tensor | None = None, sinks: Tensor 
 
 
 def hide_unseen(tensor: Tensor, visible: Tensor | None) -> Tensor:
-    """Set the keys or values (B, Hkv, S, D) that no query may see to zero: a NaN there would leak, because 0 · NaN is NaN."""
+    """Set keys or values (B, Hkv, S, D) that no query may see to zero. Otherwise a NaN there would reach the output: 0 · NaN is NaN."""
     if visible is None:
         return tensor
     seen = visible.any(dim=-2)  # (B or 1, H or 1, S or 1)
@@ -102,24 +102,24 @@ def hide_unseen(tensor: Tensor, visible: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AttentionCall:
-    """The arguments of one attention call, as every core and backend gets them.
+    """The arguments of one attention call. Every core and every backend takes an ``AttentionCall``.
 
     The order of operations is scale → soft-cap → + bias → mask → sinks → softmax → dropout → · value.
 
     Args:
         query: (B, H, L, D). key: (B, Hkv, S, D), Hkv dividing H. value: (B, Hkv, S, Dv).
-        mask: which keys each query may see, as a rule; None: all.
+        mask: a ``Mask`` that says which keys each query may see. None: all.
         attn_bias: float, (L, S) or broadcastable to (B, H, L, S), or a ``Bias``; −inf in it hides a key.
         scale: multiplies q·k.
         softcap: t in t · tanh(z / t), or None.
         sinks: (H,) extra logits without a value, or None.
-        dropout_p: probability with which a weight is dropped; 0.0 outside of training.
-        need_weights: whether ``(output, weights)`` is wanted instead of the output.
-        is_cross: whether the keys are those of another sequence. The answer does not depend on it.
-        state: for cores that keep a sum instead of keys, the cache with the sum over earlier positions. ``key`` and ``value`` then
-            hold the new positions only. Else None.
-        scores, weights: (B, H, L, S), what takes the place of the scores before the softmax, or of the weights, or None.
-            ``minitx.analysis.intervene`` sets them. ``math`` then serves the call.
+        dropout_p: the probability of dropping a weight. 0.0 outside of training.
+        need_weights: whether to return ``(output, weights)`` instead of the output.
+        is_cross: whether the keys belong to another sequence. The result does not depend on it.
+        state: for cores that keep a sum instead of keys: the cache with the sum over earlier positions. ``key`` and ``value``
+            then hold only the new positions. Otherwise None.
+        scores, weights: (B, H, L, S), values that replace the scores before the softmax, or the weights. None: no replacement.
+            ``minitx.analysis.intervene`` sets them, and ``math`` then computes the call.
 
     >>> q = torch.zeros(1, 2, 3, 4)
     >>> call = AttentionCall(q, q, q, mask=Causal(), scale=0.5).check()
@@ -148,17 +148,17 @@ class AttentionCall:
         return (*self.query.shape[:3], self.key.shape[2])
 
     def dense_bias(self) -> Tensor | None:
-        """The bias as a tensor that broadcasts to (B, H, L, S), or None."""
+        """Return the bias as a tensor that broadcasts to (B, H, L, S), or None."""
         if self.attn_bias is None or isinstance(self.attn_bias, Tensor):
             return self.attn_bias
         B, H, L, S = self.shape
         return as_bias(self.attn_bias).dense(L, S, batch_size=B, num_heads=H, device=self.query.device)
 
     def visible(self, attn_bias: Tensor | None = None) -> Tensor | None:
-        """Which keys each query may see: bool, broadcastable to (B, H, L, S), or None for all.
+        """Return which keys each query may see: bool, broadcastable to (B, H, L, S), or None for all.
 
         Args:
-            attn_bias: what ``dense_bias`` returned, if it was called; −inf in it hides a key.
+            attn_bias: the result of ``dense_bias``, if it was called. −inf in it hides a key.
         """
         B, H, L, S = self.shape
         visible = None
@@ -174,7 +174,7 @@ class AttentionCall:
         """Check that mask and bias fit the shape, and return the call. Query, key and value are not checked.
 
         Raises:
-            ValueError: a mask or a bias of another shape.
+            ValueError: the mask or the bias is made for another shape.
         """
         if self.mask is not None:
             self.mask.check(*self.shape)
@@ -222,7 +222,7 @@ def make_call(
     sinks: Tensor | None = None,
     need_weights: bool = False,
 ) -> AttentionCall:
-    """A checked call from the arguments of ``scaled_dot_product_attention``.
+    """Build and check a call from the arguments of ``scaled_dot_product_attention``.
 
     Raises:
         ValueError: shapes, devices or numbers that do not fit. TypeError: dtypes or kinds that do not fit.
@@ -257,7 +257,7 @@ def check_settings(softcap: float | None, dropout: float, name: str = "dropout")
 
 
 def scores_of(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-    """The scores of a call before the softmax, (B, H, L, S), and which of them are visible (see ``AttentionCall.visible``)."""
+    """Return the scores before the softmax, (B, H, L, S), and which of them are visible (see ``AttentionCall.visible``)."""
     with full_precision(call.query.device):
         attn_bias = call.dense_bias()
         visible = call.visible(attn_bias)
@@ -269,7 +269,7 @@ def scores_of(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 
 
 def attention_weights(call: AttentionCall) -> Tensor:
-    """The weights of a call before dropout, (B, H, L, S), in at least float32.
+    """Return the weights of a call before dropout, (B, H, L, S), in at least float32.
 
     >>> query, keys = torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 2, 4)
     >>> attention_weights(AttentionCall(query, keys, keys)).tolist()
@@ -282,7 +282,7 @@ def attention_weights(call: AttentionCall) -> Tensor:
 
 
 def reference_attention(call: AttentionCall) -> Tensor:
-    """The output of a ``call`` by the definition above, (B, H, L, Dv) in the value's dtype. It is twice differentiable.
+    """Compute a ``call`` by the definition above: (B, H, L, Dv) in the value's dtype. It is twice differentiable.
 
     >>> query, keys, value = torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 2, 4), torch.tensor([[[[1.0], [3.0]]]])
     >>> reference_attention(AttentionCall(query, keys, value)).item()

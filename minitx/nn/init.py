@@ -115,7 +115,7 @@ def init_weights(
         gains: factors on the drawn weights, by role (``query``, ``key``, ``value``, ``up``, ``residual``, ``head``,
             ``embedding``, ``weight``). DeepNorm's β is a factor on ``value``, ``up`` and ``residual``. A factor of 0 on
             ``residual`` makes each block start as the identity.
-        generator: default torch's global generator.
+        generator: for the draws. Default: torch's global generator.
 
     Raises:
         ValueError: an unknown scheme, fold or role.

@@ -1,4 +1,4 @@
-"""Training: objectives, optimizers and schedules need torch alone; the module, callbacks and ``run`` need lightning.
+"""Training. Objectives, optimizers and schedules need only torch. The module, the callbacks and ``run`` need lightning.
 
-Imports nothing itself, so that ``minitx.training.objectives`` stays light.
+This file imports nothing, so that ``minitx.training.objectives`` can be imported without lightning.
 """

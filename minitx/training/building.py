@@ -1,4 +1,4 @@
-"""The parts of a run from its config: data, network, training module; ours, or the user's own."""
+"""Build the parts of a run from its config: data, network and training module. Each is ours or the user's own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from minitx.training.start import check_scale_of, load_start, start_from
 log = logging.getLogger(__name__)
 
 DEFAULT_BATCH_SIZE = 32
-"""Rows of a step where a ``Task`` of the user's own is named without ``data.batch_size``."""
+"""The default of ``data.batch_size`` for a ``Task`` of the user's own."""
 
 
 # --- data
@@ -41,14 +41,14 @@ def open_data(
     tokenizer: Tokenizer | None = None,
     batch_size: int = DEFAULT_BATCH_SIZE,
 ) -> L.LightningDataModule:
-    """The data of a run: our data module around a ``Task``, or a ``LightningDataModule`` as it is.
+    """Return the data of a run: our data module for a ``Task``, or the ``LightningDataModule`` itself.
 
     Args:
-        data: an object to take in place of what ``config.data`` says.
-        tokenizer: of a checkpoint, to read text with in place of another one; default that of ``init_from``.
+        data: an object to use instead of ``config.data``.
+        tokenizer: a tokenizer to use, for example that of a checkpoint. Default: that of ``init_from``.
 
     Raises:
-        ConfigError: data that cannot be read, or a target that gives neither.
+        ConfigError: the data cannot be read, or ``_target_`` returns neither of the two.
     """
     if tokenizer is None and config.init_from.path is not None:
         tokenizer = load_start(config.init_from)[2]
@@ -107,10 +107,10 @@ _MODELS_OF = {
 
 
 def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Module | None = None) -> nn.Module:
-    """The network of a run, with the weights of ``init_from`` where there is one; the others depend on the seed alone.
+    """Return the network of a run. Weights come from ``init_from`` if it is set. Otherwise they depend only on the seed.
 
     Raises:
-        ConfigError: a model that cannot be built, or that does not fit the data.
+        ConfigError: the model cannot be built or does not fit the data.
     """
     torch.manual_seed(config.seed)
     if model is None and isinstance(config.model, TransformerConfig):
@@ -136,7 +136,7 @@ def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Modu
 
 
 def decided_fields(data: L.LightningDataModule) -> dict[str, Any]:
-    """The fields of a model that the data decide, by the names that people use."""
+    """Return the fields of a model that the data decide, under common names such as ``num_classes``."""
     task = getattr(data, "task", None)
     fields = dict(task.model_fields if isinstance(task, Task) else getattr(data, "model_fields", {}))
     if "num_labels" in fields:
@@ -145,10 +145,10 @@ def decided_fields(data: L.LightningDataModule) -> dict[str, Any]:
 
 
 def fit_model_config(model: TransformerConfig, data: L.LightningDataModule) -> TransformerConfig:
-    """The model's config with what the data decide: vocabulary, labels, images, special ids.
+    """Return the model's config with the fields that the data decide: vocabulary, labels, images, special ids.
 
     Raises:
-        ConfigError: a model for another task; sizes that are smaller than the data's; fewer rows than a batch.
+        ConfigError: the model is for another task or too small for the data, or there are fewer rows than in a batch.
     """
     fields = decided_fields(data)
     fields.pop("num_classes", None)
@@ -187,10 +187,10 @@ def _check_kind(model: TransformerConfig, task: Task, fields: Mapping[str, Any])
 def build_module(
     config: RunConfig, data: L.LightningDataModule, network: nn.Module, objective: Callable[..., Any] | None = None
 ) -> TrainingModule:
-    """Network, objective, optimizer and schedule in a TrainingModule.
+    """Return a ``TrainingModule`` with network, objective, optimizer and schedule.
 
     Raises:
-        ConfigError: a model that cannot be run, an objective or optimizer rules that do not fit it.
+        ConfigError: the model cannot run, or the objective or the optimizer rules do not fit it.
     """
     ours = config_of(network)
     built = build_objective(config.objective if objective is None else objective)
@@ -220,7 +220,7 @@ def build_module(
 
 
 def router_loss(config: RunConfig, model: TransformerConfig | None) -> float:
-    """The weight of the load-balancing loss: 0 without experts or with an objective of the user's."""
+    """Return the weight of the load-balancing loss. It is 0 without experts or with an objective of the user's."""
     objective = config.objective
     return objective.router_loss if isinstance(objective, ObjectiveConfig) and model and model.num_experts else 0.0
 
@@ -228,7 +228,7 @@ def router_loss(config: RunConfig, model: TransformerConfig | None) -> float:
 def stored_node(
     config: RunConfig, data: L.LightningDataModule, ours: TransformerConfig | None, network: nn.Module
 ) -> dict[str, Any]:
-    """What a checkpoint says of its model: the config of ours, the node of the user's with what the data decided, or the class."""
+    """Return the description of a model in a checkpoint: the config of one of ours, the user's node with the fields that the data decided, or the class."""
     if ours is not None:
         return dict(to_dict(ours))
     if isinstance(config.model, Mapping):
@@ -238,10 +238,10 @@ def stored_node(
 
 
 def try_once(network: nn.Module, objective: Callable[..., Any], data: DataModule) -> None:
-    """One row through network and objective; draws no random number.
+    """Run one row through network and objective to find errors early. No random number is drawn.
 
     Raises:
-        ConfigError: options that the backend refuses, a backend that nobody knows, keys that no batch has.
+        ConfigError: the backend does not exist or does not support the options, or a key is missing in the batch.
     """
     device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
     batch = {name: tensor.to(device) for name, tensor in data.probe_batch(1).items()}

@@ -1,4 +1,4 @@
-"""What happens around the steps: progress, checkpoints, stopping on a signal, a temperature for attention."""
+"""Callbacks: progress, checkpoints, and stopping on a signal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class PlainProgress(StepCallback):
-    """A line every few seconds, for output that is not a terminal: step, loss, steps and tokens per second, time left."""
+    """Print a line every few seconds if the output is not a terminal: step, loss, steps and tokens per second, time left."""
 
     def __init__(self, every_seconds: float = 5.0) -> None:
         self.every_seconds = every_seconds
@@ -56,7 +56,7 @@ class PlainProgress(StepCallback):
 
 
 class BarProgress(TQDMProgressBar):
-    """Lightning's bar with the loss and the tokens per second of the last row of ``metrics.csv``: no extra device sync."""
+    """Lightning's progress bar with the loss and tokens per second of the last row of ``metrics.csv``. This needs no device sync."""
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
         row = logged(trainer)
@@ -68,17 +68,17 @@ class BarProgress(TQDMProgressBar):
 
 
 def logged(trainer: L.Trainer) -> dict[str, Any]:
-    """The last row of ``metrics.csv`` that this process logged."""
+    """Return the last row of ``metrics.csv`` that this process logged."""
     return next((each.row for each in trainer.callbacks if isinstance(each, StepLog)), {})  # type: ignore[attr-defined]
 
 
 def progress() -> L.Callback:
-    """A bar on a terminal, plain lines elsewhere."""
+    """Return a bar for a terminal, and plain lines for other outputs."""
     return BarProgress(refresh_rate=10) if sys.stderr.isatty() else PlainProgress()
 
 
 class StoppedError(Exception):
-    """The run was asked to stop by a signal; its checkpoint is written."""
+    """The run was stopped by a signal, after writing its checkpoint."""
 
     def __init__(self, number: int, step: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
@@ -86,21 +86,21 @@ class StoppedError(Exception):
 
 
 class LastCheckpoint(StepCallback, Checkpoint):
-    """Writes ``last.ckpt`` every so many steps and minutes, at the end, and on SIGINT or SIGTERM; then ``StoppedError`` is raised.
+    """Write ``last.ckpt`` at intervals, at the end, and on SIGINT or SIGTERM. After a signal, raise ``StoppedError``.
 
-    A step and its validation are finished before a checkpoint is written. A second signal acts at once. This is a
-    ``Checkpoint`` because Lightning calls those after all other callbacks: everything that belongs to the step is logged and
-    in the checkpoint. Each process has its own signals and clock, so several processes agree on them with a small collective
-    every ``agree_every`` steps and after each validation.
+    A step and its validation are finished before a checkpoint is written. A second signal stops the run at once. This class is
+    a ``Checkpoint``, because Lightning calls those after all other callbacks: everything that belongs to the step is then
+    logged and in the checkpoint. Each process has its own signals and clock. Several processes agree on them with a small
+    collective every ``agree_every`` steps and after each validation.
 
-    At step ``max_steps`` it sets ``trainer.should_stop``, so that Lightning validates inside of ``fit``: ``best.ckpt`` and
-    every other callback see the last validation, too.
+    At step ``max_steps`` it sets ``trainer.should_stop``, so that Lightning validates inside ``fit``. ``best.ckpt`` and all
+    other callbacks then see the last validation too.
 
     Args:
-        path: of the checkpoint. None writes none; signals still stop the run.
+        path: the path of the checkpoint. None: no checkpoint. Signals still stop the run.
         every: steps between checkpoints.
-        minutes: wall time between checkpoints; None: not by the clock.
-        agree_every: steps between agreements of several processes.
+        minutes: minutes between checkpoints. None: off.
+        agree_every: steps between the collectives of several processes.
     """
 
     def __init__(self, path: Path | None, every: int, minutes: float | None, agree_every: int) -> None:
@@ -165,7 +165,7 @@ class LastCheckpoint(StepCallback, Checkpoint):
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Writes ``best.ckpt`` into ``folder`` at the lowest ``val_loss``. Its class gives its state a key beside other ModelCheckpoints."""
+    """Write ``best.ckpt`` to ``folder`` at the lowest ``val_loss``. It is a class of its own, so that its state has its own key."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(dirpath=folder, filename="best", monitor="val_loss", mode="min", enable_version_counter=False)

@@ -1,4 +1,4 @@
-"""How a network is called with a batch, and what it returns: ours, and any ``nn.Module`` of the user's."""
+"""Call a network with a batch: one of ours, or any ``nn.Module`` of the user's."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ NOT_FOR_THE_NETWORK = ("labels", "num_targets")
 
 
 def network_inputs(batch: Batch) -> Batch:
-    """What of a batch is no target."""
+    """Return the keys of a batch that are not targets."""
     return {name: tensor for name, tensor in batch.items() if name not in NOT_FOR_THE_NETWORK}
 
 
 def config_of(network: nn.Module) -> TransformerConfig | None:
-    """The config of one of our models, None for a model of the user's."""
+    """Return the config of one of our models, or None for a model of the user's."""
     found = getattr(network, "config", None)
     return found if isinstance(found, TransformerConfig) else None
 
 
 class Caller:
-    """Calls a network with those keys of a batch that its ``forward`` names; all but ``num_targets``, where it has ``**kwargs``.
+    """Call a network with the keys of a batch that are parameters of its ``forward``. With ``**kwargs``, with all but ``num_targets``.
 
     Args:
-        network: whose ``forward`` is looked at.
+        network: the network. Its ``forward`` decides the keys.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -39,10 +39,10 @@ class Caller:
         self.takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
 
     def inputs(self, batch: Batch) -> Batch:
-        """What of ``batch`` the network is called with.
+        """Return the keys of ``batch`` that are passed to the network.
 
         Raises:
-            ConfigError: ``forward`` needs a key that the batch does not have.
+            ConfigError: ``forward`` requires a key that the batch does not have.
         """
         missing = [name for name in self.needed if name not in batch]
         if missing:
@@ -54,7 +54,7 @@ class Caller:
         return {name: batch[name] for name in self.names if name in batch}
 
     def dropped(self, batch: Batch) -> list[str]:
-        """The inputs of ``batch`` that the network does not take."""
+        """Return the inputs of ``batch`` that the network does not use."""
         taken = self.inputs(batch)
         return [name for name in network_inputs(batch) if name not in taken]
 
@@ -64,10 +64,10 @@ class Caller:
 
 
 def logits_of(found: Any, network: nn.Module) -> Tensor:
-    """The logits: what a network returned, or its attribute ``logits``.
+    """Return the logits: the output of a network, or its attribute ``logits``.
 
     Raises:
-        ConfigError: neither is a tensor.
+        ConfigError: neither of them is a tensor.
     """
     logits = getattr(found, "logits", found)
     if not isinstance(logits, Tensor):

@@ -1,10 +1,10 @@
-"""Checkpoints: written so that no moment can lose one, read so that no damaged or foreign one is believed or executed.
+"""Checkpoints. Writing never loses the previous one. Reading rejects damaged files and never executes code.
 
-A checkpoint is torch's zip file with a comment of ours at its end: the SHA-256 of everything before the comment. One of
-several shards is a folder of torch's distributed checkpoint with the digests of its files beside them. Either is written
-under another name, synced to the disk, and then renamed, so that ``last.ckpt`` is always a whole one, the old or the new.
+A checkpoint is torch's zip file. Its zip comment is the SHA-256 of everything before the comment. A sharded checkpoint is a
+folder of torch's distributed checkpoint, with a file of digests. Both are written under another name, synced to the disk and
+then renamed, so that ``last.ckpt`` is always complete: the old one or the new one.
 
-A checkpoint alone gives the model, its tokenizer and its config: ``minitx.training.stored`` reads them.
+A checkpoint contains the model, its tokenizer and its config. ``minitx.training.stored`` reads them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from minitx.data.corpus import sha256_of
 from minitx.training.shards import read_shards
 
 FORMAT = 1
-"""What this version writes; it reads this and every earlier one."""
+"""The format that this version writes. It reads this and all earlier formats."""
 
 _MARK = b"minitx-sha256:"
 _COMMENT_LEN = len(_MARK) + 64
@@ -36,14 +36,14 @@ _PART, _OLD = ".part", ".old"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; the one before it is intact."""
+    """A checkpoint could not be written. The previous one is intact."""
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """How Lightning writes and reads checkpoints here; see the module's description.
+    """Write and read Lightning's checkpoints as described above.
 
     Raises:
-        CheckpointError: a full disk, or a folder that cannot be written.
+        CheckpointError: the disk is full, or the folder cannot be written.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -70,7 +70,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 def seal_folder(part: str | Path, path: str | Path) -> None:
-    """Give the folder ``part`` of finished shards its digests, sync it, and let it take the place of ``path``."""
+    """Add digests to the folder ``part`` of finished shards, sync it, and rename it to ``path``."""
     part, path = Path(part), Path(path)
     digests = {file.name: sha256_of(file) for file in sorted(part.iterdir()) if file.name != _DIGESTS}
     (part / _DIGESTS).write_text(json.dumps(digests, indent=1), encoding="utf-8")
@@ -81,7 +81,7 @@ def seal_folder(part: str | Path, path: str | Path) -> None:
 
 
 def clean_up(folder: Path) -> None:
-    """Remove what a killed run left half-written in its folder of checkpoints, and put back what it had moved aside."""
+    """Remove the incomplete files of a killed run from its folder of checkpoints, and restore a checkpoint that it had renamed."""
     for old in folder.glob(f"*{_OLD}"):
         target = old.with_name(old.name.removesuffix(_OLD))
         _remove(old) if target.exists() else old.rename(target)
@@ -90,11 +90,11 @@ def clean_up(folder: Path) -> None:
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """A checkpoint's plain content, on the CPU. Nothing in it is executed.
+    """Read the content of a checkpoint to the CPU. Nothing in it is executed.
 
     Raises:
-        ConfigError: no such file, not a checkpoint of ours, a damaged one, or one of a newer version; one sentence with
-            the file, what is wrong, and what to do: the newest whole checkpoint beside it is named.
+        ConfigError: the file does not exist, is not a checkpoint of minitx, is damaged, or is from a newer version. The message
+            also names the newest intact checkpoint in the folder.
     """
     path = Path(path)
     if not path.exists():
@@ -122,10 +122,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def check_digest(path: Path) -> None:
-    """Hold a checkpoint against the digest that was written with it.
+    """Compare a checkpoint with its digest.
 
     Raises:
-        ConfigError: it has none, or another one.
+        ConfigError: the digest is missing or differs.
     """
     if path.is_dir():
         digests = json.loads((path / _DIGESTS).read_text(encoding="utf-8"))
@@ -146,7 +146,7 @@ def check_digest(path: Path) -> None:
 
 
 def newest_valid(folder: Path) -> Path | None:
-    """The newest checkpoint in ``folder`` that is whole, or None."""
+    """Return the newest intact checkpoint in ``folder``, or None."""
     for path in sorted(folder.glob("*.ckpt"), key=lambda p: p.stat().st_mtime, reverse=True):
         try:
             _read(path)
@@ -206,6 +206,6 @@ def _sync(path: Path) -> None:
 
 
 def network_weights(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The weights of the network in a checkpoint's content, by their names in the network."""
+    """Return the weights of the network in a checkpoint's content, by their names in the network."""
     state = checkpoint["state_dict"].items()
     return {name.removeprefix("network."): weight for name, weight in state if name.startswith("network.")}

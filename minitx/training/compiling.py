@@ -43,7 +43,9 @@ class CompileTime(L.Callback):
         log.info("compiling network and loss in the first step: %s", past)
         self._started = time.perf_counter()
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self._started is None:
             return
         seconds, self._started = time.perf_counter() - self._started, None

@@ -1,4 +1,4 @@
-"""The devices, strategy and precision of a run, and checks of combinations that cannot work."""
+"""The devices, the strategy and the precision of a run, with checks of combinations that cannot work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minitx.training.parallel import Sharded
 
 
 def place_of(options: TrainerConfig) -> dict[str, Any]:
-    """The arguments of Lightning's Trainer for devices, strategy, precision and checkpoints."""
+    """Return the arguments of Lightning's Trainer for devices, strategy, precision and checkpoints."""
     precision: str | None = cpu_precision(options.precision) if device_type(options) == "cpu" else options.precision
     plugins: list[Any] = [AtomicCheckpointIO()]
     if options.strategy == "sharded" and precision == "64-true":  # which Lightning refuses by name, not as a plugin
@@ -26,10 +26,10 @@ def place_of(options: TrainerConfig) -> dict[str, Any]:
 
 
 def check_processes(trainer: L.Trainer) -> None:
-    """Refuse what shows only when all processes run.
+    """Check conditions that are known only when all processes run.
 
     Raises:
-        ConfigError: machines whose processors decided on different precisions; averaged weights of a sharded model.
+        ConfigError: the precision differs between machines, or averaged weights are used with a sharded model.
     """
     own = str(trainer.precision)
     if trainer.strategy.reduce_boolean_decision(trainer.strategy.broadcast(own) != own, all=False):
@@ -40,7 +40,7 @@ def check_processes(trainer: L.Trainer) -> None:
 
 
 def build_strategy(options: TrainerConfig) -> Strategy | str:
-    """Lightning's ``strategy``: DDP for several devices unless ``trainer.strategy`` says otherwise."""
+    """Return Lightning's ``strategy``: DDP for several devices, unless ``trainer.strategy`` is another one."""
     if options.strategy == "sharded":
         return Sharded(
             data_parallel_size=options.num_replicas,
@@ -53,11 +53,11 @@ def build_strategy(options: TrainerConfig) -> Strategy | str:
 
 
 def check_parallel(model: TransformerConfig, options: TrainerConfig, *, probes: bool) -> None:
-    """Refuse a model that cannot be sharded as asked.
+    """Check that the model can be sharded with these options.
 
     Raises:
-        ConfigError: a part of the model without a tensor-parallel plan; heads or hidden units that do not divide by the
-            number of devices; probes, which need whole weights on one device.
+        ConfigError: a part of the model does not support tensor parallelism; heads or hidden units cannot be divided by the
+            number of devices; or probes are on, which need whole weights on one device.
     """
     if options.strategy == "sharded" and probes:
         raise ConfigError("callbacks.probe.every needs whole weights on one device: set it to 0 with trainer.strategy=sharded")

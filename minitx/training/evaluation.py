@@ -1,7 +1,7 @@
-"""What a trained model can do, in the words of its task: metrics with 95 % intervals, baselines, and answers to look at.
+"""Evaluate a trained model on its task: metrics with 95 % intervals, baselines, and some answers.
 
-The interval of a mean over rows is that of a ratio of sums by the delta method (Cochran 1977, "Sampling Techniques", §6.3),
-of a share Wilson's (1927, *JASA* 22, 209–212), of BLEU and chrF a bootstrap over rows (Koehn 2004, EMNLP).
+The interval of a mean over rows is that of a ratio of sums, by the delta method (Cochran 1977, "Sampling Techniques", §6.3). A
+share has Wilson's interval (1927, *JASA* 22, 209–212). BLEU and chrF have a bootstrap over rows (Koehn 2004, EMNLP).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 
 Z95 = 1.959963984540054
 KINDS = ("language_model", "masked_lm", "classify", "seq2seq")
-"""Tasks with metrics of their own."""
+"""The kinds of tasks with their own metrics."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A number with its 95 % interval; ``count`` is what it is a mean of."""
+    """A number with its 95 % interval. ``count`` is the number of things in the mean."""
 
     value: float
     low: float
@@ -49,14 +49,14 @@ class Metric:
 
 @dataclass
 class Evaluation:
-    """Metrics by name, what simple answers would score, and some answers beside the right ones."""
+    """Metrics by name, baselines, and some answers with their references."""
 
     metrics: dict[str, Metric] = field(default_factory=dict)
     baselines: dict[str, float] = field(default_factory=dict)
     examples: list[dict[str, str]] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """For people: a line a number, then the answers."""
+        """Return readable lines: one for each number, then the answers."""
         width = max(map(len, [*self.metrics, *self.baselines]), default=0)
         out = [
             f"{name:{width}}  {m.value:.4f}  ({m.low:.4f} to {m.high:.4f}, {m.count:,} {_unit(name)})"
@@ -68,7 +68,7 @@ class Evaluation:
         return out
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Return plain data for JSON."""
         return asdict(self)
 
 
@@ -77,7 +77,7 @@ def _unit(name: str) -> str:
 
 
 def ratio_interval(sums: Tensor, counts: Tensor) -> Metric:
-    """Σ sums / Σ counts over rows (N,), with rows as the sampling unit.
+    """Return Σ sums / Σ counts over rows (N,), with its interval. The sampling unit is a row.
 
     >>> ratio_interval(torch.tensor([2.0, 4.0]), torch.tensor([2, 2])).value
     1.5
@@ -91,7 +91,7 @@ def ratio_interval(sums: Tensor, counts: Tensor) -> Metric:
 
 
 def share_interval(hits: int, trials: int) -> Metric:
-    """A share with Wilson's interval.
+    """Return a share with Wilson's interval.
 
     >>> round(share_interval(0, 100).high, 4)
     0.037
@@ -108,19 +108,19 @@ def evaluate(
     options: EvaluationConfig | None = None,
     objective: Objective | None = None,
 ) -> Evaluation:
-    """Judge ``network`` on the validation split of ``data`` by the metrics of its task.
+    """Evaluate ``network`` on the validation split of ``data``, with the metrics of its task.
 
-    * ``language_model``: bits per byte and per character where the text has them, loss in nats.
+    * ``language_model``: loss in nats, and bits per byte and per character if these are known.
     * ``masked_lm``: perplexity and accuracy over masked tokens.
     * ``classify``: accuracy.
-    * ``seq2seq``: exact matches, chrF and BLEU of generated answers, beside those of copying the source.
-    * any other, and the data of a ``LightningDataModule``: the means of the sums that the objective gives; the sampling unit of their
-      intervals is the batch.
+    * ``seq2seq``: exact matches, chrF and BLEU of generated answers, and those of copying the source.
+    * other tasks and a ``LightningDataModule``: the means of the objective's sums. The sampling unit of their intervals is a
+      batch.
 
-    The network is in evaluation mode meanwhile; its mode is restored.
+    The network runs in evaluation mode. Its mode is restored.
 
     Args:
-        objective: of the run; default cross-entropy.
+        objective: the objective of the run. Default: cross-entropy.
     """
     options, objective = options or EvaluationConfig(), objective or CrossEntropy()
     task = data.task if isinstance(data, DataModule) else None
@@ -246,7 +246,7 @@ def _corpus_score(metric: Any, answers: Sequence[str], references: Sequence[str]
 
 
 def report(found: Evaluation, folder: Path) -> None:
-    """An evaluation to the log and to ``evaluation.json``."""
+    """Write an evaluation to the log and to ``evaluation.json``."""
     (folder / "evaluation.json").write_text(json.dumps(found.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for line in found.lines():
         log.info("%s", line)

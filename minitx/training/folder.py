@@ -17,12 +17,12 @@ from minitx.training.metrics import read_metrics
 
 @contextmanager
 def run_folder(folder: Path, files: Mapping[str, str]) -> Iterator[None]:
-    """Make the run's folder with its text files, and copy the log of each process to ``logs/rank_N.log`` meanwhile.
+    """A context that makes the run's folder with its text files, and copies the log of each process to ``logs/rank_N.log``.
 
-    A mistake that shows before the first step removes what was made here. The traceback of an error goes to the log file only.
+    An error before the first step removes the new folder. The traceback of an error is written to the log file only.
 
     Raises:
-        ConfigError: the folder cannot be made or written.
+        ConfigError: the folder cannot be created or written.
     """
     rank = getattr(rank_zero_only, "rank", 0)
     made = [] if rank else _make(folder, files)

@@ -1,4 +1,4 @@
-"""What this machine has. Only torch is imported, so a program can ask before it starts processes."""
+"""The hardware of this machine. Only torch is imported, so that a program can check it before it starts processes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ PEAK_TFLOPS = {
     "RTX 4090": 165.0,
     "RTX 3090": 71.0,
 }
-"""Dense bfloat16 TFLOP/s by a part of the device's name, from NVIDIA's data sheets; the first name that fits counts."""
+"""Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by a part of the device's name. The first match counts."""
 
 
 def check_count(options: TrainerConfig) -> None:
-    """Refuse what this machine does not have.
+    """Check that this machine has the devices.
 
     Raises:
-        ConfigError: no GPU, or fewer GPUs than asked for; several devices with ``auto`` on a machine without as many; float64 on
+        ConfigError: there are fewer GPUs than required, fewer devices than required with ``auto``, or float64 is used on
             Apple's GPU.
     """
     mps = int(torch.backends.mps.is_available())
@@ -52,7 +52,7 @@ def check_count(options: TrainerConfig) -> None:
 
 
 def device_type(options: TrainerConfig) -> str:
-    """``cpu``, ``cuda`` or ``mps``: what ``trainer.accelerator`` means on this machine."""
+    """Return the device of ``trainer.accelerator`` on this machine: ``cpu``, ``cuda`` or ``mps``."""
     if options.accelerator == "cpu":
         return "cpu"
     if torch.backends.mps.is_available():  # Lightning's order
@@ -62,11 +62,11 @@ def device_type(options: TrainerConfig) -> str:
 
 @cache
 def cpu_precision(precision: str) -> str:
-    """The precision to use on this CPU for ``trainer.precision``.
+    """Return the precision to use on this CPU for ``trainer.precision``.
 
-    bfloat16 runs where the processor has instructions for it (AMX, AVX-512 BF16, or Arm's). Elsewhere torch emulates it many
-    times slower than float32, so float32 replaces it, and one line of the log says so. Nothing is timed: equal processors
-    give equal answers.
+    bfloat16 is used if the processor has instructions for it (AMX, AVX-512 BF16, or Arm's). On others torch emulates it, many
+    times slower than float32. float32 then replaces it, and a line of the log says so. Nothing is timed, so equal processors
+    give equal results.
     """
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # newer than torch 2.10
     if not precision.startswith("bf16") or any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16")):
@@ -76,12 +76,12 @@ def cpu_precision(precision: str) -> str:
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """The widest floating type for sums on this device: float64, or float32 on Apple's GPU, which has no other."""
+    """Return the widest floating-point type of this device, for sums: float64, or float32 on Apple's GPU."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """The device's dense bfloat16 peak in TFLOP/s by ``PEAK_TFLOPS``, or None where it is unknown, as on a CPU."""
+    """Return the device's dense bfloat16 peak in TFLOP/s from ``PEAK_TFLOPS``, or None if it is unknown, as on a CPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -89,9 +89,9 @@ def peak_tflops(device: torch.device) -> float | None:
 
 
 def memory_mb(device: torch.device) -> float:
-    """The largest memory use of this process so far, in MiB.
+    """Return the largest memory use of this process so far, in MiB.
 
-    On a CUDA device what its tensors occupied, on Apple's GPU what the driver holds now, on a CPU the resident set.
+    On a CUDA device this is the memory of tensors, on Apple's GPU the present memory of the driver, on a CPU the resident set.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20

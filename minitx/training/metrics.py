@@ -18,22 +18,22 @@ COLUMNS = (
 )
 
 OF_THE_MACHINE = frozenset(("seconds", "tokens_per_second", "memory_mb", "mfu"))
-"""Columns in which two equal runs differ."""
+"""Columns that differ between two equal runs."""
 
 
 class MetricsFile(Logger):
     """Writes the columns of ``COLUMNS``. Training and validation values of one step share a row.
 
-    ``step`` counts the updates made: ``train_loss`` is the loss that update was computed from, ``val_loss`` is measured after
-    it. ``seconds`` count from the start of this process. Floats read back bit-equal. Each call writes the file: the last row
-    is on disk when the call returns. Only the first process writes.
+    ``step`` is the number of updates. ``train_loss`` is the loss of that update, and ``val_loss`` is measured after it.
+    ``seconds`` count from the start of this process. Floats can be read back bit by bit. Each call writes the file, so that the
+    last row is on disk when it returns. Only the first process writes.
 
-    Metrics of other names (of ``self.log`` or other callbacks) make no row of their own. Their latest values are written with
-    the next row, in columns of their own at the end.
+    Metrics with other names (from ``self.log`` or other callbacks) do not start a row. Their latest values are written with the
+    next row, in additional columns at the end.
 
     Args:
         path: the file.
-        start_step: rows after this step are dropped. They belong to a run that went on after its last checkpoint.
+        start_step: rows after this step are removed. They were written after the checkpoint from which the run resumes.
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
@@ -64,7 +64,7 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Add values to the row of ``step``, the last row or a new one."""
+        """Add values to the row of ``step``, which is the last row or a new one."""
         if not metrics.keys() & COLUMNS:
             self._others.update({name: float(value) for name, value in metrics.items()})
             return
@@ -100,7 +100,7 @@ class MetricsFile(Logger):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a metrics file. A cell without a value is None; a last line cut short by a crash is left out."""
+    """Read the rows of a metrics file. An empty cell is None. An incomplete last line, written during a crash, is left out."""
     with path.open(newline="", encoding="utf-8") as file:
         rows: Iterable[dict[str, str]] = list(csv.DictReader(line for line in file if line.endswith("\n")))
     return [
@@ -110,7 +110,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Read a file of JSON lines; [] where there is none. A last line cut short by a crash is left out."""
+    """Read a file of JSON lines, or return [] if there is none. An incomplete last line, written during a crash, is left out."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
@@ -123,7 +123,7 @@ def add_records(path: Path, *records: Mapping[str, Any]) -> None:
 
 
 def drop_records(path: Path, step: int) -> None:
-    """Drop the records after ``step``, where a run goes on and makes them again; a run that begins, at step 0, keeps none."""
+    """Remove the records after ``step``, at which a run resumes. At step 0, remove all."""
     kept = [record for record in read_records(path) if record["step"] <= step > 0]
     path.unlink(missing_ok=True)
     if kept:
@@ -131,5 +131,5 @@ def drop_records(path: Path, step: int) -> None:
 
 
 def finite(value: float | None) -> float | None:
-    """The value, or None where it is missing or not finite: JSON has no NaN."""
+    """Return the value, or None if it is missing or not finite, because JSON has no NaN."""
     return value if value is not None and math.isfinite(value) else None

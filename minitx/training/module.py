@@ -1,9 +1,9 @@
 """The one LightningModule: a network, an objective, an optimizer and a schedule.
 
-With the data of a ``Task`` the loss handed to Lightning is Σ · world · accumulate / tokens, with the tokens of the *whole*
-optimizer step known before its first backward; Lightning divides by ``accumulate``, and DDP and FSDP average over the ``world``
-processes that see different rows, so every split of a step gives the gradient of Σ / tokens. With a ``LightningDataModule`` of
-somebody else's it is the mean of each micro-batch.
+For a ``Task``, the loss that Lightning gets is Σ · world · accumulate / tokens. The tokens of the *whole* optimizer step are
+known before its first backward pass. Lightning divides by ``accumulate``, and DDP and FSDP average over the ``world`` processes
+that see different rows. However a step is split, the gradient is therefore that of Σ / tokens. For a ``LightningDataModule`` of
+the user's, the loss is the mean of each micro-batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class NonFiniteError(RuntimeError):
-    """Loss or gradient stopped being finite in update ``step`` (from 0), which was not made."""
+    """The loss or the gradient was not finite in update ``step`` (counted from 0). This update was not made."""
 
     def __init__(self, step: int, loss: float, grad_norm: float) -> None:
         super().__init__(step, loss, grad_norm)  # as they are, so that it can travel between processes
@@ -49,21 +49,23 @@ class TrainingModule(L.LightningModule):
     """Trains ``network`` on batches of tensors.
 
     Args:
-        network: called with the keys of the batch that its ``forward`` names; returns logits, or an object with ``logits``.
-        objective: (logits, batch) -> a sum over the targets, or sums by name.
-        make_optimizer: network -> optimizer. make_schedule: optimizer -> schedule, stepped once an update.
-        router_loss: weight of the experts' load-balancing loss; 0 where the network has none. A mean over a micro-batch, so
-            that its gradient (unlike that of the objective) depends on how a step is split.
-        clip: largest global gradient norm, or None. Clipping is done here, because Lightning refuses it together with
-            bf16 and a fused optimizer.
-        compile: compile network and objective as one function; ``network`` itself stays plain, for probes and checkpoints.
-        seed: random draws in a step come from a generator seeded by (seed, step, micro-batch, rank).
-        state: plain data that every checkpoint carries (config, tokenizer).
+        network: a module that returns logits, or an object with ``logits``. It gets the keys of the batch that are parameters
+            of its ``forward``.
+        objective: a function of (logits, batch) that returns a sum over the targets, or sums by name.
+        make_optimizer: a function from the network to the optimizer. make_schedule: a function from the optimizer to the
+            schedule, which is stepped once per update.
+        router_loss: weight of the experts' load-balancing loss, 0 without experts. This loss is a mean over a micro-batch.
+            Unlike that of the objective, its gradient depends on how a step is split.
+        clip: largest global gradient norm, or None. It is done here, because Lightning does not allow clipping with bf16 and a
+            fused optimizer.
+        compile: compile network and objective as one function. ``network`` itself stays uncompiled, for probes and checkpoints.
+        seed: the seed of random draws. In each step the generator is seeded by (seed, step, micro-batch, rank).
+        state: plain data to store in every checkpoint (config, tokenizer).
 
     Attributes:
-        step_loss: the mean loss of the step, of this process's rows. step_sums: the objective's other sums of the step.
-        step_targets: the targets of the step: of all processes where the batch says it, else of this one.
-        grad_norm: of the whole model, before clipping.
+        step_loss: the mean loss of the step over this process's rows. step_sums: the objective's other sums of the step.
+        step_targets: the number of targets of the step, of all processes if the batch has it, else of this one.
+        grad_norm: the gradient norm of the whole model, before clipping.
     """
 
     def __init__(
@@ -106,11 +108,11 @@ class TrainingModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def forward(self, batch: Batch) -> Tensor:
-        """Logits of a batch."""
+        """Return the logits of a batch."""
         return self.caller(batch)
 
     def sums(self, batch: Batch) -> tuple[Sums, dict[str, Tensor]]:
-        """The objective's sums over a batch, and the network's extras where one of them counts."""
+        """Return the objective's sums over a batch, and the network's extras if they are part of the loss."""
         if not isinstance(batch, Mapping) or "labels" not in batch:
             what = f"a mapping with {', '.join(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
             raise ConfigError(f"data: a batch must be a mapping of tensors with labels, got {what}")
@@ -159,7 +161,7 @@ class TrainingModule(L.LightningModule):
             self.raise_if_nonfinite()
 
     def raise_if_nonfinite(self) -> None:
-        """Read the latch: on accelerators, where the optimizer takes it, a device sync at log points only; else at every step."""
+        """Raise ``NonFiniteError`` if the latch is set. On accelerators with such an optimizer, it is read at log points only; otherwise at every step."""
         step = self.latch.first_bad_step()
         if step is not None:
             raise NonFiniteError(step, float(self.step_loss), float(self.grad_norm))
@@ -182,16 +184,16 @@ class TrainingModule(L.LightningModule):
 
 
 class Latch:
-    """Remembers the first non-finite step on the device, and skips every update from then on.
+    """Store the first non-finite step on the device, and skip all updates from then on.
 
-    Fused optimizers do nothing where ``optimizer.found_inf`` is 1, so neither check nor skip needs the host.
+    Fused optimizers skip an update if ``optimizer.found_inf`` is 1, so neither the check nor the skip waits for the host.
     """
 
     def __init__(self) -> None:
         self._step: Tensor | None = None  # -1 as long as all is finite
 
     def check(self, optimizer: torch.optim.Optimizer, value: Tensor, step: int) -> None:
-        """Latch if ``value`` is not finite."""
+        """Set the latch if ``value`` is not finite."""
         bad_now = ~torch.isfinite(value.detach())
         if self._step is None:
             self._step = torch.full_like(bad_now, -1, dtype=torch.long)
@@ -200,7 +202,7 @@ class Latch:
             optimizer.found_inf = (self._step >= 0).float()  # type: ignore[attr-defined]
 
     def first_bad_step(self) -> int | None:
-        """The first bad step (counted from 0), or None; reads the device."""
+        """Return the first non-finite step (counted from 0), or None. This waits for the device."""
         step = -1 if self._step is None else int(self._step)
         return None if step < 0 else step
 
@@ -208,7 +210,8 @@ class Latch:
 def seed_device(device: torch.device, seed: int) -> None:
     """Seed the generators that this device draws from.
 
-    Not ``torch.manual_seed``: where CUDA is not initialised, each call queues a reseeding with a formatted stack trace.
+    ``torch.manual_seed`` is not used: before CUDA is initialised, each call queues another seeding, with a formatted stack
+    trace.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -216,5 +219,5 @@ def seed_device(device: torch.device, seed: int) -> None:
 
 
 def hash_seed(*numbers: int) -> int:
-    """One 63-bit seed from several whole numbers: nearby steps get unrelated streams."""
+    """Return a 63-bit seed for several whole numbers. Neighbouring steps get unrelated seeds."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little") >> 1

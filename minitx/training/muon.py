@@ -1,4 +1,4 @@
-"""Muon for the matrices of the blocks, AdamW for everything else, as one optimizer."""
+"""One optimizer with Muon for the matrices of the blocks and AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def matrix_names(network: nn.Module) -> set[str]:
-    """The parameters that Muon takes: weights of linear maps between hidden states. Embeddings, heads and vectors are AdamW's."""
+    """Return the parameters for Muon: weights of linear maps between hidden states. AdamW updates embeddings, heads and vectors."""
     names = set()
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear) and not name.endswith("head"):
@@ -25,11 +25,11 @@ def matrix_names(network: nn.Module) -> set[str]:
 
 
 def orthogonalise(matrices: Sequence[Tensor], steps: int = 5) -> list[Tensor]:
-    """About U Vᵀ for each matrix U S Vᵀ, or each of a stack (N, rows, cols), by Newton–Schulz.
+    """Return approximately U Vᵀ for each matrix U S Vᵀ, or for each matrix of a stack (N, rows, cols), by Newton–Schulz iteration.
 
-    X ← aX + b(XXᵀ)X + c(XXᵀ)²X, ``steps`` times. The singular values come to lie between about 0.7 and 1.2, which trains as
-    well as 1 (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"). Matrices of one shape, or its
-    transpose, share their products: small ones cost little more together than alone. In bfloat16 on a GPU, in the matrices' own
+    X ← aX + b(XXᵀ)X + c(XXᵀ)²X, ``steps`` times. The singular values are then between about 0.7 and 1.2, which trains as well
+    as 1 (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"). Matrices of the same shape, or of its
+    transpose, are stacked, which saves time for small matrices. The computation is in bfloat16 on a GPU, and in the matrices'
     dtype elsewhere.
 
     >>> matrices = torch.randn(2, 30, 7, generator=torch.Generator().manual_seed(0))
@@ -63,17 +63,18 @@ def _newton_schulz(matrices: Tensor, steps: int) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised, on matrices; AdamW (fused) on the rest.
+    """Orthogonalised momentum for matrices, and fused AdamW for the rest.
 
     For a matrix W of r rows and c columns with gradient g: M ← μM + (1 − μ)g; W ← W − lr · (decay · W + √max(1, r/c) ·
-    orthogonalise((1 − μ)g + μM)). That is ``torch.optim.Muon`` with its default adjustment, with equal shapes stacked
-    into one product, and with AdamW beside it, so that one schedule, one checkpoint and one latch serve both.
+    orthogonalise((1 − μ)g + μM)). This is ``torch.optim.Muon`` with its default adjustment, but equal shapes are stacked into
+    one product. AdamW is part of the same optimizer, so that both have one schedule, one checkpoint and one latch.
 
     Args:
-        groups: those with ``matrix=True`` hold matrices, or stacks of them (N, r, c); each has ``lr``, ``weight_decay``, ``eps``.
-        betas: AdamW's. momentum: μ. steps: of Newton–Schulz.
+        groups: parameter groups with ``lr``, ``weight_decay`` and ``eps``. Groups with ``matrix=True`` contain matrices, or
+            stacks of them (N, r, c).
+        betas: the betas of AdamW. momentum: μ. steps: Newton–Schulz iterations.
 
-    ``found_inf`` (a tensor, 1 where a step must not be made) is honoured as torch's fused optimizers do.
+    As in torch's fused optimizers, no step is made if the tensor ``found_inf`` is 1.
     """
 
     found_inf: Tensor | None = None
@@ -86,7 +87,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""What is minimised: functions from logits and a batch to *sums*, so that the caller divides by the targets of the whole step."""
+"""Objectives: functions of logits and a batch that return *sums*. The caller divides by the number of targets of the whole step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from minitx.data.addressing import Batch
 from minitx.training.parts import build
 
 Sums = dict[str, Tensor]
-"""0-d sums over the counted targets: ``loss``, maybe ``correct`` (right answers) and ``nll`` (what validation calls the loss, where
-that is not ``loss``); any other is logged as a mean."""
+"""0-d sums over the counted targets: ``loss``, optionally ``correct`` (right answers) and ``nll`` (the loss of validation, if
+it differs from ``loss``). Others are logged as means."""
 
 Objective = Callable[[Tensor, Batch], Tensor | Sums]
 
 
 def num_targets(labels: Tensor) -> Tensor:
-    """How many targets count, 0-d int64: integer labels that are not -100, else rows."""
+    """Return the number of targets that count, 0-d int64: integer labels that are not -100, or rows for other labels."""
     if labels.is_floating_point():
         return torch.tensor(len(labels), device=labels.device)
     return (labels != IGNORED).sum()
@@ -32,8 +32,8 @@ class CrossEntropy:
 
     Args:
         label_smoothing: ε of the uniform share in the target (Szegedy et al. 2016, arXiv:1512.00567, §7).
-        chunk_tokens: hold the logits of so many tokens at a time (``chunked_cross_entropy``); None holds all.
-        count_correct: count the right answers of training steps, too; those of validation always are.
+        chunk_tokens: compute the logits of this many tokens at a time (``chunked_cross_entropy``). None: of all.
+        count_correct: also count right answers in training. They are always counted in validation.
     """
 
     def __init__(self, label_smoothing: float = 0.0, chunk_tokens: int | None = None, count_correct: bool = True) -> None:
@@ -44,18 +44,19 @@ class CrossEntropy:
         return cross_entropy(logits, batch["labels"], label_smoothing=self.label_smoothing, count_correct=count)
 
     def of_hidden(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, batch: Batch) -> Sums:
-        """The sums from what goes into a linear head and the head's parameters."""
+        """Return the sums, given the input of a linear head and the head's parameters."""
         assert self.chunk_tokens is not None
         options: dict[str, Any] = {"chunk_tokens": self.chunk_tokens, "label_smoothing": self.label_smoothing}
         return chunked_cross_entropy(hidden, weight, bias, batch["labels"], **options)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, count_correct: bool = True) -> Sums:
-    """-Σ ln softmax(logits)[label] over labels that are not -100, in at least float32.
+    """Return -Σ ln softmax(logits)[label] over the labels that are not -100, in at least float32.
 
     Args:
         logits: (..., V). labels: int (...), -100 where a position does not count.
-        label_smoothing: see ``CrossEntropy``. count_correct: also ``correct``, the labels with the highest logit.
+        label_smoothing: see ``CrossEntropy``. count_correct: also return ``correct``, the number of labels with the highest
+            logit.
 
     >>> sums = cross_entropy(torch.zeros(1, 3, 4), torch.tensor([[0, 1, -100]]))
     >>> round(float(sums["loss"]) / 2, 4)  # ln 4
@@ -81,22 +82,21 @@ def chunked_cross_entropy(
     chunk_tokens: int,
     label_smoothing: float = 0.0,
 ) -> Sums:
-    """``cross_entropy(hidden @ weight.T + bias, labels)`` that holds the logits of ``chunk_tokens`` tokens at a time.
+    """Return ``cross_entropy(hidden @ weight.T + bias, labels)``, with the logits of only ``chunk_tokens`` tokens in memory.
 
-    Of T tokens and a vocabulary of V the plain loss keeps T x V logits for the backward pass, which for a small model are
-    most of its memory. Here the gradient is made in the forward pass, as soon as a chunk's logits Z are there, and they are
-    let go:
+    For T tokens and a vocabulary of V, the usual loss keeps T x V logits for the backward pass. In a small model these are most
+    of the memory. Here the gradient of a chunk is computed in the forward pass, and its logits Z are then freed:
 
         dZ = softmax(Z) - (1 - ε) onehot(label) - ε / V    dhidden = dZ W    dW = Σ dZᵀ hidden    dbias = Σ dZ
 
-    so the backward pass only multiplies by the gradient of the loss. As many operations as the plain way, and the same
-    numbers but for rounding; dW is summed in at least float32. As in Wijmans et al. 2024, "Cut your losses in
-    large-vocabulary language models", arXiv:2411.09009, §3, without its kernel. Not twice differentiable.
+    The backward pass only multiplies by the gradient of the loss. The number of operations is the same as usual, and so are the
+    results, except for rounding. dW is summed in at least float32. See Wijmans et al. 2024, "Cut your losses in
+    large-vocabulary language models", arXiv:2411.09009, §3, here without its kernel. It is not twice differentiable.
 
     Args:
-        hidden: float (..., E), what goes into the head. weight: (V, E), a tied table, too. bias: (V,) or None.
+        hidden: float (..., E), the input of the head. weight: (V, E), which may be a tied table. bias: (V,) or None.
         labels: int (...), -100 where a position does not count.
-        chunk_tokens: tokens whose logits are held at once; memory for 2 to 3 x ``chunk_tokens`` x V numbers.
+        chunk_tokens: the number of tokens in a chunk. Memory: 2 to 3 x ``chunk_tokens`` x V numbers.
         label_smoothing: ε, as in ``cross_entropy``.
 
     Raises:
@@ -191,13 +191,13 @@ def _add_gradients(grads: list[Tensor | None], d_logits: Tensor, hidden: Tensor,
 
 
 def build_objective(node: Any) -> Objective:
-    """The objective that ``node`` names: ours by its config, a node with ``_target_``, or a callable.
+    """Build the objective of ``node``: a config of ours, a node with ``_target_``, or a callable.
 
-    A loss of torch's with ``reduction="sum"`` is called as (logits, labels); where the logits have an axis more than the
-    labels, both are flattened to (targets, classes) and (targets,).
+    A loss of torch with ``reduction="sum"`` is called as (logits, labels). If the logits have one more axis than the labels,
+    both are flattened to (targets, classes) and (targets,).
 
     Raises:
-        ConfigError: a target that cannot be built, or a loss that averages.
+        ConfigError: the target cannot be built, or the loss averages.
     """
     if isinstance(node, ObjectiveConfig):
         return CrossEntropy(node.label_smoothing, node.chunk_tokens, node.count_correct)
@@ -215,14 +215,14 @@ def build_objective(node: Any) -> Objective:
 
 
 class TorchLoss(nn.Module):
-    """A loss of torch's as an objective."""
+    """A loss of torch as an objective."""
 
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
         self.loss = loss
 
     def forward(self, logits: Tensor, batch: Batch) -> Sums:
-        """The loss of (logits, labels)."""
+        """Return the loss of (logits, labels)."""
         labels = batch["labels"]
         if logits.dim() == labels.dim() + 1 and not labels.is_floating_point():
             logits, labels = logits.flatten(0, -2), labels.flatten()
@@ -230,10 +230,10 @@ class TorchLoss(nn.Module):
 
 
 def checked_sums(found: Tensor | Mapping[str, Tensor]) -> Sums:
-    """What an objective returned, as sums by name.
+    """Return the result of an objective as sums by name.
 
     Raises:
-        ConfigError: no ``loss``, or something that is no 0-d tensor.
+        ConfigError: there is no ``loss``, or a value is not a 0-d tensor.
     """
     sums = dict(found) if isinstance(found, Mapping) else {"loss": found}
     wrong = [name for name, value in sums.items() if not isinstance(value, Tensor) or value.dim()]
@@ -248,13 +248,13 @@ def _said(value: Any) -> str:
 
 
 def check_head(config: ObjectiveConfig, network: nn.Module, kind: str) -> None:
-    """Refuse ``chunk_tokens`` where the way from hidden states to logits is more than one linear map.
+    """Raise a ConfigError for ``chunk_tokens`` unless the head is a single linear map.
 
     Args:
-        kind: ``model.head``, what the model is for.
+        kind: ``model.head``.
 
     Raises:
-        ConfigError: no ``lm`` head, or one with a layer of its own.
+        ConfigError: the head is not ``lm``, or has another layer.
     """
     head = network.get_submodule("head") if config.chunk_tokens is not None and kind == "lm" else None
     softcap = getattr(head, "softcap", None)

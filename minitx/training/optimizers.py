@@ -1,4 +1,4 @@
-"""Optimizers and schedules: ours with parameter groups made from rules, or anybody's."""
+"""Build optimizers and schedules: ours, with parameter groups from rules, or any other."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from minitx.training.schedules import lr_factor
 
 
 def parameter_groups(network: nn.Module, config: OptimizerConfig, *, head_dim: int) -> list[dict[str, object]]:
-    """Groups of parameters that share lr, weight decay, eps and, with ``name=muon``, who updates them (``matrix``).
+    """Return groups of parameters with the same lr, weight decay and eps, and for ``name=muon`` the same update rule (``matrix``).
 
-    Weight decay spares vectors (biases, norms, gains). Matrices that Muon takes start from ``matrix_lr``, all others from ``lr``. A parameter takes the first of ``config.rules`` whose ``match``
-    is found in its name; ``trainable: false`` freezes it (``requires_grad`` is switched off).
+    Weight decay is not applied to vectors (biases, norms, gains). Matrices for Muon use ``matrix_lr``, all other parameters use
+    ``lr``. The first of ``config.rules`` whose ``match`` is found in a parameter's name applies to it. ``trainable: false``
+    freezes it (``requires_grad`` becomes False).
 
     Args:
-        head_dim: d_k, for factors written ``head_dim^p``.
+        head_dim: d_k, for factors such as ``head_dim^p``.
 
     Raises:
-        ConfigError: a rule that matches no parameter, a factor below zero, or that nothing is left to train.
+        ConfigError: a rule matches no parameter, a factor is negative, or no parameter is trainable.
     """
     groups: dict[tuple[float, float, float, bool], list[nn.Parameter]] = defaultdict(list)
     matrices = matrix_names(network) if config.name == "muon" else set()
@@ -63,11 +64,11 @@ def _factor(rule: ParameterRule, key: str, path: str, head_dim: int) -> float:
 
 
 def build_optimizer(network: nn.Module, node: OptimizerConfig | Part, head_dim: int = 1) -> torch.optim.Optimizer:
-    """The optimizer of the trainable parameters: fused AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) or SGD over
-    ``parameter_groups``, ``Muon``, or what a node with ``_target_`` makes of the parameters.
+    """Build the optimizer of the trainable parameters: fused AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) or SGD with
+    ``parameter_groups``, ``Muon``, or the ``_target_`` of a node.
 
     Raises:
-        ConfigError: a target that cannot be built, or that gives no ``torch.optim.Optimizer``.
+        ConfigError: the target cannot be built, or does not return a ``torch.optim.Optimizer``.
     """
     if not isinstance(node, OptimizerConfig):
         parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
@@ -87,10 +88,10 @@ def build_optimizer(network: nn.Module, node: OptimizerConfig | Part, head_dim: 
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, node: ScheduleConfig | Part, max_steps: int) -> Any:
-    """The schedule of ``optimizer``, stepped once an update: ours (``lr_factor``), or what a node with ``_target_`` makes of it.
+    """Build the schedule of ``optimizer``, which is stepped once per update: ours (``lr_factor``), or the ``_target_`` of a node.
 
     Raises:
-        ConfigError: a target that cannot be built.
+        ConfigError: the target cannot be built.
     """
     if isinstance(node, ScheduleConfig):
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(node, max_steps))
@@ -98,5 +99,5 @@ def build_schedule(optimizer: torch.optim.Optimizer, node: ScheduleConfig | Part
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer`` takes ``found_inf``, by which a bad step skips every later update without asking the host."""
+    """Return whether ``optimizer`` supports ``found_inf``, which skips updates after a non-finite step without waiting for the host."""
     return bool(optimizer.defaults.get("fused"))

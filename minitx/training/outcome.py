@@ -1,4 +1,4 @@
-"""What a finished run amounts to, read from its own files."""
+"""The result of a finished run, read from its files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minitx.training.metrics import finite, read_metrics
 
 
 def summarise(folder: Path, *, floors: Mapping[str, float], nonfinite_step: int | None, num_parameters: int) -> dict[str, Any]:
-    """The result of a run as plain data without NaN.
+    """Return the result of a run as plain data without NaN.
 
     ==================  =====================================================================================
     ``steps``           updates made

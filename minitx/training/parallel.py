@@ -1,7 +1,7 @@
-"""Several devices, from outside the model: Lightning strategies, FSDP2 and a short tensor-parallel plan, and sums over ranks.
+"""Several devices: Lightning strategies, FSDP2, tensor parallelism, and sums over ranks. The models contain no code for this.
 
-Data-parallel ranks see different rows; the ranks of a tensor-parallel group see the same rows and hold different heads and
-hidden units. What is counted once a row must therefore be counted over data-parallel ranks: ``replicas``.
+Data-parallel ranks see different rows. The ranks of a tensor-parallel group see the same rows and have different heads and
+hidden units. Anything that is counted per row must therefore be summed over the data-parallel ranks only (``replicas``).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ DATA, TENSOR = "data_parallel", "tensor_parallel"
 
 
 class Sharded(ModelParallelStrategy):
-    """Lightning's strategy for FSDP2 and tensor parallelism, with checkpoints that a run on one device reads, and back.
+    """Lightning's strategy for FSDP2 and tensor parallelism. Its checkpoints and those of one device can be exchanged.
 
-    A folder of shards is replaced as a whole, like a file. In a file, the optimizer's states are numbered as torch numbers
-    them, in the order of the parameter groups (Lightning takes the order of the module, which differs where there are
-    groups, and would hand each moment to another parameter).
+    A folder of shards is replaced as a whole, like a file. In a file, the optimizer's states are numbered in the order of the
+    parameter groups, as in torch. Lightning uses the order of the module, which differs if there are several groups: the
+    moments would then go to the wrong parameters.
     """
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class Sharded(ModelParallelStrategy):
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a file, or a folder of shards, into sharded model and optimizers."""
+        """Load a file or a folder of shards into the sharded model and optimizers."""
         path = Path(self.broadcast(checkpoint_path))
         if path.is_dir():
             return self._load_shards(path)
@@ -94,13 +94,13 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def replicas(trainer: L.Trainer) -> tuple[int, int]:
-    """(rank, number of ranks) among those that see different rows; ``(0, 1)`` on one device."""
+    """Return (rank, number of ranks) among the ranks that see different rows: ``(0, 1)`` on one device."""
     place = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
     return int(place["rank"]), int(place["num_replicas"])
 
 
 def sum_over_rows(trainer: L.Trainer, value: Tensor) -> Tensor:
-    """The sum of a value of every rank's own rows, on all ranks; the ranks of a tensor-parallel group have the same rows."""
+    """Return the sum of a value over the rows of all ranks, on every rank. A tensor-parallel group counts once."""
     if trainer.world_size == 1:
         return value
     strategy = trainer.strategy
@@ -109,11 +109,11 @@ def sum_over_rows(trainer: L.Trainer, value: Tensor) -> Tensor:
 
 
 def parallelize(network: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut ``network`` in place over ``mesh`` with axes ``data_parallel`` and ``tensor_parallel``.
+    """Shard ``network`` in place over ``mesh``, which has the axes ``data_parallel`` and ``tensor_parallel``.
 
-    Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053, §3): each device holds H / N heads of W_Q, W_K, W_V and the
-    rows of W_O that read them, and F / N hidden units; one all-reduce after ``out_proj`` and one after ``down_proj``.
-    All else is replicated. Then FSDP2 (Zhao et al. 2023, arXiv:2304.11277) shards every block, and the rest, over the
+    Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053, §3): each device has H / N heads of W_Q, W_K and W_V, the part of
+    W_O for these heads, and F / N hidden units. There is one all-reduce after ``out_proj`` and one after ``down_proj``.
+    Everything else is replicated. Then FSDP2 (Zhao et al. 2023, arXiv:2304.11277) shards every block and the rest over the
     data-parallel axis.
     """
     if mesh[TENSOR].size() > 1:
@@ -167,7 +167,7 @@ def _tied_parameters(network: nn.Module) -> list[tuple[nn.Module, str, nn.Module
 
 
 class Replicated(ParallelStyle):
-    """A module that every device of a tensor-parallel group runs on the same input with the same weights."""
+    """A module that all devices of a tensor-parallel group run with the same input and the same weights."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
@@ -180,18 +180,18 @@ class Replicated(ParallelStyle):
 
 
 def set_gradient_sync(network: nn.Module, enabled: bool) -> None:
-    """FSDP reduces gradients after every backward; here after the last micro-batch of a step only, as DDP does."""
+    """Make FSDP reduce gradients only after the last micro-batch of a step, like DDP. Its default is after every backward pass."""
     if isinstance(network, FSDPModule):
         network.set_requires_gradient_sync(enabled)
 
 
 def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What this device holds of each tensor."""
+    """Return the local part of each tensor."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """‖all gradients‖ of the whole model, on every rank. DTensor sums over the ranks: once for those that are cut alike."""
+    """Return the norm of all gradients of the whole model, on every rank. DTensor sums over the ranks, once for all tensors with the same sharding."""
     alike: dict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         alike[gradient.placements if isinstance(gradient, DTensor) else None].append(gradient)
@@ -202,7 +202,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def load_whole(network: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """The inverse of ``whole_state``: each rank takes its part of every tensor; ``state`` is the same on all of them."""
+    """Load whole tensors: each rank takes its part of every tensor. ``state`` is the same on all ranks. This is the inverse of ``whole_state``."""
     for name, own in network.state_dict().items():  # torch's set_model_state_dict passes over parameters that two modules share
         whole = state[name].to(own.device, own.dtype)
         cut = isinstance(own, DTensor)
@@ -210,6 +210,6 @@ def load_whole(network: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def whole_state(network: nn.Module) -> dict[str, Tensor]:
-    """The state dict with every tensor whole, on the CPU; a collective, for all ranks."""
+    """Return the state dict with whole tensors on the CPU. This is a collective: all ranks must call it."""
     state = network.state_dict().items()
     return {name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu() for name, tensor in state}

@@ -1,4 +1,4 @@
-"""Parts of the user's own: nodes of a config with ``_target_``, built by Hydra, and which of them a checkpoint may name."""
+"""Parts of the user's own: nodes of a config with ``_target_``. Hydra builds them. A checkpoint may name only trusted ones."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ OURS = (
 
 
 def factory(node: Part, key: str) -> partial[Any]:
-    """What ``node`` names, with the arguments that it gives, as a partial function: Hydra's ``instantiate``.
+    """Return the target of ``node`` with its arguments, as a partial function (Hydra's ``instantiate``).
 
-    Nested nodes are built. Lists and mappings arrive as Python's own.
+    Nested nodes are built. Lists and mappings are plain Python objects.
 
     Args:
-        node: ``_target_`` and arguments, and any other word of Hydra's. key: the path of the node, for messages.
+        node: ``_target_`` with arguments and options of Hydra. key: the path of the node, for messages.
 
     Raises:
-        ConfigError: there is no such target, or a nested one cannot be built.
+        ConfigError: the target does not exist, or a nested one cannot be built.
     """
     from hydra.utils import instantiate
 
@@ -41,14 +41,14 @@ def factory(node: Part, key: str) -> partial[Any]:
 
 
 def build(node: Part, key: str, given: Mapping[str, Any] | None = None) -> Any:
-    """Call what ``node`` names.
+    """Call the target of ``node``.
 
     Args:
-        given: further arguments. Those are passed that the target names as parameters and that ``node`` does not give;
-            a ``**kwargs`` names nothing.
+        given: further arguments. They are passed if the target has a parameter of that name and ``node`` does not set it.
+            ``**kwargs`` does not count.
 
     Raises:
-        ConfigError: there is no such target, or it refuses its arguments; the message begins with the key.
+        ConfigError: the target does not exist, or raises an error. The message begins with the key.
     """
     made = factory(node, key)
     names = parameter_names(made.func)
@@ -57,7 +57,7 @@ def build(node: Part, key: str, given: Mapping[str, Any] | None = None) -> Any:
 
 
 def core_of(config: TransformerConfig) -> Callable[[], Any] | None:
-    """What makes the attention cores of a model whose ``attention`` is a part of the user's own; None where it is one of ours."""
+    """Return a function that builds attention cores if ``attention`` is a part of the user's own, or None if it is one of ours."""
     if not is_part(config.attention):
         return None
     sizes = {"head_dim": config.width_per_head, "num_heads": config.num_heads, "max_len": config.max_len}
@@ -65,7 +65,7 @@ def core_of(config: TransformerConfig) -> Callable[[], Any] | None:
 
 
 def call(made: Callable[..., Any], key: str, node: Part, *args: Any, **kwargs: Any) -> Any:
-    """``made(...)``, with one sentence where it raises."""
+    """Call ``made``. An exception becomes a ConfigError of one sentence."""
     try:
         return made(*args, **kwargs)
     except ConfigError:
@@ -75,12 +75,12 @@ def call(made: Callable[..., Any], key: str, node: Part, *args: Any, **kwargs: A
 
 
 def build_all(group: Mapping[str, Part | None], key: str, given: Mapping[str, Any] | None = None) -> list[Any]:
-    """``build`` for every entry of a group of callbacks or loggers that is not null."""
+    """Build every entry of a group of callbacks or loggers that is not null."""
     return [build(node, f"{key}.{name}", given) for name, node in group.items() if node is not None]
 
 
 def parameter_names(function: Any) -> set[str]:
-    """The parameters of a function or class that can be given by name; ``*args`` and ``**kwargs`` name none."""
+    """Return the parameters of a function or class that can be given by name, without ``*args`` and ``**kwargs``."""
     try:
         found = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):  # some written in C have no signature
@@ -89,12 +89,12 @@ def parameter_names(function: Any) -> set[str]:
 
 
 def named_by(node: Part, key: str) -> set[str]:
-    """The parameters of what ``node`` names."""
+    """Return the parameters of the target of ``node``."""
     return parameter_names(factory({"_target_": node["_target_"]}, key).func)
 
 
 def reason(error: BaseException) -> str:
-    """Why something could not be built, in one line: the first cause, whatever was made of it on the way."""
+    """Return in one line why something could not be built: the message of the first exception in the chain."""
     while error.__cause__ is not None:
         error = error.__cause__
     kind = type(error).__name__
@@ -102,10 +102,10 @@ def reason(error: BaseException) -> str:
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import what ``imports`` names, such as a module that registers a backend.
+    """Import the modules of ``imports``, for example one that registers a backend.
 
     Raises:
-        ConfigError: there is no such module, or it fails.
+        ConfigError: the module does not exist, or raises an error.
     """
     for name in names:
         try:
@@ -115,13 +115,13 @@ def import_modules(names: Iterable[str]) -> None:
 
 
 def check_trusted(node: Any, key: str) -> None:
-    """Refuse a stored node that could run code of somebody else's.
+    """Raise a ConfigError if a stored node could run untrusted code.
 
-    Every ``_target_`` in it, nested ones too, must be a class that is defined in ``torch.nn`` or ``torch.optim`` or is one of
-    ``OURS``. The outermost one must be a ``torch.nn.Module``. Nothing but torch and this package is imported to find out.
+    Every ``_target_`` in it, also a nested one, must be a class defined in ``torch.nn`` or ``torch.optim``, or one of ``OURS``.
+    The outermost one must be a ``torch.nn.Module``. Only torch and this package are imported for the check.
 
     Raises:
-        ConfigError: another target, or a text with ``${``, which Hydra would resolve to something else.
+        ConfigError: the node has another target, or a text with ``${``, which Hydra would resolve.
     """
     if is_part(node) and not issubclass(_trusted_class(str(node["_target_"]), key), nn.Module):
         raise ConfigError(f"{key}._target_={node['_target_']} in the checkpoint is no torch.nn.Module; {_ADVICE}")

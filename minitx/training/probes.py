@@ -1,4 +1,4 @@
-"""Attention statistics of a fixed validation batch during training, beside the run and without touching it."""
+"""Attention statistics of a fixed validation batch during training. They do not change the run."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _PARTS = 4  # of the probe batch, for the signal-to-noise ratio
 
 
 class Probe(StepCallback):
-    """Writes one JSON line a probed step to ``probes.jsonl``: what ``look`` finds in every attention layer.
+    """Write one JSON line per probed step to ``probes.jsonl``, with statistics of every attention layer.
 
     Probes run before update 0, after updates 1, 2, 4, 8, … and every ``every`` steps, in eval mode and float32, on the plain
-    module. No random number is drawn and no state of the run is touched. Beside the statistics of
-    ``attention_statistics``, each by head, a layer's record holds
+    module. No random number is drawn and no state of the run changes. In addition to ``attention_statistics``, each by head, a
+    layer's record contains
 
     ==================  =====================================================================================
     ``argmax_retention``  share of rows whose favourite key is that of step 0 (by head)
@@ -49,12 +49,12 @@ class Probe(StepCallback):
     ==================  =====================================================================================
 
     Every ``weights_every`` steps, ``attention/step_N.safetensors`` keeps the weights on the first ``weights_rows`` rows.
-    Layer means of some of it go to the run's loggers as ``attention/LAYER/NAME``.
+    Layer means of some statistics go to the run's loggers as ``attention/LAYER/NAME``.
 
     Args:
-        folder: of the run.
-        batch: what is looked at.
-        texts: gives the texts of the tokens of each axis of the batch, see ``Snapshot``; default numbers.
+        folder: the run's folder.
+        batch: the validation batch.
+        texts: a function that returns the texts of the tokens of each axis of the batch (see ``Snapshot``). Default: numbers.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Probe(StepCallback):
             drop_records(self.path, trainer.global_step)
 
     def due(self, step: int) -> bool:
-        """Whether to look after ``step`` updates: powers of two and multiples of ``every``."""
+        """Return whether to probe after ``step`` updates: at powers of two and multiples of ``every``."""
         return step & (step - 1) == 0 or step % self.options.every == 0
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
@@ -184,7 +184,7 @@ def _statistics(name: str, look: Look, hidden: Mapping[str, Tensor]) -> dict[str
 
 
 def gradient_norms(network: nn.Module) -> dict[str, dict[str, float]]:
-    """‖∇W_Q‖, ‖∇W_K‖, ‖∇W_V‖ of every attention layer, by the name of its core."""
+    """Return ‖∇W_Q‖, ‖∇W_K‖, ‖∇W_V‖ of every attention layer, by the name of its core."""
     return {
         name: {f"grad_{letter}": 0.0 if w.grad is None else float(w.grad.norm()) for letter, w in weights.items()}
         for name, weights in projection_weights(network).items()
@@ -202,14 +202,14 @@ def _plain(value: Any) -> Any:
 
 
 def over_heads(value: Any) -> Any:
-    """The mean over heads, where there is one value a head; anything else as it is."""
+    """Return the mean over heads if there is one value per head, else the value itself."""
     return mean(value) if isinstance(value, list) else value
 
 
 def read_probes(path: Path, *, by_head: bool = False) -> list[dict[str, Any]]:
-    """The records of a probe file, averaged over heads unless ``by_head``; [] where there is no file.
+    """Read the records of a probe file, averaged over heads unless ``by_head``. Without a file, return [].
 
-    A last line cut short by a crash is left out.
+    An incomplete last line, written during a crash, is left out.
     """
     records = read_records(path)
     if by_head:

@@ -1,4 +1,4 @@
-"""One training run from its config: build, fit, validate, summarise. What the command line and the lab both call."""
+"""One training run from its config: build, fit, validate, summarise. The command line and the lab use it."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def train(
     objective: Callable[..., Any] | None = None,
     batch_size: int = DEFAULT_BATCH_SIZE,
 ) -> dict[str, Any]:
-    """Train as ``config`` says, in ``folder``, and return the result as plain data (see ``outcome.summarise``).
+    """Train with ``config`` in ``folder``, and return the result as plain data (see ``outcome.summarise``).
 
     Args:
-        folder: gets ``metrics.csv``, ``probes.jsonl`` where probes are on, and ``checkpoints/``; made only once data,
-            model and checkpoint are known to be good.
-        files: further text files for the folder, by name (``config.yaml``, ``command.txt``).
-        model, data, objective: objects in place of what the config says. A checkpoint of such a model is read with
+        folder: the folder for ``metrics.csv``, ``checkpoints/`` and, with probes, ``probes.jsonl``. It is created after data,
+            model and checkpoint have been checked.
+        files: other text files to write to the folder, by name (``config.yaml``, ``command.txt``).
+        model, data, objective: objects to use instead of those of the config. Read a checkpoint of such a model with
             ``load_model(path, model=...)``.
-        batch_size: rows of a step, where ``data`` is a ``Task``.
+        batch_size: rows of a step, if ``data`` is a ``Task``.
 
     Raises:
-        ConfigError: what only the data or the machine can tell (vocabulary, missing device, a checkpoint of another model).
-        NonFiniteError: with ``on_nonfinite=stop``. StoppedError: on SIGINT or SIGTERM, after the checkpoint was written.
+        ConfigError: the config does not fit the data, the machine or the checkpoint. NonFiniteError: a loss or gradient is not
+            finite, with ``on_nonfinite=stop``. StoppedError: on SIGINT or SIGTERM, after the checkpoint was written.
     """
     with quiet_lightning(), ExitStack() as stack:
         if config.trainer.threads is not None:
@@ -100,10 +100,10 @@ def train(
 
 
 def check_run(config: RunConfig, network: nn.Module, data: L.LightningDataModule) -> None:
-    """Refuse what the model, the data or the devices cannot do together.
+    """Check that model, data and devices fit each other.
 
     Raises:
-        ConfigError: a key of ``config`` that has no meaning here; the message names it.
+        ConfigError: a key of ``config`` is not possible here. The message names it.
     """
     model = config_of(network)
     if model is None:
@@ -114,10 +114,11 @@ def check_run(config: RunConfig, network: nn.Module, data: L.LightningDataModule
 
 
 def check_resumed(config: RunConfig, module: TrainingModule) -> int:
-    """The step at which ``ckpt_path`` goes on, 0 without one. Nothing in the checkpoint is executed.
+    """Return the step at which ``ckpt_path`` resumes, or 0 without it. Nothing in the checkpoint is executed.
 
     Raises:
-        ConfigError: no such file, not a checkpoint of ours, or one of another model (the fields are named).
+        ConfigError: the file does not exist, is not a checkpoint of minitx, or is of another model. The message names the
+            fields that differ.
     """
     if config.ckpt_path is None:
         return 0
@@ -132,14 +133,14 @@ def check_resumed(config: RunConfig, module: TrainingModule) -> int:
 
 
 def last_checkpoint(config: RunConfig, folder: Path) -> LastCheckpoint:
-    """The keeper of ``last.ckpt``, which listens for signals even where the run keeps no checkpoint."""
+    """Return the callback that writes ``last.ckpt``. It handles signals even if the run writes no checkpoints."""
     options = config.trainer
     path = folder / "checkpoints" / "last.ckpt" if options.ckpt_every else None
     return LastCheckpoint(path, options.ckpt_every, options.ckpt_minutes, options.log_every)
 
 
 def own_callbacks(config: RunConfig, module: TrainingModule, data: L.LightningDataModule, folder: Path) -> list[Any]:
-    """The callbacks of the run but the keeper of the last checkpoint: ours by their keys, then the user's."""
+    """Return all callbacks of the run except ``LastCheckpoint``: first ours, then the user's."""
     options, asked = config.trainer, config.callbacks
     task = getattr(data, "task", None)
     own: list[Any] = [StepLog(options.log_every, config_of(module.network), options.peak_tflops)]
@@ -165,7 +166,7 @@ def own_callbacks(config: RunConfig, module: TrainingModule, data: L.LightningDa
 
 
 def default_prompts(data: L.LightningDataModule) -> list[str]:
-    """The beginnings of three validation rows."""
+    """Return the beginnings of three validation rows."""
     if not isinstance(data, DataModule) or data.task.tokenizer is None:
         raise ConfigError("callbacks.samples.every needs data with a tokenizer")
     rows = data.probe_batch(3)["input_ids"]
@@ -175,13 +176,13 @@ def default_prompts(data: L.LightningDataModule) -> list[str]:
 def build_trainer(
     config: RunConfig, folder: Path, loggers: Sequence[Any], callbacks: Sequence[L.Callback], *, addressed: bool
 ) -> L.Trainer:
-    """A Lightning trainer whose every count is in optimizer steps.
+    """Build the Lightning trainer. All its counts are in optimizer steps.
 
     Args:
-        addressed: the batches of each process are its own already; else Lightning's distributed sampler cuts the data.
+        addressed: whether each process already has its own batches. Otherwise Lightning's distributed sampler divides the data.
 
     Raises:
-        ConfigError: what Lightning refuses: devices, a strategy that does not fit them, ``trainer.extra``, a plugin, a profiler.
+        ConfigError: Lightning does not accept the devices, the strategy, ``trainer.extra``, a plugin or the profiler.
     """
     options = config.trainer
     steps = min(options.val_every or options.max_steps, options.max_steps)
@@ -219,7 +220,7 @@ def build_trainer(
 def fit(
     trainer: L.Trainer, module: TrainingModule, data: L.LightningDataModule, config: RunConfig, guard: LastCheckpoint
 ) -> int | None:
-    """Train, and validate at the last step. Returns the step that was not finite, with ``on_nonfinite=record``."""
+    """Train, and validate at the last step. With ``on_nonfinite=record``, return the step that was not finite."""
     try:
         with guard:
             trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path, weights_only=True)
@@ -260,7 +261,7 @@ _NOTICES = (
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Keep Lightning's notices (devices found, tips, advice about workers) out of our output."""
+    """Hide Lightning's notices (devices found, tips, advice about workers)."""
     quiet = {
         "lightning.pytorch": logging.WARNING,
         "lightning.fabric": logging.WARNING,

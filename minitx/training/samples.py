@@ -1,4 +1,4 @@
-"""Text that the model writes while it is trained."""
+"""Text that the model writes during training."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ log = logging.getLogger(__name__)
 
 
 class Samples(StepCallback):
-    """Lets the model continue (or an encoder–decoder answer) some prompts every so many steps.
+    """Let the model continue some prompts at regular steps. An encoder–decoder answers them.
 
     The texts go to the log, to ``samples.jsonl`` in the run's folder (one JSON object for each prompt: ``step``, ``prompt``,
-    ``text``), and to every logger with ``log_text`` (wandb), as a table. The run itself does not change: draws come from a
-    generator seeded by (``seed``, step).
+    ``text``), and to every logger with ``log_text`` (wandb), as a table. The run itself does not change: random numbers come
+    from a separate generator, seeded by (``seed``, step).
 
     Args:
-        folder: of the run.
-        tokenizer: of the data; None where there is none.
-        every: optimizer steps between samples; the last step has them, too.
-        prompts: texts to continue, or sources of an encoder–decoder.
+        folder: the run's folder.
+        tokenizer: the tokenizer of the data, or None.
+        every: optimizer steps between samples. There are also samples at the last step.
+        prompts: texts to continue, or sources for an encoder–decoder.
         max_new_tokens: longest text, in tokens.
-        temperature: 0 takes the likeliest token each time; above 0 a token is drawn.
-        seed: of the draws.
+        temperature: 0: the most probable token. Above 0: a random token.
+        seed: the seed of the random numbers.
 
     Raises:
-        ConfigError: at the start of training: a model that writes no text, no tokenizer, a prompt that it cannot read, no
-            prompts, or a model sharded over devices.
+        ConfigError: at the start of training, if the model writes no text or is sharded over devices, or if there are no
+            prompts, no tokenizer, or a prompt that it cannot encode.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as plain functions of the step: a factor of the peak rate."""
+"""Learning-rate schedules as functions from the step to a factor on the peak rate."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from minitx.config import ScheduleConfig
 
 
 def lr_factor(config: ScheduleConfig, max_steps: int) -> Callable[[int], float]:
-    """The factor of the learning rate for update ``step`` = 0, 1, …, max_steps - 1.
+    """Return a function from ``step`` = 0, 1, …, max_steps - 1 to the factor on the learning rate.
 
-    Linear warm-up (step + 1) / warmup_steps, then with t running from 0 to 1 over the rest:
+    After a linear warm-up (step + 1) / warmup_steps, t runs from 0 to 1:
 
     * ``constant``: 1
     * ``linear``: 1 - (1 - f) t; ``cosine``: f + (1 - f) (1 + cos πt) / 2 (Loshchilov & Hutter 2017, arXiv:1608.03983)

@@ -1,7 +1,7 @@
-"""Checkpoints in shards: folders of torch's distributed checkpoint, read without executing anything, and optimizer states.
+"""Sharded checkpoints: folders of torch's distributed checkpoint, read without executing code. Also the numbering of optimizer states.
 
-torch reads two parts of such a folder as pickles: the index ``.metadata`` and small values that are no tensors. Here the index
-may name torch's own descriptions of tensors only, and a value must load as plain data first.
+torch reads two parts of such a folder as pickles: the index ``.metadata``, and small values that are not tensors. Here the
+index may contain only torch's own descriptions of tensors, and values must be plain data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _Em
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 EXTRA = "meta.pt"
-"""Where Lightning keeps what is neither weights nor optimizer state."""
+"""The file in which Lightning stores everything except weights and optimizer state."""
 
 _DESCRIPTIONS = {
     "pathlib": ("PosixPath",),
@@ -33,10 +33,10 @@ _DESCRIPTIONS = {
 
 
 def read_shards(path: Path) -> dict[str, Any]:
-    """A folder of shards on one device, as Lightning would have written it to one file.
+    """Read a folder of shards to one device, in the form in which Lightning would have written it to one file.
 
     Raises:
-        pickle.UnpicklingError: something in it that is neither a tensor nor plain data.
+        pickle.UnpicklingError: it contains something that is neither a tensor nor plain data.
     """
     found: dict[str, Any] = {}
     try:
@@ -48,17 +48,17 @@ def read_shards(path: Path) -> dict[str, Any]:
 
 
 def load_shards(state: dict[str, Any], path: Path) -> None:
-    """Fill ``state`` (sharded as the run that reads is) from a folder that any number of processes wrote; a collective."""
+    """Load a folder into ``state``, which is sharded like the present run. Any number of processes may have written the folder. This is a collective."""
     dcp.load(state, storage_reader=SafeReader(path), planner=_SafePlanner())
 
 
 def read_extra(path: Path) -> dict[str, Any]:
-    """What a folder of shards holds beside weights and optimizer states."""
+    """Read the rest of a folder of shards: everything except weights and optimizer states."""
     return dict(torch.load(path / EXTRA, map_location="cpu", weights_only=True))
 
 
 class SafeReader(dcp.FileSystemReader):
-    """torch's reader with an index that can only describe."""
+    """torch's reader, restricted to an index that only describes tensors."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
@@ -88,12 +88,12 @@ class _SafeWholePlanner(_SafePlanner, _EmptyStateDictLoadPlanner):
 
 
 def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state that names its parameters, as torch's optimizers number them: through the groups, from 0."""
+    """Convert an optimizer's state from parameter names to numbers, as in torch: counted through the groups, from 0."""
     return _renamed(state, {name: number for number, name in enumerate(_parameters(state["param_groups"]))})
 
 
 def by_name(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The inverse of ``by_number``, with the names in ``groups``."""
+    """The inverse of ``by_number``. ``groups`` contain the names."""
     return _renamed(state, dict(zip(_parameters(state["param_groups"]), _parameters(groups), strict=True)))
 
 

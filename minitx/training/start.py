@@ -1,4 +1,4 @@
-"""``init_from``: weights to start from, of a checkpoint or of a model folder, Hugging Face's or ours."""
+"""``init_from``: weights to start from, in a checkpoint or a model folder (Hugging Face's or ours)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Start = tuple[dict[str, Any], dict[str, Any] | None, Tokenizer | None]
 
 
 def load_start(init_from: InitFrom) -> Start:
-    """(weights by name, the model's config as plain data, tokenizer) of a checkpoint, a folder or a name on the hub.
+    """Load (weights by name, the model's config as plain data, tokenizer) from a checkpoint, a folder or a name on the hub.
 
-    The config is None where the model is not one of ours. The latest answer is kept, because a run asks twice.
+    The config is None if the model is not one of ours. The latest result is cached, because a run needs it twice.
 
     Raises:
-        ConfigError: nothing there that can be read; the message names ``init_from.path``.
+        ConfigError: nothing can be read there. The message names ``init_from.path``.
     """
     return _load_start(str(init_from.path), json.dumps(to_dict(init_from.overrides)), init_from.ignore)
 
@@ -71,12 +71,12 @@ def _of_folder(folder: Path, path: str, overrides: dict[str, Any], ignore: tuple
 
 
 def stored_shape(init_from: InitFrom) -> dict[str, Any]:
-    """The fields of the model's config in a checkpoint or folder; {} where the model is not one of ours."""
+    """Return the fields of the model's config in a checkpoint or folder, or {} if the model is not one of ours."""
     return dict(load_start(init_from)[1] or {})
 
 
 def check_scale_of(init_from: InitFrom, model: TransformerConfig) -> None:
-    """Refuse another score scale than that of the weights unless it is folded; say that ``model.init_fold`` does nothing.
+    """Raise a ConfigError if the score scale differs from that of the weights and is not folded. Warn that ``model.init_fold`` has no effect.
 
     Raises:
         ConfigError: ``scale`` or ``scale_factor`` differs.
@@ -93,10 +93,11 @@ def check_scale_of(init_from: InitFrom, model: TransformerConfig) -> None:
 
 
 def start_from(init_from: InitFrom, network: nn.Module) -> None:
-    """Give ``network`` the weights of ``init_from.path``, with another score scale folded into them where that is wanted.
+    """Load the weights of ``init_from.path`` into ``network``. With ``fold_scale``, fold a different score scale into them.
 
     Raises:
-        ConfigError: a tensor is missing, left over or of another shape; torch's own words name it. A scale that cannot be folded.
+        ConfigError: a tensor is missing, unexpected or of another shape (torch's message names it), or the scale cannot be
+            folded.
     """
     try:
         weights, shape, _ = load_start(init_from)

@@ -1,4 +1,4 @@
-"""Callbacks that look at every step: the rows of ``metrics.csv``, and the end of a run by a training metric."""
+"""Callbacks for every step: rows of ``metrics.csv``, and stopping by a training metric."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class StepCallback(L.Callback):
-    """Calls ``on_step`` after each optimizer step, with the number of updates made so far."""
+    """Call ``on_step`` after each optimizer step, with the number of updates so far."""
 
     _steps_before = 0
 
@@ -39,15 +39,16 @@ class StepCallback(L.Callback):
 
 
 class StepLog(StepCallback):
-    """Logs a row of ``metrics.csv`` every ``log_every`` steps. On accelerators nothing else reads the device during training.
+    """Log a row of ``metrics.csv`` every ``log_every`` steps. On accelerators nothing else waits for the device during training.
 
     ``tokens`` are targets. ``tokens_per_second`` and ``mfu`` cover the steps since the last row, without validation. ``mfu``
-    is this device's share of the training FLOPs (``train_flops``, padding included) over its peak.
+    is this device's share of the training FLOPs (``train_flops``, padding included) divided by its peak.
 
     Args:
-        log_every: steps between rows; the first and the last step always have one.
-        model: of one of our models, for ``mfu``; None for a model of the user's, which gets none.
-        peak: the device's peak in TFLOP/s. None: by the device's name (``PEAK_TFLOPS``); no ``mfu`` where it is unknown.
+        log_every: steps between rows. The first and the last step always have one.
+        model: the config of one of our models, for ``mfu``. None for a model of the user's: no ``mfu``.
+        peak: the device's peak in TFLOP/s. None: from ``PEAK_TFLOPS`` by the device's name. If it is unknown, there is no
+            ``mfu``.
     """
 
     def __init__(self, log_every: int, model: TransformerConfig | None = None, peak: float | None = None) -> None:
@@ -115,7 +116,7 @@ class StepLog(StepCallback):
 
 
 def batch_flops(model: TransformerConfig, batch: dict[str, Tensor]) -> float:
-    """Training FLOPs of one micro-batch of one of our models, padding included."""
+    """Return the training FLOPs of one micro-batch of one of our models, padding included."""
     if not isinstance(model.attention, str):
         return 0.0  # nothing is known of a core of one's own
     if model.architecture == "vision":
@@ -126,9 +127,9 @@ def batch_flops(model: TransformerConfig, batch: dict[str, Tensor]) -> float:
 
 
 def step_means(trainer: L.Trainer, module: TrainingModule, batch: Any) -> dict[str, float]:
-    """``train_loss``, ``train_accuracy`` (where the objective counts right answers) and the means of its other sums.
+    """Return ``train_loss``, ``train_accuracy`` (if the objective counts right answers) and the means of its other sums.
 
-    The means are over the whole step on all processes: this is a collective, and a device sync.
+    The means are over the whole step on all processes. This is a collective and waits for the device.
     """
     wide, ranks = widest_float(module.device), replicas(trainer)[1]
     device, own = torch.as_tensor(module.step_loss).device, [module.step_loss, module.step_targets, *module.step_sums.values()]
@@ -143,15 +144,15 @@ def step_means(trainer: L.Trainer, module: TrainingModule, batch: Any) -> dict[s
 
 
 class StopAt(StepCallback):
-    """Ends the run once a training metric has reached a value. The run then counts as finished: it is validated and saved.
+    """End the run when a training metric has reached a value. The run is then validated and saved like any finished run.
 
-    The metric is read at every step, whatever ``log_every`` is, which on an accelerator waits for the device.
+    The metric is read at every step, also between log points. On an accelerator this waits for the device.
 
     Args:
         metric: ``train_accuracy``, which must rise to ``value``, or ``train_loss``, which must fall to it.
         value: what the mean of the metric over the last ``window`` steps must reach.
-        window: steps to average over; the run cannot end before as many.
-        extra_steps: steps to train on after the value was reached.
+        window: the number of steps to average. The run cannot end earlier.
+        extra_steps: further steps after the value is reached.
 
     Attributes:
         reached: the step at which the value was reached, or None.

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside its weights, built again: model, tokenizer, data, objective."""
+"""Build the contents of a checkpoint again: model, tokenizer, data, objective."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from minitx.training.parts import build, check_trusted, core_of, import_modules
 
 @dataclasses.dataclass
 class Stored:
-    """A trained network, in eval mode on the CPU, and what it was trained with.
+    """A trained network, in evaluation mode on the CPU, and the config, data and objective of its training.
 
     Attributes:
-        config: of the run, without its loggers, callbacks and grid.
+        config: the config of the run, without loggers, callbacks and grid.
         state: the plain data that the run stored: ``config``, ``model`` and ``tokenizer``.
-        untrusted: nodes as they were stored, which may name classes of torch and minitx only.
+        untrusted: nodes from the checkpoint. They may name only classes of torch and minitx.
     """
 
     path: str
@@ -40,10 +40,10 @@ class Stored:
     untrusted: dict[str, Any]
 
     def data(self, batch_size: int | None = None) -> L.LightningDataModule:
-        """The data of the run, opened; ``batch_size`` is that of validation.
+        """Open the data of the run. ``batch_size`` is that of validation.
 
         Raises:
-            ConfigError: the data are not there, or have grown beyond the model's vocabulary.
+            ConfigError: the data do not exist, or no longer fit the model's vocabulary.
         """
         check_trusted(self.untrusted.get("data"), "data")
         trainer = dataclasses.replace(self.config.trainer, val_batch_size=batch_size or self.config.trainer.val_batch_size)
@@ -55,7 +55,7 @@ class Stored:
         return data
 
     def objective(self) -> Objective:
-        """The objective of the run."""
+        """Build the objective of the run."""
         check_trusted(self.untrusted.get("objective"), "objective")
         return build_objective(self.config.objective)
 
@@ -68,18 +68,18 @@ def load_stored(
     changes: Mapping[str, Any] | None = None,
     model_only: bool = False,
 ) -> Stored:
-    """Read a checkpoint and build its model. Nothing in it is executed unless ``trust`` says so.
+    """Read a checkpoint and build its model. Nothing in it is executed without ``trust``.
 
     Args:
-        model: the network to fill, in place of the one that the checkpoint names.
-        trust: build any ``_target_`` that the checkpoint names, and import its ``imports``. Without it, only classes of
-            ``torch.nn``, ``torch.optim`` and a list of minitx.
-        changes: nodes that take the place of stored ones (``model``, ``data``, ``objective``), or keys within ``data``. They need
-            no trust.
-        model_only: look at data and objective when they are built, not before.
+        model: a network for the weights, instead of the one that the checkpoint names.
+        trust: build any ``_target_`` of the checkpoint, and import its ``imports``. Otherwise only classes of ``torch.nn``,
+            ``torch.optim`` and a list of minitx are allowed.
+        changes: nodes that replace stored ones (``model``, ``data``, ``objective``), or keys of ``data``. They need no trust.
+        model_only: check data and objective only when they are built.
 
     Raises:
-        ConfigError: no such file, not a checkpoint of ours, a target that is not trusted, or a model that cannot be built.
+        ConfigError: the file does not exist or is not a checkpoint of minitx, a target is not trusted, or the model cannot be
+            built.
     """
     checkpoint = read_checkpoint(path)
     state = checkpoint["minitx"]
@@ -115,7 +115,7 @@ def load_stored(
 
 
 def build_stored(node: Mapping[str, Any]) -> nn.Module:
-    """The network that a stored node says, with new weights."""
+    """Build the network of a stored node, with new weights."""
     if is_part(node):
         return build(node, "model")
     config = TransformerConfig(**node)
@@ -125,11 +125,11 @@ def build_stored(node: Mapping[str, Any]) -> nn.Module:
 def load_model(
     path: str | Path, model: nn.Module | None = None, trust: bool = False
 ) -> tuple[nn.Module, Tokenizer | None, dict[str, Any]]:
-    """The trained network of a checkpoint, in eval mode on the CPU, its tokenizer (or None), and what the run stored.
+    """Load a checkpoint: the trained network in evaluation mode on the CPU, its tokenizer (or None), and the stored plain data.
 
     Args:
-        model: the network to fill; default the one that the checkpoint names.
-        trust: whether the checkpoint may name any code.
+        model: a network for the weights. Default: the one that the checkpoint names.
+        trust: whether to build any code that the checkpoint names.
 
     Raises:
         ConfigError: see ``load_stored``.
@@ -142,10 +142,10 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def place(model: Network, device: str) -> Network:
-    """``model`` on ``device``, a word of torch's; ``auto`` takes a GPU if there is one.
+    """Move ``model`` to ``device``, a name of torch or ``auto``, which uses a GPU if there is one.
 
     Raises:
-        ConfigError: a word that is none, or a device that is not there.
+        ConfigError: the name or the device does not exist.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

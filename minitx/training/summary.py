@@ -1,4 +1,4 @@
-"""What a run is about to do, on one screen."""
+"""The summary of a run, printed before the first step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from minitx.training.calling import config_of
 
 
 def summary(trainer: L.Trainer, config: RunConfig, network: nn.Module, data: L.LightningDataModule, folder: Path) -> str:
-    """The lines to log before the first step: model, device, data, steps, folder, and what is weaker than usual.
+    """Return the lines to log before the first step: model, device, data, steps, folder, and limitations of this run.
 
     Args:
-        trainer: of the run. network: the model, whole. data: of the run. folder: of the run.
+        trainer: the run's trainer. network: the unsharded model. data: the run's data. folder: the run's folder.
     """
     every = int(trainer.val_check_interval) // trainer.accumulate_grad_batches
     tokenizer = data.task.tokenizer if isinstance(data, DataModule) else None
@@ -39,7 +39,7 @@ def summary(trainer: L.Trainer, config: RunConfig, network: nn.Module, data: L.L
 
 
 def describe_model(network: nn.Module) -> str:
-    """The class and the parameters of a model, and the sizes of one of ours.
+    """Return the class and the number of parameters of a model, and the sizes of one of ours.
 
     >>> describe_model(nn.Linear(2, 3))
     'Linear, 9 parameters'
@@ -54,7 +54,7 @@ def describe_model(network: nn.Module) -> str:
 
 
 def describe_data(data: L.LightningDataModule) -> str:
-    """The name and the sizes of a task, or the class of a data module of the user's."""
+    """Return the name and the sizes of a task, or the class of a data module of the user's."""
     if not isinstance(data, DataModule):
         return type(data).__name__
     rows = f"{len(data.task.train):,} rows" if hasattr(data.task.train, "__len__") else "new examples at every step"
@@ -63,7 +63,7 @@ def describe_data(data: L.LightningDataModule) -> str:
 
 
 def describe_device(trainer: L.Trainer) -> str:
-    """The processes, the kind of device, the precision and the strategy of a run."""
+    """Return the processes, the kind of device, the precision and the strategy of a run."""
     device = trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     count = f"{trainer.world_size} x " if trainer.world_size > 1 else ""

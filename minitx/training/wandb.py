@@ -1,4 +1,4 @@
-"""What Weights & Biases gets beside the rows of ``metrics.csv``."""
+"""What Weights & Biases gets in addition to the rows of ``metrics.csv``."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from minitx.training.probes import read_probes
 
 
 class WandbExtras(L.Callback):
-    """Sends config, command and commit to wandb, and after training the probe's figure, the viewer and a checkpoint.
+    """Send config, command and commit to wandb, and after training the probe's figure, the viewer and a checkpoint.
 
     Curves, system metrics and samples come from the loggers themselves. Without a ``WandbLogger`` nothing happens.
 
     Args:
         config: plain data, shown as the run's config.
-        folder: of the run. The command is read from its ``command.txt``.
+        folder: the run's folder. The command is read from its ``command.txt``.
         viewer: send the attention viewer's page of the first recorded row (``callbacks.probe.weights_every``), and a picture of
             all heads for each recorded step.
-        checkpoint: ``last`` or ``best``: send that checkpoint as an artifact. None sends none.
+        checkpoint: ``last`` or ``best``: send that checkpoint as an artifact. None: send none.
     """
 
     def __init__(self, config: Mapping[str, Any], folder: Path, *, viewer: bool = False, checkpoint: str | None = None) -> None:
@@ -68,10 +68,10 @@ def _wandb_loggers(trainer: L.Trainer) -> list[WandbLogger]:
 
 
 def git_commit(folder: Path | None = None) -> str | None:
-    """The commit of ``folder`` by ``git describe``, with ``-dirty`` for uncommitted changes; None outside of git.
+    """Return the commit of ``folder`` from ``git describe``, with ``-dirty`` for uncommitted changes. None outside of git.
 
     Args:
-        folder: default the current one.
+        folder: the folder. Default: the current one.
     """
     try:
         command = ["git", "describe", "--always", "--dirty", "--tags"]
@@ -82,7 +82,7 @@ def git_commit(folder: Path | None = None) -> str | None:
 
 @contextmanager
 def finish_wandb() -> Iterator[None]:
-    """Finish wandb's run afterwards, with the exit code of the program: 0, 2 (a mistake in the config), 3, or a signal's."""
+    """A context that finishes wandb's run with the exit code of the program: 0, 2 (a mistake in the config), 3, or that of a signal."""
     code = 3
     try:
         yield

@@ -175,9 +175,10 @@ SLOW = (
     "docs/looking.md",
     "docs/training.md",
     "docs/weights.md",
+    "docs/why_scale.zh.md",
 )
-"""Pages that are run in the slow tier: their programs have faster tests of their own in the other one, and the Chinese README has the code
-of the English one (tests/test_readme.py)."""
+"""Pages that are run in the slow tier: their programs have faster tests of their own in the other one, and the Chinese pages have the code
+of the English ones (tests/test_readme.py)."""
 
 
 class Shelf:

@@ -1,4 +1,5 @@
-"""The claims of docs/why_scale.md hold where the tests run, and every number of the page is one that the script printed."""
+"""The claims of docs/why_scale.md hold where the tests run, and every number of the page, English or Chinese, is one that the script
+printed."""
 
 import importlib
 import math
@@ -12,7 +13,8 @@ import torch
 from minitx.nn import masked_softmax
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "why_scale.md").read_text(encoding="utf-8")
+PAGES = {name: (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("why_scale.md", "why_scale.zh.md")}
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
 FIGURES = ROOT / "docs" / "why_scale"
 TABLES = (FIGURES / "tables.md").read_text(encoding="utf-8")
 
@@ -70,8 +72,9 @@ def test_the_scale_folded_into_w_q_gives_the_same_run_bit_for_bit(optimizer):
     assert scores == weights and scores[-1] < scores[0] / 10
 
 
-def test_every_number_of_the_page_is_one_that_the_script_printed():
-    text = PAGE.partition("All numbers are in")[0]
+@EVERY_PAGE
+def test_every_number_of_the_page_is_one_that_the_script_printed(page):
+    text = page.translate(str.maketrans("（）", "()")).partition("[tables.md]")[0]
     text = re.sub(r"```.*?```|\]\([^)]*\)|\([^()]*(?:19|20)\d\d[^()]*\)", "", text, flags=re.DOTALL)  # code, links, sources
     printed = set(numbers(TABLES))
     settings = set(numbers((ROOT / "examples" / "why_scale.py").read_text(encoding="utf-8")))
@@ -80,16 +83,23 @@ def test_every_number_of_the_page_is_one_that_the_script_printed():
         assert "." not in number or number in printed or number == "0.02", f"{number} was not measured"  # GPT-2's σ is 0.02
 
 
-def test_every_table_of_the_page_is_one_of_the_recorded_run():
-    for table in re.findall(r"(?:^\|.*\|\n)+", PAGE, flags=re.MULTILINE):
-        assert table in TABLES, table
+def test_every_table_of_the_page_is_one_of_the_recorded_run_and_the_chinese_one_has_its_numbers():
+    english, chinese = (re.findall(r"(?:^\|.*\|\n)+", page, flags=re.MULTILINE) for page in PAGES.values())
+    assert all(table in TABLES for table in english)
+    assert [numbers(table) for table in chinese] == [numbers(table) for table in english]
 
 
-def test_the_pictures_of_the_page_are_there_and_small_and_the_article_is_short():
-    shown = re.findall(r"!\[[^\]]{20,}\]\(why_scale/(\w+\.png)\)", PAGE)
+def test_the_chinese_page_has_the_numbers_of_the_english_one():
+    english, chinese = (set(numbers(page)) for page in PAGES.values())
+    assert chinese == english
+
+
+@EVERY_PAGE
+def test_the_pictures_of_the_page_are_there_and_small_and_the_article_is_short(page):
+    shown = re.findall(r"!\[[^\]]{20,}\]\(why_scale/(\w+\.png)\)", page)
     assert set(shown) == {path.name for path in FIGURES.glob("*.png")}
     assert all((FIGURES / name).stat().st_size < 100_000 for name in shown)
-    assert len(PAGE.split()) <= 1800
+    assert len(page.split()) <= 1800
 
 
 def test_a_folder_that_is_a_file_is_refused_in_a_sentence(monkeypatch, capsys):

@@ -1,7 +1,7 @@
-"""The attention viewer: snapshots in, one HTML file out that shows them and asks the network for nothing.
+"""The attention viewer: it writes snapshots as one HTML file, which needs no network.
 
-The page is plain HTML, CSS and JavaScript, which lie beside this file. What it shows travels as JSON: weights of visible
-pairs as 16-bit numbers, masks as bits, entropy and the largest logit of each row as float32.
+The page is plain HTML, CSS and JavaScript (the files in this folder). The data are JSON: weights of visible pairs as 16-bit
+numbers, masks as bits, entropy and the largest logit of each row as float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Trace", "View", "view", "viewer_page"]
 
 SCRIPTS = ("data.js", "colours.js", "controls.js", "map.js", "lines.js", "page.js")
 FULL = 65534
-"""The number that stands for a weight of 1; the one above it is NaN."""
+"""The 16-bit number for a weight of 1. The next larger one means NaN."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Trace:
     """One model over time.
 
     Attributes:
-        name: what the page calls it.
-        snapshots: of one sentence (B = 1; see ``Snapshot.sentence``), in the order of their steps.
+        name: its name on the page.
+        snapshots: snapshots of one sentence (B = 1, see ``Snapshot.sentence``), in the order of their steps.
     """
 
     name: str
@@ -46,10 +46,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class View:
-    """A page of the viewer that a notebook shows below the cell, in a frame of its own; nothing is loaded from the network.
+    """A page of the viewer. A notebook shows it in a frame below the cell. Nothing is loaded from the network.
 
     Attributes:
-        page: the page as HTML. height: of the frame, in pixels.
+        page: the page as HTML. height: the height of the frame, in pixels.
     """
 
     page: str
@@ -60,7 +60,7 @@ class View:
         return f'<iframe {frame} srcdoc="{html.escape(self.page)}"></iframe>'
 
     def save(self, path: str | Path) -> None:
-        """Write the page to a file, to be opened in a browser."""
+        """Write the page to a file for a browser."""
         Path(path).write_text(self.page, encoding="utf-8")
 
 
@@ -76,18 +76,19 @@ def view(
     """Show in a notebook what a model attends to.
 
     Args:
-        model: a model; or snapshots of one over training (``read_snapshots``); or two of them by name, which are compared.
-        inputs: a text, with ``tokenizer``; ids (L,) or (B, L); or the model's inputs by name. None for snapshots.
-        tokenizer: has ``encode(text)`` (ids, or an object with ``ids``) and ``decode(ids)``. It also names the tokens of ids.
+        model: a model, or snapshots of one over training (``read_snapshots``). To compare two, pass a dict of them by name.
+        inputs: a text (with ``tokenizer``), ids (L,) or (B, L), or a dict of the model's inputs. None for snapshots.
+        tokenizer: an object with ``encode(text)``, which returns ids or an object with ``ids``, and ``decode(ids)``. It also
+            gives the texts of the tokens.
         tokens: a text for each token, as in ``take_snapshot``.
-        row: the row of the batch that is shown.
+        row: the row of the batch to show.
         height: of the frame, in pixels.
 
     Returns:
         An object that a notebook shows, with ``page`` (HTML) and ``save(path)``.
 
     Raises:
-        ValueError: a text without a tokenizer, or a model without inputs; what ``take_snapshot`` and ``viewer_page`` refuse.
+        ValueError: a text without a tokenizer, a model without inputs, or as in ``take_snapshot`` and ``viewer_page``.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -124,18 +125,18 @@ def _batch(inputs: str | Tensor | Mapping[str, Tensor], tokenizer: Any) -> Mappi
 
 
 def viewer_page(traces: Sequence[Trace], *, title: str = "Attention") -> str:
-    """The page as one HTML text: layers × heads, one head large, lines between tokens, steps, two models compared.
+    """Return the page of the viewer as HTML. It shows all heads, one head in detail, training steps, and two models side by side.
 
-    A weight arrives as the nearest k / 65534, so that it is off by less than 8e-6.
+    Weights are rounded to multiples of 1/65534, an error below 8e-6.
 
     Args:
-        traces: one model, or two to compare (the second is B, and differences are A − B). All snapshots hold the same
-            tokens and layers; padding is left out.
-        title: of the page.
+        traces: one model, or two to compare. The second is B, and differences are A − B. All snapshots must have the same
+            tokens and layers. Padding is left out.
+        title: the title of the page.
 
     Raises:
-        ValueError: no trace or more than two, a trace without snapshots or with steps that do not rise, a snapshot with
-            more than one row, tokens or layers that differ.
+        ValueError: no trace or more than two; a trace without snapshots, or with steps that do not increase; a snapshot with
+            more than one row; different tokens or layers.
 
     >>> import torch
     >>> from minitx.analysis import take_snapshot

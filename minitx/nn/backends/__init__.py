@@ -1,7 +1,7 @@
 """The backends of ``scaled_dot_product_attention``: choosing, explaining and registering them.
 
-Every backend equals ``math`` or refuses with a reason. ``auto`` takes torch's fused kernel where it serves the call;
-where it does not, ``chunked`` for large score matrices, and for small ones torch's plain path or ``math``.
+Every backend gives the same result as ``math``, or refuses the call with a reason. ``auto`` uses torch's fused kernel if it
+supports the call. Otherwise it uses ``chunked`` for large score matrices, and torch's plain path or ``math`` for small ones.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FEW_TILES = 0.25
 
 
 def backend_names() -> tuple[str, ...]:
-    """The names that ``backend=`` accepts: ``auto`` and every registered backend.
+    """Return the names that ``backend=`` accepts: ``auto`` and every registered backend.
 
     >>> {"auto", "math", "sdpa", "chunked", "flex", "varlen"} <= set(backend_names())
     True
@@ -56,16 +56,16 @@ def register_backend(
     why_not: Callable[[AttentionCall], str | None] = never,
     falls_back: Callable[[AttentionCall], str | None] = never,
 ) -> None:
-    """Make ``backend=name`` mean ``run(call)``, everywhere: functions, modules, configs.
+    """Register a backend. ``backend=name`` then calls ``run``, in functions, modules and configs.
 
     Args:
-        name: a new name. ``auto`` does not pick it; it runs where it is named.
-        run: takes a checked ``AttentionCall``, returns (B, H, L, Dv).
-        why_not: the reason why ``run`` cannot serve a call, or None where it can.
-        falls_back: the reason why ``run`` would serve a call without its fused kernel, or None.
+        name: a new name. ``auto`` never chooses it, so it must be named.
+        run: a function of a checked ``AttentionCall`` that returns (B, H, L, Dv).
+        why_not: a function of a call that returns the reason why ``run`` does not support it, or None.
+        falls_back: a function of a call that returns the reason why ``run`` would not use its fused kernel, or None.
 
     Raises:
-        ValueError: a name that is taken.
+        ValueError: the name is already in use.
 
     >>> from minitx.nn import reference_attention
     >>> register_backend("mine", reference_attention, why_not=lambda call: "no sinks" if call.sinks is not None else None)
@@ -82,7 +82,7 @@ def unregister_backend(name: str) -> None:
     """Remove a backend that ``register_backend`` added.
 
     Raises:
-        ValueError: a name that is not registered, or that is minitx's own.
+        ValueError: the name is not registered, or is one of minitx's own.
     """
     if name not in _REGISTRY or name in _BUILT_IN:
         raise ValueError(f"backend {name!r} was not registered by register_backend")
@@ -119,7 +119,7 @@ def _few_tiles(call: AttentionCall) -> bool:
 
 
 def named(call: AttentionCall, backend: str) -> Backend:
-    """The backend that a name stands for in a call, whether it can serve it or not."""
+    """Return the backend that a name stands for in a call. It may be unable to serve the call."""
     if backend == "auto":
         return _fastest(call)
     if backend not in _REGISTRY:
@@ -128,18 +128,18 @@ def named(call: AttentionCall, backend: str) -> Backend:
 
 
 def attend(call: AttentionCall, backend: str = "auto", *, strict: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a checked call. Weights, if wanted, are computed in addition to the kernel's output, not instead of it.
+    """Run a checked call. If weights are needed, they are computed in addition to the kernel's output.
 
     Args:
         call: as ``make_call`` returns it. backend: a name, or ``auto``.
-        strict: a fall from a fused kernel is an error.
+        strict: raise an error if no fused kernel would be used.
 
     Returns:
         (B, H, L, Dv), or with ``call.need_weights`` ``(output, weights)``.
 
     Raises:
-        ValueError: an unknown name. NotImplementedError (a RuntimeError): a named backend that cannot serve the call,
-            with the reason and the ones that could. RuntimeError: with ``strict``, one that would leave its fused kernel.
+        ValueError: an unknown name. NotImplementedError (a RuntimeError): the named backend does not support the call. The
+            message gives the reason and the backends that do. RuntimeError: with ``strict``, no fused kernel would be used.
     """
     if call.scores is not None or call.weights is not None:
         backend, strict = "math", False  # no kernel takes them
@@ -170,19 +170,19 @@ def scaled_dot_product_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(c · QKᵀ + mask) V. Every backend gives the same result.
 
-    The first six arguments and ``scale`` are those of ``torch.nn.functional.scaled_dot_product_attention``. What
-    differs: ``is_causal`` is lower-right aligned (the last query sees the last key) and intersects with ``attn_mask``;
-    a float or 3-D ``attn_mask`` raises; grouped heads are read off the shapes; a row with no visible key is zero.
+    The first six arguments and ``scale`` are those of ``torch.nn.functional.scaled_dot_product_attention``. Four things differ.
+    ``is_causal`` is lower-right aligned (the last query sees the last key) and intersects with ``attn_mask``. A float or 3-D
+    ``attn_mask`` is an error. Grouped heads follow from the shapes. The output of a row without a visible key is zero.
 
     Args:
         query: (B, H, L, D).
-        key: (B, Hkv, S, D), Hkv dividing H; query head h uses key head h // (H / Hkv).
+        key: (B, Hkv, S, D). Hkv divides H, and query head h uses key head h // (H / Hkv).
         value: (B, Hkv, S, Dv).
         attn_mask: bool (L, S) or 4-D broadcastable to (B, H, L, S), True = may attend; or a ``Mask``.
-        dropout_p: probability with which a weight is dropped; applied as given, in train and eval alike.
+        dropout_p: the probability of dropping a weight. It is applied as given, also in evaluation.
         is_causal: query i sees keys up to i + S - L.
-        scale: multiplier on q·k; ``None`` = 1/√D, ``1.0`` = unscaled.
-        attn_bias: float, (L, S) or broadcastable to (B, H, L, S), added to the scaled scores, -inf hides; or a ``Bias``.
+        scale: the factor on q·k. ``None`` is 1/√D, ``1.0`` is unscaled.
+        attn_bias: float, (L, S) or broadcastable to (B, H, L, S), added to the scaled scores (-inf hides a key); or a ``Bias``.
         softcap: t in t · tanh(z / t), before bias and mask (Gemma 2, arXiv:2408.00118).
         sinks: (H,) extra logits without a value.
         backend: ``auto``, ``math``, ``sdpa``, ``chunked``, ``flex``, ``varlen``, or a registered name. Torch's context manager
@@ -193,7 +193,8 @@ def scaled_dot_product_attention(
         (B, H, L, Dv), or ``(output, weights)``.
 
     Raises:
-        ValueError, TypeError: arguments that do not fit, named. RuntimeError: a named backend that cannot serve the call.
+        ValueError, TypeError: arguments that do not fit. The message names them. RuntimeError: the named backend does not
+            support the call.
 
     >>> import torch
     >>> q = torch.randn(2, 3, 5, 7)
@@ -208,8 +209,8 @@ def scaled_dot_product_attention(
 class BackendReport:
     """One line of ``explain_backends``.
 
-    ``name`` of the backend, whether it ``can`` serve the call, whether by its ``fused`` kernel, whether it is the one that
-    ``runs``, and the ``reason`` why not, or what it falls back to.
+    ``name`` is the backend. ``can`` is whether it supports the call, ``fused`` whether its fused kernel would run, and ``runs``
+    whether it is the one that runs. ``reason`` is why it cannot, or what it falls back to.
     """
 
     name: str
@@ -224,11 +225,11 @@ class BackendReport:
 
 
 def explain_backends(*tensors: Tensor, backend: str = "auto", **options: Any) -> list[BackendReport]:
-    """For a call: every backend, whether it can serve it and why not, and which one runs. Nothing is run.
+    """List every backend for a call: whether it supports the call, why not, and which one would run. Nothing is run.
 
     Args:
         tensors, options: the arguments of ``scaled_dot_product_attention``.
-        backend: a name, or ``auto``. A named backend that cannot serve the call is explained, not raised: no line runs then.
+        backend: a name, or ``auto``. If a named backend does not support the call, no line has ``runs``. This is not an error.
 
     >>> import torch
     >>> q = torch.randn(1, 2, 5, 8)

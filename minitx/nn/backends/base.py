@@ -1,4 +1,4 @@
-"""What a backend is: a function that serves a checked call, and a reason where it cannot."""
+"""The class of a backend: a function that computes a call, and the reasons why it cannot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minitx.nn.functional import AttentionCall
 
 
 def never(call: AttentionCall) -> None:
-    """No reason against any call."""
+    """Return None: every call is supported."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Backend:
     """A named way to compute attention.
 
     Args:
-        name: what ``backend=`` takes.
-        run: serves a call, ``run(call)`` is (B, H, L, Dv).
-        why_not: the reason why ``run`` cannot serve a call, or None where it can.
-        falls_back: the reason why ``run`` serves a call without its fused kernel (slower, with an L × S matrix), or None. A backend
-            without a fused kernel always gives one.
+        name: the value of ``backend=``.
+        run: computes a call. ``run(call)`` returns (B, H, L, Dv).
+        why_not: returns the reason why ``run`` does not support a call, or None.
+        falls_back: returns the reason why ``run`` would compute a call without a fused kernel (slower, with an L × S matrix),
+            or None. A backend without a fused kernel always returns one.
     """
 
     name: str

@@ -7,13 +7,13 @@ each tile again from ``top`` and 1/``total`` (Dao et al. 2022, arXiv:2205.14135,
 
     P = exp(Z − top) / total    dV = (P∘R)ᵀ dO    dP = (dO Vᵀ)∘R    dZ = P∘(dP − Σ dO∘O)    dQ = c·dZ K    dK = c·dZᵀ Q
 
-with R the dropout factors, 0 or 1/(1 − p), drawn anew from a seed of their own in both passes. Tiles that the mask's
-rule hides as a whole are skipped: a causal call costs half, a window costs length × window. Which tiles are left is found
-once and kept with the mask, so the layers of a model share it.
+with R the dropout factors, 0 or 1/(1 − p), drawn anew from a seed of their own in both passes. Tiles that the mask hides
+entirely are skipped: a causal call costs half, a window costs length × window. The remaining tiles are found once and stored
+with the mask, so the layers of a model share them.
 
-Both passes are ``torch.library`` operators: compiled, each is one node. An operator takes tensors and plain values only,
-so bias, sinks, mask and seed travel as a program and its tensors (``programs.py``); scale, soft-cap (0 for none) and
-dropout are its ``numbers``. The output leaves the operator in the precision of the sums, because dZ needs it unrounded.
+Both passes are ``torch.library`` operators, so each is one node of a compiled graph. An operator takes tensors and plain values
+only. Bias, sinks, mask and seed are therefore passed as a program and its tensors (``programs.py``), and scale, soft-cap (0 for
+none) and dropout as ``numbers``. The operator returns the output in the precision of the sums, because dZ needs it unrounded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Plan = list[tuple[slice, list[tuple[slice, bool]]]]
 
 @dataclass
 class Problem:
-    """One call, widened to the dtype of the sums, with a way to compute any tile of it."""
+    """One call with tensors in the dtype of the sums. ``tile`` computes any tile of it."""
 
     query: Tensor  # (B, H, L, D), already scaled
     key: Tensor
@@ -64,7 +64,7 @@ class Problem:
         return Problem(query, key, value, bias, sinks, mask, seed, scale, softcap, dropout_p, plan)
 
     def tile(self, rows: slice, keys: slice, is_whole: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Logits (B, H, l, s) with -inf where hidden, the soft-capped scores, and the keys and values of the tile."""
+        """Return the logits (B, H, l, s) with -inf where hidden, the soft-capped scores, and the keys and values of a tile."""
         options: dict[str, Any] = {"batch_size": self.query.shape[0], "num_heads": self.query.shape[1]}
         options |= {"device": self.query.device, "rows": rows, "keys": keys}
         L, S = self.query.shape[2], self.key.shape[2]
@@ -86,7 +86,7 @@ class Problem:
         return logits, capped, key, value
 
     def dropout(self, rows: slice, keys: slice) -> Tensor | None:
-        """The factors 0 or 1/(1 − p) of a tile: the same numbers whenever they are asked for."""
+        """Return the dropout factors of a tile, 0 or 1/(1 − p). They are the same in every call."""
         if self.dropout_p == 0.0:
             return None
         place = rows.start * self.key.shape[2] + keys.start
@@ -97,7 +97,7 @@ class Problem:
 
 
 def tile_sizes(mask: Mask | None, shape: tuple[int, int, int, int]) -> tuple[int, int, int]:
-    """Rows and keys of a tile, and how many keys neighbouring tiles may have together, for a call of ``shape`` = (B, H, L, S)."""
+    """Return the rows and keys of a tile, and the largest number of keys of merged neighbours, for ``shape`` = (B, H, L, S)."""
     B, H, L, S = shape
     side = min(max(math.isqrt(TILE // (B * H)) // 32 * 32, SMALLEST), LARGEST)
     grain = None if mask is None else mask.grain()
@@ -108,7 +108,7 @@ def tile_sizes(mask: Mask | None, shape: tuple[int, int, int, int]) -> tuple[int
 
 
 def tile_states(mask: Mask | None, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
-    """For each tile, 0 where the mask hides it as a whole, 2 where it shows it as a whole, else 1: int8 (R, C)."""
+    """Return the state of each tile, int8 (R, C): 0 if all of it is hidden, 2 if all of it is visible, else 1."""
     _, _, L, S = shape
     height, width, _ = tile_sizes(mask, shape)
     rows, keys = (
@@ -122,7 +122,7 @@ def tile_states(mask: Mask | None, shape: tuple[int, int, int, int], device: tor
 
 
 def tiles(mask: Mask | None, shape: tuple[int, int, int, int], states: Tensor) -> Plan:
-    """The tiles that are computed: slices of the rows, each with slices of the keys and whether all of that is visible."""
+    """Yield the tiles to compute: slices of the rows, each with slices of the keys and whether all of it is visible."""
     _, _, L, S = shape
     height, width, most = tile_sizes(mask, shape)
     plan: Plan
@@ -139,7 +139,7 @@ def tiles(mask: Mask | None, shape: tuple[int, int, int, int], states: Tensor) -
 
 
 def share_of_tiles(call: AttentionCall) -> float:
-    """The share of a call's scores that lie in tiles which are computed."""
+    """Return the share of a call's scores that are in computed tiles."""
     if call.mask is None:
         return 1.0
     states = _states(call)
@@ -154,7 +154,7 @@ def _states(call: AttentionCall) -> Tensor:
 
 
 def by_group(left: Tensor, right: Tensor) -> Tensor:
-    """(B, H, L, m) @ (B, Hkv, m, n) -> (B, H, L, n): query head h meets key head h // (H / Hkv)."""
+    """(B, H, L, m) @ (B, Hkv, m, n) -> (B, H, L, n): query head h uses key head h // (H / Hkv)."""
     B, H, L, m = left.shape
     folded = left.reshape(B, right.shape[1], -1, m)  # the heads of a group are rows of one product
     return (folded @ right).view(B, H, L, right.shape[-1])
@@ -169,7 +169,7 @@ def over_group(left: Tensor, right: Tensor, num_kv_heads: int) -> Tensor:
 def forward_by_tiles(
     query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], program: str, numbers: list[float]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(output (B, H, L, Dv), top (B, H, L, 1), 1/total (B, H, L, 1)), in the dtype of the sums."""
+    """Return (output (B, H, L, Dv), top (B, H, L, 1), 1/total (B, H, L, 1)) in the dtype of the sums."""
     with full_precision(query.device):
         problem = Problem.of(query, key, value, tensors, program, numbers)
         output, top, total = _outputs(problem.query, value)
@@ -203,7 +203,7 @@ def backward_by_tiles(
     numbers: list[float],
     wanted: list[bool],
 ) -> list[Tensor]:
-    """Gradients of query, key, value, and of those ``tensors`` that are wanted (else empty); ``outputs`` as above."""
+    """Return the gradients of query, key, value and the ``tensors`` that need one (else empty). ``outputs`` is as above."""
     with full_precision(query.device):
         problem, (output, top, inverse) = Problem.of(query, key, value, tensors, program, numbers), outputs
         d_query, d_key, d_value = (t.new_zeros(t.shape) for t in (problem.query, problem.key, problem.value))
@@ -248,7 +248,7 @@ class BiasGradient:
         self.sums = [sums[i] for i in self.chosen]
 
     def add(self, d_logits: Tensor, rows: slice, keys: slice) -> None:
-        """Add what the tile ``rows`` × ``keys`` gives, from the gradient of its logits."""
+        """Add the contribution of the tile ``rows`` × ``keys``, given the gradient of its logits."""
         if not self.chosen:
             return
         B, H, L, _ = self.problem.query.shape
@@ -324,7 +324,7 @@ chunked_attention_backward.register_autograd(_no_second)
 
 
 def run(call: AttentionCall) -> Tensor:
-    """Attention tile by tile; memory grows with L + S."""
+    """Compute attention tile by tile. Memory grows with L + S."""
     _, _, L, S = call.shape
     bias = None if call.attn_bias is None else as_bias(call.attn_bias)
     seed = torch.randint(2**31, ()) if call.dropout_p > 0.0 else None
@@ -340,12 +340,12 @@ def run(call: AttentionCall) -> Tensor:
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """The reason is a rule that ``pack`` cannot take apart, if there is one."""
+    """Return the reason why ``pack`` cannot translate the mask or the bias, or None."""
     return None if can_pack((call.mask, call.attn_bias)) else cannot_pack((call.mask, call.attn_bias))
 
 
 def falls_back(call: AttentionCall) -> str:
-    """Always a reason: it runs many small kernels."""
+    """Return the reason, always: it runs many small kernels."""
     return "it works tile by tile in plain torch"
 
 

@@ -1,4 +1,4 @@
-"""``math``: the reference in plain operations. Serves every call, twice differentiable, holds the L × S matrix."""
+"""``math``: the reference in plain operations. It supports every call, is twice differentiable and stores the L × S matrix."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from minitx.nn.functional import AttentionCall, reference_attention
 
 
 def falls_back(call: AttentionCall) -> str:
-    """Always a reason: it has no fused kernel."""
+    """Return the reason, always: it has no fused kernel."""
     return "it holds the whole L x S matrix"
 
 

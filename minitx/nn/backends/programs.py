@@ -1,8 +1,8 @@
-"""Rules as text and tensors: how a mask or a bias reaches a ``torch.library`` operator, which takes nothing else.
+"""Masks and biases as text and tensors, the only arguments that a ``torch.library`` operator takes for them.
 
-A rule is a frozen dataclass whose fields are tensors, numbers, words, None, tuples of those, or rules. ``pack`` writes it in
-postfix order, one token a line, and puts its tensors into a list; ``unpack`` builds it again, with those tensors or with
-others in their place. The text is a constant of a compiled graph, the tensors are inputs of it.
+A rule is a frozen dataclass whose fields are tensors, numbers, strings, None, tuples of those, or rules. ``pack`` writes it in
+postfix order, one token per line, and puts its tensors into a list. ``unpack`` builds it again, with the same or other tensors.
+In a compiled graph the text is a constant, and the tensors are inputs.
 
     >>> import torch
     >>> from minitx.nn.masks import Causal, Padding
@@ -28,10 +28,10 @@ from minitx.nn.masks import Mask
 
 
 def pack(rule: Any) -> tuple[str, list[Tensor]]:
-    """The program of a rule and its tensors, in the order in which the program asks for them.
+    """Return the program of a rule, and its tensors in the order in which the program uses them.
 
     Raises:
-        TypeError: a rule that is no dataclass, or a field that is none of the kinds above.
+        TypeError: the rule is not a dataclass, or a field is none of the kinds above.
     """
     tokens: list[str] = []
     tensors: list[Tensor] = []
@@ -62,7 +62,7 @@ def _write(item: Any, tokens: list[str], tensors: list[Tensor]) -> None:
 
 
 def unpack(program: str, tensors: Sequence[Tensor]) -> Any:
-    """The rule that ``pack`` took apart, with ``tensors`` in it."""
+    """Return the rule of a program, with these tensors."""
     stack: list[Any] = []
     supply = iter(tensors)
     for token in program.split("\n"):
@@ -80,7 +80,7 @@ def unpack(program: str, tensors: Sequence[Tensor]) -> Any:
 
 
 def can_pack(rule: Any) -> bool:
-    """Whether ``pack`` can take the rule apart."""
+    """Return whether ``pack`` can translate the rule."""
     if isinstance(rule, tuple):
         return all(can_pack(member) for member in rule)
     if isinstance(rule, Mask | Bias):
@@ -89,7 +89,7 @@ def can_pack(rule: Any) -> bool:
 
 
 def cannot_pack(rule: Any) -> str | None:
-    """Why ``pack`` would raise, or None."""
+    """Return why ``pack`` would raise an error, or None."""
     try:
         pack(rule)
     except TypeError as error:
@@ -98,7 +98,7 @@ def cannot_pack(rule: Any) -> str | None:
 
 
 def tensors_of(rule: Any) -> list[Tensor]:
-    """The tensors in a rule, a tensor being its own; none are known of a rule that cannot be taken apart."""
+    """Return the tensors in a rule. For a tensor, return it alone. For a rule that ``pack`` cannot translate, return none."""
     return pack(rule)[1] if can_pack(rule) else []
 
 

@@ -18,8 +18,8 @@ Differences between torch's function and ours, and what this file does about the
   deterministic mode, and can return NaN gradients. We leave it out, unless the caller chose the kernels with
   ``torch.nn.attention.sdpa_kernel``.
 
-What the kernel needs of a mask is computed once and stored with the mask, so the layers of a model share it.
-Known difference: torch's CPU kernel gives 0 for a query that contains a NaN, where ``math`` gives NaN.
+What the kernel needs to know about a mask is computed once and stored with the mask, so the layers of a model share it. Known
+difference: torch's CPU kernel gives 0 for a query that contains a NaN, where ``math`` gives NaN.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from minitx.nn.masks import Causal, simplify
 
 
 class Plan(NamedTuple):
-    """What the kernel needs of a mask. ``hidden_keys`` and ``empty_rows`` are None where there are none."""
+    """What the kernel needs to know about a mask. ``hidden_keys`` and ``empty_rows`` are None if there are none."""
 
     is_causal: bool = False
     visible: Tensor | None = None  # bool, broadcastable to (B, H, L, S), all True in an empty row
@@ -54,7 +54,7 @@ NO_MASK = Plan()
 
 
 def run(call: AttentionCall) -> Tensor:
-    """Attention through the kernel that torch picks."""
+    """Compute attention with the kernel that torch chooses."""
     query, key, value, scale = call.query, call.key, call.value, call.scale
     plan = NO_MASK
     if call.attn_bias is not None:
@@ -113,13 +113,13 @@ def _choice(device: torch.device) -> AbstractContextManager[object]:
 
 
 def avoids_cudnn(capability: tuple[int, int], version: str) -> bool:
-    """Whether torch prefers cuDNN by default: on Hopper and later GPUs, from torch 2.11."""
+    """Return whether torch prefers cuDNN by default: on Hopper and later GPUs, from torch 2.11."""
     major, minor = (int(part) for part in version.split(".")[:2])
     return capability >= (9, 0) and (major, minor) >= (2, 11)
 
 
 def repeats_heads(device: str, group: int) -> bool:
-    """Whether grouped heads with a mask have to be repeated: on CUDA only cuDNN takes both."""
+    """Return whether key heads must be repeated in a call with a mask: on CUDA only cuDNN takes grouped heads and a mask."""
     return device == "cuda" and group > 1
 
 
@@ -173,14 +173,14 @@ def _plan_with_bias(call: AttentionCall) -> Plan:
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Soft-cap and sinks, which torch's kernels do not compute."""
+    """Return that torch's kernels have no soft-cap and no sinks, or None."""
     if call.softcap is not None:
         return "torch's kernels have no soft-cap"
     return None if call.sinks is None else "torch's kernels have no sinks"
 
 
 def falls_back(call: AttentionCall) -> str | None:
-    """The reason why torch would use its slow path, which it does without notice."""
+    """Return the reason why torch would use its slow path, or None. Torch itself gives no notice."""
     if call.query.device.type == "cuda":
         return _falls_back_on_cuda(call)
     if call.query.device.type != "cpu":

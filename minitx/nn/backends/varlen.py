@@ -1,8 +1,8 @@
 """``varlen``: torch's FlashAttention over packed documents, each as a sequence of its own (``torch.nn.attention.varlen``).
 
-It serves ``Documents``, alone or within ``Causal``, in self-attention. The rows of a batch are laid end to end, and the kernel is told
-where each document begins, so it computes nothing between two documents. Every query sees its own key: there are no empty rows
-and no hidden keys. Where the documents begin is read from the device once a mask.
+It serves ``Documents``, alone or within ``Causal``, in self-attention. The rows of a batch are concatenated, and the kernel
+gets the position where each document begins. It computes nothing between two documents. Every query sees its own key: there are
+no empty rows and no hidden keys. The positions are read from the device once per mask.
 
 **Not run so far**: the kernel needs CUDA and the project has no GPU at hand. The code around it is tested on a CPU, where a loop over
 documents replaces the kernel.
@@ -25,7 +25,7 @@ from minitx.nn.masks import Causal, Documents
 
 
 class Packing(NamedTuple):
-    """Where the documents of a batch begin, its rows laid end to end."""
+    """Where the documents of a batch begin, if its rows are concatenated."""
 
     starts: Tensor  # int32 (N + 1,): the first position of each document, and the end of the last
     longest: int  # positions in the longest document
@@ -43,7 +43,7 @@ def _kernel() -> Callable[..., Any] | None:
 
 
 def run(call: AttentionCall) -> Tensor:
-    """Attention within each document."""
+    """Compute attention within each document."""
     documents, is_causal = _documents(call)
     kernel = _kernel()
     assert documents is not None
@@ -76,7 +76,7 @@ def _packing(documents: Documents) -> Packing:
 
 
 def pack_documents(ids: Tensor) -> Packing:
-    """Where the runs of equal ids (B, L) begin.
+    """Return where the runs of equal ids (B, L) begin.
 
     >>> pack_documents(torch.tensor([[7, 7, 2], [2, 2, 2]]))
     Packing(starts=tensor([0, 2, 3, 6], dtype=torch.int32), longest=3, is_contiguous=True)
@@ -90,7 +90,7 @@ def pack_documents(ids: Tensor) -> Packing:
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """What torch's kernel for documents cannot do."""
+    """Return what torch's kernel for documents cannot do, or None."""
     documents, _ = _documents(call)
     query, key, value = call.query, call.key, call.value
     if documents is None:
