@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from minitx.config import ConfigError
 from minitx.config.checks import first_line
 from minitx.data.corpus import sha256_of
-from minitx.training.shards import read_shards
 
 FORMAT = 1
 """The format that this version writes. It reads this and all earlier formats."""
@@ -39,34 +37,26 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written. The previous one is intact."""
 
 
-class AtomicCheckpointIO(CheckpointIO):
-    """Write and read Lightning's checkpoints as described above.
+def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
+    """Write ``checkpoint`` to ``path`` with its digest. Until it is complete, ``path`` holds the previous one.
 
     Raises:
         CheckpointError: the disk is full, or the folder cannot be written.
     """
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        part = Path(f"{path}{_PART}")
-        try:
-            part.parent.mkdir(parents=True, exist_ok=True)
-            with part.open("w+b") as file:
-                torch.save(checkpoint, file)
-                _append_digest(file)
-                file.flush()
-                os.fsync(file.fileno())
-            _replace(part, Path(path))
-        except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a write that failed
-            cause = next((e for e in (error, error.__cause__, error.__context__) if isinstance(e, OSError)), None)
-            reason = cause.strerror if cause is not None else first_line(error)
-            part.unlink(missing_ok=True)
-            raise CheckpointError(f"checkpoint {path} could not be written: {reason}; an earlier one is intact") from error
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
-        return read_checkpoint(path)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        _remove(Path(path))
+    part = Path(f"{path}{_PART}")
+    try:
+        part.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("w+b") as file:
+            torch.save(checkpoint, file)
+            _append_digest(file)
+            file.flush()
+            os.fsync(file.fileno())
+        _replace(part, Path(path))
+    except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a write that failed
+        cause = next((e for e in (error, error.__cause__, error.__context__) if isinstance(e, OSError)), None)
+        reason = cause.strerror if cause is not None else first_line(error)
+        part.unlink(missing_ok=True)
+        raise CheckpointError(f"checkpoint {path} could not be written: {reason}; an earlier one is intact") from error
 
 
 def seal_folder(part: str | Path, path: str | Path) -> None:
@@ -84,9 +74,9 @@ def clean_up(folder: Path) -> None:
     """Remove the incomplete files of a killed run from its folder of checkpoints, and restore a checkpoint that it had renamed."""
     for old in folder.glob(f"*{_OLD}"):
         target = old.with_name(old.name.removesuffix(_OLD))
-        _remove(old) if target.exists() else old.rename(target)
+        remove_checkpoint(old) if target.exists() else old.rename(target)
     for part in folder.glob(f"*{_PART}"):
-        _remove(part)
+        remove_checkpoint(part)
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -108,7 +98,12 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         check_digest(path)
-        found = read_shards(path) if path.is_dir() else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if path.is_dir():
+            from minitx.training.shards import read_shards  # what torch needs for shards takes half a second to import
+
+            found = read_shards(path)
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         state = dict(found["minitx"])
         dict(state["model"])
     except ConfigError:
@@ -186,14 +181,15 @@ def _replace(part: Path, path: Path) -> None:
     """Let ``part`` take the place of ``path``. A folder replaces nothing in one instant: what was there moves aside first."""
     old = Path(f"{path}{_OLD}")
     if path.is_dir() or (part.is_dir() and path.exists()):
-        _remove(old)
+        remove_checkpoint(old)
         path.rename(old)
     part.replace(path)
     _sync(path.parent)  # the name, too, must reach the disk
-    _remove(old)
+    remove_checkpoint(old)
 
 
-def _remove(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint, a file or a folder."""
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from minitx.config import ConfigError, TrainerConfig, TransformerConfig
-from minitx.training.checkpoint import AtomicCheckpointIO
+from minitx.training.checkpoint_io import AtomicCheckpointIO
 from minitx.training.hardware import cpu_precision, device_type
 from minitx.training.parallel import Sharded
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import lightning.pytorch as L
 import torch
 from torch import nn
 
@@ -16,10 +15,12 @@ from minitx.config.checks import first_line
 from minitx.data import tokenizers
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.models import build_model
-from minitx.training.building import open_data
 from minitx.training.checkpoint import network_weights, read_checkpoint
 from minitx.training.objectives import Objective, build_objective
 from minitx.training.parts import build, check_trusted, core_of, import_modules
+
+if TYPE_CHECKING:
+    import lightning.pytorch as L
 
 
 @dataclasses.dataclass
@@ -45,6 +46,8 @@ class Stored:
         Raises:
             ConfigError: the data do not exist, or no longer fit the model's vocabulary.
         """
+        from minitx.training.building import open_data
+
         check_trusted(self.untrusted.get("data"), "data")
         trainer = dataclasses.replace(self.config.trainer, val_batch_size=batch_size or self.config.trainer.val_batch_size)
         data = open_data(dataclasses.replace(self.config, trainer=trainer), tokenizer=self.tokenizer)

@@ -11,7 +11,7 @@ import torch
 from minitx.cli.arguments import parse
 from minitx.cli.generate import GenerateConfig
 from minitx.generation import Sampler, beam_search, generate
-from minitx.training.checkpoint import AtomicCheckpointIO
+from minitx.training.checkpoint import write_checkpoint
 from minitx.training.stored import load_model
 from tests.cli.conftest import assert_named
 from tests.cli.processes import start
@@ -120,7 +120,7 @@ def changed(last, tmp_path):
     def make(edit):
         checkpoint = torch.load(last("text").partition("=")[2], weights_only=True)
         edit(checkpoint)
-        AtomicCheckpointIO().save_checkpoint(checkpoint, tmp_path / "changed.ckpt")
+        write_checkpoint(checkpoint, tmp_path / "changed.ckpt")
         return f"ckpt_path={tmp_path / 'changed.ckpt'}"
 
     return make

@@ -240,13 +240,13 @@ EVIL = {
 @pytest.mark.parametrize(("node", "named"), [(node, named) for node, each in EVIL.items() for named in each])
 def test_a_checkpoint_that_names_code_is_refused_by_name_and_nothing_runs(cli, place, monkeypatch, node, named):
     from minitx.config import RunConfig, to_dict
-    from minitx.training.checkpoint import AtomicCheckpointIO
+    from minitx.training.checkpoint import write_checkpoint
 
     monkeypatch.setenv("EVIL", "os.system")
     config = {**to_dict(RunConfig()), "imports": ["antigravity"]}
     config[node] = named
     state = {"config": config, "model": config["model"], "tokenizer": None, "format": 1}
-    AtomicCheckpointIO().save_checkpoint({"state_dict": {}, "global_step": 1, "minitx": state}, place / "evil.ckpt")
+    write_checkpoint({"state_dict": {}, "global_step": 1, "minitx": state}, place / "evil.ckpt")
     for program in ("evaluate", "generate", "view"):
         said = cli("ckpt_path=evil.ckpt", *(["text=a"] if program == "view" else []), program=program)
         assert said.code == 2, said

@@ -16,7 +16,7 @@ from minitx.config import TransformerConfig, to_dict
 from minitx.data.tokenizers import token_texts, train_tokenizer
 from minitx.generation import generate
 from minitx.nn.models import build_model
-from minitx.training.checkpoint import AtomicCheckpointIO
+from minitx.training.checkpoint import write_checkpoint
 from minitx.training.stored import load_model
 from tests.cli.conftest import TEXT
 
@@ -45,7 +45,7 @@ def bare(runs):
         weights = {f"network.{name}": weight for name, weight in build_model(config).state_dict().items()}
         state = torch.load(runs / "text" / "checkpoints" / "last.ckpt", weights_only=True)["minitx"]
         found = {"state_dict": weights, "global_step": 7, "minitx": {**state, **stored}}
-        AtomicCheckpointIO().save_checkpoint(found, runs / f"{name}.ckpt")
+        write_checkpoint(found, runs / f"{name}.ckpt")
         return f"ckpt_path={runs / name}.ckpt"
 
     return make

@@ -22,7 +22,8 @@ import torch
 from ranks import _SERVER, say_nothing, train_as
 
 from minitx.training.callbacks import StoppedError
-from minitx.training.checkpoint import AtomicCheckpointIO, read_checkpoint
+from minitx.training.checkpoint import read_checkpoint
+from minitx.training.checkpoint_io import AtomicCheckpointIO
 from minitx.training.metrics import OF_THE_MACHINE, read_metrics
 from minitx.training.module import TrainingModule
 from tests.waiting import PATIENCE

@@ -19,13 +19,14 @@ from minitx.training.building import open_data
 from minitx.training.callbacks import LastCheckpoint
 from minitx.training.checkpoint import (
     FORMAT,
-    AtomicCheckpointIO,
     CheckpointError,
     clean_up,
     newest_valid,
     read_checkpoint,
     seal_folder,
+    write_checkpoint,
 )
+from minitx.training.checkpoint_io import AtomicCheckpointIO
 from minitx.training.run import train
 
 SMALL = {"minitx": {"model": {}, "format": FORMAT}, "state_dict": {"weight": torch.arange(97.0)}}
@@ -34,7 +35,7 @@ SMALL = {"minitx": {"model": {}, "format": FORMAT}, "state_dict": {"weight": tor
 @pytest.fixture
 def path(tmp_path):
     """A small checkpoint."""
-    AtomicCheckpointIO().save_checkpoint(SMALL, tmp_path / "last.ckpt")
+    write_checkpoint(SMALL, tmp_path / "last.ckpt")
     return tmp_path / "last.ckpt"
 
 
@@ -89,7 +90,7 @@ def test_a_file_of_another_program_is_refused(path):
 
 
 def test_a_checkpoint_of_a_newer_version_says_so(path):
-    AtomicCheckpointIO().save_checkpoint({**SMALL, "minitx": {"model": {}, "format": FORMAT + 1}}, path)
+    write_checkpoint({**SMALL, "minitx": {"model": {}, "format": FORMAT + 1}}, path)
     assert_refused(path, "a newer minitx wrote it", f"format {FORMAT + 1}", "update minitx")
 
 
@@ -123,7 +124,7 @@ def test_a_write_that_fails_leaves_the_one_before(path, monkeypatch):
     with pytest.raises(
         CheckpointError, match=r"last.ckpt could not be written: No space left on device; an earlier one is intact"
     ):
-        AtomicCheckpointIO().save_checkpoint(SMALL, path)
+        write_checkpoint(SMALL, path)
     assert path.read_bytes() == before
     assert sorted(p.name for p in path.parent.iterdir()) == ["last.ckpt"]
 
@@ -293,7 +294,7 @@ def test_what_was_being_replaced_is_put_back(request, kind):
 
 
 def test_a_file_takes_the_place_of_a_folder_of_shards_and_back(shards):
-    AtomicCheckpointIO().save_checkpoint({**SMALL, "global_step": 7}, shards)
+    write_checkpoint({**SMALL, "global_step": 7}, shards)
     assert shards.is_file()
     assert read_checkpoint(shards)["global_step"] == 7
     assert sorted(p.name for p in shards.parent.iterdir()) == ["last.ckpt"]
