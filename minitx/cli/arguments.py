@@ -29,8 +29,8 @@ class StoredConfig(Config):
     """The keys of every program that reads a checkpoint."""
 
     ckpt_path: str = key(dataclasses.MISSING, "checkpoint of a run, such as runs/char_lm/.../checkpoints/last.ckpt")
-    device: str = key("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one")
-    trust: bool = key(False, "build whatever the checkpoint names, which can run any code")
+    device: str = key("auto", "cpu, cuda, cuda:1 ...; auto uses a GPU if there is one")
+    trust: bool = key(False, "build any class that the checkpoint names, which can run any code")
 
 
 def run_program(cls: type[T], usage: str, program: Callable[[T], None]) -> int:

@@ -34,9 +34,9 @@ class CostConfig(Config):
     """The keys of ``cost.py``. ``model.KEY=VALUE`` are those of ``train.py``."""
 
     model: str = key(dataclasses.MISSING, "an option of configs/model, such as char_small; model.KEY=VALUE changes its keys")
-    length: Count | None = key(None, "tokens a row; null: the model's max_len. A picture has the tokens of its size")
+    length: Count | None = key(None, "tokens in a row; null: the model's max_len. Not for images")
     batch_size: Count = key(1, "rows")
-    lengths: tuple[Count, ...] = key((256, 512, 1024, 2048), "n at which single layers are measured, forward and backward")
+    lengths: tuple[Count, ...] = key((256, 512, 1024, 2048), "lengths at which to measure single layers, forward and backward")
     output_dir: str = key("runs/cost", "folder for cost.json and cost.png")
 
     def check(self) -> None:

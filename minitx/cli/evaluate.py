@@ -19,16 +19,16 @@ USAGE = "python scripts/evaluate.py ckpt_path=FILE [key=value ...]"
 class EvaluateConfig(StoredConfig):
     """The keys of ``evaluate.py``. Data, tokenizer and model come from the checkpoint."""
 
-    num_rows: Count | None = key(None, "validation rows to look at; null: all")
-    num_beams: Count = key(1, "of generated answers; 1: greedy")
-    num_shown: Natural = key(3, "answers to show")
+    num_rows: Count | None = key(None, "number of validation rows; null: all")
+    num_beams: Count = key(1, "beams for generated answers; 1: greedy")
+    num_shown: Natural = key(3, "number of answers to show")
     batch_size: Count | None = key(None, "rows at a time; null: as in training")
-    output: str | None = key(None, "JSON file to write the numbers to, too")
+    output: str | None = key(None, "also write the numbers to this JSON file")
     model: Mapping[str, Any] = key(
-        dict, "a model in place of the stored one: {_target_: ...}; it needs no trust, as what follows"
+        dict, "a model that replaces the stored one: {_target_: ...}; like the next two keys, it needs no trust"
     )
-    data: Mapping[str, Any] = key(dict, "keys of the data in place of the stored ones: data.path=FILE")
-    objective: Mapping[str, Any] = key(dict, "an objective in place of the stored one: {_target_: ...}")
+    data: Mapping[str, Any] = key(dict, "keys of the data that replace the stored ones: data.path=FILE")
+    objective: Mapping[str, Any] = key(dict, "an objective that replaces the stored one: {_target_: ...}")
 
     def check(self) -> None:
         if self.output is not None:

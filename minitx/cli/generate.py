@@ -28,19 +28,19 @@ USAGE = "python scripts/generate.py ckpt_path=FILE [prompt=TEXT] [key=value ...]
 class GenerateConfig(StoredConfig):
     """The keys of ``generate.py``. Decoding is described in ``minitx.generation``: ``generate``, ``Sampler``, ``beam_search``."""
 
-    prompt: str | None = key(None, "text to continue, or (encoder-decoder) to answer; without it, a prompt a line of stdin")
+    prompt: str | None = key(None, "text to continue or (encoder-decoder) to answer; null: each line of stdin is a prompt")
     max_new_tokens: int | None = key(None, "longest answer; null: 256")
-    context: int | None = key(None, "tokens to look back on, the older half being forgotten beyond; null: the model's max_len")
-    temperature: float = key(0.0, "0 takes the likeliest token each time, above 0 draws one (1: as the model says)")
-    top_k: int | None = key(None, "draw from the k likeliest tokens only")
-    top_p: float | None = key(None, "draw from the likeliest tokens that have this probability together only, in (0, 1]")
-    min_p: float | None = key(None, "draw from tokens with this share of the likeliest one's probability only, in [0, 1]")
-    repetition_penalty: float = key(1.0, "above 1, tokens that are in the text already get less likely")
-    num_beams: int = key(1, "above 1, beam search, with temperature=0")
-    length_penalty: float = key(0.6, "of beam search: 0 favours short answers, more favours longer ones")
-    seed: int = key(0, "of the draws; the same seed writes the same text")
+    context: int | None = key(None, "longest context; beyond it the older half is dropped; null: the model's max_len")
+    temperature: float = key(0.0, "0: the most probable token; above 0: a random one (1: the model's probabilities)")
+    top_k: int | None = key(None, "draw only from the k most probable tokens")
+    top_p: float | None = key(None, "draw only from the most probable tokens that sum to this probability, in (0, 1]")
+    min_p: float | None = key(None, "draw only from tokens with at least this share of the largest probability, in [0, 1]")
+    repetition_penalty: float = key(1.0, "above 1, tokens that are already in the text become less probable")
+    num_beams: int = key(1, "number of beams; above 1: beam search, with temperature=0")
+    length_penalty: float = key(0.6, "for beam search: 0 favours short answers, larger values longer ones")
+    seed: int = key(0, "seed of the random draws; the same seed gives the same text")
     stop: str | None = key(None, "text of one token that ends an answer; null: the model's end token, if it has one")
-    num_samples: Count = key(1, "answers to each prompt, with --- between them; needs temperature above 0")
+    num_samples: Count = key(1, "number of answers to each prompt, separated by ---; needs temperature above 0")
 
     def check(self) -> None:
         require(0 <= self.seed < 2**63, f"seed={self.seed} must lie in [0, 2^63)")

@@ -30,12 +30,12 @@ class HeadsConfig(StoredConfig):
     ckpt_path: str = key(
         dataclasses.MISSING, "checkpoint, or a run's folder: its last checkpoint, and labels at recorded steps"
     )
-    text: str | None = key(None, "one text to look at, instead of validation rows")
-    conllu: str | None = key(None, "CoNLL-U file: look at its sentences, and compare the heads with their syntax")
-    num_rows: Count = key(64, "validation rows or sentences to look at")
-    window: Count = key(4, "a head is local if it looks at most so many tokens away")
-    seed: int = key(0, "of the shuffled control")
-    output: str = key("heads", "folder to write heads.csv, heads.json and heads.png to")
+    text: str | None = key(None, "one text to use instead of validation rows")
+    conllu: str | None = key(None, "CoNLL-U file: use its sentences, and compare the heads with their syntax")
+    num_rows: Count = key(64, "number of validation rows or sentences")
+    window: Count = key(4, "a head is local if it looks at most this many tokens away")
+    seed: int = key(0, "seed of the control with shuffled words")
+    output: str = key("heads", "folder for heads.csv, heads.json and heads.png")
 
     def check(self) -> None:
         require(self.text is None or self.conllu is None, "conllu takes the place of text: give one of them")

@@ -38,13 +38,13 @@ class ViewConfig(StoredConfig):
         "checkpoint of a run, several with commas between (a step of the slider each), or the folder of a run that recorded "
         "its attention",
     )
-    text: str | None = key(None, "what the model reads; without a tokenizer, ids (ID or ID:TYPE) with spaces between")
-    target: str | None = key(None, "of an encoder-decoder, what it has written; null: its own answer")
-    row: Natural | None = key(None, "instead of text, a row of the validation data, or a recorded sentence; from 0")
-    compare: str | None = key(None, "a second model, as in ckpt_path: side by side, and as a difference")
-    layers: str | None = key(None, "some of them: numbers from 0, or parts of their names (cross), with commas between")
-    num_beams: Count = key(1, "of an encoder-decoder's own answer; 1: greedy")
-    max_new_tokens: Count = key(64, "longest answer of an encoder-decoder's own")
+    text: str | None = key(None, "text for the model; without a tokenizer, ids (ID or ID:TYPE) separated by spaces")
+    target: str | None = key(None, "target text of an encoder-decoder; null: its own answer")
+    row: Natural | None = key(None, "instead of text: number of a validation row or of a recorded sentence, from 0")
+    compare: str | None = key(None, "a second model, as in ckpt_path, to compare side by side and as a difference")
+    layers: str | None = key(None, "layers to show: numbers from 0 or parts of names (cross), separated by commas; null: all")
+    num_beams: Count = key(1, "beams for an encoder-decoder's own answer; 1: greedy")
+    max_new_tokens: Count = key(64, "longest own answer of an encoder-decoder, in tokens")
     output: str = key("attention.html", "the file to write")
 
     def check(self) -> None:
