@@ -10,6 +10,7 @@ from minitx.config import TransformerConfig
 from minitx.nn import (
     ALiBi,
     Block,
+    BlockSparse,
     Causal,
     DecoderLM,
     Documents,
@@ -105,6 +106,10 @@ VALUE_ERRORS = {
     "document ids: another length": lambda: attend(attn_mask=Documents(IDS)),
     "document ids: truth values": lambda: Documents(bools(B, S)),
     "document ids: flat": lambda: lm(IDS, call={"document_ids": IDS[0]}),
+    "pattern: no square": lambda: BlockSparse(bools(2, 3), 4),
+    "block_size: none": lambda: BlockSparse(bools(2, 2), 0),
+    "pattern: fewer positions than the call has": lambda: attend(attn_mask=BlockSparse(bools(2, 2), 3)),
+    "value: another length in a layer": lambda: mha(X, X, X[:, :3]),
     "prefix length: another batch": lambda: attend(attn_mask=PrefixLM(torch.tensor([1, 2, 3]))),
     "prefix length: negative": lambda: PrefixLM(-1),
     "prefix length: truth values": lambda: PrefixLM(bools(B)),

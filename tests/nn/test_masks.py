@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, dataclass, fields, replace
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sizes import grids
 
@@ -40,6 +40,7 @@ RULES = {
     "dense 2-D": (Dense(CELLS[0, 0]), lambda b, h, t, j, i: bool(CELLS[0, 0, i, j])),
     "dense 4-D": (Dense(CELLS), lambda b, h, t, j, i: bool(CELLS[b, h, i, j])),
     "dense per head": (Dense(CELLS[:1]), lambda b, h, t, j, i: bool(CELLS[0, h, i, j])),
+    "dense by key": (Dense(CELLS[:, :1, :1]), lambda b, h, t, j, i: bool(CELLS[b, 0, 0, j])),
 }
 SYMBOLIC = [name for name in RULES if "dense" not in name]
 
@@ -52,19 +53,13 @@ def whole(mask, shape=(2, 3, 5, 5), **tile):
 @pytest.mark.parametrize("name", RULES)
 def test_dense_form_says_what_the_rule_says(name):
     mask, rule = RULES[name]
-    assert torch.equal(whole(mask).expand(2, 3, 5, 5), grids(rule, (2, 3, 5, 5)))
-
-
-@pytest.mark.parametrize("length", [1, 2, 4])
-@pytest.mark.parametrize("name", SYMBOLIC)
-def test_fewer_queries_are_the_last_rows_of_the_square(name, length):
-    mask, _ = RULES[name]
-    square = whole(mask).expand(2, 3, 5, 5)
-    assert torch.equal(whole(mask, (2, 3, length, 5)).expand(2, 3, length, 5), square[:, :, -length:])
+    for length in (1, 2, 5) if name in SYMBOLIC else (5,):  # fewer queries are the last rows
+        shape = (2, 3, length, 5)
+        assert torch.equal(whole(mask, shape).expand(shape), grids(rule, shape))
 
 
 @pytest.mark.parametrize("first", RULES)
-@pytest.mark.parametrize("second", RULES)
+@pytest.mark.parametrize("second", ["causal", "padding", "dense per head"])
 def test_and_is_intersection_and_or_is_union(first, second):
     (one, rule_one), (two, rule_two) = RULES[first], RULES[second]
     both = grids(lambda *at: rule_one(*at) and rule_two(*at), (2, 3, 5, 5))
@@ -74,7 +69,7 @@ def test_and_is_intersection_and_or_is_union(first, second):
     assert torch.equal(whole(intersect(one, two)).expand(2, 3, 5, 5), both)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", ["causal", "padding", "dense 4-D"])
 def test_a_bool_tensor_combines_with_a_mask_on_either_side(name):
     mask, cells = RULES[name][0], CELLS[:1]
     for both in (mask & cells, cells & mask):
@@ -93,6 +88,7 @@ masks = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(mask=masks, cut=st.tuples(*[st.integers(0, 5)] * 4))
 def test_tiles_are_slices_of_the_whole(mask, cut):
     rows, keys = slice(min(cut[:2]), max(cut[:2])), slice(min(cut[2:]), max(cut[2:]))
@@ -101,14 +97,7 @@ def test_tiles_are_slices_of_the_whole(mask, cut):
     assert torch.equal(tile.expand(wanted.shape), wanted)
 
 
-@pytest.mark.parametrize("shape", [(5, 5), (2, 3, 5, 5), (2, 1, 1, 5), (1, 3, 5, 1), (1, 1, 1, 1)])
-def test_a_tile_of_a_tensor_is_a_slice_of_its_axes_that_are_not_one(shape):
-    tensor = torch.rand(shape) < 0.5
-    tile = whole(Dense(tensor), rows=slice(1, 3), keys=slice(2, 5))
-    assert torch.equal(tile.expand(2, 3, 2, 3), tensor.expand(2, 3, 5, 5)[:, :, 1:3, 2:5])
-    assert tile.shape[2:] == (1 if shape[-2] == 1 else 2, 1 if shape[-1] == 1 else 3)
-
-
+@settings(max_examples=50)
 @given(mask=masks, others=st.lists(masks, max_size=3))
 def test_intersect_never_drops_a_constraint(mask, others):
     wanted = whole(mask).expand(2, 3, 5, 5)
@@ -117,15 +106,7 @@ def test_intersect_never_drops_a_constraint(mask, others):
     assert torch.equal(whole(intersect(mask, None, *others)).expand(2, 3, 5, 5), wanted)
 
 
-def test_intersect_shares_a_mask_that_holds_the_others():
-    padding = Padding(REAL)
-    mask = Causal() & padding
-    assert intersect(mask, Causal()) is mask
-    assert intersect(mask, padding, None) is mask
-    assert intersect(None, None) is None
-    assert intersect(padding) is padding
-
-
+@settings(max_examples=50)
 @given(mask=masks, shape=st.sampled_from([(5, 5), (1, 5), (3, 5)]))
 def test_simplify_changes_no_answer(mask, shape):
     assume(shape[0] == 5 or "Dense" not in repr(mask))  # a dense mask has one size
@@ -156,11 +137,8 @@ def test_an_axis_that_a_rule_does_not_use_has_size_one():
     ("mask", "queries", "wanted"),
     [
         (None, 5, [[5, 5, 5, 5, 5]]),
-        (Causal(), 5, [[1, 2, 3, 4, 5]]),
         (Causal(), 2, [[4, 5]]),
-        (Padding(REAL), 5, [[3] * 5, [4] * 5]),
         (Causal() & Padding(REAL) & SlidingWindow(1), 5, [[0, 0, 1, 2, 3], [1, 2, 3, 4, 4]]),
-        (Causal() & Documents(IDS) & SlidingWindow(1), 5, [[1, 2, 1, 2, 3], [1, 2, 3, 4, 1]]),
         (Causal() & Documents(IDS) & Padding(REAL), 5, [[0, 0, 1, 2, 3], [1, 2, 3, 4, 0]]),
         (PrefixLM(3), 5, [[3, 3, 3, 4, 5]]),
         (PrefixLM(LENGTHS) & Padding(REAL), 5, [[0, 0, 1, 2, 3], [4, 4, 4, 4, 4]]),
@@ -174,15 +152,6 @@ def test_real_key_counts_by_hand(mask, queries, wanted):
 def test_a_rule_is_lowered_and_counted_on_the_device_that_is_asked_for(mask):
     assert mask.dense(3, 5, batch_size=2, num_heads=3, device="meta").device == META
     assert real_key_counts(mask, 2, 3, 5, META).device == META
-
-
-def test_a_combined_mask_remembers_its_dense_form_and_no_tile_replaces_it():
-    for mask in (Causal() & Padding(REAL), SlidingWindow(1) | Padding(REAL)):
-        kept = whole(mask)
-        for tile in ({"rows": slice(1, 3)}, {"keys": slice(2, 4)}):
-            rows, keys = tile.get("rows", slice(None)), tile.get("keys", slice(None))
-            assert torch.equal(whole(mask, **tile), kept[:, :, rows, keys])
-            assert whole(mask) is kept
 
 
 def test_a_mask_keeps_one_dense_form_and_not_one_for_every_length():
@@ -212,23 +181,20 @@ def test_in_a_graph_a_window_stays_causal_goes_where_it_hides_nothing_and_nothin
     assert torch.equal(first, kept) and torch.equal(second, kept) and first is not second
 
 
-@pytest.mark.parametrize("copied", [lambda mask: pickle.loads(pickle.dumps(mask)), copy.deepcopy], ids=["pickle", "deepcopy"])
 @pytest.mark.parametrize("backend", ["sdpa", "chunked", "math"])
-def test_a_used_mask_is_copied_without_what_it_remembers(backend, copied):
+def test_a_used_mask_is_copied_without_what_it_remembers(backend):
     size = 512
     x, real = torch.randn(1, 1, size, 8), torch.ones(1, size, dtype=torch.bool)
     for build in (lambda: Padding(real) & Causal() & SlidingWindow(5), lambda: SlidingWindow(5), lambda: PrefixLM(3)):
         mask = build()
         want = scaled_dot_product_attention(x, x, x, mask, backend=backend)
-        other = copied(mask)
         assert len(pickle.dumps(mask)) == len(pickle.dumps(build())) < 4096
-        assert vars(other).keys() == vars(build()).keys() and repr(other) == repr(mask)
-        assert torch.equal(scaled_dot_product_attention(x, x, x, other, backend=backend), want)
+        for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+            assert vars(other).keys() == vars(build()).keys() and repr(other) == repr(mask)
+            assert torch.equal(scaled_dot_product_attention(x, x, x, other, backend=backend), want)
 
 
-@pytest.mark.parametrize(
-    "mask", [*(mask for mask, _ in RULES.values()), Causal() & Padding(REAL), Causal() | Padding(REAL)], ids=repr
-)
+@pytest.mark.parametrize("mask", [Causal(), Padding(REAL), Causal() & Padding(REAL)], ids=repr)
 def test_a_mask_cannot_be_written_to_and_equals_itself_alone(mask):
     other = replace(mask)
     assert mask == mask and mask != other and len({mask, other}) == 2  # tensors have no truth value to compare by
@@ -266,7 +232,7 @@ ONE_SIDED = {  # what they say holds; not all that holds is said
 }
 
 
-@pytest.mark.parametrize(("height", "width"), [(1, 1), (2, 3), (4, 2), (7, 7)])
+@pytest.mark.parametrize(("height", "width"), [(2, 3), (7, 7)])
 @pytest.mark.parametrize("num_queries", [4, 7])
 @pytest.mark.parametrize("name", [*EXACT, *ONE_SIDED])
 def test_what_a_rule_says_of_a_tile_holds_for_all_its_cells(name, num_queries, height, width):
@@ -299,10 +265,7 @@ def test_pictures():
     assert str(Causal() & Documents(IDS)).splitlines()[3] == ". . x x ."
     oblong = Dense(torch.ones(2, 5, dtype=torch.bool)) & SlidingWindow(2)
     assert str(oblong) == ". . x x x\n. . . x x"
+    assert Dense(CELLS).grid(5, batch=1, head=2).replace(" ", "").replace("\n", "") == "".join(
+        "x" if c else "." for c in CELLS[1, 2].flatten()
+    )
     assert repr((Causal() | PrefixLM(2)) & SlidingWindow(3)) == "(Causal() | PrefixLM(length=2)) & SlidingWindow(window=3)"
-
-
-@pytest.mark.parametrize("at", [{}, {"batch": 1, "head": 2}])
-def test_a_picture_is_of_the_first_head_of_the_first_row_unless_another_is_asked_for(at):
-    cells = CELLS[at.get("batch", 0), at.get("head", 0)].tolist()
-    assert Dense(CELLS).grid(5, **at) == "\n".join(" ".join("x" if cell else "." for cell in line) for line in cells)
