@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minitx.nn import ALiBi, Bias, T5RelativeBias, TensorBias, explain_backends, scaled_dot_product_attention
+from minitx.nn import ALiBi, Bias, T5RelativeBias, TensorBias, scaled_dot_product_attention
 from minitx.nn.backends import chunked
 from minitx.nn.bias import RelativeBuckets, as_bias
 
@@ -53,16 +53,6 @@ class Wave(Bias):
     def value(self, batch, head, row, key, offset):
         wave = self.amplitude[batch, head] * torch.sin(self.frequency * (row + offset - key))
         return wave if self.inner is None else wave + self.inner.value(batch, head, row, key, offset)
-
-
-class Closed(Bias):
-    """Holds what no program can: a function."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def value(self, batch, head, row, key, offset):
-        return self.function(row + offset - key)
 
 
 def normal(*shape, dtype=torch.float64):
@@ -167,16 +157,3 @@ def test_a_bfloat16_table_gets_a_gradient_summed_in_float32(backend, monkeypatch
         out = scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype), attn_bias=module, backend=kernel)
         grads.append(torch.autograd.grad(out, module.weight, cotangent.to(dtype))[0].double())
     assert (grads[0] - grads[1]).abs().max() < torch.finfo(torch.bfloat16).eps * grads[1].abs().max()
-
-
-def test_a_rule_that_no_program_can_hold_is_refused_by_chunked_and_served_by_others():
-    bias = Closed(lambda distance: -0.1 * distance)
-    q = torch.randn(1, 2, 300, 4)
-    with pytest.raises(NotImplementedError, match="Closed"):
-        scaled_dot_product_attention(q, q, q, attn_bias=bias, backend="chunked")
-    reports = {report.name: report for report in explain_backends(q, q, q, attn_bias=bias, softcap=1.0)}
-    assert "Closed" in reports["chunked"].reason and reports["math"].runs
-    torch.testing.assert_close(
-        scaled_dot_product_attention(q, q, q, attn_bias=bias),
-        scaled_dot_product_attention(q, q, q, attn_bias=bias.dense(300, 300), backend="math"),
-    )

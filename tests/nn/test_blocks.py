@@ -8,7 +8,6 @@ from minitx.nn import (
     Block,
     Causal,
     FeedForward,
-    LayerScale,
     MixtureOfExperts,
     MultiHeadAttention,
     Padding,
@@ -97,15 +96,6 @@ def test_a_prefix_takes_the_place_of_causal_and_other_rules_still_intersect(leng
     assert torch.equal(reach(block, attn_mask=PrefixLM(length) & Padding(real)), seen)
     window = SlidingWindow(2).dense(L, L)[0, 0]
     assert torch.equal(reach(block, attn_mask=SlidingWindow(2) & PrefixLM(length)), prefix & window)
-
-
-def test_layer_scale_is_one_gain_a_channel():
-    scale = LayerScale(3, 0.1)
-    with torch.no_grad():
-        scale.gain.copy_(torch.tensor([1.0, 2.0, 3.0]))
-    assert scale(torch.ones(1, 1, 3)).tolist() == [[[1.0, 2.0, 3.0]]]
-    scale.reset_parameters()
-    assert scale.gain.tolist() == pytest.approx([0.1] * 3)
 
 
 def test_stochastic_depth_drops_whole_samples_and_keeps_the_mean():

@@ -138,17 +138,6 @@ def test_reordered_rows_go_on_as_if_they_had_been_there_from_the_start():
     assert_same(got, network(ids, key_mask=whole)[rows, 7:])
 
 
-def test_a_layer_alone_decodes_in_the_order_norm_rotary_cache():
-    attention = MultiHeadAttention(E, H, num_kv_heads=1, qk_norm=QKNorm("rms", 4, num_kv_heads=1), rotary=Rotary(4)).double()
-    x = torch.randn(2, L, E, dtype=torch.float64)
-    real = torch.tensor([[False] * 2 + [True] * 9, [True] * L])
-    cache, got = LayerCache(L), []
-    with torch.no_grad():
-        for piece in x.split([5, 1, 3, 2], dim=1):
-            got.append(attention(piece, key_mask=real[:, : cache.length + piece.shape[1]], is_causal=True, cache=cache))
-        assert_same(torch.cat(got, dim=1), attention(x, key_mask=real, is_causal=True))
-
-
 def test_cross_attention_computes_keys_and_values_of_the_memory_once():
     cross = MultiHeadAttention(E, H, kdim=8, vdim=8, qk_norm=QKNorm("rms", 4))
     attention = MultiHeadAttention(E, H, rotary=Rotary(4))

@@ -199,4 +199,6 @@ def test_a_mask_that_is_no_dataclass_is_refused_with_the_reason():
     q = torch.randn(1, 1, 4, 2)
     with pytest.raises(NotImplementedError, match="Odd"):
         attention(q, q, q, Odd(), backend="chunked")
+    reports = {report.name: report for report in explain_backends(q, q, q, Odd(), softcap=1.0)}
+    assert "Odd" in reports["chunked"].reason and reports["math"].runs
     assert attention(q, q, q, Odd(), softcap=1.0).shape == q.shape

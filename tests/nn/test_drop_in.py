@@ -30,16 +30,9 @@ def as_float(hidden):
 
 MASKS = {
     "none": lambda *batch: {},
-    "bool": lambda *batch: {"attn_mask": cells(L, S)},
     "bool a head": lambda *batch: {"attn_mask": cells(H * sum(batch or (1,)), L, S)},
-    "float": lambda *batch: {"attn_mask": torch.randn(L, S, dtype=F64)},
-    "padding": lambda *batch: {"key_padding_mask": cells(*batch, S)},
-    "float padding": lambda *batch: {"key_padding_mask": as_float(cells(*batch, S))},
     "both": lambda *batch: {"attn_mask": cells(L, S), "key_padding_mask": cells(*batch, S)},
-    "both float": lambda *batch: {
-        "attn_mask": torch.randn(H * sum(batch or (1,)), L, S, dtype=F64),
-        "key_padding_mask": as_float(cells(*batch, S)),
-    },
+    "float": lambda *batch: {"attn_mask": torch.randn(L, S, dtype=F64), "key_padding_mask": as_float(cells(*batch, S))},
 }
 
 
@@ -95,11 +88,8 @@ def test_the_layers_of_torchs_own_encoder_can_be_swapped(norm_first, training):
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
     x, causal = torch.randn(B, L, E, dtype=F64), nn.Transformer.generate_square_subsequent_mask(L, dtype=F64)
     hidden = cells(B, L)
-    calls = (
-        {},
-        {"src_key_padding_mask": hidden},
-        {"mask": causal, "is_causal": True, "src_key_padding_mask": as_float(hidden)},
-    )
+    both = {"mask": causal, "is_causal": True, "src_key_padding_mask": as_float(hidden)}
+    calls = ({}, {"src_key_padding_mask": hidden}, both)
     before = [model(x, **call) for call in calls]
     for layer in model.layers:
         layer.self_attn = DropInAttention(layer.self_attn)
@@ -115,7 +105,3 @@ def test_a_causal_hint_without_a_mask_is_refused():
     x = torch.randn(B, L, E, dtype=F64)
     with pytest.raises(ValueError, match="attn_mask"):
         DropInAttention(theirs_with())(x, x, x, is_causal=True)
-
-
-def test_the_backend_can_be_named():
-    assert DropInAttention(theirs_with(), backend="math").attention.core.backend == "math"

@@ -1,7 +1,6 @@
 """What holds for every model: backends agree, padding does not matter, looking ahead is impossible, sizes are honest."""
 
 import copy
-import math
 import pickle
 
 import pytest
@@ -155,17 +154,14 @@ def test_extras_come_before_the_head_and_are_the_router_loss_of_experts(name):
     hidden, extras = network(**batch, return_extras=True)
     assert extras == {}
     assert torch.equal(network.head(hidden), network(**batch))
-    network = model(name, num_experts=3).train()
+    network = model(name, num_experts=3)
     _, extras = network(**batch, return_extras=True)
-    assert list(extras) == ["router_loss"]
-    extras["router_loss"].backward()
+    extras.pop("router_loss").backward()
     routers = [p for n, p in network.named_parameters() if "router" in n]
-    layers = network.config.num_layers + (network.config.decoder_layers if MODELS[name][0] == "encoder_decoder" else 0)
-    assert len(routers) == layers
-    assert all(router.grad.any() for router in routers)
+    assert len(routers) == (4 if name == "t5" else 2) and all(router.grad.any() for router in routers) and not extras
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "bert", "vaswani", "vision"])
 def test_checkpointing_changes_no_bit(name):
     batch, losses = inputs(MODELS[name][0]), []
     for checkpointing in (False, True):
@@ -214,40 +210,20 @@ def test_a_token_of_an_encoder_sees_every_other_or_those_of_its_window_to_both_s
         assert (grad[0].abs().sum(-1) > 0).tolist() == [abs(t - u) < (window or L) for u in range(L)]
 
 
-@pytest.mark.parametrize("pooling", ["first", "mean"])
-def test_pooling_reads_real_tokens_only(pooling):
-    network = model("bert, sequence", pooling=pooling, pooler=False).eval()
-    hidden = torch.arange(5.0, dtype=torch.float64).view(1, 5, 1).expand(2, 5, E)
-    real = torch.tensor([[False, True, True, False, False], [True] * 5])
-    want = {"first": [1.0, 0.0], "mean": [1.5, 2.0]}[pooling]
-    assert network.pool(hidden, real)[:, 0].tolist() == want
-    assert network.pool(hidden)[0, 0] == {"first": 0.0, "mean": 2.0}[pooling]
-
-
-def test_berts_head_is_dense_activation_norm_vocabulary():
-    network = model("bert").eval()
-    hidden, _ = network(torch.randint(1, V, (1, L)), return_extras=True)
-    head = network.head
-    want = F.layer_norm(F.gelu(F.linear(hidden, head.dense.weight, head.dense.bias)), (E,), head.norm.weight, head.norm.bias)
-    want = want @ network.embeddings.token.weight.T + head.head.bias
-    torch.testing.assert_close(network.head(hidden), want, rtol=0, atol=1e-13)
-
-
 # ---- encoder-decoder
 
 
 def test_the_target_never_sees_its_future_and_always_the_whole_source():
     network = model("vaswani")
     batch = {key: value[:1] for key, value in inputs("encoder_decoder").items()}
-    seen = {}
-    network.encoder.embeddings.register_forward_hook(lambda m, a, out: seen.__setitem__("source", out))
-    network.embeddings.register_forward_hook(lambda m, a, out: seen.__setitem__("target", out))
+    embedded = []
+    for embeddings in (network.encoder.embeddings, network.embeddings):
+        embeddings.register_forward_hook(lambda m, a, out: embedded.append(out))
     logits = network(**batch)
     for t in range(S):
-        source, target = torch.autograd.grad(logits[0, t].square().sum(), [seen["source"], seen["target"]], retain_graph=True)
+        source, target = torch.autograd.grad(logits[0, t].square().sum(), embedded, retain_graph=True)
         assert (source[0].abs().sum(-1) > 0).all()
-        reached = (target[0].abs().sum(-1) > 0).tolist()
-        assert reached == [u <= t for u in range(S)]
+        assert (target[0].abs().sum(-1) > 0).tolist() == [u <= t for u in range(S)]
 
 
 @pytest.mark.parametrize("name", [n for n in MODELS if MODELS[n][0] == "encoder_decoder"])
@@ -265,37 +241,6 @@ def test_memory_and_cache_give_what_the_whole_forward_gives(name):
             pieces.append(network(None, ids, decoder_key_mask=described, cache=cache, **target))
     real = batch["decoder_key_mask"]
     torch.testing.assert_close(torch.cat(pieces, dim=1)[real], want[real], rtol=0, atol=1e-10)
-
-
-def test_one_table_serves_source_target_and_head():
-    network = model("t5")
-    assert network.embeddings.token is network.encoder.embeddings.token
-    assert network.head.weight is network.embeddings.token.weight
-    assert network.encoder.attn_bias.weight is not network.attn_bias.weight
-    ids = torch.randint(1, V, (1, L))
-    hidden, _ = network(ids, ids, return_extras=True)
-    unscaled = model("t5", scale_logits=False)
-    want, _ = unscaled(ids, ids, return_extras=True)
-    torch.testing.assert_close(hidden, want / math.sqrt(E), rtol=0, atol=1e-13)
-
-
-def test_vaswanis_embeddings_are_multiplied_by_the_root_of_the_width():
-    network = model("vaswani")
-    ids = torch.tensor([[3, 5]])
-    positions = torch.arange(2).unsqueeze(0)
-    plain = model("vaswani", scale_embeddings=False).embeddings
-    difference = network.embeddings(ids, positions) - plain(ids, positions)
-    torch.testing.assert_close(difference, plain.token(ids) * (math.sqrt(E) - 1), rtol=0, atol=1e-13)
-
-
-def test_positions_can_start_at_another_row_of_the_table():
-    network = model("bert", position_offset=2)
-    assert network.embeddings.position.table.num_embeddings == 33
-    ids = torch.tensor([[3, 5]])
-    before = network(ids)
-    with torch.no_grad():
-        network.embeddings.position.table.weight[:2] = torch.nan
-    assert torch.equal(network(ids), before)
 
 
 def test_deepnorm_of_an_encoder_decoder_follows_both_depths():

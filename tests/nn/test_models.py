@@ -152,15 +152,6 @@ def test_positions_can_be_given():
     torch.testing.assert_close(rotary(ids, position_ids=torch.arange(L)[None] + 5), rotary(ids), rtol=0, atol=1e-11)
 
 
-def test_without_positions_a_bag_of_earlier_tokens_is_all_there_is():
-    network = model(position="none", num_layers=1)
-    ids = tokens(1, L)
-    swapped = ids[:, [1, 0, 2, 3, 4, 5, 6]]
-    assert_same(network(swapped)[:, 2:], network(ids)[:, 2:])
-    ordered = model(position="learned", num_layers=1)
-    assert not torch.allclose(ordered(swapped)[:, 2:], ordered(ids)[:, 2:])
-
-
 def test_tied_embeddings_share_one_parameter():
     tied, untied = model(tie_embeddings=True), model(tie_embeddings=False)
     assert tied.head.weight is tied.embeddings.token.weight

@@ -73,15 +73,6 @@ def test_copies_share_no_memory_and_what_is_frozen_stays_frozen(no_grad):
     assert torch.equal(ours.q_proj.weight, before)
 
 
-def test_weights_are_returned_after_dropout_by_torch_alone():
-    theirs = theirs_with(dropout=0.5)
-    given = inputs(theirs)
-    _, dropped = theirs(*given, average_attn_weights=False)
-    assert (dropped == 0).any()
-    _, weights = MultiHeadAttention.from_torch(theirs)(*given, need_weights=True)
-    assert_near(weights.sum(-1), torch.ones(B, H, L).double())
-
-
 def test_a_row_without_keys_is_nan_in_torch_and_the_output_bias_here():
     theirs = theirs_with()
     given = inputs(theirs)
