@@ -71,6 +71,14 @@ def assert_same(got, want, tolerance=1e-12):
     torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
 
 
+def torch_layer(**options):
+    """torch.nn.MultiheadAttention with biases that are not zero; float64."""
+    layer = nn.MultiheadAttention(12, 3, **{"batch_first": True, "dtype": torch.float64, **options})
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
 class OpRecorder(TorchDispatchMode):
     """The names of the kernels that run inside ``with``."""
 

@@ -76,26 +76,6 @@ def test_the_learned_scale_acts_after_qk_norm():
     torch.testing.assert_close(call.query.norm(dim=-1), wanted)
 
 
-def test_sinks_begin_as_one_extra_key_of_logit_zero_and_learn():
-    attention = MultiHeadAttention(E, H, sinks=True, core=DotProductAttention(backend="math"))
-    x = torch.randn(B, L, E)
-    out, weights = attention(x, need_weights=True)
-    call = call_of(attention, x)
-    exponentials = (call.query @ call.key.mT / 2).exp()
-    torch.testing.assert_close(weights, exponentials / (1 + exponentials.sum(-1, keepdim=True)))
-    out.sum().backward()
-    assert attention.sinks.grad.abs().min() > 0
-
-
-def test_log_length_takes_its_longest_sequence_from_the_layer():
-    attention = MultiHeadAttention(E, H, scale="log_length", max_len=9).double()
-    plain = MultiHeadAttention(E, H).double()
-    plain.load_state_dict(attention.state_dict())
-    x = torch.randn(B, 9, E, dtype=torch.float64)
-    torch.testing.assert_close(attention(x), plain(x), rtol=0, atol=1e-13)  # ln 9 / ln 9: 1/√D
-    assert not torch.allclose(attention(x[:, :3]), plain(x[:, :3]))
-
-
 # every option of the constructor and of forward; a backend that cannot serve a layer refuses by name
 OPTIONS = {
     "plain": {},

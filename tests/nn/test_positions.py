@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from minitx.nn import LearnedPositions, Rotary, RotaryScaling, SinusoidalPositions
+from minitx.nn import Rotary, RotaryScaling, SinusoidalPositions
 from minitx.nn.positions import position_ids_from, sinusoids
 
 CPU = torch.device("cpu")
@@ -49,12 +49,6 @@ def test_rotary_angles_of_far_positions_are_not_rounded_to_half_precision():
     turned, exact = Rotary(6)(x, position), Rotary(6)(x.double(), position)
     assert turned.dtype == torch.bfloat16
     assert (turned.double() - exact).abs().max() <= 4 * 2**-8 * x.abs().max()
-
-
-def test_learned_positions_are_rows_of_a_table():
-    table = LearnedPositions(7, 5)
-    assert torch.equal(table(torch.tensor([[3, 0]]))[0, 0], table.table.weight[3])
-    assert table(torch.tensor([[3]]), torch.float64).dtype == torch.float64
 
 
 @pytest.mark.parametrize(

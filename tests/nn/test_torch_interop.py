@@ -2,19 +2,13 @@
 
 import pytest
 import torch
+from sizes import torch_layer as theirs_with
 from torch import nn
 
 from minitx.nn import MultiHeadAttention, QKNorm, Rotary, ScoreScale, from_key_padding_mask
 
 B, L, S, E, H = 2, 5, 7, 12, 3
 WIDTHS = {"self": {}, "kdim": {"kdim": 8}, "vdim": {"vdim": 10}, "both": {"kdim": 8, "vdim": 10}}
-
-
-def theirs_with(**options):
-    theirs = nn.MultiheadAttention(E, H, **{"batch_first": True, "dtype": torch.float64, **options})
-    for p in theirs.parameters():  # biases start at zero and would hide their own loss
-        nn.init.normal_(p, std=0.5)
-    return theirs
 
 
 def inputs(theirs):

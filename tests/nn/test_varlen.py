@@ -78,14 +78,6 @@ def test_the_layers_of_a_model_share_one_packing_and_answer_as_math_does(monkeyp
     assert len(packings) == 1
 
 
-@pytest.mark.parametrize(
-    ("ids", "is_contiguous"),
-    [([[1, 1, 2]], True), ([[1, 2, 1]], False), ([[1, 2, 2], [2, 2, 1]], True), ([[1, 1, 1], [0, 1, 0]], False)],
-)
-def test_a_document_in_several_places_of_its_row_is_noticed_and_one_id_in_two_rows_is_two_documents(ids, is_contiguous):
-    assert varlen.pack_documents(torch.tensor(ids)).is_contiguous is is_contiguous
-
-
 def test_torchs_function_takes_what_it_is_handed():
     q, starts = torch.zeros(6, 2, 8), torch.tensor([0, 6], dtype=torch.int32)
     kernel = varlen._kernel()

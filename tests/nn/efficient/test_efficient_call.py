@@ -61,14 +61,6 @@ def core(name):
     return BUILD[name]()
 
 
-def test_grouped_heads_are_repeated_heads_beside_wide_values_in_cross_attention(core):
-    q, k, v = draw(dtype=torch.float64)
-    out = run(core, (q, k, v))
-    assert out.shape == run(DotProductAttention(), (q, k, v)).shape == (B, H, L, DV)
-    repeated = (x.repeat_interleave(H // HKV, 1) for x in (k, v))
-    torch.testing.assert_close(out, run(core, (q, *repeated)), rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_float_dtype_is_computed_in_at_least_float32_under_autocast_too(core, dtype):
     tensors = [x.detach() for x in draw(dtype=dtype)]
@@ -78,17 +70,6 @@ def test_every_float_dtype_is_computed_in_at_least_float32_under_autocast_too(co
         assert torch.equal(out, run(core, [x.float() for x in tensors]).to(dtype))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(run(core, tensors), out)
-
-
-def test_training_evaluation_and_no_grad_are_one_path_that_keeps_nothing(core):
-    tensors = draw()
-    before = {key: id(value) for key, value in vars(core).items()}
-    state = {key: value.clone() for key, value in core.state_dict().items()}
-    out = run(core, tensors)
-    assert {key: id(value) for key, value in vars(core).items()} == before
-    assert all(torch.equal(core.state_dict()[key], value) for key, value in state.items())
-    with torch.no_grad():
-        assert torch.equal(run(core.eval(), tensors), out)
 
 
 def test_the_scale_defaults_to_one_over_the_root_of_the_width_and_counts(core):
