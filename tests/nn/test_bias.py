@@ -5,20 +5,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minitx.nn import (
-    ALiBi,
-    Bias,
-    DotProductAttention,
-    MultiHeadAttention,
-    T5RelativeBias,
-    TensorBias,
-    explain_backends,
-    scaled_dot_product_attention,
-)
+from minitx.nn import ALiBi, Bias, T5RelativeBias, TensorBias, scaled_dot_product_attention
 from minitx.nn.backends import chunked
 from minitx.nn.bias import RelativeBuckets, as_bias
 
@@ -53,25 +44,15 @@ def t5_bucket(distance, bidirectional, num_buckets, max_distance):
 
 @dataclass(frozen=True, eq=False)
 class Wave(Bias):
-    """A bias of a user's own: an amplitude per head, and a rule inside a rule."""
+    """A bias of a user's own: an amplitude per row of the batch and head, and a rule inside a rule."""
 
     amplitude: Tensor
     frequency: float
     inner: Bias | None = None
 
     def value(self, batch, head, row, key, offset):
-        wave = self.amplitude[head] * torch.sin(self.frequency * (row + offset - key))
+        wave = self.amplitude[batch, head] * torch.sin(self.frequency * (row + offset - key))
         return wave if self.inner is None else wave + self.inner.value(batch, head, row, key, offset)
-
-
-class Closed(Bias):
-    """Holds what no program can: a function."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def value(self, batch, head, row, key, offset):
-        return self.function(row + offset - key)
 
 
 def normal(*shape, dtype=torch.float64):
@@ -94,11 +75,11 @@ BIASES = {
     "a tensor (L, S)": lambda: normal(L, S).requires_grad_(),
     "a tensor (1, H, 1, S)": lambda: normal(1, H, 1, S).requires_grad_(),
     "a tensor as a rule": lambda: TensorBias(normal(1, 1, L, S).requires_grad_()),
-    "a rule of a user": lambda: Wave(normal(H).requires_grad_(), 0.7, ALiBi(H)),
+    "a rule of a user": lambda: Wave(normal(B, H).requires_grad_(), 0.7, ALiBi(H)),
 }
 
 
-@pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 16, 20])
+@pytest.mark.parametrize("heads", [1, 3, 8, 12, 20])
 def test_alibi_slopes_are_those_of_the_paper(heads):
     bias = ALiBi(heads).dense(3, 3, num_heads=heads)[0]
     assert (-bias[:, 0, 1]).tolist() == pytest.approx(press_slopes(heads), rel=1e-6)
@@ -106,7 +87,7 @@ def test_alibi_slopes_are_those_of_the_paper(heads):
     assert torch.equal(bias, bias[:, :1, 1:2] * distances)
 
 
-@pytest.mark.parametrize(("buckets", "farthest"), [(32, 128), (8, 16), (32, 40), (6, 5), (64, 1000)])
+@pytest.mark.parametrize(("buckets", "farthest"), [(32, 128), (6, 5), (64, 1000)])
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_buckets_are_exactly_those_of_t5(buckets, farthest, bidirectional):
     distances = range(-1100, 1101)
@@ -125,7 +106,8 @@ def test_t5_reads_its_table_by_bucket_and_head_by_hand():
     assert module.dense(1, 3, num_heads=2)[0, :, 0].tolist() == [[4, 2, 0], [5, 3, 1]]
 
 
-@pytest.mark.parametrize("name", BIASES)
+@pytest.mark.parametrize("name", ["alibi", "t5, one direction", "a tensor", "a tensor (1, H, 1, S)", "a rule of a user"])
+@settings(max_examples=20)
 @given(cut=st.tuples(*[st.integers(0, 5)] * 4))
 def test_tiles_are_slices_of_the_whole(name, cut):
     bias = as_bias(BIASES[name]())
@@ -136,14 +118,6 @@ def test_tiles_are_slices_of_the_whole(name, cut):
     assert torch.equal(tile.expand(wanted.shape), wanted)
 
 
-@pytest.mark.parametrize("name", ["alibi", "t5", "a rule of a user"])
-def test_fewer_queries_are_the_last_rows_of_the_square(name):
-    bias = as_bias(BIASES[name]())
-    square = bias.dense(7, 7, num_heads=H)
-    for length in (1, 2, 5):
-        assert torch.equal(bias.dense(length, 7, num_heads=H), square[:, :, -length:])
-
-
 def leaves_of(bias):
     if isinstance(bias, Tensor):
         return [bias]
@@ -152,11 +126,10 @@ def leaves_of(bias):
     return [value for value in vars(bias).values() if isinstance(value, Tensor)]
 
 
+@pytest.mark.usefixtures("tiny_tiles")
 @pytest.mark.parametrize("backend", ["math", "sdpa", "chunked"])
 @pytest.mark.parametrize("name", BIASES)
-def test_a_rule_equals_its_tensor_and_its_gradient_flows_through_every_backend(name, backend, monkeypatch):
-    monkeypatch.setattr(chunked, "LARGEST", 2)
-    monkeypatch.setattr(chunked, "SMALLEST", 2)  # several tiles
+def test_a_rule_equals_its_tensor_and_its_gradient_flows_through_every_backend(name, backend):
     bias = BIASES[name]()
     q, k, v = (normal(B, heads, n, D).requires_grad_() for heads, n in ((H, L), (3, S), (3, S)))
     leaves = [q, k, v, *leaves_of(bias)]
@@ -184,27 +157,3 @@ def test_a_bfloat16_table_gets_a_gradient_summed_in_float32(backend, monkeypatch
         out = scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype), attn_bias=module, backend=kernel)
         grads.append(torch.autograd.grad(out, module.weight, cotangent.to(dtype))[0].double())
     assert (grads[0] - grads[1]).abs().max() < torch.finfo(torch.bfloat16).eps * grads[1].abs().max()
-
-
-@pytest.mark.parametrize("backend", ["math", "sdpa", "chunked", "auto"])
-def test_a_layer_takes_a_relative_bias_as_a_module_that_learns(backend):
-    attention = MultiHeadAttention(12, 6, core=DotProductAttention(backend=backend)).double()
-    bias, x = t5(), torch.randn(2, 5, 12, dtype=torch.float64)
-    out = attention(x, attn_bias=bias, is_causal=True)
-    want = attention(x, attn_bias=bias.dense(5, 5, num_heads=6), is_causal=True)
-    torch.testing.assert_close(out, want, rtol=0, atol=1e-13)
-    out.square().sum().backward()
-    assert bias.weight.grad.abs().sum() > 0
-
-
-def test_a_rule_that_no_program_can_hold_is_refused_by_chunked_and_served_by_others():
-    bias = Closed(lambda distance: -0.1 * distance)
-    q = torch.randn(1, 2, 300, 4)
-    with pytest.raises(NotImplementedError, match="Closed"):
-        scaled_dot_product_attention(q, q, q, attn_bias=bias, backend="chunked")
-    reports = {report.name: report for report in explain_backends(q, q, q, attn_bias=bias, softcap=1.0)}
-    assert "Closed" in reports["chunked"].reason and reports["math"].runs
-    torch.testing.assert_close(
-        scaled_dot_product_attention(q, q, q, attn_bias=bias),
-        scaled_dot_product_attention(q, q, q, attn_bias=bias.dense(300, 300), backend="math"),
-    )

@@ -1,76 +1,43 @@
-"""A layer keeps no more than it needs: the keys of its window, or one sum; and a static cache writes one slot a token."""
+"""A layer keeps no more than it needs: the keys of its window, or one sum."""
 
 import pytest
 import torch
-from torch import nn
+from sizes import assert_same, tokens
+from sizes import in_pieces as read
+from sizes import small_model as model
 from torch.utils.flop_counter import FlopCounterMode
 
-from minitx.config import TransformerConfig
-from minitx.nn import DecoderLM, EncoderDecoder, KVCache, LayerCache, MultiHeadAttention, StaticCache
+from minitx.nn import KVCache, MultiHeadAttention
 from minitx.nn.cache import StateCache
 from minitx.nn.efficient import LinearAttention
 
-V, E, H, L = 13, 12, 3, 23
-WINDOWS = {
-    "one window": {"window": 4},
-    "of one key": {"window": 1},
-    "by layer": {"window": (3, None)},
-    "wider than the text": {"window": 40},
-}
+E, H, L = 12, 3, 23
+WINDOWS = {"one window": {"window": 4}, "by layer": {"window": (1, None)}, "wider than the text": {"window": 40}}
 WAYS = {
-    "rotary": {"position": "rotary"},
-    "alibi": {"position": "alibi"},
-    "t5": {"position": "t5"},
-    "learned": {"position": "learned"},
+    **{position: {"position": position} for position in ("alibi", "t5", "learned")},
     "grouped, soft-cap, sinks": {"position": "rotary", "num_kv_heads": 1, "softcap": 2.0, "sinks": True},
     "log length": {"position": "rotary", "scale": "log_length"},
 }
 SPLITS = {"token by token": [1] * L, "a prompt first": [13, *[1] * 10], "uneven": [2, 7, 1, 9, 4]}
 
 
-def model(kind=DecoderLM, **options):
-    """Weights large enough that every path matters; float64, eval."""
-    options = {"vocab_size": V, "embed_dim": E, "num_heads": H, "num_layers": 2, "max_len": 31, "init": "lecun", **options}
-    generator = torch.Generator().manual_seed(0)
-    network = kind(TransformerConfig(**options), generator=generator).double().eval()
-    for name, p in network.named_parameters():
-        if name.endswith(("attn_bias.weight", "sinks")):
-            nn.init.normal_(p, generator=generator)
-    return network
-
-
-def tokens(*shape):
-    return torch.randint(1, V, shape)
-
-
-def read(network, ids, lengths, cache, **described):
-    """The logits of ``ids`` read piece by piece; ``described`` tensors (B, L) are split alike."""
-    split = {name: tensor.split(lengths, dim=1) for name, tensor in described.items()}
-    with torch.no_grad():
-        pieces = [
-            network(piece, cache=cache, **{name: parts[i] for name, parts in split.items()})
-            for i, piece in enumerate(ids.split(lengths, dim=1))
-        ]
-    return torch.cat(pieces, dim=1)
-
-
-def assert_same(got, want, tolerance=1e-12):
-    error = (got - want).abs().max().item()
-    assert error <= tolerance, error
-
-
 # ---- a window
 
 
-@pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("window", WINDOWS)
-def test_a_rolling_cache_gives_what_the_whole_forward_gives(window, way, split):
-    network, ids = model(**WINDOWS[window], **WAYS[way]), tokens(2, L)
-    assert_same(read(network, ids, SPLITS[split], network.make_cache(L)), network(ids))
+def test_a_rolling_cache_gives_what_the_whole_forward_gives_and_reordered_rows_go_on(window, way):
+    network, ids, rows = model(**WINDOWS[window], **WAYS[way]), tokens(2, L), torch.tensor([1, 1, 0])
+    want = network(ids)
+    for split in SPLITS.values() if way == "alibi" else [SPLITS["uneven"]]:
+        assert_same(read(network, ids, split, network.make_cache(L)), want)
+    cache = network.make_cache(L)
+    read(network, ids[:, :9], [7, 1, 1], cache)
+    cache.reorder(rows)
+    assert_same(read(network, ids[rows, 9:], [1, 13], cache), want[rows, 9:])
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", ["a prompt first", "uneven"])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_padding_and_documents_lie_where_the_kept_keys_lie(window, split):
     network, ids = model(**WINDOWS[window], position="rotary"), tokens(2, L)
@@ -87,19 +54,11 @@ def test_a_layer_with_a_window_keeps_twice_its_keys_at_most_and_others_keep_all(
     cache = network.make_cache(capacity)
     read(network, tokens(2, 7), [7], cache)
     sizes = []
-    for _ in range(22):
+    for _ in range(9):
         read(network, tokens(2, 1), [1], cache)
         sizes.append([layer.held[0].untyped_storage().nbytes() // (2 * H * 4 * 8) for layer in cache.layers])
     assert {rolling for rolling, _ in sizes} == {2 * 3 - 1}
     assert {whole for _, whole in sizes} == {capacity}
-
-
-def test_reordered_rows_of_a_rolling_cache_go_on_as_their_own():
-    network, ids, rows = model(window=(3, None), position="alibi"), tokens(2, L), torch.tensor([1, 1, 0])
-    cache = network.make_cache(L)
-    read(network, ids[:, :9], [7, 1, 1], cache)
-    cache.reorder(rows)
-    assert_same(read(network, ids[rows, 9:], [1] * 14, cache), network(ids)[rows, 9:])
 
 
 def test_a_mask_of_the_caller_needs_a_cache_that_keeps_all_keys():
@@ -112,35 +71,21 @@ def test_a_mask_of_the_caller_needs_a_cache_that_keeps_all_keys():
         network(ids, mask=SlidingWindow(2), cache=KVCache(9, num_layers=2))
 
 
-def test_an_encoder_decoder_keeps_its_memory_beside_a_rolling_cache():
-    network = model(EncoderDecoder, architecture="encoder_decoder", window=3, position="rotary")
-    source, ids = tokens(2, 7), tokens(2, L)
-    cache, pieces = network.make_cache(L), []
-    with torch.no_grad():
-        memory = network.encode(source)
-        for piece in ids.split(SPLITS["uneven"], dim=1):
-            pieces.append(network(None, piece, memory=memory, cache=cache))
-        assert_same(torch.cat(pieces, dim=1), network(source, ids))
-
-
 # ---- a sum instead of keys
 
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("kind", ["linear", "performer"])
-def test_a_state_gives_what_the_whole_forward_gives(kind, split):
-    network, ids = model(attention=kind, position="rotary", num_kv_heads=1), tokens(2, L)
-    cache = network.make_cache(L)
-    assert_same(read(network, ids, SPLITS[split], cache), network(ids), tolerance=1e-10)
-    assert all(isinstance(layer, StateCache) for layer in cache.layers)
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_padding_adds_nothing_to_a_state(split):
-    network, ids = model(attention="linear", position="rotary"), tokens(3, L)
+def test_a_state_gives_what_the_whole_forward_gives_padding_and_reordered_rows_too(kind, split):
+    network, ids = model(attention=kind, position="rotary", num_kv_heads=1), tokens(3, L)
     real = torch.tensor([[t >= padding for t in range(L)] for padding in (0, 9, 14)])
     got = read(network, ids, SPLITS[split], network.make_cache(L), key_mask=real)
     assert_same(got[real], network(ids, key_mask=real)[real], tolerance=1e-10)
+    cache, rows = network.make_cache(L), torch.tensor([1, 1, 0])
+    read(network, ids[:, :9], [7, 1, 1], cache)
+    assert all(isinstance(layer, StateCache) for layer in cache.layers)
+    cache.reorder(rows)
+    assert_same(read(network, ids[rows, 9:], [1, 13], cache), network(ids)[rows, 9:], tolerance=1e-10)
 
 
 def test_a_state_keeps_its_precision_where_later_keys_are_far_larger():
@@ -156,22 +101,14 @@ def test_a_state_keeps_its_precision_where_later_keys_are_far_larger():
 
 def test_a_decode_step_of_linear_attention_costs_the_same_at_every_length():
     def step(length):
-        network = model(attention="linear", position="rotary", max_len=4097)
+        network = model(attention="linear", position="rotary", max_len=1025)
         cache = network.make_cache(length + 1)
         read(network, tokens(1, length), [length], cache)
         with FlopCounterMode(display=False) as counter:
             read(network, tokens(1, 1), [1], cache)
         return counter.get_total_flops()
 
-    assert step(128) == step(1024) == step(4096) > 0
-
-
-def test_reordered_rows_of_a_state_go_on_as_their_own():
-    network, ids, rows = model(attention="linear", position="rotary"), tokens(2, L), torch.tensor([1, 1, 0])
-    cache = network.make_cache(L)
-    read(network, ids[:, :9], [7, 1, 1], cache)
-    cache.reorder(rows)
-    assert_same(read(network, ids[rows, 9:], [1] * 14, cache), network(ids)[rows, 9:], tolerance=1e-10)
+    assert step(128) == step(1024) > 0
 
 
 def test_what_a_state_cannot_read_is_named():
@@ -211,47 +148,3 @@ def test_a_forward_that_fails_midway_changes_no_layer(options):
         broken.clear()
         pieces.append(read(network, piece, [piece.shape[1]], cache))
     assert_same(torch.cat(pieces, dim=1), network(ids), tolerance=1e-10)
-
-
-# ---- a static cache
-
-
-def static_after(network, ids, length, capacity):
-    """A static cache after the first ``length`` tokens."""
-    prompt, static = KVCache(length, num_layers=2), StaticCache(capacity, num_layers=2)
-    read(network, ids[:, :length], [length], prompt)
-    static.fill(prompt)
-    return static
-
-
-def test_a_token_writes_one_slot_of_a_static_cache():
-    network, ids = model(num_kv_heads=1), tokens(2, L)
-    static = static_after(network, ids, 5, L)
-    before = [layer._keys.clone() for layer in static.layers]
-    read(network, ids[:, 5:6], [1], static)
-    for old, layer in zip(before, static.layers, strict=True):
-        changed = (old != layer._keys).any(dim=-1).any(dim=1)  # (B, slots)
-        assert changed.nonzero()[:, 1].tolist() == [5, 5]
-
-
-def test_a_forward_that_fails_midway_leaves_a_static_cache_as_it_was():
-    network, ids = model(position="alibi", window=3), tokens(2, L)
-    static, broken = static_after(network, ids, 5, L), [True]
-    network.blocks[1].register_forward_pre_hook(lambda module, args: 1 / 0 if broken else None)
-    with pytest.raises(ZeroDivisionError):
-        read(network, tokens(2, 1), [1], static)
-    broken.clear()
-    assert_same(read(network, ids[:, 5:], [1] * 18, static), network(ids)[:, 5:])
-
-
-def test_a_static_cache_is_filled_from_one_that_keeps_all_keys():
-    network = model(window=3)
-    rolling = network.make_cache(9)
-    read(network, tokens(1, 5), [5], rolling)
-    with pytest.raises(ValueError, match="keeps all keys"):
-        StaticCache(9, num_layers=2).fill(rolling)
-
-
-def test_a_window_of_no_keys_is_refused():
-    with pytest.raises(ValueError, match=r"^window must be"):
-        LayerCache(8, window=0)

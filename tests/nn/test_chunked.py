@@ -1,10 +1,8 @@
 """chunked: many tiles, no L x S matrix, replayed dropout, one node when compiled."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from test_backends import LEFT, MASKS, OPTIONS, attend, check_call
+from test_backends import LEFT
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from minitx.analysis.counting import allocations, count_flops
@@ -16,7 +14,6 @@ from minitx.nn import (
     Documents,
     Mask,
     Padding,
-    PrefixLM,
     SlidingWindow,
     T5RelativeBias,
     backends,
@@ -24,47 +21,21 @@ from minitx.nn import (
 )
 from minitx.nn import scaled_dot_product_attention as attention
 from minitx.nn.backends import chunked
-from minitx.nn.backends.programs import pack, unpack
-from minitx.nn.bias import Bias, TensorBias
-from minitx.testing import DTYPES
+from minitx.nn.backends.programs import pack
+from minitx.nn.bias import TensorBias
 
 
-@pytest.fixture
-def tiny_tiles(monkeypatch):
-    """Tiles of 2 x 2, so that five queries and seven keys are twelve of them."""
-    monkeypatch.setattr(chunked, "LARGEST", 2)
-    monkeypatch.setattr(chunked, "SMALLEST", 2)
-
-
-@pytest.mark.usefixtures("tiny_tiles")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mask", MASKS)
-def test_every_mask_equals_the_loops_over_many_tiles(mask, dtype):
-    check_call(dtype, mask, "default", "chunked")
-
-
-@pytest.mark.usefixtures("tiny_tiles")
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("mask", ["right padding and causal", "empty rows"])
-def test_every_option_equals_the_loops_over_many_tiles(option, mask):
-    for dtype in DTYPES:
-        check_call(dtype, mask, option, "chunked")
-
-
-@pytest.mark.parametrize("kind", ["padded", "documents", "alibi", "t5", "soft-cap and sinks", "dropout", "grouped", "decoding"])
+@pytest.mark.parametrize("kind", ["padded, grouped, fewer queries", "documents", "alibi", "t5, dropout, soft-cap and sinks"])
 def test_no_tensor_is_as_large_as_an_eighth_of_the_scores_and_the_peak_is_an_eighth_of_maths(kind):
-    H, L, S, D = 4, 768 if kind == "decoding" else 1024, 1024, 8
-    kv_heads = 1 if kind == "grouped" else H
+    H, L, S, D = 4, 768 if "fewer" in kind else 1024, 1024, 8
+    kv_heads = 1 if "grouped" in kind else H
     q, k, v = (torch.randn(1, heads, n, D, requires_grad=True) for heads, n in ((H, L), (kv_heads, S), (kv_heads, S)))
+    sinks = torch.randn(H, requires_grad=True)
     options = {
-        "padded": {"attn_mask": Padding(torch.arange(S)[None] >= 9), "is_causal": True},
+        "padded, grouped, fewer queries": {"attn_mask": Padding(torch.arange(S)[None] >= 9), "is_causal": True},
         "documents": {"attn_mask": Documents(torch.arange(S)[None] // 100) | SlidingWindow(5)},
         "alibi": {"attn_bias": ALiBi(slopes=torch.rand(H, requires_grad=True))},
-        "t5": {"attn_bias": T5RelativeBias(H)},
-        "soft-cap and sinks": {"softcap": 5.0, "sinks": torch.randn(H, requires_grad=True)},
-        "dropout": {"dropout_p": 0.1},
-        "grouped": {"is_causal": True},
-        "decoding": {"is_causal": True},
+        "t5, dropout, soft-cap and sinks": {"attn_bias": T5RelativeBias(H), "dropout_p": 0.1, "softcap": 5.0, "sinks": sinks},
     }[kind]
     largest, peak = allocations(lambda: attention(q, k, v, **options, backend="chunked").sum().backward())
     assert largest * 8 <= 4 * H * L * S
@@ -146,7 +117,8 @@ def test_it_says_that_it_is_not_twice_differentiable():
         grad.sum().backward()
 
 
-@pytest.mark.parametrize(("dtype", "p"), [(torch.bfloat16, 0.0), pytest.param(torch.float32, 0.3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "p"), [(torch.bfloat16, 0.0), (torch.float32, 0.3)])
 def test_both_operators_pass_opcheck(dtype, p):
     """Shapes, dtypes and strides that a graph is told are those that come, among other things."""
     q, k, v = (torch.randn(2, heads, 7, width).to(dtype) for heads, width in ((4, 3), (2, 3), (2, 5)))
@@ -167,7 +139,7 @@ def test_both_operators_pass_opcheck(dtype, p):
             assert set(torch.library.opcheck(backward, arguments).values()) == {"SUCCESS"}
 
 
-def test_it_compiles_to_one_node_and_two_graphs_over_twenty_lengths():
+def test_it_compiles_to_one_node_and_two_graphs_over_several_lengths():
     counter = CompileCounterWithBackend("aot_eager")
     bias = T5RelativeBias(4)
     torch.nn.init.normal_(bias.weight)
@@ -177,7 +149,7 @@ def test_it_compiles_to_one_node_and_two_graphs_over_twenty_lengths():
         return attention(q, k, v, mask, attn_bias=bias, softcap=5.0, sinks=sinks, backend="chunked")
 
     compiled = torch.compile(call, backend=counter, fullgraph=True)
-    for length in range(5, 25):
+    for length in (5, 6, 7, 11, 24):
         leaves = [torch.randn(2, heads, length, 8, requires_grad=True) for heads in (4, 2, 2)]
         arguments = (*leaves, torch.rand(2, length) > 0.2, torch.randn(4, requires_grad=True))
         wanted = [*leaves, arguments[-1], bias.weight]
@@ -191,17 +163,6 @@ def test_it_compiles_to_one_node_and_two_graphs_over_twenty_lengths():
     assert not any("softmax" in name or "matmul" in name or "exp" in name for name in names)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_does_not_reach_into_it(dtype):
-    q = torch.randn(1, 2, 9, 4, dtype=dtype, requires_grad=True)
-    plain = attention(q, q, q, backend="chunked")
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = attention(q, q, q, backend="chunked")
-        assert torch.equal(inside, plain)
-        (grad,) = torch.autograd.grad(inside.sum(), q)
-    assert torch.equal(grad, torch.autograd.grad(plain.sum(), q)[0])
-
-
 def test_auto_takes_it_from_the_measured_sizes_on_and_they_count_as_reached(monkeypatch):
     def runs(L, S, *, heads=1, device="cpu", window=None, **options):
         q, k = torch.zeros(1, heads, L, 4, device=device), torch.zeros(1, heads, S, 4, device=device)
@@ -212,20 +173,12 @@ def test_auto_takes_it_from_the_measured_sizes_on_and_they_count_as_reached(monk
     assert (runs(512, 512, heads=8), runs(512, 512, heads=8, dropout_p=0.1)) == ("sdpa", "chunked")
     assert (runs(1, 9, softcap=3.0), runs(2, 9, softcap=3.0)) == ("chunked", "math")  # one query is one tile
     assert (runs(2048, 2048, window=64), runs(2048, 2048, window=300)) == ("chunked", "sdpa")  # 15 and 21 of 64 tiles
+    assert (runs(2048, 2048, window=64, device="meta")) == "sdpa"  # torch's kernels elsewhere were not measured
     monkeypatch.setattr(backends, "CHUNKED_FROM", 64 * 64)
     monkeypatch.setattr(backends, "CHUNKED_FROM_OVER_PLAIN", 64 * 65)
-    assert runs(64, 64, softcap=3.0) == runs(64, 64, dropout_p=0.1) == "chunked"
     learns = torch.zeros(1, 1, 64, 65, requires_grad=True)  # torch's fused kernel has no gradient of a bias
     assert (runs(64, 64, attn_bias=learns[..., 1:]), runs(64, 65, attn_bias=learns)) == ("sdpa", "chunked")
-    assert (runs(64, 63, softcap=3.0), runs(64, 63, dropout_p=0.1)) == ("math", "sdpa")
-    assert (runs(2, 2048, device="meta", softcap=3.0), runs(1, 4096, device="meta", softcap=3.0)) == ("chunked", "math")
-    assert (runs(2, 2048, dropout_p=0.1), runs(1, 4096, dropout_p=0.1)) == ("chunked", "sdpa")
-    monkeypatch.setattr(chunked, "LARGEST", 64)
-    monkeypatch.setattr(backends, "CHUNKED_FROM", 256 * 256)
-    assert (runs(256, 256, window=1), runs(256, 256, window=2)) == ("chunked", "sdpa")  # a quarter of the tiles, and more
-    assert runs(256, 256, window=1, device="meta") == "sdpa"  # torch's kernels elsewhere were not measured
-    monkeypatch.setattr(backends, "CHUNKED_FROM", 256 * 256 + 1)
-    assert runs(256, 256, window=1) == "sdpa"
+    assert (runs(64, 64, softcap=3.0), runs(64, 63, softcap=3.0)) == ("chunked", "math")
 
 
 @pytest.mark.usefixtures("tiny_tiles")
@@ -238,35 +191,6 @@ def test_the_gradient_of_a_low_precision_bias_is_rounded_once_and_not_at_every_t
     assert torch.equal(low.grad, wide.grad.bfloat16())
 
 
-@dataclass(frozen=True, eq=False)
-class Slopes(Bias):
-    """A bias with a slope for each row of the batch."""
-
-    table: torch.Tensor
-
-    def value(self, batch, head, row, key, offset):
-        return self.table[batch] * (row + offset - key) / (head + 1)
-
-
-@pytest.mark.usefixtures("tiny_tiles")
-def test_a_rule_that_differs_by_row_of_the_batch_has_its_gradient():
-    q = torch.randn(3, 2, 5, 4, dtype=torch.float64)
-    table = torch.randn(3, dtype=torch.float64, requires_grad=True)
-    grads = [torch.autograd.grad(attention(q, q, q, attn_bias=Slopes(table), backend=name).square().sum(), table)[0] for name in ("chunked", "math")]  # fmt: skip
-    torch.testing.assert_close(*grads)
-
-
-def test_a_program_gives_the_rule_back():
-    ids = torch.tensor([[0, 0, 1]])
-    rule = (Causal() & Documents(ids) & Dense(torch.ones(3, 3, dtype=torch.bool))) | PrefixLM(2) | SlidingWindow(7)
-    program, tensors = pack((rule, ALiBi(4), "two words: 'and' a\nline", 1e-3, True, (), None))
-    mask, bias, *rest = unpack(program, tensors)
-    assert repr(mask) == repr(rule)
-    assert rest == ["two words: 'and' a\nline", 1e-3, True, (), None]
-    assert torch.equal(mask.dense(3, 3), rule.dense(3, 3)) and bias.num_heads == 4
-    assert tensors[0] is ids
-
-
 def test_a_mask_that_is_no_dataclass_is_refused_with_the_reason():
     class Odd(Mask):
         def visible(self, batch, head, row, key, offset):
@@ -275,9 +199,6 @@ def test_a_mask_that_is_no_dataclass_is_refused_with_the_reason():
     q = torch.randn(1, 1, 4, 2)
     with pytest.raises(NotImplementedError, match="Odd"):
         attention(q, q, q, Odd(), backend="chunked")
+    reports = {report.name: report for report in explain_backends(q, q, q, Odd(), softcap=1.0)}
+    assert "Odd" in reports["chunked"].reason and reports["math"].runs
     assert attention(q, q, q, Odd(), softcap=1.0).shape == q.shape
-
-
-def test_a_very_long_row_of_keys_is_cut_too(monkeypatch):
-    monkeypatch.setattr(chunked, "LARGEST", 8)
-    torch.testing.assert_close(attend("chunked", keys=301, dtype=torch.float64), attend("math", keys=301, dtype=torch.float64))

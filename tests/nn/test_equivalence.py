@@ -293,10 +293,10 @@ def answer(backend, q, k, v, mask, is_causal=False, **options):
     return attention(q, k, v, mask, 0.0, is_causal, backend=backend, **options)
 
 
-def parts(data, largest=70):
+def parts(data):
     """Shapes and a mask of a call that the invariants take apart."""
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    S = data.draw(st.sampled_from((1, 2, 63, 64, 65)) | st.integers(1, largest))
+    S = data.draw(st.sampled_from((1, 2, 63, 64, 65)) | st.integers(1, 70))
     L = data.draw(st.integers(1, S))
     H, Hkv = data.draw(st.sampled_from(HEADS))
     D = data.draw(st.sampled_from((1, 3, 8, 16)))
@@ -306,20 +306,11 @@ def parts(data, largest=70):
     return q, k, v, mask, is_causal, visible
 
 
-few = settings(max_examples=40)
+few = settings(max_examples=25)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 class TestInvariants:
-    @few
-    @given(data=st.data(), extra=st.integers(1, 70))
-    def test_padding_changes_nothing(self, backend, data, extra):
-        q, k, v, mask, is_causal, visible = parts(data)
-        want = answer(backend, q, k, v, mask, is_causal)
-        padded = [torch.nn.functional.pad(x, (0, 0, extra, 0), value=torch.nan) for x in (k, v)]
-        hidden = torch.nn.functional.pad(visible, (extra, 0), value=False)
-        torch.testing.assert_close(answer(backend, q, *padded, hidden), want, rtol=0, atol=1e-13)
-
     @few
     @given(data=st.data(), dtype=st.sampled_from(DTYPES))
     def test_the_future_changes_no_bit_and_gets_no_gradient(self, backend, data, dtype):
@@ -353,15 +344,3 @@ class TestInvariants:
             results.append([out, *torch.autograd.grad(out.sum(), leaves)])
         for a, b in zip(*results, strict=True):
             assert torch.equal(a, b)
-
-    @few
-    @given(data=st.data())
-    def test_packed_documents_never_see_each_other(self, backend, data):
-        q, k, v, _, _, _ = parts(data)
-        S = k.shape[2]
-        q = torch.randn(2, q.shape[1], S, q.shape[3], dtype=torch.float64)
-        first = torch.arange(S) < data.draw(st.integers(0, S))
-        mask = Documents((~first).long().expand(2, S)) & Causal()
-        before = answer(backend, q, k, v, mask)
-        changed = [torch.where(first[:, None], x + 3.0, x) for x in (q, k, v)]
-        assert torch.equal(answer(backend, *changed, mask)[:, :, ~first], before[:, :, ~first])

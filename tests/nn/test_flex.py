@@ -5,22 +5,11 @@ FlexAttention's lowering is judged by torch's own uncompiled ``flex_attention``:
 
 import pytest
 import torch
-from sizes import OpRecorder
 from test_backends import HKV, LEFT, MASKS, OPTIONS, B, D, H, L, S, tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from minitx.nn import (
-    ALiBi,
-    AttentionCall,
-    Causal,
-    Dense,
-    Padding,
-    T5RelativeBias,
-    explain_backends,
-    register_backend,
-    unregister_backend,
-)
+from minitx.nn import ALiBi, AttentionCall, Padding, T5RelativeBias, explain_backends, register_backend, unregister_backend
 from minitx.nn import scaled_dot_product_attention as attention
 from minitx.nn.backends import flex, sdpa
 from minitx.nn.functional import make_call
@@ -50,7 +39,7 @@ def both(mask=None, is_causal=False, backend="lowered", **options):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without.*")
 class TestLowering:
-    @pytest.mark.parametrize("mask", MASKS)
+    @pytest.mark.parametrize("mask", ["none", "right padding and causal", "dense (1, H, L, S) and causal", "everything"])
     def test_every_mask_becomes_a_block_mask(self, mask):
         attn_mask, is_causal, _ = MASKS[mask]
         got, want = both(attn_mask, is_causal)
@@ -58,9 +47,8 @@ class TestLowering:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("option", OPTIONS)
-    @pytest.mark.parametrize("mask", ["none", "right padding and causal", "empty rows"])
-    def test_every_option_becomes_a_score_modification(self, option, mask):
-        attn_mask, is_causal, _ = MASKS[mask]
+    def test_every_option_becomes_a_score_modification(self, option):
+        attn_mask, is_causal, _ = MASKS["empty rows"]
         got, want = both(attn_mask, is_causal, **OPTIONS[option])
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -70,19 +58,12 @@ class TestLowering:
             torch.nn.init.normal_(rule.weight)
         with torch.no_grad():
             torch.testing.assert_close(*both(Padding(LEFT), True, rule=rule, softcap=2.0))
-            torch.testing.assert_close(*both(rule=rule))  # the future is visible, too
 
     def test_nan_where_no_query_looks_changes_no_bit(self):
         q, k, v = (torch.randn(B, heads, n, D) for heads, n in ((H, L), (HKV, S), (HKV, S)))
         clean = attention(q, k, v, Padding(LEFT), 0.0, True, backend="lowered")
         k[0, :, :2] = v[0, :, :2] = torch.nan
         assert torch.equal(attention(q, k, v, Padding(LEFT), 0.0, True, backend="lowered"), clean)
-
-    def test_layers_that_share_a_mask_share_its_block_mask(self):
-        mask = Causal() & Padding(LEFT)
-        call = make_call(torch.randn(B, H, L, D), *2 * [torch.randn(B, HKV, S, D)], mask)
-        assert flex.block_mask(mask, call) is flex.block_mask(mask, call)
-        assert flex.seen_keys(mask, call) is flex.seen_keys(mask, call)
 
 
 @pytest.mark.parametrize("compiling", [False, True])
@@ -102,13 +83,6 @@ def test_flex_hands_over_what_the_call_has_and_in_a_graph_leaves_compiling_to_it
     assert [name for name, _ in given] == 2 * ["plain" if compiling else "compiled"]
     assert [options.pop("enable_gqa") for _, options in given] == [False, True]
     assert [options for _, options in given] == 2 * [{"score_mod": None, "block_mask": None, "scale": 0.3, "return_aux": None}]
-
-
-def test_a_key_is_seen_where_some_query_of_its_own_head_sees_it():
-    q = torch.zeros(2, 3, 5, 4)
-    mask = Dense(torch.rand(2, 3, 5, 5) < 0.3)
-    want = mask.dense(5, 5, batch_size=2, num_heads=3).any(-2, keepdim=True)
-    assert torch.equal(flex.seen_keys(mask, AttentionCall(q, q, q)), want)
 
 
 def report(backend, **options):
@@ -136,13 +110,10 @@ def test_flex_refuses_what_it_cannot_do():
 @pytest.mark.parametrize(
     ("capability", "version", "avoided"),
     [
-        ((9, 0), "2.11.0", True),
-        ((10, 0), "2.13.0+cu130", True),
-        ((9, 0), "2.10.0", False),
-        ((8, 9), "3.0.0", False),
-        ((9, 0), "3.0.0a0", True),
+        ((9, 0), "2.11.0", True), ((10, 0), "2.13.0+cu130", True), ((9, 0), "3.0.0a0", True),
+        ((9, 0), "2.10.0", False), ((8, 9), "3.0.0", False),
     ],
-)
+)  # fmt: skip
 def test_cudnn_is_avoided_on_hopper_from_torch_2_11_unless_the_caller_chose_the_kernels(
     monkeypatch, capability, version, avoided
 ):
@@ -157,14 +128,6 @@ def test_cudnn_is_avoided_on_hopper_from_torch_2_11_unless_the_caller_chose_the_
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
         sdpa._choice(cuda)
     assert chosen == []
-
-
-def test_the_kernels_that_the_caller_chose_run():
-    q = torch.randn(1, 2, 16, 8)
-    for backend in ("sdpa", "auto"):
-        with OpRecorder() as recorder, sdpa_kernel(SDPBackend.MATH):
-            attention(q, q, q, is_causal=True, backend=backend)
-        assert recorder.ops and not recorder.fused
 
 
 def test_on_cuda_torch_is_asked_about_the_call_that_its_kernel_would_get(monkeypatch):

@@ -1,13 +1,12 @@
 """Masks: the rule, how rules combine, tiles, what is remembered, and pictures."""
 
 import copy
-import itertools
 import pickle
-from dataclasses import FrozenInstanceError, dataclass, fields, replace
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sizes import grids
 
@@ -16,7 +15,6 @@ from minitx.nn import (
     Causal,
     Dense,
     Documents,
-    Mask,
     Padding,
     PrefixLM,
     SlidingWindow,
@@ -30,6 +28,7 @@ REAL = torch.tensor([[False, False, True, True, True], [True, True, True, True, 
 IDS = torch.tensor([[0, 0, 1, 1, 1], [4, 4, 4, 4, 2]])
 LENGTHS = torch.tensor([2, 4])
 CELLS = grids(lambda b, h, t, j, i: (3 * b + 2 * h + t + j) % 4 != 1, (2, 3, 5, 5))
+BLOCKS = torch.tensor([[True, False, True], [True, True, False], [False, True, True]])
 RULES = {
     "causal": (Causal(), lambda b, h, t, j, i: j <= t),
     "window": (SlidingWindow(2), lambda b, h, t, j, i: abs(t - j) < 2),
@@ -40,6 +39,8 @@ RULES = {
     "dense 2-D": (Dense(CELLS[0, 0]), lambda b, h, t, j, i: bool(CELLS[0, 0, i, j])),
     "dense 4-D": (Dense(CELLS), lambda b, h, t, j, i: bool(CELLS[b, h, i, j])),
     "dense per head": (Dense(CELLS[:1]), lambda b, h, t, j, i: bool(CELLS[0, h, i, j])),
+    "blocks": (BlockSparse(BLOCKS, 2), lambda b, h, t, j, i: bool(BLOCKS[t // 2, j // 2])),
+    "dense by key": (Dense(CELLS[:, :1, :1]), lambda b, h, t, j, i: bool(CELLS[b, 0, 0, j])),
 }
 SYMBOLIC = [name for name in RULES if "dense" not in name]
 
@@ -52,19 +53,13 @@ def whole(mask, shape=(2, 3, 5, 5), **tile):
 @pytest.mark.parametrize("name", RULES)
 def test_dense_form_says_what_the_rule_says(name):
     mask, rule = RULES[name]
-    assert torch.equal(whole(mask).expand(2, 3, 5, 5), grids(rule, (2, 3, 5, 5)))
-
-
-@pytest.mark.parametrize("length", [1, 2, 4])
-@pytest.mark.parametrize("name", SYMBOLIC)
-def test_fewer_queries_are_the_last_rows_of_the_square(name, length):
-    mask, _ = RULES[name]
-    square = whole(mask).expand(2, 3, 5, 5)
-    assert torch.equal(whole(mask, (2, 3, length, 5)).expand(2, 3, length, 5), square[:, :, -length:])
+    for length in (1, 2, 5) if name in SYMBOLIC else (5,):  # fewer queries are the last rows
+        shape = (2, 3, length, 5)
+        assert torch.equal(whole(mask, shape).expand(shape), grids(rule, shape))
 
 
 @pytest.mark.parametrize("first", RULES)
-@pytest.mark.parametrize("second", RULES)
+@pytest.mark.parametrize("second", ["causal", "padding", "dense per head"])
 def test_and_is_intersection_and_or_is_union(first, second):
     (one, rule_one), (two, rule_two) = RULES[first], RULES[second]
     both = grids(lambda *at: rule_one(*at) and rule_two(*at), (2, 3, 5, 5))
@@ -74,7 +69,7 @@ def test_and_is_intersection_and_or_is_union(first, second):
     assert torch.equal(whole(intersect(one, two)).expand(2, 3, 5, 5), both)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", ["causal", "padding", "dense 4-D"])
 def test_a_bool_tensor_combines_with_a_mask_on_either_side(name):
     mask, cells = RULES[name][0], CELLS[:1]
     for both in (mask & cells, cells & mask):
@@ -93,6 +88,7 @@ masks = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(mask=masks, cut=st.tuples(*[st.integers(0, 5)] * 4))
 def test_tiles_are_slices_of_the_whole(mask, cut):
     rows, keys = slice(min(cut[:2]), max(cut[:2])), slice(min(cut[2:]), max(cut[2:]))
@@ -101,14 +97,7 @@ def test_tiles_are_slices_of_the_whole(mask, cut):
     assert torch.equal(tile.expand(wanted.shape), wanted)
 
 
-@pytest.mark.parametrize("shape", [(5, 5), (2, 3, 5, 5), (2, 1, 1, 5), (1, 3, 5, 1), (1, 1, 1, 1)])
-def test_a_tile_of_a_tensor_is_a_slice_of_its_axes_that_are_not_one(shape):
-    tensor = torch.rand(shape) < 0.5
-    tile = whole(Dense(tensor), rows=slice(1, 3), keys=slice(2, 5))
-    assert torch.equal(tile.expand(2, 3, 2, 3), tensor.expand(2, 3, 5, 5)[:, :, 1:3, 2:5])
-    assert tile.shape[2:] == (1 if shape[-2] == 1 else 2, 1 if shape[-1] == 1 else 3)
-
-
+@settings(max_examples=50)
 @given(mask=masks, others=st.lists(masks, max_size=3))
 def test_intersect_never_drops_a_constraint(mask, others):
     wanted = whole(mask).expand(2, 3, 5, 5)
@@ -117,15 +106,7 @@ def test_intersect_never_drops_a_constraint(mask, others):
     assert torch.equal(whole(intersect(mask, None, *others)).expand(2, 3, 5, 5), wanted)
 
 
-def test_intersect_shares_a_mask_that_holds_the_others():
-    padding = Padding(REAL)
-    mask = Causal() & padding
-    assert intersect(mask, Causal()) is mask
-    assert intersect(mask, padding, None) is mask
-    assert intersect(None, None) is None
-    assert intersect(padding) is padding
-
-
+@settings(max_examples=50)
 @given(mask=masks, shape=st.sampled_from([(5, 5), (1, 5), (3, 5)]))
 def test_simplify_changes_no_answer(mask, shape):
     assume(shape[0] == 5 or "Dense" not in repr(mask))  # a dense mask has one size
@@ -156,11 +137,8 @@ def test_an_axis_that_a_rule_does_not_use_has_size_one():
     ("mask", "queries", "wanted"),
     [
         (None, 5, [[5, 5, 5, 5, 5]]),
-        (Causal(), 5, [[1, 2, 3, 4, 5]]),
         (Causal(), 2, [[4, 5]]),
-        (Padding(REAL), 5, [[3] * 5, [4] * 5]),
         (Causal() & Padding(REAL) & SlidingWindow(1), 5, [[0, 0, 1, 2, 3], [1, 2, 3, 4, 4]]),
-        (Causal() & Documents(IDS) & SlidingWindow(1), 5, [[1, 2, 1, 2, 3], [1, 2, 3, 4, 1]]),
         (Causal() & Documents(IDS) & Padding(REAL), 5, [[0, 0, 1, 2, 3], [1, 2, 3, 4, 0]]),
         (PrefixLM(3), 5, [[3, 3, 3, 4, 5]]),
         (PrefixLM(LENGTHS) & Padding(REAL), 5, [[0, 0, 1, 2, 3], [4, 4, 4, 4, 4]]),
@@ -174,15 +152,6 @@ def test_real_key_counts_by_hand(mask, queries, wanted):
 def test_a_rule_is_lowered_and_counted_on_the_device_that_is_asked_for(mask):
     assert mask.dense(3, 5, batch_size=2, num_heads=3, device="meta").device == META
     assert real_key_counts(mask, 2, 3, 5, META).device == META
-
-
-def test_a_combined_mask_remembers_its_dense_form_and_no_tile_replaces_it():
-    for mask in (Causal() & Padding(REAL), SlidingWindow(1) | Padding(REAL)):
-        kept = whole(mask)
-        for tile in ({"rows": slice(1, 3)}, {"keys": slice(2, 4)}):
-            rows, keys = tile.get("rows", slice(None)), tile.get("keys", slice(None))
-            assert torch.equal(whole(mask, **tile), kept[:, :, rows, keys])
-            assert whole(mask) is kept
 
 
 def test_a_mask_keeps_one_dense_form_and_not_one_for_every_length():
@@ -212,84 +181,26 @@ def test_in_a_graph_a_window_stays_causal_goes_where_it_hides_nothing_and_nothin
     assert torch.equal(first, kept) and torch.equal(second, kept) and first is not second
 
 
-@pytest.mark.parametrize("copied", [lambda mask: pickle.loads(pickle.dumps(mask)), copy.deepcopy], ids=["pickle", "deepcopy"])
 @pytest.mark.parametrize("backend", ["sdpa", "chunked", "math"])
-def test_a_used_mask_is_copied_without_what_it_remembers(backend, copied):
+def test_a_used_mask_is_copied_without_what_it_remembers(backend):
     size = 512
     x, real = torch.randn(1, 1, size, 8), torch.ones(1, size, dtype=torch.bool)
     for build in (lambda: Padding(real) & Causal() & SlidingWindow(5), lambda: SlidingWindow(5), lambda: PrefixLM(3)):
         mask = build()
         want = scaled_dot_product_attention(x, x, x, mask, backend=backend)
-        other = copied(mask)
         assert len(pickle.dumps(mask)) == len(pickle.dumps(build())) < 4096
-        assert vars(other).keys() == vars(build()).keys() and repr(other) == repr(mask)
-        assert torch.equal(scaled_dot_product_attention(x, x, x, other, backend=backend), want)
+        for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+            assert vars(other).keys() == vars(build()).keys() and repr(other) == repr(mask)
+            assert torch.equal(scaled_dot_product_attention(x, x, x, other, backend=backend), want)
 
 
-@pytest.mark.parametrize(
-    "mask", [*(mask for mask, _ in RULES.values()), Causal() & Padding(REAL), Causal() | Padding(REAL)], ids=repr
-)
+@pytest.mark.parametrize("mask", [Causal(), Padding(REAL), Causal() & Padding(REAL)], ids=repr)
 def test_a_mask_cannot_be_written_to_and_equals_itself_alone(mask):
     other = replace(mask)
     assert mask == mask and mask != other and len({mask, other}) == 2  # tensors have no truth value to compare by
     for name in [field.name for field in fields(mask)] or ["anything"]:
         with pytest.raises(FrozenInstanceError):
             setattr(mask, name, None)
-
-
-@dataclass(frozen=True, eq=False)
-class Says(Mask):
-    """A rule of one's own that says nothing about tiles."""
-
-    def visible(self, batch, head, row, key, offset):
-        return (row + key) % 2 == 0
-
-
-EXACT = {
-    "causal": Causal(),
-    **{f"window {w}": SlidingWindow(w) for w in (1, 3, 7)},
-    **{f"prefix {n}": PrefixLM(n) for n in (0, 2, 5)},
-    "padding": Padding(
-        torch.tensor([[False, True, True, True, True, True, True], [True, True, True, True, False, False, False]])
-    ),
-    "dense": Dense(torch.arange(2 * 3 * 7 * 7).view(2, 3, 7, 7) % 5 > 0),
-    "dense, one head": Dense(torch.arange(7 * 7).view(7, 7) % 3 > 1),
-    "blocks": BlockSparse(torch.tensor([[True, False, True], [True, True, False], [False, True, True]]), 3),
-    "blocks by head": BlockSparse(torch.arange(27).view(3, 3, 3) % 4 > 0, 3),
-}
-ONE_SIDED = {  # what they say holds; not all that holds is said
-    "documents": Documents(torch.tensor([[0, 0, 1, 1, 1, 2, 2], [3, 3, 3, 3, 3, 3, 3]])),
-    "prefix by row": PrefixLM(torch.tensor([2, 5])),
-    "and": Causal() & SlidingWindow(3) & EXACT["padding"],
-    "or": SlidingWindow(2) | EXACT["padding"],
-    "own": Says(),
-}
-
-
-@pytest.mark.parametrize(("height", "width"), [(1, 1), (2, 3), (4, 2), (7, 7)])
-@pytest.mark.parametrize("num_queries", [4, 7])
-@pytest.mark.parametrize("name", [*EXACT, *ONE_SIDED])
-def test_what_a_rule_says_of_a_tile_holds_for_all_its_cells(name, num_queries, height, width):
-    mask, S = (EXACT | ONE_SIDED)[name], 7
-    if isinstance(mask, Dense) and num_queries != 7:
-        mask = Dense(mask.tensor[..., :num_queries, :])
-    rows = torch.tensor([*range(0, num_queries, height), num_queries])
-    keys = torch.tensor([*range(0, S, width), S])
-    whole, empty = mask.tile_map(rows, keys, S - num_queries)
-    cells = mask.dense(num_queries, S, batch_size=2, num_heads=3).expand(2, 3, num_queries, S)
-    assert whole.shape == empty.shape == (len(rows) - 1, len(keys) - 1)
-    for i, (top, bottom) in enumerate(itertools.pairwise(rows.tolist())):
-        for j, (left, right) in enumerate(itertools.pairwise(keys.tolist())):
-            tile = cells[:, :, top:bottom, left:right]
-            assert bool(whole[i, j]) is bool(tile.all()) or (name in ONE_SIDED and not whole[i, j])
-            assert bool(empty[i, j]) is not bool(tile.any()) or (name in ONE_SIDED and not empty[i, j])
-
-
-def test_documents_and_intersections_leave_few_tiles():
-    edges = torch.arange(0, 65, 8)
-    ids = (torch.arange(64) // 16).expand(2, 64)
-    for mask, left in ((Documents(ids) & Causal(), 12), (SlidingWindow(9) & Causal(), 15), (Padding(ids < 1) & Causal(), 15)):
-        assert int((~mask.tile_map(edges, edges, 0)[1]).sum()) == left
 
 
 def test_pictures():
@@ -299,10 +210,5 @@ def test_pictures():
     assert str(Causal() & Documents(IDS)).splitlines()[3] == ". . x x ."
     oblong = Dense(torch.ones(2, 5, dtype=torch.bool)) & SlidingWindow(2)
     assert str(oblong) == ". . x x x\n. . . x x"
+    assert [c == "x" for c in Dense(CELLS).grid(5, batch=1, head=2) if c in "x."] == CELLS[1, 2].flatten().tolist()
     assert repr((Causal() | PrefixLM(2)) & SlidingWindow(3)) == "(Causal() | PrefixLM(length=2)) & SlidingWindow(window=3)"
-
-
-@pytest.mark.parametrize("at", [{}, {"batch": 1, "head": 2}])
-def test_a_picture_is_of_the_first_head_of_the_first_row_unless_another_is_asked_for(at):
-    cells = CELLS[at.get("batch", 0), at.get("head", 0)].tolist()
-    assert Dense(CELLS).grid(5, **at) == "\n".join(" ".join("x" if cell else "." for cell in line) for line in cells)

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
+from sizes import small_model
 from torch import nn
 
 from minitx.analysis.counting import count_flops
-from minitx.config import TransformerConfig
-from minitx.nn import DecoderLM, MixtureOfExperts, load_balancing_loss
-from minitx.nn.feedforward import ACTIVATIONS, expert_matmul, expert_outer
+from minitx.nn import MixtureOfExperts, load_balancing_loss
+from minitx.nn.feedforward import ACTIVATIONS, expert_matmul
 
 B, L, E, F, N, K = 2, 5, 6, 11, 4, 2
 
@@ -27,16 +27,15 @@ def token_by_token(mixture, x):
             chosen = sorted(range(mixture.num_experts), key=lambda e: -logits[e].item())[: mixture.experts_per_token]
             total = sum(math.exp(logits[e].item()) for e in chosen)
             for e in chosen:
-                hidden = ACTIVATIONS[mixture.activation](
-                    (mixture.up_proj if mixture.gate_proj is None else mixture.gate_proj)[e] @ x[b, t]
-                )
-                hidden = hidden if mixture.gate_proj is None else hidden * (mixture.up_proj[e] @ x[b, t])
+                up, gate = mixture.up_proj[e] @ x[b, t], None if mixture.gate_proj is None else mixture.gate_proj[e] @ x[b, t]
+                activation = ACTIVATIONS[mixture.activation]
+                hidden = activation(up) if gate is None else activation(gate) * up
                 out[b, t] += math.exp(logits[e].item()) / total * (mixture.down_proj[e] @ hidden)
     return out
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
-@pytest.mark.parametrize("activation", ["gelu", "relu2", "swiglu", "geglu", "reglu"])
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
 def test_the_mixture_equals_a_loop_over_tokens(activation, k):
     mixture, x = experts(activation=activation, experts_per_token=k), torch.randn(B, L, E, dtype=torch.float64)
     torch.testing.assert_close(mixture(x), token_by_token(mixture, x), rtol=0, atol=1e-14)
@@ -55,25 +54,11 @@ def test_no_token_is_dropped_when_all_choose_the_same_expert():
     assert mixture.up_proj.grad[2].any() and not mixture.up_proj.grad[[0, 1, 3]].any()
 
 
-def test_the_router_learns_through_its_gates():
-    mixture = experts()
-    mixture(torch.randn(B, L, E, dtype=torch.float64)).square().sum().backward()
-    assert all(torch.isfinite(p.grad).all() and p.grad.any() for p in mixture.parameters())
-
-
 def test_gradients_equal_finite_differences():
     rows, weights = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (3, 2, 3)))
     counts = torch.tensor([2, 0, 3])
     assert torch.autograd.gradcheck(lambda r, w: expert_matmul(r, w, counts), (rows, weights))
     assert torch.autograd.gradgradcheck(lambda r, w: expert_matmul(r, w, counts), (rows, weights))
-
-
-def test_the_grouped_products_are_well_formed_operators():
-    counts = torch.tensor([2, 0, 3])
-    torch.library.opcheck(
-        expert_matmul, (torch.randn(5, 3, requires_grad=True), torch.randn(3, 2, 3, requires_grad=True), counts)
-    )
-    torch.library.opcheck(expert_outer, (torch.randn(5, 2, requires_grad=True), torch.randn(5, 3, requires_grad=True), counts))
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -103,25 +88,7 @@ def test_padding_does_not_count_in_the_loss():
 
 
 def model(**options):
-    sizes = {"vocab_size": 13, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "max_len": 31, "init": "lecun"}
-    return DecoderLM(
-        TransformerConfig(**{**sizes, "num_experts": N, "activation": "swiglu", **options}),
-        generator=torch.Generator().manual_seed(0),
-    ).double()
-
-
-def test_a_model_with_experts_returns_its_router_loss():
-    network, ids = model(), torch.randint(1, 13, (2, 7))
-    hidden, extras = network(ids, return_extras=True)
-    assert torch.equal(network.head(hidden), network(ids))
-    assert list(extras) == ["router_loss"]
-    losses = []
-    for block in network.blocks:
-        block.register_forward_hook(lambda m, a, out: losses.append(load_balancing_loss(*out[1].values())))
-    network(ids, return_extras=True)
-    assert extras["router_loss"].item() == pytest.approx(sum(x.item() for x in losses) / 2)
-    extras["router_loss"].backward()
-    assert all(block.feedforward.router.weight.grad.any() for block in network.blocks)
+    return small_model(num_experts=N, activation="swiglu", **options)
 
 
 def test_the_router_loss_is_that_of_the_real_tokens():
@@ -130,6 +97,11 @@ def test_the_router_loss_is_that_of_the_real_tokens():
     padded = torch.cat((torch.randint(1, 13, (1, 3)), ids), dim=1)
     _, beside = network(padded, key_mask=torch.tensor([[False] * 3 + [True] * 7]), return_extras=True)
     assert beside["router_loss"].item() == pytest.approx(alone["router_loss"].item(), rel=1e-12)
+    losses = []
+    for block in network.blocks:
+        block.register_forward_hook(lambda m, a, out: losses.append(load_balancing_loss(*out[1].values())))
+    network(ids, return_extras=True)
+    assert alone["router_loss"].item() == pytest.approx(sum(x.item() for x in losses) / 2)  # the mean over layers
 
 
 def test_descending_the_router_loss_balances_a_collapsed_router():
@@ -146,21 +118,6 @@ def test_descending_the_router_loss_balances_a_collapsed_router():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 1.2 < 1.4 < losses[0]
-
-
-def test_experts_start_with_the_standard_deviations_of_the_scheme():
-    network = DecoderLM(
-        TransformerConfig(vocab_size=13, embed_dim=128, num_heads=2, num_layers=2, num_experts=4, activation="geglu")
-    )
-    mixture = network.blocks[1].feedforward
-    for weight, wanted in (
-        (mixture.gate_proj, 0.02),
-        (mixture.up_proj, 0.02),
-        (mixture.down_proj, 0.01),
-        (mixture.router.weight, 0.02),
-    ):
-        assert weight.std().item() == pytest.approx(wanted, rel=5 / math.sqrt(2 * weight.numel()))
-    assert not torch.equal(mixture.up_proj[0], mixture.up_proj[1])
 
 
 def test_experts_train_under_autocast():

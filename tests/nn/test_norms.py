@@ -37,14 +37,6 @@ def test_l2_logits_start_at_sqrt_of_d_times_the_cosine():
     torch.testing.assert_close((nq * nk).sum(-1) / math.sqrt(D), math.sqrt(D) * cosine)
 
 
-def test_gains_belong_to_queries_and_keys_apart():
-    assert {n: tuple(p.shape) for n, p in QKNorm("rms", 7).named_parameters()} == {
-        "query_norm.weight": (7,),
-        "key_norm.weight": (7,),
-    }
-    assert {n: tuple(p.shape) for n, p in QKNorm("l2", 7, num_kv_heads=3).named_parameters()} == {"gain": (3,)}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_zero_vector_stays_finite_with_finite_gradient(kind):
     q = torch.zeros(1, 1, 1, 7, requires_grad=True)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from minitx.nn import LearnedPositions, Rotary, RotaryScaling, SinusoidalPositions
+from minitx.nn import Rotary, RotaryScaling, SinusoidalPositions
 from minitx.nn.positions import position_ids_from, sinusoids
 
 CPU = torch.device("cpu")
@@ -44,25 +44,11 @@ def test_rotary_turns_neighbours_or_halves_as_complex_numbers_are_multiplied():
     torch.testing.assert_close(split, want[..., order], rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_a_rotation_made_once_turns_as_positions_do(interleaved):
-    rotary = Rotary(6, interleaved=interleaved, scaling=RotaryScaling("yarn", 4.0, 32))
-    x, positions = torch.randn(2, 3, 5, 6), torch.randint(99, (2, 5))
-    rotation = rotary.rotation(positions, 2, 5, x.dtype)
-    assert torch.equal(rotary(x, rotation), rotary(x, positions))
-
-
 def test_rotary_angles_of_far_positions_are_not_rounded_to_half_precision():
     x, position = torch.randn(1, 1, 1, 6).bfloat16(), torch.tensor([[4001]])
     turned, exact = Rotary(6)(x, position), Rotary(6)(x.double(), position)
     assert turned.dtype == torch.bfloat16
     assert (turned.double() - exact).abs().max() <= 4 * 2**-8 * x.abs().max()
-
-
-def test_learned_positions_are_rows_of_a_table():
-    table = LearnedPositions(7, 5)
-    assert torch.equal(table(torch.tensor([[3, 0]]))[0, 0], table.table.weight[3])
-    assert table(torch.tensor([[3]]), torch.float64).dtype == torch.float64
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minitx.config import TransformerConfig
-from minitx.nn import Causal, DecoderLM, MultiHeadAttention
+from minitx.nn import DecoderLM, MultiHeadAttention
 from minitx.nn.efficient import AdditiveAttention
 from minitx.nn.functional import make_call
 
@@ -18,12 +18,8 @@ def loops(core, q, k, v, visible, scale):
         for h in range(H):
             for i in range(L):
                 keys = [j for j in range(S) if visible[b, h, i, j]]
-                energies = [
-                    scale
-                    * core.energy.weight[0]
-                    @ torch.tanh(core.query_map.weight @ q[b, h, i] + core.key_map.weight @ k[b, h // 2, j])
-                    for j in keys
-                ]
+                mapped = [core.query_map.weight @ q[b, h, i] + core.key_map.weight @ k[b, h // 2, j] for j in keys]
+                energies = [scale * core.energy.weight[0] @ torch.tanh(pair) for pair in mapped]
                 if keys:
                     out[b, h, i] = torch.stack(energies).softmax(0) @ v[b, h // 2, keys]
     return out
@@ -53,18 +49,9 @@ def test_a_nan_that_nobody_sees_does_not_leak_and_the_future_is_hidden():
     torch.testing.assert_close(got[:, :4], attention(x[:, :4], is_causal=True))
 
 
-def test_the_size_of_the_scores_does_not_grow_with_the_width():
-    sizes = []
-    for width in (4, 64, 512):
-        torch.manual_seed(0)
-        core = AdditiveAttention(width)
-        q, k = torch.randn(2, 1, 3, 9, width)
-        scores = core.energy(torch.tanh(core.query_map(q).unsqueeze(3) + core.key_map(k).unsqueeze(2)))
-        sizes.append(scores.std().item())
-    assert max(sizes) < 2 * min(sizes)
-
-
-@pytest.mark.parametrize("option", [{}, {"window": 3, "sinks": True, "softcap": 2.0}, {"position": "alibi", "num_kv_heads": 1}])
+@pytest.mark.parametrize(
+    "option", [{"window": 3, "sinks": True, "softcap": 2.0}, {"position": "alibi", "num_kv_heads": 1, "dropout": 0.5}]
+)
 def test_a_model_is_built_with_it(option):
     config = TransformerConfig(
         vocab_size=11, embed_dim=12, num_heads=3, num_layers=2, attention="additive", scale="unscaled", **option
@@ -72,12 +59,3 @@ def test_a_model_is_built_with_it(option):
     model = DecoderLM(config).eval()
     ids = torch.arange(14).view(2, 7) % 11
     torch.testing.assert_close(model(ids)[:, :4], model(ids[:, :4]), rtol=0, atol=1e-5)
-
-
-def test_dropout_drops_weights_in_training_only():
-    torch.manual_seed(0)
-    attention = MultiHeadAttention(12, 3, dropout=0.5, core=AdditiveAttention(4))
-    x = torch.randn(2, 5, 12)
-    assert not torch.equal(attention(x), attention(x))
-    attention.eval()
-    assert torch.equal(attention(x, attn_mask=Causal()), attention(x, is_causal=True))

@@ -1,7 +1,5 @@
 """Cost grows as claimed, counted in operations and bytes: n, n·w, n·k, against exact attention's n²."""
 
-import functools
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from minitx.nn import BlockSparse, Causal, SlidingWindow, scaled_dot_product_att
 from minitx.nn.efficient import LinearAttention, LinformerAttention, PerformerAttention
 from minitx.nn.functional import make_call
 
-D, SIZES = 8, (512, 1024, 2048)
+D, SIZES = 8, (512, 2048)
 LINEAR = (0.85, 1.1)
 QUADRATIC = (1.9, 2.1)
 
@@ -31,7 +29,6 @@ def band(n):
 
 CASES = {  # what is built for n positions
     "window": lambda n: by_backend("chunked", SlidingWindow(64) & Causal()),
-    "window to both sides": lambda n: by_backend("chunked", SlidingWindow(64)),
     "block window": lambda n: by_backend("chunked", band(n)),
     "linear": lambda n: by_core(LinearAttention()),
     "linear, causal": lambda n: by_core(LinearAttention(), Causal()),
@@ -45,34 +42,30 @@ CASES = {  # what is built for n positions
 
 def cost(attention, n, *, backward):
     """Operations, the most bytes at once, and the bytes of the largest allocation."""
-    leaves = [torch.randn(1, 2, n, D, requires_grad=backward) for _ in range(3)]
+    leaves, found = [torch.randn(1, 2, n, D, requires_grad=backward) for _ in range(3)], []
 
     def run():
         out = attention(*leaves)
         if backward:
             out.sum().backward()
 
-    largest, peak = allocations(run)
-    return {"flops": count_flops(run), "peak": peak, "largest": largest}
-
-
-@functools.cache
-def growth(name, backward):
-    """The exponent in n of each cost of one case."""
-    sizes = [2 * n for n in SIZES] if "window" in name else SIZES  # of a few tiles, the two at the ends are many
-    costs = [cost(CASES[name](n), n, backward=backward) for n in sizes]
-    return {kind: fit_exponent(sizes, [one[kind] for one in costs]) for kind in costs[0]}
+    flops = count_flops(lambda: found.extend(allocations(run)))
+    return {"flops": flops, "largest": found[0], "peak": found[1]}
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward and backward"])
-@pytest.mark.parametrize("kind", ["flops", "peak"])
 @pytest.mark.parametrize("name", CASES)
-def test_cost_grows_with_the_claimed_power_of_the_length(name, kind, backward):
-    if kind == "peak" and ("window" in name or name == "exact, chunked"):
-        assert growth(name, backward)[kind] < LINEAR[1]  # a tile, and the output
-        return
+def test_cost_grows_with_the_claimed_power_of_the_length_and_no_tensor_is_a_matrix_of_queries_by_keys(name, backward):
+    sizes = [2 * n for n in SIZES] if "window" in name else SIZES  # of a few tiles, the two at the ends are many
+    costs = [cost(CASES[name](n), n, backward=backward) for n in sizes]
+    growth = {kind: fit_exponent(sizes, [one[kind] for one in costs]) for kind in costs[0]}
     low, high = QUADRATIC if name.startswith("exact") else LINEAR
-    assert low < growth(name, backward)[kind] < high
+    assert low < growth["flops"] < high
+    if "window" in name or name == "exact, chunked":
+        assert growth["peak"] < LINEAR[1]  # a tile, and the output
+    else:
+        assert low < growth["peak"] < high
+    assert (costs[-1]["largest"] >= sizes[-1] ** 2) == (name == "exact")
 
 
 @pytest.mark.slow
@@ -89,8 +82,3 @@ def test_cost_grows_in_proportion_to_slots_and_features(build, kind):
     sizes = (64, 128, 256)
     costs = [cost(build(size), 2048, backward=False)[kind] for size in sizes]
     assert 0.8 < fit_exponent(sizes, costs) < 1.1
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name != "exact"])
-def test_no_tensor_is_a_matrix_of_queries_by_keys(name):
-    assert cost(CASES[name](2048), 2048, backward=True)["largest"] < 2048**2
