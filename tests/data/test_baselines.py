@@ -8,17 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from minitx.data import baselines
-from minitx.data.baselines import bag_of_words_accuracy, majority_accuracy, ngram_floors, unigram_nll
+from minitx.data.baselines import bag_of_words_accuracy, ngram_floors, unigram_nll
 
 
 def test_unigrams_by_hand():
     nll = unigram_nll(np.array([0, 0, 1]), np.array([0, 2, 2]), vocab_size=4)
     assert nll == pytest.approx(-(math.log(3 / 7) + 2 * math.log(1 / 7)) / 3)
-
-
-def test_the_majority_is_that_of_training():
-    assert majority_accuracy(np.array([0, 1, 1]), np.array([0, 1, 0, 0, 2])) == 0.2
 
 
 def test_naive_bayes_agrees_with_scikit_learn():
@@ -51,13 +46,6 @@ def test_the_bigram_model_is_a_distribution(train):
         losses = [ngram_floors(train, np.array([a, b]), vocab_size=5) for b in range(5)]
         assert sum(math.exp(-loss["bigram"]) for loss in losses) == pytest.approx(1)
         assert sum(math.exp(-loss["unigram"]) for loss in losses) == pytest.approx(1)
-
-
-def test_counting_in_blocks_changes_nothing(monkeypatch):
-    train, val = np.random.default_rng(0).integers(0, 7, size=(2, 211)).astype(np.uint16)
-    whole = ngram_floors(train, val, 7)
-    monkeypatch.setattr(baselines, "_BLOCK", 13)
-    assert ngram_floors(train, val, 7) == whole
 
 
 @pytest.mark.parametrize(("vocab_size", "num_val"), [(1025, 10), (7, 1)])

@@ -1,5 +1,6 @@
 """Images: scaling, shifts, splits, and image folders."""
 
+import dataclasses
 import sys
 
 import numpy as np
@@ -20,19 +21,14 @@ def rows_of(task, which):
     return split.collate(np.arange(len(split)), lambda row: None)
 
 
-def test_pixels_are_scaled_to_one():
+def test_pixels_are_scaled_and_shifts_move_whole_images_in_all_directions_and_bring_in_zeros():
     row = LabelledImages(SQUARE, np.array([3]), largest=24).row(0, None)
-    assert row["pixel_values"].dtype == np.float32
+    assert row["labels"] == 3 and row["pixel_values"].dtype == np.float32
     assert np.array_equal(row["pixel_values"][0], np.arange(25, dtype=np.float32).reshape(5, 5) / 24)
-    assert row["labels"] == 3
-
-
-def test_shifts_move_whole_images_in_all_directions_and_bring_in_zeros():
     examples = LabelledImages(SQUARE + 1, np.array([3]), largest=1, shift=1)
     found = {examples.row(0, generator(0, draw))["pixel_values"][0].tobytes() for draw in range(200)}
     framed = np.pad(SQUARE[0, 0] + 1, 1)
-    wanted = {framed[y : y + 5, x : x + 5].astype(np.float32).tobytes() for y in range(3) for x in range(3)}
-    assert found == wanted
+    assert found == {framed[y : y + 5, x : x + 5].astype(np.float32).tobytes() for y in range(3) for x in range(3)}
 
 
 def test_every_label_is_held_out_by_the_same_share():
@@ -43,21 +39,16 @@ def test_every_label_is_held_out_by_the_same_share():
     assert stratified(labels, 0.2)[1].tolist() == val.tolist()
 
 
-def test_digits_become_a_task():
+def test_digits_become_a_task_and_say_what_to_install(monkeypatch):
     task = load_images(DigitsDataConfig(), None, None)
     assert task.model_fields == {"num_labels": 10, "image_size": 8, "num_channels": 1}
-    assert len(task.train) + len(task.val) == 1797
-    assert len(task.val) == pytest.approx(1797 / 5, abs=5)
+    assert (len(task.train) + len(task.val), len(task.val)) == (1797, pytest.approx(1797 / 5, abs=5))
     batch = rows_of(task, "val")
     assert batch["pixel_values"].shape == (len(task.val), 1, 8, 8)
-    assert (batch["pixel_values"].min(), batch["pixel_values"].max()) == (0, 1)
-    assert task.train.shift == 1
+    assert (batch["pixel_values"].min(), batch["pixel_values"].max(), task.train.shift) == (0, 1, 1)
     train = {image.tobytes() for image in task.train.pixels}
     assert sum(image.tobytes() in train for image in task.val.pixels) < 3
     assert 0.09 < task.baselines()["majority_accuracy"] < 0.12
-
-
-def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ConfigError, match="scikit-learn"):
         load_images(DigitsDataConfig(), None, None)
@@ -85,33 +76,25 @@ def test_a_folder_of_images_becomes_a_task(image_folder):
     assert len(numbers.unique()) == 16
 
 
-def test_images_are_resized_when_asked(image_folder):
-    task = load_images(ImageDataConfig(path=str(image_folder), image_size=4), None, None)
-    assert task.model_fields["image_size"] == 4
-
-
-def test_images_of_several_sizes_are_refused(image_folder):
+def test_pictures_are_resized_when_asked_decoded_when_read_and_refused_when_of_several_sizes(image_folder):
     import PIL.Image
 
+    config = ImageDataConfig(path=str(image_folder), shift=0)
+    assert load_images(dataclasses.replace(config, image_size=4), None, None).model_fields["image_size"] == 4
     PIL.Image.fromarray(np.zeros((6, 9, 3), np.uint8)).save(image_folder / "cat" / "wide.png")
-    task = load_images(ImageDataConfig(path=str(image_folder), shift=0), None, None)
+    task = load_images(config, None, None)
     with pytest.raises(ConfigError, match=r"^data\.image_size=null.*6x9"):
         [rows_of(task, which) for which in ("train", "val")]
-
-
-def test_images_are_decoded_when_they_are_asked_for(image_folder, monkeypatch):
-    task = load_images(ImageDataConfig(path=str(image_folder), shift=0), None, None)
     for path in image_folder.glob("*/*.png"):
         path.unlink()
     with pytest.raises(FileNotFoundError):
         rows_of(task, "train")
 
 
-def test_a_column_that_is_not_there_is_refused(image_folder):
-    with pytest.raises(ConfigError, match=r"^data\.label_column=class.*image, label$"):
-        load_images(ImageDataConfig(path=str(image_folder), label_column="class"), None, None)
-    with pytest.raises(ConfigError, match=r"^data\.image_column=label"):
-        load_images(ImageDataConfig(path=str(image_folder), image_column="label"), None, None)
+@pytest.mark.parametrize(("column", "name"), [("label_column", "class"), ("image_column", "label")])
+def test_a_column_that_is_not_there_or_has_no_images_is_refused(image_folder, column, name):
+    with pytest.raises(ConfigError, match=rf"^data\.{column}={name}"):
+        load_images(ImageDataConfig(path=str(image_folder), **{column: name}), None, None)
 
 
 @pytest.mark.parametrize("labels", [[0, -1], [0, None]])

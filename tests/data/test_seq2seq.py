@@ -1,13 +1,16 @@
 """Pairs of texts: their layout, the dates, the verses, and files of the user's."""
 
 import datetime
+import itertools
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from minitx.config import ConfigError, DatesDataConfig, PairsDataConfig, VersesDataConfig
 from minitx.data import seq2seq
+from minitx.data.bible import read_verses
 from minitx.data.dates import date_pairs, date_patterns, write_date
 from minitx.data.seq2seq import load_pairs
 from minitx.data.task import as_split
@@ -32,46 +35,32 @@ def test_the_layout_by_hand(write_text, offline_datasets):
     assert split.lengths.tolist() == [5, 4]
 
 
-def all_sources(tag):
-    from babel import Locale
-
-    locale = Locale.parse(tag)
-    days = [datetime.date(2003, 1, 1) + datetime.timedelta(days=n) for n in range(366)]
-    return [(write_date(day, tag, locale, pattern), day.isoformat()) for pattern in date_patterns(locale) for day in days]
-
-
 @pytest.mark.parametrize("tag", DatesDataConfig().locales)
 def test_no_way_to_write_a_date_means_two_days(tag):
-    means = {}
-    for text, day in all_sources(tag):
+    from babel import Locale
+
+    locale, means = Locale.parse(tag), {}
+    days = [datetime.date(2003, 1, 1) + datetime.timedelta(days=n) for n in range(366)]
+    for pattern, day in itertools.product(date_patterns(locale), days):
+        text = write_date(day, tag, locale, pattern)
         assert means.setdefault(text, day) == day
         assert len(text) <= 44
         assert "2003" in text or "2004" in text  # two digits would mean any century
     assert len(means) >= 4 * 366  # four ways at least
 
 
-def test_validation_asks_for_days_that_training_never_sees():
+def test_dates_become_a_task_whose_validation_asks_for_days_that_training_never_sees():
     train, val = date_pairs(FEW_DATES)
     assert (len(train), len(val)) == (2003, 101)
     assert len({day for _, day in val}) == 101
     assert not {day for _, day in val} & {day for _, day in train}
     assert {source.split(":")[0] for source, _ in train} == set(FEW_DATES.locales)
-    assert all("1900-01-01" <= day <= "2099-12-31" for _, day in train + val)
-
-
-def test_few_days_are_used_about_equally_often():
-    train, _ = date_pairs(DatesDataConfig(first_year=2001, last_year=2001, val_size=65, train_size=1000))
-    counts = np.unique([day for _, day in train], return_counts=True)[1]
-    assert (len(counts), counts.min(), counts.max()) == (300, 3, 4)
-
-
-def test_dates_become_a_task():
     task = load_pairs(FEW_DATES, None, None)
     fields, tokenizer = task.model_fields, task.tokenizer
     assert fields["vocab_size"] == tokenizer.vocab_size
     assert {name: fields[f"{name}_id"] for name in ("pad", "bos", "eos")} == tokenizer.mark_ids
     assert fields["max_target_len"] == len("1999-03-07") + 1
-    assert fields["max_source_len"] == max(map(len, (s for split in date_pairs(FEW_DATES) for s, _ in split)))
+    assert fields["max_source_len"] == max(len(source) for source, _ in train + val)
     batch = as_split(task, "val").collate(np.arange(5), None)
     for row, (source, target) in enumerate(task.val_examples[:5]):
         assert tokenizer.decode(batch["input_ids"][row], skip_marks=True) == source
@@ -79,12 +68,9 @@ def test_dates_become_a_task():
     assert task.baselines() == {"copy_exact_match": 0.0}
 
 
-def test_an_unknown_locale_is_named():
+def test_an_unknown_locale_and_a_missing_package_are_named(monkeypatch):
     with pytest.raises(ConfigError, match=r"^data\.locales=xx"):
         date_pairs(DatesDataConfig(locales=("en", "xx")))
-
-
-def test_dates_without_babel_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "babel", None)
     with pytest.raises(ConfigError, match="Babel"):
         date_pairs(FEW_DATES)
@@ -99,25 +85,18 @@ def test_a_checkpoints_tokenizer_reads_the_dates():
         load_pairs(FEW_DATES, None, train_tokenizer("char", ["0123456789"], vocab_size=0, marks=("pad",)))
 
 
-def test_verses_pair_two_versions_and_chapters_are_never_torn(monkeypatch):
-    numbers = [1001001 + 1000 * chapter + verse for chapter in range(20) for verse in range(5)]
-    versions = {"kjv": {n: f"thou {n}" for n in numbers}, "web": {n: f"you {n}" for n in numbers[:-1]} | {99: "only here"}}
-    monkeypatch.setattr(seq2seq, "read_verses", lambda version, needed_by: versions[version])
-    train, val = seq2seq._both_splits(VersesDataConfig(val_fraction=0.2))
-    assert len(train) + len(val) == 99
-    assert all(source.split()[1] == target.split()[1] for source, target in train + val)
-    chapters = [{source[:-3] for source, _ in split} for split in (train, val)]
-    assert not chapters[0] & chapters[1]
-    assert len(chapters[1]) == 4
-
-
-def test_the_real_verses_are_old_and_modern():
+def test_verses_pair_two_versions_and_chapters_are_never_torn():
     train, val = seq2seq._both_splits(VersesDataConfig())
     assert len(train) + len(val) == 31099
     assert ("Jesus wept.", "Jesus wept.") in train + val
     web = [target for _, target in train + val]
     assert not any("  " in verse or "[" in verse for verse in web)
     assert sum("thou " in source for source, _ in train) > 1000 * sum("thou " in target for target in web)
+    verses = read_verses("kjv", needed_by="a test")
+    often = Counter(verses.values())
+    chapter = {text: number // 1000 for number, text in verses.items() if often[text] == 1}
+    split = [{chapter[source] for source, _ in pairs if source in chapter} for pairs in (train, val)]
+    assert not split[0] & split[1] and len(split[1]) > 50
 
 
 SOURCES, TARGETS = [f"one {n}" for n in range(31)], [f"eins {n}" for n in range(31)]
@@ -150,15 +129,12 @@ def test_files_of_pairs_are_read(file, name):
     assert len(val) == 3
 
 
-def test_a_file_of_its_own_validates_in_its_order(file):
+def test_a_file_of_its_own_validates_in_its_order_and_a_source_lies_in_one_split(file, write_text):
     values = {"path": file["a.en"], "target_path": file["a.de"], "val_path": file["a.en"], "val_target_path": file["a.de"]}
     task = load_pairs(pair_config(**values), None, None)
     assert (len(task.train), len(task.val)) == (31, 31)
     assert task.val_examples == list(zip(SOURCES, TARGETS, strict=True))
-
-
-def test_a_source_with_several_targets_lies_in_one_split(write_text, offline_datasets):
-    path = write_text("\n".join(f"{n // 3}\t{n}" for n in range(99)), "a.tsv")
+    path = write_text("\n".join(f"{n // 3}\t{n}" for n in range(99)), "several.tsv")
     train, val = seq2seq._both_splits(pair_config(path=path, val_fraction=0.5))
     assert not {source for source, _ in train} & {source for source, _ in val}
 

@@ -1,5 +1,3 @@
-import pickle
-
 import numpy as np
 import pytest
 import torch
@@ -20,10 +18,6 @@ def validation(tokens, context_len, **slices):
     return ValSource(as_split(Task(name="mine", train=windows, val=windows, key_masks={}), "val"), **slices)
 
 
-def starts_of_epoch(text, epoch):
-    return text.order(epoch, text.split)
-
-
 def test_labels_are_the_tokens_that_follow(tokens):
     batch = source(tokens)[Address(5)]
     text = tokens[0].array.astype(np.int64)
@@ -38,7 +32,7 @@ def test_labels_are_the_tokens_that_follow(tokens):
 def test_an_epoch_covers_disjoint_windows_and_all_but_two_rows_of_the_text(tokens):
     text = source(tokens)
     for epoch in range(5):
-        starts = np.sort(starts_of_epoch(text, epoch))
+        starts = np.sort(text.order(epoch, text.split))
         assert (np.diff(starts) == 7).all()
         assert 0 <= starts[0] < 7
         assert starts[-1] + 7 < len(tokens[0])
@@ -46,26 +40,14 @@ def test_an_epoch_covers_disjoint_windows_and_all_but_two_rows_of_the_text(token
 
 
 def test_epochs_and_seeds_differ_in_order_and_offset(tokens):
-    orders = [starts_of_epoch(source(tokens, seed=seed), epoch) for seed in (0, 1) for epoch in range(5)]
+    texts = [source(tokens, seed=seed) for seed in (0, 1)]
+    orders = [text.order(epoch, text.split) for text in texts for epoch in range(5)]
     assert len({order.tobytes() for order in orders}) == 10
     assert len({int(order.min()) for order in orders}) > 3
 
 
-def test_a_text_of_one_row_is_enough(tokens):
-    whole = len(tokens[0]) - 1
-    batch = source(tokens, context_len=whole, batch_size=2)[Address(0)]
-    assert batch["input_ids"].tolist() == [tokens[0].array[:-1].tolist()] * 2
-
-
-def test_a_used_source_travels_without_its_tokens(tokens):
-    text = source(tokens)
-    text[Address(0)]
-    assert len(pickle.dumps(text)) < 1000
-    assert torch.equal(pickle.loads(pickle.dumps(text))[Address(1)]["labels"], text[Address(1)]["labels"])
-
-
-@pytest.mark.parametrize("context_len", [1, 7, 31, 293, 1009])
-@pytest.mark.parametrize(("batch_size", "world"), [(1, 1), (5, 1), (6, 3), (30, 5)])
+@pytest.mark.parametrize("context_len", [1, 7, 1009])
+@pytest.mark.parametrize(("batch_size", "world"), [(5, 1), (6, 3), (30, 5)])
 def test_validation_counts_every_token_after_the_first_exactly_once(tokens, context_len, batch_size, world):
     val = validation(tokens[1], context_len, batch_size=batch_size, world=world)
     rows = []
@@ -77,13 +59,3 @@ def test_validation_counts_every_token_after_the_first_exactly_once(tokens, cont
         assert {batch["labels"].shape[1] for batch in batches} == {context_len}
         assert all(len(batch["labels"]) >= 1 for batch in batches)
     assert torch.cat(rows).tolist() == tokens[1].array[1:].tolist()
-
-
-def test_the_last_validation_row_is_filled_up_with_ignored_labels(tokens):
-    val = validation(tokens[1], 7, batch_size=5)
-    last = val.rows(range(val.num_rows - 1, val.num_rows))
-    rest = (len(tokens[1]) - 1) % 7
-    assert rest > 0
-    assert last["labels"][0, rest:].tolist() == [-100] * (7 - rest)
-    assert last["num_targets"] == rest
-    assert last["input_ids"][0, rest + 1 :].tolist() == [0] * (6 - rest)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from pathlib import Path
 
 import pytest
-import torch
 from ranks import run_ranks, train_as
 
-from minitx.cli.compose import compose_config
 from minitx.config import ConfigError
+from minitx.training.callbacks import StoppedError
 from minitx.training.checkpoint import read_checkpoint
 from minitx.training.metrics import read_metrics
 from minitx.training.module import TrainingModule
@@ -21,8 +22,8 @@ WIDTHS = ["model.embed_dim=8", "model.num_heads=2", "model.num_layers=1"]
 # sources and targets of unequal length, two micro-batches a step, 31 validation rows, two groups of parameters
 BASE = [
     *QUIET, *WIDTHS, "data=pairs", "data.tokenizer=char", "data.bucket=false", "data.batch_size=24", "model=vaswani_small",
-    "model.dropout=0.0", "trainer.precision=64-true", "trainer.accumulate=2", "trainer.max_steps=20", "trainer.val_every=7",
-    "trainer.val_batch_size=8", "trainer.val_batches=null", "trainer.ckpt_every=10", "trainer.clip=0.5",
+    "model.dropout=0.0", "trainer.precision=64-true", "trainer.accumulate=2", "trainer.max_steps=8", "trainer.val_every=3",
+    "trainer.val_batch_size=8", "trainer.val_batches=null", "trainer.ckpt_every=4", "trainer.clip=0.5",
     "optimizer.weight_decay=0.1", "schedule=constant", "schedule.warmup_steps=3",
 ]  # fmt: skip
 PLACES = {
@@ -59,7 +60,7 @@ def ran(tmp_path_factory, cache, base):
     """``ran(place, steps)``: the folder of the run of ``base`` there, made once."""
     root, done = tmp_path_factory.mktemp("runs"), {}
 
-    def run(place, steps=20, start=None):
+    def run(place, steps=8, start=None):
         key = place, steps, start
         if key not in done:
             processes, overrides = PLACES[place]
@@ -98,7 +99,7 @@ def assert_same_run(folder, reference):
 @pytest.mark.parametrize("place", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow), pytest.param("tensor_parallel", marks=pytest.mark.slow), pytest.param("both_of_4", marks=pytest.mark.long)])  # fmt: skip
 def test_several_processes_train_as_one(ran, place):
     assert losses(ran(place)).keys() == losses(ran("one")).keys()
-    assert len(read_metrics(ran(place) / "metrics.csv")) == 20
+    assert len(read_metrics(ran(place) / "metrics.csv")) == 8
     assert_same_run(ran(place), ran("one"))
 
 
@@ -135,22 +136,19 @@ LONG_ROADS = [
     ("fsdp", "shards"),
     ("shards", "fsdp_of_4"),
     ("one", "tensor_parallel"),
-    ("fsdp", "fsdp_of_4"),
-    ("shards", "fsdp"),
     ("tensor_parallel", "one"),
     ("shards", "both_of_4"),
-    ("ddp", "fsdp"),
 ]
 MARKED = [pytest.param(*road, marks=mark) for roads, mark in ((SLOW_ROADS, pytest.mark.slow), (LONG_ROADS, pytest.mark.long)) for road in roads]  # fmt: skip
 
 
 @pytest.mark.parametrize(("first", "then"), [*ROADS, *MARKED])
 def test_a_run_goes_on_elsewhere(ran, first, then):
-    """Ten steps in one place, ten in another, are twenty in one: weights, moments and schedule have all come along."""
-    start = ran(first, 10) / "checkpoints" / "last.ckpt"
+    """Four steps in one place, four in another, are eight in one: weights, moments and schedule have all come along."""
+    start = ran(first, 4) / "checkpoints" / "last.ckpt"
     assert start.is_dir() == (first == "shards")
-    folder = ran(then, 20, start)
-    assert [row["step"] for row in read_metrics(folder / "metrics.csv")] == list(range(11, 21))
+    folder = ran(then, 8, start)
+    assert [row["step"] for row in read_metrics(folder / "metrics.csv")] == list(range(5, 9))
     assert_same_run(folder, ran("one"))
 
 
@@ -236,8 +234,7 @@ def test_a_micro_batch_costs_no_collective_and_no_sync(place, tmp_path, cache):
         counts[steps, accumulate] = run_ranks(2, counted, [*PAIRS, *PLACES[place][1], *more], folder, cache)[0]
     names = {name for found in counts.values() for name in found if name.startswith("gloo:")}
     difference = {name: counts[8, 1].get(name, 0) - counts[4, 1].get(name, 0) for name in names}
-    # gradients are reduced once a step, in one bucket or (over gloo as an all_reduce) for the block and the rest; FSDP's norm
-    # is one more; parameters are gathered for each micro-batch
+    # gradients are reduced once a step, in one bucket or for the block and the rest; FSDP's norm is one more
     each_step = {"ddp": {"gloo:all_reduce": 1}, "fsdp": {"gloo:all_reduce": 3}}[place]
     difference = {name: n for name, n in difference.items() if n and "gather" not in name}
     assert difference == {name: 4 * n for name, n in each_step.items()}
@@ -250,11 +247,6 @@ def test_a_micro_batch_costs_no_collective_and_no_sync(place, tmp_path, cache):
 
 def stopped(overrides, folder, cache, rank):
     """A SIGTERM that reaches one process alone, in its third step."""
-    import os
-    import signal
-
-    from minitx.training.callbacks import StoppedError
-
     step = TrainingModule.training_step
 
     def training_step(self, batch, batch_idx):
@@ -270,28 +262,23 @@ def stopped(overrides, folder, cache, rank):
     return "not stopped"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_to_one_process_stops_all_after_the_same_step(rank, tmp_path, cache):
+def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path, cache):
     more = ["trainer.max_steps=40", "trainer.log_every=4", "trainer.ckpt_every=100", "model.dropout=0.1"]
-    found = run_ranks(2, stopped, [*PAIRS, *PLACES["ddp"][1], *more], tmp_path / "run", cache, rank)
+    found = run_ranks(2, stopped, [*PAIRS, *PLACES["ddp"][1], *more], tmp_path / "run", cache, 1)
     assert found == ["stopped by SIGTERM after step 4"] * 2
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")["global_step"] == 4
 
 
 # --- what is refused
 
+TENSOR = "trainer.devices=2 trainer.strategy=sharded trainer.tensor_parallel=2"
 REFUSED = {
     "trainer.tensor_parallel=2": "tensor_parallel=2 needs strategy=sharded",
     "trainer.sharded_ckpt=true": "sharded_ckpt=True needs strategy=sharded",
     "trainer.devices=3 trainer.strategy=sharded trainer.tensor_parallel=2": "tensor_parallel=2 must divide devices=3",
     "trainer.devices=6 trainer.strategy=sharded trainer.tensor_parallel=2": "x trainer.devices=3",
     "trainer.devices=7": "divisible by trainer.accumulate=1 x trainer.devices=7",
-}
-TENSOR = "trainer.devices=2 trainer.strategy=sharded trainer.tensor_parallel=2"
-REFUSED_LATER = {
     f"{TENSOR} model.position=alibi": "model.position=alibi has no tensor-parallel plan",
-    f"{TENSOR} model.scale=learned": "model.scale=learned has no tensor-parallel plan",
-    f"{TENSOR} model.sinks=true": "model.sinks=True has no tensor-parallel plan",
     f"{TENSOR} model.num_experts=2": "model.num_experts=2 has no tensor-parallel plan",
     f"{TENSOR} model.num_heads=1": "model.num_heads=1 must be divisible by trainer.tensor_parallel=2",
     "trainer.devices=2 trainer.strategy=sharded callbacks.probe.every=5": "callbacks.probe.every needs whole weights",
@@ -299,19 +286,7 @@ REFUSED_LATER = {
 
 
 @pytest.mark.parametrize("typed", REFUSED)
-def test_a_cut_that_makes_no_sense_is_refused(typed):
-    with pytest.raises(ConfigError, match=REFUSED[typed]):
-        compose_config(["data=kv_lookup", "data.batch_size=32", *typed.split()])
-
-
-@pytest.mark.parametrize("typed", REFUSED_LATER)
 def test_what_cannot_be_cut_is_named_before_anything_is_written(typed, tmp_path, cache):
-    with pytest.raises(ConfigError, match=REFUSED_LATER[typed]):
+    with pytest.raises(ConfigError, match=REFUSED[typed]):
         train_as([*PAIRS, *typed.split(), "data.batch_size=32"], tmp_path / "run", cache)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a machine without a GPU")
-def test_several_devices_without_a_gpu_must_be_asked_for(tmp_path, cache):
-    with pytest.raises(ConfigError, match=r"trainer.devices=2 with trainer.accelerator=auto.*accelerator=cpu"):
-        train_as([*PAIRS, "trainer.accelerator=auto", "trainer.devices=2"], tmp_path / "run", cache)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 
@@ -12,15 +11,7 @@ import torch
 from extra import losses_of
 from scipy import stats
 
-from minitx.config import (
-    ConfigError,
-    DatesDataConfig,
-    EvaluationConfig,
-    LanguagesDataConfig,
-    MaskedDataConfig,
-    RunConfig,
-    TransformerConfig,
-)
+from minitx.config import DatesDataConfig, EvaluationConfig, LanguagesDataConfig, MaskedDataConfig, RunConfig, TransformerConfig
 from minitx.nn.models import build_model
 from minitx.training import evaluation
 from minitx.training.building import fit_model_config, open_data
@@ -91,7 +82,7 @@ def test_a_language_model_is_judged_in_bits_per_byte_and_character(ready):
     assert set(found.baselines) >= {"xz_bits_per_character", "bzip2_bits_per_character"}
 
 
-@pytest.mark.parametrize("task", [None, "classify", "masked_lm", "seq2seq"])
+@pytest.mark.parametrize("task", [None, "classify", "seq2seq"])
 def test_the_size_of_a_batch_changes_no_metric(ready, task):
     found = []
     for size in (3, 8):
@@ -105,25 +96,27 @@ def test_the_size_of_a_batch_changes_no_metric(ready, task):
     assert found[0].baselines == found[1].baselines
 
 
-def test_a_masked_model_without_knowledge_is_as_perplexed_as_its_vocabulary_is_large(ready):
-    network, data = ready("masked_lm")
+def constant(network, said=None):
+    """A network whose logits do not depend on its input: alike, or highest for class ``said``."""
     for parameter in network.head.parameters():
         torch.nn.init.zeros_(parameter)
-    found = evaluate(network, data).metrics["masked_perplexity"]
+    if said is not None:
+        network.head.bias.data[said] = 1.0
+    return network
+
+
+def test_a_masked_model_without_knowledge_is_as_perplexed_as_its_vocabulary_is_large(ready):
+    network, data = ready("masked_lm")
+    found = evaluate(constant(network), data).metrics["masked_perplexity"]
     assert found.value == pytest.approx(network.config.vocab_size)
     assert found.low == pytest.approx(found.high)
 
 
 def test_a_classifier_that_always_says_one_thing_scores_its_share(ready):
     network, data = ready("classify")
-    for parameter in network.head.parameters():
-        torch.nn.init.zeros_(parameter)
-    said = 1
-    with torch.no_grad():
-        network.head.bias[said] = 1.0
     labels = data.val_source().rows(range(data.val_source().num_rows))["labels"]
-    found = evaluate(network, data)
-    assert found.metrics["accuracy"].value == pytest.approx(float((labels == said).double().mean()))
+    found = evaluate(constant(network, said=1), data)
+    assert found.metrics["accuracy"].value == pytest.approx(float((labels == 1).double().mean()))
     assert {"majority_accuracy", "bag_of_words_accuracy"} <= set(found.baselines)
 
 
@@ -159,38 +152,14 @@ def test_scores_of_texts_are_sacrebleus():
         assert found.low < found.high
 
 
-def test_a_run_writes_its_evaluation_where_it_is_asked_to(make_config, tmp_path):
-    for at_end in (False, True):
-        folder = tmp_path / str(at_end)
-        train(dataclasses.replace(make_config(), evaluation=EvaluationConfig(at_end=at_end)), folder)
-        assert (folder / "evaluation.json").exists() == at_end
-    assert json.loads((tmp_path / "True" / "evaluation.json").read_text(encoding="utf-8"))["metrics"]["loss"]["value"] > 0
-
-
-@pytest.mark.parametrize(
-    ("data", "model", "key"),
-    [
-        (DATES, {}, "model.architecture=decoder"),
-        (LANGUAGES, {"architecture": "encoder"}, "model.architecture=encoder with model.head=lm"),
-        (LANGUAGES, {"architecture": "encoder", "head": "sequence", "num_labels": 5}, "model.num_labels=5"),
-        (LANGUAGES, {"architecture": "encoder", "head": "sequence", "vocab_size": 5}, "model.vocab_size=5"),
-    ],
-)
-def test_a_model_for_another_task_is_refused_by_name(make_config, data, model, key):
-    config = dataclasses.replace(make_config(), data=data, model=TransformerConfig(**SMALL, **model))
-    with pytest.raises(ConfigError, match=f"^{key} "):
-        fit_model_config(config.model, open_data(config))
-
-
 @pytest.mark.parametrize("task", ["seq2seq", "classify"])
 def test_padded_rows_train_alike_however_a_step_is_split(make_config, tmp_path, task):
     data, model = TASKS[task]
     losses = []
-    for split in (1, 2, 3):
-        config = make_config(trainer__accumulate=split, trainer__precision="64-true", trainer__max_steps=4)
+    for split in (1, 3):
+        config = make_config(trainer__accumulate=split, trainer__precision="64-true", trainer__max_steps=2)
         data = dataclasses.replace(data, batch_size=6)
         config = dataclasses.replace(config, data=data, model=TransformerConfig(**SMALL, **model))
         train(config, tmp_path / str(split))
         losses.append(losses_of(tmp_path / str(split)))
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
-    assert losses[2] == pytest.approx(losses[0], rel=1e-12)

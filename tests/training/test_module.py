@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import lightning.pytorch as L
@@ -99,7 +98,7 @@ def fit(rows, accumulate, *, network=None, clip=None, make_optimizer=None, objec
 def test_every_split_of_a_step_gives_the_same_loss_and_gradient():
     rows = uneven_rows()
     whole, seen = fit(rows, 1)
-    for accumulate in (2, 3, 4, 12):
+    for accumulate in (3, 4, 12):
         split, other = fit(rows, accumulate)
         assert other.losses == pytest.approx(seen.losses, rel=1e-12)
         for a, b in zip(seen.gradients, other.gradients, strict=True):
@@ -138,26 +137,14 @@ def test_clipping_equals_torchs_on_the_whole_accumulated_gradient(clip):
 
 def test_clipping_goes_together_with_bf16_and_a_fused_optimizer(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr("minitx.training.devices.cpu_precision", lambda precision: precision)  # as on a CPU with AMX
-    config = make_config(trainer__precision="bf16-mixed", trainer__clip=0.01, optimizer__lr=0.01)
-    train(config, tmp_path / "clipped")
-    train(dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, clip=None)), tmp_path / "free")
-    clipped, free = (read_metrics(tmp_path / name / "metrics.csv") for name in ("clipped", "free"))
-    assert clipped[0]["train_loss"] == free[0]["train_loss"]
-    assert clipped[0]["grad_norm"] == free[0]["grad_norm"] > 0.01
-    assert all(math.isfinite(row["train_loss"]) for row in clipped)
-
-
-def explode_at(step):
-    """An objective whose loss is NaN in one step."""
-    calls = [0]
-
-    def objective(logits, batch):
-        calls[0] += torch.is_grad_enabled()  # a run tries one row first
-        sums = build_objective(ObjectiveConfig())(logits, batch)
-        factor = float("nan") if calls[0] == step + 1 else 1.0
-        return {**sums, "loss": sums["loss"] * factor}
-
-    return objective
+    rows = {}
+    for clip in (0.01, None):
+        config = make_config(trainer__precision="bf16-mixed", trainer__clip=clip, optimizer__lr=0.01, trainer__max_steps=3)
+        train(config, tmp_path / str(clip))
+        rows[clip] = read_metrics(tmp_path / str(clip) / "metrics.csv")
+    assert rows[0.01][0]["train_loss"] == rows[None][0]["train_loss"]
+    assert rows[0.01][0]["grad_norm"] == rows[None][0]["grad_norm"] > 0.01
+    assert all(math.isfinite(row["train_loss"]) for row in rows[0.01])
 
 
 def test_the_latch_skips_every_update_from_the_first_bad_one_on_and_remembers_it():
@@ -187,13 +174,6 @@ def test_on_accelerators_the_loss_is_read_at_log_points_only(make_config, tmp_pa
     assert reads == [1, 3, 6]
 
 
-def test_a_run_whose_loss_explodes_is_recorded_as_nonfinite(make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr("minitx.training.building.build_objective", lambda config: explode_at(3))
-    result = train(make_config(on_nonfinite="record", trainer__ckpt_every=2), tmp_path)
-    assert (result["nonfinite_step"], result["steps"], result["val_loss"]) == (4, 3, None)
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.csv")] == [1, 2, 3]
-
-
 def test_draws_in_a_step_depend_on_seed_and_step_alone():
     rows = uneven_rows()
     runs = []
@@ -208,7 +188,7 @@ def test_draws_in_a_step_depend_on_seed_and_step_alone():
     assert runs[0][0] != other[0]
 
 
-def test_every_step_and_micro_batch_drops_something_else():
+def test_every_step_micro_batch_and_rank_draws_from_a_stream_of_its_own():
     masks = []
 
     class Watched(Table):
@@ -220,21 +200,15 @@ def test_every_step_and_micro_batch_drops_something_else():
 
     fit(uneven_rows(), 2, network=Watched(dropout=0.5))
     assert len(masks) == len(set(masks)) == 6
-
-
-def test_micro_batches_and_ranks_draw_from_streams_of_their_own():
     seeds = {hash_seed(s, step, micro, rank) for s in range(5) for step in range(7) for micro in range(4) for rank in range(4)}
     assert len(seeds) == 5 * 7 * 4 * 4
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_probing_leaves_the_trajectory_bit_equal(make_config, tmp_path, weights_of):
-    config = make_config(model__dropout=0.1, trainer__ckpt_every=6, trainer__val_every=2)
-    off = train(config, tmp_path / "off")
-    probed = dataclasses.replace(
-        config, callbacks=dataclasses.replace(config.callbacks, probe=dataclasses.replace(config.callbacks.probe, every=1))
-    )
-    on = train(probed, tmp_path / "on")
+def test_probing_and_validating_leave_the_trajectory_bit_equal(make_config, tmp_path, weights_of):
+    changes = {"model__dropout": 0.1, "trainer__ckpt_every": 6}
+    off = train(make_config(**changes), tmp_path / "off")
+    on = train(make_config(**changes, trainer__val_every=2, probe__every=1), tmp_path / "on")
     assert losses_of(tmp_path / "on") == losses_of(tmp_path / "off")
     assert on["val_loss"] == off["val_loss"]
     for name, weight in weights_of(tmp_path / "off").items():
@@ -243,16 +217,9 @@ def test_probing_leaves_the_trajectory_bit_equal(make_config, tmp_path, weights_
     assert read_probes(tmp_path / "off" / "probes.jsonl") == []
 
 
-def test_validating_more_often_leaves_the_trajectory_bit_equal(make_config, tmp_path):
-    rare = train(make_config(model__dropout=0.2), tmp_path / "rare")
-    often = train(make_config(model__dropout=0.2, trainer__val_every=1), tmp_path / "often")
-    assert losses_of(tmp_path / "rare") == losses_of(tmp_path / "often")
-    assert rare["val_loss"] == often["val_loss"]
-
-
 def test_two_runs_of_one_seed_are_equal_and_of_two_seeds_are_not(make_config, tmp_path):
     for seed, name in ((0, "a"), (0, "b"), (1, "c")):
-        train(make_config(seed=seed, model__dropout=0.1), tmp_path / name)
+        train(make_config(seed=seed, model__dropout=0.1, trainer__max_steps=3), tmp_path / name)
     assert losses_of(tmp_path / "a") == losses_of(tmp_path / "b") != losses_of(tmp_path / "c")
 
 
@@ -266,27 +233,27 @@ def test_the_validation_loss_is_the_mean_over_every_validation_token(make_config
     assert losses[5] == pytest.approx(losses[1000], rel=1e-6)
 
 
-@pytest.mark.parametrize("changes", [{}, {"model__num_experts": 2, "model__tie_embeddings": False}])
-def test_a_run_with_a_chunked_loss_is_the_plain_run(make_config, tmp_path, changes):
+def test_a_run_with_a_chunked_loss_is_the_plain_run(make_config, tmp_path):
     curves = {}
     for chunk_tokens in (None, 5):
         config = make_config(
-            trainer__precision="64-true", objective__chunk_tokens=chunk_tokens, trainer__accumulate=2, **changes
-        )
+            trainer__precision="64-true", objective__chunk_tokens=chunk_tokens, trainer__accumulate=2, trainer__max_steps=3,
+            model__num_experts=2, model__tie_embeddings=False,
+        )  # fmt: skip
         result = train(config, tmp_path / str(chunk_tokens))
         rows = read_metrics(tmp_path / str(chunk_tokens) / "metrics.csv")
         curves[chunk_tokens] = [*(row[name] for row in rows for name in ("train_loss", "grad_norm")), result["val_loss"]]
     assert curves[5] == pytest.approx(curves[None], rel=1e-10)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"architecture": "encoder", "head_transform": True},
-        {"architecture": "encoder", "head": "token"},
-        {"logit_softcap": 30.0},
-    ],
-)
+HEADS = [
+    {"architecture": "encoder", "head_transform": True},
+    {"architecture": "encoder", "head": "token"},
+    {"logit_softcap": 30.0},
+]
+
+
+@pytest.mark.parametrize("changes", HEADS)
 def test_a_chunked_loss_is_refused_where_the_head_is_more_than_one_linear_map(changes):
     config = TransformerConfig(vocab_size=11, embed_dim=8, num_heads=2, num_layers=1, num_labels=3, **changes)
     network = build_model(config)

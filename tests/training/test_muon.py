@@ -1,6 +1,5 @@
 """Muon: its formula, torch's own, and what it shares with AdamW."""
 
-import copy
 from dataclasses import replace
 
 import pytest
@@ -51,7 +50,7 @@ def by_the_book(weight, gradients, lr, decay, momentum, steps):
     return weight
 
 
-@pytest.mark.parametrize("steps", [1, 3, 5])
+@pytest.mark.parametrize("steps", [1, 5])
 def test_each_matrix_is_updated_by_the_formula_as_if_it_stood_alone(steps):
     params = parameters()
     before = [p.detach().clone() for p in params]
@@ -67,30 +66,12 @@ def test_each_matrix_is_updated_by_the_formula_as_if_it_stood_alone(steps):
             torch.testing.assert_close(end, by_the_book(start, own, 0.1, 0.3, 0.8, steps), rtol=1e-11, atol=1e-11)
 
 
-def test_torchs_muon_makes_the_same_steps_within_its_bfloat16():
-    ours, theirs = (parameters(torch.float32)[:4] for _ in range(2))
-    mine, other = muon(ours, decay=0.1), torch.optim.Muon(theirs, lr=0.1, weight_decay=0.1, momentum=0.95)
-    for step in range(3):
-        for params, optimizer in ((ours, mine), (theirs, other)):
-            give_gradients(params, step)
-            optimizer.step()
-    start = parameters(torch.float32)
-    for a, b, c in zip(ours, theirs, start, strict=False):
-        assert (a - b).norm() < 0.02 * (b - c).norm()  # of the whole way; another factor or sign would be 100 times that
-
-
 def test_what_is_no_matrix_is_updated_by_adamw_bit_for_bit():
-    def with_adamw(network):
-        return build_optimizer(network, OptimizerConfig(lr=1e-2, weight_decay=0.1), head_dim=4)
-
-    def with_muon(network):
-        return build_optimizer(network, OptimizerConfig(name="muon", lr=1e-2, weight_decay=0.1), head_dim=4)
-
     networks = []
-    for build in (with_adamw, with_muon):
+    for name in ("adamw", "muon"):
         torch.manual_seed(0)
         network = DecoderLM(SMALL)
-        optimizer = build(network)
+        optimizer = build_optimizer(network, OptimizerConfig(name=name, lr=1e-2, weight_decay=0.1), head_dim=4)
         for step in range(3):
             give_gradients(list(network.parameters()), step)
             optimizer.step()
@@ -100,8 +81,9 @@ def test_what_is_no_matrix_is_updated_by_adamw_bit_for_bit():
         assert torch.equal(theirs, networks[1][name]) == (name not in matrices), name
 
 
-@pytest.mark.parametrize("architecture", ["decoder", "encoder", "encoder_decoder", "vision"])
-@pytest.mark.parametrize("experts", [None, 3])
+@pytest.mark.parametrize(
+    ("architecture", "experts"), [("decoder", 3), ("encoder", None), ("encoder_decoder", None), ("vision", None)]
+)
 def test_muon_takes_the_matrices_between_hidden_states_and_nothing_else(architecture, experts):
     options = {"architecture": architecture, "num_experts": experts, "tie_embeddings": False}
     if architecture == "vision":
@@ -148,19 +130,3 @@ def test_a_step_that_must_not_be_made_changes_no_weight():
         moved = [not torch.equal(a, b) for a, b in zip(before, params, strict=True)]
         assert all(moved) if not stop else not any(moved)
         assert all(torch.isfinite(p).all() for p in params)
-
-
-def test_a_saved_state_goes_on_with_the_same_bits():
-    params = parameters()
-    optimizer = muon(params)
-    for step in range(2):
-        give_gradients(params, step)
-        optimizer.step()
-    copies = [nn.Parameter(p.detach().clone()) for p in params]
-    other = muon(copies)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for step in range(2, 4):
-        for those, using in ((params, optimizer), (copies, other)):
-            give_gradients(those, step)
-            using.step()
-    assert all(torch.equal(a, b) for a, b in zip(params, copies, strict=True))

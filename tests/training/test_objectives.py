@@ -17,7 +17,6 @@ from minitx.config import (
     ParameterRule,
     ScheduleConfig,
     TransformerConfig,
-    evaluate_factor,
 )
 from minitx.nn.models import build_model
 from minitx.training.objectives import build_objective, chunked_cross_entropy, cross_entropy, num_targets
@@ -43,17 +42,9 @@ def test_label_smoothing_mixes_the_uniform_share_into_the_loss_but_not_into_the_
     assert float(sums["loss"]) == pytest.approx(float(0.7 * hit - 0.3 * log_p.mean(-1).sum()))
 
 
-def test_the_loss_is_computed_in_float32_for_bfloat16_logits():
-    logits = torch.randn(3, 11, dtype=torch.bfloat16)
-    sums = cross_entropy(logits, torch.tensor([1, 5, 7]))
-    assert sums["loss"].dtype == torch.float32
-    assert torch.equal(sums["loss"], F.cross_entropy(logits.float(), torch.tensor([1, 5, 7]), reduction="sum"))
-
-
 @pytest.mark.parametrize(
     ("name", "warmup", "final", "steps", "expected"),
     [
-        ("constant", 0, 0.1, 3, [1, 1, 1]),
         ("constant", 4, 0.1, 6, [0.25, 0.5, 0.75, 1, 1, 1]),
         ("linear", 2, 0.0, 6, [0.5, 1, 1, 0.75, 0.5, 0.25]),
         ("linear", 0, 0.5, 4, [1, 0.875, 0.75, 0.625]),
@@ -68,15 +59,11 @@ def test_schedules_by_hand(name, warmup, final, steps, expected):
     assert [factor(step) for step in range(steps)] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear", "trapezoid"])
-def test_a_schedule_reaches_final_lr_at_its_end_and_stays_there(name):
-    factor = lr_factor(ScheduleConfig(name=name, warmup_steps=3, final_lr=0.125, decay_fraction=0.5), 20)
-    assert factor(20) == pytest.approx(0.125)
-    assert factor(10_000) == pytest.approx(0.125)
-
-
 @pytest.mark.parametrize("name", ["cosine", "linear", "trapezoid", "constant"])
-def test_a_warm_up_as_long_as_the_run_never_divides_by_zero(name):
+def test_a_schedule_ends_at_final_lr_and_a_warm_up_as_long_as_the_run_never_divides_by_zero(name):
+    if name != "constant":
+        factor = lr_factor(ScheduleConfig(name=name, warmup_steps=3, final_lr=0.125, decay_fraction=0.5), 20)
+        assert factor(20) == factor(10_000) == pytest.approx(0.125)
     factor = lr_factor(ScheduleConfig(name=name, warmup_steps=5), 5)
     assert [factor(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert math.isfinite(factor(5))
@@ -92,38 +79,31 @@ def groups_by_name(model, config, head_dim):
     return {names[id(p)]: group for group in groups for p in group["params"]}
 
 
-def test_weight_decay_spares_every_vector_and_reaches_every_matrix():
-    model = network()
+def test_every_parameter_is_updated_once_and_weight_decay_spares_every_vector():
+    model = network(tie_embeddings=True)
     found = groups_by_name(model, OptimizerConfig(weight_decay=0.3), 4)
     assert found.keys() == {name for name, _ in model.named_parameters()}
+    assert sum(len(group["params"]) for group in parameter_groups(model, OptimizerConfig(), head_dim=4)) == len(found)
     for name, parameter in model.named_parameters():
         assert found[name]["weight_decay"] == (0.3 if parameter.dim() > 1 else 0.0), name
 
 
-def test_the_first_rule_that_matches_wins():
+def test_the_first_rule_that_matches_wins_and_factors_may_be_powers_of_head_dim():
     rules = (ParameterRule(match=r"q_proj\.weight", lr=2.0), ParameterRule(match="q_proj", lr=3.0, eps=10.0))
-    found = groups_by_name(network(), OptimizerConfig(lr=0.1, rules=rules, eps=1e-8), 4)
+    rules += (ParameterRule(match="k_proj", lr="head_dim^-0.25", weight_decay="head_dim^0.25", eps="head_dim^0.25"),)
+    found = groups_by_name(network(), OptimizerConfig(lr=0.1, weight_decay=0.2, rules=rules, eps=1e-8), 16)
     weight, bias = found["blocks.0.attention.q_proj.weight"], found["blocks.0.attention.q_proj.bias"]
     assert (weight["lr"], weight["eps"]) == pytest.approx((0.2, 1e-8))
     assert (bias["lr"], bias["eps"]) == pytest.approx((0.3, 1e-7))
-    assert found["blocks.0.attention.k_proj.weight"]["lr"] == 0.1
-
-
-def test_factors_may_be_powers_of_head_dim():
-    rule = ParameterRule(match="(q|k)_proj", lr="head_dim^-0.25", weight_decay="head_dim^0.25", eps="head_dim^0.25")
-    found = groups_by_name(network(), OptimizerConfig(lr=0.1, weight_decay=0.2, rules=(rule,)), 16)
     group = found["blocks.1.attention.k_proj.weight"]
     assert (group["lr"], group["weight_decay"], group["eps"]) == (0.05, 0.4, 2e-8)
-    assert evaluate_factor("head_dim^2", head_dim=3) == 9.0
+    assert found["blocks.0.attention.v_proj.weight"]["lr"] == 0.1
 
 
 @pytest.mark.parametrize(
     ("rules", "key"),
     [
-        ([{"match": "q_proj"}, {"match": "nothing"}], "optimizer.rules[1].match=nothing"),
         ([{"match": "proj"}, {"match": "q_proj"}], "optimizer.rules[1].match=q_proj"),  # hidden by the first
-        ([{"match": ".", "trainable": False}], "optimizer.rules"),
-        ([{"match": "q_proj", "lr": -1.0}], "optimizer.rules[0].lr=-1.0"),
         ([{"match": "q_proj", "eps": float("nan")}], "optimizer.rules[0].eps=nan"),
         ([{"match": "q_proj", "weight_decay": "head_dim^1000"}], "optimizer.rules[0].weight_decay=head_dim^1000"),
     ],
@@ -145,41 +125,13 @@ def test_frozen_parameters_do_not_move():
         assert torch.equal(parameter, before[name]) == frozen, name
 
 
-def test_a_tied_table_is_updated_once():
-    model = network(tie_embeddings=True)
-    count = sum(len(group["params"]) for group in parameter_groups(model, OptimizerConfig(), head_dim=4))
-    assert count == len({id(p) for p in model.parameters()})
-
-
-def test_the_update_is_adamw_by_hand():
-    layer = torch.nn.Linear(3, 2, bias=False)
-    start = layer.weight.detach().clone()
-    optimizer = build_optimizer(layer, OptimizerConfig(lr=0.1, weight_decay=0.5, betas=(0.9, 0.99), eps=1e-3), head_dim=1)
-    gradient = torch.tensor([[1.0, -2.0, 0.0], [3.0, 0.5, -1.0]])
-    layer.weight.grad = gradient.clone()
-    optimizer.step()
-    expected = start * (1 - 0.1 * 0.5) - 0.1 * gradient / (gradient.abs() + 1e-3)
-    torch.testing.assert_close(layer.weight.detach(), expected)
-
-
-def test_sgd_is_torchs_with_momentum_decay_and_the_rates_of_the_rules():
-    """By hand: v = m v + g + decay w; w = w - rate v, and the rate of W_Q is divided by the root of d_k."""
+def test_sgd_has_momentum_decay_and_the_rates_of_the_rules():
     rules = (ParameterRule(match="q_proj", lr="head_dim^-0.5"),)
     config = OptimizerConfig(name="sgd", lr=0.1, momentum=0.75, weight_decay=0.5, rules=rules)
-    layers = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(3, 2), "out": torch.nn.Linear(3, 2)})
-    expected = {name: p.detach().clone() for name, p in layers.named_parameters()}
-    speed = {name: torch.zeros_like(p) for name, p in layers.named_parameters()}
-    optimizer = build_optimizer(layers, config, head_dim=16)
+    optimizer = build_optimizer(network(), config, head_dim=16)
     assert type(optimizer) is torch.optim.SGD
-    for _ in range(3):
-        for name, parameter in layers.named_parameters():
-            parameter.grad = torch.randn_like(parameter)
-            decay = 0.5 * expected[name] if parameter.dim() > 1 else 0.0
-            speed[name] = 0.75 * speed[name] + parameter.grad + decay
-            expected[name] = expected[name] - (0.1 / 4 if "q_proj" in name else 0.1) * speed[name]
-        optimizer.step()
-    for name, parameter in layers.named_parameters():
-        torch.testing.assert_close(parameter.detach(), expected[name])
+    found = {(group["lr"], group["momentum"], group["weight_decay"]) for group in optimizer.param_groups}
+    assert found == {(lr, 0.75, decay) for lr in (0.1, 0.025) for decay in (0.5, 0.0)}
 
 
 # --- the chunked cross-entropy
@@ -200,8 +152,9 @@ def gradients(loss, hidden, head, factor=1.0):
     return torch.autograd.grad(loss * factor, wanted)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 5, 22, 23, 1000])
-@pytest.mark.parametrize(("bias", "smoothing"), [(True, 0.0), (False, 0.3)])
+@pytest.mark.parametrize(
+    ("chunk_tokens", "bias", "smoothing"), [(1, True, 0.0), (5, False, 0.3), (22, True, 0.3), (1000, True, 0.0)]
+)
 def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(chunk_tokens, bias, smoothing):
     hidden, head, labels = head_and_tokens(bias=bias)
     plain = cross_entropy(head(hidden), labels, label_smoothing=smoothing)
@@ -212,17 +165,9 @@ def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(chunk_tokens, bia
     found, wanted = gradients(ours["loss"], hidden, head, 0.37), gradients(plain["loss"], hidden, head, 0.37)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
     assert found[0][labels == -100].abs().max() == 0.0
-
-
-def test_the_gradient_of_the_chunked_loss_is_its_slope():
-    hidden, head, labels = head_and_tokens()
-
-    def loss(hidden, weight, bias):
-        return chunked_cross_entropy(hidden, weight, bias, labels, chunk_tokens=5, label_smoothing=0.1)["loss"]
-
-    assert torch.autograd.gradcheck(loss, (hidden, head.weight, head.bias))
-    with pytest.raises(RuntimeError, match=r"not twice differentiable; objective\.chunk_tokens=null is"):
-        torch.autograd.grad(loss(hidden, head.weight, head.bias), hidden, create_graph=True)
+    head.requires_grad_(False)  # frozen
+    ours = chunked_cross_entropy(hidden, head.weight, head.bias, labels, chunk_tokens=chunk_tokens, label_smoothing=smoothing)
+    torch.testing.assert_close(gradients(ours["loss"], hidden, head, 0.37)[0], wanted[0], rtol=1e-12, atol=1e-14)
 
 
 def test_the_chunked_loss_without_a_label_is_zero_and_so_is_its_gradient_beside_hidden_states_that_are_not_finite():
@@ -235,19 +180,6 @@ def test_the_chunked_loss_without_a_label_is_zero_and_so_is_its_gradient_beside_
     poisoned.requires_grad_()
     sums = chunked_cross_entropy(poisoned, head.weight, None, labels, chunk_tokens=4)
     assert torch.isfinite(sums["loss"]) and torch.isfinite(torch.autograd.grad(sums["loss"], poisoned)[0]).all()
-
-
-def test_the_chunked_loss_leaves_frozen_weights_alone_and_does_not_touch_its_inputs():
-    hidden, head, labels = head_and_tokens()
-    wanted = gradients(cross_entropy(head(hidden), labels)["loss"], hidden, head)[0]
-    head.requires_grad_(False)
-    before = hidden.detach().clone(), head.weight.clone()
-    sums = chunked_cross_entropy(hidden, head.weight, head.bias, labels, chunk_tokens=5)
-    (found,) = gradients(sums["loss"], hidden, head)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
-    assert torch.equal(hidden.detach(), before[0]) and torch.equal(head.weight, before[1])
-    with torch.no_grad():
-        assert not chunked_cross_entropy(hidden, head.weight, head.bias, labels, chunk_tokens=5)["loss"].requires_grad
 
 
 def test_under_bfloat16_autocast_the_chunked_loss_errs_no_more_than_the_plain_one():
@@ -292,16 +224,9 @@ def test_the_chunked_loss_never_holds_the_logits_of_all_tokens():
     assert count_flops(ours) == count_flops(plain)  # nothing is computed twice
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"chunk_tokens": 0}, "chunk_tokens=0 must be at least 1"),
-        ({"labels": torch.zeros(T - 1, dtype=torch.long)}, r"labels \(...\) and weight \(V, E\), got \(23, 7\), \(22,\)"),
-        ({"weight": torch.zeros(WORDS, WIDTH + 1, dtype=torch.float64)}, r"and \(11, 8\)"),
-    ],
-)
-def test_a_chunked_loss_of_things_that_do_not_fit_is_refused(changes, said):
+def test_a_chunked_loss_of_things_that_do_not_fit_is_refused():
     hidden, head, labels = head_and_tokens()
-    options = {"weight": head.weight, "bias": None, "labels": labels, "chunk_tokens": 4, **changes}
-    with pytest.raises(ValueError, match=said):
-        chunked_cross_entropy(hidden, **options)
+    with pytest.raises(ValueError, match="chunk_tokens=0 must be at least 1"):
+        chunked_cross_entropy(hidden, head.weight, None, labels, chunk_tokens=0)
+    with pytest.raises(ValueError, match=r"labels \(...\) and weight \(V, E\), got \(23, 7\), \(22,\)"):
+        chunked_cross_entropy(hidden, head.weight, None, labels[1:], chunk_tokens=4)

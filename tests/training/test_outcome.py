@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
@@ -10,8 +9,6 @@ import re
 
 import pytest
 
-from minitx.config import ConfigError
-from minitx.training.folder import run_folder
 from minitx.training.metrics import MetricsFile, read_metrics
 from minitx.training.outcome import summarise
 from minitx.training.run import train
@@ -26,7 +23,7 @@ def write(path, rows, start_step=0):
     file.finalize("success")
 
 
-def test_values_of_one_step_share_its_row_and_read_back_bit_equal(tmp_path):
+def test_values_of_one_step_share_its_row_and_are_on_disk_bit_equal_before_the_file_is_closed(tmp_path):
     path = tmp_path / "metrics.csv"
     write(path, [({"train_loss": 0.1 + 0.2, "lr": 1e-300}, 1), ({"val_loss": 1 / 3}, 1), ({"train_loss": float("nan")}, 2)])
     first, second = read_metrics(path)
@@ -34,10 +31,7 @@ def test_values_of_one_step_share_its_row_and_read_back_bit_equal(tmp_path):
     assert second["step"] == 2
     assert math.isnan(second["train_loss"])
     assert second["val_loss"] is None
-
-
-def test_every_row_is_on_disk_before_the_file_is_closed(tmp_path):
-    path = tmp_path / "metrics.csv"
+    path = tmp_path / "open.csv"
     file = MetricsFile(path)
     for step in (1, 2, 3):
         file.log_metrics({"train_loss": float(step)}, step)
@@ -57,31 +51,22 @@ def test_going_on_drops_what_came_after_the_checkpoint_and_keeps_the_rest_bit_eq
 
 def test_a_new_metric_gets_a_column_at_the_end_and_no_row_of_its_own(tmp_path):
     path = tmp_path / "metrics.csv"
-    rows = [
-        ({"train_loss": 1 / 3}, 1),
-        ({"mine": 0.1}, 1),
-        ({"mine": 0.2}, 1),
-        ({"train_loss": 0.5, "theirs": 7.0}, 2),
-        ({"val_loss": 0.25}, 2),
-    ]
-    write(path, [*rows, ({"mine": 0.3}, 3)])
+    rows = [({"train_loss": 1 / 3}, 1), ({"mine": 0.1}, 1), ({"mine": 0.2}, 1), ({"train_loss": 0.5, "theirs": 7.0}, 2)]
+    write(path, [*rows, ({"val_loss": 0.25}, 2), ({"mine": 0.3}, 3)])
     first, second = read_metrics(path)
     assert list(first)[-2:] == ["mine", "theirs"]
     assert (first["train_loss"], first["mine"]) == (1 / 3, None)
     assert (second["train_loss"], second["val_loss"], second["mine"], second["theirs"]) == (0.5, 0.25, 0.2, 7.0)
     write(path, [({"train_loss": 0.75}, 3)], start_step=2)
-    assert [(row["step"], row["mine"], row["train_loss"]) for row in read_metrics(path)] == [
-        (1, None, 1 / 3),
-        (2, 0.2, 0.5),
-        (3, None, 0.75),
-    ]
+    found = [(row["step"], row["mine"], row["train_loss"]) for row in read_metrics(path)]
+    assert found == [(1, None, 1 / 3), (2, 0.2, 0.5), (3, None, 0.75)]
 
 
 def test_a_metrics_file_that_was_cut_anywhere_gives_whole_rows_only(tmp_path):
     path = tmp_path / "metrics.csv"
     write(path, [({"train_loss": 1 / (3 * step), "seconds": 1e-5 * step, "tokens": 100 * step}, step) for step in (1, 2, 3)])
     whole, text = read_metrics(path), path.read_bytes()
-    for end in range(len(text)):
+    for end in range(0, len(text), 3):
         path.write_bytes(text[:end])
         rows = read_metrics(path)
         assert rows == whole[: len(rows)], end
@@ -93,35 +78,26 @@ def summary(folder, *rows, **facts):
     return summarise(folder, **{"floors": FLOORS, "nonfinite_step": None, "num_parameters": 3, **facts})
 
 
-def test_a_result_is_read_off_the_last_step_and_the_last_validation(tmp_path):
+def test_a_result_is_read_off_the_last_step_and_the_last_validation_and_is_plain_json(tmp_path):
     rows = [
         ({"train_loss": 4.0}, 1),
         ({"val_loss": 3.5, "val_accuracy": 0.25}, 1),
         ({"train_loss": 2.0}, 2),
         ({"val_loss": 2.5}, 2),
     ]
-    assert summary(tmp_path, *rows) == {
-        "steps": 2, "nonfinite_step": None, "train_loss": 2.0, "val_loss": 2.5, "val_accuracy": None, "floors": FLOORS,
-        "num_parameters": 3,
-    }  # fmt: skip
-
-
-def test_a_result_is_plain_json_and_knows_no_nan(tmp_path):
-    rows = [({"train_loss": 4.0, "grad_norm": 1.0}, 1), ({"train_loss": float("inf")}, 2)]
-    result = summary(tmp_path, *rows, ({"val_loss": float("nan"), "val_accuracy": 0.5}, 2))
+    result = summary(tmp_path, *rows)
+    assert (result["steps"], result["train_loss"], result["val_loss"], result["val_accuracy"]) == (2, 2.0, 2.5, None)
+    assert (result["nonfinite_step"], result["floors"], result["num_parameters"]) == (None, FLOORS, 3)
+    result = summary(tmp_path, ({"train_loss": math.inf}, 3), ({"val_loss": math.nan, "val_accuracy": 0.5}, 3))
     assert json.loads(json.dumps(result, allow_nan=False)) == result
     assert (result["train_loss"], result["val_loss"], result["val_accuracy"]) == (None, None, 0.5)
 
 
-def test_a_run_that_was_not_finite_has_no_validation(tmp_path):
+def test_a_run_that_was_not_finite_has_no_validation_and_one_without_a_step_an_empty_result(tmp_path):
+    assert (summary(tmp_path, nonfinite_step=1)["steps"], summary(tmp_path, nonfinite_step=1)["train_loss"]) == (0, None)
     result = summary(tmp_path, ({"train_loss": 4.0}, 1), ({"val_loss": 3.0, "val_accuracy": 0.5}, 1), nonfinite_step=2)
     assert (result["steps"], result["nonfinite_step"], result["train_loss"]) == (1, 2, 4.0)
     assert (result["val_loss"], result["val_accuracy"]) == (None, None)
-
-
-def test_a_run_that_made_no_step_has_an_empty_result(tmp_path):
-    result = summary(tmp_path, nonfinite_step=1)
-    assert (result["steps"], result["train_loss"], result["val_loss"]) == (0, None, None)
 
 
 def test_a_run_makes_its_folder_and_nothing_else(make_config, tmp_path, monkeypatch):
@@ -132,46 +108,18 @@ def test_a_run_makes_its_folder_and_nothing_else(make_config, tmp_path, monkeypa
     train(config, tmp_path / "run", files={"config.yaml": "a: 1\n", "command.txt": "python\n"})
     assert list(place.iterdir()) == []
     found = sorted(str(p.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("*") if p.is_file())
-    assert found == [
-        "checkpoints/best.ckpt",
-        "checkpoints/last.ckpt",
-        "command.txt",
-        "config.yaml",
-        "logs/rank_0.log",
-        "metrics.csv",
-        "probes.jsonl",
-    ]
+    ckpts = ["checkpoints/best.ckpt", "checkpoints/last.ckpt"]
+    assert found == [*ckpts, "command.txt", "config.yaml", "logs/rank_0.log", "metrics.csv", "probes.jsonl"]
 
 
-def test_a_mistake_removes_the_folders_that_were_made_and_nothing_else(tmp_path):
-    def make_a_mistake(folder):
-        with run_folder(folder, {"config.yaml": "a: 1"}):
-            assert (folder / "config.yaml").exists()
-            (tmp_path / "runs" / "others").mkdir(exist_ok=True)
-            raise ConfigError("a=1")
-
-    for name in ("mine/1", "others"):
-        with pytest.raises(ConfigError):
-            make_a_mistake(tmp_path / "runs" / name)
-        assert [path.name for path in (tmp_path / "runs").iterdir()] == ["others"]
-
-
-def test_progress_is_plain_lines_where_there_is_no_terminal(make_config, tmp_path, monkeypatch, caplog):
-    stderr = io.StringIO()
-    monkeypatch.setattr("sys.stderr", stderr)
-    config = make_config(callbacks__progress=True, trainer__val_every=3)
+@pytest.mark.parametrize("progress", [True, False])
+def test_progress_is_plain_lines_where_there_is_no_terminal_and_nothing_is_advertised(
+    make_config, tmp_path, capfd, caplog, progress
+):
     with caplog.at_level(logging.INFO):
-        train(config, tmp_path)
+        train(make_config(callbacks__progress=progress, trainer__val_every=3), tmp_path)
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("minitx")]
-    pattern = r"step 6/6 .*\d\.\d{4}.*tokens/s.*left"
-    assert any(re.fullmatch(pattern, line) for line in lines), lines
-    assert {line[:8] for line in lines if "validation loss" in line} == {"step 3/6", "step 6/6"}
-    assert stderr.getvalue() == ""
-
-
-def test_nothing_is_advertised(make_config, tmp_path, capfd, caplog):
-    with caplog.at_level(logging.INFO):
-        train(make_config(), tmp_path)
-    out, err = capfd.readouterr()
-    assert (out, err) == ("", "")
+    assert any(re.fullmatch(r"step 6/6 .*\d\.\d{4}.*tokens/s.*left", line) for line in lines) == progress, lines
+    assert {line[:8] for line in lines if "validation loss" in line} == ({"step 3/6", "step 6/6"} if progress else set())
+    assert capfd.readouterr() == ("", "")
     assert [record for record in caplog.records if record.name.startswith("lightning") and record.levelno >= 20] == []

@@ -11,9 +11,8 @@ from torch import nn
 
 from minitx.config import ConfigError, KeyValueDataConfig, RunConfig, TrainerConfig, TransformerConfig
 from minitx.nn import DecoderLM
-from minitx.training.calling import Caller, logits_of
+from minitx.training.calling import Caller
 from minitx.training.objectives import build_objective, checked_sums
-from minitx.training.optimizers import build_optimizer, build_schedule
 from minitx.training.parts import build, check_trusted
 from minitx.training.run import train
 from minitx.training.stored import load_model
@@ -25,15 +24,10 @@ class Net(nn.Module):
         self.width, self.vocab_size, self.others = width, vocab_size, others
 
 
-class Refuses:
-    def __init__(self, width: int) -> None:
-        raise ValueError("too narrow")
-
-
 @pytest.fixture(autouse=True)
 def mine(monkeypatch):
     module = types.ModuleType("mine_of_parts")
-    module.Net, module.Refuses, module.make = Net, Refuses, lambda items: items
+    module.Net, module.make = Net, lambda items: items
     monkeypatch.setitem(sys.modules, "mine_of_parts", module)
 
 
@@ -52,22 +46,6 @@ def test_lists_and_nested_parts_arrive_as_plain_python():
     assert found[1].width == 2
 
 
-@pytest.mark.parametrize(
-    "node",
-    [
-        {"_target_": "no_such_module_anywhere.Net"},
-        {"_target_": "mine_of_parts.NoSuchName"},
-        {"_target_": "mine_of_parts.Refuses", "width": 3},
-        {"_target_": "mine_of_parts.Refuses"},
-        {"_target_": "torch.nn.Linear", "in_features": 2, "nonsense": 1},
-    ],
-)
-def test_a_target_that_cannot_be_built_is_one_sentence_with_its_key(node):
-    with pytest.raises(ConfigError, match=r"^model\._target_=") as caught:
-        build(node, "model")
-    assert "\n" not in str(caught.value)
-
-
 # --- what a checkpoint may name
 
 
@@ -75,10 +53,6 @@ def test_a_target_that_cannot_be_built_is_one_sentence_with_its_key(node):
     "node",
     [
         {"_target_": "torch.hub.load", "repo_or_dir": "x", "model": "y"},
-        {"_target_": "torch.load", "f": "x"},
-        {"_target_": "os.system", "command": "touch owned"},
-        {"_target_": "builtins.eval", "source": "1"},
-        {"_target_": "torch.nn.functional.relu"},
         {"_target_": "torch.nn.Module.load_state_dict"},
         {"_target_": "torch.optim.SGD"},
         {"_target_": "torch.nn.modules.os.system"},
@@ -128,50 +102,25 @@ def test_a_network_gets_the_keys_that_its_forward_names():
     assert Caller(Everything())(BATCH) is BATCH["input_ids"]
 
 
-def test_a_forward_that_needs_what_no_batch_has_is_named():
-    class Needs(nn.Module):
-        def forward(self, pixels):
-            return pixels
-
-    with pytest.raises(ConfigError, match=r"^model: Needs\.forward needs pixels"):
-        Caller(Needs()).inputs(BATCH)
-    with pytest.raises(ConfigError, match=r"^model: Named must return logits"):
-        logits_of((1, 2), Named())
-
-
 # --- objectives, optimizers, schedules
 
 
-def test_a_loss_of_torch_must_sum():
-    for reduction in ("mean", "none"):
-        with pytest.raises(ConfigError, match=rf"^objective\.reduction={reduction}"):
-            build_objective({"_target_": "torch.nn.CrossEntropyLoss", "reduction": reduction})
-
-
-def test_a_summing_loss_of_torch_is_called_with_logits_and_labels():
+def test_a_loss_of_torch_must_sum_and_is_called_with_logits_and_labels():
     logits, labels = torch.randn(2, 3, 5), torch.tensor([[0, 1, -100], [4, 2, 3]])
     found = build_objective({"_target_": "torch.nn.CrossEntropyLoss", "reduction": "sum"})(logits, {"labels": labels})
     wanted = -logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0][labels >= 0].sum()
     torch.testing.assert_close(found["loss"], wanted)
     squares = build_objective({"_target_": "torch.nn.MSELoss", "reduction": "sum"})
     torch.testing.assert_close(squares(logits, {"labels": logits + 2})["loss"], torch.tensor(4.0 * logits.numel()))
+    for reduction in ("mean", "none"):
+        with pytest.raises(ConfigError, match=rf"^objective\.reduction={reduction}"):
+            build_objective({"_target_": "torch.nn.CrossEntropyLoss", "reduction": reduction})
 
 
 @pytest.mark.parametrize("found", [torch.zeros(3), {"correct": torch.tensor(1)}, {"loss": 1.0}, {}, None])
 def test_an_objective_returns_sums(found):
     with pytest.raises(ConfigError, match=r"^objective must return"):
         checked_sums(found)
-
-
-def test_an_optimizer_and_a_schedule_of_torch_take_the_trainable_parameters():
-    network = nn.Linear(2, 3)
-    network.bias.requires_grad_(False)
-    optimizer = build_optimizer(network, {"_target_": "torch.optim.SGD", "lr": 0.5, "_partial_": True})
-    assert [len(group["params"]) for group in optimizer.param_groups] == [1]
-    schedule = build_schedule(optimizer, {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "gamma": 0.1}, 9)
-    assert isinstance(schedule, torch.optim.lr_scheduler.StepLR)
-    with pytest.raises(ConfigError, match=r"^optimizer\._target_=torch\.nn\.Identity"):
-        build_optimizer(network, {"_target_": "torch.nn.Identity"})
 
 
 class Mean(nn.Module):
@@ -188,10 +137,9 @@ class Mean(nn.Module):
 
 def test_an_attention_of_ones_own_trains_and_comes_back_from_its_checkpoint_with_trust(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["mine_of_parts"], "Mean", Mean, raising=False)
+    node = {"_target_": "mine_of_parts.Mean", "start": 0.5}
     config = RunConfig(
-        model=TransformerConfig(
-            embed_dim=12, num_heads=3, num_layers=2, max_len=32, attention={"_target_": "mine_of_parts.Mean", "start": 0.5}
-        ),
+        model=TransformerConfig(embed_dim=12, num_heads=3, num_layers=2, max_len=32, attention=node),
         data=KeyValueDataConfig(batch_size=8, val_size=8),
         trainer=TrainerConfig(max_steps=2, accelerator="cpu", val_every=0),
     )

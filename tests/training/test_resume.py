@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import torch
 from extra import losses_of, train_with
 
 from minitx.cli.errors import sentence
-from minitx.config import ConfigError, DigitsDataConfig, KeyValueDataConfig, to_dict
+from minitx.config import ConfigError, DigitsDataConfig, HubDataConfig, KeyValueDataConfig, to_dict
 from minitx.training.building import open_data
 from minitx.training.callbacks import StoppedError
 from minitx.training.checkpoint import read_checkpoint
@@ -60,36 +61,75 @@ def same_weights(a, b):
         assert torch.equal(a[name], b[name]), name
 
 
+def same_state(folder, reference):
+    """Weights, moments, steps and schedules, bit for bit."""
+    ours, theirs = (read_checkpoint(each / "checkpoints" / "last.ckpt") for each in (folder, reference))
+    same_weights(ours["state_dict"], theirs["state_dict"])
+    assert ours["lr_schedulers"] == theirs["lr_schedulers"]
+    for mine, wanted in zip(ours["optimizer_states"], theirs["optimizer_states"], strict=True):
+        assert mine["param_groups"] == wanted["param_groups"]
+        for i, state in wanted["state"].items():
+            same_weights(mine["state"][i], state)
+
+
 def resumed(config, folder):
     return dataclasses.replace(config, ckpt_path=str(folder / "checkpoints" / "last.ckpt"))
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize(("stop", "val_every"), [(3, 0), (4, 2), (3, 2), (1, 1)])
-def test_a_stopped_run_that_goes_on_equals_the_run_that_was_never_stopped(
-    make_config, weights_of, tmp_path, accumulate, stop, val_every
-):
+# --- a run that was stopped
+
+POSITIONS = {"first": 1, "mid": 4, "last but one": 11, "epoch end": 5}  # of 12 steps; 60 rows of a text are 5 batches of 12
+
+
+def config_of(make_config, tmp_path, dropout, data, accumulate, workers, warmup):
     config = make_config(
-        trainer__ckpt_every=100, trainer__accumulate=accumulate, trainer__val_every=val_every, model__dropout=0.1,
-        trainer__clip=0.7, schedule__warmup_steps=2, optimizer__weight_decay=0.1,
+        trainer__ckpt_every=100, trainer__max_steps=12, trainer__accumulate=accumulate, trainer__val_every=4,
+        model__dropout=dropout, trainer__clip=0.7, optimizer__weight_decay=0.1, schedule__warmup_steps=warmup,
     )  # fmt: skip
-    whole = train(config, tmp_path / "whole")
-    with pytest.raises(StoppedError, match=f"after step {stop}"):
-        train_with(config, tmp_path / "cut", StopAfter(stop))
-    result = train(resumed(config, tmp_path / "cut"), tmp_path / "cut")
-    assert rows_without_time(tmp_path / "cut") == rows_without_time(tmp_path / "whole")
-    same_weights(weights_of(tmp_path / "cut"), weights_of(tmp_path / "whole"))
-    assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
-    assert result["val_loss"] == whole["val_loss"]
+    text = tmp_path / "epochs.txt"
+    text.write_text(("abcdefg" * 99)[: 60 * 7 * 10 // 9 + 16], encoding="utf-8")
+    kinds = {
+        "rows drawn anew": KeyValueDataConfig(num_keys=5, num_values=3, num_pairs=4, batch_size=12, val_size=8),
+        "shuffled epochs": dataclasses.replace(config.data, path=str(text), val_fraction=0.1),
+        "streaming": HubDataConfig(
+            path=config.data.path, tokenizer="char", batch_size=12, context_len=7, streaming=True, val_rows=3
+        ),
+    }
+    return dataclasses.replace(config, data=dataclasses.replace(kinds[data], num_workers=workers))
 
 
-@pytest.mark.parametrize("stop", [2, 3])
-def test_the_best_checkpoint_of_a_resumed_run_is_that_of_the_whole_run(make_config, tmp_path, stop):
-    config = make_config(trainer__ckpt_every=100, trainer__val_every=2, optimizer__lr=3.0, schedule__name="constant")
-    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, max_steps=4))
+# dropout, data, micro-batches, workers, steps of warm-up, where the run stops: by default two, in .ci/run a few, by hand all 32 x 4
+WHOLE = list(itertools.product([0.0, 0.2], ["shuffled epochs", "rows drawn anew"], [1, 4], [0, 2], [0, 6]))
+SOME = [(0.2, "shuffled epochs", 4, 0, 6), (0.2, "rows drawn anew", 1, 0, 6), (0.2, "shuffled epochs", 1, 2, 0)]
+QUICK = [(0.2, "shuffled epochs", 4, 0, 6, ["epoch end"]), (0.2, "streaming", 1, 0, 0, ["mid"])]
+MARKED = [pytest.param(*case, POSITIONS, marks=pytest.mark.slow if case in SOME else pytest.mark.long) for case in WHOLE]
+
+
+@pytest.mark.parametrize(("dropout", "data", "accumulate", "workers", "warmup", "places"), [*QUICK, *MARKED])
+def test_a_stopped_run_that_goes_on_is_the_run_that_was_never_stopped(make_config, tmp_path, dropout, data, accumulate, workers, warmup, places):  # fmt: skip
+    """What the loss, the batches, dropout, optimizer, schedule and validation come to is bit-equal."""
+    config = config_of(make_config, tmp_path, dropout, data, accumulate, workers, warmup)
+    if data == "shuffled epochs":
+        assert len(open_data(config).train_source().split) == 12 * POSITIONS["epoch end"]
+    train(config, tmp_path / "whole")
+    for name in places:
+        folder = tmp_path / name
+        with pytest.raises(StoppedError, match=f"after step {POSITIONS[name]}"):
+            train_with(config, folder, StopAfter(POSITIONS[name]))
+        assert read_checkpoint(folder / "checkpoints" / "last.ckpt")["global_step"] == POSITIONS[name]
+        train(resumed(config, folder), folder)
+        assert losses_of(folder) == losses_of(tmp_path / "whole"), name
+        assert rows_without_time(folder) == rows_without_time(tmp_path / "whole"), name
+        same_state(folder, tmp_path / "whole")
+
+
+def test_the_best_checkpoint_of_a_resumed_run_is_that_of_the_whole_run(make_config, tmp_path):
+    config = make_config(
+        trainer__ckpt_every=100, trainer__val_every=2, optimizer__lr=3.0, schedule__name="constant", trainer__max_steps=4
+    )
     train(config, tmp_path / "whole")
     with pytest.raises(StoppedError):
-        train_with(config, tmp_path / "cut", StopAfter(stop))
+        train_with(config, tmp_path / "cut", StopAfter(3))
     assert (tmp_path / "cut" / "checkpoints" / "best.ckpt").exists()
     train(resumed(config, tmp_path / "cut"), tmp_path / "cut")
     best = [torch.load(tmp_path / name / "checkpoints" / "best.ckpt", weights_only=True) for name in ("whole", "cut")]
@@ -99,20 +139,8 @@ def test_the_best_checkpoint_of_a_resumed_run_is_that_of_the_whole_run(make_conf
     same_weights(best[0]["state_dict"], best[1]["state_dict"])
 
 
-@pytest.mark.parametrize("val_every", [0, 2])
-@pytest.mark.parametrize("crash", [3, 5])
-def test_a_crash_costs_only_what_came_after_the_last_checkpoint(make_config, weights_of, tmp_path, val_every, crash):
-    config = make_config(trainer__ckpt_every=2, trainer__val_every=val_every, model__dropout=0.1)
-    train(config, tmp_path / "whole")
-    with pytest.raises(OSError, match="power"):
-        train_with(config, tmp_path / "cut", Crash(crash))
-    train(resumed(config, tmp_path / "cut"), tmp_path / "cut")
-    assert rows_without_time(tmp_path / "cut") == rows_without_time(tmp_path / "whole")
-    same_weights(weights_of(tmp_path / "cut"), weights_of(tmp_path / "whole"))
-
-
-def test_probes_after_the_checkpoint_are_not_told_twice(make_config, tmp_path):
-    config = make_config(trainer__ckpt_every=2, probe__every=1, optimizer__lr=0.5)
+def test_a_crash_costs_only_what_came_after_the_last_checkpoint_and_probes_are_not_told_twice(make_config, tmp_path):
+    config = make_config(trainer__ckpt_every=2, trainer__val_every=2, model__dropout=0.1, probe__every=1, optimizer__lr=0.5)
     train(config, tmp_path / "whole")
     whole = read_probes(tmp_path / "whole" / "probes.jsonl")
     assert whole[-1]["layers"][0]["argmax_retention"] < 1.0  # the favourites of step 0 are in the checkpoint
@@ -121,6 +149,8 @@ def test_probes_after_the_checkpoint_are_not_told_twice(make_config, tmp_path):
     with (tmp_path / "cut" / "probes.jsonl").open("a") as file:
         file.write('{"step": 3, "laye')  # the power went while a line was written
     train(resumed(config, tmp_path / "cut"), tmp_path / "cut")
+    assert rows_without_time(tmp_path / "cut") == rows_without_time(tmp_path / "whole")
+    same_state(tmp_path / "cut", tmp_path / "whole")
     assert read_probes(tmp_path / "cut" / "probes.jsonl") == whole
 
 
@@ -139,44 +169,21 @@ def test_a_checkpoint_holds_plain_data_only(make_config, tmp_path):
     for name in ("last.ckpt", "best.ckpt"):
         loaded = torch.load(tmp_path / "checkpoints" / name, weights_only=True)
         json.dumps(loaded["minitx"])
-        assert_plain(loaded)
     assert loaded["minitx"]["model"]["scale"] == "inv_sqrt"
     assert loaded["minitx"]["config"] == to_dict(config)
 
 
-def assert_plain(value, path=""):
-    if isinstance(value, dict):
-        for key, child in value.items():
-            assert type(key) in (str, int), path
-            assert_plain(child, f"{path}.{key}")
-    elif isinstance(value, list | tuple):
-        for i, child in enumerate(value):
-            assert_plain(child, f"{path}[{i}]")
-    else:
-        assert value is None or type(value) in (str, int, float, bool, torch.Tensor), (path, type(value))
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("scale", "unscaled"), ("scale", 0.5), ("num_heads", 1), ("num_layers", 2), ("scale_factor", 2.0), ("softcap", 5.0)],
-)
-def test_a_checkpoint_of_another_model_is_refused_with_the_field_named(make_config, tmp_path, field, value):
+def test_a_checkpoint_of_another_model_or_a_damaged_one_is_refused_and_makes_no_folder(make_config, tmp_path):
     config = make_config(trainer__ckpt_every=6)
     train(config, tmp_path / "first")
-    other = dataclasses.replace(config, model=dataclasses.replace(config.model, **{field: value}))
-    with pytest.raises(ConfigError, match=rf"holds another model.*{field} \S+ != {value}"):
-        train(resumed(other, tmp_path / "first"), tmp_path / "second")
-    assert not (tmp_path / "second").exists()
-
-
-def test_a_damaged_checkpoint_gets_one_sentence_and_no_folder(make_config, tmp_path):
-    config = make_config(trainer__ckpt_every=6)
-    train(config, tmp_path / "first")
+    for field, value in {"scale": "unscaled", "num_heads": 1, "num_layers": 2, "scale_factor": 2.0, "softcap": 5.0}.items():
+        other = dataclasses.replace(config, model=dataclasses.replace(config.model, **{field: value}))
+        with pytest.raises(ConfigError, match=rf"holds another model.*{field} \S+ != {value}"):
+            train(resumed(other, tmp_path / "first"), tmp_path / "second")
     path = tmp_path / "first" / "checkpoints" / "last.ckpt"
     path.write_bytes(path.read_bytes()[:2000])
-    with pytest.raises(ConfigError, match=r"ckpt_path=.* cannot be read as a checkpoint of minitx") as caught:
+    with pytest.raises(ConfigError, match=r"ckpt_path=.* cannot be read as a checkpoint of minitx"):
         train(resumed(config, tmp_path / "first"), tmp_path / "second")
-    assert "\n" not in str(caught.value)
     assert not (tmp_path / "second").exists()
 
 
@@ -187,66 +194,6 @@ def test_a_checkpoint_beyond_the_end_of_the_run_changes_nothing_but_is_no_error(
     train(resumed(config, tmp_path), tmp_path)
     same_weights(weights_of(tmp_path), before)
     assert rows_without_time(tmp_path) == rows
-
-
-# --- the whole matrix
-
-POSITIONS = {"first": 1, "mid": 4, "last but one": 11, "epoch end": 5}  # of 12 steps; 60 rows of a text are 5 batches of 12
-
-
-def _matrix_config(make_config, tmp_path, dropout, data, accumulate, workers, warmup):
-    config = make_config(
-        trainer__ckpt_every=100, trainer__max_steps=12, trainer__accumulate=accumulate, trainer__val_every=4,
-        model__dropout=dropout, trainer__clip=0.7, optimizer__weight_decay=0.1, schedule__warmup_steps=warmup,
-    )  # fmt: skip
-    if data == "rows drawn anew":
-        config = dataclasses.replace(
-            config, data=KeyValueDataConfig(num_keys=5, num_values=3, num_pairs=4, batch_size=12, val_size=8)
-        )
-    else:
-        text = tmp_path / "epochs.txt"
-        text.write_text(("abcdefg" * 99)[: 60 * 7 * 10 // 9 + 16], encoding="utf-8")
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(text), val_fraction=0.1))
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, num_workers=workers))
-
-
-@pytest.mark.parametrize("warmup", [0, 6])
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.long)])
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("data", ["shuffled epochs", "rows drawn anew"])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_the_matrix_of_128_resumes(make_config, tmp_path, dropout, data, accumulate, workers, warmup):
-    """Each of the 32 at 4 places: what the loss, the batches, dropout, optimizer and schedule come to is bit-equal."""
-    config = _matrix_config(make_config, tmp_path, dropout, data, accumulate, workers, warmup)
-    train(config, tmp_path / "whole")
-    for name, stop in POSITIONS.items():
-        folder = tmp_path / name
-        with pytest.raises(StoppedError, match=f"after step {stop}"):
-            train_with(config, folder, StopAfter(stop))
-        assert read_checkpoint(folder / "checkpoints" / "last.ckpt")["global_step"] == stop
-        train(resumed(config, folder), folder)
-        assert losses_of(folder) == losses_of(tmp_path / "whole"), name
-        assert rows_without_time(folder) == rows_without_time(tmp_path / "whole"), name
-        same_state(folder, tmp_path / "whole")
-
-
-def same_state(folder, reference):
-    """Weights, moments, steps and schedules, bit for bit."""
-    ours, theirs = (read_checkpoint(each / "checkpoints" / "last.ckpt") for each in (folder, reference))
-    same_weights(ours["state_dict"], theirs["state_dict"])
-    assert ours["lr_schedulers"] == theirs["lr_schedulers"]
-    for mine, wanted in zip(ours["optimizer_states"], theirs["optimizer_states"], strict=True):
-        assert mine["param_groups"] == wanted["param_groups"]
-        for i, state in wanted["state"].items():
-            same_weights(mine["state"][i], state)
-
-
-def test_the_epoch_of_the_matrix_ends_where_it_is_said_to(make_config, tmp_path):
-    config = _matrix_config(make_config, tmp_path, 0.0, "shuffled epochs", 1, 0, 0)
-    assert len(open_data(config).train_source().split) == 12 * POSITIONS["epoch end"]
-
-
-# --- the same bits
 
 
 @pytest.mark.slow
@@ -270,21 +217,6 @@ def test_the_same_seed_gives_the_same_bits_in_any_process(make_config, tmp_path)
     )
     same_state(folder, tmp_path / "a")
     assert rows_without_time(folder) == rows_without_time(tmp_path / "a")
-
-
-class NoSuchKernel(L.Callback):
-    """Calls an operation that has no deterministic kernel."""
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
-
-
-def test_deterministic_names_the_kernel_that_cannot(make_config, tmp_path):
-    try:
-        with pytest.raises(RuntimeError, match=r"put_ does not have a deterministic implementation"):
-            train_with(make_config(trainer__deterministic=True), tmp_path, NoSuchKernel())
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 # --- what is not finite
@@ -313,11 +245,12 @@ class Poison(L.Callback):
             next(module.network.parameters()).grad.view(-1)[0] = self.value
 
 
-@pytest.mark.parametrize("step", [1, 50])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("where", ["data", "weights", "loss", "gradient"])
+@pytest.mark.parametrize("step", [1, 5])
+@pytest.mark.parametrize(
+    ("where", "value"), [("data", math.nan), ("weights", math.nan), ("loss", math.inf), ("gradient", math.inf)]
+)
 def test_what_is_not_finite_ends_the_run_before_the_update(make_config, tmp_path, where, value, step):
-    config = make_config(trainer__max_steps=51, trainer__ckpt_every=49, trainer__log_every=50)
+    config = make_config(trainer__max_steps=6, trainer__ckpt_every=4, trainer__log_every=50)
     if where == "data":
         model = dataclasses.replace(config.model, architecture="vision", head="sequence", image_size=8, patch_size=4)
         config = dataclasses.replace(config, data=DigitsDataConfig(name="digits", batch_size=12), model=model)
@@ -328,7 +261,7 @@ def test_what_is_not_finite_ends_the_run_before_the_update(make_config, tmp_path
     for name, weight in poison.before.items():
         changed = poison.network.state_dict()[name] != weight
         assert int(changed.sum()) <= (1 if where == "weights" else 0), name
-    if step == 50:
+    if step == 5:
         kept = read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
-        assert kept["global_step"] == 49
+        assert kept["global_step"] == 4
         assert all(bool(weight.isfinite().all()) for weight in kept["state_dict"].values() if weight.is_floating_point())

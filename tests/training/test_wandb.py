@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -61,33 +62,25 @@ def test_an_offline_run_has_config_command_curves_figures_page_and_checkpoint(tm
     assert "</html>" in page.read_text()
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (None, 0),
-        (ConfigError("a=1"), 2),
-        (RuntimeError("broken"), 3),
-        (KeyboardInterrupt(), 130),
-        (StoppedError(15, 7), 143),
-    ],
-)
+CODES = [
+    (ConfigError("a=1"), 2),
+    (RuntimeError("broken"), 3),
+    (KeyboardInterrupt(), 130),
+    (StoppedError(15, 7), 143),
+    (None, 0),
+]
+
+
+@pytest.mark.parametrize(("error", "code"), CODES)
 def test_a_run_ends_with_the_exit_code_of_the_program(monkeypatch, error, code):
     codes = []
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=object(), finish=lambda exit_code: codes.append(exit_code)))
-    if error is None:
-        with finish_wandb():
-            pass
-    else:
-        with pytest.raises(type(error)), finish_wandb():
-            raise error
-    assert codes == [code]
-
-
-def test_nothing_is_finished_where_nothing_was_begun(monkeypatch):
-    idle = SimpleNamespace(run=None, finish=lambda exit_code: pytest.fail("finished"))
-    monkeypatch.setitem(sys.modules, "wandb", idle)
-    with finish_wandb():
-        assert idle.run is None
+    for run in (object(), None):  # None: wandb began no run, so none is finished
+        logger = SimpleNamespace(run=run, finish=lambda exit_code, run=run: codes.append((exit_code, run is None)))
+        monkeypatch.setitem(sys.modules, "wandb", logger)
+        with pytest.raises(type(error)) if error else contextlib.nullcontext(), finish_wandb():
+            if error:
+                raise error
+    assert codes == [(code, False)]
 
 
 def test_the_commit_is_that_of_the_current_folder(tmp_path, monkeypatch):
