@@ -82,8 +82,8 @@ def act(words, folder, cap, keep_weights, keep_attention):
     if name.startswith("meet"):  # until three processes have come here
         (place / f"{os.getpid()}.here").touch()
         wait_for(lambda: len(list(place.glob("*.here"))) == 3)
-    seen = {"pid": os.getpid(), "gpu": os.environ.get("CUDA_VISIBLE_DEVICES"), "torch": "torch" in sys.modules}
-    return {"name": name, "steps": cap, **seen}
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"name": name, "steps": cap, "pid": os.getpid(), "gpu": gpu, "torch": "torch" in sys.modules}
 
 
 class Job:

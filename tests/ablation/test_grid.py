@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import minitx.ablation.grid as module
-from minitx.ablation.config import (
+from minitx.ablation.config import (  # fmt: skip
     AblationConfig,
     ComparisonConfig,
     ExpectedConfig,
@@ -22,7 +22,7 @@ from minitx.ablation.config import (
 )
 from minitx.ablation.grid import Cell, cells, code_fingerprint
 from minitx.ablation.records import Place
-from minitx.cli.compose import compose_config, compose_grid
+from minitx.cli.compose import compose_grid
 from minitx.config import ConfigError, from_dict
 
 ROOT = Path(__file__).parents[2]
@@ -100,17 +100,15 @@ def test_skip_leaves_out_what_matches_every_key_of_an_entry():
     assert not left_out & {(p.arm, *dict(p.factors).values(), p.seed) for p in found}
 
 
-def test_the_same_run_twice_is_refused():
-    with pytest.raises(ConfigError, match=r"ablation\.studies\.main names a seed or a level twice"):
-        cells(grid(studies={"main": dataclasses.replace(MAIN, seeds=(1, 2, 1))}))
-
-
-def test_a_first_phase_that_the_grid_does_not_have_is_refused():
-    with pytest.raises(ConfigError, match=r"ablation\.studies\.second\.start: the grid has no run first: b, init \w+, seed 9"):
-        cells(two_phases(first=dataclasses.replace(FIRST, seeds=(3, 5))))
-    circle = dataclasses.replace(FIRST, start=StartConfig(study="second", arm="a"), factors=FACTORS)
-    with pytest.raises(ConfigError, match=r"studies: second, first start from each other"):
-        cells(two_phases(first=circle))
+@pytest.mark.parametrize(("wrong", "message"), [
+    (lambda: grid(studies={"main": dataclasses.replace(MAIN, seeds=(1, 2, 1))}), r"studies\.main names a seed or a level twice"),
+    (lambda: two_phases(first=dataclasses.replace(FIRST, seeds=(3, 5))), r"second\.start: the grid has no run first: b, init \w+, seed 9"),
+    (lambda: two_phases(first=dataclasses.replace(FIRST, start=StartConfig(study="second", arm="a"), factors=FACTORS)),
+     "studies: second, first start from each other"),
+])  # fmt: skip
+def test_a_grid_with_a_run_twice_or_a_first_phase_that_is_not_there_is_refused(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        cells(wrong())
 
 
 def test_the_name_of_a_cell_depends_on_its_place_its_overrides_and_its_start():
@@ -138,23 +136,13 @@ def test_the_name_of_a_cell_follows_the_users_own_configs_and_not_their_place_or
     assert Cell(Place("main", "a", (), 1), ("seed=1",)).hash not in names
 
 
-def test_a_cell_starts_from_an_experiment_of_the_users_own(tmp_path):
-    shipped = (ROOT / "configs" / "experiment" / "scaling_cell_recall.yaml").read_text(encoding="utf-8")
-    own = tmp_path / "it's mine" / "experiment" / "my_cell.yaml"
-    own.parent.mkdir(parents=True)
-    own.write_text(shipped.replace("experiment: scaling_cell_recall", "experiment: my_cell"), encoding="utf-8")
-    words = ["experiment=my_cell", f"--config-dir={own.parents[1]}", "seed=7"]
-    config = compose_config(words)
-    assert (config.experiment, config.seed) == ("my_cell", 7)
-    command = Cell(Place("main", "a", (), 7), tuple(words)).describe(tmp_path)["command"]
-    assert shlex.split(command)[2:] == [words[1], words[0], words[2]]  # as argparse wants them
-
-
 def test_the_fingerprint_covers_code_and_configs_that_decide_a_run_and_no_others(tmp_path, monkeypatch):
     decides = [f"minitx/{name}" for name in ("nn/a/code.py", "data/code.py", "training/code.py", "ablation/callbacks.py")]
     decides += ["minitx/analysis/statistics.py", "configs/experiment/cell.yaml", "configs/train.yaml"]
     other = ["minitx/ablation/judge.py", "minitx/cli/code.py", "minitx/analysis/figures.py"]
     other += ["configs/ablation/grid.yaml", "configs/experiment/notes.txt", "minitx/nn/notes.txt"]
+    named = [("minitx", name) for name in module._CODE] + [("configs", name) for name in module._CONFIGS]
+    assert [name for folder, name in named if not (ROOT / folder / name).exists()] == []
     monkeypatch.setattr(module, "__file__", str(tmp_path / "minitx" / "ablation" / "grid.py"))
     monkeypatch.setattr(module, "find_spec", lambda _: SimpleNamespace(origin=tmp_path / "configs" / "__init__.py"))
 
@@ -171,11 +159,6 @@ def test_the_fingerprint_covers_code_and_configs_that_decide_a_run_and_no_others
     assert fingerprint(code, '"""What it is."""\n# and why\nx = (\n    1\n)\n') == before
     (tmp_path / code).rename(tmp_path / "minitx" / "nn" / "code.py")
     assert fingerprint("minitx/nn/a/code.py") != before
-
-
-def test_every_part_that_the_fingerprint_names_exists():
-    assert [name for name in module._CODE if not (ROOT / "minitx" / name).exists()] == []
-    assert [name for name in module._CONFIGS if not (ROOT / "configs" / name).exists()] == []
 
 
 def test_a_grid_run_in_parts_has_the_cells_of_the_whole_and_first_phases_come_along():

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -87,46 +85,35 @@ class Launch:
         return code, self.log.read_text()
 
 
-def children_of(pid):
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdecimal() and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(entry.name))
-        except (OSError, IndexError):
-            continue
-    return found
+def stat_of(pid):
+    try:
+        return (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1], Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return ("", b"")
 
 
-def workers_of(pid):
-    return [child for child in children_of(pid) if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+def children_of(pid, name=b""):
+    """Processes that ``pid`` has started, by a part of their command."""
+    found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+    return [child for child in found if (stat := stat_of(child))[0] == str(pid) and name in stat[1]]
 
 
 @pytest.mark.slow
-def test_signals_stop_a_grid_with_their_exit_code_and_say_that_it_goes_on(tmp_path):
-    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+def test_a_grid_that_is_stopped_or_killed_goes_on_and_ends_in_the_records_of_one_left_alone(tmp_path):
+    (tmp_path / "whole").mkdir()
+    whole = comparable(run(tmp_path / "whole"), tmp_path / "whole")
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)):
         launch = Launch(tmp_path, more=2)
         launch.wait()
-        found, said = launch.end(number)
-        assert found == code, said
-        assert f"stopped by {number.name}; the finished runs are kept: the same command goes on" in said
-        assert "Traceback" not in said
-
-
-@pytest.mark.long
-def test_a_grid_killed_ten_times_ends_in_the_records_of_one_left_alone(tmp_path):
-    (tmp_path / "whole").mkdir()
-    whole, rng = comparable(run(tmp_path / "whole"), tmp_path / "whole"), random.Random(5)
-    for kill in range(10):
-        launch = Launch(tmp_path, rng.randint(0, 2))
-        launch.wait()
-        time.sleep(rng.uniform(0.0, 0.5))  # a random moment; nothing waits for it
-        if kill == 4:
-            wait_for(lambda pid=launch.process.pid: len(workers_of(pid)) == 2)
-            os.kill(rng.choice(workers_of(launch.process.pid)), signal.SIGKILL)
+        if number == signal.SIGKILL:
+            wait_for(lambda pid=launch.process.pid: len(children_of(pid, b"spawn_main")) == 2)
+            os.kill(children_of(launch.process.pid, b"spawn_main")[0], signal.SIGKILL)
             launch.allow(3)
             launch.wait()  # the grid goes on
-        launch.end(rng.choice([signal.SIGKILL, signal.SIGTERM]))
+        found, said = launch.end(number)
+        assert found == code, said
+        assert "Traceback" not in said
+        assert code < 0 or f"stopped by {number.name}; the finished runs are kept: the same command goes on" in said
     assert 0 < len(read_records(launch.path)) < len(cells(grid()))
     launch = Launch(tmp_path, len(whole))
     assert launch.process.wait(PATIENCE) == 0, launch.log.read_text()

@@ -32,25 +32,18 @@ def results(pool, folder, *names):
     return {record["arm"]: record["result"] or record["reason"] for record in records}
 
 
-def test_workers_are_processes_that_live_for_the_whole_grid(tmp_path):
-    found = results(LocalPool(1), tmp_path, *"abcdefgh")
-    (pid,) = {result["pid"] for result in found.values()}
-    assert pid != os.getpid()
-
-
-def test_each_worker_sees_one_device_before_torch_is_there(tmp_path, monkeypatch):
+def test_each_worker_lives_for_the_whole_grid_and_sees_one_device_before_torch_is_there(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "not this")
     found = results(LocalPool(3, ["0", "1", "MIG-5"]), tmp_path, *(f"meet {i}" for i in range(9)))
     seen = {(result["pid"], result["gpu"]) for result in found.values()}
     assert sorted(gpu for _, gpu in seen) == ["0", "1", "MIG-5"]  # and a worker keeps its own
-    assert not any(result["torch"] for result in found.values())
+    assert not any(result["torch"] or result["pid"] == os.getpid() for result in found.values())
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "not this"
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_worker_that_dies_costs_its_own_run_alone_and_its_successor_sees_the_same_device(tmp_path, workers):
+def test_a_worker_that_dies_costs_its_own_run_alone_and_its_successor_sees_the_same_device(tmp_path):
     names = ("a", "die", "raise", "b", "die too", "c", "d")
-    found = results(LocalPool(workers, ["7"]), tmp_path, *names)
+    found = results(LocalPool(2, ["7"]), tmp_path, *names)
     assert {name: result["gpu"] for name, result in found.items() if isinstance(result, dict)} == dict.fromkeys("abcd", "7")
     assert found["raise"] == "ValueError: no luck"
     assert [found[name].startswith("the process died: ") for name in ("die", "die too")] == [True, True]
@@ -103,8 +96,9 @@ leaves_log_files_open = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisa
 @leaves_log_files_open
 def test_jobs_of_submitit_give_the_records_of_local_workers(tmp_path, slurm):
     config, found = grid(), {}
-    narrow = replace(config.studies["second"], factors={"lr": {name: (f"lr={name}",) for name in ("0.1", "0.4", "0.5")}})
-    config = replace(config, studies={"second": replace(narrow, arms=("unscaled",)), "first": config.studies["first"]})
+    factors = {"lr": {name: (f"lr={name}",) for name in ("0.1", "0.4", "0.5")}}
+    second = replace(config.studies["second"], factors=factors, arms=("unscaled",), seeds=(3, 5))
+    config = replace(config, studies={"second": second, "first": replace(config.studies["first"], seeds=(3, 5))})
     for name, pool in (("local", LocalPool(2)), ("slurm", slurm)):
         try:
             found[name] = comparable(run(tmp_path / name, pool, config=config), tmp_path / name)
@@ -132,14 +126,11 @@ def test_closing_submitit_cancels_its_jobs(tmp_path, slurm):
         job.result()
 
 
-def test_submitit_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(ConfigError, match=r"launcher=slurm needs submitit: pip install minitx\[slurm\]"):
-        SlurmPool(1, tmp_path, {})
-
-
-@pytest.mark.parametrize("options", [{"cluster": "pbs"}, {"cluster": "local", "timeout_min": "long"}])
-def test_what_submitit_refuses_is_a_config_error(tmp_path, options):
+def test_what_submitit_refuses_is_a_config_error_and_without_submitit_its_extra_is_named(tmp_path, monkeypatch):
     pytest.importorskip("submitit")
-    with pytest.raises(ConfigError, match=f"ablation.launcher=slurm with launcher_options=.*{[*options.values()][-1]}"):
-        SlurmPool(1, tmp_path, options)
+    for options in ({"cluster": "pbs"}, {"cluster": "local", "timeout_min": "long"}):
+        with pytest.raises(ConfigError, match=f"launcher_options=.*{[*options.values()][-1]}"):
+            SlurmPool(1, tmp_path, options)
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(ConfigError, match=r"pip install minitx\[slurm\]"):
+        SlurmPool(1, tmp_path, {})

@@ -10,7 +10,7 @@ from scipy import stats
 
 from minitx.ablation.statistics import ALPHA, Span, crossing, holm, median, median_interval, sign_test, wilson
 
-TRIALS = 2000
+TRIALS = 1000
 CAP = 90.0
 
 
@@ -47,9 +47,6 @@ def test_an_interval_that_takes_the_cap_for_a_time_does_not_cover():
 def test_the_interval_is_made_of_the_order_statistics_that_the_protocol_names(pairs, wanted):
     interval, share = median_interval(exact(range(1, pairs + 1)))
     assert (interval.low, interval.high, share) == wanted
-
-
-def test_five_pairs_have_no_interval():
     assert median_interval(exact(range(5))) is None
 
 
@@ -72,24 +69,15 @@ def test_a_wider_range_of_a_pair_never_makes_the_interval_narrower(values, order
 def test_the_median_of_ratios_is_geometric_and_that_of_differences_is_not():
     assert median(exact([1, 4, 9, 100]), ratio=True) == Span(6, 6)
     assert median(exact([1, 4, 9, 100]), ratio=False) == Span(6.5, 6.5)
-    assert median(exact([3, 1, 2]), ratio=True).low == pytest.approx(2)
-
-
-def test_the_median_of_pairs_that_are_all_open_is_open():
     assert median([Span(0, math.inf)] * 6, ratio=True) == Span(0, math.inf)
-    assert median([Span(-math.inf, math.inf)] * 6, ratio=False) == Span(-math.inf, math.inf)
 
 
-@pytest.mark.parametrize(
-    ("treatment", "reference", "wanted"),
-    [
-        (Span(30, 30), Span(10, 10), Span(3, 3)),
-        (Span(100, math.inf), Span(10, 10), Span(10, math.inf)),
-        (Span(10, 10), Span(100, math.inf), Span(0, 0.1)),
-        (Span(100, math.inf), Span(100, math.inf), Span(0, math.inf)),
-        (Span(0, 2), Span(0, 4), Span(0, math.inf)),
-    ],
-)
+@pytest.mark.parametrize(("treatment", "reference", "wanted"), [
+    (Span(30, 30), Span(10, 10), Span(3, 3)),
+    (Span(100, math.inf), Span(10, 10), Span(10, math.inf)),
+    (Span(10, 10), Span(100, math.inf), Span(0, 0.1)),
+    (Span(0, 2), Span(0, 4), Span(0, math.inf)),
+])  # fmt: skip
 def test_a_ratio_of_ranges_is_as_wide_as_what_is_known(treatment, reference, wanted):
     assert treatment.over(reference) == wanted
 
@@ -110,8 +98,9 @@ def families(effects, adjust=holm):
     return called / TRIALS
 
 
-def test_a_family_at_its_margins_is_called_in_six_of_a_hundred_at_most():
+def test_a_family_at_its_margins_is_called_in_six_of_a_hundred_at_most_and_a_large_effect_is_found():
     assert families([0.0] * 5) <= 0.06
+    assert families([2.5, 0.0, 0.0]) >= 0.9
 
 
 def test_a_family_is_called_too_often_without_the_adjustment():
@@ -119,21 +108,12 @@ def test_a_family_is_called_too_often_without_the_adjustment():
     assert families([0.0] * 9, lambda p, family: p) > 0.06
 
 
-def test_a_family_with_one_large_effect_is_found():
-    assert families([2.5, 0.0, 0.0]) >= 0.9
-
-
-def test_a_comparison_without_p_makes_the_others_no_easier():
-    assert holm([0.01, 0.02], 3) == [0.03, 0.04]
-    assert holm([0.01, 0.02], 2) == [0.02, 0.02]
-    assert holm([], 3) == []
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=6), st.integers(0, 3))
-def test_holm_keeps_the_order_and_lowers_nothing(values, absent):
-    adjusted = holm(values, len(values) + absent)
-    assert all(0 <= p <= a <= 1 for p, a in zip(values, adjusted, strict=True))
+@given(st.lists(st.floats(0, 1), max_size=6), st.integers(0, 3))
+def test_holm_keeps_the_order_and_a_comparison_without_p_makes_the_others_no_easier(values, absent):
+    adjusted, alone = holm(values, len(values) + absent), holm(values, len(values))
+    assert all(0 <= p <= b <= a <= 1 for p, a, b in zip(values, adjusted, alone, strict=True))
     assert all(a <= b for p, a in zip(values, adjusted, strict=True) for q, b in zip(values, adjusted, strict=True) if p < q)
+    assert (holm([0.01, 0.02], 3), holm([0.01, 0.02], 2)) == ([0.03, 0.04], [0.02, 0.02])
 
 
 def test_wilson_covers_shares_near_the_edge():
@@ -143,19 +123,13 @@ def test_wilson_covers_shares_near_the_edge():
     assert np.mean([span.low <= 0.9 <= span.high for span in found]) >= 0.93
 
 
-RATES = [1e-3, 1e-2, 1e-1]
-
-
-@pytest.mark.parametrize(
-    ("levels", "wanted"),
-    [
-        ([1.0, 0.95, 0.9], Span(1e-1, math.inf)),
-        ([0.89, 1.0, 1.0], Span(0, 1e-3)),
-        ([1.0, 0.8, 1.0], Span(10**-2.5, 10**-2.5)),
-        ([1.0, 1.0, 0.0], Span(10**-1.9, 10**-1.9)),
-        ([1.0, -math.inf, 1.0], Span(1e-3, 1e-2)),
-    ],
-)
+@pytest.mark.parametrize(("levels", "wanted"), [
+    ([1.0, 0.95, 0.9], Span(1e-1, math.inf)),
+    ([0.89, 1.0, 1.0], Span(0, 1e-3)),
+    ([1.0, 0.8, 1.0], Span(10**-2.5, 10**-2.5)),
+    ([1.0, 1.0, 0.0], Span(10**-1.9, 10**-1.9)),
+    ([1.0, -math.inf, 1.0], Span(1e-3, 1e-2)),
+])  # fmt: skip
 def test_the_crossing_is_the_first_rate_below_the_limit(levels, wanted):
-    found = crossing(RATES, levels, 0.9)
+    found = crossing([1e-3, 1e-2, 1e-1], levels, 0.9)
     assert (found.low, found.high) == (pytest.approx(wanted.low), pytest.approx(wanted.high))

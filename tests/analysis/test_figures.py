@@ -83,27 +83,12 @@ def test_the_grid_draws_every_head_of_the_row_without_its_padding_and_hatches_wh
     assert (names(ax.xaxis), names(ax.yaxis)) == (["head 0", "head 1", "head 2"], ["blocks.0", "blocks.1"])
 
 
-def test_equal_colours_are_equal_weights_in_every_tile_and_figure(snapshot, translation):
-    figures = heatmap_grid(snapshot), heatmap_grid(translation), head_heatmap(translation, 0, 0)
+def test_equal_colours_are_equal_weights_in_every_figure_and_the_legend_says_what_is_hidden(snapshot, translation):
+    cross = replace(translation, maps=translation.maps[1:2])
+    figures = heatmap_grid(snapshot), head_heatmap(snapshot, 0, 0), heatmap_grid(cross), head_heatmap(cross, 0, 0)
     images = [image for figure in figures for image in figure.axes[0].images]
     assert {(im.get_cmap().name, im.norm.vmin, im.norm.vmax, im.norm.gamma) for im in images} == {(SEQUENTIAL, 0.0, 1.0, 0.5)}
-
-
-def test_only_where_something_is_hidden_the_legend_says_so(snapshot, translation):
-    cross = replace(translation, maps=translation.maps[1:2])
-    assert cross.maps[0].kind == "cross"
-    assert [bool(figure.legends) for one in (snapshot, cross) for figure in (heatmap_grid(one), head_heatmap(one, 0, 0))] == [
-        *(True, True),
-        *(False, False),
-    ]
-
-
-def test_layers_may_differ_in_their_heads(snapshot):
-    layer = snapshot.maps[1]
-    fewer = replace(layer, **{name: getattr(layer, name)[:, :1] for name in ("weights", "visible", "max_logit")})
-    ax = heatmap_grid(replace(snapshot, maps=(fewer, snapshot.maps[0]))).axes[0]
-    assert names(ax.yaxis) == ["blocks.1", "blocks.0"]
-    assert [int(image.get_extent()[3]) for image in ax.images] == [0, 1, 1, 1]
+    assert [bool(figure.legends) for figure in figures] == [True, True, False, False]
 
 
 def test_one_head_has_its_tokens_on_both_axes_and_its_weights_in_the_cells(translation):
@@ -126,7 +111,7 @@ def test_a_layer_goes_by_index_or_by_name(snapshot, translation):
     assert head_heatmap(translation, "blocks.0", 0).axes[0].get_title() == "blocks.0, head 0"  # not encoder.blocks.0
 
 
-@pytest.mark.parametrize("count", [5, 67, 199])
+@pytest.mark.parametrize("count", [5, 199])
 def test_the_named_tokens_of_a_sentence_of_any_length_do_not_overlap(count):
     figure = head_heatmap(made([f"token{i}" for i in range(count)]), 0, 0)
     figure.draw_without_rendering()
@@ -174,72 +159,46 @@ def test_every_layer_of_every_run_is_drawn_in_the_order_of_the_steps():
     assert [text.get_text() for text in figure.legends[0].texts] == ["scaled", "unscaled", "deeper layers darker"]
 
 
-def test_numbers_of_heads_are_averaged_and_no_line_is_drawn_through_two_points():
-    by_head = [{"step": s, "layers": [dict.fromkeys(PROBED, torch.tensor([0.25, 0.75]))]} for s in (0, 1)]
-    for ax in saturation_over_steps(by_head).axes:
-        assert list(ax.lines[0].get_ydata()) == [0.5, 0.5]
-        assert (ax.lines[0].get_linestyle(), ax.lines[0].get_marker()) == ("None", "o")
-        low, high = ax.get_xlim()
-        assert low < 0 and high > 1  # no dot is cut by the frame
-
-
 def heads_over_steps(count, steps=(0, 50, 100)):
     """What ``head_scores`` gives, made by hand: head i has the score i / 100 + step / 1000 in every pattern."""
 
-    def score(mean):
-        return SimpleNamespace(excess=SimpleNamespace(low=mean - 0.1, mean=mean, high=mean + 0.1))
-
     def head(i, step):
-        scores = {name: score(i / 100 + step / 1000) for name in ("previous", "duplicate", "induction")}
+        mean = i / 100 + step / 1000
+        score = SimpleNamespace(excess=SimpleNamespace(low=mean - 0.1, mean=mean, high=mean + 0.1))
+        scores = dict.fromkeys(("previous", "duplicate", "induction"), score)
         return SimpleNamespace(layer="blocks.0.attention.core", head=i, scores=scores)
 
-    cross = SimpleNamespace(layer="cross", head=0, scores={"global": score(0.5)})
+    cross = SimpleNamespace(layer="cross", head=0, scores={"global": None})
     return {step: SimpleNamespace(heads=[cross, *(head(i, step) for i in range(count))]) for step in steps}
 
 
 def test_the_ten_heads_with_the_highest_scores_have_colours_and_no_head_is_left_out():
     figure = induction_steps(heads_over_steps(13))
     for ax in figure.axes:
-        by_height = sorted(ax.lines, key=lambda line: line.get_ydata()[0])
-        assert [list(line.get_ydata()) for line in by_height] == [
-            pytest.approx([i / 100 + step / 1000 for step in (0, 50, 100)]) for i in range(13)
-        ]
-        assert (
-            len({line.get_color() for line in by_height[3:]}) == 10 and len({line.get_color() for line in by_height[:3]}) == 1
-        )
-        assert len(ax.collections) == 13  # the intervals
-    assert [text.get_text() for text in figure.legends[0].texts] == [f"blocks.0, head {i}" for i in range(3, 13)] + [
-        "other heads"
-    ]
+        lines = sorted(ax.lines, key=lambda line: line.get_ydata()[0])
+        for i, line in enumerate(lines):
+            assert list(line.get_ydata()) == pytest.approx([i / 100 + step / 1000 for step in (0, 50, 100)])
+        assert [len({line.get_color() for line in some}) for some in (lines[3:], lines[:3])] == [10, 1]
+        assert len(lines) == len(ax.collections) == 13  # the intervals
+    named = [text.get_text() for text in figure.legends[0].texts]
+    assert named == [f"blocks.0, head {i}" for i in range(3, 13)] + ["other heads"]
 
 
 # --- all figures
 
 
-def drawn(snapshot):
+def test_every_figure_names_its_axes_is_shown_by_a_notebook_and_has_no_text_on_another(snapshot):
     over_steps = saturation_over_steps(records([0, 1, 4], 2)), induction_steps(heads_over_steps(3))
-    return [heatmap_grid(snapshot), head_heatmap(snapshot, 0, 0), *over_steps]
-
-
-def test_every_axis_has_a_name(snapshot):
-    for figure in drawn(snapshot):
+    for figure in (heatmap_grid(snapshot), head_heatmap(snapshot, 0, 0), *over_steps):
         for ax in figure.axes:
             shared = [other for other in figure.axes if ax.get_shared_y_axes().joined(ax, other)]
             assert any(other.get_ylabel() for other in [ax, *shared]) and (ax.get_xlabel() or ax.get_label() == "<colorbar>")
-
-
-def test_a_notebook_shows_a_figure_that_no_pyplot_made(snapshot):
-    for figure in [*drawn(snapshot), panels(1, 1)[0]]:
-        assert figure._repr_png_() == png(figure)  # IPython calls it, when a cell ends with the figure
-
-
-def test_titles_and_legends_do_not_collide(snapshot):
-    for figure in drawn(snapshot):
         figure.draw_without_rendering()
         texts = [text for ax in figure.axes for text in (ax.title, ax.xaxis.label, ax.yaxis.label)] + figure.texts
         texts += [text for one in figure.legends for text in one.texts]
         boxes = [text.get_window_extent() for text in texts if text.get_text()]
         assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+        assert figure._repr_png_() == png(figure)  # IPython calls it, when a cell ends with the figure
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
@@ -250,18 +209,6 @@ def test_equal_figures_give_equal_bytes_however_often_they_are_saved(suffix, tmp
     assert first == again == save_figure(same, tmp_path / f"same.{suffix}").read_bytes()
     assert first.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
     assert not any(word in first for word in (b"Date", b"dc:date", b"matplotlib.org"))
-
-
-def test_a_file_has_200_dots_per_inch_and_saving_changes_no_setting(snapshot, tmp_path):
-    import matplotlib
-    from matplotlib.image import imread
-
-    before = dict(matplotlib.rcParams)
-    figure = heatmap_grid(snapshot)
-    save_figure(figure, tmp_path / "a.svg")
-    height, width = imread(save_figure(figure, tmp_path / "a.png")).shape[:2]
-    assert (width, height) == pytest.approx(200 * figure.get_size_inches(), abs=1)
-    assert dict(matplotlib.rcParams) == before
 
 
 def luminance(color):
@@ -283,23 +230,17 @@ def not_a_number(snapshot):
 
 REFUSALS = {
     "layer": (lambda s: head_heatmap(s, 2, 0), "2 is none of the 2 layers blocks"),
-    "layer name": (lambda s: head_heatmap(s, "cross", 0), "'cross' is none of the 2"),
     "ambiguous layer": (lambda s: head_heatmap(s, "attention", 0), "layer='attention' fits 2 of the 2"),
-    "head": (lambda s: head_heatmap(s, 0, 3), r"head=3 must be one of 0 to 2 of blocks\.0"),
-    "row": (lambda s: head_heatmap(s, 0, 0, row=2), "row=2 must be one of the batch's 0 to 1"),
-    "row of the grid": (lambda s: heatmap_grid(s, row=-1), "row=-1 must be one of the batch's 0 to 1"),
-    "NaN": (lambda s: heatmap_grid(not_a_number(s)), r"blocks\.0.* weights that are not finite in head 0"),
+    "head": (lambda s: head_heatmap(s, 0, 3), "head=3 must be one of 0 to 2"),
+    "row": (lambda s: heatmap_grid(s, row=-1), "row=-1 must be one of the batch's 0 to 1"),
+    "NaN": (lambda s: heatmap_grid(not_a_number(s)), "not finite in head 0"),
     "no run": (lambda s: saturation_over_steps({}), "probes holds no run"),
     "too many runs": (lambda s: saturation_over_steps({str(i): records([0], 1) for i in range(11)}), "probes holds 11 runs"),
     "no record": (lambda s: saturation_over_steps({"a": []}), "probes of 'a' have no record"),
-    "no statistic": (
-        lambda s: saturation_over_steps([{"step": 4, "layers": [{"entropy": 1.0, "max_logit": 1.0}]}]),
-        "probes have no saturation_90, saturation_99",
-    ),
+    "no statistic": (lambda s: saturation_over_steps([{"step": 4, "layers": [{"entropy": 1.0}]}]), "have no .*saturation_90"),
     "no step": (lambda s: induction_steps({}), "found holds 0 steps"),
-    "bertviz row": (lambda s: to_bertviz(s, row=5), "row=5 must be one of the batch's 0 to 1"),
     "another kind of file": (lambda s: save_figure(heatmap_grid(s), "a.jpg"), r"path=a\.jpg must end in \.png or \.svg"),
-    "no folder": (lambda s: save_figure(heatmap_grid(s), "missing/a.svg"), r"path=.*a\.svg is in a folder that does not exist"),
+    "no folder": (lambda s: save_figure(heatmap_grid(s), "missing/a.svg"), "folder that does not exist"),
 }
 
 

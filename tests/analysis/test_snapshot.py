@@ -68,21 +68,12 @@ def test_entropy_is_one_for_equal_weights_and_undefined_for_one_key():
     torch.testing.assert_close(entropy[:, :, 1:], torch.ones(2, 3, 4, dtype=torch.float64))
 
 
-def test_an_image_is_named_by_its_patches():
-    model = VisionTransformer(
-        TransformerConfig(
-            architecture="vision",
-            head="sequence",
-            num_labels=2,
-            image_size=6,
-            patch_size=3,
-            num_channels=1,
-            **{**SIZES, "vocab_size": None},
-        )
-    )
-    snapshot = take_snapshot(model, {"pixel_values": torch.randn(1, 1, 6, 6)})
-    names = snapshot.tokens["pixel_values"][0]
-    assert names[-4:] == ["0,0", "0,1", "1,0", "1,1"]
+@pytest.mark.parametrize(("pooling", "first"), [("mean", []), ("first", ["cls"])])
+def test_an_image_is_named_by_its_patches(pooling, first):
+    sizes = SIZES | {"vocab_size": None, "image_size": 6, "patch_size": 3, "num_channels": 1, "num_labels": 2}
+    model = VisionTransformer(TransformerConfig(architecture="vision", head="sequence", pooling=pooling, **sizes))
+    names = take_snapshot(model, {"pixel_values": torch.randn(1, 1, 6, 6)}).tokens["pixel_values"][0]
+    assert names == [*first, "0,0", "0,1", "1,0", "1,1"]
 
 
 def test_a_file_gives_the_snapshot_back_to_half_precision(tmp_path):

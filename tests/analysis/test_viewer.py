@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import hashlib
 import re
 from html.parser import HTMLParser
 from importlib.resources import files
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 from pages import SOURCE, TARGET, data_of, random_snapshot, weights_of
 
-from minitx.analysis import take_snapshot
+from minitx.analysis import head_heatmap, heatmap_grid, take_snapshot
+from minitx.analysis.canvas import legend, panels, svg
 from minitx.analysis.viewer import SCRIPTS, Trace, view, viewer_page
 from minitx.config import TransformerConfig
 from minitx.nn import DecoderLM
@@ -28,29 +29,43 @@ def frame_of(page: str) -> str:
 
 
 class Elements(HTMLParser):
-    """Names and attributes of every element, as a browser would find them."""
+    """Names and attributes of every element, and comments, as a browser would find them."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.found: list[tuple[str, dict]] = []
+        self.comments: list[str] = []
         self.feed(page)
+        self.close()
 
     def handle_starttag(self, tag, attrs):
         self.found.append((tag, dict(attrs)))
 
+    def handle_comment(self, data):
+        self.comments.append(data)
+
+
+def model_of(scale="inv_sqrt"):
+    torch.manual_seed(0)
+    return DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2, scale=scale))
+
 
 @pytest.fixture(scope="module")
-def page():
-    return viewer_page(
-        [Trace("scaled", [random_snapshot(1, 5), random_snapshot(2, 60)]), Trace("plain", [random_snapshot(3, 60)])]
-    )
+def traces():
+    return [Trace("scaled", [random_snapshot(1, 5), random_snapshot(2, 60)]), Trace("plain", [random_snapshot(3, 60)])]
 
 
-def test_the_page_refers_to_nothing_outside_of_itself(page):
+@pytest.fixture(scope="module")
+def page(traces):
+    return viewer_page(traces)
+
+
+def test_the_page_refers_to_nothing_outside_of_itself_and_is_small(page):
     frame = frame_of(page)
     assert not re.search(r"https?:|[\"'(=]\s*//|url\(|@import|fetch\(|XMLHttpRequest|WebSocket|import\(|sendBeacon", frame)
     outward = {"src", "srcset", "href", "action", "data", "poster"}
     assert {v for _, attrs in Elements(page).found for k, v in attrs.items() if k in outward} == {"data:,"}
+    assert 20_000 < len(frame.encode()) < 72_000
 
 
 def test_the_policy_allows_this_style_and_this_script_alone(page):
@@ -62,138 +77,101 @@ def test_the_policy_allows_this_style_and_this_script_alone(page):
         assert allowed[part] == f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-def test_without_its_data_the_page_is_small(page):
-    assert 20_000 < len(frame_of(page).encode()) < 72_000
-
-
-def test_every_script_of_the_package_is_in_the_page(page):
+def test_every_script_of_the_package_is_in_the_page():
     names = {file.name for file in files("minitx.analysis.viewer").iterdir() if file.name.endswith(".js")}
     assert names == set(SCRIPTS)
 
 
-def test_weights_and_masks_arrive_as_they_were_up_to_half_a_step():
-    snapshots = [[random_snapshot(1, 5), random_snapshot(2, 60)], [random_snapshot(3, 60)]]
-    data = data_of(viewer_page([Trace("a", snapshots[0]), Trace("b", snapshots[1])]))
-    for trace, listed in enumerate(snapshots):
-        for number, snapshot in enumerate(listed):
-            assert data["traces"][trace]["snapshots"][number]["step"] == snapshot.step
+def test_weights_and_masks_arrive_as_they_were_up_to_half_a_step(traces, page):
+    data = data_of(page)
+    for trace, given in enumerate(traces):
+        for number, snapshot in enumerate(given.snapshots):
+            shown = data["traces"][trace]["snapshots"][number]
+            assert shown["step"] == snapshot.step
             for i, layer in enumerate(snapshot.maps):
                 weights, visible = weights_of(data, trace, number, i)
                 assert np.array_equal(visible, layer.visible[0].numpy())
                 assert np.abs(weights - layer.weights[0].double().numpy()).max() <= HALF_A_STEP
-                packed = data["traces"][trace]["snapshots"][number]["layers"][i]
                 for name, wanted in (("entropy", layer.entropy()), ("max_logit", layer.max_logit)):
-                    got = np.frombuffer(base64.b64decode(packed[name]), "<f4").reshape(wanted[0].shape)
+                    got = np.frombuffer(base64.b64decode(shown["layers"][i][name]), "<f4").reshape(wanted[0].shape)
                     assert np.allclose(got, wanted[0].numpy(), equal_nan=True, atol=1e-6)
 
 
 def test_weights_of_hidden_pairs_do_not_travel_and_equal_masks_travel_once():
-    snapshot = random_snapshot(1, kinds=("causal", "causal"))
-    data = data_of(viewer_page([Trace("a", [snapshot])]))
+    data = data_of(viewer_page([Trace("a", [random_snapshot(1, kinds=("causal", "causal"))])]))
     assert len(data["masks"]) == 1
     L = len(TARGET)
-    numbers = base64.b64decode(data["traces"][0]["snapshots"][0]["layers"][0]["weights"])
-    assert len(numbers) == 2 * 3 * L * (L + 1) // 2
+    assert len(base64.b64decode(data["traces"][0]["snapshots"][0]["layers"][0]["weights"])) == 2 * 3 * L * (L + 1) // 2
 
 
-def test_heads_with_masks_of_their_own_keep_them():
+def test_heads_keep_masks_of_their_own_and_weights_that_are_no_numbers():
     snapshot = random_snapshot(4, kinds=("self",))
     layer = snapshot.maps[0]
-    visible = layer.visible.clone()
-    visible[0, 1, :, 2:] = False
-    snapshot = dataclasses.replace(snapshot, maps=(dataclasses.replace(layer, visible=visible),))
-    data = data_of(viewer_page([Trace("a", [snapshot])]))
-    assert np.array_equal(weights_of(data, 0, 0, 0)[1], visible[0].numpy())
-
-
-def test_a_weight_that_is_no_number_stays_none():
-    snapshot = random_snapshot(1, kinds=("self",))
-    snapshot.maps[0].weights[0, 1, 2, 3] = torch.nan
-    snapshot.maps[0].max_logit[0, 1, 2] = torch.inf
-    weights, _ = weights_of(data_of(viewer_page([Trace("a", [snapshot])])), 0, 0, 0)
+    layer.visible[0, 1, :, 4:] = False
+    layer.weights[0, 1, 2, 3] = torch.nan
+    layer.max_logit[0, 1, 2] = torch.inf
+    weights, visible = weights_of(data_of(viewer_page([Trace("a", [snapshot])])), 0, 0, 0)
+    assert np.array_equal(visible, layer.visible[0].numpy())
     assert np.argwhere(np.isnan(weights)).tolist() == [[1, 2, 3]]
 
 
-def test_text_of_users_cannot_become_markup():
-    nasty = [
-        *SOURCE,
-        "</SCRIPT>",
-        "<!--",
-        "-->",
-        "{{style}}",
-        "\u2028",
-        "\ud800",
-        "\0",
-        "http://x",
-        "<img src=x onerror=alert(1)>",
-    ]
-    snapshot = random_snapshot(1, kinds=("self",), tokens={"input_ids": [nasty]}, title="</script><b>")
-    page = viewer_page([Trace("<script>alert(2)</script>", [snapshot])], title="<i>{{data}}</i> \"&'")
-    harmless = viewer_page([Trace("a", [random_snapshot(1, kinds=("self",))])])
-    assert [tag for tag, _ in Elements(page).found] == [tag for tag, _ in Elements(harmless).found]
-    assert page.count("&lt;i&gt;{{data}}&lt;/i&gt;") == 2
-    data = data_of(page)
-    assert data["tokens"]["input_ids"] == nasty
-    assert data["traces"][0]["name"] == "<script>alert(2)</script>"
+EVIL = ["</script><script>alert(1)</script>", "</SCRIPT ><img src=x onerror=alert(1)>", '" onmouseover="alert(1)',
+        "' autofocus onfocus='alert(1)", "--><svg onload=alert(1)>", "]]><script>alert(1)</script>", "<!--<script>", "{{script}}",
+        "</title></style></textarea></noscript>", "&lt;script&gt;", "\u2028\u2029alert(1)", '"}]</script>', "\\u003c/script>",
+        "\0", "\ud800", "{{style}}"]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", EVIL, ids=range(len(EVIL)))
+def test_the_page_has_no_element_or_attribute_but_those_of_its_template(text):
+    def page(word: str) -> str:
+        tokens = {"input_ids": [[word, "b", word]]}
+        snapshots = [random_snapshot(1, step, kinds=("self",), tokens=tokens, title=word) for step in (1, 2)]
+        return viewer_page([Trace(word, snapshots), Trace(f"{word}2", snapshots)], title=word)
+
+    evil, plain = Elements(page(text)), Elements(page("a"))
+    assert evil.found == plain.found
+    assert evil.comments == plain.comments == []
+    assert page(text).count("</script") == page("a").count("</script")
+    data = data_of(page(text))
+    assert data["tokens"]["input_ids"] == [text, "b", text]
+    assert [trace["name"] for trace in data["traces"]] == [text, f"{text}2"]
+    assert "\u2028" not in page(text).partition("</title>")[2].partition('id="data">')[2]
+
+
+def test_a_drawing_has_curves_for_words_and_no_script():
+    snapshot = random_snapshot(1, 1, kinds=("self",), tokens={"input_ids": [EVIL]}, title="".join(EVIL[:8]), H=1)
+    figure, _ = panels(1, 1)
+    legend(figure, [(word, "#000000", "o", "-") for word in EVIL])
+    for drawing in (svg(heatmap_grid(snapshot)), svg(head_heatmap(snapshot, 0, 0)), svg(figure)):
+        for element in ElementTree.fromstring(drawing).iter():  # raises where the text broke out
+            assert element.tag.rpartition("}")[2] not in ("script", "foreignObject", "a", "img", "iframe")
+            for name, value in element.attrib.items():
+                assert not name.rpartition("}")[2].lower().startswith("on")
+                assert not name.endswith("href") or value.startswith(("#", "data:image/png;base64,"))
 
 
 def test_padding_is_left_out():
-    torch.manual_seed(0)
-    model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=1))
     real = torch.tensor([[False, False, True, True, True]])
-    snapshot = take_snapshot(model, {"input_ids": torch.tensor([[0, 0, 2, 3, 5]]), "key_mask": real})
+    snapshot = take_snapshot(model_of(), {"input_ids": torch.tensor([[0, 0, 2, 3, 5]]), "key_mask": real})
     data = data_of(viewer_page([Trace("a", [snapshot])]))
     assert data["layers"][0]["shape"] == [3, 3, 3]
     assert data["tokens"] == {"input_ids": ["2", "3", "5"]}
 
 
-def test_an_image_has_its_patches_as_tokens_with_and_without_a_class_token():
-    from minitx.analysis.snapshot import _patches
-
-    assert _patches(4) == ["0,0", "0,1", "1,0", "1,1"]
-    assert _patches(5) == ["cls", "0,0", "0,1", "1,0", "1,1"]
-    assert _patches(3) == ["0", "1", "2"]
-
-
-def shrunk(snapshot):
-    layer = snapshot.maps[0]
-    cut = {name: getattr(layer, name)[:, :2] for name in ("weights", "visible", "max_logit")}
-    return dataclasses.replace(snapshot, maps=(dataclasses.replace(layer, **cut), *snapshot.maps[1:]))
-
-
-@pytest.mark.parametrize(
-    ("traces", "message"),
-    [
-        ([], r"traces must hold one model, or two to compare, got 0"),
-        ([Trace("a", [random_snapshot(1)])] * 3, r"traces must hold one model, or two to compare, got 3"),
-        ([Trace("a", [])], r"trace 'a' has no snapshots"),
-        ([Trace("a", [random_snapshot(1, 5), random_snapshot(1, 5)])], r"trace 'a' must have steps that rise .*, got \[5, 5\]"),
-        ([Trace("a", [random_snapshot(1), random_snapshot(1, 5)])], r"steps that rise .*, got \[None, 5\]"),
-        (
-            [Trace("a", [random_snapshot(1)]), Trace("b", [shrunk(random_snapshot(1))])],
-            r"'b' has other layers than the first snapshot: .*\(self, .*\(2, 7, 7\)\) against .*\(3, 7, 7\)\)",
-        ),
-        (
-            [Trace("a", [random_snapshot(1, kinds=("self",) * 2)]), Trace("b", [random_snapshot(1, kinds=("self",))])],
-            r"'b' has other layers than the first snapshot: 1 layers against 2 layers",
-        ),
-        (
-            [Trace("a", [random_snapshot(1)]), Trace("b", [random_snapshot(1, tokens={"input_ids": [[*SOURCE[:-1], "x"]]})])],
-            r"'b' has other tokens: input_ids\[6\] is 'x' against 'שלום'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("traces", "message"), [
+    ([], "one model, or two to compare, got 0"),
+    ([Trace("a", [random_snapshot(1)])] * 3, "one model, or two to compare, got 3"),
+    ([Trace("a", [])], "trace 'a' has no snapshots"),
+    ([Trace("a", [random_snapshot(1, 5), random_snapshot(1, 5)])], r"steps that rise .*, got \[5, 5\]"),
+    ([Trace("a", [random_snapshot(1), random_snapshot(1, 5)])], r"steps that rise .*, got \[None, 5\]"),
+    ([Trace("a", [random_snapshot(1)]), Trace("b", [random_snapshot(1, H=2)])], r"'b' has other layers .*\(2, 7, 7\)\) against .*\(3, 7, 7\)\)"),
+    ([Trace("a", [random_snapshot(1)]), Trace("b", [random_snapshot(1, kinds=("self",))])], "1 layers against 4 layers"),
+    ([Trace("a", [random_snapshot(1)]), Trace("b", [random_snapshot(1, tokens={"input_ids": [[*SOURCE[:-1], "x"]]})])],
+     r"'b' has other tokens: input_ids\[6\] is 'x' against 'שלום'"),
+])  # fmt: skip
 def test_what_cannot_be_shown_together_is_refused(traces, message):
     with pytest.raises(ValueError, match=message):
         viewer_page(traces)
-
-
-def test_more_than_one_row_is_refused():
-    model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=1))
-    snapshot = take_snapshot(model, {"input_ids": torch.tensor([[2, 3], [5, 7]])})
-    with pytest.raises(ValueError, match=r"trace 'a' has a snapshot of 2 rows: choose one with sentence\(row\)"):
-        viewer_page([Trace("a", [snapshot])])
-    viewer_page([Trace("a", [snapshot.sentence(1)])])
 
 
 # --- in a notebook
@@ -207,22 +185,14 @@ class Letters:
         return "".join(chr(ord("a") + i) for i in ids)
 
 
-def model_of(scale):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2}
-    return DecoderLM(TransformerConfig(**sizes, scale=scale))
-
-
 def test_a_notebook_shows_the_page_of_a_text_in_a_frame_that_may_only_run_its_script(tmp_path):
-    model = model_of("inv_sqrt")
-    shown = view(model, "abcade", tokenizer=Letters(), height=479)
+    shown = view(model_of(), "abcade", tokenizer=Letters(), height=479)
     (name, frame), *_ = Elements(shown._repr_html_()).found
-    assert (name, frame["sandbox"]) == ("iframe", "allow-scripts")
+    assert (name, frame["sandbox"], frame["srcdoc"]) == ("iframe", "allow-scripts", shown.page)
     assert "479px" in frame["style"]
-    assert frame["srcdoc"] == shown.page
     data = data_of(shown.page)
     assert data["tokens"]["input_ids"] == list("abcade")
-    want = take_snapshot(model, {"input_ids": torch.tensor([[0, 1, 2, 0, 3, 4]])}).maps[1].weights[0]
+    want = take_snapshot(model_of(), {"input_ids": torch.tensor([[0, 1, 2, 0, 3, 4]])}).maps[1].weights[0]
     assert np.abs(weights_of(data, 0, 0, 1)[0] - want.numpy()).max() < 1e-5
     shown.save(tmp_path / "page.html")
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == shown.page
@@ -230,15 +200,16 @@ def test_a_notebook_shows_the_page_of_a_text_in_a_frame_that_may_only_run_its_sc
 
 def test_two_models_and_the_steps_of_a_run_are_shown_by_name():
     ids = torch.tensor([[1, 2, 3, 5], [5, 3, 2, 1]])
-    both = data_of(view({"scaled": model_of("inv_sqrt"), "unscaled": model_of("unscaled")}, ids, row=1).page)
+    both = data_of(view({"scaled": model_of(), "unscaled": model_of("unscaled")}, ids, row=1).page)
     assert [trace["name"] for trace in both["traces"]] == ["scaled", "unscaled"]
     assert both["tokens"]["input_ids"] == ["5", "3", "2", "1"]
-    steps = [take_snapshot(model_of("inv_sqrt"), {"input_ids": ids}, step=step) for step in (0, 7)]
+    steps = [take_snapshot(model_of(), {"input_ids": ids}, step=step) for step in (0, 7)]
     assert [shot["step"] for shot in data_of(view(steps).page)["traces"][0]["snapshots"]] == [0, 7]
+    with pytest.raises(ValueError, match=r"2 rows: choose one with sentence\(row\)"):
+        viewer_page([Trace("a", steps)])
 
 
-def test_a_view_without_something_to_read_is_refused():
-    with pytest.raises(ValueError, match="tokenizer="):
-        view(model_of("inv_sqrt"), "abc")
-    with pytest.raises(ValueError, match="needs inputs"):
-        view(model_of("inv_sqrt"))
+@pytest.mark.parametrize(("inputs", "message"), [(["abc"], "tokenizer="), ([], "needs inputs")])
+def test_a_view_without_something_to_read_is_refused(inputs, message):
+    with pytest.raises(ValueError, match=message):
+        view(model_of(), *inputs)
