@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 
@@ -27,16 +28,9 @@ from minitx.config import (
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
 
 
-def test_the_config_module_needs_the_standard_library_alone():
-    code = "import sys, minitx.config; assert not {'torch', 'numpy', 'hydra', 'omegaconf'} & set(sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_the_config_of_a_grid_needs_the_standard_library_alone():
-    code = (
-        "import sys, minitx.ablation.config; assert not {'torch', 'numpy', 'hydra', 'omegaconf', 'pandas'} & set(sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+def test_configs_need_the_standard_library_alone():
+    code = "import sys, minitx.config, minitx.ablation.config; print({'torch', 'numpy', 'hydra', 'omegaconf', 'pandas'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
 def test_a_config_survives_the_way_through_plain_data():
@@ -97,6 +91,17 @@ FITS = {
         ("logger", {"a": {"name": "x"}}, "logger.a"),
         ("trainer", {"plugins": [{"a": 1}]}, r"trainer.plugins\[0\]"),
         ("trainer", {"extra": {"max_steps": 3}}, "trainer.extra.max_steps"),
+        ("model", {"num_heads": 7}, "num_heads=7"),
+        ("model", {"num_heads": None}, "model.num_heads=null"),
+        ("model", {"dropout": math.nan}, "model.dropout=nan"),
+        ("model", {"init": "lecunn"}, "did you mean lecun?"),
+        ("optimizer", {"lr": 0}, "optimizer.lr=0"),
+        ("optimizer", {"lr": math.inf}, "optimizer.lr=inf"),
+        ("optimizer", {"betas": [0.9]}, r"optimizer.betas=\[0.9\]"),
+        ("optimizer", {"rules": [{"matc": "q_proj"}]}, r"optimizer.rules\[0\].matc"),
+        ("optimizer", {"rules": [{"match": "("}]}, r"optimizer.rules\[0\].match=\("),
+        ("init_from", {"path": ""}, "init_from.path"),
+        ("init_from", {"fold_scale": True}, "fold_scale"),
     ],
 )
 def test_what_does_not_fit_together_is_named_by_its_key(group, changed, key):

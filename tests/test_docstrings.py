@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
 import minitx
 from minitx import interop, nn
 from minitx.nn import backends, efficient, models
@@ -47,17 +45,13 @@ def is_method(thing: Any) -> bool:
 def says_what(thing: Any) -> bool:
     """Whether there is a docstring, its own or that of what it overrides; the signature that a dataclass gets is none."""
     text = inspect.getdoc(thing)
-    made = (
-        f"{thing.__name__}{str(inspect.signature(thing)).removesuffix(' -> None')}" if dataclasses.is_dataclass(thing) else None
-    )
-    return bool(text) and text != made
+    made = f"{thing.__name__}{inspect.signature(thing)}" if dataclasses.is_dataclass(thing) else None
+    return bool(text) and text != str(made).removesuffix(" -> None")
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_every_public_name_says_what_it_is(name):
-    assert importlib.import_module(name).__doc__, f"{name} has no docstring"
-    silent = [f"{name}.{key}" for key, thing in members(name) if not says_what(thing)]
-    assert silent == []
+def test_every_public_name_says_what_it_is():
+    assert [name for name in MODULES if not importlib.import_module(name).__doc__] == []
+    assert [f"{name}.{key}" for name in MODULES for key, thing in members(name) if not says_what(thing)] == []
 
 
 PUBLIC = {
@@ -83,12 +77,11 @@ def text_of(thing: Any) -> str:
     return f"{own}\n{built or ''}"
 
 
-@pytest.mark.parametrize("name", CALLABLE)
-def test_every_argument_is_named_in_the_docstring(name):
-    thing = PUBLIC[name]
-    text = text_of(thing)
-    missing = [one for one in arguments(thing) if not re.search(rf"\b{re.escape(one)}\b", text)]
-    assert missing == []
+def test_every_argument_is_named_in_the_docstring():
+    for name in CALLABLE:
+        text = text_of(PUBLIC[name])
+        missing = [one for one in arguments(PUBLIC[name]) if not re.search(rf"\b{re.escape(one)}\b", text)]
+        assert missing == [], name
 
 
 UNSHOWN = {
@@ -106,11 +99,9 @@ UNSHOWN = {
 """Names without an example of their own, and why. By their first place in ``PUBLIC``."""
 
 
-@pytest.mark.parametrize("name", CALLABLE)
-def test_every_name_shows_an_example_or_is_listed_with_a_reason(name):
-    first = next(other for other in CALLABLE if PUBLIC[other] is PUBLIC[name])
-    assert (">>>" in text_of(PUBLIC[name])) != (first in UNSHOWN), "an example is missing, or its exception is left over"
-
-
-def test_the_exceptions_are_public_names():
+def test_every_name_shows_an_example_or_is_listed_with_a_reason():
     assert set(UNSHOWN) <= set(CALLABLE)
+    for name in CALLABLE:
+        first = next(other for other in CALLABLE if PUBLIC[other] is PUBLIC[name])
+        shown = ">>>" in text_of(PUBLIC[name])
+        assert shown != (first in UNSHOWN), f"{name}: an example is missing, or its exception is left over"

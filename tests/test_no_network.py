@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import urllib.request
 
 import pytest
@@ -38,5 +36,3 @@ def test_loopback_is_open():
 
 def test_programs_that_tests_start_are_told_that_there_is_no_hub():
     assert os.environ["HF_HUB_OFFLINE"] == "1"
-    asked = "import huggingface_hub.constants as c; print(c.HF_HUB_OFFLINE)"
-    assert subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout == "True\n"

@@ -13,6 +13,7 @@ import pytest
 from minitx.cli import cost, evaluate, generate, heads, train, view
 from minitx.cli.compose import compose_config
 from minitx.cli.train import run_training
+from minitx.training.metrics import read_metrics
 
 PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "cost": cost, "view": view, "heads": heads}
 TEXT = "In the beginning God created the heaven and the earth.\n你好世界 🎉\n"
@@ -21,6 +22,9 @@ SHORT = (
     *("trainer.accelerator=cpu", "trainer.threads=1", "trainer.val_batches=1", "trainer.val_every=0", "trainer.max_steps=2"),
     *("schedule.warmup_steps=1", "callbacks.progress=false", "evaluation.at_end=true"),
 )
+TINY = ("data=kv_lookup", "data.val_size=16", "data.batch_size=8", "model.embed_dim=8", "model.num_heads=2", "model.num_layers=1",
+        "trainer.accelerator=cpu", "trainer.threads=1", "trainer.log_every=1", "callbacks.progress=false")  # fmt: skip
+"""A smaller one, which a test makes for itself."""
 LEARNS = "trainer.max_steps=20 optimizer.lr=1e-2 "
 RUNS = {
     "text": LEARNS + "data=text data.context_len=24",
@@ -47,9 +51,10 @@ def shared_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Path:
-    """A folder with the runs of ``RUNS``, and the text that some of them read."""
+    """A folder with the runs of ``RUNS``, the text that some of them read, and a treebank of one long word."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.txt").write_text(TEXT * 60, encoding="utf-8")
+    (folder / "long").write_text(f"1\t{'cat' * 40}\t_\t_\t_\t_\t0\troot\t_\t_\n\n", encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minitx.data.load.data_dir", lambda: shared_data)
         for name, words in RUNS.items():
@@ -93,12 +98,29 @@ def cli(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
     return run
 
 
+def losses(folder: str | Path) -> list[float | None]:
+    """The training loss of each row of ``metrics.csv``."""
+    return [row["train_loss"] for row in read_metrics(Path(folder) / "metrics.csv")]
+
+
 def assert_named(said: Said, part: str, code: int = 2) -> None:
     """That exit code, and at most three lines that name ``part``."""
     assert said.code == code, said
     assert part in said.err, (part, said.err)
     assert len(said.err.strip().splitlines()) <= 3, said.err
     assert "Traceback" not in said.out + said.err
+
+
+@pytest.fixture
+def output(cli: Callable[..., Said]) -> Callable[..., str]:
+    """``output("heads", "ckpt_path=...")``: what the program writes when nothing is wrong."""
+
+    def run(program: str, *arguments: str, **options: str) -> str:
+        said = cli(*arguments, program=program, **options)
+        assert (said.code, said.err) == (0, "")
+        return said.out
+
+    return run
 
 
 @pytest.fixture

@@ -34,14 +34,3 @@ def test_other_data_can_be_read_with_the_same_tokenizer(cli, last, place):
         assert cli(last("text"), *words, "output=found.json", program="evaluate").code == 0
         losses.append(json.loads((place / "found.json").read_text("utf-8"))["metrics"]["loss"]["value"])
     assert losses[0] < losses[1]
-
-
-@pytest.mark.parametrize(
-    "typed", ["batch_size=-1", "output=no/such/found.json", "output=.", "device=toaster", "data.path=gone.txt"]
-)
-def test_a_mistake_is_one_sentence(assert_refused, last, typed):
-    assert_refused(typed, last("text"), typed, program="evaluate")
-
-
-def test_a_file_that_is_no_checkpoint_is_one_sentence(assert_refused, runs):
-    assert_refused("text.txt", f"ckpt_path={runs / 'text.txt'}", program="evaluate")

@@ -12,16 +12,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from minitx.cli import launch
 from minitx.config import ConfigError, TrainerConfig
-from minitx.training.checkpoint import read_checkpoint
 from minitx.training.metrics import read_metrics
+from tests.cli.conftest import TINY as ALONE
+from tests.cli.conftest import losses
 from tests.cli.processes import OF_LAUNCHERS, run, start
 from tests.waiting import PATIENCE, wait_for
 
-TINY = [
-    "data=kv_lookup", "data.batch_size=8", "data.val_size=8", "model.embed_dim=8", "model.num_heads=2", "model.num_layers=1",
-    "trainer=ddp_cpu", "trainer.threads=1", "trainer.val_batches=1", "trainer.val_every=0", "callbacks.progress=false", "trainer.log_every=5",
-]  # fmt: skip
-ENDLESS = ["trainer.max_steps=10000000", "trainer.ckpt_every=100000"]
+SHORT = ("trainer.val_batches=1", "trainer.val_every=0")
+TINY = (*ALONE[:-2], "callbacks.progress=false", "trainer=ddp_cpu", *SHORT, "trainer.log_every=5")
 
 
 @pytest.fixture
@@ -38,19 +36,13 @@ def place_of(monkeypatch):
     return put
 
 
-def losses(folder):
-    return [row["train_loss"] for row in read_metrics(folder / "metrics.csv")]
-
-
 def test_two_devices_need_two_processes_unless_torchrun_or_srun_started_them(place_of):
     assert not launch.needs_launch(TrainerConfig())
     assert launch.needs_launch(TrainerConfig(devices=2))
     place_of(SLURM_NTASKS="2", SLURM_PROCID="1")
     assert (launch.started_from_outside(), launch.rank()) == (2, 1)
     assert not launch.needs_launch(TrainerConfig(devices=2))
-    place_of(
-        SLURM_NTASKS="2", SLURM_PROCID="1", SLURM_JOB_NAME="interactive"
-    )  # a shell on a node, in which srun starts nothing
+    place_of(SLURM_NTASKS="2", SLURM_PROCID="1", SLURM_JOB_NAME="interactive")  # a shell on a node: srun starts nothing in it
     assert launch.needs_launch(TrainerConfig(devices=2))
     place_of(TORCHELASTIC_RUN_ID="x", WORLD_SIZE="4", RANK="3")
     assert (launch.started_from_outside(), launch.rank()) == (4, 3)
@@ -74,84 +66,40 @@ def test_a_sweep_under_torchrun_is_refused(cli, place, place_of):
     assert not list(place.rglob("metrics.csv"))
 
 
-def started_processes(process):
-    """The processes of the run by rank."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            settings = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if parent == process.pid:
-            found |= {int(s[5:]): int(folder.name) for s in settings if s.startswith(b"RANK=")}
-    return found
+def rank_of(folder, parent):
+    """The rank of the process whose folder in /proc this is; None for one that ``parent`` did not start."""
+    try:
+        settings, state = (folder / "environ").read_bytes().split(b"\0"), (folder / "stat").read_text()
+    except OSError:
+        return None
+    child = int(state.rpartition(")")[2].split()[1]) == parent
+    return next((int(one[5:]) for one in settings if one.startswith(b"RANK=")), None) if child else None
 
 
-def begun(folder, *more):
-    """A run without an end, after its first steps."""
-    process = start([*TINY, *ENDLESS, *more, f"output_dir={folder}"], folder.parent)
-    metrics = folder / "metrics.csv"
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_others_with_the_reason(tmp_path):
+    words = [*TINY, "trainer.max_steps=10000000", "trainer.ckpt_every=100000", "output_dir=run"]
+    process, metrics = start(words, tmp_path), tmp_path / "run" / "metrics.csv"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
-    return process
-
-
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.slow)])
-def test_a_process_that_dies_ends_the_others_with_the_reason(victim, tmp_path):
-    process = begun(tmp_path / "run")
-    ranks = started_processes(process)
-    assert set(ranks) == {0, 1}
-    os.kill(ranks[victim], signal.SIGKILL)
+    ranks = {rank_of(folder, process.pid): int(folder.name) for folder in Path("/proc").glob("[0-9]*")}
+    assert ranks.pop(None) and set(ranks) == {0, 1}
+    os.kill(ranks[1], signal.SIGKILL)
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 3
-    assert f"process {victim}" in err
-    assert "SIGKILL" in err
+    assert "process 1" in err and "SIGKILL" in err
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
     assert sorted(p.name for p in (tmp_path / "run" / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
 
 
 @pytest.mark.parametrize("other", [-signal.SIGTERM, 128 + signal.SIGTERM, 3])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_is_the_reason_also_where_all_end_in_one_second(victim, other, tmp_path):
-    codes = {victim: -signal.SIGKILL, 1 - victim: other}
-    failures = {n: ProcessFailure(n, 1, codes[n], str(tmp_path / "none")) for n in (0, 1)}
-    for failure in failures.values():
-        failure.timestamp = 1
-    said = launch._failure(failures, tmp_path)
-    assert said.code == 3
-    assert f"process {victim}" in str(said)
-    assert "SIGKILL" in str(said)
-
-
-@pytest.mark.long
-def test_a_signal_stops_all_and_the_run_goes_on(tmp_path):
-    process = begun(tmp_path / "cut")
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, err.count("\n")) == (143, 1), err
-    step = read_checkpoint(tmp_path / "cut" / "checkpoints" / "last.ckpt")["global_step"]
-    assert step % 5 == 0  # where several processes agree
-    assert run([*TINY, f"trainer.max_steps={step + 10}", "output_dir=cut", "ckpt_path=last"], tmp_path)[0] == 0
-    rows = read_metrics(tmp_path / "cut" / "metrics.csv")
-    assert [row["step"] for row in rows] == list(range(5, step + 11, 5))
-
-
-@pytest.mark.long
-def test_each_run_of_a_sweep_has_processes_of_its_own(tmp_path):
-    code, _, err = run(["-m", *TINY, "trainer.max_steps=5", "seed=1,2", "hydra.sweep.dir=sweep"], tmp_path)
-    assert (code, err) == (0, "")
-    assert run([*TINY, "trainer.max_steps=5", "seed=2", "output_dir=alone"], tmp_path)[0] == 0
-    assert losses(tmp_path / "sweep" / "1") == losses(tmp_path / "alone") != losses(tmp_path / "sweep" / "0")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["alone", "sweep"]
-
-
-@pytest.mark.long
-def test_a_mistake_that_every_process_finds_is_said_once(tmp_path):
-    code, _, err = run([*TINY, "model.backend=nonsense", "output_dir=run"], tmp_path)
-    assert code == 2
-    assert err.count("\n") <= 2, err  # a line of Hydra's, and the sentence
-    assert "nonsense" in err.splitlines()[-1]
-    assert list(tmp_path.iterdir()) == []
+def test_a_killed_process_is_the_reason_also_where_all_end_in_one_second(other, tmp_path):
+    for victim in (0, 1):
+        codes = {victim: -signal.SIGKILL, 1 - victim: other}
+        failures = {n: ProcessFailure(n, 1, codes[n], str(tmp_path / "none")) for n in (0, 1)}
+        for failure in failures.values():
+            failure.timestamp = 1
+        said = launch._failure(failures, tmp_path)
+        assert said.code == 3 and f"process {victim}" in str(said) and "SIGKILL" in str(said)
 
 
 @pytest.mark.long
@@ -163,8 +111,10 @@ def test_torchrun_and_srun_share_one_folder(tmp_path):
     code, _, err = run(words, tmp_path / "torchrun", by=torchrun, OMP_NUM_THREADS="1")
     assert code == 0, err
     # Lightning makes a port of the job's number: two suites on one machine must not have the same
-    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODELIST": "localhost", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}  # fmt: skip
-    tasks = [start(words, tmp_path / "srun", **job, SLURM_PROCID=str(i), SLURM_LOCALID=str(i)) for i in (0, 1)]
+    job = {"JOB_ID": os.getpid(), "NTASKS": 2, "NTASKS_PER_NODE": 2, "NODELIST": "localhost", "JOB_NAME": "train", "NNODES": 1}
+    ranks = [{**job, "NODEID": 0, "PROCID": i, "LOCALID": i} for i in (0, 1)]
+    slurm = [{f"SLURM_{name}": str(value) for name, value in rank.items()} for rank in ranks]
+    tasks = [start(words, tmp_path / "srun", **names) for names in slurm]
     for task in tasks:
         _, err = task.communicate(timeout=PATIENCE)
         assert task.returncode == 0, err

@@ -19,16 +19,8 @@ def test_every_key_has_a_meaning_and_no_other_word_has_one(place, cls):
 
 
 def test_the_sections_reach_the_innermost_keys():
-    places = {place for place, _ in (*made.sections(), *GRID)}
-    assert {
-        "",
-        "data",
-        "init_from",
-        "trainer.stop_at",
-        "optimizer.rules[]",
-        "callbacks.samples",
-        "ablation.studies.NAME",
-    } <= places
+    innermost = {"init_from", "trainer.stop_at", "optimizer.rules[]", "callbacks.samples", "ablation.studies.NAME"}
+    assert innermost <= {place for place, _ in (*made.sections(), *GRID)}
 
 
 @pytest.mark.parametrize("group", made.GROUPS)

@@ -14,127 +14,74 @@ transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
 transformers.utils.logging.disable_progress_bar()
 
 V, L, PAD = 61, 11, 1
+SHAPE = {"hidden_size": 40, "intermediate_size": 53, "num_hidden_layers": 2, "num_attention_heads": 4}
+BERT = {**SHAPE, "vocab_size": V, "max_position_embeddings": 43, "pad_token_id": PAD}
+VIT = {**SHAPE, "image_size": 12, "patch_size": 3, "num_channels": 2}
 LLAMA = {
+    **SHAPE,
     "vocab_size": V,
-    "hidden_size": 40,
-    "intermediate_size": 53,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "max_position_embeddings": 43,
     "bos_token_id": 2,
     "eos_token_id": 3,
 }
 GROUPED = {**LLAMA, "num_key_value_heads": 2}
-QWEN3 = {**GROUPED, "head_dim": 14, "rms_norm_eps": 1e-3}
-GEMMA = {
-    **GROUPED,
-    "head_dim": 14,
-    "query_pre_attn_scalar": 30,
-    "sliding_window": 5,
-    "layer_types": ["full_attention"] * 2,
-}
-SLIDING = {"layer_types": ["sliding_attention"] * 2}
+QWEN3 = {**GROUPED, "head_dim": 14, "rms_norm_eps": 1e-3, "attention_bias": True, "tie_word_embeddings": True}
+OTHER_LLAMA = {"num_key_value_heads": 1, "head_dim": 14, "hidden_act": "gelu", "attention_bias": True, "mlp_bias": True}
+FULL, SLIDING = ({"layer_types": [f"{kind}_attention"] * 2} for kind in ("full", "sliding"))
+GEMMA = {**GROUPED, **FULL, "head_dim": 14, "query_pre_attn_scalar": 30, "sliding_window": 5}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 0.7}
 ROPE = {"rope_theta": 500.0, "factor": 3.0}
 YARN = {**ROPE, "rope_type": "yarn", "original_max_position_embeddings": 13}
-LLAMA3 = {
-    **ROPE,
-    "rope_type": "llama3",
-    "original_max_position_embeddings": 13,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+STRETCHED = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 GPT2 = {"vocab_size": V, "n_positions": 43, "n_embd": 40, "n_layer": 2, "n_head": 4, "bos_token_id": 2, "eos_token_id": 3}
-BERT = {
-    "vocab_size": V,
-    "hidden_size": 40,
-    "intermediate_size": 53,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 43,
-    "pad_token_id": PAD,
-}
+OTHER_GPT2 = {"layer_norm_epsilon": 1e-3, "scale_attn_weights": False, "activation_function": "relu", "n_inner": 53}
 T5 = {"vocab_size": V, "d_model": 40, "d_kv": 7, "d_ff": 53, "num_heads": 3, "num_layers": 2}
 T5_V11 = {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-VIT = {
-    "hidden_size": 40,
-    "intermediate_size": 53,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 12,
-    "patch_size": 3,
-    "num_channels": 2,
-}
+BUCKETS = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 9}
+OTHER_T5 = {**BUCKETS, "num_decoder_layers": 3, "layer_norm_epsilon": 1e-2}
 CASES = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
-    "gpt2 untied": ("GPT2LMHeadModel", {**GPT2, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
-    "gpt2 unscaled relu": (
-        "GPT2LMHeadModel",
-        {**GPT2, "scale_attn_weights": False, "activation_function": "relu", "n_inner": 53},
-    ),
+    "gpt2 untied unscaled relu": ("GPT2LMHeadModel", {**GPT2, **OTHER_GPT2, "tie_word_embeddings": False}),
     "llama": ("LlamaForCausalLM", LLAMA),
     "llama grouped tied": ("LlamaForCausalLM", {**GROUPED, "tie_word_embeddings": True, "rms_norm_eps": 1e-2}),
-    "llama biases": ("LlamaForCausalLM", {**GROUPED, "attention_bias": True, "mlp_bias": True}),
-    "llama one key head": ("LlamaForCausalLM", {**LLAMA, "num_key_value_heads": 1, "head_dim": 14}),
-    "llama gelu": ("LlamaForCausalLM", {**LLAMA, "hidden_act": "gelu"}),
+    "llama one key head biases": ("LlamaForCausalLM", {**LLAMA, **OTHER_LLAMA}),
     "llama linear": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": {**ROPE, "rope_type": "linear"}}),
     "llama llama3": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": LLAMA3}),
     "llama yarn": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": YARN}),
     "llama yarn turns": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": {**YARN, "beta_fast": 8.0, "beta_slow": 0.5}}),
     "mistral window": ("MistralForCausalLM", {**GROUPED, "sliding_window": 5}),
     "mistral": ("MistralForCausalLM", {**GROUPED, "sliding_window": None, "head_dim": 14}),
-    "qwen2": ("Qwen2ForCausalLM", GROUPED),
-    "qwen2 window": (
-        "Qwen2ForCausalLM",
-        {**GROUPED, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0, "tie_word_embeddings": True},
-    ),
+    "qwen2 window": ("Qwen2ForCausalLM", {**GROUPED, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+    "qwen2 mixed": ("Qwen2ForCausalLM", {**GROUPED, **MIXED, "use_sliding_window": True, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", QWEN3),
-    "qwen3 biases": ("Qwen3ForCausalLM", {**QWEN3, "attention_bias": True, "tie_word_embeddings": True}),
     "gemma2": ("Gemma2ForCausalLM", {**GEMMA, **CAPS}),
     "gemma2 window": ("Gemma2ForCausalLM", {**GEMMA, **CAPS, **SLIDING, "query_pre_attn_scalar": 14}),
     "gemma2 no caps": ("Gemma2ForCausalLM", {**GEMMA, **dict.fromkeys(CAPS), "tie_word_embeddings": False}),
-    "gemma2 mixed": ("Gemma2ForCausalLM", {**GEMMA, **CAPS, **MIXED}),
-    "gemma3 mixed": ("Gemma3ForCausalLM", {**GEMMA, **MIXED}),
-    "gemma3 mixed, stretched": (
-        "Gemma3ForCausalLM",
-        {
-            **GEMMA,
-            **MIXED,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            },
-        },
-    ),
-    "qwen2 mixed": ("Qwen2ForCausalLM", {**GROUPED, **MIXED, "use_sliding_window": True}),
-    "gemma3": ("Gemma3ForCausalLM", {**GEMMA, "rms_norm_eps": 1e-3}),
+    "gemma3": ("Gemma3ForCausalLM", {**GEMMA, "rms_norm_eps": 1e-3, "attention_bias": True}),
     "gemma3 window": ("Gemma3ForCausalLM", {**GEMMA, **SLIDING, "final_logit_softcapping": 0.7}),
-    "gemma3 biases": ("Gemma3ForCausalLM", {**GEMMA, "attention_bias": True}),
+    "gemma3 mixed, stretched": ("Gemma3ForCausalLM", {**GEMMA, **MIXED, "rope_parameters": STRETCHED}),
     "bert masked": ("BertForMaskedLM", BERT),
     "bert masked untied": ("BertForMaskedLM", {**BERT, "tie_word_embeddings": False, "hidden_act": "gelu_new"}),
     "bert sequence": ("BertForSequenceClassification", {**BERT, "num_labels": 5}),
     "bert token": ("BertForTokenClassification", {**BERT, "num_labels": 3, "type_vocab_size": 3}),
     "bert pooler": ("BertModel", BERT),
     "roberta masked": ("RobertaForMaskedLM", BERT),
-    "roberta masked untied": ("RobertaForMaskedLM", {**BERT, "tie_word_embeddings": False}),
     "roberta sequence": ("RobertaForSequenceClassification", {**BERT, "num_labels": 5, "type_vocab_size": 1}),
-    "roberta token": ("RobertaForTokenClassification", BERT),
     "roberta pooler": ("RobertaModel", BERT),
     "t5 v1.0": ("T5ForConditionalGeneration", T5),
     "t5 v1.1": ("T5ForConditionalGeneration", T5_V11),
-    "t5 few buckets": (
-        "T5ForConditionalGeneration",
-        {**T5, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 9, "num_decoder_layers": 3},
-    ),
-    "t5 gated silu": ("T5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-silu", "layer_norm_epsilon": 1e-2}),
+    "t5 few buckets": ("T5ForConditionalGeneration", {**T5, **OTHER_T5, "feed_forward_proj": "gated-silu"}),
     "t5 encoder": ("T5EncoderModel", {**T5, "feed_forward_proj": "gated-gelu"}),
     "vit": ("ViTForImageClassification", {**VIT, "num_labels": 7}),
     "vit no qkv bias": ("ViTForImageClassification", {**VIT, "qkv_bias": False, "hidden_act": "gelu_new"}),
     "vit pooler": ("ViTModel", VIT),
 }
-UNPADDED = ("vit", "vit no qkv bias", "vit pooler")
 
 
 def build(name):
@@ -164,18 +111,19 @@ def random_model(kind, config):
     return model
 
 
-def save(model, folder):
-    model.save_pretrained(folder)
+def saved(model, folder):
+    """Its folder; ``model`` may be the name of a case."""
+    (build(model) if isinstance(model, str) else model).save_pretrained(folder)
     return folder
 
 
-def batch(padding, rows=3):
-    """(input_ids, key_mask): rows of several lengths, padded on one side; None for no padding."""
-    ids = torch.randint(4, V, (rows, L))
+def batch(padding, name=""):
+    """(input_ids, key_mask): rows of several lengths, padded on one side; None for no padding. Pictures for a ViT."""
+    if name.startswith("vit"):
+        return torch.randn(3, 2, 12, 12), None
+    ids, lengths, at = torch.randint(4, V, (3, L)), torch.tensor([L, 7, 5])[:, None], torch.arange(L)
     if padding == "none":
         return ids, None
-    lengths = torch.tensor([L, 7, 5])[:rows, None]
-    at = torch.arange(L)
     real = at < lengths if padding == "right" else at >= L - lengths
     return ids.where(real, torch.tensor(PAD)), real
 
