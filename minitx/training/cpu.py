@@ -24,7 +24,7 @@ _active = False
 
 
 @contextmanager
-def onednn_products() -> Iterator[bool]:
+def onednn_products(wanted: bool = True) -> Iterator[bool]:
     """While this lasts, oneDNN computes large float32 matrix products on AMD processors with AVX-512. Yields whether it does.
 
     torch computes float32 products on a CPU with Intel's MKL, which uses only AVX2 on a processor of AMD. oneDNN, which is part of
@@ -36,11 +36,14 @@ def onednn_products() -> Iterator[bool]:
     without AMX does so; one product is compared with float64 before the first use. The setting holds for one product at a time,
     because attention on a CPU is slower under it.
 
+    Args:
+        wanted: False to use torch's own kernels while this lasts, inside a run, say.
+
     >>> with onednn_products() as faster:
     ...     product = torch.randn(128, 128) @ torch.randn(128, 128)
     """
     global _active
-    before, _active = _active, _is_faster() and _setting.fp32_precision == "none"
+    before, _active = _active, wanted and _is_faster() and _setting.fp32_precision == "none"
     if _active:
         _replace_kernels()
     try:
