@@ -95,7 +95,7 @@ def gate(backend: str) -> None:
         out = scaled_dot_product_attention(*tensors, is_causal=True, backend=name)
         out.sum().backward()
         outs.append([out, *(t.grad for t in tensors)])
-    error = max(float((a - b.double()).abs().max() / a.abs().max()) for a, b in zip(*outs, strict=True))  # type: ignore[union-attr]
+    error = max(float(((a - b.double()).abs().max() / a.abs().max()).detach()) for a, b in zip(*outs, strict=True))  # type: ignore[union-attr]
     if error > 0.03:
         raise SystemExit(f"error: {backend} is off by {error:.3f} from float64")
 
