@@ -1,5 +1,5 @@
 # make ablation   set up, run the quick grid with and without 1/√d_k, write its report        make test   set up and pass the tests
-# make bench      measure beside others, docs/dev/performance.md (8 pairs a row: 14 minutes on two cores; PAIRS=20, as is published: 25)
+# make bench      measure beside others, docs/dev/performance.md (8 pairs a row: at most 15 minutes on two quiet cores; PAIRS=20 is what is published)
 # make site       the pages and docstrings as a web site: site/docs/index.html
 # make docs       write the generated pages again: configuring, performance
 # make coverage   lines and branches of minitx/nn that its tests run      make mutation   faults seeded one by one (hours, goes on where it stopped)
@@ -20,13 +20,13 @@ test: $(VENV)/dev.installed
 slow: $(VENV)/dev.installed
 	$(BIN)/python -m pytest -n 2 -m slow
 
-PAIRS   ?= 8
-BENCHES := fused_attention kernel_choice ragged data_path attention_statistics trainer_tax training_throughput overhead
+PAIRS ?= 8
 bench: $(VENV)/dev.installed
-	set -e; for name in $(BENCHES); do $(BIN)/python benchmarks/$$name.py --pairs $(PAIRS); done
-	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/cold_start.py --pairs 8           # 14 s a pair
-	$(BIN)/python benchmarks/decoding.py --pairs 8 --new 32    # the target speaks of 256 + 256 tokens: python benchmarks/decoding.py, 10 minutes
+	$(BIN)/python benchmarks/step.py --pairs $(PAIRS)                  # NANOGPT=FOLDER in the environment: over nanoGPT, too
+	$(BIN)/python benchmarks/attention.py --pairs $(PAIRS)
+	$(BIN)/python benchmarks/decode.py --pairs $(PAIRS) --new 32       # the target speaks of 256 + 256 tokens: python benchmarks/decode.py, 10 minutes
+	$(BIN)/python benchmarks/data.py --pairs $(PAIRS) --megabytes 32   # the target speaks of 1 GB: python benchmarks/data.py
+	$(BIN)/python benchmarks/start.py --pairs 4                        # a minute a pair
 	$(BIN)/python benchmarks/report.py
 
 bench-quality: $(VENV)/dev.installed
@@ -51,8 +51,8 @@ coverage: $(VENV)/dev.installed
 	$(BIN)/coverage report --fail-under=98
 
 mutation: $(VENV)/dev.installed
-	$(BIN)/python benchmarks/mutation.py
-	$(BIN)/python benchmarks/mutation.py --record
+	$(BIN)/python tests/tools/mutation.py
+	$(BIN)/python tests/tools/mutation.py --record
 
 $(VENV)/%.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -1,140 +1,142 @@
 """P2 and P3: how fast, and in how many tokens, the modern preset comes to the loss of GPT-2's recipe on a text, on a CPU.
 
-    python benchmarks/quality.py --text FILE          # tiny-shakespeare, in one file; about 25 minutes on two cores
+    python benchmarks/quality.py --text FILE          # tiny-shakespeare, one file of 1,115,394 characters; 25 minutes on two cores
 
-Every run is kept in runs/quality/ under what its config says, so that a benchmark that was stopped goes on: runs of the two sides
-may then lie some minutes apart.
+Every run is kept in runs/quality/ under what its config, the code's commit and the machine's threads are, so that a benchmark that was
+stopped goes on.
 
-P2. A is ``experiment=gpt2_baseline`` (0.80 million parameters, 2000 steps of 12 x 64 characters: nanoGPT's recipe for a CPU), B is
-``experiment=speedrun_char``, each as ``scripts/train.py`` runs it, in a process of its own, seed by seed in turn. Training seconds leave out
-the validation; the whole process is what a clock beside it shows. The loss is that of the whole validation split (the last tenth of
-the text) in rows of 64 characters, in float32, with the weights as they are.
+P2. ``experiment=gpt2_baseline`` (0.80 million parameters, 2,000 steps of 12 x 64 characters: nanoGPT's recipe for a CPU) over
+``experiment=speedrun_char``, each as ``scripts/train.py`` runs it, in a process of its own, seed by seed in turn. Training seconds leave
+out the validation. The loss is that of the whole validation split, the last tenth of the text.
 
-P3. Both presets at two lengths of training, around the loss that is wanted; a line through loss against the logarithm of tokens says, seed by seed,
-where it is reached. GPT-2's rate is chosen among four on a seed of its own. The modern preset's rates were chosen on seed 0
-of this text (docs/dev/decisions.md), by no more runs of no more tokens.
+P3. Both presets at two lengths of training around the loss; a line through loss against the logarithm of tokens says, seed by seed, where
+it is reached. GPT-2's rate is chosen among four on a seed of its own; the modern preset's rates were chosen on seed 0 of this text
+(docs/dev/decisions.md), by no more runs of no more tokens.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import hashlib
 import json
+import math
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from measure import judged, median_interval, ratio_interval, reached, table, write
+from harness import ROOT, Row, commit, exact, median_interval, parser, ratio_interval, row, seconds_of, write
 
 from minitx.cli.compose import compose_config
 from minitx.config import to_dict
+from minitx.training.metrics import read_metrics
 
-ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "runs" / "quality"
 LOSS = 1.885
-PRESETS = ("gpt2_baseline", "speedrun_char")
+OURS, THEIRS = "speedrun_char", "gpt2_baseline"
 RATES, TUNING_SEED, TUNING_STEPS = ("1e-3", "2e-3", "4e-3", "8e-3"), 1000, 900
-LENGTHS = {"gpt2_baseline": (900, 1500), "speedrun_char": (180, 250)}
+LENGTHS = {THEIRS: (900, 1500), OURS: (180, 250)}
+NAME = "tiny-shakespeare"
 
 
 def trained(text: Path, preset: str, seed: int, *more: str) -> dict[str, float]:
     """One run: its last validation loss, training and process seconds, and tokens; kept, and read where it was kept."""
     options = [f"experiment={preset}", "data=text", f"data.path='{text}'", f"seed={seed}", "callbacks.progress=false", *more]
-    said = json.dumps([to_dict(compose_config(options)), torch.__version__, torch.get_num_threads()], sort_keys=True)
+    said = json.dumps([to_dict(compose_config(options)), commit(), torch.__version__, torch.get_num_threads()], sort_keys=True)
     kept = KEPT / f"{preset}-{seed}-{hashlib.sha256(said.encode()).hexdigest()[:16]}.json"
-    found = json.loads(kept.read_text()) if kept.exists() else _trained(options, seed)
-    KEPT.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps(found))
-    print(f"{preset} {' '.join(more)} {found}", flush=True)
+    if not kept.exists():
+        KEPT.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(process(options, seed)))
+    found: dict[str, float] = json.loads(kept.read_text())
+    print(f"    {preset} {' '.join(more)} {found}", flush=True)
     return found
 
 
-def _trained(options: list[str], seed: int) -> dict[str, float]:
+def process(options: list[str], seed: int) -> dict[str, float]:
+    """What ``train.py`` makes of ``options``."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = [sys.executable, "scripts/train.py", *options, f"output_dir={run}"]
-        began = time.perf_counter()
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        whole = time.perf_counter() - began
-        if done.returncode:
-            raise SystemExit(done.stderr.strip().splitlines()[-1])
-        with (run / "metrics.csv").open() as file:
-            rows = list(csv.DictReader(file))
-    losses = [float(row["val_loss"]) for row in rows if row["val_loss"]]
-    last = next(row for row in reversed(rows) if row["seconds"])
-    found = {"seed": seed, "loss": losses[-1], "training_seconds": float(last["seconds"]), "process_seconds": whole}
-    return found | {"tokens": int(last["tokens"]), "steps": int(last["step"])}
+        whole = seconds_of(lambda: subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True))
+        rows = read_metrics(run / "metrics.csv")
+    loss = [one["val_loss"] for one in rows if one["val_loss"] is not None][-1]
+    last = [one for one in rows if one["seconds"] is not None][-1]
+    found = {"seed": seed, "loss": loss, "training seconds": last["seconds"], "process seconds": whole}
+    return found | {"tokens": last["tokens"], "steps": last["step"]}
 
 
-def time_to_loss(text: Path, seeds: int) -> dict[str, Any]:
-    """P2: the rows, and every run."""
-    runs: dict[str, list[dict[str, float]]] = {preset: [] for preset in PRESETS}
+def reached(loss: float, points: dict[int, float]) -> float:
+    """How many tokens have ``loss``, on the line through (ln tokens, loss) of the shortest and the longest run."""
+    (x0, y0), (x1, y1) = ((math.log(tokens), points[tokens]) for tokens in (min(points), max(points)))
+    return math.exp(x0 + (y0 - loss) * (x1 - x0) / (y0 - y1))
+
+
+def time_to_loss(text: Path, seeds: int, steps: list[str]) -> Iterator[Row]:
+    """P2."""
+    runs: dict[str, list[dict[str, float]]] = {THEIRS: [], OURS: []}
     for seed in range(seeds):
-        for preset in PRESETS if seed % 2 == 0 else reversed(PRESETS):
-            runs[preset].append(trained(text, preset, seed))
-    ours, theirs = runs["speedrun_char"], runs["gpt2_baseline"]
-    rows = []
-    for name, wanted in (("training_seconds", ">= 5"), ("process_seconds", ">= 3"), ("tokens", None)):
-        ratios = ratio_interval([a[name] / b[name] for a, b in zip(theirs, ours, strict=True)])
-        rows.append(judged(f"{name.replace('_', ' ')}, gpt2_baseline / speedrun_char", ratios, wanted))
-    worst = {name: max(run["loss"] for run in runs[name]) for name in PRESETS}
-    rows.append(judged(f"loss of speedrun_char, the worst of {seeds} seeds", _exact(worst["speedrun_char"]), f"<= {LOSS}"))
-    rows.append(judged(f"loss of gpt2_baseline, the worst of {seeds} seeds", _exact(worst["gpt2_baseline"]), None))
-    for name in ("training_seconds", "process_seconds"):
-        rows.append(judged(f"speedrun_char, {name.replace('_', ' ')}", median_interval([run[name] for run in ours]), None))
-    return {"rows": rows, "runs": runs, "loss": LOSS}
+        for preset in list(runs)[:: 1 if seed % 2 == 0 else -1]:
+            runs[preset].append(trained(text, preset, seed, *steps))
+    label = f"{NAME}, {seeds} seeds"
+    for name, wanted in (("training seconds", ">= 7"), ("process seconds", ">= 5"), ("tokens", None)):
+        ratios = ratio_interval([a[name] / b[name] for a, b in zip(runs[THEIRS], runs[OURS], strict=True)])
+        yield row(
+            "P2", f"{name}, {THEIRS} over {OURS}", label, ratios, wanted, runs={p: [r[name] for r in runs[p]] for p in runs}
+        )
+    for preset, wanted in ((OURS, f"<= {LOSS}"), (THEIRS, None)):
+        losses = [run["loss"] for run in runs[preset]]
+        yield row("P2", f"loss of {preset}, the worst seed", label, exact(max(losses)), wanted, "lower", losses=losses)
 
 
-def tokens_to_loss(text: Path, seeds: int) -> dict[str, Any]:
-    """P3: the rows, and every run."""
+def tokens_to_loss(text: Path, seeds: int, steps: list[str]) -> Iterator[Row]:
+    """P3."""
     tuning = {
-        rate: trained(text, "gpt2_baseline", TUNING_SEED, f"optimizer.lr={rate}", f"trainer.max_steps={TUNING_STEPS}")
+        rate: trained(text, THEIRS, TUNING_SEED, f"optimizer.lr={rate}", *(steps or [f"trainer.max_steps={TUNING_STEPS}"]))[
+            "loss"
+        ]
         for rate in RATES
     }
-    rate = min(RATES, key=lambda one: tuning[one]["loss"])
-    runs: dict[str, list[list[dict[str, float]]]] = {}
+    rate = min(tuning, key=lambda one: tuning[one])
+    needed: dict[str, list[float]] = {}
     for preset, lengths in LENGTHS.items():
-        own = [f"optimizer.lr={rate}"] if preset == "gpt2_baseline" else []
-        runs[preset] = [
-            [trained(text, preset, seed, f"trainer.max_steps={length}", *own) for length in lengths] for seed in range(seeds)
-        ]
-    needed = {
-        preset: [reached(LOSS, {int(run["tokens"]): run["loss"] for run in pair}) for pair in found]
-        for preset, found in runs.items()
-    }
-    ratios = [a / b for a, b in zip(needed["gpt2_baseline"], needed["speedrun_char"], strict=True)]
-    rows = [judged("tokens, gpt2_baseline / speedrun_char", ratio_interval(ratios), ">= 2")]
-    rows += [judged(f"thousand tokens to {LOSS}, {p}", median_interval([n / 1e3 for n in needed[p]]), None) for p in needed]
-    return {"rows": rows, "rate": rate, "tuning": tuning, "runs": runs, "tokens_to_loss": needed, "loss": LOSS}
-
-
-def _exact(value: float) -> dict[str, float]:
-    return dict.fromkeys(("median", "low", "high"), value)
+        own = [f"optimizer.lr={rate}"] if preset == THEIRS else []
+        lengths = (2, 4) if steps else lengths
+        runs = [[trained(text, preset, seed, f"trainer.max_steps={n}", *own) for n in lengths] for seed in range(seeds)]
+        needed[preset] = [reached(LOSS, {int(run["tokens"]): run["loss"] for run in pair}) for pair in runs]
+    ratios = [a / b for a, b in zip(needed[THEIRS], needed[OURS], strict=True)]
+    label = f"{NAME}, {seeds} seeds"
+    yield row(
+        "P3",
+        f"tokens to a loss of {LOSS}, {THEIRS} over {OURS}",
+        label,
+        ratio_interval(ratios),
+        ">= 4",
+        rate=rate,
+        tuning=tuning,
+    )
+    for preset, tokens in needed.items():
+        yield row(
+            "P3", f"thousand tokens to that loss, {preset}", label, median_interval([n / 1e3 for n in tokens]), None, "lower"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True, help="tiny-shakespeare, one file")
-    parser.add_argument("--seeds", type=int, default=5, help="of P2; P3 has three")
-    parser.add_argument("--only", choices=("P2", "P3"))
-    given = parser.parse_args()
-    text = given.text.resolve()
+    parse = parser(__doc__)
+    parse.add_argument("--text", type=Path, required=True, help="tiny-shakespeare, one file")
+    parse.add_argument("--seeds", type=int, default=5, help="of P2; P3 has three at most")
+    parse.add_argument("--quick", action="store_true", help="a few steps a run: does it work?")
+    given = parse.parse_args()
+    text, steps = (
+        given.text.resolve(),
+        ["trainer.max_steps=2", "schedule.warmup_steps=0", "trainer.val_batches=1"] if given.quick else [],
+    )
     if not text.is_file():
         sys.exit(f"error: --text {given.text} is no file")
-    parts = {
-        "P2": ("time_to_loss", f"Time to a loss of {LOSS} on tiny-shakespeare", lambda: time_to_loss(text, given.seeds)),
-        "P3": ("tokens_to_loss", f"Tokens to a loss of {LOSS} on tiny-shakespeare", lambda: tokens_to_loss(text, 3)),
-    }
-    for target, (name, title, measured) in parts.items():
-        if given.only in (None, target):
-            found = measured()
-            print(table(found["rows"]))
-            print(write(name, {"target": target, "title": title, "threads": torch.get_num_threads(), **found}))
+    parts = {"P2": time_to_loss(text, given.seeds, steps), "P3": tokens_to_loss(text, min(3, given.seeds), steps)}
+    rows = [one for target, found in parts.items() if target in (given.only or parts) for one in found]
+    if not given.quick:
+        write("quality", rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The arithmetic behind the benchmarks, without a stop-watch: what a ratio, its interval and its control are."""
+"""The arithmetic behind the benchmarks, without a stop-watch: what a ratio, its interval, its control and its verdict are."""
 
 import importlib
 import itertools
+import json
 import math
 import subprocess
 import sys
@@ -19,38 +20,39 @@ def load():
     sys.path.remove(str(BENCHMARKS))
 
 
-def seconds(a, b, pairs, drift=0.0):
+def seconds(harness, a, b, pairs, drift=0.0):
     """Blocks of a machine that needs ``a`` and ``b`` seconds and becomes slower by ``drift`` a block."""
-    sides = [side for index in range(pairs // 2) for side in ((0, 1, 1, 0) if index % 2 == 0 else (1, 0, 0, 1))]
-    return [(side, (a, b)[side] * (1.0 + drift * i)) for i, side in enumerate(sides)]
+    return [(side, (a, b)[side] * (1.0 + drift * i)) for i, side in enumerate(harness.turns(pairs))]
 
 
 def test_the_ratio_is_the_first_sides_seconds_over_the_seconds_and_the_control_is_one(load):
-    found = load("measure").compared(seconds(3.0, 1.5, 20))
-    assert found["pairs"] == 20
+    harness = load("harness")
+    found = harness.compared(seconds(harness, 3.0, 1.5, 20))
+    assert (found["pairs"], found["seconds"]) == (20, [3.0, 1.5])
     assert found["ratio"] == pytest.approx({"median": 2.0, "low": 2.0, "high": 2.0})
     assert found["control"] == pytest.approx({"median": 1.0, "low": 1.0, "high": 1.0})
-    assert (found["a_seconds"], found["b_seconds"]) == (3.0, 1.5)
 
 
 def test_a_machine_that_slows_down_does_not_move_the_ratio_away_from_the_truth(load):
-    found = load("measure").compared(seconds(3.0, 1.5, 40, drift=0.01))
+    harness = load("harness")
+    found = harness.compared(seconds(harness, 3.0, 1.5, 40, drift=0.01))
     assert found["ratio"]["low"] <= 2.0 <= found["ratio"]["high"]
-    assert found["control_holds"]
+    assert found["control"]["low"] <= 1.0 <= found["control"]["high"]
 
 
 def test_a_control_that_one_side_always_wins_does_not_hold(load):
-    blocks = seconds(1.0, 1.0, 40)
+    harness = load("harness")
+    blocks = seconds(harness, 1.0, 1.0, 40)
     for first in range(0, len(blocks), 4):  # of the two blocks of A in four, the one that the control divides
         own = [i for i in range(first, first + 4) if blocks[i][0] == 0]
         slow = own[0] if first // 4 % 4 < 2 else own[1]
         blocks[slow] = (0, 1.3)
-    found = load("measure").compared(blocks)
+    found = harness.row("P1", "ours over theirs", "small", harness.compared(blocks), ">= 1.0")
     assert found["control"]["median"] == pytest.approx(1.3) and not found["control_holds"]
 
 
 def test_both_sides_take_their_turns_in_blocks_that_last_long_enough(load, monkeypatch):
-    measure = load("measure")
+    harness = load("harness")
     clock, calls = [0.0], []
 
     def work(side, takes):
@@ -60,8 +62,8 @@ def test_both_sides_take_their_turns_in_blocks_that_last_long_enough(load, monke
 
         return run
 
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
-    found = measure.compare(work("a", 0.25), work("b", 0.125), pairs=4, block=0.5, warm=1)
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: clock[0])
+    found = harness.compare(work("a", 0.25), work("b", 0.125), pairs=4, block=0.5, warm=1)
     assert found["ratio"]["median"] == pytest.approx(2.0)
     warm, blocks = calls[:4], calls[4:]
     assert sorted(warm) == ["a", "a", "b", "b"]  # to warm up, and to see how long one call takes
@@ -69,16 +71,34 @@ def test_both_sides_take_their_turns_in_blocks_that_last_long_enough(load, monke
 
 
 @pytest.mark.parametrize(
-    ("wanted", "met"), [(">= 1.25", True), (">= 1.35", False), ("<= 1.55", True), ("<= 1.45", False), (None, None)]
+    ("wanted", "verdict"), [(">= 1.25", "met"), (">= 1.35", "missed"), ("<= 1.55", "met"), ("<= 1.45", "missed"), (None, "")]
 )
-def test_a_target_counts_as_met_when_the_whole_interval_meets_it(load, wanted, met):
-    row = load("measure").judged("speed", {"median": 1.4, "low": 1.3, "high": 1.5}, wanted)
-    assert row.get("met") is met
+def test_a_target_counts_as_met_when_the_whole_interval_meets_it(load, wanted, verdict):
+    harness = load("harness")
+    assert harness.verdict(harness.row("P1", "speed", "", {"median": 1.4, "low": 1.3, "high": 1.5}, wanted)) == verdict
 
 
-def test_the_inverse_of_a_ratio_has_its_ends_in_order(load):
-    found = load("measure").inverse({"median": 2.0, "low": 1.0, "high": 4.0})
-    assert found == {"median": 0.5, "low": 0.25, "high": 1.0}
+def test_where_less_is_better_a_row_is_our_time_over_theirs(load):
+    harness = load("harness")
+    found = harness.compared(seconds(harness, 1.0, 2.0, 4))
+    medians = [harness.row("P4", "ours over theirs", "", found, wanted)["median"] for wanted in ("<= 3", ">= 3")]
+    assert medians == pytest.approx([2.0, 0.5])
+    assert harness.over(1.0, {"median": 2.0, "low": 1.0, "high": 4.0}) == {"median": 0.5, "low": 0.25, "high": 1.0}
+
+
+def test_a_run_takes_the_place_of_older_rows_of_the_same_name_and_leaves_the_others(load, tmp_path, monkeypatch):
+    harness = load("harness")
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+
+    def rows(value, *labels):
+        return [harness.row("P1", "speed", label, harness.exact(value), None) for label in labels]
+
+    harness.write("step", rows(1.0, "small", "large"))
+    harness.write("step", rows(2.0, "large"))
+    runs = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["runs"]
+    assert [[(one["label"], one["median"]) for one in run["rows"]] for run in runs] == [[("small", 1.0)], [("large", 2.0)]]
+    assert all({"hardware", "versions", "commit", "date", "command", "threads"} <= set(run) for run in runs)
 
 
 def test_tokens_to_a_loss_are_read_off_a_line_in_the_logarithm_of_tokens(load):
@@ -87,24 +107,22 @@ def test_tokens_to_a_loss_are_read_off_a_line_in_the_logarithm_of_tokens(load):
 
     points = {tokens: loss(tokens) for tokens in (100_000, 300_000)}
     for wanted in (2e5, 9e5):  # between the two runs, and beyond the longer one
-        assert load("measure").reached(loss(wanted), points) == pytest.approx(wanted)
+        assert load("quality").reached(loss(wanted), points) == pytest.approx(wanted)
 
 
 def test_regret_is_measured_on_other_rounds_than_those_that_chose_the_best(load):
-    regret = load("kernel_choice").regret
     lucky = [1.0, 1.0, 9.0, 9.0] * 5  # looks best in one half of the rounds, and only there
-    ratios, best = regret("steady", {"steady": [2.0] * 20, "lucky": lucky})
+    ratios, best = load("attention").regret("steady", {"steady": [2.0] * 20, "lucky": lucky})
     assert best == ["lucky", "steady"]
     assert sorted(set(ratios)) == [pytest.approx(2.0 / 9.0), 1.0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(path.stem for path in BENCHMARKS.glob("*.py")))
+@pytest.mark.parametrize("name", sorted({path.stem for path in BENCHMARKS.glob("*.py")} - {"harness", "peers"}))
 def test_every_benchmark_imports_and_answers_help(name):
     """What imports a name that is gone fails here, not after an hour."""
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-    if '__name__ == "__main__"' in (BENCHMARKS / f"{name}.py").read_text(encoding="utf-8"):
-        assert done.stdout.startswith("usage:")
+    assert done.stdout.startswith("usage:")

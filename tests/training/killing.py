@@ -1,4 +1,4 @@
-"""Runs that are killed or stopped after a random step and go on: the harness of the suite and of ``benchmarks/endurance.py``.
+"""Runs that are killed or stopped after a random step and go on: the harness of the suite and of ``tests/tools/endurance.py``.
 
 Each run is a process of its own, forked by a server that has imported everything once.
 """

@@ -90,7 +90,7 @@ def unregister_backend(name: str) -> None:
 
 
 def _fastest(call: AttentionCall) -> Backend:
-    """What ``auto`` runs: looks at types and sizes only. The rules are measured by ``benchmarks/kernel_choice.py``."""
+    """What ``auto`` runs: looks at types and sizes only. The rules are measured by ``benchmarks/attention.py``."""
     is_sparse = call.mask is not None and call.mask.is_sparse
     if not is_sparse and call.softcap is None and call.sinks is None and sdpa.falls_back(call) is None:
         return sdpa.BACKEND

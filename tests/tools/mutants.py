@@ -10,7 +10,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 COMPARISONS = {
     ast.Lt: (ast.LtE, ast.GtE), ast.LtE: (ast.Lt, ast.Gt), ast.Gt: (ast.GtE, ast.LtE), ast.GtE: (ast.Gt, ast.Lt),
@@ -88,11 +88,8 @@ def mutants(path: str) -> list[Mutant]:
             if name in ("annotation", "returns") or checks:
                 continue
             # a function's defaults and decorators run where it is defined; what a raise says is text
-            here = (
-                (scope, inside)
-                if name == "body" or not isinstance(parent, ast.FunctionDef)
-                else (scope.rpartition(".")[0], False)
-            )
+            outside = isinstance(parent, ast.FunctionDef) and name != "body"
+            here = (scope.rpartition(".")[0], False) if outside else (scope, inside)
             for place, node in enumerate(value if isinstance(value, list) else [value]):
                 if isinstance(node, ast.AST):
                     visit_one(parent, name, place if isinstance(value, list) else None, node, *here, lines)

@@ -1,7 +1,7 @@
 """What a run survives: 240 kills and stops, and 20,000 steps without a leak.
 
-    python benchmarks/endurance.py kills     # benchmarks/results/kills.json; about 20 minutes on one core, goes on where it stopped
-    python benchmarks/endurance.py soak      # benchmarks/results/soak.json; about 5 minutes on one core
+    python tests/tools/endurance.py kills     # benchmarks/results/kills.json; about 20 minutes on one core, goes on where it stopped
+    python tests/tools/endurance.py soak      # benchmarks/results/soak.json; about 5 minutes on one core
 
 ``kills``: runs of 400 steps with dropout; 200 are ended by SIGKILL (100 after a random step, 100 inside a save of a checkpoint;
 TMPDIR on the run's filesystem and on another one by turns), 20 stopped by SIGTERM, 20 by SIGINT. Each then goes on from its
@@ -23,10 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "training")]
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "training"), str(ROOT / "benchmarks")]
 
-from measure import write  # noqa: E402
+from harness import about, save  # noqa: E402
 
 STEPS, SEED = 400, 20261121
 
@@ -98,14 +98,14 @@ def soak(steps: int = 20_000, warm: int = 2_000) -> dict[str, Any]:
     TrainingModule.training_step = training_step  # type: ignore[method-assign]
     from killing import RUN
 
-    every = [
+    words = [
         "trainer.ckpt_every=500",
         "trainer.val_every=200",
         "callbacks.probe.every=100",
         "callbacks.probe.weights_every=1000",
     ]
     with tempfile.TemporaryDirectory() as folder:
-        overrides = [*RUN, f"trainer.max_steps={steps}", *every]
+        overrides = [*RUN, f"trainer.max_steps={steps}", *words]
         began = time.perf_counter()
         run_training(compose_config(overrides), Path(folder) / "run", "endurance")
         seconds = time.perf_counter() - began
@@ -126,4 +126,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=["kills", "soak"])
     name = parser.parse_args().name
-    print(write(name, {"kills": kills, "soak": soak}[name]()).read_text(encoding="utf-8"))
+    found = {"kills": kills, "soak": soak}[name]()
+    print(save(name, {**about(), **found}).read_text(encoding="utf-8"))

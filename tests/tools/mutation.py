@@ -1,9 +1,9 @@
 """Do the tests notice a fault? One small change to the source at a time, and the tests that execute the changed line.
 
-    python benchmarks/mutation.py                    # make mutation: all files (an hour on one core without the slow tests), resumable
-    python benchmarks/mutation.py masks chunked      # only these files
-    python benchmarks/mutation.py --again            # only those that survived, after tests were added
-    python benchmarks/mutation.py --record           # counts and survivors into results/mutation.json
+    python tests/tools/mutation.py                    # make mutation: all files (an hour on one core without the slow tests), resumable
+    python tests/tools/mutation.py masks chunked      # only these files
+    python tests/tools/mutation.py --again            # only those that survived, after tests were added
+    python tests/tools/mutation.py --record           # counts and survivors into benchmarks/results/mutation.json
 
 What is changed: ``mutants.py``. No file is written: a process that has collected the tests forks once a mutant, exchanges the code of
 one function, and runs the tests that execute the line, quick ones first, to the first failure. What runs at import (defaults,
@@ -262,7 +262,8 @@ def main() -> None:
 
 def record(every: list[Mutant], found: dict[str, str]) -> None:
     """Counts by file, and the mutants that no test noticed; an unchanged file of which nothing is known keeps its record."""
-    from measure import RESULTS, write
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from harness import RESULTS, about, save
 
     before = json.loads((RESULTS / "mutation.json").read_text())
     counts, alive = {}, []
@@ -275,7 +276,7 @@ def record(every: list[Mutant], found: dict[str, str]) -> None:
             continue
         counts[path] = Counter(found.get(mutant.name, "not tested") for mutant in mine)
         alive += [mutant.name for mutant in mine if found.get(mutant.name) not in ("killed", "timeout")]
-    write("mutation", {"counts": counts, "alive": alive, "sources": sources})
+    save("mutation", {**about(), "counts": counts, "alive": alive, "sources": sources})
 
 
 if __name__ == "__main__":

@@ -11,14 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measure import write
 from torch import nn
 
 from minitx.nn import Causal, Mask
 from minitx.nn.efficient import LinearAttention, LinformerAttention, PerformerAttention, approximation_error
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "nn" / "efficient"))
-from test_efficient_cost import CASES, growth
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "tests" / "nn" / "efficient"), str(ROOT / "benchmarks")]
+from harness import about, save  # noqa: E402
+from test_efficient_cost import CASES, growth  # noqa: E402
 
 HEADS, LENGTH, WIDTH, SEEDS = 4, 256, 64, 5
 CORES = {
@@ -62,7 +63,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for name, numbers in errors.items():
         print(f"| {name} | {' | '.join(map(cell, numbers))} |" + " refused |" * (2 * len(sizes) - len(numbers)))
-    print(write("efficient_cost", {"exponents": exponents, "relative_errors": errors}))
+    save("efficient_cost", {**about(), "exponents": exponents, "relative_errors": errors})
 
 
 if __name__ == "__main__":

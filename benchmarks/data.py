@@ -1,0 +1,184 @@
+"""Data: batches from the loader (P10), and a large text (P13).
+
+The loader, over two other ways to the same rows of the same tokens: nanoGPT's ``get_batch``, written anew from what its README and
+comments say (the file mapped again for every batch, a slice for each row cast to int64 and stacked), and Hugging Face ``datasets`` in
+torch format, random rows through a ``DataLoader``. All give int64 inputs and labels of the same shape; nobody has workers.
+
+P13: a text of ``--megabytes``, made by repeating and shuffling the lines of a text at hand, through ``scripts/train.py data=text
+data.tokenizer=bpe``, over a text of 1 MB. What the first start takes more than the second is tokenising: learning, encoding, counting.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from harness import ROOT, Row, compare, compared, exact, parser, row, turns, write
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from minitx.config import TextDataConfig
+from minitx.data.corpus import corpus_stem, data_dir, read_text
+from minitx.data.module import build_data
+
+SIZES = ((12, 64), (64, 256))  # rows, tokens a row
+BATCHES = 20  # in a piece of work, so that the clock counts nothing
+RUN = (
+    "trainer.max_steps=1",
+    "trainer.accelerator=cpu",
+    "trainer.val_batches=1",
+    "trainer.ckpt_every=0",
+    "callbacks.progress=false",
+)
+
+
+def get_batch(tokens: Any, batch_size: int, context: int) -> tuple[Tensor, Tensor]:
+    """A batch as nanoGPT makes it."""
+    mapped = np.memmap(tokens.path, dtype=tokens.dtype, mode="r")
+    starts = torch.randint(len(tokens) - context, (batch_size,)).tolist()
+    rows = [torch.from_numpy(mapped[start : start + context + 1].astype(np.int64)) for start in starts]
+    return torch.stack([one[:-1] for one in rows]), torch.stack([one[1:] for one in rows])
+
+
+def hugging_face_rows(tokens: Any, context: int, folder: str) -> Any:
+    """The rows as a data set on disk, in torch format."""
+    from datasets import Dataset, disable_progress_bars, load_from_disk
+
+    disable_progress_bars()
+    num_rows = (len(tokens) - 1) // context
+    ids = np.asarray(tokens.array[: num_rows * context + 1], dtype=np.int64)
+    inputs, labels = (ids[i : i + num_rows * context].reshape(num_rows, context) for i in (0, 1))
+    Dataset.from_dict({"input_ids": inputs, "labels": labels}).save_to_disk(folder)
+    return load_from_disk(folder).with_format("torch")
+
+
+def forever(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def pieces(batch: Callable[[], object]) -> Callable[[], None]:
+    """``BATCHES`` batches after each other."""
+
+    def work() -> None:
+        for _ in range(BATCHES):
+            batch()
+
+    return work
+
+
+def loader_over_others(pairs: int) -> Iterator[Row]:
+    """P10, the rows of the loader."""
+    for batch_size, context in SIZES:
+        data = build_data(TextDataConfig(batch_size=batch_size, context_len=context), max_steps=10_000_000)
+        tokens, loader = data.task.train.tokens, iter(data.train_dataloader())  # type: ignore[union-attr]
+        first, other = next(loader), get_batch(tokens, batch_size, context)
+        assert first["input_ids"].shape == first["labels"].shape == other[0].shape == other[1].shape
+        with tempfile.TemporaryDirectory() as folder:
+            theirs = forever(DataLoader(hugging_face_rows(tokens, context, folder), batch_size=batch_size, shuffle=True))
+            sides: dict[str, Callable[[], object]] = {
+                "nanoGPT's get_batch": lambda: get_batch(tokens, batch_size, context),  # noqa: B023
+                "random rows of datasets": lambda: next(theirs),  # noqa: B023
+            }
+            for name, side in sides.items():
+                found = compare(pieces(side), pieces(lambda: next(loader)), pairs=pairs, block=0.25)  # noqa: B023
+                speed = {"batches_per_second": round(BATCHES / found["seconds"][1])}
+                yield row("P10", f"batches from the loader over {name}", f"{batch_size} x {context}", found, None, **speed)
+
+
+# --- a large text
+
+
+def make_text(path: Path, megabytes: float, lines: list[str]) -> None:
+    """The lines, shuffled anew for each repetition, up to a size."""
+    shuffle, written = random.Random(0), 0
+    with path.open("w", encoding="utf-8") as file:
+        while written < megabytes * 1e6:
+            shuffle.shuffle(lines)
+            for line in lines:
+                written += file.write(line)
+                if written >= megabytes * 1e6:
+                    return
+
+
+def forget(texts: list[Path]) -> None:
+    """Delete what runs have kept of texts."""
+    for text in texts:
+        for kept in data_dir().glob(f"{corpus_stem(TextDataConfig(name='text', path=str(text)))}-*"):
+            kept.unlink()
+
+
+def start(text: Path, folder: Path) -> tuple[float, float]:
+    """(seconds, most resident MB) of a training run of one step on ``text``."""
+    words = [*RUN, "data=text", f"data.path='{text}'", "data.tokenizer=bpe", f"output_dir={folder / f'run-{time.time_ns()}'}"]
+    began = time.perf_counter()
+    with subprocess.Popen([sys.executable, str(ROOT / "scripts" / "train.py"), *words], stdout=subprocess.DEVNULL) as process:
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"error: train.py {' '.join(words)} ended with {process.returncode}")
+    return time.perf_counter() - began, usage.ru_maxrss / 1e3 if sys.platform != "darwin" else usage.ru_maxrss / 1e6
+
+
+def of_tokenizers(text: Path, at_once: int = 10_000) -> tuple[float, float]:
+    """Seconds in which ``tokenizers`` alone learns from the text, and encodes it with ``encode_batch`` on all cores."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    bpe, began = ByteLevelBPETokenizer(), time.perf_counter()
+    bpe.train([str(text)], vocab_size=TextDataConfig().bpe_vocab_size, show_progress=False)
+    learned = time.perf_counter()
+    with text.open(encoding="utf-8") as file:
+        while lines := list(islice(file, at_once)):
+            bpe.encode_batch(lines)
+    return learned - began, time.perf_counter() - learned
+
+
+def large_text(pairs: int, megabytes: float, source: Path | None) -> Iterator[Row]:
+    """P13."""
+    lines = (source.read_text(encoding="utf-8") if source else read_text(TextDataConfig())).splitlines(keepends=True)
+    label = f"{megabytes:g} MB"
+    with tempfile.TemporaryDirectory(prefix="minitx-bench-") as name:
+        large, small = texts = [Path(name) / f"{size}.txt" for size in ("large", "small")]
+        make_text(large, megabytes, lines)
+        make_text(small, 1.0, lines)
+        forget(texts)
+        try:
+            seconds, memory = zip(*(start(text, Path(name)) for text in (large, small)), strict=True)
+            blocks = [(side, start((small, large)[side], Path(name))[0]) for side in turns(pairs)]
+        finally:
+            forget(texts)
+        learning, encoding = of_tokenizers(large)
+    second = compared(blocks)
+    ours = seconds[0] - second["seconds"][1]
+    known = {"our_seconds": ours, "learning_seconds": learning, "encoding_seconds": encoding}
+    yield row("P13", "tokenising over tokenizers' encode_batch alone", label, exact(encoding / ours), ">= 0.8", **known)
+    yield row("P13", "tokenising over tokenizers' learning and encode_batch", label, exact((learning + encoding) / ours), None)
+    yield row("P13", "most resident MB over a run on 1 MB", label, exact(memory[0] - memory[1]), "<= 600", resident_mb=memory)
+    yield row("P13", "second start over that on 1 MB", label, second, "<= 1.1")
+
+
+def main() -> None:
+    parse = parser(__doc__)
+    parse.add_argument("--megabytes", type=float, default=1000, help="of the large text")
+    parse.add_argument("--text", type=Path, help="the text at hand; default: the King James text")
+    parse.add_argument("--starts", type=int, default=4, help="pairs of second starts, an even number")
+    given = parse.parse_args()
+    parts = {
+        "P10": lambda: loader_over_others(given.pairs),
+        "P13": lambda: large_text(given.starts, given.megabytes, given.text),
+    }
+    write("data", [one for target, rows in parts.items() if target in (given.only or parts) for one in rows()])
+
+
+if __name__ == "__main__":
+    main()
