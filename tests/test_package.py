@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SITE = Path(sysconfig.get_path("purelib"))
 SHIPPED = {"minitx": "minitx", "configs": "minitx/configs"}  # folder of the checkout: folder of the package
+KEYS = {"train": "trainer", "evaluate": "num_rows", "generate": "temperature", "cost": "lengths", "view": "compare", "heads": "conllu"}  # fmt: skip
 slow = pytest.mark.slow
 
 
@@ -42,9 +43,8 @@ def run(*command: object, folder: Path, code: int | None = 0, **environment: str
     """A program in ``folder`` that is told of no checkout."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST", "COV_"))}
     environment = {**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", **environment}
-    done = subprocess.run(
-        [str(word) for word in command], cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE
-    )
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert code is None or done.returncode == code, f"{command}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -75,9 +75,8 @@ def environment(folder: Path, wheel: Path, packages: Path) -> Path:
     """The ``bin`` of a new environment with the wheel in it, which sees ``packages`` as well."""
     run(sys.executable, "-m", "venv", "--without-pip", folder, folder=folder.parent)
     python = folder / "bin/python"
-    run(
-        sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel, folder=folder.parent
-    )
+    install = ("-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel)
+    run(sys.executable, *install, folder=folder.parent)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "others.pth").write_text(f"{packages}\n")  # a .pth in there is not read: no editable minitx comes with it
     return folder / "bin"
@@ -134,9 +133,7 @@ def test_the_wheel_says_what_a_package_index_shows(wheel):
     assert found.metadata["License-Expression"] == "Apache-2.0" and found.metadata["License-File"] == "LICENSE"
     assert found.metadata["Description-Content-Type"] == "text/markdown"
     assert [line for line in found.requires or () if "extra" not in line] == ["torch>=2.10"]
-    assert {entry.name for entry in found.entry_points} == {
-        f"minitx-{program}" for program in ("train", "evaluate", "generate", "cost", "view", "heads")
-    }
+    assert {entry.name for entry in found.entry_points} == {f"minitx-{program}" for program in KEYS}
 
 
 @slow
@@ -165,12 +162,12 @@ def test_with_torch_alone_a_block_of_the_wheel_runs_forward_and_backward(torch_a
 
 
 @slow
-@pytest.mark.parametrize("program", ["train", "evaluate", "generate", "cost", "view", "heads"])
-def test_with_torch_alone_a_program_says_what_to_install(torch_alone, empty, program):
-    done = run(torch_alone / f"minitx-{program}", "model=char_small", folder=empty, code=2)
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: minitx-{program} needs the package ") and line.endswith(": pip install minitx[train]")
-    assert done.stdout == "" and list(empty.iterdir()) == []
+def test_with_torch_alone_a_program_says_what_to_install(torch_alone, empty):
+    for program in KEYS:
+        done = run(torch_alone / f"minitx-{program}", "model=char_small", folder=empty, code=2)
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"error: minitx-{program} needs the package ") and line.endswith(": pip install minitx[train]")
+        assert done.stdout == "" and list(empty.iterdir()) == []
 
 
 @slow
@@ -185,19 +182,9 @@ def test_with_train_the_wheel_runs_the_scaling_ablation_from_an_empty_folder(wit
 
 
 @slow
-@pytest.mark.parametrize(
-    ("program", "key"),
-    [
-        ("train", "trainer"),
-        ("evaluate", "num_rows"),
-        ("generate", "temperature"),
-        ("cost", "lengths"),
-        ("view", "compare"),
-        ("heads", "conllu"),
-    ],
-)
-def test_with_train_each_program_answers_help_with_its_keys(with_train, empty, program, key):
-    assert key in run(with_train / f"minitx-{program}", "--help", folder=empty).stdout
+@pytest.mark.parametrize("program", KEYS)
+def test_with_train_each_program_answers_help_with_its_keys(with_train, empty, program):
+    assert KEYS[program] in run(with_train / f"minitx-{program}", "--help", folder=empty).stdout
 
 
 def test_every_extra_but_dev_is_part_of_dev():

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
+from minitx.training.checkpoint import write_checkpoint
 from minitx.training.metrics import read_metrics
+from minitx.training.run import train
+from minitx.training.stored import load_model
+from tests.cli.conftest import losses
+from tests.cli.processes import ROOT, run
 
-ROOT = Path(__file__).parents[2]
-CONF = "--config-dir=conf"
-SHORT = (
-    "trainer.max_steps=6",
-    "trainer.val_every=3",
-    "trainer.log_every=1",
-    "trainer.accelerator=cpu",
-    "callbacks.progress=false",
-)
+SHORT = ("trainer.max_steps=6", "trainer.val_every=3", "trainer.log_every=1", "trainer.accelerator=cpu", "callbacks.progress=false")  # fmt: skip
 LAST = "ckpt_path=run/checkpoints/last.ckpt"
 
 
@@ -36,38 +31,32 @@ def project(place, monkeypatch):
 
 def arguments(experiment, *words):
     """A command line, on which -m stands before all overrides."""
-    return [*(["-m"] if "-m" in words else []), CONF, f"experiment={experiment}", *(word for word in words if word != "-m")]
+    chosen = ["--config-dir=conf", f"experiment={experiment}", *words]
+    return sorted(chosen, key=lambda word: word != "-m")
 
 
 @pytest.fixture
 def own(cli, project):
     """``own("sorted", ...)``: what ``train.py`` says of a short run of that experiment, which ends with ``code``."""
 
-    def run(experiment, *words, code=0):
+    def start(experiment, *words, code=0):
         said = cli(*arguments(experiment, *SHORT, *words))
         assert said.code == code, said
         assert code == 0 or len(said.err.strip().splitlines()) <= 3
         return said
 
-    return run
+    return start
 
 
 @pytest.fixture
 def script(project):
     """``script("sorted", ...)``: the same in a process of its own."""
 
-    def run(experiment, *words, code=0):
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, str(ROOT / "scripts" / "train.py"), *arguments(experiment, *words)]
-        done = subprocess.run(command, cwd=project, capture_output=True, text=True, env=environment)
-        assert done.returncode == code, done.stdout + done.stderr
-        return done
+    def start(experiment, *words):
+        code, out, err = run(arguments(experiment, *words), project)
+        assert code == 0, out + err
 
-    return run
-
-
-def losses(folder):
-    return [row["train_loss"] for row in read_metrics(Path(folder) / "metrics.csv")]
+    return start
 
 
 def test_parts_of_ones_own_train_resume_and_are_evaluated_with_trust(cli, own, project, caplog):
@@ -82,11 +71,8 @@ def test_parts_of_ones_own_train_resume_and_are_evaluated_with_trust(cli, own, p
     state = torch.load("run/checkpoints/last.ckpt", weights_only=True)
     assert state["minitx"]["model"]["_target_"] == "own.Net"
     assert "momentum_buffer" in state["optimizer_states"][0]["state"][0]  # torch.optim.SGD
-    for program, words in {
-        "evaluate": [],
-        "view": ["trust=true", "text=1 2"],
-        "generate": ["trust=true", "prompt=1 2"],
-    }.items():
+    refused = {"evaluate": [], "view": ["trust=true", "text=1 2"], "generate": ["trust=true", "prompt=1 2"]}
+    for program, words in refused.items():
         said = cli(LAST, *words, program=program)
         assert (said.code, len(said.err.strip().splitlines())) == (2, 1), said
         assert words or ("own.Net" in said.err and "trust=true" in said.err)
@@ -99,19 +85,17 @@ def test_parts_of_ones_own_train_resume_and_are_evaluated_with_trust(cli, own, p
     assert len(losses("run")) == 9
 
 
-def test_with_a_task_and_an_objective_of_ones_own_a_run_resumes_bit_for_bit(own):
+def test_with_a_task_and_an_objective_of_ones_own_a_run_resumes_bit_for_bit(own, cli):
     own("sorted_task", "trainer.accumulate=2", "output_dir=whole", "trainer.max_steps=9")
     own("sorted_task", "trainer.accumulate=2", "output_dir=part", "trainer.max_steps=4")
     own("sorted_task", "trainer.accumulate=2", "output_dir=part", "trainer.max_steps=9", "ckpt_path=last")
     assert losses("part") == losses("whole")
+    parts = ("model._target_=own.Net", "model.width=32", "data._target_=own.load_task", "objective._target_=own.Focal")
+    # what the command line names needs no trust
+    said = cli("ckpt_path=whole/checkpoints/last.ckpt", *parts, program="evaluate")
+    assert said.code == 0 and "accuracy" in said.out
     ours, theirs = (torch.load(f"{name}/checkpoints/last.ckpt", weights_only=True)["state_dict"] for name in ("part", "whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_a_task_gives_the_same_run_however_a_step_is_cut(own):
-    for name, parts in {"one": 1, "four": 4}.items():
-        own("sorted_task", f"trainer.accumulate={parts}", f"output_dir={name}", "trainer.precision=64-true")
-    assert losses("four") == pytest.approx(losses("one"), rel=1e-12)
 
 
 def test_a_sweep_has_a_folder_for_each_job(own, project):
@@ -135,8 +119,6 @@ def test_hydras_own_folder_is_taken_and_a_mistake_leaves_none(own, project):
     [
         ("model._target_=own.Nett", "model._target_=own.Nett"),
         ("model.width=three", "model._target_=own.Net"),
-        ("data._target_=nowhere.Module", "data._target_=nowhere.Module"),
-        ("+model.depth=3", "model._target_=own.Net"),
         ("optimizer.lr=-1", "optimizer._target_=torch.optim.SGD"),
         ("callbacks.announce._target_=own.Silence", "callbacks.announce._target_=own.Silence"),
     ],
@@ -146,14 +128,14 @@ def test_a_mistake_in_a_part_is_one_sentence_with_its_key(own, project, changed,
     assert not (project / "run").exists()
 
 
-@pytest.mark.parametrize("experiment", ["sorted", "sorted_task"])
-def test_a_forward_that_needs_what_no_batch_has_is_named(own, project, experiment):
+def test_a_forward_that_needs_what_no_batch_has_is_named(own, project):
     source = (project / "own.py").read_text()
     (project / "own.py").write_text(source.replace("def forward(self, input_ids: torch.Tensor)", "def forward(self, words)"))
-    assert "needs words" in own(experiment, "output_dir=run", code=2).err
+    assert "needs words" in own("sorted", "output_dir=run", code=2).err
     assert not (project / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_grid_has_it_as_an_arm(script, project):
     script("scaling_ablation", "ablation=widths", "output_dir=grid")
     cells = [json.loads(line) for line in (project / "grid" / "cells.jsonl").read_text().splitlines()]
@@ -161,13 +143,12 @@ def test_a_grid_has_it_as_an_arm(script, project):
     assert {cell["status"] for cell in cells} == {"done"}
 
 
-def test_a_sweep_by_joblib_exits_with_3_where_a_job_fails(script, project):
+def test_a_sweep_by_joblib_exits_with_3_where_a_job_fails(own, project):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    sweep = (*SHORT, "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-    script("sorted_task", *sweep, "hydra.sweep.dir=swept", "optimizer.lr=.1,.5")
-    assert len(losses(project / "swept" / "0")) == len(losses(project / "swept" / "1")) == 6
-    bad = script("sorted_task", *sweep, "hydra.sweep.dir=other", "optimizer.lr=.1,1e30", "trainer.clip=null", code=3)
-    assert "not finite" in bad.stderr
+    sweep = ("-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1", "hydra.sweep.dir=swept")
+    said = own("sorted_task", *sweep, "optimizer.lr=.1,1e30", "trainer.clip=null", code=3)
+    assert "not finite" in said.err
+    assert len(losses("swept/0")) == 6
 
 
 @pytest.mark.slow
@@ -185,34 +166,32 @@ def test_a_data_module_of_ones_own_gives_two_processes_rows_of_their_own(script,
 
 
 @pytest.mark.slow
-def test_submitit_launches_the_jobs_of_a_sweep(script, project):
-    sweep = ("-m", "hydra/launcher=submitit_local", "hydra.sweep.dir=swept", "optimizer.lr=.1,.5")
-    script("sorted_task", *SHORT, *sweep)
-    first, second = (losses(project / "swept" / str(job)) for job in (0, 1))
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_a_launcher_runs_the_jobs_of_a_sweep_in_processes(launcher, script, project):
+    script("sorted_task", *SHORT, "-m", f"hydra/launcher={launcher}", "hydra.sweep.dir=swept", "optimizer.lr=.1,.5")
+    first, second = (losses(f"{project}/swept/{job}") for job in (0, 1))
     assert first[0] == second[0] and first[-1] != second[-1]
 
 
-def test_optuna_searches_for_the_least_validation_loss(script, project):
+def test_optuna_searches_for_the_least_validation_loss(own, project):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     search = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1", "hydra.sweep.dir=swept")
-    script("sorted_task", *SHORT, *search, "optimizer.lr=interval(0.01,0.5)")
+    own("sorted_task", *search, "optimizer.lr=interval(0.01,0.5)")
     best = (project / "swept" / "optimization_results.yaml").read_text()
     found = [read_metrics(project / "swept" / str(job) / "metrics.csv")[-1]["val_loss"] for job in (0, 1)]
     assert f"best_value: {min(found)}" in best
 
 
-def test_nothing_of_the_users_takes_the_place_of_a_library(script, project):
-    (project / "random.py").write_text("raise ImportError('this file shadows a library')\n")
-    script("sorted", *SHORT, "output_dir=run")
+def test_nothing_of_the_users_takes_the_place_of_a_library(own, project, monkeypatch):
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)  # of the standard library
+    (project / "colorsys.py").write_text("raise ImportError('this file shadows a library')\n")
+    (project / "own.py").write_text("import colorsys\n" + (project / "own.py").read_text())
+    own("sorted", "output_dir=run")
 
 
 def test_from_python_the_same_with_objects(project, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(project))
     import own
-
-    from minitx.config import ConfigError, RunConfig, TrainerConfig
-    from minitx.training.run import train
-    from minitx.training.stored import load_model
 
     config = RunConfig(trainer=TrainerConfig(max_steps=3, accelerator="cpu", log_every=1), data={"_target_": "own.load_task"})
     result = train(config, tmp_path / "run", model=own.Net(), data=own.load_task(), objective=own.Focal())
@@ -223,25 +202,18 @@ def test_from_python_the_same_with_objects(project, tmp_path, monkeypatch):
     assert isinstance(load_model(path, model=own.Net())[0], own.Net)
 
 
-EVIL = {
-    "model": [
-        {"_target_": "torch.hub.load", "repo_or_dir": "x", "model": "y"},
-        {"_target_": "os.system", "command": "touch owned"},
-        {"_target_": "torch.load", "f": "x"},
-        {"_target_": "torch.nn.Sequential", "_args_": [{"_target_": "os.system", "command": "touch owned"}]},
-        {"_target_": "${oc.env:EVIL}", "command": "touch owned"},
-        {"_target_": "own.Net"},
-    ],
-    "data": [{"_target_": "os.system", "command": "touch owned"}],
-    "objective": [{"_target_": "os.system", "command": "touch owned"}],
-}
+SHELL = {"_target_": "os.system", "command": "touch owned"}
+EVIL = [
+    ("model", {"_target_": "torch.hub.load", "repo_or_dir": "x", "model": "y"}),
+    ("model", {"_target_": "torch.nn.Sequential", "_args_": [SHELL]}),
+    ("model", {**SHELL, "_target_": "${oc.env:EVIL}"}),
+    ("data", SHELL),
+    ("objective", SHELL),
+]
 
 
-@pytest.mark.parametrize(("node", "named"), [(node, named) for node, each in EVIL.items() for named in each])
+@pytest.mark.parametrize(("node", "named"), EVIL)
 def test_a_checkpoint_that_names_code_is_refused_by_name_and_nothing_runs(cli, place, monkeypatch, node, named):
-    from minitx.config import RunConfig, to_dict
-    from minitx.training.checkpoint import write_checkpoint
-
     monkeypatch.setenv("EVIL", "os.system")
     config = {**to_dict(RunConfig()), "imports": ["antigravity"]}
     config[node] = named
@@ -254,14 +226,6 @@ def test_a_checkpoint_that_names_code_is_refused_by_name_and_nothing_runs(cli, p
         assert "trust=true" in said.err
     assert [path.name for path in place.iterdir()] == ["evil.ckpt"]
     assert "antigravity" not in sys.modules
-
-
-def test_a_part_named_on_the_command_line_needs_no_trust(cli, own):
-    own("sorted_task", "output_dir=run")
-    parts = ("model._target_=own.Net", "model.width=32", "data._target_=own.load_task", "objective._target_=own.Focal")
-    said = cli(LAST, *parts, program="evaluate")
-    assert said.code == 0, said
-    assert "accuracy" in said.out
 
 
 @pytest.mark.parametrize("preset", ["overfit", "anomaly", "profile"])

@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 from page_blocks import ROOT, Block, blocks, commands, pages, read
+from safetensors.torch import load_file, save_file
 
 from minitx.ablation.grid import cells
 from minitx.cli import cost, evaluate, generate, heads, train, view
 from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import CONFIG_DIR, TransformerConfig
+from minitx.data.tokenizers import train_tokenizer
 from minitx.interop import save_hf
 from minitx.nn import DecoderLM, Encoder
+from minitx.testing import main as check_kernels
 
 PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "cost": cost, "view_attention": view, "heads": heads}
 
@@ -71,49 +73,34 @@ TREES = "1\tthe\t_\t_\t_\t_\t2\tdet\t_\t_\n2\tword\t_\t_\t_\t_\t3\tnsubj\t_\t_\n
 # What the pages presume: files of the reader's own, and runs that are made before
 
 
+SHAPE = {"embed_dim": 12, "num_heads": 3, "num_layers": 1}
+LLAMA = {"position": "rotary", "norm": "rms", "activation": "swiglu", "bias": False}
+BERT = {
+    "norm_position": "post",
+    "embed_norm": True,
+    "type_vocab_size": 2,
+    "head": "lm",
+    "head_bias": True,
+    "head_transform": True,
+}
+
+
 def their_gpt2(folder: Path) -> None:
     """A folder as the hub has them, with a byte-level tokenizer."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=270, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"], show_progress=False
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
-    shape = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "max_len": 128, "activation": "gelu_tanh"}
-    save_hf(DecoderLM(TransformerConfig(vocab_size=tokenizer.get_vocab_size(), **shape)), folder)
+    tokenizer = train_tokenizer("bpe", [TEXT], vocab_size=270)
+    shape = {"vocab_size": tokenizer.vocab_size, "max_len": 128, "activation": "gelu_tanh"}
+    save_hf(DecoderLM(TransformerConfig(**shape, **SHAPE)), folder)
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def their_llama(folder: Path) -> None:
-    shape = {
-        "embed_dim": 12,
-        "num_heads": 3,
-        "num_layers": 1,
-        "position": "rotary",
-        "norm": "rms",
-        "activation": "swiglu",
-        "bias": False,
-    }
-    save_hf(DecoderLM(TransformerConfig(vocab_size=17, **shape)), folder)
+    save_hf(DecoderLM(TransformerConfig(vocab_size=17, **SHAPE, **LLAMA)), folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [1, 2, 3]}))
 
 
 def their_bert(folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    shape = {
-        "embed_dim": 12,
-        "num_heads": 3,
-        "num_layers": 1,
-        "norm_position": "post",
-        "embed_norm": True,
-        "type_vocab_size": 2,
-    }
-    head = {"head": "lm", "head_bias": True, "head_transform": True}
-    save_hf(Encoder(TransformerConfig(architecture="encoder", vocab_size=17, **shape, **head)), folder)
+    save_hf(Encoder(TransformerConfig(architecture="encoder", vocab_size=17, **SHAPE, **BERT)), folder)
     more = {"cls.seq_relationship.weight": torch.zeros(2, 12), "bert.pooler.dense.weight": torch.zeros(12, 12)}
     save_file({**load_file(folder / "model.safetensors"), **more}, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -309,15 +296,11 @@ def obey(words: list[str], shelf: Shelf, place: Path) -> None:
         assert script == "scripts/train.py"
         compose(words[words.index(script) + 1 :], number(words, names[0]) * number(words, names[1]))
     elif words[:3] == ["python", "-m", "minitx.testing"]:
-        from minitx.testing import main
-
-        if words[3].startswith(
-            "examples."
-        ):  # registers its kernel for the whole process; tests/examples/ runs it in one of its own
+        if words[3].startswith("examples."):  # registers its kernel for the whole process; tests/examples/ runs it
             assert (ROOT / f"{words[3].partition(':')[0].replace('.', '/')}.py").is_file()
             return
         shelf.bring_all([f"{word.partition(':')[0]}.py" for word in words[3:]], place)
-        assert main(words[3:]) == 0
+        assert check_kernels(words[3:]) == 0
     elif script is not None:
         assert (ROOT / script).is_file(), script
     else:
@@ -328,15 +311,11 @@ BASH = [block for page in pages() for block in blocks(page, "bash")]
 PYTHON = [page for page in pages() if blocks(page, "python") and page not in ELSEWHERE]
 
 
-def tiers(things: Sequence[Any], page_of: Callable[[Any], str]) -> list[Any]:
-    return [
-        pytest.param(one, id=name, marks=pytest.mark.slow if page_of(one) in SLOW else ())
-        for one in things
-        for name in [getattr(one, "name", one)]
-    ]
+def tier(page: str, thing: Any = None) -> Any:
+    return pytest.param(thing or page, id=getattr(thing, "name", page), marks=pytest.mark.slow if page in SLOW else ())
 
 
-@pytest.mark.parametrize("block", tiers(BASH, lambda block: block.page))
+@pytest.mark.parametrize("block", [tier(block.page, block) for block in BASH])
 def test_every_command_runs(block: Block, shelf: Shelf, place: Path) -> None:
     typed = commands(block)
     assert typed, f"no command in {block.name}"
@@ -353,7 +332,7 @@ def matches(printed: str, shown: str) -> bool:
     return re.fullmatch(pattern, printed) is not None
 
 
-@pytest.mark.parametrize("page", tiers(PYTHON, str))
+@pytest.mark.parametrize("page", [tier(page) for page in PYTHON])
 def test_the_python_of_a_page_runs_in_order_and_prints_what_stands_below_it(page: str, shelf: Shelf, place: Path) -> None:
     found, names = blocks(page), {"__name__": "__main__"}
     for block, after in zip(found, [*found[1:], None], strict=True):
@@ -363,11 +342,7 @@ def test_the_python_of_a_page_runs_in_order_and_prints_what_stands_below_it(page
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile("\n" * (block.line - 1) + block.text, page, "exec", dont_inherit=True), names)
-        if (
-            after is not None
-            and after.language == "text"
-            and read(page).split(block.text + "```\n", 1)[1].startswith("\n```text\n")
-        ):
+        if after is not None and read(page).split(block.text + "```\n", 1)[1].startswith("\n```text\n"):
             assert matches(printed.getvalue(), after.text), f"{block.name} printed:\n{printed.getvalue()}"
 
 
@@ -396,25 +371,3 @@ def test_every_block_is_of_a_language_that_is_checked(page: str) -> None:
     """``text`` stands below Python that printed it, ``yaml`` where a test of its own composes it."""
     for block in blocks(page):
         assert block.language in ("bash", "python", "text", "yaml"), f"{block.name} is {block.language!r}: nothing runs it"
-
-
-@pytest.mark.parametrize("page", ELSEWHERE)
-def test_pages_that_are_run_elsewhere_are(page: str) -> None:
-    assert Path(page).name in (ROOT / ELSEWHERE[page]).read_text(encoding="utf-8")
-    assert blocks(page, "python")
-
-
-def test_no_exception_is_left_over():
-    every = [words for block in BASH for words in commands(block)]
-    typed = [said(words[1:] if words[0] == "python" else words) for words in every]
-    typed += [f"train {how}" for how in PRESUMED.values() if isinstance(how, str)]
-    unused = [
-        pattern for table in (SMALL, COMPOSED) for pattern in table if not any(re.search(pattern, line) for line in typed)
-    ]
-    assert unused == [], "no command of a page needs it any more"
-    named = presumed(
-        [word for words in every for word in words] + re.findall(r'"([^"\n]*)"', "".join(read(page) for page in pages()))
-    )
-    named += [str(how).partition("/")[0] for how in PRESUMED.values()] + ["my_module.py"]
-    assert set(SLOW) <= set(PYTHON) | {block.page for block in BASH}
-    assert [name for name in PRESUMED if name not in named] == [], "no page speaks of it any more"

@@ -8,15 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minitx.nn import (
-    ALiBi,
-    AttentionCall,
-    Causal,
-    Padding,
-    SlidingWindow,
-    explain_backends,
-    scaled_dot_product_attention,
-)
+from minitx.nn import ALiBi, AttentionCall, Causal, Padding, SlidingWindow, explain_backends, scaled_dot_product_attention
 
 B, H, HKV, L, S, D = 2, 6, 3, 5, 7, 11
 PADDING = Padding(torch.tensor([[False, False, True, True, True, True, True], [True] * 7]))
@@ -79,9 +71,7 @@ def test_the_package_gets_lengths_before_heads_the_scale_and_the_cap(backend, pa
         (Causal(), (-1, 0)),
         (SlidingWindow(3), (2, 2)),  # its own and two to either side
         (SlidingWindow(3) & Causal(), (2, 0)),
-        (Causal() & SlidingWindow(3), (2, 0)),
         (SlidingWindow(4) & SlidingWindow(3), (2, 2)),
-        (SlidingWindow(3) & SlidingWindow(4), (2, 2)),
         (SlidingWindow(1) & SlidingWindow(3), (0, 0)),
         (PADDING & Causal(), None),
         (Causal() | SlidingWindow(2), None),
@@ -97,8 +87,7 @@ def test_a_band_is_keys_to_the_left_and_right_of_the_querys_own(mask, window, ba
         assert mask is None or torch.equal(mask.dense(L, S)[0, 0], band)
 
 
-@pytest.mark.usefixtures("backend", "package")
-def test_it_refuses_what_the_package_has_no_argument_for():
+def test_it_refuses_what_the_package_has_no_argument_for(backend, package):
     assert "not in torch.float32 on cpu" in reason()
     assert "not in torch.float16 on cpu" in reason(torch.randn(1, 4, 6, 8).half())
     with FakeTensorMode():
@@ -111,11 +100,6 @@ def test_it_refuses_what_the_package_has_no_argument_for():
         assert "causal and window masks" in reason(q, attn_mask=torch.ones(6, 6, dtype=torch.bool))
         assert "width" in reason(q, torch.randn(1, 4, 6, 9, device="cuda").bfloat16())
         assert "positive scale" in reason(q, scale=0.0)
-
-
-def test_the_package_gets_the_slopes_in_float32_beside_the_queries(backend, package):
-    with FakeTensorMode():
-        q = torch.randn(1, 4, 6, 8, device="cuda", dtype=torch.bfloat16)
         backend.run(AttentionCall(q, q, q, attn_bias=ALiBi(4)))
         assert (package["alibi_slopes"].device.type, package["alibi_slopes"].dtype) == ("cuda", torch.float32)
 

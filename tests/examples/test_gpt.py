@@ -44,20 +44,6 @@ def test_the_model_goes_on_from_the_beginning_that_it_is_given(trained):
     assert len(trained.text) == len("And God said ") + 200  # more than the 64 positions that it knows
 
 
-def test_the_parameters_have_the_names_of_the_parts(example):
-    names = set(example("gpt").GPT(11, num_layers=1).state_dict())
-    projections = {f"attention.{name}_proj" for name in ("q", "k", "v", "out")}
-    parts = {*projections, "attention_residual.norm", "feedforward.up_proj", "feedforward.down_proj"}
-    parts |= {"feedforward_residual.norm"}
-    block = {f"blocks.0.{part}.{kind}" for part in parts for kind in ("weight", "bias")}
-    assert names == block | {"token.weight", "position.weight", "norm.weight", "norm.bias", "head.weight"}
-
-
-def test_one_table_reads_and_writes(example):
-    model = example("gpt").GPT(11)
-    assert model.head.weight is model.token.weight
-
-
 def test_no_position_sees_the_future(example):
     model = example("gpt").GPT(11).eval()
     torch.nn.init.normal_(model.token.weight)

@@ -2,7 +2,6 @@
 printed."""
 
 import importlib
-import math
 import re
 import sys
 from pathlib import Path
@@ -57,10 +56,6 @@ def test_the_jacobian_of_the_claims_is_that_of_autograd():
     torch.testing.assert_close(jacobians.abs().sum((-2, -1)) / 2, 1.0 - masked_softmax(scores).square().sum(-1))
 
 
-def test_the_gap_between_two_normal_numbers_has_density_one_over_root_pi_at_zero():
-    assert why.gap_density(2) == pytest.approx(math.pi**-0.5, rel=1e-6)
-
-
 def test_the_first_update_moves_unscaled_logits_by_root_d_k_times_as_much():
     unscaled, scaled = (why.first_logit_step(scale=scale) for scale in ("unscaled", "inv_sqrt"))
     assert unscaled / scaled == pytest.approx(8.0, rel=0.1)
@@ -100,10 +95,3 @@ def test_the_pictures_of_the_page_are_there_and_small_and_the_article_is_short(p
     assert set(shown) == {path.name for path in FIGURES.glob("*.png")}
     assert all((FIGURES / name).stat().st_size < 100_000 for name in shown)
     assert len(page.split()) <= 1800
-
-
-def test_a_folder_that_is_a_file_is_refused_in_a_sentence(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["why_scale.py", "--output", __file__])
-    with pytest.raises(SystemExit) as ended:
-        drawing.output_folder()
-    assert ended.value.code == 2 and f"--output {__file__} is a file" in capsys.readouterr().err
