@@ -3,7 +3,8 @@
 - P1: steps of other people's decoders over ours on the same batch, and over ours under the trainer, eager and with ``trainer.compile``.
   Same architecture, weights and number of parameters; the losses agree before anything is timed. A step is logits, mean
   cross-entropy, backward, fused AdamW. Nobody has dropout, a cache or autocast.
-- P1b: our step over the matrix products of its linear layers alone: forward, for the input's gradient and for the weight's.
+- P1b: our step over the matrix products of its linear layers alone: forward, for the input's gradient and for the weight's; both as a run
+  computes them (``minitx.training.cpu``).
 - P4: a step under the trainer over a raw loop with the same network, optimizer, data, gradient norm and check for NaN.
 - P9: the most bytes at once of a step with the same loss, weights and AdamW's moments included, over Hugging Face's. Counted, not timed.
 - P11: steps under the trainer with ``callbacks.probe`` each 50 steps over steps without.
@@ -26,6 +27,8 @@ from peers import NANOGPT, Peer, check_equal, decoder, decoders, hugging_face, l
 from torch import Tensor, nn
 
 from minitx.nn import DecoderLM
+from minitx.training.cpu import keep_freed_memory, onednn_products
+from minitx.training.hardware import cpu_precision
 from minitx.training.objectives import chunked_cross_entropy
 
 WANTED = {
@@ -79,14 +82,17 @@ def over_others(pairs: int, nanogpt: str | None, size: str) -> Iterator[Row]:
             loss=loss,
             tokens_per_second=speed,
         )
-    if torch.cpu._is_amx_tile_supported() and SIZES[size][1] >= 256:
+    if cpu_precision("bf16-mixed") == "bf16-mixed":
         narrow = torch.autocast("cpu", torch.bfloat16)(partial(peer.our_loss, *data))
-        found = compare(ours, raw_step(peer.ours, narrow), pairs=pairs)
-        yield row("P1", "raw loop, bfloat16 over float32", size, found, ">= 1.8")
+        with onednn_products():
+            found = compare(ours, raw_step(peer.ours, narrow), pairs=pairs)
+        wanted = ">= 1.8" if torch.cpu._is_amx_tile_supported() and SIZES[size][1] >= 256 else None
+        yield row("P1", "bfloat16 over float32, products as in a run", size, found, wanted)
 
 
 def over_products(pairs: int) -> Iterator[Row]:
     """P1b."""
+    keep_freed_memory()
     model, (ids, labels) = DecoderLM(decoder(*SIZES[SMALL][:4])), ids_and_labels(SMALL)
     weights = [module.weight.detach() for module in model.modules() if isinstance(module, nn.Linear)]
     made = [(torch.randn(ids.numel(), w.shape[1]), torch.randn(ids.numel(), w.shape[0]), w) for w in weights]
@@ -99,7 +105,8 @@ def over_products(pairs: int) -> Iterator[Row]:
         return loss_of(model(ids), labels)
 
     for name, run, wanted in (("eager", loss, "<= 2.4"), ("compiled", torch.compile(loss), "<= 2.0")):
-        found = compare(products, raw_step(model, partial(run, ids, labels)), pairs=pairs, warm=3)
+        with onednn_products():
+            found = compare(products, raw_step(model, partial(run, ids, labels)), pairs=pairs, warm=3)
         yield row("P1b", f"step over its matrix products, {name}", SMALL, found, wanted)
 
 
@@ -186,8 +193,9 @@ def under_the_trainer(pairs: int, nanogpt: str | None, steps: int) -> Iterator[R
     theirs = raw_step(peer.module, partial(peer.loss, batch["input_ids"], batch["labels"]))
 
     def loop(trainer: Any, module: Any, steps: int) -> None:
-        for _ in range(steps):
-            theirs()
+        with onednn_products(False):
+            for _ in range(steps):
+                theirs()
 
     for name, wanted in (("false", WANTED[peer.name]), ("true", ">= 1.25" if nanogpt else None)):
         found = fitted(Turns(steps, pairs, loop), "trainer.accelerator=cpu", f"trainer.compile={name}")
