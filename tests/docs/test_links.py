@@ -24,6 +24,6 @@ def test_the_links_are_seen_at_all():
 
 def test_every_page_is_on_the_site_and_the_site_names_no_other():
     nav = re.search(r"\nnav:\n(.*?)\n\w", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.DOTALL)[1]
-    named = re.findall(r"[\w/]+\.md", nav)
+    named = re.findall(r"[\w/.]+\.md", nav)
     assert all((ROOT / "docs" / file).exists() for file in named)
     assert {path.name for path in (ROOT / "docs").glob("*.md")} <= set(named)
