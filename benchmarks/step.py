@@ -215,7 +215,7 @@ def checked_step(network: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -
     optimizer.zero_grad(set_to_none=True)
 
 
-def trainer_over_loop(pairs: int, steps: int, rows: int = 5, wanted: str = "<= 1.03") -> Iterator[Row]:
+def trainer_over_loop(pairs: int, steps: int, rows: int = 11, wanted: str = "<= 1.03") -> Iterator[Row]:
     """P4."""
     source, _ = batches(f"data.batch_size={rows}")
 
