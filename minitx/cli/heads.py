@@ -77,14 +77,14 @@ def _attend(stored: Stored, inputs: dict[str, Any], only: list[int | str] | None
 def _rows(config: HeadsConfig, stored: Stored) -> tuple[str, Iterable[Snapshot], None]:
     """The typed text, or the first rows of the validation split."""
     from minitx.cli.inputs import row_inputs
-    from minitx.data.module import DataModule
+    from minitx.data.task import as_split
 
     if config.text is not None:
         inputs = text_inputs(stored.network, stored.tokenizer, config.text, None)
         return "one text, so without intervals", [_attend(stored, inputs.tensors)], None
-    data = stored.data()
-    count = min(config.num_rows, data.val_source().num_rows) if isinstance(data, DataModule) else 1
-    return f"{count} validation rows", (_attend(stored, row_inputs(data, row).tensors) for row in range(count)), None
+    task = stored.task()
+    count = min(config.num_rows, len(as_split(task, "val")))
+    return f"{count} validation rows", (_attend(stored, row_inputs(task, row).tensors) for row in range(count)), None
 
 
 def _syntax(config: HeadsConfig, stored: Stored) -> tuple[str, Iterable[Snapshot], dict[tuple[str, int], Score]]:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from minitx.config import ConfigError, TransformerConfig
 
 if TYPE_CHECKING:
-    import lightning.pytorch as L
     from torch import Tensor, nn
 
+    from minitx.data.task import Task
     from minitx.data.tokenizers import Tokenizer
     from minitx.training.stored import Stored
 
@@ -89,22 +89,22 @@ def reader_of_ids(stored: Stored) -> Any:
     return Reads().eval()
 
 
-def row_inputs(data: L.LightningDataModule, row: int) -> Inputs:
+def row_inputs(task: Task, row: int) -> Inputs:
     """Return row ``row`` of the validation split.
 
     Raises:
-        ConfigError: the row does not exist, or the data are not a ``Task``.
+        ConfigError: the row does not exist.
     """
-    from minitx.data.module import DataModule
+    from minitx.data.sources import ValSource
+    from minitx.data.task import as_split
+    from minitx.data.texts import position_texts
     from minitx.training.calling import network_inputs
 
-    if not isinstance(data, DataModule):
-        raise ConfigError("row is for the data of a Task; give text=TEXT instead")
-    source = data.val_source()
+    source = ValSource(as_split(task, "val"), batch_size=1, world=1)
     if not 0 <= row < source.num_rows:
         raise ConfigError(f"row={row} must lie in [0, {source.num_rows}), the validation rows")
     tensors = network_inputs(source.rows(range(row, row + 1)))
-    return Inputs(tensors, data.texts(tensors))
+    return Inputs(tensors, position_texts(task, tensors))
 
 
 def text_inputs(model: nn.Module, tokenizer: Tokenizer | None, text: str, target: str | None, **options: Any) -> Inputs:

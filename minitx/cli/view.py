@@ -171,7 +171,7 @@ def _inputs(config: ViewConfig, stored: Stored) -> tuple[Inputs, str]:
     if config.row is None and tokenizer is not None:
         raise ConfigError("text is missing: give text=TEXT for the model to read, or row=N for a row of its validation data")
     row = config.row or 0
-    return row_inputs(stored.data(), row), f"Attention on validation row {row}"
+    return row_inputs(stored.task(), row), f"Attention on validation row {row}"
 
 
 def _snapshot(config: ViewConfig, model: nn.Module, inputs: Inputs, step: int) -> Snapshot:

@@ -13,9 +13,9 @@ from minitx.data.addressing import AddressedLoader, Addresses, Batch
 from minitx.data.document_stream import DocumentStream, StreamSource
 from minitx.data.load import load_task
 from minitx.data.sources import Source, TrainSource, ValSource
-from minitx.data.synthetic import key_value_texts
 from minitx.data.task import Split, Task, as_split
-from minitx.data.tokenizers import Tokenizer, token_texts
+from minitx.data.texts import position_texts
+from minitx.data.tokenizers import Tokenizer
 
 
 class DataModule(LightningDataModule):
@@ -85,15 +85,8 @@ class DataModule(LightningDataModule):
         return source.rows(range(min(num_rows, source.num_rows)))
 
     def texts(self, inputs: Batch) -> dict[str, list[list[str]]]:
-        """Return a text for each position of a batch: its token, or ``KEY:VALUE`` in a recall task. {} if there is neither."""
-        ids = {axis: inputs[axis] for axis in ("input_ids", "decoder_input_ids") if axis in inputs}
-        if self.task.tokenizer is not None:
-            return {axis: [token_texts(self.task.tokenizer, row) for row in rows.tolist()] for axis, rows in ids.items()}
-        if not self.task.recall:
-            return {}
-        types = inputs.get("token_type_ids", ids["input_ids"].new_zeros(ids["input_ids"].shape))
-        rows = zip(ids["input_ids"].tolist(), types.tolist(), strict=True)
-        return {"input_ids": [key_value_texts(*row) for row in rows]}
+        """Return a text for each position of a batch; see ``position_texts``."""
+        return position_texts(self.task, inputs)
 
     def val_batch_size(self, world: int) -> int:
         """Return the rows of a validation batch over all ranks, rounded up to a multiple of ``world``."""

@@ -13,6 +13,8 @@ from torch import nn
 from minitx.config import ConfigError, RunConfig, TransformerConfig, from_dict, is_part
 from minitx.config.checks import first_line
 from minitx.data import tokenizers
+from minitx.data.load import load_task
+from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.models import build_model
 from minitx.training.checkpoint import network_weights, read_checkpoint
@@ -51,11 +53,29 @@ class Stored:
         check_trusted(self.untrusted.get("data"), "data")
         trainer = dataclasses.replace(self.config.trainer, val_batch_size=batch_size or self.config.trainer.val_batch_size)
         data = open_data(dataclasses.replace(self.config, trainer=trainer), tokenizer=self.tokenizer)
+        self._check_vocabulary(getattr(data, "task", None))
+        return data
+
+    def task(self) -> Task:
+        """Load the task of the run. If it is one of ours, lightning is not imported, which takes seconds.
+
+        Raises:
+            ConfigError: as ``data``; or the data are not a ``Task``.
+        """
+        if not isinstance(self.config.data, Mapping):
+            check_trusted(self.untrusted.get("data"), "data")
+            task = load_task(self.config.data, self.tokenizer)
+            self._check_vocabulary(task)
+            return task
+        opened = getattr(self.data(), "task", None)
+        if not isinstance(opened, Task):
+            raise ConfigError("row is for the data of a Task; give text=TEXT instead")
+        return opened
+
+    def _check_vocabulary(self, task: Task | None) -> None:
         size = getattr(getattr(self.network, "config", None), "vocab_size", None)
-        task = getattr(data, "task", None)
         if size is not None and task is not None and task.model_fields.get("vocab_size", 0) > size:
             raise ConfigError(f"ckpt_path={self.path} was trained on other data than {task.name} is now")
-        return data
 
     def objective(self) -> Objective:
         """Build the objective of the run."""
