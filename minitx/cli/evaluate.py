@@ -44,18 +44,19 @@ def _evaluate(config: EvaluateConfig) -> None:
     from minitx.cli.inputs import open_stored
     from minitx.training.cpu import onednn_products
     from minitx.training.evaluation import evaluate
-    from minitx.training.run import quiet_lightning
     from minitx.training.stored import place
 
-    with quiet_lightning(), onednn_products():  # as in training
-        changes = {"model": config.model, "data": config.data, "objective": config.objective}
+    changes = {"model": config.model, "data": config.data, "objective": config.objective}
+    options = EvaluationConfig(num_rows=config.num_rows, num_beams=config.num_beams, num_shown=config.num_shown)
+    with onednn_products():  # as in training
         stored = open_stored(config.ckpt_path, trust=config.trust, changes=changes)
-        data = stored.data(config.batch_size)
-        options = EvaluationConfig(num_rows=config.num_rows, num_beams=config.num_beams, num_shown=config.num_shown)
-        found = evaluate(place(stored.network, config.device), data, options, stored.objective())
+        own, size = stored.config.data, config.batch_size or stored.config.trainer.val_batch_size
+        data: Any = stored.data(config.batch_size) if isinstance(own, Mapping) else stored.task()
+        rows: Any = size or getattr(own, "batch_size", 64)
+        found = evaluate(place(stored.network, config.device), data, options, stored.objective(), batch_size=rows)
     write("\n".join(found.lines()) + "\n")
     if config.output is not None:
-        name = getattr(getattr(data, "task", None), "name", type(data).__name__)
+        name = getattr(getattr(data, "task", data), "name", type(data).__name__)
         plain = {"ckpt_path": config.ckpt_path, "data": name, **found.to_dict()}
         with writing("output", config.output):
             Path(config.output).write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

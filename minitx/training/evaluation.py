@@ -14,21 +14,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitx.config import IGNORED, EvaluationConfig
 from minitx.data.addressing import Address, Batch
-from minitx.data.module import DataModule
-from minitx.data.task import Task
+from minitx.data.sources import ValSource
+from minitx.data.task import Task, as_split
 from minitx.generation import beam_search, generate
 from minitx.nn.modes import evaluating
 from minitx.training.calling import Caller
 from minitx.training.objectives import CrossEntropy, Objective, checked_sums, num_targets
+
+if TYPE_CHECKING:
+    import lightning.pytorch as L
+
+    Rows = ValSource | L.LightningDataModule
+    """What has validation batches."""
 
 log = logging.getLogger(__name__)
 
@@ -104,9 +109,11 @@ def share_interval(hits: int, trials: int) -> Metric:
 
 def evaluate(
     network: nn.Module,
-    data: L.LightningDataModule,
+    data: Task | L.LightningDataModule,
     options: EvaluationConfig | None = None,
     objective: Objective | None = None,
+    *,
+    batch_size: int = 64,
 ) -> Evaluation:
     """Evaluate ``network`` on the validation split of ``data``, with the metrics of its task.
 
@@ -121,29 +128,37 @@ def evaluate(
 
     Args:
         objective: the objective of the run. Default: cross-entropy.
+        batch_size: rows at once, if ``data`` is a ``Task``. A data module has its own.
     """
     options, objective = options or EvaluationConfig(), objective or CrossEntropy()
-    task = data.task if isinstance(data, DataModule) else None
+    task, source = _open(data, batch_size)
     with evaluating(network), torch.inference_mode():
         if task is None or task.kind not in KINDS or not isinstance(objective, CrossEntropy):
-            return Evaluation(_of_sums(network, data, options, objective), dict(task.baselines()) if task else {})
-        assert isinstance(data, DataModule)
-        nll, counts, right = _losses(network, data, options)
+            return Evaluation(_of_sums(network, source, options, objective), dict(task.baselines()) if task else {})
+        nll, counts, right = _losses(network, source, options)
         if task.kind == "seq2seq":
-            return _of_answers(network, data, options, ratio_interval(nll, counts))
+            return _of_answers(network, task, source, options, ratio_interval(nll, counts))
         return Evaluation(_of_labels(task, nll, counts, right), task.baselines())
 
 
-def _batches(network: nn.Module, data: L.LightningDataModule, options: EvaluationConfig) -> Iterator[Batch]:
+def _open(data: Any, batch_size: int) -> tuple[Task | None, Rows]:
+    """The task of ``data``, if there is one, and what has its validation batches."""
+    if isinstance(data, Task):
+        return data, ValSource(as_split(data, "val"), batch_size=batch_size, world=1)
+    if hasattr(data, "val_source"):  # our data module; the source has every row, for any number of ranks
+        return data.task, data.val_source()
+    return None, data
+
+
+def _batches(network: nn.Module, source: Rows, options: EvaluationConfig) -> Iterator[Batch]:
     """Validation batches on the network's device, ``num_rows`` rows at most."""
     device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
     left = options.num_rows or math.inf
-    if isinstance(data, DataModule):
-        source = data.val_source()  # every row, whatever the number of ranks
+    if isinstance(source, ValSource):
         batches: Any = (source[Address(step)] for step in range(len(source)))
     else:
-        data.setup("validate")
-        batches = data.val_dataloader()
+        source.setup("validate")
+        batches = source.val_dataloader()
     for batch in batches:
         rows = int(min(left, len(batch["labels"])))
         cut = {name: tensor[:rows] if tensor.dim() else tensor for name, tensor in batch.items()}
@@ -153,12 +168,10 @@ def _batches(network: nn.Module, data: L.LightningDataModule, options: Evaluatio
             return
 
 
-def _of_sums(
-    network: nn.Module, data: L.LightningDataModule, options: EvaluationConfig, objective: Objective
-) -> dict[str, Metric]:
+def _of_sums(network: nn.Module, source: Rows, options: EvaluationConfig, objective: Objective) -> dict[str, Metric]:
     """The mean of every sum that the objective gives."""
     caller, found, counts = Caller(network), defaultdict[str, list[Tensor]](list), list[Tensor]()
-    for batch in _batches(network, data, options):
+    for batch in _batches(network, source, options):
         sums = checked_sums(objective(caller(batch), batch))
         sums["loss"] = sums.pop("nll", sums["loss"])
         for name, value in sums.items():
@@ -167,10 +180,10 @@ def _of_sums(
     return {name: ratio_interval(torch.stack(values), torch.stack(counts)) for name, values in found.items()}
 
 
-def _losses(network: nn.Module, data: DataModule, options: EvaluationConfig) -> tuple[Tensor, Tensor, Tensor]:
+def _losses(network: nn.Module, source: Rows, options: EvaluationConfig) -> tuple[Tensor, Tensor, Tensor]:
     """For every row: -Σ ln p, the number of labels, and of labels with the highest logit."""
     caller, columns = Caller(network), list[tuple[Tensor, Tensor, Tensor]]()
-    for batch in _batches(network, data, options):
+    for batch in _batches(network, source, options):
         labels = batch["labels"].view(len(batch["labels"]), -1)
         logits = caller(batch)
         flat = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
@@ -195,10 +208,10 @@ def _of_labels(task: Task, nll: Tensor, counts: Tensor, right: Tensor) -> dict[s
     return {**bits, "loss": loss, "next_token_accuracy": accuracy}
 
 
-def _of_answers(network: nn.Module, data: DataModule, options: EvaluationConfig, loss: Metric) -> Evaluation:
+def _of_answers(network: nn.Module, task: Task, source: Rows, options: EvaluationConfig, loss: Metric) -> Evaluation:
     """What generated answers are worth, and the loss beside them."""
-    answers = list(_answers(network, data, options))
-    pairs = data.task.val_examples[: len(answers)]
+    answers = list(_answers(network, task, source, options))
+    pairs = task.val_examples[: len(answers)]
     sources, references = [source for source, _ in pairs], [str(reference) for _, reference in pairs]
     hits = [answer == reference for answer, reference in zip(answers, references, strict=True)]
     found = Evaluation({"exact_match": share_interval(sum(hits), len(hits))})
@@ -212,14 +225,14 @@ def _of_answers(network: nn.Module, data: DataModule, options: EvaluationConfig,
     return found
 
 
-def _answers(network: nn.Module, data: DataModule, options: EvaluationConfig) -> Iterator[str]:
+def _answers(network: nn.Module, task: Task, source: Rows, options: EvaluationConfig) -> Iterator[str]:
     """What the network writes for every validation row, as text."""
-    assert data.task.tokenizer is not None
+    assert task.tokenizer is not None
     answer_to = generate if options.num_beams == 1 else partial(beam_search, num_beams=options.num_beams)
-    for batch in _batches(network, data, options):
+    for batch in _batches(network, source, options):
         longest = 2 * batch["labels"].shape[1]
         answers = answer_to(network, batch["input_ids"], key_mask=batch.get("key_mask"), max_new_tokens=longest)
-        yield from (data.task.tokenizer.decode(answer.tolist()) for answer in answers)
+        yield from (task.tokenizer.decode(answer.tolist()) for answer in answers)
 
 
 def _text_metrics() -> dict[str, Any]:
