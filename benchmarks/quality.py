@@ -10,8 +10,8 @@ P2. ``experiment=gpt2_baseline`` (0.80 million parameters, 2,000 steps of 12 x 6
 out the validation. The loss is that of the whole validation split, the last tenth of the text.
 
 P3. Both presets at two lengths of training around the loss; a line through loss against the logarithm of tokens says, seed by seed, where
-it is reached. GPT-2's rate is chosen among four on a seed of its own; the modern preset's rates were chosen on seed 0 of this text
-(docs/dev/decisions.md), by no more runs of no more tokens.
+it is reached. GPT-2's rate is chosen among four on a seed of its own; the modern preset's rates were chosen on another text, the
+King James Bible, on one seed (docs/dev/decisions.md).
 """
 
 from __future__ import annotations
