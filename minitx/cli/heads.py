@@ -66,10 +66,12 @@ def _heads(config: HeadsConfig) -> None:
 
 def _attend(stored: Stored, inputs: dict[str, Any], only: list[int | str] | None = None) -> Snapshot:
     from minitx.analysis.snapshot import take_snapshot
+    from minitx.training.calling import Caller
 
     device = next(stored.network.parameters()).device
+    read = Caller(stored.network).inputs(inputs)
     try:
-        return take_snapshot(stored.network, {name: value.to(device) for name, value in inputs.items()}, layers=only)
+        return take_snapshot(stored.network, {name: value.to(device) for name, value in read.items()}, layers=only)
     except (ValueError, RuntimeError, IndexError) as error:
         raise ConfigError(" ".join(str(error).split())[:300]) from error
 

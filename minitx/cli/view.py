@@ -176,9 +176,11 @@ def _inputs(config: ViewConfig, stored: Stored) -> tuple[Inputs, str]:
 
 def _snapshot(config: ViewConfig, model: nn.Module, inputs: Inputs, step: int) -> Snapshot:
     from minitx.analysis.snapshot import take_snapshot
+    from minitx.training.calling import Caller
 
     device = next(model.parameters()).device
-    tensors = {name: tensor.to(device) for name, tensor in inputs.tensors.items() if tensor.dim()}
+    read = Caller(model).inputs(inputs.tensors)  # a model of the user's may take fewer keys than the data have
+    tensors = {name: tensor.to(device) for name, tensor in read.items() if tensor.dim()}
     made = getattr(model, "config", None)
     title = type(model).__name__
     if isinstance(made, TransformerConfig):

@@ -126,5 +126,5 @@ class RunConfig(Config):
         if isinstance(self.model, TransformerConfig) and self.model.position == "learned" and length is not None:
             require(
                 length <= self.model.max_len,
-                f"model.max_len={self.model.max_len} must reach the rows of the data, which have {length} tokens",
+                f"model.max_len={self.model.max_len} must reach the rows of the data, which have {length} tokens; make them shorter or max_len larger",
             )

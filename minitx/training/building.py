@@ -157,7 +157,9 @@ def fit_model_config(model: TransformerConfig, data: L.LightningDataModule) -> T
         _check_kind(model, data.task, fields)
     longest = max(fields.pop(name, 0) for name in ("max_source_len", "max_target_len"))
     if model.position == "learned" and longest > model.max_len:
-        raise ConfigError(f"model.max_len={model.max_len} must reach the rows of the data, which have {longest} tokens")
+        raise ConfigError(
+            f"model.max_len={model.max_len} must reach the rows of the data, which have {longest} tokens; make them shorter or max_len larger"
+        )
     found = {}
     for name, value in fields.items():
         given = getattr(model, name)
