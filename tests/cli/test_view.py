@@ -8,13 +8,16 @@ from base64 import b64decode
 
 import pytest
 import torch
+from torch import nn
 
 from minitx.analysis import take_snapshot
 from minitx.cli.arguments import parse
-from minitx.cli.view import ViewConfig
+from minitx.cli.inputs import Inputs
+from minitx.cli.view import ViewConfig, _snapshot
 from minitx.config import TransformerConfig, to_dict
 from minitx.data.tokenizers import token_texts, train_tokenizer
 from minitx.generation import generate
+from minitx.nn import MultiHeadAttention
 from minitx.nn.models import build_model
 from minitx.training.checkpoint import write_checkpoint
 from minitx.training.stored import load_model
@@ -131,3 +134,16 @@ def test_models_that_cannot_stand_beside_each_other_and_a_page_that_no_browser_o
 def test_layers_are_numbers_or_parts_of_names():
     assert parse(ViewConfig, ["ckpt_path=x", "layers=[0, -1, cross]"]).chosen_layers == [0, -1, "cross"]
     assert parse(ViewConfig, ["ckpt_path=x"]).chosen_layers is None
+
+
+def test_a_model_of_ones_own_may_take_fewer_keys_than_the_data_have():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.attention = nn.Embedding(7, 6), MultiHeadAttention(6, 2)
+
+        def forward(self, input_ids):
+            return self.attention(self.embed(input_ids))
+
+    row = Inputs({"input_ids": torch.tensor([[1, 2, 3, 5, 6]]), "key_mask": torch.ones(1, 5, dtype=torch.bool)}, {})
+    assert _snapshot(ViewConfig(ckpt_path="x"), Net(), row, 0).step == 0
