@@ -28,13 +28,12 @@ class CompileTime(L.Callback):
     """Says before the first step that the run compiles, with the seconds that this took last time, and afterwards how long it took.
 
     Args:
-        name: what the seconds are remembered by: the model, the batch and the device, in words.
-        file: where they are remembered; default ``seconds.json`` beside the compiled kernels.
+        name: what the seconds are remembered by, in ``seconds.json`` beside the kernels: the model, the batch and the device, in words.
     """
 
-    def __init__(self, name: str, file: Path | None = None) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.file = file or Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", data_dir() / "compiled")) / "seconds.json"
+        self.file = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "seconds.json"  # set by ``compiled``
         self._started: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:

@@ -90,10 +90,9 @@ def train(
         nonfinite_step = fit(trainer, module, opened, config, guard)
         if nonfinite_step is None and config.evaluation.at_end:
             evaluate_at_end(trainer, module, opened, config, folder)
-    task = getattr(opened, "task", None)
     return summarise(
         folder,
-        floors=task.floors if task else {},
+        floors=getattr(getattr(opened, "task", None), "floors", {}),
         nonfinite_step=nonfinite_step,
         num_parameters=sum(p.numel() for p in module.network.parameters()),
     )
