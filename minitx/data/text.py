@@ -88,7 +88,7 @@ def load_text(config: TextDataConfig, folder: Path, tokenizer: Tokenizer | None)
 
     def baselines() -> dict[str, float]:
         """Bits per character and per byte of the validation split's UTF-8 under ``xz -9`` and ``bzip2 -9``."""
-        bits = compressed_bits(read_text(config)[splits["train"]["characters"] :].encode())
+        bits = compressed_bits(map(str.encode, read_text(config, splits["train"]["characters"])))
         units = ("character", "byte")
         return {f"{name}_bits_per_{unit}": size / splits["val"][f"{unit}s"] for name, size in bits.items() for unit in units}
 

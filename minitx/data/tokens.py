@@ -81,17 +81,19 @@ def tokenised(
     path = folder / f"{stem}-{fingerprint(tokenizer)[:16] if tokenizer else learned}-val{config.val_fraction!r}.bin"
 
     def build() -> dict[str, Any]:
-        text = read_text(config)
-        cut = int(len(text) * (1 - config.val_fraction))
+        length, blank = 0, True
+        for piece in read_text(config):
+            length, blank = length + len(piece), blank and not piece.strip()
+        if blank:
+            raise ConfigError(f"{said} has no text: {length} characters, none of them but white space")
+        cut = int(length * (1 - config.val_fraction))
+        if not 0 < cut < length:
+            raise ConfigError(f"{said} has {length} characters, too few for a training and a validation split")
+        made_by = tokenizer_of(config, tokenizer, lines_of(read_text(config, 0, cut)), marks)
+        splits = {"train": lines_of(read_text(config, 0, cut)), "val": lines_of(read_text(config, cut))}
+        record = write_ids(path, made_by, splits, made_by.encode_batch)
         if corpus_stem(config) != stem:
             raise ConfigError(f"{said} changed while it was read; start again")
-        if not text.strip():
-            raise ConfigError(f"{said} has no text: {len(text)} characters, none of them but white space")
-        if not 0 < cut < len(text):
-            raise ConfigError(f"{said} has {len(text)} characters, too few for a training and a validation split")
-        splits = {"train": lines_of(text[:cut]), "val": lines_of(text[cut:])}
-        made_by = tokenizer_of(config, tokenizer, splits["train"], marks)
-        record = write_ids(path, made_by, splits, made_by.encode_batch)
         train, val = (tokens.array for tokens in token_arrays(path, record))
         return {**record, "floors": ngram_floors(train, val, made_by.vocab_size)}
 

