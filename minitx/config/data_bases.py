@@ -38,7 +38,8 @@ class TokenizedDataConfig(BaseDataConfig):
     """The keys of every data set of texts.
 
     Attributes:
-        tokenizer: ``char`` (one id per character) or ``bpe`` (byte-level), both learned from the training split; or a
+        tokenizer: ``char`` (one id per character) or ``bpe`` (byte-level), both learned from the training split (``bpe`` from
+            64 million characters of a longer text file, spread over it); or a
             ``tokenizer.json``, a folder that contains one, or a name on the Hugging Face hub.
         bpe_vocab_size: largest vocabulary of ``tokenizer=bpe``.
         val_fraction: the part that is held out for validation.

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 3
 TEXTS_AT_ONCE = 1000
+CHARACTERS_TO_LEARN_FROM = 1 << 26
+"""The most characters that ``bpe`` learns from, in pieces spread evenly over a longer text."""
 
 
 class TokenArray:
@@ -89,7 +91,8 @@ def tokenised(
         cut = int(length * (1 - config.val_fraction))
         if not 0 < cut < length:
             raise ConfigError(f"{said} has {length} characters, too few for a training and a validation split")
-        made_by = tokenizer_of(config, tokenizer, lines_of(read_text(config, 0, cut)), marks)
+        every = -(-cut // CHARACTERS_TO_LEARN_FROM) if config.tokenizer == "bpe" else 1
+        made_by = tokenizer_of(config, tokenizer, lines_of(islice(read_text(config, 0, cut), 0, None, every)), marks)
         splits = {"train": lines_of(read_text(config, 0, cut)), "val": lines_of(read_text(config, cut))}
         record = write_ids(path, made_by, splits, made_by.encode_batch)
         if corpus_stem(config) != stem:

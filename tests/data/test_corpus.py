@@ -1,5 +1,6 @@
 import hashlib
 import sys
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from minitx.data.bible import read_verses
 from minitx.data.corpus import KJV_SHA256, data_dir, kjv_text, lines_of, read_text, replacing
 from minitx.data.tokenizers import train_tokenizer
 from minitx.data.tokens import tokenised
+from tests.data.conftest import POEM
 
 
 def test_texts_are_normalised(text_config):
@@ -118,3 +120,27 @@ def test_a_checkout_keeps_data_beside_the_package_and_an_installed_package_in_th
     if chosen:
         monkeypatch.setenv("XDG_CACHE_HOME", chosen)
     assert data_dir() == (tmp_path / "xdg" if variable == "absolute" else home / ".cache") / "minitx"
+
+
+def test_a_long_text_is_never_in_memory_whole(text_config, cache, monkeypatch):
+    monkeypatch.setattr(corpus, "PIECE", 1 << 12)
+    monkeypatch.setattr(tokens, "ngram_floors", lambda *_: None)  # which counts in blocks of 4 million tokens
+    tokenised(text_config(POEM), cache)  # imports what it needs
+    text = POEM * 29_000
+    config = text_config(text, tokenizer="char")
+    tracemalloc.start()
+    train, val, tokenizer, _ = tokenised(config, cache)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 0.6 * len(text)  # the batch being encoded
+    assert tokenizer.decode(val.array) == text[-len(val) :]
+    assert len(train) + len(val) == len(text)
+
+
+def test_bpe_of_a_very_long_text_is_learned_from_all_over_it_and_reads_it_all(text_config, cache, monkeypatch):
+    monkeypatch.setattr(corpus, "PIECE", 100)
+    monkeypatch.setattr(tokens, "CHARACTERS_TO_LEARN_FROM", 1000)
+    early, late = "early birds \n" * 1000, "night owls \n" * 1000
+    train, val, tokenizer, _ = tokenised(text_config(early + late, tokenizer="bpe", bpe_vocab_size=300), cache)
+    assert {" birds", " owls"} <= {tokenizer.decode([i]) for i in range(tokenizer.vocab_size)}
+    assert tokenizer.decode(train.array) + tokenizer.decode(val.array) == early + late
