@@ -48,6 +48,23 @@ def test_a_config_survives_the_way_through_plain_data():
     assert from_dict(RunConfig, plain) == config
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: TrainerConfig(max_steps="sixty"), "max_steps=sixty must be a whole number, got str"),
+        (lambda: TrainerConfig(overfit="no"), "overfit=no must be true or false"),
+        (lambda: OptimizerConfig(betas=("a", 0.9)), "betas="),
+        (lambda: RunConfig(model="net"), "model=net must be a config of minitx or a mapping, got str"),
+        (lambda: RunConfig(trainer={"max_steps": 3}), "trainer={'max_steps': 3} must be a config of minitx, got dict"),
+        (lambda: RunConfig(imports="mine"), "imports=mine must be a list"),
+    ],
+)
+def test_a_value_of_another_python_type_is_named(make, said):
+    with pytest.raises(ConfigError) as refused:
+        make()
+    assert str(refused.value).startswith(said)
+
+
 @pytest.mark.parametrize("group", ["model", "data", "objective", "optimizer", "schedule"])
 def test_a_group_is_one_of_ours_or_a_part_of_the_users_which_is_left_as_it_is(group):
     assert getattr(from_dict(RunConfig, {group: SGD}), group) == SGD
@@ -125,7 +142,6 @@ def test_a_factor_is_no_expression(factor):
     ("key", "said"),
     [
         ("model.num_head", "model.num_heads"),
-        ("data.num_pair", "data"),
         ("trainer.stop_at.valu", "trainer.stop_at.value"),
         ("trainer.stop_at.value", "trainer.stop_at={value: VALUE}"),
         ("init_from.pth", "init_from.path"),

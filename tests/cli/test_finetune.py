@@ -114,7 +114,7 @@ def test_a_checkpoint_of_a_model_of_ones_own_is_one_to_start_from(cli, place, mo
         (["model.ffn_dim=13"], "blocks.0.feedforward.up_proj.weight"),
         (["init_from.path=mamba"], "init_from.path=mamba"),
         (["init_from.path=deaf"], "tokenizer.json"),
-        (["init_from.path=mute"], "data.tokenizer"),
+        (["init_from.path=mute"], "data.tokenizer=char would be a new tokenizer"),
     ],
 )
 def test_what_cannot_be_started_from_is_one_sentence_and_leaves_no_folder(assert_refused, theirs, place, changed, part):

@@ -18,6 +18,7 @@ from minitx.cli.generate import GenerateConfig
 from minitx.cli.heads import HeadsConfig
 from minitx.cli.train import default_folder
 from minitx.cli.view import ViewConfig
+from minitx.config import RunConfig
 from minitx.training.callbacks import StoppedError
 from minitx.training.metrics import COLUMNS, read_metrics
 from tests.cli.conftest import TINY, losses
@@ -41,6 +42,18 @@ def test_help_of_the_other_programs_shows_every_key_and_its_meaning(cli, program
     for field in dataclasses.fields(OTHERS[program]):
         assert f"  {field.name}=" in said.out
         assert field.metadata["meaning"] in said.out
+
+
+def test_without_arguments_the_default_model_is_trained_and_that_is_said_first(cli, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    seen = []
+    monkeypatch.setattr("minitx.cli.train.run_training", lambda config, *_: seen.append((config, caplog.text)))
+    for words in (["seed=0"], []):
+        cli(*words)
+    (_, before), (config, said) = seen
+    assert config == RunConfig()
+    assert ("the default model" in before, "the default model" in said) == (False, True)
+    assert "Without arguments: a small decoder" in cli("--help").out
 
 
 def test_the_composed_config_can_be_printed(cli, place):
