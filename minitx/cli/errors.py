@@ -63,7 +63,7 @@ def check_flags(arguments: Sequence[str]) -> list[str]:
 
     def refuse(message: str) -> None:
         dashed = message.partition("unrecognized arguments: --")[2]
-        advice = f"a key has no dashes: {dashed}" if "=" in dashed else "--help shows what there is"
+        advice = f"a key has no dashes: {dashed}" if dashed else "--help shows what there is"
         raise ConfigError(f"{message}; {advice}")
 
     parser.error = refuse  # type: ignore[assignment, method-assign]

@@ -55,7 +55,7 @@ def run_job(composed: DictConfig) -> float | None:
             return None
         if needs_launch(config.trainer):
             return run_on_devices(config, folder)
-        if not command_words():
+        if not command_words() and HydraConfig.get().job.config_name == "train":
             log.info("no arguments: this trains the default model on the King James text; train.py --help shows the choices")
         result = run_training(config, folder, command())
         log.info("%s", summary_line(result, folder))
