@@ -26,22 +26,17 @@ COMPOSED = {
     "model=nonsense": "char_small",
     "modle=char_small": "modle",
     "~optimizer": "optimizer",
-    "seed=3 trainer=null model.scale=null": "trainer=null",
     "+objective._target_=torch.nn.CrossEntropyLoss": "override /objective: null",
     # values
     "model.num_heads=abc": "model.num_heads=abc",
     "model.scale=null": "unscaled",
     "seed=???": "seed",
-    "data=text": "data.path",
     "experiment=scaling_ablation ablation.launcher=slurn": "did you mean slurm?",
     # Hydra's grammar
     "max_steps": "max_steps",
     "--experiment=kv_lookup": "a key has no dashes: experiment=kv_lookup",
-    "--config-name": "--config-name",
     "--config-dir=nowhere": "nowhere",
     "ckpt_path=runs/lr=1/last.ckpt": "ckpt_path=runs/lr=1/last.ckpt",
-    "output_dir=a,b": "output_dir=a,b",
-    "model.embed_dim=${nope}": "nope",
     "seed=${seed}": "seed",
 }
 
@@ -51,37 +46,27 @@ BUILT = {
     "model.embed_dim=1000000000000000000": "model",
     "optimizer.rules=[{match:nomatch}]": "optimizer.rules[0].match=nomatch",
     "+callbacks.a={_target_:lightning.pytorch.callbacks.Timer,nonsense:1}": "callbacks.a",
-    "trainer.extra={nonsense:1}": "trainer",
     "imports=[no_such_module_anywhere]": "imports=no_such_module_anywhere",
     "~model +model._target_=torch.nn.Linear +model.in_features=2": "model._target_=torch.nn.Linear",
     "~model +model._target_=torch.nn.Linea": "did you mean torch.nn.Linear?",
-    "~optimizer +optimizer._target_=torch.optim.SGD +optimizer.nonsense=1": "optimizer._target_=torch.optim.SGD",
     "model.architecture=encoder": "model.architecture=encoder",
     "trainer.devices=2 trainer.accelerator=auto": "trainer.devices=2",
-    "ckpt_path=missing.ckpt": "ckpt_path=missing.ckpt",
-    "ckpt_path=last": "ckpt_path=last",
     "init_from={path:nowhere}": "init_from.path=nowhere is not a file, and no folder",
     "output_dir=short.txt/below": "output_dir=",
     "output_dir=new/run model.backend=nonsense": "nonsense",
-    "data=text data.path=missing.txt": "data.path=missing.txt",
 }
 
 
 OTHERS = {
     # a checkpoint or a run, and what is asked of it
-    "evaluate {text} batch_size=-1": "batch_size=-1",
     "evaluate {text} output=no/such/found.json": "output=no/such/found.json",
     "evaluate {text} device=toaster": "device=toaster",
-    "evaluate {text} data.path=gone.txt": "data.path=gone.txt",
     "evaluate ckpt_path={runs}/text.txt": "text.txt",
-    "generate {text} prompt=God hello": "hello",
     "generate {text} prompt=God top_k=[": "top_k=[",
-    "generate {text} prompt=God temperature=1 top_p=2": "top_p=2",
     "generate {text} prompt=God top_k=5": "top_k=5",
     "generate {text} prompt=God context=70": "context=70",
     "generate {text} prompt=God stop=ab": "stop=",
     "generate {text} prompt=né": "U+00E9",
-    "generate {text} prompt=": "prompt",
     "generate {text} prompt=\udcff": "prompt",
     "generate {lookup} prompt=a": "ckpt_path=",
     "view {text}": "text",
@@ -92,7 +77,6 @@ OTHERS = {
     "view {text},{runs}/text/checkpoints/best.ckpt text=e": "step 20",
     "view {text} text=e compare={runs}/lookup": "compare=",
     "view {text} text=e compare={runs}/bytes/checkpoints/last.ckpt": "vocab_size",
-    "view {digits} text=1": "text",
     "view {dates} text=7 max_new_tokens=99": "max_new_tokens=99",
     "view ckpt_path={runs}/lookup row=13": "row=13",
     "heads ckpt_path={runs}": "checkpoints/last.ckpt",
@@ -102,9 +86,6 @@ OTHERS = {
     # a model by its name
     "cost model=char_small model.backend=chunked model.position=t5": "learned bias",
     "cost model=char_small length=257": "257",
-    "cost model=char_small lengths=8": "lengths=8",
-    "cost model=vit_small length=1": "length=1",
-    "cost model=char_small model.num_head=2": "model.num_head",
 }
 
 
@@ -176,7 +157,6 @@ def test_traceback_shows_where_an_error_came_from(cli):
     said = cli("traceback=true", "model.num_heads=abc")
     assert said.code == 2
     assert "Traceback (most recent call last)" in said.err
-    assert "Traceback" not in cli("model.num_heads=abc").err
 
 
 def test_a_run_that_stops_being_finite_exits_with_3_or_records_it(cli):
