@@ -194,6 +194,7 @@ def test_from_python_the_same_with_objects_which_the_programs_ask_for(cli, proje
         said = cli(LAST, "trust=true", *given, program="evaluate")
         assert_named(said, f"{asked} given from Python")
         assert f"{asked}._target_=" in said.err
+    assert "data.name=None is not allowed" in cli(LAST, "trust=true", "data.path=x", program="evaluate").err  # one of ours
     parts = "data._target_=own.load_task", "objective._target_=own.Focal"
     assert "128 rows" in cli(LAST, "trust=true", *parts, program="evaluate").out
 
