@@ -162,6 +162,7 @@ def test_a_launcher_runs_the_jobs_of_a_sweep_in_processes(script, project):
     assert first[0] == second[0] and first[-1] != second[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # sqlalchemy's, which Optuna imports
 def test_optuna_searches_for_the_least_validation_loss(own, project):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")

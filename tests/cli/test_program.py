@@ -22,7 +22,7 @@ from minitx.config import RunConfig
 from minitx.training.callbacks import StoppedError
 from minitx.training.metrics import COLUMNS, read_metrics
 from tests.cli.conftest import TINY, losses
-from tests.cli.processes import run, start
+from tests.cli.processes import start
 from tests.waiting import PATIENCE, wait_for
 
 OTHERS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view": ViewConfig, "heads": HeadsConfig, "cost": CostConfig}
@@ -55,15 +55,15 @@ def test_without_arguments_the_default_model_is_trained_and_that_is_said_first(c
     assert "Without arguments: a small decoder" in cli("--help").out
 
 
-def test_the_script_runs_from_any_folder_and_keeps_to_its_own(tmp_path):
-    code, out, err = run([*TINY, "trainer.max_steps=2", "experiment=kv_lookup", "schedule.warmup_steps=1", "callbacks.progress=true"], tmp_path)  # fmt: skip
-    assert (code, err) == (0, ""), (out, err)
-    (folder,) = (tmp_path / "runs" / "kv_lookup").iterdir()
-    assert [p.name for p in tmp_path.iterdir()] == ["runs"]
+def test_a_run_keeps_to_its_folder_and_says_where_it_is(cli, place, caplog):
+    caplog.set_level("INFO")
+    said = cli(*TINY, "trainer.max_steps=2", "experiment=kv_lookup", "schedule.warmup_steps=1", "callbacks.progress=true")
+    assert (said.code, said.err) == (0, "")
+    (folder,) = (place / "runs" / "kv_lookup").iterdir()
+    assert [p.name for p in place.iterdir()] == ["runs"]
     assert sorted(p.name for p in folder.iterdir()) == ["checkpoints", "command.txt", "config.yaml", "logs", "metrics.csv"]
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
-    assert str(folder) in out
-    assert "step 2/2" in out
+    assert str(folder) in caplog.text and "step 2/2" in caplog.text
     with (folder / "metrics.csv").open() as file:
         header, *rows = csv.reader(file)
     assert header[: len(COLUMNS)] == list(COLUMNS)
