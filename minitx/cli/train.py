@@ -102,10 +102,12 @@ def command() -> str:
 
 def run_on_devices(config: RunConfig, folder: Path) -> float | None:
     """Start the processes of a run on several devices and wait for them."""
+    from minitx.training.folder import check_free
     from minitx.training.hardware import check_count
     from minitx.training.metrics import read_metrics
 
     check_count(config.trainer)
+    check_free(folder, config.ckpt_path)  # the processes would wait for each other
     launch([f"--config-name={HydraConfig.get().job.config_name}", *command_words()], config.trainer.world_size, folder)
     losses = [row["val_loss"] for row in read_metrics(folder / "metrics.csv") if row["val_loss"] is not None]
     return losses[-1] if losses else None

@@ -144,7 +144,8 @@ def test_a_gpu_that_is_not_there_is_named(cli, place):
 def test_a_folder_that_holds_a_run_is_not_written_over(cli, place):
     assert cli(*STEP, "output_dir=run").code == 0
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
-    assert_named(cli(*STEP, "output_dir=run"), "output_dir=")
+    for words in ([], ["trainer=ddp_cpu"]):
+        assert_named(cli(*STEP, *words, "output_dir=run"), "output_dir=")
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 
 
