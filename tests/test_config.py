@@ -48,6 +48,23 @@ def test_a_config_survives_the_way_through_plain_data():
     assert from_dict(RunConfig, plain) == config
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: TrainerConfig(max_steps="sixty"), "max_steps=sixty must be a whole number, got str"),
+        (lambda: TrainerConfig(overfit="no"), "overfit=no must be true or false"),
+        (lambda: OptimizerConfig(betas=("a", 0.9)), "betas="),
+        (lambda: RunConfig(model="net"), "model=net must be a config of minitx or a mapping, got str"),
+        (lambda: RunConfig(trainer={"max_steps": 3}), "trainer={'max_steps': 3} must be a config of minitx, got dict"),
+        (lambda: RunConfig(imports="mine"), "imports=mine must be a list"),
+    ],
+)
+def test_a_value_of_another_python_type_is_named(make, said):
+    with pytest.raises(ConfigError) as refused:
+        make()
+    assert str(refused.value).startswith(said)
+
+
 @pytest.mark.parametrize("group", ["model", "data", "objective", "optimizer", "schedule"])
 def test_a_group_is_one_of_ours_or_a_part_of_the_users_which_is_left_as_it_is(group):
     assert getattr(from_dict(RunConfig, {group: SGD}), group) == SGD
@@ -88,19 +105,14 @@ FITS = {
         ("optimizer", {"name": "muon"}, "optimizer.name=muon"),
         ("callbacks", {"prob": {"every": 3}}, "callbacks.prob .*callbacks.probe"),
         ("callbacks", {"mine": 3}, "callbacks.mine=3"),
-        ("logger", {"a": {"name": "x"}}, "logger.a"),
         ("trainer", {"plugins": [{"a": 1}]}, r"trainer.plugins\[0\]"),
         ("trainer", {"extra": {"max_steps": 3}}, "trainer.extra.max_steps"),
         ("model", {"num_heads": 7}, "num_heads=7"),
-        ("model", {"num_heads": None}, "model.num_heads=null"),
         ("model", {"dropout": math.nan}, "model.dropout=nan"),
         ("model", {"init": "lecunn"}, "did you mean lecun?"),
         ("optimizer", {"lr": 0}, "optimizer.lr=0"),
-        ("optimizer", {"lr": math.inf}, "optimizer.lr=inf"),
-        ("optimizer", {"betas": [0.9]}, r"optimizer.betas=\[0.9\]"),
-        ("optimizer", {"rules": [{"matc": "q_proj"}]}, r"optimizer.rules\[0\].matc"),
+        ("optimizer", {"rules": [{"match": "a"}, {"matc": "b"}]}, r"optimizer.rules\[1\].matc"),
         ("optimizer", {"rules": [{"match": "("}]}, r"optimizer.rules\[0\].match=\("),
-        ("init_from", {"path": ""}, "init_from.path"),
         ("init_from", {"fold_scale": True}, "fold_scale"),
     ],
 )
@@ -110,42 +122,22 @@ def test_what_does_not_fit_together_is_named_by_its_key(group, changed, key):
         from_dict(RunConfig, {**FITS, group: {**FITS.get(group, {}), **changed}})
 
 
-def test_a_factor_is_a_number_or_a_power_of_the_heads_width():
+def test_a_factor_is_a_number_or_a_power_of_the_heads_width_and_no_expression():
     for factor, value in ((2, 2.0), ("head_dim^0.5", 4.0), ("head_dim^-1", 1 / 16), (" head_dim^2 ", 256.0)):
         assert evaluate_factor(factor, head_dim=16) == value
+    for factor in ("head_dim", "2*head_dim", "__import__('os')", "head_dim^1e3", ""):
+        with pytest.raises(ConfigError, match="factor="):
+            evaluate_factor(factor, head_dim=16)
 
 
-@pytest.mark.parametrize("factor", ["head_dim", "2*head_dim", "__import__('os')", "head_dim^1e3", ""])
-def test_a_factor_is_no_expression(factor):
-    with pytest.raises(ConfigError, match="factor="):
-        evaluate_factor(factor, head_dim=16)
+def test_an_unknown_key_is_answered_with_its_neighbour():
+    assert "trainer.stop_at.value" in unknown_key(RunConfig, "trainer.stop_at.valu")
+    assert "trainer.stop_at={value: VALUE}" in unknown_key(RunConfig, "trainer.stop_at.value")
 
 
-@pytest.mark.parametrize(
-    ("key", "said"),
-    [
-        ("model.num_head", "model.num_heads"),
-        ("data.num_pair", "data"),
-        ("trainer.stop_at.valu", "trainer.stop_at.value"),
-        ("trainer.stop_at.value", "trainer.stop_at={value: VALUE}"),
-        ("init_from.pth", "init_from.path"),
-    ],
-)
-def test_an_unknown_key_is_answered_with_its_neighbour(key, said):
-    assert said in unknown_key(RunConfig, key)
-
-
-@pytest.mark.parametrize(("text", "number"), [("1e-3", 1e-3), ("1.5E+2", 150.0), (3, 3.0)])
-def test_numbers_that_yaml_reads_as_words_are_numbers(text, number):
-    assert from_dict(OptimizerConfig, {"lr": text}).lr == number
-
-
-@pytest.mark.parametrize("value", ["1_000", "0x10", "1e-3x", "one", True, None, [1e-3]])
-def test_what_is_no_number_is_refused(value):
-    with pytest.raises(ConfigError, match=r"^lr="):
-        from_dict(OptimizerConfig, {"lr": value})
-
-
-def test_a_list_of_rules_is_checked_entry_by_entry():
-    with pytest.raises(ConfigError, match=r"^optimizer\.rules\[1\]\.trainable=perhaps"):
-        from_dict(OptimizerConfig, {"rules": [{"match": "a"}, {"match": "b", "trainable": "perhaps"}]}, "optimizer.")
+def test_numbers_that_yaml_reads_as_words_are_numbers_and_nothing_else_is():
+    for text, number in (("1e-3", 1e-3), ("1.5E+2", 150.0), (3, 3.0)):
+        assert from_dict(OptimizerConfig, {"lr": text}).lr == number
+    for value in ("1_000", "0x10", "1e-3x", "one", True, None, [1e-3]):
+        with pytest.raises(ConfigError, match=r"^lr="):
+            from_dict(OptimizerConfig, {"lr": value})

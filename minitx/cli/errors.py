@@ -62,9 +62,12 @@ def check_flags(arguments: Sequence[str]) -> list[str]:
     parser = get_args_parser()
 
     def refuse(message: str) -> None:
-        raise ConfigError(f"{message}; --help shows what there is")
+        dashed = message.partition("unrecognized arguments: --")[2]
+        advice = f"a key has no dashes: {dashed}" if dashed else "--help shows what there is"
+        raise ConfigError(f"{message}; {advice}")
 
     parser.error = refuse  # type: ignore[assignment, method-assign]
+    parser.allow_abbrev = False  # --experiment would be --experimental-rerun
     given = parser.parse_args(list(arguments))
     return [given.config_dir] if given.config_dir else []
 
@@ -103,9 +106,14 @@ def _compose_error(error: BaseException) -> str:
         return f"{' '.join(typed)} names no option; ~GROUP drops a group, as '- override /GROUP: null' does in the defaults of a config"
     missing_key = re.search(r"Could not override '([^']+)'", text)
     if missing_key:
+        option, _, package = missing_key[1].partition("@")
+        if package and (file := re.search(r"In '((?:experiment|debug)/[^']+)'", text)):
+            return f"{file[1]}.yaml must begin with the line '# @package _global_', or it cannot override {option}"
         group, _, key = missing_key[1].partition(".")
         of_grid = group == "ablation" and key
-        return f"ablation.{unknown_key(AblationConfig, key)}" if of_grid else unknown_key(RunConfig, missing_key[1])
+        beside = getattr(error.__cause__, "parent_node", None)
+        known = [str(name) for name in beside] if group == "data" and beside else ()
+        return f"ablation.{unknown_key(AblationConfig, key)}" if of_grid else unknown_key(RunConfig, missing_key[1], known)
     group = re.search(r"Could not find '([^']+)'", text) or re.search(r"Could not load '?([^'\n]+)'?", text)
     if group:
         options = re.search(r"Available options in '([^']+)':\n((?:\t.*\n?)+)", text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import os
@@ -56,6 +55,8 @@ def run_job(composed: DictConfig) -> float | None:
             return None
         if needs_launch(config.trainer):
             return run_on_devices(config, folder)
+        if not command_words() and HydraConfig.get().job.config_name == "train":
+            log.info("no arguments: this trains the default model on the King James text; train.py --help shows the choices")
         result = run_training(config, folder, command())
         log.info("%s", summary_line(result, folder))
         return float("nan") if result["val_loss"] is None else result["val_loss"]
@@ -63,8 +64,8 @@ def run_job(composed: DictConfig) -> float | None:
         if isinstance(error, ConfigError) and (made := hydra_folder()) is not None:
             with suppress(OSError):
                 made.rmdir()  # if nothing is in it
-        if isinstance(getattr(error, "number", None), int) or FOLDER in os.environ:
-            raise KeyboardInterrupt from error  # else Hydra goes on with the next job, and each process repeats its words
+        if HydraConfig.get().mode == RunMode.RUN or isinstance(getattr(error, "number", None), int) or FOLDER in os.environ:
+            raise KeyboardInterrupt from error  # else Hydra adds a line of its own, and goes on with the next job of a sweep
         raise
 
 
@@ -101,10 +102,12 @@ def command() -> str:
 
 def run_on_devices(config: RunConfig, folder: Path) -> float | None:
     """Start the processes of a run on several devices and wait for them."""
+    from minitx.training.folder import check_free
     from minitx.training.hardware import check_count
     from minitx.training.metrics import read_metrics
 
     check_count(config.trainer)
+    check_free(folder, config.ckpt_path)  # the processes would wait for each other
     launch([f"--config-name={HydraConfig.get().job.config_name}", *command_words()], config.trainer.world_size, folder)
     losses = [row["val_loss"] for row in read_metrics(folder / "metrics.csv") if row["val_loss"] is not None]
     return losses[-1] if losses else None
@@ -114,8 +117,6 @@ def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any
     """Run one training in ``folder``, with its config and command. Return the result as plain data."""
     from minitx.training.run import train
 
-    if config.ckpt_path == "last":
-        config = dataclasses.replace(config, ckpt_path=str(folder / "checkpoints" / "last.ckpt"))
     files = {"config.yaml": OmegaConf.to_yaml(OmegaConf.create(to_dict(config))), "command.txt": command + "\n"}
     return train(config, folder, files=files)
 
@@ -138,8 +139,7 @@ def output_folder(config: RunConfig, composed: DictConfig, grid: AblationConfig 
     A grid has ``runs/<experiment>/<grid>``, so that it can resume. Processes that torchrun or srun started share one folder.
 
     Raises:
-        ConfigError: the folder contains a run that ``ckpt_path`` does not continue, or ``ckpt_path`` needs a run that is not
-            there.
+        ConfigError: ``ckpt_path`` needs a run that is not there, or a sweep has one folder for all jobs.
     """
     if FOLDER in os.environ:
         return Path(os.environ[FOLDER])
@@ -161,8 +161,6 @@ def output_folder(config: RunConfig, composed: DictConfig, grid: AblationConfig 
         if sweeps:
             raise ConfigError("a sweep (-m) starts the processes of each of its runs: call it without torchrun and srun")
         folder = shared_folder(folder)
-    if rank() == 0 and config.ckpt_path is None and os.path.exists(folder / "metrics.csv"):
-        raise ConfigError(f"output_dir={folder} holds a run already; continue it with ckpt_path=last, or choose another folder")
     return folder
 
 

@@ -132,7 +132,11 @@ def _taken(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]
     from minitx.training.stored import place
 
     files = {name: _files(path) for name, path in paths.items()}
-    steps = {file: int(read_checkpoint(file)["global_step"]) for listed in files.values() for file in listed}
+    steps = {
+        file: int(read_checkpoint(file, key=name, verb="read")["global_step"])
+        for name, listed in files.items()
+        for file in listed
+    }
     for name, listed in files.items():
         listed.sort(key=steps.__getitem__)
         twice = next((steps[b] for a, b in itertools.pairwise(listed) if steps[a] == steps[b]), None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import numbers
+import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -44,21 +46,46 @@ Fraction = Annotated[float, Bound("lie in (0, 1)", lambda number: 0 < number < 1
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The base of configs. It checks the bounds in the types of its fields (of a list, each entry; not None) and then calls ``check``."""
+    """The base of configs. It checks the types of its fields and the bounds in them (of a list, each entry; not None) and then calls ``check``.
+
+    A field that takes text is left to ``check``.
+    """
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             if isinstance(value := getattr(self, field.name), list):  # of a JSON file
                 object.__setattr__(self, field.name, tuple(value))
-        for name, bound in _bounds(type(self)).items():  # type: ignore[arg-type]  # a class is hashable
+        for name, (kinds, words) in _kinds(type(self)).items():  # type: ignore[arg-type]  # a class is hashable
+            if not isinstance(value := getattr(self, name), kinds):
+                raise ConfigError(f"{name}={value!s:.60} must be {words}, got {type(value).__name__}")
+        for name, bound in _bounds(type(self)).items():  # type: ignore[arg-type]
             value = getattr(self, name)
-            numbers = value if isinstance(value, tuple) else (value,)
-            fits = all(number is None or bound.holds(number) for number in numbers)
+            entries = value if isinstance(value, tuple) else (value,)
+            fits = all(one is None or (isinstance(one, numbers.Real) and bound.holds(one)) for one in entries)
             require(fits, f"{name}={_shown(value)} must {bound.wanted}")
         self.check()
 
     def check(self) -> None:
         """Raise a ConfigError for fields that do not fit together."""
+
+
+PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", tuple: "a list", Mapping: "a mapping"}
+"""Python types in words."""
+
+_ABSTRACT = {int: numbers.Integral, float: numbers.Real}  # numpy's too
+
+
+@cache
+def _kinds(cls: type) -> dict[str, tuple[tuple[type, ...], str]]:
+    """The types of the fields of a config class that take no text, for ``isinstance`` and in words."""
+    found, hints = {}, typing.get_type_hints(cls)
+    for name in (field.name for field in dataclasses.fields(cls)):
+        is_union = typing.get_origin(hints[name]) in (typing.Union, types.UnionType)
+        kinds = [typing.get_origin(part) or part for part in (typing.get_args(hints[name]) if is_union else [hints[name]])]
+        words = dict.fromkeys(PLAIN.get(kind, "a config of minitx") for kind in kinds if kind is not types.NoneType)
+        if not {str, Any, typing.Literal} & set(kinds):
+            found[name] = tuple(_ABSTRACT.get(kind, kind) for kind in kinds), " or ".join(words)
+    return found
 
 
 @cache

@@ -9,11 +9,11 @@ import dataclasses
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
-from minitx.config.checks import ConfigError, is_part, nearest, require
+from minitx.config.checks import PLAIN, ConfigError, is_part, nearest, require
 from minitx.config.model import SCALE_WORDS
 
 T = TypeVar("T")
@@ -99,11 +99,8 @@ def _wanted(options: Sequence[Any], key: str) -> str:
     if key.endswith(".scale"):
         return f"one of {', '.join(SCALE_WORDS)}, head_dim^p, or a number; 'unscaled' is no scaling, 'inv_sqrt' is 1/sqrt(head_dim)"
     return " or ".join(
-        _PLAIN.get(typing.get_origin(option) or option, str(option)) for option in options if option is not type(None)
+        PLAIN.get(typing.get_origin(option) or option, str(option)) for option in options if option is not type(None)
     )
-
-
-_PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", tuple: "a list"}
 
 
 def _convert_tuple(arguments: tuple[Any, ...], value: Any, key: str) -> Any:
@@ -128,8 +125,11 @@ def _convert_plain(hint: Any, value: Any, key: str) -> Any:
     raise ConfigError(f"{key}={value} must be {_wanted([hint], key)}, got {type(value).__name__}")
 
 
-def unknown_key(cls: type, key: str) -> str:
+def unknown_key(cls: type, key: str, known: Iterable[str] = ()) -> str:
     """Return the error message for a dotted ``key`` that the config does not have.
+
+    Args:
+        known: the keys beside it, if the class does not decide them (those of ``data`` depend on the data set).
 
     >>> from minitx.config import RunConfig
     >>> unknown_key(RunConfig, "trainer.max_step").split(";")[0]
@@ -145,5 +145,6 @@ def unknown_key(cls: type, key: str) -> str:
         if f"{key}.".startswith(f"{named}."):
             return str(error)
     group, _, last = key.rpartition(".")
-    advice = f"; where {group} is null, give {group}={{{last}: VALUE}}" if "." in group else ""
-    return f"{key} is not a key of this choice of options{advice}; --help shows the keys"
+    advice = f"; where {group} is null, give {group}={{{last}: VALUE}}" if "." in group else nearest(last, known, f"{group}.")
+    allowed = f"allowed here: {', '.join(known)}" if known else "--help shows the keys"
+    return f"{key} is not a key of this choice of options{advice}; {allowed}"

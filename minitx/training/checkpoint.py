@@ -79,8 +79,11 @@ def clean_up(folder: Path) -> None:
         remove_checkpoint(part)
 
 
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
+def read_checkpoint(path: str | Path, *, key: str = "ckpt_path", verb: str = "go on from") -> dict[str, Any]:
     """Read the content of a checkpoint to the CPU. Nothing in it is executed.
+
+    Args:
+        key, verb: for the message: the key that names the checkpoint, and what the caller does with it.
 
     Raises:
         ConfigError: the file does not exist, is not a checkpoint of minitx, is damaged, or is from a newer version. The message
@@ -88,11 +91,12 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     if not path.exists():
-        raise ConfigError(f"ckpt_path={path} is not a file{_offer(path)}")
+        raise ConfigError(f"{key}={path} is not a file, and no folder either: nothing is there{_offer(path, key, verb)}")
     try:
         return _read(path)
     except ConfigError as error:
-        raise ConfigError(f"ckpt_path={path} cannot be read as a checkpoint of minitx: {error}{_offer(path)}") from None
+        said = f"{key}={path} cannot be read as a checkpoint of minitx: {error}"
+        raise ConfigError(f"{said}{_offer(path, key, verb)}") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -151,10 +155,10 @@ def newest_valid(folder: Path) -> Path | None:
     return None
 
 
-def _offer(path: Path) -> str:
-    """What to do about ``path``: go on from the newest whole checkpoint beside it, if there is one."""
+def _offer(path: Path, key: str, verb: str) -> str:
+    """What to do about ``path``: take the newest whole checkpoint beside it, if there is one."""
     found = newest_valid(path.parent) if path.parent.is_dir() else None
-    return f"; go on from the newest whole one beside it with ckpt_path={found}" if found else ""
+    return f"; {verb} the newest whole one beside it with {key}={found}" if found else ""
 
 
 def _append_digest(file: BinaryIO) -> None:

@@ -15,6 +15,16 @@ from minitx.training.checkpoint import clean_up
 from minitx.training.metrics import read_metrics
 
 
+def check_free(folder: Path, ckpt_path: str | None) -> None:
+    """Check, in the first process, that a new run replaces no other.
+
+    Raises:
+        ConfigError: the folder holds a run, and ``ckpt_path`` is None.
+    """
+    if ckpt_path is None and (folder / "metrics.csv").exists() and not getattr(rank_zero_only, "rank", 0):
+        raise ConfigError(f"output_dir={folder} holds a run already; continue it with ckpt_path=last, or choose another folder")
+
+
 @contextmanager
 def run_folder(folder: Path, files: Mapping[str, str]) -> Iterator[None]:
     """A context that makes the run's folder with its text files, and copies the log of each process to ``logs/rank_N.log``.

@@ -12,13 +12,16 @@ from typing import Any
 from torch import nn
 
 from minitx.config import ConfigError, Part, TransformerConfig, is_part
-from minitx.config.checks import first_line
+from minitx.config.checks import first_line, nearest
 
 OURS = (
     *("minitx.config.TransformerConfig", "minitx.nn.DecoderLM", "minitx.nn.Encoder", "minitx.nn.EncoderDecoder"),
     *("minitx.nn.VisionTransformer", "minitx.nn.MultiHeadAttention", "minitx.training.objectives.CrossEntropy"),
 )
 """Classes of this package that a checkpoint may name."""
+
+GIVEN = "given to train() from Python"
+"""The ``_target_`` in a checkpoint for data and objectives that were objects. Nothing can be built from it."""
 
 
 def factory(node: Part, key: str) -> partial[Any]:
@@ -37,7 +40,14 @@ def factory(node: Part, key: str) -> partial[Any]:
     try:
         return instantiate({"_convert_": "all", **node, "_partial_": True})
     except Exception as error:
-        raise ConfigError(f"{key}._target_={node['_target_']} cannot be built: {reason(error)}") from error
+        raise ConfigError(f"{key}._target_={node['_target_']} cannot be built: {reason(error)}{_near(node)}") from error
+
+
+def _near(node: Part) -> str:
+    """A similar name in the module of a target that does not exist."""
+    module, _, name = str(node["_target_"]).rpartition(".")
+    known = vars(sys.modules[module]) if module in sys.modules else {}
+    return "" if name in known else nearest(name, known, f"{module}.")
 
 
 def build(node: Part, key: str, given: Mapping[str, Any] | None = None) -> Any:

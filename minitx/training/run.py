@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from minitx.config import ConfigError, RunConfig, TransformerConfig, is_part, to_dict
-from minitx.config.checks import first_line
+from minitx.config.checks import first_line, require
 from minitx.data.module import DataModule
 from minitx.data.task import Task
 from minitx.nn.models import build_model
@@ -26,15 +27,16 @@ from minitx.training.compiling import CompileTime
 from minitx.training.cpu import keep_freed_memory, onednn_products
 from minitx.training.devices import check_parallel, place_of
 from minitx.training.evaluation import evaluate, report
-from minitx.training.folder import run_folder
+from minitx.training.folder import check_free, run_folder
 from minitx.training.hardware import check_count, device_type
 from minitx.training.metrics import MetricsFile
 from minitx.training.module import NonFiniteError, TrainingModule
 from minitx.training.outcome import summarise
 from minitx.training.parallel import whole_state
-from minitx.training.parts import build, build_all, core_of, import_modules
+from minitx.training.parts import GIVEN, build, build_all, core_of, import_modules
 from minitx.training.probes import Probe
 from minitx.training.samples import Samples
+from minitx.training.start import check_tokenizer
 from minitx.training.steps import StepLog, StopAt
 from minitx.training.summary import describe_model, summary
 from minitx.training.wandb import WandbExtras, finish_wandb
@@ -44,7 +46,7 @@ log = logging.getLogger(__name__)
 
 def train(
     config: RunConfig,
-    folder: Path,
+    folder: str | Path,
     *,
     files: Mapping[str, str] | None = None,
     model: nn.Module | None = None,
@@ -56,16 +58,25 @@ def train(
 
     Args:
         folder: the folder for ``metrics.csv``, ``checkpoints/`` and, with probes, ``probes.jsonl``. It is created after data,
-            model and checkpoint have been checked.
+            model and checkpoint have been checked. It must hold no run, unless ``config.ckpt_path`` is a checkpoint to continue
+            from, or ``last``: the one in this folder.
         files: other text files to write to the folder, by name (``config.yaml``, ``command.txt``).
-        model, data, objective: objects to use instead of those of the config. Read a checkpoint of such a model with
-            ``load_model(path, model=...)``.
+        model, data, objective: objects to use instead of those of the config. Without ``data``, also a model of your own is
+            trained on ``config.data``, by default the King James text. Read a checkpoint of such a model with
+            ``load_model(path, model=...)``; the programs open data and objective of the config only.
         batch_size: rows of a step, if ``data`` is a ``Task``.
 
     Raises:
-        ConfigError: the config does not fit the data, the machine or the checkpoint. NonFiniteError: a loss or gradient is not
+        ConfigError: the config does not fit the data, the machine or the checkpoint, an argument is of another type, or the
+            folder holds a run that is not continued. NonFiniteError: a loss or gradient is not
             finite, with ``on_nonfinite=stop``. StoppedError: on SIGINT or SIGTERM, after the checkpoint was written.
     """
+    require(isinstance(config, RunConfig), f"config must be a RunConfig, got {config!r:.60}")
+    require(isinstance(model, nn.Module | None), f"model must be a torch.nn.Module, got {model!r:.60}")
+    folder = Path(folder)
+    if config.ckpt_path == "last":
+        config = dataclasses.replace(config, ckpt_path=str(folder / "checkpoints" / "last.ckpt"))
+    check_free(folder, config.ckpt_path)
     with quiet_lightning(), ExitStack() as stack:
         if config.trainer.threads is not None:
             torch.set_num_threads(config.trainer.threads)
@@ -74,10 +85,15 @@ def train(
         if device_type(config.trainer) == "cpu":
             keep_freed_memory()
             stack.enter_context(onednn_products())
+        if data is None:
+            check_tokenizer(config.init_from, getattr(config.data, "tokenizer", None))
         opened = open_data(config, data, batch_size=batch_size)
         network = build_network(config, opened, model)
         check_run(config, network, opened)
         module = build_module(config, opened, network, objective)
+        for name, value in {"data": data, "objective": objective}.items():
+            if value is not None:
+                module.state["config"][name] = {"_target_": GIVEN}
         done = check_resumed(config, module)
         stack.enter_context(run_folder(folder, files or {}))
         stack.enter_context(finish_wandb())

@@ -49,10 +49,7 @@ def _load_start(path: str, overrides: str, ignore: tuple[str, ...]) -> Start:
         raise ConfigError(f"init_from.overrides and init_from.ignore belong to a Hugging Face folder, not to {path}")
     if place.is_dir() and not (place / ".metadata").is_file():
         raise ConfigError(f"init_from.path={path} is a folder without config.json")
-    try:
-        checkpoint = read_checkpoint(place)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("ckpt_path=", "init_from.path=", 1)) from None
+    checkpoint = read_checkpoint(place, key="init_from.path", verb="start from")
     state = checkpoint["minitx"]
     shape = None if "_target_" in state["model"] else dict(state["model"])
     return network_weights(checkpoint), shape, from_dict(state["tokenizer"]) if state["tokenizer"] else None
@@ -68,6 +65,15 @@ def _of_folder(folder: Path, path: str, overrides: dict[str, Any], ignore: tuple
         raise ConfigError(f"init_from.path={path} cannot be loaded: {error}") from error
     tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
     return dict(model.state_dict()), to_dict(model.config), tokenizer
+
+
+def check_tokenizer(init_from: InitFrom, asked: str | None) -> None:
+    """Raise a ConfigError if the weights have no tokenizer and ``asked``, that of the data, would be learned anew."""
+    if init_from.path is not None and asked in ("char", "bpe") and load_start(init_from)[2] is None:
+        raise ConfigError(
+            f"data.tokenizer={asked} would be a new tokenizer, whose ids the weights of init_from.path={init_from.path} do not "
+            "know, and none is stored with them: data.tokenizer must name the file or folder of theirs"
+        )
 
 
 def stored_shape(init_from: InitFrom) -> dict[str, Any]:

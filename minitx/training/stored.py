@@ -19,7 +19,7 @@ from minitx.data.tokenizers import Tokenizer
 from minitx.nn.models import build_model
 from minitx.training.checkpoint import network_weights, read_checkpoint
 from minitx.training.objectives import Objective, build_objective
-from minitx.training.parts import build, check_trusted, core_of, import_modules
+from minitx.training.parts import GIVEN, build, check_trusted, core_of, import_modules
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -50,6 +50,7 @@ class Stored:
         """
         from minitx.training.building import open_data
 
+        self._check_not_given("data")
         check_trusted(self.untrusted.get("data"), "data")
         trainer = dataclasses.replace(self.config.trainer, val_batch_size=batch_size or self.config.trainer.val_batch_size)
         data = open_data(dataclasses.replace(self.config, trainer=trainer), tokenizer=self.tokenizer)
@@ -72,6 +73,14 @@ class Stored:
             raise ConfigError("row is for the data of a Task; give text=TEXT instead")
         return opened
 
+    def _check_not_given(self, name: str) -> None:
+        node = getattr(self.config, name)
+        if is_part(node) and node["_target_"] == GIVEN:
+            raise ConfigError(
+                f"ckpt_path={self.path} was trained with {name} given from Python, which no checkpoint holds: give evaluate.py "
+                f"{name}._target_=MODULE.NAME (the viewer reads text=TEXT), or call evaluate() from Python"
+            )
+
     def _check_vocabulary(self, task: Task | None) -> None:
         size = getattr(getattr(self.network, "config", None), "vocab_size", None)
         if size is not None and task is not None and task.model_fields.get("vocab_size", 0) > size:
@@ -79,6 +88,7 @@ class Stored:
 
     def objective(self) -> Objective:
         """Build the objective of the run."""
+        self._check_not_given("objective")
         check_trusted(self.untrusted.get("objective"), "objective")
         return build_objective(self.config.objective)
 
@@ -104,7 +114,7 @@ def load_stored(
         ConfigError: the file does not exist or is not a checkpoint of minitx, a target is not trusted, or the model cannot be
             built.
     """
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_checkpoint(path, verb="read")
     state = checkpoint["minitx"]
     values = {**state["config"], "logger": {}, "callbacks": {}}
     values |= {"ckpt_path": None, "init_from": {}, "output_dir": None}
@@ -115,10 +125,10 @@ def load_stored(
     changes = dict(changes or {})
     untrusted = {}
     for name in ("model", "data", "objective"):
-        change = changes.get(name) or {}
-        if not trust and "_target_" not in change:
+        change, given = changes.get(name) or {}, values[name].get("_target_") == GIVEN
+        if not trust and "_target_" not in change and not given:
             untrusted[name] = values[name]
-        values[name] = dict(change) if "_target_" in change else {**values[name], **change}
+        values[name] = dict(change) if "_target_" in change or (given and change) else {**values[name], **change}
     own = () if model is not None else ("model",)
     for name in own if model_only else (*own, "data", "objective"):
         check_trusted(untrusted.get(name), name)

@@ -108,7 +108,7 @@ def assert_named(said: Said, part: str, code: int = 2) -> None:
     assert said.code == code, said
     assert part in said.err, (part, said.err)
     assert len(said.err.strip().splitlines()) <= 3, said.err
-    assert "Traceback" not in said.out + said.err
+    assert "Traceback" not in said.out + said.err and "Error executing job" not in said.err
 
 
 @pytest.fixture

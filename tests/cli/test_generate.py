@@ -72,34 +72,20 @@ def test_a_bad_line_of_stdin_is_named_by_its_number(cli, last):
     assert "line 2" in said.err
 
 
-@pytest.fixture
-def changed(last, tmp_path):
-    """``changed(edit)``: the argument for a copy of a checkpoint after ``edit(checkpoint)``."""
-
-    def make(edit):
-        checkpoint = torch.load(last("text").partition("=")[2], weights_only=True)
-        edit(checkpoint)
-        write_checkpoint(checkpoint, tmp_path / "changed.ckpt")
-        return f"ckpt_path={tmp_path / 'changed.ckpt'}"
-
-    return make
-
-
-def test_a_checkpoint_that_was_changed_is_refused(assert_refused, changed):
+def test_a_checkpoint_that_was_changed_is_refused_and_what_was_not_typed_exits_with_3(cli, last, place):
     edits = {
-        "no tokenizer": lambda stored: stored.update(tokenizer=None),
-        "kind=x": lambda stored: stored.update(tokenizer={"kind": "x"}),
-        "foo": lambda stored: stored["model"].update(foo=1),
-        "embeddings.token.weight": lambda stored: stored["model"].update(embed_dim=18),
+        "no tokenizer": lambda stored, weights: stored.update(tokenizer=None),
+        "kind=x": lambda stored, weights: stored.update(tokenizer={"kind": "x"}),
+        "foo": lambda stored, weights: stored["model"].update(foo=1),
+        "embeddings.token.weight": lambda stored, weights: stored["model"].update(embed_dim=18),
+        "not finite": lambda stored, weights: [weight.fill_(torch.nan) for weight in weights.values()],
     }
     for part, edit in edits.items():
-        path = changed(lambda checkpoint, edit=edit: edit(checkpoint["minitx"]))
-        assert_refused(part, path, "prompt=a", program="generate")
-
-
-def test_a_failure_that_was_not_typed_exits_with_3(cli, changed):
-    path = changed(lambda checkpoint: [weight.fill_(torch.nan) for weight in checkpoint["state_dict"].values()])
-    assert_named(cli(path, "prompt=a", program="generate"), "not finite", code=3)
+        checkpoint = torch.load(last("text").partition("=")[2], weights_only=True)
+        edit(checkpoint["minitx"], checkpoint["state_dict"])
+        write_checkpoint(checkpoint, place / "changed.ckpt")
+        said = cli("ckpt_path=changed.ckpt", "prompt=a", program="generate")
+        assert_named(said, part, code=3 if part == "not finite" else 2)
 
 
 def test_text_arguments_stand_as_they_are_and_others_are_read():

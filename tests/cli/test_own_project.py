@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -14,7 +15,7 @@ from minitx.training.checkpoint import write_checkpoint
 from minitx.training.metrics import read_metrics
 from minitx.training.run import train
 from minitx.training.stored import load_model
-from tests.cli.conftest import losses
+from tests.cli.conftest import assert_named, losses
 from tests.cli.processes import ROOT, run
 
 SHORT = ("trainer.max_steps=6", "trainer.val_every=3", "trainer.log_every=1", "trainer.accelerator=cpu", "callbacks.progress=false")  # fmt: skip
@@ -95,42 +96,29 @@ def test_with_a_task_and_an_objective_of_ones_own_a_run_resumes_bit_for_bit(own,
     said = cli("ckpt_path=whole/checkpoints/last.ckpt", *parts, program="evaluate")
     assert said.code == 0 and "accuracy" in said.out
     ours, theirs = (torch.load(f"{name}/checkpoints/last.ckpt", weights_only=True)["state_dict"] for name in ("part", "whole"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_a_sweep_has_a_folder_for_each_job(own, project):
-    own("sorted_task", "-m", "optimizer.lr=.1,.5", "hydra.sweep.dir=swept")
-    first, second = losses("swept/0"), losses("swept/1")
-    assert first[0] == second[0]
-    assert first[-1] != second[-1]
-    assert "output_dir=fixed" in own("sorted_task", "-m", "optimizer.lr=.1,.5", "output_dir=fixed", code=2).err
-    assert not (project / "fixed").exists()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def test_hydras_own_folder_is_taken_and_a_mistake_leaves_none(own, project):
-    own("sorted_task", "hydra.run.dir=mine/here", "+trainer.extra.limit_predict_batches=3")  # an argument of Lightning's
+    own("sorted_task", "debug=profile", "hydra.run.dir=mine/here", "+trainer.extra.limit_predict_batches=3")  # Lightning's
     assert (project / "mine" / "here" / "metrics.csv").exists()
+    assert len(list((project / "mine" / "here").glob("*profile*.txt"))) == 1
     own("sorted_task", "hydra.run.dir=yours", "model.width=-3", code=2)
     assert not (project / "yours").exists()
 
 
-@pytest.mark.parametrize(
-    ("changed", "key"),
-    [
-        ("model._target_=own.Nett", "model._target_=own.Nett"),
-        ("model.width=three", "model._target_=own.Net"),
-        ("optimizer.lr=-1", "optimizer._target_=torch.optim.SGD"),
-        ("callbacks.announce._target_=own.Silence", "callbacks.announce._target_=own.Silence"),
-    ],
-)
-def test_a_mistake_in_a_part_is_one_sentence_with_its_key(own, project, changed, key):
-    assert key in own("sorted", changed, "output_dir=run", code=2).err
-    assert not (project / "run").exists()
-
-
-def test_a_forward_that_needs_what_no_batch_has_is_named(own, project):
+def test_a_mistake_in_a_part_is_one_sentence_with_its_key(own, project):
+    said = {
+        "model._target_=own.Nett": "did you mean own.Net?",
+        "model.width=three": "model._target_=own.Net",
+        "optimizer.lr=-1": "optimizer._target_=torch.optim.SGD",
+        "callbacks.announce._target_=own.Silence": "callbacks.announce._target_=own.Silence",
+    }
+    for changed, key in said.items():
+        assert key in own("sorted", changed, "output_dir=run", code=2).err
     source = (project / "own.py").read_text()
     (project / "own.py").write_text(source.replace("def forward(self, input_ids: torch.Tensor)", "def forward(self, words)"))
+    sys.modules.pop("own")
     assert "needs words" in own("sorted", "output_dir=run", code=2).err
     assert not (project / "run").exists()
 
@@ -149,6 +137,8 @@ def test_a_sweep_by_joblib_exits_with_3_where_a_job_fails(own, project):
     said = own("sorted_task", *sweep, "optimizer.lr=.1,1e30", "trainer.clip=null", code=3)
     assert "not finite" in said.err
     assert len(losses("swept/0")) == 6
+    assert "output_dir=fixed" in own("sorted_task", "-m", "optimizer.lr=.1,.5", "output_dir=fixed", code=2).err
+    assert not (project / "fixed").exists()
 
 
 @pytest.mark.slow
@@ -166,13 +156,13 @@ def test_a_data_module_of_ones_own_gives_two_processes_rows_of_their_own(script,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
-def test_a_launcher_runs_the_jobs_of_a_sweep_in_processes(launcher, script, project):
-    script("sorted_task", *SHORT, "-m", f"hydra/launcher={launcher}", "hydra.sweep.dir=swept", "optimizer.lr=.1,.5")
+def test_a_launcher_runs_the_jobs_of_a_sweep_in_processes(script, project):
+    script("sorted_task", *SHORT, "-m", "hydra/launcher=submitit_local", "hydra.sweep.dir=swept", "optimizer.lr=.1,.5")
     first, second = (losses(f"{project}/swept/{job}") for job in (0, 1))
     assert first[0] == second[0] and first[-1] != second[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # sqlalchemy's, which Optuna imports
 def test_optuna_searches_for_the_least_validation_loss(own, project):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
@@ -190,30 +180,59 @@ def test_nothing_of_the_users_takes_the_place_of_a_library(own, project, monkeyp
     own("sorted", "output_dir=run")
 
 
-def test_from_python_the_same_with_objects(project, tmp_path, monkeypatch):
+def test_from_python_the_same_with_objects_which_the_programs_ask_for(cli, project, monkeypatch):
     monkeypatch.syspath_prepend(str(project))
     import own
 
-    config = RunConfig(trainer=TrainerConfig(max_steps=3, accelerator="cpu", log_every=1), data={"_target_": "own.load_task"})
-    result = train(config, tmp_path / "run", model=own.Net(), data=own.load_task(), objective=own.Focal())
+    config = RunConfig(trainer=TrainerConfig(max_steps=3, accelerator="cpu", log_every=1, val_every=0))
+    result = train(config, "run", model=own.Net(), data=own.load_task(), objective=own.Focal())
     assert result["steps"] == 3
-    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    path = project / LAST.partition("=")[2]
     with pytest.raises(ConfigError, match=r"own\.Net.*trust=true"):
         load_model(path)
     assert isinstance(load_model(path, model=own.Net())[0], own.Net)
+    for given, asked in (([], "data"), (["data._target_=own.load_task"], "objective")):
+        said = cli(LAST, "trust=true", *given, program="evaluate")
+        assert_named(said, f"{asked} given from Python")
+        assert f"{asked}._target_=" in said.err
+    assert "data.name=None is not allowed" in cli(LAST, "trust=true", "data.path=x", program="evaluate").err  # one of ours
+    parts = "data._target_=own.load_task", "objective._target_=own.Focal"
+    assert "128 rows" in cli(LAST, "trust=true", *parts, program="evaluate").out
+
+
+def test_from_python_a_run_is_not_replaced_but_goes_on(project, monkeypatch):
+    monkeypatch.syspath_prepend(str(project))
+    import own
+
+    config = RunConfig(data={"_target_": "own.load_task"}, trainer=TrainerConfig(max_steps=2, accelerator="cpu", log_every=1))
+    train(config, "run", model=own.Net(), objective=own.Focal())  # on the data of the config
+    assert torch.load("run/checkpoints/last.ckpt", weights_only=True)["minitx"]["config"]["data"] == config.data
+    before = losses("run")
+    with pytest.raises(ConfigError, match=r"^output_dir=run holds a run already; continue it with ckpt_path=last"):
+        train(config, "run", model=own.Net(), objective=own.Focal())
+    assert losses("run") == before
+    longer = dataclasses.replace(config, ckpt_path="last", trainer=dataclasses.replace(config.trainer, max_steps=3))
+    assert train(longer, "run", model=own.Net(), objective=own.Focal())["steps"] == 3
+
+
+def test_what_python_gives_of_another_kind_is_named(project):
+    for name, given in {
+        "config": {"config": {}},
+        "model": {"model": "net"},
+        "data": {"data": [1]},
+        "objective": {"objective": 3},
+    }.items():
+        with pytest.raises(ConfigError, match=f"^{name}"):
+            train(**{"config": RunConfig(), "folder": "run", **given})
+    assert not (project / "run").exists()
 
 
 SHELL = {"_target_": "os.system", "command": "touch owned"}
-EVIL = [
-    ("model", {"_target_": "torch.hub.load", "repo_or_dir": "x", "model": "y"}),
-    ("model", {"_target_": "torch.nn.Sequential", "_args_": [SHELL]}),
-    ("model", {**SHELL, "_target_": "${oc.env:EVIL}"}),
-    ("data", SHELL),
-    ("objective", SHELL),
-]
 
 
-@pytest.mark.parametrize(("node", "named"), EVIL)
+@pytest.mark.parametrize(
+    ("node", "named"), [("model", {**SHELL, "_target_": "${oc.env:EVIL}"}), ("data", SHELL), ("objective", SHELL)]
+)
 def test_a_checkpoint_that_names_code_is_refused_by_name_and_nothing_runs(cli, place, monkeypatch, node, named):
     monkeypatch.setenv("EVIL", "os.system")
     config = {**to_dict(RunConfig()), "imports": ["antigravity"]}
@@ -227,9 +246,3 @@ def test_a_checkpoint_that_names_code_is_refused_by_name_and_nothing_runs(cli, p
         assert "trust=true" in said.err
     assert [path.name for path in place.iterdir()] == ["evil.ckpt"]
     assert "antigravity" not in sys.modules
-
-
-@pytest.mark.parametrize("preset", ["overfit", "anomaly", "profile"])
-def test_presets_for_debugging_run(own, project, preset):
-    own("sorted_task", f"debug={preset}", "trainer.max_steps=4", "output_dir=run")
-    assert len(list((project / "run").glob("*profile*.txt"))) == (preset == "profile")

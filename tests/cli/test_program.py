@@ -18,10 +18,11 @@ from minitx.cli.generate import GenerateConfig
 from minitx.cli.heads import HeadsConfig
 from minitx.cli.train import default_folder
 from minitx.cli.view import ViewConfig
+from minitx.config import RunConfig
 from minitx.training.callbacks import StoppedError
 from minitx.training.metrics import COLUMNS, read_metrics
 from tests.cli.conftest import TINY, losses
-from tests.cli.processes import run, start
+from tests.cli.processes import start
 from tests.waiting import PATIENCE, wait_for
 
 OTHERS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view": ViewConfig, "heads": HeadsConfig, "cost": CostConfig}
@@ -34,62 +35,55 @@ def test_help_shows_groups_keys_and_values(cli):
         assert part in said.out, part
 
 
-@pytest.mark.parametrize("program", OTHERS)
-def test_help_of_the_other_programs_shows_every_key_and_its_meaning(cli, program):
-    said = cli("--help", program=program)
+def test_help_of_the_other_programs_shows_every_key_and_its_meaning(cli):
+    for program, keys in OTHERS.items():
+        said = cli("--help", program=program)
+        assert (said.code, said.err) == (0, "")
+        for field in dataclasses.fields(keys):
+            assert f"  {field.name}=" in said.out and field.metadata["meaning"] in said.out
+
+
+def test_without_arguments_the_default_model_is_trained_and_that_is_said_first(cli, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    seen = []
+    monkeypatch.setattr("minitx.cli.train.run_training", lambda config, *_: seen.append((config, caplog.text)))
+    for words in (["seed=0"], []):
+        cli(*words)
+    (_, before), (config, said) = seen
+    assert config == RunConfig()
+    assert ("the default model" in before, "the default model" in said) == (False, True)
+    assert "Without arguments: a small decoder" in cli("--help").out
+
+
+def test_a_run_keeps_to_its_folder_and_says_where_it_is(cli, place, caplog):
+    caplog.set_level("INFO")
+    said = cli(*TINY, "trainer.max_steps=2", "experiment=kv_lookup", "schedule.warmup_steps=1", "callbacks.progress=true")
     assert (said.code, said.err) == (0, "")
-    for field in dataclasses.fields(OTHERS[program]):
-        assert f"  {field.name}=" in said.out
-        assert field.metadata["meaning"] in said.out
-
-
-def test_the_composed_config_can_be_printed(cli, place):
-    said = cli("--cfg", "job", "model.scale=unscaled")
-    assert said.code == 0
-    assert yaml.safe_load(said.out)["model"]["scale"] == "unscaled"
-    assert list(place.iterdir()) == []
-
-
-def test_the_script_runs_from_any_folder_and_keeps_to_its_own(tmp_path):
-    code, out, err = run([*TINY, "trainer.max_steps=2", "experiment=kv_lookup", "schedule.warmup_steps=1", "callbacks.progress=true"], tmp_path)  # fmt: skip
-    assert (code, err) == (0, ""), (out, err)
-    (folder,) = (tmp_path / "runs" / "kv_lookup").iterdir()
-    assert [p.name for p in tmp_path.iterdir()] == ["runs"]
+    (folder,) = (place / "runs" / "kv_lookup").iterdir()
+    assert [p.name for p in place.iterdir()] == ["runs"]
     assert sorted(p.name for p in folder.iterdir()) == ["checkpoints", "command.txt", "config.yaml", "logs", "metrics.csv"]
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
-    assert str(folder) in out
-    assert "step 2/2" in out
+    assert str(folder) in caplog.text and "step 2/2" in caplog.text
     with (folder / "metrics.csv").open() as file:
         header, *rows = csv.reader(file)
     assert header[: len(COLUMNS)] == list(COLUMNS)
     assert [row[0] for row in rows] == ["1", "2"]
 
 
-def test_config_and_command_in_the_folder_repeat_the_run(cli, place):
-    rules = "optimizer.rules=[{match: '(q|k)_proj', lr: 'head_dim^-0.25'}]"
-    assert cli(*TINY, "trainer.max_steps=3", rules, "data.num_keys=${data.num_values}", "output_dir=one").code == 0
-    words = shlex.split((place / "one" / "command.txt").read_text())
-    assert words[:2] == ["python", "scripts/train.py"]
-    assert cli(*(word.replace("output_dir=one", "output_dir=two") for word in words[2:])).code == 0
-    assert losses(place / "one") == losses(place / "two")
-    stored = yaml.safe_load((place / "one" / "config.yaml").read_text())
-    assert stored["trainer"]["max_steps"] == 3
-    assert stored["optimizer"]["rules"][0]["lr"] == "head_dim^-0.25"
-    assert stored["data"]["num_keys"] == stored["data"]["num_values"]  # resolved
-
-
-def test_the_stored_command_names_the_users_own_configs(cli, place):
+def test_config_and_command_in_the_folder_repeat_the_run_also_with_configs_of_ones_own(cli, place):
     (place / "mine" / "experiment").mkdir(parents=True)
     (place / "mine" / "experiment" / "own.yaml").write_text("# @package _global_\nexperiment: own\nseed: 7\n", encoding="utf-8")
     (place / "mine" / "primary.yaml").write_text("defaults: [train, _self_]\nckpt_path: null\n", encoding="utf-8")
-    words = "--config-name=primary", "experiment=own"
-    assert cli("--config-dir=mine", *words, *TINY, "trainer.max_steps=1", "output_dir=one").code == 0
-    command = shlex.split((place / "one" / "command.txt").read_text(encoding="utf-8"))[2:]
-    assert {f"--config-dir={place / 'mine'}", *words} <= set(command)
-    assert cli(*command[:-1], "output_dir=two").code == 0
+    typed = "--config-name=primary", "experiment=own", "optimizer.rules=[{match: '(q|k)_proj', lr: 'head_dim^-0.25'}]"
+    resolved = "data.num_keys=${data.num_values}"
+    assert cli("--config-dir=mine", *typed, *TINY, "trainer.max_steps=2", resolved, "output_dir=one").code == 0
+    words = shlex.split((place / "one" / "command.txt").read_text(encoding="utf-8"))
+    assert words[:2] == ["python", "scripts/train.py"]
+    assert cli(*words[2:-1], "output_dir=two").code == 0
+    assert losses(place / "one") == losses(place / "two")
     first, again = (yaml.safe_load((place / name / "config.yaml").read_text(encoding="utf-8")) for name in ("one", "two"))
     assert {**first, "output_dir": None} == {**again, "output_dir": None}
-    assert first["seed"] == 7
+    assert (first["seed"], first["optimizer"]["rules"][0]["lr"], first["data"]["num_keys"]) == (7, "head_dim^-0.25", 16)
 
 
 def test_runs_that_begin_in_one_second_get_a_folder_each(place, monkeypatch):

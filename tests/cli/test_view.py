@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from minitx.analysis import take_snapshot
-from minitx.cli.arguments import parse
 from minitx.cli.inputs import Inputs
 from minitx.cli.view import ViewConfig, _snapshot
 from minitx.config import TransformerConfig, to_dict
@@ -129,11 +128,6 @@ def test_models_that_cannot_stand_beside_each_other_and_a_page_that_no_browser_o
     assert_refused("attention", bare("linear", num_layers=2, attention="linear"), "text=the", program="view")
     monkeypatch.setattr("minitx.cli.view.LARGEST_PAGE", 100)
     assert_refused("layers=", known, "text=the heaven", program="view")
-
-
-def test_layers_are_numbers_or_parts_of_names():
-    assert parse(ViewConfig, ["ckpt_path=x", "layers=[0, -1, cross]"]).chosen_layers == [0, -1, "cross"]
-    assert parse(ViewConfig, ["ckpt_path=x"]).chosen_layers is None
 
 
 def test_a_model_of_ones_own_may_take_fewer_keys_than_the_data_have():
