@@ -6,7 +6,6 @@ It watches Python's sockets of this process. A program that a test starts is not
 
 from __future__ import annotations
 
-import os
 import socket
 import urllib.request
 
@@ -32,7 +31,3 @@ def test_loopback_is_open():
         other.sendall(b"here")
         assert client.recv(4) == b"here"
         other.close()
-
-
-def test_programs_that_tests_start_are_told_that_there_is_no_hub():
-    assert os.environ["HF_HUB_OFFLINE"] == "1"

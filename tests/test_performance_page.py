@@ -1,6 +1,5 @@
 """docs/dev/performance.md says what the recorded files say."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -50,15 +49,6 @@ def test_a_row_says_met_or_missed_and_one_that_nothing_was_wanted_of_says_neithe
     assert "| broken | small | 1.100 (1.000 to 1.150) | ≤ 1.1 | missed |" in page
     assert "| beside | small | 0.003 |  |  |" in page
     assert "1. `python benchmarks/step.py`: a box, 2 cores, 2 threads, torch 2; 2026-01-02, commit abc\n" in page
-
-
-def test_files_of_another_kind_are_passed_over_and_rows_stand_in_the_order_of_the_targets(report, tmp_path):
-    files = {"z": "P4", "a": "P10", "b": "P2"}
-    for name, target in files.items():
-        content = {"topic": name, "runs": [{"rows": [{"target": target}]}]}
-        (tmp_path / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
-    (tmp_path / "other.json").write_text(json.dumps({"runs": {"signals": 3}}), encoding="utf-8")
-    assert [one["target"] for one in report.read(tmp_path)] == ["P2", "P4", "P10"]
 
 
 def test_the_readme_has_the_rows_farthest_above_and_below_what_was_wanted(report, rows):

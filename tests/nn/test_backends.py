@@ -391,54 +391,32 @@ def test_an_explanation_names_every_backend_the_reason_and_what_runs_and_runs_no
         explain_backends(q, q, q, backend="nothing")
 
 
-@pytest.fixture
-def registered():
-    """A registry that forgets what the test puts into it."""
-    before = set(backend_names())
-    yield
-    for name in set(backend_names()) - before:
-        unregister_backend(name)
-
-
-@pytest.mark.usefixtures("registered")
-def test_a_registered_backend_without_a_fused_kernel_says_so_and_strict_refuses_it():
-    register_backend("plain", lambda call: call.value, falls_back=lambda call: "one step at a time")
-    q = torch.randn(1, 2, 3, 4)
-    report = explain_backends(q, q, q, backend="plain")[-1]
-    assert (report.name, report.can, report.fused, report.reason) == ("plain", True, False, "one step at a time")
-    assert DotProductAttention(backend="plain")(make_call(q, q, q)) is q
-    for need_weights in (False, True):
-        with pytest.raises(RuntimeError, match="one step at a time"):
-            DotProductAttention(backend="plain", strict=True)(make_call(q, q, q, need_weights=need_weights))
+def test_a_registered_backend_serves_calls_by_name_only_until_it_is_unregistered():
+    seen, q = [], torch.randn(1, 2, 3, 4)
+    options = {"why_not": lambda call: "no window" if isinstance(call.mask, SlidingWindow) else None}
+    register_backend("mine", lambda call: seen.append(call) or call.value, falls_back=lambda call: "step by step", **options)
+    try:
+        out, weights = scaled_dot_product_attention(q, q, q, scale=0.3, is_causal=True, backend="mine", need_weights=True)
+        torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 3))
+        assert out is q and seen[0].scale == 0.3 and isinstance(seen[0].mask, Causal) and seen[0].shape == (1, 2, 3, 3)
+        assert DotProductAttention(backend="mine")(make_call(q, q, q)) is q
+        scaled_dot_product_attention(q, q, q)
+        assert len(seen) == 2  # auto does not take it
+        with pytest.raises(NotImplementedError, match=r"'mine' .* no window; sdpa, chunked, math can"):
+            scaled_dot_product_attention(q, q, q, SlidingWindow(2), backend="mine")
+        report = explain_backends(q, q, q, backend="mine")[-1]
+        assert (report.name, report.can, report.fused, report.reason) == ("mine", True, False, "step by step")
+        for need_weights in (False, True):
+            with pytest.raises(RuntimeError, match="step by step"):
+                DotProductAttention(backend="mine", strict=True)(make_call(q, q, q, need_weights=need_weights))
+        assert backend_names()[0] == "auto" and backend_names()[-1] == "mine"
+    finally:
+        unregister_backend("mine")
+    assert "mine" not in backend_names()
 
 
 def test_names_that_are_taken_unknown_or_ours_are_refused():
-    for name, change in (("math", lambda name: register_backend(name, len)), ("auto", lambda name: register_backend(name, len)),
-                         ("nobody", unregister_backend), ("math", unregister_backend)):  # fmt: skip
+    taken, ours = (lambda name: register_backend(name, len)), unregister_backend
+    for name, change in (("math", taken), ("auto", taken), ("nobody", ours), ("math", ours)):
         with pytest.raises(ValueError, match=f"backend '{name}'"):
             change(name)
-
-
-@pytest.mark.usefixtures("registered")
-def test_a_registered_backend_serves_calls_by_name_only():
-    seen = []
-
-    def run(call):
-        seen.append(call)
-        return call.query[..., :1].expand(*call.query.shape[:3], call.value.shape[-1])
-
-    register_backend("mine", run, why_not=lambda call: "no window" if isinstance(call.mask, SlidingWindow) else None)
-    q = torch.randn(1, 2, 3, 4)
-    out, weights = scaled_dot_product_attention(q, q, q, scale=0.3, is_causal=True, backend="mine", need_weights=True)
-    assert torch.equal(out, q[..., :1].expand(1, 2, 3, 4))
-    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 3))
-    assert seen[0].scale == 0.3 and isinstance(seen[0].mask, Causal) and seen[0].shape == (1, 2, 3, 3)
-    scaled_dot_product_attention(q, q, q)
-    assert len(seen) == 1  # auto does not take it
-    assert DotProductAttention(backend="mine")(make_call(q, q, q)).shape == q.shape
-    with pytest.raises(NotImplementedError, match=r"'mine' .* no window; sdpa, chunked, math can"):
-        scaled_dot_product_attention(q, q, q, SlidingWindow(2), backend="mine")
-    assert [report.name for report in explain_backends(q, q, q)][-1] == "mine"
-    assert backend_names()[0] == "auto" and backend_names()[-1] == "mine"
-    unregister_backend("mine")
-    assert "mine" not in backend_names()

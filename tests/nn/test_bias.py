@@ -97,15 +97,6 @@ def test_buckets_are_exactly_those_of_t5(buckets, farthest, bidirectional):
     assert max(wanted) == buckets - 1 and min(wanted) == 0
 
 
-def test_t5_reads_its_table_by_bucket_and_head_by_hand():
-    module = T5RelativeBias(2, num_buckets=8, max_distance=16)
-    assert not module.weight.any()  # starts without a preference
-    with torch.no_grad():
-        module.weight.copy_(torch.arange(16.0).view(8, 2))
-    # one query, the last of three: distances -2, -1, 0 fall into buckets 2, 1, 0
-    assert module.dense(1, 3, num_heads=2)[0, :, 0].tolist() == [[4, 2, 0], [5, 3, 1]]
-
-
 @pytest.mark.parametrize("name", ["alibi", "t5, one direction", "a tensor", "a tensor (1, H, 1, S)", "a rule of a user"])
 @settings(max_examples=20)
 @given(cut=st.tuples(*[st.integers(0, 5)] * 4))

@@ -72,14 +72,9 @@ def test_what_cannot_be_folded_is_refused_by_name_and_left_as_it_was(options, re
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("layer", "to", "named"),
-    [
-        (MultiHeadAttention(12, 3), "learned", "scale"),
-        (MultiHeadAttention(12, 3), 0, "scale"),
-        (nn.Linear(2, 2), 1.0, "Linear"),
-    ],
-)
-def test_a_scale_that_no_fold_can_reach_and_a_model_without_our_attention_are_refused(layer, to, named):
-    with pytest.raises(ValueError, match=named):
-        fold_scale(layer, to)
+def test_a_scale_that_no_fold_can_reach_and_a_model_without_our_attention_are_refused():
+    for to in ("learned", 0):
+        with pytest.raises(ValueError, match="scale"):
+            fold_scale(MultiHeadAttention(12, 3), to)
+    with pytest.raises(ValueError, match="Linear"):
+        fold_scale(nn.Linear(2, 2), 1.0)

@@ -114,26 +114,6 @@ def test_features_are_orthogonal_within_blocks_with_the_lengths_of_gaussian_vect
     assert abs(lengths.mean() - head_dim) < 4 * spread
 
 
-def estimates(core, q, k, scale, draws):
-    """φ(q')·φ(k') of many draws, (draws,)."""
-    found = []
-    for _ in range(draws):
-        core.redraw()
-        log_q, log_k = core.log_features(q, k, scale)
-        found.append((log_q + log_k).logsumexp(-1).exp().flatten())
-    return torch.stack(found)
-
-
-@pytest.mark.parametrize(("scale", "orthogonal"), [(0.5, False), (-1.0, True)])
-def test_the_kernel_estimate_is_unbiased(scale, orthogonal):
-    q = torch.tensor([[0.9, 0.0, 0.0], [-0.9, 0.0, 0.0], [0.3, -0.5, 0.4], [0.0, 0.6, 0.6]], dtype=DOUBLE)[None, None]
-    k = torch.tensor([[0.6, 0.1, 0.0], [-0.6, 0.1, 0.0], [0.5, 0.5, -0.2], [0.0, 0.7, -0.7]], dtype=DOUBLE)[None, None]
-    found = estimates(PerformerAttention(3, num_features=6, orthogonal=orthogonal), q, k, scale, 2000)
-    truth = (scale * (q * k).sum(-1)).exp().flatten()
-    error = (found.mean(0) - truth).abs()
-    assert (error < 4 * found.std(0) / math.sqrt(len(found))).all()
-
-
 def test_the_error_of_performer_falls_like_one_over_the_root_of_the_features():
     """Where the features are dense enough for a law of averages: q·k/√D of a few tenths. Beyond, it falls more slowly."""
     sizes = (32, 128, 512, 2048)
