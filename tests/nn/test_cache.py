@@ -1,6 +1,5 @@
 """Decoding with a cache is the full forward, piece by piece."""
 
-
 import pytest
 import torch
 from sizes import FUSED_CPU, OpRecorder, assert_same, in_pieces, tokens

@@ -10,7 +10,7 @@ from test_models import PAIRS
 from torch import nn
 
 from minitx.config import ConfigError, TransformerConfig, to_dict
-from minitx.nn import KVCache, MultiHeadAttention, from_key_padding_mask
+from minitx.nn import KVCache, MultiHeadAttention
 from minitx.nn.models import build_model
 
 V, E, H, L, S, C = 13, 12, 3, 7, 5, 3
@@ -253,35 +253,6 @@ def test_deepnorm_of_an_encoder_decoder_follows_both_depths():
     for side, beta in betas.items():
         deep, other = (n.get_parameter(f"{side}blocks.0.attention.v_proj.weight") for n in (network, plain))
         torch.testing.assert_close(deep, beta * other)
-
-
-def test_an_encoder_decoder_equals_torchs_transformer():
-    """The same weights in ``torch.nn.Transformer`` (post-norm, ReLU: the paper's layers) give the same hidden states."""
-    ours = model("vaswani").eval()
-    options = {"dim_feedforward": 4 * E, "dropout": 0.0, "batch_first": True, "dtype": torch.float64}
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, **options), 2, enable_nested_tensor=False).eval()
-    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(E, H, **options), 2).eval()
-    pairs = [(ours.encoder.blocks, encoder.layers), (ours.blocks, decoder.layers)]
-    for our_block, their_layer in [pair for stacks in pairs for pair in zip(*stacks, strict=True)]:
-        their_layer.self_attn.load_state_dict(our_block.attention.to_torch().state_dict())
-        their_layer.linear1.load_state_dict(our_block.feedforward.up_proj.state_dict())
-        their_layer.linear2.load_state_dict(our_block.feedforward.down_proj.state_dict())
-        norms = [our_block.attention_residual.norm, our_block.feedforward_residual.norm]
-        if getattr(our_block, "cross_attention", None) is not None:
-            their_layer.multihead_attn.load_state_dict(our_block.cross_attention.to_torch().state_dict())
-            norms.insert(1, our_block.cross_residual.norm)
-        for i, norm in enumerate(norms, start=1):
-            getattr(their_layer, f"norm{i}").load_state_dict(norm.state_dict())
-    batch = inputs("encoder_decoder", "right")
-    hidden, _ = ours(**batch, return_extras=True)
-    source = ours.encoder.embeddings(batch["input_ids"], torch.arange(L + 3).unsqueeze(0))
-    target = ours.embeddings(batch["decoder_input_ids"], torch.arange(S + 3).unsqueeze(0))
-    hidden_keys = from_key_padding_mask(batch["key_mask"])
-    memory = encoder(source, src_key_padding_mask=hidden_keys)
-    ahead = torch.ones(S + 3, S + 3, dtype=torch.bool).triu(1)
-    want = decoder(target, memory, tgt_mask=ahead, memory_key_padding_mask=hidden_keys)
-    real = batch["decoder_key_mask"]
-    torch.testing.assert_close(hidden[real], want[real], rtol=0, atol=1e-12)
 
 
 # ---- vision

@@ -90,17 +90,6 @@ def test_a_prefix_is_seen_both_ways_and_the_future_after_it_is_not(position, bac
     assert torch.equal(seen, visible)
 
 
-def test_token_types_are_summed_into_the_embeddings_and_are_zero_by_default():
-    network = model(type_vocab_size=2, position="none")
-    ids, types = tokens(1, L), torch.tensor([[0, 0, 1, 1, 1, 0, 1]])
-    got = network.embeddings(ids, torch.arange(L)[None], types)
-    assert torch.equal(got, network.embeddings.token.weight[ids] + network.embeddings.token_type.weight[types])
-    assert not torch.equal(network(ids, token_type_ids=types), network(ids, token_type_ids=1 - types))
-    assert torch.equal(network(ids), network(ids, token_type_ids=torch.zeros_like(ids)))
-    with pytest.raises(ValueError, match="token_type_ids"):
-        model()(ids, token_type_ids=types)
-
-
 def test_positions_can_be_given():
     network = model()
     ids = tokens(2, L)
@@ -136,17 +125,6 @@ def test_train_eval_and_no_grad_agree_to_the_bit_and_dropout_is_off_in_eval():
     want = model()(ids)
     with torch.no_grad():
         assert torch.equal(trained.eval()(ids), want)
-
-
-@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
-def test_a_model_in_half_precision_stays_finite_under_padding(precision):
-    network, ids = model().to(precision), tokens(2, L)
-    real = torch.tensor([[False] * 6 + [True], [True] * L])
-    logits = network(ids, key_mask=real)
-    logits[real].float().logsumexp(-1).sum().backward()
-    assert logits.dtype == precision
-    assert torch.isfinite(logits).all()
-    assert all(torch.isfinite(p.grad).all() for p in network.parameters() if p.grad is not None)
 
 
 def test_stochastic_depth_grows_linearly_to_the_last_block():

@@ -72,37 +72,15 @@ def test_every_float_dtype_is_computed_in_at_least_float32_under_autocast_too(co
         assert torch.equal(run(core, tensors), out)
 
 
-def test_the_scale_defaults_to_one_over_the_root_of_the_width_and_counts(core):
-    tensors = draw()
-    assert torch.equal(run(core, tensors), run(core, tensors, scale=D**-0.5))
-    assert not torch.allclose(run(core, tensors), run(core, tensors, scale=1))
-    assert not torch.allclose(run(core, tensors, scale=-1.0), run(core, tensors, scale=1.0))
-
-
-@pytest.mark.parametrize("name", CAUSAL)
-def test_future_tokens_receive_no_gradient_and_change_no_bit(name):
-    core = BUILD[name]()
-    tensors = draw(L, L)
-    out = run(core, tensors, Causal())
-    for i in range(L):
-        grads = torch.autograd.grad(out[:, :, i].square().sum(), tensors, retain_graph=True)
-        assert not any(grad[:, :, i + 1 :].any() for grad in grads)
-        assert not grads[0][:, :, :i].any()
-        assert grads[2][:, :, i].any()
-    other = [torch.cat((x[:, :, :6], 100 * torch.randn_like(x[:, :, 6:])), 2) for x in tensors]
-    assert torch.equal(run(core, other, Causal())[:, :, :6], out[:, :, :6])
-
-
 @pytest.mark.parametrize(  # Linformer's columns belong to positions: padding must stand at the end
     ("name", "side"), [(name, side) for name in BUILD for side in ("right", "left") if (name, side) != ("linformer", "left")]
 )
-@pytest.mark.parametrize("poison", [0.5, torch.nan])
-def test_padding_changes_nothing(name, side, poison):
+def test_padding_changes_nothing_nan_or_not(name, side):
     q, k, v = (x.detach().double() for x in draw(L, L))
     real = torch.arange(L + 4) < L if side == "right" else torch.arange(L + 4) >= 4
     padded = []
     for x in (q, k, v):
-        filler = torch.full_like(x[:, :, :4], 0.5 if x is q else poison)
+        filler = torch.full_like(x[:, :, :4], 0.5 if x is q else torch.nan)
         padded.append(torch.cat((x, filler) if side == "right" else (filler, x), 2))
     core = LinformerAttention(L + 4, 3) if name == "linformer" else BUILD[name]()
     for mask in [None, Causal()] if name in CAUSAL else [None]:

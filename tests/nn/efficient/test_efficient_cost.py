@@ -61,10 +61,9 @@ def growth(name, backward):
     return {**exponents, "share": costs[-1]["largest"] / sizes[-1] ** 2}
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward and backward"])
 @pytest.mark.parametrize("name", CASES)
-def test_cost_grows_with_the_claimed_power_of_the_length_and_no_tensor_is_a_matrix_of_queries_by_keys(name, backward):
-    found = growth(name, backward)
+def test_cost_grows_with_the_claimed_power_of_the_length_and_no_tensor_is_a_matrix_of_queries_by_keys(name):
+    found = growth(name, backward=True)
     low, high = QUADRATIC if name.startswith("exact") else LINEAR
     assert low < found["flops"] < high
     if "window" in name or name == "exact, chunked":
