@@ -86,6 +86,7 @@ def test_filters_equal_those_of_transformers():
 
     logits, ids = 3.0 * torch.randn(5, V, dtype=torch.float64), tokens(5, 7)
     seen = torch.zeros(5, V, dtype=torch.bool).scatter(1, ids, True)
+    assert keep_top_k(torch.zeros(1, 4), 2).isfinite().tolist() == [[True, True, False, False]]  # theirs keeps all ties
     pairs = [(penalise_repeats(logits, seen, 1.4), hf.RepetitionPenaltyLogitsProcessor(1.4))]
     pairs += [(keep_top_k(logits, k), hf.TopKLogitsWarper(k)) for k in (1, 4, V + 2)]
     pairs += [(keep_top_p(logits, p), hf.TopPLogitsWarper(p)) for p in (0.01, 0.5, 0.8, 0.99)]

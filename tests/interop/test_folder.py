@@ -280,8 +280,6 @@ def test_a_model_of_our_own_becomes_a_llama_or_gpt2_that_transformers_runs(kind,
         ({"position": "alibi"}, "position='alibi'.*'learned'"),
         ({**ROTARY, "rotary_scaling": "ntk", "rotary_factor": 2.0}, "LlamaForCausalLM.*rotary_scaling='ntk'.*None"),
         ({"scale": "learned"}, "scale='learned'.*'inv_sqrt'"),
-        ({"scale": 0.0}, "scale=0.0.*'inv_sqrt'"),
-        ({"norm_position": "sandwich"}, "norm_position='sandwich'"),
     ],
 )
 def test_a_model_that_no_family_expresses_is_refused_by_field(options, message, tmp_path):

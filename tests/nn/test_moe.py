@@ -49,8 +49,6 @@ def test_no_token_is_dropped_when_all_choose_the_same_expert():
     out, _, chosen = mixture(x, return_routing=True)
     assert (chosen == 2).all()
     torch.testing.assert_close(out, token_by_token(mixture, x), rtol=0, atol=1e-14)
-    out.sum().backward()
-    assert mixture.up_proj.grad[2].any() and not mixture.up_proj.grad[[0, 1, 3]].any()
 
 
 def test_gradients_equal_finite_differences():

@@ -106,13 +106,14 @@ def test_features_are_orthogonal_within_blocks_with_the_lengths_of_gaussian_vect
     assert abs(lengths.mean() - head_dim) < 4 * spread
 
 
-def test_the_error_of_performer_falls_like_one_over_the_root_of_the_features():
+@pytest.mark.parametrize("orthogonal", [True, False])
+def test_the_error_of_performer_falls_like_one_over_the_root_of_the_features(orthogonal):
     """Where the features are dense enough for a law of averages: q·k/√D of a few tenths. Beyond, it falls more slowly."""
     sizes = (32, 128, 512, 2048)
     q, k, v = (0.3 * x.detach() for x in draw(24, 24))
     errors = []
     for m in sizes:
-        core = PerformerAttention(D, num_features=m)
+        core = PerformerAttention(D, num_features=m, orthogonal=orthogonal)
         seeds = [(core.redraw(), approximation_error(core, q, k, v, mask=Causal())["relative_error"])[1] for _ in range(12)]
         errors.append(sum(seeds) / len(seeds))
     assert -0.6 < fit_exponent(sizes, errors) < -0.4
