@@ -2,9 +2,6 @@
 
 import inspect
 import math
-import os
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -12,6 +9,7 @@ import torch
 
 from minitx import testing
 from minitx.nn import scaled_dot_product_attention
+from minitx.nn.backends import chunked
 
 
 def textbook(
@@ -87,7 +85,9 @@ def failures(kernel):
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "chunked"])
-def test_the_backends_pass(backend):
+def test_the_backends_pass(backend, monkeypatch):
+    monkeypatch.setattr(chunked, "LARGEST", 2)  # several tiles
+    monkeypatch.setattr(chunked, "SMALLEST", 2)
     results = testing.check_kernel(partial(scaled_dot_product_attention, backend=backend))
     assert [result for result in results if result.status == "failed"] == []
     refused = {result.case.split()[0] for result in results if result.status == "refused"}
@@ -143,20 +143,17 @@ def test_a_bad_target_ends_with_one_sentence_and_exit_code_2(target, capsys):
     assert target in shown.err.splitlines()[-1] and "Traceback" not in shown.err and not shown.out
 
 
-@pytest.mark.slow
-def test_the_program_prints_a_table_and_exits_1_on_a_failure(tmp_path):
+def test_the_program_prints_a_table_and_returns_1_on_a_failure(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(
         "from minitx.nn import scaled_dot_product_attention as good\n"
         "def right(query, key, value, *, attn_mask=None): return good(query, key, value, attn_mask)\n"
         "def wrong(query, key, value, *, attn_mask=None): return 1.01 * good(query, key, value, attn_mask)\n"
     )
-    # the minitx that is tested here
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    monkeypatch.chdir(tmp_path)
     for name, code in (("right", 0), ("wrong", 1)):
-        command = [sys.executable, "-m", "minitx.testing", f"mine:{name}"]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == code, done.stderr
-        assert "empty rows" in done.stdout and done.stdout.splitlines()[-1].endswith("0 refused")
+        assert testing.main([f"mine:{name}"]) == code
+        shown = capsys.readouterr().out
+        assert "empty rows" in shown and shown.splitlines()[-1].endswith("0 refused")
 
 
 # the reference and the tolerance

@@ -42,9 +42,10 @@ QUERY_BY_QUERY = (
 )
 
 
-def draw(num_queries=L, num_keys=S, dtype=torch.float32):
-    shapes = ((B, H, num_queries, D), (B, HKV, num_keys, D), (B, HKV, num_keys, DV))
-    return tuple(torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes)
+def draw(num_queries=L, num_keys=S, dtype=torch.float32, size=1.0):
+    """Query, key and value; ``size`` is that of queries and keys."""
+    shapes = {(B, H, num_queries, D): size, (B, HKV, num_keys, D): size, (B, HKV, num_keys, DV): 1.0}
+    return tuple((x * torch.randn(shape, dtype=torch.float64)).to(dtype).requires_grad_() for shape, x in shapes.items())
 
 
 def run(core, tensors, mask=None, **options):

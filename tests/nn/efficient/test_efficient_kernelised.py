@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from test_efficient_call import HKV, B, D, H, draw
 
 from minitx.analysis.counting import fit_exponent
 from minitx.nn import Causal, Padding
@@ -11,15 +12,6 @@ from minitx.nn.efficient import LinearAttention, PerformerAttention, approximati
 from minitx.nn.functional import make_call
 
 DOUBLE = torch.float64
-B, H, HKV, D, DV = 2, 6, 3, 5, 7
-
-
-def draw(L, S, dtype=DOUBLE, size=1.0):
-    return (
-        (size * torch.randn(B, H, L, D, dtype=DOUBLE)).to(dtype).requires_grad_(),
-        (size * torch.randn(B, HKV, S, D, dtype=DOUBLE)).to(dtype).requires_grad_(),
-        torch.randn(B, HKV, S, DV, dtype=DOUBLE).to(dtype).requires_grad_(),
-    )
 
 
 def run(core, q, k, v, mask=None, **options):
@@ -59,7 +51,7 @@ def test_it_equals_its_own_quadratic_formula_with_gradients(kind, shape, chunk_s
     real[0, S // 2 :] = real[1, :2] = False
     masks = [None, Padding(real)] + ([Causal(), Causal() & Padding(real)] if L <= S else [])
     for mask in masks:
-        q, k, v = draw(L, S)
+        q, k, v = draw(L, S, DOUBLE)
         visible = torch.ones(1, 1, L, S, dtype=torch.bool) if mask is None else mask.dense(L, S, batch_size=B)
         visible = visible.expand(B, 1, L, S)
         full = visible.any(-1, keepdim=True)
@@ -110,7 +102,7 @@ def test_features_are_orthogonal_within_blocks_with_the_lengths_of_gaussian_vect
 def test_the_error_of_performer_falls_like_one_over_the_root_of_the_features(orthogonal):
     """Where the features are dense enough for a law of averages: q·k/√D of a few tenths. Beyond, it falls more slowly."""
     sizes = (32, 128, 512, 2048)
-    q, k, v = (0.3 * x.detach() for x in draw(24, 24))
+    q, k, v = (0.3 * x.detach() for x in draw(24, 24, DOUBLE))
     errors = []
     for m in sizes:
         core = PerformerAttention(D, num_features=m, orthogonal=orthogonal)
@@ -130,5 +122,5 @@ def test_the_draw_follows_the_generator_and_travels_in_the_checkpoint():
     assert list(first.state_dict()) == ["projection"]
     assert not list(first.parameters())
     second.load_state_dict(first.state_dict())
-    q, k, v = draw(7, 7)
+    q, k, v = draw(7, 7, DOUBLE)
     assert torch.equal(run(first, q, k, v), run(second, q, k, v))
