@@ -51,7 +51,7 @@ MASKS = {  # attn_mask, is_causal, the same rule in plain numbers
     "right padding and causal": (Padding(RIGHT), True, lambda b, h, t, j, i: bool(RIGHT[b, j]) and j <= t),
     "window and causal": (SlidingWindow(2) & Causal(), False, lambda b, h, t, j, i: 0 <= t - j < 2),
     "documents and causal": (Documents(IDS), True, lambda b, h, t, j, i: j <= t and bool(IDS[b, t] == IDS[b, j])),
-    "prefix": (PrefixLM(3), False, lambda b, h, t, j, i: j <= t or j < 3),
+    "prefix": (PrefixLM(5), False, lambda b, h, t, j, i: j <= t or j < 5),
     "prefix per row": (PrefixLM(LENGTHS), False, lambda b, h, t, j, i: j <= t or j < int(LENGTHS[b])),
     "dense (L, S)": (CELLS[0, 0], False, lambda b, h, t, j, i: bool(CELLS[0, 0, i, j])),
     "dense (L, 1)": (EMPTY[0, 0, :, :1], False, lambda b, h, t, j, i: i not in (0, 3)),
