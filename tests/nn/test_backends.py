@@ -202,8 +202,10 @@ class TestContract:
         assert not any(grad.any() for grad in grads.values())  # nothing visible at all
 
     @pytest.mark.parametrize("hides", ["padding", "key head", "bias", "bias beside a mask"])
-    @pytest.mark.parametrize("poison", [math.nan, torch.finfo(torch.float32).max])
-    def test_nan_or_too_much_where_no_query_looks_changes_no_bit(self, backend, hides, poison):
+    @pytest.mark.parametrize(
+        ("poison", "poisoned"), [(math.nan, ["key"]), (math.nan, ["value"]), (torch.finfo(torch.float32).max, ["key", "value"])]
+    )
+    def test_nan_or_too_much_where_no_query_looks_changes_no_bit(self, backend, hides, poison, poisoned):
         clean, cotangent = tensors(torch.float32)
         mask, bias, place = None, None, (slice(None), slice(None), 2)
         if hides == "padding":
@@ -217,7 +219,8 @@ class TestContract:
             mask = None if hides == "bias" else Padding(RIGHT)
         dirty = recast(clean, torch.float32)
         with torch.no_grad():
-            dirty["key"][place] = dirty["value"][place] = poison
+            for name in poisoned:
+                dirty[name][place] = poison
         results = []
         for leaves in (clean, dirty):
             options = {"attn_bias": bias, "backend": backend, "need_weights": True}
