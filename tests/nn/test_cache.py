@@ -123,6 +123,10 @@ def test_what_a_static_cache_cannot_hold_is_named():
             network(ids[:, 6:7], cache=static)
         with pytest.raises(ValueError, match="capacity for 4"):
             StaticCache(4, num_layers=2).fill(read)
+        with pytest.raises(ValueError, match="read something"):
+            static.fill(KVCache(3, num_layers=2))
+        with pytest.raises(ValueError, match=r"capacity .* got 1"):
+            StaticCache(1, num_layers=2)
         packed = KVCache(3, num_layers=2)
         network(ids[:, :3], cache=packed, document_ids=torch.tensor([[0, 0, 1]] * 2))
         with pytest.raises(ValueError, match="documents"):

@@ -238,6 +238,12 @@ def test_deepnorm_of_an_encoder_decoder_follows_both_depths():
 # ---- sizes and refusals
 
 
+def test_positions_of_other_image_sizes_keep_the_class_token():
+    table = model("vision").embeddings
+    assert torch.equal(table.positions(3, 3), table.position.weight)
+    assert table.positions(5, 2).shape == (11, E) and torch.equal(table.positions(5, 2)[0], table.position.weight[0])
+
+
 def test_number_of_parameters_by_hand():
     block = 4 * (E * E + E) + 2 * E * 4 * E + 5 * E + 2 * 2 * E
     cross = 4 * (E * E + E) + 2 * E

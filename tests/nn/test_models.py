@@ -108,8 +108,17 @@ def test_tied_embeddings_share_one_parameter():
 
 
 def test_a_model_prints_the_sizes_of_its_parts():
-    shown = repr(model(position="t5", num_experts=3, stochastic_depth=0.2, backend="math"))
-    for wanted in ("num_experts=3", "p=0.2", "bidirectional=False", "embed_dim=12", "backend='math'", "head_dim=4"):
+    parts = {"num_experts": 3, "stochastic_depth": 0.2, "layer_scale": 0.5, "scale": "learned", "qk_norm": "l2"}
+    shown = repr(model(position="t5", backend="math", **parts)) + repr(model(position="rotary", rotary_interleaved=True))
+    for wanted in (
+        "interleaved",
+        "num_experts=3",
+        "p=0.2",
+        "bidirectional=False",
+        "embed_dim=12",
+        "backend='math'",
+        "head_dim=4",
+    ):
         assert wanted in shown
 
 

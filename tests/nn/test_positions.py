@@ -70,7 +70,11 @@ def test_positions_count_real_tokens_from_zero_in_every_document(key_mask, docum
     assert position_ids_from(mask, ids, 5, CPU).tolist() == wanted
 
 
-def test_ntk_keeps_the_shortest_wavelength_and_stretches_the_longest_by_its_factor():
-    plain, stretched = (Rotary(64, scaling=scaling).frequencies(torch.float64) for scaling in (None, RotaryScaling("ntk", 4.0)))
+@pytest.mark.parametrize("kind", ["ntk", "llama3", "yarn"])
+def test_a_long_context_keeps_the_shortest_wavelength_and_stretches_the_longest_by_its_factor(kind):
+    scalings = None, RotaryScaling(kind, 4.0, 2048)
+    plain, stretched = (Rotary(64, scaling=scaling).frequencies(torch.float64) for scaling in scalings)
     torch.testing.assert_close(stretched[[0, -1]], plain[[0, -1]] / torch.tensor([1.0, 4.0]))
-    torch.testing.assert_close(stretched.log().diff(n=2), torch.zeros(30, dtype=torch.float64))  # a geometric row
+    assert (stretched <= plain).all() and (4 * stretched >= plain * (1 - 1e-12)).all()
+    if kind == "ntk":  # a geometric row
+        torch.testing.assert_close(stretched.log().diff(n=2), torch.zeros(30, dtype=torch.float64))
