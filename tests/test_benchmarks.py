@@ -1,10 +1,8 @@
 """The arithmetic behind the benchmarks, without a stop-watch: what a ratio, its interval, its control and its verdict are."""
 
 import importlib
-import itertools
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -33,13 +31,6 @@ def test_the_ratio_is_the_first_sides_seconds_over_the_seconds_and_the_control_i
     assert found["control"] == pytest.approx({"median": 1.0, "low": 1.0, "high": 1.0})
 
 
-def test_a_machine_that_slows_down_does_not_move_the_ratio_away_from_the_truth(load):
-    harness = load("harness")
-    found = harness.compared(seconds(harness, 3.0, 1.5, 40, drift=0.01))
-    assert found["ratio"]["low"] <= 2.0 <= found["ratio"]["high"]
-    assert found["control"]["low"] <= 1.0 <= found["control"]["high"]
-
-
 def test_a_control_that_one_side_always_wins_does_not_hold(load):
     harness = load("harness")
     blocks = seconds(harness, 1.0, 1.0, 40)
@@ -49,25 +40,6 @@ def test_a_control_that_one_side_always_wins_does_not_hold(load):
         blocks[slow] = (0, 1.3)
     found = harness.row("P1", "ours over theirs", "small", harness.compared(blocks), ">= 1.0")
     assert found["control"]["median"] == pytest.approx(1.3) and not found["control_holds"]
-
-
-def test_both_sides_take_their_turns_in_blocks_that_last_long_enough(load, monkeypatch):
-    harness = load("harness")
-    clock, calls = [0.0], []
-
-    def work(side, takes):
-        def run():
-            calls.append(side)
-            clock[0] += takes
-
-        return run
-
-    monkeypatch.setattr(harness.time, "perf_counter", lambda: clock[0])
-    found = harness.compare(work("a", 0.25), work("b", 0.125), pairs=4, block=0.5, warm=1)
-    assert found["ratio"]["median"] == pytest.approx(2.0)
-    warm, blocks = calls[:4], calls[4:]
-    assert sorted(warm) == ["a", "a", "b", "b"]  # to warm up, and to see how long one call takes
-    assert ["".join(group) for _, group in itertools.groupby(blocks)] == ["aa", "b" * 8, "aa" + "", "b" * 4, "aaaa", "b" * 4]
 
 
 @pytest.mark.parametrize(
@@ -110,19 +82,11 @@ def test_tokens_to_a_loss_are_read_off_a_line_in_the_logarithm_of_tokens(load):
         assert load("quality").reached(loss(wanted), points) == pytest.approx(wanted)
 
 
-def test_regret_is_measured_on_other_rounds_than_those_that_chose_the_best(load):
-    lucky = [1.0, 1.0, 9.0, 9.0] * 5  # looks best in one half of the rounds, and only there
-    ratios, best = load("attention").regret("steady", {"steady": [2.0] * 20, "lucky": lucky})
-    assert best == ["lucky", "steady"]
-    assert sorted(set(ratios)) == [pytest.approx(2.0 / 9.0), 1.0]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({path.stem for path in BENCHMARKS.glob("*.py")} - {"harness", "peers"}))
-def test_every_benchmark_imports_and_answers_help(name):
+@pytest.mark.parametrize("name", sorted({path.stem for path in BENCHMARKS.glob("*.py")} - {"harness", "peers", "report"}))
+def test_every_benchmark_imports_and_answers_help(name, load, monkeypatch, capsys):
     """What imports a name that is gone fails here, not after an hour."""
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("usage:")
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        load(name).main()
+    assert capsys.readouterr().out.startswith("usage:")

@@ -1,4 +1,4 @@
-"""``help()`` reads well: every public name says what it is; those of ``minitx.nn`` name each argument and show an example."""
+"""``help()`` reads well: every public name says what it is; those of ``minitx.nn`` name each argument."""
 
 from __future__ import annotations
 
@@ -82,26 +82,3 @@ def test_every_argument_is_named_in_the_docstring():
         text = text_of(PUBLIC[name])
         missing = [one for one in arguments(PUBLIC[name]) if not re.search(rf"\b{re.escape(one)}\b", text)]
         assert missing == [], name
-
-
-UNSHOWN = {
-    "minitx.nn.efficient.EfficientAttention": "abstract: its cores have examples",
-    "minitx.nn.models.TransformerModel": "abstract: the four models have examples",
-    "minitx.nn.backends.Backend": "a record; register_backend has an example",
-    "minitx.nn.backends.BackendReport": "a record; explain_backends prints it",
-    "minitx.nn.backends.attend": "behind scaled_dot_product_attention, which has an example",
-    "minitx.nn.unregister_backend": "shown in register_backend",
-    **{
-        f"minitx.interop.{name}": "wants files; docs/weights.md is run"
-        for name in ("export_onnx", "from_pretrained", "load_hf", "save_hf")
-    },
-}
-"""Names without an example of their own, and why. By their first place in ``PUBLIC``."""
-
-
-def test_every_name_shows_an_example_or_is_listed_with_a_reason():
-    assert set(UNSHOWN) <= set(CALLABLE)
-    for name in CALLABLE:
-        first = next(other for other in CALLABLE if PUBLIC[other] is PUBLIC[name])
-        shown = ">>>" in text_of(PUBLIC[name])
-        assert shown != (first in UNSHOWN), f"{name}: an example is missing, or its exception is left over"

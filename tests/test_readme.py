@@ -40,14 +40,3 @@ def sections(text):
 @pytest.mark.parametrize("part", [code, pages, numbers, sections])
 def test_both_languages_tell_the_same(part, page):
     assert part(TEXTS[page.replace(".zh.", ".")]) == part(TEXTS[page])
-
-
-@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
-def test_a_readme_can_be_read_in_one_go(page):
-    assert len(TEXTS[page].splitlines()) <= 230
-
-
-@pytest.mark.parametrize("page", CHINESE)
-def test_no_chinese_sentence_is_broken_by_a_line_end_which_would_show_as_a_space(page):
-    prose = re.sub(r"```.*?```", "", TEXTS[page], flags=re.DOTALL)
-    assert re.findall(r"[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]\n[^\n|#<!-]", prose) == []

@@ -156,16 +156,8 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
 NAMING = r"(?:^|^(?:--config-dir|ckpt_path|compare|output_dir|conllu|init_from\.path|data\.tokenizer|data\.\w*path)=\"?|,)"
 """What stands before a path in an argument."""
 
-SLOW = (
-    "README.zh.md",
-    "docs/configuring.md",
-    "docs/looking.md",
-    "docs/training.md",
-    "docs/weights.md",
-    "docs/why_scale.zh.md",
-)
-"""Pages that are run in the slow tier: their programs have faster tests of their own in the other one, and the Chinese pages have the code
-of the English ones (tests/test_readme.py)."""
+SLOW = ("docs/configuring.md", "docs/looking.md", "docs/training.md", "docs/weights.md")
+"""Pages that are run in the slow tier: their programs have faster tests of their own in the other one."""
 
 
 class Shelf:
@@ -307,8 +299,9 @@ def obey(words: list[str], shelf: Shelf, place: Path) -> None:
         assert words[:3] == ["python3", "-m", "venv"] or words == [".", ".venv/bin/activate"], f"no way to check: {words}"
 
 
-BASH = [block for page in pages() for block in blocks(page, "bash")]
-PYTHON = [page for page in pages() if blocks(page, "python") and page not in ELSEWHERE]
+RUN = [page for page in pages() if not page.endswith(".zh.md")]  # those have the code of the English ones: tests/test_readme.py
+BASH = [block for page in RUN for block in blocks(page, "bash")]
+PYTHON = [page for page in RUN if blocks(page, "python") and page not in ELSEWHERE]
 
 
 def tier(page: str, thing: Any = None) -> Any:
@@ -344,18 +337,6 @@ def test_the_python_of_a_page_runs_in_order_and_prints_what_stands_below_it(page
             exec(compile("\n" * (block.line - 1) + block.text, page, "exec", dont_inherit=True), names)
         if after is not None and read(page).split(block.text + "```\n", 1)[1].startswith("\n```text\n"):
             assert matches(printed.getvalue(), after.text), f"{block.name} printed:\n{printed.getvalue()}"
-
-
-@pytest.mark.slow
-def test_the_readmes_experiment_of_ones_own_trains(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = blocks("README.md", "yaml")
-    (place / "conf/experiment").mkdir(parents=True)
-    (place / "conf/experiment/mine.yaml").write_text(block.text, encoding="utf-8")
-    shutil.copy(ROOT / "examples/own_project/own.py", place / "mine.py")
-    words = ["--config-dir=conf", "experiment=mine", "trainer.max_steps=2", "trainer.accelerator=cpu", "output_dir=own"]
-    monkeypatch.setattr(sys, "argv", ["train.py", *words])
-    assert train.main() == 0
-    assert (place / "own/checkpoints/last.ckpt").exists()
 
 
 def test_what_was_printed_is_compared_line_by_line():

@@ -18,11 +18,6 @@ def test_every_key_has_a_meaning_and_no_other_word_has_one(place, cls):
     assert set(made.attributes(cls)) <= {field.name for field in dataclasses.fields(cls)}
 
 
-def test_the_sections_reach_the_innermost_keys():
-    innermost = {"init_from", "trainer.stop_at", "optimizer.rules[]", "callbacks.samples", "ablation.studies.NAME"}
-    assert innermost <= {place for place, _ in (*made.sections(), *GRID)}
-
-
 @pytest.mark.parametrize("group", made.GROUPS)
 def test_every_option_says_what_it_is(group):
     assert [name for name, says in made.options(group).items() if not says] == []

@@ -28,8 +28,3 @@ def test_the_pictures_are_there_and_small():
     pictures = list((ROOT / "docs" / "figures").iterdir())
     assert sorted(path.name for path in pictures) == SHOWN
     assert sum(path.stat().st_size for path in pictures) < 600_000
-
-
-@pytest.mark.parametrize("package", ABSENT)
-def test_the_page_shows_the_call_of_other_viewers(package: str):
-    assert any(f"from {package}" in text for text in PYTHON)

@@ -10,17 +10,15 @@ from minitx.interop import export_onnx
 from minitx.nn.models import build_model
 
 V = 13
-SIZES = {"vocab_size": V, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "max_len": 31, "init": "lecun"}
+SIZES = {"vocab_size": V, "embed_dim": 12, "num_heads": 3, "num_layers": 1, "max_len": 31, "init": "lecun"}
 LLAMA = {"position": "rotary", "norm": "rms", "activation": "swiglu", "bias": False, "num_kv_heads": 1, "head_dim": 6}
 YARN = {"rotary_scaling": "yarn", "rotary_factor": 2.0, "rotary_original_len": 8}
 ENCODER = {"architecture": "encoder", "norm_position": "post", "embed_norm": True}
 PAIR = {"architecture": "encoder_decoder", "scale_embeddings": True}
 PICTURE = {"head": "sequence", "num_labels": 5, "image_size": 6, "patch_size": 2, "num_channels": 1}
 MODELS = {
-    "learned": {},
     "rotary window": {**LLAMA, **YARN, "window": 3},
     "masked": {**ENCODER, "head": "lm", "head_transform": True, "type_vocab_size": 2},
-    "sequence": {**ENCODER, "head": "sequence", "num_labels": 5, "pooler": True},
     "t5": {**PAIR, "position": "t5", "scale": "unscaled", "init": "t5", "norm": "rms"},
     "vision": {"architecture": "vision", **PICTURE},
 }

@@ -1,13 +1,12 @@
 """Folders in and out: the same bits, a config that means the same, and an error for everything that would be lost."""
 
 import json
-import math
 import re
 
 import pytest
 import torch
 import transformers
-from foreign import CASES, V, answers, batch, build, saved, worst
+from foreign import CASES, YARN, V, answers, batch, build, saved, worst
 from safetensors.torch import load_file, save_file
 
 from minitx.config import TransformerConfig
@@ -169,6 +168,9 @@ REFUSED = [
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ("llama", rope("default", partial_rotary_factor=0.5), "rope_parameters.partial_rotary_factor=0.5"),
     ("llama", rope("dynamic", factor=2.0), "rope_parameters.rope_type='dynamic'"),
+    ("llama yarn", {"rope_parameters": {**YARN, "attention_factor": 1.5}}, "rope_parameters.attention_factor="),
+    ("llama yarn", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}}, "rope_parameters.mscale="),
+    ("llama yarn", {"rope_parameters": {**YARN, "truncate": False}}, "rope_parameters.truncate="),
     ("llama yarn", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}, "rope_type='yarn'"),
     ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.full_attention="),
     ("qwen2 window", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
@@ -194,16 +196,6 @@ def test_keys_that_change_nothing_pass(tmp_path):
     labels = {"id2label": {"0": "LABEL_0"}, "summary_type": "mean", "auto_map": {"AutoModel": "modeling.Mine"}}
     more = {"attention_dropout": 0.1, "mask_token_id": 5, "cache_implementation": "hybrid", "transformers.js_config": {"a": 1}}
     assert load_hf(edit(tmp_path, **falsy, **listed, **labels, **more)).config == want
-
-
-def test_yarn_options_that_change_the_numbers_are_refused(tmp_path):
-    saved("llama yarn", tmp_path)
-    rope = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
-    for options in ({"attention_factor": 1.5}, {"mscale": 1.0, "mscale_all_dim": 0.5}, {"truncate": False}):
-        with pytest.raises(ValueError, match=rf"rope_parameters\.{next(iter(options))}="):
-            load_hf(edit(tmp_path, rope_parameters={**rope, **options}))
-    paper = {"attention_factor": 0.1 * math.log(3.0) + 1.0, "truncate": True}
-    load_hf(edit(tmp_path, rope_parameters={**rope, **paper}))
 
 
 def test_overrides_and_ignore_are_the_ways_out(tmp_path):
@@ -288,8 +280,6 @@ def test_a_model_of_our_own_becomes_a_llama_or_gpt2_that_transformers_runs(kind,
         ({"position": "alibi"}, "position='alibi'.*'learned'"),
         ({**ROTARY, "rotary_scaling": "ntk", "rotary_factor": 2.0}, "LlamaForCausalLM.*rotary_scaling='ntk'.*None"),
         ({"scale": "learned"}, "scale='learned'.*'inv_sqrt'"),
-        ({"scale": 0.0}, "scale=0.0.*'inv_sqrt'"),
-        ({"norm_position": "sandwich"}, "norm_position='sandwich'"),
     ],
 )
 def test_a_model_that_no_family_expresses_is_refused_by_field(options, message, tmp_path):
@@ -298,7 +288,7 @@ def test_a_model_that_no_family_expresses_is_refused_by_field(options, message, 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("model_type", "message"), [("gpt3", r"model_type='gpt3' .*gpt2"), ("bert", r"Bert\w+")])
-def test_a_model_type_that_cannot_be_written_is_refused(model_type, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        save_hf(own(), tmp_path, model_type=model_type)
+def test_a_model_type_that_cannot_be_written_is_refused(tmp_path):
+    for model_type, message in {"gpt3": r"model_type='gpt3' .*gpt2", "bert": r"Bert\w+"}.items():
+        with pytest.raises(ValueError, match=message):
+            save_hf(own(), tmp_path, model_type=model_type)

@@ -39,12 +39,6 @@ def test_the_same_model_comes_back_bit_for_bit(name, tmp_path):
     assert again.num_parameters() == model.num_parameters()
 
 
-def test_a_tied_head_is_tied_again(tmp_path):
-    save_pretrained(build(), tmp_path)
-    again = from_pretrained(tmp_path)
-    assert again.head.weight is again.embeddings.token.weight
-
-
 @pytest.mark.parametrize(
     ("file", "message"), [("model.safetensors", "is damaged"), ("config.json", r"config\.json|format_version=")]
 )

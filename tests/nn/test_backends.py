@@ -51,6 +51,7 @@ MASKS = {  # attn_mask, is_causal, the same rule in plain numbers
     "right padding and causal": (Padding(RIGHT), True, lambda b, h, t, j, i: bool(RIGHT[b, j]) and j <= t),
     "window and causal": (SlidingWindow(2) & Causal(), False, lambda b, h, t, j, i: 0 <= t - j < 2),
     "documents and causal": (Documents(IDS), True, lambda b, h, t, j, i: j <= t and bool(IDS[b, t] == IDS[b, j])),
+    "prefix": (PrefixLM(5), False, lambda b, h, t, j, i: j <= t or j < 5),
     "prefix per row": (PrefixLM(LENGTHS), False, lambda b, h, t, j, i: j <= t or j < int(LENGTHS[b])),
     "dense (L, S)": (CELLS[0, 0], False, lambda b, h, t, j, i: bool(CELLS[0, 0, i, j])),
     "dense (L, 1)": (EMPTY[0, 0, :, :1], False, lambda b, h, t, j, i: i not in (0, 3)),
@@ -78,7 +79,6 @@ OPTIONS = {
     "as many key heads": {"kv_heads": H},
     "all at once": {"scale": -0.5, "bias": (1, H, L, S), "softcap": 1.7, "sinks": True, "value_width": DV},
 }
-NEEDS_MATH = ("soft-cap", "sinks", "all at once")
 
 
 def tensors(dtype, *, kv_heads=HKV, value_width=D, bias=None, sinks=None, seed=0, **_):
@@ -155,10 +155,10 @@ def test_every_mask_equals_the_float64_loops_forward_and_backward(mask, backend)
 
 @pytest.mark.usefixtures("tiny_tiles")
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("mask", ["right padding and causal", "empty rows"])
-def test_every_option_equals_the_float64_loops_forward_and_backward(option, mask, backend):
-    if backend == "sdpa" and option in NEEDS_MATH:
+@pytest.mark.parametrize(("mask", "option"), [("right padding and causal", "bias broadcast"), ("empty rows", "all at once")])
+def test_options_together_equal_the_float64_loops_forward_and_backward(option, mask, backend):
+    """One at a time they are in ``test_testing.py``."""
+    if backend == "sdpa" and option == "all at once":
         with pytest.raises(NotImplementedError, match="sdpa"):
             check_call(torch.float32, mask, option, backend)
         return
@@ -202,8 +202,10 @@ class TestContract:
         assert not any(grad.any() for grad in grads.values())  # nothing visible at all
 
     @pytest.mark.parametrize("hides", ["padding", "key head", "bias", "bias beside a mask"])
-    @pytest.mark.parametrize("poison", [math.nan, torch.finfo(torch.float32).max])
-    def test_nan_or_too_much_where_no_query_looks_changes_no_bit(self, backend, hides, poison):
+    @pytest.mark.parametrize(
+        ("poison", "poisoned"), [(math.nan, ["key"]), (math.nan, ["value"]), (torch.finfo(torch.float32).max, ["key", "value"])]
+    )
+    def test_nan_or_too_much_where_no_query_looks_changes_no_bit(self, backend, hides, poison, poisoned):
         clean, cotangent = tensors(torch.float32)
         mask, bias, place = None, None, (slice(None), slice(None), 2)
         if hides == "padding":
@@ -217,7 +219,8 @@ class TestContract:
             mask = None if hides == "bias" else Padding(RIGHT)
         dirty = recast(clean, torch.float32)
         with torch.no_grad():
-            dirty["key"][place] = dirty["value"][place] = poison
+            for name in poisoned:
+                dirty[name][place] = poison
         results = []
         for leaves in (clean, dirty):
             options = {"attn_bias": bias, "backend": backend, "need_weights": True}
@@ -391,54 +394,32 @@ def test_an_explanation_names_every_backend_the_reason_and_what_runs_and_runs_no
         explain_backends(q, q, q, backend="nothing")
 
 
-@pytest.fixture
-def registered():
-    """A registry that forgets what the test puts into it."""
-    before = set(backend_names())
-    yield
-    for name in set(backend_names()) - before:
-        unregister_backend(name)
-
-
-@pytest.mark.usefixtures("registered")
-def test_a_registered_backend_without_a_fused_kernel_says_so_and_strict_refuses_it():
-    register_backend("plain", lambda call: call.value, falls_back=lambda call: "one step at a time")
-    q = torch.randn(1, 2, 3, 4)
-    report = explain_backends(q, q, q, backend="plain")[-1]
-    assert (report.name, report.can, report.fused, report.reason) == ("plain", True, False, "one step at a time")
-    assert DotProductAttention(backend="plain")(make_call(q, q, q)) is q
-    for need_weights in (False, True):
-        with pytest.raises(RuntimeError, match="one step at a time"):
-            DotProductAttention(backend="plain", strict=True)(make_call(q, q, q, need_weights=need_weights))
+def test_a_registered_backend_serves_calls_by_name_only_until_it_is_unregistered():
+    seen, q = [], torch.randn(1, 2, 3, 4)
+    options = {"why_not": lambda call: "no window" if isinstance(call.mask, SlidingWindow) else None}
+    register_backend("mine", lambda call: seen.append(call) or call.value, falls_back=lambda call: "step by step", **options)
+    try:
+        out, weights = scaled_dot_product_attention(q, q, q, scale=0.3, is_causal=True, backend="mine", need_weights=True)
+        torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 3))
+        assert out is q and seen[0].scale == 0.3 and isinstance(seen[0].mask, Causal) and seen[0].shape == (1, 2, 3, 3)
+        assert DotProductAttention(backend="mine")(make_call(q, q, q)) is q
+        scaled_dot_product_attention(q, q, q)
+        assert len(seen) == 2  # auto does not take it
+        with pytest.raises(NotImplementedError, match=r"'mine' .* no window; sdpa, chunked, math can"):
+            scaled_dot_product_attention(q, q, q, SlidingWindow(2), backend="mine")
+        report = explain_backends(q, q, q, backend="mine")[-1]
+        assert (report.name, report.can, report.fused, report.reason) == ("mine", True, False, "step by step")
+        for need_weights in (False, True):
+            with pytest.raises(RuntimeError, match="step by step"):
+                DotProductAttention(backend="mine", strict=True)(make_call(q, q, q, need_weights=need_weights))
+        assert backend_names()[0] == "auto" and backend_names()[-1] == "mine"
+    finally:
+        unregister_backend("mine")
+    assert "mine" not in backend_names()
 
 
 def test_names_that_are_taken_unknown_or_ours_are_refused():
-    for name, change in (("math", lambda name: register_backend(name, len)), ("auto", lambda name: register_backend(name, len)),
-                         ("nobody", unregister_backend), ("math", unregister_backend)):  # fmt: skip
+    taken, ours = (lambda name: register_backend(name, len)), unregister_backend
+    for name, change in (("math", taken), ("auto", taken), ("nobody", ours), ("math", ours)):
         with pytest.raises(ValueError, match=f"backend '{name}'"):
             change(name)
-
-
-@pytest.mark.usefixtures("registered")
-def test_a_registered_backend_serves_calls_by_name_only():
-    seen = []
-
-    def run(call):
-        seen.append(call)
-        return call.query[..., :1].expand(*call.query.shape[:3], call.value.shape[-1])
-
-    register_backend("mine", run, why_not=lambda call: "no window" if isinstance(call.mask, SlidingWindow) else None)
-    q = torch.randn(1, 2, 3, 4)
-    out, weights = scaled_dot_product_attention(q, q, q, scale=0.3, is_causal=True, backend="mine", need_weights=True)
-    assert torch.equal(out, q[..., :1].expand(1, 2, 3, 4))
-    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 3))
-    assert seen[0].scale == 0.3 and isinstance(seen[0].mask, Causal) and seen[0].shape == (1, 2, 3, 3)
-    scaled_dot_product_attention(q, q, q)
-    assert len(seen) == 1  # auto does not take it
-    assert DotProductAttention(backend="mine")(make_call(q, q, q)).shape == q.shape
-    with pytest.raises(NotImplementedError, match=r"'mine' .* no window; sdpa, chunked, math can"):
-        scaled_dot_product_attention(q, q, q, SlidingWindow(2), backend="mine")
-    assert [report.name for report in explain_backends(q, q, q)][-1] == "mine"
-    assert backend_names()[0] == "auto" and backend_names()[-1] == "mine"
-    unregister_backend("mine")
-    assert "mine" not in backend_names()

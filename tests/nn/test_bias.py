@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minitx.nn import ALiBi, Bias, T5RelativeBias, TensorBias, scaled_dot_product_attention
-from minitx.nn.backends import chunked
 from minitx.nn.bias import RelativeBuckets, as_bias
 
 B, H, L, S, D = 2, 6, 5, 7, 11
@@ -97,15 +96,6 @@ def test_buckets_are_exactly_those_of_t5(buckets, farthest, bidirectional):
     assert max(wanted) == buckets - 1 and min(wanted) == 0
 
 
-def test_t5_reads_its_table_by_bucket_and_head_by_hand():
-    module = T5RelativeBias(2, num_buckets=8, max_distance=16)
-    assert not module.weight.any()  # starts without a preference
-    with torch.no_grad():
-        module.weight.copy_(torch.arange(16.0).view(8, 2))
-    # one query, the last of three: distances -2, -1, 0 fall into buckets 2, 1, 0
-    assert module.dense(1, 3, num_heads=2)[0, :, 0].tolist() == [[4, 2, 0], [5, 3, 1]]
-
-
 @pytest.mark.parametrize("name", ["alibi", "t5, one direction", "a tensor", "a tensor (1, H, 1, S)", "a rule of a user"])
 @settings(max_examples=20)
 @given(cut=st.tuples(*[st.integers(0, 5)] * 4))
@@ -142,18 +132,3 @@ def test_a_rule_equals_its_tensor_and_its_gradient_flows_through_every_backend(n
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
     assert all(grad.abs().sum() > 0 for grad in results[0][4:])
-
-
-@pytest.mark.parametrize("backend", ["math", "chunked"])
-def test_a_bfloat16_table_gets_a_gradient_summed_in_float32(backend, monkeypatch):
-    monkeypatch.setattr(chunked, "LARGEST", 8)
-    monkeypatch.setattr(chunked, "SMALLEST", 8)
-    module = T5RelativeBias(2, num_buckets=4, max_distance=8)
-    q, k, v = (normal(3, 2, 97, 4, dtype=torch.bfloat16) for _ in "qkv")
-    cotangent = normal(3, 2, 97, 4, dtype=torch.bfloat16)
-    grads = []
-    for kernel, dtype in ((backend, torch.bfloat16), ("math", torch.float64)):
-        module = module.to(dtype)
-        out = scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype), attn_bias=module, backend=kernel)
-        grads.append(torch.autograd.grad(out, module.weight, cotangent.to(dtype))[0].double())
-    assert (grads[0] - grads[1]).abs().max() < torch.finfo(torch.bfloat16).eps * grads[1].abs().max()

@@ -7,7 +7,7 @@ from sizes import in_pieces as read
 from sizes import small_model as model
 from torch.utils.flop_counter import FlopCounterMode
 
-from minitx.nn import KVCache, MultiHeadAttention
+from minitx.nn import MultiHeadAttention
 from minitx.nn.cache import StateCache
 from minitx.nn.efficient import LinearAttention
 
@@ -59,16 +59,6 @@ def test_a_layer_with_a_window_keeps_twice_its_keys_at_most_and_others_keep_all(
         sizes.append([layer.held[0].untyped_storage().nbytes() // (2 * H * 4 * 8) for layer in cache.layers])
     assert {rolling for rolling, _ in sizes} == {2 * 3 - 1}
     assert {whole for _, whole in sizes} == {capacity}
-
-
-def test_a_mask_of_the_caller_needs_a_cache_that_keeps_all_keys():
-    from minitx.nn import SlidingWindow
-
-    network, ids = model(window=3), tokens(1, 5)
-    with torch.no_grad():
-        with pytest.raises(ValueError, match="mask"):
-            network(ids, mask=SlidingWindow(2), cache=network.make_cache(9))
-        network(ids, mask=SlidingWindow(2), cache=KVCache(9, num_layers=2))
 
 
 # ---- a sum instead of keys

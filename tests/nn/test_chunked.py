@@ -170,6 +170,8 @@ def test_auto_takes_it_from_the_measured_sizes_on_and_they_count_as_reached(monk
         return next(report.name for report in explain_backends(q, k, k, mask, **options) if report.runs)
 
     assert (runs(512, 512, heads=8, softcap=3.0), runs(511, 511, heads=8, softcap=3.0)) == ("chunked", "math")
+    sinks = torch.zeros(8)
+    assert (runs(512, 512, heads=8, sinks=sinks), runs(511, 511, heads=8, sinks=sinks)) == ("chunked", "math")
     assert (runs(512, 512, heads=8), runs(512, 512, heads=8, dropout_p=0.1)) == ("sdpa", "chunked")
     assert (runs(1, 9, softcap=3.0), runs(2, 9, softcap=3.0)) == ("chunked", "math")  # one query is one tile
     assert (runs(2048, 2048, window=64), runs(2048, 2048, window=300)) == ("chunked", "sdpa")  # 15 and 21 of 64 tiles

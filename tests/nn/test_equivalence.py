@@ -9,14 +9,14 @@ import json
 import math
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from minitx.nn import ALiBi, Causal, Documents, Padding, PrefixLM, SlidingWindow
+from minitx.nn import Causal, Documents, Padding, PrefixLM, SlidingWindow
 from minitx.nn import scaled_dot_product_attention as attention
 from minitx.testing import DTYPES, naive_attention
 
@@ -42,9 +42,6 @@ class Call:
     visible: torch.Tensor
     scale: float | None
     softcap: float | None = None
-    bias: object = None
-    dense_bias: torch.Tensor | None = None
-    layout: str = "contiguous"
     notes: dict = field(default_factory=dict)
 
     @property
@@ -112,10 +109,6 @@ def calls(draw):
     inputs = {"query": normal(B, H, L, D), "key": normal(B, Hkv, S, D), "value": normal(B, Hkv, S, Dv)}
     scale = draw(st.sampled_from((None, None, 1.0, 0.0, -0.5, 1e-3)))
     call = Call(dtype, inputs, normal(B, H, L, Dv), mask, is_causal, visible, scale)
-    call.layout = draw(st.sampled_from(("contiguous", "transposed", "strided", "expanded")))
-    if call.layout == "expanded":
-        inputs["value"] = inputs["value"][:, :, :1].expand(B, Hkv, S, Dv)
-        inputs["key"] = inputs["key"][:1].expand(B, Hkv, S, D)
     extreme = draw(st.sampled_from((None, None, None, 100.0, 1e4)))
     if extreme is not None and call.factor != 0.0:  # scores up to this size
         largest = (inputs["query"].abs().amax() * inputs["key"].abs().amax() * D * abs(call.factor)).item()
@@ -127,12 +120,8 @@ def calls(draw):
             call.softcap = draw(st.sampled_from((1.5, 30.0)))
         else:
             inputs["sinks"] = normal(H)
-    bias = draw(st.sampled_from((None, None, None, None, "tensor", "row", "alibi")))
-    if bias == "alibi":
-        call.bias = ALiBi(H)
-        distance = (torch.arange(L)[:, None] + S - L - torch.arange(S)).abs()
-        call.dense_bias = -distance * call.bias.slope(torch.arange(H)).double().view(1, H, 1, 1)
-    elif bias is not None:
+    bias = draw(st.sampled_from((None, None, None, "tensor", "row")))
+    if bias is not None:
         inputs["bias"] = normal(*((1, H, L, S) if bias == "tensor" else (B, 1, 1, S)))
     call.notes = {"mask": kind, "bias": bias, "extreme": extreme, "shape": (B, H, Hkv, L, S, D, Dv)}
     return call
@@ -163,27 +152,15 @@ def textbook(query, key, value, visible, *, scale, bias=None, softcap=None, sink
     return rounded(weights.flip(-1) @ value.flip(-2) if flip else weights @ value)
 
 
-def laid_out(leaf, layout):
-    """The same numbers with other strides."""
-    if leaf.dim() != 4:
-        return leaf
-    if layout == "transposed":
-        return leaf.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout == "strided":
-        return leaf.transpose(-1, -2).contiguous().transpose(-1, -2)
-    return leaf
-
-
 def run(call, kind, dtype, **options):
     """Output and gradients of one way to compute the call."""
-    leaves = {name: laid_out(x.to(dtype), call.layout).detach().requires_grad_() for name, x in call.inputs.items()}
+    leaves = {name: x.to(dtype).detach().requires_grad_() for name, x in call.inputs.items()}
     q, k, v = leaves["query"], leaves["key"], leaves["value"]
     if kind == "textbook":
-        bias = leaves.get("bias", None if call.dense_bias is None else call.dense_bias.to(dtype))
-        extra = {"scale": call.factor, "bias": bias, "softcap": call.softcap, "sinks": leaves.get("sinks")}
+        extra = {"scale": call.factor, "bias": leaves.get("bias"), "softcap": call.softcap, "sinks": leaves.get("sinks")}
         output = textbook(q, k, v, call.visible, **extra, **options)
     else:
-        extra = {"attn_bias": leaves.get("bias", call.bias), "softcap": call.softcap, "sinks": leaves.get("sinks")}
+        extra = {"attn_bias": leaves.get("bias"), "softcap": call.softcap, "sinks": leaves.get("sinks")}
         output = attention(q, k, v, call.mask, 0.0, call.is_causal, scale=call.scale, backend=kind, **extra)
     grads = torch.autograd.grad(output, list(leaves.values()), call.cotangent.to(output.dtype), materialize_grads=True)
     return {"output": output.detach(), **dict(zip(leaves, grads, strict=True))}
@@ -195,8 +172,7 @@ def tolerances(call, reference):
     The band is four units in the last place of the largest term that a sum may nearly cancel; in the precision of the sums
     (float32 or more), √S units for a sum over S keys, and one unit of the largest score on every weight: a score is rounded,
     and so is the logsumexp that a kernel may keep for its backward pass. √S holds for rounding errors that are independent
-    (Higham 2002, "Accuracy and Stability of Numerical Algorithms", §2.8); where one value is repeated S times they are all
-    alike, and the bound is the one without statistics, S/2 units (§3.1, with a unit roundoff of half a unit).
+    (Higham 2002, "Accuracy and Stability of Numerical Algorithms", §2.8).
     """
     wide = torch.promote_types(call.dtype, torch.float32)
     low = None if call.dtype in (torch.float64, torch.float32) else call.dtype
@@ -211,12 +187,11 @@ def tolerances(call, reference):
         "output": v, "query": abs(call.factor) * d_score * k, "key": abs(call.factor) * d_score * q, "value": g,
         "sinks": d_score * math.sqrt(L), "bias": d_score * math.sqrt(L),
     }  # fmt: skip
-    summed = max(math.sqrt(S), S / 2 if call.layout == "expanded" else 0.0)
     allowed = {}
     for name, want in reference.items():
         error = max((run_[name].double() - want).abs().max().item() for run_ in honest) * shrink
         size = max(1.0, want.abs().max().item(), terms[name])
-        allowed[name] = 2 * error + size * (4 * torch.finfo(call.dtype).eps + torch.finfo(wide).eps * (largest + summed))
+        allowed[name] = 2 * error + size * (4 * torch.finfo(call.dtype).eps + torch.finfo(wide).eps * (largest + math.sqrt(S)))
     return allowed
 
 
@@ -224,9 +199,12 @@ WORST: dict = defaultdict(lambda: {"examples": 0, "error": 0.0, "error_over_tole
 
 
 def judge(call):
-    """Hold every backend against float64, and note the worst."""
+    """Hold every backend against float64, and note the worst. A NaN that no query may see changes no bit."""
     reference = run(call, "textbook", torch.float64)
     allowed = tolerances(call, reference)
+    unseen = ~call.visible.unflatten(1, (call.inputs["key"].shape[1], -1)).any(2).any(-2).unsqueeze(-1)  # (B, Hkv, S, 1)
+    hidden = {name: call.inputs[name].masked_fill(unseen, math.nan) for name in ("key", "value")}
+    poisoned = replace(call, inputs={**call.inputs, **hidden})
     for backend in BACKENDS:
         if backend == "sdpa" and (call.softcap is not None or "sinks" in call.inputs):
             continue
@@ -240,6 +218,8 @@ def judge(call):
                 line["error"] = max(line["error"], error / max(1.0, call.inputs["value"].abs().max().item()))
             line["error_over_tolerance"] = max(line["error_over_tolerance"], error / allowed[name])
             assert error <= allowed[name], f"{backend} {name}: {error:.3g} exceeds {allowed[name]:.3g}; {call.notes}"
+        for name, tensor in run(poisoned, backend, call.dtype).items():
+            assert torch.equal(tensor, got[name]), (backend, name, "of a call with NaN where no query looks", call.notes)
 
 
 def check_random_calls(number, examples):
@@ -284,63 +264,3 @@ def test_the_textbook_is_the_loops():
             if kind == "nothing":
                 assert not got.any()
             torch.testing.assert_close(got, want, rtol=0, atol=1e-14)
-
-
-# ---- what must not change an answer: any call again, in float64
-
-
-def answer(backend, q, k, v, mask, is_causal=False, **options):
-    return attention(q, k, v, mask, 0.0, is_causal, backend=backend, **options)
-
-
-def parts(data):
-    """Shapes and a mask of a call that the invariants take apart."""
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    S = data.draw(st.sampled_from((1, 2, 63, 64, 65)) | st.integers(1, 70))
-    L = data.draw(st.integers(1, S))
-    H, Hkv = data.draw(st.sampled_from(HEADS))
-    D = data.draw(st.sampled_from((1, 3, 8, 16)))
-    kind = data.draw(st.sampled_from(MASKS))
-    mask, is_causal, visible = masked(kind, 2, H, L, S, data.draw(st.integers(1, 20)), generator)
-    q, k, v = (torch.randn(2, h, n, D, generator=generator, dtype=torch.float64) for h, n in ((H, L), (Hkv, S), (Hkv, S)))
-    return q, k, v, mask, is_causal, visible
-
-
-few = settings(max_examples=25)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-class TestInvariants:
-    @few
-    @given(data=st.data(), dtype=st.sampled_from(DTYPES))
-    def test_the_future_changes_no_bit_and_gets_no_gradient(self, backend, data, dtype):
-        q, k, v, _, _, _ = parts(data)
-        q, k, v = (x.to(dtype) for x in (q, k, v))
-        L, S = q.shape[2], k.shape[2]
-        cut = data.draw(st.integers(0, L - 1))
-        past = answer(backend, q, k, v, None, True)[:, :, : cut + 1]
-        changed = [x.clone().requires_grad_() for x in (k, v)]
-        with torch.no_grad():
-            for x in changed:
-                x[:, :, cut + 1 + S - L :] = 7.0
-        again = answer(backend, q, *changed, None, True)[:, :, : cut + 1]
-        assert torch.equal(again, past)
-        for grad in torch.autograd.grad(again.sum(), changed):
-            assert not grad[:, :, cut + 1 + S - L :].any()
-
-    @few
-    @given(data=st.data(), dtype=st.sampled_from(DTYPES), poison=st.sampled_from((math.nan, math.inf, -math.inf)))
-    def test_poison_where_no_query_looks_changes_no_bit(self, backend, data, dtype, poison):
-        q, k, v, mask, is_causal, visible = parts(data)
-        q, k, v = (x.to(dtype) for x in (q, k, v))
-        unseen = ~visible.unflatten(1, (k.shape[1], -1)).any(2).any(-2)  # (B, Hkv, S)
-        results = []
-        for value in (0.0, poison):
-            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-            with torch.no_grad():
-                for leaf in leaves[1:]:
-                    leaf[unseen] = value
-            out = answer(backend, *leaves, mask, is_causal)
-            results.append([out, *torch.autograd.grad(out.sum(), leaves)])
-        for a, b in zip(*results, strict=True):
-            assert torch.equal(a, b)

@@ -109,11 +109,8 @@ def test_flex_refuses_what_it_cannot_do():
 
 @pytest.mark.parametrize(
     ("capability", "version", "avoided"),
-    [
-        ((9, 0), "2.11.0", True), ((10, 0), "2.13.0+cu130", True), ((9, 0), "3.0.0a0", True),
-        ((9, 0), "2.10.0", False), ((8, 9), "3.0.0", False),
-    ],
-)  # fmt: skip
+    [((9, 0), "2.11.0", True), ((10, 0), "3.0.0a0+cu130", True), ((9, 0), "2.10.0", False), ((8, 9), "3.0.0", False)],
+)
 def test_cudnn_is_avoided_on_hopper_from_torch_2_11_unless_the_caller_chose_the_kernels(
     monkeypatch, capability, version, avoided
 ):

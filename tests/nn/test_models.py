@@ -49,38 +49,6 @@ def test_future_tokens_receive_no_gradient_and_change_no_bit(position, options):
     assert not torch.equal(network(ids)[:, 4:], network(other)[:, 4:])
 
 
-def test_a_window_of_w_reaches_w_minus_one_back_in_every_layer():
-    seen = reach(model(window=2, num_layers=2))
-    assert torch.equal(seen > 0, torch.ones(L, L, dtype=torch.bool).tril().triu(-2))
-    seen = reach(model(window=3, num_layers=1))
-    assert torch.equal(seen > 0, torch.ones(L, L, dtype=torch.bool).tril().triu(-2))
-
-
-@pytest.mark.parametrize(("position", "options"), PAIRS, ids=str)
-def test_left_padded_equals_right_padded_equals_unpadded(position, options):
-    network = model(position=position, **options)
-    ids = tokens(1, L)
-    plain = network(ids)
-    for left, right in ((3, 0), (0, 3), (2, 2)):
-        padded = torch.cat((tokens(1, left), ids, tokens(1, right)), dim=1)
-        real = torch.tensor([[left <= t < left + L for t in range(left + L + right)]])
-        logits = network(padded, key_mask=real)
-        assert torch.isfinite(logits).all()
-        assert_same(logits[:, left : left + L], plain)
-
-
-@pytest.mark.parametrize("position", POSITIONS)
-def test_padding_sends_no_gradient_and_receives_none(position):
-    network = model(position=position, tie_embeddings=False)
-    ids = torch.tensor([[1, 2, 3, 4, 5]])
-    real = torch.tensor([[False, False, True, True, True]])
-    network(ids, key_mask=real)[0, 2:].square().sum().backward()
-    grad = network.embeddings.token.weight.grad
-    assert torch.isfinite(grad).all()
-    assert not grad[[1, 2]].any()
-    assert grad[[3, 4, 5]].abs().sum(-1).min() > 0
-
-
 @pytest.mark.parametrize(("position", "options"), PAIRS, ids=str)
 def test_packed_documents_equal_separate_runs_beside_padding_too(position, options):
     network = model(position=position, **options)
@@ -111,9 +79,7 @@ def test_a_mask_given_by_the_caller_intersects_with_the_models_own():
     assert torch.equal(reach(network, mask=everything.triu()) > 0, torch.eye(L, dtype=torch.bool))
 
 
-@pytest.mark.parametrize(
-    ("position", "backend"), [*((position, "sdpa") for position in POSITIONS), ("rotary", "math"), ("rotary", "chunked")]
-)
+@pytest.mark.parametrize(("position", "backend"), [("learned", "sdpa"), ("alibi", "math"), ("rotary", "chunked")])
 def test_a_prefix_is_seen_both_ways_and_the_future_after_it_is_not(position, backend):
     network, prefix = model(position=position, backend=backend), PrefixLM(3)
     ids = tokens(1, L)
@@ -122,17 +88,6 @@ def test_a_prefix_is_seen_both_ways_and_the_future_after_it_is_not(position, bac
     visible = torch.ones(L, L, dtype=torch.bool).tril()
     visible[:3, :3] = True
     assert torch.equal(seen, visible)
-
-
-def test_token_types_are_summed_into_the_embeddings_and_are_zero_by_default():
-    network = model(type_vocab_size=2, position="none")
-    ids, types = tokens(1, L), torch.tensor([[0, 0, 1, 1, 1, 0, 1]])
-    got = network.embeddings(ids, torch.arange(L)[None], types)
-    assert torch.equal(got, network.embeddings.token.weight[ids] + network.embeddings.token_type.weight[types])
-    assert not torch.equal(network(ids, token_type_ids=types), network(ids, token_type_ids=1 - types))
-    assert torch.equal(network(ids), network(ids, token_type_ids=torch.zeros_like(ids)))
-    with pytest.raises(ValueError, match="token_type_ids"):
-        model()(ids, token_type_ids=types)
 
 
 def test_positions_can_be_given():
@@ -153,25 +108,16 @@ def test_tied_embeddings_share_one_parameter():
 
 
 def test_a_model_prints_the_sizes_of_its_parts():
-    parts = {
-        "position": "t5",
-        "num_experts": 3,
-        "stochastic_depth": 0.2,
-        "layer_scale": 0.5,
-        "scale": "learned",
-        "qk_norm": "l2",
-    }
-    shown = repr(model(**parts)) + repr(
-        model(position="rotary", rotary_interleaved=True, rotary_scaling="ntk", rotary_factor=2.0)
-    )
+    parts = {"num_experts": 3, "stochastic_depth": 0.2, "layer_scale": 0.5, "scale": "learned", "qk_norm": "l2"}
+    shown = repr(model(position="t5", backend="math", **parts)) + repr(model(position="rotary", rotary_interleaved=True))
     for wanted in (
+        "interleaved",
         "num_experts=3",
         "p=0.2",
         "bidirectional=False",
         "embed_dim=12",
-        "backend='auto'",
+        "backend='math'",
         "head_dim=4",
-        "interleaved",
     ):
         assert wanted in shown
 
@@ -183,25 +129,11 @@ def test_checkpoints_hold_parameters_only():
 
 
 def test_train_eval_and_no_grad_agree_to_the_bit_and_dropout_is_off_in_eval():
-    network, ids = model(), tokens(2, L)
-    trained = network(ids)
+    trained, ids = model(dropout=0.3), tokens(2, L)
+    assert not torch.equal(trained(ids), trained(ids))
+    want = model()(ids)
     with torch.no_grad():
-        assert torch.equal(network.eval()(ids), trained)
-    dropping = model(dropout=0.3)
-    assert not torch.equal(dropping(ids), dropping(ids))
-    assert torch.equal(dropping.eval()(ids), dropping(ids))
-    assert torch.equal(dropping(ids), trained)
-
-
-@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
-def test_a_model_in_half_precision_stays_finite_under_padding(precision):
-    network, ids = model().to(precision), tokens(2, L)
-    real = torch.tensor([[False] * 6 + [True], [True] * L])
-    logits = network(ids, key_mask=real)
-    logits[real].float().logsumexp(-1).sum().backward()
-    assert logits.dtype == precision
-    assert torch.isfinite(logits).all()
-    assert all(torch.isfinite(p.grad).all() for p in network.parameters() if p.grad is not None)
+        assert torch.equal(trained.eval()(ids), want)
 
 
 def test_stochastic_depth_grows_linearly_to_the_last_block():
@@ -211,13 +143,3 @@ def test_stochastic_depth_grows_linearly_to_the_last_block():
     ids = tokens(2, L)
     assert not torch.equal(network(ids), network(ids))
     assert torch.equal(network.eval()(ids), model(num_layers=4)(ids))
-
-
-def test_checkpointing_keeps_less_for_the_backward_pass():
-    sizes = []
-    for checkpointing in (False, True):
-        network, kept = model(checkpointing=checkpointing, num_layers=6), []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.numel()) or t, lambda t: t):
-            network(tokens(2, 16))
-        sizes.append(sum(kept))
-    assert sizes[1] < sizes[0] / 4

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from sizes import small_model
-from torch import nn
 
 from minitx.analysis.counting import count_flops
 from minitx.nn import MixtureOfExperts, load_balancing_loss
@@ -50,8 +49,6 @@ def test_no_token_is_dropped_when_all_choose_the_same_expert():
     out, _, chosen = mixture(x, return_routing=True)
     assert (chosen == 2).all()
     torch.testing.assert_close(out, token_by_token(mixture, x), rtol=0, atol=1e-14)
-    out.sum().backward()
-    assert mixture.up_proj.grad[2].any() and not mixture.up_proj.grad[[0, 1, 3]].any()
 
 
 def test_gradients_equal_finite_differences():
@@ -102,22 +99,6 @@ def test_the_router_loss_is_that_of_the_real_tokens():
         block.register_forward_hook(lambda m, a, out: losses.append(load_balancing_loss(*out[1].values())))
     network(ids, return_extras=True)
     assert alone["router_loss"].item() == pytest.approx(sum(x.item() for x in losses) / 2)  # the mean over layers
-
-
-def test_descending_the_router_loss_balances_a_collapsed_router():
-    network, ids = model(checkpointing=True), torch.randint(1, 13, (4, 16))
-    for block in network.blocks:
-        nn.init.constant_(block.feedforward_residual.norm.bias, 0.2)  # a mean of 0.2, on which expert 0 lives
-        nn.init.constant_(block.feedforward.router.weight[0], 1.0)
-    optimizer = torch.optim.AdamW([block.feedforward.router.weight for block in network.blocks], lr=0.05)
-    losses = []
-    for _ in range(30):
-        loss = network(ids, return_extras=True)[1]["router_loss"]
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 1.2 < 1.4 < losses[0]
 
 
 def test_experts_train_under_autocast():

@@ -70,53 +70,11 @@ def test_positions_count_real_tokens_from_zero_in_every_document(key_mask, docum
     assert position_ids_from(mask, ids, 5, CPU).tolist() == wanted
 
 
-def linear(i, D, base, s, length):
-    return base ** (-2 * i / D) / s
-
-
-def ntk(i, D, base, s, length):
-    return (base * s ** (D / (D - 2))) ** (-2 * i / D)
-
-
-def llama3(i, D, base, s, length):
-    """As in meta-llama's apply_scaling, wavelength by wavelength."""
-    frequency = base ** (-2 * i / D)
-    wavelength = 2 * math.pi / frequency
-    if wavelength < length / 4.0:
-        return frequency
-    if wavelength > length / 1.0:
-        return frequency / s
-    smooth = (length / wavelength - 1.0) / (4.0 - 1.0)
-    return (1 - smooth) * frequency / s + smooth * frequency
-
-
-def yarn(i, D, base, s, length):
-    """As in jquesnelle/yarn: a ramp over the channel index between the pairs that turn 32 times and once."""
-
-    def dimension(rotations):
-        return D * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(base))
-
-    low, high = max(math.floor(dimension(32)), 0), min(math.ceil(dimension(1)), D - 1)
-    high = high + 0.001 if low == high else high
-    ramp = min(max((i - low) / (high - low), 0.0), 1.0)
-    frequency = base ** (-2 * i / D)
-    return frequency / s * ramp + frequency * (1 - ramp)
-
-
-@pytest.mark.parametrize("formula", [linear, ntk, llama3, yarn])
-@pytest.mark.parametrize(
-    ("D", "base", "factor", "length"), [(128, 500000.0, 8.0, 8192), (64, 10000.0, 4.0, 2048), (6, 10000.0, 1.5, 16)]
-)
-def test_stretched_frequencies_equal_a_loop_over_the_channels(formula, D, base, factor, length):
-    rotary = Rotary(D, base=base, scaling=RotaryScaling(formula.__name__, factor, length))
-    got = rotary.frequencies(torch.float64)
-    want = torch.tensor([formula(i, D, base, factor, length) for i in range(D // 2)], dtype=torch.float64)
-    torch.testing.assert_close(got, want, rtol=1e-13, atol=0)
-
-
-@pytest.mark.parametrize("kind", ["linear", "ntk", "yarn", "llama3"])
-def test_yarn_alone_sharpens_the_scores_by_its_temperature(kind):
-    x, positions = torch.randn(1, 1, 5, 8, dtype=torch.float64), torch.arange(5)[None]
-    turned = Rotary(8, scaling=RotaryScaling(kind, 4.0, 64))(x, positions)
-    temperature = 0.1 * math.log(4.0) + 1.0 if kind == "yarn" else 1.0
-    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1) * temperature, rtol=1e-13, atol=0)
+@pytest.mark.parametrize("kind", ["ntk", "llama3", "yarn"])
+def test_a_long_context_keeps_the_shortest_wavelength_and_stretches_the_longest_by_its_factor(kind):
+    scalings = None, RotaryScaling(kind, 4.0, 2048)
+    plain, stretched = (Rotary(64, scaling=scaling).frequencies(torch.float64) for scaling in scalings)
+    torch.testing.assert_close(stretched[[0, -1]], plain[[0, -1]] / torch.tensor([1.0, 4.0]))
+    assert (stretched <= plain).all() and (4 * stretched >= plain * (1 - 1e-12)).all()
+    if kind == "ntk":  # a geometric row
+        torch.testing.assert_close(stretched.log().diff(n=2), torch.zeros(30, dtype=torch.float64))

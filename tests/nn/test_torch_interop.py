@@ -22,24 +22,6 @@ def assert_near(got, want):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("widths", WIDTHS)
-def test_layers_from_torch_give_its_output_weights_and_gradients(widths, bias):
-    theirs = theirs_with(**WIDTHS[widths], bias=bias)
-    ours = MultiHeadAttention.from_torch(theirs)
-    results = []
-    for layer, options in ((theirs, {"average_attn_weights": False}), (ours, {"need_weights": True})):
-        torch.manual_seed(1)
-        given = [x.requires_grad_() for x in inputs(theirs)]
-        out, weights = layer(*given, **options)
-        out.square().sum().backward()
-        results.append([out, weights, layer.out_proj.weight.grad, *(x.grad for x in given)])
-    for want, got in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    names = [name for name, _ in ours.named_parameters() if name.startswith(("q", "k", "v"))]
-    assert all(ours.get_parameter(name).grad is not None for name in names)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("widths", WIDTHS)
 def test_layers_come_back_from_torch_unchanged(widths, bias):
     ours = MultiHeadAttention(E, H, **WIDTHS[widths], bias=bias, dropout=0.25).double().eval()
     for p in ours.parameters():
@@ -54,11 +36,10 @@ def test_layers_come_back_from_torch_unchanged(widths, bias):
     assert_near(theirs(*given)[0], ours(*given))
 
 
-@pytest.mark.parametrize("no_grad", [False, True])
-def test_copies_share_no_memory_and_what_is_frozen_stays_frozen(no_grad):
+def test_copies_share_no_memory_and_what_is_frozen_stays_frozen():
     theirs = theirs_with()
     theirs.in_proj_weight.requires_grad_(False)
-    with torch.set_grad_enabled(not no_grad):
+    with torch.no_grad():
         ours = MultiHeadAttention.from_torch(theirs)
     frozen = {name for name, p in ours.named_parameters() if not p.requires_grad}
     assert frozen == {f"{name}_proj.weight" for name in "qkv"}
@@ -84,21 +65,11 @@ def test_keys_that_nobody_sent_are_refused(option):
         MultiHeadAttention.from_torch(nn.MultiheadAttention(E, H, **{option: True}))
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"num_kv_heads": 1}, "num_kv_heads"),
-        ({"head_dim": 5}, "head_dim"),
-        ({"out_bias": False}, "out_bias"),
-        ({"scale": "unscaled"}, "scale"),
-        ({"scale": ScoreScale(head_dim=4, factor=2.0)}, "scale"),
-        ({"qk_norm": QKNorm("rms", 4)}, "qk_norm"),
-        ({"rotary": Rotary(4)}, "rotary"),
-        ({"sinks": True}, "sinks"),
-        ({"softcap": 3.0}, "softcap"),
-        ({"core": nn.Identity()}, "Identity"),
-    ],
-)
-def test_what_torch_does_not_have_is_refused_by_name(options, name):
-    with pytest.raises(ValueError, match=f"has no {name}"):
-        MultiHeadAttention(E, H, **options).to_torch()
+def test_what_torch_does_not_have_is_refused_by_name():
+    lacking = {"num_kv_heads": 1, "head_dim": 5, "out_bias": False, "scale": "unscaled", "sinks": True, "softcap": 3.0}
+    for name, value in {**lacking, "qk_norm": QKNorm("rms", 4), "rotary": Rotary(4)}.items():
+        with pytest.raises(ValueError, match=f"has no {name}"):
+            MultiHeadAttention(E, H, **{name: value}).to_torch()
+    for name, options in {"scale": {"scale": ScoreScale(head_dim=4, factor=2.0)}, "Identity": {"core": nn.Identity()}}.items():
+        with pytest.raises(ValueError, match=f"has no {name}"):
+            MultiHeadAttention(E, H, **options).to_torch()

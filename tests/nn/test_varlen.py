@@ -134,14 +134,10 @@ class TestOnCuda:
             assert "Documents" in report(q, mask=mask)["varlen"].reason
         assert "Documents" in report(q, mask=self.mask & Padding(torch.ones(B, L, dtype=torch.bool)))["varlen"].reason
         assert "self-attention" in report(short, key=q, mask=self.mask)["varlen"].reason
-        bias, sinks = {"attn_bias": torch.zeros(L, L, device="cuda")}, {"sinks": torch.zeros(H, device="cuda")}
-        for name, options in {
-            "dropout": {"dropout_p": 0.1},
-            "bias": bias,
-            "soft-cap": {"softcap": 2.0},
-            "sinks": sinks,
-        }.items():
-            assert report(q, mask=self.mask, **options)["varlen"].reason.endswith(f"no {name}")
+        options = {"dropout_p": 0.1, "attn_bias": torch.zeros(L, L, device="cuda"), "softcap": 2.0}
+        for (name, value), said in zip(options.items(), ("dropout", "bias", "soft-cap"), strict=True):
+            assert report(q, mask=self.mask, **{name: value})["varlen"].reason.endswith(f"no {said}")
+        assert report(q, mask=self.mask, sinks=torch.zeros(H, device="cuda"))["varlen"].reason.endswith("no sinks")
         for tensor in (self.tensor(dtype=torch.float32), self.tensor(width=12)):
             assert "widths" in report(tensor, mask=self.mask)["varlen"].reason
         assert "widths" in report(q, value=self.tensor(width=16), mask=self.mask)["varlen"].reason
