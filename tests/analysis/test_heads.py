@@ -90,15 +90,11 @@ def test_random_attention_is_nothing():
 
 
 def test_wrong_heads_do_not_pass_for_right_ones():
-    wrong = {
-        "the next token": everywhere(BEHIND == 1),
-        "another sentence's induction": after(same(IDS)).roll(1, 0),
-        "before the equal token": torch.nn.functional.pad(same(IDS)[..., 1:], (0, 1)),
-    }
-    snapshot = snapshot_of(torch.stack(list(wrong.values()), 1), IDS, "self")
-    heads = dict(zip(wrong, head_scores(snapshot).heads, strict=True))
-    assert heads["the next token"].label == "offset" and heads["the next token"].scores["offset"].at == "+1"
-    assert not {head.label for head in heads.values()} & {"previous", "duplicate", "induction"}
+    the_next, of_another_sentence = everywhere(BEHIND == 1), after(same(IDS)).roll(1, 0)
+    before_the_equal = torch.nn.functional.pad(same(IDS)[..., 1:], (0, 1))
+    heads = head_scores(snapshot_of(torch.stack([the_next, of_another_sentence, before_the_equal], 1), IDS, "self")).heads
+    assert heads[0].label == "offset" and heads[0].scores["offset"].at == "+1"
+    assert not {head.label for head in heads} & {"previous", "duplicate", "induction"}
 
 
 def test_a_fixed_distance_is_no_induction_where_tokens_always_repeat_at_it():
@@ -118,32 +114,23 @@ def test_rows_of_few_sentences_get_numbers_and_no_label():
 
 
 def test_padding_changes_nothing():
-    model = Encoder(
-        TransformerConfig(architecture="encoder", vocab_size=TOKENS, embed_dim=12, num_heads=3, num_layers=1)
-    ).eval()
+    shape = {"vocab_size": TOKENS, "embed_dim": 12, "num_heads": 3, "num_layers": 1}
+    model = Encoder(TransformerConfig(architecture="encoder", **shape)).eval()
     padded = torch.cat([IDS, torch.zeros(N, 4).long()], 1)
     mask = torch.arange(L + 4).expand(N, -1) < L
     with_padding = head_scores(take_snapshot(model, {"input_ids": padded, "key_mask": mask}))
-    for found, wanted in zip(with_padding.rows(), head_scores(take_snapshot(model, {"input_ids": IDS})).rows(), strict=True):
-        assert found["value"] == pytest.approx(wanted["value"], abs=1e-5)
-
-
-def test_depth_is_the_mean_over_the_heads_with_uniform_attention_beside_it():
-    heads = head_scores(snapshot_of(torch.stack([MADE["previous"], MADE["broad"]], 1), IDS))
-    (layer,) = heads.layers
-    uniform = PLACE[1:].double().mean() / 2  # query i looks back i/2 on the mean
-    assert layer.uniform_distance == pytest.approx(float(uniform))
-    assert layer.distance.mean == pytest.approx(float((1 + uniform) / 2))
-    assert layer.entropy.mean == pytest.approx(0.5)
+    values = [
+        [row["value"] for row in heads.rows()]
+        for heads in (with_padding, head_scores(take_snapshot(model, {"input_ids": IDS})))
+    ]
+    assert values[0] == pytest.approx(values[1], abs=1e-5)
 
 
 def test_intervals_hold_the_mean_as_often_as_they_say():
     random = np.random.default_rng(0)
     for n in (5, 16):
-        drawn = torch.from_numpy(random.beta(2, 5, size=(2000, n)))
-        intervals = [mean_interval(values) for values in drawn]
+        intervals = [mean_interval(torch.from_numpy(random.beta(2, 5, size=n))) for _ in range(2000)]
         assert np.mean([one.low <= 2 / 7 <= one.high for one in intervals]) > 0.92
-    assert np.isnan(mean_interval(torch.tensor([0.3, torch.nan])).low)
 
 
 # syntax
@@ -189,39 +176,21 @@ def test_a_head_that_knows_the_structure_is_syntactic():
 
 
 def test_a_head_that_follows_position_is_not_syntactic_where_structure_does_too():
-    given = [
-        Sentence(one.words, tuple((i, i - 2, "of") for i in range(2, 7))) for one in sentences(40, np.random.default_rng(1))
-    ]
+    arcs = tuple((i, i - 2, "of") for i in range(2, 7))
+    given = [Sentence(one.words, arcs) for one in sentences(40, np.random.default_rng(1))]
     score, label = syntax_of(lambda ids: [max(0, i - 2) for i in range(7)], given)
     assert (score.value, score.position, score.gain.mean) == (1.0, 1.0, 0.0)
     assert label != "syntactic"
 
 
 def test_a_head_that_follows_the_identity_of_words_is_not_syntactic():
-    random = np.random.default_rng(2)
     given = []
-    for one in sentences(40, random):  # arcs lead to the word that is first in the alphabet
+    for one in sentences(40, np.random.default_rng(2)):  # arcs lead to the word that is first in the alphabet
         least = min(range(7), key=one.words.__getitem__)
         given.append(Sentence(one.words, tuple((i, least, "of") for i in range(7) if i != least)))
     score, label = syntax_of(lambda ids: [int(np.argmin(ids))] * 7, given)
     assert score.gain.low > 0.3 and score.lost.mean == pytest.approx(0.0)
     assert label != "syntactic"
-
-
-def test_both_directions_and_each_relation_are_tried_and_rare_ones_left_out():
-    given = sentences(40, np.random.default_rng(3))
-    given = [
-        Sentence(one.words, ((0, 3 + i % 4, "often"), (1, 2, "rare" if i < 6 else "other"))) for i, one in enumerate(given)
-    ]
-    places = {one.encode(encode)[0].numpy().tobytes(): one.arcs[0][1] for one in given}
-
-    def back(ids):
-        looks = [1 if i == 0 else i - 1 for i in range(7)]
-        looks[places.get(np.array(ids).tobytes(), 6)] = 0
-        return looks
-
-    score, _ = syntax_of(back, given)
-    assert (score.at, score.value) == ("often ←", 1.0)
 
 
 def test_words_of_several_tokens_are_pooled():
@@ -239,16 +208,13 @@ def test_a_treebank_is_read_as_its_words_stand_in_the_text():
     assert third.words == ("Ann", "drinks", "tea", "and", "Tom", "milk")  # without the empty node
 
 
-@pytest.mark.parametrize(
-    "text",
-    [b"", b"1 cat\n", b"1\tcat\n", b"[[the cat] sat]", b"1\ta\t_\t_\t_\t_\t7\tdet\t_\t_\n\n", b"1\tcaf\xe9\n", None],
-)
-def test_what_is_no_treebank_is_refused_by_name(tmp_path, text):
+def test_what_is_no_treebank_is_refused_by_name(tmp_path):
     path = tmp_path / "wrong.conllu"
-    if text is not None:
-        path.write_bytes(text)
-    with pytest.raises(ValueError, match=r"wrong\.conllu"):
-        read_conllu(path)
+    for text in (None, b"", b"1 cat\n", b"[[the cat] sat]", b"1\ta\t_\t_\t_\t_\t7\tdet\t_\t_\n\n", b"1\tcaf\xe9\n"):
+        if text is not None:
+            path.write_bytes(text)
+        with pytest.raises(ValueError, match=r"wrong\.conllu"):
+            read_conllu(path)
 
 
 # the picture
