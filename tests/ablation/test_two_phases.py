@@ -62,13 +62,10 @@ def first(tmp_path_factory):
 # --- the second phase
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_a_second_phase_trains_the_hand_made_fold_with_plain_torch_on_new_batches(tmp_path, name):
-    trained(tmp_path / "first", "trainer.ckpt_every=100000", "seed=3", "model.num_heads=4", steps=20)
-    first = tmp_path / "first" / "checkpoints" / "last.ckpt"
-    words = [f"optimizer={name}", "optimizer.lr=0.01", *ARMS["unscaled"], f"seed={3 + NEW_DATA}", "model.num_heads=4"]
+def test_a_second_phase_trains_the_hand_made_fold_as_plain_torch_on_new_batches(tmp_path, first):
+    words = ["optimizer=adamw", "optimizer.lr=0.01", *ARMS["unscaled"], f"seed={3 + NEW_DATA}"]
     result = trained(tmp_path / "run", *words, *from_start(first), steps=5)
-    assert 0.0 < result["start_error"] < 1e-5
+    assert 0.0 <= result["start_error"] < 1e-5
     config = compose_config([*SMALL, *words])
     data = build_data(config.data, seed=config.seed, max_steps=5)
     model = build_model(replace(config.model, **data.task.model_fields))
@@ -77,12 +74,9 @@ def test_a_second_phase_trains_the_hand_made_fold_with_plain_torch_on_new_batche
     assert len(folded) == 4  # weights and biases
     with torch.no_grad():
         for _, parameter in folded:
-            parameter *= 8**-0.25
-    plain = {
-        "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=0.01, betas=config.optimizer.betas, weight_decay=0.0),
-        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
-    }
-    optimizer, expected = plain[name](), []
+            parameter *= 16**-0.25
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=config.optimizer.betas, weight_decay=0.0)
+    expected = []
     for batch in data.train_dataloader():
         inputs = {key: batch[key] for key in ("input_ids", "token_type_ids")}
         loss = nn.functional.cross_entropy(model(**inputs).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
@@ -103,8 +97,7 @@ def test_all_arms_of_a_second_phase_start_alike_and_read_the_same_batches(tmp_pa
 
 def test_a_second_phase_that_does_not_begin_as_the_same_function_is_refused(tmp_path, first):
     trained(tmp_path / "other", "trainer.ckpt_every=100000", "seed=4", steps=1)
-    _, fold, _ = from_start(first)
-    words = [f"init_from.path={tmp_path / 'other' / 'checkpoints' / 'last.ckpt'}", fold, from_start(first)[2]]
+    words = [f"init_from.path={tmp_path / 'other' / 'checkpoints' / 'last.ckpt'}", *from_start(first)[1:]]
     with pytest.raises(ConfigError, match=r"the outputs differ from those of .*last\.ckpt by"):
         trained(tmp_path / "run", *words, steps=2)
 
@@ -130,10 +123,8 @@ def test_the_folded_model_with_folded_rates_is_the_scaled_one_bit_for_bit(tmp_pa
     gradient = "+callbacks.gradient={_target_: minitx.ablation.callbacks.GradientNorm}"
     words = [f"optimizer={optimizer}", f"optimizer.lr={rate}", "seed=7", gradient, *(from_start(first) if phase == 2 else [])]
     scaled, folded, other = (trained(tmp_path / arm, *words, *ARMS[arm], steps=20) for arm in ("inv_sqrt", fold, wrong))
-    assert scaled["steps"] == 20
-    assert folded["digest"] == scaled["digest"] != other["digest"]
-    assert folded["gradient"] == scaled["gradient"] != other["gradient"]
-    assert folded["val_loss"] == scaled["val_loss"]
+    for name in ("digest", "gradient", "val_loss"):
+        assert folded[name] == scaled[name] != other[name]
 
 
 # --- grids of real runs

@@ -165,17 +165,6 @@ def heads_over_steps(count, steps=(0, 50, 100)):
     return {step: SimpleNamespace(heads=[cross, *(head(i, step) for i in range(count))]) for step in steps}
 
 
-def test_the_ten_heads_with_the_highest_scores_have_colours_and_no_head_is_left_out():
-    figure = induction_steps(heads_over_steps(13))
-    for ax in figure.axes:
-        lines = sorted(ax.lines, key=lambda line: line.get_ydata()[0])
-        for i, line in enumerate(lines):
-            assert list(line.get_ydata()) == pytest.approx([i / 100 + step / 1000 for step in (0, 50, 100)])
-        assert [len({line.get_color() for line in some}) for some in (lines[3:], lines[:3])] == [10, 1]
-        assert len(lines) == len(ax.collections) == 13  # the intervals
-    assert len(figure.legends[0].texts) == 11
-
-
 # --- all figures
 
 

@@ -8,7 +8,7 @@ import torch
 
 from minitx.analysis import Sentence, Snapshot, head_scores, heads_figure, read_conllu, syntax_scores, take_snapshot
 from minitx.analysis.canvas import png
-from minitx.analysis.heads import PATTERNS, mean_interval
+from minitx.analysis.heads import PATTERNS
 from minitx.analysis.snapshot import AttentionMap
 from minitx.config import TransformerConfig
 from minitx.nn import Encoder, EncoderDecoder
@@ -126,13 +126,6 @@ def test_padding_changes_nothing():
     assert values[0] == pytest.approx(values[1], abs=1e-5)
 
 
-def test_intervals_hold_the_mean_as_often_as_they_say():
-    random = np.random.default_rng(0)
-    for n in (5, 16):
-        intervals = [mean_interval(torch.from_numpy(random.beta(2, 5, size=n))) for _ in range(2000)]
-        assert np.mean([one.low <= 2 / 7 <= one.high for one in intervals]) > 0.92
-
-
 # syntax
 
 
@@ -180,16 +173,6 @@ def test_a_head_that_follows_position_is_not_syntactic_where_structure_does_too(
     given = [Sentence(one.words, arcs) for one in sentences(40, np.random.default_rng(1))]
     score, label = syntax_of(lambda ids: [max(0, i - 2) for i in range(7)], given)
     assert (score.value, score.position, score.gain.mean) == (1.0, 1.0, 0.0)
-    assert label != "syntactic"
-
-
-def test_a_head_that_follows_the_identity_of_words_is_not_syntactic():
-    given = []
-    for one in sentences(40, np.random.default_rng(2)):  # arcs lead to the word that is first in the alphabet
-        least = min(range(7), key=one.words.__getitem__)
-        given.append(Sentence(one.words, tuple((i, least, "of") for i in range(7) if i != least)))
-    score, label = syntax_of(lambda ids: [int(np.argmin(ids))] * 7, given)
-    assert score.gain.low > 0.3 and score.lost.mean == pytest.approx(0.0)
     assert label != "syntactic"
 
 
