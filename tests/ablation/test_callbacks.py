@@ -13,7 +13,6 @@ from minitx.ablation.callbacks import AttentionTemperature
 from minitx.ablation.measures import result_of
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError
-from minitx.training.evaluation import evaluate
 from minitx.training.metrics import read_metrics
 from minitx.training.run import train
 
@@ -44,10 +43,6 @@ def run(tmp_path, monkeypatch):
     return make
 
 
-def column(folder, name):
-    return [row.get(name) for row in read_metrics(folder / "metrics.csv") if row["train_loss"] is not None]
-
-
 def measured(folder):
     return json.loads((folder / "measures.json").read_text())
 
@@ -58,7 +53,8 @@ def measured(folder):
 def test_a_temperature_is_the_scale_factor_of_its_window_and_touches_no_other_update(run):
     def losses(name, *words):
         folder, result = run(name, *words)
-        return column(folder, "train_loss"), result["val_loss"]
+        losses = [row["train_loss"] for row in read_metrics(folder / "metrics.csv")]
+        return [loss for loss in losses if loss is not None], result["val_loss"]
 
     plain, _ = losses("plain")
     hot = losses("all", callback("AttentionTemperature", value=0.25, first=0, last=6))
@@ -77,26 +73,6 @@ def test_a_temperature_without_a_meaning_and_two_in_a_run_are_refused(run):
         run("run", one, one.replace("mine_", "yours_"))
 
 
-# --- gradient
-
-
-def test_the_gradient_norm_is_that_of_all_but_queries_and_keys_at_each_step(run, monkeypatch):
-    from minitx.training.module import TrainingModule
-
-    expected, inner = [], TrainingModule.on_before_optimizer_step
-
-    def look(module, optimizer):
-        chosen = [p.grad for name, p in module.network.named_parameters() if not {"q_proj", "k_proj"} & set(name.split("."))]
-        expected.append(math.sqrt(sum(float(gradient.double().square().sum()) for gradient in chosen)))
-        inner(module, optimizer)
-
-    monkeypatch.setattr(TrainingModule, "on_before_optimizer_step", look)
-    folder, _ = run("run", callback("GradientNorm"), "trainer.clip=null")
-    found, whole = column(folder, "gradient"), column(folder, "grad_norm")
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert all(part < norm for part, norm in zip(found, whole, strict=True))
-
-
 # --- measures
 
 
@@ -110,18 +86,6 @@ def test_documents_are_measured_at_every_length(run, tmp_path, monkeypatch):
     folder, result = run("run", *words, callback("Measures", lengths=[5, 11]))
     assert measured(folder)["loss_at_11"] == pytest.approx(result["val_loss"], rel=1e-5)
     assert measured(folder)["loss_at_5"] != pytest.approx(result["val_loss"], rel=1e-3)
-
-
-def test_every_length_is_measured_on_as_many_tokens(run, monkeypatch):
-    seen = []
-
-    def spy(network, data, options):
-        seen.append((data.task.val.context_len, options.num_rows))
-        return evaluate(network, data, options)
-
-    monkeypatch.setattr("minitx.ablation.callbacks.evaluate", spy)
-    run("run", callback("Measures", lengths=[7, 14, 16]), "evaluation.num_rows=6")
-    assert seen == [(7, 6), (14, 3), (16, 2)]
 
 
 def test_measuring_leaves_the_run_bit_equal_and_exact_attention_has_no_error(run):

@@ -15,7 +15,6 @@ from minitx.ablation.config import (  # fmt: skip
     AblationConfig,
     ComparisonConfig,
     ExpectedConfig,
-    LawConfig,
     PredictionConfig,
     StartConfig,
     StudyConfig,
@@ -175,32 +174,24 @@ def test_a_study_that_cannot_be_run_or_judged_is_refused(changes, message):
         dataclasses.replace(MAIN, **changes)
 
 
-COMPARED = ComparisonConfig(study="main", arms=("a", "b"))
-EXPECTED = ExpectedConfig(study="main", arms=("a", "b"), endpoint="time")
+def compared(study="main", arms=("a", "b"), expected=None):
+    """The fields of a grid that compares two arms, and expects something."""
+    expect = (ExpectedConfig(study="main", arms=expected, endpoint="time"),) if expected else ()
+    comparisons = (ComparisonConfig(study=study, arms=arms),)
+    return {"comparisons": comparisons, "predictions": {"p": PredictionConfig(statement="s", expect=expect)}}
 
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"launcher_options": {"cluster": "local"}}, "launcher_options={'cluster': 'local'} are for launcher=slurm"),
     ({"ratio_margin": 1.0}, "ratio_margin=1 must be above 1"),
-    ({"only": ("mian",)}, "only=['mian'] not found; ablation.studies has main, first, bare"),
+    ({"only": ("mian",)}, "only=['mian'] not found; ablation.studies has main, first"),
     ({"arms": {"a": ()}}, "studies.main.arms=['b'] not found; ablation.arms has a"),
-    ({"start": StartConfig(study="first", arm="c")}, "studies.second.start.arm=['c'] not found; studies.first.arms has a, b"),
-    ({"start": StartConfig(study="main", arm="a"), "factors": {"lr": {}}}, "studies.main.factors=['init'] not found; studies.second, which starts from it, has lr"),
-    ({"compared": {"study": "bare"}}, "comparisons[0].study=bare has no scores"),
-    ({"compared": {"arms": ("a", "a")}}, "comparisons[0].arms=['a', 'a'] compares an arm with itself"),
-    ({"compared": {"primary": ({"lr": "1"},)}}, "comparisons[0].primary: lr is tuned"),
-    ({"compared": {"law": LawConfig(factor="width", power=0.5)}}, "comparisons[0].law.factor=['width'] not found"),
-    ({"expected": {"arms": ("b", "a")}}, "predictions.p.expect[0]: arms=['b', 'a'] of study=main are not in ablation.comparisons"),
-    ({"expected": {"endpoint": "loss"}}, "predictions.p.expect[0].endpoint=['loss'] not found; that study has time, largest_rate"),
-    ({"expected": {"condition": {"init": "t5"}}}, "predictions.p.expect[0].condition: init=t5 is no level"),
+    ({"studies": {"second": SECOND}}, "studies.second.start.study=['first'] not found"),
+    (compared(study="first"), "comparisons[0].study=first has no scores"),
+    (compared(arms=("a", "c")), "comparisons[0].arms=['c'] not found; studies.main.arms has a, b"),
+    (compared(expected=("b", "a")), "predictions.p.expect[0]: arms=['b', 'a'] of study=main are not in ablation.comparisons"),
 ])  # fmt: skip
 def test_a_grid_that_names_what_is_not_there_is_refused(changes, message):
-    studies = {"main": dataclasses.replace(MAIN, scores=("time",)), "first": FIRST, "bare": MAIN}
-    second = {name: changes.pop(name) for name in ("start", "factors") if name in changes}
-    if second:
-        studies["second"] = dataclasses.replace(SECOND, **second)
-    comparison = dataclasses.replace(COMPARED, **changes.pop("compared", {}))
-    expected = dataclasses.replace(EXPECTED, **changes.pop("expected", {}))
-    prediction = PredictionConfig(statement="s", expect=(expected,))
+    studies = {"main": dataclasses.replace(MAIN, scores=("time",)), "first": FIRST}
     with pytest.raises(ConfigError, match=re.escape(message)):
-        grid(**{"studies": studies, "comparisons": (comparison,), "predictions": {"p": prediction}, **changes})
+        grid(**{"studies": studies, **changes})

@@ -58,12 +58,6 @@ def test_the_verdicts_of_a_grid_are_those_of_its_truth(whole):
     assert laws[("stability_sgd", "128")] == pytest.approx(128**0.5)
 
 
-def test_three_primary_comparisons_of_six_pairs_reach_three_64ths(whole):
-    primary = [(f.comparison.study, f.p, f.p_adjusted) for f in whole.findings if f.is_primary]
-    assert primary == [(study, 1 / 64, 3 / 64) for study in ("recall", "stability_adamw", "stability_sgd")]
-    assert all(finding.p_adjusted is None for finding in whole.findings if not finding.is_primary)
-
-
 @pytest.mark.parametrize("is_in_grid", [True, False])
 def test_a_primary_comparison_without_runs_still_counts_in_the_family(whole, is_in_grid):
     kept = tuple(run for run in whole.runs.all if run.study != "stability_sgd")
@@ -163,16 +157,6 @@ def test_the_margin_itself_counts_as_the_same(steps, word):
 
 
 # --- the largest usable rate ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("truth", "top"), [
-    (times(UNSCALED, 100, 90, 80, None, None), Span(2, 2)),
-    (times(UNSCALED, 100, 90, 80, 90, 100), Span(4, math.inf)),  # at the edge of the grid
-    (times(UNSCALED, 80, None, 90, 90, None), Span(0, 0)),  # the run of rates that contains the best one
-    ({(UNSCALED, "128", "1.8e-3"): by_seed([None] + [100] * 5), (UNSCALED, "128", "1e-3"): None}, Span(-math.inf, 0)),  # fails at its best
-])  # fmt: skip
-def test_the_largest_usable_rate_ends_an_unbroken_run_that_contains_the_best_one(truth, top):
-    assert find("recall", "largest_rate", Truth(truth)).pairs[0].treatment == top
 
 
 @pytest.mark.parametrize(("scaled", "unscaled", "word", "effect"), [

@@ -20,9 +20,11 @@ PROGRAM = """
 import dataclasses, functools, logging, sys
 from pathlib import Path
 import pretend
+from minitx.ablation import grid
 from minitx.cli import ablate
 from minitx.cli.errors import exit_code
 
+grid.code_fingerprint, ablate.facts = lambda: "code", lambda command: {}  # torch and Lightning take seconds
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 ablate.run_cell, ablate.check, ablate.report = pretend.pretend, lambda cells: None, lambda *findings: None
 ablate.run_cells = functools.partial(ablate.run_cells, projection=pretend.free)
@@ -56,6 +58,7 @@ def go_on(process, more):
 @pytest.mark.slow
 def test_a_grid_that_is_stopped_or_killed_goes_on_and_ends_in_the_records_of_one_left_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("minitx.ablation.grid.code_fingerprint", lambda: "code")
     whole = comparable(run(Path("whole")), "whole")
     PERMITS.parent.mkdir()
     here = [str(Path(__file__).parents[2]), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]

@@ -54,20 +54,6 @@ def test_the_first_rule_that_fits_decides(made, levels, wanted):
     assert outcome(made, levels) == wanted
 
 
-@pytest.mark.parametrize(("spikes", "wanted"), [
-    ({(50, 53): 0.5}, "SPIKED, RECOVERED"),
-    ({(50, 52): 9.0}, "TRAINED"),  # a median over five steps does not see two
-    ({(50, 53): 0.45}, "TRAINED"),
-    ({(0, 4): -1.0}, "TRAINED"),  # the first four steps are not looked at
-    ({(50, 60): 1.0, (250, 300): 0.6}, "SPIKED, NOT RECOVERED"),  # the last spike decides
-])  # fmt: skip
-def test_a_spike_is_half_a_nat_over_three_steps(spikes, wanted):
-    loss = np.full(300, 2.0)
-    for (first, last), height in spikes.items():
-        loss[first:last] += height
-    assert outcome(run(loss.tolist()), Levels(initial=INITIAL)) == wanted
-
-
 def test_the_initial_loss_of_a_continued_run_is_that_of_the_untrained_network():
     first, second, third = run([4.2, 1.6]), run([1.6, 9.0], start="a", cell="b"), run([1.0], start="b", cell="c")
     whole = Runs((first, second, third))

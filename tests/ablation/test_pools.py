@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -44,23 +42,6 @@ def test_a_worker_that_dies_costs_its_own_run_alone_and_its_successor_sees_the_s
     found = results(LocalPool(2, ["7"]), tmp_path, "a", "die", "raise", "b", "c")
     assert {name: result["gpu"] for name, result in found.items() if isinstance(result, dict)} == dict.fromkeys("abc", "7")
     assert (found["raise"], found["die"][:18]) == ("ValueError: no luck", "the process died: ")
-
-
-def test_a_worker_that_is_killed_between_two_runs_is_replaced():
-    def pid():
-        try:
-            return pool.submit(os.getpid).result()
-        except BrokenProcessPool:  # its end has not been noticed yet
-            return first
-
-    pool = LocalPool(1)
-    try:
-        first = pool.submit(os.getpid).result()
-        os.kill(first, signal.SIGKILL)
-        wait_for(lambda: pid() not in (first, os.getpid()))
-        assert alive(pid())
-    finally:
-        pool.close()
 
 
 def test_closing_a_pool_ends_its_workers_whatever_they_do(tmp_path):

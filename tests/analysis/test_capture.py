@@ -63,24 +63,6 @@ def test_nothing_stays_on_the_modules_and_every_call_is_recorded_once():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_the_scale_in_force_is_the_one_that_is_seen():
-    spreads = {}
-    for scale in ("inv_sqrt", "unscaled", 0.0):
-        model = model_of(scale=scale, init="lecun")
-        with capture(model) as seen:
-            model(IDS)
-        spreads[scale] = float(seen["blocks.0.attention.core"][0]["logit_std"].mean())
-    assert spreads["unscaled"] == pytest.approx(2 * spreads["inv_sqrt"], rel=1e-6)  # head_dim 4
-    assert spreads[0.0] == 0.0
-
-
-def test_a_compiled_module_is_refused_by_name():
-    model = model_of()
-    model.blocks[1].compile(backend="eager")
-    with pytest.raises(RuntimeError, match=r"blocks\.1 is compiled"), capture(model):
-        pass
-
-
 @pytest.mark.parametrize(("model", "options", "message"), [
     ({}, {"what": "weight"}, "what='weight' must be one of statistics, weights"),
     (None, {}, "Linear has no attention core with weights"),
@@ -155,5 +137,3 @@ def test_our_attention_is_seen_inside_a_model_of_someone_elses():
     with capture(model, what="weights") as seen:
         model(torch.randn(1, 3, 6))
     assert seen["1.core"][0].shape == (1, 2, 3, 3)
-
-

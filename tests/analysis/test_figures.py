@@ -3,7 +3,6 @@
 import itertools
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from minitx.analysis import (
     head_heatmap,
+    head_scores,
     heatmap_grid,
     induction_steps,
     lettering,
@@ -89,10 +89,8 @@ def test_equal_colours_are_equal_weights_in_every_figure_and_the_legend_says_wha
 
 
 def test_one_head_has_its_tokens_on_both_axes_and_its_weights_in_the_cells(translation):
-    texts = {
-        "input_ids": [["天", "", "incomprehensible", "\t", *"efg"]] * 2,
-        "decoder_input_ids": [["to", " be", "\n", *"de"]] * 2,
-    }
+    source, target = ["天", "", "incomprehensible", "\t", *"efg"], ["to", " be", "\n", *"de"]
+    texts = {"input_ids": [source] * 2, "decoder_input_ids": [target] * 2}
     ax = head_heatmap(replace(translation, tokens=texts), "blocks.1.cross", -1, row=1).axes[0]
     layer = next(m for m in translation.maps if m.name == "blocks.1.cross_attention.core")
     assert np.array_equal(ax.images[0].get_array().filled(0.0), layer.weights[1, 2, :3, :4].numpy())
@@ -152,24 +150,12 @@ def test_every_layer_of_every_run_is_drawn_in_the_order_of_the_steps():
         assert ax.lines[0].get_color() != ax.lines[2].get_color()
 
 
-def heads_over_steps(count, steps=(0, 50, 100)):
-    """What ``head_scores`` gives, made by hand: head i has the score i / 100 + step / 1000 in every pattern."""
-
-    def head(i, step):
-        mean = i / 100 + step / 1000
-        score = SimpleNamespace(excess=SimpleNamespace(low=mean - 0.1, mean=mean, high=mean + 0.1))
-        scores = dict.fromkeys(("previous", "duplicate", "induction"), score)
-        return SimpleNamespace(layer="blocks.0.attention.core", head=i, scores=scores)
-
-    cross = SimpleNamespace(layer="cross", head=0, scores={"global": None})
-    return {step: SimpleNamespace(heads=[cross, *(head(i, step) for i in range(count))]) for step in steps}
-
-
 # --- all figures
 
 
 def test_every_figure_names_its_axes_is_shown_by_a_notebook_and_has_no_text_on_another(snapshot):
-    over_steps = saturation_over_steps(records([0, 1, 4], 2)), induction_steps(heads_over_steps(3))
+    heads = head_scores(snapshot)
+    over_steps = saturation_over_steps(records([0, 1, 4], 2)), induction_steps({0: heads, 50: heads})
     for figure in (heatmap_grid(snapshot), head_heatmap(snapshot, 0, 0), *over_steps):
         for ax in figure.axes:
             shared = [other for other in figure.axes if ax.get_shared_y_axes().joined(ax, other)]
@@ -182,14 +168,13 @@ def test_every_figure_names_its_axes_is_shown_by_a_notebook_and_has_no_text_on_a
         assert figure._repr_png_() == png(figure)  # IPython calls it, when a cell ends with the figure
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_equal_figures_give_equal_bytes_however_often_they_are_saved(suffix, tmp_path):
+@pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_equal_figures_give_equal_bytes_however_often_they_are_saved(suffix, start, tmp_path):
     snapshot = made(list("abc"))
     figure, same = (head_heatmap(snapshot, 0, 0) for _ in range(2))
     first, again = (save_figure(figure, str(tmp_path / f"{i}.{suffix.upper()}")).read_bytes() for i in range(2))
     assert first == again == save_figure(same, tmp_path / f"same.{suffix}").read_bytes()
-    assert first.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
-    assert not any(word in first for word in (b"Date", b"dc:date", b"matplotlib.org"))
+    assert first.startswith(start) and not any(word in first for word in (b"Date", b"dc:date", b"matplotlib.org"))
 
 
 def test_what_cannot_be_drawn_is_refused_in_a_sentence(snapshot):

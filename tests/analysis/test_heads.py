@@ -105,14 +105,6 @@ def test_a_fixed_distance_is_no_induction_where_tokens_always_repeat_at_it():
     assert head.label != "induction"
 
 
-def test_rows_of_few_sentences_get_numbers_and_no_label():
-    few = snapshot_of(MADE["previous"][:4, None], IDS[:4])
-    (head,) = head_scores([few.sentence(row) for row in range(4)]).heads
-    assert (head.scores["previous"].excess.mean, head.label) == (1.0, "none")
-    with pytest.raises(ValueError, match="snapshots"):
-        head_scores([])
-
-
 def test_padding_changes_nothing():
     shape = {"vocab_size": TOKENS, "embed_dim": 12, "num_heads": 3, "num_layers": 1}
     model = Encoder(TransformerConfig(architecture="encoder", **shape)).eval()
@@ -174,13 +166,6 @@ def test_a_head_that_follows_position_is_not_syntactic_where_structure_does_too(
     score, label = syntax_of(lambda ids: [max(0, i - 2) for i in range(7)], given)
     assert (score.value, score.position, score.gain.mean) == (1.0, 1.0, 0.0)
     assert label != "syntactic"
-
-
-def test_words_of_several_tokens_are_pooled():
-    given = [Sentence(tuple(word * 3 for word in one.words), one.arcs) for one in sentences(40, np.random.default_rng(4))]
-    known = {one.encode(encode)[0].numpy().tobytes(): [3 * one.arcs[i // 3][1] + i % 3 for i in range(21)] for one in given}
-    score, label = syntax_of(lambda ids: known.get(np.array(ids).tobytes(), [0] * 21), given)
-    assert (score.value, label) == (1.0, "syntactic")
 
 
 def test_a_treebank_is_read_as_its_words_stand_in_the_text():

@@ -109,18 +109,6 @@ def test_gradients_flow_through_what_is_computed(what, checkpointing):
     assert float(factor.grad) == pytest.approx(slope, rel=1e-5, abs=1e-8)
 
 
-@torch.no_grad()
-def test_a_cache_keeps_the_values_that_were_there():
-    model = model_of(torch.float64)
-    cache = model.make_cache(5)
-    with intervene(model, "values", 0.0):
-        model(IDS[:, :3], cache=cache)
-    clean = model.make_cache(5)
-    with intervene(model, "heads", 0.0):
-        model(IDS[:, :3], cache=clean)
-    torch.testing.assert_close(model(IDS[:, 3:], cache=cache), model(IDS[:, 3:], cache=clean), rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize(("what", "to", "options", "said"), [
     ("weight", 0.0, {}, "what='weight' must be one of"),
     ("heads", 0.0, {"layers": [2]}, "layers: 2 is none of"),

@@ -95,17 +95,6 @@ def test_weights_of_hidden_pairs_do_not_travel_and_equal_masks_travel_once():
     assert len(base64.b64decode(data["traces"][0]["snapshots"][0]["layers"][0]["weights"])) == 2 * 3 * L * (L + 1) // 2
 
 
-def test_heads_keep_masks_of_their_own_and_weights_that_are_no_numbers():
-    snapshot = random_snapshot(4, kinds=("self",))
-    layer = snapshot.maps[0]
-    layer.visible[0, 1, :, 4:] = False
-    layer.weights[0, 1, 2, 3] = torch.nan
-    layer.max_logit[0, 1, 2] = torch.inf
-    weights, visible = weights_of(data_of(viewer_page([Trace("a", [snapshot])])), 0, 0, 0)
-    assert np.array_equal(visible, layer.visible[0].numpy())
-    assert np.argwhere(np.isnan(weights)).tolist() == [[1, 2, 3]]
-
-
 EVIL = ["</script><script>alert(1)</script>", "</SCRIPT ><img src=x onerror=alert(1)>", '" onmouseover="alert(1)',
         "' autofocus onfocus='alert(1)", "--><svg onload=alert(1)>", "]]><script>alert(1)</script>", "<!--<script>", "{{script}}",
         "</title></style></textarea></noscript>", "&lt;script&gt;", "\u2028\u2029alert(1)", '"}]</script>', "\\u003c/script>",
@@ -126,14 +115,6 @@ def test_the_page_has_no_element_or_attribute_but_those_of_its_template(text):
     assert data["tokens"]["input_ids"] == [text, "b", text]
     assert [trace["name"] for trace in data["traces"]] == [text, f"{text}2"]
     assert "\u2028" not in page(text).partition("</title>")[2].partition('id="data">')[2]
-
-
-def test_padding_is_left_out():
-    real = torch.tensor([[False, False, True, True, True]])
-    snapshot = take_snapshot(model_of(), {"input_ids": torch.tensor([[0, 0, 2, 3, 5]]), "key_mask": real})
-    data = data_of(viewer_page([Trace("a", [snapshot])]))
-    assert data["layers"][0]["shape"] == [3, 3, 3]
-    assert data["tokens"] == {"input_ids": ["2", "3", "5"]}
 
 
 @pytest.mark.parametrize(("traces", "message"), [
