@@ -131,12 +131,6 @@ def of_the_scale(*names, options=None, **rest):
     return findings(*names, about="minitx.ablation.scaling", options={**OPTIONS, **(options or {})}, **rest)
 
 
-def without(findings, keep):
-    """Judged again from the runs that ``keep`` accepts; the others have no record."""
-    records = [run.record for run in findings.runs.all if run.record and keep(run)]
-    return judge(findings.grid, Runs.of([run.place for run in findings.runs.all], records))
-
-
 TIMES = {
     **{(SCALED, "128", rate): steps for rate, steps in zip(RATES, (117, 90, 67, 90, 180), strict=True)},
     **{(UNSCALED, "128", rate): steps for rate, steps in zip(RATES, (469, 700, None, None, None), strict=True)},

@@ -123,7 +123,6 @@ def test_the_error_of_a_window_is_that_of_the_keys_that_it_drops(run, monkeypatc
 @pytest.mark.parametrize(("words", "message"), [
     ([callback("Measures", lengths=[17])], "lengths: 17 is beyond model.max_len=16 of position=learned"),
     ([callback("Measures", attention=True), "model.position=alibi"], "the model has alibi"),
-    ([callback("Measures", attention=True), "model.softcap=5.0"], "the model has softcap"),
     ([callback("Measures", lengths=[5]), "data=kv_lookup", "model.position=none"], "a language model of text"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused_before_training(run, tmp_path, words, message):

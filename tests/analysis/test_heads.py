@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from minitx.analysis import Sentence, Snapshot, head_scores, heads_figure, read_conllu, syntax_scores, take_snapshot
-from minitx.analysis.canvas import png
+from minitx.analysis import Sentence, Snapshot, head_scores, read_conllu, syntax_scores
 from minitx.analysis.heads import PATTERNS
 from minitx.analysis.snapshot import AttentionMap
-from minitx.config import TransformerConfig
-from minitx.nn import Encoder, EncoderDecoder
 
 N, L, TOKENS = 13, 23, 7  # few tokens, so that every row repeats some
 PLACE = torch.arange(L)
@@ -105,19 +102,6 @@ def test_a_fixed_distance_is_no_induction_where_tokens_always_repeat_at_it():
     assert head.label != "induction"
 
 
-def test_padding_changes_nothing():
-    shape = {"vocab_size": TOKENS, "embed_dim": 12, "num_heads": 3, "num_layers": 1}
-    model = Encoder(TransformerConfig(architecture="encoder", **shape)).eval()
-    padded = torch.cat([IDS, torch.zeros(N, 4).long()], 1)
-    mask = torch.arange(L + 4).expand(N, -1) < L
-    with_padding = head_scores(take_snapshot(model, {"input_ids": padded, "key_mask": mask}))
-    values = [
-        [row["value"] for row in heads.rows()]
-        for heads in (with_padding, head_scores(take_snapshot(model, {"input_ids": IDS})))
-    ]
-    assert values[0] == pytest.approx(values[1], abs=1e-5)
-
-
 # syntax
 
 
@@ -183,17 +167,3 @@ def test_what_is_no_treebank_is_refused_by_name(tmp_path):
             path.write_bytes(text)
         with pytest.raises(ValueError, match=r"wrong\.conllu"):
             read_conllu(path)
-
-
-# the picture
-
-
-def test_the_picture_has_a_row_for_each_kind_of_attention_and_words_in_each_cell():
-    shape = {"vocab_size": TOKENS, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "bos_id": 1}
-    model = EncoderDecoder(TransformerConfig(architecture="encoder_decoder", **shape)).eval()
-    heads = head_scores(take_snapshot(model, {"input_ids": IDS, "decoder_input_ids": IDS[:, :11]}))
-    assert len(heads.heads) == 18 and len(heads.lines()) == 19
-    figure = heads_figure(heads)
-    assert len(figure.axes) == 8  # cross-attention has no distance
-    assert sorted(len(ax.texts) for ax in figure.axes)[-3:] == [6, 6, 6]
-    assert png(figure)[:4] == b"\x89PNG"

@@ -20,16 +20,6 @@ def model_of(dtype=torch.float32, **options):
     return DecoderLM(TransformerConfig(**sizes | options)).eval().to(dtype)
 
 
-@pytest.mark.parametrize(("backend", "kv_heads"), [("math", 3), ("sdpa", 1), ("chunked", 1)])
-def test_a_head_without_output_is_a_head_without_its_columns_of_the_output_projection(backend, kv_heads):
-    model = model_of(torch.float64, backend=backend, num_kv_heads=kv_heads)
-    with intervene(model, "heads", 0.0, layers=[1], heads=[2]):
-        got = model(IDS, key_mask=REAL)
-    with torch.no_grad():
-        model.blocks[1].attention.out_proj.weight[:, 8:] = 0.0
-    torch.testing.assert_close(got[REAL], model(IDS, key_mask=REAL)[REAL], rtol=0, atol=1e-13)
-
-
 @pytest.mark.parametrize("what", ["values", "heads", "residual"])
 def test_to_patch_everything_is_the_other_run_bit_for_bit(what):
     model = model_of(position="none")
@@ -93,13 +83,11 @@ def test_heads_and_positions_are_the_only_ones_changed():
 
 
 @pytest.mark.parametrize("what", EVERYTHING)
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_flow_through_what_is_computed(what, checkpointing):
-    model = model_of(torch.float64, checkpointing=checkpointing)
+def test_gradients_flow_through_what_is_computed(what):
+    model = model_of(torch.float64)
     factor = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)
     with intervene(model, what, lambda x: x * factor, layers=[0]):
         model(IDS).square().sum().backward()
-    assert model.blocks[0].attention.q_proj.weight.grad.abs().sum() > 0
 
     def loss(number):
         with torch.no_grad(), intervene(model, what, lambda x: x * number, layers=[0]):
@@ -111,7 +99,6 @@ def test_gradients_flow_through_what_is_computed(what, checkpointing):
 
 @pytest.mark.parametrize(("what", "to", "options", "said"), [
     ("weight", 0.0, {}, "what='weight' must be one of"),
-    ("heads", 0.0, {"layers": [2]}, "layers: 2 is none of"),
     ("heads", 0.0, {"heads": [3]}, "heads or positions"),
     ("heads", torch.zeros(7), {}, "must fit the shape"),
     ("heads", {"blocks.0.attention.core": [torch.zeros(2, 3, 4, 4)]}, {}, "record"),
@@ -128,9 +115,6 @@ def test_a_model_without_what_is_changed_is_refused():
     attention, model = MultiHeadAttention(12, 3, core=LinearAttention()), model_of()
     with pytest.raises(ValueError, match="no weights to change"), intervene(attention, "weights", 0.0):
         pass
-    uniform = intervene(model, "weights", 0.2)
-    with uniform, pytest.raises(ValueError, match="scores have no effect"), intervene(model, "scores", 0.0):
-        model(IDS)
     model.blocks[1].compile(backend="eager")
     with pytest.raises(RuntimeError, match=r"blocks\.1 is compiled"), intervene(model, "heads", 0.0):
         pass

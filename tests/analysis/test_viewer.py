@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import torch
-from pages import SOURCE, TARGET, data_of, random_snapshot, weights_of
+from pages import SOURCE, data_of, random_snapshot, weights_of
 
 from minitx.analysis import take_snapshot
 from minitx.analysis.viewer import Trace, view, viewer_page
@@ -41,9 +41,9 @@ class Elements(HTMLParser):
         self.found.append(("comment", {"data": data}))
 
 
-def model_of(scale="inv_sqrt"):
+def model_of():
     torch.manual_seed(0)
-    return DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2, scale=scale))
+    return DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +88,6 @@ def test_weights_and_masks_arrive_as_they_were_up_to_half_a_step(traces, page):
                     assert np.allclose(got, wanted[0].numpy(), equal_nan=True, atol=1e-6)
 
 
-def test_weights_of_hidden_pairs_do_not_travel_and_equal_masks_travel_once():
-    data = data_of(viewer_page([Trace("a", [random_snapshot(1, kinds=("causal", "causal"))])]))
-    assert len(data["masks"]) == 1
-    L = len(TARGET)
-    assert len(base64.b64decode(data["traces"][0]["snapshots"][0]["layers"][0]["weights"])) == 2 * 3 * L * (L + 1) // 2
-
-
 EVIL = ["</script><script>alert(1)</script>", "</SCRIPT ><img src=x onerror=alert(1)>", '" onmouseover="alert(1)',
         "' autofocus onfocus='alert(1)", "--><svg onload=alert(1)>", "]]><script>alert(1)</script>", "<!--<script>", "{{script}}",
         "</title></style></textarea></noscript>", "&lt;script&gt;", "\u2028\u2029alert(1)", '"}]</script>', "\\u003c/script>",
@@ -117,17 +110,22 @@ def test_the_page_has_no_element_or_attribute_but_those_of_its_template(text):
     assert "\u2028" not in page(text).partition("</title>")[2].partition('id="data">')[2]
 
 
-@pytest.mark.parametrize(("traces", "message"), [
-    ([Trace("a", [random_snapshot(1)])] * 3, "one model, or two to compare, got 3"),
-    ([Trace("a", [])], "trace 'a' has no snapshots"),
-    ([Trace("a", [random_snapshot(1, 5), random_snapshot(1, 5)])], r"steps that rise .*, got \[5, 5\]"),
-    ([Trace("a", [random_snapshot(1)]), Trace("b", [random_snapshot(1, H=2)])], r"'b' has other layers .*\(2, 7, 7\)\) against .*\(3, 7, 7\)\)"),
-    ([Trace("a", [random_snapshot(1)]), Trace("b", [random_snapshot(1, tokens={"input_ids": [[*SOURCE[:-1], "x"]]})])],
-     r"'b' has other tokens: input_ids\[6\] is 'x' against 'שלום'"),
-])  # fmt: skip
-def test_what_cannot_be_shown_together_is_refused(traces, message):
-    with pytest.raises(ValueError, match=message):
-        viewer_page(traces)
+def test_what_cannot_be_shown_together_is_refused():
+    one, two_rows = [random_snapshot(1)], take_snapshot(model_of(), {"input_ids": torch.tensor([[1, 2], [5, 3]])})
+    other_tokens = [random_snapshot(1, tokens={"input_ids": [[*SOURCE[:-1], "x"]]})]
+    for call, message in (
+        (lambda: viewer_page([Trace("a", one)] * 3), "one model, or two to compare, got 3"),
+        (lambda: viewer_page([Trace("a", [random_snapshot(1, 5)] * 2)]), r"steps that rise .*, got \[5, 5\]"),
+        (lambda: viewer_page([Trace("a", one), Trace("b", [random_snapshot(1, H=2)])]), "'b' has other layers"),
+        (
+            lambda: viewer_page([Trace("a", one), Trace("b", other_tokens)]),
+            r"'b' has other tokens: input_ids\[6\] is 'x' against 'שלום'",
+        ),
+        (lambda: viewer_page([Trace("a", [two_rows])]), r"2 rows: choose one with sentence\(row\)"),
+        (lambda: view(model_of(), "abc"), "tokenizer="),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 # --- in a notebook
@@ -152,19 +150,3 @@ def test_a_notebook_shows_the_page_of_a_text_in_a_frame_that_may_only_run_its_sc
     assert np.abs(weights_of(data, 0, 0, 1)[0] - want.numpy()).max() < 1e-5
     shown.save(tmp_path / "page.html")
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == shown.page
-
-
-def test_two_models_and_the_steps_of_a_run_are_shown_by_name():
-    ids = torch.tensor([[1, 2, 3, 5], [5, 3, 2, 1]])
-    both = data_of(view({"scaled": model_of(), "unscaled": model_of("unscaled")}, ids, row=1).page)
-    assert [trace["name"] for trace in both["traces"]] == ["scaled", "unscaled"]
-    assert both["tokens"]["input_ids"] == ["5", "3", "2", "1"]
-    steps = [take_snapshot(model_of(), {"input_ids": ids}, step=step) for step in (0, 7)]
-    assert [shot["step"] for shot in data_of(view(steps).page)["traces"][0]["snapshots"]] == [0, 7]
-    for call, message in (
-        (lambda: viewer_page([Trace("a", steps)]), r"2 rows: choose one with sentence\(row\)"),
-        (lambda: view(model_of(), "abc"), "tokenizer="),
-        (lambda: view(model_of()), "needs inputs"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()

@@ -11,7 +11,7 @@ import shutil
 import pytest
 from pages import SOURCE, TARGET, random_snapshot
 
-from minitx.analysis.viewer import Trace, View, viewer_page
+from minitx.analysis.viewer import Trace, viewer_page
 from tests.waiting import PATIENCE
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -42,13 +42,11 @@ def browser():
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, str]:
-    """Addresses of a page with one model, of one with two, of a long text, and of a notebook with two views."""
+    """Addresses of a page with one model, and of one with two."""
     folder = tmp_path_factory.mktemp("pages")
     scaled, unscaled = Trace("scaled", STEPS), Trace("<script>alert(2)</script>", [OTHER])
-    long = random_snapshot(7, kinds=("causal",), H=2, tokens={"decoder_input_ids": [[f"t{i}" for i in range(97)]]})
-    traces = {"one": [scaled], "two": [scaled, unscaled], "long": [Trace("long", [long])]}
+    traces = {"one": [scaled], "two": [scaled, unscaled]}
     made = {name: viewer_page(given, title="<script>alert(3)</script>") for name, given in traces.items()}
-    made["notebook"] = "".join(View(viewer_page([Trace(name, [STEPS[0]])]))._repr_html_() for name in ("first", "second"))
     for name, text in made.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")
     return {name: (folder / f"{name}.html").as_uri() for name in made}
@@ -59,18 +57,17 @@ def visit(browser, pages):
     """``visit("one", "#layer=1")`` opens a page; afterwards no error, no dialog and no request may have happened."""
     windows, wrong = [], []
 
-    def open_page(name, address="", *, size=(1280, 900), **options):
-        windows.append(browser.new_context(viewport={"width": size[0], "height": size[1]}, **options))
+    def open_page(name, address=""):
+        windows.append(browser.new_context(viewport={"width": 1280, "height": 900}))
         page = windows[-1].new_page()
         page.set_default_timeout(1000 * PATIENCE)
         page.on("console", lambda message: wrong.append(message.text) if "getImageData" not in message.text else None)  # ours
         page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
         page.on("dialog", lambda dialog: wrong.append(f"dialog: {dialog.message}"))
-        here = (pages[name], "data:", "about:srcdoc")
+        here = (pages[name], "data:")
         page.on("request", lambda request: wrong.append(request.url) if not request.url.startswith(here) else None)
         page.goto(pages[name] + address)
-        for frame in page.frames[1:] or [page]:
-            frame.wait_for_selector("#panes .cells")
+        page.wait_for_selector("#panes .cells")
         return page
 
     yield open_page
@@ -199,23 +196,3 @@ def test_an_address_opens_the_same_view_again_and_a_broken_one_opens_some_view(v
     assert again.evaluate("document.documentElement.dataset.theme") == "dark"
     broken = visit("two", "#layer=99&head=-3&step=7&view=nonsense&q=1e9&k=&zoom=x&heads=a.b&theme=red&scale=&hatch=")
     assert broken.locator("#look-title").inner_text() == "Cross, layer 0, head 0"
-
-
-@pytest.mark.parametrize("name", ["two", "long"])
-def test_a_narrow_window_is_not_scrolled_sideways(visit, name):
-    page = visit(name, size=(360, 740), offline=True)
-    script = "[...document.querySelectorAll('#panes, #controls, #readout, #row')].map(e => e.getBoundingClientRect().right)"
-    assert max([page.evaluate("document.documentElement.scrollWidth"), *page.evaluate(script)]) <= 360
-
-
-def test_two_views_in_a_notebook_are_independent(visit):
-    """Each stands in a sandboxed frame without an address; one is turned dark, the other stays light."""
-
-    def themes():
-        return [frame.evaluate("document.documentElement.dataset.theme") for frame in (first, second)]
-
-    first, second = visit("notebook", size=(1280, 1700)).frames[1:]
-    before = themes()
-    first.locator("#theme").click()
-    thumb(first, 1, 2).click()
-    assert [a == b for a, b in zip(before, themes(), strict=True)] == [False, True]

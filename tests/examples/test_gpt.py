@@ -6,7 +6,7 @@ import torch
 
 
 def test_a_few_steps_bring_the_loss_well_below_a_guess_and_the_model_goes_on_from_a_beginning(example, tmp_path):
-    loss, text = example("gpt").main(steps=30, folder=tmp_path)
+    loss, text = example("gpt").main(steps=20, folder=tmp_path)
     with (tmp_path / "metrics.csv").open() as file:
         guess = float(next(csv.DictReader(file))["train_loss"])  # the table starts small: every character is as likely
     assert guess > 3.0 and loss < guess - 0.5
