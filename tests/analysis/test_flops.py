@@ -37,6 +37,15 @@ def test_a_model_costs_what_torch_counts_but_for_a_decoders_hidden_scores(option
     assert counted(config, T) == train_flops(config, T) + hidden
 
 
+def test_source_and_target_of_an_encoder_decoder_have_lengths_of_their_own():
+    config = TransformerConfig(**SMALL, architecture="encoder_decoder")
+    E, F, V, layers, S, T = 24, 96, 41, 2, 7, 11
+    encoder = S * (2 * (4 * E * E + 2 * E * F) + 4 * E * S)
+    decoder = T * (2 * (4 * E * E + 2 * E * F) + 4 * E * (T + 1) / 2)
+    cross = T * 4 * E * E + S * 4 * E * E + 4 * E * S * T
+    assert train_flops(config, S, T) == 3 * (layers * (encoder + decoder + cross) + T * 2 * E * V)
+
+
 def test_a_picture_costs_what_torch_counts_but_for_the_gradient_of_its_pixels():
     config = TransformerConfig(**SMALL, architecture="vision", head="sequence", num_labels=5, image_size=6, num_channels=3)
     assert counted(config, 10) == train_flops(config) - 2 * 9 * 3 * 4 * config.embed_dim
