@@ -42,15 +42,3 @@ def test_a_grid_that_cannot_be_run_or_shown_makes_no_folder(tmp_path, word, mess
     with pytest.raises(ConfigError, match=message):
         ablate.run_ablation(compose_grid([*SMOKE, word]), tmp_path / "grid", SMOKE, "train.py")
     assert not (tmp_path / "grid").exists()
-
-
-def test_the_report_adds_up_launches_that_ran_something_and_lists_what_differs(tmp_path, monkeypatch):
-    path, same = tmp_path / "launches.json", {"commit": "c0ffee", "date": "d", "hardware": "h"}
-    monkeypatch.setattr(ablate, "facts", lambda command: {**same, "command": command, "versions": {"a": command}})
-    for command in ("one", "two", "one"):
-        launch = ablate.Launch(path, command)
-        launch.started -= 100.0
-        launch.keep()
-    meta = ablate.read_meta(path)
-    assert (meta["commit"], meta["command"], meta["versions"]) == ("c0ffee", "one; two", {"a": "one"})
-    assert meta["wall_seconds"] == pytest.approx(300.0, abs=60.0)

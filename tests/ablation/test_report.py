@@ -4,7 +4,6 @@ import html
 import random
 import re
 
-import numpy as np
 import pandas
 import pytest
 
@@ -154,18 +153,6 @@ def test_every_finished_run_is_a_dot_over_its_rate_and_those_that_solved_nothing
     heights, unsolved = sorted(y for own in points for _, y in own), steps.count(None)
     assert len(heights) == len(steps) and unsolved > 10
     assert len(set(heights[-unsolved:])) == 1 and heights[-unsolved] > heights[-unsolved - 1] == max(filter(None, steps))
-
-
-def test_the_gap_against_budget_is_the_share_of_seeds_that_solved_it(whole):
-    finding = whole.find("recall", "time", condition={"head_dim": "128"})[0]
-    ax = figures.gap_against_budget(whole, [finding]).axes[0]
-    for line, values in zip(
-        ax.lines, zip(*((pair.reference, pair.treatment) for pair in finding.pairs), strict=True), strict=True
-    ):
-        xs, ys = line.get_data()
-        for budget in (50, 70, 450, 470, 1500):
-            shown = ys[np.searchsorted(xs, budget, side="right") - 1]
-            assert shown == pytest.approx(sum(value.high <= budget for value in values) / 6)
 
 
 def test_a_study_without_a_rate_has_a_figure_and_its_measures_a_row(tmp_path):

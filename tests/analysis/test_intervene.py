@@ -34,7 +34,7 @@ def test_to_patch_everything_is_the_other_run_bit_for_bit(what):
 
 @pytest.mark.parametrize("what", EVERYTHING)
 def test_the_same_in_place_of_the_same_changes_nothing(what):
-    model = model_of(torch.float64, num_kv_heads=1, position="rotary", softcap=3.0, sinks=True)
+    model = model_of(torch.float64, num_heads=6, num_kv_heads=2, position="rotary", softcap=3.0, sinks=True)
     plain = model(IDS, key_mask=REAL)
     with capture(model, what=what) as seen:
         model(IDS, key_mask=REAL)

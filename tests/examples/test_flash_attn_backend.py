@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minitx.nn import ALiBi, AttentionCall, Causal, Padding, SlidingWindow, explain_backends, scaled_dot_product_attention
+from minitx.nn import ALiBi, AttentionCall, Causal, Padding, SlidingWindow, explain_backends
 
 B, H, HKV, L, S, D = 2, 6, 3, 5, 7, 11
 PADDING = Padding(torch.tensor([[False, False, True, True, True, True, True], [True] * 7]))
@@ -43,16 +43,12 @@ def reason(query, **options):
 @pytest.mark.usefixtures("backend")
 def test_it_is_refused_where_the_package_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    query = torch.randn(1, 1, 2, 4)
-    assert "not installed" in reason(query)
-    with pytest.raises(NotImplementedError, match="flash-attn"):
-        scaled_dot_product_attention(query, query, query, backend="flash_attn")
+    assert "not installed" in reason(torch.randn(1, 1, 2, 4))
 
 
 def test_the_package_gets_lengths_before_heads_the_scale_and_the_cap(backend, package):
     q, k = torch.randn(B, H, L, D), torch.randn(B, HKV, S, D)
-    out = backend.run(AttentionCall(q, k, k, Causal(), scale=1.0, softcap=30.0))
-    assert out.shape == (B, H, L, D)
+    backend.run(AttentionCall(q, k, k, Causal(), scale=1.0, softcap=30.0))
     assert package["shapes"] == [(B, L, H, D), (B, S, HKV, D), (B, S, HKV, D)]
     assert package["softmax_scale"] == 1.0 and package["softcap"] == 30.0 and package["dropout_p"] == 0.0
     assert package["causal"] is True and package["window_size"] == (-1, 0) and package["alibi_slopes"] is None
@@ -84,7 +80,6 @@ def test_it_refuses_what_the_package_has_no_argument_for(backend, package):
         assert "soft-cap together with dropout" in reason(q, softcap=3.0, dropout_p=0.1)
         assert "sinks" in reason(q, sinks=torch.zeros(4, device="cuda"))
         assert "bias other than ALiBi" in reason(q, attn_bias=torch.zeros(6, 6, device="cuda"))
-        assert "causal and window masks" in reason(q, attn_mask=torch.ones(6, 6, dtype=torch.bool))
         assert "positive scale" in reason(q, scale=0.0)
         backend.run(AttentionCall(q, q, q, attn_bias=ALiBi(4)))
         assert (package["alibi_slopes"].device.type, package["alibi_slopes"].dtype) == ("cuda", torch.float32)

@@ -23,7 +23,7 @@ try:
 finally:
     sys.path.pop(0)
 
-SLOW = {"training", "limits"}  # dozens of runs; their parts are in the tests below
+SLOW = {"training", "limits", "gradients"}  # dozens of runs; their parts are in the tests below
 
 
 def numbers(text):
