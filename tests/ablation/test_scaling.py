@@ -1,6 +1,7 @@
 """What the page says of the scale: each sentence on records with a known truth, the figure, the sections, the rules."""
 
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -163,7 +164,8 @@ def test_text_is_above_the_plain_average_and_lost(largest, status):
 
 @pytest.mark.parametrize("name", ["quick", "record", "full", "gpu", "smoke"])
 def test_every_rule_that_the_shipped_grids_name_takes_their_options(name, monkeypatch):
-    monkeypatch.setattr("minitx.ablation.scaling.sections.init_figure", lambda: None)  # it is the same for all
+    module = sys.modules["minitx.ablation.scaling.sections"]  # the name in the package is the function's
+    monkeypatch.setattr(module, "init_figure", lambda: None)  # it is the same for all
     found = judge(build_grid(composed(["experiment=scaling_ablation", f"ablation={name}"])), Runs(()))
     assert [a.status for a in answers(found) if a.status not in ("NOT TESTED", "HELD")] == []
     assert scaling.sentences(found) and scaling.sections(found)
