@@ -1,4 +1,4 @@
-"""The ledger counts what runs, part by part; what is wasted shows, and cost grows with the claimed power of the length."""
+"""The ledger counts what runs, part by part, and cost grows with the claimed power of the length."""
 
 from __future__ import annotations
 
