@@ -145,7 +145,7 @@ LENGTH = 640  # where the workspace of torch's fused kernel is smaller than a ma
 )
 def test_a_training_step_holds_no_matrix_of_queries_by_keys(options, padded):
     """Not even for one head, or with ``chunked`` no more than a tile; ``math``, the control, has one of all heads."""
-    sizes = {"vocab_size": 11, "embed_dim": 16, "num_heads": 2, "num_layers": 2, "ffn_dim": 32, "max_len": LENGTH}
+    sizes = {"vocab_size": 11, "embed_dim": 16, "num_heads": 2, "num_layers": 1, "ffn_dim": 32, "max_len": LENGTH}
     ids, real = torch.randint(11, (1, LENGTH)), torch.arange(LENGTH)[None] < LENGTH - 7
 
     def step(**more):
@@ -159,21 +159,28 @@ def test_a_training_step_holds_no_matrix_of_queries_by_keys(options, padded):
 # --- imports
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_answers_help_without_torch_or_anything_heavy(script, tmp_path):
-    code = (
-        "import runpy, sys\n"
-        f"sys.argv = [{str(script)!r}, '--help']\n"
-        "try:\n"
-        f"    runpy.run_path({str(script)!r}, run_name='__main__')\n"
-        "except SystemExit:\n"
-        "    pass\n"
-        "print('loaded:', *sorted({name.partition('.')[0] for name in sys.modules}))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
-    *said, loaded = done.stdout.strip().splitlines()
-    assert said and loaded.startswith("loaded:")
-    assert not set(loaded.split()) & (HEAVY | {"torch", "numpy", "lightning", "tokenizers", "huggingface_hub"})
+HELP = """
+import runpy, sys
+for script in sys.argv[1:]:
+    sys.argv = [script, "--help"]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit:
+        pass
+    print("loaded:", script, *sorted({name.partition(".")[0] for name in sys.modules}))
+"""
+
+
+def test_every_script_answers_help_without_torch_or_anything_heavy(tmp_path):
+    """One process for all: what any of them loads is there at the end."""
+    command = [sys.executable, "-c", HELP, *map(str, SCRIPTS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    said, *answers = done.stdout.strip().split("loaded: ")
+    assert said and len(answers) == len(SCRIPTS)
+    for script, answer in zip(SCRIPTS, answers, strict=True):
+        loaded, *following = answer.splitlines()
+        assert loaded.startswith(str(script)) and (following or script == SCRIPTS[-1])
+        assert not set(loaded.split()) & (HEAVY | {"torch", "numpy", "lightning", "tokenizers", "huggingface_hub"}), script
 
 
 def test_a_run_imports_nothing_heavy_of_its_own(tmp_path, monkeypatch):

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "tools"))
-from make_notebook import NOTEBOOKS, notebook, run
+from make_notebook import EXAMPLES, NOTEBOOKS, cells, notebook, run
 
 
 @pytest.mark.parametrize("language", NOTEBOOKS)
 def test_the_stored_notebook_has_the_cells_of_its_source_and_their_outputs(language):
-    stored, made = json.loads(NOTEBOOKS[language].read_text("utf-8")), notebook(language)
-    assert [(c["cell_type"], "".join(c["source"])) for c in stored["cells"]] == [(c.cell_type, c.source) for c in made.cells]
-    text = NOTEBOOKS[language].read_text("utf-8")
+    text, source = NOTEBOOKS[language].read_text("utf-8"), (EXAMPLES / "attention.py").read_text("utf-8")
+    assert [(c["cell_type"], "".join(c["source"])) for c in json.loads(text)["cells"]] == cells(source, language)
     assert "image/png" in text
     assert "<iframe" in text
     assert '"output_type": "error"' not in text
@@ -26,5 +26,10 @@ def test_the_stored_notebook_has_the_cells_of_its_source_and_their_outputs(langu
 @pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    done = run(notebook("en"))
-    assert all(cell.execution_count for cell in done.cells if cell.cell_type == "code")
+    made = notebook("en")
+    for cell in made.cells:  # a reader's runs learn their tasks; these show that every cell fits the package
+        cell.source = re.sub(r"\bsteps=\d+", "steps=10", cell.source)
+    done = [cell for cell in run(made).cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in done)
+    shown = {kind for cell in done for output in cell.outputs for kind in output.get("data", {})}
+    assert {"image/png", "text/html"} <= shown

@@ -25,6 +25,7 @@ from minitx.ablation.config import (
 from minitx.ablation.grid import cells
 from minitx.ablation.judge import judge
 from minitx.ablation.records import Runs
+from minitx.ablation.run import Rules
 
 SCALED, UNSCALED, FOLD, UNIFORM = "inv_sqrt", "unscaled", "full_fold", "uniform"
 BOTH, WIDE = (SCALED, UNSCALED), {"head_dim": "128"}
@@ -34,7 +35,7 @@ SGD_RATES = ("3.2e-3", "5.6e-3", "1e-2", "1.8e-2", "3.2e-2", "5.6e-2", "1e-1", "
 TEXT_RATES = ("1e-3", "3.2e-3", "1e-2")
 CONTINUED_RATES = ("3.2e-3", "5.6e-3", "1e-2", "1.8e-2")
 TUNE_SEEDS, SEEDS = (0, 1), (10, 11, 12, 13, 14, 15)
-CHANCE, INITIAL, UNIGRAM, BIGRAM, UNIFORM_LEVEL = 1 / 16, 4.2, 3.3, 2.49, 2.2
+CHANCE, INITIAL, UNIGRAM, UNIFORM_LEVEL = 1 / 16, 4.2, 3.3, 2.2
 WINDOW = 16
 WORDS = {SCALED: "with the scale", UNSCALED: "without the scale", FOLD: "scale in the weights", UNIFORM: "plain average",
          "head_dim": "d_k", "stability_adamw": "trained on with AdamW", "stability_sgd": "trained on with SGD", "null": "null control"}  # fmt: skip
@@ -130,12 +131,6 @@ def of_the_scale(*names, options=None, **rest):
     return findings(*names, about="minitx.ablation.scaling", options={**OPTIONS, **(options or {})}, **rest)
 
 
-def without(findings, keep):
-    """Judged again from the runs that ``keep`` accepts; the others have no record."""
-    records = [run.record for run in findings.runs.all if run.record and keep(run)]
-    return judge(findings.grid, Runs.of([run.place for run in findings.runs.all], records))
-
-
 TIMES = {
     **{(SCALED, "128", rate): steps for rate, steps in zip(RATES, (117, 90, 67, 90, 180), strict=True)},
     **{(UNSCALED, "128", rate): steps for rate, steps in zip(RATES, (469, 700, None, None, None), strict=True)},
@@ -208,37 +203,29 @@ class Truth:
 
 
 def records(grid, truth=None):
-    """A record for every run of the grid that is not missing."""
-    return [record for cell in cells(grid) for record in _record(grid, cell, truth or Truth())]
+    """A record for every run of the grid that is not missing. What a rule of the grid leaves out is not run."""
+    truth, chosen, found = truth or Truth(), cells(grid), {}
+    rules, reasons = Rules(grid, chosen), {"failed": "RuntimeError: out of memory", "not run": "a lower rate did not work"}
+
+    def add(cell):
+        for other in rules.waits_for(cell) if truth.prune else ():
+            if other.place not in found:
+                add(other)
+        status = truth.status(cell.place)
+        if status == "done" and truth.prune and rules.why_not(cell, found):
+            status = "not run"
+        result = _result(cell.place, cell.steps(), truth) if status == "done" else None
+        what = {"status": status, "reason": reasons.get(status, ""), "seconds": 1.5, "result": result}
+        found[cell.place] = {**cell.describe(Path("runs/made_up")), **what}
+
+    for cell in chosen:
+        add(cell)
+    return [record for record in found.values() if record["status"] != "missing"]
 
 
 def runs(grid, truth=None):
     """The runs of the grid with ``records`` of it."""
     return Runs.of([cell.place for cell in cells(grid)], records(grid, truth))
-
-
-def _record(grid, cell, truth):
-    status = truth.status(cell.place)
-    if truth.prune and status == "done" and _is_pruned(grid.studies[cell.place.study], cell, truth):
-        status = "not run"
-    if status == "missing":
-        return
-    reasons = {"failed": "RuntimeError: out of memory", "not run": "a lower rate did not work"}
-    result = _result(cell.place, cell.steps(), truth) if status == "done" else None
-    what = {"status": status, "reason": reasons.get(status, ""), "seconds": 1.5, "result": result}
-    yield {**cell.describe(Path("runs/made_up")), **what}
-
-
-def _is_pruned(config, cell, truth):
-    place, dim = cell.place, dict(cell.place.factors).get("head_dim", "")
-    lower = [rate for rate in config.factors.get("lr", {}) if float(rate) < float(place.rate)]
-    if config.prune == "lost":
-        largest = truth.largest_stable(place.study, place.arm, dim, place.seed)
-        return any(worst_accuracy(float(rate), largest) < config.stable.lost for rate in lower)
-    if config.prune == "unsolved":
-        solved = [any(truth.time(place.arm, dim, rate, seed, cell.steps()) for seed in config.tune_seeds) for rate in lower]
-        return any(not solved[i - 1] and not solved[i] and any(solved[:i]) for i in range(1, len(solved)))
-    return False
 
 
 def _result(place, cap, truth):
@@ -266,21 +253,19 @@ def _result(place, cap, truth):
         broken = max(2, len(numbers) // 2)
         numbers = [*numbers[: broken - 1], None]
         rights = rights and rights[:broken]
-    large, is_continued = place.arm == UNSCALED, place.study.startswith("stability")
-    probe = {"max_logit": 30.0, "entropy": 0.2, "saturation_90": 0.7, "logit_std": 11.3, "max_weight": 0.9} if large else \
-            {"max_logit": 5.0, "entropy": 0.8, "saturation_90": 0.1, "logit_std": 1.0, "max_weight": 0.3}  # fmt: skip
+    probe = {"max_logit": 5.0, "entropy": 0.8, "saturation_90": 0.1, "logit_std": 1.0, "max_weight": 0.3}
     rows = np.random.default_rng(place.seed).dirichlet(np.ones(17), size=(2, 17)).round(4).tolist()
     return {
         **{"steps": len(numbers), "cap": cap, "loss": numbers, "accuracy": rights, "nonfinite_step": broken},
         "gradient": (0.5 + rng.random(len(numbers))).round(5).tolist(),
         "val_loss": None if broken else float(loss[-8:].mean().round(5)),
         "val_accuracy": None if broken or rights is None else float(np.mean(rights[-8:])),
-        "floors": {"unigram": UNIGRAM, "bigram": BIGRAM} if place.study.startswith("text") else {},
+        "floors": {"unigram": UNIGRAM} if place.study.startswith("text") else {},
         "digest": hashlib.sha256(np.array(numbers, dtype=np.float64).tobytes()).hexdigest(),
         **{"parameters": 199_168, "measures": {}},
         "start_error": 3e-7 if place.study.startswith(("stability", "text_s")) else None,
         "probes": [{"step": step, "layers": [probe]} for step in range(1, len(numbers) + 1, 20)],
-        "attention": {"0": rows, str(len(numbers)): rows} if is_continued else {},
+        "attention": {"0": rows, str(len(numbers)): rows} if place.study.startswith("stability") else {},
     }
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 
 import pytest
 import torch
 
+from minitx.ablation import callbacks
 from minitx.ablation.callbacks import AttentionTemperature
 from minitx.ablation.measures import result_of
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError
-from minitx.training.evaluation import evaluate
 from minitx.training.metrics import read_metrics
 from minitx.training.run import train
-from minitx.training.stored import load_model
 
 POEM = "Once upon a midnight dreary, while I pondered, weak and weary,\nOver many a quaint and curious volume\n"
 TEXT = ["data=text", "data.batch_size=12", "data.context_len=7"]
@@ -45,10 +43,6 @@ def run(tmp_path, monkeypatch):
     return make
 
 
-def column(folder, name):
-    return [row.get(name) for row in read_metrics(folder / "metrics.csv") if row["train_loss"] is not None]
-
-
 def measured(folder):
     return json.loads((folder / "measures.json").read_text())
 
@@ -59,49 +53,24 @@ def measured(folder):
 def test_a_temperature_is_the_scale_factor_of_its_window_and_touches_no_other_update(run):
     def losses(name, *words):
         folder, result = run(name, *words)
-        return column(folder, "train_loss"), result["val_loss"]
+        losses = [row["train_loss"] for row in read_metrics(folder / "metrics.csv")]
+        return [loss for loss in losses if loss is not None], result["val_loss"]
 
     plain, _ = losses("plain")
-    hot, hot_validation = losses("all", callback("AttentionTemperature", value=0.25, first=0, last=6))
-    factor, factor_validation = losses("factor", "model.scale_factor=4.0")
-    assert hot == factor
-    assert hot_validation == factor_validation
-    late, late_validation = losses("late", callback("AttentionTemperature", value=0.25, first=3, last=5))
-    assert late[:3] == plain[:3]
-    assert late[3] != plain[3]
-    assert late_validation != hot_validation
+    hot = losses("all", callback("AttentionTemperature", value=0.25, first=0, last=6))
+    assert hot == losses("factor", "model.scale_factor=4.0")
+    late, validation = losses("late", callback("AttentionTemperature", value=0.25, first=3, last=5))
+    assert late[:3] == plain[:3] and late[3] != plain[3]
+    assert validation != hot[1]
 
 
-@pytest.mark.parametrize(("value", "first", "last"), [(0.0, 0, 1), (math.nan, 0, 1), (1.0, 2, 2), (1.0, -1, 2)])
-def test_a_temperature_without_a_meaning_is_refused(value, first, last):
-    with pytest.raises(ValueError, match=r"value=|first="):
-        AttentionTemperature(value, first, last)
-
-
-def test_two_temperatures_in_a_run_are_refused(run):
+def test_a_temperature_without_a_meaning_and_two_in_a_run_are_refused(run):
+    for wrong in ((0.0, 0, 1), (math.nan, 0, 1), (1.0, 2, 2), (1.0, -1, 2)):
+        with pytest.raises(ValueError, match=r"value=|first="):
+            AttentionTemperature(*wrong)
     one = callback("AttentionTemperature", value=0.5, first=0, last=1)
     with pytest.raises(ValueError, match="several AttentionTemperature"):
         run("run", one, one.replace("mine_", "yours_"))
-
-
-# --- gradient
-
-
-def test_the_gradient_norm_is_that_of_all_but_queries_and_keys_at_each_step(run, monkeypatch):
-    from minitx.training.module import TrainingModule
-
-    expected, inner = [], TrainingModule.on_before_optimizer_step
-
-    def look(module, optimizer):
-        chosen = [p.grad for name, p in module.network.named_parameters() if not {"q_proj", "k_proj"} & set(name.split("."))]
-        expected.append(math.sqrt(sum(float(gradient.double().square().sum()) for gradient in chosen)))
-        inner(module, optimizer)
-
-    monkeypatch.setattr(TrainingModule, "on_before_optimizer_step", look)
-    folder, _ = run("run", callback("GradientNorm"), "trainer.clip=null")
-    found, whole = column(folder, "gradient"), column(folder, "grad_norm")
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert all(part < norm for part, norm in zip(found, whole, strict=True))
 
 
 # --- measures
@@ -119,32 +88,17 @@ def test_documents_are_measured_at_every_length(run, tmp_path, monkeypatch):
     assert measured(folder)["loss_at_5"] != pytest.approx(result["val_loss"], rel=1e-3)
 
 
-def test_every_length_is_measured_on_as_many_tokens(run, monkeypatch):
-    seen = []
-
-    def spy(network, data, options):
-        seen.append((data.task.val.context_len, options.num_rows))
-        return evaluate(network, data, options)
-
-    monkeypatch.setattr("minitx.ablation.callbacks.evaluate", spy)
-    run("run", callback("Measures", lengths=[7, 14, 16]), "evaluation.num_rows=6")
-    assert seen == [(7, 6), (14, 3), (16, 2)]
-
-
 def test_measuring_leaves_the_run_bit_equal_and_exact_attention_has_no_error(run):
     whole = "trainer.val_batches=null"
     plain, before = run("plain", whole)
     folder, after = run("run", whole, callback("Measures", lengths=[7, 13], attention=True), callback("GradientNorm"))
-    results = [result_of(place, result, 6) for place, result in ((plain, before), (folder, after))]
-    assert results[0]["digest"] == results[1]["digest"]
-    assert results[0]["val_loss"] == results[1]["val_loss"]
-    assert (results[0]["measures"], results[0]["gradient"]) == ({}, None)
-    found = results[1]["measures"]
-    assert set(found) == {"loss_at_7", "loss_at_13", "attention_error", "attention_cost"}
+    alone, watched = (result_of(place, result, 6) for place, result in ((plain, before), (folder, after)))
+    assert (alone["digest"], alone["val_loss"]) == (watched["digest"], watched["val_loss"])
+    assert (alone["measures"], alone["gradient"]) == ({}, None)
+    found = watched["measures"]
     assert found["loss_at_7"] == pytest.approx(after["val_loss"], rel=1e-5)  # the length of training
     assert found["loss_at_13"] != pytest.approx(after["val_loss"], rel=1e-3)
-    assert found["attention_error"] < 1e-6
-    assert found["attention_cost"] == 1.0
+    assert found["attention_error"] < 1e-6 and found["attention_cost"] == 1.0
 
 
 def test_linear_attention_costs_what_is_counted(run):
@@ -153,39 +107,22 @@ def test_linear_attention_costs_what_is_counted(run):
     assert linear["attention_cost"] == pytest.approx((7 * 7 * (4 + 5) + 2 * 7 * 4 * 5) / (7 * 7 * 8))
 
 
-@pytest.mark.parametrize("window", [1, 3])
-def test_the_error_of_a_window_is_that_of_the_keys_that_it_drops(run, monkeypatch, window):
+def test_the_error_of_a_window_is_that_of_the_keys_that_it_drops(run, monkeypatch):
     """Beside attention computed here, of the same queries, keys and values, over all keys up to each query."""
-    from minitx.data.module import DataModule
-
-    seen, inner = [], DataModule.probe_batch
-
-    def spy(self, rows):
-        seen.append(inner(self, rows))
-        return seen[-1]
-
-    monkeypatch.setattr(DataModule, "probe_batch", spy)
-    folder, _ = run("run", callback("Measures", attention=True), f"model.window={window}", "trainer.ckpt_every=100")
-    model = load_model(str(folder / "checkpoints" / "last.ckpt"))[0].eval()
-    calls = []
-    attention = next(part for part in model.modules() if hasattr(part, "core"))
-    attention.core.register_forward_pre_hook(lambda core, args: calls.append(copy.copy(args[0])))
-    with torch.no_grad():
-        model(seen[-1]["input_ids"])
-    query, key, value = calls[0].query.double(), calls[0].key.double(), calls[0].value.double()
-    scores = query @ key.transpose(-1, -2) / math.sqrt(4)
-    hidden = torch.ones(7, 7, dtype=torch.bool).triu(1)
-    exact = scores.masked_fill(hidden, -math.inf).softmax(-1) @ value
-    near = scores.masked_fill(hidden | torch.ones(7, 7, dtype=torch.bool).tril(-window), -math.inf).softmax(-1) @ value
-    found = measured(folder)
-    assert found["attention_error"] == pytest.approx(float((near - exact).norm() / exact.norm()), rel=1e-4, abs=1e-6)
-    assert found["attention_error"] > 1e-3
+    seen, inner = [], callbacks._beside_exact
+    monkeypatch.setattr(callbacks, "_beside_exact", lambda core, call: seen.append(call) or inner(core, call))
+    folder, _ = run("run", callback("Measures", attention=True), "model.window=3")
+    query, key, value = (tensor.double() for tensor in (seen[0].query, seen[0].key, seen[0].value))
+    behind = torch.arange(7)[:, None] - torch.arange(7)
+    scores = (query @ key.transpose(-1, -2) / math.sqrt(4)).masked_fill(behind < 0, -math.inf)
+    exact, near = scores.softmax(-1) @ value, scores.masked_fill(behind >= 3, -math.inf).softmax(-1) @ value
+    error = float((near - exact).norm() / exact.norm())
+    assert measured(folder)["attention_error"] == pytest.approx(error, rel=1e-4) and error > 1e-3
 
 
 @pytest.mark.parametrize(("words", "message"), [
     ([callback("Measures", lengths=[17])], "lengths: 17 is beyond model.max_len=16 of position=learned"),
     ([callback("Measures", attention=True), "model.position=alibi"], "the model has alibi"),
-    ([callback("Measures", attention=True), "model.softcap=5.0"], "the model has softcap"),
     ([callback("Measures", lengths=[5]), "data=kv_lookup", "model.position=none"], "a language model of text"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused_before_training(run, tmp_path, words, message):

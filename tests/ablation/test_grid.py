@@ -15,15 +15,13 @@ from minitx.ablation.config import (  # fmt: skip
     AblationConfig,
     ComparisonConfig,
     ExpectedConfig,
-    LawConfig,
     PredictionConfig,
     StartConfig,
     StudyConfig,
 )
 from minitx.ablation.grid import Cell, cells, code_fingerprint
 from minitx.ablation.records import Place
-from minitx.cli.compose import compose_grid
-from minitx.config import ConfigError, from_dict
+from minitx.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
 ARMS = {"a": ("model.scale=inv_sqrt",), "b": ("model.scale=unscaled", "optimizer.rules=[{match: '(q|k)_proj', lr: 2}]")}
@@ -34,9 +32,11 @@ FIRST = StudyConfig(base=("trainer.max_steps=2",), arms=("a", "b"), factors={"in
 SECOND = dataclasses.replace(MAIN, start=StartConfig(study="first", arm="b"), scores=("stability",))
 
 
+SIDE = StudyConfig(base=("experiment=y", "trainer.max_steps=2"), arms=("b",), seeds=(3, 4))
+
+
 def grid(**changes):
-    side = StudyConfig(base=("experiment=y", "trainer.max_steps=2"), arms=("b",), seeds=(3, 4))
-    return AblationConfig(**{"arms": ARMS, "studies": {"main": MAIN, "side": side}, **changes})
+    return AblationConfig(**{"arms": ARMS, "studies": {"main": MAIN, "side": SIDE}, **changes})
 
 
 def two_phases(**changes):
@@ -67,17 +67,12 @@ def test_a_cell_comes_after_the_one_that_it_starts_from_which_shares_seed_and_fa
     found = cells(two_phases())
     assert len(found) == 12 + 24
     for cell in found:
-        if cell.place.study == "first":
-            assert cell.start is None
-            assert cell.keeps_weights == (cell.place.arm == "b")
-            assert f"seed={cell.place.seed}" in cell.overrides
-            continue
-        init = dict(cell.place.factors)["init"]
-        assert cell.start.place == Place("first", "b", (("init", init),), cell.place.seed)
-        assert found.index(cell.start) < found.index(cell)
-        assert not cell.keeps_weights
-        assert f"seed={cell.place.seed + 1000}" in cell.overrides  # batches that the first phase has not read
-    assert [cell.place.seed for cell in found if cell.place.study == "second"] == [5] * 8 + [3] * 8 + [9] * 8
+        seed, is_first = cell.place.seed, cell.place.study == "first"
+        assert cell.keeps_weights == (is_first and cell.place.arm == "b")
+        assert f"seed={seed if is_first else seed + 1000}" in cell.overrides  # batches that the first phase has not read
+        if not is_first:
+            assert cell.start.place == Place("first", "b", (("init", dict(cell.place.factors)["init"]),), seed)
+            assert found.index(cell.start) < found.index(cell)
 
 
 def test_a_cell_of_the_second_phase_loads_the_first_one_and_checks_that_it_is_the_same_function(tmp_path):
@@ -89,15 +84,6 @@ def test_a_cell_of_the_second_phase_loads_the_first_one_and_checks_that_it_is_th
     assert words[-3:-1] == [f'init_from.path="{path}"', "init_from.fold_scale=true"]
     assert words[-1].startswith("+callbacks.same_start=") and str(path) in words[-1]
     assert cell.describe(tmp_path)["start"] == cell.start.hash
-
-
-def test_skip_leaves_out_what_matches_every_key_of_an_entry():
-    skip = ({"init": ("gpt2",), "arm": ("b",)}, {"lr": ("1",), "arm": ("a",), "seed": ("3", "9")})
-    found = [cell.place for cell in cells(grid(studies={"main": dataclasses.replace(MAIN, skip=skip)}))]
-    left_out = {("b", "gpt2", lr, seed) for lr in ("0.1", "1") for seed in (3, 5, 9)}
-    left_out |= {("a", init, "1", seed) for init in INIT for seed in (3, 9)}
-    assert len(found) == 24 - len(left_out)
-    assert not left_out & {(p.arm, *dict(p.factors).values(), p.seed) for p in found}
 
 
 @pytest.mark.parametrize(("wrong", "message"), [
@@ -114,14 +100,10 @@ def test_a_grid_with_a_run_twice_or_a_first_phase_that_is_not_there_is_refused(w
 def test_the_name_of_a_cell_depends_on_its_place_its_overrides_and_its_start():
     base = Cell(Place("main", "a", (("lr", "1"),), 1), ("seed=1",))
     assert base.hash == dataclasses.replace(base, keeps_weights=True).hash
-    others = [
-        *(dataclasses.replace(base, overrides=overrides) for overrides in [("seed=2",), ("seed=1", "seed=1")]),
-        *(dataclasses.replace(base, place=dataclasses.replace(base.place, **{name: "z"})) for name in ("study", "arm", "seed")),
-        dataclasses.replace(base, place=dataclasses.replace(base.place, factors=(("lr", "2"),))),
-        dataclasses.replace(base, start=base),
-        dataclasses.replace(base, start=dataclasses.replace(base, overrides=("seed=2",))),
-    ]
-    assert len({base.hash, *(cell.hash for cell in others)}) == 1 + len(others)
+    places = [{"study": "z"}, {"arm": "z"}, {"seed": 2}, {"factors": (("lr", "2"),)}]
+    changes = [{"place": dataclasses.replace(base.place, **place)} for place in places]
+    changes += [{"overrides": ("seed=2",)}, {"start": base}, {"start": dataclasses.replace(base, overrides=("seed=2",))}]
+    assert len({base.hash, *(dataclasses.replace(base, **change).hash for change in changes)}) == 1 + len(changes)
 
 
 def test_the_name_of_a_cell_follows_the_users_own_configs_and_not_their_place_or_grids(tmp_path):
@@ -137,10 +119,8 @@ def test_the_name_of_a_cell_follows_the_users_own_configs_and_not_their_place_or
 
 
 def test_the_fingerprint_covers_code_and_configs_that_decide_a_run_and_no_others(tmp_path, monkeypatch):
-    decides = [f"minitx/{name}" for name in ("nn/a/code.py", "data/code.py", "training/code.py", "ablation/callbacks.py")]
-    decides += ["minitx/analysis/statistics.py", "configs/experiment/cell.yaml", "configs/train.yaml"]
-    other = ["minitx/ablation/judge.py", "minitx/cli/code.py", "minitx/analysis/figures.py"]
-    other += ["configs/ablation/grid.yaml", "configs/experiment/notes.txt", "minitx/nn/notes.txt"]
+    decides = ["minitx/nn/a/code.py", "minitx/ablation/callbacks.py", "minitx/analysis/statistics.py", "configs/train.yaml"]
+    other = ["minitx/ablation/judge.py", "minitx/analysis/figures.py", "configs/ablation/grid.yaml", "minitx/nn/notes.txt"]
     named = [("minitx", name) for name in module._CODE] + [("configs", name) for name in module._CONFIGS]
     assert [name for folder, name in named if not (ROOT / folder / name).exists()] == []
     monkeypatch.setattr(module, "__file__", str(tmp_path / "minitx" / "ablation" / "grid.py"))
@@ -155,88 +135,48 @@ def test_the_fingerprint_covers_code_and_configs_that_decide_a_run_and_no_others
     for name in (*decides, *other):
         assert (fingerprint(name, "x = 2\n") != before) == (name in decides), name
         assert fingerprint(name) == before
-    code = "minitx/data/code.py"
-    assert fingerprint(code, '"""What it is."""\n# and why\nx = (\n    1\n)\n') == before
-    (tmp_path / code).rename(tmp_path / "minitx" / "nn" / "code.py")
-    assert fingerprint("minitx/nn/a/code.py") != before
+    assert fingerprint(decides[0], '"""What it is."""\n# and why\nx = (\n    1\n)\n') == before
 
 
 def test_a_grid_run_in_parts_has_the_cells_of_the_whole_and_first_phases_come_along():
     third = dataclasses.replace(SECOND, start=StartConfig(study="second", arm="a"))
-    predictions = {"p": PredictionConfig(statement="s", rule="r"), "q": PredictionConfig(statement="s")}
     whole = two_phases(main=dataclasses.replace(MAIN, scores=("time",)), third=third)
-    whole = dataclasses.replace(whole, comparisons=(ComparisonConfig(study="main", arms=("a", "b")),), predictions=predictions)
+    whole = dataclasses.replace(whole, comparisons=(ComparisonConfig(study="main", arms=("a", "b")),))
     parts = [dataclasses.replace(whole, only=only).chosen() for only in (("third",), ("main",))]
     assert [list(part.studies) for part in parts] == [["second", "first", "third"], ["main"]]
     assert [len(part.comparisons) for part in parts] == [0, 1]
-    assert [list(part.predictions) for part in parts] == [["q"], ["q"]]
     assert {cell.hash for part in parts for cell in cells(part)} == {cell.hash for cell in cells(whole)}
     assert whole.chosen() is whole
 
 
+def compared(study="main", arms=("a", "b"), expected=None):
+    """The fields of a grid that compares two arms, and expects something."""
+    expect = (ExpectedConfig(study="main", arms=expected, endpoint="time"),) if expected else ()
+    comparisons = (ComparisonConfig(study=study, arms=arms),)
+    return {"comparisons": comparisons, "predictions": {"p": PredictionConfig(statement="s", expect=expect)}}
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     ({"seeds": (1, 2), "tune_seeds": (2, 3)}, "tune_seeds=[2, 3] are judged too: seed [2]"),
-    ({"measures": ("loss_at_9",), "scores": ("time",)}, "measures=['loss_at_9'] need a score of loss or accuracy"),
+    ({"measures": ("loss_at_9",)}, "measures=['loss_at_9'] need a score of loss or accuracy"),
     ({"scores": ("stability",)}, "scores=[stability] needs start"),
-    ({"prune": "lost", "factors": {}}, "prune=lost needs the factor lr"),
     ({"prune": "unsolved"}, "prune=unsolved needs tune_seeds"),
-    ({"factors": {"lr": {"high": ()}}}, "factors.lr has the level ['high']"),
-    ({"skip": ({"width": ("8",)},)}, "skip=['width'] not found; the study has arm, seed, init, lr"),
     ({"skip": ({"init": ("lecunn",)},)}, "skip.init=['lecunn'] not found; it has lecun, gpt2"),
-    ({"skip": ({"arm": ("c",)},)}, "skip.arm=['c'] not found; it has a, b"),
-    ({"skip": ({"seed": ("4",)},)}, "skip.seed=['4'] not found; it has 5, 3, 9"),
-])  # fmt: skip
-def test_a_study_that_cannot_be_run_or_judged_is_refused(changes, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        dataclasses.replace(MAIN, **changes)
-
-
-COMPARED = ComparisonConfig(study="main", arms=("a", "b"))
-EXPECTED = ExpectedConfig(study="main", arms=("a", "b"), endpoint="time")
-
-
-@pytest.mark.parametrize(("changes", "message"), [
     ({"launcher_options": {"cluster": "local"}}, "launcher_options={'cluster': 'local'} are for launcher=slurm"),
     ({"ratio_margin": 1.0}, "ratio_margin=1 must be above 1"),
-    ({"only": ("mian",)}, "only=['mian'] not found; ablation.studies has main, first, bare"),
+    ({"only": ("mian",)}, "only=['mian'] not found; ablation.studies has main, first"),
     ({"arms": {"a": ()}}, "studies.main.arms=['b'] not found; ablation.arms has a"),
-    ({"start": StartConfig(study="fist", arm="a")}, "studies.second.start.study=['fist'] not found"),
-    ({"start": StartConfig(study="first", arm="c")}, "studies.second.start.arm=['c'] not found; studies.first.arms has a, b"),
-    ({"start": StartConfig(study="main", arm="a"), "factors": {"lr": {}}}, "studies.main.factors=['init'] not found; studies.second, which starts from it, has lr"),
-    ({"compared": {"study": "mian"}}, "comparisons[0].study=['mian'] not found"),
-    ({"compared": {"study": "bare"}}, "comparisons[0].study=bare has no scores"),
-    ({"compared": {"arms": ("a", "a")}}, "comparisons[0].arms=['a', 'a'] compares an arm with itself"),
-    ({"compared": {"arms": ("a", "c")}}, "comparisons[0].arms=['c'] not found; studies.main.arms has a, b"),
-    ({"compared": {"primary": ({"lr": "1"},)}}, "comparisons[0].primary: lr is tuned"),
-    ({"compared": {"primary": ({"init": "t5"},)}}, "comparisons[0].primary: init=t5 is no level"),
-    ({"compared": {"law": LawConfig(factor="width", power=0.5)}}, "comparisons[0].law.factor=['width'] not found"),
-    ({"expected": {"arms": ("b", "a")}}, "predictions.p.expect[0]: arms=['b', 'a'] of study=main are not in ablation.comparisons"),
-    ({"expected": {"endpoint": "loss"}}, "predictions.p.expect[0].endpoint=['loss'] not found; that study has time, largest_rate"),
-    ({"expected": {"condition": {"init": "t5"}}}, "predictions.p.expect[0].condition: init=t5 is no level"),
+    ({"studies": {"second": SECOND}}, "studies.second.start.study=['first'] not found"),
+    (compared(study="first"), "comparisons[0].study=first has no scores"),
+    (compared(arms=("a", "c")), "comparisons[0].arms=['c'] not found; studies.main.arms has a, b"),
+    (compared(expected=("b", "a")), "predictions.p.expect[0]: arms=['b', 'a'] of study=main are not in ablation.comparisons"),
 ])  # fmt: skip
-def test_a_grid_that_names_what_is_not_there_is_refused(changes, message):
-    studies = {"main": dataclasses.replace(MAIN, scores=("time",)), "first": FIRST, "bare": MAIN}
-    second = {name: changes.pop(name) for name in ("start", "factors") if name in changes}
-    if second:
-        studies["second"] = dataclasses.replace(SECOND, **second)
-    comparison = dataclasses.replace(COMPARED, **changes.pop("compared", {}))
-    expected = dataclasses.replace(EXPECTED, **changes.pop("expected", {}))
-    prediction = PredictionConfig(statement="s", expect=(expected,))
+def test_a_grid_or_a_study_that_cannot_be_is_refused(changes, message):
+    of_study = {name: changes[name] for name in changes if hasattr(MAIN, name) and name != "arms"}
+    of_grid = {name: changes[name] for name in changes if name not in of_study}
+
+    def studies():
+        return {"main": dataclasses.replace(MAIN, **{"scores": ("time",), **of_study}), "first": FIRST}
+
     with pytest.raises(ConfigError, match=re.escape(message)):
-        grid(**{"studies": studies, "comparisons": (comparison,), "predictions": {"p": prediction}, **changes})
-
-
-def test_a_key_or_type_that_no_grid_has_is_refused_with_its_path():
-    for node, path in (
-        ({"studies": {"one": {"seed": [1]}}}, "ablation.studies.one.seed"),
-        ({"studies": {"one": {"scores": ["speed"]}}}, "ablation.studies.one.scores"),
-        ({"studies": {"one": {"solved": {"window": 0}}}}, "ablation.studies.one.solved.window=0"),
-        ({"workers": 0}, "ablation.workers=0"),
-        ({"launcher": "ray"}, "ablation.launcher=ray"),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(path)):
-            from_dict(AblationConfig, node, "ablation.")
-
-
-def test_a_run_is_no_grid():
-    assert compose_grid(["experiment=kv_lookup"]) is None
+        grid(**{"studies": studies(), **of_grid})

@@ -9,117 +9,78 @@ import sys
 from pathlib import Path
 
 import pytest
-from pretend import alive, comparable, grid, run
+from pretend import alive, comparable, run
 
-from minitx.ablation.grid import cells
 from minitx.ablation.records import read_records
 from tests.waiting import PATIENCE, wait_for
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
-# What workers import. Runs wait while the grid has as many lines as a file of permits has bytes: no grid is over before it is
-# killed.
-GATED = """
-import time
-from pathlib import Path
-from pretend import pretend
-
-def gated(words, folder, *arguments):
-    grid = Path(folder).parents[1]
-    permits, lines = Path("permits"), grid / "cells.jsonl"
-    while permits.exists() and lines.exists() and lines.read_bytes().count(b"\\n") >= permits.stat().st_size:
-        time.sleep(0.02)
-    return pretend(words, folder, *arguments)
-"""
-
 PROGRAM = """
-import sys
+import dataclasses, functools, logging, sys
+from pathlib import Path
+import pretend
+from minitx.ablation import grid
+from minitx.cli import ablate
+from minitx.cli.errors import exit_code
 
-if __name__ == "__main__":
-    import dataclasses, functools, logging
-    from pathlib import Path
-    import pretend
-    from gated import gated
-    from minitx.cli import ablate
-    from minitx.cli.errors import exit_code
-
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    ablate.run_cell, ablate.check, ablate.report = gated, lambda cells: None, lambda *findings: None
-    ablate.run_cells = functools.partial(ablate.run_cells, projection=pretend.free)
-    real = ablate.cells
-    ablate.cells = lambda grid, common: real(grid)
-    two = dataclasses.replace(pretend.grid(), workers=2)
-    sys.exit(exit_code(lambda: ablate.run_ablation(two, Path("killed").absolute(), [], "train.py")))
+grid.code_fingerprint, ablate.facts = lambda: "code", lambda command: {}  # torch and Lightning take seconds
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+ablate.run_cell, ablate.check, ablate.report = pretend.pretend, lambda cells: None, lambda *findings: None
+ablate.run_cells = functools.partial(ablate.run_cells, projection=pretend.free)
+real = ablate.cells
+ablate.cells = lambda grid, common: real(grid)
+two = dataclasses.replace(pretend.grid(), workers=2)
+sys.exit(exit_code(lambda: ablate.run_ablation(two, Path("killed").absolute(), [], "train.py")))
 """
+LINES, PERMITS = Path("killed", "cells.jsonl"), Path("killed", "permits")
 
 
-class Launch:
-    """The grid in the folder ``killed`` of ``place``, in a process of its own; it stops after so many lines more."""
-
-    def __init__(self, place, more):
-        (place / "gated.py").write_text(GATED)
-        (place / "program.py").write_text(PROGRAM)
-        self.path, self.permits = place / "killed" / "cells.jsonl", place / "permits"
-        self.allow(more)
-        paths = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
-        with (place / "log.txt").open("w") as log:
-            self.process = subprocess.Popen([sys.executable, "program.py"], cwd=place, env=environment, stdout=log, stderr=log)
-        self.log = place / "log.txt"
-
-    def allow(self, more):
-        self.wanted = len(read_records(self.path)) + more
-        self.permits.write_bytes(b"x" * (self.wanted + 1))
-
-    def wait(self):
-        wait_for(lambda: len(read_records(self.path)) >= self.wanted or self.process.poll() is not None)
-        assert self.process.poll() is None, self.log.read_text()
-
-    def end(self, number):
-        """Send a signal. Gives the exit code, and what was said."""
-        processes = children_of(self.process.pid)
-        self.process.send_signal(number)
-        code = self.process.wait(PATIENCE)
-        wait_for(lambda: not any(map(alive, processes)))  # no worker outlives its grid
-        return code, self.log.read_text()
+def children_of(pid):
+    """The processes that ``pid`` has started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split() if entry.name.isdecimal() else []
+        except OSError:  # it has ended
+            continue
+        found += [int(entry.name)] if fields[1:2] == [str(pid)] else []
+    return found
 
 
-def stat_of(pid):
-    try:
-        return (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1], Path(f"/proc/{pid}/cmdline").read_bytes())
-    except OSError:
-        return ("", b"")
-
-
-def children_of(pid, name=b""):
-    """Processes that ``pid`` has started, by a part of their command."""
-    found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-    return [child for child in found if (stat := stat_of(child))[0] == str(pid) and name in stat[1]]
+def go_on(process, more):
+    """Let the grid run until it has so many lines more; its next runs wait."""
+    wanted = len(read_records(LINES)) + more
+    PERMITS.write_bytes(b"x" * (wanted + 1))
+    wait_for(lambda: len(read_records(LINES)) >= wanted, process)
 
 
 @pytest.mark.slow
-def test_a_grid_that_is_stopped_or_killed_goes_on_and_ends_in_the_records_of_one_left_alone(tmp_path):
-    (tmp_path / "whole").mkdir()
-    whole = comparable(run(tmp_path / "whole"), tmp_path / "whole")
-    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)):
-        launch = Launch(tmp_path, more=2)
-        launch.wait()
+def test_a_grid_that_is_stopped_or_killed_goes_on_and_ends_in_the_records_of_one_left_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("minitx.ablation.grid.code_fingerprint", lambda: "code")
+    whole = comparable(run(Path("whole")), "whole")
+    PERMITS.parent.mkdir()
+    here = [str(Path(__file__).parents[2]), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(here)}
+    for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
+        PERMITS.write_bytes(b"x")
+        with Path("log.txt").open("w") as log:
+            process = subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, stdout=log, stderr=log)
+        go_on(process, 2)
         if number == signal.SIGKILL:
-            wait_for(lambda pid=launch.process.pid: len(children_of(pid, b"spawn_main")) == 2)
-            os.kill(children_of(launch.process.pid, b"spawn_main")[0], signal.SIGKILL)
-            launch.allow(3)
-            launch.wait()  # the grid goes on
-        found, said = launch.end(number)
+            os.kill(max(children_of(process.pid)), signal.SIGKILL)  # a worker
+            go_on(process, 3)
+        wait_for(lambda pid=process.pid: len(children_of(pid)) > 2)  # two workers, and what multiprocessing starts beside them
+        processes = children_of(process.pid)
+        process.send_signal(number)
+        found, said = process.wait(PATIENCE), Path("log.txt").read_text()
         assert found == code, said
         assert "Traceback" not in said
-        assert code < 0 or f"stopped by {number.name}; the finished runs are kept: the same command goes on" in said
-    assert 0 < len(read_records(launch.path)) < len(cells(grid()))
-    launch = Launch(tmp_path, len(whole))
-    assert launch.process.wait(PATIENCE) == 0, launch.log.read_text()
-    records = read_records(launch.path)
-    assert len(records) == len(whole)  # nothing was run twice
-    found = comparable(records, tmp_path / "killed")
-    for record in (*whole.values(), *found.values()):
-        record["command"] = None  # it names the folder, relative to where the program was started
-    assert found == whole
+        assert code < 0 or "stopped by SIGINT; the finished runs are kept: the same command goes on" in said
+        wait_for(lambda those=processes: not any(map(alive, those)))  # no worker outlives its grid
+    assert 0 < len(read_records(LINES)) < len(whole)
+    PERMITS.unlink()
+    records = run(LINES.parent)
+    assert len(read_records(LINES)) == len(whole)  # nothing was run twice
+    assert comparable(records, "killed") == whole

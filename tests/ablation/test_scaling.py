@@ -1,44 +1,33 @@
 """What the page says of the scale: each sentence on records with a known truth, the figure, the sections, the rules."""
 
-import math
 import re
+import sys
 
 import numpy as np
 import pytest
 
-from minitx.ablation import figures, scaling
+from minitx.ablation import scaling
 from minitx.ablation.blocks import Table
 from minitx.ablation.judge import judge
 from minitx.ablation.predictions import answers
 from minitx.ablation.records import Runs, worst_accuracy
 from minitx.ablation.scaling import RULES
-from minitx.ablation.scaling.initial_weights import SCHEMES, WIDTHS, init_sweep, variance_slope
+from minitx.ablation.scaling.initial_weights import variance_slope
 from minitx.ablation.wording import percent
 from minitx.cli.compose import build_grid, composed
-from tests.ablation import made_up
 from tests.ablation.made_up import BOTH, FOLD, RATES, SCALED, SEEDS, UNSCALED, WIDE, Truth, of_the_scale
 
 TIME, ADAMW, SGD = "recall", "stability_adamw", "stability_sgd"
 CALM = {"spread": 1.0}
 
 
-def times(arm, steps, dim="128"):
+def times(arm, steps):
     """The same steps to solve at every rate."""
-    return {(arm, dim, rate): steps for rate in RATES}
-
-
-def by_seed(*steps):
-    return dict(zip((0, 1, *SEEDS), (steps[0], steps[0], *steps), strict=True))
+    return {(arm, "128", rate): steps for rate in RATES}
 
 
 def said(*studies, **rest):
     return scaling.sentences(of_the_scale(*studies, **rest))
-
-
-def sentence(start, *studies, **rest):
-    """The one sentence that has ``start`` in it."""
-    (found,) = [text for text in said(*studies, **rest) if start in text]
-    return found
 
 
 # --- sentences
@@ -47,13 +36,11 @@ def sentence(start, *studies, **rest):
 def test_the_first_screen_says_what_happened_with_the_numbers_of_the_records(whole):
     text = scaling.sentences(whole)
     assert len(text) == 6
-    assert text[0].startswith("A model that had learned to look up a value (one head, d_k = 128) was copied.")
     for said_here, name, rate, study in ((text[1], "AdamW", "1e-2", ADAMW), (text[2], "SGD", "3.2e-2", SGD)):
         assert said_here.startswith(f"At learning rate {rate} with {name}, the lowest accuracy (mean of 8 steps) of 6 seeds")
         for words, arm in (("was {}", UNSCALED), ("{} with it", SCALED)):
             accuracies = [worst_accuracy(run.result, 8) for run in whole.runs.select(study, arm, WIDE, rate=rate)]
             assert words.format(percent(accuracies)) in said_here
-    assert "(guessing: 6 %)" in text[2]
     assert re.search(r"3\.2 times smaller with AdamW \(median of 6 seeds, interval .*; predicted: d_k\^¼ = 3\.4\)", text[3])
     assert re.search(r"11 times smaller with SGD \(median of 6 seeds, interval .*; predicted: √d_k = 11\.3\)", text[3])
     assert re.search(r"(6\.9|7\.0) times as many steps .* within 1,500 steps, at the best of the learning rates tried", text[4])
@@ -61,74 +48,21 @@ def test_the_first_screen_says_what_happened_with_the_numbers_of_the_records(who
     assert re.fullmatch(small, text[5])
 
 
-def test_every_sentence_with_a_number_names_its_budget(whole):
-    cases = [
-        *(scaling.sentences(whole), said(TIME, seeds=4), said("null", truth=Truth(equal=False))),
-        said(ADAMW, TIME, dims=("128",), truth=Truth(times=times(UNSCALED, None))),
-        said(TIME, truth=Truth(times=times(UNSCALED, 70))),
-    ]
-    found = [text for case in cases for text in case if re.search(r"\d", text) and "was copied" not in text]
-    assert len(found) >= 11
-    assert [text for text in found if not re.search(r"[Ww]ithin [\d,]+( and [\d,]+)? steps", text)] == []
+ONE_SOLVES = dict.fromkeys(SEEDS) | {0: 600, 1: 600, 10: 600}
 
 
-def test_what_was_not_run_is_not_named():
-    assert not any(word in " ".join(said(TIME)) for word in ("SGD", "AdamW", "stable"))
-    assert not any(word in " ".join(said(ADAMW)) for word in ("SGD", "scratch"))
-    assert not any("d_k = 8" in text for text in said(TIME, ADAMW, dims=("128",)))
-    assert said("text") == ["No comparison with and without the scale has finished."]
-
-
-ONE_SOLVES, CLOSE = by_seed(600, None, None, None, None, None), by_seed(60, 65, 70, 80, 90, 100)
-STABLE = dict(zip(SEEDS, (0.01, 0.011, 0.012, 0.0125, 0.008, 0.009), strict=True))
-
-
-@pytest.mark.parametrize(("changes", "words"), [
-    (times(UNSCALED, 67), r"both models need about the same number of steps .* \(ratio 1\.0\)"),
-    (times(UNSCALED, 30), r"needs fewer steps .* \(0\.4\d? times as many\)"),
-    (times(UNSCALED, CLOSE), r"it is undecided .* \(ratio 1\.1, median of 6 seeds, interval 0\.896 to 1\.49\)"),
-    (times(UNSCALED, None), r"without the scale solved the task at none of the learning rates tried within 1,500 steps; the model with the scale solved it"),
-    (times(SCALED, None), r"with the scale solved the task at none of the learning rates tried .* cannot be compared"),
-    ({(UNSCALED, "128", RATES[2]): 335}, r"needs 5\.0 times as many steps .*, each at its own best learning rate"),
-    (times(UNSCALED, ONE_SOLVES), r"needs 22 or more times as many steps .*1 of 6 seeds solved it at all"),
+@pytest.mark.parametrize(("study", "truth", "words"), [
+    (TIME, {"times": times(UNSCALED, 67)}, r"both models need about the same number of steps .* \(ratio 1\.0\)"),
+    (TIME, {"times": times(UNSCALED, None)}, r"without the scale solved the task at none of the learning rates tried within 1,500 steps; the model with"),
+    (TIME, {"times": times(SCALED, None)}, r"with the scale solved the task at none of the learning rates tried .* cannot be compared"),
+    (TIME, {"times": times(UNSCALED, ONE_SOLVES)}, r"needs 22 or more times as many steps .*1 of 6 seeds solved it at all"),
+    (ADAMW, {"stable": {(ADAMW, UNSCALED, "128"): 0.0125}}, r"90 % within 200 steps.* was the same with AdamW \(ratio 1\.0\)\."),
+    (ADAMW, {"stable": {(ADAMW, UNSCALED, "128"): 1e-5}}, r"was at least 1\d times smaller with AdamW"),
+    (ADAMW, {"outcomes": {(ADAMW, UNSCALED, "1e-2"): "NONFINITE"}}, "was 0 %.*The loss of 6 of 6 runs without the scale was no longer a finite"),
 ])  # fmt: skip
-def test_steps_from_scratch_are_told_as_their_row_says(changes, words):
-    assert re.search(words, sentence("from scratch", TIME, dims=("128",), truth=Truth(times=changes, **CALM)))
-
-
-@pytest.mark.parametrize(("rates", "words"), [
-    (0.0125 / 5, r"was 5\.0 times smaller with AdamW \(median of 6 seeds, interval .*; predicted: d_k\^¼ = 3\.4\)\."),
-    (0.0125, r"was the same with AdamW \(ratio 1\.0\)\."),
-    (0.0125 * 2, r"was larger with AdamW \(ratio 0\.5"),
-    (STABLE, r"not clearly different with AdamW \(ratio 1\.\d, median of 6 seeds, interval 1 to 1\.56\)"),
-    (1e-5, r"was at least 1\d times smaller with AdamW"),
-])  # fmt: skip
-def test_the_largest_stable_rate_is_told_as_its_row_says(rates, words):
-    truth = Truth(stable={(ADAMW, UNSCALED, "128"): rates}, prune=False, **CALM)
-    text = sentence("largest stable", ADAMW, dims=("128",), truth=truth)
-    assert "90 % within 200 steps" in text
-    assert re.search(words, text)
-
-
-def test_fewer_than_six_pairs_give_no_verdict_in_any_sentence():
-    text = said(TIME, ADAMW, dims=("128",), seeds=4, truth=Truth(**CALM))
-    assert [sum("4 seeds, too few for a verdict" in one for one in text), len(text)] == [2, 4]
-
-
-def test_curves_need_both_arms_at_the_named_rate_which_may_be_in_a_study_of_its_own():
-    full = of_the_scale(ADAMW, dims=("128",))
-    cut = made_up.without(full, keep=lambda run: (run.study, run.arm, run.rate) != (ADAMW, SCALED, "1e-2"))
-    assert not any("the lowest accuracy" in text for text in scaling.sentences(cut))
-    assert any("largest stable" in text for text in scaling.sentences(cut))
-    options = {"continued": {"AdamW": {"study": ADAMW, "shown": SGD, "rate": "3.2e-2"}}}
-    assert "At learning rate 3.2e-2 with AdamW" in said(ADAMW, SGD, dims=("128",), options=options)[1]
-
-
-def test_a_loss_that_is_not_finite_is_said():
-    truth = Truth(outcomes={(ADAMW, UNSCALED, "1e-2"): "NONFINITE"})
-    text = sentence("with AdamW, the lowest", ADAMW, dims=("128",), truth=truth)
-    assert "was 0 %" in text
-    assert "The loss of 6 of 6 runs without the scale was no longer a finite number within 200 steps" in text
+def test_a_sentence_says_what_the_records_show(study, truth, words):
+    text = said(study, dims=("128",), truth=Truth(**truth, prune=study == TIME, **CALM))
+    assert any(re.search(words, one) for one in text)
 
 
 def test_a_broken_null_control_comes_first():
@@ -159,42 +93,10 @@ def test_the_first_figure_has_a_line_or_a_dot_for_every_run_and_the_law_below_th
         assert law.get_ydata() == pytest.approx([median / dim**power for median, dim in zip(medians, (8, 128), strict=True)])
     scratch = titles["from scratch, one head, d_k = 128"]
     assert dots(scratch) == len(whole.runs.select(TIME, condition=WIDE, status="done"))
-
-
-def test_the_figure_has_the_panels_that_were_run():
-    found = of_the_scale(ADAMW, dims=("128",))  # one d_k: accuracies instead of largest rates
-    ax = next(ax for ax in scaling.figure(found)[0].figure.axes if ax.get_title().startswith("AdamW: lowest accuracy"))
-    runs = [run for arm in BOTH for run in found.runs.select(ADAMW, arm, status="done")]
-    assert (ax.get_xlabel(), ax.get_ylabel(), dots(ax)) == ("learning rate", "accuracy", len(runs))
-    assert [len(picture.figure.axes) for picture in scaling.figure(of_the_scale(TIME))] == [1]
-    assert scaling.figure(of_the_scale("text")) == []
-
-
-def test_the_attention_is_that_of_the_first_judged_seed_at_the_shown_rate(whole):
-    picture = scaling.figure(whole)[1]
-    maps = [ax for ax in picture.figure.axes if ax.images]
-    kept = [whole.runs.select(ADAMW, arm, WIDE, rate="1e-2", seeds=SEEDS[:1])[0] for arm in BOTH]
-    wanted = [kept[0].result["attention"]["0"], *(run.result["attention"]["200"] for run in kept)]
-    assert [ax.get_title().split("\n")[-1] for ax in maps[:3]] == ["before", "200 steps later", "200 steps later"]
-    for ax, weights in zip(maps, wanted, strict=False):
-        assert np.array_equal(ax.images[0].get_array(), np.array(weights)[:, -1])
-        assert f"{figures.entropy(weights):.2f} nats" in ax.get_xlabel()
-    assert "seed 10, learning rate 0.01." in picture.caption
-
-
-# --- initial weights
-
-
-def test_the_scores_at_initial_weights_have_the_variance_that_each_scheme_predicts():
-    rows = {row.width: row for row in init_sweep() if row.scheme == "lecun"}
-    assert variance_slope() == pytest.approx(1, abs=0.02)
-    for width in WIDTHS:
-        assert rows[width].variance == pytest.approx(width, rel=0.1)
-        assert rows[width].row_std == pytest.approx(math.sqrt(width), rel=0.1)
-    expected = {"lecun": 8.0, "torch_mha": 4.0, "torch_linear": 8 / 3, "t5": 1.0, "gpt2": 0.41}
-    found = {row.scheme: row.row_std for row in init_sweep() if row.width == 64}
-    assert set(found) == set(SCHEMES)
-    assert found == pytest.approx(expected, rel=0.1)
+    kept = [whole.runs.select(ADAMW, arm, WIDE, rate="1e-2", seeds=SEEDS[:1])[0].result["attention"] for arm in BOTH]
+    maps = [ax.images[0].get_array() for ax in scaling.figure(whole)[1].figure.axes if ax.images]
+    for drawn, weights in zip(maps, (kept[0]["0"], kept[0]["200"], kept[1]["200"]), strict=False):
+        assert np.array_equal(drawn, np.array(weights)[:, -1])  # of the first judged seed, by the last query
 
 
 # --- sections and rules
@@ -214,58 +116,22 @@ def test_controls_show_the_null_control_the_fold_and_the_start(whole):
     controls = section(whole, "Controls")
     assert [row["result"] for row in rows(controls, "Null control")] == ["EQUAL"]
     assert {row["verdict"] for row in rows(controls, "folded")} == {"SAME"}
+    assert variance_slope() == pytest.approx(1, abs=0.02)  # of the scores at LeCun's weights on d_k
     assert any("3e-07" in block for block in controls if isinstance(block, str))
-
-
-def test_published_results_are_pass_fail_or_not_run():
-    found = {"study": TIME, "arms": [*BOTH], "endpoint": "time", "condition": WIDE}
-    rules = {
-        "PASS": ("has_verdict", {**found, "verdict": "SLOWER"}),
-        "FAIL": ("has_verdict", {**found, "verdict": "SAME"}),
-        "NOT RUN": ("has_verdict", {**found, "study": "absent", "verdict": "SAME"}),
-    }
-    published = {name: {"statement": "", "rule": rule, "options": options} for name, (rule, options) in rules.items()}
-    blocks = section(of_the_scale(TIME, options={"published": published | {"no rule": {"statement": ""}}}), "Published results")
-    statuses = {row["name"]: row["status"] for row in rows(blocks, "Published")}
-    assert statuses == {"PASS": "PASS", "FAIL": "FAIL", "NOT RUN": "NOT RUN", "no rule": "NOT RUN"}
-
-
-def outcomes_of(found):
-    blocks = section(found, "Instability from scratch and on text")
-    return {(row["study"], row["setting"], row["arm"]): row["outcomes"] for row in rows(blocks, "Outcomes")}
 
 
 def test_outcomes_are_counted_for_every_arm_and_rate_and_without_a_plain_average_none_is_trained():
     lost = ("From a model trained on text", "learning rate 0.01", "without the scale")
     truth = Truth(outcomes={("text_stability", UNSCALED, "1e-2"): "DIVERGED", ("text", SCALED, "1e-3"): "NONFINITE"})
-    outcomes = outcomes_of(of_the_scale("text", "text_stability", truth=truth))
-    assert outcomes[lost] == "6 DIVERGED"
+    found = []
+    for studies in (("text", "text_stability"), ("text_stability",)):
+        table = rows(section(of_the_scale(*studies, truth=truth), "Instability from scratch and on text"), "Outcomes")
+        found.append({(row["study"], row["setting"], row["arm"]): row["outcomes"] for row in table})
+    outcomes, alone = found
+    assert outcomes[lost] == alone.pop(lost) == "6 DIVERGED"
     assert outcomes["Text from scratch", "learning rate 0.001", "with the scale"] == "6 NONFINITE"
     assert outcomes["Text from scratch", "learning rate 0.0032", "with the scale"] == "6 TRAINED"
-    alone = outcomes_of(of_the_scale("text_stability", truth=truth))
-    assert alone.pop(lost) == "6 DIVERGED"
-    assert "6 with no outcome that these rules can tell" in alone.values()
-    assert not any("TRAINED" in text for text in alone.values())
-
-
-def test_the_effect_disappears_where_the_verdicts_say_so_and_undecided_ones_stand_apart():
-    found = of_the_scale(TIME, truth=Truth(times={**times(UNSCALED, 134, "8"), **times(UNSCALED, CLOSE)}, **CALM))
-    blocks = section(found, "Where the effect disappears")
-    same = [row["finding"] for row in rows(blocks, "without harm") if row["verdict"] == "SAME"]
-    apart = rows(blocks, "undecided")
-    assert any("d_k 8" in text and "steps until" in text for text in same)
-    assert any("d_k 128" in row["finding"] for row in apart) and {row["verdict"] for row in apart} == {"UNDECIDED"}
-
-
-def test_a_ladder_has_a_panel_for_each_rung_with_its_name_written_out():
-    rungs = {"S0": ("optimizer.lr=1e-3",), "S1": ("model.init=lecun",)}
-    words = {**made_up.WORDS, "rung": "rung", "S0": "GPT-2 defaults", "S1": "LeCun weights"}
-    fields = {"arms": BOTH, "factors": {"rung": rungs}}
-    found = of_the_scale("text_first", fields=fields, words=words, options={"ladder": "text_first"})
-    table, curves, _ = section(found, "Stress ladder")
-    assert [row["setting"] for row in table.rows] == ["rung GPT-2 defaults"] * 2 + ["rung LeCun weights"] * 2
-    assert [ax.get_title() for ax in curves.figure.axes] == ["rung GPT-2 defaults", "rung LeCun weights"]
-    assert [dots(ax) for ax in curves.figure.axes] == [2 * 6 * 80] * 2
+    assert alone and not any("TRAINED" in text for text in alone.values())
 
 
 ARMS, LAW, SOLVE = {"arms": [*BOTH]}, {"studies": [ADAMW, SGD], "arms": [*BOTH]}, {"study": TIME, "head_dims": ["8", "128"]}
@@ -277,8 +143,8 @@ EQUAL = {"studies": {ADAMW: FOLD, SGD: FOLD}, "reference": SCALED}
 @pytest.mark.parametrize(("status", "rule", "options"), [
     ("HELD", "follows_law", {**LAW, "low": 0.45, "high": 1.25}), ("NOT HELD", "follows_law", {**LAW, "low": 0.45, "high": 0.9}),
     ("HELD", "ratio_grows", GROWS), ("HELD", "all_solve_within", {**SOLVE, **ARMS, "steps": 1000}),
-    ("NOT HELD", "all_solve_within", {**SOLVE, **ARMS, "steps": 300}), ("NOT HELD", "wider_or_edge", WIDER),
-    ("HELD", "equal_outcomes", EQUAL), ("NOT HELD", "equal_outcomes", {**EQUAL, "studies": {ADAMW: UNSCALED}}),
+    ("NOT HELD", "wider_or_edge", WIDER), ("HELD", "equal_outcomes", EQUAL),
+    ("NOT HELD", "equal_outcomes", {**EQUAL, "studies": {ADAMW: UNSCALED}}),
     ("HELD", "slope_on_width", {"study": TIME}), ("HELD", "has_verdict", {"verdict": "WORSE", "study": "text", "endpoint": "loss"}),
     ("NOT HELD", "gradients_are_smaller", {}),
 ])  # fmt: skip
@@ -286,13 +152,6 @@ def test_rules_hold_where_the_truth_does_and_are_not_tested_without_their_runs(w
     assert RULES[rule](whole, **options)[0] == status
     if options:
         assert RULES[rule](of_the_scale("null"), **options)[0] == "NOT TESTED"
-
-
-def test_rules_see_a_ratio_that_shrinks_and_arms_at_the_top_of_the_grid():
-    shrinks = of_the_scale(TIME, truth=Truth(times=times(UNSCALED, 70), **CALM))
-    assert RULES["ratio_grows"](shrinks, **GROWS)[0] == "NOT HELD"
-    status, evidence = RULES["wider_or_edge"](shrinks, **WIDER)
-    assert (status, "top of the grid" in evidence) == ("HELD", True)
 
 
 @pytest.mark.parametrize(("largest", "status"), [(0.005, "HELD"), (0.02, "NOT HELD")])
@@ -304,7 +163,9 @@ def test_text_is_above_the_plain_average_and_lost(largest, status):
 
 
 @pytest.mark.parametrize("name", ["quick", "record", "full", "gpu", "smoke"])
-def test_every_rule_that_the_shipped_grids_name_takes_their_options(name):
+def test_every_rule_that_the_shipped_grids_name_takes_their_options(name, monkeypatch):
+    module = sys.modules["minitx.ablation.scaling.sections"]  # the name in the package is the function's
+    monkeypatch.setattr(module, "init_figure", lambda: None)  # it is the same for all
     found = judge(build_grid(composed(["experiment=scaling_ablation", f"ablation={name}"])), Runs(()))
     assert [a.status for a in answers(found) if a.status not in ("NOT TESTED", "HELD")] == []
     assert scaling.sentences(found) and scaling.sections(found)

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from pretend import free
+from pretend import Here, free
 from torch import nn
 
 from minitx.ablation.config import AblationConfig, StartConfig, StudyConfig
 from minitx.ablation.grid import NEW_DATA, cells
-from minitx.ablation.pools import LocalPool
 from minitx.ablation.run import run_cells
 from minitx.cli.ablate import check, run_cell
 from minitx.cli.compose import compose_config, compose_grid
@@ -62,13 +61,10 @@ def first(tmp_path_factory):
 # --- the second phase
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_a_second_phase_trains_the_hand_made_fold_with_plain_torch_on_new_batches(tmp_path, name):
-    trained(tmp_path / "first", "trainer.ckpt_every=100000", "seed=3", "model.num_heads=4", steps=20)
-    first = tmp_path / "first" / "checkpoints" / "last.ckpt"
-    words = [f"optimizer={name}", "optimizer.lr=0.01", *ARMS["unscaled"], f"seed={3 + NEW_DATA}", "model.num_heads=4"]
+def test_a_second_phase_trains_the_hand_made_fold_as_plain_torch_on_new_batches(tmp_path, first):
+    words = ["optimizer=adamw", "optimizer.lr=0.01", *ARMS["unscaled"], f"seed={3 + NEW_DATA}"]
     result = trained(tmp_path / "run", *words, *from_start(first), steps=5)
-    assert 0.0 < result["start_error"] < 1e-5
+    assert 0.0 <= result["start_error"] < 1e-5
     config = compose_config([*SMALL, *words])
     data = build_data(config.data, seed=config.seed, max_steps=5)
     model = build_model(replace(config.model, **data.task.model_fields))
@@ -77,12 +73,9 @@ def test_a_second_phase_trains_the_hand_made_fold_with_plain_torch_on_new_batche
     assert len(folded) == 4  # weights and biases
     with torch.no_grad():
         for _, parameter in folded:
-            parameter *= 8**-0.25
-    plain = {
-        "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=0.01, betas=config.optimizer.betas, weight_decay=0.0),
-        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
-    }
-    optimizer, expected = plain[name](), []
+            parameter *= 16**-0.25
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=config.optimizer.betas, weight_decay=0.0)
+    expected = []
     for batch in data.train_dataloader():
         inputs = {key: batch[key] for key in ("input_ids", "token_type_ids")}
         loss = nn.functional.cross_entropy(model(**inputs).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
@@ -93,30 +86,11 @@ def test_a_second_phase_trains_the_hand_made_fold_with_plain_torch_on_new_batche
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-6)
 
 
-def test_all_arms_of_a_second_phase_start_alike_and_read_the_same_batches(tmp_path, first):
-    words = ["optimizer=sgd", "optimizer.lr=1e-30", f"seed={3 + NEW_DATA}", *from_start(first)]
-    found = {
-        arm: trained(tmp_path / arm, *words, *ARMS[arm], steps=4)["loss"] for arm in ("inv_sqrt", "unscaled", "full_fold_sgd")
-    }
-    assert found["inv_sqrt"] == found["unscaled"] == found["full_fold_sgd"]
-
-
 def test_a_second_phase_that_does_not_begin_as_the_same_function_is_refused(tmp_path, first):
     trained(tmp_path / "other", "trainer.ckpt_every=100000", "seed=4", steps=1)
-    _, fold, _ = from_start(first)
-    words = [f"init_from.path={tmp_path / 'other' / 'checkpoints' / 'last.ckpt'}", fold, from_start(first)[2]]
+    words = [f"init_from.path={tmp_path / 'other' / 'checkpoints' / 'last.ckpt'}", *from_start(first)[1:]]
     with pytest.raises(ConfigError, match=r"the outputs differ from those of .*last\.ckpt by"):
         trained(tmp_path / "run", *words, steps=2)
-
-
-def test_every_example_of_two_phases_of_recall_is_another(tmp_path):
-    """So training accuracy is that of examples which the model has never read."""
-    config, seen = compose_config([RECALL]), set()
-    for seed in (3, 3 + NEW_DATA):
-        for batch in build_data(config.data, seed=seed, max_steps=200).train_dataloader():
-            rows = torch.cat([batch[name] for name in ("input_ids", "token_type_ids")], dim=1).numpy()
-            seen.update(row.tobytes() for row in rows)
-    assert len(seen) == 2 * 200 * config.data.batch_size
 
 
 # --- the null control
@@ -130,10 +104,8 @@ def test_the_folded_model_with_folded_rates_is_the_scaled_one_bit_for_bit(tmp_pa
     gradient = "+callbacks.gradient={_target_: minitx.ablation.callbacks.GradientNorm}"
     words = [f"optimizer={optimizer}", f"optimizer.lr={rate}", "seed=7", gradient, *(from_start(first) if phase == 2 else [])]
     scaled, folded, other = (trained(tmp_path / arm, *words, *ARMS[arm], steps=20) for arm in ("inv_sqrt", fold, wrong))
-    assert scaled["steps"] == 20
-    assert folded["digest"] == scaled["digest"] != other["digest"]
-    assert folded["gradient"] == scaled["gradient"] != other["gradient"]
-    assert folded["val_loss"] == scaled["val_loss"]
+    for name in ("digest", "gradient", "val_loss"):
+        assert folded[name] == scaled[name] != other[name]
 
 
 # --- grids of real runs
@@ -148,30 +120,23 @@ def two_phases():
 
 
 @pytest.mark.slow
-def test_stored_commands_give_the_bits_of_a_used_worker_in_a_new_process(tmp_path):
-    config, pool, paths = two_phases(), LocalPool(1), [str(ROOT), os.environ.get("PYTHONPATH", "")]
+def test_a_stored_command_gives_the_bits_of_a_used_process_in_a_new_one(tmp_path):
+    config, paths = two_phases(), [str(ROOT), os.environ.get("PYTHONPATH", "")]
     check(cells(config))
     (tmp_path / "grid").mkdir()
-    try:
-        records = run_cells(pool, config, cells(config), tmp_path / "grid", run_cell, projection=free)
-    finally:
-        pool.close()
-    assert [record["status"] for record in records] == ["done"] * 2
-    assert records[1]["start"] == records[0]["cell"]
-    for i, record in enumerate(records):
-        _, program, *words = shlex.split(record["command"])
-        folder = tmp_path / str(i)
-        command = [sys.executable, ROOT / program, *words, f"output_dir={folder}"]
-        subprocess.run(command, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
-        digest = hashlib.sha256(struct.pack("<6d", *losses(folder))).hexdigest()
-        assert digest == record["result"]["digest"]
+    first, second = run_cells(Here(), config, cells(config), tmp_path / "grid", run_cell, projection=free)
+    assert (first["status"], second["status"], second["start"]) == ("done", "done", first["cell"])
+    _, program, *words = shlex.split(second["command"])
+    command = [sys.executable, ROOT / program, *words, f"output_dir={tmp_path / 'alone'}"]
+    subprocess.run(command, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+    digest = hashlib.sha256(struct.pack("<6d", *losses(tmp_path / "alone"))).hexdigest()
+    assert digest == second["result"]["digest"]
 
 
 @pytest.mark.parametrize(("study", "words", "message"), [
     ("first", ("trainer.ckpt_every=0",), "ablation.studies.first: other runs start from its weights, so trainer.ckpt_every"),
     ("second", ("trainer.devices=2", "trainer.strategy=ddp"), "ablation.studies.second: a run of a grid uses one device"),
     ("second", ("model.num_heads=5",), "ablation.studies.second, arm unscaled: .*num_heads=5"),
-    ("first", ("trainer.max_steps=long",), "ablation.studies.first.base must set trainer.max_steps to a whole number, .*; it is long"),
 ])  # fmt: skip
 def test_what_cannot_be_run_is_refused_before_it_is(study, words, message):
     config = two_phases()

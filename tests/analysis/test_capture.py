@@ -1,7 +1,5 @@
 """Capture looks without touching."""
 
-import sys
-
 import pytest
 import torch
 
@@ -57,43 +55,20 @@ def test_weights_are_those_before_dropout_and_with_the_values_they_give_what_the
 def test_nothing_stays_on_the_modules_and_every_call_is_recorded_once():
     model = model_of()
     before = {name: set(vars(module)) for name, module in model.named_modules()}
-    with pytest.raises(ZeroDivisionError), capture(model):
-        raise ZeroDivisionError
-    with capture(model) as seen:
-        model(IDS)
-        model(IDS)
+    with pytest.raises(ZeroDivisionError), capture(model) as seen:
+        _ = model(IDS), model(IDS), 1 / 0
     model(IDS)
     assert {name: len(calls) for name, calls in seen.items()} == {f"blocks.{i}.attention.core": 2 for i in (0, 1)}
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_the_scale_in_force_is_the_one_that_is_seen():
-    spreads = {}
-    for scale in ("inv_sqrt", "unscaled", 0.0):
-        model = model_of(scale=scale, init="lecun")
-        with capture(model) as seen:
-            model(IDS)
-        spreads[scale] = float(seen["blocks.0.attention.core"][0]["logit_std"].mean())
-    assert spreads["unscaled"] == pytest.approx(2 * spreads["inv_sqrt"], rel=1e-6)  # head_dim 4
-    assert spreads[0.0] == 0.0
-
-
-def test_a_compiled_module_is_refused_by_name():
-    model = model_of()
-    model.blocks[1].compile(backend="eager")
-    with pytest.raises(RuntimeError, match=r"blocks\.1 is compiled"), capture(model):
-        pass
-
-
 @pytest.mark.parametrize(("model", "options", "message"), [
     ({}, {"what": "weight"}, "what='weight' must be one of statistics, weights"),
     (None, {}, "Linear has no attention core with weights"),
     ({"attention": "linear"}, {}, "no attention core with weights"),
-    ({}, {"layers": [2]}, "layers: 2 is none of the 2 layers"),
     ({}, {"layers": ["cross"]}, "layers: 'cross' is none of"),
     ({}, {"heads": [3]}, "must be some of 0 to 2"),
-    ({}, {"heads": []}, "must be some of 0 to 2"),
 ])  # fmt: skip
 def test_what_is_not_there_is_refused_and_the_hooks_are_gone(model, options, message):
     model = torch.nn.Linear(2, 2) if model is None else model_of(**model)
@@ -111,9 +86,8 @@ def test_chosen_layers_and_heads_are_slices_of_the_whole():
         all_heads, chosen = whole["blocks.1.attention.core"][0], part["blocks.1.attention.core"][0]
         if what == "statistics":
             assert torch.equal(chosen["entropy"], all_heads["entropy"][[2, 0]])
-            assert torch.equal(chosen["favourite"], all_heads["favourite"][:, [2, 0]])
-        else:
-            assert torch.equal(chosen, all_heads[:, [2, 0]])
+            all_heads, chosen = all_heads["favourite"], chosen["favourite"]
+        assert torch.equal(chosen, all_heads[:, [2, 0]])
 
 
 def test_softmax_of_the_scores_is_the_weights_and_hidden_keys_have_minus_infinity():
@@ -129,16 +103,14 @@ def test_softmax_of_the_scores_is_the_weights_and_hidden_keys_have_minus_infinit
 @torch.no_grad()
 def test_cached_decoding_gives_row_by_row_what_one_forward_gives():
     model, cache, again = model_of(position="rotary"), *(KVCache(capacity=5, num_layers=2) for _ in range(2))
-    with capture(model, what="weights") as whole, capture(model) as numbers:
+    with capture(model, what="weights") as whole:
         model(IDS)
-    with capture(model, what="weights") as steps, capture(model) as of_steps:
-        plain = [model(piece, cache=cache) for piece in IDS.split(1, dim=1)]
-    assert all(torch.equal(model(piece, cache=again), out) for piece, out in zip(IDS.split(1, dim=1), plain, strict=True))
+    with capture(model, what="weights") as steps:
+        watched = [model(piece, cache=cache) for piece in IDS.split(1, dim=1)]
+    assert all(torch.equal(model(piece, cache=again), out) for piece, out in zip(IDS.split(1, dim=1), watched, strict=True))
     for name in whole:
         for i, row in enumerate(steps[name]):
             torch.testing.assert_close(row[:, :, 0], whole[name][0][:, :, i, : i + 1])
-        entropies = torch.stack([record["entropy"] for record in of_steps[name][1:]])
-        torch.testing.assert_close(entropies.mean(0), numbers[name][0]["entropy"], rtol=1e-5, atol=1e-6)
 
 
 def test_padded_targets_count_neither_in_self_nor_in_cross_attention():
@@ -158,29 +130,3 @@ def test_padded_targets_count_neither_in_self_nor_in_cross_attention():
             if statistic != "favourite":
                 torch.testing.assert_close(padded[name][0][statistic], value, msg=lambda m, s=statistic: f"{s}: {m}")
     assert (padded["blocks.0.cross_attention.core"][0]["favourite"][0, :, 3:] == -1).all()
-
-
-def test_our_attention_is_seen_inside_a_model_of_someone_elses():
-    class Theirs(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mixer, self.out = MultiHeadAttention(6, 2), torch.nn.Linear(6, 1)
-
-        def forward(self, x):
-            return self.out(self.mixer(query=x, attn_mask=Causal()))
-
-    model = Theirs()
-    with capture(model, what="weights") as seen:
-        model(torch.randn(1, 3, 6))
-    assert seen["mixer.core"][0].shape == (1, 2, 3, 3)
-
-
-def test_a_record_beyond_a_gibibyte_is_told_once_and_beforehand(monkeypatch):
-    module = sys.modules["minitx.analysis.capture"]  # the name in the package is the function's
-    monkeypatch.setattr(module, "TOLD_BYTES", 2 * 600 - 1)  # a layer takes 2 x 3 x 5 x 5 x 4 = 600 bytes
-    model = model_of()
-    with pytest.warns(UserWarning, match="2 x 3 heads x 5 x 5 values") as told, capture(model, what="weights"):
-        _ = model(IDS), model(IDS)
-    assert len(told) == 1
-    with capture(model, what="weights", heads=[1]), capture(model), capture(model, what="values"):
-        model(IDS)  # warnings are errors here: nothing is told

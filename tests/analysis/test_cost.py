@@ -1,32 +1,19 @@
-"""The ledger counts what runs, part by part; what is wasted shows, and cost grows with the claimed power of the length."""
+"""The ledger counts what runs, part by part, and cost grows with the claimed power of the length."""
 
 from __future__ import annotations
 
-from collections import Counter
-from pathlib import Path
-
 import pytest
 import torch
-import yaml
 
-from minitx.analysis.cost import GROWTHS, PARTS, example_inputs, growth, growth_figure, ledger
-from minitx.analysis.counting import allocations, count_flops, fit_exponent, flop_counter
+from minitx.analysis.cost import GROWTHS, PARTS, example_inputs, growth, ledger
+from minitx.analysis.counting import count_flops, flop_counter
 from minitx.config import TransformerConfig
 from minitx.nn import scaled_dot_product_attention
 from minitx.nn.backends import chunked
-from minitx.nn.feedforward import FeedForward
 from minitx.nn.models import build_model
 
-PRESETS = sorted((Path(__file__).parents[2] / "configs" / "model").glob("*.yaml"))
-SMALL = {
-    "vocab_size": 67,
-    "num_labels": 5,
-    "image_size": 12,
-    "num_channels": 3,
-    "embed_dim": 24,
-    "num_layers": 2,
-    "max_len": 131,
-}
+PICTURE = {"num_labels": 5, "image_size": 12, "num_channels": 3}
+SMALL = {**PICTURE, "vocab_size": 67, "embed_dim": 24, "num_layers": 2, "max_len": 131}
 
 
 def parts_of(length=37, batch_size=2, **options):
@@ -35,16 +22,17 @@ def parts_of(length=37, batch_size=2, **options):
     return model, {part.name: part for part in ledger(model, example_inputs(config, batch_size, length))}
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_every_part_of_every_preset_costs_its_formula_but_for_what_the_mask_hides(path):
-    values = {name: value for name, value in yaml.safe_load(path.read_text(encoding="utf-8")).items() if name != "defaults"}
-    model, parts = parts_of(**{**values, **SMALL, "num_heads": 3, "num_kv_heads": None, "backend": "math"})
+@pytest.mark.parametrize("options", [
+    {"activation": "swiglu", "position": "rotary"}, {"architecture": "encoder", "head_transform": True},
+    {"architecture": "encoder_decoder"}, {"architecture": "vision", "head": "sequence", "vocab_size": None},
+], ids=str)  # fmt: skip
+def test_every_part_of_a_model_costs_its_formula_but_for_what_the_mask_hides(options):
+    model, parts = parts_of(**options, backend="math")
     assert tuple(parts) == PARTS
     assert sum(part.parameters for part in parts.values()) == model.num_parameters()
-    for name in set(PARTS) - {"core", "embedding", "head"}:
+    for name in set(PARTS) - {"core", "embedding"}:
         assert parts[name].forward == parts[name].formula
-        assert parts[name].backward == 2 * parts[name].forward
-    assert parts["head"].forward == parts["head"].formula
+        assert name == "head" or parts[name].backward == 2 * parts[name].forward
     assert parts["core"].formula <= parts["core"].forward
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -65,18 +53,14 @@ def test_a_case_worked_out_by_hand():
 @pytest.mark.parametrize(("backend", "forward", "backward"), [("math", 1.0, 2.0), ("sdpa", 1.0, 2.5), ("chunked", 0.75, 1.875)])
 def test_each_backend_is_counted_and_its_answer_is_bit_equal(backend, forward, backward):
     q = torch.randn(1, 2, 512, 8, requires_grad=True)
-    answers = []
-    for _ in range(2):
-        with flop_counter() as counter:
-            out = scaled_dot_product_attention(q, q, q, is_causal=True, backend=backend)
-            before = counter.get_total_flops()
-            (grad,) = torch.autograd.grad(out.square().sum(), q)
-        answers.append((out, grad))
-        whole = 2 * 512 * 512 * 8 * 4
-        assert (before, counter.get_total_flops() - before) == (forward * whole, backward * whole)
+    with flop_counter() as counter:
+        counted = scaled_dot_product_attention(q, q, q, is_causal=True, backend=backend)
+        before = counter.get_total_flops()
+        (grad,) = torch.autograd.grad(counted.square().sum(), q)
+    whole = 2 * 512 * 512 * 8 * 4
+    assert (before, counter.get_total_flops() - before) == (forward * whole, backward * whole)
     out = scaled_dot_product_attention(q, q, q, is_causal=True, backend=backend)
-    answers.append((out, torch.autograd.grad(out.square().sum(), q)[0]))
-    assert all(torch.equal(one, other) for pair in answers[1:] for one, other in zip(answers[0], pair, strict=True))
+    assert torch.equal(out, counted) and torch.equal(torch.autograd.grad(out.square().sum(), q)[0], grad)
 
 
 @pytest.mark.parametrize(
@@ -86,41 +70,6 @@ def test_counts_by_part_are_all_that_is_counted(option):
     model, parts = parts_of(backend="math", **option)
     inputs = example_inputs(model.config, 2, 37)
     assert sum(part.forward + part.backward for part in parts.values()) == count_flops(lambda: model(**inputs).sum().backward())
-
-
-def test_checkpointing_keeps_less_and_computes_more():
-    plain, ours = parts_of()[1], parts_of(checkpointing=True)[1]
-    assert sum(part.kept for part in ours.values()) < sum(part.kept for part in plain.values()) / 4
-    for name in ("q_proj", "core", "out_proj"):
-        assert ours[name].backward == plain[name].backward + plain[name].forward
-
-
-def test_a_learned_bias_through_chunked_is_refused_in_one_sentence():
-    with pytest.raises(ValueError, match="learned bias"):
-        parts_of(backend="chunked", position="t5")
-
-
-@pytest.mark.parametrize(("backend", "power"), [("math", 2), ("sdpa", 1), ("chunked", 1)])
-def test_only_math_keeps_matrices_of_scores_and_what_is_kept_is_less_than_the_peak(backend, power):
-    found = []
-    for length in (256, 512):
-        model, parts = parts_of(length, 1, backend=backend, max_len=512)
-        inputs = example_inputs(model.config, 1, length)
-        kept = sum(part.kept for part in parts.values())
-        assert kept < allocations(lambda m=model, i=inputs: m(**i).sum().backward())[1] < 5 * kept
-        found.append(parts["core"].kept)
-    assert abs(fit_exponent((256, 512), found) - power) < 0.1
-
-
-# a count that cannot be wrong proves nothing: each fault must show
-
-
-def test_a_layer_that_multiplies_twice_and_keeps_too_much_is_found(monkeypatch):
-    forward, before = FeedForward.forward, parts_of()[1]
-    monkeypatch.setattr(FeedForward, "forward", lambda self, x: (self.up_proj(x), forward(self, x * (x.sin() + 1.0)))[1])
-    after = parts_of()[1]
-    assert [name for name in PARTS if after[name].forward != before[name].forward] == ["feedforward"]
-    assert [name for name in PARTS if after[name].kept != before[name].kept] == ["feedforward"]
 
 
 # growth
@@ -133,19 +82,3 @@ def test_cost_grows_as_the_textbook_says(kind, monkeypatch):
     found = growth(kind, (192, 384, 704), **sizes)
     for got, textbook in zip(found.exponents, GROWTHS[kind], strict=True):
         assert -0.15 < got - (2 if "n²" in textbook else 1) < 0.15  # constant parts of bytes, and tiles at the ends of a window
-
-
-@pytest.mark.parametrize(("sizes", "costs"), [((3,), (4,)), ((3, 3), (4, 5)), ((3, 5), (0, 4))])
-def test_an_exponent_needs_two_sizes_and_positive_costs(sizes, costs):
-    with pytest.raises(ValueError, match="two sizes"):
-        fit_exponent(sizes, costs)
-
-
-def test_the_figure_has_a_panel_for_operations_and_one_for_bytes():
-    curves = [growth(kind, (8, 16), backward=False) for kind in ("math", "linear")]
-    drawn = growth_figure(curves, "a title with $ and _")
-    assert [ax.get_ylabel() for ax in drawn.axes] == ["operations", "bytes at once"]
-    for ax in drawn.axes:
-        assert Counter(len(line.get_xdata()) for line in ax.lines) == {2: 4}
-    with pytest.raises(ValueError, match="kind='maths' must be one of math, sdpa"):
-        growth("maths", (8, 16))

@@ -3,16 +3,14 @@
 import itertools
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from matplotlib import colormaps
-from matplotlib.colors import to_rgb
 
 from minitx.analysis import (
     head_heatmap,
+    head_scores,
     heatmap_grid,
     induction_steps,
     lettering,
@@ -21,8 +19,8 @@ from minitx.analysis import (
     take_snapshot,
     to_bertviz,
 )
-from minitx.analysis.canvas import PALETTE, legend, panels, png, svg
-from minitx.analysis.figures import HIDDEN, PROBED, SEQUENTIAL
+from minitx.analysis.canvas import legend, panels, png, svg
+from minitx.analysis.figures import PROBED, SEQUENTIAL
 from minitx.analysis.snapshot import AttentionMap, Snapshot
 from minitx.config import TransformerConfig
 from minitx.nn import DecoderLM, EncoderDecoder
@@ -79,7 +77,6 @@ def test_the_grid_draws_every_head_of_the_row_without_its_padding_and_hatches_wh
         assert np.array_equal(drawn.mask, ~torch.ones(5, 5).tril().bool().numpy())
         assert (int(top), int(left)) == (math.floor(bottom), math.floor(right)) == (place // 3, place % 3)  # no tile on another
         assert behind.get_hatch() and behind.get_zorder() < image.get_zorder()  # seen where the image's cells are masked
-        assert behind.get_bbox().extents.tolist() == pytest.approx([left, top, right, bottom])
     assert (names(ax.xaxis), names(ax.yaxis)) == (["head 0", "head 1", "head 2"], ["blocks.0", "blocks.1"])
 
 
@@ -92,10 +89,8 @@ def test_equal_colours_are_equal_weights_in_every_figure_and_the_legend_says_wha
 
 
 def test_one_head_has_its_tokens_on_both_axes_and_its_weights_in_the_cells(translation):
-    texts = {
-        "input_ids": [["天", "", "incomprehensible", "\t", *"efg"]] * 2,
-        "decoder_input_ids": [["to", " be", "\n", *"de"]] * 2,
-    }
+    source, target = ["天", "", "incomprehensible", "\t", *"efg"], ["to", " be", "\n", *"de"]
+    texts = {"input_ids": [source] * 2, "decoder_input_ids": [target] * 2}
     ax = head_heatmap(replace(translation, tokens=texts), "blocks.1.cross", -1, row=1).axes[0]
     layer = next(m for m in translation.maps if m.name == "blocks.1.cross_attention.core")
     assert np.array_equal(ax.images[0].get_array().filled(0.0), layer.weights[1, 2, :3, :4].numpy())
@@ -103,12 +98,6 @@ def test_one_head_has_its_tokens_on_both_axes_and_its_weights_in_the_cells(trans
     assert names(ax.yaxis) == ["to", "␣be", "↵"]
     cells = {text.get_position(): text.get_text() for text in ax.texts}
     assert cells == {(j, i): f"{layer.weights[1, 2, i, j]:.2f}" for i in range(3) for j in range(4)}
-
-
-def test_a_layer_goes_by_index_or_by_name(snapshot, translation):
-    titles = [head_heatmap(snapshot, layer, 1).axes[0].get_title() for layer in (1, -1, "blocks.1", "blocks.1.attention.core")]
-    assert titles == ["blocks.1, head 1"] * 4
-    assert head_heatmap(translation, "blocks.0", 0).axes[0].get_title() == "blocks.0, head 0"  # not encoder.blocks.0
 
 
 @pytest.mark.parametrize("count", [5, 199])
@@ -148,115 +137,50 @@ def test_every_layer_of_every_run_is_drawn_in_the_order_of_the_steps():
     runs = {"scaled": records([2, 0, 1], 2), "unscaled": records([0, 1, 4], 1, shift=0.1)}
     figure = saturation_over_steps(runs)
     for ax, name in zip(figure.axes, PROBED, strict=True):
-        wanted = [
-            [(r["step"], r["layers"][k][name]) for r in sorted(run, key=lambda record: record["step"])]
-            for run in runs.values()
-            for k in range(len(run[0]["layers"]))
-        ]
-        assert [list(zip(*line.get_data(), strict=True)) for line in ax.lines] == wanted
+        for line, (run, layer) in zip(ax.lines, (("scaled", 0), ("scaled", 1), ("unscaled", 0)), strict=True):
+            wanted = sorted((record["step"], record["layers"][layer][name]) for record in runs[run])
+            assert list(zip(*line.get_data(), strict=True)) == wanted
         assert ax.lines[0].get_alpha() < ax.lines[1].get_alpha()
         assert ax.lines[0].get_color() != ax.lines[2].get_color()
-    assert [text.get_text() for text in figure.legends[0].texts] == ["scaled", "unscaled", "deeper layers darker"]
-
-
-def heads_over_steps(count, steps=(0, 50, 100)):
-    """What ``head_scores`` gives, made by hand: head i has the score i / 100 + step / 1000 in every pattern."""
-
-    def head(i, step):
-        mean = i / 100 + step / 1000
-        score = SimpleNamespace(excess=SimpleNamespace(low=mean - 0.1, mean=mean, high=mean + 0.1))
-        scores = dict.fromkeys(("previous", "duplicate", "induction"), score)
-        return SimpleNamespace(layer="blocks.0.attention.core", head=i, scores=scores)
-
-    cross = SimpleNamespace(layer="cross", head=0, scores={"global": None})
-    return {step: SimpleNamespace(heads=[cross, *(head(i, step) for i in range(count))]) for step in steps}
-
-
-def test_the_ten_heads_with_the_highest_scores_have_colours_and_no_head_is_left_out():
-    figure = induction_steps(heads_over_steps(13))
-    for ax in figure.axes:
-        lines = sorted(ax.lines, key=lambda line: line.get_ydata()[0])
-        for i, line in enumerate(lines):
-            assert list(line.get_ydata()) == pytest.approx([i / 100 + step / 1000 for step in (0, 50, 100)])
-        assert [len({line.get_color() for line in some}) for some in (lines[3:], lines[:3])] == [10, 1]
-        assert len(lines) == len(ax.collections) == 13  # the intervals
-    named = [text.get_text() for text in figure.legends[0].texts]
-    assert named == [f"blocks.0, head {i}" for i in range(3, 13)] + ["other heads"]
 
 
 # --- all figures
 
 
-def test_every_figure_names_its_axes_is_shown_by_a_notebook_and_has_no_text_on_another(snapshot):
-    over_steps = saturation_over_steps(records([0, 1, 4], 2)), induction_steps(heads_over_steps(3))
+def test_every_figure_names_its_axes_and_is_shown_by_a_notebook(snapshot):
+    heads = head_scores(snapshot)
+    over_steps = saturation_over_steps(records([0, 1, 4], 2)), induction_steps({0: heads, 50: heads})
     for figure in (heatmap_grid(snapshot), head_heatmap(snapshot, 0, 0), *over_steps):
         for ax in figure.axes:
             shared = [other for other in figure.axes if ax.get_shared_y_axes().joined(ax, other)]
             assert any(other.get_ylabel() for other in [ax, *shared]) and (ax.get_xlabel() or ax.get_label() == "<colorbar>")
-        figure.draw_without_rendering()
-        texts = [text for ax in figure.axes for text in (ax.title, ax.xaxis.label, ax.yaxis.label)] + figure.texts
-        texts += [text for one in figure.legends for text in one.texts]
-        boxes = [text.get_window_extent() for text in texts if text.get_text()]
-        assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
         assert figure._repr_png_() == png(figure)  # IPython calls it, when a cell ends with the figure
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_equal_figures_give_equal_bytes_however_often_they_are_saved(suffix, tmp_path):
+@pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_equal_figures_give_equal_bytes_however_often_they_are_saved(suffix, start, tmp_path):
     snapshot = made(list("abc"))
     figure, same = (head_heatmap(snapshot, 0, 0) for _ in range(2))
     first, again = (save_figure(figure, str(tmp_path / f"{i}.{suffix.upper()}")).read_bytes() for i in range(2))
     assert first == again == save_figure(same, tmp_path / f"same.{suffix}").read_bytes()
-    assert first.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
-    assert not any(word in first for word in (b"Date", b"dc:date", b"matplotlib.org"))
+    assert first.startswith(start) and not any(word in first for word in (b"Date", b"dc:date", b"matplotlib.org"))
 
 
-def luminance(color):
-    """Of an sRGB colour, by WCAG 2."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def test_more_weight_is_darker_nothing_looks_hidden_and_no_two_series_look_alike():
-    colors = colormaps[SEQUENTIAL](np.linspace(0, 1, 101))[:, :3]
-    assert (np.diff([luminance(color) for color in colors]) < 0).all()
-    assert np.abs(colors - np.array(to_rgb(HIDDEN["facecolor"]))).max(1).min() > 0.05
-    assert len({color for color, _ in PALETTE}) == len({marker for _, marker in PALETTE}) == len(PALETTE)
-
-
-def not_a_number(snapshot):
-    return replace(snapshot, maps=(replace(snapshot.maps[0], weights=snapshot.maps[0].weights * math.nan),))
-
-
-REFUSALS = {
-    "layer": (lambda s: head_heatmap(s, 2, 0), "2 is none of the 2 layers blocks"),
-    "ambiguous layer": (lambda s: head_heatmap(s, "attention", 0), "layer='attention' fits 2 of the 2"),
-    "head": (lambda s: head_heatmap(s, 0, 3), "head=3 must be one of 0 to 2"),
-    "row": (lambda s: heatmap_grid(s, row=-1), "row=-1 must be one of the batch's 0 to 1"),
-    "NaN": (lambda s: heatmap_grid(not_a_number(s)), "not finite in head 0"),
-    "no run": (lambda s: saturation_over_steps({}), "probes holds no run"),
-    "too many runs": (lambda s: saturation_over_steps({str(i): records([0], 1) for i in range(11)}), "probes holds 11 runs"),
-    "no record": (lambda s: saturation_over_steps({"a": []}), "probes of 'a' have no record"),
-    "no statistic": (lambda s: saturation_over_steps([{"step": 4, "layers": [{"entropy": 1.0}]}]), "have no .*saturation_90"),
-    "no step": (lambda s: induction_steps({}), "found holds 0 steps"),
-    "another kind of file": (lambda s: save_figure(heatmap_grid(s), "a.jpg"), r"path=a\.jpg must end in \.png or \.svg"),
-    "no folder": (lambda s: save_figure(heatmap_grid(s), "missing/a.svg"), "folder that does not exist"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_what_cannot_be_drawn_is_refused_in_a_sentence(case, snapshot):
-    call, sentence = REFUSALS[case]
-    with pytest.raises(ValueError, match=sentence):
-        call(snapshot)
+def test_what_cannot_be_drawn_is_refused_in_a_sentence(snapshot):
+    first, no_number = snapshot.maps[0], math.nan * snapshot.maps[0].weights
+    for call, sentence in (
+        (lambda: head_heatmap(snapshot, 2, 0), "2 is none of the 2 layers blocks"),
+        (lambda: head_heatmap(snapshot, 0, 3), "head=3 must be one of 0 to 2"),
+        (lambda: heatmap_grid(snapshot, row=-1), "row=-1 must be one of the batch's 0 to 1"),
+        (lambda: heatmap_grid(replace(snapshot, maps=(replace(first, weights=no_number),))), "not finite in head 0"),
+        (lambda: saturation_over_steps([{"step": 4, "layers": [{"entropy": 1.0}]}]), "have no .*saturation_90"),
+        (lambda: save_figure(heatmap_grid(snapshot), "a.jpg"), r"path=a\.jpg must end in \.png or \.svg"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            call()
 
 
 # --- BertViz
-
-
-def test_bertviz_gets_the_layers_of_one_sentence_of_a_decoder(snapshot):
-    for given, layer in zip(to_bertviz(snapshot, row=1), snapshot.maps, strict=True):
-        assert torch.equal(given, layer.weights[1:, :, 2:, 2:])  # (1, H, L, S), as head_view checks
 
 
 def test_bertviz_gets_encoder_decoder_and_cross_attention_in_this_order(translation):
@@ -266,9 +190,3 @@ def test_bertviz_gets_encoder_decoder_and_cross_attention_in_this_order(translat
         assert all(torch.equal(part[i], by_name[f"{name.format(i)}.core"][:, :, :L, :S]) for i in range(2))
     alone = replace(translation, maps=tuple(layer for layer in translation.maps if layer.kind == "cross"))
     assert to_bertviz(alone)[:2] == (None, None)
-
-
-def test_layers_with_different_heads_are_refused_because_bertviz_stacks_them(snapshot):
-    layer = replace(snapshot.maps[1], weights=snapshot.maps[1].weights[:, :2])
-    with pytest.raises(ValueError, match=r"the causal layers have \[3, 2\] heads; BertViz wants the same number"):
-        to_bertviz(replace(snapshot, maps=(snapshot.maps[0], layer)))

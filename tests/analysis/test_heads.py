@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from minitx.analysis import Sentence, Snapshot, head_scores, heads_figure, read_conllu, syntax_scores, take_snapshot
-from minitx.analysis.canvas import png
-from minitx.analysis.heads import PATTERNS, mean_interval
+from minitx.analysis import Sentence, Snapshot, head_scores, read_conllu, syntax_scores
+from minitx.analysis.heads import PATTERNS
 from minitx.analysis.snapshot import AttentionMap
-from minitx.config import TransformerConfig
-from minitx.nn import Encoder, EncoderDecoder
 
 N, L, TOKENS = 13, 23, 7  # few tokens, so that every row repeats some
 PLACE = torch.arange(L)
@@ -70,6 +67,7 @@ def test_a_hand_made_head_of_each_kind_gets_its_label(name, kind):
         score = head.scores[name]
         assert score.excess.mean == pytest.approx(1.0, abs=1e-9 if name in ("previous", "offset", "local") else 0.25)
         assert score.excess.n == (N // 2 if name == "offset" else N)
+        assert name in ("offset", "global") or score.gain.n == N // 2  # the sentences on which no position was chosen
     if name == "offset":
         assert head.scores["offset"].at == "-3"
 
@@ -90,15 +88,11 @@ def test_random_attention_is_nothing():
 
 
 def test_wrong_heads_do_not_pass_for_right_ones():
-    wrong = {
-        "the next token": everywhere(BEHIND == 1),
-        "another sentence's induction": after(same(IDS)).roll(1, 0),
-        "before the equal token": torch.nn.functional.pad(same(IDS)[..., 1:], (0, 1)),
-    }
-    snapshot = snapshot_of(torch.stack(list(wrong.values()), 1), IDS, "self")
-    heads = dict(zip(wrong, head_scores(snapshot).heads, strict=True))
-    assert heads["the next token"].label == "offset" and heads["the next token"].scores["offset"].at == "+1"
-    assert not {head.label for head in heads.values()} & {"previous", "duplicate", "induction"}
+    the_next, of_another_sentence = everywhere(BEHIND == 1), after(same(IDS)).roll(1, 0)
+    before_the_equal = torch.nn.functional.pad(same(IDS)[..., 1:], (0, 1))
+    heads = head_scores(snapshot_of(torch.stack([the_next, of_another_sentence, before_the_equal], 1), IDS, "self")).heads
+    assert heads[0].label == "offset" and heads[0].scores["offset"].at == "+1"
+    assert not {head.label for head in heads} & {"previous", "duplicate", "induction"}
 
 
 def test_a_fixed_distance_is_no_induction_where_tokens_always_repeat_at_it():
@@ -107,43 +101,6 @@ def test_a_fixed_distance_is_no_induction_where_tokens_always_repeat_at_it():
     score = head.scores["induction"]
     assert score.value > 0.9 and score.position == 1.0
     assert head.label != "induction"
-
-
-def test_rows_of_few_sentences_get_numbers_and_no_label():
-    few = snapshot_of(MADE["previous"][:4, None], IDS[:4])
-    (head,) = head_scores([few.sentence(row) for row in range(4)]).heads
-    assert (head.scores["previous"].excess.mean, head.label) == (1.0, "none")
-    with pytest.raises(ValueError, match="snapshots"):
-        head_scores([])
-
-
-def test_padding_changes_nothing():
-    model = Encoder(
-        TransformerConfig(architecture="encoder", vocab_size=TOKENS, embed_dim=12, num_heads=3, num_layers=1)
-    ).eval()
-    padded = torch.cat([IDS, torch.zeros(N, 4).long()], 1)
-    mask = torch.arange(L + 4).expand(N, -1) < L
-    with_padding = head_scores(take_snapshot(model, {"input_ids": padded, "key_mask": mask}))
-    for found, wanted in zip(with_padding.rows(), head_scores(take_snapshot(model, {"input_ids": IDS})).rows(), strict=True):
-        assert found["value"] == pytest.approx(wanted["value"], abs=1e-5)
-
-
-def test_depth_is_the_mean_over_the_heads_with_uniform_attention_beside_it():
-    heads = head_scores(snapshot_of(torch.stack([MADE["previous"], MADE["broad"]], 1), IDS))
-    (layer,) = heads.layers
-    uniform = PLACE[1:].double().mean() / 2  # query i looks back i/2 on the mean
-    assert layer.uniform_distance == pytest.approx(float(uniform))
-    assert layer.distance.mean == pytest.approx(float((1 + uniform) / 2))
-    assert layer.entropy.mean == pytest.approx(0.5)
-
-
-def test_intervals_hold_the_mean_as_often_as_they_say():
-    random = np.random.default_rng(0)
-    for n in (5, 16):
-        drawn = torch.from_numpy(random.beta(2, 5, size=(2000, n)))
-        intervals = [mean_interval(values) for values in drawn]
-        assert np.mean([one.low <= 2 / 7 <= one.high for one in intervals]) > 0.92
-    assert np.isnan(mean_interval(torch.tensor([0.3, torch.nan])).low)
 
 
 # syntax
@@ -189,46 +146,11 @@ def test_a_head_that_knows_the_structure_is_syntactic():
 
 
 def test_a_head_that_follows_position_is_not_syntactic_where_structure_does_too():
-    given = [
-        Sentence(one.words, tuple((i, i - 2, "of") for i in range(2, 7))) for one in sentences(40, np.random.default_rng(1))
-    ]
+    arcs = tuple((i, i - 2, "of") for i in range(2, 7))
+    given = [Sentence(one.words, arcs) for one in sentences(40, np.random.default_rng(1))]
     score, label = syntax_of(lambda ids: [max(0, i - 2) for i in range(7)], given)
     assert (score.value, score.position, score.gain.mean) == (1.0, 1.0, 0.0)
     assert label != "syntactic"
-
-
-def test_a_head_that_follows_the_identity_of_words_is_not_syntactic():
-    random = np.random.default_rng(2)
-    given = []
-    for one in sentences(40, random):  # arcs lead to the word that is first in the alphabet
-        least = min(range(7), key=one.words.__getitem__)
-        given.append(Sentence(one.words, tuple((i, least, "of") for i in range(7) if i != least)))
-    score, label = syntax_of(lambda ids: [int(np.argmin(ids))] * 7, given)
-    assert score.gain.low > 0.3 and score.lost.mean == pytest.approx(0.0)
-    assert label != "syntactic"
-
-
-def test_both_directions_and_each_relation_are_tried_and_rare_ones_left_out():
-    given = sentences(40, np.random.default_rng(3))
-    given = [
-        Sentence(one.words, ((0, 3 + i % 4, "often"), (1, 2, "rare" if i < 6 else "other"))) for i, one in enumerate(given)
-    ]
-    places = {one.encode(encode)[0].numpy().tobytes(): one.arcs[0][1] for one in given}
-
-    def back(ids):
-        looks = [1 if i == 0 else i - 1 for i in range(7)]
-        looks[places.get(np.array(ids).tobytes(), 6)] = 0
-        return looks
-
-    score, _ = syntax_of(back, given)
-    assert (score.at, score.value) == ("often ←", 1.0)
-
-
-def test_words_of_several_tokens_are_pooled():
-    given = [Sentence(tuple(word * 3 for word in one.words), one.arcs) for one in sentences(40, np.random.default_rng(4))]
-    known = {one.encode(encode)[0].numpy().tobytes(): [3 * one.arcs[i // 3][1] + i % 3 for i in range(21)] for one in given}
-    score, label = syntax_of(lambda ids: known.get(np.array(ids).tobytes(), [0] * 21), given)
-    assert (score.value, label) == (1.0, "syntactic")
 
 
 def test_a_treebank_is_read_as_its_words_stand_in_the_text():
@@ -239,27 +161,10 @@ def test_a_treebank_is_read_as_its_words_stand_in_the_text():
     assert third.words == ("Ann", "drinks", "tea", "and", "Tom", "milk")  # without the empty node
 
 
-@pytest.mark.parametrize(
-    "text",
-    [b"", b"1 cat\n", b"1\tcat\n", b"[[the cat] sat]", b"1\ta\t_\t_\t_\t_\t7\tdet\t_\t_\n\n", b"1\tcaf\xe9\n", None],
-)
-def test_what_is_no_treebank_is_refused_by_name(tmp_path, text):
+def test_what_is_no_treebank_is_refused_by_name(tmp_path):
     path = tmp_path / "wrong.conllu"
-    if text is not None:
-        path.write_bytes(text)
-    with pytest.raises(ValueError, match=r"wrong\.conllu"):
-        read_conllu(path)
-
-
-# the picture
-
-
-def test_the_picture_has_a_row_for_each_kind_of_attention_and_words_in_each_cell():
-    shape = {"vocab_size": TOKENS, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "bos_id": 1}
-    model = EncoderDecoder(TransformerConfig(architecture="encoder_decoder", **shape)).eval()
-    heads = head_scores(take_snapshot(model, {"input_ids": IDS, "decoder_input_ids": IDS[:, :11]}))
-    assert len(heads.heads) == 18 and len(heads.lines()) == 19
-    figure = heads_figure(heads)
-    assert len(figure.axes) == 8  # cross-attention has no distance
-    assert sorted(len(ax.texts) for ax in figure.axes)[-3:] == [6, 6, 6]
-    assert png(figure)[:4] == b"\x89PNG"
+    for text in (None, b"", b"1 cat\n", b"[[the cat] sat]", b"1\ta\t_\t_\t_\t_\t7\tdet\t_\t_\n\n", b"1\tcaf\xe9\n"):
+        if text is not None:
+            path.write_bytes(text)
+        with pytest.raises(ValueError, match=r"wrong\.conllu"):
+            read_conllu(path)

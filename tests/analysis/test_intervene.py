@@ -20,37 +20,21 @@ def model_of(dtype=torch.float32, **options):
     return DecoderLM(TransformerConfig(**sizes | options)).eval().to(dtype)
 
 
-@pytest.mark.parametrize("backend", ["auto", "math", "sdpa", "chunked"])
-@pytest.mark.parametrize("kv_heads", [3, 1])
-def test_a_head_without_output_is_a_head_without_its_columns_of_the_output_projection(backend, kv_heads):
-    model = model_of(torch.float64, backend=backend, num_kv_heads=kv_heads)
-    with intervene(model, "heads", 0.0, layers=[1], heads=[2]):
-        got = model(IDS, key_mask=REAL)
-    with torch.no_grad():
-        model.blocks[1].attention.out_proj.weight[:, 8:] = 0.0
-    torch.testing.assert_close(got[REAL], model(IDS, key_mask=REAL)[REAL], rtol=0, atol=1e-13)
-
-
 @pytest.mark.parametrize("what", ["values", "heads", "residual"])
-@pytest.mark.parametrize("backend", ["auto", "math", "sdpa", "chunked"])
-def test_to_patch_everything_is_the_other_run_bit_for_bit(what, backend):
-    model = model_of(backend=backend, position="none")
+def test_to_patch_everything_is_the_other_run_bit_for_bit(what):
+    model = model_of(position="none")
     with capture(model, what=what) as seen:
         other = model(OTHER)
     layers = {"residual": [-1]}.get(what)
     with intervene(model, what, seen, layers=layers), capture(model, what=what, layers=layers) as inside:
         got = model(IDS)
-    for name, [record] in inside.items():
-        assert torch.equal(record, seen[name][0])
-    if what == "residual":
-        assert torch.equal(got, other)
-    else:  # the residual stream goes around attention, and starts from the other tokens
-        assert not torch.equal(got, model(IDS))
+    assert all(torch.equal(record, seen[name][0]) for name, [record] in inside.items())
+    assert torch.equal(got, other) == (what == "residual")  # which goes around attention, and starts from the other tokens
 
 
 @pytest.mark.parametrize("what", EVERYTHING)
 def test_the_same_in_place_of_the_same_changes_nothing(what):
-    model = model_of(torch.float64, num_kv_heads=1, position="rotary", softcap=3.0, sinks=True)
+    model = model_of(torch.float64, num_heads=6, num_kv_heads=2, position="rotary", softcap=3.0, sinks=True)
     plain = model(IDS, key_mask=REAL)
     with capture(model, what=what) as seen:
         model(IDS, key_mask=REAL)
@@ -96,20 +80,14 @@ def test_heads_and_positions_are_the_only_ones_changed():
     want = plain[name][0].clone()
     want[:, [0, 2], 1], want[:, [0, 2], 4] = 7.0, 7.0
     assert torch.equal(seen[name][0], want)
-    with intervene(model, "residual", 0.0, layers=[0], positions=[2]), capture(model, what="residual") as stream:
-        model(IDS)
-    assert (stream["blocks.0"][0][:, 2] == 0).all()
-    assert (stream["blocks.0"][0][:, [0, 1, 3, 4]] != 0).all()
 
 
 @pytest.mark.parametrize("what", EVERYTHING)
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_flow_through_what_is_computed(what, checkpointing):
-    model = model_of(torch.float64, checkpointing=checkpointing)
+def test_gradients_flow_through_what_is_computed(what):
+    model = model_of(torch.float64)
     factor = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)
     with intervene(model, what, lambda x: x * factor, layers=[0]):
         model(IDS).square().sum().backward()
-    assert model.blocks[0].attention.q_proj.weight.grad.abs().sum() > 0
 
     def loss(number):
         with torch.no_grad(), intervene(model, what, lambda x: x * number, layers=[0]):
@@ -119,60 +97,24 @@ def test_gradients_flow_through_what_is_computed(what, checkpointing):
     assert float(factor.grad) == pytest.approx(slope, rel=1e-5, abs=1e-8)
 
 
-def test_contexts_compose_and_each_sees_the_changes_around_it():
-    model = model_of(torch.float64)
-    with (
-        capture(model, what="heads") as before,
-        intervene(model, "heads", 2.0),
-        intervene(model, "heads", lambda x: x * 3.0),
-        capture(model, what="heads") as after,
-    ):
-        model(IDS)
-    assert (after["blocks.0.attention.core"][0] == 6.0).all()
-    assert not (before["blocks.0.attention.core"][0] == 2.0).any()
-
-
-@torch.no_grad()
-def test_a_cache_keeps_the_values_that_were_there():
-    model = model_of(torch.float64)
-    cache = model.make_cache(5)
-    with intervene(model, "values", 0.0):
-        model(IDS[:, :3], cache=cache)
-    clean = model.make_cache(5)
-    with intervene(model, "heads", 0.0):
-        model(IDS[:, :3], cache=clean)
-    torch.testing.assert_close(model(IDS[:, 3:], cache=cache), model(IDS[:, 3:], cache=clean), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(("options", "said"), [
-    ({"what": "weight", "to": 0.0}, "what='weight' must be one of"),
-    ({"what": "heads", "to": 0.0, "layers": [2]}, "layers: 2 is none of"),
-    ({"what": "residual", "to": 0.0, "heads": [0]}, "heads"),
-    ({"what": "heads", "to": 0.0, "heads": [3]}, "heads or positions"),
-    ({"what": "heads", "to": 0.0, "positions": [5]}, "heads or positions"),
-    ({"what": "heads", "to": torch.zeros(7)}, "must fit the shape"),
-    ({"what": "heads", "to": {"blocks.0.attention.core": [torch.zeros(2, 3, 4, 4)]}}, "record"),
-    ({"what": "heads", "to": {"blocks.0.attention.core": []}}, "nothing was recorded"),
-    ({"what": "heads", "to": {}}, "records hold none"),
+@pytest.mark.parametrize(("what", "to", "options", "said"), [
+    ("weight", 0.0, {}, "what='weight' must be one of"),
+    ("heads", 0.0, {"heads": [3]}, "heads or positions"),
+    ("heads", torch.zeros(7), {}, "must fit the shape"),
+    ("heads", {"blocks.0.attention.core": [torch.zeros(2, 3, 4, 4)]}, {}, "record"),
+    ("heads", {}, {}, "records hold none"),
 ])  # fmt: skip
-def test_what_cannot_be_changed_is_refused_with_its_name(options, said):
+def test_what_cannot_be_changed_is_refused_with_its_name(what, to, options, said):
     model = model_of()
-    with pytest.raises(ValueError, match=said), intervene(model, **options):
+    with pytest.raises(ValueError, match=said), intervene(model, what, to, **options):
         model(IDS)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_a_model_without_what_is_changed_is_refused():
-    attention, x, model = MultiHeadAttention(12, 3, core=LinearAttention()), torch.randn(2, 5, 12), model_of()
-    with torch.no_grad(), intervene(attention, "heads", 0.0):
-        assert torch.equal(attention(x), attention.out_proj.bias.expand(2, 5, 12))
+    attention, model = MultiHeadAttention(12, 3, core=LinearAttention()), model_of()
     with pytest.raises(ValueError, match="no weights to change"), intervene(attention, "weights", 0.0):
         pass
-    with pytest.raises(ValueError, match="Linear has no attention heads"):
-        knock_out_heads(torch.nn.Linear(2, 2), lambda model: model(torch.ones(3, 2)).sum(-1))
-    uniform = intervene(model, "weights", 0.2)
-    with uniform, pytest.raises(ValueError, match="scores have no effect"), intervene(model, "scores", 0.0):
-        model(IDS)
     model.blocks[1].compile(backend="eager")
     with pytest.raises(RuntimeError, match=r"blocks\.1 is compiled"), intervene(model, "heads", 0.0):
         pass
@@ -189,14 +131,12 @@ def test_a_head_that_is_knocked_out_changes_the_loss_by_what_its_columns_give():
 
     found = knock_out_heads(model.train(), loss)
     assert model.training
-    assert found.names == ("blocks.0.attention.core", "blocks.1.attention.core")
     whole = loss(model.eval())
     with torch.no_grad():
         model.blocks[0].attention.out_proj.weight[:, 4:8] = 0.0
         want = (loss(model) - whole).mean()
     assert float(found.mean[0, 1]) == pytest.approx(float(want), rel=1e-10)
     assert ((found.low <= found.mean) & (found.mean <= found.high)).all()
-    assert found.rows == 2
 
 
 def test_patching_finds_the_one_head_that_carries_the_answer():

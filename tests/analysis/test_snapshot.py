@@ -6,7 +6,7 @@ import torch
 from minitx.analysis import read_snapshots, take_snapshot
 from minitx.analysis.snapshot import read_snapshot, write_snapshot
 from minitx.config import TransformerConfig
-from minitx.nn import DecoderLM, EncoderDecoder, VisionTransformer
+from minitx.nn import DecoderLM, EncoderDecoder
 
 SIZES = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "init": "lecun"}
 SOURCE, TARGET = torch.tensor([[1, 2, 3, 5, 7], [4, 4, 8, 0, 0]]), torch.tensor([[2, 4, 6], [2, 9, 0]])
@@ -24,8 +24,7 @@ def translation():
 
 def test_each_map_names_its_axes_and_its_weights_are_those_of_need_weights():
     model, inputs = translation()
-    snapshot = take_snapshot(model.train(), inputs, step=3)
-    assert model.training
+    snapshot = take_snapshot(model, inputs, step=3)
     axes = {(m.kind, m.queries, m.keys, tuple(m.weights.shape)) for m in snapshot.maps}
     assert axes == {
         ("causal", "decoder_input_ids", "decoder_input_ids", (2, 3, 3, 3)),
@@ -68,14 +67,6 @@ def test_entropy_is_one_for_equal_weights_and_undefined_for_one_key():
     torch.testing.assert_close(entropy[:, :, 1:], torch.ones(2, 3, 4, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("pooling", "first"), [("mean", []), ("first", ["cls"])])
-def test_an_image_is_named_by_its_patches(pooling, first):
-    sizes = SIZES | {"vocab_size": None, "image_size": 6, "patch_size": 3, "num_channels": 1, "num_labels": 2}
-    model = VisionTransformer(TransformerConfig(architecture="vision", head="sequence", pooling=pooling, **sizes))
-    names = take_snapshot(model, {"pixel_values": torch.randn(1, 1, 6, 6)}).tokens["pixel_values"][0]
-    assert names == [*first, "0,0", "0,1", "1,0", "1,1"]
-
-
 def test_a_file_gives_the_snapshot_back_to_half_precision(tmp_path):
     model, inputs = translation()
     texts = {"input_ids": [["你", "好", "<script>", "\n", "é"]] * 2}
@@ -88,9 +79,8 @@ def test_a_file_gives_the_snapshot_back_to_half_precision(tmp_path):
         assert (one.name, one.kind, one.queries, one.keys) == (other.name, other.kind, other.queries, other.keys)
         torch.testing.assert_close(one.weights, other.weights, rtol=2**-11, atol=2**-24)
         assert torch.equal(one.visible, other.visible)
-    assert all(torch.equal(again.ids[axis], whole.ids[axis]) for axis in whole.ids)
-    assert all(torch.equal(again.real[axis], whole.real[axis]) for axis in whole.real)
-    assert not list(tmp_path.rglob("*.part"))
+    for axis in whole.ids:
+        assert torch.equal(again.ids[axis], whole.ids[axis]) and torch.equal(again.real[axis], whole.real[axis])
 
 
 def test_what_is_no_snapshot_is_refused_by_name(tmp_path):
@@ -99,6 +89,3 @@ def test_what_is_no_snapshot_is_refused_by_name(tmp_path):
     (tmp_path / "step_00000001.safetensors").write_bytes(b"no")
     with pytest.raises(ValueError, match=r"step_00000001\.safetensors is not a snapshot of attention"):
         read_snapshots(tmp_path)
-    model, inputs = translation()
-    with pytest.raises(ValueError, match="must hold 2 rows of 5 texts, got"):
-        take_snapshot(model, inputs, tokens={"input_ids": [["a"]]})

@@ -1,10 +1,8 @@
-"""How the tests run an example: as a reader imports it, and as a program."""
+"""How the tests run an example: as a reader imports it."""
 
 import contextlib
 import importlib.util
 import io
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -48,17 +46,5 @@ def ran(example):
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 found[name] = example(name).main(), printed.getvalue()
         return found[name]
-
-    return run
-
-
-@pytest.fixture
-def python():
-    """``python(*arguments)``: a process of its own in the folder of the examples, warnings as errors."""
-
-    def run(*arguments, cwd=ROOT / "examples"):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-W", "error", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, check=False)
 
     return run

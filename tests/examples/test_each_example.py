@@ -1,19 +1,15 @@
 """What each file in examples/ shows, asserted; and that the page prints what the files say."""
 
-import contextlib
-import io
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from minitx.ablation.grid import cells
 from minitx.cli.compose import compose_config, compose_grid
-from minitx.nn import MultiHeadAttention, ScoreScale, backend_names, explain_backends, scale_multiplier
-from minitx.testing import check_kernel
+from minitx.nn import MultiHeadAttention, ScoreScale, scale_multiplier
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "examples.md"
@@ -41,26 +37,7 @@ def test_gpt2_answers_the_same_with_our_attention_whole_padded_and_cached(ran):
         assert difference < (1e-12 if "float64" in what else 1e-5), what
 
 
-def test_gpt2_really_runs_our_layer_and_refuses_additive_masks(example):
-    """Equal outputs would also come of a swap that changed nothing."""
-    swap_gpt2 = example("swap_gpt2")
-    model, input_ids = swap_gpt2.their_model(), torch.arange(2, 12).view(2, 5)
-    swap_gpt2.swap(model)
-    layers = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
-    assert len(layers) == model.config.n_layer
-    assert not [name for name, _ in model.named_modules() if name.endswith("c_attn")]
-    with torch.no_grad():
-        before = model(input_ids).logits
-        layers[-1].v_proj.weight.mul_(1.5)
-        assert (model(input_ids).logits - before).abs().max() > 0.1
-    model = swap_gpt2.their_model()
-    model.set_attn_implementation("eager")
-    swap_gpt2.swap(model)
-    with pytest.raises(TypeError, match="attn_bias"):
-        model(input_ids, attention_mask=torch.arange(10).view(2, 5).clamp(max=1))
-
-
-def test_gpt2_trains_the_same_with_our_attention(example):
+def test_gpt2_trains_the_same_with_our_layers_and_they_are_what_runs(example):
     swap_gpt2 = example("swap_gpt2")
     input_ids, gradients = torch.arange(2, 22).view(2, 10), []
     for swap in (lambda model: None, swap_gpt2.swap):
@@ -69,6 +46,8 @@ def test_gpt2_trains_the_same_with_our_attention(example):
         model(input_ids, labels=input_ids).loss.backward()
         gradients.append(model.transformer.wte.weight.grad)
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+    layers = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
+    assert len(layers) == model.config.n_layer and all(layer.v_proj.weight.grad.abs().sum() > 0 for layer in layers)
 
 
 def test_a_vision_transformer_answers_the_same_with_our_attention(ran):
@@ -90,7 +69,6 @@ def test_hidden_patches_change_no_logit_of_the_vision_transformer(example):
     with torch.no_grad():
         assert torch.equal(vit(images, hidden), vit(other, hidden))
         assert not torch.equal(vit(images), vit(other))
-    assert not [module for module in vit.modules() if isinstance(module, nn.MultiheadAttention)]
 
 
 # a mask
@@ -107,7 +85,6 @@ def test_the_mask_gives_one_answer_on_every_backend_and_with_a_cache(ran):
     assert {"sdpa", "chunked", "math", "cache"} <= set(errors)
     assert max(errors.values()) < 2e-6
     assert errors["cache"] < 1e-12
-    assert ran("custom_mask")[1].startswith("x . . .")
 
 
 # a backend
@@ -115,60 +92,23 @@ def test_the_mask_gives_one_answer_on_every_backend_and_with_a_cache(ran):
 
 def test_the_backend_passes_the_check_and_serves_a_model(ran):
     found = dict(ran("custom_backend")[0])
-    assert found["passed"] == 96
-    assert "failed" not in found
-    assert found["skipped"] == 10  # cases with a bias, soft-cap, sinks, dropout and weights, which it does not claim
+    assert (found["passed"], found["skipped"]) == (96, 10) and "failed" not in found  # it claims no bias, sinks and dropout
     assert found["difference"] < 1e-6
     assert "-> one_pass       can" in ran("custom_backend")[1]
-
-
-def test_the_backend_fails_without_the_lines_that_the_check_asked_for(example, monkeypatch):
-    custom_backend = example("custom_backend")
-    monkeypatch.setattr(custom_backend, "hide_unseen", lambda tensor, sees: tensor)
-    failed = {result.case for result in check_kernel(custom_backend.attention) if result.status == "failed"}
-    assert failed == {"NaN where no query looks"}
-
-
-def test_the_backend_refuses_what_it_lacks_by_name(example):
-    example("custom_backend")
-    query = torch.randn(1, 2, 5, 8)
-    report = explain_backends(query, query, query, dropout_p=0.1, softcap=30.0, backend="one_pass")
-    reasons = {line.name: line.reason for line in report if not line.can}
-    assert reasons["one_pass"] == "it has no dropout and no soft-cap"
-    assert "one_pass" in backend_names()
-
-
-@pytest.mark.slow
-def test_the_check_runs_the_backend_as_its_page_says(python):
-    done = python("-m", "minitx.testing", "custom_backend:attention")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "96 passed, 0 failed, 10 skipped, 0 refused" in done.stdout
 
 
 # a scale
 
 
-POWER = "--config-dir=custom_scale", "experiment=scaling_ablation", "ablation=power_scale"
-
-
 def test_the_arm_of_ones_own_is_what_it_says_at_every_head_dim():
     folder = ROOT / "examples" / "custom_scale"
-    grid = compose_grid([f"--config-dir={folder}", *POWER[1:]])
+    grid = compose_grid([f"--config-dir={folder}", "experiment=scaling_ablation", "ablation=power_scale"])
     found = {}
     for cell in cells(grid.chosen()):
         if cell.place.arm == "power" and cell.place.seed == 0:
             model = compose_config(cell.overrides).model
             found[model.width_per_head] = scale_multiplier(model.scale, model.width_per_head)
     assert found == {8: pytest.approx(8**-0.75), 64: pytest.approx(64**-0.75)}
-
-
-@pytest.mark.slow
-def test_the_ablation_of_the_scale_runs_from_a_folder_of_ones_own(python, tmp_path):
-    program = str(ROOT / "scripts" / "train.py")
-    done = python(program, *POWER, f"output_dir={tmp_path / 'out'}", "ablation.workers=1", "trainer.max_steps=20")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "12 of 12 runs" in done.stdout
-    assert "power" in (tmp_path / "out" / "summary.md").read_text(encoding="utf-8")
 
 
 # brackets
@@ -187,14 +127,13 @@ def test_the_answer_of_a_closing_bracket_is_the_last_open_one_at_no_fixed_distan
             else:
                 assert label == -100
                 still_open.append(i)
-    assert len(still_open) < brackets.LENGTH and max(np.bincount(distances)) < 0.5 * len(distances)
+    assert max(np.bincount(distances)) < 0.5 * len(distances)
 
 
-def test_the_model_of_brackets_trains_and_its_heads_are_compared_with_the_structure(example, tmp_path):
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        found = example("brackets").main(steps=2, folder=tmp_path / "run")
+def test_the_model_of_brackets_trains_and_its_heads_are_compared_with_the_structure(example, tmp_path, capsys):
+    found = example("brackets").main(steps=2, folder=tmp_path / "run")
     assert (tmp_path / "run" / "heads.png").is_file()
-    assert printed.getvalue().count("blocks.") == 13  # a line a head, and the best
+    assert capsys.readouterr().out.count("blocks.") == 13  # a line a head, and the best
     assert 0.0 < found["position"] < 0.5
 
 
