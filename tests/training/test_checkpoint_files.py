@@ -204,14 +204,3 @@ def test_what_was_being_replaced_is_put_back(request, kind):
     clean_up(last.parent)
     assert sorted(p.name for p in last.parent.iterdir()) == ["last.ckpt"]
     assert torch.equal(read_checkpoint(last)["state_dict"]["weight"], torch.arange(97.0))
-
-
-def test_a_file_takes_the_place_of_a_folder_of_shards_and_back(shards):
-    write_checkpoint({**SMALL, "global_step": 7}, shards)
-    assert shards.is_file()
-    assert read_checkpoint(shards)["global_step"] == 7
-    assert sorted(p.name for p in shards.parent.iterdir()) == ["last.ckpt"]
-    for value in (2.0, 3.0):  # in place of a file, and of a folder
-        write_shards(shards.parent, {"state_dict": {"weight": torch.full((3,), value)}})
-        assert torch.equal(read_checkpoint(shards)["state_dict"]["weight"], torch.full((3,), value))
-        assert sorted(p.name for p in shards.parent.iterdir()) == ["last.ckpt"]

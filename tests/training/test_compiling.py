@@ -28,10 +28,3 @@ def test_a_compiled_run_learns_as_a_plain_one_and_says_how_long_compiling_took(k
     said = [record.message for record in caplog.records if "compiling" in record.message]
     assert "first time" in said[0] and "last time it took" in said[1] and len(said) == 2
     assert (kept / "seconds.json").is_file()
-
-
-def test_a_damaged_file_of_seconds_is_as_none(kept, make_config, tmp_path):
-    kept.mkdir()
-    (kept / "seconds.json").write_text("{")
-    train(make_config(trainer__max_steps=1, trainer__compile=True), tmp_path / "run")
-    assert (kept / "seconds.json").read_text().startswith("{\n")

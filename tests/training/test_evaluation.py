@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from extra import losses_of
 from scipy import stats
 
 from minitx.config import DatesDataConfig, EvaluationConfig, LanguagesDataConfig, MaskedDataConfig, RunConfig, TransformerConfig
@@ -16,7 +15,6 @@ from minitx.nn.models import build_model
 from minitx.training import evaluation
 from minitx.training.building import fit_model_config, open_data
 from minitx.training.evaluation import evaluate, ratio_interval, share_interval
-from minitx.training.run import train
 
 SMALL = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "init": "lecun"}
 DATES = DatesDataConfig(locales=("en", "de"), train_size=53, val_size=17, batch_size=6)
@@ -150,16 +148,3 @@ def test_scores_of_texts_are_sacrebleus():
         assert found.value == pytest.approx(metric.corpus_score(answers, [references]).score, abs=1e-9)
         assert found.low <= found.value <= found.high
         assert found.low < found.high
-
-
-@pytest.mark.parametrize("task", ["seq2seq", "classify"])
-def test_padded_rows_train_alike_however_a_step_is_split(make_config, tmp_path, task):
-    data, model = TASKS[task]
-    losses = []
-    for split in (1, 3):
-        config = make_config(trainer__accumulate=split, trainer__precision="64-true", trainer__max_steps=2)
-        data = dataclasses.replace(data, batch_size=6)
-        config = dataclasses.replace(config, data=data, model=TransformerConfig(**SMALL, **model))
-        train(config, tmp_path / str(split))
-        losses.append(losses_of(tmp_path / str(split)))
-    assert losses[1] == pytest.approx(losses[0], rel=1e-12)

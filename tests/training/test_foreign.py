@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from minitx.config import CallbacksConfig, ConfigError, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig
-from minitx.data.task import Task
+from minitx.config import CallbacksConfig, ConfigError, ProbeConfig, RunConfig, TrainerConfig
 from minitx.training.metrics import read_metrics
 from minitx.training.run import train
 
@@ -53,13 +52,11 @@ def config(**trainer):
     )
 
 
-def by_hand(batches, steps, rate=0.05):
-    """SGD on the mean of the micro-batches' means, each list of ``batches`` one update."""
+def by_hand(batches, rate=0.05):
+    """SGD on the mean of each batch."""
     weight, losses = torch.zeros(3, 2, dtype=torch.float64, requires_grad=True), []
-    for step in range(steps):
-        parts = batches[step % len(batches)]
-        means = [squared(torch.stack([row["x"] for row in part]) @ weight, {"labels": torch.stack([row["labels"] for row in part])}) / len(part) for part in parts]  # fmt: skip
-        loss = sum(means) / len(parts)
+    for batch in batches:
+        loss = squared(batch["x"] @ weight, batch) / len(batch["x"])
         losses.append(loss.item())
         (grad,) = torch.autograd.grad(loss, weight)
         weight = (weight - rate * grad).detach().requires_grad_()
@@ -73,8 +70,7 @@ def weights_of(folder):
 def test_a_loader_of_ones_own_gets_the_mean_of_each_batch(tmp_path):
     data = Squares()
     train(config(), tmp_path, model=Linear(), data=data, objective=squared)
-    rows = data.rows
-    weight, losses = by_hand([[rows[:3]], [rows[3:6]], [rows[6:]]], steps=4)
+    weight, losses = by_hand([*data.train_dataloader(), next(iter(data.train_dataloader()))])
     torch.testing.assert_close(weights_of(tmp_path), weight, rtol=1e-12, atol=0)
     assert [row["train_loss"] for row in read_metrics(tmp_path / "metrics.csv")] == pytest.approx(losses, rel=1e-12)
 
@@ -100,29 +96,16 @@ def test_a_batch_that_is_no_mapping_with_labels_is_named(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_head_at_every_token_is_trained_by_a_task_of_ones_own(tmp_path):
-    rows = [{"input_ids": [i % 5, (i + 2) % 5, 3], "labels": [i % 2, -100, 1]} for i in range(16)]
-    task = Task(name="tags", train=rows, val=rows[:5], model_fields={"vocab_size": 5, "num_labels": 2})
-    shape = TransformerConfig(architecture="encoder", head="token", embed_dim=8, num_heads=2, num_layers=1, max_len=4)
-    trainer = TrainerConfig(max_steps=20, accelerator="cpu", log_every=1, val_every=0)
-    chosen = RunConfig(model=shape, data={}, trainer=trainer, callbacks=CallbacksConfig(progress=False))
-    train(chosen, tmp_path, data=task, batch_size=8)
-    rows = read_metrics(tmp_path / "metrics.csv")
-    assert rows[-1]["train_loss"] < rows[0]["train_loss"]
-    assert rows[-1]["tokens"] == 20 * 8 * 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"trainer": TrainerConfig(strategy="sharded", accelerator="cpu")}, "trainer.strategy=sharded"),
-        ({"callbacks": CallbacksConfig(probe=ProbeConfig(every=1))}, "callbacks.probe.every"),
-    ],
-)
-def test_what_needs_our_blocks_or_our_data_is_refused_by_name(tmp_path, changes, key):
-    chosen = RunConfig(**{**vars(config()), **changes})
-    with pytest.raises(ConfigError, match=f"^{key}"):
-        train(chosen, tmp_path / "run", model=Linear(), data=Squares(), objective=squared)
+def test_what_needs_our_blocks_or_our_data_is_refused_by_name(tmp_path):
+    probe = {"callbacks": CallbacksConfig(probe=ProbeConfig(every=1))}
+    for key, changes in {
+        "trainer.strategy": {"trainer": TrainerConfig(strategy="sharded", accelerator="cpu")},
+        "callbacks.probe.every": probe,
+    }.items():
+        with pytest.raises(ConfigError, match=f"^{key}"):
+            train(
+                RunConfig(**{**vars(config()), **changes}), tmp_path / "run", model=Linear(), data=Squares(), objective=squared
+            )
 
 
 def test_an_optimizer_without_found_inf_is_checked_at_every_step(tmp_path, caplog):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -59,11 +60,10 @@ def test_schedules_by_hand(name, warmup, final, steps, expected):
     assert [factor(step) for step in range(steps)] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear", "trapezoid", "constant"])
+@pytest.mark.parametrize("name", ["cosine", "linear", "trapezoid"])
 def test_a_schedule_ends_at_final_lr_and_a_warm_up_as_long_as_the_run_never_divides_by_zero(name):
-    if name != "constant":
-        factor = lr_factor(ScheduleConfig(name=name, warmup_steps=3, final_lr=0.125, decay_fraction=0.5), 20)
-        assert factor(20) == factor(10_000) == pytest.approx(0.125)
+    factor = lr_factor(ScheduleConfig(name=name, warmup_steps=3, final_lr=0.125, decay_fraction=0.5), 20)
+    assert factor(20) == factor(10_000) == pytest.approx(0.125)
     factor = lr_factor(ScheduleConfig(name=name, warmup_steps=5), 5)
     assert [factor(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert math.isfinite(factor(5))
@@ -159,9 +159,7 @@ def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(chunk_tokens, bia
     hidden, head, labels = head_and_tokens(bias=bias)
     plain = cross_entropy(head(hidden), labels, label_smoothing=smoothing)
     ours = chunked_cross_entropy(hidden, head.weight, head.bias, labels, chunk_tokens=chunk_tokens, label_smoothing=smoothing)
-    for name in ("loss", "nll"):
-        torch.testing.assert_close(ours[name], plain[name], rtol=1e-13, atol=0)
-    assert int(ours["correct"]) == int(plain["correct"])
+    torch.testing.assert_close(ours, plain, rtol=1e-13, atol=0)
     found, wanted = gradients(ours["loss"], hidden, head, 0.37), gradients(plain["loss"], hidden, head, 0.37)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
     assert found[0][labels == -100].abs().max() == 0.0
@@ -188,35 +186,27 @@ def test_under_bfloat16_autocast_the_chunked_loss_errs_no_more_than_the_plain_on
     exact = gradients(cross_entropy(head(hidden), labels)["loss"], hidden, head, 1 / T)
     narrow, low = hidden.detach().float().requires_grad_(), torch.nn.Linear(WIDTH, WORDS)
     low.load_state_dict(head.state_dict())
-    errors = []
-    for chunked in (False, True):
-        with torch.autocast("cpu", torch.bfloat16):
-            if chunked:
-                loss = chunked_cross_entropy(narrow, low.weight, low.bias, labels, chunk_tokens=5)["loss"]
-            else:
-                loss = cross_entropy(low(narrow), labels)["loss"]
-        assert loss.dtype == torch.float32
-        found = gradients(loss, narrow, low, 1 / T)
-        assert [g.dtype for g in found] == [torch.float32] * 3
-        errors.append([float((g.double() - e).norm() / e.norm()) for g, e in zip(found, exact, strict=True)])
-    for plain, ours in zip(*errors, strict=True):
-        assert ours < 2 * plain + 2**-8
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = cross_entropy(low(narrow), labels)["loss"]
+        ours = chunked_cross_entropy(narrow, low.weight, low.bias, labels, chunk_tokens=5)["loss"]
+    for wanted, *found in zip(exact, *(gradients(loss, narrow, low, 1 / T) for loss in (plain, ours)), strict=True):
+        assert [g.dtype for g in found] == [torch.float32] * 2
+        theirs, own = (float((g.double() - wanted).norm() / wanted.norm()) for g in found)
+        assert own < 2 * theirs + 2**-8
 
 
 def test_the_chunked_loss_never_holds_the_logits_of_all_tokens():
     """512 tokens, 2,003 words: the plain loss holds three tensors of 512 x 2,003, the chunked one none of more than 64 x 2,003."""
     tokens, words = 512, 2003
-    hidden = torch.randn(tokens, 8, requires_grad=True)
-    weight, labels = torch.randn(words, 8, requires_grad=True), torch.randint(words, (tokens,))
+    hidden, weight = (torch.randn(rows, 8, requires_grad=True) for rows in (tokens, words))
+    labels = torch.randint(words, (tokens,))
 
-    def plain():
+    def step(loss):
         hidden.grad = weight.grad = None
-        cross_entropy(F.linear(hidden, weight), labels)["loss"].backward()
+        loss()["loss"].backward()
 
-    def ours():
-        hidden.grad = weight.grad = None
-        chunked_cross_entropy(hidden, weight, None, labels, chunk_tokens=64)["loss"].backward()
-
+    plain = partial(step, lambda: cross_entropy(F.linear(hidden, weight), labels))
+    ours = partial(step, lambda: chunked_cross_entropy(hidden, weight, None, labels, chunk_tokens=64))
     (plain_largest, plain_peak), (largest, peak) = allocations(plain), allocations(ours)
     assert plain_largest == 4 * tokens * words
     assert largest == 4 * 64 * words
@@ -226,7 +216,5 @@ def test_the_chunked_loss_never_holds_the_logits_of_all_tokens():
 
 def test_a_chunked_loss_of_things_that_do_not_fit_is_refused():
     hidden, head, labels = head_and_tokens()
-    with pytest.raises(ValueError, match="chunk_tokens=0 must be at least 1"):
-        chunked_cross_entropy(hidden, head.weight, None, labels, chunk_tokens=0)
     with pytest.raises(ValueError, match=r"labels \(...\) and weight \(V, E\), got \(23, 7\), \(22,\)"):
         chunked_cross_entropy(hidden, head.weight, None, labels[1:], chunk_tokens=4)

@@ -145,8 +145,11 @@ def test_other_metrics_make_no_row_and_stand_in_columns_of_their_own(make_config
 def follow(stop, values, first=1):
     """The step at which ``stop`` ends the run that has these losses, or right answers of 10, or None."""
     for step, value in enumerate(values, start=first):
-        number = torch.tensor(value)
-        own = {"step_loss": number} if stop.metric == "train_loss" else {"step_sums": {"correct": number}}
+        own = (
+            {"step_loss": torch.tensor(value)}
+            if stop.metric == "train_loss"
+            else {"step_sums": {"correct": torch.tensor(value)}}
+        )
         trainer, module = made_up(global_step=step, **own)
         stop.on_step(trainer, module, step, {"num_targets": torch.tensor(10)})
         if trainer.should_stop:
@@ -154,38 +157,30 @@ def follow(stop, values, first=1):
     return None
 
 
-# window, extra steps, right answers of 10 in each step, the step that reaches the value, the last step
+# what to stop at, losses or right answers of 10 in each step, the step that reaches the value, the last step
 ENDS = [
-    (1, 0, [3, 7, 9, 5], 3, 3), (1, 2, [3, 7, 9, 5, 5, 5], 3, 5), (3, 0, [10, 8, 8, 9, 10, 0], 5, 5),
-    (3, 1, [10, 10, 10, 0], 3, 4), (5, 0, [10, 10, 10, 10], None, None), (2, 0, [8, 9, 8, 9], None, None),
+    (("train_accuracy", 0.9, 1, 2), [3, 7, 9, 5, 5, 5], 3, 5), (("train_accuracy", 0.9, 3), [10, 8, 8, 9, 10, 0], 5, 5),
+    (("train_accuracy", 0.9, 5), [10, 10, 10, 10], None, None), (("train_accuracy", 0.9, 2), [8, 9, 8, 9], None, None),
+    (("train_loss", 0.5, 2), [0.875, 0.625, 0.375, 0.125], 3, 3), (("train_loss", 0.5), [math.nan, 0.6], None, None),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("window", "extra", "values", "reached", "end"), ENDS)
-def test_a_run_ends_when_the_mean_over_the_window_reaches_the_value(window, extra, values, reached, end):
-    stop = StopAt("train_accuracy", 0.9, window, extra)
+@pytest.mark.parametrize(("stop_at", "values", "reached", "end"), ENDS)
+def test_a_run_ends_when_the_mean_over_the_window_reaches_the_value(stop_at, values, reached, end):
+    stop = StopAt(*stop_at)
     assert follow(stop, values) == end
     assert stop.reached == reached
 
 
-def test_a_loss_must_fall_to_the_value():
-    assert follow(StopAt("train_loss", 0.5, 2), [0.875, 0.625, 0.375, 0.125]) == 3
-    assert follow(StopAt("train_loss", 0.5), [math.nan, 0.6]) is None
-
-
 def test_the_window_goes_on_where_the_checkpoint_was_written():
-    first = StopAt("train_accuracy", 0.9, 3, 2)
+    first, second = StopAt("train_accuracy", 0.9, 3, 2), StopAt("train_accuracy", 0.9, 3, 2)
     assert follow(first, [9, 9]) is None
-    second = StopAt("train_accuracy", 0.9, 3, 2)
     second.load_state_dict(first.state_dict())
     assert follow(second, [9, 0, 0], first=3) == 5
 
 
 def test_an_objective_without_right_answers_has_no_accuracy_to_stop_at():
     trainer, module = made_up()
-    log = StepLog(1)
-    log.on_step(trainer, module, 1, {"num_targets": 10})
-    assert "train_accuracy" not in log.row
     with pytest.raises(ConfigError, match=r"trainer\.stop_at\.metric=train_accuracy"):
         StopAt("train_accuracy", 0.9).on_step(trainer, module, 1, {"num_targets": 10})
 
@@ -193,15 +188,14 @@ def test_an_objective_without_right_answers_has_no_accuracy_to_stop_at():
 def test_a_stopped_run_is_validated_saved_and_not_trained_any_further(make_config, tmp_path, answers):
     answers(lambda step: 84 if step >= 3 else 0)
     config = make_config(trainer__max_steps=50, trainer__log_every=50, trainer__ckpt_every=50, trainer__val_every=50)
-    stop = {"metric": "train_accuracy", "value": 1.0, "window": 2, "extra_steps": 3}
-    result = train_with(config, tmp_path, StopAt(**stop))
+    result = train_with(config, tmp_path, StopAt("train_accuracy", 1.0, 2, 3))
     rows = read_metrics(tmp_path / "metrics.csv")
     assert [row["step"] for row in rows if row["val_loss"] is not None] == [7]
     last, best = (read_checkpoint(tmp_path / "checkpoints" / f"{name}.ckpt") for name in ("last", "best"))
     assert last["global_step"] == best["global_step"] == 7
     assert result["val_loss"] == rows[-1]["val_loss"]
     again = dataclasses.replace(config, ckpt_path=str(tmp_path / "checkpoints" / "last.ckpt"))
-    train_with(again, tmp_path, StopAt(**stop))
+    train_with(again, tmp_path, StopAt("train_accuracy", 1.0, 2, 3))
     assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 7
 
 
@@ -212,40 +206,29 @@ def test_a_stopped_run_is_validated_saved_and_not_trained_any_further(make_confi
 def chosen(monkeypatch):
     """``chosen(losses)``: what validations give, in their order."""
 
-    def choose(values):
-        left = list(values)
-        monkeypatch.setattr(
-            TrainingModule,
-            "on_validation_epoch_end",
-            lambda self: self.log_dict({"val_loss": left.pop(0), "val_accuracy": 0.5}, logger=False),
-        )
+    def choose(*left):
+        given = iter(left)
+        values = lambda self: self.log_dict({"val_loss": next(given), "val_accuracy": 0.5}, logger=False)  # noqa: E731
+        monkeypatch.setattr(TrainingModule, "on_validation_epoch_end", values)
 
     return choose
 
 
 @pytest.mark.parametrize(("losses", "best"), [([3.0, 2.0, 1.0], 5), ([3.0, 1.0, 2.0], 4)])
 def test_the_best_checkpoint_is_that_of_all_validations_the_last_one_included(make_config, tmp_path, chosen, losses, best):
-    chosen(losses)
+    chosen(*losses)
     train(make_config(trainer__max_steps=5, trainer__val_every=2, trainer__ckpt_every=100), tmp_path)
     assert read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")["global_step"] == best
     assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 5
 
 
-def test_the_best_k_checkpoints_stand_beside_it(make_config, tmp_path, chosen):
-    chosen([5.0, 1.0, 3.0, 2.0, 4.0])
-    train_with(make_config(trainer__max_steps=5, trainer__val_every=1, trainer__ckpt_every=100), tmp_path, *preset("top_k"))
-    found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    kept = [f"step={step}-val_loss={loss:.4f}.ckpt" for step, loss in ((2, 1), (3, 3), (4, 2))]
-    assert found == ["best.ckpt", "last.ckpt", *kept]
-    assert read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")["global_step"] == 2
-
-
-def test_a_run_that_stops_early_is_saved_where_it_stopped(make_config, tmp_path, chosen):
-    chosen([1.0, *(2.0,) * 9])
+def test_a_run_that_stops_early_is_saved_where_it_stopped_and_the_best_k_stand_beside_it(make_config, tmp_path, chosen):
+    chosen(5.0, 1.0, 3.0, 2.0, *(4.0,) * 9)
     config = make_config(trainer__max_steps=99, trainer__val_every=1, trainer__ckpt_every=98)
-    train_with(config, tmp_path, *preset("early_stopping"))
-    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 6
-    assert read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")["global_step"] == 1
+    train_with(config, tmp_path, *preset("early_stopping"), *preset("top_k"))
+    found = {path.name: read_checkpoint(path)["global_step"] for path in (tmp_path / "checkpoints").iterdir()}
+    kept = {f"step={step}-val_loss={loss:.4f}.ckpt": step for step, loss in ((2, 1), (3, 3), (4, 2))}
+    assert found == {"best.ckpt": 2, "last.ckpt": 7, **kept}
 
 
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
