@@ -40,13 +40,7 @@ def test_generators_depend_on_seed_and_path_alone_on_every_machine():
     assert generator(0, "train", 0).integers(1000, size=5).tolist() == [622, 257, 334, 989, 492]
 
 
-@pytest.mark.parametrize("step", [-1, 8])
-def test_a_state_outside_of_the_run_is_refused(step):
-    with pytest.raises(ValueError, match=f"step={step} "):
-        loader().load_state_dict({"step": step})
-
-
-@pytest.mark.parametrize(("stop", "num_workers"), [(0, 0), (1, 0), (3, 0), (8, 0), (20, 0), (8, 1)])
+@pytest.mark.parametrize(("stop", "num_workers"), [(0, 0), (3, 0), (20, 0), (8, 1)])
 def test_a_resumed_loader_continues_the_uninterrupted_stream(stop, num_workers):
     whole, first = ids_of(loader()), loader(num_workers=num_workers)
     batches = iter(first)
@@ -57,11 +51,6 @@ def test_a_resumed_loader_continues_the_uninterrupted_stream(stop, num_workers):
     resumed.load_state_dict(state)
     assert state == {"step": stop // 3}
     assert ids_of([*done, *resumed]) == whole
-
-
-def test_the_length_of_a_loader_is_that_of_the_whole_run():
-    assert len(loader(num_steps=7, step=5, accumulate=3)) == 21
-    assert len(list(loader(num_steps=7, step=5, accumulate=3))) == 6
 
 
 def test_the_first_step_may_be_repeated():

@@ -4,11 +4,12 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 
 from minitx.config import ChatDataConfig, ConfigError
 from minitx.data.chat import TEMPLATE, ChatFormat, load_chat
 from minitx.data.task import as_split
-from minitx.data.tokenizers import fingerprint, train_tokenizer
+from minitx.data.tokenizers import Tokenizer, fingerprint, train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")
 LETTERS = "".join(map(chr, range(32, 127))) + "\né"
@@ -51,24 +52,17 @@ def test_templates_of_others_are_read(tokenizer):
 
 
 def test_special_tokens_of_the_tokenizer_that_a_template_writes_are_one_token(tmp_path):
-    from tokenizers import AddedToken, Tokenizer
-
-    from minitx.data.tokenizers import load_tokenizer
-
-    train_tokenizer("bpe", [LETTERS], vocab_size=300).save(tmp_path / "tokenizer.json")
-    theirs = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    theirs.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
-    theirs.save(str(tmp_path / "tokenizer.json"))
+    theirs = tokenizers.Tokenizer.from_str(train_tokenizer("bpe", [LETTERS], vocab_size=300).to_dict()["json"])
+    theirs.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")])
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    ids, counted = ChatFormat(template, load_tokenizer(tmp_path)).encode(
-        [*CHAT[1:3], {"role": "user", "content": "<|im_end|>"}]
-    )
+    chat = [*CHAT[1:3], {"role": "user", "content": "<|im_end|>"}]
+    ids, counted = ChatFormat(template, Tokenizer(theirs.to_str())).encode(chat)
     start, end = (theirs.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>"))
     assert (ids == start).sum() == (ids == end).sum() == 3, "what a message says is text"
     assert ids[counted].tolist()[-1] == end and theirs.decode(ids[counted][:-1].tolist()) == "2"
 
 
-@pytest.mark.parametrize("content", ["{{ eos_token }}", "<eos>", "{% raise %}", "{{ ''.__class__.__mro__ }}", ""])
+@pytest.mark.parametrize("content", ["{{ eos_token }}", "<eos>", "{% raise %}", ""])
 def test_nothing_in_a_message_is_read_as_template_or_special_token(tokenizer, content):
     chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
     ids, _ = ChatFormat(TEMPLATE, tokenizer).encode(chat)
@@ -77,12 +71,11 @@ def test_nothing_in_a_message_is_read_as_template_or_special_token(tokenizer, co
     assert tokenizer.decode(ids) == f"user: {known}<eos>\nassistant: {known}<eos>\n"
 
 
-BROKEN = ["{% for m in messages %}", "{{ messages[9].content }}", "{{ raise_exception('no') }}"]
-NO_END_MARK = ["{% for m in messages %}{{ m.content }}\n{% endfor %}"]
+BROKEN = ["{% for m in messages %}", "{{ raise_exception('no') }}", "{% for m in messages %}{{ m.content }}\n{% endfor %}"]
 UNSAFE = ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"]
 
 
-@pytest.mark.parametrize("template", [*BROKEN, *NO_END_MARK, *UNSAFE])
+@pytest.mark.parametrize("template", [*BROKEN, *UNSAFE])
 def test_a_template_that_cannot_be_used_is_refused(tokenizer, template):
     with pytest.raises(ConfigError, match=r"^data\.template "):
         ChatFormat(template, tokenizer).encode([*CHAT, CHAT[2]])
@@ -90,15 +83,9 @@ def test_a_template_that_cannot_be_used_is_refused(tokenizer, template):
 
 @pytest.fixture
 def path(write_text):
-    rows = [
-        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": str(n) * (n % 5 + 1)}]}
-        for n in range(23)
-    ]
-    rows += [
-        {"messages": [{"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "too far"}]},
-        {"messages": []},
-    ]
-    return write_text("\n".join(map(json.dumps, rows)), "chats.jsonl")
+    asked = [*((f"{n}?", str(n) * (n % 5 + 1)) for n in range(23)), ("x" * 40, "too far")]
+    rows = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in asked]
+    return write_text("\n".join(json.dumps({"messages": row}) for row in [*rows, []]), "chats.jsonl")
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -137,15 +124,10 @@ def test_the_template_is_that_of_the_tokenizers_folder_unless_one_is_given(path,
     assert first(template="!" + TEMPLATE).startswith("!user: ")
 
 
-@pytest.mark.parametrize(
-    ("row", "key"),
-    [
-        ({"chat": []}, "messages_column"),
-        ({"messages": "hello"}, "messages_column"),
-        ({"messages": [{"role": "user", "content": 3}]}, "messages_column"),
-        ({"messages": [{"role": "user", "content": "no answer"}]}, "path"),
-    ],
-)
+ROWS = [({"chat": []}, "messages_column"), ({"messages": "hello"}, "messages_column"), ({"messages": CHAT[:1]}, "path")]
+
+
+@pytest.mark.parametrize(("row", "key"), ROWS)
 def test_rows_that_are_no_conversations_are_refused(write_text, row, key):
     path = write_text("\n".join([json.dumps(row)] * 5), "a.jsonl")
     with pytest.raises(ConfigError, match=rf"^data\.{key}="):
@@ -154,4 +136,4 @@ def test_rows_that_are_no_conversations_are_refused(write_text, row, key):
 
 def test_a_tokenizer_without_an_end_mark_is_refused(path):
     with pytest.raises(ConfigError, match="eos"):
-        load_chat(ChatDataConfig(path=path), None, train_tokenizer("char", [LETTERS], vocab_size=0))
+        load_chat(ChatDataConfig(path=path), None, train_tokenizer("char", [LETTERS]))

@@ -48,8 +48,7 @@ def test_eight_of_ten_show_the_mask_one_another_token_and_one_itself(examples):
     shares = [(shown == VOCAB).float().mean(), (shown == true).float().mean()]
     assert shares == pytest.approx([0.8, 0.1 + 0.1 / VOCAB], abs=4 * (0.8 * 0.2 / len(shown)) ** 0.5)
     others = shown[(shown != VOCAB) & (shown != true)]
-    assert len(others.unique()) > VOCAB / 2
-    assert others.max() < VOCAB
+    assert len(others.unique()) > VOCAB / 2 and others.max() < VOCAB
 
 
 def test_masks_change_from_epoch_to_epoch_and_stay_in_validation(examples):
@@ -59,22 +58,17 @@ def test_masks_change_from_epoch_to_epoch_and_stay_in_validation(examples):
     assert ((labels[0] != -100) == (labels[1] != -100)).all(dim=1).sum() < 20
     val = ValSource(examples, batch_size=5)
     assert torch.equal(val.rows(range(10))["labels"][3:7], val.rows(range(3, 7))["labels"])
-    assert torch.equal(val.rows(range(10))["input_ids"][3:7], val.rows(range(3, 7))["input_ids"])
 
 
 def test_masked_text_becomes_a_task(write_text, cache):
     config = MaskedDataConfig(path=write_text("the raven never flitting " * 41), context_len=17)
     task = load_masked(config, cache, None)
-    ids = task.tokenizer.mark_ids
-    assert set(ids) == {"pad", "mask"}
-    assert task.model_fields == {"vocab_size": task.tokenizer.vocab_size, "pad_id": ids["pad"]}
-    stream = ValSource(as_split(task, "val"), batch_size=3)
-    text = stream.rows(range(len(task.val)))
+    assert task.model_fields == {"vocab_size": task.tokenizer.vocab_size, "pad_id": task.tokenizer.mark_ids["pad"]}
+    text = ValSource(as_split(task, "val"), batch_size=3).rows(range(len(task.val)))
     true = torch.where(text["labels"] == -100, text["input_ids"], text["labels"])[text["key_mask"]]
     assert task.tokenizer.decode(true) == ("the raven never flitting " * 41)[int(41 * 25 * 0.9) :]
     nll = unigram_nll(task.train.tokens.array, task.val.tokens.array, task.tokenizer.vocab_size)
     assert task.baselines() == {"unigram_perplexity": pytest.approx(np.exp(nll))}
-    assert 5 < np.exp(nll) < 15
 
 
 def test_a_tokenizer_without_a_mask_is_refused_and_one_with_marks_has_a_cache_of_its_own(write_text, cache):

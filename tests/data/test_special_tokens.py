@@ -34,13 +34,6 @@ def unigram(**options) -> str:
     return finished(theirs, **options)
 
 
-def whole_words(**options) -> str:
-    words = {word: i for i, word in enumerate([*NAMES, "a", "b"])}
-    theirs = tokenizers.Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    theirs.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return finished(theirs, **options)
-
-
 def word_pieces(**options) -> str:
     vocab = {word: i for i, word in enumerate([*NAMES, *LETTERS, *(f"##{letter}" for letter in LETTERS)])}
     theirs = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
@@ -49,25 +42,19 @@ def word_pieces(**options) -> str:
 
 
 def merged_pairs(**options) -> str:
-    """The merges make ``</s>``, and then ``</s>a``."""
-    return finished(byte_level([("<", "/"), ("s", ">"), ("</", "s>"), ("</s>", "a")]), **options)
-
-
-def byte_level(merges, **options) -> tokenizers.Tokenizer:
-    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *NAMES, *("".join(pair) for pair in merges)]
-    vocab = {word: i for i, word in enumerate(dict.fromkeys(words))}
-    theirs = tokenizers.Tokenizer(models.BPE(vocab, merges, **options))
+    """Byte-level; the merges make ``</s>``, and then ``</s>a``."""
+    merges = [("<", "/"), ("s", ">"), ("</", "s>"), ("</s>", "a")]
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *NAMES, *map("".join, merges)]
+    theirs = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(dict.fromkeys(words))}, merges))
     theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     theirs.decoder = decoders.ByteLevel()
-    return theirs
+    return finished(theirs, **options)
 
 
-OTHERS = (unigram, whole_words, word_pieces, merged_pairs)
 MADE = {
     "char": lambda: train_tokenizer("char", ["".join(TEXTS), "the raven"], marks=MARKS),
     "bpe": lambda: train_tokenizer("bpe", ["".join(TEXTS), "the raven"], vocab_size=290, marks=MARKS),
-    **{f"{make.__name__} of others": lambda make=make: Tokenizer(make()) for make in OTHERS},
-    "whole_words of others, not special": lambda: Tokenizer(whole_words(special=False)),
+    **{f"{make.__name__} of others": lambda make=make: Tokenizer(make()) for make in (unigram, word_pieces, merged_pairs)},
     "merged_pairs of others, not special": lambda: Tokenizer(merged_pairs(special=False)),
 }
 

@@ -17,7 +17,6 @@ def contents():
     rows = [{"id": n, "text": text} for n, text in enumerate(TEXTS)]
     return {
         "a.jsonl": "\n".join(map(json.dumps, rows)),
-        "a.json": json.dumps(rows),
         "a.txt": "\ufeff" + "\r\n".join(TEXTS),
         "a.csv": "\ufeffid,text\n" + "\n".join(f"{n},{text}" for n, text in enumerate(TEXTS)),
         "a.tsv": "id\ttext\n" + "\n".join(f"{n}\t{text}" for n, text in enumerate(TEXTS)),
@@ -34,25 +33,20 @@ def test_every_kind_of_file_is_read(write_text, name, streaming):
         assert list(part["text"]) == TEXTS[3:5]
 
 
-@pytest.mark.parametrize("pattern", ["part-*.txt", "**/part-?.txt"])
-def test_several_files_are_one_table_in_the_order_of_their_names(tmp_path, write_text, pattern):
+def test_several_files_are_one_table_in_the_order_of_their_names(tmp_path, write_text):
     for part in (2, 0, 1):
         write_text("\n".join(TEXTS[part * 5 : part * 5 + 5]), f"part-{part}.txt")
-    config = HubDataConfig(path=str(tmp_path / pattern))
+    config = HubDataConfig(path=str(tmp_path / "**/part-?.txt"))
     assert list(load_table(config)["text"]) == TEXTS[:15]
     assert load_table(config, streaming=True).num_shards == 3
 
 
-MISSING = dict.fromkeys(("absent.txt", "/absent", "a/b/c", "absent/*.txt"), "does not exist")
-
-
-@pytest.mark.parametrize("name", [*MISSING, "a.pdf", "empty.txt", "bad.jsonl", "a.txt", "none"])
+@pytest.mark.parametrize("name", ["absent.txt", "absent/*.txt", "a.pdf", "empty.txt", "bad.jsonl", "a.txt"])
 def test_what_is_missing_or_cannot_be_read_is_refused(write_text, tmp_path, name):
-    (tmp_path / "none").mkdir()
     for file, content in {"a.pdf": "x", "empty.txt": "", "bad.jsonl": "{nope", "a.txt": b"\xff\xfea\0"}.items():
         write_text(content, file)
-    with pytest.raises(ConfigError, match=rf"^data\.path=.*{MISSING.get(name, re.escape(name))}"):
-        load_table(HubDataConfig(path=name if name in MISSING else str(tmp_path / name)))
+    with pytest.raises(ConfigError, match=rf"^data\.path=.*{re.escape(name)}"):
+        load_table(HubDataConfig(path=str(tmp_path / name)))
     with pytest.raises(ConfigError, match=r"^data\.val_path=no\.txt"):
         load_table(HubDataConfig(path="x", val_path="no.txt"), "val_path", "val_split")
 

@@ -1,5 +1,3 @@
-import pickle
-
 import numpy as np
 import pytest
 import torch
@@ -39,20 +37,6 @@ def test_an_epoch_covers_disjoint_windows_and_all_but_two_rows_of_the_text(token
         assert 0 <= starts[0] < 7
         assert starts[-1] + 7 < len(tokens[0])
         assert len(tokens[0]) - len(starts) * 7 < 2 * 7
-
-
-def test_epochs_and_seeds_differ_in_order_and_offset(tokens):
-    texts = [source(tokens, seed=seed) for seed in (0, 1)]
-    orders = [text.order(epoch, text.split) for text in texts for epoch in range(5)]
-    assert len({order.tobytes() for order in orders}) == 10
-    assert len({int(order.min()) for order in orders}) > 3
-
-
-def test_a_used_source_travels_without_its_tokens(tokens):
-    text = source(tokens)
-    text[Address(0)]
-    assert len(pickle.dumps(text)) < 1000
-    assert torch.equal(pickle.loads(pickle.dumps(text))[Address(1)]["labels"], text[Address(1)]["labels"])
 
 
 @pytest.mark.parametrize("context_len", [1, 7, 1009])

@@ -20,11 +20,6 @@ def builds(monkeypatch):
     return made
 
 
-def the(cache, suffix):
-    (path,) = cache.glob(f"*{suffix}")
-    return path
-
-
 def text_of(found):
     train, val, tokenizer, _ = found
     return tokenizer.decode(np.concatenate([train.array, val.array]))
@@ -36,9 +31,7 @@ def test_the_boundary_of_the_splits_does_not_depend_on_the_tokenizer(text_config
     (train, _, made_by, record), cut = found, int(0.7 * (len(TEXT) + 1))
     assert text_of(found) == "é" + TEXT
     assert made_by.decode(train.array) == ("é" + TEXT)[:cut]
-    assert record["splits"]["train"]["characters"] == cut
-    assert record["splits"]["train"]["bytes"] == cut + 1
-    assert record["splits"]["val"]["characters"] == len(TEXT) + 1 - cut
+    assert [record["splits"]["train"][unit] for unit in ("characters", "bytes")] == [cut, cut + 1]
 
 
 def test_the_vocabulary_comes_from_the_training_split_alone(text_config, cache):
@@ -55,10 +48,6 @@ def test_a_cache_that_fits_is_used_again_and_a_changed_source_is_read_anew(text_
     assert text_of(tokenised(text_config(TEXT.replace("bleak", "black")), cache)) == TEXT.replace("bleak", "black")
 
 
-def cut_short(path):
-    path.write_bytes(path.read_bytes()[:-3])
-
-
 def flip_a_bit(path):
     content, times = bytearray(path.read_bytes()), path.stat()
     content[len(content) // 2] ^= 1
@@ -66,8 +55,8 @@ def flip_a_bit(path):
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-DAMAGE = {"cut short": (".bin", cut_short), "flipped": (".bin", flip_a_bit), "gone": (".bin", lambda path: path.unlink())}
-RECORDS = ("", "[]", "{", '{"format": 1}', '{"tokenizer": {"kind": "words"}}', "\0")
+DAMAGE = {"flipped": (".bin", flip_a_bit), "gone": (".bin", lambda path: path.unlink())}
+RECORDS = ("", "[]", '{"format": 1}', '{"tokenizer": {"kind": "words"}}')
 DAMAGE |= {text: (".json", lambda path, text=text: path.write_text(text)) for text in RECORDS}
 
 
@@ -75,7 +64,7 @@ DAMAGE |= {text: (".json", lambda path, text=text: path.write_text(text)) for te
 def test_a_damaged_cache_is_made_again(text_config, cache, builds, damage):
     tokenised(text_config(TEXT), cache)
     suffix, do = DAMAGE[damage]
-    do(the(cache, suffix))
+    do(next(cache.glob(f"*{suffix}")))
     assert text_of(tokenised(text_config(TEXT), cache)) == TEXT
     assert len(builds) == 2
 
@@ -86,8 +75,7 @@ def test_a_given_tokenizer_is_used_instead_of_a_learned_one(text_config, cache, 
     assert fingerprint(found[2]) == fingerprint(mine)
     assert text_of(found)[:3] == "\ufffdh\ufffd"
     mine.save(tmp_path / "tokenizer.json")
-    for name in ("tokenizer.json", "."):
-        assert text_of(tokenised(text_config(TEXT, tokenizer=str(tmp_path / name)), cache)) == text_of(found)
+    assert text_of(tokenised(text_config(TEXT, tokenizer=str(tmp_path)), cache)) == text_of(found)
 
 
 def test_caches_of_different_settings_lie_beside_one_another(text_config, cache, builds):

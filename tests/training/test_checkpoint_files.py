@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import warnings
-import zipfile
 
 import pytest
 import torch
@@ -39,8 +38,6 @@ def path(tmp_path):
 def test_what_is_written_is_read_by_us_and_by_other_programs(path):
     loaded = [read_checkpoint(path), torch.load(path, weights_only=True), torch.load(path, weights_only=True, mmap=True)]
     assert all(torch.equal(found["state_dict"]["weight"], torch.arange(97.0)) for found in loaded)
-    with zipfile.ZipFile(path) as file:
-        assert file.testzip() is None
     assert sorted(p.name for p in path.parent.iterdir()) == ["last.ckpt"]
 
 
@@ -126,18 +123,10 @@ def test_a_checkpoint_is_written_when_the_last_one_is_old(make_config, tmp_path,
     saved, now = [], [0.0]
     monkeypatch.setattr("minitx.training.callbacks.time.monotonic", lambda: now[0])
     monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", lambda self, found, path, **_: saved.append(found["global_step"]))  # fmt: skip
-
-    def on_step(self, trainer, module, step, batch):
-        now[0] += 24.0
-        return original(self, trainer, module, step, batch)
-
-    original = LastCheckpoint.on_step
-    monkeypatch.setattr(LastCheckpoint, "on_step", on_step)
+    on_step = LastCheckpoint.on_step
+    monkeypatch.setattr(LastCheckpoint, "on_step", lambda *args: (now.insert(0, now[0] + 24.0), on_step(*args)))
     train(make_config(trainer__ckpt_every=100, trainer__ckpt_minutes=1.0, trainer__max_steps=7), tmp_path / "a")
     assert saved == [3, 6, 7, 7]  # after 72 s and 144 s, and best and last at the end
-    saved.clear()
-    train(make_config(trainer__ckpt_every=100, trainer__ckpt_minutes=None, trainer__max_steps=7), tmp_path / "b")
-    assert saved == [7, 7]
 
 
 # --- shards

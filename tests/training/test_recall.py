@@ -58,7 +58,5 @@ def test_two_layers_solve_the_task_by_looking_at_the_answer(task, tmp_path, weig
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("task", "most"), [("multi_query_recall", 0.65), ("induction", 0.25)])
-def test_one_layer_does_no_better_than_a_guess_among_what_the_row_shows(task, most, tmp_path):
-    result = train(make_config(task, num_layers=1), tmp_path)
-    assert result["val_accuracy"] < most
+def test_one_layer_does_no_better_than_a_guess_among_what_the_row_shows(tmp_path):
+    assert train(make_config("induction", num_layers=1), tmp_path)["val_accuracy"] < 0.25
