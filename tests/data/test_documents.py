@@ -142,7 +142,7 @@ def test_a_tokenizer_without_an_end_is_refused(path, cache):
 
 
 NONE = [
-    ({"story": "a"}, {}, "text_column"),
+    ({"id": 1, "story": "a"}, {}, "text_column"),
     ({"story": 1}, {"text_column": "story"}, "text_column"),
     ({"text": "a"}, {"split": "test"}, "split"),
     ({"text": " "}, {}, "path"),

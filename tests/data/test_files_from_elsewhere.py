@@ -1,7 +1,5 @@
 """Folders, archives and weights of others are data: nothing in them runs, and nothing is written outside of the caches."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

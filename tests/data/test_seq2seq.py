@@ -149,7 +149,7 @@ def test_long_pairs_are_left_out_and_counted(write_text, caplog, offline_dataset
     ],
 )
 def test_files_that_have_no_pairs_are_refused_by_name(file, write_text, values, said):
-    more = {"empty.txt": " \t\n", "one.tsv": "one\teins", "latin.tsv": b"\xe9\ta\nb\tc"}
+    more = {"empty.txt": "", "one.tsv": "one\teins", "latin.tsv": b"\xe9\ta\nb\tc"}
     file |= {name: write_text(content, name) for name, content in more.items()}
     given = {key: file.get(value, value) if "path" in key else value for key, value in values.items()}
     with pytest.raises(ConfigError, match=f"^{said}"):

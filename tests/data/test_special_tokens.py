@@ -1,7 +1,5 @@
 """What a user writes is text: no tokenizer reads one of its special tokens in it, whoever made the tokenizer."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -5,11 +5,7 @@ from minitx.config import InductionDataConfig, KeyValueDataConfig, MultiQueryDat
 from minitx.data.addressing import Address, generator
 from minitx.data.load import load_task
 from minitx.data.sources import TrainSource
-from minitx.data.synthetic import (
-    answer_positions,
-    induction_examples,
-    multi_query_examples,
-)
+from minitx.data.synthetic import answer_positions, induction_examples, multi_query_examples
 
 CONFIG = KeyValueDataConfig(num_keys=13, num_values=5, num_pairs=7, batch_size=12, val_size=41)
 QUERIES = MultiQueryDataConfig(num_keys=13, num_values=5, num_pairs=7, num_queries=3, batch_size=12, val_size=41)

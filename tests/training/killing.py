@@ -3,8 +3,6 @@
 Each run is a process of its own, forked by a server that has imported everything once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Several processes on one machine, as torchrun would start them, from a server that has imported torch once."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

@@ -1,7 +1,5 @@
 """No moment can lose a checkpoint, and no damaged, foreign or malicious one is believed or executed."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Two processes, or four, train as one does; and what happens between them is counted. On the CPU, over gloo, in float64."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -14,7 +12,6 @@ from minitx.training.callbacks import StoppedError
 from minitx.training.checkpoint import read_checkpoint
 from minitx.training.metrics import read_metrics
 from minitx.training.module import TrainingModule
-from minitx.training.parallel import replicas
 
 QUIET = ["trainer.accelerator=cpu", "trainer.threads=1", "trainer.log_every=1", "callbacks.progress=false"]
 WIDTHS = ["model.embed_dim=8", "model.num_heads=2", "model.num_layers=1"]
@@ -110,26 +107,6 @@ def test_a_chunked_loss_trains_on_several_devices_as_the_plain_one_on_one(ran, c
     assert_same_run(tmp_path / "chunked", ran("one"))
 
 
-def naive(overrides, folder, cache):
-    """The mean over processes of each one's mean over its own tokens: what most programs do."""
-    step = TrainingModule.training_step
-
-    def training_step(self, batch, batch_idx):
-        own = (batch["labels"] != -100).sum() * replicas(self.trainer)[1] * self.trainer.accumulate_grad_batches
-        return step(self, {**batch, "num_targets": own}, batch_idx)
-
-    TrainingModule.training_step = training_step
-    return train_as(overrides, folder, cache)
-
-
-def test_a_mean_of_means_is_caught(ran, cache, base, tmp_path):
-    processes, overrides = PLACES["ddp"]
-    run_ranks(processes, naive, [*base, *overrides], tmp_path / "naive", cache)
-    with pytest.raises(AssertionError):
-        assert_same_run(tmp_path / "naive", ran("one"))
-    assert largest_difference(tmp_path / "naive", ran("one")) > 1e-6
-
-
 # by default, slow, long
 ROADS = [
     ("one ddp", ()),
@@ -189,31 +166,6 @@ def test_unusual_models_make_two_updates_under_ddp(tmp_path, cache):
 # --- what happens between processes
 
 PAIRS = [*QUIET, *WIDTHS, "data=kv_lookup", "data.batch_size=24", "data.val_size=12", "trainer.val_batches=1", "trainer.val_every=0", "trainer.ckpt_every=0"]  # fmt: skip
-
-
-def counted(overrides, folder, cache):
-    """How often a run calls each kind of collective that does not gather."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        train_as(overrides, folder, cache)
-    return {
-        event.key: event.count for event in seen.key_averages() if event.key.startswith("gloo:") and "gather" not in event.key
-    }
-
-
-@pytest.mark.slow
-def test_a_micro_batch_costs_no_collective(tmp_path, cache):
-    """Four micro-batches a step make as many calls as one; four steps more between log points add the gradients' alone."""
-    counts = {}
-    for steps, accumulate in ((4, 1), (4, 4), (8, 1)):
-        more = [f"trainer.max_steps={steps}", f"trainer.accumulate={accumulate}", "trainer.log_every=100"]
-        folder = tmp_path / f"{steps}-{accumulate}"
-        counts[steps, accumulate] = run_ranks(2, counted, [*PAIRS, *PLACES["ddp"][1], *more], folder, cache)[0]
-    assert counts[4, 4] == counts[4, 1]
-    assert {name: n - counts[4, 1][name] for name, n in counts[8, 1].items() if n != counts[4, 1][name]} == {
-        "gloo:all_reduce": 4
-    }
 
 
 def stopped(overrides, folder, cache, rank):

@@ -1,7 +1,5 @@
 """Evaluation: intervals that are what they say, metrics by hand, and the same numbers however rows are batched."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

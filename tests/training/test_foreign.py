@@ -1,7 +1,5 @@
 """Models and data of the user's own from Python: what is promised to a ``Task``, and what to a ``LightningDataModule``."""
 
-from __future__ import annotations
-
 import lightning.pytorch as L
 import pytest
 import torch

@@ -1,15 +1,12 @@
 """Devices, precision, memory and peak speed of a machine, on machines that are made up."""
 
-from __future__ import annotations
-
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from minitx.config import ConfigError, TrainerConfig
-from minitx.training.devices import check_processes, place_of
+from minitx.training.devices import place_of
 from minitx.training.hardware import check_count, cpu_precision, device_type, peak_tflops, widest_float
 
 
@@ -75,9 +72,3 @@ def test_the_peak_is_found_by_the_devices_name(monkeypatch):
     for name, peak in {"NVIDIA H100 PCIe": 756.0, "NVIDIA L40S": 362.0, "Quadro K600": None}.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert peak_tflops(torch.device("cuda")) == peak
-
-
-def test_machines_that_decide_on_different_precisions_are_refused_on_every_one():
-    strategy = SimpleNamespace(broadcast=lambda value: value, reduce_boolean_decision=lambda differs, all: True)
-    with pytest.raises(ConfigError, match=r"trainer.precision=32-true"):
-        check_processes(SimpleNamespace(precision="32-true", strategy=strategy, callbacks=[]))

@@ -1,7 +1,5 @@
 """Objectives, schedules, optimizers: worked out by hand."""
 
-from __future__ import annotations
-
 import math
 import re
 from functools import partial
@@ -11,14 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from minitx.analysis.counting import allocations, count_flops
-from minitx.config import (
-    ConfigError,
-    ObjectiveConfig,
-    OptimizerConfig,
-    ParameterRule,
-    ScheduleConfig,
-    TransformerConfig,
-)
+from minitx.config import ConfigError, ObjectiveConfig, OptimizerConfig, ParameterRule, ScheduleConfig, TransformerConfig
 from minitx.nn.models import build_model
 from minitx.training.objectives import build_objective, chunked_cross_entropy, cross_entropy, num_targets
 from minitx.training.optimizers import build_optimizer, parameter_groups
@@ -123,15 +114,6 @@ def test_frozen_parameters_do_not_move():
     for name, parameter in model.named_parameters():
         frozen = "q_proj" in name or "k_proj" in name
         assert torch.equal(parameter, before[name]) == frozen, name
-
-
-def test_sgd_has_momentum_decay_and_the_rates_of_the_rules():
-    rules = (ParameterRule(match="q_proj", lr="head_dim^-0.5"),)
-    config = OptimizerConfig(name="sgd", lr=0.1, momentum=0.75, weight_decay=0.5, rules=rules)
-    optimizer = build_optimizer(network(), config, head_dim=16)
-    assert type(optimizer) is torch.optim.SGD
-    found = {(group["lr"], group["momentum"], group["weight_decay"]) for group in optimizer.param_groups}
-    assert found == {(lr, 0.75, decay) for lr in (0.1, 0.025) for decay in (0.5, 0.0)}
 
 
 # --- the chunked cross-entropy

@@ -1,7 +1,5 @@
 """The files of a run and what is read off them."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -44,16 +42,6 @@ def test_going_on_drops_what_came_after_the_checkpoint_and_keeps_the_rest_bit_eq
     assert after[:4] == before[:4]
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4, 5]
     assert (read_metrics(path)[3]["train_loss"], read_metrics(path)[3]["val_loss"]) == (0.25, 0.5)
-
-
-def test_a_new_metric_gets_a_column_at_the_end_and_no_row_of_its_own(tmp_path):
-    path = tmp_path / "metrics.csv"
-    rows = [({"train_loss": 1 / 3}, 1), ({"mine": 0.1}, 1), ({"mine": 0.2}, 1), ({"train_loss": 0.5, "theirs": 7.0}, 2)]
-    write(path, [*rows, ({"val_loss": 0.25}, 2), ({"mine": 0.3}, 3)])
-    assert [tuple(row[name] for name in ("val_loss", "theirs")) for row in read_metrics(path)] == [(None, None), (0.25, 7.0)]
-    write(path, [({"train_loss": 0.75}, 3)], start_step=2)
-    found = [(row["step"], row["mine"], row["train_loss"]) for row in read_metrics(path)]
-    assert found == [(1, None, 1 / 3), (2, 0.2, 0.5), (3, None, 0.75)]
 
 
 def test_a_metrics_file_that_was_cut_anywhere_gives_whole_rows_only(tmp_path):

@@ -1,7 +1,5 @@
 """Parts of the user's own: how they are built, what they are given, and which of them a checkpoint may name."""
 
-from __future__ import annotations
-
 import sys
 import types
 

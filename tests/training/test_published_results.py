@@ -1,7 +1,5 @@
 """R3 to R6 of the scaling ablation as hard bars, through the package's own configs and runs; R1 and R2: examples/why_scale.py."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What the recall tasks demand: two layers learn the tasks whose answer stands after its key, one layer does not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -17,9 +15,9 @@ from minitx.config import (
     TransformerConfig,
 )
 from minitx.data.synthetic import answer_positions
-from minitx.nn.models import build_model
-from minitx.training.building import fit_model_config, open_data
+from minitx.training.building import open_data
 from minitx.training.run import train
+from minitx.training.stored import load_model
 
 TASKS = {
     "multi_query_recall": (MultiQueryDataConfig(num_keys=8, num_values=4, num_pairs=4, num_queries=4, val_size=128), 150),
@@ -42,12 +40,11 @@ def make_config(task, num_layers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
-def test_two_layers_solve_the_task_by_looking_at_the_answer(task, tmp_path, weights_of):
+def test_two_layers_solve_the_task_by_looking_at_the_answer(task, tmp_path):
     config = make_config(task, num_layers=2)
     assert train(config, tmp_path)["val_accuracy"] >= 0.99
     data = open_data(config)
-    network = build_model(fit_model_config(config.model, data)).eval()
-    network.load_state_dict({name.removeprefix("network."): weight for name, weight in weights_of(tmp_path).items()})
+    network = load_model(tmp_path / "checkpoints" / "last.ckpt")[0].eval()
     batch = data.probe_batch(64)
     with torch.no_grad(), capture(network, what="weights") as seen:
         network(batch["input_ids"])

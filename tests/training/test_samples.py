@@ -1,7 +1,5 @@
 """Text that is written while a model is trained."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from types import SimpleNamespace

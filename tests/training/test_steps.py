@@ -1,7 +1,5 @@
 """The rows of ``metrics.csv``, the end of a run by a metric, and the checkpoints at the end."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path
@@ -10,7 +8,7 @@ from types import SimpleNamespace
 import lightning.pytorch as L
 import pytest
 import torch
-from extra import train_with
+from extra import last, train_with
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -78,10 +76,9 @@ def test_speed_and_utilisation_cover_the_steps_since_the_last_row_without_valida
     clock, rows = [5.0], []
     monkeypatch.setattr(steps.time, "perf_counter", lambda: clock[0])
     model = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
-    log = StepLog(3, model, peak=0.25)
-    trainer, module = made_up(callback_metrics={"val_loss": torch.tensor(2.0)}, loggers=[SimpleNamespace(log_metrics=lambda row, step: rows.append(row))])  # fmt: skip
+    log, logger = StepLog(3, model, peak=0.25), SimpleNamespace(log_metrics=lambda row, step: rows.append(row))
+    trainer, module = made_up(callback_metrics={"val_loss": torch.tensor(2.0)}, loggers=[logger], step_targets=torch.tensor(35))
     batch = {"input_ids": torch.zeros(5, 7, dtype=torch.long), "num_targets": torch.tensor(35)}
-    module.step_targets = batch["num_targets"]
     log.on_train_start(trainer, module)
     for step in range(1, 7):
         trainer.global_step = step - 1
@@ -89,37 +86,22 @@ def test_speed_and_utilisation_cover_the_steps_since_the_last_row_without_valida
         clock[0] += 2.0
         trainer.global_step = step
         log.on_train_batch_end(trainer, module, None, batch, step - 1)
-        if step == 5:
+        if step == 4:
             log.on_validation_start(trainer, module)
             clock[0] += 100.0
             log.on_validation_end(trainer, module)
     first, third, validation, sixth = rows
-    assert [row["tokens_per_second"] for row in (first, third, sixth)] == [17.5, 17.5, 17.5]
-    want = 5 * train_flops(model, 7) / 2.0 / 0.25e12
-    assert [row["mfu"] for row in (first, third, sixth)] == pytest.approx([want] * 3, rel=1e-12)
-    assert validation == {"val_loss": 2.0}
-    assert sixth["seconds"] == 112.0
+    assert [row["tokens_per_second"] for row in (first, third, sixth)] == [17.5] * 3
+    assert [row["mfu"] for row in (first, third, sixth)] == pytest.approx(
+        [train_flops(model, 7) * 5 / 2 / 0.25e12] * 3, rel=1e-12
+    )
+    assert (validation, sixth["seconds"]) == ({"val_loss": 2.0}, 112.0)
 
 
 def test_padding_counts_in_the_flops_of_a_batch():
     config = TransformerConfig(architecture="encoder_decoder", vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
     ids = {"input_ids": torch.zeros(5, 7), "decoder_input_ids": torch.zeros(5, 3)}
     assert batch_flops(config, ids) == 5 * train_flops(config, 7, 3)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_means_of_several_processes_are_means_over_all_targets(monkeypatch, whole):
-    """Of four processes alike: a task's batch knows the targets of all, a loader of the user's those of its own process."""
-    monkeypatch.setattr(steps, "sum_over_rows", lambda trainer, values: 4 * values)
-    trainer, module = made_up(distributed_sampler_kwargs={"rank": 0, "num_replicas": 4})
-    module.step_loss, module.step_sums = torch.tensor(0.5), {"correct": torch.tensor(3)}
-    batch = {"num_targets": torch.tensor(40)} if whole else {}
-    module.step_targets = torch.tensor(40 if whole else 10)
-    means = steps.step_means(trainer, module, batch)
-    assert means == {"train_loss": 2.0 if whole else 0.5, "train_accuracy": 0.3}
-    log = StepLog(5)
-    log.on_step(trainer, module, 2, batch)
-    assert log.state_dict() == {"tokens": 40}
 
 
 class Own(L.Callback):
@@ -191,12 +173,11 @@ def test_a_stopped_run_is_validated_saved_and_not_trained_any_further(make_confi
     result = train_with(config, tmp_path, StopAt("train_accuracy", 1.0, 2, 3))
     rows = read_metrics(tmp_path / "metrics.csv")
     assert [row["step"] for row in rows if row["val_loss"] is not None] == [7]
-    last, best = (read_checkpoint(tmp_path / "checkpoints" / f"{name}.ckpt") for name in ("last", "best"))
-    assert last["global_step"] == best["global_step"] == 7
+    assert last(tmp_path)["global_step"] == last(tmp_path, "best")["global_step"] == 7
     assert result["val_loss"] == rows[-1]["val_loss"]
     again = dataclasses.replace(config, ckpt_path=str(tmp_path / "checkpoints" / "last.ckpt"))
     train_with(again, tmp_path, StopAt("train_accuracy", 1.0, 2, 3))
-    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 7
+    assert last(tmp_path)["global_step"] == 7
 
 
 # --- checkpoints at the end
@@ -218,8 +199,7 @@ def chosen(monkeypatch):
 def test_the_best_checkpoint_is_that_of_all_validations_the_last_one_included(make_config, tmp_path, chosen, losses, best):
     chosen(*losses)
     train(make_config(trainer__max_steps=5, trainer__val_every=2, trainer__ckpt_every=100), tmp_path)
-    assert read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")["global_step"] == best
-    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 5
+    assert (last(tmp_path, "best")["global_step"], last(tmp_path)["global_step"]) == (best, 5)
 
 
 def test_a_run_that_stops_early_is_saved_where_it_stopped_and_the_best_k_stand_beside_it(make_config, tmp_path, chosen):
@@ -234,17 +214,17 @@ def test_a_run_that_stops_early_is_saved_where_it_stopped_and_the_best_k_stand_b
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
 def test_averaged_weights_are_what_is_validated_and_saved_and_resume_bit_equal(make_config, tmp_path):
     """``state_dict`` is the average; the weights that training goes on with are ``current_model_state``."""
-    config = make_config(trainer__max_steps=4, trainer__val_every=2, trainer__ckpt_every=2, schedule__name="constant", optimizer__lr=0.1)  # fmt: skip
-    half = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, max_steps=2))
+    options = {"trainer__val_every": 2, "trainer__ckpt_every": 2, "schedule__name": "constant", "optimizer__lr": 0.1}
+    config, half = (make_config(trainer__max_steps=steps, **options) for steps in (4, 2))
     rest = dataclasses.replace(config, ckpt_path=str(tmp_path / "half" / "checkpoints" / "last.ckpt"))
-    whole = train_with(config, tmp_path / "whole", *preset("ema"))
-    plain = train_with(config, tmp_path / "plain")
-    train_with(half, tmp_path / "half", *preset("ema"))
-    resumed = train_with(rest, tmp_path / "rest", *preset("ema"))
-    read = {name: read_checkpoint(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("whole", "plain", "rest")}
-    for key, weight in read["plain"]["state_dict"].items():
-        assert torch.equal(read["whole"]["current_model_state"][key], weight), key
-        assert torch.equal(read["rest"]["current_model_state"][key], weight), key
-        assert torch.equal(read["rest"]["state_dict"][key], read["whole"]["state_dict"][key]), key
-    assert any(not torch.equal(weight, read["whole"]["state_dict"][key]) for key, weight in read["plain"]["state_dict"].items())
-    assert whole["val_loss"] == resumed["val_loss"] != plain["val_loss"]
+    losses = [
+        train_with(chosen, tmp_path / name, *(preset("ema") if name != "plain" else []))["val_loss"]
+        for name, chosen in (("half", half), ("plain", config), ("whole", config), ("rest", rest))
+    ]
+    plain, whole, rest = (last(tmp_path / name) for name in ("plain", "whole", "rest"))
+    for key, weight in plain["state_dict"].items():
+        assert torch.equal(whole["current_model_state"][key], weight) and torch.equal(
+            rest["current_model_state"][key], weight
+        ), key
+        assert torch.equal(rest["state_dict"][key], whole["state_dict"][key]), key
+    assert losses[2] == losses[3] != losses[1]

@@ -1,7 +1,5 @@
 """What a run says before its first step, and presets that Hydra composes."""
 
-from __future__ import annotations
-
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.utils import get_class

@@ -1,7 +1,5 @@
 """What reaches Weights & Biases, in an offline run."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
