@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from minitx.config import ConfigError, HubDataConfig
 from minitx.data import documents
-from minitx.data.documents import DocumentRows, load_documents, pack
+from minitx.data.documents import DocumentRows, load_documents
 from minitx.data.task import Ragged, Task, as_split
 from minitx.data.tokenizers import fingerprint, train_tokenizer
 
@@ -66,16 +66,6 @@ def test_every_token_and_every_end_is_asked_for_once_and_documents_of_a_row_are_
         for ids, numbers in zip(batch["input_ids"].tolist(), batch["document_ids"].tolist(), strict=True):
             pairs = {(number, owner[i - 2]) for i, number in zip(ids, numbers, strict=True) if i > 1}
             assert len({number for number, _ in pairs}) == len(pairs)  # pieces of one document may differ, documents must
-
-
-@settings(max_examples=40)
-@given(lengths=st.lists(st.integers(1, 11), min_size=1, max_size=60))
-def test_packing_keeps_every_item_and_fills_rows(lengths):
-    rows = pack(np.array(lengths), 11)
-    assert sorted(item for row in rows for item in row) == list(range(len(lengths)))
-    room = [11 - sum(lengths[item] for item in row) for row in rows]
-    assert min(room) >= 0
-    assert len(rows) == 1 or sum(sorted(room)[-2:]) < 11, "two rows that fit into one would have been one"
 
 
 @pytest.fixture
@@ -134,11 +124,6 @@ def test_a_changed_file_and_a_given_tokenizer_are_tokenised_anew(path, cache, wr
     task = load_documents(config(path), cache, None)
     train = texts_of(task, task.train)
     assert len(train) == 2 and set(train) < {"here", "new", "texts"}
-
-
-def test_a_tokenizer_without_an_end_is_refused(path, cache):
-    with pytest.raises(ConfigError, match=r"^data\.tokenizer has no bos or eos"):
-        load_documents(config(path), cache, train_tokenizer("char", ["abc"], vocab_size=0))
 
 
 NONE = [

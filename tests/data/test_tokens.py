@@ -78,12 +78,6 @@ def test_a_given_tokenizer_is_used_instead_of_a_learned_one(text_config, cache, 
     assert text_of(tokenised(text_config(TEXT, tokenizer=str(tmp_path)), cache)) == text_of(found)
 
 
-def test_caches_of_different_settings_lie_beside_one_another(text_config, cache, builds):
-    for values in [{}, {"tokenizer": "bpe"}, {"val_fraction": 0.2}, {"tokenizer": "bpe", "bpe_vocab_size": 300}] * 2:
-        tokenised(text_config(TEXT, **values), cache)
-    assert len(builds) == 4
-
-
 @pytest.mark.parametrize(("first", "count", "bits"), [(0xE000, 300, 16), (0x20000, 66_000, 32)])
 def test_ids_are_as_wide_as_the_vocabulary_needs(text_config, cache, first, count, bits):
     content = "".join(map(chr, range(first, first + count))) * 2

@@ -135,7 +135,7 @@ def test_a_run_that_is_over_changes_nothing_and_a_longer_one_goes_on_in_a_new_fo
     shutil.copytree(tmp_path / "first", tmp_path / "again")
     train(resumed(config, tmp_path / "first"), tmp_path / "again")
     same_state(tmp_path / "again", tmp_path / "first")
-    longer = make_config(trainer__max_steps=9, ckpt_path=str(tmp_path / "first" / "checkpoints" / "last.ckpt"))
+    longer = make_config(trainer__max_steps=9, trainer__val_every=2, ckpt_path=str(tmp_path / "first" / "checkpoints" / "last.ckpt"))
     train(longer, tmp_path / "second")
     assert [row["step"] for row in read_metrics(tmp_path / "second" / "metrics.csv")] == [7, 8, 9]
 
