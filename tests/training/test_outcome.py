@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from minitx.config import ParameterRule
 from minitx.training.metrics import MetricsFile, read_metrics
 from minitx.training.outcome import summarise
 from minitx.training.run import train
@@ -84,6 +85,18 @@ def test_a_run_makes_its_folder_and_nothing_else(make_config, tmp_path, monkeypa
     found = sorted(str(p.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("*") if p.is_file())
     ckpts = ["checkpoints/best.ckpt", "checkpoints/last.ckpt"]
     assert found == [*ckpts, "command.txt", "config.yaml", "logs/rank_0.log", "metrics.csv", "probes.jsonl"]
+
+
+def test_a_run_says_model_device_data_steps_and_folder(make_config, tmp_path, caplog):
+    caplog.set_level("INFO")
+    frozen = (ParameterRule(match="ffn|feed", trainable=False),)
+    train(make_config(trainer__val_every=3, trainer__accumulate=2, optimizer__rules=frozen), tmp_path / "run")
+    said = next(message for message in caplog.messages if message.startswith("model "))
+    lines = dict(line.split(maxsplit=1) for line in said.splitlines())
+    assert list(lines) == ["model", "device", "data", "tokenizer", "steps", "folder"]
+    assert all(part in lines["model"] for part in ("DecoderLM", "trained", "num_layers 1", "num_heads 2", "embed_dim 8"))
+    assert "CPU" in lines["device"] and "32-true" in lines["device"] and "12 a step in 2 parts" in lines["data"]
+    assert (lines["steps"], lines["folder"]) == ("6, validation every 3", str(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("progress", [True, False])

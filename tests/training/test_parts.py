@@ -15,30 +15,17 @@ from minitx.training.run import train
 from minitx.training.stored import load_model
 
 
-class Net(nn.Module):
-    def __init__(self, width: int = 3, vocab_size: int = 0, **others: int) -> None:
-        super().__init__()
-        self.width, self.vocab_size, self.others = width, vocab_size, others
-
-
 @pytest.fixture(autouse=True)
 def mine(monkeypatch):
     module = types.ModuleType("mine_of_parts")
-    module.Net, module.make = Net, lambda items: items
+    module.Mean, module.make = Mean, lambda items: items
     monkeypatch.setitem(sys.modules, "mine_of_parts", module)
 
 
-def test_what_the_data_decide_reaches_a_constructor_that_names_it_unless_the_node_gives_it():
-    given = {"vocab_size": 7, "num_labels": 2}
-    found = build({"_target_": "mine_of_parts.Net", "width": 5}, "model", given)
-    assert (found.width, found.vocab_size, found.others) == (5, 7, {})
-    assert build({"_target_": "mine_of_parts.Net", "vocab_size": 11}, "model", given).vocab_size == 11
-
-
 def test_lists_and_nested_parts_arrive_as_plain_python():
-    node = {"_target_": "mine_of_parts.make", "items": [{"a": 1}, {"_target_": "mine_of_parts.Net", "width": 2}]}
+    node = {"_target_": "mine_of_parts.make", "items": [{"a": 1}, {"_target_": "mine_of_parts.Mean", "head_dim": 2}]}
     found = build(node, "data")
-    assert (type(found), type(found[0]), found[1].width) == (list, dict, 2)
+    assert (type(found), type(found[0]), found[1].head_dim) == (list, dict, 2)
 
 
 # --- what a checkpoint may name
@@ -50,7 +37,7 @@ def test_lists_and_nested_parts_arrive_as_plain_python():
         {"_target_": "torch.hub.load", "repo_or_dir": "x", "model": "y"},
         {"_target_": "torch.nn.modules.os.system"},
         {"_target_": "torch.nn.init.torch.load"},
-        {"_target_": "mine_of_parts.Net"},
+        {"_target_": "mine_of_parts.Mean"},
         {"_target_": "minitx.training.run.train"},
         {"_target_": "torch.nn.Sequential", "_args_": [{"_target_": "os.system", "command": "touch owned"}]},
         {"_target_": "torch.nn.Sequential", "a": {"b": [{"_target_": "torch.hub.load"}]}},
@@ -119,8 +106,7 @@ class Mean(nn.Module):
         return self.gain * (visible / visible.sum(-1, keepdim=True)) @ call.value
 
 
-def test_an_attention_of_ones_own_trains_and_comes_back_from_its_checkpoint_with_trust(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["mine_of_parts"], "Mean", Mean, raising=False)
+def test_an_attention_of_ones_own_trains_and_comes_back_from_its_checkpoint_with_trust(tmp_path):
     node = {"_target_": "mine_of_parts.Mean", "start": 0.5}
     config = RunConfig(
         model=TransformerConfig(embed_dim=12, num_heads=3, num_layers=2, max_len=32, attention=node),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from extra import last, train_with
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
 from minitx.analysis.flops import train_flops
@@ -21,11 +22,21 @@ from minitx.training.module import TrainingModule
 from minitx.training.run import train
 from minitx.training.steps import StepLog, StopAt, batch_flops
 
+CONFIGS = Path(__file__).parents[2] / "configs"
+
 
 def preset(name):
     """The callbacks of a preset of the configs, made."""
-    node = OmegaConf.load(Path(__file__).parents[2] / "configs" / "callbacks" / f"{name}.yaml")
+    node = OmegaConf.load(CONFIGS / "callbacks" / f"{name}.yaml")
     return [instantiate(part, _convert_="all") for part in node.values()]
+
+
+@pytest.mark.parametrize(
+    "file", [*CONFIGS.glob("callbacks/*.yaml"), *CONFIGS.glob("logger/*.yaml")], ids=lambda file: file.stem
+)
+def test_presets_name_classes_that_exist(file):
+    for name in re.findall(r"_target_: (\S+)", file.read_text()):
+        assert isinstance(get_class(name), type)
 
 
 @pytest.fixture
