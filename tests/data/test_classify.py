@@ -1,12 +1,11 @@
 """Classification of texts: languages, books and tables, their splits and their baselines."""
 
-import numpy as np
 import pytest
 
 from minitx.config import BooksDataConfig, ClassifyDataConfig, ConfigError, LanguagesDataConfig
 from minitx.data import classify
 from minitx.data.classify import language_names, load_classes
-from minitx.data.task import as_split, hold_out
+from minitx.data.task import hold_out
 
 FEW = LanguagesDataConfig(languages=("de", "nl", "ru"))
 
@@ -19,6 +18,8 @@ def test_names_of_languages_are_told_apart_by_nothing_but_language():
     assert ("months/5", "мая", 2) in rows
     assert not any(text == "Europa" for text in texts)  # German and Dutch alike
     assert {label for _, _, label in rows} == {0, 1, 2}
+    with pytest.raises(ConfigError, match=r"^data\.languages=klingon"):
+        language_names(["de", "klingon"])
 
 
 def test_languages_become_a_task_with_each_item_and_string_in_one_split():
@@ -30,17 +31,11 @@ def test_languages_become_a_task_with_each_item_and_string_in_one_split():
     assert len(val) == pytest.approx(len(set(items.values())) / 10, abs=1)
     fields = {"vocab_size": task.tokenizer.vocab_size, "num_labels": 3, "pad_id": task.tokenizer.mark_ids["pad"]}
     assert (task.model_fields, task.label_names) == (fields, FEW.languages)
-    batch = as_split(task, "val").collate(np.arange(7), None)
-    for row, (text, name) in enumerate(task.val_examples[:7]):
-        assert task.tokenizer.decode(batch["input_ids"][row], skip_marks=True) == text[: FEW.max_len - 1]
-        assert task.label_names[batch["labels"][row]] == name
+    for row, (text, name) in zip(task.val, task.val_examples, strict=True):
+        assert task.tokenizer.decode(row["input_ids"], skip_marks=True) == text[: FEW.max_len - 1]
+        assert task.label_names[row["labels"]] == name
     found = task.baselines()
     assert 1 / 3 < found["majority_accuracy"] < 0.5 < found["bag_of_words_accuracy"] < 1
-
-
-def test_an_unknown_language_is_named():
-    with pytest.raises(ConfigError, match=r"^data\.languages=klingon"):
-        language_names(["de", "klingon"])
 
 
 def test_every_book_is_in_training_and_verses_of_a_chapter_lie_in_one_split(monkeypatch):
@@ -61,8 +56,7 @@ def reviews(write_text, offline_datasets):
 
 
 def test_a_table_becomes_a_task(reviews):
-    config = ClassifyDataConfig(path=reviews, text_column="two", tokenizer="char", val_fraction=0.2)
-    task = load_classes(config, None, None)
+    task = load_classes(ClassifyDataConfig(path=reviews, text_column="two", tokenizer="char", val_fraction=0.2), None, None)
     assert (task.name, task.label_names) == (f"data.path={reviews}", ("a", "b", "c"))
     assert (len(task.train), len(task.val)) == (49, 12)
     for row, (text, name) in zip(task.val, task.val_examples, strict=True):
