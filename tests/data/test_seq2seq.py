@@ -22,8 +22,7 @@ def test_the_layout_by_hand(write_text, offline_datasets):
     task = load_pairs(PairsDataConfig(path=path, val_path=val, tokenizer="char"), None, None)
     a, b, c, d, (pad, bos, eos) = 1, 2, 3, 4, (task.tokenizer.mark_ids[name] for name in ("pad", "bos", "eos"))
     split = as_split(task, "train")
-    batch = {key: tensor.tolist() for key, tensor in split.collate(np.array([1, 0]), None).items()}
-    assert batch == {
+    assert {key: tensor.tolist() for key, tensor in split.collate(np.array([1, 0]), None).items()} == {
         "input_ids": [[a, pad, pad], [a, a, b]],
         "key_mask": [[True, False, False], [True, True, True]],
         "decoder_input_ids": [[bos, c, d], [bos, c, pad]],
@@ -42,7 +41,6 @@ def test_no_way_to_write_a_date_means_two_days(tag):
     for pattern, day in itertools.product(date_patterns(locale), days):
         text = write_date(day, tag, locale, pattern)
         assert means.setdefault(text, day) == day
-        assert len(text) <= 44
         assert "2003" in text or "2004" in text  # two digits would mean any century
     assert len(means) >= 4 * 366  # four ways at least
 
@@ -76,10 +74,8 @@ def test_verses_pair_two_versions_and_chapters_are_never_torn():
     assert ("Jesus wept.", "Jesus wept.") in train + val
     assert sum("thou " in source for source, _ in train) > 1000 * sum("thou " in target for _, target in train + val)
     chapter = {text: number // 1000 for number, text in read_verses("kjv", needed_by="a test").items()}
-    torn = [
-        {chapter[source] for source, _ in pairs if len(source) > 99} for pairs in (train, val)
-    ]  # a long verse stands in one chapter
-    assert not torn[0] & torn[1] and len(torn[1]) > 50
+    first, second = ({chapter[verse] for verse, _ in pairs if len(verse) > 99} for pairs in (train, val))  # in one chapter each
+    assert not first & second and len(second) > 50
 
 
 SOURCES, TARGETS = [f"one {n}" for n in range(31)], [f"eins {n}" for n in range(31)]
@@ -125,30 +121,30 @@ def test_long_pairs_are_left_out_and_counted(write_text, caplog, offline_dataset
     path = write_text("\n".join(f"{n}\t{'x' * (n % 7)}" for n in range(100)), "a.tsv")
     with caplog.at_level("INFO"):
         task = load_pairs(pair_config(path=path, max_target_len=5), None, None)
-    kept, long = (
-        sum(n % 7 in sizes for n in range(100)) for sizes in ((1, 2, 3, 4), (5, 6))
-    )  # the end mark is the fifth token
+    kept, long = (sum(n % 7 in sizes for n in range(100)) for sizes in ((1, 2, 3, 4), (5, 6)))  # the end is the fifth
     assert (len(task.train) + len(task.val), task.model_fields["max_target_len"]) == (kept, 5)
     assert f"{long} of {kept + long} pairs" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"path": "no.tsv"}, "data.path=no.tsv"),
-        ({"path": "a.en", "target_path": "short.de"}, "data.target_path=.*short.de has 1 .*32"),
-        ({"path": "empty.txt"}, "data.path=.*empty.txt"),
-        ({"path": "comma.txt"}, "data.path=.*comma.txt .*data.target_path"),
-        ({"path": "one.tsv"}, "data.val_fraction=0.1"),
-        ({"path": "latin.tsv"}, "data.path=.*latin.tsv"),
-        ({"path": "head.csv", "source_column": "fr", "target_column": "de"}, "data.source_column=fr .*id, de, en"),
-        ({"path": "a.tsv", "max_source_len": 3}, "data.max_source_len=3"),
-    ],
-)
-def test_files_that_have_no_pairs_are_refused_by_name(file, write_text, values, said):
+HALF = {"path": "a.en", "target_path": "short.de"}
+NO_COLUMN = {"path": "head.csv", "source_column": "fr", "target_column": "de"}
+REFUSED = {
+    "data.path=no.tsv": {"path": "no.tsv"},
+    "data.target_path=.*short.de has 1 .*32": HALF,
+    "data.path=.*empty.txt": {"path": "empty.txt"},
+    "data.path=.*comma.txt .*data.target_path": {"path": "comma.txt"},
+    "data.val_fraction=0.1": {"path": "one.tsv"},
+    "data.path=.*latin.tsv": {"path": "latin.tsv"},
+    "data.source_column=fr .*id, de, en": NO_COLUMN,
+    "data.max_source_len=3": {"path": "a.tsv", "max_source_len": 3},
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_files_that_have_no_pairs_are_refused_by_name(file, write_text, said):
     more = {"empty.txt": "", "one.tsv": "one\teins", "latin.tsv": b"\xe9\ta\nb\tc"}
     file |= {name: write_text(content, name) for name, content in more.items()}
-    given = {key: file.get(value, value) if "path" in key else value for key, value in values.items()}
+    given = {key: file.get(value, value) for key, value in REFUSED[said].items()}
     with pytest.raises(ConfigError, match=f"^{said}"):
         load_pairs(pair_config(**given), None, None)
 

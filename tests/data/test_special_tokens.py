@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from minitx.data.tokenizers import NAMES_OF_MARKS, Tokenizer, from_dict, load_tokenizer, train_tokenizer
 
@@ -32,13 +32,6 @@ def unigram(**options) -> str:
     return finished(theirs, **options)
 
 
-def word_pieces(**options) -> str:
-    vocab = {word: i for i, word in enumerate([*NAMES, *LETTERS, *(f"##{letter}" for letter in LETTERS)])}
-    theirs = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
-    theirs.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+"), "removed")
-    return finished(theirs, **options)
-
-
 def merged_pairs(**options) -> str:
     """Byte-level; the merges make ``</s>``, and then ``</s>a``."""
     merges = [("<", "/"), ("s", ">"), ("</", "s>"), ("</s>", "a")]
@@ -52,7 +45,7 @@ def merged_pairs(**options) -> str:
 MADE = {
     "char": lambda: train_tokenizer("char", ["".join(TEXTS), "the raven"], marks=MARKS),
     "bpe": lambda: train_tokenizer("bpe", ["".join(TEXTS), "the raven"], vocab_size=290, marks=MARKS),
-    **{f"{make.__name__} of others": lambda make=make: Tokenizer(make()) for make in (unigram, word_pieces, merged_pairs)},
+    **{f"{make.__name__} of others": lambda make=make: Tokenizer(make()) for make in (unigram, merged_pairs)},
     "merged_pairs of others, not special": lambda: Tokenizer(merged_pairs(special=False)),
 }
 

@@ -11,7 +11,7 @@ from minitx.data.addressing import Address
 from minitx.data.images import LabelledImages
 from minitx.data.masked import MaskedRows
 from minitx.data.sources import TrainSource, ValSource
-from minitx.data.task import KEY_MASKS, Task, as_split, hold_out
+from minitx.data.task import Task, as_split, hold_out
 from minitx.data.tokens import TokenArray
 
 COUNT, BATCH = 109, 12
@@ -54,7 +54,7 @@ class Torch(torch.utils.data.Dataset):
 
 
 def images(tmp_path):
-    pixels = np.random.default_rng(3).integers(0, 17, size=(COUNT, 1, 5, 5)).astype(np.uint8)
+    pixels = np.random.default_rng(3).integers(17, size=(COUNT, 1, 5, 5), dtype=np.uint8)
     return split_of(LabelledImages(pixels, np.arange(COUNT) % 7, largest=16, shift=1))
 
 
@@ -79,20 +79,18 @@ def source(split, *, bucket=False, seed=3, batch_size=BATCH, **slices):
     return TrainSource(split, batch_size=batch_size, seed=seed, bucket=bucket, **slices)
 
 
+def trimmed(tensor):
+    """Without what stands at the end, padding or not."""
+    values = tensor.flatten().tolist()
+    while values and values[-1] in (0, -100):
+        values.pop()
+    return values
+
+
 def stripped(batch):
-    """The rows of a batch without their padding, whatever they are padded to."""
-    rows = []
-    for row in range(len(batch["labels"])):
-        values = {
-            key: tensor[row] for key, tensor in batch.items() if key not in ("num_targets", "key_mask", "decoder_key_mask")
-        }
-        masks = {key: batch[mask][row] for key, mask in KEY_MASKS.items() if mask in batch}
-        if "decoder_input_ids" in masks:
-            masks["labels"] = masks["decoder_input_ids"]
-        elif values["labels"].dim() and "input_ids" in masks:
-            masks["labels"] = masks["input_ids"]
-        rows.append({key: (value[masks[key]] if key in masks else value).tolist() for key, value in values.items()})
-    return rows
+    """The rows of a batch, whatever they are padded to."""
+    keys = batch.keys() - {"num_targets"}
+    return [{key: trimmed(batch[key][row]) for key in keys} for row in range(len(batch["labels"]))]
 
 
 @pytest.mark.parametrize("bucket", [True, False])
