@@ -1,6 +1,5 @@
 """No moment can lose a checkpoint, and no damaged, foreign or malicious one is believed or executed."""
 
-import dataclasses
 import os
 import pickle
 import shutil
@@ -96,8 +95,8 @@ def test_the_newest_whole_one_is_offered(path):
 
 
 def test_a_full_disk_keeps_the_checkpoint_before_and_the_run_goes_on_from_it(make_config, tmp_path, monkeypatch):
-    config, last = make_config(trainer__ckpt_every=3), tmp_path / "run" / "checkpoints" / "last.ckpt"
-    train(config, tmp_path / "run")
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    train(make_config(trainer__ckpt_every=3), tmp_path / "run")
     before, save = last.read_bytes(), torch.save
 
     def fails(checkpoint, file):
@@ -105,7 +104,7 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_the_run_goes_on_from_it(mak
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", fails)
-    longer = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, max_steps=9), ckpt_path=str(last))
+    longer = make_config(trainer__ckpt_every=3, trainer__max_steps=9, ckpt_path=str(last))
     with pytest.raises(CheckpointError, match=r"could not be written: No space left on device; an earlier one is intact"):
         train(longer, tmp_path / "run")
     assert last.read_bytes() == before

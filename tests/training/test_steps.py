@@ -103,9 +103,8 @@ def test_speed_and_utilisation_cover_the_steps_since_the_last_row_without_valida
             log.on_validation_end(trainer, module)
     first, third, validation, sixth = rows
     assert [row["tokens_per_second"] for row in (first, third, sixth)] == [17.5] * 3
-    assert [row["mfu"] for row in (first, third, sixth)] == pytest.approx(
-        [train_flops(model, 7) * 5 / 2 / 0.25e12] * 3, rel=1e-12
-    )
+    mfu = pytest.approx(train_flops(model, 7) * 5 / 2 / 0.25e12, rel=1e-12)
+    assert [row["mfu"] for row in (first, third, sixth)] == [mfu] * 3
     assert (validation, sixth["seconds"]) == ({"val_loss": 2.0}, 112.0)
 
 
@@ -138,12 +137,8 @@ def test_other_metrics_make_no_row_and_stand_in_columns_of_their_own(make_config
 def follow(stop, values, first=1):
     """The step at which ``stop`` ends the run that has these losses, or right answers of 10, or None."""
     for step, value in enumerate(values, start=first):
-        own = (
-            {"step_loss": torch.tensor(value)}
-            if stop.metric == "train_loss"
-            else {"step_sums": {"correct": torch.tensor(value)}}
-        )
-        trainer, module = made_up(global_step=step, **own)
+        number = torch.tensor(value)
+        trainer, module = made_up(global_step=step, step_loss=number, step_sums={"correct": number})
         stop.on_step(trainer, module, step, {"num_targets": torch.tensor(10)})
         if trainer.should_stop:
             return step
@@ -161,8 +156,7 @@ ENDS = [
 @pytest.mark.parametrize(("stop_at", "values", "reached", "end"), ENDS)
 def test_a_run_ends_when_the_mean_over_the_window_reaches_the_value(stop_at, values, reached, end):
     stop = StopAt(*stop_at)
-    assert follow(stop, values) == end
-    assert stop.reached == reached
+    assert (follow(stop, values), stop.reached) == (end, reached)
 
 
 def test_the_window_goes_on_where_the_checkpoint_was_written():
