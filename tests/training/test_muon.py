@@ -24,11 +24,6 @@ def give_gradients(params, step):
         p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
 
 
-def muon(params, lr=0.1, decay=0.3, **options):
-    groups = [{"params": params, "lr": lr, "weight_decay": decay, "eps": 1e-8, "matrix": True}]
-    return Muon(groups, betas=(0.9, 0.95), **options)
-
-
 def by_the_book(weight, gradients, lr, decay, momentum, steps):
     """One matrix at a time, as the formula is written."""
     average = torch.zeros_like(weight)
@@ -51,7 +46,8 @@ def by_the_book(weight, gradients, lr, decay, momentum, steps):
 def test_each_matrix_is_updated_by_the_formula_as_if_it_stood_alone(steps):
     params = parameters()
     before = [p.detach().clone() for p in params]
-    optimizer, gradients = muon(params, momentum=0.8, steps=steps), []
+    groups, gradients = [{"params": params, "lr": 0.1, "weight_decay": 0.3, "eps": 1e-8, "matrix": True}], []
+    optimizer = Muon(groups, betas=(0.9, 0.95), momentum=0.8, steps=steps)
     for step in range(3):
         give_gradients(params, step)
         gradients.append([p.grad.clone() for p in params])

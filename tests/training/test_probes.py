@@ -1,6 +1,5 @@
 """What the probes write down is what happened, in the run that they watch."""
 
-import dataclasses
 import math
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 from minitx.analysis import capture, read_snapshots
 from minitx.analysis.gradients import gradient_statistics
-from minitx.config import CallbacksConfig, ConfigError, ParameterRule, ProbeConfig, TransformerConfig
+from minitx.config import ConfigError, ParameterRule, TransformerConfig
 from minitx.nn import DecoderLM
 from minitx.training.building import open_data
 from minitx.training.probes import read_probes
@@ -16,14 +15,9 @@ from minitx.training.run import train
 from minitx.training.stored import load_model
 
 
-def probed(config, **options):
-    return dataclasses.replace(
-        config, callbacks=CallbacksConfig(progress=False, probe=ProbeConfig(batch_size=5, every=2, **options))
-    )
-
-
 def test_every_diagnostic_is_there_for_every_layer_and_head(make_config, tmp_path):
-    train(probed(make_config(model__num_layers=2, trainer__max_steps=4), weights_every=4, weights_rows=2), tmp_path)
+    probe = {"probe__every": 2, "probe__weights_every": 4, "probe__weights_rows": 2}
+    train(make_config(model__num_layers=2, trainer__max_steps=4, **probe), tmp_path)
     records, means = (read_probes(tmp_path / "probes.jsonl", by_head=each) for each in (True, False))
     assert [record["step"] for record in records] == [0, 1, 2, 4]
     single = {"token_cosine", "grad_q", "grad_k", "grad_v", "grad_query_rms", "grad_query_median", "snr_q", "snr_k", "snr_v"}
@@ -55,10 +49,10 @@ def test_the_logit_step_is_the_change_that_one_update_made(make_config, tmp_path
     """Against the scores of two checkpoints one update apart, computed from the network alone."""
     scores = []
     for steps in (3, 4):
-        config = probed(make_config(trainer__max_steps=steps, trainer__ckpt_every=1, schedule__name="constant"))
+        config = make_config(trainer__max_steps=steps, trainer__ckpt_every=1, schedule__name="constant", probe__every=2)
         train(config, tmp_path / str(steps))
         network = load_model(tmp_path / str(steps) / "checkpoints" / "last.ckpt")[0].eval()
-        ids = open_data(config).probe_batch(5)["input_ids"]
+        ids = open_data(config).probe_batch(3)["input_ids"]
         with torch.no_grad(), capture(network, what="scores") as seen:
             network(ids)
         scores.append(seen["blocks.0.attention.core"][0])
@@ -77,22 +71,17 @@ def test_gradient_statistics_equal_autograd_by_hand_and_leave_no_gradient_behind
     labels[:, :3] = -100
 
     def loss(part):
-        logits = model(ids[part])
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[part].flatten(), reduction="sum"), {
-            "input_ids": labels[part] != -100
-        }
+        value = torch.nn.functional.cross_entropy(model(ids[part]).mT, labels[part], reduction="sum")
+        return value, {"input_ids": labels[part] != -100}
 
-    parts = [[0], [1], [2], [3]]
-    found = gradient_statistics(model, parts, loss)["blocks.0.attention.core"]
+    found = gradient_statistics(model, [[0], [1], [2], [3]], loss)["blocks.0.attention.core"]
     assert all(p.grad is None for p in model.parameters())
 
-    layer, norms, gradients = model.blocks[0].attention, [], []
-    for part in parts:
-        queries = []
-        handle = layer.core.register_forward_pre_hook(lambda _, args, kept=queries: kept.append(args[0].query))
-        value, _ = loss(part)
-        handle.remove()
-        grad_q, grad_w = torch.autograd.grad(value, [queries[0], layer.q_proj.weight])
+    layer, queries, norms, gradients = model.blocks[0].attention, [], [], []
+    layer.core.register_forward_pre_hook(lambda _, args: queries.append(args[0].query))
+    for part in range(4):
+        value, _ = loss([part])
+        grad_q, grad_w = torch.autograd.grad(value, [queries[-1], layer.q_proj.weight])
         norms += [float(grad_q[0, h, i].norm()) for h in range(3) for i in range(3, 7)]
         gradients.append(grad_w.flatten())
     stacked = torch.stack(gradients)
@@ -106,7 +95,7 @@ def test_gradient_statistics_equal_autograd_by_hand_and_leave_no_gradient_behind
 
 def test_a_model_without_weights_to_look_at_is_refused(make_config, tmp_path):
     with pytest.raises(ConfigError, match=r"callbacks\.probe\.every: the model has no attention with weights"):
-        train(probed(make_config(model__attention="linear")), tmp_path / "run")
+        train(make_config(model__attention="linear", probe__every=2), tmp_path / "run")
 
 
 def test_frozen_projections_are_looked_at_like_others_but_have_no_gradient(make_config, tmp_path):
