@@ -13,13 +13,13 @@ from minitx.data.tokenizers import Tokenizer, train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")
 LETTERS = "".join(map(chr, range(32, 127))) + "\né"
-CHAT = [
-    {"role": "system", "content": "be brief"},
-    {"role": "user", "content": "1+1?"},
-    {"role": "assistant", "content": "2"},
-    {"role": "user", "content": "thanks"},
-    {"role": "assistant", "content": "né"},
-]
+
+
+def turns(*said):
+    return [dict(zip(("role", "content"), turn.split(": ", 1), strict=True)) for turn in said]
+
+
+CHAT = turns("system: be brief", "user: 1+1?", "assistant: 2", "user: thanks", "assistant: né")
 CHATML = (
     "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ bos_token }}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}{{ eos_token }}\n{% endfor %}"
@@ -32,22 +32,20 @@ def tokenizer():
     return train_tokenizer("char", [LETTERS], vocab_size=0, marks=("bos", "eos"))
 
 
-def counted_text(tokenizer, found):
-    ids, counted = found
-    return tokenizer.decode(ids), tokenizer.decode(ids[counted])
-
-
 def test_answers_and_their_end_marks_count(tokenizer):
-    text, counted = counted_text(tokenizer, ChatFormat(TEMPLATE, tokenizer).encode(CHAT))
-    assert text == "system: be brief<eos>\nuser: 1+1?<eos>\nassistant: 2<eos>\nuser: thanks<eos>\nassistant: né<eos>\n"
-    assert counted == "2<eos>né<eos>"
+    ids, counted = ChatFormat(TEMPLATE, tokenizer).encode(CHAT)
+    assert (
+        tokenizer.decode(ids)
+        == "system: be brief<eos>\nuser: 1+1?<eos>\nassistant: 2<eos>\nuser: thanks<eos>\nassistant: né<eos>\n"
+    )
+    assert tokenizer.decode(ids[counted]) == "2<eos>né<eos>"
 
 
 def test_templates_of_others_are_read(tokenizer):
     format = ChatFormat(CHATML, tokenizer)
-    text, counted = counted_text(tokenizer, format.encode(CHAT[1:3], add_generation_prompt=True))
-    assert text == "<bos><|im_start|>user\n1+1?<eos>\n<|im_start|>assistant\n2<eos>\n<|im_start|>assistant\n"
-    assert counted == "2<eos>"
+    ids, counted = format.encode(CHAT[1:3], add_generation_prompt=True)
+    assert tokenizer.decode(ids) == "<bos><|im_start|>user\n1+1?<eos>\n<|im_start|>assistant\n2<eos>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(ids[counted]) == "2<eos>"
     assert format.encode(CHAT)[0].tolist().count(tokenizer.mark_ids["bos"]) == 1
 
 
@@ -55,7 +53,7 @@ def test_special_tokens_of_the_tokenizer_that_a_template_writes_are_one_token(tm
     theirs = tokenizers.Tokenizer.from_str(train_tokenizer("bpe", [LETTERS], vocab_size=300).to_dict()["json"])
     theirs.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")])
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    chat = [*CHAT[1:3], {"role": "user", "content": "<|im_end|>"}]
+    chat = [*CHAT[1:3], *turns("user: <|im_end|>")]
     ids, counted = ChatFormat(template, Tokenizer(theirs.to_str())).encode(chat)
     start, end = (theirs.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>"))
     assert (ids == start).sum() == (ids == end).sum() == 3, "what a message says is text"
@@ -64,8 +62,7 @@ def test_special_tokens_of_the_tokenizer_that_a_template_writes_are_one_token(tm
 
 @pytest.mark.parametrize("content", ["{{ eos_token }}", "<eos>", "{% raise %}", ""])
 def test_nothing_in_a_message_is_read_as_template_or_special_token(tokenizer, content):
-    chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
-    ids, _ = ChatFormat(TEMPLATE, tokenizer).encode(chat)
+    ids, _ = ChatFormat(TEMPLATE, tokenizer).encode(turns(f"user: {content}", f"assistant: {content}"))
     assert (ids == tokenizer.mark_ids["eos"]).sum() == 2
     known = "".join(letter if letter in LETTERS else "\ufffd" for letter in content)
     assert tokenizer.decode(ids) == f"user: {known}<eos>\nassistant: {known}<eos>\n"
@@ -83,9 +80,9 @@ def test_a_template_that_cannot_be_used_is_refused(tokenizer, template):
 
 @pytest.fixture
 def path(write_text):
-    asked = [*((f"{n}?", str(n) * (n % 5 + 1)) for n in range(23)), ("x" * 40, "too far")]
-    rows = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in asked]
-    return write_text("\n".join(json.dumps({"messages": row}) for row in [*rows, []]), "chats.jsonl")
+    rows = [turns(f"user: {n}?", f"assistant: {str(n) * (n % 5 + 1)}") for n in range(23)]
+    rows += [turns("user: " + "x" * 40, "assistant: too far"), []]
+    return write_text("\n".join(json.dumps({"messages": row}) for row in rows), "chats.jsonl")
 
 
 @pytest.mark.parametrize("packing", [False, True])

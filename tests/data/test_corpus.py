@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitx.config import ConfigError, TextDataConfig
-from minitx.data import corpus, tokens
+from minitx.data import corpus
 from minitx.data.bible import read_verses
 from minitx.data.corpus import KJV_SHA256, data_dir, kjv_text, lines_of, read_text, replacing
 from minitx.data.tokenizers import train_tokenizer
@@ -36,12 +36,6 @@ def test_what_is_no_text_file_is_refused(tmp_path, cache, write_text, name):
     write_text(b" \n" * 40, "blank.txt")
     with pytest.raises(ConfigError, match=r"^data\.path="):
         tokenised(TextDataConfig(name="text", path=str(tmp_path / name)), cache)
-
-
-def test_a_file_that_changes_while_it_is_read_is_refused(text_config, cache, write_text, monkeypatch):
-    monkeypatch.setattr(tokens, "read_text", lambda config: [read_text(config), write_text("after")][0])
-    with pytest.raises(ConfigError, match="changed"):
-        tokenised(text_config("before, long enough"), cache)
 
 
 @settings(max_examples=25)

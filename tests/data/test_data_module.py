@@ -1,8 +1,4 @@
-import bz2
 import hashlib
-import lzma
-import typing
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +11,6 @@ from minitx.data.task import Task
 
 KEY_VALUE = configs.KeyValueDataConfig(num_keys=13, num_values=5, num_pairs=7, batch_size=12, val_size=41)
 INDUCTION = configs.InductionDataConfig(num_tokens=20, segment_len=5, max_gap=7, batch_size=12, val_size=41)
-CONFIGS = Path(__file__).parents[2] / "configs" / "data"
 
 
 def ready(config, cache, **options):
@@ -52,15 +47,6 @@ def test_a_text_too_short_is_refused_by_name(text_config, cache, content, values
     (key,) = values
     with pytest.raises(ConfigError, match=rf"^data\.path=.*text\.txt .*data\.{key}="):
         ready(text_config(content, **values), cache)
-
-
-def test_compressors_are_measured_on_the_bytes_and_characters_of_validation(text_config, cache):
-    text = "Ünder the räven, never flitting\n" * 97
-    found = ready(text_config(text, val_fraction=0.3), cache).task.baselines()
-    val = text[int(len(text) * (1 - 0.3)) :]
-    assert found["xz_bits_per_character"] == 8 * len(lzma.compress(val.encode(), preset=9)) / len(val)
-    assert found["bzip2_bits_per_byte"] == 8 * len(bz2.compress(val.encode(), 9)) / len(val.encode())
-    assert len(found) == 4
 
 
 # batches
@@ -109,11 +95,6 @@ def test_batches_are_those_of_the_recorded_results(name, tmp_path_factory):
 
 
 # configs
-
-
-def test_every_config_has_a_file_and_every_file_a_config():
-    hints = (typing.get_type_hints(kind)["name"] for kind in typing.get_args(configs.DataConfig))
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {name for hint in hints for name in typing.get_args(hint)}
 
 
 REFUSED = [

@@ -83,12 +83,6 @@ def test_pictures_are_resized_when_asked_and_refused_when_of_several_sizes(image
         [rows_of(task, which) for which in ("train", "val")]
 
 
-@pytest.mark.parametrize(("column", "name"), [("label_column", "class"), ("image_column", "label")])
-def test_a_column_that_is_not_there_or_has_no_images_is_refused(image_folder, column, name):
-    with pytest.raises(ConfigError, match=rf"^data\.{column}={name}"):
-        load_images(ImageDataConfig(path=str(image_folder), **{column: name}), None, None)
-
-
 def write_table(path, values, labels):
     """A table with a picture of every grey value."""
     import datasets

@@ -16,12 +16,6 @@ def train(config):
     return TrainSource(load_task(config).train, seed=0, batch_size=config.batch_size)
 
 
-def accuracy_of_looking_back(batch, distance):
-    """Of a head that copies the token ``distance`` positions before, whatever the tokens are."""
-    asked = (batch["labels"] != -100).nonzero()
-    return (batch["input_ids"][asked[:, 0], asked[:, 1] - distance] == batch["labels"][batch["labels"] != -100]).double().mean()
-
-
 # T1, kv-lookup
 
 
@@ -60,13 +54,6 @@ def test_the_second_copy_asks_for_the_token_that_came_next_in_the_first():
         assert ids[12:] == ids[first : first + 4]
         assert labels == [-100] * 12 + ids[first + 1 : first + 5]
         assert all(0 <= token < 19 for token in ids)
-
-
-def test_a_head_that_looks_a_fixed_distance_back_solves_induction_only_without_gaps():
-    without = induction_examples(InductionDataConfig(num_tokens=19, segment_len=5, max_gap=0), 101, generator(2))
-    assert accuracy_of_looking_back(without, 4) == 1.0
-    batch = induction_examples(INDUCTION, 5003, generator(2))
-    assert max(accuracy_of_looking_back(batch, distance) for distance in range(12)) < 1 / 8 + 0.03
 
 
 # where the answer is

@@ -194,10 +194,8 @@ REFUSED = {
     "trainer.tensor_parallel=2": "tensor_parallel=2 needs strategy=sharded",
     "trainer.sharded_ckpt=true": "sharded_ckpt=True needs strategy=sharded",
     "trainer.devices=3 trainer.strategy=sharded trainer.tensor_parallel=2": "tensor_parallel=2 must divide devices=3",
-    "trainer.devices=6 trainer.strategy=sharded trainer.tensor_parallel=2": "x trainer.devices=3",
     "trainer.devices=7": "divisible by trainer.accumulate=1 x trainer.devices=7",
     f"{TENSOR} model.position=alibi": "model.position=alibi has no tensor-parallel plan",
-    f"{TENSOR} model.num_experts=2": "model.num_experts=2 has no tensor-parallel plan",
     f"{TENSOR} model.num_heads=1": "model.num_heads=1 must be divisible by trainer.tensor_parallel=2",
     "trainer.devices=2 trainer.strategy=sharded callbacks.probe.every=5": "callbacks.probe.every needs whole weights",
 }

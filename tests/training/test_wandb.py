@@ -1,16 +1,10 @@
 """What reaches Weights & Biases, in an offline run."""
 
-import contextlib
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-
-from minitx.config import ConfigError
-from minitx.training.callbacks import StoppedError
-from minitx.training.wandb import finish_wandb
 
 PROGRAM = """
 import dataclasses, sys
@@ -51,24 +45,3 @@ def test_an_offline_run_has_config_command_curves_figures_page_and_checkpoint(tm
     assert len([*(place / "files" / "media" / "images").rglob("heads_*.png")]) == 2  # at steps 0 and 4
     [page] = (place / "files" / "media" / "html").iterdir()
     assert "</html>" in page.read_text()
-
-
-CODES = [
-    (ConfigError("a=1"), 2),
-    (RuntimeError("broken"), 3),
-    (KeyboardInterrupt(), 130),
-    (StoppedError(15, 7), 143),
-    (None, 0),
-]
-
-
-@pytest.mark.parametrize(("error", "code"), CODES)
-def test_a_run_ends_with_the_exit_code_of_the_program(monkeypatch, error, code):
-    codes = []
-    for run in (object(), None):  # None: wandb began no run, so none is finished
-        logger = SimpleNamespace(run=run, finish=lambda exit_code, run=run: codes.append((exit_code, run is None)))
-        monkeypatch.setitem(sys.modules, "wandb", logger)
-        with pytest.raises(type(error)) if error else contextlib.nullcontext(), finish_wandb():
-            if error:
-                raise error
-    assert codes == [(code, False)]
