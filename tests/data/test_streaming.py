@@ -77,11 +77,6 @@ def test_validation_is_the_first_documents_or_a_file_of_its_own(folder, write_te
     assert sorted(found[:211]) == sorted(DOCUMENTS)
 
 
-def test_the_order_of_files_depends_on_the_seed(folder):
-    runs = [list(module(folder, seed=seed).train_dataloader()) for seed in (0, 1)]
-    assert not all_same(*runs)
-
-
 @pytest.mark.parametrize(("stop", "accumulate"), [(0, 1), (14, 1), (3, 2), (40, 2)])
 def test_a_resumed_stream_goes_on_where_it_stopped(folder, stop, accumulate):
     whole = list(module(folder, accumulate=accumulate).train_dataloader())

@@ -1,10 +1,8 @@
 import itertools
 import json
-import multiprocessing
 import re
 
 import huggingface_hub
-import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given
@@ -54,25 +52,6 @@ def test_bpe_learns_merges_up_to_the_size_asked_for():
     assert (bpe().vocab_size, len(bpe().encode("é"))) == (257, 2)
     with pytest.raises(ValueError, match="vocab_size"):
         bpe(POEM, vocab_size=256)
-
-
-def test_what_bpe_learns_does_not_depend_on_the_number_of_threads(monkeypatch):
-    words = np.random.default_rng(0).integers(0, 97, (211, 101))
-    chunks = [" ".join(f"w{a * a % 89}x{a}" for a in row) for row in words]
-    learnt = [bpe(*chunks, vocab_size=401) for _ in range(2)]
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    assert {fingerprint(tokenizer) for tokenizer in learnt} == {fingerprint(bpe(*chunks, vocab_size=401))}
-
-
-def test_a_forked_process_encodes_and_nobody_warns(capfd):
-    texts = [POEM, "raven", "never"] * 17
-    wanted, fork = BPE.encode_batch(texts), multiprocessing.get_context("fork")
-    answers = fork.SimpleQueue()
-    child = fork.Process(target=lambda: answers.put(BPE.encode_batch(texts)))
-    child.start()
-    assert all(map(np.array_equal, answers.get(), wanted))
-    child.join()
-    assert capfd.readouterr() == ("", "")
 
 
 def test_bpe_refuses_a_word_over_which_it_would_take_hours():

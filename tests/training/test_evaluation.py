@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from sacrebleu.metrics import BLEU, CHRF
 from scipy import stats
 
 from minitx.config import DatesDataConfig, EvaluationConfig, LanguagesDataConfig, MaskedDataConfig, TransformerConfig
@@ -113,17 +114,10 @@ def test_generated_answers_are_held_against_references_and_wrong_ones_are_shown_
     assert found.metrics["exact_match"].value == pytest.approx(16 / 17)
     assert found.examples[0] == {"source": source, "answer": "1066-10-14", "right": right}
     assert found.examples[1]["answer"] == found.examples[1]["right"]
-    assert found.metrics["chrf"].value > 90
-    assert found.metrics["chrf"].low < found.metrics["chrf"].value < found.metrics["chrf"].high
+    answers = ["1066-10-14" if row == 5 else right for row, (_, right) in enumerate(data.task.val_examples)]
+    for name, metric in {"chrf": CHRF(), "bleu": BLEU()}.items():
+        wanted = metric.corpus_score(answers, [[right for _, right in data.task.val_examples]]).score
+        assert found.metrics[name].value == pytest.approx(wanted, abs=1e-9)
+        assert found.metrics[name].low < found.metrics[name].value < found.metrics[name].high
     assert found.baselines["chrf_of_copying"] < 60
     assert any("1066-10-14" in line for line in found.lines())
-
-
-def test_scores_of_texts_are_sacrebleus():
-    references = ["the cat sat on the mat", "a dog ran over the hill today", "no one was there at all"]
-    answers = ["the cat sat on a mat", "a dog ran over the hills today", "nothing"]
-    for metric in evaluation._text_metrics().values():
-        found = evaluation._corpus_score(metric, answers, references)
-        assert found.value == pytest.approx(metric.corpus_score(answers, [references]).score, abs=1e-9)
-        assert found.low <= found.value <= found.high
-        assert found.low < found.high
