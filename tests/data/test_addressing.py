@@ -15,9 +15,8 @@ class Counting(Source):
         return {"input_ids": 1000 * step + torch.arange(rows.start, rows.stop)}
 
 
-def loader(*, num_steps=7, step=0, accumulate=3, num_workers=0):
-    source = Counting(batch_size=12, accumulate=accumulate)
-    return AddressedLoader(source, Addresses(num_steps, step, accumulate), num_workers=num_workers)
+def loader(num_steps=7, num_workers=0):
+    return AddressedLoader(Counting(batch_size=12, accumulate=3), Addresses(num_steps, 0, 3), num_workers=num_workers)
 
 
 def ids_of(batches):

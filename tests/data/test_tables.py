@@ -55,16 +55,6 @@ def test_offline_a_hub_name_that_was_not_fetched_is_refused():
         load_table(HubDataConfig(path="someone/something"))
 
 
-def test_offline_what_was_fetched_before_is_read_from_the_cache(write_text, tmp_path):
-    load_table(HubDataConfig(path=write_text(contents()["a.txt"], "a.txt")))  # its cache becomes that of a hub name
-    (made,) = (tmp_path / "datasets" / "text").glob("*/*/*/dataset_info.json")
-    kept = tmp_path / "datasets" / "someone___something" / "default" / "0.0.0" / made.parent.name
-    kept.mkdir(parents=True)
-    (kept / "dataset_info.json").write_text(made.read_text().replace('"dataset_name": "text"', '"dataset_name": "something"'))
-    (kept / "something-train.arrow").write_bytes((made.parent / "text-train.arrow").read_bytes())
-    assert list(load_table(HubDataConfig(path="someone/something"))["text"]) == TEXTS
-
-
 def test_labels_are_numbered_by_name():
     import datasets
 
