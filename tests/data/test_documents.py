@@ -80,16 +80,6 @@ def test_every_document_is_in_one_split(path, cache, marks):
     assert task.model_fields == {"vocab_size": task.tokenizer.vocab_size}
 
 
-def test_a_split_of_its_own_validates(tmp_path, cache):
-    import datasets
-
-    (tmp_path / "set").mkdir()
-    for split, texts in (("train", DOCUMENTS[:50]), ("test", DOCUMENTS[50:])):
-        datasets.Dataset.from_dict({"text": texts}).to_parquet(tmp_path / "set" / f"{split}.parquet")
-    task = load_documents(config(str(tmp_path / "set"), val_split="test"), cache, None)
-    assert (texts_of(task, task.train), texts_of(task, task.val)) == (DOCUMENTS[:50], DOCUMENTS[50:])
-
-
 def test_bits_per_byte_count_every_end_and_a_second_run_reads_the_cache(path, cache, monkeypatch):
     task = load_documents(config(path, packing=True), cache, None)
     val = [text for text in DOCUMENTS if text not in texts_of(task, task.train)]

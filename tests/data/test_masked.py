@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from minitx.config import ConfigError, MaskedDataConfig
+from minitx.config import MaskedDataConfig
 from minitx.data.addressing import Address, generator
 from minitx.data.baselines import unigram_nll
 from minitx.data.masked import MaskedRows, load_masked
 from minitx.data.sources import TrainSource, ValSource
 from minitx.data.task import Task, as_split
-from minitx.data.tokenizers import train_tokenizer
 from minitx.data.tokens import TokenArray
 
 LENGTH, VOCAB = 53, 89
@@ -64,9 +63,3 @@ def test_masked_text_becomes_a_task(write_text, cache):
     assert task.tokenizer.decode(true) == ("the raven never flitting " * 41)[int(41 * 25 * 0.9) :]
     nll = unigram_nll(task.train.tokens.array, task.val.tokens.array, task.tokenizer.vocab_size)
     assert task.baselines() == {"unigram_perplexity": pytest.approx(np.exp(nll))}
-
-
-def test_a_tokenizer_without_a_mask_is_refused(write_text, cache):
-    config = MaskedDataConfig(path=write_text("the raven " * 41), context_len=17)
-    with pytest.raises(ConfigError, match="pad"):
-        load_masked(config, cache, train_tokenizer("char", ["the raven"]))

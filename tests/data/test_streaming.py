@@ -55,8 +55,7 @@ def test_rows_are_full_and_all_labels_count(folder):
         inside = batch["document_ids"][:, 1:] == batch["document_ids"][:, :-1]
         assert torch.equal(batch["input_ids"][:, 1:][inside], batch["labels"][:, :-1][inside])
         assert (batch["document_ids"][:, 0] == 0).all()
-    plain = next(iter(module(folder, packing=False).train_dataloader()))
-    assert "document_ids" not in plain
+    assert "document_ids" not in next(iter(module(folder, packing=False).train_dataloader()))
 
 
 def test_an_epoch_has_every_document_but_those_of_validation_once(folder):

@@ -5,7 +5,7 @@ import re
 import huggingface_hub
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
@@ -40,14 +40,14 @@ MARKED = [train_tokenizer(kind, [POEM], vocab_size=311, marks=MARKS) for kind in
 OURS = [*MARKED, BPE, CHAR, char("<>a\n\r\0\\é😀\u2028", marks=["eos"])]
 
 
+@settings(max_examples=30)
 @given(st.text())
 def test_every_string_comes_back_from_bpe_exactly(text):
     assert BPE.decode(BPE.encode(text)) == text
 
 
 def test_bpe_learns_merges_up_to_the_size_asked_for():
-    assert 257 < BPE.vocab_size <= 307
-    assert bpe(POEM, vocab_size=263).vocab_size == 263
+    assert 263 == bpe(POEM, vocab_size=263).vocab_size < BPE.vocab_size <= 307
     assert len(BPE.encode("sitting")) < len("sitting")
     assert (bpe().vocab_size, len(bpe().encode("é"))) == (257, 2)
     with pytest.raises(ValueError, match="vocab_size"):

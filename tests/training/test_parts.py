@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.config import ConfigError, KeyValueDataConfig, RunConfig, TrainerConfig, TransformerConfig
-from minitx.training.calling import Caller
+from minitx.config import ConfigError, KeyValueDataConfig, TransformerConfig
 from minitx.training.objectives import build_objective, checked_sums
 from minitx.training.parts import build, check_trusted
 from minitx.training.run import train
@@ -58,22 +57,6 @@ def test_models_of_torch_and_of_ours_need_no_trust(target):
     check_trusted({"_target_": "torch.nn.Sequential", "_args_": [{"_target_": target, "in_features": 2}]}, "model")
 
 
-# --- networks
-
-
-class Named(nn.Module):
-    def forward(self, input_ids, key_mask=None):
-        return input_ids
-
-
-BATCH = {name: torch.zeros(2, 3) for name in ("input_ids", "token_type_ids", "labels")} | {"num_targets": torch.tensor(6)}
-
-
-def test_a_network_gets_the_keys_that_its_forward_names():
-    assert list(Caller(Named()).inputs(BATCH)) == ["input_ids"]
-    assert Caller(Named()).dropped(BATCH) == ["token_type_ids"]
-
-
 # --- objectives, optimizers, schedules
 
 
@@ -104,14 +87,15 @@ class Mean(nn.Module):
         return self.gain * (visible / visible.sum(-1, keepdim=True)) @ call.value
 
 
-def test_an_attention_of_ones_own_trains_and_comes_back_from_its_checkpoint_with_trust(tmp_path):
+def test_an_attention_of_ones_own_trains_and_comes_back_from_its_checkpoint_with_trust(make_config, tmp_path):
     node = {"_target_": "mine_of_parts.Mean", "start": 0.5}
-    config = RunConfig(
-        model=TransformerConfig(embed_dim=12, num_heads=3, num_layers=2, max_len=32, attention=node),
-        data=KeyValueDataConfig(batch_size=8, val_size=8),
-        trainer=TrainerConfig(max_steps=2, accelerator="cpu", val_every=0),
+    model = TransformerConfig(embed_dim=12, num_heads=3, num_layers=2, max_len=32, attention=node)
+    train(
+        make_config(
+            model=model, data=KeyValueDataConfig(batch_size=8, val_size=8), trainer__max_steps=2, trainer__ckpt_every=2
+        ),
+        tmp_path,
     )
-    train(config, tmp_path)
     path = tmp_path / "checkpoints" / "last.ckpt"
     with pytest.raises(ConfigError, match=r"mine_of_parts\.Mean"):
         load_model(path)

@@ -9,7 +9,7 @@ from extra import last, losses_of
 from minitx.ablation.grid import cells
 from minitx.analysis import attention_statistics, zhai_entropy_bound
 from minitx.cli.compose import compose_config, compose_grid
-from minitx.config import CallbacksConfig, KeyValueDataConfig, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig
+from minitx.config import KeyValueDataConfig, TransformerConfig
 from minitx.nn import AttentionCall
 from minitx.training.probes import read_probes
 from minitx.training.run import train
@@ -81,16 +81,11 @@ def test_r5_no_row_violates_the_entropy_bound_and_the_extremal_vector_attains_it
 
 
 @pytest.mark.parametrize(("init", "width", "heads"), [("lecun", 16, 8), ("gpt2", 128, 1)])
-def test_r6_the_gradients_of_q_and_k_grow_with_the_scale_at_step_0(tmp_path, init, width, heads):
-    layers = {}
+def test_r6_the_gradients_of_q_and_k_grow_with_the_scale_at_step_0(make_config, tmp_path, init, width, heads):
+    layers, data = {}, KeyValueDataConfig(batch_size=32, val_size=8)
     for scale in ("inv", "inv_sqrt", "unscaled"):
-        config = RunConfig(
-            model=TransformerConfig(embed_dim=128, num_heads=heads, num_layers=2, max_len=32, scale=scale, init=init),
-            data=KeyValueDataConfig(batch_size=32, val_size=8),
-            trainer=TrainerConfig(max_steps=1, accelerator="cpu", val_batches=1, ckpt_every=0),
-            callbacks=CallbacksConfig(progress=False, probe=ProbeConfig(every=1, batch_size=4)),
-        )
-        train(config, tmp_path / scale)
+        model = TransformerConfig(embed_dim=128, num_heads=heads, num_layers=2, max_len=32, scale=scale, init=init)
+        train(make_config(model=model, data=data, trainer__max_steps=1, probe__every=1, probe__batch_size=4), tmp_path / scale)
         layers[scale] = read_probes(tmp_path / scale / "probes.jsonl")[0]["layers"]
     for layer in range(2):
         for name in ("grad_q", "grad_k"):
