@@ -106,7 +106,10 @@ def test_the_state_of_several_processes_has_the_place_of_each(folder, monkeypatc
     for rank, step in itertools.product(range(2), range(3)):
         sources[rank][Address(step, rank=rank)]
     own = [source.state_dict(3)["stream"] for source in sources]
-    gather = lambda found, places: found.__setitem__(slice(2), [{rank: tuple(places[0])} for rank, places in enumerate(own)])  # noqa: E731
+
+    def gather(found, places):
+        found[:] = [{rank: tuple(places[0])} for rank, places in enumerate(own)]
+
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)

@@ -194,8 +194,11 @@ def chosen(monkeypatch):
 
     def choose(*left):
         given = iter(left)
-        values = lambda self: self.log_dict({"val_loss": next(given), "val_accuracy": 0.5}, logger=False)  # noqa: E731
-        monkeypatch.setattr(TrainingModule, "on_validation_epoch_end", values)
+
+        def log_the_next(self):
+            self.log_dict({"val_loss": next(given), "val_accuracy": 0.5}, logger=False)
+
+        monkeypatch.setattr(TrainingModule, "on_validation_epoch_end", log_the_next)
 
     return choose
 
