@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minitx.config import ConfigError, HubDataConfig
@@ -33,6 +33,7 @@ def rows_of(rows):
 
 
 @settings(max_examples=40)
+@example(lengths=[3, 2], packing=True)
 @given(lengths=st.lists(st.integers(1, 47), min_size=1, max_size=40), packing=st.booleans())
 def test_every_token_and_every_end_is_asked_for_once_and_documents_of_a_row_are_told_apart(lengths, packing):
     found = examples(lengths, packing=packing)

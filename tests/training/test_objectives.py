@@ -105,6 +105,15 @@ def test_frozen_parameters_do_not_move():
         assert torch.equal(parameter, before[name]) == frozen, name
 
 
+def test_sgd_has_momentum_decay_and_the_rates_of_the_rules():
+    rules = (ParameterRule(match="q_proj", lr="head_dim^-0.5"),)
+    config = OptimizerConfig(name="sgd", lr=0.1, momentum=0.75, weight_decay=0.5, rules=rules)
+    optimizer = build_optimizer(network(), config, head_dim=16)
+    assert type(optimizer) is torch.optim.SGD
+    found = {(group["lr"], group["momentum"], group["weight_decay"]) for group in optimizer.param_groups}
+    assert found == {(lr, 0.75, decay) for lr in (0.1, 0.025) for decay in (0.5, 0.0)}
+
+
 # --- the chunked cross-entropy
 
 T, WIDTH, WORDS = 23, 7, 11

@@ -34,6 +34,15 @@ def test_values_of_one_step_share_its_row_and_are_on_disk_bit_equal_before_the_f
         assert len(read_metrics(tmp_path / "open.csv")) == step
 
 
+def test_going_on_drops_what_came_after_the_checkpoint_and_keeps_the_rest_bit_equal(tmp_path):
+    path = tmp_path / "metrics.csv"
+    write(path, [({"train_loss": 1 / step, "tokens": step}, step) for step in range(1, 8)])
+    before = read_metrics(path)
+    write(path, [({"val_loss": 0.5}, 4), ({"train_loss": 9.0}, 5)], start_step=4)
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4, 5]
+    assert read_metrics(path)[:4] == [*before[:3], {**before[3], "val_loss": 0.5}]
+
+
 def test_a_metrics_file_that_was_cut_anywhere_gives_whole_rows_only(tmp_path):
     path = tmp_path / "metrics.csv"
     write(path, [({"train_loss": 1 / (3 * step), "seconds": 1e-5 * step, "tokens": 100 * step}, step) for step in (1, 2, 3)])
