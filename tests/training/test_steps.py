@@ -114,6 +114,19 @@ def test_padding_counts_in_the_flops_of_a_batch():
     assert batch_flops(config, ids) == 5 * train_flops(config, 7, 3)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_means_of_several_processes_are_means_over_all_targets(monkeypatch, whole):
+    """Of four processes alike: a task's batch knows the targets of all, a loader of the user's those of its own process."""
+    monkeypatch.setattr(steps, "sum_over_rows", lambda trainer, values: 4 * values)
+    sums = {"step_loss": torch.tensor(0.5), "step_sums": {"correct": torch.tensor(3)}}
+    place = {"distributed_sampler_kwargs": {"rank": 0, "num_replicas": 4}}
+    trainer, module = made_up(**place, **sums, step_targets=torch.tensor(40 if whole else 10))
+    batch, log = {"num_targets": torch.tensor(40)} if whole else {}, StepLog(5)
+    assert steps.step_means(trainer, module, batch) == {"train_loss": 2.0 if whole else 0.5, "train_accuracy": 0.3}
+    log.on_step(trainer, module, 2, batch)
+    assert log.state_dict() == {"tokens": 40}
+
+
 class Own(L.Callback):
     """Logs a metric of the user's at every step, as Lightning has it."""
 
