@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from minitx.data.addressing import Address, AddressedLoader, Addresses, generator, rows_of
+from minitx.data.addressing import AddressedLoader, Addresses, generator
 from minitx.data.sources import Source
 
 
@@ -15,21 +15,12 @@ class Counting(Source):
         return {"input_ids": 1000 * step + torch.arange(rows.start, rows.stop)}
 
 
-def loader(*, num_steps=7, step=0, accumulate=3, num_workers=0):
-    source = Counting(batch_size=12, accumulate=accumulate)
-    return AddressedLoader(source, Addresses(num_steps, step, accumulate), num_workers=num_workers)
+def loader(num_steps=7, num_workers=0):
+    return AddressedLoader(Counting(batch_size=12, accumulate=3), Addresses(num_steps, 0, 3), num_workers=num_workers)
 
 
 def ids_of(batches):
     return torch.cat([batch["input_ids"] for batch in batches]).tolist()
-
-
-@pytest.mark.parametrize("address", [Address(0, micro=2), Address(0, rank=3), Address(-1)])
-def test_an_address_or_a_batch_that_does_not_fit_is_refused(address):
-    with pytest.raises(ValueError, match=r"must have step >= 0, micro in \[0, 2\) and rank in \[0, 3\)"):
-        rows_of(address, 12, 2, 3)
-    with pytest.raises(ValueError, match="batch_size=12 must be divisible by accumulate=5 x world=1"):
-        rows_of(Address(0), 12, 5)
 
 
 def test_generators_depend_on_seed_and_path_alone_on_every_machine():
@@ -40,13 +31,7 @@ def test_generators_depend_on_seed_and_path_alone_on_every_machine():
     assert generator(0, "train", 0).integers(1000, size=5).tolist() == [622, 257, 334, 989, 492]
 
 
-@pytest.mark.parametrize("step", [-1, 8])
-def test_a_state_outside_of_the_run_is_refused(step):
-    with pytest.raises(ValueError, match=f"step={step} "):
-        loader().load_state_dict({"step": step})
-
-
-@pytest.mark.parametrize(("stop", "num_workers"), [(0, 0), (1, 0), (3, 0), (8, 0), (20, 0), (8, 1)])
+@pytest.mark.parametrize(("stop", "num_workers"), [(0, 0), (3, 0), (20, 0), (8, 1)])
 def test_a_resumed_loader_continues_the_uninterrupted_stream(stop, num_workers):
     whole, first = ids_of(loader()), loader(num_workers=num_workers)
     batches = iter(first)
@@ -57,11 +42,6 @@ def test_a_resumed_loader_continues_the_uninterrupted_stream(stop, num_workers):
     resumed.load_state_dict(state)
     assert state == {"step": stop // 3}
     assert ids_of([*done, *resumed]) == whole
-
-
-def test_the_length_of_a_loader_is_that_of_the_whole_run():
-    assert len(loader(num_steps=7, step=5, accumulate=3)) == 21
-    assert len(list(loader(num_steps=7, step=5, accumulate=3))) == 6
 
 
 def test_the_first_step_may_be_repeated():

@@ -4,21 +4,22 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 
 from minitx.config import ChatDataConfig, ConfigError
 from minitx.data.chat import TEMPLATE, ChatFormat, load_chat
 from minitx.data.task import as_split
-from minitx.data.tokenizers import fingerprint, train_tokenizer
+from minitx.data.tokenizers import Tokenizer, train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")
 LETTERS = "".join(map(chr, range(32, 127))) + "\né"
-CHAT = [
-    {"role": "system", "content": "be brief"},
-    {"role": "user", "content": "1+1?"},
-    {"role": "assistant", "content": "2"},
-    {"role": "user", "content": "thanks"},
-    {"role": "assistant", "content": "né"},
-]
+
+
+def turns(*said):
+    return [dict(zip(("role", "content"), turn.split(": ", 1), strict=True)) for turn in said]
+
+
+CHAT = turns("system: be brief", "user: 1+1?", "assistant: 2", "user: thanks", "assistant: né")
 CHATML = (
     "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ bos_token }}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}{{ eos_token }}\n{% endfor %}"
@@ -31,58 +32,39 @@ def tokenizer():
     return train_tokenizer("char", [LETTERS], vocab_size=0, marks=("bos", "eos"))
 
 
-def counted_text(tokenizer, found):
-    ids, counted = found
-    return tokenizer.decode(ids), tokenizer.decode(ids[counted])
-
-
 def test_answers_and_their_end_marks_count(tokenizer):
-    text, counted = counted_text(tokenizer, ChatFormat(TEMPLATE, tokenizer).encode(CHAT))
-    assert text == "system: be brief<eos>\nuser: 1+1?<eos>\nassistant: 2<eos>\nuser: thanks<eos>\nassistant: né<eos>\n"
-    assert counted == "2<eos>né<eos>"
+    ids, counted = ChatFormat(TEMPLATE, tokenizer).encode(CHAT)
+    assert (
+        tokenizer.decode(ids)
+        == "system: be brief<eos>\nuser: 1+1?<eos>\nassistant: 2<eos>\nuser: thanks<eos>\nassistant: né<eos>\n"
+    )
+    assert tokenizer.decode(ids[counted]) == "2<eos>né<eos>"
 
 
 def test_templates_of_others_are_read(tokenizer):
     format = ChatFormat(CHATML, tokenizer)
-    text, counted = counted_text(tokenizer, format.encode(CHAT[1:3], add_generation_prompt=True))
-    assert text == "<bos><|im_start|>user\n1+1?<eos>\n<|im_start|>assistant\n2<eos>\n<|im_start|>assistant\n"
-    assert counted == "2<eos>"
+    ids, counted = format.encode(CHAT[1:3], add_generation_prompt=True)
+    assert tokenizer.decode(ids) == "<bos><|im_start|>user\n1+1?<eos>\n<|im_start|>assistant\n2<eos>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(ids[counted]) == "2<eos>"
     assert format.encode(CHAT)[0].tolist().count(tokenizer.mark_ids["bos"]) == 1
 
 
 def test_special_tokens_of_the_tokenizer_that_a_template_writes_are_one_token(tmp_path):
-    from tokenizers import AddedToken, Tokenizer
-
-    from minitx.data.tokenizers import load_tokenizer
-
-    train_tokenizer("bpe", [LETTERS], vocab_size=300).save(tmp_path / "tokenizer.json")
-    theirs = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    theirs.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
-    theirs.save(str(tmp_path / "tokenizer.json"))
+    theirs = tokenizers.Tokenizer.from_str(train_tokenizer("bpe", [LETTERS], vocab_size=300).to_dict()["json"])
+    theirs.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")])
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    ids, counted = ChatFormat(template, load_tokenizer(tmp_path)).encode(
-        [*CHAT[1:3], {"role": "user", "content": "<|im_end|>"}]
-    )
+    chat = [*CHAT[1:3], *turns("user: <|im_end|>")]
+    ids, counted = ChatFormat(template, Tokenizer(theirs.to_str())).encode(chat)
     start, end = (theirs.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>"))
     assert (ids == start).sum() == (ids == end).sum() == 3, "what a message says is text"
     assert ids[counted].tolist()[-1] == end and theirs.decode(ids[counted][:-1].tolist()) == "2"
 
 
-@pytest.mark.parametrize("content", ["{{ eos_token }}", "<eos>", "{% raise %}", "{{ ''.__class__.__mro__ }}", ""])
-def test_nothing_in_a_message_is_read_as_template_or_special_token(tokenizer, content):
-    chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
-    ids, _ = ChatFormat(TEMPLATE, tokenizer).encode(chat)
-    assert (ids == tokenizer.mark_ids["eos"]).sum() == 2
-    known = "".join(letter if letter in LETTERS else "\ufffd" for letter in content)
-    assert tokenizer.decode(ids) == f"user: {known}<eos>\nassistant: {known}<eos>\n"
-
-
-BROKEN = ["{% for m in messages %}", "{{ messages[9].content }}", "{{ raise_exception('no') }}"]
-NO_END_MARK = ["{% for m in messages %}{{ m.content }}\n{% endfor %}"]
+BROKEN = ["{% for m in messages %}", "{{ raise_exception('no') }}", "{% for m in messages %}{{ m.content }}\n{% endfor %}"]
 UNSAFE = ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"]
 
 
-@pytest.mark.parametrize("template", [*BROKEN, *NO_END_MARK, *UNSAFE])
+@pytest.mark.parametrize("template", [*BROKEN, *UNSAFE])
 def test_a_template_that_cannot_be_used_is_refused(tokenizer, template):
     with pytest.raises(ConfigError, match=r"^data\.template "):
         ChatFormat(template, tokenizer).encode([*CHAT, CHAT[2]])
@@ -90,15 +72,9 @@ def test_a_template_that_cannot_be_used_is_refused(tokenizer, template):
 
 @pytest.fixture
 def path(write_text):
-    rows = [
-        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": str(n) * (n % 5 + 1)}]}
-        for n in range(23)
-    ]
-    rows += [
-        {"messages": [{"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "too far"}]},
-        {"messages": []},
-    ]
-    return write_text("\n".join(map(json.dumps, rows)), "chats.jsonl")
+    rows = [turns(f"user: {n}?", f"assistant: {str(n) * (n % 5 + 1)}") for n in range(23)]
+    rows += [turns("user: " + "x" * 40, "assistant: too far"), []]
+    return write_text("\n".join(json.dumps({"messages": row}) for row in rows), "chats.jsonl")
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -120,32 +96,24 @@ def test_conversations_become_a_task(path, packing):
 
 
 def test_the_template_is_that_of_the_tokenizers_folder_unless_one_is_given(path, tokenizer, tmp_path):
-    folder = tmp_path / "theirs"
-    folder.mkdir()
-    tokenizer.save(folder / "tokenizer.json")
-
     def first(**values):
-        task = load_chat(ChatDataConfig(path=path, tokenizer=str(folder), **values), None, None)
-        assert fingerprint(task.tokenizer) == fingerprint(tokenizer)
-        return tokenizer.decode(task.train[0]["input_ids"])
+        return tokenizer.decode(
+            load_chat(ChatDataConfig(path=path, tokenizer=str(tmp_path), **values), None, None).train[0]["input_ids"]
+        )
 
+    tokenizer.save(tmp_path / "tokenizer.json")
     assert first().startswith("user: ")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "[a]" + TEMPLATE}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "[a]" + TEMPLATE}))
     assert first().startswith("[a]user: ")
-    (folder / "chat_template.jinja").write_text("[bc]" + TEMPLATE)
+    (tmp_path / "chat_template.jinja").write_text("[bc]" + TEMPLATE)
     assert first().startswith("[bc]user: ")
     assert first(template="!" + TEMPLATE).startswith("!user: ")
 
 
-@pytest.mark.parametrize(
-    ("row", "key"),
-    [
-        ({"chat": []}, "messages_column"),
-        ({"messages": "hello"}, "messages_column"),
-        ({"messages": [{"role": "user", "content": 3}]}, "messages_column"),
-        ({"messages": [{"role": "user", "content": "no answer"}]}, "path"),
-    ],
-)
+ROWS = [({"chat": []}, "messages_column"), ({"messages": "hello"}, "messages_column"), ({"messages": CHAT[:1]}, "path")]
+
+
+@pytest.mark.parametrize(("row", "key"), ROWS)
 def test_rows_that_are_no_conversations_are_refused(write_text, row, key):
     path = write_text("\n".join([json.dumps(row)] * 5), "a.jsonl")
     with pytest.raises(ConfigError, match=rf"^data\.{key}="):
@@ -154,4 +122,4 @@ def test_rows_that_are_no_conversations_are_refused(write_text, row, key):
 
 def test_a_tokenizer_without_an_end_mark_is_refused(path):
     with pytest.raises(ConfigError, match="eos"):
-        load_chat(ChatDataConfig(path=path), None, train_tokenizer("char", [LETTERS], vocab_size=0))
+        load_chat(ChatDataConfig(path=path), None, train_tokenizer("char", [LETTERS]))

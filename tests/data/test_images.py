@@ -36,19 +36,12 @@ def test_every_label_is_held_out_by_the_same_share():
     train, val = stratified(labels, 0.2)
     assert np.bincount(labels[val]).tolist() == [2, 10, 20]
     assert sorted([*train, *val]) == list(range(161))
-    assert stratified(labels, 0.2)[1].tolist() == val.tolist()
 
 
 def test_digits_become_a_task_and_say_what_to_install(monkeypatch):
     task = load_images(DigitsDataConfig(), None, None)
     assert task.model_fields == {"num_labels": 10, "image_size": 8, "num_channels": 1}
     assert (len(task.train) + len(task.val), len(task.val)) == (1797, pytest.approx(1797 / 5, abs=5))
-    batch = rows_of(task, "val")
-    assert batch["pixel_values"].shape == (len(task.val), 1, 8, 8)
-    assert (batch["pixel_values"].min(), batch["pixel_values"].max(), task.train.shift) == (0, 1, 1)
-    train = {image.tobytes() for image in task.train.pixels}
-    assert sum(image.tobytes() in train for image in task.val.pixels) < 3
-    assert 0.09 < task.baselines()["majority_accuracy"] < 0.12
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ConfigError, match="scikit-learn"):
         load_images(DigitsDataConfig(), None, None)
@@ -76,7 +69,7 @@ def test_a_folder_of_images_becomes_a_task(image_folder):
     assert len(numbers.unique()) == 16
 
 
-def test_pictures_are_resized_when_asked_decoded_when_read_and_refused_when_of_several_sizes(image_folder):
+def test_pictures_are_resized_when_asked_and_refused_when_of_several_sizes(image_folder):
     import PIL.Image
 
     config = ImageDataConfig(path=str(image_folder), shift=0)
@@ -85,44 +78,28 @@ def test_pictures_are_resized_when_asked_decoded_when_read_and_refused_when_of_s
     task = load_images(config, None, None)
     with pytest.raises(ConfigError, match=r"^data\.image_size=null.*6x9"):
         [rows_of(task, which) for which in ("train", "val")]
-    for path in image_folder.glob("*/*.png"):
-        path.unlink()
-    with pytest.raises(FileNotFoundError):
-        rows_of(task, "train")
 
 
-@pytest.mark.parametrize(("column", "name"), [("label_column", "class"), ("image_column", "label")])
-def test_a_column_that_is_not_there_or_has_no_images_is_refused(image_folder, column, name):
-    with pytest.raises(ConfigError, match=rf"^data\.{column}={name}"):
-        load_images(ImageDataConfig(path=str(image_folder), **{column: name}), None, None)
-
-
-@pytest.mark.parametrize("labels", [[0, -1], [0, None]])
-def test_images_without_a_label_are_refused(tmp_path, offline_datasets, labels):
+def write_table(path, values, labels):
+    """A table with a picture of every grey value."""
     import datasets
     import PIL.Image
 
-    pictures = [PIL.Image.fromarray(np.zeros((4, 4), np.uint8))] * 2
-    table = datasets.Dataset.from_dict({"image": pictures, "label": labels}).cast_column(
-        "label", datasets.ClassLabel(names=["cat", "dog"])
-    )
-    table.to_parquet(tmp_path / "a.parquet")
+    pictures = [PIL.Image.fromarray(np.full((4, 4), value, np.uint8)) for value in values]
+    datasets.Dataset.from_dict({"image": pictures, "label": labels}).to_parquet(path)
+
+
+def test_images_without_a_label_are_refused(tmp_path, offline_datasets):
+    write_table(tmp_path / "a.parquet", [7, 30], [0, None])
     with pytest.raises(ConfigError, match=r"^data\.label_column=label"):
         load_images(ImageDataConfig(path=str(tmp_path / "a.parquet")), None, None)
 
 
 def test_a_table_of_images_with_a_split_of_its_own_is_read(tmp_path, offline_datasets):
-    import datasets
-    import PIL.Image
-
     (tmp_path / "set").mkdir()
     for split, values in (("train", [7, 30, 7, 50]), ("test", [50, 7, 30])):
-        pictures = [PIL.Image.fromarray(np.full((4, 4), value, np.uint8)) for value in values]
-        table = datasets.Dataset.from_dict({"picture": pictures, "kind": [f"k{value}" for value in values]})
-        table.to_parquet(tmp_path / "set" / f"{split}.parquet")
-    columns = {"image_column": "picture", "label_column": "kind"}
-    task = load_images(ImageDataConfig(path=str(tmp_path / "set"), val_split="test", **columns), None, None)
+        write_table(tmp_path / "set" / f"{split}.parquet", values, [f"k{value}" for value in values])
+    task = load_images(ImageDataConfig(path=str(tmp_path / "set"), val_split="test"), None, None)
     assert (task.label_names, task.model_fields["num_channels"]) == (("k30", "k50", "k7"), 1)
-    assert task.train.labels.tolist() == [2, 0, 2, 1]
-    assert task.val.labels.tolist() == [1, 2, 0]
+    assert (task.train.labels.tolist(), task.val.labels.tolist()) == ([2, 0, 2, 1], [1, 2, 0])
     assert (rows_of(task, "val")["pixel_values"][:, 0, 0, 0] * 255).round().tolist() == [50, 7, 30]

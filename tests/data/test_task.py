@@ -31,7 +31,7 @@ def texts(count=COUNT):
     return split_of([{"input_ids": ids, "labels": n % 7} for n, ids in enumerate(some_rows(2, count=count))])
 
 
-def pairs():
+def pairs(tmp_path=None):
     both = zip(some_rows(0), some_rows(1), strict=True)
     return split_of([{"input_ids": a, "decoder_input_ids": b, "labels": b} for a, b in both])
 
@@ -53,17 +53,15 @@ class Torch(torch.utils.data.Dataset):
         return len(self.ids[i])
 
 
-def images():
-    pixels = np.random.default_rng(3).integers(0, 17, size=(COUNT, 1, 5, 5)).astype(np.uint8)
+def images(tmp_path):
+    pixels = np.random.default_rng(3).integers(17, size=(COUNT, 1, 5, 5), dtype=np.uint8)
     return split_of(LabelledImages(pixels, np.arange(COUNT) % 7, largest=16, shift=1))
 
 
-@pytest.fixture
 def masked(tmp_path):
     ids = np.random.default_rng(4).integers(5, 97, size=COUNT * 11 - 4).astype("<u2")
     (tmp_path / "ids.bin").write_bytes(ids.tobytes())
-    tokens = TokenArray(tmp_path / "ids.bin", "<u2", 0, len(ids))
-    return split_of(MaskedRows(tokens, 11, 0.15, 4, np.arange(5, 97)))
+    return split_of(MaskedRows(TokenArray(tmp_path / "ids.bin", "<u2", 0, len(ids)), 11, 0.15, 4, np.arange(5, 97)))
 
 
 def table(tmp_path):
@@ -72,34 +70,31 @@ def table(tmp_path):
     return split_of(datasets.Dataset.from_list([{"input_ids": ids.tolist(), "labels": 1} for ids in some_rows(6)]))
 
 
-@pytest.fixture(params=["pairs", "texts", "images", "masked", "torch", "table"])
-def split(request, masked, tmp_path):
-    made = {"pairs": pairs, "texts": texts, "images": images, "torch": lambda: split_of(Torch())}
-    return masked if request.param == "masked" else table(tmp_path) if request.param == "table" else made[request.param]()
+@pytest.fixture(params=[pairs, images, masked, table, lambda tmp_path: split_of(Torch())])
+def split(request, tmp_path):
+    return request.param(tmp_path)
 
 
 def source(split, *, bucket=False, seed=3, batch_size=BATCH, **slices):
     return TrainSource(split, batch_size=batch_size, seed=seed, bucket=bucket, **slices)
 
 
+def trimmed(tensor):
+    """Without what stands at the end, padding or not."""
+    values = tensor.flatten().tolist()
+    while values and values[-1] in (0, -100):
+        values.pop()
+    return values
+
+
 def stripped(batch):
-    """The rows of a batch without their padding, whatever they are padded to."""
-    rows = []
-    for row in range(len(batch["labels"])):
-        values = {}
-        for key, tensor in batch.items():
-            if key not in ("num_targets", "key_mask", "decoder_key_mask"):
-                masks = [batch[name][row] for name in ("decoder_key_mask", "key_mask") if name in batch]
-                real = [mask for mask in masks if mask.shape == tensor[row].shape][:1]
-                values[key] = (tensor[row][real[0]] if real and key != "input_ids" else tensor[row]).tolist()
-        if "key_mask" in batch:
-            values["input_ids"] = batch["input_ids"][row][batch["key_mask"][row]].tolist()
-        rows.append(values)
-    return rows
+    """The rows of a batch, whatever they are padded to."""
+    keys = batch.keys() - {"num_targets"}
+    return [{key: trimmed(batch[key][row]) for key in keys} for row in range(len(batch["labels"]))]
 
 
 @pytest.mark.parametrize("bucket", [True, False])
-@pytest.mark.parametrize("batch_size", [1, 12, 64, 109, 250])
+@pytest.mark.parametrize("batch_size", [1, 64, 250])
 def test_every_row_comes_once_an_epoch_in_an_order_of_its_own(bucket, batch_size):
     stream = source(texts(), bucket=bucket, batch_size=batch_size)
     seen = np.concatenate([stream.items(step, range(batch_size)) for step in range(-(-3 * COUNT // batch_size))])
@@ -129,10 +124,8 @@ def test_a_batch_depends_neither_on_what_was_asked_before_nor_on_the_process(spl
 
 def test_a_slice_is_as_long_as_its_longest_row():
     parts = source(pairs(), accumulate=4, bucket=True)
-    for micro in range(4):
-        batch = parts[Address(2, micro)]
-        assert batch["key_mask"].any(dim=0).all()
-        assert batch["decoder_key_mask"].any(dim=0).all()
+    for batch in (parts[Address(2, micro)] for micro in range(4)):
+        assert batch["key_mask"].any(dim=0).all() and batch["decoder_key_mask"].any(dim=0).all()
 
 
 def test_buckets_pad_much_less_and_come_in_no_order():
@@ -164,75 +157,39 @@ def test_validation_shows_every_row_once_over_all_ranks(split, batch_size, world
 
 
 def test_keys_are_padded_with_what_was_asked_for():
-    rows = [
-        {"input_ids": [1, 2, 3], "position_ids": [0, 1, 2], "labels": [2, 3, 4], "label_weight": 0.5, "image": np.zeros((2, 2))}
-    ]
-    rows += [{"input_ids": [5], "position_ids": [0], "labels": [6], "label_weight": 2, "image": np.ones((2, 2))}]
+    long = {"input_ids": [1, 2, 3], "position_ids": [0, 1, 2], "labels": [2, 3, 4], "weight": 0.5, "image": np.zeros((2, 2))}
+    rows = [long, {"input_ids": [5], "position_ids": [0], "labels": [6], "weight": 2, "image": np.ones((2, 2))}]
     batch = split_of(rows, pad={"input_ids": 9}).collate(np.arange(2), None)
-    assert batch["input_ids"].tolist() == [[1, 2, 3], [5, 9, 9]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2], [0, 0, 0]]
-    assert batch["labels"].tolist() == [[2, 3, 4], [6, -100, -100]]
-    assert batch["key_mask"].tolist() == [[True] * 3, [True, False, False]]
-    assert batch["label_weight"].tolist() == [0.5, 2.0] and batch["image"].shape == (2, 2, 2)
-    assert "decoder_key_mask" not in batch
+    assert {key: tensor.tolist() for key, tensor in batch.items() if key != "image"} == {
+        "input_ids": [[1, 2, 3], [5, 9, 9]],
+        "position_ids": [[0, 1, 2], [0, 0, 0]],
+        "labels": [[2, 3, 4], [6, -100, -100]],
+        "key_mask": [[True] * 3, [True, False, False]],
+        "weight": [0.5, 2.0],
+    }
     assert "key_mask" not in split_of(rows, key_masks={}).collate(np.arange(2), None)
     rows[0]["key_mask"], rows[1]["key_mask"] = [False, True, True], [True]
     assert split_of(rows).collate(np.arange(2), None)["key_mask"].tolist() == [[False, True, True], [True, False, False]]
 
 
-def test_what_a_caller_does_to_a_batch_does_not_change_the_next():
-    val = ValSource(split_of([{"input_ids": ids, "labels": ids} for ids in torch.arange(12).view(3, 4)]), batch_size=3)
-    val.rows(range(3))["labels"].fill_(0)
-    assert val.rows(range(3))["labels"].tolist() == torch.arange(12).view(3, 4).tolist()
-
-
-class Drawn:
-    """Rows that are drawn at random."""
-
-    def __len__(self):
-        return 7
-
-    def row(self, i, random):
-        return {"input_ids": [i, int(random.integers(1000))], "labels": -100 if random.random() < 0.5 else i}
-
-
-def test_drawn_rows_depend_on_seed_step_and_row_alone():
-    whole = source(split_of(Drawn()), batch_size=6)
-    halves = source(split_of(Drawn()), batch_size=6, accumulate=2)
-    for step in (4, 0):
-        both = [halves[Address(step, micro)] for micro in (1, 0)][::-1]
-        assert torch.cat([half["input_ids"] for half in both]).tolist() == whole[Address(step)]["input_ids"].tolist()
-        assert [int(half["num_targets"]) for half in both] == [int(whole[Address(step)]["num_targets"])] * 2
-    assert not torch.equal(
-        whole[Address(0)]["input_ids"][:, 1], source(split_of(Drawn()), batch_size=6, seed=4)[Address(0)]["input_ids"][:, 1]
-    )
-    val = ValSource(split_of(Drawn()), batch_size=3)
-    assert torch.equal(val.rows(range(7))["input_ids"][3:6], val[Address(1)]["input_ids"])
-
-
 def test_labels_that_are_no_whole_numbers_count_by_row():
     rows = [{"x": [1.0, 2.0], "labels": [0.5, 0.25]} for _ in range(7)]
-    parts = source(split_of(rows), batch_size=6, accumulate=3)
-    assert {int(parts[Address(0, micro)]["num_targets"]) for micro in range(3)} == {6}
-    val = ValSource(split_of(rows), batch_size=6, world=3)
-    last = [val[Address(1, rank=rank)] for rank in range(3)]
-    assert [len(batch["labels"]) for batch in last] == [1, 0, 0]
-    assert {int(batch["num_targets"]) for batch in last} == {1}
+    assert source(split_of(rows), batch_size=6, accumulate=3)[Address(0, 1)]["num_targets"] == 6
+    last = [ValSource(split_of(rows), batch_size=6, world=3)[Address(1, rank=rank)] for rank in range(3)]
+    assert [(len(batch["labels"]), int(batch["num_targets"])) for batch in last] == [(1, 1), (0, 1), (0, 1)]
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [],
-        iter([{"labels": 1}]),
-        [{"input_ids": [1]}],
-        [{"input_ids": "text", "labels": 1}],
-        [{"input_ids": None, "labels": 1}],
-        [{"input_ids": [1], "labels": 1}, {"labels": 1}],
-        [{"image": np.zeros((2, 2)), "labels": 1}, {"image": np.zeros((2, 3)), "labels": 1}],
-    ],
-    ids=["empty", "no length", "no labels", "texts", "nothing", "a key is missing", "two shapes"],
-)
+ROWS = [
+    [],
+    iter([{"labels": 1}]),
+    [{"input_ids": [1]}],
+    [{"input_ids": "text", "labels": 1}],
+    [{"input_ids": [1], "labels": 1}, {"labels": 1}],
+    [{"image": np.zeros((2, 2)), "labels": 1}, {"image": np.zeros((2, 3)), "labels": 1}],
+]
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=["empty", "no length", "no labels", "texts", "a key is missing", "two shapes"])
 def test_rows_that_make_no_batch_are_refused_with_the_name_of_the_data(rows):
     with pytest.raises(ConfigError, match=r"^mine"):
         split_of(rows).collate(np.arange(len(rows)), None)

@@ -1,14 +1,11 @@
 import itertools
 import json
-import multiprocessing
 import re
-from types import SimpleNamespace
 
 import huggingface_hub
-import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
@@ -43,41 +40,18 @@ MARKED = [train_tokenizer(kind, [POEM], vocab_size=311, marks=MARKS) for kind in
 OURS = [*MARKED, BPE, CHAR, char("<>a\n\r\0\\é😀\u2028", marks=["eos"])]
 
 
+@settings(max_examples=30)
 @given(st.text())
 def test_every_string_comes_back_from_bpe_exactly(text):
     assert BPE.decode(BPE.encode(text)) == text
 
 
 def test_bpe_learns_merges_up_to_the_size_asked_for():
-    assert 257 < BPE.vocab_size <= 307
-    assert bpe(POEM, vocab_size=263).vocab_size == 263
+    assert 263 == bpe(POEM, vocab_size=263).vocab_size < BPE.vocab_size <= 307
     assert len(BPE.encode("sitting")) < len("sitting")
     assert (bpe().vocab_size, len(bpe().encode("é"))) == (257, 2)
     with pytest.raises(ValueError, match="vocab_size"):
         bpe(POEM, vocab_size=256)
-
-
-def test_what_bpe_learns_does_not_depend_on_the_number_of_threads(monkeypatch):
-    words = np.random.default_rng(0).integers(0, 97, (211, 101))
-    chunks = [" ".join(f"w{a * a % 89}x{a}" for a in row) for row in words]
-    learnt = [train_tokenizer("bpe", chunks, vocab_size=401) for _ in range(3)]
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    alone = train_tokenizer("bpe", chunks, vocab_size=401)
-    assert {fingerprint(tokenizer) for tokenizer in learnt} == {fingerprint(alone)}
-    assert all(map(np.array_equal, learnt[0].encode_batch(chunks), alone.encode_batch(chunks)))
-
-
-def test_a_forked_process_encodes_and_nobody_warns(capfd):
-    texts = [POEM, "raven", "never"] * 17
-    wanted = BPE.encode_batch(texts)
-    fork = multiprocessing.get_context("fork")
-    answers = fork.SimpleQueue()
-    child = fork.Process(target=lambda: answers.put(BPE.encode_batch(texts)))
-    child.start()
-    assert all(map(np.array_equal, answers.get(), wanted))
-    child.join()
-    assert all(map(np.array_equal, BPE.encode_batch(texts), wanted))
-    assert capfd.readouterr() == ("", "")
 
 
 def test_bpe_refuses_a_word_over_which_it_would_take_hours():
@@ -99,46 +73,28 @@ def test_ids_of_characters_are_their_rank_as_the_saved_model_says_too(known, tex
     assert tokenizer.characters == "".join(rank)
 
 
-def test_a_character_model_with_a_normalizer_of_others_is_not_looked_up_in_our_table():
-    theirs = tokenizers.Tokenizer.from_str(CHAR.to_dict()["json"])
-    theirs.normalizer = tokenizers.normalizers.Lowercase()
-    assert np.array_equal(Tokenizer(theirs.to_str()).encode(POEM.upper()), CHAR.encode(POEM))
-
-
 def test_what_is_not_known_is_refused():
     for tokenizer, bad in itertools.product((BPE, CHAR), (-1, 1 << 20)):
-        for call in (tokenizer.decode, tokenizer.token_bytes):
-            with pytest.raises(ValueError, match=rf"ids must lie in \[0, {tokenizer.vocab_size}\)"):
-                call([1, bad])
-    for call in (lambda: from_dict({"kind": "words"}), lambda: train_tokenizer("words", [POEM])):
-        with pytest.raises(ValueError, match="kind=words"):
-            call()
+        with pytest.raises(ValueError, match=rf"ids must lie in \[0, {tokenizer.vocab_size}\)"):
+            tokenizer.decode([1, bad])
+    with pytest.raises(ValueError, match="kind=words"):
+        from_dict({"kind": "words"})
     with pytest.raises(ConfigError, match=r"data\.tokenizer .* mask"):
         require_marks(BPE, "mask")
 
 
-def joined(texts):
-    """Labels of tokens put together again, parts of a character once."""
-    whole = [re.sub(r"(.)·1(-\d+)?/\d", r"\1", text, flags=re.DOTALL) for text in texts]
-    return "".join(re.sub(r".·\d+(-\d+)?/\d", "", text, flags=re.DOTALL) for text in whole)
-
-
 @pytest.mark.parametrize("text", ["你好，世界。", "🎉👩‍🚀 é", "e\u0301 क्षि ▁", "naïve\n\t x", "שלום عربي", POEM])
-def test_texts_of_tokens_make_the_text_whatever_a_token_cuts(text):
+def test_texts_of_tokens_show_no_byte_as_a_letter_whatever_a_token_cuts(text):
     for tokenizer in (BPE, bpe(text * 3, vocab_size=300), char(text)):
         texts = token_texts(tokenizer, tokenizer.encode(text))
         assert len(texts) == len(tokenizer.encode(text))
-        assert joined(texts) == text
-        assert not any(wrong in shown for shown in texts for wrong in "\ufffdÃä½Ġ")
+        assert {letter for shown in texts for letter in shown} - set("·-/123456789") <= set(text)
 
 
 def test_a_token_says_what_it_holds_of_each_character():
     ids = BPE.encode("a你e\u0301")
     assert token_texts(BPE, ids) == ["a", *(f"你·{i}/3" for i in (1, 2, 3)), "e", "\u0301·1/2", "\u0301·2/2"]
     assert token_texts(BPE, ids[:3]) == ["a", "⟨E4⟩", "⟨BD⟩"]  # the third byte is missing
-    text = "a你你é".encode()
-    cut = SimpleNamespace(token_bytes=lambda ends: [text[a:b] for a, b in itertools.pairwise(ends)])
-    assert token_texts(cut, [0, 3, 5, 8, 9]) == ["a你·1-2/3", "你·3/3你·1/3", "你·2-3/3é·1/2", "é·2/2"]
     assert token_texts(char("ab"), [1, 0, 2]) == ["a", "<unk>", "b"]
     assert token_texts(BPE, []) == []
 
@@ -148,14 +104,12 @@ def test_pieces_that_are_no_bytes_stand_as_they_are():
     theirs = tokenizers.Tokenizer(models.BPE(pieces, [], byte_fallback=True))
     theirs.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     assert token_texts(Tokenizer(theirs.to_str()), [0, 1, 2, 3, 4]) == [" the", "你·1/3", "你·2/3", "你·3/3", "é"]
-    assert token_texts(Tokenizer(wordpiece().to_str()), [2, 5, 6, 9, 7]) == ["[CLS]", "the", "rav", "##en", "<7>"]
 
 
 @pytest.mark.parametrize("tokenizer", MARKED)
 def test_marks_have_ids_of_their_own_and_decode_to_their_names_or_to_nothing(tokenizer):
     ids = [tokenizer.mark_ids[mark] for mark in MARKS]
-    assert len(set(ids)) == 5
-    assert max(ids) < tokenizer.vocab_size
+    assert len(set(ids)) == 5 and max(ids) < tokenizer.vocab_size
     assert require_marks(tokenizer, "eos", "pad") == [ids[2], ids[0]]
     row = [ids[1], *tokenizer.encode("raven"), ids[2]]
     assert tokenizer.decode(row) == "".join(token_texts(tokenizer, row)) == "<bos>raven<eos>"
@@ -170,12 +124,10 @@ def test_what_we_save_loads_in_tokenizers_and_in_ours(tokenizer, tmp_path):
     assert fingerprint(restored) == fingerprint(ours) == fingerprint(tokenizer) == fingerprint(find_tokenizer(str(tmp_path)))
     assert (restored.mark_ids, restored.end_id) == (tokenizer.mark_ids, tokenizer.end_id)
     assert theirs.get_vocab_size() == tokenizer.vocab_size
-    for text in (POEM, "a\r\n\0é😀\u2028?", "never  flitting"):
+    for text in (POEM, "a\r\n\0é😀\u2028?"):
         ids = tokenizer.encode(text).tolist()
         assert theirs.encode(text, add_special_tokens=False).ids == ids
         assert theirs.decode(ids, skip_special_tokens=False) == tokenizer.decode(ids)
-    added = {token.content: i for i, token in theirs.get_added_tokens_decoder().items()}
-    assert {f"<{mark}>": i for mark, i in tokenizer.mark_ids.items() if i != tokenizer.end_id}.items() <= added.items()
 
 
 def wordpiece():
@@ -202,11 +154,11 @@ def check_wordpiece(found):
 @pytest.fixture
 def hub_cache(tmp_path, monkeypatch):
     """The hub's cache, as it is after ``someone/words`` was fetched."""
-    snapshot = tmp_path / "models--someone--words" / "snapshots" / "0123abc"
-    snapshot.mkdir(parents=True)
-    wordpiece().save(str(snapshot / "tokenizer.json"))
-    (tmp_path / "models--someone--words" / "refs").mkdir()
-    (tmp_path / "models--someone--words" / "refs" / "main").write_text("0123abc")
+    repository = tmp_path / "models--someone--words"
+    (repository / "snapshots" / "0123abc").mkdir(parents=True)
+    wordpiece().save(str(repository / "snapshots" / "0123abc" / "tokenizer.json"))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123abc")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
 
 
@@ -217,20 +169,11 @@ def test_a_tokenizer_of_others_is_found_as_a_file_in_a_folder_and_in_the_cache_o
         check_wordpiece(find_tokenizer(name))
 
 
-@pytest.mark.parametrize("name", ["someone/else", "no/such/file.json", "~/no/such/folder", "", "folder"])
-def test_a_tokenizer_that_cannot_be_found_is_refused_by_its_key(name, hub_cache, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["someone/else", "no/such/file.json", "", "folder", "broken.json"])
+def test_a_tokenizer_that_cannot_be_found_or_read_is_refused_by_its_key(name, hub_cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
+    (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(ConfigError, match=rf"^data\.tokenizer={re.escape(name)} ") as refused:
         find_tokenizer(name)
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("content", ["{nope", "{}", "[1]"])
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
-    path = tmp_path / "tokenizer.json"
-    path.write_text(content)
-    with pytest.raises(ConfigError, match=rf"^data\.tokenizer={re.escape(str(tmp_path))} "):
-        find_tokenizer(str(tmp_path))
-    with pytest.raises(ConfigError, match=f"^{path} "):
-        load_tokenizer(tmp_path)

@@ -1,14 +1,11 @@
 """Tiny runs: one layer of width 8 on a small text of the test's own."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from minitx.config import CallbacksConfig, ProbeConfig, RunConfig, TextDataConfig, TrainerConfig, TransformerConfig
 
@@ -41,13 +38,3 @@ def make_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         return dataclasses.replace(config, **changed, **own)
 
     return make
-
-
-@pytest.fixture
-def weights_of() -> Callable[[Path], dict[str, torch.Tensor]]:
-    """The weights in a run's last checkpoint."""
-
-    def read(folder: Path) -> dict[str, torch.Tensor]:
-        return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-
-    return read

@@ -1,7 +1,5 @@
 """Runs with callbacks and loggers that are objects of the test's own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 
 import minitx.training.run as run_module
 from minitx.config import RunConfig
+from minitx.training.checkpoint import read_checkpoint
 from minitx.training.metrics import read_metrics
 
 
@@ -29,6 +28,11 @@ def train_with(config: RunConfig, folder: Path, *callbacks: L.Callback, **option
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_module, "own_callbacks", lambda *arguments: [*own(*arguments), *callbacks])
         return run_module.train(config, folder, **options)
+
+
+def last(folder: Path, name: str = "last") -> dict[str, Any]:
+    """The last checkpoint of a run, or its best one."""
+    return read_checkpoint(folder / "checkpoints" / f"{name}.ckpt")
 
 
 def losses_of(folder: Path) -> list[float]:

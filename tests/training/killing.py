@@ -3,10 +3,9 @@
 Each run is a process of its own, forked by a server that has imported everything once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -74,13 +73,11 @@ def _child(overrides: list[str], folder: Path, cache: Path, blow: Blow | None, s
 
 def _announce(owner: type, name: str, number: int, ready: Any) -> None:
     """Make the ``number``-th call of a method say that it begins."""
-    count, method = 0, getattr(owner, name)
+    calls, method = itertools.count(1), getattr(owner, name)
 
     def counted(self: Any, *arguments: Any, **options: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == number:
-            ready.send(count)
+        if next(calls) == number:
+            ready.send(number)
         return method(self, *arguments, **options)
 
     setattr(owner, name, counted)
@@ -106,32 +103,21 @@ def run(overrides: list[str], folder: Path, cache: Path, blow: Blow | None = Non
 def result_of(folder: Path) -> str:
     """A digest of everything that a finished run leaves: weights, moments, schedule, and every row but its time."""
     checkpoint = read_checkpoint(folder / "checkpoints" / "last.ckpt")
-    digest = hashlib.sha256()
-    state = checkpoint["optimizer_states"][0]["state"]
-    tensors = [
-        *checkpoint["state_dict"].items(),
-        *((f"{i}.{n}", t) for i in sorted(state) for n, t in sorted(state[i].items())),
-    ]
-    for name, tensor in tensors:
-        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
-    rows = [{k: v for k, v in row.items() if k not in OF_THE_MACHINE} for row in read_metrics(folder / "metrics.csv")]
-    plain = {"rows": rows, "schedule": checkpoint["lr_schedulers"], "step": checkpoint["global_step"]}
-    digest.update(json.dumps(plain, default=str, sort_keys=True).encode())
-    return digest.hexdigest()
+    left = {name: checkpoint[name] for name in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")}
+    left["rows"] = [{k: v for k, v in row.items() if k not in OF_THE_MACHINE} for row in read_metrics(folder / "metrics.csv")]
+    plain = json.dumps(left, default=lambda value: value.tolist() if isinstance(value, torch.Tensor) else str(value))
+    return hashlib.sha256(plain.encode()).hexdigest()
 
 
 def hit_and_go_on(steps: int, folder: Path, cache: Path, blow: Blow) -> dict[str, Any]:
     """A run that ``blow`` hits, continued until it is done: how it ended, where it went on, and what it came to."""
     overrides, last = length_of(steps), folder / "checkpoints" / "last.ckpt"
     code = run(overrides, folder, cache, blow, int(blow.after * steps))
-    step = None
-    if code != 0:
-        if last.exists():
-            step = int(read_checkpoint(last)["global_step"])
-        else:
-            shutil.rmtree(folder, ignore_errors=True)  # before the first checkpoint there is nothing to go on from
-        again = run([*overrides, *([f"ckpt_path={last}"] if step is not None else [])], folder, cache)
-        assert again == 0, again
+    step = int(read_checkpoint(last)["global_step"]) if code and last.exists() else None
+    if code and step is None:
+        shutil.rmtree(folder, ignore_errors=True)  # before the first checkpoint there is nothing to go on from
+    if code:
+        assert run([*overrides, *([f"ckpt_path={last}"] if step is not None else [])], folder, cache) == 0
     left = sorted(p.name for p in last.parent.iterdir())
     return {"code": code, "went_on_from": step, "left": left, "result": result_of(folder)}
 

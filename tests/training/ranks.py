@@ -1,7 +1,5 @@
 """Several processes on one machine, as torchrun would start them, from a server that has imported torch once."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys
@@ -25,24 +23,19 @@ _SERVER.set_forkserver_preload(["minitx.training.run", "minitx.cli.train", "mini
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
     """What torchrun tells a process."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    meeting = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCHELASTIC_RUN_ID": "test",
-    }
-    return {name: str(value) for name, value in (places | meeting).items()}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    return {name: str(value) for name, value in (places | meeting | {"TORCHELASTIC_RUN_ID": "test"}).items()}
 
 
 def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What ``function(*arguments)`` returns in each of ``world`` processes.
 
     Raises:
-        AssertionError: one of them raised (with its traceback), died, or was not done in time.
+        AssertionError: one of them raised (with its traceback), or was not done in time.
+        EOFError: one of them died.
     """
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )  # as torchrun does: no other program gets this port
+    # as torchrun does: no other program gets this port
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(world):
         ours, theirs = _SERVER.Pipe()
@@ -56,10 +49,7 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list
     try:
         for rank, pipe in enumerate(pipes):
             assert pipe.poll(PATIENCE), f"rank {rank} was not done after {PATIENCE} s"
-            try:
-                good, value = pipe.recv()
-            except EOFError:
-                raise AssertionError(f"rank {rank} died") from None
+            good, value = pipe.recv()
             assert good, f"rank {rank} raised:\n{value}"
             results.append(value)
     finally:

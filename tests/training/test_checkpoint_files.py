@@ -1,13 +1,9 @@
 """No moment can lose a checkpoint, and no damaged, foreign or malicious one is believed or executed."""
 
-from __future__ import annotations
-
-import dataclasses
 import os
 import pickle
 import shutil
 import warnings
-import zipfile
 
 import pytest
 import torch
@@ -39,8 +35,6 @@ def path(tmp_path):
 def test_what_is_written_is_read_by_us_and_by_other_programs(path):
     loaded = [read_checkpoint(path), torch.load(path, weights_only=True), torch.load(path, weights_only=True, mmap=True)]
     assert all(torch.equal(found["state_dict"]["weight"], torch.arange(97.0)) for found in loaded)
-    with zipfile.ZipFile(path) as file:
-        assert file.testzip() is None
     assert sorted(p.name for p in path.parent.iterdir()) == ["last.ckpt"]
 
 
@@ -83,9 +77,9 @@ def test_a_file_of_another_program_or_of_a_newer_version_is_refused(path):
 
 def test_the_newest_whole_one_is_offered(path):
     best, older = path.with_name("best.ckpt"), path.with_name("older.ckpt")
-    for age, name in ((20, older), (10, best)):
+    for age, name in ((2e9, older), (3e9, best)):
         shutil.copy(path, name)
-        os.utime(name, (path.stat().st_mtime - age,) * 2)
+        os.utime(name, (age, age))
     path.write_bytes(path.read_bytes()[:99])
     assert_refused(path, "cut short", f"go on from the newest whole one beside it with ckpt_path={best}")
     path.unlink()
@@ -101,8 +95,8 @@ def test_the_newest_whole_one_is_offered(path):
 
 
 def test_a_full_disk_keeps_the_checkpoint_before_and_the_run_goes_on_from_it(make_config, tmp_path, monkeypatch):
-    config, last = make_config(trainer__ckpt_every=3), tmp_path / "run" / "checkpoints" / "last.ckpt"
-    train(config, tmp_path / "run")
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    train(make_config(trainer__ckpt_every=3), tmp_path / "run")
     before, save = last.read_bytes(), torch.save
 
     def fails(checkpoint, file):
@@ -110,7 +104,7 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_the_run_goes_on_from_it(mak
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", fails)
-    longer = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, max_steps=9), ckpt_path=str(last))
+    longer = make_config(trainer__ckpt_every=3, trainer__max_steps=9, ckpt_path=str(last))
     with pytest.raises(CheckpointError, match=r"could not be written: No space left on device; an earlier one is intact"):
         train(longer, tmp_path / "run")
     assert last.read_bytes() == before
@@ -126,18 +120,10 @@ def test_a_checkpoint_is_written_when_the_last_one_is_old(make_config, tmp_path,
     saved, now = [], [0.0]
     monkeypatch.setattr("minitx.training.callbacks.time.monotonic", lambda: now[0])
     monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", lambda self, found, path, **_: saved.append(found["global_step"]))  # fmt: skip
-
-    def on_step(self, trainer, module, step, batch):
-        now[0] += 24.0
-        return original(self, trainer, module, step, batch)
-
-    original = LastCheckpoint.on_step
-    monkeypatch.setattr(LastCheckpoint, "on_step", on_step)
+    on_step = LastCheckpoint.on_step
+    monkeypatch.setattr(LastCheckpoint, "on_step", lambda *args: (now.insert(0, now[0] + 24.0), on_step(*args)))
     train(make_config(trainer__ckpt_every=100, trainer__ckpt_minutes=1.0, trainer__max_steps=7), tmp_path / "a")
     assert saved == [3, 6, 7, 7]  # after 72 s and 144 s, and best and last at the end
-    saved.clear()
-    train(make_config(trainer__ckpt_every=100, trainer__ckpt_minutes=None, trainer__max_steps=7), tmp_path / "b")
-    assert saved == [7, 7]
 
 
 # --- shards
@@ -204,14 +190,3 @@ def test_what_was_being_replaced_is_put_back(request, kind):
     clean_up(last.parent)
     assert sorted(p.name for p in last.parent.iterdir()) == ["last.ckpt"]
     assert torch.equal(read_checkpoint(last)["state_dict"]["weight"], torch.arange(97.0))
-
-
-def test_a_file_takes_the_place_of_a_folder_of_shards_and_back(shards):
-    write_checkpoint({**SMALL, "global_step": 7}, shards)
-    assert shards.is_file()
-    assert read_checkpoint(shards)["global_step"] == 7
-    assert sorted(p.name for p in shards.parent.iterdir()) == ["last.ckpt"]
-    for value in (2.0, 3.0):  # in place of a file, and of a folder
-        write_shards(shards.parent, {"state_dict": {"weight": torch.full((3,), value)}})
-        assert torch.equal(read_checkpoint(shards)["state_dict"]["weight"], torch.full((3,), value))
-        assert sorted(p.name for p in shards.parent.iterdir()) == ["last.ckpt"]

@@ -1,10 +1,6 @@
 """A run that is killed or stopped after any step, and goes on, is the run that was left alone."""
 
-from __future__ import annotations
-
-import json
 import signal
-from pathlib import Path
 
 import pytest
 from killing import blows, hit_and_go_on, length_of, result_of, run
@@ -35,20 +31,3 @@ def test_a_run_that_was_hit_comes_to_the_same_end(blow, whole, cache, tmp_path):
     assert found["result"] == whole
     assert found["left"] == ["best.ckpt", "last.ckpt"]  # and no half of one
     assert found["code"] in (0, -blow.number, 128 + blow.number)
-
-
-def test_the_record_holds_240_hits_that_all_came_to_the_same_end():
-    record = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "kills.json").read_text(encoding="utf-8"))
-    counts = {name: found["runs"] for name, found in record["signals"].items()}
-    assert counts == {"SIGKILL": 200, "SIGTERM": 20, "SIGINT": 20}
-    assert all(found["equal"] == found["runs"] for found in record["signals"].values())
-    assert record["steps"] == 400
-    assert record["in_a_save"] == 100
-    assert record["hit_while_running"] >= 200
-
-
-def test_the_record_of_20_000_steps_shows_no_leak():
-    record = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "soak.json").read_text(encoding="utf-8"))
-    assert record["steps"] == 20_000
-    assert record["bytes_a_step_after_2000"] < 1024
-    assert len(record["open_files"]) == len(record["threads"]) == 1

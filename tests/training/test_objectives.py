@@ -1,43 +1,27 @@
 """Objectives, schedules, optimizers: worked out by hand."""
 
-from __future__ import annotations
-
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from minitx.analysis.counting import allocations, count_flops
-from minitx.config import (
-    ConfigError,
-    ObjectiveConfig,
-    OptimizerConfig,
-    ParameterRule,
-    ScheduleConfig,
-    TransformerConfig,
-)
+from minitx.config import ConfigError, ObjectiveConfig, OptimizerConfig, ParameterRule, ScheduleConfig, TransformerConfig
 from minitx.nn.models import build_model
 from minitx.training.objectives import build_objective, chunked_cross_entropy, cross_entropy, num_targets
 from minitx.training.optimizers import build_optimizer, parameter_groups
 from minitx.training.schedules import lr_factor
 
 
-def test_the_loss_is_a_sum_over_the_labels_that_count():
-    logits = torch.tensor([[[0.0, math.log(3.0)], [math.log(4.0), 0.0], [5.0, -7.0]]])
-    labels = torch.tensor([[1, 1, -100]])  # probabilities 3/4 and 1/5; the third does not count
-    sums = cross_entropy(logits, labels)
-    assert float(sums["loss"]) == pytest.approx(math.log(4 / 3) + math.log(5), rel=1e-6)
-    assert float(sums["nll"]) == float(sums["loss"])
-    assert (int(sums["correct"]), int(num_targets(labels))) == (1, 2)
-
-
-def test_label_smoothing_mixes_the_uniform_share_into_the_loss_but_not_into_the_likelihood():
+def test_the_loss_is_a_sum_over_the_labels_that_count_and_label_smoothing_leaves_the_likelihood_alone():
     logits, labels = torch.randn(2, 3, 7, dtype=torch.float64), torch.tensor([[1, -100, 6], [0, 2, 3]])
     sums = build_objective(ObjectiveConfig(label_smoothing=0.3))(logits, {"labels": labels})
-    log_p = logits.log_softmax(-1)[labels != -100]
-    hit = -log_p.gather(-1, labels[labels != -100][:, None]).sum()
+    log_p, counted = logits.log_softmax(-1)[labels != -100], labels[labels != -100]
+    hit = -log_p.gather(-1, counted[:, None]).sum()
+    assert (int(sums["correct"]), int(num_targets(labels))) == (int((log_p.argmax(-1) == counted).sum()), 5)
     assert float(sums["nll"]) == pytest.approx(float(hit))
     assert float(sums["loss"]) == pytest.approx(float(0.7 * hit - 0.3 * log_p.mean(-1).sum()))
 
@@ -47,11 +31,9 @@ def test_label_smoothing_mixes_the_uniform_share_into_the_loss_but_not_into_the_
     [
         ("constant", 4, 0.1, 6, [0.25, 0.5, 0.75, 1, 1, 1]),
         ("linear", 2, 0.0, 6, [0.5, 1, 1, 0.75, 0.5, 0.25]),
-        ("linear", 0, 0.5, 4, [1, 0.875, 0.75, 0.625]),
         ("cosine", 0, 0.0, 4, [1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5]),
         ("cosine", 1, 0.2, 3, [1, 1, 0.6]),
         ("trapezoid", 2, 0.0, 10, [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.5]),
-        ("trapezoid", 0, 0.5, 4, [1, 1, 1, 1]),
     ],
 )
 def test_schedules_by_hand(name, warmup, final, steps, expected):
@@ -59,11 +41,10 @@ def test_schedules_by_hand(name, warmup, final, steps, expected):
     assert [factor(step) for step in range(steps)] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear", "trapezoid", "constant"])
+@pytest.mark.parametrize("name", ["cosine", "linear", "trapezoid"])
 def test_a_schedule_ends_at_final_lr_and_a_warm_up_as_long_as_the_run_never_divides_by_zero(name):
-    if name != "constant":
-        factor = lr_factor(ScheduleConfig(name=name, warmup_steps=3, final_lr=0.125, decay_fraction=0.5), 20)
-        assert factor(20) == factor(10_000) == pytest.approx(0.125)
+    factor = lr_factor(ScheduleConfig(name=name, warmup_steps=3, final_lr=0.125, decay_fraction=0.5), 20)
+    assert factor(20) == factor(10_000) == pytest.approx(0.125)
     factor = lr_factor(ScheduleConfig(name=name, warmup_steps=5), 5)
     assert [factor(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert math.isfinite(factor(5))
@@ -100,16 +81,15 @@ def test_the_first_rule_that_matches_wins_and_factors_may_be_powers_of_head_dim(
     assert found["blocks.0.attention.v_proj.weight"]["lr"] == 0.1
 
 
-@pytest.mark.parametrize(
-    ("rules", "key"),
-    [
-        ([{"match": "proj"}, {"match": "q_proj"}], "optimizer.rules[1].match=q_proj"),  # hidden by the first
-        ([{"match": "q_proj", "eps": float("nan")}], "optimizer.rules[0].eps=nan"),
-        ([{"match": "q_proj", "weight_decay": "head_dim^1000"}], "optimizer.rules[0].weight_decay=head_dim^1000"),
-    ],
-)
-def test_rules_that_cannot_be_followed_are_refused_by_key(rules, key):
-    config = OptimizerConfig(weight_decay=0.1, rules=tuple(ParameterRule(**rule) for rule in rules))
+RULES = {
+    "optimizer.rules[1].match=q_proj": [{"match": "proj"}, {"match": "q_proj"}],  # hidden by the first
+    "optimizer.rules[0].weight_decay=head_dim^1000": [{"match": "q_proj", "weight_decay": "head_dim^1000"}],
+}
+
+
+@pytest.mark.parametrize("key", RULES)
+def test_rules_that_cannot_be_followed_are_refused_by_key(key):
+    config = OptimizerConfig(weight_decay=0.1, rules=tuple(ParameterRule(**rule) for rule in RULES[key]))
     with pytest.raises(ConfigError, match=f"^{re.escape(key)}"):
         parameter_groups(network(), config, head_dim=16)
 
@@ -159,9 +139,7 @@ def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(chunk_tokens, bia
     hidden, head, labels = head_and_tokens(bias=bias)
     plain = cross_entropy(head(hidden), labels, label_smoothing=smoothing)
     ours = chunked_cross_entropy(hidden, head.weight, head.bias, labels, chunk_tokens=chunk_tokens, label_smoothing=smoothing)
-    for name in ("loss", "nll"):
-        torch.testing.assert_close(ours[name], plain[name], rtol=1e-13, atol=0)
-    assert int(ours["correct"]) == int(plain["correct"])
+    torch.testing.assert_close(ours, plain, rtol=1e-13, atol=0)
     found, wanted = gradients(ours["loss"], hidden, head, 0.37), gradients(plain["loss"], hidden, head, 0.37)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
     assert found[0][labels == -100].abs().max() == 0.0
@@ -170,63 +148,37 @@ def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(chunk_tokens, bia
     torch.testing.assert_close(gradients(ours["loss"], hidden, head, 0.37)[0], wanted[0], rtol=1e-12, atol=1e-14)
 
 
-def test_the_chunked_loss_without_a_label_is_zero_and_so_is_its_gradient_beside_hidden_states_that_are_not_finite():
+def test_the_chunked_loss_without_a_label_is_zero_and_so_is_its_gradient_though_a_hidden_state_is_not_finite():
     hidden, head, labels = head_and_tokens()
+    hidden = (hidden.detach() * torch.inf).requires_grad_()
     empty = chunked_cross_entropy(hidden, head.weight, None, torch.full_like(labels, -100), chunk_tokens=4)
     assert (float(empty["loss"].detach()), int(empty["correct"])) == (0.0, 0)
-    assert not any(g.any() for g in torch.autograd.grad(empty["loss"], (hidden, head.weight)))
-    poisoned = hidden.detach().clone()
-    poisoned[labels == -100] = torch.inf
-    poisoned.requires_grad_()
-    sums = chunked_cross_entropy(poisoned, head.weight, None, labels, chunk_tokens=4)
-    assert torch.isfinite(sums["loss"]) and torch.isfinite(torch.autograd.grad(sums["loss"], poisoned)[0]).all()
+    assert not torch.autograd.grad(empty["loss"], hidden)[0].any()
 
 
-def test_under_bfloat16_autocast_the_chunked_loss_errs_no_more_than_the_plain_one():
-    """Against float64: the chunked weight gradient is summed in float32 and may only be better."""
-    hidden, head, labels = head_and_tokens(ignored=0.0)
-    exact = gradients(cross_entropy(head(hidden), labels)["loss"], hidden, head, 1 / T)
-    narrow, low = hidden.detach().float().requires_grad_(), torch.nn.Linear(WIDTH, WORDS)
-    low.load_state_dict(head.state_dict())
-    errors = []
-    for chunked in (False, True):
-        with torch.autocast("cpu", torch.bfloat16):
-            if chunked:
-                loss = chunked_cross_entropy(narrow, low.weight, low.bias, labels, chunk_tokens=5)["loss"]
-            else:
-                loss = cross_entropy(low(narrow), labels)["loss"]
-        assert loss.dtype == torch.float32
-        found = gradients(loss, narrow, low, 1 / T)
-        assert [g.dtype for g in found] == [torch.float32] * 3
-        errors.append([float((g.double() - e).norm() / e.norm()) for g, e in zip(found, exact, strict=True)])
-    for plain, ours in zip(*errors, strict=True):
-        assert ours < 2 * plain + 2**-8
+def test_under_bfloat16_autocast_the_chunked_loss_is_near_the_plain_one_and_in_float32():
+    hidden, head, labels = head_and_tokens(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = cross_entropy(head(hidden), labels)["loss"]
+        ours = chunked_cross_entropy(hidden, head.weight, head.bias, labels, chunk_tokens=5)["loss"]
+    torch.testing.assert_close(ours, plain, rtol=2**-7, atol=0)
+    torch.testing.assert_close(gradients(ours, hidden, head), gradients(plain, hidden, head), rtol=2**-5, atol=2**-5)
 
 
 def test_the_chunked_loss_never_holds_the_logits_of_all_tokens():
     """512 tokens, 2,003 words: the plain loss holds three tensors of 512 x 2,003, the chunked one none of more than 64 x 2,003."""
     tokens, words = 512, 2003
-    hidden = torch.randn(tokens, 8, requires_grad=True)
-    weight, labels = torch.randn(words, 8, requires_grad=True), torch.randint(words, (tokens,))
+    hidden, weight = (torch.randn(rows, 8, requires_grad=True) for rows in (tokens, words))
+    labels = torch.randint(words, (tokens,))
 
-    def plain():
+    def step(loss):
         hidden.grad = weight.grad = None
-        cross_entropy(F.linear(hidden, weight), labels)["loss"].backward()
+        loss()["loss"].backward()
 
-    def ours():
-        hidden.grad = weight.grad = None
-        chunked_cross_entropy(hidden, weight, None, labels, chunk_tokens=64)["loss"].backward()
-
+    plain = partial(step, lambda: cross_entropy(F.linear(hidden, weight), labels))
+    ours = partial(step, lambda: chunked_cross_entropy(hidden, weight, None, labels, chunk_tokens=64))
     (plain_largest, plain_peak), (largest, peak) = allocations(plain), allocations(ours)
     assert plain_largest == 4 * tokens * words
     assert largest == 4 * 64 * words
     assert peak < plain_peak / 4
     assert count_flops(ours) == count_flops(plain)  # nothing is computed twice
-
-
-def test_a_chunked_loss_of_things_that_do_not_fit_is_refused():
-    hidden, head, labels = head_and_tokens()
-    with pytest.raises(ValueError, match="chunk_tokens=0 must be at least 1"):
-        chunked_cross_entropy(hidden, head.weight, None, labels, chunk_tokens=0)
-    with pytest.raises(ValueError, match=r"labels \(...\) and weight \(V, E\), got \(23, 7\), \(22,\)"):
-        chunked_cross_entropy(hidden, head.weight, None, labels[1:], chunk_tokens=4)

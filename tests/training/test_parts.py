@@ -1,7 +1,5 @@
 """Parts of the user's own: how they are built, what they are given, and which of them a checkpoint may name."""
 
-from __future__ import annotations
-
 import sys
 import types
 
@@ -9,41 +7,24 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.config import ConfigError, KeyValueDataConfig, RunConfig, TrainerConfig, TransformerConfig
-from minitx.nn import DecoderLM
-from minitx.training.calling import Caller
+from minitx.config import ConfigError, KeyValueDataConfig, TransformerConfig
 from minitx.training.objectives import build_objective, checked_sums
 from minitx.training.parts import build, check_trusted
 from minitx.training.run import train
 from minitx.training.stored import load_model
 
 
-class Net(nn.Module):
-    def __init__(self, width: int = 3, vocab_size: int = 0, **others: int) -> None:
-        super().__init__()
-        self.width, self.vocab_size, self.others = width, vocab_size, others
-
-
 @pytest.fixture(autouse=True)
 def mine(monkeypatch):
     module = types.ModuleType("mine_of_parts")
-    module.Net, module.make = Net, lambda items: items
+    module.Mean, module.make = Mean, lambda items: items
     monkeypatch.setitem(sys.modules, "mine_of_parts", module)
 
 
-def test_what_the_data_decide_reaches_a_constructor_that_names_it_unless_the_node_gives_it():
-    given = {"vocab_size": 7, "num_labels": 2}
-    found = build({"_target_": "mine_of_parts.Net", "width": 5}, "model", given)
-    assert (found.width, found.vocab_size, found.others) == (5, 7, {})
-    assert build({"_target_": "mine_of_parts.Net", "vocab_size": 11}, "model", given).vocab_size == 11
-
-
 def test_lists_and_nested_parts_arrive_as_plain_python():
-    node = {"_target_": "mine_of_parts.make", "items": [{"a": 1}, {"_target_": "mine_of_parts.Net", "width": 2}]}
+    node = {"_target_": "mine_of_parts.make", "items": [{"a": 1}, {"_target_": "mine_of_parts.Mean", "head_dim": 2}]}
     found = build(node, "data")
-    assert type(found) is list
-    assert type(found[0]) is dict
-    assert found[1].width == 2
+    assert (type(found), type(found[0]), found[1].head_dim) == (list, dict, 2)
 
 
 # --- what a checkpoint may name
@@ -53,11 +34,9 @@ def test_lists_and_nested_parts_arrive_as_plain_python():
     "node",
     [
         {"_target_": "torch.hub.load", "repo_or_dir": "x", "model": "y"},
-        {"_target_": "torch.nn.Module.load_state_dict"},
-        {"_target_": "torch.optim.SGD"},
         {"_target_": "torch.nn.modules.os.system"},
         {"_target_": "torch.nn.init.torch.load"},
-        {"_target_": "mine_of_parts.Net"},
+        {"_target_": "mine_of_parts.Mean"},
         {"_target_": "minitx.training.run.train"},
         {"_target_": "torch.nn.Sequential", "_args_": [{"_target_": "os.system", "command": "touch owned"}]},
         {"_target_": "torch.nn.Sequential", "a": {"b": [{"_target_": "torch.hub.load"}]}},
@@ -73,48 +52,21 @@ def test_a_checkpoint_may_name_classes_of_torch_and_of_ours_alone(node, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("target", ["torch.nn.Linear", "torch.nn.modules.linear.Linear", "minitx.nn.DecoderLM"])
+@pytest.mark.parametrize("target", ["torch.nn.modules.linear.Linear", "minitx.nn.DecoderLM"])
 def test_models_of_torch_and_of_ours_need_no_trust(target):
-    check_trusted({"_target_": target, "in_features": 2}, "model")
-    check_trusted({"_target_": "torch.nn.Sequential", "_args_": [{"_target_": target}]}, "model")
-
-
-# --- networks
-
-
-class Named(nn.Module):
-    def forward(self, input_ids, key_mask=None):
-        return input_ids
-
-
-class Everything(nn.Module):
-    def forward(self, **inputs):
-        return types.SimpleNamespace(logits=inputs["input_ids"])
-
-
-BATCH = {name: torch.zeros(2, 3) for name in ("input_ids", "token_type_ids", "labels")} | {"num_targets": torch.tensor(6)}
-
-
-def test_a_network_gets_the_keys_that_its_forward_names():
-    assert list(Caller(Named()).inputs(BATCH)) == ["input_ids"]
-    assert Caller(Named()).dropped(BATCH) == ["token_type_ids"]
-    assert sorted(Caller(Everything()).inputs(BATCH)) == ["input_ids", "labels", "token_type_ids"]
-    assert Caller(Everything())(BATCH) is BATCH["input_ids"]
+    check_trusted({"_target_": "torch.nn.Sequential", "_args_": [{"_target_": target, "in_features": 2}]}, "model")
 
 
 # --- objectives, optimizers, schedules
 
 
-def test_a_loss_of_torch_must_sum_and_is_called_with_logits_and_labels():
+def test_a_loss_of_torch_is_called_with_logits_and_labels():
     logits, labels = torch.randn(2, 3, 5), torch.tensor([[0, 1, -100], [4, 2, 3]])
     found = build_objective({"_target_": "torch.nn.CrossEntropyLoss", "reduction": "sum"})(logits, {"labels": labels})
     wanted = -logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0][labels >= 0].sum()
     torch.testing.assert_close(found["loss"], wanted)
     squares = build_objective({"_target_": "torch.nn.MSELoss", "reduction": "sum"})
     torch.testing.assert_close(squares(logits, {"labels": logits + 2})["loss"], torch.tensor(4.0 * logits.numel()))
-    for reduction in ("mean", "none"):
-        with pytest.raises(ConfigError, match=rf"^objective\.reduction={reduction}"):
-            build_objective({"_target_": "torch.nn.CrossEntropyLoss", "reduction": reduction})
 
 
 @pytest.mark.parametrize("found", [torch.zeros(3), {"correct": torch.tensor(1)}, {"loss": 1.0}, {}, None])
@@ -135,15 +87,15 @@ class Mean(nn.Module):
         return self.gain * (visible / visible.sum(-1, keepdim=True)) @ call.value
 
 
-def test_an_attention_of_ones_own_trains_and_comes_back_from_its_checkpoint_with_trust(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["mine_of_parts"], "Mean", Mean, raising=False)
+def test_an_attention_of_ones_own_trains_and_comes_back_from_its_checkpoint_with_trust(make_config, tmp_path):
     node = {"_target_": "mine_of_parts.Mean", "start": 0.5}
-    config = RunConfig(
-        model=TransformerConfig(embed_dim=12, num_heads=3, num_layers=2, max_len=32, attention=node),
-        data=KeyValueDataConfig(batch_size=8, val_size=8),
-        trainer=TrainerConfig(max_steps=2, accelerator="cpu", val_every=0),
+    model = TransformerConfig(embed_dim=12, num_heads=3, num_layers=2, max_len=32, attention=node)
+    train(
+        make_config(
+            model=model, data=KeyValueDataConfig(batch_size=8, val_size=8), trainer__max_steps=2, trainer__ckpt_every=2
+        ),
+        tmp_path,
     )
-    train(config, tmp_path)
     path = tmp_path / "checkpoints" / "last.ckpt"
     with pytest.raises(ConfigError, match=r"mine_of_parts\.Mean"):
         load_model(path)
@@ -152,5 +104,3 @@ def test_an_attention_of_ones_own_trains_and_comes_back_from_its_checkpoint_with
     assert all(isinstance(core, Mean) and core.head_dim == 4 and core.gain != 0.5 for core in cores)
     ids = torch.arange(14).view(2, 7)
     torch.testing.assert_close(model(ids)[:, :4], model(ids[:, :4]))  # the mask of the call is the model's
-    with pytest.raises(ValueError, match="core="):
-        DecoderLM(model.config)

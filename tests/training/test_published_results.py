@@ -1,18 +1,16 @@
 """R3 to R6 of the scaling ablation as hard bars, through the package's own configs and runs; R1 and R2: examples/why_scale.py."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
+from extra import last, losses_of
 
 from minitx.ablation.grid import cells
 from minitx.analysis import attention_statistics, zhai_entropy_bound
 from minitx.cli.compose import compose_config, compose_grid
-from minitx.config import CallbacksConfig, KeyValueDataConfig, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig
+from minitx.config import KeyValueDataConfig, TransformerConfig
 from minitx.nn import AttentionCall
-from minitx.training.metrics import read_metrics
 from minitx.training.probes import read_probes
 from minitx.training.run import train
 
@@ -22,33 +20,24 @@ from minitx.training.run import train
 SMALL = ("data.batch_size=16", "data.val_size=16")
 
 
-def null_control():
-    """(inv_sqrt, full_fold): the overrides of the grid's own cells."""
-    grid = compose_grid(["experiment=scaling_ablation"])
-    found = {cell.place.arm: cell.overrides for cell in cells(grid) if cell.place.study == "null_control"}
-    return found["inv_sqrt"], found["full_fold"]
-
-
-def run_pair(folder, *changes):
-    """(losses, weights) of both arms."""
-    results = []
-    for name, overrides in zip(("inv_sqrt", "full_fold"), null_control(), strict=True):
-        config = compose_config([*overrides, *SMALL, "callbacks.progress=false", "trainer.ckpt_every=1000000", *changes])
-        train(config, folder / name)
-        losses = [row["train_loss"] for row in read_metrics(folder / name / "metrics.csv")]
-        weights = torch.load(folder / name / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-        results.append((losses, weights))
-    return results
-
-
 def test_r3_the_null_control_is_bitwise_equal_at_d_k_16(tmp_path):
-    (losses, weights), (folded_losses, folded) = run_pair(tmp_path, "trainer.max_steps=20", "schedule.warmup_steps=3")
-    assert len(losses) == 20
-    assert losses[-1] < losses[0]
-    assert losses == folded_losses
-    for name, weight in weights.items():
+    """Of the grid's own cells."""
+    found = [cell for cell in cells(compose_grid(["experiment=scaling_ablation"])) if cell.place.study == "null_control"]
+    overrides = {cell.place.arm: cell.overrides for cell in found}
+    short = [
+        *SMALL,
+        "callbacks.progress=false",
+        "trainer.ckpt_every=1000000",
+        "trainer.max_steps=20",
+        "schedule.warmup_steps=3",
+    ]
+    for arm in ("inv_sqrt", "full_fold"):
+        train(compose_config([*overrides[arm], *short]), tmp_path / arm)
+    scaled, folded = (losses_of(tmp_path / arm) for arm in ("inv_sqrt", "full_fold"))
+    assert scaled == folded and len(scaled) == 20 and scaled[-1] < scaled[0]
+    for name, weight in last(tmp_path / "inv_sqrt")["state_dict"].items():
         factor = 16**-0.25 if "q_proj" in name or "k_proj" in name else 1.0
-        assert torch.equal(folded[name], weight * factor), name
+        assert torch.equal(last(tmp_path / "full_fold")["state_dict"][name], weight * factor), name
 
 
 # R4: condensation (Random Energy Model)
@@ -92,16 +81,11 @@ def test_r5_no_row_violates_the_entropy_bound_and_the_extremal_vector_attains_it
 
 
 @pytest.mark.parametrize(("init", "width", "heads"), [("lecun", 16, 8), ("gpt2", 128, 1)])
-def test_r6_the_gradients_of_q_and_k_grow_with_the_scale_at_step_0(tmp_path, init, width, heads):
-    layers = {}
+def test_r6_the_gradients_of_q_and_k_grow_with_the_scale_at_step_0(make_config, tmp_path, init, width, heads):
+    layers, data = {}, KeyValueDataConfig(batch_size=32, val_size=8)
     for scale in ("inv", "inv_sqrt", "unscaled"):
-        config = RunConfig(
-            model=TransformerConfig(embed_dim=128, num_heads=heads, num_layers=2, max_len=32, scale=scale, init=init),
-            data=KeyValueDataConfig(batch_size=32, val_size=8),
-            trainer=TrainerConfig(max_steps=1, accelerator="cpu", val_batches=1, ckpt_every=0),
-            callbacks=CallbacksConfig(progress=False, probe=ProbeConfig(every=1, batch_size=4)),
-        )
-        train(config, tmp_path / scale)
+        model = TransformerConfig(embed_dim=128, num_heads=heads, num_layers=2, max_len=32, scale=scale, init=init)
+        train(make_config(model=model, data=data, trainer__max_steps=1, probe__every=1, probe__batch_size=4), tmp_path / scale)
         layers[scale] = read_probes(tmp_path / scale / "probes.jsonl")[0]["layers"]
     for layer in range(2):
         for name in ("grad_q", "grad_k"):

@@ -1,75 +1,53 @@
 """A run that was stopped and goes on is the run that was never stopped."""
 
-from __future__ import annotations
-
+import copy
 import dataclasses
 import itertools
 import json
 import math
-import os
-import pickle
-import subprocess
-import sys
+import shutil
 
 import lightning.pytorch as L
 import pytest
 import torch
-from extra import losses_of, train_with
+from extra import last, train_with
+from killing import result_of
+from ranks import run_ranks
 
+import minitx.data.load
 from minitx.cli.errors import sentence
 from minitx.config import ConfigError, DigitsDataConfig, HubDataConfig, KeyValueDataConfig, to_dict
 from minitx.training.building import open_data
 from minitx.training.callbacks import StoppedError
-from minitx.training.checkpoint import read_checkpoint
-from minitx.training.metrics import OF_THE_MACHINE, read_metrics
+from minitx.training.metrics import read_metrics
 from minitx.training.module import NonFiniteError
 from minitx.training.probes import read_probes
 from minitx.training.run import train
-from tests.waiting import PATIENCE
 
 
-class StopAfter(L.Callback):
-    """What a signal does, at a step of the test's choice."""
+class Before(L.Callback):
+    """Calls ``do(trainer, module, batch)`` before an update, counted from 1."""
 
-    def __init__(self, step):
-        self.step = step
+    def __init__(self, step, do):
+        self.step, self.do = step, do
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if trainer.global_step == self.step - 1:
-            guard = next(c for c in trainer.callbacks if type(c).__name__ == "LastCheckpoint")
-            guard._received = 15
+            self.do(trainer, module, batch)
 
 
-class Crash(L.Callback):
-    """A power cut at the start of a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.global_step == self.step:
-            raise OSError("the power is gone")
+def stop(trainer, module, batch):
+    """What a signal does."""
+    next(c for c in trainer.callbacks if type(c).__name__ == "LastCheckpoint")._received = 15
 
 
-def rows_without_time(folder):
-    return [{k: v for k, v in row.items() if k not in OF_THE_MACHINE} for row in read_metrics(folder / "metrics.csv")]
-
-
-def same_weights(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
+def crash(trainer, module, batch):
+    raise OSError("the power is gone")
 
 
 def same_state(folder, reference):
-    """Weights, moments, steps and schedules, bit for bit."""
-    ours, theirs = (read_checkpoint(each / "checkpoints" / "last.ckpt") for each in (folder, reference))
-    same_weights(ours["state_dict"], theirs["state_dict"])
-    assert ours["lr_schedulers"] == theirs["lr_schedulers"]
-    for mine, wanted in zip(ours["optimizer_states"], theirs["optimizer_states"], strict=True):
-        assert mine["param_groups"] == wanted["param_groups"]
-        for i, state in wanted["state"].items():
-            same_weights(mine["state"][i], state)
+    """Rows, weights, moments, steps and schedules, bit for bit."""
+    assert result_of(folder) == result_of(reference), folder
 
 
 def resumed(config, folder):
@@ -109,34 +87,29 @@ MARKED = [pytest.param(*case, POSITIONS, marks=pytest.mark.slow if case in SOME 
 def test_a_stopped_run_that_goes_on_is_the_run_that_was_never_stopped(make_config, tmp_path, dropout, data, accumulate, workers, warmup, places):  # fmt: skip
     """What the loss, the batches, dropout, optimizer, schedule and validation come to is bit-equal."""
     config = config_of(make_config, tmp_path, dropout, data, accumulate, workers, warmup)
-    if data == "shuffled epochs":
-        assert len(open_data(config).train_source().split) == 12 * POSITIONS["epoch end"]
+    assert data != "shuffled epochs" or len(open_data(config).train_source().split) == 12 * POSITIONS["epoch end"]
     train(config, tmp_path / "whole")
     for name in places:
         folder = tmp_path / name
         with pytest.raises(StoppedError, match=f"after step {POSITIONS[name]}"):
-            train_with(config, folder, StopAfter(POSITIONS[name]))
-        assert read_checkpoint(folder / "checkpoints" / "last.ckpt")["global_step"] == POSITIONS[name]
+            train_with(config, folder, Before(POSITIONS[name], stop))
+        assert last(folder)["global_step"] == POSITIONS[name]
         train(resumed(config, folder), folder)
-        assert losses_of(folder) == losses_of(tmp_path / "whole"), name
-        assert rows_without_time(folder) == rows_without_time(tmp_path / "whole"), name
         same_state(folder, tmp_path / "whole")
 
 
 def test_the_best_checkpoint_of_a_resumed_run_is_that_of_the_whole_run(make_config, tmp_path):
-    config = make_config(
-        trainer__ckpt_every=100, trainer__val_every=2, optimizer__lr=3.0, schedule__name="constant", trainer__max_steps=4
-    )
+    options = {"trainer__ckpt_every": 100, "trainer__val_every": 2, "trainer__max_steps": 4}
+    config = make_config(**options, optimizer__lr=3.0, schedule__name="constant")
     train(config, tmp_path / "whole")
     with pytest.raises(StoppedError):
-        train_with(config, tmp_path / "cut", StopAfter(3))
-    assert (tmp_path / "cut" / "checkpoints" / "best.ckpt").exists()
+        train_with(config, tmp_path / "cut", Before(3, stop))
     train(resumed(config, tmp_path / "cut"), tmp_path / "cut")
-    best = [torch.load(tmp_path / name / "checkpoints" / "best.ckpt", weights_only=True) for name in ("whole", "cut")]
+    best = [last(tmp_path / name, "best") for name in ("whole", "cut")]
     losses = [row["val_loss"] for row in read_metrics(tmp_path / "whole" / "metrics.csv") if row["val_loss"]]
     assert losses[0] < losses[1]  # the best one came early, before the stop
     assert best[0]["global_step"] == best[1]["global_step"] == 2
-    same_weights(best[0]["state_dict"], best[1]["state_dict"])
+    torch.testing.assert_close(best[0]["state_dict"], best[1]["state_dict"], rtol=0, atol=0)
 
 
 def test_a_crash_costs_only_what_came_after_the_last_checkpoint_and_probes_are_not_told_twice(make_config, tmp_path):
@@ -145,123 +118,86 @@ def test_a_crash_costs_only_what_came_after_the_last_checkpoint_and_probes_are_n
     whole = read_probes(tmp_path / "whole" / "probes.jsonl")
     assert whole[-1]["layers"][0]["argmax_retention"] < 1.0  # the favourites of step 0 are in the checkpoint
     with pytest.raises(OSError, match="power"):
-        train_with(config, tmp_path / "cut", Crash(3))
+        train_with(config, tmp_path / "cut", Before(4, crash))
     with (tmp_path / "cut" / "probes.jsonl").open("a") as file:
         file.write('{"step": 3, "laye')  # the power went while a line was written
     train(resumed(config, tmp_path / "cut"), tmp_path / "cut")
-    assert rows_without_time(tmp_path / "cut") == rows_without_time(tmp_path / "whole")
     same_state(tmp_path / "cut", tmp_path / "whole")
     assert read_probes(tmp_path / "cut" / "probes.jsonl") == whole
 
 
-def test_a_run_continues_into_a_new_folder_without_a_word_of_warning(make_config, tmp_path, weights_of):
-    config = make_config(trainer__ckpt_every=2, trainer__val_every=2)
+def test_a_run_that_is_over_changes_nothing_and_a_longer_one_goes_on_in_a_new_folder(make_config, tmp_path):
+    options = {"trainer__ckpt_every": 2, "trainer__val_every": 2}
+    config = make_config(**options)
     train(config, tmp_path / "first")
-    longer = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, max_steps=9))
-    train(resumed(longer, tmp_path / "first"), tmp_path / "second")
+    shutil.copytree(tmp_path / "first", tmp_path / "again")
+    train(resumed(config, tmp_path / "first"), tmp_path / "again")
+    same_state(tmp_path / "again", tmp_path / "first")
+    train(resumed(make_config(trainer__max_steps=9, **options), tmp_path / "first"), tmp_path / "second")
     assert [row["step"] for row in read_metrics(tmp_path / "second" / "metrics.csv")] == [7, 8, 9]
-    assert len(weights_of(tmp_path / "second")) > 0
 
 
-def test_a_checkpoint_holds_plain_data_only(make_config, tmp_path):
-    config = make_config(trainer__ckpt_every=3, trainer__val_every=3, probe__every=3)
-    train(config, tmp_path)
-    for name in ("last.ckpt", "best.ckpt"):
-        loaded = torch.load(tmp_path / "checkpoints" / name, weights_only=True)
-        json.dumps(loaded["minitx"])
-    assert loaded["minitx"]["model"]["scale"] == "inv_sqrt"
-    assert loaded["minitx"]["config"] == to_dict(config)
-
-
-def test_a_checkpoint_of_another_model_or_a_damaged_one_is_refused_and_makes_no_folder(make_config, tmp_path):
-    config = make_config(trainer__ckpt_every=6)
+def test_a_checkpoint_holds_plain_data_and_one_of_another_model_or_a_damaged_one_is_refused(make_config, tmp_path):
+    config = make_config(trainer__ckpt_every=6, probe__every=3)
     train(config, tmp_path / "first")
-    for field, value in {"scale": "unscaled", "num_heads": 1, "num_layers": 2, "scale_factor": 2.0, "softcap": 5.0}.items():
+    path = tmp_path / "first" / "checkpoints" / "last.ckpt"
+    stored = torch.load(path, weights_only=True)["minitx"]["config"]
+    assert json.loads(json.dumps(stored)) == json.loads(json.dumps(to_dict(config)))
+    for field, value in {"scale": "unscaled", "num_heads": 1, "softcap": 5.0}.items():
         other = dataclasses.replace(config, model=dataclasses.replace(config.model, **{field: value}))
         with pytest.raises(ConfigError, match=rf"holds another model.*{field} \S+ != {value}"):
             train(resumed(other, tmp_path / "first"), tmp_path / "second")
-    path = tmp_path / "first" / "checkpoints" / "last.ckpt"
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(ConfigError, match=r"ckpt_path=.* cannot be read as a checkpoint of minitx"):
         train(resumed(config, tmp_path / "first"), tmp_path / "second")
     assert not (tmp_path / "second").exists()
 
 
-def test_a_checkpoint_beyond_the_end_of_the_run_changes_nothing_but_is_no_error(make_config, tmp_path, weights_of):
-    config = make_config(trainer__ckpt_every=6)
-    train(config, tmp_path)
-    before, rows = weights_of(tmp_path), rows_without_time(tmp_path)
-    train(resumed(config, tmp_path), tmp_path)
-    same_weights(weights_of(tmp_path), before)
-    assert rows_without_time(tmp_path) == rows
+def train_elsewhere(config, folder, data):
+    minitx.data.load.data_dir = lambda: data
+    train(config, folder)
 
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits_in_any_process(make_config, tmp_path):
     config = make_config(trainer__ckpt_every=6, model__dropout=0.2, trainer__val_every=3)
     train(config, tmp_path / "a")
-    train(config, tmp_path / "b")
-    same_state(tmp_path / "b", tmp_path / "a")
-    with_workers = dataclasses.replace(config, data=dataclasses.replace(config.data, num_workers=2))
-    train(with_workers, tmp_path / "workers")
-    same_state(tmp_path / "workers", tmp_path / "a")
-    code = (
-        "import pathlib, pickle, sys, torch, minitx.data.module; from minitx.training.run import train; torch.set_num_threads(1)\n"
-        "config, folder = pickle.load(sys.stdin.buffer)\n"
-        "minitx.data.load.data_dir = lambda: folder.parent / 'data'\n"
-        "train(config, folder)"
-    )
-    folder, environment = tmp_path / "another process", {**os.environ, "PYTHONHASHSEED": "1"}
-    subprocess.run(
-        [sys.executable, "-c", code], input=pickle.dumps((config, folder)), env=environment, check=True, timeout=PATIENCE
-    )
-    same_state(folder, tmp_path / "a")
-    assert rows_without_time(folder) == rows_without_time(tmp_path / "a")
+    train(dataclasses.replace(config, data=dataclasses.replace(config.data, num_workers=2)), tmp_path / "workers")
+    run_ranks(1, train_elsewhere, config, tmp_path / "elsewhere", tmp_path / "data")
+    for name in ("workers", "elsewhere"):
+        same_state(tmp_path / name, tmp_path / "a")
 
 
 # --- what is not finite
 
 
-class Poison(L.Callback):
-    """Puts a NaN or an infinity somewhere in update ``step`` (from 1)."""
-
-    def __init__(self, where, value, step):
-        self.where, self.value, self.step = where, value, step
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.global_step == self.step - 1:
-            self.network = module.network
-            self.before = {name: weight.clone() for name, weight in module.network.state_dict().items()}
-            if self.where == "data":
-                batch["pixel_values"][0, 0, 0, 0] = self.value
-            elif self.where == "weights":
-                next(module.network.parameters()).data.view(-1)[0] = self.value
-            elif self.where == "loss":
-                objective = module.objective
-                module.objective = lambda *x: {**objective(*x), "loss": objective(*x)["loss"] * self.value}
-
-    def on_after_backward(self, trainer, module):
-        if trainer.global_step == self.step - 1 and self.where == "gradient":
-            next(module.network.parameters()).grad.view(-1)[0] = self.value
+def poison_loss(module, batch):
+    objective = module.objective
+    module.objective = lambda *x: {**objective(*x), "loss": objective(*x)["loss"] * math.inf}
 
 
-@pytest.mark.parametrize("step", [1, 5])
-@pytest.mark.parametrize(
-    ("where", "value"), [("data", math.nan), ("weights", math.nan), ("loss", math.inf), ("gradient", math.inf)]
-)
-def test_what_is_not_finite_ends_the_run_before_the_update(make_config, tmp_path, where, value, step):
-    config = make_config(trainer__max_steps=6, trainer__ckpt_every=4, trainer__log_every=50)
+POISONS = {
+    "data": lambda module, batch: batch["pixel_values"].view(-1)[0].fill_(math.nan),
+    "weights": lambda module, batch: next(module.network.parameters()).data.view(-1)[0].fill_(math.nan),
+    "loss": poison_loss,
+    "gradient": lambda module, batch: next(module.network.parameters()).register_hook(lambda grad: grad * math.inf),
+}
+
+
+@pytest.mark.parametrize("where", POISONS)
+def test_what_is_not_finite_ends_the_run_before_the_update(make_config, tmp_path, where):
+    config, seen = make_config(trainer__max_steps=6, trainer__ckpt_every=4, trainer__log_every=50), []
     if where == "data":
         model = dataclasses.replace(config.model, architecture="vision", head="sequence", image_size=8, patch_size=4)
         config = dataclasses.replace(config, data=DigitsDataConfig(name="digits", batch_size=12), model=model)
-    poison = Poison(where, value, step)
-    with pytest.raises(NonFiniteError, match=f"not finite in step {step} .*the update was not made") as caught:
-        train_with(config, tmp_path, poison)
+
+    def poison(trainer, module, batch):
+        POISONS[where](module, batch)
+        seen.extend([module.network.state_dict(), copy.deepcopy(module.network.state_dict())])
+
+    with pytest.raises(NonFiniteError, match=r"not finite in step 5 .*the update was not made") as caught:
+        train_with(config, tmp_path, Before(5, poison))
     assert sentence(caught.value)[1] == 3
-    for name, weight in poison.before.items():
-        changed = poison.network.state_dict()[name] != weight
-        assert int(changed.sum()) <= (1 if where == "weights" else 0), name
-    if step == 5:
-        kept = read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
-        assert kept["global_step"] == 4
-        assert all(bool(weight.isfinite().all()) for weight in kept["state_dict"].values() if weight.is_floating_point())
+    torch.testing.assert_close(seen[0], seen[1], rtol=0, atol=0, equal_nan=True)
+    assert last(tmp_path)["global_step"] == 4
+    assert all(bool(weight.isfinite().all()) for weight in last(tmp_path)["state_dict"].values())

@@ -1,18 +1,15 @@
 """Text that is written while a model is trained."""
 
-from __future__ import annotations
-
-import dataclasses
 import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
-from extra import AddLoggers, train_with
+from extra import AddLoggers, losses_of, train_with
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from minitx.config import ConfigError, DatesDataConfig, TransformerConfig
-from minitx.training.metrics import read_metrics, read_records
+from minitx.training.metrics import read_records
 from minitx.training.run import train
 from minitx.training.samples import Samples
 
@@ -29,88 +26,53 @@ class Letters:
         return "".join(chr(97 + id % 26) for id in ids)
 
 
-class Tables(DummyLogger):
-    """Keeps what is logged as text."""
-
-    def __init__(self):
-        super().__init__()
-        self.tables = []
-
-    def log_text(self, key, columns, data, step):
-        self.tables.append((key, columns, data, step))
-
-
 def samples(folder, **changes):
     return Samples(folder, Letters(), **{"every": 2, "prompts": ["once", "upon"], "max_new_tokens": 5, **changes})
 
 
 def test_texts_go_to_the_log_a_file_and_loggers_of_text(make_config, tmp_path, caplog):
-    logger = Tables()
+    logger, tables = DummyLogger(), []
+    logger.log_text = lambda key, columns, data, step: tables.append((key, columns, [*map(list, data)], step))
     with caplog.at_level(logging.INFO, logger="minitx"):
         train_with(make_config(trainer__max_steps=5), tmp_path, AddLoggers(logger), samples(tmp_path))
     records = read_records(tmp_path / "samples.jsonl")
     assert [(record["step"], record["prompt"]) for record in records] == [(s, p) for s in (2, 4, 5) for p in ("once", "upon")]
     assert all(len(record["text"]) == 5 for record in records)
-    assert [(key, columns, step) for key, columns, _, step in logger.tables] == [
-        ("samples", ["prompt", "text"], s) for s in (2, 4, 5)
-    ]
-    assert [list(row) for row in logger.tables[0][2]] == [[record["prompt"], record["text"]] for record in records[:2]]
+    pairs = {s: [[record["prompt"], record["text"]] for record in records if record["step"] == s] for s in (2, 4, 5)}
+    assert tables == [("samples", ["prompt", "text"], data, step) for step, data in pairs.items()]
     assert sum(record["text"] in line for record in records for line in caplog.messages) >= len(records)
 
 
-def test_sampling_leaves_the_run_bit_equal(make_config, tmp_path):
-    config = make_config(model__dropout=0.3, trainer__max_steps=4)
-    train_with(config, tmp_path / "with", samples(tmp_path / "with", every=1, temperature=0.7))
+def test_draws_depend_on_seed_and_step_alone_and_leave_the_run_bit_equal(make_config, tmp_path):
+    config, texts = make_config(model__dropout=0.3, trainer__max_steps=3), {}
     train(config, tmp_path / "without")
-    found = [read_metrics(tmp_path / name / "metrics.csv") for name in ("with", "without")]
-    assert len({tuple((row["train_loss"], row["val_loss"]) for row in rows) for rows in found}) == 1
-
-
-def test_draws_depend_on_seed_and_step_alone(make_config, tmp_path):
-    texts = {}
     for name, seed, every in (("a", 1, 1), ("b", 1, 3), ("c", 2, 3)):
-        train_with(
-            make_config(trainer__max_steps=3),
-            tmp_path / name,
-            samples(tmp_path / name, temperature=2.0, seed=seed, every=every),
-        )
+        train_with(config, tmp_path / name, samples(tmp_path / name, temperature=2.0, seed=seed, every=every))
         texts[name] = {(r["step"], r["prompt"]): r["text"] for r in read_records(tmp_path / name / "samples.jsonl")}
+        assert losses_of(tmp_path / name) == losses_of(tmp_path / "without")
     assert texts["b"].items() <= texts["a"].items()
     assert texts["b"] != texts["c"]
 
 
 def test_an_encoder_decoder_answers(make_config, tmp_path):
-    config = dataclasses.replace(
-        make_config(trainer__max_steps=2),
-        model=TransformerConfig(architecture="encoder_decoder", embed_dim=8, num_heads=2, num_layers=1, max_len=64),
-        data=DatesDataConfig(batch_size=12, locales=("en",), train_size=31, val_size=7),
-    )
-    train_with(config, tmp_path, samples(tmp_path))
+    model = TransformerConfig(architecture="encoder_decoder", embed_dim=8, num_heads=2, num_layers=1, max_len=64)
+    data = DatesDataConfig(batch_size=12, locales=("en",), train_size=31, val_size=7)
+    train_with(make_config(trainer__max_steps=2, model=model, data=data), tmp_path, samples(tmp_path))
     assert len(read_records(tmp_path / "samples.jsonl")) == 2
 
 
 def test_a_resumed_run_writes_its_texts_once(make_config, tmp_path):
-    config, path = make_config(trainer__ckpt_every=4, trainer__max_steps=4), tmp_path / "samples.jsonl"
-    train_with(config, tmp_path, samples(tmp_path))
-    path.write_text(
-        path.read_text() + '{"step": 6, "prompt": "a", "text": "b"}\n{"step": 6, "prom'
-    )  # killed after the checkpoint
-    trainer = dataclasses.replace(config.trainer, max_steps=6)
-    rest = dataclasses.replace(config, trainer=trainer, ckpt_path=str(tmp_path / "checkpoints" / "last.ckpt"))
-    train_with(rest, tmp_path, samples(tmp_path))
+    path, last = tmp_path / "samples.jsonl", str(tmp_path / "checkpoints" / "last.ckpt")
+    train_with(make_config(trainer__ckpt_every=4, trainer__max_steps=4), tmp_path, samples(tmp_path))
+    with path.open("a") as file:
+        file.write('{"step": 6, "prompt": "a", "text": "b"}\n{"step": 6, "prom')  # killed after the checkpoint
+    train_with(make_config(trainer__ckpt_every=4, ckpt_path=last), tmp_path, samples(tmp_path))
     assert [r["step"] for r in read_records(path)] == [2, 2, 4, 4, 6, 6]
 
 
-@pytest.mark.parametrize(
-    ("network", "changes", "key"),
-    [
-        (torch.nn.Linear(1, 1), {}, "callbacks.samples"),
-        (None, {"prompts": ["once", ""]}, "callbacks.samples.prompts"),
-        (None, {"prompts": ["1 2"]}, "callbacks.samples.prompts"),
-    ],
-)
-def test_what_cannot_be_sampled_is_refused_before_the_first_step(tmp_path, network, changes, key):
+def test_what_cannot_be_sampled_is_refused_before_the_first_step(tmp_path):
     trainer = SimpleNamespace(strategy=None, is_global_zero=True, global_step=0)
-    network = network or SimpleNamespace(config=SimpleNamespace(architecture="decoder"))
-    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
-        samples(tmp_path, **changes).on_train_start(trainer, SimpleNamespace(network=network))
+    ours = SimpleNamespace(config=SimpleNamespace(architecture="decoder"))
+    for network, prompts, key in ((torch.nn.Linear(1, 1), ["a"], ""), (ours, [""], ".prompts"), (ours, ["1 2"], ".prompts")):
+        with pytest.raises(ConfigError, match=f"^callbacks.samples{key}[= ]"):
+            samples(tmp_path, prompts=prompts).on_train_start(trainer, SimpleNamespace(network=network))

@@ -1,17 +1,16 @@
 """The rows of ``metrics.csv``, the end of a run by a metric, and the checkpoints at the end."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import lightning.pytorch as L
 import pytest
 import torch
-from extra import train_with
-from hydra.utils import instantiate
+from extra import last, train_with
+from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
 from minitx.analysis.flops import train_flops
@@ -23,11 +22,21 @@ from minitx.training.module import TrainingModule
 from minitx.training.run import train
 from minitx.training.steps import StepLog, StopAt, batch_flops
 
+CONFIGS = Path(__file__).parents[2] / "configs"
+
 
 def preset(name):
     """The callbacks of a preset of the configs, made."""
-    node = OmegaConf.load(Path(__file__).parents[2] / "configs" / "callbacks" / f"{name}.yaml")
+    node = OmegaConf.load(CONFIGS / "callbacks" / f"{name}.yaml")
     return [instantiate(part, _convert_="all") for part in node.values()]
+
+
+@pytest.mark.parametrize(
+    "file", [*CONFIGS.glob("callbacks/*.yaml"), *CONFIGS.glob("logger/*.yaml")], ids=lambda file: file.stem
+)
+def test_presets_name_classes_that_exist(file):
+    for name in re.findall(r"_target_: (\S+)", file.read_text()):
+        assert isinstance(get_class(name), type)
 
 
 @pytest.fixture
@@ -78,10 +87,9 @@ def test_speed_and_utilisation_cover_the_steps_since_the_last_row_without_valida
     clock, rows = [5.0], []
     monkeypatch.setattr(steps.time, "perf_counter", lambda: clock[0])
     model = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
-    log = StepLog(3, model, peak=0.25)
-    trainer, module = made_up(callback_metrics={"val_loss": torch.tensor(2.0)}, loggers=[SimpleNamespace(log_metrics=lambda row, step: rows.append(row))])  # fmt: skip
+    log, logger = StepLog(3, model, peak=0.25), SimpleNamespace(log_metrics=lambda row, step: rows.append(row))
+    trainer, module = made_up(callback_metrics={"val_loss": torch.tensor(2.0)}, loggers=[logger], step_targets=torch.tensor(35))
     batch = {"input_ids": torch.zeros(5, 7, dtype=torch.long), "num_targets": torch.tensor(35)}
-    module.step_targets = batch["num_targets"]
     log.on_train_start(trainer, module)
     for step in range(1, 7):
         trainer.global_step = step - 1
@@ -89,16 +97,15 @@ def test_speed_and_utilisation_cover_the_steps_since_the_last_row_without_valida
         clock[0] += 2.0
         trainer.global_step = step
         log.on_train_batch_end(trainer, module, None, batch, step - 1)
-        if step == 5:
+        if step == 4:
             log.on_validation_start(trainer, module)
             clock[0] += 100.0
             log.on_validation_end(trainer, module)
     first, third, validation, sixth = rows
-    assert [row["tokens_per_second"] for row in (first, third, sixth)] == [17.5, 17.5, 17.5]
-    want = 5 * train_flops(model, 7) / 2.0 / 0.25e12
-    assert [row["mfu"] for row in (first, third, sixth)] == pytest.approx([want] * 3, rel=1e-12)
-    assert validation == {"val_loss": 2.0}
-    assert sixth["seconds"] == 112.0
+    assert [row["tokens_per_second"] for row in (first, third, sixth)] == [17.5] * 3
+    mfu = pytest.approx(train_flops(model, 7) * 5 / 2 / 0.25e12, rel=1e-12)
+    assert [row["mfu"] for row in (first, third, sixth)] == [mfu] * 3
+    assert (validation, sixth["seconds"]) == ({"val_loss": 2.0}, 112.0)
 
 
 def test_padding_counts_in_the_flops_of_a_batch():
@@ -111,13 +118,11 @@ def test_padding_counts_in_the_flops_of_a_batch():
 def test_means_of_several_processes_are_means_over_all_targets(monkeypatch, whole):
     """Of four processes alike: a task's batch knows the targets of all, a loader of the user's those of its own process."""
     monkeypatch.setattr(steps, "sum_over_rows", lambda trainer, values: 4 * values)
-    trainer, module = made_up(distributed_sampler_kwargs={"rank": 0, "num_replicas": 4})
-    module.step_loss, module.step_sums = torch.tensor(0.5), {"correct": torch.tensor(3)}
-    batch = {"num_targets": torch.tensor(40)} if whole else {}
-    module.step_targets = torch.tensor(40 if whole else 10)
-    means = steps.step_means(trainer, module, batch)
-    assert means == {"train_loss": 2.0 if whole else 0.5, "train_accuracy": 0.3}
-    log = StepLog(5)
+    sums = {"step_loss": torch.tensor(0.5), "step_sums": {"correct": torch.tensor(3)}}
+    place = {"distributed_sampler_kwargs": {"rank": 0, "num_replicas": 4}}
+    trainer, module = made_up(**place, **sums, step_targets=torch.tensor(40 if whole else 10))
+    batch, log = {"num_targets": torch.tensor(40)} if whole else {}, StepLog(5)
+    assert steps.step_means(trainer, module, batch) == {"train_loss": 2.0 if whole else 0.5, "train_accuracy": 0.3}
     log.on_step(trainer, module, 2, batch)
     assert log.state_dict() == {"tokens": 40}
 
@@ -146,46 +151,36 @@ def follow(stop, values, first=1):
     """The step at which ``stop`` ends the run that has these losses, or right answers of 10, or None."""
     for step, value in enumerate(values, start=first):
         number = torch.tensor(value)
-        own = {"step_loss": number} if stop.metric == "train_loss" else {"step_sums": {"correct": number}}
-        trainer, module = made_up(global_step=step, **own)
+        trainer, module = made_up(global_step=step, step_loss=number, step_sums={"correct": number})
         stop.on_step(trainer, module, step, {"num_targets": torch.tensor(10)})
         if trainer.should_stop:
             return step
     return None
 
 
-# window, extra steps, right answers of 10 in each step, the step that reaches the value, the last step
+# what to stop at, losses or right answers of 10 in each step, the step that reaches the value, the last step
 ENDS = [
-    (1, 0, [3, 7, 9, 5], 3, 3), (1, 2, [3, 7, 9, 5, 5, 5], 3, 5), (3, 0, [10, 8, 8, 9, 10, 0], 5, 5),
-    (3, 1, [10, 10, 10, 0], 3, 4), (5, 0, [10, 10, 10, 10], None, None), (2, 0, [8, 9, 8, 9], None, None),
+    (("train_accuracy", 0.9, 1, 2), [3, 7, 9, 5, 5, 5], 3, 5), (("train_accuracy", 0.9, 3), [10, 8, 8, 9, 10, 0], 5, 5),
+    (("train_accuracy", 0.9, 5), [10, 10, 10, 10], None, None), (("train_accuracy", 0.9, 2), [8, 9, 8, 9], None, None),
+    (("train_loss", 0.5, 2), [0.875, 0.625, 0.375, 0.125], 3, 3), (("train_loss", 0.5), [math.nan, 0.6], None, None),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("window", "extra", "values", "reached", "end"), ENDS)
-def test_a_run_ends_when_the_mean_over_the_window_reaches_the_value(window, extra, values, reached, end):
-    stop = StopAt("train_accuracy", 0.9, window, extra)
-    assert follow(stop, values) == end
-    assert stop.reached == reached
-
-
-def test_a_loss_must_fall_to_the_value():
-    assert follow(StopAt("train_loss", 0.5, 2), [0.875, 0.625, 0.375, 0.125]) == 3
-    assert follow(StopAt("train_loss", 0.5), [math.nan, 0.6]) is None
+@pytest.mark.parametrize(("stop_at", "values", "reached", "end"), ENDS)
+def test_a_run_ends_when_the_mean_over_the_window_reaches_the_value(stop_at, values, reached, end):
+    stop = StopAt(*stop_at)
+    assert (follow(stop, values), stop.reached) == (end, reached)
 
 
 def test_the_window_goes_on_where_the_checkpoint_was_written():
-    first = StopAt("train_accuracy", 0.9, 3, 2)
+    first, second = StopAt("train_accuracy", 0.9, 3, 2), StopAt("train_accuracy", 0.9, 3, 2)
     assert follow(first, [9, 9]) is None
-    second = StopAt("train_accuracy", 0.9, 3, 2)
     second.load_state_dict(first.state_dict())
     assert follow(second, [9, 0, 0], first=3) == 5
 
 
 def test_an_objective_without_right_answers_has_no_accuracy_to_stop_at():
     trainer, module = made_up()
-    log = StepLog(1)
-    log.on_step(trainer, module, 1, {"num_targets": 10})
-    assert "train_accuracy" not in log.row
     with pytest.raises(ConfigError, match=r"trainer\.stop_at\.metric=train_accuracy"):
         StopAt("train_accuracy", 0.9).on_step(trainer, module, 1, {"num_targets": 10})
 
@@ -193,16 +188,14 @@ def test_an_objective_without_right_answers_has_no_accuracy_to_stop_at():
 def test_a_stopped_run_is_validated_saved_and_not_trained_any_further(make_config, tmp_path, answers):
     answers(lambda step: 84 if step >= 3 else 0)
     config = make_config(trainer__max_steps=50, trainer__log_every=50, trainer__ckpt_every=50, trainer__val_every=50)
-    stop = {"metric": "train_accuracy", "value": 1.0, "window": 2, "extra_steps": 3}
-    result = train_with(config, tmp_path, StopAt(**stop))
+    result = train_with(config, tmp_path, StopAt("train_accuracy", 1.0, 2, 3))
     rows = read_metrics(tmp_path / "metrics.csv")
     assert [row["step"] for row in rows if row["val_loss"] is not None] == [7]
-    last, best = (read_checkpoint(tmp_path / "checkpoints" / f"{name}.ckpt") for name in ("last", "best"))
-    assert last["global_step"] == best["global_step"] == 7
+    assert last(tmp_path)["global_step"] == last(tmp_path, "best")["global_step"] == 7
     assert result["val_loss"] == rows[-1]["val_loss"]
     again = dataclasses.replace(config, ckpt_path=str(tmp_path / "checkpoints" / "last.ckpt"))
-    train_with(again, tmp_path, StopAt(**stop))
-    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 7
+    train_with(again, tmp_path, StopAt("train_accuracy", 1.0, 2, 3))
+    assert last(tmp_path)["global_step"] == 7
 
 
 # --- checkpoints at the end
@@ -212,56 +205,43 @@ def test_a_stopped_run_is_validated_saved_and_not_trained_any_further(make_confi
 def chosen(monkeypatch):
     """``chosen(losses)``: what validations give, in their order."""
 
-    def choose(values):
-        left = list(values)
-        monkeypatch.setattr(
-            TrainingModule,
-            "on_validation_epoch_end",
-            lambda self: self.log_dict({"val_loss": left.pop(0), "val_accuracy": 0.5}, logger=False),
-        )
+    def choose(*left):
+        given = iter(left)
+
+        def log_the_next(self):
+            self.log_dict({"val_loss": next(given), "val_accuracy": 0.5}, logger=False)
+
+        monkeypatch.setattr(TrainingModule, "on_validation_epoch_end", log_the_next)
 
     return choose
 
 
 @pytest.mark.parametrize(("losses", "best"), [([3.0, 2.0, 1.0], 5), ([3.0, 1.0, 2.0], 4)])
 def test_the_best_checkpoint_is_that_of_all_validations_the_last_one_included(make_config, tmp_path, chosen, losses, best):
-    chosen(losses)
+    chosen(*losses)
     train(make_config(trainer__max_steps=5, trainer__val_every=2, trainer__ckpt_every=100), tmp_path)
-    assert read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")["global_step"] == best
-    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 5
+    assert (last(tmp_path, "best")["global_step"], last(tmp_path)["global_step"]) == (best, 5)
 
 
-def test_the_best_k_checkpoints_stand_beside_it(make_config, tmp_path, chosen):
-    chosen([5.0, 1.0, 3.0, 2.0, 4.0])
-    train_with(make_config(trainer__max_steps=5, trainer__val_every=1, trainer__ckpt_every=100), tmp_path, *preset("top_k"))
-    found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    kept = [f"step={step}-val_loss={loss:.4f}.ckpt" for step, loss in ((2, 1), (3, 3), (4, 2))]
-    assert found == ["best.ckpt", "last.ckpt", *kept]
-    assert read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")["global_step"] == 2
-
-
-def test_a_run_that_stops_early_is_saved_where_it_stopped(make_config, tmp_path, chosen):
-    chosen([1.0, *(2.0,) * 9])
+def test_a_run_that_stops_early_is_saved_where_it_stopped_and_the_best_k_stand_beside_it(make_config, tmp_path, chosen):
+    chosen(5.0, 1.0, 3.0, 2.0, *(4.0,) * 9)
     config = make_config(trainer__max_steps=99, trainer__val_every=1, trainer__ckpt_every=98)
-    train_with(config, tmp_path, *preset("early_stopping"))
-    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 6
-    assert read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")["global_step"] == 1
+    train_with(config, tmp_path, *preset("early_stopping"), *preset("top_k"))
+    found = {path.name: read_checkpoint(path)["global_step"] for path in (tmp_path / "checkpoints").iterdir()}
+    kept = {f"step={step}-val_loss={loss:.4f}.ckpt": step for step, loss in ((2, 1), (3, 3), (4, 2))}
+    assert found == {"best.ckpt": 2, "last.ckpt": 7, **kept}
 
 
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
 def test_averaged_weights_are_what_is_validated_and_saved_and_resume_bit_equal(make_config, tmp_path):
     """``state_dict`` is the average; the weights that training goes on with are ``current_model_state``."""
-    config = make_config(trainer__max_steps=4, trainer__val_every=2, trainer__ckpt_every=2, schedule__name="constant", optimizer__lr=0.1)  # fmt: skip
-    half = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, max_steps=2))
-    rest = dataclasses.replace(config, ckpt_path=str(tmp_path / "half" / "checkpoints" / "last.ckpt"))
-    whole = train_with(config, tmp_path / "whole", *preset("ema"))
-    plain = train_with(config, tmp_path / "plain")
-    train_with(half, tmp_path / "half", *preset("ema"))
-    resumed = train_with(rest, tmp_path / "rest", *preset("ema"))
-    read = {name: read_checkpoint(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("whole", "plain", "rest")}
-    for key, weight in read["plain"]["state_dict"].items():
-        assert torch.equal(read["whole"]["current_model_state"][key], weight), key
-        assert torch.equal(read["rest"]["current_model_state"][key], weight), key
-        assert torch.equal(read["rest"]["state_dict"][key], read["whole"]["state_dict"][key]), key
-    assert any(not torch.equal(weight, read["whole"]["state_dict"][key]) for key, weight in read["plain"]["state_dict"].items())
+    options = {"trainer__val_every": 2, "trainer__ckpt_every": 2, "schedule__name": "constant", "optimizer__lr": 0.1}
+    half, rest = str(tmp_path / "half" / "checkpoints" / "last.ckpt"), {**options, "trainer__max_steps": 4}
+    train_with(make_config(trainer__max_steps=2, **options), tmp_path / "half", *preset("ema"))
+    whole = train_with(make_config(**rest), tmp_path / "whole", *preset("ema"))
+    plain = train(make_config(**rest), tmp_path / "plain")
+    resumed = train_with(make_config(**rest, ckpt_path=half), tmp_path / "rest", *preset("ema"))
     assert whole["val_loss"] == resumed["val_loss"] != plain["val_loss"]
+    found = last(tmp_path / "rest")
+    torch.testing.assert_close(found["state_dict"], last(tmp_path / "whole")["state_dict"], rtol=0, atol=0)
+    torch.testing.assert_close(found["current_model_state"], last(tmp_path / "plain")["state_dict"], rtol=0, atol=0)
