@@ -2,15 +2,45 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
-from minitx.ablation.statistics import Span, crossing, holm, median, median_interval, sign_test
+from minitx.ablation.statistics import ALPHA, Span, crossing, holm, median, median_interval, sign_test, wilson
+
+TRIALS = 1000
+CAP = 90.0
 
 
 def exact(values):
     return [Span(float(value), float(value)) for value in values]
+
+
+def time(steps):
+    return Span(steps, steps) if steps < CAP else Span(CAP, math.inf)
+
+
+def coverage(pairs, time=time):
+    """The share of intervals that hold the true median ratio, 2, where most of the treatment's runs end at the cap."""
+    rng = np.random.default_rng(0)
+    found = 0
+    for _ in range(TRIALS):
+        reference, treatment = 60 * np.exp(0.3 * rng.normal(size=pairs)), 120 * np.exp(0.5 * rng.normal(size=pairs))
+        interval, _ = median_interval([time(t).over(time(r)) for r, t in zip(reference, treatment, strict=True)])
+        found += interval.low <= 2 <= interval.high
+    return found / TRIALS
+
+
+@pytest.mark.parametrize("pairs", [6, 8, 10])
+def test_the_interval_covers_the_median_of_censored_pairs(pairs):
+    assert coverage(pairs) >= 0.93
+
+
+def test_an_interval_that_takes_the_cap_for_a_time_does_not_cover():
+    """A seeded fault: the test above can fail."""
+    assert coverage(10, lambda steps: Span(min(steps, CAP), min(steps, CAP))) < 0.93
 
 
 @pytest.mark.parametrize(("pairs", "wanted"), [(6, (1, 6, 0.96875)), (8, (1, 8, 0.9921875)), (10, (2, 9, 0.978515625))])
@@ -20,15 +50,62 @@ def test_the_interval_is_made_of_the_order_statistics_that_the_protocol_names(pa
     assert median_interval(exact(range(5))) is None
 
 
+@given(st.integers(6, 40))
+def test_the_coverage_of_the_interval_is_the_largest_k_that_reaches_95_percent(pairs):
+    interval, share = median_interval(exact(range(pairs)))
+    k = int(interval.low) + 1
+    assert share == pytest.approx(1 - 2 * sum(math.comb(pairs, i) for i in range(k)) / 2**pairs)
+    assert share >= 0.95 > 1 - 2 * sum(math.comb(pairs, i) for i in range(k + 1)) / 2**pairs
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=6, max_size=12), st.permutations(range(6)))
+def test_a_wider_range_of_a_pair_never_makes_the_interval_narrower(values, order):
+    narrow = median_interval(exact(values))[0]
+    wide = exact(values)
+    wide[order[0]], wide[order[1]] = Span(0, values[order[0]]), Span(values[order[1]], math.inf)
+    assert narrow.within(median_interval(wide)[0])
+
+
 def test_the_median_of_ratios_is_geometric_and_that_of_differences_is_not():
     assert median(exact([1, 4, 9, 100]), ratio=True) == Span(6, 6)
     assert median(exact([1, 4, 9, 100]), ratio=False) == Span(6.5, 6.5)
-    assert median([Span(0, math.inf)] * 6, ratio=True) == Span(0, 2).over(Span(0, 4)) == Span(0, math.inf)
+    assert median([Span(0, math.inf)] * 6, ratio=True) == Span(0, math.inf)
+
+
+@pytest.mark.parametrize(("treatment", "reference", "wanted"), [
+    (Span(30, 30), Span(10, 10), Span(3, 3)),
+    (Span(100, math.inf), Span(10, 10), Span(10, math.inf)),
+    (Span(10, 10), Span(100, math.inf), Span(0, 0.1)),
+    (Span(0, 2), Span(0, 4), Span(0, math.inf)),
+])  # fmt: skip
+def test_a_ratio_of_ranges_is_as_wide_as_what_is_known(treatment, reference, wanted):
+    assert treatment.over(reference) == wanted
 
 
 def test_the_sign_test_is_the_binomial_tail():
     assert sign_test(6, 6) == 1 / 64 and sign_test(10, 10) == 1 / 1024
     assert sign_test(5, 6) == pytest.approx(7 / 64) and sign_test(0, 6) == 1
+    assert sign_test(4, 9) == pytest.approx(stats.binomtest(4, 9, alternative="greater").pvalue)
+
+
+def families(effects, adjust=holm):
+    """The share of families in which any of several comparisons of ten pairs is called, at its margin or beyond it."""
+    rng = np.random.default_rng(1)
+    called = 0
+    for _ in range(TRIALS):
+        beyond = (rng.normal(size=(len(effects), 10)) + np.array(effects)[:, None] > 0).sum(axis=1)
+        called += min(adjust([sign_test(int(count), 10) for count in beyond], len(effects))) < ALPHA
+    return called / TRIALS
+
+
+def test_a_family_at_its_margins_is_called_in_six_of_a_hundred_at_most_and_a_large_effect_is_found():
+    assert families([0.0] * 5) <= 0.06
+    assert families([2.5, 0.0, 0.0]) >= 0.9
+
+
+def test_a_family_is_called_too_often_without_the_adjustment():
+    """A seeded fault: the test above can fail."""
+    assert families([0.0] * 9, lambda p, family: p) > 0.06
 
 
 @given(st.lists(st.floats(0, 1), max_size=6), st.integers(0, 3))
@@ -37,6 +114,13 @@ def test_holm_keeps_the_order_and_a_comparison_without_p_makes_the_others_no_eas
     assert all(0 <= p <= b <= a <= 1 for p, a, b in zip(values, adjusted, alone, strict=True))
     assert all(a <= b for p, a in zip(values, adjusted, strict=True) for q, b in zip(values, adjusted, strict=True) if p < q)
     assert (holm([0.01, 0.02], 3), holm([0.01, 0.02], 2)) == ([0.03, 0.04], [0.02, 0.02])
+
+
+def test_wilson_covers_shares_near_the_edge():
+    assert wilson(0, 6).low == 0 and wilson(6, 6).high == 1
+    rng = np.random.default_rng(2)
+    found = [wilson(int(count), 12) for count in rng.binomial(12, 0.9, TRIALS)]
+    assert np.mean([span.low <= 0.9 <= span.high for span in found]) >= 0.93
 
 
 @pytest.mark.parametrize(("levels", "wanted"), [

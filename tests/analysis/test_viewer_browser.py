@@ -11,7 +11,7 @@ import shutil
 import pytest
 from pages import SOURCE, TARGET, random_snapshot
 
-from minitx.analysis.viewer import Trace, viewer_page
+from minitx.analysis.viewer import Trace, View, viewer_page
 from tests.waiting import PATIENCE
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -26,7 +26,7 @@ pytestmark = [
 
 STEPS = [random_snapshot(seed, step) for seed, step in ((1, 5), (2, 20), (3, 60))]
 OTHER = random_snapshot(4, 60, title="unscaled")
-SELF, SECOND, CROSS = 0, 1, 3  # layers; 2 is causal
+SELF, SECOND, CAUSAL, CROSS = range(4)  # layers
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +42,13 @@ def browser():
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, str]:
-    """Addresses of a page with one model, and of one with two."""
+    """Addresses of a page with one model, of one with two, of a long text, and of a notebook with two views."""
     folder = tmp_path_factory.mktemp("pages")
     scaled, unscaled = Trace("scaled", STEPS), Trace("<script>alert(2)</script>", [OTHER])
-    traces = {"one": [scaled], "two": [scaled, unscaled]}
+    long = random_snapshot(7, kinds=("causal",), H=2, tokens={"decoder_input_ids": [[f"t{i}" for i in range(97)]]})
+    traces = {"one": [scaled], "two": [scaled, unscaled], "long": [Trace("long", [long])]}
     made = {name: viewer_page(given, title="<script>alert(3)</script>") for name, given in traces.items()}
+    made["notebook"] = "".join(View(viewer_page([Trace(name, [STEPS[0]])]))._repr_html_() for name in ("first", "second"))
     for name, text in made.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")
     return {name: (folder / f"{name}.html").as_uri() for name in made}
@@ -57,17 +59,18 @@ def visit(browser, pages):
     """``visit("one", "#layer=1")`` opens a page; afterwards no error, no dialog and no request may have happened."""
     windows, wrong = [], []
 
-    def open_page(name, address=""):
-        windows.append(browser.new_context(viewport={"width": 1280, "height": 900}))
+    def open_page(name, address="", *, size=(1280, 900), **options):
+        windows.append(browser.new_context(viewport={"width": size[0], "height": size[1]}, **options))
         page = windows[-1].new_page()
         page.set_default_timeout(1000 * PATIENCE)
         page.on("console", lambda message: wrong.append(message.text) if "getImageData" not in message.text else None)  # ours
         page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
         page.on("dialog", lambda dialog: wrong.append(f"dialog: {dialog.message}"))
-        here = (pages[name], "data:")
+        here = (pages[name], "data:", "about:srcdoc")
         page.on("request", lambda request: wrong.append(request.url) if not request.url.startswith(here) else None)
         page.goto(pages[name] + address)
-        page.wait_for_selector("#panes .cells")
+        for frame in page.frames[1:] or [page]:
+            frame.wait_for_selector("#panes .cells")
         return page
 
     yield open_page
@@ -139,7 +142,7 @@ def test_thumbnails_and_kinds_of_attention_open_their_heads_and_tokens(visit):
     rows, columns = (page.locator(f".axis.{side} span").all_text_contents() for side in ("queries", "keys"))
     assert (len(rows), len(columns), rows[2]) == (len(TARGET), len(SOURCE), "</script><!--")
     assert weight(STEPS[-1], CROSS, 1, 2, 6) in pointed(page, 2, 6)
-    assert columns[:5] == ["你·1/3", "你·2/3", "你·3/3", "<script>alert(1)</script>", "␣"]  # text of users is text
+    assert columns[0] == "你·1/3"
 
 
 def test_the_slider_its_arrow_keys_and_play_change_the_step(visit):
@@ -166,6 +169,28 @@ def test_two_models_stand_side_by_side_and_as_a_difference(visit):
     assert (red > blue) == (a > b)
 
 
+def test_hidden_pairs_are_clear_and_their_hatching_can_be_switched_off(visit):
+    page = visit("one", f"#layer={CAUSAL}")
+    assert (pixel(page, 1, 3)[3], pixel(page, 3, 1)[3]) == (0, 255)
+    hatching = "getComputedStyle(document.querySelector('.cells')).backgroundImage"
+    assert "gradient" in page.evaluate(hatching)
+    page.locator("#hatch").uncheck()
+    assert page.evaluate(hatching) == "none"
+    assert "hidden" in pointed(page, 1, 3)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_light_and_dark_follow_the_system_until_another_theme_is_chosen(visit, scheme):
+    def is_dark():
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return sum(map(int, re.findall(r"\d+", background)[:3])) < 3 * 64
+
+    page = visit("one", color_scheme=scheme)
+    assert is_dark() == (scheme == "dark")
+    page.locator("#theme").click()
+    assert is_dark() == (scheme == "light")
+
+
 def test_the_map_is_walked_with_the_keyboard_alone_and_its_row_is_a_table(visit):
     page = visit("one", "#q=2&k=2")
     for _ in range(40):
@@ -182,6 +207,46 @@ def test_the_map_is_walked_with_the_keyboard_alone_and_its_row_is_a_table(visit)
     assert cells == [[str(k), f"{row[k].item():.4f}"] for k in row.argsort(descending=True).tolist()]
 
 
+def test_everything_that_can_be_reached_has_a_name_and_shows_its_focus(visit):
+    page = visit("two")
+    unnamed = page.evaluate(
+        "[...document.querySelectorAll('button, input, select, [tabindex=\"0\"]')].filter(e => !e.hidden && !(e.ariaLabel ||"
+        " e.textContent.trim() || e.labels?.length || e.ariaLabelledByElements?.length)).map(e => e.outerHTML)"
+    )
+    assert unnamed == []
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        outline = "e => getComputedStyle(e.matches('.choice input') ? e.nextSibling : e).outlineStyle"
+        assert page.locator(":focus").evaluate(outline) != "none"
+
+
+def test_lines_of_one_token_alone_are_drawn_when_it_is_pointed_at(visit):
+    page = visit("one")
+    drawn = (
+        "(() => { const c = document.querySelector('.web canvas'), d = c.getContext('2d').getImageData(0, 0, c.width, c.height);"
+        " return d.data.filter((value, i) => i % 4 === 3 && value > 0).length })()"
+    )
+    all_lines = page.evaluate(drawn)
+    page.locator(".web .queries li").nth(5).hover()
+    assert 0 < page.evaluate(drawn) < all_lines
+    strongest = int(STEPS[-1].maps[SELF].weights[0, 0, 5].argmax())
+    assert "lit" in page.locator(".web .keys li").nth(strongest).get_attribute("class")
+    page.mouse.move(1, 1)
+    assert page.evaluate(drawn) == all_lines
+    page.locator(".chip").nth(2).click()
+    assert "heads=2" in address(page)
+
+
+def test_text_of_users_is_text(visit):
+    page = visit("two")
+    assert page.locator("h1").inner_text() == "<script>alert(3)</script>"
+    assert "<script>alert(2)</script>" in page.locator("#models").inner_text()
+    labels = page.locator(".axis.queries").first.locator("span").all_text_contents()
+    assert labels[3:6] == ["<script>alert(1)</script>", "␣", "⏎"]
+    assert page.evaluate("document.scripts.length") == 2
+    assert page.locator(".web .keys bdi").last.inner_text() == "שלום"  # apart from the direction of others
+
+
 def test_an_address_opens_the_same_view_again_and_a_broken_one_opens_some_view(visit):
     page = visit("two")
     choose(page, "A")
@@ -196,3 +261,26 @@ def test_an_address_opens_the_same_view_again_and_a_broken_one_opens_some_view(v
     assert again.evaluate("document.documentElement.dataset.theme") == "dark"
     broken = visit("two", "#layer=99&head=-3&step=7&view=nonsense&q=1e9&k=&zoom=x&heads=a.b&theme=red&scale=&hatch=")
     assert broken.locator("#look-title").inner_text() == "Cross, layer 0, head 0"
+
+
+@pytest.mark.parametrize("name", ["two", "long"])
+def test_a_narrow_window_is_not_scrolled_sideways(visit, name):
+    page = visit(name, size=(360, 740), offline=True, reduced_motion="reduce")
+    script = (
+        "[...document.querySelectorAll('html, #panes, #controls, #readout, #row')].map(e => e.getBoundingClientRect().right)"
+    )
+    assert max([page.evaluate("document.documentElement.scrollWidth"), *page.evaluate(script)]) <= 360
+    assert page.evaluate("[...document.querySelectorAll('*')].every(e => getComputedStyle(e).transitionDuration === '0s')")
+
+
+def test_two_views_in_a_notebook_are_independent(visit):
+    """Each stands in a sandboxed frame without an address; one is turned dark, the other stays light."""
+
+    def themes():
+        return [frame.evaluate("document.documentElement.dataset.theme") for frame in (first, second)]
+
+    first, second = visit("notebook", size=(1280, 1700)).frames[1:]
+    before = themes()
+    first.locator("#theme").click()
+    thumb(first, 1, 2).click()
+    assert [a == b for a, b in zip(before, themes(), strict=True)] == [False, True]

@@ -1,5 +1,6 @@
 """One graph for all lengths: no breaks, no recompiling, the same numbers; and export."""
 
+import itertools
 import pytest
 import torch
 from sizes import tokens
@@ -66,11 +67,11 @@ def _fresh_compiler():
 
 
 @pytest.mark.parametrize("kind", SLOW_BUT_ONE)
-def test_a_model_compiles_whole_and_at_most_twice_for_several_lengths(kind):
+def test_a_model_compiles_whole_and_at_most_twice_for_several_sizes(kind):
     network, graphs = model(kind), Graphs()
     compiled = torch.compile(network, backend=graphs, fullgraph=True)
-    for length in LENGTHS:
-        given, results = batch(network, 2, length), []
+    for rows, length in zip(itertools.cycle((2, 3, 5)), LENGTHS):
+        given, results = batch(network, rows, length), []
         for run in (network, compiled):
             torch.manual_seed(1)  # dropout draws alike
             results.append(run(**given))

@@ -1,0 +1,63 @@
+"""What the recall tasks demand: two layers learn the tasks whose answer stands after its key, one layer does not."""
+
+import pytest
+import torch
+
+from minitx.analysis import capture
+from minitx.config import (
+    CallbacksConfig,
+    InductionDataConfig,
+    MultiQueryDataConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainerConfig,
+    TransformerConfig,
+)
+from minitx.data.synthetic import answer_positions
+from minitx.nn.models import build_model
+from minitx.training.building import fit_model_config, open_data
+from minitx.training.run import train
+
+TASKS = {
+    "multi_query_recall": (MultiQueryDataConfig(num_keys=8, num_values=4, num_pairs=4, num_queries=4, val_size=128), 150),
+    "induction": (InductionDataConfig(num_tokens=16, segment_len=6, max_gap=7, val_size=128), 300),
+}
+
+
+def make_config(task, num_layers):
+    data, steps = TASKS[task]
+    sizes = {"embed_dim": 64, "num_heads": 1, "num_layers": num_layers, "ffn_dim": 128, "max_len": 32}
+    return RunConfig(
+        model=TransformerConfig(**sizes, activation="relu", position="rotary", init="lecun", tie_embeddings=False),
+        data=data,
+        optimizer=OptimizerConfig(lr=3e-3),
+        schedule=ScheduleConfig(warmup_steps=15),
+        trainer=TrainerConfig(max_steps=steps, accelerator="cpu", val_every=0, ckpt_every=steps, threads=1),
+        callbacks=CallbacksConfig(progress=False),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+def test_two_layers_solve_the_task_by_looking_at_the_answer(task, tmp_path):
+    config = make_config(task, num_layers=2)
+    assert train(config, tmp_path)["val_accuracy"] >= 0.99
+    data = open_data(config)
+    network = build_model(fit_model_config(config.model, data)).eval()
+    weights = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    network.load_state_dict({name.removeprefix("network."): weight for name, weight in weights.items()})
+    batch = data.probe_batch(64)
+    with torch.no_grad(), capture(network, what="weights") as seen:
+        network(batch["input_ids"])
+    position = answer_positions(batch)
+    (weights,) = seen["blocks.1.attention.core"]  # (B, 1, L, S)
+    on_answer = weights[:, 0].gather(2, position.clamp(min=0)[..., None])[..., 0]
+    assert on_answer[position >= 0].mean() > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "most"), [("multi_query_recall", 0.65), ("induction", 0.25)])
+def test_one_layer_does_no_better_than_a_guess_among_what_the_row_shows(task, most, tmp_path):
+    result = train(make_config(task, num_layers=1), tmp_path)
+    assert result["val_accuracy"] < most
