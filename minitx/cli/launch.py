@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from minitx.config import ConfigError, TrainerConfig
+from minitx.training.ranks import rank
 
 FOLDER = "MINITX_LAUNCHED_FOLDER"
 """The environment variable with the run's folder, in processes that ``launch`` started."""
@@ -46,11 +47,6 @@ class ProgramStoppedError(RuntimeError):
 
     def __str__(self) -> str:
         return f"stopped by {signal.Signals(self.number).name}; {self.args[1]}"
-
-
-def rank() -> int:
-    """Return the rank of this process in the run. It is 0 for a single process."""
-    return int(next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), "0"))
 
 
 def started_from_outside() -> int:

@@ -21,8 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 from minitx.ablation.config import AblationConfig
 from minitx.cli.compose import build_config, build_grid, find_own_modules, register_defaults
 from minitx.cli.errors import check_flags, exit_code
-from minitx.cli.launch import FOLDER, launch, needs_launch, rank, shared_folder, started_from_outside
+from minitx.cli.launch import FOLDER, launch, needs_launch, shared_folder, started_from_outside
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig, to_dict
+from minitx.training.ranks import rank
 
 CONFIGS = "pkg://minitx.configs"
 log = logging.getLogger("minitx")

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-
 from minitx.config import ConfigError
 from minitx.training.checkpoint import clean_up
 from minitx.training.metrics import read_metrics
+from minitx.training.ranks import rank
 
 
 def check_free(folder: Path, ckpt_path: str | None) -> None:
@@ -21,7 +20,7 @@ def check_free(folder: Path, ckpt_path: str | None) -> None:
     Raises:
         ConfigError: the folder holds a run, and ``ckpt_path`` is None.
     """
-    if ckpt_path is None and (folder / "metrics.csv").exists() and not getattr(rank_zero_only, "rank", 0):
+    if ckpt_path is None and (folder / "metrics.csv").exists() and not rank():
         raise ConfigError(f"output_dir={folder} holds a run already; continue it with ckpt_path=last, or choose another folder")
 
 
@@ -34,10 +33,9 @@ def run_folder(folder: Path, files: Mapping[str, str]) -> Iterator[None]:
     Raises:
         ConfigError: the folder cannot be created or written.
     """
-    rank = getattr(rank_zero_only, "rank", 0)
-    made = [] if rank else _make(folder, files)
+    made = [] if rank() else _make(folder, files)
     try:
-        with _log_to(folder / "logs" / f"rank_{rank}.log"):
+        with _log_to(folder / "logs" / f"rank_{rank()}.log"):
             yield
     except ConfigError:
         if not (folder / "metrics.csv").exists() or not read_metrics(folder / "metrics.csv"):

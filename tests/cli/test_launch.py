@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from minitx.cli import launch
 from minitx.config import ConfigError, TrainerConfig
 from minitx.training.metrics import read_metrics
+from minitx.training.ranks import rank
 from tests.cli.conftest import TINY as ALONE
 from tests.cli.conftest import losses
 from tests.cli.processes import OF_LAUNCHERS, run, start
@@ -40,12 +41,12 @@ def test_two_devices_need_two_processes_unless_torchrun_or_srun_started_them(pla
     assert not launch.needs_launch(TrainerConfig())
     assert launch.needs_launch(TrainerConfig(devices=2))
     place_of(SLURM_NTASKS="2", SLURM_PROCID="1")
-    assert (launch.started_from_outside(), launch.rank()) == (2, 1)
+    assert (launch.started_from_outside(), rank()) == (2, 1)
     assert not launch.needs_launch(TrainerConfig(devices=2))
     place_of(SLURM_NTASKS="2", SLURM_PROCID="1", SLURM_JOB_NAME="interactive")  # a shell on a node: srun starts nothing in it
     assert launch.needs_launch(TrainerConfig(devices=2))
     place_of(TORCHELASTIC_RUN_ID="x", WORLD_SIZE="4", RANK="3")
-    assert (launch.started_from_outside(), launch.rank()) == (4, 3)
+    assert (launch.started_from_outside(), rank()) == (4, 3)
 
 
 def test_another_number_of_processes_than_was_asked_for_is_refused(place_of):

@@ -1,6 +1,7 @@
 """One graph for all lengths: no breaks, no recompiling, the same numbers; and export."""
 
 import itertools
+
 import pytest
 import torch
 from sizes import tokens
