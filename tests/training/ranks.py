@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed import TCPStore
 
 from minitx.cli.compose import compose_config
@@ -60,6 +61,7 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list
 
 def _run(pipe: Connection, settings: Mapping[str, str], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.environ.update(settings)
+    rank_zero_only.rank = int(settings.get("RANK", 0))  # Lightning reads it at import, and the server has imported Lightning
     say_nothing()
     torch.set_num_threads(1)
     try:
