@@ -145,7 +145,7 @@ def of_tokenizers(text: Path, at_once: int = 10_000) -> tuple[float, float]:
 
 def large_text(pairs: int, megabytes: float, source: Path | None) -> Iterator[Row]:
     """P13."""
-    lines = (source.read_text(encoding="utf-8") if source else read_text(TextDataConfig())).splitlines(keepends=True)
+    lines = (source.read_text(encoding="utf-8") if source else "".join(read_text(TextDataConfig()))).splitlines(keepends=True)
     label = f"{megabytes:g} MB"
     with tempfile.TemporaryDirectory(prefix="minitx-bench-") as name:
         large, small = texts = [Path(name) / f"{size}.txt" for size in ("large", "small")]

@@ -21,7 +21,7 @@ OF_OWN_FILES = ("text", "pairs", "images", "hf", "chat", "classify")
 
 
 # composed by the tests below, in every tier
-RUN = ("char_lm", "kv_lookup", "vit_digits", "finetune", "quick", "vision", "speedrun")
+RUN = ("char_lm", "kv_lookup", "vit_digits", "finetune", "quick")
 ALONE = [(option,) for option in OPTIONS if option[0] in WHOLE and option[1] not in RUN]
 BESIDE = itertools.zip_longest(*([one for one in OPTIONS if one[0] == group] for group in GROUPS if group not in WHOLE))
 

@@ -315,6 +315,7 @@ def test_a_compiled_decoder_writes_the_ids_of_the_model(way, shape, options):
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_a_compiled_decoder_compiles_few_steps_and_keeps_one_cache_for_many_sizes():
     network, graphs, caches = language_model(position="rotary", num_layers=1), [], []
     fast = compiled_with(network, graphs)  # fullgraph: torch raises where it would stop compiling

@@ -84,7 +84,7 @@ def failures(kernel):
     return {result.case for result in testing.check_kernel(kernel) if result.status == "failed"}
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "chunked"])
+@pytest.mark.parametrize("backend", ["sdpa", pytest.param("chunked", marks=pytest.mark.slow)])
 def test_the_backends_pass(backend, monkeypatch):
     monkeypatch.setattr(chunked, "LARGEST", 2)  # several tiles
     monkeypatch.setattr(chunked, "SMALLEST", 2)

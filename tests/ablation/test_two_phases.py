@@ -99,7 +99,7 @@ def test_a_second_phase_that_does_not_begin_as_the_same_function_is_refused(tmp_
 @pytest.mark.parametrize(("optimizer", "fold", "wrong", "rate"), [
     ("adamw", "full_fold", "unscaled", 0.003), ("sgd", "full_fold_sgd", "full_fold", 0.03),
 ])  # fmt: skip
-@pytest.mark.parametrize("phase", [1, 2])
+@pytest.mark.parametrize("phase", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_folded_model_with_folded_rates_is_the_scaled_one_bit_for_bit(tmp_path, first, optimizer, fold, wrong, rate, phase):
     gradient = "+callbacks.gradient={_target_: minitx.ablation.callbacks.GradientNorm}"
     words = [f"optimizer={optimizer}", f"optimizer.lr={rate}", "seed=7", gradient, *(from_start(first) if phase == 2 else [])]

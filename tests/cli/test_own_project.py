@@ -131,6 +131,7 @@ def test_a_grid_has_it_as_an_arm(script, project):
     assert {cell["status"] for cell in cells} == {"done"}
 
 
+@pytest.mark.slow
 def test_a_sweep_by_joblib_exits_with_3_where_a_job_fails(own, project):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     sweep = ("-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1", "hydra.sweep.dir=swept")

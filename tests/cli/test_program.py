@@ -43,6 +43,7 @@ def test_help_of_the_other_programs_shows_every_key_and_its_meaning(cli):
             assert f"  {field.name}=" in said.out and field.metadata["meaning"] in said.out
 
 
+@pytest.mark.slow
 def test_without_arguments_the_default_model_is_trained_and_that_is_said_first(cli, monkeypatch, caplog):
     caplog.set_level("INFO")
     seen = []

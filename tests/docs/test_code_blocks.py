@@ -156,7 +156,14 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
 NAMING = r"(?:^|^(?:--config-dir|ckpt_path|compare|output_dir|conllu|init_from\.path|data\.tokenizer|data\.\w*path)=\"?|,)"
 """What stands before a path in an argument."""
 
-SLOW = ("docs/configuring.md", "docs/looking.md", "docs/training.md", "docs/weights.md")
+SLOW = (
+    "docs/ablation.md",
+    "docs/attention.md",
+    "docs/configuring.md",
+    "docs/looking.md",
+    "docs/training.md",
+    "docs/weights.md",
+)
 """Pages that are run in the slow tier: their programs have faster tests of their own in the other one."""
 
 

@@ -130,6 +130,7 @@ def test_the_answer_of_a_closing_bracket_is_the_last_open_one_at_no_fixed_distan
     assert max(np.bincount(distances)) < 0.5 * len(distances)
 
 
+@pytest.mark.slow
 def test_the_model_of_brackets_trains_and_its_heads_are_compared_with_the_structure(example, tmp_path, capsys):
     found = example("brackets").main(steps=2, folder=tmp_path / "run")
     assert (tmp_path / "run" / "heads.png").is_file()
@@ -181,6 +182,7 @@ def test_a_scale_that_is_no_power_of_d_k_is_a_subclass_of_score_scale():
 # adapters
 
 
+@pytest.mark.slow
 def test_adapters_learn_while_the_model_stays_frozen_and_merge_into_it(ran):
     found, _ = ran("lora")
     assert found["loss after"] < 1.0 < found["loss before"]

@@ -2,9 +2,11 @@
 
 import csv
 
+import pytest
 import torch
 
 
+@pytest.mark.slow
 def test_a_few_steps_bring_the_loss_well_below_a_guess_and_the_model_goes_on_from_a_beginning(example, tmp_path):
     loss, text = example("gpt").main(steps=20, folder=tmp_path)
     with (tmp_path / "metrics.csv").open() as file:

@@ -19,6 +19,7 @@ def kept(tmp_path, monkeypatch):
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_a_compiled_run_learns_as_a_plain_one_and_says_how_long_compiling_took(kept, make_config, tmp_path, caplog):
     caplog.set_level(logging.INFO, "minitx")
     for name in ("plain", "first", "second"):

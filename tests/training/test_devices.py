@@ -102,10 +102,8 @@ def test_a_chunked_loss_trains_on_several_devices_as_the_plain_one_on_one(ran, c
     assert_same_run(tmp_path / "chunked", ran("one"))
 
 
-# by default, slow, long
 ROADS = [
-    ("one ddp", ()),
-    ("ddp one, fsdp one, one fsdp, ddp ddp_of_4, shards one", pytest.mark.slow),
+    ("one ddp, ddp one, fsdp one, one fsdp, ddp ddp_of_4, shards one", pytest.mark.slow),
     ("fsdp shards, shards fsdp_of_4, one tensor_parallel, tensor_parallel one, shards both_of_4", pytest.mark.long),
 ]
 MARKED = [pytest.param(*road.split(), marks=mark) for roads, mark in ROADS for road in roads.split(", ")]
@@ -180,6 +178,7 @@ def stopped(overrides, folder, cache, rank):
     return "not stopped"
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path, cache):
     more = ["trainer.max_steps=40", "trainer.log_every=4", "trainer.ckpt_every=100", "model.dropout=0.1"]
     found = run_ranks(2, stopped, [*PAIRS, *PLACES["ddp"][1], *more], tmp_path / "run", cache, 1)
