@@ -38,12 +38,16 @@ from mutants import ROOT, Mutant, mutants
 
 WORK = ROOT / "build/mutation.json"  # what became of each mutant so far
 FILES = [*(f"minitx/nn/{name}.py" for name in ("functional", "masks", "tensor_rule")), *(f"minitx/nn/backends/{name}.py" for name in (
-    "__init__", "base", "chunked", "flex", "math", "programs", "sdpa"))]  # fmt: skip
+    "__init__", "base", "chunked", "flex", "math", "programs", "sdpa", "varlen"))]  # fmt: skip
+FILES += ["minitx/ablation/judge.py", "minitx/data/addressing.py", "minitx/training/objectives.py"]
 TESTS = [f"tests/nn/test_{name}.py" for name in (
-    "functional", "masks", "backends", "chunked", "flex", "bad_inputs", "attention", "bias", "cache", "scale", "torch_interop")]  # fmt: skip
-TESTS.append("tests/test_testing.py")
+    "functional", "masks", "backends", "chunked", "flex", "varlen", "bad_inputs", "attention", "bias", "cache", "scale", "torch_interop")]  # fmt: skip
+TESTS += ["tests/test_testing.py", "tests/ablation/test_judge.py", "tests/data/test_addressing.py", "tests/data/test_task.py"]
+TESTS += ["tests/training/test_objectives.py"]
 OWN = {
     "__init__": ("backends", "chunked"),
+    "chunked": ("chunked", "backends"),
+    "varlen": ("varlen", "backends"),
     "tensor_rule": ("masks", "bias"),
     "sdpa": ("backends", "flex"),
     "programs": ("chunked",),
