@@ -23,6 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # a checkout is enough
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the processes started here keep their bytecode, as a user's do
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler counts bytes here, and says so otherwise
 
 import torch  # noqa: E402

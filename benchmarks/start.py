@@ -21,8 +21,7 @@ from harness import ROOT, Row, compared, median_interval, parser, row, turns, wr
 from minitx.config import TextDataConfig
 from minitx.data.module import build_data
 
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {"PYTHONPATH": os.pathsep.join(
-    [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}  # fmt: skip
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 RUN = (
     "trainer.max_steps=2",
     "trainer.accelerator=cpu",
