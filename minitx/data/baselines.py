@@ -6,12 +6,20 @@ import bz2
 import lzma
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 LARGEST_VOCABULARY = 1024
 _BLOCK = 1 << 22
+
+
+class Ids(Protocol):
+    """Token ids, 1-D: an array, or what reads slices of one from a file."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> np.ndarray: ...
 
 
 def compressed_bits(text: Iterable[bytes]) -> dict[str, int]:
@@ -68,7 +76,7 @@ def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
-def ngram_floors(train: np.ndarray, val: np.ndarray, vocab_size: int) -> dict[str, float] | None:
+def ngram_floors(train: Ids, val: Ids, vocab_size: int) -> dict[str, float] | None:
     """Return the mean cross-entropy (nats) over ``val[1:]`` of a unigram and a bigram model counted on ``train``.
 
     A model with a loss at or above ``unigram`` has learnt only frequencies. At or above ``bigram`` it uses no context beyond
@@ -107,7 +115,7 @@ def ngram_floors(train: np.ndarray, val: np.ndarray, vocab_size: int) -> dict[st
     }
 
 
-def _counts(ids: np.ndarray, vocab_size: int, order: int) -> np.ndarray:
+def _counts(ids: Ids, vocab_size: int, order: int) -> np.ndarray:
     """How often every token (order 1) or pair a·V + b (order 2) occurs, (V^order,), block by block."""
     counts = np.zeros(vocab_size**order, dtype=np.int64)
     for start in range(0, max(len(ids) - order + 1, 0), _BLOCK):

@@ -52,6 +52,12 @@ class TokenArray:
             self._array = np.asarray(mapped)[self.start : self.stop]
         return self._array
 
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """The ids of a slice with step 1, read into memory of their own. Of a mapped file each page that was read stays resident."""
+        start, stop, _ = part.indices(len(self))
+        offset = (self.start + start) * np.dtype(self.dtype).itemsize
+        return np.fromfile(self.path, self.dtype, max(stop - start, 0), offset=offset)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_array": None}
 
@@ -97,8 +103,7 @@ def tokenised(
         record = write_ids(path, made_by, splits, made_by.encode_batch)
         if corpus_stem(config) != stem:
             raise ConfigError(f"{said} changed while it was read; start again")
-        train, val = (tokens.array for tokens in token_arrays(path, record))
-        return {**record, "floors": ngram_floors(train, val, made_by.vocab_size)}
+        return {**record, "floors": ngram_floors(*token_arrays(path, record), made_by.vocab_size)}
 
     return cached(path, said, build)
 

@@ -110,7 +110,8 @@ def test_a_long_text_is_never_in_memory_whole(text_config, cache, monkeypatch):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 0.6 * len(text)  # the batch being encoded
-    assert tokenizer.decode(val.array) == text[-len(val) :]
+    assert tokenizer.decode(val.array) == tokenizer.decode(val[:]) == text[-len(val) :]
+    assert tokenizer.decode(val[3:7]) == text[-len(val) :][3:7]
     assert len(train) + len(val) == len(text)
 
 
