@@ -15,10 +15,10 @@ ablation: $(VENV)/train.installed
 	$(BIN)/python scripts/train.py experiment=scaling_ablation
 
 test: $(VENV)/dev.installed
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 slow: $(VENV)/dev.installed
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 PAIRS ?= 8
 bench: $(VENV)/dev.installed

@@ -66,7 +66,7 @@ def grid(folder: Path | None, words: list[str]) -> Iterator[Row]:
 
 def tests() -> Row:
     """P14."""
-    command = [sys.executable, "-m", "pytest", "-n", str(len(os.sched_getaffinity(0)))]
+    command = [sys.executable, "-m", "pytest", "-n", str(len(os.sched_getaffinity(0))), "--dist", "worksteal"]
     seconds = seconds_of(lambda: subprocess.run(command, cwd=ROOT, check=True))
     return row("P14", "seconds of the tests", "what make test runs", exact(seconds), "<= 150")
 
