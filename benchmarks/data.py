@@ -10,7 +10,6 @@ data.tokenizer=bpe``, over a text of 1 MB. What the first start takes more than 
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
@@ -33,6 +32,12 @@ from minitx.data.module import build_data
 
 SIZES = ((12, 64), (64, 256))  # rows, tokens a row
 BATCHES = 20  # in a piece of work, so that the clock counts nothing
+WATCHED = """
+import resource, subprocess, sys
+done = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+sys.exit(done.returncode)
+"""  # a process of its own starts the run, because the most memory of a process includes that of the one that started it
 RUN = (
     "trainer.max_steps=1",
     "trainer.accelerator=cpu",
@@ -114,7 +119,7 @@ def make_text(path: Path, megabytes: float, lines: list[str]) -> None:
 def forget(texts: list[Path]) -> None:
     """Delete what runs have kept of texts."""
     for text in texts:
-        for kept in data_dir().glob(f"{corpus_stem(TextDataConfig(name='text', path=str(text)))}-*"):
+        for kept in data_dir().glob(f"{corpus_stem(TextDataConfig(name='text', path=str(text)), data_dir())}-*"):
             kept.unlink()
 
 
@@ -122,12 +127,11 @@ def start(text: Path, folder: Path) -> tuple[float, float]:
     """(seconds, most resident MB) of a training run of one step on ``text``."""
     words = [*RUN, "data=text", f"data.path='{text}'", "data.tokenizer=bpe", f"output_dir={folder / f'run-{time.time_ns()}'}"]
     began = time.perf_counter()
-    with subprocess.Popen([sys.executable, str(ROOT / "scripts" / "train.py"), *words], stdout=subprocess.DEVNULL) as process:
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"error: train.py {' '.join(words)} ended with {process.returncode}")
-    return time.perf_counter() - began, usage.ru_maxrss / 1e3 if sys.platform != "darwin" else usage.ru_maxrss / 1e6
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), *words]
+    done = subprocess.run([sys.executable, "-c", WATCHED, *command], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"error: train.py {' '.join(words)} ended with {done.returncode}")
+    return time.perf_counter() - began, int(done.stdout) / (1e3 if sys.platform != "darwin" else 1e6)
 
 
 def of_tokenizers(text: Path, at_once: int = 10_000) -> tuple[float, float]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
+import time
 import uuid
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -65,8 +67,8 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def corpus_stem(config: CorpusConfig) -> str:
-    """Return the beginning of the names of a text's caches. It contains the checksum of a file of the user's.
+def corpus_stem(config: CorpusConfig, folder: Path) -> str:
+    """Return the beginning of the names of a text's caches in ``folder``. It contains the checksum of a file of the user's.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -74,9 +76,30 @@ def corpus_stem(config: CorpusConfig) -> str:
     if config.path is None:
         return "kjv"
     try:
-        return f"text-{sha256_of(Path(config.path).expanduser())[:16]}"
+        return f"text-{_checksum(Path(config.path).expanduser().resolve(), folder / 'checksums.json')[:16]}"
     except OSError as error:
         raise ConfigError(f"data.path={config.path} cannot be read: {error.strerror}; a UTF-8 text file is wanted") from None
+
+
+def _checksum(path: Path, memory: Path) -> str:
+    """Return the SHA-256 of a file. It is kept in ``memory`` and used again while the file's size and time of change are the same.
+
+    That of a file which changed in the last two seconds is not kept, because a second change could have the same time.
+    """
+    state = path.stat()
+    stamp = [state.st_size, state.st_mtime_ns]
+    try:
+        kept = dict(json.loads(memory.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        kept = {}
+    match kept.get(str(path)):
+        case [*before, str(digest)] if before == stamp:
+            return digest
+    digest = sha256_of(path)
+    if time.time_ns() - state.st_mtime_ns > 2 * 10**9:
+        with contextlib.suppress(ConfigError), replacing(memory) as file:  # a folder that cannot be written may have the tokens
+            file.write(json.dumps({**kept, str(path): [*stamp, digest]}).encode())
+    return digest
 
 
 def read_text(config: CorpusConfig, start: int = 0, stop: int | None = None) -> Iterator[str]:
