@@ -24,6 +24,6 @@ def _seeded():
 
 
 def pytest_collection_finish():
-    """Nine thousand collected tests stay for good: the garbage collector need not walk over them after each."""
+    """The collected tests stay until the end: the garbage collector need not walk over them after each."""
     gc.collect()
     gc.freeze()

@@ -234,6 +234,16 @@ def test_a_lower_accuracy_is_worse_and_a_measure_is_judged_at_the_rate_that_the_
     assert (measure.verdict, measure.estimate, measure.rates[0][0]) == ("BETTER", -1.0, "1e-2")
 
 
+def test_each_score_chooses_its_own_rate_and_the_first_one_that_of_the_measures():
+    found = found_of("text", scores=("loss", "accuracy"), measures=("loss_at_64",))
+    for run in found.runs.all:
+        scores = {"val_loss": 1.0 + (run.rate != "1e-3"), "val_accuracy": 0.5 + 0.1 * (run.rate == "1e-2")}
+        run.record["result"] |= scores | {"measures": {"loss_at_64": 1.0}}
+    findings = judge(found.grid, found.runs).findings
+    rates = {finding.endpoint: set(finding.rates[0]) for finding in findings if finding.comparison.study == "text"}
+    assert rates == {"loss": {"1e-3"}, "accuracy": {"1e-2"}, "loss_at_64": {"1e-3"}}
+
+
 @pytest.mark.parametrize("outcome", ["NONFINITE", "DIVERGED"])
 def test_a_run_that_diverged_scores_its_initial_loss_and_one_without_validation_has_none(outcome):
     found = found_of("text", Truth(outcomes={("text", UNSCALED, rate): outcome for rate in TEXT_RATES}))

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from minitx.data.addressing import AddressedLoader, Addresses, generator
+from minitx.data.addressing import Address, AddressedLoader, Addresses, generator, rows_of
 from minitx.data.sources import Source
 
 
@@ -29,6 +29,12 @@ def test_generators_depend_on_seed_and_path_alone_on_every_machine():
     assert all(generator(*path).random() == draw for path, draw in draws.items())
     assert generator(np.int64(3), "train", np.int32(5)).random() == generator(3, "train", 5).random()
     assert generator(0, "train", 0).integers(1000, size=5).tolist() == [622, 257, 334, 989, 492]
+
+
+def test_by_default_one_process_takes_whole_batches_from_the_first_step_on():
+    assert list(Addresses(3)) == [Address(step, micro=0, rank=0) for step in (0, 1, 2)]
+    assert rows_of(Address(5), 12) == range(12)
+    assert AddressedLoader(Counting(batch_size=12, accumulate=3), Addresses(3)).num_workers == 0
 
 
 @pytest.mark.parametrize(("stop", "num_workers"), [(0, 0), (3, 0), (20, 0), (8, 1)])

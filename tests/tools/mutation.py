@@ -42,7 +42,8 @@ FILES = [*(f"minitx/nn/{name}.py" for name in ("functional", "masks", "tensor_ru
 FILES += ["minitx/ablation/judge.py", "minitx/data/addressing.py", "minitx/training/objectives.py"]
 TESTS = [f"tests/nn/test_{name}.py" for name in (
     "functional", "masks", "backends", "chunked", "flex", "varlen", "bad_inputs", "attention", "bias", "cache", "scale", "torch_interop")]  # fmt: skip
-TESTS += ["tests/test_testing.py", "tests/ablation/test_judge.py", "tests/data/test_addressing.py", "tests/data/test_task.py"]
+TESTS += ["tests/test_testing.py", "tests/ablation/test_judge.py", "tests/data/test_addressing.py", "tests/data/test_task.py",
+          "tests/data/test_data_module.py"]  # fmt: skip
 TESTS += ["tests/training/test_objectives.py"]
 OWN = {
     "__init__": ("backends", "chunked"),

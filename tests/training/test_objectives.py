@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from minitx.analysis.counting import allocations, count_flops
 from minitx.config import ConfigError, ObjectiveConfig, OptimizerConfig, ParameterRule, ScheduleConfig, TransformerConfig
 from minitx.nn.models import build_model
-from minitx.training.objectives import build_objective, chunked_cross_entropy, cross_entropy, num_targets
+from minitx.training.objectives import CrossEntropy, build_objective, chunked_cross_entropy, cross_entropy, num_targets
 from minitx.training.optimizers import build_optimizer, parameter_groups
 from minitx.training.schedules import lr_factor
 
@@ -24,6 +24,13 @@ def test_the_loss_is_a_sum_over_the_labels_that_count_and_label_smoothing_leaves
     assert (int(sums["correct"]), int(num_targets(labels))) == (int((log_p.argmax(-1) == counted).sum()), 5)
     assert float(sums["nll"]) == pytest.approx(float(hit))
     assert float(sums["loss"]) == pytest.approx(float(0.7 * hit - 0.3 * log_p.mean(-1).sum()))
+
+
+def test_by_default_labels_are_not_smoothed_and_right_answers_are_counted_in_training():
+    logits, labels = torch.randn(11, 7, dtype=torch.float64), torch.randint(7, (11,))
+    sums = CrossEntropy()(logits, {"labels": labels})
+    assert float(sums["loss"]) == pytest.approx(float(F.cross_entropy(logits, labels, reduction="sum")))
+    assert int(sums["correct"]) == int((logits.argmax(-1) == labels).sum())
 
 
 @pytest.mark.parametrize(
