@@ -234,8 +234,8 @@ def test_a_lower_accuracy_is_worse_and_a_measure_is_judged_at_the_rate_that_the_
     assert (measure.verdict, measure.estimate, measure.rates[0][0]) == ("BETTER", -1.0, "1e-2")
 
 
-def test_each_score_chooses_its_own_rate_and_the_first_one_that_of_the_measures():
-    found = found_of("text", scores=("loss", "accuracy"), measures=("loss_at_64",))
+def test_each_score_chooses_its_own_rate_and_the_first_that_can_that_of_the_measures():
+    found = found_of("text", scores=("equal", "loss", "accuracy"), measures=("loss_at_64",))
     for run in found.runs.all:
         scores = {"val_loss": 1.0 + (run.rate != "1e-3"), "val_accuracy": 0.5 + 0.1 * (run.rate == "1e-2")}
         run.record["result"] |= scores | {"measures": {"loss_at_64": 1.0}}
