@@ -259,7 +259,8 @@ def _progress_bar(seconds: float) -> Any:
     is_terminal = sys.stdout.isatty()
     text = "{desc}{percentage:3.0f}%, {elapsed} passed, {remaining} left"
     file, pause = (sys.stdout, 0.5) if is_terminal else (_Lines(), 20.0)
-    return tqdm(total=seconds, disable=not seconds, bar_format=text, file=file, mininterval=pause, smoothing=0.0)
+    shown = {"bar_format": text, "file": file, "mininterval": pause, "miniters": 0}  # else tqdm's monitor writes lines twice
+    return tqdm(total=seconds, disable=not seconds, smoothing=0.0, **shown)
 
 
 class _Lines:
