@@ -32,13 +32,13 @@ TARGETS = {  # in English, in Chinese, and what measures it
     "P9": ("peak memory of a training step", "一个训练步的峰值内存", "step.py"),
     "P10": ("from a command to its work, and the loader", "从命令到开始工作，以及数据加载", "start.py"),
     "P11": ("attention statistics each 50 steps over none", "每 50 步统计一次注意力，相对不统计", "step.py"),
-    "P12": ("the quick ablation", "快速消融", "grid.py"),
+    "P12": ("the quick ablation", "快速消融实验", "grid.py"),
     "P13": ("a large text", "大文本", "data.py"),
     "P14": ("the tests", "测试", "grid.py"),
 }
 WORDS = {
-    "en": (0, "| what | setting | median (95 %) | wanted |", {"met": "met", "missed": "missed"}, " to "),
-    "zh": (1, "| 内容 | 设置 | 中位数（95 % 区间） | 要求 |", {"met": "达到", "missed": "未达到"}, " ～ "),
+    "en": (0, ", ", "| what | setting | median (95 %) | wanted |", {"met": "met", "missed": "missed"}, " to "),
+    "zh": (1, "，", "| 内容 | 设置 | 中位数（95 % 区间） | 要求 |", {"met": "达到", "missed": "未达到"}, " 到 "),
 }
 
 
@@ -83,7 +83,7 @@ def told(run: Row) -> str:
 
 def headlines(rows: list[Row], language: str = "en") -> str:
     """The two rows that are farthest below what was wanted of them, and the two farthest above, of four targets; these first. Counts are left out."""
-    index, head, verdicts, to = WORDS[language]
+    index, comma, head, verdicts, to = WORDS[language]
     found = sorted((one for one in rows if one["wanted"] is not None and one["low"] != one["high"]), key=margin)
     chosen: dict[str, Row] = {}
     for kind, order in (("missed", found), ("met", found[::-1])):
@@ -93,7 +93,7 @@ def headlines(rows: list[Row], language: str = "en") -> str:
     lines = [head, "|---|---|---|---|"]
     for target, one in sorted(chosen.items(), key=lambda item: verdict(item[1]) == "missed"):
         cells = (TARGETS[target][index], f"{one['what']}; {one['label']}", spread(one, to), sign(one["wanted"]))
-        lines.append(f"| {' | '.join(cells)}, {verdicts[verdict(one)]} |")
+        lines.append(f"| {' | '.join(cells)}{comma}{verdicts[verdict(one)]} |")
     return "\n".join(lines) + "\n"
 
 

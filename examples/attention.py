@@ -98,10 +98,10 @@ output = weights @ V
 table(output, words, ["v1", "v2", "v3"])
 
 # %% [markdown] en
-# The library computes the same numbers:
+# The library computes the same numbers, but for rounding:
 
 # %% [markdown] zh
-# 库算出的数完全相同：
+# 库算出的数与此一致，差别只是舍入误差：
 
 # %%
 by_library = scaled_dot_product_attention(Q[None, None], K[None, None], V[None, None])[0, 0]
@@ -255,7 +255,7 @@ view(both, inputs(row), tokens={"input_ids": [texts]}, height=760)
 # 5 times as many steps as with the scale. A comparison after 100 steps would measure that budget, not an ability.
 
 # %% [markdown] zh
-# 不缩放时，分数是原来的 √128 ≈ 11 倍。在什么都没学到之前，softmax 就把大部分权重放在一个键上；在这样的行里，softmax 几乎不传递梯度；而少数两个键几乎打平的行，梯度反而很大（[为什么是 √d_k](../docs/why_scale.zh.md)）。于是模型学得更慢，但并不是学不会：在[有记录的消融实验](../docs/scaling_ablation/quick/summary.md)里，6 个种子中有 5 个在 600 步内学会，所需步数约为 5 倍。如果只比较 100 步之后的结果，测到的是步数预算，而不是能力。
+# 不缩放时，分数是原来的 √128 ≈ 11 倍。在什么都没学到之前，softmax 就把大部分权重放在一个键上；在这样的行里，softmax 几乎不传递梯度；只有少数行里有两个键几乎打平，这些行的梯度反而很大（[为什么是 √d_k](../docs/why_scale.zh.md)）。于是模型学得更慢，但并不是学不会：在[有记录的消融实验](../docs/scaling_ablation/quick/summary.md)里，6 个种子中有 5 个在 600 步内学会，所需步数约为 5 倍。如果只比较 100 步之后的结果，测到的是步数预算，而不是能力。
 
 # %% [markdown] en
 # ## 4. Remove the scale from a model that has learned
@@ -287,11 +287,11 @@ for name, curve in curves.items():
 
 # %% [markdown] en
 # Both start as the same function, but at this learning rate the model without the scale loses much of what it had learned. With the scale removed, W_Q and W_K are smaller, so
-# a step of the same size changes them more. In this run the model with the scale stays stable at this rate. It is one run with one seed;
+# a step of the same size is a larger part of them. In this run the model with the scale stays stable at this rate. It is one run with one seed;
 # [the recorded ablation](../docs/scaling_ablation/quick/summary.md) uses six seeds at d_k = 128, AdamW and SGD, and gives intervals.
 
 # %% [markdown] zh
-# 两者一开始是同一个函数，但在这个学习率下，去掉缩放的模型丢掉了大半已经学会的东西。去掉缩放以后 W_Q 和 W_K 变小，同样大小的一步对它们的改动就更大。在这次训练里，有缩放的模型在这个学习率下保持稳定。这只是一个随机种子的一次训练；[有记录的消融实验](../docs/scaling_ablation/quick/summary.md)在 d_k = 128 下用了六个种子、AdamW 和 SGD，并给出区间。
+# 两者一开始是同一个函数，但在这个学习率下，去掉缩放的模型丢掉了大半已经学会的东西。去掉缩放以后 W_Q 和 W_K 变小，同样大小的一步带来的相对改动就更大。在这次训练里，有缩放的模型在这个学习率下保持稳定。这只是一个随机种子的一次训练；[有记录的消融实验](../docs/scaling_ablation/quick/summary.md)在 d_k = 128 下用了六个种子、AdamW 和 SGD，并给出区间。
 
 # %% [markdown] en
 # ## 5. Which head does it?

@@ -78,7 +78,7 @@ def tokenised(
 
     Returns:
         The ids of training and of validation, the tokenizer, and the record in the JSON file. ``record["splits"][split]`` has
-        the numbers of ``tokens``, ``characters`` and ``bytes`` (UTF-8). ``record["floors"]`` is ``ngram_floors`` of the splits.
+        the numbers of ``tokens``, ``characters``, ``bytes`` (UTF-8), and ``unknown`` characters. ``record["floors"]`` is ``ngram_floors`` of the splits.
 
     Raises:
         ConfigError: the text is missing, not UTF-8, or too short to be split.
@@ -105,7 +105,12 @@ def tokenised(
             raise ConfigError(f"{said} changed while it was read; start again")
         return {**record, "floors": ngram_floors(*token_arrays(path, record), made_by.vocab_size)}
 
-    return cached(path, said, build)
+    found = cached(path, said, build)
+    unknown, characters = (found[3]["splits"]["train"].get(name, 0) for name in ("unknown", "characters"))
+    if unknown:
+        share = f"{unknown / characters:.2g}"
+        logger.warning("a share of %s of the characters of %s is not in the tokenizer: each becomes <unk>", share, said)
+    return found
 
 
 def cached(
@@ -144,7 +149,8 @@ def write_ids(
 ) -> dict[str, Any]:
     """Write the ids of the texts of ``train`` and then of ``val`` to ``path``. Return the record of them."""
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
-    counts = {split: {"tokens": 0, "characters": 0, "bytes": 0} for split in ("train", "val")}
+    counts = {split: {"tokens": 0, "characters": 0, "bytes": 0, "unknown": 0} for split in ("train", "val")}
+    knows_all = tokenizer.characters is None
     digest = hashlib.sha256()
     with replacing(path) as file:
         for split, counted in counts.items():
@@ -154,6 +160,7 @@ def write_ids(
                 counted["tokens"] += len(written)
                 counted["characters"] += sum(map(len, batch))
                 counted["bytes"] += sum(len(text.encode()) for text in batch)
+                counted["unknown"] += 0 if knows_all else int(np.count_nonzero(written == 0))
                 digest.update(written.tobytes())
                 file.write(written.tobytes())
     about = {"format": FORMAT, "tokenizer": tokenizer.to_dict(), "tokens_sha256": digest.hexdigest()}

@@ -12,6 +12,13 @@ from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.masks import Dense, Mask, Padding, from_key_padding_mask, intersect
 
 
+class _NotFused:
+    """Stands where torch looks for a weight: its fused path refuses whatever has a ``__torch_function__``."""
+
+    def __torch_function__(self, *args: object, **options: object) -> object:
+        return NotImplemented
+
+
 class DropInAttention(nn.Module):
     """A ``MultiHeadAttention`` that is called like ``torch.nn.MultiheadAttention``.
 
@@ -19,9 +26,6 @@ class DropInAttention(nn.Module):
     masks, the weights are averaged over heads, and ``batch_first`` is kept. The attribute ``attention`` is the
     ``MultiHeadAttention``. Its results differ from torch's in two points. The weights are those before dropout. A query without
     a visible key gives zero before ``out_proj``, where torch gives NaN.
-
-    An ``nn.TransformerEncoder`` with padded input needs ``enable_nested_tensor=False``. Otherwise it looks for
-    ``in_proj_weight`` to use torch's fused path.
 
     Args:
         theirs: the layer to replace. Its training mode, dtype and device are kept.
@@ -38,8 +42,10 @@ class DropInAttention(nn.Module):
     True
     """
 
-    # nn.TransformerEncoderLayer reads this. None keeps it from its fused path, which would not call this layer.
+    # nn.TransformerEncoderLayer and nn.TransformerEncoder read these. They keep both from torch's fused path, which would not call this layer.
     in_proj_bias = None
+    in_proj_weight = _NotFused()
+    out_proj = property(lambda self: self.attention.out_proj)
 
     def __init__(self, theirs: nn.MultiheadAttention, *, backend: str = "auto") -> None:
         super().__init__()

@@ -42,6 +42,15 @@ def test_the_vocabulary_comes_from_the_training_split_alone(text_config, cache):
     assert set(val.array.tolist()) == {0}, "unknown"
 
 
+def test_characters_that_a_given_tokenizer_does_not_know_are_told_at_each_start(text_config, cache, caplog):
+    config, given = text_config("abé!" * 50, val_fraction=0.1), train_tokenizer("char", ["ab"])
+    for tokenizer in (given, given, None):
+        caplog.clear()
+        record = tokenised(config, cache, tokenizer)[3]
+        assert record["splits"]["train"]["unknown"] == (90 if tokenizer else 0)
+        assert [" 0.5 " in message for message in caplog.messages if "<unk>" in message] == [True] * bool(tokenizer)
+
+
 def test_a_cache_that_fits_is_used_again_and_a_changed_source_is_read_anew(text_config, cache, builds):
     first, second = tokenised(text_config(TEXT), cache), tokenised(text_config(TEXT), cache)
     assert (len(builds), first[3], text_of(first)) == (1, second[3], text_of(second))

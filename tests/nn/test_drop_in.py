@@ -58,17 +58,20 @@ def test_self_attention_stays_self_attention(batch_first, shape):
     assert seen == [True]
 
 
+@pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_the_layers_of_torchs_own_encoder_can_be_swapped(norm_first, training):
+def test_the_layers_of_torchs_own_encoder_can_be_swapped(norm_first, training, nested):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(E, 2, 16, dropout=0.0, batch_first=True, norm_first=norm_first, dtype=F64)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
     x, causal = torch.randn(B, L, E, dtype=F64), nn.Transformer.generate_square_subsequent_mask(L, dtype=F64)
     hidden = cells(B, L)
+    at_the_end = torch.arange(L) >= torch.arange(L - B + 1, L + 1)[:, None]
     both = {"mask": causal, "is_causal": True, "src_key_padding_mask": as_float(hidden)}
-    calls = ({}, {"src_key_padding_mask": hidden}, both)
+    calls = ({}, {"src_key_padding_mask": hidden}, {"src_key_padding_mask": at_the_end}, both)
     before = [model(x, **call) for call in calls]
+    model.use_nested_tensor = nested and not norm_first  # torch's default, which would take padding at the end out
     for layer in model.layers:
         layer.self_attn = DropInAttention(layer.self_attn)
         assert layer.self_attn.training is training
