@@ -82,9 +82,12 @@ def told(run: Row) -> str:
 
 
 def headlines(rows: list[Row], language: str = "en") -> str:
-    """The two rows that are farthest below what was wanted of them, and the two farthest above, of four targets; these first. Counts are left out."""
+    """The two rows that are farthest below what was wanted of them, and the two farthest above, of four targets; these first. Counts and rows without a quiet control are left out."""
     index, comma, head, verdicts, to = WORDS[language]
-    found = sorted((one for one in rows if one["wanted"] is not None and one["low"] != one["high"]), key=margin)
+    told = (
+        one for one in rows if one["wanted"] is not None and one["low"] != one["high"] and one.get("control_holds") is not False
+    )
+    found = sorted(told, key=margin)
     chosen: dict[str, Row] = {}
     for kind, order in (("missed", found), ("met", found[::-1])):
         for one in [one for one in order if verdict(one) == kind and one["target"] not in chosen]:

@@ -107,7 +107,7 @@ class SlurmPool:
         try:
             import submitit
         except ImportError:
-            raise ConfigError("ablation.launcher=slurm needs submitit: pip install minitx[slurm]") from None
+            raise ConfigError("ablation.launcher=slurm needs submitit: install minitx with the extra slurm") from None
         parameters = {"name": "minitx", "timeout_min": 60, **options}
         try:
             self._executor = submitit.AutoExecutor(folder=folder, cluster=parameters.pop("cluster", "slurm"))

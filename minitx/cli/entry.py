@@ -18,7 +18,7 @@ def _program(name: str) -> Callable[[], int]:
             if package in ("", "minitx"):
                 raise
             sys.stderr.write(
-                f"error: minitx-{name} needs the package {package}, which is not installed: pip install minitx[train]\n"
+                f"error: minitx-{name} needs the package {package}, which is not installed: install minitx with the extra train\n"
             )
             raise SystemExit(2) from None
         return code

@@ -137,7 +137,7 @@ def _digits(config: DigitsDataConfig) -> Both:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise ConfigError("data=digits needs the package scikit-learn: pip install minitx[vision]") from None
+        raise ConfigError("data=digits needs the package scikit-learn: install minitx with the extra vision") from None
     digits = load_digits()
     pixels, labels = digits.images[:, None].astype(np.uint8), digits.target
     train, val = stratified(labels, config.val_fraction)

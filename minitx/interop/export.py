@@ -37,7 +37,7 @@ def export_onnx(model: TransformerModel, path: str | Path) -> None:
     """
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
     if missing:
-        raise ImportError(f"export_onnx needs {' and '.join(missing)}: pip install minitx[export]")
+        raise ImportError(f"export_onnx needs {' and '.join(missing)}: install minitx with the extra export")
     inputs, open_axes = _inputs(model.config)
     device = next(model.parameters()).device
     with evaluating(model), warnings.catch_warnings():  # torch's exporter emits DeprecationWarnings

@@ -166,4 +166,4 @@ def _trusted_class(target: str, key: str) -> type:
         of_torch = home.startswith(("torch.nn.", "torch.optim.")) and getattr(sys.modules[home], found.__name__, None) is found
         if of_torch or target in OURS:
             return found
-    raise ConfigError(f"{key}._target_={target} in the checkpoint is not a class of torch.nn, torch.optim or minitx; {_ADVICE}")
+    raise ConfigError(f"{key}._target_={target} in the checkpoint is none of the classes that a checkpoint may name; {_ADVICE}")
