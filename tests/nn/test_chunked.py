@@ -14,6 +14,7 @@ from minitx.nn import (
     Documents,
     Mask,
     Padding,
+    PrefixLM,
     SlidingWindow,
     T5RelativeBias,
     backends,
@@ -58,6 +59,32 @@ def test_tiles_that_a_rule_hides_are_skipped_in_both_passes(monkeypatch):
     assert flops(Causal() & Documents(torch.arange(320)[None] // 64)) == 5 * tile
     assert 5 * tile <= flops(BlockSparse(torch.eye(5, dtype=torch.bool), 64)) < 5.1 * tile  # and a product of small patterns
     assert flops(Dense(torch.eye(320, dtype=torch.bool))) == 5 * tile
+
+
+NARROW = {
+    "window": SlidingWindow(20),
+    "causal window": Causal() & SlidingWindow(20),
+    "window or prefix": SlidingWindow(40) | PrefixLM(40),
+    "blocks": BlockSparse(torch.ones(9, 9, dtype=torch.bool).tril(1).triu(-3), 16),
+    "blocks and dense": BlockSparse(torch.ones(9, 9, dtype=torch.bool).tril(2), 16)
+    & torch.rand(131, 131).gt(0.1).fill_diagonal_(True),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_neighbours_of_a_fine_grain_are_one_product_and_the_answer_is_maths(monkeypatch, name):
+    monkeypatch.setattr(chunked, "LARGEST", 128)
+    monkeypatch.setattr(chunked, "SMALLEST", 32)
+    shape, mask = (1, 2, 131, 131), NARROW[name]
+    q, k, v = (torch.randn(*shape[:3], 5, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    states = chunked.tile_states(mask, shape, q.device)
+    products = [part for _, strip in chunked.tiles(mask, shape, states) for part in strip]
+    assert len(products) < (states > 0).sum() < states.numel()
+    got, wanted = (attention(q, k, v, mask, backend=backend) for backend in ("chunked", "math"))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+    cotangent = torch.randn_like(got)
+    for ours, theirs in zip(*(torch.autograd.grad(out, (q, k, v), cotangent) for out in (got, wanted)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 def packed(*, bias=None, sinks=None, mask=None, seed=None, scale=1.0, softcap=0.0, dropout_p=0.0):

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from dataclasses import FrozenInstanceError, fields, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ RULES = {
     "blocks": (BlockSparse(BLOCKS, 2), lambda b, h, t, j, i: bool(BLOCKS[t // 2, j // 2])),
     "dense by key": (Dense(CELLS[:, :1, :1]), lambda b, h, t, j, i: bool(CELLS[b, 0, 0, j])),
 }
+EXACT = [name for name in RULES if name != "prefix per row"]  # that one does not look at its lengths
 SYMBOLIC = [name for name in RULES if "dense" not in name]
 
 
@@ -95,6 +97,34 @@ def test_tiles_are_slices_of_the_whole(mask, cut):
     tile = whole(mask, rows=rows, keys=keys)
     wanted = whole(mask).expand(2, 3, 5, 5)[:, :, rows, keys]
     assert torch.equal(tile.expand(wanted.shape), wanted)
+
+
+def tiles_of(mask, length, height, width):
+    """The two verdicts of a mask on tiles, and what the cells of each tile say: all visible, none visible."""
+    rows, keys = [*range(0, length, height), length], [*range(0, 5, width), 5]
+    cells = whole(mask, (2, 3, length, 5)).expand(2, 3, length, 5)
+    tiles = [[cells[:, :, a:b, c:d] for c, d in pairwise(keys)] for a, b in pairwise(rows)]
+    truth = torch.tensor([[[bool(tile.all()), not tile.any()] for tile in row] for row in tiles]).unbind(-1)
+    return mask.tile_map(torch.tensor(rows), torch.tensor(keys), 5 - length), truth
+
+
+SIDES = st.integers(1, 5)
+
+
+@settings(max_examples=100)
+@given(mask=masks, length=SIDES, height=SIDES, width=SIDES)
+def test_a_tile_is_called_whole_or_empty_only_if_it_is(mask, length, height, width):
+    assume(length == 5 or "Dense" not in repr(mask))  # a dense mask has one size
+    verdicts, truth = tiles_of(mask, length, min(height, length), width)
+    for said, true in zip(verdicts, truth, strict=True):
+        assert said.shape == true.shape and not (said & ~true).any()
+
+
+@given(name=st.sampled_from(EXACT), length=SIDES, height=SIDES, width=SIDES)
+def test_one_rule_knows_each_of_its_tiles(name, length, height, width):
+    verdicts, truth = tiles_of(RULES[name][0], length if name in SYMBOLIC else 5, min(height, length), width)
+    for said, true in zip(verdicts, truth, strict=True):
+        assert torch.equal(said, true)
 
 
 @settings(max_examples=50)
