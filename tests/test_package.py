@@ -149,7 +149,9 @@ def test_with_torch_alone_a_program_says_what_to_install(torch_alone, empty):
     for program in PROGRAMS:
         done = run(torch_alone / f"minitx-{program}", "model=char_small", folder=empty, code=2)
         (line,) = done.stderr.splitlines()
-        assert line.startswith(f"error: minitx-{program} needs the package ") and line.endswith(": install minitx with the extra train")
+        assert line.startswith(f"error: minitx-{program} needs the package ") and line.endswith(
+            ": install minitx with the extra train"
+        )
         assert done.stdout == "" and list(empty.iterdir()) == []
 
 

@@ -54,3 +54,43 @@ def test_the_first_step_may_be_repeated():
     source = Counting(batch_size=12, accumulate=3)
     batches = list(AddressedLoader(source, Addresses(5, 2, 3, repeat_first=True)))
     assert ids_of(batches) == ids_of(loader(num_steps=1)) * 3
+
+
+@pytest.mark.parametrize(
+    ("address", "accumulate", "word"),
+    [
+        (Address(0), 5, "divisible"),
+        (Address(-1), 1, "step"),
+        (Address(0, micro=2), 2, "micro"),
+        (Address(0, rank=2), 1, "rank"),
+    ],
+)
+def test_a_slice_that_no_step_has_is_refused_by_name(address, accumulate, word):
+    with pytest.raises(ValueError, match=word):
+        rows_of(address, 12, accumulate, world=2)
+
+
+def test_the_length_is_that_of_the_whole_run_and_a_step_after_its_end_is_refused():
+    ended = loader(num_steps=7)
+    ended.load_state_dict({"step": 7})
+    assert (len(ended), list(ended)) == (7 * 3, [])
+    for step in (-1, 8):
+        with pytest.raises(ValueError, match=f"step={step} must lie in"):
+            ended.load_state_dict({"step": step})
+
+
+def test_the_state_of_a_source_is_stored_and_given_back():
+    class Remembering(Counting):
+        def state_dict(self, step):
+            return {"rows read": 12 * step}
+
+        def load_state_dict(self, state):
+            self.given = state
+
+    source = Remembering(batch_size=12, accumulate=3)
+    batches = iter(run := AddressedLoader(source, Addresses(7, 0, 3)))
+    for _ in range(4):
+        next(batches)
+    assert run.state_dict() == {"step": 1, "rows read": 12}
+    run.load_state_dict(run.state_dict())
+    assert source.given == {"step": 1, "rows read": 12}

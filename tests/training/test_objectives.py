@@ -11,7 +11,15 @@ import torch.nn.functional as F
 from minitx.analysis.counting import allocations, count_flops
 from minitx.config import ConfigError, ObjectiveConfig, OptimizerConfig, ParameterRule, ScheduleConfig, TransformerConfig
 from minitx.nn.models import build_model
-from minitx.training.objectives import CrossEntropy, build_objective, chunked_cross_entropy, cross_entropy, num_targets
+from minitx.training.objectives import (
+    CrossEntropy,
+    build_objective,
+    check_head,
+    checked_sums,
+    chunked_cross_entropy,
+    cross_entropy,
+    num_targets,
+)
 from minitx.training.optimizers import build_optimizer, parameter_groups
 from minitx.training.schedules import lr_factor
 
@@ -24,6 +32,63 @@ def test_the_loss_is_a_sum_over_the_labels_that_count_and_label_smoothing_leaves
     assert (int(sums["correct"]), int(num_targets(labels))) == (int((log_p.argmax(-1) == counted).sum()), 5)
     assert float(sums["nll"]) == pytest.approx(float(hit))
     assert float(sums["loss"]) == pytest.approx(float(0.7 * hit - 0.3 * log_p.mean(-1).sum()))
+
+
+def test_a_loss_of_torch_sums_over_the_labels_and_a_function_stays_as_it_is():
+    logits, labels = torch.randn(2, 3, 7, dtype=torch.float64), torch.tensor([[1, -100, 6], [0, 2, 3]])
+    found = build_objective(torch.nn.CrossEntropyLoss(reduction="sum"))(logits, {"labels": labels})
+    assert float(found["loss"]) == pytest.approx(float(cross_entropy(logits, labels)["loss"]))
+    numbers, wanted = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+    squares = build_objective(torch.nn.MSELoss(reduction="sum"))(numbers, {"labels": wanted})
+    assert float(squares["loss"]) == pytest.approx(float((numbers - wanted).square().sum()))
+    assert build_objective(cross_entropy) is cross_entropy
+
+
+@pytest.mark.parametrize(
+    ("objective", "said"), [(3, "objective=int must be callable"), (torch.nn.MSELoss(), "reduction=mean must be")]
+)
+def test_an_objective_that_is_no_sum_is_refused(objective, said):
+    with pytest.raises(ConfigError, match=said):
+        build_objective(objective)
+
+
+def test_what_an_objective_returns_is_a_number_or_numbers_by_name_with_loss_among_them():
+    one = torch.tensor(2.0)
+    assert checked_sums(one) == {"loss": one} and checked_sums({"loss": one, "nll": one}) == {"loss": one, "nll": one}
+    for wrong, said in [
+        ({"nll": one}, "got nll"),
+        ({}, "got nothing"),
+        (torch.ones(2), r"loss is a tensor of shape \(2,\)"),
+        ({"loss": one, "nll": 1.0}, "nll is float"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            checked_sums(wrong)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, None),
+        ({"logit_softcap": 5.0}, "lm with model.logit_softcap=5.0"),
+        ({"architecture": "encoder", "head": "lm", "head_transform": True}, "lm with model.head_transform=True"),
+    ],
+)
+def test_a_loss_in_chunks_needs_a_head_that_is_one_linear_map(fields, said):
+    model = build_model(TransformerConfig(vocab_size=11, embed_dim=8, num_heads=2, num_layers=1, max_len=5, **fields))
+    check_head(ObjectiveConfig(), model, "lm")
+    if said is None:
+        check_head(ObjectiveConfig(chunk_tokens=3), model, "lm")
+        with pytest.raises(ConfigError, match=r"got model\.head=none:"):
+            check_head(ObjectiveConfig(chunk_tokens=3), model, "none")
+    else:
+        with pytest.raises(ConfigError, match=said):
+            check_head(ObjectiveConfig(chunk_tokens=3), model, "lm")
+
+
+@pytest.mark.parametrize(("chunk_tokens", "labels", "said"), [(0, (3,), "chunk_tokens=0"), (2, (4,), "hidden must be")])
+def test_chunks_of_nothing_and_shapes_that_do_not_fit_are_refused(chunk_tokens, labels, said):
+    with pytest.raises(ValueError, match=said):
+        chunked_cross_entropy(torch.randn(3, 5), torch.randn(7, 5), None, torch.zeros(labels).long(), chunk_tokens=chunk_tokens)
 
 
 def test_by_default_labels_are_not_smoothed_and_right_answers_are_counted_in_training():
