@@ -313,7 +313,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("target", help="module:function, for example minitx.nn:scaled_dot_product_attention")
     parser.add_argument("--device", default="cpu")
     typed = parser.parse_args(arguments)
-    sys.path.insert(0, "")  # to import modules from the current folder
     module, _, name = typed.target.partition(":")
     try:
         results = check_kernel(getattr(importlib.import_module(module), name), typed.device)

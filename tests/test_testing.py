@@ -149,7 +149,7 @@ def test_the_program_prints_a_table_and_returns_1_on_a_failure(tmp_path, monkeyp
         "def right(query, key, value, *, attn_mask=None): return good(query, key, value, attn_mask)\n"
         "def wrong(query, key, value, *, attn_mask=None): return 1.01 * good(query, key, value, attn_mask)\n"
     )
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # as python -m does with the current folder
     for name, code in (("right", 0), ("wrong", 1)):
         assert testing.main([f"mine:{name}"]) == code
         shown = capsys.readouterr().out
