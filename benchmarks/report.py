@@ -82,12 +82,15 @@ def told(run: Row) -> str:
 
 
 def headlines(rows: list[Row], language: str = "en") -> str:
-    """The two rows that are farthest below what was wanted of them, and the two farthest above, of four targets; these first. Counts and rows without a quiet control are left out."""
+    """The two rows that are farthest below what was wanted of them, and the two farthest above, of four targets; these first.
+
+    Counts, and rows whose control does not hold, are left out.
+    """
     index, comma, head, verdicts, to = WORDS[language]
-    told = (
+    sure = (
         one for one in rows if one["wanted"] is not None and one["low"] != one["high"] and one.get("control_holds") is not False
     )
-    found = sorted(told, key=margin)
+    found = sorted(sure, key=margin)
     chosen: dict[str, Row] = {}
     for kind, order in (("missed", found), ("met", found[::-1])):
         for one in [one for one in order if verdict(one) == kind and one["target"] not in chosen]:

@@ -78,7 +78,8 @@ def tokenised(
 
     Returns:
         The ids of training and of validation, the tokenizer, and the record in the JSON file. ``record["splits"][split]`` has
-        the numbers of ``tokens``, ``characters``, ``bytes`` (UTF-8), and ``unknown`` characters. ``record["floors"]`` is ``ngram_floors`` of the splits.
+        the numbers of ``tokens``, ``characters``, ``bytes`` (UTF-8) and ``unknown`` characters. ``record["floors"]`` is
+        ``ngram_floors`` of the splits.
 
     Raises:
         ConfigError: the text is missing, not UTF-8, or too short to be split.
@@ -105,12 +106,7 @@ def tokenised(
             raise ConfigError(f"{said} changed while it was read; start again")
         return {**record, "floors": ngram_floors(*token_arrays(path, record), made_by.vocab_size)}
 
-    found = cached(path, said, build)
-    unknown, characters = (found[3]["splits"]["train"].get(name, 0) for name in ("unknown", "characters"))
-    if unknown:
-        share = f"{unknown / characters:.2g}"
-        logger.warning("a share of %s of the characters of %s is not in the tokenizer: each becomes <unk>", share, said)
-    return found
+    return cached(path, said, build)
 
 
 def cached(
@@ -119,20 +115,25 @@ def cached(
     """Return the ids of training and of validation at ``path``, the tokenizer, and the record in the JSON file.
 
     If the files are missing, damaged or do not fit each other, ``build`` writes them again. ``source`` is the name of the text
-    in the log.
+    in the log, which warns of characters that the tokenizer does not know.
     """
-    beside = path.with_suffix(".json")
+    found, beside = None, path.with_suffix(".json")
     try:
         record = json.loads(beside.read_text(encoding="utf-8"))
         if record["format"] == FORMAT and record["tokens_sha256"] == sha256_of(path):
-            return *token_arrays(path, record), from_dict(record["tokenizer"]), record
+            found = (*token_arrays(path, record), from_dict(record["tokenizer"]), record)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
-    logger.info("tokenising %s", source)
-    record = build()
-    with replacing(beside) as file:
-        file.write(json.dumps(record).encode())
-    return *token_arrays(path, record), from_dict(record["tokenizer"]), record
+    if found is None:
+        logger.info("tokenising %s", source)
+        record = build()
+        with replacing(beside) as file:
+            file.write(json.dumps(record).encode())
+        found = (*token_arrays(path, record), from_dict(record["tokenizer"]), record)
+    if unknown := record["splits"]["train"].get("unknown"):
+        share = f"{unknown / record['splits']['train']['characters']:.2g}"
+        logger.warning("a share of %s of the characters of %s is not in the tokenizer: each becomes <unk>", share, source)
+    return found
 
 
 def token_arrays(path: Path, record: Mapping[str, Any]) -> tuple[TokenArray, TokenArray]:

@@ -42,7 +42,8 @@ class DropInAttention(nn.Module):
     True
     """
 
-    # nn.TransformerEncoderLayer and nn.TransformerEncoder read these. They keep both from torch's fused path, which would not call this layer.
+    # nn.TransformerEncoderLayer and nn.TransformerEncoder read these, which keep both from torch's fused path: it would not
+    # call this layer.
     in_proj_bias = None
     in_proj_weight = _NotFused()
     out_proj = property(lambda self: self.attention.out_proj)

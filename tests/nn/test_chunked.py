@@ -67,7 +67,7 @@ NARROW = {
     "window or prefix": SlidingWindow(40) | PrefixLM(40),
     "blocks": BlockSparse(torch.ones(9, 9, dtype=torch.bool).tril(1).triu(-3), 16),
     "blocks and dense": BlockSparse(torch.ones(9, 9, dtype=torch.bool).tril(2), 16)
-    & torch.rand(131, 131).gt(0.1).fill_diagonal_(True),
+    & ((7 * torch.arange(131)[:, None] + 3 * torch.arange(131)) % 11 > 0),
 }
 
 
