@@ -56,7 +56,7 @@ mutation: $(VENV)/dev.installed
 
 $(VENV)/%.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[$*]"
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[$*]"
 	touch $@
 
 clean:
