@@ -18,7 +18,7 @@ test: $(VENV)/dev.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 slow: $(VENV)/dev.installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow or release"
 
 PAIRS ?= 8
 bench: $(VENV)/dev.installed

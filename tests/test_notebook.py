@@ -23,7 +23,7 @@ def test_the_stored_notebook_has_the_cells_of_its_source_and_their_outputs(langu
     assert NOTEBOOKS[language].stat().st_size < 1e6
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_notebook_runs_from_top_to_bottom(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     made = notebook("en")

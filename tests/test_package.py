@@ -155,7 +155,7 @@ def test_with_torch_alone_a_program_says_what_to_install(torch_alone, empty):
         assert done.stdout == "" and list(empty.iterdir()) == []
 
 
-@slow
+@pytest.mark.release
 def test_with_train_the_wheel_runs_the_scaling_ablation_from_an_empty_folder(with_train, empty):
     where = run(with_train / "python", "-c", "import minitx; print(minitx.__file__)", folder=empty).stdout
     assert Path(where.strip()).is_relative_to(with_train.parent)  # and not the checkout

@@ -56,7 +56,7 @@ def test_closing_a_pool_ends_its_workers_whatever_they_do(tmp_path):
 # --- Slurm, by submitit
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # submitit leaves its log files open
 def test_jobs_of_submitit_answer_as_workers_do_and_are_cancelled_with_their_pool(tmp_path, monkeypatch):
     submitit = pytest.importorskip("submitit")

@@ -76,7 +76,7 @@ def rank_of(folder, parent):
     return next((int(one[5:]) for one in settings if one.startswith(b"RANK=")), None) if child else None
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_process_that_dies_ends_the_others_with_the_reason(tmp_path):
     words = [*TINY, "trainer.max_steps=10000000", "trainer.ckpt_every=100000", "output_dir=run"]
     process, metrics = start(words, tmp_path), tmp_path / "run" / "metrics.csv"

@@ -123,7 +123,7 @@ def test_a_mistake_in_a_part_is_one_sentence_with_its_key(own, project):
     assert not (project / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_grid_has_it_as_an_arm(script, project):
     script("scaling_ablation", "ablation=widths", "output_dir=grid")
     cells = [json.loads(line) for line in (project / "grid" / "cells.jsonl").read_text().splitlines()]
@@ -142,7 +142,7 @@ def test_a_sweep_by_joblib_exits_with_3_where_a_job_fails(own, project):
     assert not (project / "fixed").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_data_module_of_ones_own_gives_two_processes_rows_of_their_own(script, project):
     source = (project / "own.py").read_text()
     note = 'open(f"rows_{os.environ[\'LOCAL_RANK\']}", "a").write("".join(f"{row}\\n" for row in input_ids.tolist() if self.training))'
@@ -156,7 +156,7 @@ def test_a_data_module_of_ones_own_gives_two_processes_rows_of_their_own(script,
     assert read_metrics(project / "run" / "metrics.csv")[0]["tokens"] == 2 * 32
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_launcher_runs_the_jobs_of_a_sweep_in_processes(script, project):
     script("sorted_task", *SHORT, "-m", "hydra/launcher=submitit_local", "hydra.sweep.dir=swept", "optimizer.lr=.1,.5")
     first, second = (losses(f"{project}/swept/{job}") for job in (0, 1))

@@ -164,7 +164,7 @@ SLOW = (
     "docs/training.md",
     "docs/weights.md",
 )
-"""Pages that are run in the slow tier: their programs have faster tests of their own in the other one."""
+"""Pages whose Python is run in the slow tier, and whose commands in that of a release: their programs have faster tests of their own."""
 
 
 class Shelf:
@@ -311,11 +311,11 @@ BASH = [block for page in RUN for block in blocks(page, "bash")]
 PYTHON = [page for page in RUN if blocks(page, "python") and page not in ELSEWHERE]
 
 
-def tier(page: str, thing: Any = None) -> Any:
-    return pytest.param(thing or page, id=getattr(thing, "name", page), marks=pytest.mark.slow if page in SLOW else ())
+def tier(page: str, mark: pytest.MarkDecorator, thing: Any = None) -> Any:
+    return pytest.param(thing or page, id=getattr(thing, "name", page), marks=mark if page in SLOW else ())
 
 
-@pytest.mark.parametrize("block", [tier(block.page, block) for block in BASH])
+@pytest.mark.parametrize("block", [tier(block.page, pytest.mark.release, block) for block in BASH])
 def test_every_command_runs(block: Block, shelf: Shelf, place: Path) -> None:
     typed = commands(block)
     assert typed, f"no command in {block.name}"
@@ -332,7 +332,7 @@ def matches(printed: str, shown: str) -> bool:
     return re.fullmatch(pattern, printed) is not None
 
 
-@pytest.mark.parametrize("page", [tier(page) for page in PYTHON])
+@pytest.mark.parametrize("page", [tier(page, pytest.mark.slow) for page in PYTHON])
 def test_the_python_of_a_page_runs_in_order_and_prints_what_stands_below_it(page: str, shelf: Shelf, place: Path) -> None:
     found, names = blocks(page), {"__name__": "__main__"}
     for block, after in zip(found, [*found[1:], None], strict=True):

@@ -23,7 +23,7 @@ try:
 finally:
     sys.path.pop(0)
 
-SLOW = {"training", "limits", "gradients"}  # dozens of runs; their parts are in the tests below
+LONGER = {"training", "limits", "gradients"}  # dozens of runs; their parts are in the tests below
 
 
 def numbers(text):
@@ -38,7 +38,7 @@ def cells(text):
 
 
 @pytest.mark.parametrize("section", [
-    pytest.param(section, marks=[pytest.mark.slow] * (section.__name__ in SLOW)) for section in why.SECTIONS
+    pytest.param(section, marks=[pytest.mark.release] * (section.__name__ in LONGER)) for section in why.SECTIONS
 ], ids=lambda section: section.__name__)  # fmt: skip
 def test_every_claim_holds_with_the_recorded_numbers(section, tmp_path):
     out = drawing.Output(tmp_path)

@@ -42,7 +42,7 @@ def inputs(config, rows, length):
     return given
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("name", MODELS)
 def test_onnxruntime_answers_as_the_model_does_over_lengths_and_padding(name, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")

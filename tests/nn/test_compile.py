@@ -30,7 +30,9 @@ KINDS = {  # a model of test_every_model.py, and what is changed in it
 }
 
 
-SLOW_BUT_ONE = [pytest.param(kind, marks=() if kind == "llama" else pytest.mark.slow) for kind in KINDS]
+def each_kind(mark):
+    """One in the quick tests, the others in the tier of ``mark``."""
+    return pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == "llama" else mark) for kind in KINDS])
 
 
 def model(kind):
@@ -67,7 +69,7 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("kind", SLOW_BUT_ONE)
+@each_kind(pytest.mark.slow)
 def test_a_model_compiles_whole_and_at_most_twice_for_several_sizes(kind):
     network, graphs = model(kind), Graphs()
     compiled = torch.compile(network, backend=graphs, fullgraph=True)
@@ -80,7 +82,7 @@ def test_a_model_compiles_whole_and_at_most_twice_for_several_sizes(kind):
     assert graphs.count <= 2
 
 
-@pytest.mark.parametrize("kind", SLOW_BUT_ONE)
+@each_kind(pytest.mark.release)
 def test_a_model_is_exported_with_dynamic_batch_and_length(kind):
     network = model(kind).eval()
     given = batch(network, 2, 5)
@@ -91,7 +93,7 @@ def test_a_model_is_exported_with_dynamic_batch_and_length(kind):
         torch.testing.assert_close(exported(**given), network(**given), rtol=0, atol=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("kind", ["llama", "t5", "gpt2, experts", "gpt2, chunked"])
 def test_compiled_gradients_are_those_of_the_plain_model(kind):
     network, results = model(kind), []

@@ -234,7 +234,7 @@ def check_random_calls(number, examples):
     part()
 
 
-@pytest.mark.parametrize(("number", "examples"), [(0, 90), pytest.param(1, 620, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("number", "examples"), [(0, 90), pytest.param(1, 620, marks=pytest.mark.release)])
 def test_any_call_equals_float64_forward_and_backward(number, examples):
     check_random_calls(number, examples)  # a quarter of them has a soft-cap or sinks, which sdpa refuses
 

@@ -103,7 +103,8 @@ def test_a_chunked_loss_trains_on_several_devices_as_the_plain_one_on_one(ran, c
 
 
 ROADS = [
-    ("one ddp, ddp one, fsdp one, one fsdp, ddp ddp_of_4, shards one", pytest.mark.slow),
+    ("ddp one, one fsdp", pytest.mark.slow),
+    ("one ddp, fsdp one, ddp ddp_of_4, shards one", pytest.mark.release),
     ("fsdp shards, shards fsdp_of_4, one tensor_parallel, tensor_parallel one, shards both_of_4", pytest.mark.long),
 ]
 MARKED = [pytest.param(*road.split(), marks=mark) for roads, mark in ROADS for road in roads.split(", ")]

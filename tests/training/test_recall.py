@@ -38,7 +38,7 @@ def make_config(task, num_layers):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("task", TASKS)
 def test_two_layers_solve_the_task_by_looking_at_the_answer(task, tmp_path):
     config = make_config(task, num_layers=2)
@@ -56,7 +56,7 @@ def test_two_layers_solve_the_task_by_looking_at_the_answer(task, tmp_path):
     assert on_answer[position >= 0].mean() > 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(("task", "most"), [("multi_query_recall", 0.65), ("induction", 0.25)])
 def test_one_layer_does_no_better_than_a_guess_among_what_the_row_shows(task, most, tmp_path):
     result = train(make_config(task, num_layers=1), tmp_path)

@@ -37,7 +37,7 @@ assert "wandb" in sys.modules and sys.modules["wandb"].run is None
 """
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_an_offline_run_has_config_command_curves_figures_page_and_checkpoint(tmp_path, request):
     (tmp_path / "text.txt").write_text("Once upon a midnight dreary, while I pondered, weak and weary,\n" * 9)
     root = request.config.rootpath
