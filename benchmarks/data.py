@@ -151,6 +151,7 @@ def large_text(pairs: int, megabytes: float, source: Path | None) -> Iterator[Ro
     """P13."""
     lines = (source.read_text(encoding="utf-8") if source else "".join(read_text(TextDataConfig()))).splitlines(keepends=True)
     label = f"{megabytes:g} MB"
+    wanted = (">= 0.8", "<= 600", "<= 1.1") if megabytes >= 1000 else (None, None, None)  # what the targets speak of
     with tempfile.TemporaryDirectory(prefix="minitx-bench-") as name:
         large, small = texts = [Path(name) / f"{size}.txt" for size in ("large", "small")]
         make_text(large, megabytes, lines)
@@ -164,11 +165,14 @@ def large_text(pairs: int, megabytes: float, source: Path | None) -> Iterator[Ro
         learning, encoding = of_tokenizers(large)
     second = compared(blocks)
     ours = seconds[0] - second["seconds"][1]
-    known = {"our_seconds": ours, "learning_seconds": learning, "encoding_seconds": encoding}
-    yield row("P13", "tokenising over tokenizers' encode_batch alone", label, exact(encoding / ours), ">= 0.8", **known)
+    more, known = (
+        exact(memory[0] - memory[1]),
+        {"our_seconds": ours, "learning_seconds": learning, "encoding_seconds": encoding},
+    )
+    yield row("P13", "tokenising over tokenizers' encode_batch alone", label, exact(encoding / ours), wanted[0], **known)
     yield row("P13", "tokenising over tokenizers' learning and encode_batch", label, exact((learning + encoding) / ours), None)
-    yield row("P13", "most resident MB over a run on 1 MB", label, exact(memory[0] - memory[1]), "<= 600", resident_mb=memory)
-    yield row("P13", "second start over that on 1 MB", label, second, "<= 1.1")
+    yield row("P13", "most resident MB over a run on 1 MB", label, more, wanted[1], "lower", resident_mb=memory)
+    yield row("P13", "second start over that on 1 MB", label, second, wanted[2], "lower")
 
 
 def main() -> None:
