@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from minitx.nn.bias import Bias
 from minitx.nn.cache import LayerCache
 from minitx.nn.feedforward import MixtureOfExperts
-from minitx.nn.masks import Mask, with_causal
+from minitx.nn.masks import Causal, Mask, intersect
 from minitx.nn.positions import Rotation
 
 NORM_POSITIONS = ("pre", "post", "sandwich", "deepnorm")
@@ -215,7 +215,7 @@ class Block(nn.Module):
             state = "has no cross_attention" if self.cross_attention is None else "has cross_attention and needs memory"
             raise ValueError(f"this block {state}; got memory={'None' if memory is None else 'a tensor'}")
         if self.causal and not (isinstance(attn_mask, Mask) and attn_mask.is_causality):
-            attn_mask = with_causal(attn_mask)
+            attn_mask = intersect(Causal(), attn_mask)
         residual = self.attention_residual
         h = residual.enter(x)
         options = {"attn_mask": attn_mask, "position_ids": position_ids, "attn_bias": attn_bias, "cache": cache}

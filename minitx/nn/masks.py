@@ -519,16 +519,6 @@ def _extremes(ids: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([part.min for part in parts], -1), torch.stack([part.max for part in parts], -1)
 
 
-def with_causal(mask: Tensor | Mask | None) -> Mask:
-    """Intersect ``mask`` with ``Causal()``, unless it is a rule such as ``PrefixLM`` that defines causality itself.
-
-    >>> with_causal(PrefixLM(2))
-    PrefixLM(length=2)
-    """
-    rule = as_mask(mask)
-    return rule if rule is not None and rule.is_causality else And((Causal(), *(() if rule is None else rule.parts())))
-
-
 def _require_bool(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a bool tensor, got {type(tensor).__name__}")

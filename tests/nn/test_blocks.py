@@ -73,6 +73,19 @@ def test_a_causal_block_stays_causal_under_any_mask_that_says_nothing_about_the_
     assert torch.equal(reach(block, attn_mask=SlidingWindow(2)), PAST & PAST.triu(-1))
 
 
+def test_a_causal_block_gives_torchs_kernel_the_flag_and_no_mask(monkeypatch):
+    """With a mask the CPU's kernel computes the hidden half, too, and FlashAttention refuses."""
+    kernel, seen = nn.functional.scaled_dot_product_attention, []
+
+    def recorded(*tensors, **options):
+        seen.append((options["is_causal"], options["attn_mask"]))
+        return kernel(*tensors, **options)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", recorded)
+    build(causal=True)(torch.randn(B, L, E, dtype=F64))
+    assert seen == [(True, None)]
+
+
 def test_cross_attention_stands_between_attention_and_feedforward_and_reads_the_memory_that_its_mask_allows():
     cross = MultiHeadAttention(E, H, kdim=8, vdim=8)
     block = build(causal=True, cross_attention=cross)
