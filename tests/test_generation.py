@@ -209,6 +209,8 @@ def test_a_stop_id_ends_its_row_alone_and_is_left_out():
         want = as_lists(generate(model, ids, max_new_tokens=12, stop=ends if isinstance(ends, tuple) else [ends]))
         assert as_lists(generate(model, ids, max_new_tokens=12)) == want
     assert as_lists(generate(model, ids, max_new_tokens=12, stop=())) == free
+    object.__setattr__(model.config, "eos_id", 50256)  # GPT-2's, whatever the vocabulary
+    assert as_lists(generate(model, ids, max_new_tokens=12)) == free
 
 
 @pytest.mark.parametrize("way", SAMPLERS)
@@ -409,6 +411,14 @@ def test_a_wrong_argument_is_named(write):
     for said, options in (WRONG_PROMPTS | (WRONG_BEAMS if write is beam_search else {})).items():
         with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
             write(language_model(), **{"input_ids": IDS, **options})
+
+
+def test_what_is_no_model_or_has_no_config_is_named():
+    with pytest.raises(TypeError, match="got str"):
+        beam_search("a model", IDS)
+    bare = torch.nn.Sequential(torch.nn.Embedding(V, V)).eval()
+    with pytest.raises(ValueError, match="use_cache=False"):
+        generate(bare, IDS)
 
 
 def test_a_model_that_writes_no_text_is_named():

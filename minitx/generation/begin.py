@@ -35,6 +35,8 @@ def begin(
     start: Callable[[KVCache], Callable[[Tensor], Tensor]] | None = None,
 ) -> Begun:
     """Check the arguments of ``generate`` and read the prompt. ``start`` is that of ``Reader``."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}; a CompiledDecoder is for generate() only")
     kind = of_config(model, "architecture")
     if kind not in (None, "decoder", "encoder_decoder"):
         raise ValueError(f"model must be a decoder or an encoder-decoder, got {type(model).__name__} with architecture={kind}")
@@ -104,7 +106,9 @@ def _fitting(model: nn.Module, length: int, max_new_tokens: int | None, context:
 
 
 def _stop_ids(model: nn.Module, stop: Iterable[int] | None, V: int) -> frozenset[int]:
-    ids = list(eos_ids(model) if stop is None else stop)
+    if stop is None:  # GPT-2's config names 50256 for every vocabulary
+        return frozenset(id for id in eos_ids(model) if id < V)
+    ids = list(stop)
     for id in ids:
         if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < V:
             raise ValueError(f"stop must contain ids from 0 to {V - 1}, got {id!r}")

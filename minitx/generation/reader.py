@@ -91,7 +91,9 @@ def last_logits(model: nn.Module, *args: Any, **options: Any) -> Tensor:
 
 def num_cached_layers(model: nn.Module) -> int:
     """Return the number of layers of the decoder."""
-    config: Any = model.config
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        raise ValueError(f"{type(model).__name__} has no config that says how many layers to cache: pass use_cache=False")
     return getattr(config, "decoder_layers", config.num_layers)
 
 

@@ -29,16 +29,28 @@ def export_onnx(model: TransformerModel, path: str | Path) -> None:
     The logits at padded positions are undefined.
 
     Args:
-        model: any model of ``minitx.nn``. It is exported in evaluation mode.
+        model: a model of ``minitx.nn`` without experts. It is exported in evaluation mode.
         path: the file. Weights above 2 GB are written to a second file beside it.
 
     Raises:
         ImportError: onnx or onnxscript is not installed.
+        ValueError: what ONNX has no operator for: ``num_experts``, ``backend=chunked``, and causal ``linear`` or ``performer`` attention.
     """
+    config = model.config
+    causal = config.architecture in ("decoder", "encoder_decoder")
+    for name, lacking in (
+        ("num_experts", config.num_experts is not None),
+        ("backend", config.backend == "chunked"),
+        ("attention", causal and config.attention in ("linear", "performer")),
+    ):
+        if lacking:
+            raise ValueError(
+                f"a model with {name}={getattr(config, name)} cannot be written as ONNX, which has no operator for it"
+            )
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
     if missing:
         raise ImportError(f"export_onnx needs {' and '.join(missing)}: install minitx with the extra export")
-    inputs, open_axes = _inputs(model.config)
+    inputs, open_axes = _inputs(config)
     device = next(model.parameters()).device
     with evaluating(model), warnings.catch_warnings():  # torch's exporter emits DeprecationWarnings
         warnings.simplefilter("ignore")

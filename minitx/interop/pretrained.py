@@ -18,6 +18,7 @@ from torch import Tensor
 from minitx.config import ConfigError, TransformerConfig, from_dict, to_dict
 from minitx.interop.files import TOKENIZER, WEIGHTS, find_folder, read_json, write_json, write_tensors
 from minitx.nn.models import TransformerModel, build_model
+from minitx.nn.models.parts import Core
 
 FORMAT, VERSION = "minitx", 1
 
@@ -53,21 +54,25 @@ def save_pretrained(model: TransformerModel, folder: str | Path, *, tokenizer: C
     config = to_dict(model.config)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _tensors(model).items()}
     write_tensors(tensors, folder / WEIGHTS, {"sha256": _digest(tensors, config)})
-    write_json(folder / "config.json", {"format": FORMAT, "format_version": VERSION, "model": config})
+    own = {"own_core": True} if model.has_own_core else {}
+    write_json(folder / "config.json", {"format": FORMAT, "format_version": VERSION, "model": config, **own})
     if tokenizer is not None:
         tokenizer.save(str(folder / TOKENIZER))
 
 
-def from_pretrained(folder: str | Path, *, config: TransformerConfig | None = None) -> TransformerModel:
+def from_pretrained(
+    folder: str | Path, *, config: TransformerConfig | None = None, core: Core | None = None
+) -> TransformerModel:
     """Load a model that ``save_pretrained`` saved. Its weights are bitwise equal. It is in evaluation mode.
 
     Args:
         folder: a local folder, or a name on the Hugging Face hub, as in ``load_hf``.
         config: the expected config. Default: any.
+        core: a function that builds an attention core, for a model that was built with one. It is not saved.
 
     Raises:
         FileNotFoundError: the folder, a file in it, or the model on the hub does not exist.
-        ValueError: another format, a file that has changed since it was saved, or another config than expected.
+        ValueError: another format, a file that has changed since it was saved, another config than expected, or a missing ``core``.
     """
     folder = find_folder(folder)
     values = read_json(folder / "config.json")
@@ -85,8 +90,12 @@ def from_pretrained(folder: str | Path, *, config: TransformerConfig | None = No
         ours, theirs = to_dict(config), to_dict(found)
         differing = (f"{name}={theirs[name]}, not {ours[name]}" for name in sorted(ours) if theirs[name] != ours[name])
         raise ValueError(f"{folder} does not have the expected config: {'; '.join(differing)}")
+    if "own_core" in values and core is None:
+        raise ValueError(
+            f"{folder}: the model was built with core=, a function of its own that builds an attention core: pass it"
+        )
     with torch.random.fork_rng(devices=[]):
-        model = build_model(found)
+        model = build_model(found, core)
     targets = _tensors(model)
     shapes, found_shapes = ({name: one.shape for name, one in some.items()} for some in (targets, tensors))
     wrong = sorted(name for name in shapes.keys() | found_shapes.keys() if shapes.get(name) != found_shapes.get(name))

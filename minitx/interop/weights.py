@@ -94,6 +94,10 @@ def save_hf(
     """
     if model_type is not None and model_type not in FAMILIES:
         raise ValueError(f"model_type={model_type!r} is not supported: one of {', '.join(FAMILIES)}")
+    if model.has_own_core:
+        raise ValueError(
+            "no Hugging Face class can represent this model: it was built with core=, an attention core of its own"
+        )
     lacking: dict[str, dict[str, tuple[Any, Any]]] = {}
     for family in KNOWN if model_type is None else (FAMILIES[model_type],):
         for name, architecture in family.architectures.items():

@@ -160,8 +160,8 @@ class StateCache(LayerCache):
 class KVCache:
     """One ``LayerCache`` for each layer, and the padding and documents of the tokens that were read.
 
-    Pass it to a model with each new piece of the input. ``key_mask``, ``document_ids`` and ``position_ids`` then describe the new
-    tokens only, because the cache stores those of the earlier tokens. The result equals one forward pass over the whole input, for
+    Pass it to a model with each new piece of the input. ``key_mask`` and ``document_ids`` then describe the new tokens only,
+    because the cache stores those of the earlier tokens. ``position_ids``, if given at all, must be given with each piece. The result equals one forward pass over the whole input, for
     left-padded prompts, pieces of any length and single tokens.
 
     Args:
@@ -369,7 +369,7 @@ class _StaticLayer(LayerCache):
         for name, new, kept in (("key", keys, self._keys), ("value", values, self._values)):
             _check_like(name, new, kept)
             kept[:, :, : new.shape[2]] = new
-        self.position = position
+        self.position, self.memory = position, other.memory
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """key (B, Hkv, 1, D) and value (B, Hkv, 1, Dv) of the next position; returns all slots, (B, Hkv, capacity, ·)."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.nn.attention import MultiHeadAttention
+from minitx.nn.efficient.base import EfficientAttention
 from minitx.nn.feedforward import FeedForward, MixtureOfExperts
 from minitx.nn.positions import LearnedPositions
 
@@ -151,6 +152,8 @@ def init_weights(
             draw.embedding(module, "head" if tied else "embedding")
         elif isinstance(module, nn.Linear):
             draw.linear(module, "head" if name.endswith("head") else "weight", module.in_features)
+        elif isinstance(module, EfficientAttention):
+            module.reset_parameters(generator)
         elif not isinstance(module, MultiHeadAttention | FeedForward) and hasattr(module, "reset_parameters"):
             module.reset_parameters()
     return model

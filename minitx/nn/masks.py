@@ -144,9 +144,13 @@ class Mask:
 
     def grid(self, num_queries: int, num_keys: int | None = None, *, batch: int = 0, head: int = 0) -> str:
         """Return the mask as text: one line for each query, one column for each key, ``x`` = may attend, ``.`` = hidden."""
+        from minitx.nn.backends.programs import tensors_of  # it imports this file
+
         num_keys = num_queries if num_keys is None else num_keys
-        row, key = torch.arange(num_queries).view(1, 1, -1, 1), torch.arange(num_keys).view(1, 1, 1, -1)
-        cells = self.visible(torch.tensor(batch), torch.tensor(head), row, key, num_keys - num_queries)
+        device = next((tensor.device for tensor in tensors_of(self)), None)
+        row, key = (torch.arange(count, device=device) for count in (num_queries, num_keys))
+        places = torch.tensor([batch, head], device=device)
+        cells = self.visible(places[0], places[1], row.view(1, 1, -1, 1), key.view(1, 1, 1, -1), num_keys - num_queries)
         cells = cells.expand(1, 1, num_queries, num_keys)[0, 0]
         return "\n".join(" ".join("x" if cell else "." for cell in line) for line in cells.tolist())
 
@@ -439,8 +443,11 @@ class Combined(Mask):
     sign: ClassVar[str]
 
     def __post_init__(self) -> None:
-        for name in ("is_causality", "is_sparse"):  # true for an intersection if it is true for a member
-            object.__setattr__(self, name, self.join is operator.and_ and any(getattr(m, name) for m in self.members))
+        both = (
+            self.join is operator.and_
+        )  # an intersection is causal or sparse where one member is, a union sparse where all are
+        object.__setattr__(self, "is_causality", both and any(member.is_causality for member in self.members))
+        object.__setattr__(self, "is_sparse", (any if both else all)(member.is_sparse for member in self.members))
 
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         return reduce(self.join, [member.visible(batch, head, row, key, offset) for member in self.members])

@@ -42,6 +42,12 @@ def inputs(config, rows, length):
     return given
 
 
+@pytest.mark.parametrize("options", [{"num_experts": 2}, {"backend": "chunked"}, {"attention": "performer"}])
+def test_what_onnx_has_no_operator_for_is_named(options, tmp_path):
+    with pytest.raises(ValueError, match=next(f"{name}={value}" for name, value in options.items())):
+        export_onnx(build_model(TransformerConfig(**SIZES, **options)), tmp_path / "model.onnx")
+
+
 @pytest.mark.release
 @pytest.mark.parametrize("name", MODELS)
 def test_onnxruntime_answers_as_the_model_does_over_lengths_and_padding(name, tmp_path):

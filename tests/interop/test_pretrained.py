@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from minitx.config import TransformerConfig
-from minitx.interop import from_pretrained, save_pretrained
+from minitx.interop import from_pretrained, save_hf, save_pretrained
+from minitx.nn.efficient import LinearAttention
 from minitx.nn.models import build_model
 
 SIZES = {"vocab_size": 7, "embed_dim": 4, "num_heads": 2, "num_layers": 1, "max_len": 5, "ffn_dim": 3}
@@ -54,6 +55,17 @@ def test_a_changed_byte_anywhere_is_an_error(file, message, tmp_path):
     path.write_bytes(whole[:-4])
     with pytest.raises(ValueError, match=message):
         from_pretrained(tmp_path)
+
+
+def test_a_core_of_ones_own_is_asked_for_and_no_other_class_gets_the_model(tmp_path):
+    model = build_model(TransformerConfig(**SIZES), core=LinearAttention).eval()
+    save_pretrained(model, tmp_path)
+    with pytest.raises(ValueError, match="core="):
+        from_pretrained(tmp_path)
+    ids = torch.tensor([[1, 2, 3]])
+    assert torch.equal(from_pretrained(tmp_path, core=LinearAttention)(ids), model(ids))
+    with pytest.raises(ValueError, match="core="):
+        save_hf(model, tmp_path / "hf")
 
 
 def test_a_config_of_another_model_is_refused_by_field(tmp_path):

@@ -9,9 +9,11 @@ import torch
 from sizes import DV, FUSED_CPU, HKV, B, D, H, L, OpRecorder, S, assert_as_good_as_naive, grids, low_dtype, rounding_band
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from minitx.config import TransformerConfig
 from minitx.nn import (
     BlockSparse,
     Causal,
+    DecoderLM,
     Documents,
     DotProductAttention,
     Mask,
@@ -351,6 +353,13 @@ def test_a_square_causal_call_is_one_fused_kernel_each_way_without_a_mask():
     assert f"{FUSED_CPU}_backward" in backward.ops
 
 
+def test_a_union_of_sparse_rules_is_sparse_and_one_with_a_dense_member_is_not():
+    q, diagonal = torch.empty(1, 1, 2048, D), BlockSparse(torch.eye(32, dtype=torch.bool), 64)
+    for union, want in ((SlidingWindow(64) | diagonal, "chunked"), (SlidingWindow(64) | PrefixLM(64), "sdpa")):
+        (runs,) = (line.name for line in explain_backends(q, q, q, union & Causal()) if line.runs)
+        assert runs == want
+
+
 def test_a_call_on_tensors_without_values_has_a_shape():
     for without_values in (FakeTensorMode(), torch.device("meta")):
         with without_values:  # whatever looks at a value fails
@@ -358,6 +367,8 @@ def test_a_call_on_tensors_without_values_has_a_shape():
             mask = Padding(torch.ones(B, S, dtype=torch.bool)) & Documents(torch.ones(B, S, dtype=torch.long)) & Causal()
             for backend in ("math", "sdpa", "chunked"):
                 assert scaled_dot_product_attention(q, k, k, mask, backend=backend).shape == (B, H, L, D)
+            network = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=1))
+            assert network(torch.ones(2, 5, dtype=torch.long)).shape == (2, 5, 11)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no batching rule for its CPU kernel

@@ -6,6 +6,7 @@ from sizes import FUSED_CPU, OpRecorder, assert_same, in_pieces, tokens
 from sizes import small_model as model
 
 from minitx.nn import (
+    EncoderDecoder,
     KVCache,
     PrefixLM,
     SlidingWindow,
@@ -108,6 +109,19 @@ def test_a_static_cache_keeps_shape_and_place_from_token_to_token_and_from_text_
     assert len(seen) == 1
 
 
+def test_a_static_cache_of_an_encoder_decoder_reads_the_source_of_each_text():
+    network = model(EncoderDecoder, architecture="encoder_decoder").eval()
+    static = StaticCache(7, num_layers=2)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        source, ids, prompt = tokens(2, 5), tokens(2, 4), KVCache(3, num_layers=2)
+        memory = network.encode(source)
+        with torch.no_grad():
+            network(None, ids[:, :3], memory=memory, cache=prompt)
+            static.fill(prompt)
+            assert_same(network(None, ids[:, 3:], memory=memory, cache=static), network(source, ids)[:, 3:])
+
+
 def test_what_a_static_cache_cannot_hold_is_named():
     network, ids, read = model(), tokens(2, L), KVCache(L, num_layers=2)
     with torch.no_grad():
@@ -154,6 +168,14 @@ def test_a_full_cache_or_position_table_refuses_tokens_and_takes_fewer_afterward
             network(tokens(1, 2), cache=cache)
         with pytest.raises(RuntimeError, match="no_grad"):
             network(tokens(1, 1), cache=KVCache(8, num_layers=2))
+
+
+def test_a_padded_prompt_may_be_longer_than_the_position_table_as_long_as_its_tokens_fit():
+    network, ids, cache = model(max_len=8), tokens(1, 11), KVCache(16, num_layers=2)
+    real = torch.arange(10)[None] >= 6  # four tokens
+    with torch.no_grad():
+        network(ids[:, :10], key_mask=real, cache=cache)
+        assert_same(network(ids[:, 10:], cache=cache), network(ids[:, 6:])[:, -1:])
 
 
 def test_decoding_one_token_runs_the_fused_kernel():

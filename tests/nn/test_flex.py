@@ -9,7 +9,17 @@ from test_backends import HKV, LEFT, MASKS, OPTIONS, B, D, H, L, S, tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from minitx.nn import ALiBi, AttentionCall, Padding, T5RelativeBias, explain_backends, register_backend, unregister_backend
+from minitx.nn import (
+    ALiBi,
+    AttentionCall,
+    Causal,
+    Padding,
+    SlidingWindow,
+    T5RelativeBias,
+    explain_backends,
+    register_backend,
+    unregister_backend,
+)
 from minitx.nn import scaled_dot_product_attention as attention
 from minitx.nn.backends import flex, sdpa
 from minitx.nn.functional import make_call
@@ -127,11 +137,32 @@ def test_cudnn_is_avoided_on_hopper_from_torch_2_11_unless_the_caller_chose_the_
     assert chosen == []
 
 
+def test_torchs_compiler_follows_the_choice_of_kernels(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def attend(q):
+        with sdpa._choice(torch.device("cuda")):
+            return sdpa.F.scaled_dot_product_attention(q, q, q)
+
+    q = torch.randn(1, 2, 5, 8)
+    assert torch.equal(torch.compile(attend, backend="eager", fullgraph=True)(q), attend(q))
+
+
+def test_a_window_that_hides_nothing_does_not_choose_the_kernel():
+    with FakeTensorMode():
+        q, k = (torch.randn(1, 4, length, 64, device="cuda", dtype=torch.bfloat16) for length in (1, 100))
+        windowed = report("flex", query=q, key=k, attn_mask=SlidingWindow(64) & Causal())
+        assert windowed.runs
+        assert not report("flex", query=q, key=k, attn_mask=SlidingWindow(128) & Causal()).runs
+
+
 def test_on_cuda_torch_is_asked_about_the_call_that_its_kernel_would_get(monkeypatch):
     asked, takes = [], True
     monkeypatch.setattr(sdpa.cuda, "SDPAParams", lambda *arguments: arguments)
     for kernel in ("flash", "efficient", "cudnn"):
-        monkeypatch.setattr(sdpa.cuda, f"can_use_{kernel}_attention", lambda params: asked.append(params[3:]) or takes)
+        monkeypatch.setattr(
+            sdpa.cuda, f"can_use_{kernel}_attention", lambda params: asked.append((params[1].shape[1], *params[3:])) or takes
+        )
     with FakeTensorMode():
         q, k = torch.randn(1, 4, 6, 8, device="cuda"), torch.randn(1, 2, 6, 8, device="cuda")
         mask = Padding(torch.ones(1, 6, dtype=torch.bool, device="cuda"))
@@ -140,9 +171,10 @@ def test_on_cuda_torch_is_asked_about_the_call_that_its_kernel_would_get(monkeyp
                 asked.clear()
                 assert report("sdpa", query=q, key=key, **options).fused
                 masked = "attn_mask" in options
-                given, dropout_p, is_causal, grouped = asked[0]
+                num_key_heads, given, dropout_p, is_causal, grouped = asked[0]
                 assert (given is not None, dropout_p) == (masked, options.get("dropout_p", 0.0))
                 assert (is_causal, grouped) == ("is_causal" in options and not masked, key is k and not masked)
+                assert num_key_heads == (2 if grouped else 4)  # beside a mask they are repeated
         takes = False
         asked.clear()
         refused = report("sdpa", query=q)

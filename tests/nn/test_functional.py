@@ -7,7 +7,15 @@ import pytest
 import torch
 from sizes import DV, HKV, B, D, H, L, S, grids
 
-from minitx.nn import AttentionCall, Dense, attention_scores, attention_weights, masked_softmax, reference_attention
+from minitx.nn import (
+    AttentionCall,
+    Dense,
+    attention_scores,
+    attention_weights,
+    masked_softmax,
+    reference_attention,
+    scaled_dot_product_attention,
+)
 from minitx.testing import DTYPES, naive_attention
 
 
@@ -49,6 +57,16 @@ def test_reference_is_computed_in_float32_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         cast = attention_weights(call), reference_attention(call)
     assert all(torch.equal(one, two) for one, two in zip(plain, cast, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["math", "sdpa", "chunked"])
+def test_autocast_rounds_neither_queries_nor_a_bias_in_any_backend(backend):
+    x, bias = torch.randn(B, H, L, D), 100 * torch.randn(L, L)
+    for q, attn_bias in ((x, None), (x.bfloat16(), bias)):
+        plain = scaled_dot_product_attention(q, q, q, attn_bias=attn_bias, backend=backend)
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = scaled_dot_product_attention(q, q, q, attn_bias=attn_bias, backend=backend)
+        assert cast.dtype == q.dtype and torch.equal(cast, plain)
 
 
 def test_every_option_together_equals_the_loops():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from minitx.config import TransformerConfig
-from minitx.nn import DecoderLM, MultiHeadAttention, init_weights
+from minitx.nn import DecoderLM, Encoder, MultiHeadAttention, init_weights
 
 SIZES = {"vocab_size": 97, "embed_dim": 128, "num_heads": 2, "num_layers": 2, "max_len": 64, "tie_embeddings": False}
 E, D, F = 128, 64, 512
@@ -100,6 +100,15 @@ def test_a_generator_of_ones_own_leaves_the_global_one_alone():
     network, before = model(), torch.get_rng_state()
     init_weights(network, "xavier", generator=torch.Generator().manual_seed(5))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("core", [{"attention": "linformer", "num_slots": 3}, {"attention": "performer"}])
+def test_cores_draw_from_the_generator_too(core):
+    config = TransformerConfig(architecture="encoder", vocab_size=11, embed_dim=12, num_heads=3, num_layers=1, **core)
+    one, same, other = (Encoder(config, generator=torch.Generator().manual_seed(seed)).state_dict() for seed in (3, 3, 4))
+    drawn = [name for name in one if ".core." in name]
+    assert drawn and all(torch.equal(one[name], same[name]) for name in one)
+    assert not any(torch.equal(one[name], other[name]) for name in drawn)
 
 
 def test_no_two_matrices_share_a_draw():

@@ -238,6 +238,8 @@ def test_pictures():
     assert str(Causal()).splitlines()[1] == "x x . . . ."
     assert Causal().grid(2, 4) == "x x x .\nx x x x"
     assert str(Padding(REAL)).splitlines() == [". . x x x"] * 5
+    with torch.device("meta"):  # indices are made where the mask's tensors are
+        assert str(Padding(REAL) & Causal()).splitlines()[3] == ". . x x ."
     assert str(Causal() & Documents(IDS)).splitlines()[3] == ". . x x ."
     oblong = Dense(torch.ones(2, 5, dtype=torch.bool)) & SlidingWindow(2)
     assert str(oblong) == ". . x x x\n. . . x x"

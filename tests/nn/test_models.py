@@ -7,7 +7,9 @@ import torch
 from sizes import assert_same, tokens
 from sizes import small_model as model
 
+from minitx.config import TransformerConfig
 from minitx.nn import PrefixLM, SlidingWindow
+from minitx.nn.models import MODELS
 
 V, E, L = 13, 12, 7
 POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "t5", "none")
@@ -97,6 +99,15 @@ def test_positions_can_be_given():
     assert not torch.equal(network(ids, position_ids=torch.arange(L)[None] + 5), network(ids))
     rotary = model(position="rotary")
     torch.testing.assert_close(rotary(ids, position_ids=torch.arange(L)[None] + 5), rotary(ids), rtol=0, atol=1e-11)
+
+
+def test_a_model_takes_no_config_of_another_architecture():
+    """It would be saved as one and come back as the other."""
+    sizes = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 1, "image_size": 6, "num_channels": 1}
+    for architecture, kind in MODELS.items():
+        for other in MODELS.keys() - {architecture}:
+            with pytest.raises(ValueError, match=f"architecture='{architecture}', got '{other}'"):
+                kind(TransformerConfig(architecture=other, head="none" if other == "vision" else "lm", **sizes))
 
 
 def test_tied_embeddings_share_one_parameter():

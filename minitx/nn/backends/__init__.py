@@ -17,7 +17,7 @@ from minitx.nn.backends import chunked, flex, math, sdpa, varlen
 from minitx.nn.backends.base import Backend, never
 from minitx.nn.bias import Bias
 from minitx.nn.functional import AttentionCall, attention_weights, make_call
-from minitx.nn.masks import Mask
+from minitx.nn.masks import Mask, simplify
 
 __all__ = [
     "AttentionCall",
@@ -92,6 +92,9 @@ def unregister_backend(name: str) -> None:
 def _fastest(call: AttentionCall) -> Backend:
     """What ``auto`` runs: looks at types and sizes only. The rules are measured by ``benchmarks/attention.py``."""
     is_sparse = call.mask is not None and call.mask.is_sparse
+    if is_sparse:  # unless the part that makes it so hides nothing here, as a window as long as the keys
+        mask = simplify(call.mask, call.query.shape[2], call.key.shape[2])
+        is_sparse = mask is not None and mask.is_sparse
     if not is_sparse and call.softcap is None and call.sinks is None and sdpa.falls_back(call) is None:
         return sdpa.BACKEND
     B, H, L, S = call.shape

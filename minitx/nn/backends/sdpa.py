@@ -36,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minitx.nn.backends.base import Backend
 from minitx.nn.backends.programs import tensors_of
-from minitx.nn.functional import AttentionCall
+from minitx.nn.functional import AttentionCall, full_precision
 from minitx.nn.masks import Causal, simplify
 
 
@@ -69,8 +69,9 @@ def run(call: AttentionCall) -> Tensor:
     if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:  # no fused kernel takes other strides
         query, key, value = (t.clone(memory_format=torch.contiguous_format) for t in (query, key, value))
     group = query.shape[1] // key.shape[1]
-    with _NO_CHOICE if query.device.type != "cuda" else _choice(query.device):
-        if group > 1 and plan.kernel_mask is not None and repeats_heads(query.device.type, group):
+    device = query.device
+    with _choice(device) if device.type == "cuda" else _NOTHING, full_precision(device) if _narrows(device) else _NOTHING:
+        if group > 1 and plan.kernel_mask is not None and repeats_heads(device.type, group):
             key, value, group = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1), 1
         output = F.scaled_dot_product_attention(
             *(query, key, value),
@@ -83,7 +84,12 @@ def run(call: AttentionCall) -> Tensor:
     return output if plan.empty_rows is None else output.masked_fill(plan.empty_rows, 0.0)
 
 
-_NO_CHOICE = nullcontext()
+_NOTHING = nullcontext()
+
+
+def _narrows(device: torch.device) -> bool:
+    """Whether autocast would round what torch's function gets: to the dtype of q, k and v if that is narrow, but a float32 bias, too."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def _can_look(tensor: Tensor) -> bool:
@@ -106,16 +112,20 @@ def _is_harmless(tensor: Tensor) -> bool:
 
 def _choice(device: torch.device) -> AbstractContextManager[object]:
     """A context without cuDNN where torch would prefer it. It changes nothing where the caller has chosen the kernels."""
-    enabled = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled())
-    if all(enabled) and avoids_cudnn(torch.cuda.get_device_capability(device), torch.__version__):
+    if _prefers_cudnn(device):
         return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-    return _NO_CHOICE
+    return _NOTHING
 
 
-def avoids_cudnn(capability: tuple[int, int], version: str) -> bool:
-    """Return whether torch prefers cuDNN by default: on Hopper and later GPUs, from torch 2.11."""
-    major, minor = (int(part) for part in version.split(".")[:2])
-    return capability >= (9, 0) and (major, minor) >= (2, 11)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _prefers_cudnn(device: torch.device) -> bool:
+    """Whether torch takes cuDNN first: by default, on Hopper and later GPUs, from torch 2.11.
+
+    Torch's compiler cannot follow these questions. Without the decorator, it would break the graph in every layer.
+    """
+    enabled = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled())
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    return all(enabled) and torch.cuda.get_device_capability(device) >= (9, 0) and (major, minor) >= (2, 11)
 
 
 def repeats_heads(device: str, group: int) -> bool:
@@ -199,11 +209,14 @@ def _falls_back_on_cuda(call: AttentionCall) -> str | None:
     _, H, L, S = call.shape
     mask = simplify(call.mask, L, S)
     is_causal = type(mask) is Causal and L == S
-    some = None
+    key, value, some = call.key, call.value, None
     if call.attn_bias is not None or not (mask is None or is_causal):
         some = call.query.new_empty(1, 1, 1, 1).expand(call.shape)
-    grouped = call.key.shape[1] != H and some is None
-    parameters = cuda.SDPAParams(call.query, call.key, call.value, some, call.dropout_p, is_causal and some is None, grouped)
+        key, value = (
+            t if t.shape[1] == H else t.narrow(1, 0, 1).expand(-1, H, -1, -1) for t in (key, value)
+        )  # ``run`` repeats them
+    grouped = key.shape[1] != H
+    parameters = cuda.SDPAParams(call.query, key, value, some, call.dropout_p, is_causal and some is None, grouped)
     kernels = (cuda.can_use_flash_attention, cuda.can_use_efficient_attention, cuda.can_use_cudnn_attention)
     return None if any(can(parameters) for can in kernels) else "no fused CUDA kernel takes these dtypes, widths or options"
 

@@ -41,6 +41,9 @@ class EfficientAttention(nn.Module):
             wide = replace(call, query=call.query.to(dtype), key=call.key.to(dtype), value=call.value.to(dtype))
             return self.attend(wide).to(call.value.dtype)
 
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw what the core holds. Most cores hold nothing."""
+
     def attend(self, call: AttentionCall) -> Tensor:
         """Compute the output (B, H, L, Dv) from tensors in at least float32."""
         raise NotImplementedError(f"{type(self).__name__} must define attend()")

@@ -204,6 +204,10 @@ class PerformerAttention(KernelisedAttention):
         self.register_buffer("projection", torch.empty(num_features, head_dim))
         self.redraw(generator)
 
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw ω."""
+        self.redraw(generator)
+
     @torch.no_grad()
     def redraw(self, generator: torch.Generator | None = None) -> None:
         """Draw a new ω in place, for example to average the error over training (resampling, §2.4)."""

@@ -52,10 +52,10 @@ class LinformerAttention(EfficientAttention):
         self.value_mix = nn.Parameter(torch.empty(num_slots, max_len))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw E and F from N(0, 1/max_len), so that a slot has the variance of a key. The paper's theorems use N(0, 1/k)."""
         for mix in (self.key_mix, self.value_mix):
-            nn.init.normal_(mix, 0.0, self.max_len**-0.5)
+            nn.init.normal_(mix, 0.0, self.max_len**-0.5, generator=generator)
 
     def attend(self, call: AttentionCall) -> Tensor:
         key, value = call.key, call.value

@@ -12,7 +12,7 @@ from minitx.nn.models.vision import VisionTransformer
 
 __all__ = ["MODELS", "DecoderLM", "Encoder", "EncoderDecoder", "TransformerModel", "VisionTransformer", "build_model"]
 
-MODELS = {"decoder": DecoderLM, "encoder": Encoder, "encoder_decoder": EncoderDecoder, "vision": VisionTransformer}
+MODELS = {model.architecture: model for model in (DecoderLM, Encoder, EncoderDecoder, VisionTransformer)}
 
 
 def build_model(config: TransformerConfig, core: Core | None = None) -> TransformerModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from minitx.config import TransformerConfig
 from minitx.nn.bias import as_bias
 from minitx.nn.blocks import run_checkpointed
-from minitx.nn.cache import KVCache, LayerCache, hiding_rules
+from minitx.nn.cache import KVCache, LayerCache, StaticCache, hiding_rules
 from minitx.nn.feedforward import load_balancing_loss
 from minitx.nn.init import init_weights
 from minitx.nn.masks import Causal, Mask, as_mask, intersect
@@ -38,9 +38,14 @@ class TransformerModel(nn.Module):
         causal: whether the blocks are causal, as in a decoder.
         cross: whether the blocks have cross-attention.
         core: a function that builds the attention core of a layer, instead of ``config.attention``.
+
+    Raises:
+        ValueError: a model of another architecture than ``config.architecture``.
     """
 
     embeddings: Any  # a module whose type depends on the model
+    architecture: ClassVar[str | None] = None
+    """The ``config.architecture`` that a model needs, by which ``build_model`` finds it. None: any."""
 
     def __init__(
         self,
@@ -52,7 +57,11 @@ class TransformerModel(nn.Module):
         core: Core | None = None,
     ) -> None:
         super().__init__()
+        if self.architecture not in (None, config.architecture):
+            name, wanted = type(self).__name__, self.architecture
+            raise ValueError(f"{name} needs a config with architecture={wanted!r}, got {config.architecture!r}")
         self.config, self.causal, self.embeddings = config, causal, embeddings
+        self.has_own_core = core is not None  # a config cannot say which
         num_layers = config.decoder_layers if causal else config.num_layers
         self.blocks = nn.ModuleList(
             build_block(config, layer, num_layers, causal=causal, cross=cross, core=core) for layer in range(num_layers)
@@ -109,7 +118,10 @@ class TransformerModel(nn.Module):
         past, L = 0 if cache is None else cache.length, input_ids.shape[-1]
         if cache is not None and len(cache.layers) != len(self.blocks):
             raise ValueError(f"cache has {len(cache.layers)} layers, but the model has num_layers={len(self.blocks)}")
-        counted = position_ids is None and key_mask is None and document_ids is None
+        padded = key_mask is not None or (
+            cache is not None and cache.key_mask is not None and not isinstance(cache, StaticCache)
+        )
+        counted = position_ids is None and document_ids is None and not padded
         self._check_ids(input_ids, position_ids, past, counted, name)
         if cache is not None:
             key_mask, document_ids = cache.join(input_ids, key_mask, document_ids)  # (B, S)

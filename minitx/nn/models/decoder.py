@@ -23,12 +23,14 @@ class DecoderLM(TransformerModel):
         generator: for the initial weights. Default: torch's global generator.
 
     Raises:
-        ValueError: ``vocab_size`` is missing.
+        ValueError: ``vocab_size`` is missing, or ``architecture`` is another.
 
     >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
     >>> model(torch.tensor([[1, 2, 3, 5, 7]])).shape
     torch.Size([1, 5, 11])
     """
+
+    architecture = "decoder"
 
     def __init__(
         self, config: TransformerConfig, *, core: Core | None = None, generator: torch.Generator | None = None

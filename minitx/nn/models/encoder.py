@@ -29,13 +29,15 @@ class Encoder(TransformerModel):
         generator: for the initial weights. Default: torch's global generator.
 
     Raises:
-        ValueError: ``vocab_size`` or ``num_labels`` is missing.
+        ValueError: ``vocab_size`` or ``num_labels`` is missing, or ``architecture`` is another.
 
     >>> options = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2}
     >>> model = Encoder(TransformerConfig(architecture="encoder", head="sequence", num_labels=5, **options))
     >>> model(torch.tensor([[1, 2, 3, 5, 7], [1, 4, 0, 0, 0]]), key_mask=torch.tensor([[True] * 5, [True] * 2 + [False] * 3])).shape
     torch.Size([2, 5])
     """
+
+    architecture = "encoder"
 
     def __init__(
         self, config: TransformerConfig, *, core: Core | None = None, generator: torch.Generator | None = None

@@ -26,13 +26,15 @@ class EncoderDecoder(TransformerModel):
         generator: for the initial weights. Default: torch's global generator.
 
     Raises:
-        ValueError: ``vocab_size`` is missing.
+        ValueError: ``vocab_size`` is missing, or ``architecture`` is another.
 
     >>> options = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2}
     >>> model = EncoderDecoder(TransformerConfig(architecture="encoder_decoder", **options))
     >>> model(torch.tensor([[1, 2, 3, 5, 7]]), torch.tensor([[2, 3]])).shape
     torch.Size([1, 2, 11])
     """
+
+    architecture = "encoder_decoder"
 
     def __init__(
         self, config: TransformerConfig, *, core: Core | None = None, generator: torch.Generator | None = None

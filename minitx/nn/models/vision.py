@@ -27,7 +27,7 @@ class VisionTransformer(TransformerModel):
         generator: for the initial weights. Default: torch's global generator.
 
     Raises:
-        ValueError: ``image_size``, ``num_channels`` or ``num_labels`` is missing.
+        ValueError: ``image_size``, ``num_channels`` or ``num_labels`` is missing, or ``architecture`` is another.
 
     >>> sizes = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
     >>> config = TransformerConfig(architecture="vision", head="sequence", embed_dim=12, num_heads=3, num_layers=2, **sizes)
@@ -35,6 +35,8 @@ class VisionTransformer(TransformerModel):
     >>> model(torch.randn(5, 1, 8, 8)).shape, model(torch.randn(5, 1, 12, 6)).shape
     (torch.Size([5, 10]), torch.Size([5, 10]))
     """
+
+    architecture = "vision"
 
     def __init__(
         self, config: TransformerConfig, *, core: Core | None = None, generator: torch.Generator | None = None
