@@ -16,6 +16,7 @@ from minitx.config import (
     OptimizerConfig,
     ParameterRule,
     RunConfig,
+    ScheduleConfig,
     StopAtConfig,
     TrainerConfig,
     TransformerConfig,
@@ -120,6 +121,21 @@ def test_what_does_not_fit_together_is_named_by_its_key(group, changed, key):
     from_dict(RunConfig, FITS)
     with pytest.raises(ConfigError, match=key):
         from_dict(RunConfig, {**FITS, group: {**FITS.get(group, {}), **changed}})
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: ScheduleConfig(name="cos"), "name=cos is not allowed: one of cosine, "),
+        (lambda: TransformerConfig(qk_norm="rmss"), "qk_norm=rmss .*did you mean rms"),
+        (lambda: TransformerConfig(attention=None), "attention=None is not allowed"),
+        (lambda: RunConfig(on_nonfinite="raise"), "on_nonfinite=raise"),
+    ],
+)
+def test_from_python_too_a_word_must_be_one_of_those_that_its_field_knows(made, said):
+    TransformerConfig(qk_norm=None, attention={"_target_": "mine.Core"})
+    with pytest.raises(ConfigError, match=said):
+        made()
 
 
 def test_a_factor_is_a_number_or_a_power_of_the_heads_width_and_no_expression():

@@ -75,9 +75,9 @@ def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
         from minitx.training.start import stored_shape
 
         words = [word for word in typed if word.lstrip("+~").startswith("model.")]
-        shape = OmegaConf.create({"model": stored_shape(from_dict(InitFrom, values["init_from"], "init_from."))})
+        shape = stored_shape(from_dict(InitFrom, values["init_from"], "init_from."))
         chosen = {name.lstrip("+~").partition(".")[2].partition("=")[0] for name in words}
-        values["model"] = {**plain(shape)["model"], **{name: values["model"].get(name) for name in chosen}}
+        values["model"] = {**shape, **{name: values["model"].get(name) for name in chosen}}
     return from_dict(RunConfig, values)
 
 

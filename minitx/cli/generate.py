@@ -58,12 +58,12 @@ def main() -> int:
 def _generate(config: GenerateConfig) -> None:
     import torch
 
-    from minitx.cli.inputs import open_stored, reader_of_ids
+    from minitx.cli.inputs import open_stored, reader_of_ids, shape_of
     from minitx.training.stored import place
 
     stored = open_stored(config.ckpt_path, trust=config.trust)
     model, tokenizer = stored.network, stored.tokenizer
-    kind = stored.state["model"].get("architecture", "decoder")
+    kind = shape_of(model).architecture
     if kind not in ("decoder", "encoder_decoder"):
         raise ConfigError(f"ckpt_path={config.ckpt_path} holds a model with architecture={kind}, which writes no text")
     if tokenizer is None:

@@ -46,9 +46,10 @@ Fraction = Annotated[float, Bound("lie in (0, 1)", lambda number: 0 < number < 1
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The base of configs. It checks the types of its fields and the bounds in them (of a list, each entry; not None) and then calls ``check``.
+    """The base of configs. It checks the types of its fields, the bounds in them (of a list, each entry; not None) and the words that they
+    allow, and then calls ``check``.
 
-    A field that takes text is left to ``check``.
+    A field that takes any text is left to ``check``.
     """
 
     def __post_init__(self) -> None:
@@ -63,6 +64,9 @@ class Config:
             entries = value if isinstance(value, tuple) else (value,)
             fits = all(one is None or (isinstance(one, numbers.Real) and bound.holds(one)) for one in entries)
             require(fits, f"{name}={_shown(value)} must {bound.wanted}")
+        for name, (allowed, others) in _choices(type(self)).items():  # type: ignore[arg-type]
+            if not isinstance(value := getattr(self, name), others):
+                check_choice(name, value, allowed)
         self.check()
 
     def check(self) -> None:
@@ -97,6 +101,26 @@ def _bounds(cls: type) -> dict[str, Bound]:
             if typing.get_origin(part) is Annotated:
                 found[name] = part.__metadata__[0]
     return found
+
+
+@cache
+def _choices(cls: type) -> dict[str, tuple[tuple[Any, ...], tuple[type, ...]]]:
+    """The words that the fields of a config class allow, and the types of what else they take: None, or a mapping."""
+    found = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        parts = typing.get_args(hint) if is_union else (hint,)
+        words = [word for part in parts if typing.get_origin(part) is typing.Literal for word in typing.get_args(part)]
+        if words:
+            others = (typing.get_origin(part) or part for part in parts)
+            found[name] = tuple(words), tuple(kind for kind in others if kind is not typing.Literal)
+    return found
+
+
+def check_choice(key: str, value: Any, allowed: Iterable[Any]) -> None:
+    """Raise a ConfigError unless ``value`` is one of ``allowed``. The message suggests a similar one."""
+    words = ", ".join(map(str, allowed))
+    require(value in allowed, f"{key}={value} is not allowed: one of {words}{nearest(value, allowed)}")
 
 
 def _shown(value: Any) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
-from minitx.config.checks import PLAIN, ConfigError, is_part, nearest, require
+from minitx.config.checks import PLAIN, ConfigError, check_choice, is_part, nearest, require
 from minitx.config.model import SCALE_WORDS
 
 T = TypeVar("T")
@@ -55,8 +55,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _convert_union(arguments, value, key)
     if origin is Literal:
-        near = nearest(value, arguments)
-        require(value in arguments, f"{key}={value} is not allowed: one of {', '.join(map(str, arguments))}{near}")
+        check_choice(key, value, arguments)
         return value
     if origin is tuple:
         return _convert_tuple(arguments, value, key)

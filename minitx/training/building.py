@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from minitx.config import ConfigError, ObjectiveConfig, OptimizerConfig, Part, RunConfig, TransformerConfig, to_dict
-from minitx.config.checks import first_line
+from minitx.config.checks import first_line, nearest
 from minitx.data.module import DataModule, load_task
 from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer
@@ -21,7 +21,7 @@ from minitx.nn.models import build_model
 from minitx.training.calling import Caller, config_of
 from minitx.training.hardware import device_type
 from minitx.training.module import TrainingModule
-from minitx.training.objectives import build_objective, check_head, checked_sums
+from minitx.training.objectives import CrossEntropy, build_objective, check_head, checked_sums
 from minitx.training.optimizers import build_optimizer, build_schedule, parameter_groups
 from minitx.training.parts import build, core_of, named_by
 from minitx.training.start import check_scale_of, load_start, start_from
@@ -52,9 +52,11 @@ def open_data(
     """
     if tokenizer is None and config.init_from.path is not None:
         tokenizer = load_start(config.init_from)[2]
-        if tokenizer is None and getattr(config.data, "tokenizer", None) in ("char", "bpe"):
+        asked = getattr(config.data, "tokenizer", None)
+        if tokenizer is None and data is None and asked in ("char", "bpe"):
             raise ConfigError(
-                f"init_from.path={config.init_from.path} has no tokenizer: name the one of its weights in data.tokenizer"
+                f"data.tokenizer={asked} would be a new tokenizer, whose ids the weights of init_from.path={config.init_from.path} do "
+                "not know, and none is stored with them: data.tokenizer must name the file or folder of theirs"
             )
     options: dict[str, Any] = {"batch_size": batch_size, "num_workers": 0}
     if data is None and not isinstance(config.data, Mapping):
@@ -139,8 +141,9 @@ def decided_fields(data: L.LightningDataModule) -> dict[str, Any]:
     """Return the fields of a model that the data decide, under common names such as ``num_classes``."""
     task = getattr(data, "task", None)
     fields = dict(task.model_fields if isinstance(task, Task) else getattr(data, "model_fields", {}))
-    if "num_labels" in fields:
-        fields.setdefault("num_classes", fields["num_labels"])
+    for name, other in (("num_labels", "num_classes"), ("num_classes", "num_labels")):
+        if name in fields:
+            fields.setdefault(other, fields[name])
     return fields
 
 
@@ -161,7 +164,12 @@ def fit_model_config(model: TransformerConfig, data: L.LightningDataModule) -> T
             f"model.max_len={model.max_len} must reach the rows of the data, which have {longest} tokens; make them shorter or max_len larger"
         )
     found = {}
+    known = [field.name for field in dataclasses.fields(model)]
     for name, value in fields.items():
+        if name not in known:
+            raise ConfigError(
+                f"data decides model.{name}={value}, but a model has no such field{nearest(name, known, 'model.')}"
+            )
         given = getattr(model, name)
         if given and not name.endswith("_id") and (given < value if name == "vocab_size" else given != value):
             what = {"vocab_size": "the vocabulary"}.get(name, name)
@@ -196,8 +204,8 @@ def build_module(
     """
     ours = config_of(network)
     built = build_objective(config.objective if objective is None else objective)
-    if isinstance(config.objective, ObjectiveConfig):
-        check_head(config.objective, network, ours.head if ours else "none")
+    if isinstance(built, CrossEntropy):
+        check_head(built, network, ours.head if ours else "none")
     head_dim = ours.width_per_head if ours else 1
     if isinstance(config.optimizer, OptimizerConfig):
         parameter_groups(network, config.optimizer, head_dim=head_dim)  # refuses its rules before the run has a folder
@@ -209,7 +217,7 @@ def build_module(
         built,
         partial(build_optimizer, node=config.optimizer, head_dim=head_dim),
         partial(build_schedule, node=config.schedule, max_steps=config.trainer.max_steps),
-        router_loss=router_loss(config, ours),
+        router_loss=router_loss(config, ours) if objective is None else 0.0,
         clip=config.trainer.clip,
         compile=config.trainer.compile,
         seed=config.seed,

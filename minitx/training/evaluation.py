@@ -157,6 +157,7 @@ def _batches(network: nn.Module, source: Rows, options: EvaluationConfig) -> Ite
     if isinstance(source, ValSource):
         batches: Any = (source[Address(step)] for step in range(len(source)))
     else:
+        source.prepare_data()
         source.setup("validate")
         batches = source.val_dataloader()
     for batch in batches:

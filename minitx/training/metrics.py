@@ -87,12 +87,14 @@ class MetricsFile(Logger):
     def _write(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write the whole file; the last of ``rows`` becomes the open row."""
         self._columns = list(dict.fromkeys(name for row in [dict.fromkeys(self._columns), *rows] for name in row))
-        with self.path.open("w", encoding="utf-8", newline="") as file:
+        new = self.path.with_suffix(".new")  # a crash leaves the old file or the new one
+        with new.open("w", encoding="utf-8", newline="") as file:
             self._writer(file).writeheader()
             self._writer(file).writerows(rows[:-1])
             file.flush()
             self._offset = file.tell()  # where the last row begins
             self._writer(file).writerows(rows[-1:])
+        new.replace(self.path)
         self._row = dict(rows[-1]) if rows else {}
 
     def _writer(self, file: TextIO) -> csv.DictWriter[str]:

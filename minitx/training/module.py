@@ -137,7 +137,9 @@ class TrainingModule(L.LightningModule):
         sums, extras = self.sums(batch)
         whole = batch.get("num_targets")  # of the whole step, over all micro-batches and processes
         own = num_targets(batch["labels"]) if whole is None else whole
-        share = sums["loss"] / (own * accumulate if whole is None else own)  # this micro-batch's part of the mean loss
+        share = sums["loss"] / (
+            own.clamp(min=1) * accumulate if whole is None else own
+        )  # this micro-batch's part of the mean loss
         others = {name: value.detach() for name, value in sums.items() if name not in ("loss", "nll")}
         if micro:
             self.step_loss = self.step_loss + share.detach()

@@ -247,7 +247,7 @@ def _said(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def check_head(config: ObjectiveConfig, network: nn.Module, kind: str) -> None:
+def check_head(objective: CrossEntropy, network: nn.Module, kind: str) -> None:
     """Raise a ConfigError for ``chunk_tokens`` unless the head is a single linear map.
 
     Args:
@@ -256,11 +256,11 @@ def check_head(config: ObjectiveConfig, network: nn.Module, kind: str) -> None:
     Raises:
         ConfigError: the head is not ``lm``, or has another layer.
     """
-    head = network.get_submodule("head") if config.chunk_tokens is not None and kind == "lm" else None
+    head = network.get_submodule("head") if objective.chunk_tokens is not None and kind == "lm" else None
     softcap = getattr(head, "softcap", None)
-    if config.chunk_tokens is not None and (not isinstance(head, nn.Linear) or softcap is not None):
+    if objective.chunk_tokens is not None and (not isinstance(head, nn.Linear) or softcap is not None):
         more = "model.head_transform=True" if softcap is None else f"model.logit_softcap={softcap}"
         found = f"model.head={kind}" + (f" with {more}" if kind == "lm" else "")
         raise ConfigError(
-            f"objective.chunk_tokens={config.chunk_tokens} needs model.head=lm that is one linear map, got {found}: set it to null"
+            f"objective.chunk_tokens={objective.chunk_tokens} needs model.head=lm that is one linear map, got {found}: set it to null"
         )

@@ -36,7 +36,6 @@ from minitx.training.parallel import whole_state
 from minitx.training.parts import GIVEN, build, build_all, core_of, import_modules
 from minitx.training.probes import Probe
 from minitx.training.samples import Samples
-from minitx.training.start import check_tokenizer
 from minitx.training.steps import StepLog, StopAt
 from minitx.training.summary import describe_model, summary
 from minitx.training.wandb import WandbExtras, finish_wandb
@@ -85,8 +84,6 @@ def train(
         if device_type(config.trainer) == "cpu":
             keep_freed_memory()
             stack.enter_context(onednn_products())
-        if data is None:
-            check_tokenizer(config.init_from, getattr(config.data, "tokenizer", None))
         opened = open_data(config, data, batch_size=batch_size)
         network = build_network(config, opened, model)
         check_run(config, network, opened)

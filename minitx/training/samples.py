@@ -86,6 +86,10 @@ class Samples(StepCallback):
             raise ConfigError("callbacks.samples needs whole weights on one device, got trainer.strategy=sharded")
         if not self.prompts or not all(self.prompts):
             raise ConfigError(f"callbacks.samples.prompts={list(self.prompts)} must be texts to continue, none of them empty")
+        if kind == "encoder_decoder" and config.position == "learned" and self.max_new_tokens > config.max_len:
+            raise ConfigError(
+                f"callbacks.samples.max_new_tokens={self.max_new_tokens} must be at most model.max_len={config.max_len}"
+            )
         try:
             self._ids = [[int(id) for id in self.tokenizer.encode(prompt)] for prompt in self.prompts]
         except ValueError as error:

@@ -67,15 +67,6 @@ def _of_folder(folder: Path, path: str, overrides: dict[str, Any], ignore: tuple
     return dict(model.state_dict()), to_dict(model.config), tokenizer
 
 
-def check_tokenizer(init_from: InitFrom, asked: str | None) -> None:
-    """Raise a ConfigError if the weights have no tokenizer and ``asked``, that of the data, would be learned anew."""
-    if init_from.path is not None and asked in ("char", "bpe") and load_start(init_from)[2] is None:
-        raise ConfigError(
-            f"data.tokenizer={asked} would be a new tokenizer, whose ids the weights of init_from.path={init_from.path} do not "
-            "know, and none is stored with them: data.tokenizer must name the file or folder of theirs"
-        )
-
-
 def stored_shape(init_from: InitFrom) -> dict[str, Any]:
     """Return the fields of the model's config in a checkpoint or folder, or {} if the model is not one of ours."""
     return dict(load_start(init_from)[1] or {})

@@ -82,8 +82,11 @@ def git_commit(folder: Path | None = None) -> str | None:
 
 @contextmanager
 def finish_wandb() -> Iterator[None]:
-    """A context that finishes wandb's run with the exit code of the program: 0, 2 (a mistake in the config), 3, or that of a signal."""
-    code = 3
+    """A context that finishes wandb's run with the exit code of the program: 0, 2 (a mistake in the config), 3, or that of a signal.
+
+    A run that the caller has open before is left open.
+    """
+    before, code = _wandb_run(), 3
     try:
         yield
         code = 0
@@ -92,6 +95,9 @@ def finish_wandb() -> Iterator[None]:
         code = 2 if isinstance(error, ConfigError) else 3 if signal_number is None else 128 + signal_number
         raise
     finally:
-        wandb = sys.modules.get("wandb")
-        if wandb is not None and wandb.run is not None:
-            wandb.finish(exit_code=code)
+        if _wandb_run() is not None and before is None:
+            sys.modules["wandb"].finish(exit_code=code)
+
+
+def _wandb_run() -> Any:
+    return getattr(sys.modules.get("wandb"), "run", None)

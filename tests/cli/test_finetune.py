@@ -13,7 +13,7 @@ from minitx.config import TransformerConfig
 from minitx.data.tokenizers import train_tokenizer
 from minitx.interop import load_hf, save_hf, save_pretrained
 from minitx.nn import DecoderLM
-from minitx.training.checkpoint import read_checkpoint
+from minitx.training.checkpoint import read_checkpoint, write_checkpoint
 from minitx.training.metrics import read_metrics
 from minitx.training.stored import load_model
 from tests.cli.conftest import SHORT
@@ -91,6 +91,13 @@ def test_a_checkpoint_starts_a_new_run_with_a_fresh_optimizer_at_step_0(cli, las
     assert (old["global_step"], new["global_step"]) == (20, 2)
     assert {int(state["step"]) for state in new["optimizer_states"][0]["state"].values()} == {2}
     assert [row["step"] for row in read_metrics(place / "run" / "metrics.csv")][-1] == 2
+
+
+def test_a_checkpoint_is_data_and_no_interpolation_in_it_is_resolved(assert_refused, last, theirs, place):
+    checkpoint = read_checkpoint(last("text").partition("=")[2])
+    checkpoint["minitx"]["model"]["backend"] = "${oc.env:HOME}"
+    write_checkpoint(checkpoint, place / "other.ckpt")
+    assert_refused("${oc.env:HOME}", *finetune("other.ckpt"))
 
 
 def test_a_checkpoint_of_a_model_of_ones_own_is_one_to_start_from(cli, place, monkeypatch):

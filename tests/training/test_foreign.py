@@ -1,6 +1,7 @@
 """Models and data of the user's own from Python: what is promised to a ``LightningDataModule``."""
 
 import copy
+import math
 
 import lightning.pytorch as L
 import pytest
@@ -9,7 +10,8 @@ from extra import last, losses_of
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from minitx.config import CallbacksConfig, ConfigError, ProbeConfig, RunConfig, TrainerConfig
+from minitx.config import CallbacksConfig, ConfigError, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig
+from minitx.training.building import build_network
 from minitx.training.metrics import read_metrics
 from minitx.training.run import train
 
@@ -33,7 +35,7 @@ def squared(logits, batch):
     return (logits - batch["labels"]).square().sum()
 
 
-def fit(folder, data, *, model=None, callbacks=None, on_nonfinite="raise", **trainer):
+def fit(folder, data, *, model=None, callbacks=None, on_nonfinite="stop", **trainer):
     options = {"max_steps": 4, "accelerator": "cpu", "log_every": 1, "val_every": 0, "precision": "64-true", **trainer}
     config = RunConfig(
         trainer=TrainerConfig(**options),
@@ -65,6 +67,33 @@ def test_an_incomplete_accumulation_is_one_update_and_validation_uses_the_object
     result, batch = fit(tmp_path, data, model=model, accumulate=2), default_collate(data.rows)
     assert result["val_loss"] == pytest.approx(squared(model(batch["input"]), batch).item() / 7, rel=1e-12)
     assert [row["tokens"] for row in read_metrics(tmp_path / "metrics.csv")] == [6, 7, 13, 14]  # two epochs
+
+
+def test_a_micro_batch_without_a_label_adds_nothing(tmp_path):
+    data = Squares()
+    ids = torch.tensor([[1, -100], [-100, -100], [0, 1], [1, 0]])
+    data.rows = [{"input": torch.randn(2, 3, dtype=torch.float64), "labels": labels} for labels in ids]
+    data.train_dataloader = lambda: DataLoader(data.rows, batch_size=1)
+    config = RunConfig(
+        trainer=TrainerConfig(max_steps=2, accelerator="cpu", log_every=1, val_every=0, precision="64-true", accumulate=2),
+        callbacks=CallbacksConfig(progress=False),
+    )
+    train(config, tmp_path, model=nn.Linear(3, 2), data=data)
+    assert all(math.isfinite(loss) for loss in losses_of(tmp_path))
+    assert [row["tokens"] for row in read_metrics(tmp_path / "metrics.csv")] == [1, 5]
+
+
+def test_fields_that_the_data_decide_are_fields_of_the_model(tmp_path):
+    data = Squares()
+    for fields, said in (({"num_class": 3}, "model.num_class=3, but a model has no such field"), ({"num_classes": 3}, "")):
+        data.model_fields = fields
+        model = TransformerConfig(architecture="encoder", head="sequence", vocab_size=5, embed_dim=8, num_heads=2, num_layers=1)
+        config = RunConfig(model=model)
+        if said:
+            with pytest.raises(ConfigError, match=said):
+                build_network(config, data)
+        else:
+            assert build_network(config, data).config.num_labels == 3
 
 
 def test_what_needs_labels_our_blocks_or_our_data_is_refused_by_name(tmp_path):

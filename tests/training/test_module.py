@@ -1,5 +1,6 @@
 """The training step: whole-step losses, clipping, accumulation, seeds, and what happens when numbers stop being finite."""
 
+import dataclasses
 import itertools
 import math
 
@@ -13,7 +14,7 @@ from minitx.config import ConfigError, ObjectiveConfig, TransformerConfig
 from minitx.nn.models import build_model
 from minitx.training.metrics import read_metrics
 from minitx.training.module import Latch, TrainingModule, hash_seed
-from minitx.training.objectives import build_objective, check_head
+from minitx.training.objectives import CrossEntropy, build_objective, check_head
 from minitx.training.probes import read_probes
 from minitx.training.run import quiet_lightning, train
 
@@ -183,7 +184,19 @@ HEADS = [
 def test_a_chunked_loss_is_refused_where_the_head_is_more_than_one_linear_map(changes):
     config = TransformerConfig(vocab_size=11, embed_dim=8, num_heads=2, num_layers=1, num_labels=3, **changes)
     with pytest.raises(ConfigError, match=f"objective.chunk_tokens=5 needs model.head=lm .* got model.head={config.head}"):
-        check_head(ObjectiveConfig(chunk_tokens=5), build_model(config), config.head)
+        check_head(CrossEntropy(chunk_tokens=5), build_model(config), config.head)
+
+
+def test_an_objective_from_python_meets_the_same_checks_and_adds_no_loss_of_the_config(make_config, tmp_path):
+    capped, routed = make_config(model__logit_softcap=3.0), make_config(model__num_experts=2)
+    with pytest.raises(ConfigError, match=r"objective\.chunk_tokens=5 .* model\.logit_softcap=3"):
+        train(capped, tmp_path / "capped", objective=CrossEntropy(chunk_tokens=5))
+    losses = []
+    for weight in (0.0, 1e6):
+        config = dataclasses.replace(routed, objective=ObjectiveConfig(router_loss=weight))
+        train(config, tmp_path / str(weight), objective=CrossEntropy())
+        losses.append(losses_of(tmp_path / str(weight)))
+    assert losses[0] == losses[1]
 
 
 class Routed(Table):

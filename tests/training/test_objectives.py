@@ -75,14 +75,14 @@ def test_what_an_objective_returns_is_a_number_or_numbers_by_name_with_loss_amon
 )
 def test_a_loss_in_chunks_needs_a_head_that_is_one_linear_map(fields, said):
     model = build_model(TransformerConfig(vocab_size=11, embed_dim=8, num_heads=2, num_layers=1, max_len=5, **fields))
-    check_head(ObjectiveConfig(), model, "lm")
+    check_head(CrossEntropy(), model, "lm")
     if said is None:
-        check_head(ObjectiveConfig(chunk_tokens=3), model, "lm")
+        check_head(CrossEntropy(chunk_tokens=3), model, "lm")
         with pytest.raises(ConfigError, match=r"got model\.head=none:"):
-            check_head(ObjectiveConfig(chunk_tokens=3), model, "none")
+            check_head(CrossEntropy(chunk_tokens=3), model, "none")
     else:
         with pytest.raises(ConfigError, match=said):
-            check_head(ObjectiveConfig(chunk_tokens=3), model, "lm")
+            check_head(CrossEntropy(chunk_tokens=3), model, "lm")
 
 
 @pytest.mark.parametrize(("chunk_tokens", "labels", "said"), [(0, (3,), "chunk_tokens=0"), (2, (4,), "hidden must be")])

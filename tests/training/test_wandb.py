@@ -73,14 +73,16 @@ CODES = [
 
 @pytest.mark.parametrize(("error", "code"), CODES)
 def test_a_run_ends_with_the_exit_code_of_the_program(monkeypatch, error, code):
-    codes = []
-    for run in (object(), None):  # None: wandb began no run, so none is finished
-        logger = SimpleNamespace(run=run, finish=lambda exit_code, run=run: codes.append((exit_code, run is None)))
+    finished = []
+    for before, begun in ((None, "ours"), (None, None), ("the caller's", "the caller's")):
+        logger = SimpleNamespace(run=before)
+        logger.finish = lambda exit_code, logger=logger: finished.append((exit_code, logger.run))
         monkeypatch.setitem(sys.modules, "wandb", logger)
         with pytest.raises(type(error)) if error else contextlib.nullcontext(), finish_wandb():
+            logger.run = begun
             if error:
                 raise error
-    assert codes == [(code, False)]
+    assert finished == [(code, "ours")]
 
 
 def test_the_commit_is_that_of_the_current_folder(tmp_path, monkeypatch):
