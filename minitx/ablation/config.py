@@ -126,6 +126,7 @@ class StudyConfig(Config):
         require(self.prune != "unsolved" or bool(self.tune_seeds), "prune=unsolved needs tune_seeds, which decide it")
         there = {"arm": self.arms, "seed": [str(seed) for seed in (*self.tune_seeds, *self.seeds)], **self.factors}
         for skip in self.skip:
+            require(bool(skip), "skip=[{}] would leave out every run: name factors")
             _known("skip", skip, there, "the study")
             for key, levels in skip.items():
                 _known(f"skip.{key}", levels, there[key], "it")
@@ -283,7 +284,10 @@ class AblationConfig(Config):
             require(RATE not in condition, f"{place}.primary: {RATE} is tuned, not a condition to judge under")
             _check_condition(f"{place}.primary", condition, study)
         if comparison.law is not None:
-            _known(f"{place}.law.factor", [comparison.law.factor], study.factors, f"studies.{comparison.study}.factors")
+            factor = comparison.law.factor
+            _known(f"{place}.law.factor", [factor], study.factors, f"studies.{comparison.study}.factors")
+            numbers = factor != RATE and all(map(_is_rate, study.factors[factor]))
+            require(numbers, f"{place}.law.factor={factor} must be a condition whose levels are positive numbers")
 
     def _check_expected(self, place: str, expected: ExpectedConfig) -> None:
         compared = any((c.study, c.arms) == (expected.study, expected.arms) for c in self.comparisons)
@@ -323,7 +327,7 @@ def endpoints(study: StudyConfig) -> list[Endpoint]:
     """Return the endpoints of a comparison in ``study``, the primary one first."""
     found: list[Endpoint] = []
     for score in study.scores:
-        found += ["time", "largest_rate"] if score == "time" else [score]
+        found += ["time", "largest_rate"] if score == "time" and RATE in study.factors else [score]
     return [*found, *study.measures]
 
 

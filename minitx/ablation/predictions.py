@@ -37,6 +37,18 @@ def answers(findings: Findings) -> tuple[Answer, ...]:
     return tuple(found)
 
 
+def check_rules(grid: AblationConfig) -> None:
+    """Raise a ConfigError if the module ``about`` or a rule of a prediction does not exist."""
+    if grid.about is not None:
+        try:
+            importlib.import_module(grid.about)
+        except ImportError as error:
+            raise ConfigError(f"about={grid.about} cannot be imported: {error}") from error
+    for prediction in grid.predictions.values():
+        if prediction.rule is not None:
+            rule_of(grid, prediction.rule)
+
+
 def rule_of(grid: AblationConfig, name: str) -> Callable[..., tuple[str, str]]:
     """Return the function ``RULES[name]`` of the module ``about``: (findings, **options) -> (status, evidence).
 

@@ -148,8 +148,9 @@ class _Part:
         records = self.to[self.name]
         if not records:
             raise ValueError(f"{self.name}: nothing was recorded; run the model inside of capture first")
-        number = min(self.calls, len(records) - 1)
-        self.calls += not is_recomputing()
+        again = is_recomputing()  # the block whose forward pass was the last call
+        number = min(max(self.calls - again, 0), len(records) - 1)
+        self.calls += not again
         record = records[number].to(old.device)
         if record.shape[1:] != shape[1:]:
             raise ValueError(f"{self.name}: the record has the shape {tuple(record.shape)}, but {tuple(shape)} is replaced")

@@ -20,6 +20,7 @@ from minitx.ablation.config import AblationConfig
 from minitx.ablation.grid import Cell, cells, code_fingerprint, command_of
 from minitx.ablation.judge import judge
 from minitx.ablation.pools import SLURM_JOBS, LocalPool, Pool, SlurmPool
+from minitx.ablation.predictions import check_rules
 from minitx.ablation.records import Record, Runs, read_records
 from minitx.ablation.run import duration, run_cells
 from minitx.cli.compose import compose_cell, compose_config
@@ -49,6 +50,7 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
             raise ConfigError(f"output_dir={folder} has no cells.jsonl: run the grid first, without ablation.report_only=true")
         report(grid, chosen, read_records(folder / "cells.jsonl"), folder)  # whatever code made them
         return
+    check_rules(grid)
     check(chosen)
     launch = Launch(folder / "launches.json", command)
     with stop_on_signals():

@@ -16,7 +16,7 @@ from minitx.data.addressing import Address, Batch, generator
 from minitx.data.documents import DocumentRows, learned_marks, not_blank, task_of, with_marks
 from minitx.data.sources import Source
 from minitx.data.task import Ragged, Task, name_of, tokenizer_of
-from minitx.data.tokenizers import Tokenizer
+from minitx.data.tokenizers import Tokenizer, find_tokenizer
 from minitx.data.tokens import bits_per
 
 DOCUMENTS_AT_ONCE = 64
@@ -158,7 +158,7 @@ def load_stream(config: HubDataConfig, tables: Sequence[Any], column: str, token
     Raises:
         ConfigError: too few documents, or a tokenizer without an end mark.
     """
-    name, table = name_of(config), tables[0]
+    name, table, tokenizer = name_of(config), tables[0], tokenizer or find_tokenizer(config.tokenizer)
     rows = ((shard, row[column]) for shard, rows in enumerate(_shards(table)) for row in rows)
     texts, held_out = list[str](), Counter[int]()
     if len(tables) == 1:

@@ -126,7 +126,8 @@ def _tokenised(
     """The documents of both splits with marks around them, the tokenizer and the record, from the cache or made anew."""
     given = given or find_tokenizer(config.tokenizer)
     word = fingerprint(given) if given else [config.tokenizer, config.bpe_vocab_size]
-    files = [(len(table), [file["filename"] for file in table.cache_files]) for table in tables]
+    # a table that datasets keeps in memory has no files, but a fingerprint
+    files = [(len(table), [file["filename"] for file in table.cache_files] or table._fingerprint) for table in tables]
     key = json.dumps([FORMAT, files, config.split, config.val_split, column, word, config.val_fraction])  # files change names
     path = folder / f"hf-{hashlib.sha256(key.encode()).hexdigest()[:16]}.bin"
 

@@ -158,6 +158,11 @@ def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tup
             raise ConfigError(f"data.label_column={column} has rows without a label (-1)")
         names = names or own
         columns.append([own[value] for value in values] if own else values)
-    names = names or sorted({value for values in columns for value in values})
+    seen = {value for values in columns for value in values}
+    unknown = seen - set(names or seen)
+    if unknown or len({type(value) for value in seen}) > 1:
+        more = f"{', '.join(map(str, unknown))} of one split is no label of the other" if unknown else "words and numbers"
+        raise ConfigError(f"data.label_column={column} must have the same labels in both splits, got {more}")
+    names = names or sorted(seen)
     number = {name: i for i, name in enumerate(names)}
     return [np.array([number[value] for value in values]) for values in columns], tuple(map(str, names))

@@ -15,6 +15,7 @@ from minitx.ablation.config import (  # fmt: skip
     AblationConfig,
     ComparisonConfig,
     ExpectedConfig,
+    LawConfig,
     PredictionConfig,
     StartConfig,
     StudyConfig,
@@ -149,10 +150,11 @@ def test_a_grid_run_in_parts_has_the_cells_of_the_whole_and_first_phases_come_al
     assert whole.chosen() is whole
 
 
-def compared(study="main", arms=("a", "b"), expected=None):
+def compared(study="main", arms=("a", "b"), expected=None, law=None):
     """The fields of a grid that compares two arms, and expects something."""
     expect = (ExpectedConfig(study="main", arms=expected, endpoint="time"),) if expected else ()
-    comparisons = (ComparisonConfig(study=study, arms=arms),)
+    law = None if law is None else LawConfig(factor=law, power=1.0)
+    comparisons = (ComparisonConfig(study=study, arms=arms, law=law),)
     return {"comparisons": comparisons, "predictions": {"p": PredictionConfig(statement="s", expect=expect)}}
 
 
@@ -162,6 +164,9 @@ def compared(study="main", arms=("a", "b"), expected=None):
     ({"scores": ("stability",)}, "scores=[stability] needs start"),
     ({"prune": "unsolved"}, "prune=unsolved needs tune_seeds"),
     ({"skip": ({"init": ("lecunn",)},)}, "skip.init=['lecunn'] not found; it has lecun, gpt2"),
+    ({"skip": ({},)}, "skip=[{}] would leave out every run"),
+    (compared(law="lr"), "comparisons[0].law.factor=lr must be a condition whose levels are positive numbers"),
+    (compared(law="init"), "comparisons[0].law.factor=init must be a condition whose levels are positive numbers"),
     ({"launcher_options": {"cluster": "local"}}, "launcher_options={'cluster': 'local'} are for launcher=slurm"),
     ({"ratio_margin": 1.0}, "ratio_margin=1 must be above 1"),
     ({"only": ("mian",)}, "only=['mian'] not found; ablation.studies has main, first"),

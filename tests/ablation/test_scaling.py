@@ -65,6 +65,15 @@ def test_a_sentence_says_what_the_records_show(study, truth, words):
     assert any(re.search(words, one) for one in text)
 
 
+def test_where_only_the_shown_runs_of_a_study_were_chosen_the_page_says_what_there_is():
+    shown = {"study": "away", "shown": ADAMW, "rate": "1e-2"}
+    sgd = {"study": SGD, "shown": SGD, "rate": "3.2e-2"}
+    findings = of_the_scale(TIME, ADAMW, SGD, options={"continued": {"AdamW": shown, "SGD": sgd}})
+    text = " ".join(scaling.sentences(findings))
+    assert "with SGD" in text and "with AdamW" not in text
+    assert len(scaling.figure(findings)[0].figure.axes) == 3  # of SGD, and from scratch
+
+
 def test_a_broken_null_control_comes_first():
     text = said("null", TIME, truth=Truth(equal=False))
     assert re.search(r"The null control failed.* within 30 steps for 6 seeds of 6.*Do not trust", text[0])

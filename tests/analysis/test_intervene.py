@@ -97,6 +97,19 @@ def test_gradients_flow_through_what_is_computed(what):
     assert float(factor.grad) == pytest.approx(slope, rel=1e-5, abs=1e-8)
 
 
+def test_a_recomputed_block_gets_the_record_of_its_forward_pass():
+    gradients = []
+    for checkpointing in (False, True):
+        model = model_of(torch.float64, checkpointing=checkpointing)
+        with torch.no_grad(), capture(model, what="heads") as seen:
+            model(OTHER), model(IDS)
+        with intervene(model, "heads", seen, layers=[0]):
+            for ids in (IDS, OTHER):
+                model(ids).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize(("what", "to", "options", "said"), [
     ("weight", 0.0, {}, "what='weight' must be one of"),
     ("heads", 0.0, {"heads": [3]}, "heads or positions"),

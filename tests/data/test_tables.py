@@ -64,3 +64,8 @@ def test_labels_are_numbered_by_name():
     (train, val), names = labels_of([datasets.Dataset.from_dict({"label": part}) for part in ([10, 9], [11])], "label")
     assert (train.tolist(), val.tolist(), names) == ([1, 0], [2], ("9", "10", "11"))
     assert train.dtype == np.int64
+    for other, said in (["a", "d"], "d of one split"), ([0, 1], "of one split"):
+        with pytest.raises(ConfigError, match=rf"^data\.label_column=label must .*{said}"):
+            labels_of([named, datasets.Dataset.from_dict({"label": other})], "label")
+    with pytest.raises(ConfigError, match="words and numbers"):
+        labels_of([datasets.Dataset.from_dict({"label": part}) for part in (["a"], [1])], "label")

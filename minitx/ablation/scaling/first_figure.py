@@ -31,7 +31,11 @@ FROM_SCRATCH = (
 def figure(findings: Findings) -> list[Picture]:
     """Three panels, and below them the attention of one head."""
     options = findings.grid.options
-    rows = {name: one for name, one in options["continued"].items() if shown_runs(findings, one["shown"], one["rate"])}
+    rows = {
+        name: one
+        for name, one in options["continued"].items()
+        if shown_runs(findings, one["shown"], one["rate"]) and findings.runs.select(one["study"], status="done")
+    }
     timed = by_width(findings, options["time"], "time")[-1:]
     if not rows and not timed:
         return []

@@ -126,6 +126,8 @@ def slope_on_width(findings: Findings, *, study: str) -> Answered:
     seeds = set.intersection(*({pair.seed for pair in f.pairs} for f in found)) if found else set()
     if len(found) < 2 or not seeds:
         return NOTHING
+    if not all(pair.effect.low > 0 for f in found for pair in f.pairs if pair.seed in seeds):
+        return "UNDECIDED", "the ratio has no lower limit where a model with the scale did not solve the task"
     widths = np.log2([float(level(f)) for f in found])
     ratios = [[np.log2(pair.effect.low) for pair in f.pairs if pair.seed in seeds] for f in found]  # (d_k, seeds)
     slopes = np.polyfit(widths, ratios, 1)[0]

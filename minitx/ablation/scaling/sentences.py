@@ -29,7 +29,7 @@ def sentences(findings: Findings) -> list[str]:
     said += fallen
     at_width = {name: f for name, found in stable.items() for f in found if level(f) == width}
     if at_width:
-        limit = findings.grid.studies[next(iter(options["continued"].values()))["study"]].stable
+        limit = findings.grid.studies[options["continued"][next(iter(at_width))]["study"]].stable
         within = say.budget([run for f in at_width.values() for run in say.runs_of(findings, f)])
         said.append(
             f"The largest stable learning rate (lowest accuracy {say.percent([limit.value])} within {within}, interpolated between the rates "
@@ -56,7 +56,7 @@ def _broken_control(findings: Findings) -> list[str]:
 def _trained_further(findings: Findings, name: str, one: Mapping[str, Any]) -> list[str]:
     """What happened to the accuracy of solved models at the shown rate: their lowest mean over the study's window."""
     shown = shown_runs(findings, one["shown"], one["rate"])
-    if not shown:
+    if not shown or one["study"] not in findings.grid.studies:
         return []
     window, chance = findings.grid.studies[one["study"]].stable.window, findings.grid.options["chance"]
     scaled, unscaled = ([worst_accuracy(run.result, window) for run in shown[arm]] for arm in ARMS)
