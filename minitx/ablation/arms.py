@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import cached_property
 
 from minitx.ablation.config import RATE, AblationConfig, Condition, Endpoint
 from minitx.ablation.outcomes import initial_loss, last_mean
 from minitx.ablation.records import Run, Runs, solved_step, worst_accuracy
-from minitx.ablation.statistics import Span, crossing, wilson
+from minitx.ablation.statistics import Span, crossing
 
 
 class Arm:
@@ -123,18 +122,8 @@ def _number(rate: str) -> float:
     return float(rate or 1)  # a study without the factor lr has one rate
 
 
-@dataclass(frozen=True)
-class Unsolved:
-    """The number of judged runs at one rate that do not solve their task within the cap, with Wilson's interval of their share."""
-
-    rate: str
-    count: int
-    total: int
-    interval: Span
-
-
-def unsolved(grid: AblationConfig, runs: Runs, study: str, arm: str, condition: Condition) -> list[Unsolved]:
-    """Count the judged runs of an arm that never solve their task, for each rate that was tried."""
+def unsolved(grid: AblationConfig, runs: Runs, study: str, arm: str, condition: Condition) -> dict[str, tuple[int, int]]:
+    """For each rate that was tried, count the judged runs of an arm that never solve their task, and all of them."""
     mine = Arm(grid, runs, study, arm, condition)
     steps = {rate: [mine.steps[rate, s] for s in mine.study.seeds if (rate, s) in mine.done] for rate in mine.tried}
-    return [Unsolved(rate, own.count(None), len(own), wilson(own.count(None), len(own))) for rate, own in steps.items() if own]
+    return {rate: (own.count(None), len(own)) for rate, own in steps.items() if own}

@@ -17,6 +17,7 @@ from minitx.ablation.judge import Finding, Findings
 from minitx.ablation.outcomes import last_mean
 from minitx.ablation.predictions import answers
 from minitx.ablation.records import worst_accuracy
+from minitx.ablation.statistics import wilson
 
 
 def sentences(findings: Findings) -> list[str]:
@@ -161,11 +162,12 @@ def _never(findings: Findings) -> Table:
     grid, rows = findings.grid, {}
     timed = [f for f in findings.findings if f.endpoint == "time"]
     for finding, arm in [(f, arm) for f in timed for arm in f.comparison.arms]:
-        for never in unsolved(grid, findings.runs, finding.comparison.study, arm, finding.condition):
+        found = unsolved(grid, findings.runs, finding.comparison.study, arm, finding.condition)
+        for rate, (count, total) in found.items():
             where, share = say.where_text(grid, finding), "95 % interval of the share (Wilson)"
-            row = {"where": where, "arm": say.words(grid, arm), "learning rate": never.rate}
-            row |= {"never solved it": f"{never.count} of {never.total}", share: say.span_text(never.interval)}
-            rows[where, arm, never.rate] = row
+            row = {"where": where, "arm": say.words(grid, arm), "learning rate": rate}
+            row |= {"never solved it": f"{count} of {total}", share: say.span_text(wilson(count, total))}
+            rows[where, arm, rate] = row
     return Table("Runs that do not solve the task within the budget", list(rows.values()))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -62,12 +62,7 @@ def _values(look: Look) -> Tensor:
     return look.call.value[:, look.heads // group].clone()  # a cache goes on writing into what it handed out
 
 
-RECORDERS: dict[str, Recorder] = {
-    "statistics": _statistics,
-    "weights": _weights,
-    "scores": _scores,
-    "values": _values,
-}
+RECORDERS: dict[str, Recorder] = {"statistics": _statistics, "weights": _weights, "scores": _scores, "values": _values}
 
 
 OUTPUTS = ("heads", "feedforward", "residual")
@@ -86,14 +81,13 @@ class Seen(dict[str, list[Any]]):
         self.kinds: dict[str, str] = {}
 
 
-@contextmanager
 def capture(
     model: nn.Module,
     *,
     layers: Sequence[int | str] | None = None,
     heads: Sequence[int] | None = None,
     what: str = "statistics",
-) -> Iterator[Seen]:
+) -> AbstractContextManager[Seen]:
     """Record every attention call of ``model`` while the context is open.
 
     It works for any module that contains our attention, with every backend, and with caches, grouped heads, activation
@@ -117,8 +111,8 @@ def capture(
         heads: the heads to record, in this order. Default: all.
         what: one of the names above.
 
-    Yields:
-        ``Seen``, a dict from the core's name to a list with one entry per call.
+    Returns:
+        a context that gives ``Seen``, a dict from the core's name to a list with one entry per call.
 
     Raises:
         ValueError: an unknown ``what``, layer or head, or a model without attention weights. Cores without weights (linear
@@ -135,14 +129,11 @@ def capture(
     >>> seen["core"][0].shape, seen.kinds["core"]
     (torch.Size([1, 1, 3, 3]), 'causal')
     """
-    if what not in RECORDERS and what not in OUTPUTS:
-        raise ValueError(f"what={what!r} must be one of {', '.join((*RECORDERS, *OUTPUTS))}")
+    if what in RECORDERS:
+        return watch(model, RECORDERS[what], layers=layers, heads=heads)
     if what in OUTPUTS:
-        with _watch_outputs(model, what, layers, heads) as seen:
-            yield seen
-        return
-    with watch(model, RECORDERS[what], layers=layers, heads=heads) as seen:
-        yield seen
+        return _watch_outputs(model, what, layers, heads)
+    raise ValueError(f"what={what!r} must be one of {', '.join((*RECORDERS, *OUTPUTS))}")
 
 
 @contextmanager
@@ -183,7 +174,7 @@ def _watch_outputs(
     def leave(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not is_recomputing():
             out = (output[0] if isinstance(output, tuple) else output).detach()
-            seen[name].append(out.clone() if heads is None else out[:, _head_index(heads, out)])
+            seen[name].append(out.clone() if heads is None else out[:, places_of(heads, out.shape[1], out.device)])
 
     with ExitStack() as hooks:
         for name in seen:
@@ -269,7 +260,7 @@ class _Watcher:
         (call,) = args
         is_causal = call.mask is not None and call.mask.is_causality
         kind = "cross" if call.is_cross else "causal" if is_causal else "self"
-        look = Look(call, kind, self._real_queries(call, kind), _head_index(self.heads, call.query))
+        look = Look(call, kind, self._real_queries(call, kind), places_of(self.heads, call.query.shape[1], call.query.device))
         self._tell_memory(name, look)
         with full_precision(call.query.device):
             self.seen[name].append(self.recorder(look))
@@ -301,10 +292,10 @@ class _Watcher:
             )
 
 
-def _head_index(heads: Sequence[int] | None, like: Tensor) -> Tensor:
-    H = like.shape[1]
-    chosen = range(H) if heads is None else heads
-    wrong = [head for head in chosen if not -H <= head < H]
-    if wrong or not len(chosen):
-        raise ValueError(f"heads={list(chosen)} must be some of 0 to {H - 1}")
-    return torch.tensor([head % H for head in chosen], device=like.device)
+def places_of(chosen: Sequence[int] | None, size: int, device: torch.device) -> Tensor:
+    """Return the chosen heads or positions of ``size`` as indices from 0. None: all."""
+    numbers = range(size) if chosen is None else chosen
+    wrong = [number for number in numbers if not -size <= number < size]
+    if wrong or not len(numbers):
+        raise ValueError(f"heads or positions {list(numbers)} must be some of 0 to {size - 1}")
+    return torch.tensor([number % size for number in numbers], device=device)

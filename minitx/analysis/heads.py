@@ -326,10 +326,7 @@ def excess_of(value: Tensor, uniform: Tensor) -> Tensor:
 def _scores(value: Tensor, uniform: Tensor, position: Tensor | None = None, shuffled: Tensor | None = None) -> list[Score]:
     """A score a head from (n, H) each; a NaN of ``position`` is a sentence that it was chosen on."""
     nothing = torch.full_like(value, math.nan)
-    columns = (
-        tensor.T
-        for tensor in (value, uniform, nothing if position is None else position, nothing if shuffled is None else shuffled)
-    )
+    columns = [(nothing if given is None else given).T for given in (value, uniform, position, shuffled)]
     out = []
     for v, u, p, s in zip(*columns, strict=True):
         means = [float(x.nanmean()) for x in (v, u, p, s)]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.capture import OUTPUTS, attention_cores, capture, chosen_names, output_modules, refuse_compiled
+from minitx.analysis.capture import OUTPUTS, attention_cores, capture, chosen_names, output_modules, places_of, refuse_compiled
 from minitx.analysis.heads import UNKNOWN, mean_interval
 from minitx.nn.attention import DotProductAttention
 from minitx.nn.blocks import is_recomputing
@@ -125,7 +125,7 @@ class _Part:
     def changed(self, tensor: Tensor) -> Tensor:
         """``tensor`` with the chosen part replaced."""
         axes = {1: self.heads, 2: self.positions} if tensor.dim() == 4 else {1: self.positions}
-        places = [_places(chosen, tensor.shape[axis], tensor.device) for axis, chosen in axes.items()]
+        places = [places_of(chosen, tensor.shape[axis], tensor.device) for axis, chosen in axes.items()]
         index = (slice(None), places[0][:, None], places[1]) if len(places) == 2 else (slice(None), places[0])
         old = tensor[index]
         new = self.replacement(old, tensor.shape, index).to(tensor)
@@ -155,14 +155,6 @@ class _Part:
         if record.shape[1:] != shape[1:]:
             raise ValueError(f"{self.name}: the record has the shape {tuple(record.shape)}, but {tuple(shape)} is replaced")
         return record[index]
-
-
-def _places(chosen: Sequence[int] | None, size: int, device: torch.device) -> Tensor:
-    numbers = range(size) if chosen is None else chosen
-    wrong = [number for number in numbers if not -size <= number < size]
-    if wrong or not len(numbers):
-        raise ValueError(f"heads or positions {list(numbers)} must be some of 0 to {size - 1}")
-    return torch.tensor([number % size for number in numbers], device=device)
 
 
 # --- the experiments that everybody does first
@@ -273,10 +265,8 @@ def _effects(found: dict[str, list[Tensor]], compare: Callable[[Tensor], Tensor]
     intervals = [[mean_interval(compare(one).cpu()) for one in heads] for heads in found.values()]
     width = max(map(len, intervals))
     rows = [[*heads, *[UNKNOWN] * (width - len(heads))] for heads in intervals]
-    mean, low, high = (
-        torch.tensor([[getattr(one, name) for one in row] for row in rows], dtype=torch.float64)
-        for name in ("mean", "low", "high")
-    )
+    numbers = torch.tensor([[(one.mean, one.low, one.high) for one in row] for row in rows], dtype=torch.float64)
+    mean, low, high = numbers.unbind(-1)
     return HeadEffects(tuple(found), mean, low, high, intervals[0][0].n, what)
 
 

@@ -49,6 +49,10 @@ class AttentionMap:
     visible: Tensor
     max_logit: Tensor
 
+    def place(self) -> dict[str, str]:
+        """Return the fields that say where the layer stands, as plain data."""
+        return {name: getattr(self, name) for name in ("name", "kind", "queries", "keys")}
+
     def entropy(self) -> Tensor:
         """Return H̄ = -Σ p ln p / ln n of every row with n visible keys: (B, H, L). NaN if n < 2."""
         count = self.visible.sum(-1).double()
@@ -197,7 +201,7 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> Path:
     for layer in snapshot.maps:
         parts = {"weights": layer.weights.half(), "visible": layer.visible, "max_logit": layer.max_logit.float()}
         tensors |= {f"{part}/{layer.name}": tensor for part, tensor in parts.items()}
-    maps = [{name: getattr(layer, name) for name in ("name", "kind", "queries", "keys")} for layer in snapshot.maps]
+    maps = [layer.place() for layer in snapshot.maps]
     header = {"step": snapshot.step, "title": snapshot.title, "tokens": snapshot.tokens, "maps": maps}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{snapshot.step or 0:08}.safetensors"

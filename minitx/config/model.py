@@ -277,6 +277,12 @@ class TransformerConfig(Config):
         """The number of class tokens of an image: 1 or 0."""
         return int(self.pooling == "first" or self.head == "none")
 
+    def check_length(self, longest: int) -> None:
+        """Raise a ConfigError if learned positions do not reach the longest row of the data."""
+        fits = self.position != "learned" or longest <= self.max_len
+        wanted = f"reach the rows of the data, which have {longest} tokens; make them shorter or max_len larger"
+        require(fits, f"model.max_len={self.max_len} must {wanted}")
+
     @property
     def width_per_head(self) -> int:
         """D (d_k) with the default filled in."""

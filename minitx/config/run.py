@@ -117,14 +117,6 @@ class RunConfig(Config):
     def _check_rows(self) -> None:
         if isinstance(self.data, Mapping):
             return
-        accumulate, ranks, rows = self.trainer.accumulate, self.trainer.num_replicas, self.data.batch_size
-        require(
-            rows % (accumulate * ranks) == 0,
-            f"data.batch_size={rows} must be divisible by trainer.accumulate={accumulate} x trainer.devices={ranks}",
-        )
-        length = self.data.max_tokens
-        if isinstance(self.model, TransformerConfig) and self.model.position == "learned" and length is not None:
-            require(
-                length <= self.model.max_len,
-                f"model.max_len={self.model.max_len} must reach the rows of the data, which have {length} tokens; make them shorter or max_len larger",
-            )
+        self.trainer.check_rows(self.data.batch_size)
+        if isinstance(self.model, TransformerConfig):
+            self.model.check_length(self.data.max_tokens or 0)

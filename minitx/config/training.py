@@ -254,6 +254,12 @@ class TrainerConfig(Config):
         """The number of processes that see different rows."""
         return self.world_size // self.tensor_parallel
 
+    def check_rows(self, rows: int) -> None:
+        """Raise a ConfigError unless the rows of a step can be divided among micro-batches and processes."""
+        fits = rows % (self.accumulate * self.num_replicas) == 0
+        wanted = f"divisible by trainer.accumulate={self.accumulate} x trainer.devices={self.num_replicas}"
+        require(fits, f"data.batch_size={rows} must be {wanted}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(Config):

@@ -71,11 +71,7 @@ def open_data(
     if not isinstance(data, Task):
         raise ConfigError(f"data must be a Task or a LightningDataModule, got {type(data).__name__}")
     trainer = config.trainer
-    if options["batch_size"] % (trainer.accumulate * trainer.num_replicas):
-        raise ConfigError(
-            f"data.batch_size={options['batch_size']} must be divisible by trainer.accumulate={trainer.accumulate} x "
-            f"trainer.devices={trainer.num_replicas}"
-        )
+    trainer.check_rows(options["batch_size"])
     return DataModule(
         data,
         **options,
@@ -158,11 +154,7 @@ def fit_model_config(model: TransformerConfig, data: L.LightningDataModule) -> T
     if isinstance(data, DataModule):
         data.check_batch()
         _check_kind(model, data.task, fields)
-    longest = max(fields.pop(name, 0) for name in ("max_source_len", "max_target_len"))
-    if model.position == "learned" and longest > model.max_len:
-        raise ConfigError(
-            f"model.max_len={model.max_len} must reach the rows of the data, which have {longest} tokens; make them shorter or max_len larger"
-        )
+    model.check_length(max(fields.pop(name, 0) for name in ("max_source_len", "max_target_len")))
     found = {}
     known = [field.name for field in dataclasses.fields(model)]
     for name, value in fields.items():

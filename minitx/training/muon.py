@@ -103,25 +103,11 @@ class Muon(torch.optim.Optimizer):
             if not self.state[p]:
                 averages = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
                 self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device), **averages}
-        states = [self.state[p] for p in params]
+        mean, square, step = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step"))
+        options: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+        options |= {"amsgrad": False, "maximize": False, "fused": True, "found_inf": self.found_inf}
         beta1, beta2 = group["betas"]
-        adamw(
-            params,
-            grads,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-            found_inf=self.found_inf,
-        )
+        adamw(params, grads, mean, square, [], step, beta1=beta1, beta2=beta2, **options)
 
     def _matrices(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         go = 1.0

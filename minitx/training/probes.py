@@ -206,15 +206,9 @@ def over_heads(value: Any) -> Any:
     return mean(value) if isinstance(value, list) else value
 
 
-def read_probes(path: Path, *, by_head: bool = False) -> list[dict[str, Any]]:
-    """Read the records of a probe file, averaged over heads unless ``by_head``. Without a file, return [].
-
-    An incomplete last line, written during a crash, is left out.
-    """
-    records = read_records(path)
-    if by_head:
-        return records
+def read_probes(path: Path) -> list[dict[str, Any]]:
+    """Read the records of a probe file, averaged over heads; ``read_records`` has those of each head. Without a file, return []."""
     return [
         {**record, "layers": [{key: over_heads(value) for key, value in layer.items()} for layer in record["layers"]]}
-        for record in records
+        for record in read_records(path)
     ]

@@ -166,9 +166,9 @@ def own_callbacks(config: RunConfig, module: TrainingModule, data: L.LightningDa
             raise ConfigError("callbacks.probe.every needs the data of a Task, whose validation rows it looks at: set it to 0")
         own.append(Probe(folder, data.probe_batch(asked.probe.batch_size), asked.probe, data.texts))
     if asked.samples.every:
-        chosen = to_dict(asked.samples)
-        chosen["prompts"] = chosen["prompts"] or default_prompts(data)
-        own.append(Samples(folder, task.tokenizer if task else None, seed=config.seed, **chosen))
+        prompts = asked.samples.prompts or tuple(default_prompts(data))
+        chosen = dataclasses.replace(asked.samples, prompts=prompts)
+        own.append(Samples(folder, task.tokenizer if task else None, chosen, config.seed))
     if asked.progress:
         own.append(progress())
     if options.ckpt_every:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import lightning.pytorch as L
 import torch
 from torch import nn
 
-from minitx.config import ConfigError
+from minitx.config import ConfigError, SamplesConfig
 from minitx.data.tokenizers import Tokenizer
 from minitx.generation import Sampler, generate
 from minitx.nn.modes import evaluating
@@ -33,10 +32,7 @@ class Samples(StepCallback):
     Args:
         folder: the run's folder.
         tokenizer: the tokenizer of the data, or None.
-        every: optimizer steps between samples. There are also samples at the last step.
-        prompts: texts to continue, or sources for an encoder–decoder.
-        max_new_tokens: longest text, in tokens.
-        temperature: 0: the most probable token. Above 0: a random token.
+        options: how often (there are also samples at the last step), the prompts, and how they are continued.
         seed: the seed of the random numbers.
 
     Raises:
@@ -44,20 +40,8 @@ class Samples(StepCallback):
             prompts, no tokenizer, or a prompt that it cannot encode.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        tokenizer: Tokenizer | None,
-        *,
-        every: int,
-        prompts: Sequence[str],
-        max_new_tokens: int = 64,
-        temperature: float = 0.0,
-        seed: int = 0,
-    ) -> None:
-        self.path, self.tokenizer = folder / "samples.jsonl", tokenizer
-        self.every, self.prompts = every, tuple(prompts)
-        self.max_new_tokens, self.temperature, self.seed = max_new_tokens, temperature, seed
+    def __init__(self, folder: Path, tokenizer: Tokenizer | None, options: SamplesConfig, seed: int = 0) -> None:
+        self.path, self.tokenizer, self.options, self.seed = folder / "samples.jsonl", tokenizer, options, seed
         self._ids: list[list[int]] = []
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
@@ -66,10 +50,10 @@ class Samples(StepCallback):
             drop_records(self.path, trainer.global_step)
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        if not trainer.is_global_zero or (step % self.every and step != trainer.max_steps):
+        if not trainer.is_global_zero or (step % self.options.every and step != trainer.max_steps):
             return
         texts = self._write_texts(module, step)
-        pairs = [*zip(self.prompts, texts, strict=True)]
+        pairs = [*zip(self.options.prompts, texts, strict=True)]
         add_records(self.path, *({"step": step, "prompt": prompt, "text": text} for prompt, text in pairs))
         for prompt, text in pairs:
             log.info("step %d  %s | %s", step, prompt, text)
@@ -84,14 +68,16 @@ class Samples(StepCallback):
             raise ConfigError(f"callbacks.samples needs text and a decoder or encoder-decoder of ours, got {kind}")
         if isinstance(trainer.strategy, Sharded):
             raise ConfigError("callbacks.samples needs whole weights on one device, got trainer.strategy=sharded")
-        if not self.prompts or not all(self.prompts):
-            raise ConfigError(f"callbacks.samples.prompts={list(self.prompts)} must be texts to continue, none of them empty")
-        if kind == "encoder_decoder" and config.position == "learned" and self.max_new_tokens > config.max_len:
+        if not self.options.prompts or not all(self.options.prompts):
             raise ConfigError(
-                f"callbacks.samples.max_new_tokens={self.max_new_tokens} must be at most model.max_len={config.max_len}"
+                f"callbacks.samples.prompts={list(self.options.prompts)} must be texts to continue, none of them empty"
+            )
+        if kind == "encoder_decoder" and config.position == "learned" and self.options.max_new_tokens > config.max_len:
+            raise ConfigError(
+                f"callbacks.samples.max_new_tokens={self.options.max_new_tokens} must be at most model.max_len={config.max_len}"
             )
         try:
-            self._ids = [[int(id) for id in self.tokenizer.encode(prompt)] for prompt in self.prompts]
+            self._ids = [[int(id) for id in self.tokenizer.encode(prompt)] for prompt in self.options.prompts]
         except ValueError as error:
             raise ConfigError(f"callbacks.samples.prompts cannot be read by the tokenizer: {error}") from error
 
@@ -99,8 +85,8 @@ class Samples(StepCallback):
         network: Any = module.network
         assert self.tokenizer is not None
         context = None if hasattr(network, "encode") else network.config.max_len
-        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "context": context}
-        options["sampler"] = Sampler(temperature=self.temperature)
+        options: dict[str, Any] = {"max_new_tokens": self.options.max_new_tokens, "context": context}
+        options["sampler"] = Sampler(temperature=self.options.temperature)
         generator = torch.Generator().manual_seed(hash_seed(self.seed, step))
         with evaluating(network):
             answers = [

@@ -10,6 +10,7 @@ from minitx.analysis.gradients import gradient_statistics
 from minitx.config import ConfigError, ParameterRule, TransformerConfig
 from minitx.nn import DecoderLM
 from minitx.training.building import open_data
+from minitx.training.metrics import read_records
 from minitx.training.probes import read_probes
 from minitx.training.run import train
 from minitx.training.stored import load_model
@@ -18,7 +19,7 @@ from minitx.training.stored import load_model
 def test_every_diagnostic_is_there_for_every_layer_and_head(make_config, tmp_path):
     probe = {"probe__every": 2, "probe__weights_every": 4, "probe__weights_rows": 2}
     train(make_config(model__num_layers=2, trainer__max_steps=4, **probe), tmp_path)
-    records, means = (read_probes(tmp_path / "probes.jsonl", by_head=each) for each in (True, False))
+    records, means = (read(tmp_path / "probes.jsonl") for read in (read_records, read_probes))
     assert [record["step"] for record in records] == [0, 1, 2, 4]
     single = {"token_cosine", "grad_q", "grad_k", "grad_v", "grad_query_rms", "grad_query_median", "snr_q", "snr_k", "snr_v"}
     for record in records:
@@ -60,7 +61,7 @@ def test_the_logit_step_is_the_change_that_one_update_made(make_config, tmp_path
     seen[:, :, 0] = False  # one visible key
     change = torch.where(seen, scores[1] - scores[0], 0.0).double()
     expected = (change.square().sum((0, 2, 3)) / seen.sum((0, 2, 3))).sqrt()
-    records = {record["step"]: record for record in read_probes(tmp_path / "4" / "probes.jsonl", by_head=True)}
+    records = {record["step"]: record for record in read_records(tmp_path / "4" / "probes.jsonl")}
     assert records[4]["layers"][0]["logit_step"] == pytest.approx(expected.tolist(), rel=1e-4)
 
 

@@ -8,7 +8,7 @@ import torch
 from extra import AddLoggers, losses_of, train_with
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from minitx.config import ConfigError, DatesDataConfig, TransformerConfig
+from minitx.config import ConfigError, DatesDataConfig, SamplesConfig, TransformerConfig
 from minitx.training.metrics import read_records
 from minitx.training.run import train
 from minitx.training.samples import Samples
@@ -26,8 +26,9 @@ class Letters:
         return "".join(chr(97 + id % 26) for id in ids)
 
 
-def samples(folder, **changes):
-    return Samples(folder, Letters(), **{"every": 2, "prompts": ["once", "upon"], "max_new_tokens": 5, **changes})
+def samples(folder, seed=0, **changes):
+    plain = {"every": 2, "prompts": ("once", "upon"), "max_new_tokens": 5, "temperature": 0.0}
+    return Samples(folder, Letters(), SamplesConfig(**{**plain, **changes}), seed)
 
 
 def test_texts_go_to_the_log_a_file_and_loggers_of_text(make_config, tmp_path, caplog):

@@ -102,11 +102,5 @@ def _attention(findings: Findings) -> list[Picture]:
         f"One head of seed {kept[0].seed}, learning rate {figures.rate_of(kept[0]):g}. {options['last_row']} A row is an example, a column a key; "
         f"before, the dark key is the right one. Entropy, the mean over the examples: 0 is one key, {math.log(keys):.2f} nats is a plain average of all {keys}."
     )
-    return [
-        Picture(
-            "attention",
-            "Attention of the solved model, before and after it was trained further",
-            caption,
-            figures.attention(maps),
-        )
-    ]
+    title = "Attention of the solved model, before and after it was trained further"
+    return [Picture("attention", title, caption, figures.attention(maps))]

@@ -156,13 +156,7 @@ def viewer_page(traces: Sequence[Trace], *, title: str = "Attention") -> str:
     masks: dict[bytes, int] = {}
     data = {
         "traces": [{"name": name, "snapshots": [_snapshot(s, masks) for s in snapshots]} for name, snapshots in cut],
-        "layers": [
-            {
-                **{key: getattr(layer, key) for key in ("name", "kind", "queries", "keys")},
-                "shape": list(layer.weights.shape[1:]),  # H, L, S
-            }
-            for layer in first.maps
-        ],
+        "layers": [{**layer.place(), "shape": list(layer.weights.shape[1:])} for layer in first.maps],  # H, L, S
         "tokens": {axis: list(rows[0]) for axis, rows in first.tokens.items()},
         "masks": [base64.b64encode(bits).decode() for bits in masks],
         "full": FULL,
