@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minitx.cli.arguments import StoredConfig, check_output, key, run_program, write, writing
-from minitx.cli.inputs import first_ids, open_stored, shape_of, text_inputs, with_attention
+from minitx.cli.inputs import attention_of, first_ids, open_stored, shape_of, text_inputs, with_attention
 from minitx.config import ConfigError
 from minitx.config.checks import Count, require
 
@@ -64,18 +64,6 @@ def _heads(config: HeadsConfig) -> None:
         _write_files(Path(config.output), {"ckpt_path": stored.path, "rows": what, "seed": config.seed}, heads)
 
 
-def _attend(stored: Stored, inputs: dict[str, Any], only: list[int | str] | None = None) -> Snapshot:
-    from minitx.analysis.snapshot import take_snapshot
-    from minitx.training.calling import Caller
-
-    device = next(stored.network.parameters()).device
-    read = Caller(stored.network).inputs(inputs)
-    try:
-        return take_snapshot(stored.network, {name: value.to(device) for name, value in read.items()}, layers=only)
-    except (ValueError, RuntimeError, IndexError) as error:
-        raise ConfigError(" ".join(str(error).split())[:300]) from error
-
-
 def _rows(config: HeadsConfig, stored: Stored) -> tuple[str, Iterable[Snapshot], None]:
     """The typed text, or the first rows of the validation split."""
     from minitx.cli.inputs import row_inputs
@@ -83,10 +71,14 @@ def _rows(config: HeadsConfig, stored: Stored) -> tuple[str, Iterable[Snapshot],
 
     if config.text is not None:
         inputs = text_inputs(stored.network, stored.tokenizer, config.text, None)
-        return "one text, so without intervals", [_attend(stored, inputs.tensors)], None
+        return "one text, so without intervals", [attention_of(stored.network, inputs.tensors)], None
     task = stored.task()
     count = min(config.num_rows, len(as_split(task, "val")))
-    return f"{count} validation rows", (_attend(stored, row_inputs(task, row).tensors) for row in range(count)), None
+    return (
+        f"{count} validation rows",
+        (attention_of(stored.network, row_inputs(task, row).tensors) for row in range(count)),
+        None,
+    )
 
 
 def _syntax(config: HeadsConfig, stored: Stored) -> tuple[str, Iterable[Snapshot], dict[tuple[str, int], Score]]:
@@ -112,7 +104,7 @@ def _syntax(config: HeadsConfig, stored: Stored) -> tuple[str, Iterable[Snapshot
 
     def attend(ids: torch.Tensor) -> Snapshot:
         inputs = {"input_ids": ids} | ({"decoder_input_ids": torch.tensor([[shape.bos_id]])} if pairs else {})
-        return _attend(stored, inputs, ["encoder."] if pairs else None)
+        return attention_of(stored.network, inputs, layers=["encoder."] if pairs else None)
 
     kept = [one for one in sentences if one.encode(encode, before)[0].shape[1] <= shape.max_len][: config.num_rows]
     if not kept:

@@ -12,6 +12,7 @@ from minitx.config import ConfigError, TransformerConfig
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from minitx.analysis.snapshot import Snapshot
     from minitx.data.task import Task
     from minitx.data.tokenizers import Tokenizer
     from minitx.training.stored import Stored
@@ -62,6 +63,22 @@ def shape_of(model: nn.Module) -> TransformerConfig:
     """Return the config of one of our models. A model of the user's is treated as a decoder of any length."""
     found = getattr(model, "config", None)
     return found if isinstance(found, TransformerConfig) else TransformerConfig(max_len=2**31)
+
+
+def attention_of(model: nn.Module, inputs: dict[str, Any], **options: Any) -> Snapshot:
+    """Return the attention on a batch; ``options`` are those of ``take_snapshot``. The model may take fewer keys than the data have.
+
+    Raises:
+        ConfigError: the model has no attention of ours, or cannot read the batch.
+    """
+    from minitx.analysis.snapshot import take_snapshot
+    from minitx.training.calling import Caller
+
+    device, read = next(model.parameters()).device, Caller(model).inputs(inputs)
+    try:
+        return take_snapshot(model, {name: tensor.to(device) for name, tensor in read.items() if tensor.dim()}, **options)
+    except (ValueError, RuntimeError, IndexError) as error:
+        raise ConfigError(" ".join(str(error).split())[:300]) from error
 
 
 def reader_of_ids(stored: Stored) -> Any:

@@ -179,20 +179,13 @@ def _inputs(config: ViewConfig, stored: Stored) -> tuple[Inputs, str]:
 
 
 def _snapshot(config: ViewConfig, model: nn.Module, inputs: Inputs, step: int) -> Snapshot:
-    from minitx.analysis.snapshot import take_snapshot
-    from minitx.training.calling import Caller
+    from minitx.cli.inputs import attention_of
 
-    device = next(model.parameters()).device
-    read = Caller(model).inputs(inputs.tensors)  # a model of the user's may take fewer keys than the data have
-    tensors = {name: tensor.to(device) for name, tensor in read.items() if tensor.dim()}
     made = getattr(model, "config", None)
     title = type(model).__name__
     if isinstance(made, TransformerConfig):
         title = f"{made.architecture.replace('_', '–')}, heads of width {made.width_per_head}, scale {made.scale}"
-    try:
-        return take_snapshot(model, tensors, tokens=inputs.texts, layers=config.chosen_layers, step=step, title=title)
-    except (ValueError, RuntimeError, IndexError) as error:
-        raise ConfigError(" ".join(str(error).split())[:300]) from error
+    return attention_of(model, inputs.tensors, tokens=inputs.texts, layers=config.chosen_layers, step=step, title=title)
 
 
 def _check_reads_alike(said: str, ours: Reader, theirs: Reader, first: str) -> None:

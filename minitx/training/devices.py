@@ -52,17 +52,19 @@ def build_strategy(options: TrainerConfig) -> Strategy | str:
     return "auto"
 
 
-def check_parallel(model: TransformerConfig, options: TrainerConfig, *, probes: bool) -> None:
-    """Check that the model can be sharded with these options.
+def check_parallel(model: TransformerConfig | None, options: TrainerConfig, *, probes: bool) -> None:
+    """Check that a model can be sharded with these options. ``model`` is None if it is not one of ours.
 
     Raises:
-        ConfigError: a part of the model does not support tensor parallelism; heads or hidden units cannot be divided by the
+        ConfigError: the model is not ours; a part of the model does not support tensor parallelism; heads or hidden units cannot be divided by the
             number of devices; or probes are on, which need whole weights on one device.
     """
+    if options.strategy == "sharded" and model is None:
+        raise ConfigError("trainer.strategy=sharded cuts the blocks of our models only: use trainer.strategy=ddp")
     if options.strategy == "sharded" and probes:
         raise ConfigError("callbacks.probe.every needs whole weights on one device: set it to 0 with trainer.strategy=sharded")
     size = options.tensor_parallel
-    if size == 1:
+    if model is None or size == 1:
         return
     without_plan = {
         f"model.architecture={model.architecture}": model.architecture == "vision",

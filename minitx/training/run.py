@@ -86,7 +86,7 @@ def train(
             stack.enter_context(onednn_products())
         opened = open_data(config, data, batch_size=batch_size)
         network = build_network(config, opened, model)
-        check_run(config, network, opened)
+        check_parallel(config_of(network), config.trainer, probes=config.callbacks.probe.every > 0)
         module = build_module(config, opened, network, objective)
         for name, value in {"data": data, "objective": objective}.items():
             if value is not None:
@@ -109,20 +109,6 @@ def train(
         nonfinite_step=nonfinite_step,
         num_parameters=sum(p.numel() for p in module.network.parameters()),
     )
-
-
-def check_run(config: RunConfig, network: nn.Module, data: L.LightningDataModule) -> None:
-    """Check that model, data and devices fit each other.
-
-    Raises:
-        ConfigError: a key of ``config`` is not possible here. The message names it.
-    """
-    model = config_of(network)
-    if model is None:
-        if config.trainer.strategy == "sharded":
-            raise ConfigError("trainer.strategy=sharded cuts the blocks of our models only: use trainer.strategy=ddp")
-        return
-    check_parallel(model, config.trainer, probes=config.callbacks.probe.every > 0)
 
 
 def check_resumed(config: RunConfig, module: TrainingModule) -> int:
