@@ -117,15 +117,16 @@ def _choice(device: torch.device) -> AbstractContextManager[object]:
     return _NOTHING
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _prefers_cudnn(device: torch.device) -> bool:
-    """Whether torch takes cuDNN first: by default, on Hopper and later GPUs, from torch 2.11.
-
-    Torch's compiler cannot follow these questions. Without the decorator, it would break the graph in every layer.
-    """
+    """Whether torch takes cuDNN first: by default, on Hopper and later GPUs, from torch 2.11."""
     enabled = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled())
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     return all(enabled) and torch.cuda.get_device_capability(device) >= (9, 0) and (major, minor) >= (2, 11)
+
+
+# Torch's compiler cannot follow these questions, and would break the graph in every layer: it is told to ask once, as
+# ``torch.compiler.assume_constant_result`` does, whose call imports the compiler (two seconds at the start of every program).
+_prefers_cudnn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def repeats_heads(device: str, group: int) -> bool:
