@@ -42,7 +42,7 @@ def check_rules(grid: AblationConfig) -> None:
     if grid.about is not None:
         try:
             importlib.import_module(grid.about)
-        except ImportError as error:
+        except (ImportError, TypeError, ValueError) as error:  # also of a name that cannot be one
             raise ConfigError(f"about={grid.about} cannot be imported: {error}") from error
     for prediction in grid.predictions.values():
         if prediction.rule is not None:
@@ -57,9 +57,9 @@ def rule_of(grid: AblationConfig, name: str) -> Callable[..., tuple[str, str]]:
     """
     if grid.about is None:
         raise ConfigError(f"about=null has no rule {name}, which a prediction needs")
-    rules = importlib.import_module(grid.about).RULES
+    rules = getattr(importlib.import_module(grid.about), "RULES", {})
     if name not in rules:
-        raise ConfigError(f"about={grid.about} has no rule {name}; it has {', '.join(rules)}")
+        raise ConfigError(f"about={grid.about} has no rule {name}; it has {', '.join(rules) or 'none'}")
     return rules[name]  # type: ignore[no-any-return]
 
 

@@ -297,5 +297,5 @@ def places_of(chosen: Sequence[int] | None, size: int, device: torch.device) -> 
     numbers = range(size) if chosen is None else chosen
     wrong = [number for number in numbers if not -size <= number < size]
     if wrong or not len(numbers):
-        raise ValueError(f"heads or positions {list(numbers)} must be some of 0 to {size - 1}")
+        raise ValueError(f"heads or positions={list(numbers)} must be some of 0 to {size - 1}")
     return torch.tensor([number % size for number in numbers], device=device)

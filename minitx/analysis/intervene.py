@@ -56,7 +56,8 @@ def intervene(
 
     Args:
         to: a number or a tensor, which is broadcast to the chosen part; a function of the chosen part; or the result of
-            ``capture``. The n-th call then uses the n-th record, and later calls the last one.
+            ``capture``. The n-th call then uses the n-th record, and later calls the last one. With activation
+            checkpointing, run each backward pass before the next forward pass.
         layers: as in ``capture``. Default: all.
         heads: the query heads. Default: all. Not for ``feedforward`` and ``residual``.
         positions: the queries; for ``values`` the keys; for ``feedforward`` and ``residual`` the tokens. Negative positions

@@ -72,7 +72,7 @@ def from_pretrained(
 
     Raises:
         FileNotFoundError: the folder, a file in it, or the model on the hub does not exist.
-        ValueError: another format, a file that has changed since it was saved, another config than expected, or a missing ``core``.
+        ValueError: another format, a file that has changed since it was saved, another config than expected, or ``core`` is missing or has no place.
     """
     folder = find_folder(folder)
     values = read_json(folder / "config.json")
@@ -90,10 +90,9 @@ def from_pretrained(
         ours, theirs = to_dict(config), to_dict(found)
         differing = (f"{name}={theirs[name]}, not {ours[name]}" for name in sorted(ours) if theirs[name] != ours[name])
         raise ValueError(f"{folder} does not have the expected config: {'; '.join(differing)}")
-    if "own_core" in values and core is None:
-        raise ValueError(
-            f"{folder}: the model was built with core=, a function of its own that builds an attention core: pass it"
-        )
+    if ("own_core" in values) != (core is not None):
+        how = "with core=, a function that builds an attention core: pass it" if core is None else "without core=: leave it out"
+        raise ValueError(f"{folder}: the model was built {how}")
     with torch.random.fork_rng(devices=[]):
         model = build_model(found, core)
     targets = _tensors(model)

@@ -369,7 +369,12 @@ class _StaticLayer(LayerCache):
         for name, new, kept in (("key", keys, self._keys), ("value", values, self._values)):
             _check_like(name, new, kept)
             kept[:, :, : new.shape[2]] = new
-        self.position, self.memory = position, other.memory
+        self.position = position
+        if self.memory is None or other.memory is None or self.memory[0].shape != other.memory[0].shape:
+            self.memory = None if other.memory is None else (other.memory[0].clone(), other.memory[1].clone())
+        else:  # in place, for a CUDA graph
+            for kept, new in zip(self.memory, other.memory, strict=True):
+                kept.copy_(new)
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """key (B, Hkv, 1, D) and value (B, Hkv, 1, Dv) of the next position; returns all slots, (B, Hkv, capacity, ·)."""

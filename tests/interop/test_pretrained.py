@@ -66,6 +66,9 @@ def test_a_core_of_ones_own_is_asked_for_and_no_other_class_gets_the_model(tmp_p
     assert torch.equal(from_pretrained(tmp_path, core=LinearAttention)(ids), model(ids))
     with pytest.raises(ValueError, match="core="):
         save_hf(model, tmp_path / "hf")
+    save_pretrained(build(), tmp_path / "exact")
+    with pytest.raises(ValueError, match="without core="):
+        from_pretrained(tmp_path / "exact", core=LinearAttention)
 
 
 def test_a_config_of_another_model_is_refused_by_field(tmp_path):

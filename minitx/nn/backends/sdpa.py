@@ -88,7 +88,7 @@ _NOTHING = nullcontext()
 
 
 def _narrows(device: torch.device) -> bool:
-    """Whether autocast would round what torch's function gets: to the dtype of q, k and v if that is narrow, but a float32 bias, too."""
+    """Whether autocast is on. It would round queries, keys, values and a float32 bias to its own dtype."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 

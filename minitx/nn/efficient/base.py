@@ -42,7 +42,7 @@ class EfficientAttention(nn.Module):
             return self.attend(wide).to(call.value.dtype)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw what the core holds. Most cores hold nothing."""
+        """Draw what the core holds. Most cores hold nothing. ``init_weights`` passes its generator."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Compute the output (B, H, L, Dv) from tensors in at least float32."""
