@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import shlex
@@ -60,7 +61,7 @@ def run_job(composed: DictConfig) -> float | None:
             log.info("no arguments: this trains the default model on the King James text; train.py --help shows the choices")
         result = run_training(config, folder, command())
         log.info("%s", summary_line(result, folder))
-        return float("nan") if result["val_loss"] is None else result["val_loss"]
+        return value_of(result)
     except Exception as error:
         if isinstance(error, ConfigError) and (made := hydra_folder()) is not None:
             with suppress(OSError):
@@ -101,25 +102,31 @@ def command() -> str:
     return shlex.join(["python", "scripts/train.py", *named, *command_words()])
 
 
-def run_on_devices(config: RunConfig, folder: Path) -> float | None:
-    """Start the processes of a run on several devices and wait for them."""
+def run_on_devices(config: RunConfig, folder: Path) -> float:
+    """Start the processes of a run on several devices, wait for them, and return the value of the run."""
     from minitx.training.folder import check_free
     from minitx.training.hardware import check_count
-    from minitx.training.metrics import read_metrics
 
     check_count(config.trainer)
     check_free(folder, config.ckpt_path)  # the processes would wait for each other
     launch([f"--config-name={HydraConfig.get().job.config_name}", *command_words()], config.trainer.world_size, folder)
-    losses = [row["val_loss"] for row in read_metrics(folder / "metrics.csv") if row["val_loss"] is not None]
-    return losses[-1] if losses else None
+    return value_of(json.loads((folder / "result.json").read_text(encoding="utf-8")))
 
 
 def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any]:
-    """Run one training in ``folder``, with its config and command. Return the result as plain data."""
+    """Run one training in ``folder``, with its config and command. Return the result, which is also in ``result.json``."""
     from minitx.training.run import train
 
     files = {"config.yaml": OmegaConf.to_yaml(OmegaConf.create(to_dict(config))), "command.txt": command + "\n"}
-    return train(config, folder, files=files)
+    result = train(config, folder, files=files)
+    if not rank():
+        (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return result
+
+
+def value_of(result: Mapping[str, Any]) -> float:
+    """Return the value for a sweeper: the last validation loss, or NaN if there is none or the run was not finite."""
+    return float("nan") if result["val_loss"] is None else float(result["val_loss"])
 
 
 def summary_line(result: Mapping[str, Any], folder: Path) -> str:

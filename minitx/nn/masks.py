@@ -443,9 +443,8 @@ class Combined(Mask):
     sign: ClassVar[str]
 
     def __post_init__(self) -> None:
-        both = (
-            self.join is operator.and_
-        )  # an intersection is causal or sparse where one member is, a union sparse where all are
+        both = self.join is operator.and_
+        # an intersection is causal or sparse where one member is, a union is sparse where all are, and never causal
         object.__setattr__(self, "is_causality", both and any(member.is_causality for member in self.members))
         object.__setattr__(self, "is_sparse", (any if both else all)(member.is_sparse for member in self.members))
 

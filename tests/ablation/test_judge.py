@@ -115,6 +115,9 @@ def test_an_arm_that_no_tuning_run_solves_takes_the_best_last_score_and_is_slowe
     assert set(central.rates[1]) == {"1.8e-3"}
     turned = find("recall", "time", Truth(times(SCALED, None)))
     assert (turned.verdict, turned.p) == ("UNDECIDED", 1) and "first arm" in turned.reason
+    only_judged = {(SCALED, "128", rate): by_seed([100] * 6, tuning=None) for rate in RATES}  # no tuning run solves the task
+    harmed = find("recall", "time", Truth({**only_judged, **times(UNSCALED, 500)}))
+    assert harmed.interval.low > 1.25 and (harmed.verdict, harmed.p) == ("UNDECIDED", 1)
 
 
 def test_the_best_rate_has_the_least_geometric_mean_and_ties_go_to_the_middle_of_those_that_solve():
@@ -133,12 +136,12 @@ def test_without_tuning_seeds_a_seed_is_not_among_those_that_choose_its_rate():
     assert find("recall", "time", truth, tune_seeds=(), prune=None).rates[0] == ("1e-3",) + ("1.8e-3",) * 5
 
 
-@pytest.mark.parametrize("lucky", [100, 20])
+@pytest.mark.parametrize(("lucky", "slow"), [(100, 300), (20, 300), (100, 150)])
 @pytest.mark.parametrize(("worse", "better", "which"), [(UNSCALED, SCALED, "second"), (SCALED, UNSCALED, "first")])
-def test_a_verdict_that_a_better_choice_of_the_rate_would_change_is_undecided(worse, better, which, lucky):
+def test_a_verdict_that_a_better_choice_of_the_rate_would_change_is_undecided(worse, better, which, lucky, slow):
     """The worse arm alone may choose again; that the better one could do better still changes nothing."""
     truth = times(worse, 500) | times(better, 100) | {(better, "128", "1.8e-3"): by_seed([lucky] * 6, tuning=400)}
-    truth |= {(worse, "128", "1e-3"): by_seed([300] * 6, tuning=300), (worse, "128", "1.8e-3"): by_seed([70] * 6, 400)}
+    truth |= {(worse, "128", "1e-3"): by_seed([slow] * 6, tuning=slow), (worse, "128", "1.8e-3"): by_seed([70] * 6, 400)}
     found = find("recall", "time", Truth(truth))
     assert found.verdict == "UNDECIDED" and not found.interval.within(Span(1 / 1.25, 1.25))
     assert f"beyond the margin, but not with the {which} arm at 1.8e-3" in found.reason
@@ -157,7 +160,11 @@ MARGINS = [([125] * 6, "SAME"), ([80] * 6, "SAME"), ([126] * 6, "SLOWER"), ([79]
 @pytest.mark.parametrize(("steps", "word"), MARGINS)
 def test_the_margin_itself_counts_as_the_same(steps, word):
     judged = {(SCALED, "128", "1e-3"): by_seed([100] * 6), (UNSCALED, "128", "1e-3"): by_seed(steps)}
-    assert find("recall", "time", Truth({**times(SCALED, None), **times(UNSCALED, None), **judged})).verdict == word
+    found = find("recall", "time", Truth({**times(SCALED, None), **times(UNSCALED, None), **judged}))
+    said = {"SAME": "within", "UNDECIDED": "crosses"}.get(word, "beyond")
+    assert found.verdict == word and found.reason.endswith(
+        f"{said} the margin" if said == "crosses" else f"lies {said} the margin"
+    )
 
 
 # --- the largest usable rate ------------------------------------------------------------------------------------------------
@@ -173,6 +180,7 @@ def test_a_difference_of_largest_rates_is_known_to_one_step(scaled, unscaled, wo
     tens = [tuple(value and 10 * value for value in steps) for steps in (scaled, unscaled)]
     found = find("recall", "largest_rate", Truth(times(SCALED, *tens[0]) | times(UNSCALED, *tens[1])))
     assert (found.verdict, found.pairs[0].effect) == (word, effect)
+    assert found.estimate == (0 if word in ("SAME", "UNDECIDED") else effect.low + 1)
     assert math.isinf(effect.low) or printed("largest_rate", found.pairs) == Span(effect.low + 1, effect.high - 1)
 
 
@@ -228,6 +236,18 @@ def test_a_larger_loss_is_worse(loss, word):
     assert find("text", "loss", Truth(losses=losses)).verdict == word
 
 
+@pytest.mark.parametrize(("worse", "better", "which"), [(UNSCALED, SCALED, "second"), (SCALED, UNSCALED, "first")])
+def test_a_loss_that_another_rate_would_have_saved_is_undecided(worse, better, which):
+    losses = {(better, rate): 1.6 for rate in TEXT_RATES} | {
+        (worse, "1e-3"): by_seed([1.7] * 6, tuning=1.6),
+        (worse, "1e-2"): 1.9,
+    }
+    found = find(
+        "text", "loss", Truth(losses=losses | {(worse, "3.2e-3"): by_seed([1.6] * 6, tuning=1.7)}), tune_seeds=TUNE_SEEDS
+    )
+    assert found.verdict == "UNDECIDED" and f"but not with the {which} arm at 3.2e-3" in found.reason
+
+
 def test_a_lower_accuracy_is_worse_and_a_measure_is_judged_at_the_rate_that_the_score_chose():
     found = found_of("text", scores=("accuracy",), measures=("loss_at_64",))
     for run in found.runs.all:
@@ -260,9 +280,16 @@ def test_a_run_that_diverged_scores_its_initial_loss_and_one_without_validation_
 
 @pytest.mark.parametrize("equal", [True, False])
 def test_equality_is_that_of_the_losses_bit_for_bit(equal):
-    found = made_up.findings("null", truth=Truth(equal=equal, statuses={("null", SCALED, "", 11): "missing"}))
-    assert found.equalities[0].equal == {seed: equal for seed in SEEDS if seed != 11} and found.equalities[0].steps == 30
+    found = made_up.findings(
+        "null",
+        truth=Truth(equal=equal, statuses={("null", SCALED, "", 11): "missing", ("null", "full_fold", "", 12): "missing"}),
+    )
+    assert (
+        found.equalities[0].equal == {seed: equal for seed in SEEDS if seed not in (11, 12)} and found.equalities[0].steps == 30
+    )
     assert not found.findings
+    nothing = made_up.findings("null", truth=Truth(statuses={(None, None, None, None): "missing"})).equalities[0]
+    assert (nothing.equal, nothing.steps) == ({}, 0)
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------------

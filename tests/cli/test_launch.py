@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from minitx.cli import launch
+from minitx.cli import launch, train
+from minitx.cli.compose import compose_config
 from minitx.config import ConfigError, TrainerConfig
 from minitx.training.metrics import read_metrics
 from minitx.training.ranks import rank
@@ -100,6 +102,17 @@ def test_a_killed_process_is_the_reason_also_where_all_end_in_one_second(other, 
             failure.timestamp = 1
         said = launch._failure(failures, tmp_path)
         assert said.code == 3 and f"process {victim}" in str(said) and "SIGKILL" in str(said)
+
+
+def test_a_sweeper_is_told_nan_of_a_diverged_run_on_several_devices(cli, place, monkeypatch):
+    calls = (compose_config([*TINY, "trainer=cpu", *wild]) for wild in ([], ["optimizer.lr=1e30", "on_nonfinite=record"]))
+    monkeypatch.setattr("minitx.cli.train.launch", lambda words, processes, folder: train.run_training(next(calls), folder, ""))
+    values, ask = [], train.run_on_devices
+    monkeypatch.setattr("minitx.cli.train.run_on_devices", lambda *given: values.append(ask(*given)))
+    for folder in ("well", "wild"):
+        assert cli(*TINY, f"output_dir={folder}").code == 0
+    assert values == pytest.approx([read_metrics(place / "well" / "metrics.csv")[-1]["val_loss"], math.nan], nan_ok=True)
+    assert json.loads((place / "wild" / "result.json").read_text())["nonfinite_step"] is not None
 
 
 @pytest.mark.long

@@ -62,7 +62,8 @@ def test_a_run_keeps_to_its_folder_and_says_where_it_is(cli, place, caplog):
     assert (said.code, said.err) == (0, "")
     (folder,) = (place / "runs" / "kv_lookup").iterdir()
     assert [p.name for p in place.iterdir()] == ["runs"]
-    assert sorted(p.name for p in folder.iterdir()) == ["checkpoints", "command.txt", "config.yaml", "logs", "metrics.csv"]
+    files = "checkpoints command.txt config.yaml logs metrics.csv result.json"
+    assert sorted(p.name for p in folder.iterdir()) == files.split()
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
     assert str(folder) in caplog.text and "step 2/2" in caplog.text
     with (folder / "metrics.csv").open() as file:

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -100,6 +101,16 @@ def test_a_changed_file_and_a_given_tokenizer_are_tokenised_anew(path, cache, wr
     task = load_documents(config(path), cache, None)
     train = texts_of(task, task.train)
     assert len(train) == 2 and set(train) < {"here", "new", "texts"}
+
+
+def test_tables_that_datasets_keeps_in_memory_have_tokens_of_their_own(cache, monkeypatch):
+    found = []
+    for word in ("one", "two"):
+        table = Dataset.from_dict({"text": [f"{word} {i}" for i in range(20)]})
+        monkeypatch.setattr(documents, "load_tables", lambda *_, table=table, **__: [table])
+        task = load_documents(config("memory"), cache, None)
+        found.append(texts_of(task, task.train)[0].split()[0])
+    assert found == ["one", "two"]
 
 
 NONE = [

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from minitx.config import ConfigError, HubDataConfig
+from minitx.data import document_stream
 from minitx.data.addressing import Address
 from minitx.data.documents import load_documents
 from minitx.data.load import load_task
 from minitx.data.module import DataModule
-from minitx.data.tokenizers import train_tokenizer
+from minitx.data.tokenizers import fingerprint, train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")
 DOCUMENTS = [f"{n}{'abc' * (n % 13)}" for n in range(211)]
@@ -123,10 +124,20 @@ def test_the_state_of_several_processes_has_the_place_of_each(folder, monkeypatc
         module(folder).train_source(3).load_state_dict(state)
 
 
-def test_a_stream_takes_a_given_tokenizer_or_learns_one(folder, tmp_path):
+def test_a_stream_takes_a_given_tokenizer_or_learns_one(folder, tmp_path, monkeypatch):
     given = train_tokenizer("char", ["abc0123456789"], marks=("eos",))
     task = load_documents(config(folder), tmp_path, given)
     assert task.tokenizer is given and task.model_fields == {"vocab_size": given.vocab_size}
+    read, not_blank = [], document_stream.not_blank
+
+    def noted(texts, column):
+        return not_blank((read.append(text) or text for text in texts), column)
+
+    with monkeypatch.context() as patch:  # a tokenizer of the config is known, too: one document shows that there are any
+        patch.setattr(document_stream, "not_blank", noted)
+        given.save(tmp_path / "tokenizer.json")
+        task = load_task(config(folder, tokenizer=str(tmp_path / "tokenizer.json"), val_rows=7))
+    assert fingerprint(task.tokenizer) == fingerprint(given) and len(read) < 20  # with the blank lines between
     assert set(load_task(config(folder)).tokenizer.characters) == set("abc0123456789")
     assert load_task(config(folder, tokenizer="bpe", bpe_vocab_size=300)).tokenizer.vocab_size > 257
 

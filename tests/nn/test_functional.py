@@ -1,7 +1,7 @@
 """The reference itself: against numbers worked out by hand, and against loops."""
 
 import math
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from sizes import DV, HKV, B, D, H, L, S, grids
 
 from minitx.nn import (
     AttentionCall,
+    Causal,
     Dense,
     attention_scores,
     attention_weights,
@@ -80,6 +81,14 @@ def test_every_option_together_equals_the_loops():
     call = AttentionCall(q, k, v, Dense(visible), bias, scale=-0.7, softcap=1.3, sinks=sinks)
     torch.testing.assert_close(reference_attention(call), want, rtol=0, atol=1e-14)
     torch.testing.assert_close(attention_weights(call), want_weights, rtol=0, atol=1e-14)
+
+
+def test_scores_and_weights_that_a_call_brings_replace_those_of_its_queries():
+    query, scores = torch.randn(1, 2, 3, 4, dtype=torch.float64), torch.randn(1, 2, 3, 3, dtype=torch.float64)
+    call, hidden = AttentionCall(query, query, query, mask=Causal()), torch.ones(3, 3, dtype=torch.bool).triu(1)
+    given = replace(call, scores=scores)
+    torch.testing.assert_close(attention_weights(given), scores.masked_fill(hidden, -math.inf).softmax(-1), rtol=0, atol=1e-15)
+    torch.testing.assert_close(reference_attention(replace(given, weights=scores)), scores @ query, rtol=0, atol=1e-14)
 
 
 def test_what_a_call_leaves_out_is_off_and_a_call_cannot_be_written_to():

@@ -41,6 +41,8 @@ RULES = {
     "dense 4-D": (Dense(CELLS), lambda b, h, t, j, i: bool(CELLS[b, h, i, j])),
     "dense per head": (Dense(CELLS[:1]), lambda b, h, t, j, i: bool(CELLS[0, h, i, j])),
     "blocks": (BlockSparse(BLOCKS, 2), lambda b, h, t, j, i: bool(BLOCKS[t // 2, j // 2])),
+    "blocks per head": (BlockSparse(CELLS[0, :, :3, :3], 2), lambda b, h, t, j, i: bool(CELLS[0, h, t // 2, j // 2])),
+    "blocks of one": (BlockSparse(CELLS[0, 0], 1), lambda b, h, t, j, i: bool(CELLS[0, 0, t, j])),
     "dense by key": (Dense(CELLS[:, :1, :1]), lambda b, h, t, j, i: bool(CELLS[b, 0, 0, j])),
 }
 EXACT = [name for name in RULES if name != "prefix per row"]  # that one does not look at its lengths
@@ -241,6 +243,8 @@ def test_pictures():
     with torch.device("meta"):  # indices are made where the mask's tensors are
         assert str(Padding(REAL) & Causal()).splitlines()[3] == ". . x x ."
     assert str(Causal() & Documents(IDS)).splitlines()[3] == ". . x x ."
+    assert str(BlockSparse(torch.eye(2, dtype=torch.bool), 2) & Causal()) == "x . . .\nx x . .\n. . x .\n. . x x"
+    assert len(str(BlockSparse(CELLS[:1, :, :3, :3][0], 2)).splitlines()) == 6
     oblong = Dense(torch.ones(2, 5, dtype=torch.bool)) & SlidingWindow(2)
     assert str(oblong) == ". . x x x\n. . . x x"
     assert [c == "x" for c in Dense(CELLS).grid(5, batch=1, head=2) if c in "x."] == CELLS[1, 2].flatten().tolist()

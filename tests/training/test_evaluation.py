@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import lightning.pytorch as L
 import pytest
 import torch
 from sacrebleu.metrics import BLEU, CHRF
@@ -84,6 +85,16 @@ def test_the_size_of_a_batch_changes_no_metric(ready, task):
         assert found[1].metrics[name].value == pytest.approx(metric.value, rel=1e-10), name
         assert found[1].metrics[name].count == metric.count
     assert found[0].baselines == found[1].baselines
+
+
+def test_a_data_module_of_ones_own_is_prepared_and_set_up_as_lightning_does(ready):
+    network, data = ready("classify")
+    calls, own = [], L.LightningDataModule()
+    own.prepare_data = lambda: calls.append("prepare_data")
+    own.setup = calls.append
+    own.val_dataloader = lambda: [data.val_source().rows(range(5))]
+    assert evaluate(network, own).metrics["loss"].count == 5
+    assert calls == ["prepare_data", "validate"]
 
 
 def test_a_masked_model_without_knowledge_is_as_perplexed_as_its_vocabulary_is_large(ready):

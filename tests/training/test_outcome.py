@@ -1,5 +1,6 @@
 """The files of a run and what is read off them."""
 
+import csv
 import json
 import logging
 import math
@@ -52,6 +53,17 @@ def test_a_metrics_file_that_was_cut_anywhere_gives_whole_rows_only(tmp_path):
         rows = read_metrics(path)
         assert rows == whole[: len(rows)], end
         assert len(rows) >= text[:end].count(b"\n") - 1
+
+
+def test_a_crash_while_the_file_is_written_anew_loses_no_row(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.csv"
+    write(path, [({"train_loss": 1.0}, 1), ({"train_loss": 2.0}, 2)])
+    before = path.read_bytes()
+    monkeypatch.setattr(csv.DictWriter, "writerows", None)
+    for rows, start_step in (([], 1), ([({"train_loss": 3.0, "a_new_column": 1.0}, 3)], 2)):
+        with pytest.raises(TypeError):
+            write(path, rows, start_step)
+        assert path.read_bytes() == before
 
 
 def summary(folder, *rows, **facts):
