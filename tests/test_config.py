@@ -118,9 +118,9 @@ FITS = {
     ],
 )
 def test_what_does_not_fit_together_is_named_by_its_key(group, changed, key):
-    from_dict(RunConfig, FITS)
+    from_dict(RunConfig, FITS).check_data()
     with pytest.raises(ConfigError, match=key):
-        from_dict(RunConfig, {**FITS, group: {**FITS.get(group, {}), **changed}})
+        from_dict(RunConfig, {**FITS, group: {**FITS.get(group, {}), **changed}}).check_data()
 
 
 @pytest.mark.parametrize(

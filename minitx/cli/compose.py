@@ -78,7 +78,9 @@ def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
         shape = stored_shape(from_dict(InitFrom, values["init_from"], "init_from."))
         chosen = {name.lstrip("+~").partition(".")[2].partition("=")[0] for name in words}
         values["model"] = {**shape, **{name: values["model"].get(name) for name in chosen}}
-    return from_dict(RunConfig, values)
+    config = from_dict(RunConfig, values)
+    config.check_data()
+    return config
 
 
 def build_grid(composed: DictConfig) -> AblationConfig | None:

@@ -102,7 +102,6 @@ class RunConfig(Config):
         check_parts(self.logger, "logger")
         check_parts(self.callbacks.parts, "callbacks", ("progress", "probe", "samples", "wandb"))
         self._check_steps()
-        self._check_rows()
 
     def _check_steps(self) -> None:
         if isinstance(self.schedule, ScheduleConfig):
@@ -114,7 +113,12 @@ class RunConfig(Config):
             "optimizer.name=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp",
         )
 
-    def _check_rows(self) -> None:
+    def check_data(self) -> None:
+        """Check that the rows of ``data`` fit the devices and the model. ``train(data=…)`` uses other rows, and does not call it.
+
+        Raises:
+            ConfigError: the rows of a step cannot be divided, or a row is longer than the table of learned positions.
+        """
         if isinstance(self.data, Mapping):
             return
         self.trainer.check_rows(self.data.batch_size)

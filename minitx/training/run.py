@@ -72,6 +72,8 @@ def train(
     """
     require(isinstance(config, RunConfig), f"config must be a RunConfig, got {config!r:.60}")
     require(isinstance(model, nn.Module | None), f"model must be a torch.nn.Module, got {model!r:.60}")
+    if data is None and model is None:
+        config.check_data()
     folder = Path(folder)
     if config.ckpt_path == "last":
         config = dataclasses.replace(config, ckpt_path=str(folder / "checkpoints" / "last.ckpt"))

@@ -69,6 +69,15 @@ def test_an_incomplete_accumulation_is_one_update_and_validation_uses_the_object
     assert [row["tokens"] for row in read_metrics(tmp_path / "metrics.csv")] == [6, 7, 13, 14]  # two epochs
 
 
+def test_rows_that_are_given_are_not_held_against_those_of_the_config(tmp_path):
+    accumulated = RunConfig(trainer=TrainerConfig(accumulate=5, max_steps=1))  # 12 rows of the default data, 64 tokens each
+    short = RunConfig(model=TransformerConfig(max_len=7))
+    for config, key in ((accumulated, "data.batch_size=12"), (short, "model.max_len=7")):
+        with pytest.raises(ConfigError, match=key):
+            train(config, tmp_path / "config")
+    assert fit(tmp_path / "given", Squares(), accumulate=5, max_steps=1)["steps"] == 1
+
+
 def test_a_micro_batch_without_a_label_adds_nothing(tmp_path):
     data = Squares()
     ids = torch.tensor([[1, -100], [-100, -100], [0, 1], [1, 0]])
