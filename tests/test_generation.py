@@ -152,6 +152,12 @@ def test_cached_equals_uncached_and_alone_equals_left_padded_id_for_id(options):
     assert len(seen) > 4  # not one id again and again
 
 
+def test_ids_of_another_integer_type_give_the_same_text():
+    network, ids = language_model(position="rotary"), tokens(2, 5)
+    for write in (generate, beam_search):
+        assert as_lists(write(network, ids.int(), max_new_tokens=7)) == as_lists(write(network, ids, max_new_tokens=7))
+
+
 def test_a_cache_reads_every_token_once():
     model, ids, lengths = language_model(), tokens(2, 5), []
     model.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
@@ -303,6 +309,7 @@ COMPILED = [
     ("greedy with penalty", {"position": "alibi"}, {}),
     ("greedy", {"position": "rotary", "attention": "linear"}, {}),
     ("greedy", {"position": "rotary", "window": 3}, {}),  # the model's own caches are smaller
+    ("greedy", {"position": "rotary", "window": 3, "scale": "log_length"}, {}),  # a window does not change the length
 ]
 
 

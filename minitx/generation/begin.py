@@ -46,7 +46,7 @@ def begin(
     max_new_tokens = _fitting(model, prompt.shape[1], max_new_tokens, context)
     reader = Reader(model, input_ids, key_mask, prompt.shape[1] + max_new_tokens - 1 if use_cache else None, context, start)
     logits = reader.read(prompt, prompt_mask)
-    real = torch.ones_like(prompt) if prompt_mask is None else prompt_mask.long()
+    real = torch.ones_like(prompt, dtype=torch.long) if prompt_mask is None else prompt_mask.long()
     seen = torch.zeros(logits.shape, dtype=torch.long, device=logits.device).scatter_add(1, prompt.long(), real) > 0
     return Begun(reader, logits, seen, _stop_ids(model, stop, logits.shape[-1]), max_new_tokens)
 

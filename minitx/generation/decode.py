@@ -40,7 +40,8 @@ def generate(
         max_new_tokens: the largest number of new tokens. Default: 256, or fewer if a learned position table ends earlier.
         stop: ids that end a text. Default: ``config.eos_id``, if there is one.
         context: for a causal model, the largest number of tokens that it sees. When the text becomes longer, only the newer half is
-            kept and read again from position 0. Default: no limit.
+            kept and read again from position 0. Padding counts: a row that is padded forgets earlier than it would alone. Default: no
+            limit.
         generator: for sampling. Each row has its own random numbers, so that it does not depend on the other rows. Default: torch's
             global generator.
         use_cache: keep keys and values. Without a cache, the whole text is read again for each token, with the same result.

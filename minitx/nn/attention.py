@@ -126,6 +126,11 @@ class MultiHeadAttention(nn.Module):
         if not isinstance(scale, ScoreScale):
             scale = ScoreScale(scale, head_dim=D, num_heads=num_heads, max_len=max_len)
         self.scale, self.qk_norm, self.rotary = scale, qk_norm, rotary
+        for name, part in (("scale", scale), ("qk_norm", qk_norm), ("rotary", rotary)):
+            for size in ("head_dim", "num_heads", "num_kv_heads"):
+                theirs, ours = getattr(part, size, None), getattr(self, size)
+                if theirs not in (None, ours):
+                    raise ValueError(f"{name} is made for {size}={theirs}, and the layer has {size}={ours}")
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
         self.core = DotProductAttention() if core is None else core
         if isinstance(self.core, EfficientAttention):
@@ -166,32 +171,53 @@ class MultiHeadAttention(nn.Module):
         """
         is_cross = key is not None and key is not query
         self._check_inputs(query, key, value)
-        q, k, v = self._project(query, query if key is None else key, value, is_cross, position_ids, cache)
         mask = attn_mask
         if key_mask is not None or is_causal or not (mask is None or isinstance(mask, Mask)):
             mask = intersect(mask, Padding(key_mask) if key_mask is not None else None, Causal() if is_causal else None)
+        before = None if cache is None else (cache.length, cache.memory)
+        try:
+            q, k, v = self._project(query, query if key is None else key, value, is_cross, position_ids, cache)
+            call = self._call(q, k, v, mask, attn_bias, need_weights, is_cross, cache)
+            out = self.core(call.check_rules())
+        except BaseException:
+            if cache is not None and before is not None:  # a corrected call can follow: it holds what it held
+                cache.rewind(before[0])
+                cache.memory = before[1]
+            raise
+        out, weights = out if isinstance(out, tuple) else (out, None)
+        out = self.out_proj(out.transpose(1, 2).flatten(2))  # (B, H, L, D) -> (B, L, H * D) -> (B, L, E)
+        return out if weights is None else (out, weights)
+
+    def _call(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None,
+        attn_bias: Tensor | Bias | None,
+        need_weights: bool,
+        is_cross: bool,
+        cache: LayerCache | None,
+    ) -> AttentionCall:
+        """The call of the core, with the scale of this layer."""
         if isinstance(attn_bias, nn.Module):
             attn_bias = as_bias(attn_bias)  # the rule with the table as it is now: chunked cannot pack a module
-        scale = self.scale
-        multiplier = scale.multiplier
+        multiplier = self.scale.multiplier
         if multiplier is None:  # it depends on the head, on the query's position, or on what a subclass does
             counts = None
-            if scale.needs_counts:
+            if self.scale.needs_counts:
+                shape = q.shape[0], self.num_heads, q.shape[2], k.shape[2]
                 if mask is not None:
-                    mask.check(q.shape[0], self.num_heads, q.shape[2], k.shape[2])
-                counts = real_key_counts(mask, q.shape[0], q.shape[2], k.shape[2], q.device)
-            q, multiplier = scale(q, counts)
-        call = AttentionCall(
+                    mask.check(*shape)
+                counts = real_key_counts(mask, *shape, q.device)
+            q, multiplier = self.scale(q, counts)
+        return AttentionCall(
             *(q, k, v, mask, attn_bias, multiplier, self.softcap, self.sinks),
             dropout_p=self.dropout if self.training else 0.0,
             need_weights=need_weights,
             is_cross=is_cross,
             state=cache if isinstance(cache, StateCache) and not is_cross else None,
         )
-        out = self.core(call.check_rules())
-        out, weights = out if isinstance(out, tuple) else (out, None)
-        out = self.out_proj(out.transpose(1, 2).flatten(2))  # (B, H, L, D) -> (B, L, H * D) -> (B, L, E)
-        return out if weights is None else (out, weights)
 
     def make_cache(self, capacity: int, window: int | None = None) -> LayerCache:
         """Return the smallest cache for ``capacity`` positions if a query sees the last ``window`` keys (None: all).

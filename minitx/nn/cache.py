@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minitx.nn.bias import Bias
-from minitx.nn.masks import Documents, Mask, Padding, SlidingWindow
+from minitx.nn.masks import Dense, Documents, Mask, Padding, SlidingWindow
 
 
 class LayerCache:
@@ -329,10 +329,10 @@ class StaticCache(KVCache):
         """Return the mask of one layer. Masks assume that the query is in the last slot, so the window is applied here, at its real position."""
         assert self.position is not None
         assert key_mask is not None
-        if window is not None:
-            slots = torch.arange(self.capacity, device=key_mask.device)
-            key_mask = key_mask & (slots > self.position - window)
-        return [Padding(key_mask)]
+        if window is None:
+            return [Padding(key_mask)]
+        slots = torch.arange(self.capacity, device=key_mask.device)
+        return [Padding(key_mask), Dense((slots > self.position - window)[None])]
 
     def place(self, attn_bias: Bias) -> Bias:
         """Return ``attn_bias`` for a query at ``position`` instead of the last slot."""

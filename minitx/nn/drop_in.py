@@ -44,7 +44,7 @@ class DropInAttention(nn.Module):
 
     # nn.TransformerEncoderLayer and nn.TransformerEncoder read these, which keep both from torch's fused path: it would not
     # call this layer.
-    in_proj_bias = None
+    in_proj_bias, _qkv_same_embed_dim = None, False
     in_proj_weight = _NotFused()
     out_proj = property(lambda self: self.attention.out_proj)
 
@@ -89,7 +89,7 @@ class DropInAttention(nn.Module):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         if not self.batch_first:
             query, key, value = _each_once(lambda tensor: tensor.transpose(0, 1), query, key, value)
-        mask, bias = self._constraints(attn_mask, key_padding_mask)
+        mask, bias = self._constraints(attn_mask, key_padding_mask, query.shape[0])
         out = self.attention(query, key, value, attn_mask=mask, attn_bias=bias, need_weights=need_weights)
         output, weights = out if need_weights else (out, None)
         if weights is not None and average_attn_weights:
@@ -99,12 +99,19 @@ class DropInAttention(nn.Module):
             output, weights = output.squeeze(batch_axis), None if weights is None else weights.squeeze(0)
         return output, weights
 
-    def _constraints(self, attn_mask: Tensor | None, padding: Tensor | None) -> tuple[Mask | None, Tensor | None]:
+    def _constraints(
+        self, attn_mask: Tensor | None, padding: Tensor | None, batch_size: int
+    ) -> tuple[Mask | None, Tensor | None]:
         """Convert torch's two masks to a ``Mask`` and a bias."""
         rules: list[Mask] = []
         biases: list[Tensor] = []
         if attn_mask is not None:
             if attn_mask.dim() == 3:
+                rows = batch_size * self.attention.num_heads
+                if attn_mask.shape[0] != rows:
+                    raise ValueError(
+                        f"attn_mask must have shape (L, S) or (B * H, L, S) = ({rows}, L, S), got {tuple(attn_mask.shape)}"
+                    )
                 attn_mask = attn_mask.unflatten(0, (-1, self.attention.num_heads))  # (B * H, L, S) -> (B, H, L, S)
             if attn_mask.dtype == torch.bool:
                 rules.append(Dense(~attn_mask))

@@ -117,7 +117,7 @@ class MixtureOfExperts(nn.Module):
                 nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
 
     def forward(self, x: Tensor, *, return_routing: bool = False) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Return the output (B, L, E) for x (B, L, E).
+        """Return the output (B, L, E) for x (B, L, E). Other leading axes work, too.
 
         With ``return_routing``, return ``(output, probabilities, chosen)``: the router's probabilities (B, L, N) and the chosen
         experts (B, L, k).
@@ -125,13 +125,11 @@ class MixtureOfExperts(nn.Module):
         logits = self.router(x).to(torch.promote_types(x.dtype, torch.float32))  # (B, L, N)
         top, chosen = logits.topk(self.experts_per_token, dim=-1)  # (B, L, k)
         order = chosen.flatten().argsort(stable=True)  # sorts the B·L·k pairs of token and expert by expert
-        counts = torch.zeros_like(logits[0, 0], dtype=torch.long).scatter_add_(
-            0, chosen.flatten(), torch.ones_like(chosen.flatten())
-        )
-        rows = x.flatten(0, 1)[order // self.experts_per_token]  # (B·L·k, E)
+        counts = chosen.new_zeros(self.num_experts).scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
+        rows = x.flatten(0, -2)[order // self.experts_per_token]  # (B·L·k, E)
         out = torch.empty_like(rows).index_copy(0, order, self._experts(rows, counts).to(rows.dtype))
         gates = top.softmax(-1).to(x.dtype).unsqueeze(-1)  # (B, L, k, 1)
-        out = (out.view(*chosen.shape, -1) * gates).sum(-2)  # (B, L, k, E) -> (B, L, E)
+        out = (out.view(*chosen.shape, x.shape[-1]) * gates).sum(-2)  # (B, L, k, E) -> (B, L, E)
         return (out, logits.softmax(-1), chosen) if return_routing else out
 
     def _experts(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -174,7 +172,8 @@ def load_balancing_loss(probs: Tensor, chosen: Tensor, key_mask: Tensor | None =
 def _grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """Multiply each group of rows (T, I) by its matrix: group e by weights[e]ᵀ, with weights (N, O, I). Returns (T, O)."""
     device = rows.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
+    narrows = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # meta has no autocast
+    dtype = torch.get_autocast_dtype(device) if narrows else rows.dtype
     return expert_matmul(rows.to(dtype), weights.to(dtype), counts)
 
 

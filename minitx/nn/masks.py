@@ -117,9 +117,12 @@ class Mask:
             return build(*arguments)
         memory = self.__dict__.setdefault("_memory", {})
         key = (*key, torch.is_inference_mode_enabled())  # an inference tensor cannot be saved for a backward pass
-        if kind not in memory or memory[kind][0] != key:
-            memory[kind] = (key, build(*arguments))
-        return memory[kind][1]
+        if kind in memory and memory[kind][0] == key:
+            return memory[kind][1]
+        built = build(*arguments)
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:  # else its tensors have no values
+            memory[kind] = (key, built)
+        return built
 
     def dense(
         self,
@@ -588,15 +591,28 @@ def simplify(mask: Mask | None, num_queries: int, num_keys: int) -> Mask | None:
     return kept[0] if kept else None
 
 
-def real_key_counts(mask: Mask | None, batch_size: int, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """Return n_i, the length of the sequence up to query i, of shape (B or 1, 1, L, 1).
+def _lengths(mask: Mask) -> list[Mask]:
+    """The masks whose intersection says which keys belong to the sequence up to a query."""
+    if not isinstance(mask, Combined):
+        return [mask] if mask.is_causality or isinstance(mask, Padding | Documents) else []
+    lengths = [_lengths(member) for member in mask.members]
+    if isinstance(mask, And):
+        return [length for own in lengths for length in own]
+    members = (And(tuple(own)) if own else member for own, member in zip(lengths, mask.members, strict=True))
+    return [Or(tuple(members))] if any(lengths) else []
+
+
+def real_key_counts(
+    mask: Mask | None, batch_size: int, num_heads: int, num_queries: int, num_keys: int, device: torch.device
+) -> Tensor:
+    """Return n_i, the length of the sequence up to query i, of shape (B or 1, H or 1, L, 1).
 
     This is the number of keys that ``Padding``, ``Documents``, and ``Causal`` or ``PrefixLM`` leave visible. Windows and other masks
-    do not change the length.
+    do not change the length. In a union, a member of another kind adds the keys that it shows.
     """
-    parts = [] if mask is None else [p for p in mask.parts() if p.is_causality or isinstance(p, Padding | Documents)]
+    parts = [] if mask is None else _lengths(mask)
     if not all(isinstance(part, Padding | Causal) for part in parts):
-        cells = And(tuple(parts)).dense(num_queries, num_keys, batch_size=batch_size, device=device)
+        cells = And(tuple(parts)).dense(num_queries, num_keys, batch_size=batch_size, num_heads=num_heads, device=device)
         return cells.sum(-1, keepdim=True)
     real = torch.ones(1, num_keys, dtype=torch.bool, device=device)
     for part in parts:

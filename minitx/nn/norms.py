@@ -54,7 +54,7 @@ class QKNorm(nn.Module):
 
     def __init__(self, kind: str, head_dim: int, *, num_kv_heads: int | None = None, eps: float = 1e-6) -> None:
         super().__init__()
-        self.kind, self.head_dim, self.eps = kind, head_dim, eps
+        self.kind, self.head_dim, self.num_kv_heads, self.eps = kind, head_dim, num_kv_heads, eps
         if kind == "l2":
             if num_kv_heads is None:
                 raise ValueError("QKNorm('l2') needs num_kv_heads: it has one gain for each key head")

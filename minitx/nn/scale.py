@@ -127,14 +127,16 @@ def fold_scale(model: nn.Module, to: str | float = "unscaled", *, factor: float 
     √|c/c'|. Then c' q'·k' = c q·k. The model's config is updated.
 
     Args:
-        model: any module that contains ``MultiHeadAttention``. It is changed in place and returned.
+        model: any module that contains ``MultiHeadAttention``. It is changed in place and returned. Give the whole model: its config
+            stays as it was if only a part is given.
         to: the new scale: ``inv_sqrt``, ``unscaled``, ``inv``, ``head_dim^p`` or a number.
         factor: the new ``scale_factor``.
 
     Raises:
         ValueError: there is no attention in the model; the old or the new scale is 0 or has no fixed multiplier (``learned``,
-            ``log_length``); a layer has QK-norm, which would undo the change; or a core computes no dot products. The model is then
-            unchanged.
+            ``log_length``); a layer has QK-norm, which would undo the change; a core computes no dot products; or a projection has
+            other parameters than weight and bias (LoRA, parametrisations), or shares them with one that needs another factor. The
+            model is then unchanged.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention, x = MultiHeadAttention(12, 3), torch.randn(2, 5, 12)
@@ -156,18 +158,26 @@ def fold_scale(model: nn.Module, to: str | float = "unscaled", *, factor: float 
             "the old or the new scale is 0": 0.0 in (layer.scale.multiplier, new[name].multiplier),
             "qk_norm would undo a change of W_Q and W_K": layer.qk_norm is not None,
             f"{type(layer.core).__name__} computes no dot products": not getattr(layer.core, "has_dot_products", False),
+            "q_proj and k_proj must have the parameters weight and bias only": not all(
+                {name for name, _ in projection.named_parameters()} <= {"weight", "bias"}
+                for projection in (layer.q_proj, layer.k_proj)
+            ),
         }
         for reason, holds in reasons.items():
             if holds:
                 raise ValueError(f"cannot fold the scale of {name or type(layer).__name__}: {reason}")
+    shares: dict[nn.Parameter, float] = {}  # layers can have common projections, which are multiplied once
     for name, layer in layers.items():
         ratio = layer.scale.multiplier / new[name].multiplier
         for projection, share in (
             (layer.q_proj, math.copysign(math.sqrt(abs(ratio)), ratio)),
             (layer.k_proj, math.sqrt(abs(ratio))),
         ):
-            for parameter in projection.parameters():
-                parameter.mul_(share)
+            if any(shares.setdefault(parameter, share) != share for parameter in projection.parameters()):
+                raise ValueError(f"cannot fold the scale of {name}: it shares a projection that needs another factor elsewhere")
+    for parameter, share in shares.items():
+        parameter.mul_(share)
+    for name, layer in layers.items():
         layer.scale = new[name]
     for module in model.modules():
         config = getattr(module, "config", None)

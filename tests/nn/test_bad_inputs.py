@@ -119,6 +119,10 @@ VALUE_ERRORS = {
     "key: another width in a layer": lambda: mha(X, X, kdim=7),
     "value: the key does not serve as one": lambda: mha(X, torch.randn(B, S, 7), kdim=7),
     "value: without key": lambda: mha(X, call={"value": X}),
+    "rotary: other heads": lambda: mha(rotary=mx.Rotary(2)),
+    "qk_norm: other heads": lambda: mha(qk_norm=mx.QKNorm("rms", 12)),
+    "num_kv_heads: gains of other heads": lambda: mha(qk_norm=mx.QKNorm("l2", 4, num_kv_heads=1)),
+    "scale: other heads": lambda: mha(scale=mx.ScoreScale("learned", head_dim=4, num_heads=1)),
     "rotary: cross-attention": lambda: mha(X, torch.randn(B, S, 12), rotary=mx.Rotary(4)),
     # parts
     "num_heads: none for a learned scale": lambda: mx.ScoreScale("learned", head_dim=4),

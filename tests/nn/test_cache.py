@@ -109,6 +109,19 @@ def test_a_static_cache_keeps_shape_and_place_from_token_to_token_and_from_text_
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"scale": "log_length"}], ids=str)
+def test_a_static_cache_applies_the_window_and_counts_the_keys_before_it(options):
+    network, static, ids, prompt = (
+        model(window=3, **options),
+        StaticCache(13, num_layers=2),
+        tokens(2, L),
+        KVCache(5, num_layers=2),
+    )
+    in_pieces(network, ids[:, :5], [5], prompt)
+    static.fill(prompt)
+    assert_same(in_pieces(network, ids[:, 5:], [1] * (L - 5), static), network(ids)[:, 5:])
+
+
 def test_a_static_cache_of_an_encoder_decoder_reads_the_source_of_each_text():
     network = model(EncoderDecoder, architecture="encoder_decoder").eval()
     static = StaticCache(7, num_layers=2)

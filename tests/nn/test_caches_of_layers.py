@@ -119,6 +119,23 @@ def test_what_a_state_cannot_read_is_named():
 # ---- a forward that fails
 
 
+@pytest.mark.parametrize("core", [None, LinearAttention()])
+def test_a_layer_that_refuses_a_call_leaves_the_cache_as_it_was(core):
+    attention, x = MultiHeadAttention(E, H, core=core).double(), torch.randn(2, 5, E, dtype=torch.float64)
+    cache, pieces = attention.make_cache(5), []
+    with torch.no_grad():
+        for piece in x.split([3, 2], dim=1):
+            with pytest.raises(ValueError, match="key_mask"):
+                attention(piece, is_causal=True, cache=cache, key_mask=torch.ones(2, 7, dtype=torch.bool))
+            pieces.append(attention(piece, is_causal=True, cache=cache))
+        torch.testing.assert_close(torch.cat(pieces, dim=1), attention(x, is_causal=True), rtol=0, atol=1e-12)
+        cross = attention.make_cache(5)
+        if core is None:
+            with pytest.raises(ValueError, match="key_mask"):
+                attention(x, x + 1, cache=cross, key_mask=torch.ones(2, 7, dtype=torch.bool))
+            assert cross.memory is None
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": (3, None)}, {"attention": "linear"}], ids=str)
 def test_a_forward_that_fails_midway_changes_no_layer(options):
     network, ids = model(position="rotary", **options), tokens(2, L)

@@ -1,5 +1,7 @@
 """``DropInAttention``: torch's layer, and models that hold one, answer the same with ours in its place."""
 
+import copy
+
 import pytest
 import torch
 from sizes import torch_layer
@@ -80,6 +82,22 @@ def test_the_layers_of_torchs_own_encoder_can_be_swapped(norm_first, training, n
     for call, wanted in zip(calls, before, strict=True):
         torch.testing.assert_close(model(x, **call), wanted, rtol=0, atol=1e-12)
     assert len(ran) == len(calls)  # torch's fused path would go past the layer
+
+
+def test_an_encoder_can_be_made_of_a_layer_that_was_swapped_before():
+    layer = nn.TransformerEncoderLayer(E, 2, 16, dropout=0.0, batch_first=True, dtype=F64).eval()
+    x, want = torch.randn(B, L, E, dtype=F64), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    swapped = copy.deepcopy(layer)
+    swapped.self_attn = DropInAttention(swapped.self_attn)
+    model = nn.TransformerEncoder(swapped, 2, enable_nested_tensor=False).eval()
+    torch.testing.assert_close(model(x), want(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(B, L, L), (2, L, L)])
+def test_a_3d_mask_of_another_size_is_refused(shape):
+    x = torch.randn(B, L, E, dtype=F64)
+    with pytest.raises(ValueError, match="attn_mask must have shape"):
+        DropInAttention(torch_layer().eval())(x, x, x, attn_mask=torch.zeros(shape, dtype=torch.bool))
 
 
 def test_a_causal_hint_without_a_mask_is_refused():

@@ -63,6 +63,30 @@ def test_what_cannot_be_folded_is_refused_by_name_and_left_as_it_was(options, re
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_layers_with_common_projections_are_folded_once_or_refused():
+    first, second = (MultiHeadAttention(12, 3, scale=scale).double() for scale in ("inv_sqrt", "inv_sqrt"))
+    second.q_proj, second.k_proj = first.q_proj, first.k_proj
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    want = second(x + first(x))
+    fold_scale(nn.ModuleList([first, second]))
+    torch.testing.assert_close(second(x + first(x)), want, rtol=0, atol=1e-12)
+    second.scale = ScoreScale(0.3, head_dim=4)
+    before = first.q_proj.weight.clone()
+    with pytest.raises(ValueError, match="shares a projection"):
+        fold_scale(nn.ModuleList([first, second]), "inv")
+    assert torch.equal(first.q_proj.weight, before) and first.scale.scale == "unscaled"
+
+
+def test_projections_with_parameters_of_another_kind_are_refused():
+    low_rank, layer = nn.Linear(12, 12), MultiHeadAttention(12, 3)
+    low_rank.lora_a, low_rank.lora_b = nn.Linear(12, 2), nn.Linear(2, 12)
+    normed = nn.utils.parametrizations.spectral_norm(nn.Linear(12, 12))
+    for projection in (low_rank, normed):
+        layer.k_proj = projection
+        with pytest.raises(ValueError, match="weight and bias only"):
+            fold_scale(layer)
+
+
 def test_a_scale_that_no_fold_can_reach_and_a_model_without_our_attention_are_refused():
     for to in ("learned", 0):
         with pytest.raises(ValueError, match="scale"):

@@ -10,6 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sizes import grids
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minitx.nn import (
     BlockSparse,
@@ -22,7 +23,7 @@ from minitx.nn import (
     intersect,
     scaled_dot_product_attention,
 )
-from minitx.nn.masks import real_key_counts, simplify
+from minitx.nn.masks import And, real_key_counts, simplify
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 REAL = torch.tensor([[False, False, True, True, True], [True, True, True, True, False]])  # left and right padding
@@ -175,16 +176,24 @@ def test_an_axis_that_a_rule_does_not_use_has_size_one():
         (Causal() & Documents(IDS) & Padding(REAL), 5, [[0, 0, 1, 2, 3], [1, 2, 3, 4, 0]]),
         (PrefixLM(3), 5, [[3, 3, 3, 4, 5]]),
         (PrefixLM(LENGTHS) & Padding(REAL), 5, [[0, 0, 1, 2, 3], [4, 4, 4, 4, 4]]),
+        (Causal() | SlidingWindow(2), 5, [[2, 3, 4, 5, 5]]),
+        (
+            (Causal() & Padding(REAL) & SlidingWindow(1)) | Dense(torch.eye(5, dtype=torch.bool)),
+            5,
+            [[1, 1, 1, 2, 3], [1, 2, 3, 4, 5]],
+        ),
+        (And((And((Causal(), SlidingWindow(1))), Padding(REAL))), 5, [[0, 0, 1, 2, 3], [1, 2, 3, 4, 4]]),
+        (SlidingWindow(2) | Dense(torch.eye(5, dtype=torch.bool)), 5, [[5, 5, 5, 5, 5]]),
     ],
 )
 def test_real_key_counts_by_hand(mask, queries, wanted):
-    assert real_key_counts(mask, 2, queries, 5, CPU).squeeze(1).squeeze(-1).tolist() == wanted
+    assert real_key_counts(mask, 2, 3, queries, 5, CPU).squeeze(1).squeeze(-1).tolist() == wanted
 
 
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(2), PrefixLM(2), Causal() & SlidingWindow(2)], ids=repr)
 def test_a_rule_is_lowered_and_counted_on_the_device_that_is_asked_for(mask):
     assert mask.dense(3, 5, batch_size=2, num_heads=3, device="meta").device == META
-    assert real_key_counts(mask, 2, 3, 5, META).device == META
+    assert real_key_counts(mask, 2, 3, 3, 5, META).device == META
 
 
 def test_a_mask_keeps_one_dense_form_and_not_one_for_every_length():
@@ -193,6 +202,15 @@ def test_a_mask_keeps_one_dense_form_and_not_one_for_every_length():
     assert [tensor.shape[-1] for tensor in kept] == [3, 4, 5]
     assert mask.dense(5, 5) is kept[-1]
     assert mask.dense(3, 3) is not kept[0] and torch.equal(mask.dense(3, 3), kept[0])
+
+
+@pytest.mark.parametrize("backend", ["math", "sdpa"])
+def test_a_mask_that_was_used_with_tensors_without_values_serves_others_afterwards(backend):
+    (used, fresh), x = (Causal() & SlidingWindow(2) for _ in range(2)), torch.randn(2, 3, 5, 4)
+    with FakeTensorMode() as mode:
+        scaled_dot_product_attention(*(mode.from_tensor(x),) * 3, used, backend=backend)
+    got, want = (scaled_dot_product_attention(x, x, x, each, backend=backend) for each in (used, fresh))
+    assert torch.equal(got, want)
 
 
 def test_a_mask_lowered_in_inference_mode_serves_training_afterwards():

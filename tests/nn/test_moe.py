@@ -40,6 +40,14 @@ def test_the_mixture_equals_a_loop_over_tokens(activation, k):
     torch.testing.assert_close(mixture(x), token_by_token(mixture, x), rtol=0, atol=1e-14)
 
 
+def test_any_leading_axes_no_rows_and_tensors_without_values():
+    mixture, x = experts(), torch.randn(B, L, E, dtype=torch.float64)
+    assert torch.equal(mixture(x[0]), mixture(x[:1])[0])
+    assert torch.equal(mixture(x[None]), mixture(x)[None])
+    assert mixture(x[:0]).shape == (0, L, E)
+    assert mixture.to("meta")(x.to("meta")).shape == (B, L, E)
+
+
 def test_no_token_is_dropped_when_all_choose_the_same_expert():
     mixture = experts(experts_per_token=1)
     with torch.no_grad():

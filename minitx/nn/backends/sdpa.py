@@ -79,7 +79,7 @@ def run(call: AttentionCall) -> Tensor:
             dropout_p=call.dropout_p,
             is_causal=plan.is_causal,
             scale=scale,
-            enable_gqa=group > 1,
+            enable_gqa=bool(group > 1),  # torch.jit.trace makes a tensor of it
         )
     return output if plan.empty_rows is None else output.masked_fill(plan.empty_rows, 0.0)
 
@@ -213,9 +213,8 @@ def _falls_back_on_cuda(call: AttentionCall) -> str | None:
     key, value, some = call.key, call.value, None
     if call.attn_bias is not None or not (mask is None or is_causal):
         some = call.query.new_empty(1, 1, 1, 1).expand(call.shape)
-        key, value = (
-            t if t.shape[1] == H else t.narrow(1, 0, 1).expand(-1, H, -1, -1) for t in (key, value)
-        )  # ``run`` repeats them
+        # ``run`` repeats grouped heads
+        key, value = (t if t.shape[1] == H else t.narrow(1, 0, 1).expand(-1, H, -1, -1) for t in (key, value))
     grouped = key.shape[1] != H
     parameters = cuda.SDPAParams(call.query, key, value, some, call.dropout_p, is_causal and some is None, grouped)
     kernels = (cuda.can_use_flash_attention, cuda.can_use_efficient_attention, cuda.can_use_cudnn_attention)

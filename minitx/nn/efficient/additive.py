@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitx.nn.functional import AttentionCall, full_precision, hide_unseen, masked_softmax
@@ -50,11 +51,12 @@ class AdditiveAttention(nn.Module):
             attn_bias = call.dense_bias()
             visible = call.visible(attn_bias)
             key, value = (hide_unseen(x, visible).to(dtype).repeat_interleave(group, dim=1) for x in (call.key, call.value))
-            q, k = self.query_map(call.query.to(dtype)), self.key_map(key)  # (B, H, L, m), (B, H, S, m)
-            scores = self.energy(torch.tanh(q.unsqueeze(3) + k.unsqueeze(2))).squeeze(-1) * call.scale  # (B, H, L, S)
+            W, U, v = (part.weight.to(dtype) for part in (self.query_map, self.key_map, self.energy))
+            q, k = F.linear(call.query.to(dtype), W), F.linear(key, U)  # (B, H, L, m), (B, H, S, m)
+            scores = F.linear(torch.tanh(q.unsqueeze(3) + k.unsqueeze(2)), v).squeeze(-1) * call.scale  # (B, H, L, S)
             if call.softcap is not None:
                 scores = call.softcap * torch.tanh(scores / call.softcap)
-            weights = masked_softmax(scores if attn_bias is None else scores + attn_bias, visible, call.sinks)
-            kept = torch.nn.functional.dropout(weights, call.dropout_p) if call.dropout_p > 0.0 else weights
+            weights = masked_softmax(scores if attn_bias is None else scores + attn_bias.to(dtype), visible, call.sinks)
+            kept = F.dropout(weights, call.dropout_p) if call.dropout_p > 0.0 else weights
             output = (kept @ value).to(call.value.dtype)
         return (output, weights.to(call.query.dtype)) if call.need_weights else output

@@ -41,6 +41,19 @@ def test_additive_attention_equals_its_formula_and_trains_all_its_weights():
     assert all(torch.isfinite(x.grad).all() for x in (q, k, v))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_additive_attention_computes_in_float32_and_takes_a_bias_of_another_dtype(dtype):
+    core, low = AdditiveAttention(D, M), AdditiveAttention(D, M)
+    low.load_state_dict(core.to(dtype).state_dict())  # the same rounded weights, in float32
+    q = torch.randn(B, H, L, D).to(dtype)
+    got, want = core(make_call(q, q, q)), low(make_call(*(q.float(),) * 3))
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, want.to(dtype), rtol=0, atol=0)
+    bias = torch.randn(L, L, dtype=torch.float64)
+    wide, narrow = (low(make_call(*(q.float(),) * 3, attn_bias=each)) for each in (bias, bias.float()))
+    assert torch.equal(wide, narrow)
+
+
 @pytest.mark.parametrize(
     "option", [{"window": 3, "sinks": True, "softcap": 2.0}, {"position": "alibi", "num_kv_heads": 1, "dropout": 0.5}]
 )
