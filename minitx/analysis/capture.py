@@ -74,18 +74,20 @@ class Seen(dict[str, list[Any]]):
 
     Attributes:
         kinds: the kind of each core's last call: ``causal``, ``self`` (not causal), or ``cross`` (keys of another sequence).
+        what: what was recorded, as in ``capture``; None for a recorder of your own.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], what: str | None) -> None:
         super().__init__({name: [] for name in names})
         self.kinds: dict[str, str] = {}
+        self.what = what
 
 
 def capture(
     model: nn.Module,
     *,
-    layers: Sequence[int | str] | None = None,
-    heads: Sequence[int] | None = None,
+    layers: Sequence[int | str] | int | str | None = None,
+    heads: Sequence[int] | int | None = None,
     what: str = "statistics",
 ) -> AbstractContextManager[Seen]:
     """Record every attention call of ``model`` while the context is open.
@@ -107,8 +109,8 @@ def capture(
 
     Args:
         layers: the attention cores to record: indices in the order of ``named_modules`` (negative from the end), or parts of
-            their names, such as ``"cross"``. A full name selects only that layer. Default: all.
-        heads: the heads to record, in this order. Default: all.
+            their names, such as ``"cross"``; one, or several. A full name selects only that layer. Default: all.
+        heads: the heads to record, in this order, or one. Default: all.
         what: one of the names above.
 
     Returns:
@@ -141,14 +143,15 @@ def watch(
     model: nn.Module,
     recorder: Recorder,
     *,
-    layers: Sequence[int | str] | None = None,
-    heads: Sequence[int] | None = None,
+    layers: Sequence[int | str] | int | str | None = None,
+    heads: Sequence[int] | int | None = None,
 ) -> Iterator[Seen]:
     """Like ``capture``, with a recorder of your own: a function that is called with a ``Look`` at each attention call."""
     cores = attention_cores(model)
     if not cores:
         raise ValueError(f"{type(model).__name__} has no attention core with weights to look at")
-    watcher = _Watcher(Seen(chosen_names(list(cores), layers)), recorder, heads)
+    what = next((name for name, known in RECORDERS.items() if known is recorder), None)
+    watcher = _Watcher(Seen(chosen_names(list(cores), layers), what), recorder, heads)
     refuse_compiled(model)
     with ExitStack() as hooks:
         for name, module in model.named_modules():
@@ -161,14 +164,14 @@ def watch(
 
 @contextmanager
 def _watch_outputs(
-    model: nn.Module, what: str, layers: Sequence[int | str] | None, heads: Sequence[int] | None
+    model: nn.Module, what: str, layers: Sequence[int | str] | int | str | None, heads: Sequence[int] | int | None
 ) -> Iterator[Seen]:
     modules = output_modules(model, what)
     if not modules:
         raise ValueError(f"{type(model).__name__} has no {what} to look at")
     if heads is not None and what != "heads":
-        raise ValueError(f"heads={list(heads)} has no meaning for {what}, which has no heads")
-    seen = Seen(chosen_names(list(modules), layers))
+        raise ValueError(f"heads={heads} has no meaning for {what}, which has no heads")
+    seen = Seen(chosen_names(list(modules), layers), what)
     refuse_compiled(model)
 
     def leave(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -204,11 +207,11 @@ def attention_cores(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if getattr(module, "softmax_weights", False)}
 
 
-def chosen_names(names: Sequence[str], layers: Sequence[int | str] | None) -> list[str]:
+def chosen_names(names: Sequence[str], layers: Sequence[int | str] | int | str | None) -> list[str]:
     """Return the names that ``layers`` selects, in the order of ``names``. ``layers`` are indices, also negative, or parts of names.
 
     Raises:
-        ValueError: an entry of ``layers`` that selects nothing.
+        ValueError: no entry, or one that selects nothing.
 
     >>> chosen_names(["encoder.0", "encoder.1", "decoder.0"], ["encoder", -1])
     ['encoder.0', 'encoder.1', 'decoder.0']
@@ -216,7 +219,7 @@ def chosen_names(names: Sequence[str], layers: Sequence[int | str] | None) -> li
     if layers is None:
         return list(names)
     chosen: set[str] = set()
-    for layer in layers:
+    for layer in [layers] if isinstance(layers, int | str) else layers:
         if isinstance(layer, str):
             found = [layer] if layer in names else [name for name in names if layer in name]
         else:
@@ -224,6 +227,8 @@ def chosen_names(names: Sequence[str], layers: Sequence[int | str] | None) -> li
         if not found:
             raise ValueError(f"layers: {layer!r} is none of the {len(names)} layers {', '.join(names)}")
         chosen.update(found)
+    if not chosen:
+        raise ValueError(f"layers={layers!r} names none of the {len(names)} layers {', '.join(names)}")
     return [name for name in names if name in chosen]
 
 
@@ -244,7 +249,7 @@ def refuse_compiled(model: nn.Module) -> None:
 class _Watcher:
     """The hooks. What a model was called with says which queries of cross-attention are real."""
 
-    def __init__(self, seen: Seen, recorder: Recorder, heads: Sequence[int] | None) -> None:
+    def __init__(self, seen: Seen, recorder: Recorder, heads: Sequence[int] | int | None) -> None:
         self.seen, self.recorder, self.heads = seen, recorder, heads
         self.decoder_key_mask: Tensor | None = None
         self.told = False
@@ -292,9 +297,9 @@ class _Watcher:
             )
 
 
-def places_of(chosen: Sequence[int] | None, size: int, device: torch.device) -> Tensor:
+def places_of(chosen: Sequence[int] | int | None, size: int, device: torch.device) -> Tensor:
     """Return the chosen heads or positions of ``size`` as indices from 0. None: all."""
-    numbers = range(size) if chosen is None else chosen
+    numbers = range(size) if chosen is None else [chosen] if isinstance(chosen, int) else chosen
     wrong = [number for number in numbers if not -size <= number < size]
     if wrong or not len(numbers):
         raise ValueError(f"heads or positions={list(numbers)} must be some of 0 to {size - 1}")

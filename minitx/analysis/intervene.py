@@ -31,9 +31,9 @@ def intervene(
     what: str,
     to: Change,
     *,
-    layers: Sequence[int | str] | None = None,
-    heads: Sequence[int] | None = None,
-    positions: Sequence[int] | None = None,
+    layers: Sequence[int | str] | int | str | None = None,
+    heads: Sequence[int] | int | None = None,
+    positions: Sequence[int] | int | None = None,
 ) -> Iterator[None]:
     """Replace an activation in every forward pass while the context is open.
 
@@ -78,15 +78,17 @@ def intervene(
     if what not in CHANGEABLE:
         raise ValueError(f"what={what!r} must be one of {', '.join(CHANGEABLE)}")
     if heads is not None and what in ("feedforward", "residual"):
-        raise ValueError(f"heads={list(heads)} has no meaning for {what}, which has no heads")
+        raise ValueError(f"heads={heads} has no meaning for {what}, which has no heads")
     modules = output_modules(model, what) if what in OUTPUTS else attention_cores(model)
     if not modules:
         raise ValueError(f"{type(model).__name__} has no {what} to change")
-    if isinstance(to, Mapping):
-        layers = [name for name in chosen_names(list(modules), layers) if name in to]
     names = chosen_names(list(modules), layers)
-    if not names:
-        raise ValueError(f"the records hold none of the layers {', '.join(modules)}")
+    if isinstance(to, Mapping):
+        if (recorded := getattr(to, "what", None)) not in (None, what):
+            raise ValueError(f"what={what!r} is replaced by records of {recorded!r}: capture(what={what!r}) records what fits")
+        names = [name for name in names if name in to]
+        if not names:
+            raise ValueError(f"the records hold none of the layers {', '.join(modules)}")
     refuse_compiled(model)
     with ExitStack() as hooks:
         for name in names:
@@ -103,7 +105,9 @@ def intervene(
 class _Part:
     """What is changed in one layer."""
 
-    def __init__(self, name: str, what: str, to: Change, heads: Sequence[int] | None, positions: Sequence[int] | None) -> None:
+    def __init__(
+        self, name: str, what: str, to: Change, heads: Sequence[int] | int | None, positions: Sequence[int] | int | None
+    ) -> None:
         self.name, self.what, self.to, self.heads, self.positions, self.calls = name, what, to, heads, positions, 0
 
     def enter(self, core: nn.Module, args: tuple[AttentionCall]) -> tuple[AttentionCall]:
@@ -289,7 +293,12 @@ def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
     with evaluating(model):
         with capture(model, what="residual") as seen:
             model(**inputs)
-        *_, last = seen
+        order = list[str]()
+        with ExitStack() as hooks:
+            for name, block in output_modules(model, "residual").items():
+                hooks.enter_context(block.register_forward_hook(lambda *_, name=name: order.append(name)))
+            model(**inputs)
+        last = order[-1]  # the model runs the blocks of an encoder first, wherever they are defined
         stack = [name for name in seen if name.rpartition(".")[0] == last.rpartition(".")[0]]
         out = []
         for name in stack:

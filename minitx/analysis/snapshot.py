@@ -65,8 +65,8 @@ class Snapshot:
 
     Attributes:
         maps: one for each layer, in the model's order.
-        tokens: the text of each token, for each axis (``input_ids``, ``decoder_input_ids``, ``pixel_values``) and each row of
-            the batch.
+        tokens: the text of each token, for each axis (``input_ids``, ``decoder_input_ids``, ``pixel_values``, or the first
+            argument of a model of your own) and each row of the batch.
         ids: int (B, n) for each axis, but not for images. real: bool (B, n) for each axis, False at padding.
         step: the training step, or None. title: a title for the viewer and the figures.
 
@@ -116,7 +116,7 @@ def take_snapshot(
     inputs: Mapping[str, Tensor],
     *,
     tokens: Mapping[str, Sequence[Sequence[str]]] | None = None,
-    layers: Sequence[int | str] | None = None,
+    layers: Sequence[int | str] | int | str | None = None,
     step: int | None = None,
     title: str = "",
 ) -> Snapshot:
@@ -140,31 +140,35 @@ def take_snapshot(
     device = next(iter(inputs.values())).device
     with evaluating(model), watch(model, _look, layers=layers) as seen, full_precision(device):
         model(**inputs)
-    source = SOURCE if SOURCE in inputs else PIXELS
-    maps = []
+    source = next((axis for axis in (SOURCE, PIXELS) if axis in inputs), next(iter(inputs)))
+    maps, told = [], dict[str, Tensor]()
     for name, records in seen.items():
         kind = seen.kinds[name]
         queries = TARGET if TARGET in inputs and kind != "self" else source
         keys = source if kind == "cross" else queries
-        weights, visible, max_logit = (tensor.cpu() for tensor in records[-1])
+        weights, visible, max_logit, real_queries = (tensor.cpu() for tensor in records[-1])
         maps.append(AttentionMap(name, kind, queries, keys, weights, visible, max_logit))
+        if kind != "cross":
+            told[queries] = real_queries
     sizes = {axis: size for m in maps for axis, size in ((m.queries, m.weights.shape[2]), (m.keys, m.weights.shape[3]))}
     B = maps[0].weights.shape[0]
     everything = {axis: torch.ones(B, size, dtype=torch.bool) for axis, size in sizes.items()}
-    real = {axis: inputs.get(_MASK_OF.get(axis, ""), mask).cpu() for axis, mask in everything.items()}
-    ids = {axis: inputs[axis].cpu() for axis in (SOURCE, TARGET) if axis in sizes}
+    real = {axis: inputs.get(_MASK_OF.get(axis, ""), told.get(axis, mask)).cpu() for axis, mask in everything.items()}
+    ids = {axis: inputs[axis].cpu() for axis in sizes if axis in inputs and not inputs[axis].is_floating_point()}
+    if unknown := set(tokens or {}) - set(sizes):
+        raise ValueError(f"tokens={sorted(unknown)} must be among {', '.join(sizes)}: the texts of what the model reads")
     texts = {axis: _texts(axis, size, B, ids, tokens or {}) for axis, size in sizes.items()}
     return Snapshot(tuple(maps), texts, ids, real, step, title)
 
 
-def _look(look: Look) -> tuple[Tensor, Tensor, Tensor]:
-    """weights (B, H, L, S), visible (B, H, L, S), largest |z| of each row (B, H, L)."""
+def _look(look: Look) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """weights (B, H, L, S), visible (B, H, L, S), largest |z| of each row (B, H, L), real queries (B, L)."""
     parts = [
         (tile.weights, tile.visible.expand_as(tile.weights), tile.scores.abs().masked_fill(~tile.visible, 0.0).amax(-1))
         for tile in over_tiles(look.call)
     ]
     weights, visible, max_logit = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
-    return weights, visible, max_logit
+    return weights, visible, max_logit, look.real_queries
 
 
 def _texts(
@@ -177,7 +181,7 @@ def _texts(
         return rows
     if axis in ids:
         return [[str(number) for number in row] for row in ids[axis].tolist()]
-    return [_patches(size)] * B
+    return [_patches(size) if axis == PIXELS else [str(i) for i in range(size)]] * B
 
 
 def _patches(size: int) -> list[str]:

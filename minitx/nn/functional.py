@@ -294,6 +294,7 @@ def reference_attention(call: AttentionCall) -> Tensor:
     B, H, L, S = call.shape
     Hkv, Dv = call.value.shape[1], call.value.shape[3]
     with full_precision(call.query.device):
-        value = hide_unseen(call.value, call.visible()).to(weights.dtype).unsqueeze(2)  # (B, Hkv, 1, S, Dv)
+        visible = call.visible() if call.weights is None else weights != 0
+        value = hide_unseen(call.value, visible).to(weights.dtype).unsqueeze(2)  # (B, Hkv, 1, S, Dv)
         output = weights.reshape(B, Hkv, H // Hkv, L, S) @ value
     return output.reshape(B, H, L, Dv).to(call.value.dtype)

@@ -176,9 +176,50 @@ def test_the_lens_reads_each_block_as_if_the_model_ended_there():
 
 def test_an_encoder_decoder_is_changed_in_the_layer_that_is_named_and_its_decoder_is_read_by_the_lens():
     """An encoder's layers have names that end in those of the decoder."""
-    config = TransformerConfig(architecture="encoder_decoder", vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
+    sizes = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "num_decoder_layers": 3, "init": "lecun"}
+    config = TransformerConfig(architecture="encoder_decoder", **sizes)
     model = EncoderDecoder(config).eval()
     with intervene(model, "heads", 0.0, layers=["blocks.0.attention.core"]), capture(model, what="heads") as seen:
         model(IDS, OTHER)
     assert [name for name, [record] in seen.items() if (record == 0).all()] == ["blocks.0.attention.core"]
-    assert logit_lens(model, input_ids=IDS, decoder_input_ids=OTHER).shape == (2, 2, 5, 11)
+    lens, residual = logit_lens(model, input_ids=IDS, decoder_input_ids=OTHER), []
+    with model.blocks[0].register_forward_hook(lambda module, args, out: residual.append(out)):
+        logits = model(IDS, OTHER)
+    assert lens.shape == (3, 2, 5, 11) and torch.equal(lens[-1], logits)
+    torch.testing.assert_close(lens[0], model.head(model.final_norm(residual[0])))
+
+
+def test_weights_that_are_given_reach_keys_that_the_mask_hides():
+    attention, x = MultiHeadAttention(6, 2).double(), torch.randn(1, 4, 6, dtype=torch.float64)
+    real, last = torch.tensor([[True, True, True, False]]), torch.zeros(4, 4, dtype=torch.float64)
+    last[:, 3] = 1
+    values = attention.v_proj(x)
+    with torch.no_grad(), intervene(attention, "weights", last):
+        torch.testing.assert_close(attention(x, key_mask=real), attention.out_proj(values[:, 3:].expand_as(values)))
+        torch.testing.assert_close(
+            attention(x.masked_fill(~real[..., None], torch.nan), key_mask=real)[:, :1].isnan().all(), torch.tensor(True)
+        )
+        with intervene(attention, "weights", last.roll(1, 1)):  # nothing looks at the last key, so its value has no effect
+            x[:, 3] = torch.nan
+            assert attention(x, key_mask=real).isfinite().all()
+
+
+def test_one_name_one_number_or_several_choose_layers_and_heads_and_nothing_is_refused():
+    model = model_of()
+    outs = []
+    for layers, heads in ((["blocks.1"], [2]), ("blocks.1", 2), (1, [2]), (-1, -1)):
+        with torch.no_grad(), intervene(model, "heads", 0.0, layers=layers, heads=heads):
+            outs.append(model(IDS))
+    assert all(torch.equal(out, outs[0]) for out in outs) and not torch.equal(outs[0], model(IDS))
+    for context in (lambda: capture(model, layers=[]), lambda: intervene(model, "heads", 0.0, layers=[])):
+        with pytest.raises(ValueError, match=r"layers=\[\]"), context():
+            pass
+
+
+@pytest.mark.parametrize(("recorded", "what"), [("scores", "weights"), ("weights", "scores"), ("statistics", "values")])
+def test_records_of_another_kind_are_refused(recorded, what):
+    model = model_of()
+    with capture(model, what=recorded) as seen:
+        model(IDS)
+    with pytest.raises(ValueError, match=f"what='{what}' is replaced by records of '{recorded}'"), intervene(model, what, seen):
+        pass

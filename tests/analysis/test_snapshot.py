@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 
 from minitx.analysis import read_snapshots, take_snapshot
 from minitx.analysis.snapshot import read_snapshot, write_snapshot
 from minitx.config import TransformerConfig
-from minitx.nn import DecoderLM, EncoderDecoder
+from minitx.nn import DecoderLM, EncoderDecoder, MultiHeadAttention, Padding
 
 SIZES = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "init": "lecun"}
 SOURCE, TARGET = torch.tensor([[1, 2, 3, 5, 7], [4, 4, 8, 0, 0]]), torch.tensor([[2, 4, 6], [2, 9, 0]])
@@ -45,6 +46,30 @@ def test_looking_leaves_every_part_in_the_mode_that_it_was_in():
         take_snapshot(model, {**inputs, "colour": inputs["input_ids"]})
     assert {name: part.training for name, part in model.named_modules()} == modes
     assert set(modes.values()) == {True, False}
+
+
+class OfOnesOwn(nn.Module):
+    """Tokens and padding have names of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.attention = nn.Embedding(11, 12), MultiHeadAttention(12, 3)
+
+    def forward(self, tokens, attention_mask):
+        return self.attention(self.embed(tokens), attn_mask=Padding(attention_mask), is_causal=True)
+
+
+def test_tokens_and_padding_of_a_model_of_ones_own_are_known_by_its_calls():
+    inputs = {"tokens": torch.arange(9).expand(2, 9), "attention_mask": torch.arange(9) < torch.tensor([[9], [4]])}
+    snapshot = take_snapshot(OfOnesOwn(), inputs, tokens={"tokens": [list("abcdefghi")] * 2})
+    assert snapshot.sentence(1).tokens == {"tokens": [list("abcd")]}
+    assert torch.equal(snapshot.ids["tokens"], inputs["tokens"]) and torch.equal(
+        snapshot.real["tokens"], inputs["attention_mask"]
+    )
+    ours = take_snapshot(DecoderLM(TransformerConfig(**SIZES)), {"input_ids": SOURCE, "mask": Padding(MASKS["key_mask"])})
+    assert torch.equal(ours.real["input_ids"], MASKS["key_mask"])
+    with pytest.raises(ValueError, match=r"tokens=\['inputs_ids'\] must be among tokens"):
+        take_snapshot(OfOnesOwn(), inputs, tokens={"inputs_ids": []})
 
 
 def test_a_sentence_without_its_padding_is_what_the_model_does_with_it_alone():
