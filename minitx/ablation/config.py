@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -118,6 +119,10 @@ class StudyConfig(Config):
         require(not both, f"tune_seeds={list(self.tune_seeds)} are judged too: seed {both[:1]} is in both lists")
         chooses = "loss" in self.scores or "accuracy" in self.scores
         measures = f"measures={list(self.measures)}"
+        known = re.compile(r"loss_at_\d+|attention_error|attention_cost")
+        require(
+            all(map(known.fullmatch, self.measures)), f"{measures} must be among loss_at_N, attention_error, attention_cost"
+        )
         require(chooses or not self.measures, f"{measures} need a score of loss or accuracy to choose the rate by")
         require("stability" not in self.scores or self.start is not None, "scores=[stability] needs start, a trained model")
         words = [level for level in self.factors.get(RATE, ()) if not _is_rate(level)]

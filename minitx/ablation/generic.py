@@ -25,7 +25,9 @@ def sentences(findings: Findings) -> list[str]:
     first = {(f.comparison.study, f.comparison.arms): f for f in reversed(findings.findings)}
     chosen = [f for f in findings.findings if f.is_primary] or list(reversed(first.values()))
     said = [say.finding_sentence(findings, f) for f in chosen if f.pairs]
-    return said or ["No comparison of this grid has two finished runs of the same seed."]
+    return said or [
+        "No comparison of this grid has a pair: two finished runs of the same seed, each at a learning rate that other seeds chose."
+    ]
 
 
 def figure(findings: Findings) -> list[Picture]:
@@ -151,7 +153,7 @@ def _statistics(findings: Findings) -> Table:
         rows.append(_verdict(grid, f) | numbers)
     caption = (
         "All comparisons with their statistics: effects of the first arm against the second, paired by seed; intervals of the median by "
-        f"order statistics; p of a one-sided sign test against the margin (× {grid.ratio_margin:g}, or {grid.score_margin:g}). "
+        f"order statistics; p of a one-sided sign test that the second arm is worse by more than the margin (× {grid.ratio_margin:g}, or {grid.score_margin:g}). "
         "Those that are not primary are descriptive and not adjusted for their number"
     )
     return Table(caption, rows)

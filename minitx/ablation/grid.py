@@ -116,7 +116,8 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
         common: overrides for every cell.
 
     Raises:
-        ConfigError: two cells are the same, or the grid does not contain the run that a cell starts from.
+        ConfigError: two cells are the same, an arm and a factor set the same key, or the grid does not contain the run that a
+            cell starts from.
     """
     found: dict[Place, tuple[int, Cell]] = {}
     starts = {(study.start.study, study.start.arm) for study in grid.studies.values() if study.start}
@@ -129,6 +130,10 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
                     raise ConfigError(f"ablation.studies.{name} names a seed or a level twice: {place}")
                 levels = [override for factor, level in factors.items() for override in study.factors[factor][level]]
                 first, start = found[_start_of(grid, place, found)] if study.start else (0, None)
+                if both := settings(grid.arms[arm]).keys() & settings(levels).keys():
+                    raise ConfigError(
+                        f"ablation.arms.{arm} and the factors of ablation.studies.{name} both set {', '.join(sorted(both))}"
+                    )
                 own_seed = seed + NEW_DATA if study.start else seed
                 overrides = (*study.base, *grid.arms[arm], *levels, f"seed={own_seed}", *common)
                 found[place] = (max(block, first), Cell(place, overrides, start, (name, arm) in starts))

@@ -54,7 +54,7 @@ class Finding:
             farther from 0.
         interval: the interval of the median effect, by order statistics. None with fewer than six pairs.
         coverage: the coverage of the interval.
-        p: the p value of a one-sided sign test against the margin. None with fewer than six pairs.
+        p: the p value of a one-sided sign test that the treatment is worse by more than the margin. None with fewer than six pairs.
         p_adjusted: p adjusted by Holm over the primary findings. None for the others.
         law: the law's value under this condition, or None.
         verdict, reason: the verdict, and its reason in one sentence.

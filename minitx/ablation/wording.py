@@ -89,14 +89,19 @@ def span_text(span: Span | None) -> str:
 
 
 def effect_text(finding: Finding) -> str:
-    """Return the estimate of a finding with its sign or ×, and "or more" if needed."""
+    """Return the estimate of a finding with its sign or ×, or the range in which it lies."""
     if finding.estimate is None:
         return "–"
     if finding.endpoint == "largest_rate":
         return f"{span_text(printed(finding.endpoint, finding.pairs))}, in steps of the grid of rates"
+    if finding.endpoint in RATIOS:
+        middle = printed(finding.endpoint, finding.pairs)
+        if (middle.low, middle.high) == (0, math.inf):
+            return "unknown"
+        low, high = times(middle.low), times(middle.high)
+        return f"× {low}" + ("" if low == high else " or more" if math.isinf(middle.high) else f" to {high}")
     sign = "+" if finding.estimate > 0 else ""
-    size = f"× {times(finding.estimate)}" if finding.endpoint in RATIOS else f"{sign}{number(finding.estimate)}"
-    return size + (" nats" if finding.endpoint == "loss" else "") + (" or more" if finding.or_more else "")
+    return f"{sign}{number(finding.estimate)}" + (" nats" if finding.endpoint == "loss" else "")
 
 
 def percent(values: Iterable[float]) -> str:

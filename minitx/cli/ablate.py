@@ -53,8 +53,7 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
     check_rules(grid)
     check(chosen)
     launch = Launch(folder / "launches.json", command)
-    with stop_on_signals():
-        folder.mkdir(parents=True, exist_ok=True)
+    with stop_on_signals(), alone_in(folder):
         (folder / "command.txt").write_text(command + "\n", encoding="utf-8")
         pool = pool_of(grid, chosen, folder)
         try:
@@ -73,17 +72,19 @@ def check(chosen: Sequence[Cell]) -> None:
     """Check that the grid can be run, before anything is written.
 
     Raises:
-        ConfigError: a run has no length, needs several devices, or has an invalid config. The first run of each study and arm
-            is checked.
+        ConfigError: a run has no length, needs several devices, or has an invalid config. The first run of each study with each
+            arm and each level of a factor is checked.
     """
     for cell in chosen:
         cell.steps()
-    for cell in {(cell.place.study, cell.place.arm): cell for cell in reversed(chosen)}.values():
+    kinds = {(cell.place.study, kind): cell for cell in reversed(chosen) for kind in (cell.place.arm, *cell.place.factors)}
+    for cell in {cell.place: cell for cell in kinds.values()}.values():
         place = f"ablation.studies.{cell.place.study}"
         try:
-            config = compose_config(cell.overrides)
+            config = compose_cell(cell.overrides)
         except Exception as error:
-            raise ConfigError(f"{place}, arm {cell.place.arm}: {sentence(error)[0]}") from None
+            levels = "".join(f", {factor} {level}" for factor, level in cell.place.factors)
+            raise ConfigError(f"{place}, arm {cell.place.arm}{levels}: {sentence(error)[0]}") from None
         if cell.keeps_weights and not config.trainer.ckpt_every:
             raise ConfigError(f"{place}: other runs start from its weights, so trainer.ckpt_every must not be 0")
         if config.trainer.world_size > 1:
@@ -132,6 +133,27 @@ def gpus(chosen: Sequence[Cell]) -> list[str]:
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """A context in which no other launch computes the runs of this folder, which is made.
+
+    Raises:
+        ConfigError: another launch does.
+    """
+    from filelock import FileLock, Timeout
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(f"output_dir={folder} is in use: another launch of this grid runs") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager

@@ -118,7 +118,9 @@ def _compose_error(error: BaseException) -> str:
     if group:
         options = re.search(r"Available options in '([^']+)':\n((?:\t.*\n?)+)", text)
         if options:
-            return f"{group[1].replace('/', '=', 1)} is not an option; {options[1]} is one of: {', '.join(options[2].split())}"
+            return (
+                f"{'='.join(group[1].rsplit('/', 1))} is not an option; {options[1]} is one of: {', '.join(options[2].split())}"
+            )
         return f"{group[1]} is not a config group or option; --help shows what there is"
     full_key = re.search(r"full_key: (\S+)", text)
     first, *more = text.strip().splitlines() or [type(error).__name__]

@@ -100,7 +100,7 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
         local_addr="127.0.0.1",
         max_restarts=0,
     )
-    program = "import sys; from minitx.cli.train import main; sys.exit(main())"
+    program = f"import sys; sys.argv[0] = {sys.argv[0]!r}; from minitx.cli.train import main; sys.exit(main())"
     with env_override({FOLDER: str(folder), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _GRACE}):
         try:
             elastic_launch(config, sys.executable)("-c", program, *overrides)

@@ -96,10 +96,11 @@ def command_words() -> list[str]:
 
 
 def command() -> str:
-    """Return the command that repeats this job."""
+    """Return the command that repeats this job, with the program as it was called."""
+    called = {"train.py": ["python", sys.argv[0]], "minitx-train": ["minitx-train"]}.get(Path(sys.argv[0]).name)
     primary = HydraConfig.get().job.config_name
     named = [] if primary == "train" else [f"--config-name={primary}"]
-    return shlex.join(["python", "scripts/train.py", *named, *command_words()])
+    return shlex.join([*(called or ["python", "scripts/train.py"]), *named, *command_words()])
 
 
 def run_on_devices(config: RunConfig, folder: Path) -> float:

@@ -95,6 +95,7 @@ class TrainingModule(L.LightningModule):
         self.step_sums: Sums = {}
         self.step_targets: Tensor | int = 0
         self.grad_norm: Tensor | float = 0.0
+        self._missing = 1.0  # the last step of an epoch of the user's data may have fewer micro-batches
         self._validation: Sums = {}
         self._said_dropped = False
 
@@ -132,14 +133,15 @@ class TrainingModule(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         accumulate, (rank, world) = self.trainer.accumulate_grad_batches, replicas(self.trainer)
         micro = batch_idx % accumulate
-        set_gradient_sync(self.network, micro == accumulate - 1)
+        is_last = batch_idx + 1 == self.trainer.num_training_batches or self.trainer.is_last_batch  # of an epoch: a step ends
+        set_gradient_sync(self.network, micro == accumulate - 1 or is_last)
         seed_device(self.device, hash_seed(self.seed, self.global_step, micro, rank))
         sums, extras = self.sums(batch)
         whole = batch.get("num_targets")  # of the whole step, over all micro-batches and processes
         own = num_targets(batch["labels"]) if whole is None else whole
-        share = sums["loss"] / (
-            own.clamp(min=1) * accumulate if whole is None else own
-        )  # this micro-batch's part of the mean loss
+        # this micro-batch's part of the mean loss
+        share = sums["loss"] / (own.clamp(min=1) * accumulate if whole is None else own)
+        self._missing = accumulate / (micro + 1) if whole is None else 1.0
         others = {name: value.detach() for name, value in sums.items() if name not in ("loss", "nll")}
         if micro:
             self.step_loss = self.step_loss + share.detach()
@@ -152,6 +154,9 @@ class TrainingModule(L.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if self._missing != 1.0:
+            torch._foreach_mul_(local_parts(gradients), self._missing)
+            self.step_loss = self.step_loss * self._missing
         self.grad_norm = total_norm(gradients)
         # the loss of several ranks is theirs alone: all must come to the same answer, so it is looked at where it is summed
         alone = self.trainer.world_size == 1

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from minitx.config import IGNORED, ConfigError, ObjectiveConfig, is_part
 from minitx.data.addressing import Batch
-from minitx.training.parts import build
+from minitx.training.parts import build_callable
 
 Sums = dict[str, Tensor]
 """0-d sums over the counted targets: ``loss``, optionally ``correct`` (right answers) and ``nll`` (the loss of validation, if
@@ -201,7 +201,7 @@ def build_objective(node: Any) -> Objective:
     """
     if isinstance(node, ObjectiveConfig):
         return CrossEntropy(node.label_smoothing, node.chunk_tokens, node.count_correct)
-    found = build(node, "objective") if is_part(node) else node
+    found = build_callable(node, "objective", arguments=2) if is_part(node) else node
     if not callable(found):
         raise ConfigError(f"objective={type(found).__name__} must be callable: (logits, batch) to a sum over the targets")
     if isinstance(found, nn.Module) and type(found).__module__.startswith("torch.nn."):

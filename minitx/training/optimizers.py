@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from minitx.config import ConfigError, OptimizerConfig, ParameterRule, Part, ScheduleConfig, evaluate_factor
 from minitx.training.muon import Muon, matrix_names
@@ -81,7 +82,10 @@ def build_optimizer(network: nn.Module, node: OptimizerConfig | Part, head_dim: 
     groups = parameter_groups(network, node, head_dim=head_dim)
     if node.name == "sgd":
         groups = [{name: value for name, value in group.items() if name != "eps"} for group in groups]
-        return torch.optim.SGD(groups, momentum=node.momentum, fused=True)
+        is_cut = any(
+            isinstance(parameter, DTensor) for parameter in network.parameters()
+        )  # the fused kernel takes none of these
+        return torch.optim.SGD(groups, momentum=node.momentum, fused=not is_cut)
     if node.name == "muon":
         return Muon(groups, betas=node.betas, momentum=node.momentum, steps=node.ns_steps)
     return torch.optim.AdamW(groups, betas=node.betas, eps=node.eps, fused=True)

@@ -13,9 +13,9 @@ def summarise(folder: Path, *, floors: Mapping[str, float], nonfinite_step: int 
     """Return the result of a run as plain data without NaN.
 
     ==================  =====================================================================================
-    ``steps``           updates made
+    ``steps``           updates made; of a run that was not finite, those before that step
     ``nonfinite_step``  the step whose loss or gradient was not finite, or None
-    ``train_loss``      of the last step
+    ``train_loss``      of the last step that has a row in ``metrics.csv``
     ``val_loss, val_accuracy``  of the last validation; None where there was none, or the run was not finite
     ``floors``          losses to compare with, in nats, by name
     ``num_parameters``  of the network
@@ -25,7 +25,7 @@ def summarise(folder: Path, *, floors: Mapping[str, float], nonfinite_step: int 
     logged = [row for row in rows if row["train_loss"] is not None]
     validated = [row for row in rows if row["val_loss"] is not None] if nonfinite_step is None else []
     return {
-        "steps": logged[-1]["step"] if logged else 0,
+        "steps": nonfinite_step - 1 if nonfinite_step is not None else logged[-1]["step"] if logged else 0,
         "nonfinite_step": nonfinite_step,
         "train_loss": finite(logged[-1]["train_loss"]) if logged else None,
         "val_loss": finite(validated[-1]["val_loss"]) if validated else None,

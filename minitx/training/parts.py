@@ -66,6 +66,21 @@ def build(node: Part, key: str, given: Mapping[str, Any] | None = None) -> Any:
     return call(made, key, node, **fitting)
 
 
+def build_callable(node: Part, key: str, arguments: int) -> Any:
+    """Like ``build``, but a function that still needs ``arguments`` arguments is returned and not called."""
+    made = factory(node, key)
+    if inspect.isfunction(made.func):
+        parameters = inspect.signature(made).parameters.values()
+        needed = [
+            one
+            for one in parameters
+            if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+        ]
+        if len(needed) == arguments:
+            return made
+    return build(node, key)
+
+
 def core_of(config: TransformerConfig) -> Callable[[], Any] | None:
     """Return a function that builds attention cores if ``attention`` is a part of the user's own, or None if it is one of ours."""
     if not is_part(config.attention):

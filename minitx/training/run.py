@@ -33,7 +33,7 @@ from minitx.training.metrics import MetricsFile
 from minitx.training.module import NonFiniteError, TrainingModule
 from minitx.training.outcome import summarise
 from minitx.training.parallel import whole_state
-from minitx.training.parts import GIVEN, build, build_all, core_of, import_modules
+from minitx.training.parts import GIVEN, build, build_all, core_of, import_modules, parameter_names
 from minitx.training.probes import Probe
 from minitx.training.samples import Samples
 from minitx.training.steps import StepLog, StopAt
@@ -185,6 +185,8 @@ def build_trainer(
         ConfigError: Lightning does not accept the devices, the strategy, ``trainer.extra``, a plugin or the profiler.
     """
     options = config.trainer
+    if unknown := set(options.extra) - parameter_names(L.Trainer):
+        raise ConfigError(f"trainer.extra.{min(unknown)} is no argument of Lightning's Trainer")
     steps = min(options.val_every or options.max_steps, options.max_steps)
     place = place_of(options)
     place["plugins"] += [build(node, f"trainer.plugins[{i}]") for i, node in enumerate(options.plugins)]

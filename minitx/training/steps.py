@@ -45,7 +45,7 @@ class StepLog(StepCallback):
     is this device's share of the training FLOPs (``train_flops``, padding included) divided by its peak.
 
     Args:
-        log_every: steps between rows. The first and the last step always have one.
+        log_every: steps between rows. The first and the last step always have one, also where a run is stopped early.
         model: the config of one of our models, for ``mfu``. None for a model of the user's: no ``mfu``.
         peak: the device's peak in TFLOP/s. None: from ``PEAK_TFLOPS`` by the device's name. If it is unknown, there is no
             ``mfu``.
@@ -57,6 +57,7 @@ class StepLog(StepCallback):
         self.tokens: Any = 0  # a device tensor between rows: steps differ in their number of targets
         self.started = self._mark = self._paused = 0.0
         self._flops, self._lr, self._tokens_then = 0.0, 0.0, 0
+        self._open: tuple[int, Any] | None = None  # the last step and its batch, if it has no row
 
     def state_dict(self) -> dict[str, Any]:
         return {"tokens": int(self.tokens)}
@@ -82,8 +83,16 @@ class StepLog(StepCallback):
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
         ranks = 1 if "num_targets" in batch else replicas(trainer)[1]  # else this process's own, and others have as many
         self.tokens = self.tokens + module.step_targets * ranks
-        if step % self.log_every and step != 1 and step != trainer.max_steps:
-            return
+        self._open = step, batch
+        if step % self.log_every == 0 or step in (1, trainer.max_steps):
+            self._write(trainer, module, step, batch)
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        if self._open is not None:  # the run was stopped before max_steps
+            self._write(trainer, module, *self._open)
+
+    def _write(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
+        self._open = None
         if module.device.type != "cpu":
             module.raise_if_nonfinite()
         means = step_means(trainer, module, batch)

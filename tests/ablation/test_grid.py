@@ -92,6 +92,7 @@ def test_a_cell_of_the_second_phase_loads_the_first_one_and_checks_that_it_is_th
     (lambda: two_phases(first=dataclasses.replace(FIRST, seeds=(3, 5))), r"second\.start: the grid has no run first: b, init \w+, seed 9"),
     (lambda: two_phases(first=dataclasses.replace(FIRST, start=StartConfig(study="second", arm="a"), factors=FACTORS)),
      "studies: second, first start from each other"),
+    (lambda: grid(arms={"a": ("optimizer.lr=1",), "b": ("+data.seed=3",)}), r"arms\.a and the factors of ablation\.studies\.main both set"),
 ])  # fmt: skip
 def test_a_grid_with_a_run_twice_or_a_first_phase_that_is_not_there_is_refused(wrong, message):
     with pytest.raises(ConfigError, match=message):
@@ -161,6 +162,7 @@ def compared(study="main", arms=("a", "b"), expected=None, law=None):
 @pytest.mark.parametrize(("changes", "message"), [
     ({"seeds": (1, 2), "tune_seeds": (2, 3)}, "tune_seeds=[2, 3] are judged too: seed [2]"),
     ({"measures": ("loss_at_9",)}, "measures=['loss_at_9'] need a score of loss or accuracy"),
+    ({"measures": ("loss_at_nine",)}, "measures=['loss_at_nine'] must be among loss_at_N"),
     ({"scores": ("stability",)}, "scores=[stability] needs start"),
     ({"prune": "unsolved"}, "prune=unsolved needs tune_seeds"),
     ({"skip": ({"init": ("lecunn",)},)}, "skip.init=['lecunn'] not found; it has lecun, gpt2"),

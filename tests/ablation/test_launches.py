@@ -39,9 +39,18 @@ def test_what_computes_a_grid_and_its_own_seed_reach_no_run_and_all_else_reaches
     ("ablation.about=minitx.ablation.scalling", r"about=minitx\.ablation\.scalling cannot be imported"),
     ("ablation.about=.x", r"about=\.x cannot be imported"),
     ("+ablation.predictions.P={statement: s, rule: typo}", "has no rule typo"),
+    ("ablation.studies.recall.factors.head_dim.128=['model.num_headz=2']", r"recall, arm \w+, head_dim 128, lr [\d.]+: .*num_headz"),
     ("ablation.studies.recall.base=[]", r"ablation\.studies\.recall\.base must set trainer\.max_steps"),
 ])  # fmt: skip
 def test_a_grid_that_cannot_be_run_or_shown_makes_no_folder(tmp_path, word, message):
     with pytest.raises(ConfigError, match=message):
         ablate.run_ablation(compose_grid([*SMOKE, word]), tmp_path / "grid", SMOKE, "train.py")
     assert not (tmp_path / "grid").exists()
+
+
+def test_a_second_launch_of_a_grid_that_runs_is_refused(tmp_path):
+    first, second = (ablate.alone_in(tmp_path / "grid") for _ in range(2))
+    with first, pytest.raises(ConfigError, match=r"output_dir=.*grid is in use"), second:
+        pass
+    with ablate.alone_in(tmp_path / "grid"):
+        pass

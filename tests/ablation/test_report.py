@@ -1,6 +1,8 @@
 """The report: its files, its words, and figures that show every run."""
 
+import dataclasses
 import html
+import math
 import random
 import re
 
@@ -11,7 +13,8 @@ from minitx.ablation import figures, generic
 from minitx.ablation.judge import judge
 from minitx.ablation.records import Runs
 from minitx.ablation.report import write_report
-from minitx.ablation.wording import finding_sentence
+from minitx.ablation.statistics import Span
+from minitx.ablation.wording import effect_text, finding_sentence
 from tests.ablation import made_up
 from tests.ablation.made_up import META, SCALED, UNSCALED, WORDS, Truth
 
@@ -113,7 +116,9 @@ def test_hostile_names_are_text_on_the_page_and_in_figures(tmp_path):
 
 def test_a_grid_without_records_has_a_page_that_says_so(tmp_path):
     found = made_up.findings("recall", truth=Truth(statuses={(None,) * 4: "missing"}))
-    assert write_report(found, tmp_path, meta={}) == ["No comparison of this grid has two finished runs of the same seed."]
+    assert write_report(found, tmp_path, meta={}) == [
+        "No comparison of this grid has a pair: two finished runs of the same seed, each at a learning rate that other seeds chose."
+    ]
     assert f"{len(found.runs.all)} missing" in text_of((tmp_path / "report.html").read_text(encoding="utf-8"))
 
 
@@ -137,6 +142,16 @@ def test_a_sentence_says_its_verdict_and_no_more(steps, options, words):
     times = {(UNSCALED, "128", rate): steps for rate in made_up.RATES}
     found = made_up.findings("recall", truth=Truth(times=times), dims=("128",), **options)
     assert re.search(words, finding_sentence(found, found.find("recall", "time")[0]))
+
+
+@pytest.mark.parametrize(("spans", "text"), [
+    ([(2, 4), (3, 5)], "× 2.4 to 4.5"), ([(0, 0.25)] * 2, "× 0 to 0.2"), ([(0, math.inf)] * 2, "unknown"),
+    ([(2, math.inf)] * 2, "× 2.0 or more"), ([(3, 3)] * 2, "× 3.0"),
+])  # fmt: skip
+def test_a_range_with_a_known_upper_end_names_it(whole, spans, text):
+    finding = whole.find("recall", "time", condition=made_up.WIDE)[0]
+    pairs = [dataclasses.replace(finding.pairs[0], effect=Span(*span)) for span in spans]
+    assert effect_text(dataclasses.replace(finding, pairs=tuple(pairs))) == text
 
 
 # --- figures

@@ -25,6 +25,7 @@ COMPOSED = {
     "data=kv_lookup data.num_pair=3": "did you mean data.num_pairs?",
     "model=nonsense": "char_small",
     "modle=char_small": "modle",
+    "hydra/launcher=nope": "hydra/launcher=nope is not an option",
     "~optimizer": "optimizer",
     "+objective._target_=torch.nn.CrossEntropyLoss": "override /objective: null",
     # values
@@ -46,6 +47,7 @@ BUILT = {
     "model.embed_dim=1000000000000000000": "model",
     "optimizer.rules=[{match:nomatch}]": "optimizer.rules[0].match=nomatch",
     "+callbacks.a={_target_:lightning.pytorch.callbacks.Timer,nonsense:1}": "callbacks.a",
+    "+trainer.extra.foo=1": "trainer.extra.foo is no argument",
     "imports=[no_such_module_anywhere]": "imports=no_such_module_anywhere",
     "model.architecture=encoder": "model.architecture=encoder",
     "trainer.devices=2 trainer.accelerator=auto": "trainer.devices=2",

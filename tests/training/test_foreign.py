@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from minitx.config import CallbacksConfig, ConfigError, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig
+from minitx.config.training import StopAtConfig
 from minitx.training.building import build_network
 from minitx.training.metrics import read_metrics
 from minitx.training.run import train
@@ -67,6 +68,30 @@ def test_an_incomplete_accumulation_is_one_update_and_validation_uses_the_object
     result, batch = fit(tmp_path, data, model=model, accumulate=2), default_collate(data.rows)
     assert result["val_loss"] == pytest.approx(squared(model(batch["input"]), batch).item() / 7, rel=1e-12)
     assert [row["tokens"] for row in read_metrics(tmp_path / "metrics.csv")] == [6, 7, 13, 14]  # two epochs
+
+
+def test_the_loss_and_gradient_of_an_incomplete_accumulation_are_the_mean_over_its_micro_batches(tmp_path):
+    data, model, wanted = Squares(), nn.Linear(3, 2), []
+    ours = copy.deepcopy(model).double()
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.05)
+    first, second, third = data.train_dataloader()
+    for step in ((first, second), (third,)):
+        loss = sum(squared(ours(batch["input"]), batch) / len(batch["input"]) for batch in step) / len(step)
+        optimizer.zero_grad()
+        loss.backward()
+        wanted.append((loss.item(), torch.nn.utils.get_total_norm([p.grad for p in ours.parameters()]).item()))
+        optimizer.step()
+    fit(tmp_path, data, model=model, accumulate=2, max_steps=2)
+    found = [(row["train_loss"], row["grad_norm"]) for row in read_metrics(tmp_path / "metrics.csv")]
+    assert found == [pytest.approx(pair, rel=1e-12) for pair in wanted]
+
+
+def test_the_last_step_of_a_run_that_stops_early_has_a_row_and_is_counted(tmp_path):
+    stop_at = {"metric": "train_loss", "value": 1e9, "window": 3, "extra_steps": 1}
+    result = fit(tmp_path, Squares(), max_steps=20, log_every=10, stop_at=StopAtConfig(**stop_at))
+    rows = read_metrics(tmp_path / "metrics.csv")
+    assert [row["step"] for row in rows] == [1, 4] and rows[-1]["val_loss"] == result["val_loss"]
+    assert (result["steps"], result["train_loss"]) == (4, rows[-1]["train_loss"])
 
 
 def test_rows_that_are_given_are_not_held_against_those_of_the_config(tmp_path):
@@ -126,4 +151,5 @@ def test_an_optimizer_without_found_inf_is_checked_at_every_step(tmp_path):
             self.calls += 1
             return super().forward(input) / (0.0 if self.calls == 3 else 1.0)
 
-    assert fit(tmp_path, Squares(), model=Breaks(3, 2), on_nonfinite="record")["nonfinite_step"] == 3
+    result = fit(tmp_path, Squares(), model=Breaks(3, 2), on_nonfinite="record", log_every=10)
+    assert (result["nonfinite_step"], result["steps"]) == (3, 2)

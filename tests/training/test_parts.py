@@ -17,7 +17,7 @@ from minitx.training.stored import load_model
 @pytest.fixture(autouse=True)
 def mine(monkeypatch):
     module = types.ModuleType("mine_of_parts")
-    module.Mean, module.make = Mean, lambda items: items
+    module.Mean, module.make, module.loss = Mean, lambda items: items, lambda logits, batch, power=2: (logits**power).sum()
     monkeypatch.setitem(sys.modules, "mine_of_parts", module)
 
 
@@ -67,6 +67,11 @@ def test_a_loss_of_torch_is_called_with_logits_and_labels():
     torch.testing.assert_close(found["loss"], wanted)
     squares = build_objective({"_target_": "torch.nn.MSELoss", "reduction": "sum"})
     torch.testing.assert_close(squares(logits, {"labels": logits + 2})["loss"], torch.tensor(4.0 * logits.numel()))
+
+
+def test_a_function_of_logits_and_batch_is_the_objective_itself_and_one_that_returns_it_is_called():
+    assert build_objective({"_target_": "mine_of_parts.loss", "power": 1})(torch.tensor([1.0, 2.0]), {}) == 3.0
+    assert build_objective({"_target_": "mine_of_parts.make", "items": len}) is len
 
 
 @pytest.mark.parametrize("found", [torch.zeros(3), {"correct": torch.tensor(1)}, {"loss": 1.0}, {}, None])
