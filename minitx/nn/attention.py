@@ -174,13 +174,13 @@ class MultiHeadAttention(nn.Module):
         mask = attn_mask
         if key_mask is not None or is_causal or not (mask is None or isinstance(mask, Mask)):
             mask = intersect(mask, Padding(key_mask) if key_mask is not None else None, Causal() if is_causal else None)
-        before = None if cache is None else (cache.length, cache.memory)
+        before = (cache.length, cache.memory) if isinstance(cache, LayerCache) else None
         try:
             q, k, v = self._project(query, query if key is None else key, value, is_cross, position_ids, cache)
             call = self._call(q, k, v, mask, attn_bias, need_weights, is_cross, cache)
             out = self.core(call.check_rules())
         except BaseException:
-            if cache is not None and before is not None:  # a corrected call can follow: it holds what it held
+            if isinstance(cache, LayerCache) and before is not None:  # a corrected call can follow: it holds what it held
                 cache.rewind(before[0])
                 cache.memory = before[1]
             raise

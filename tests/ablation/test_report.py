@@ -172,10 +172,10 @@ def test_every_finished_run_is_a_dot_over_its_rate_and_those_that_solved_nothing
 
 def test_a_study_without_a_rate_has_a_figure_and_its_measures_a_row(tmp_path):
     """A question with arms alone: no rate is tuned, and a measure is compared."""
-    truth, fields = Truth(losses={(SCALED, ""): 2.0, (UNSCALED, ""): 2.5}), {"factors": {}, "measures": ("cost",)}
-    found = made_up.findings("text", truth=truth, fields=fields, words={"cost": "cost of a pass"})
+    truth, fields = Truth(losses={(SCALED, ""): 2.0, (UNSCALED, ""): 2.5}), {"factors": {}, "measures": ("attention_cost",)}
+    found = made_up.findings("text", truth=truth, fields=fields, words={"attention_cost": "cost of a pass"})
     for run in found.runs.all:
-        run.record["result"]["measures"] = {"cost": float(run.seed)}
+        run.record["result"]["measures"] = {"attention_cost": float(run.seed)}
     write_report(judge(found.grid, found.runs), tmp_path, meta={})
     shown = text_of((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert "cost of a pass" in shown and "+0.5 nats" in shown
