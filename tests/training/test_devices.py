@@ -102,6 +102,15 @@ def test_a_chunked_loss_trains_on_several_devices_as_the_plain_one_on_one(ran, c
     assert_same_run(tmp_path / "chunked", ran("one"))
 
 
+@pytest.mark.slow
+def test_sgd_trains_parameters_that_are_cut_as_whole_ones(cache, base, tmp_path):
+    for place in ("one", "fsdp"):
+        processes, overrides = PLACES[place]
+        run_ranks(processes, train_as, [*base, *overrides, "optimizer=sgd", "optimizer.lr=0.1"], tmp_path / place, cache)
+    whole = losses(tmp_path / "one")
+    assert losses(tmp_path / "fsdp") == pytest.approx(whole, rel=1e-12) and len(set(whole.values())) > 8
+
+
 ROADS = [
     ("ddp one, one fsdp", pytest.mark.slow),
     ("one ddp, fsdp one, ddp ddp_of_4, shards one", pytest.mark.release),
