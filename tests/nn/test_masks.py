@@ -190,6 +190,17 @@ def test_real_key_counts_by_hand(mask, queries, wanted):
     assert real_key_counts(mask, 2, 3, queries, 5, CPU).squeeze(1).squeeze(-1).tolist() == wanted
 
 
+def test_a_union_with_a_mask_for_each_head_has_a_length_for_each_head():
+    counts = real_key_counts((Causal() & Padding(REAL)) | Dense(CELLS[:1]), 2, 3, 5, 5, CPU)
+    wanted = (whole(Causal() & Padding(REAL)) | CELLS[:1]).sum(-1, keepdim=True)
+    assert torch.equal(counts, wanted)
+
+
+def test_an_intersection_is_sparse_where_a_member_is_and_a_union_where_all_are():
+    assert (Causal() & SlidingWindow(2)).is_sparse and (Documents(IDS) | SlidingWindow(2)).is_sparse
+    assert not (Causal() | SlidingWindow(2)).is_sparse and not (Causal() & Padding(REAL)).is_sparse
+
+
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(2), PrefixLM(2), Causal() & SlidingWindow(2)], ids=repr)
 def test_a_rule_is_lowered_and_counted_on_the_device_that_is_asked_for(mask):
     assert mask.dense(3, 5, batch_size=2, num_heads=3, device="meta").device == META
@@ -262,6 +273,7 @@ def test_pictures():
         assert str(Padding(REAL) & Causal()).splitlines()[3] == ". . x x ."
     assert str(Causal() & Documents(IDS)).splitlines()[3] == ". . x x ."
     assert str(BlockSparse(torch.eye(2, dtype=torch.bool), 2) & Causal()) == "x . . .\nx x . .\n. . x .\n. . x x"
+    assert BlockSparse(torch.eye(2, dtype=torch.bool), 1).grid(2) == "x .\n. x"
     assert len(str(BlockSparse(CELLS[:1, :, :3, :3][0], 2)).splitlines()) == 6
     oblong = Dense(torch.ones(2, 5, dtype=torch.bool)) & SlidingWindow(2)
     assert str(oblong) == ". . x x x\n. . . x x"
