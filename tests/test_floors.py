@@ -39,7 +39,7 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "cli": (
         {"config", "nn", "analysis", "data", "generation", "interop", "training", "ablation"},
         {"hydra", "omegaconf", "torch", "lightning", "numpy"},
-        {"yaml", "filelock"},
+        {"yaml"},
     ),
 }
 

@@ -291,10 +291,8 @@ def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
     (torch.Size([2, 1, 4, 11]), True)
     """
     with evaluating(model):
-        with capture(model, what="residual") as seen:
-            model(**inputs)
         order = list[str]()
-        with ExitStack() as hooks:
+        with capture(model, what="residual") as seen, ExitStack() as hooks:
             for name, block in output_modules(model, "residual").items():
                 hooks.enter_context(block.register_forward_hook(lambda *_, name=name: order.append(name)))
             model(**inputs)

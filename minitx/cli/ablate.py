@@ -53,7 +53,8 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
     check_rules(grid)
     check(chosen)
     launch = Launch(folder / "launches.json", command)
-    with stop_on_signals(), alone_in(folder):
+    with stop_on_signals():
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "command.txt").write_text(command + "\n", encoding="utf-8")
         pool = pool_of(grid, chosen, folder)
         try:
@@ -133,27 +134,6 @@ def gpus(chosen: Sequence[Cell]) -> list[str]:
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
-
-
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """A context in which no other launch computes the runs of this folder, which is made.
-
-    Raises:
-        ConfigError: another launch does.
-    """
-    from filelock import FileLock, Timeout
-
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise ConfigError(f"output_dir={folder} is in use: another launch of this grid runs") from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 @contextmanager

@@ -126,11 +126,7 @@ class MultiHeadAttention(nn.Module):
         if not isinstance(scale, ScoreScale):
             scale = ScoreScale(scale, head_dim=D, num_heads=num_heads, max_len=max_len)
         self.scale, self.qk_norm, self.rotary = scale, qk_norm, rotary
-        for name, part in (("scale", scale), ("qk_norm", qk_norm), ("rotary", rotary)):
-            for size in ("head_dim", "num_heads", "num_kv_heads"):
-                theirs, ours = getattr(part, size, None), getattr(self, size)
-                if theirs not in (None, ours):
-                    raise ValueError(f"{name} is made for {size}={theirs}, and the layer has {size}={ours}")
+        self._check_parts()
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
         self.core = DotProductAttention() if core is None else core
         if isinstance(self.core, EfficientAttention):
@@ -259,6 +255,13 @@ class MultiHeadAttention(nn.Module):
         if cache is None:
             return q, k, v
         return q, *(cache.remember(k, v) if is_cross else cache.append(k, v))
+
+    def _check_parts(self) -> None:
+        for name in ("scale", "qk_norm", "rotary"):
+            for size in ("head_dim", "num_heads", "num_kv_heads"):
+                theirs, ours = getattr(getattr(self, name), size, None), getattr(self, size)
+                if theirs not in (None, ours):
+                    raise ValueError(f"{name} is made for {size}={theirs}, and the layer has {size}={ours}")
 
     def _check_inputs(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> None:
         if value is not None and key is None:

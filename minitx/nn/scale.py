@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -152,20 +153,8 @@ def fold_scale(model: nn.Module, to: str | float = "unscaled", *, factor: float 
         for name, layer in layers.items()
     }
     for name, layer in layers.items():
-        reasons = {
-            f"scale={layer.scale.scale} has no fixed multiplier": layer.scale.multiplier is None,
-            f"to={to} has no fixed multiplier": new[name].multiplier is None,
-            "the old or the new scale is 0": 0.0 in (layer.scale.multiplier, new[name].multiplier),
-            "qk_norm would undo a change of W_Q and W_K": layer.qk_norm is not None,
-            f"{type(layer.core).__name__} computes no dot products": not getattr(layer.core, "has_dot_products", False),
-            "q_proj and k_proj must have the parameters weight and bias only": not all(
-                {name for name, _ in projection.named_parameters()} <= {"weight", "bias"}
-                for projection in (layer.q_proj, layer.k_proj)
-            ),
-        }
-        for reason, holds in reasons.items():
-            if holds:
-                raise ValueError(f"cannot fold the scale of {name or type(layer).__name__}: {reason}")
+        if (reason := _why_not_fold(layer, new[name])) is not None:
+            raise ValueError(f"cannot fold the scale of {name or type(layer).__name__}: {reason}")
     shares: dict[nn.Parameter, float] = {}  # layers can have common projections, which are multiplied once
     for name, layer in layers.items():
         ratio = layer.scale.multiplier / new[name].multiplier
@@ -184,3 +173,19 @@ def fold_scale(model: nn.Module, to: str | float = "unscaled", *, factor: float 
         if isinstance(config, TransformerConfig):
             module.config = replace(config, scale=to, scale_factor=factor)  # type: ignore[assignment]
     return model
+
+
+def _why_not_fold(layer: nn.Module, new: ScoreScale) -> str | None:
+    """The reason why an attention layer cannot have the scale ``new`` instead, or None."""
+    projections: Any = (layer.q_proj, layer.k_proj)
+    old: Any = layer.scale
+    names = {name for projection in projections for name, _ in projection.named_parameters()}
+    reasons = {
+        f"scale={old.scale} has no fixed multiplier": old.multiplier is None,
+        f"to={new.scale} has no fixed multiplier": new.multiplier is None,
+        "the old or the new scale is 0": 0.0 in (old.multiplier, new.multiplier),
+        "qk_norm would undo a change of W_Q and W_K": layer.qk_norm is not None,
+        f"{type(layer.core).__name__} computes no dot products": not getattr(layer.core, "has_dot_products", False),
+        "q_proj and k_proj must have the parameters weight and bias only": not names <= {"weight", "bias"},
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)

@@ -133,7 +133,7 @@ class TrainingModule(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         accumulate, (rank, world) = self.trainer.accumulate_grad_batches, replicas(self.trainer)
         micro = batch_idx % accumulate
-        is_last = batch_idx + 1 == self.trainer.num_training_batches or self.trainer.is_last_batch  # of an epoch: a step ends
+        is_last = batch_idx + 1 == self.trainer.num_training_batches or self.trainer.is_last_batch  # an epoch ends a step
         set_gradient_sync(self.network, micro == accumulate - 1 or is_last)
         seed_device(self.device, hash_seed(self.seed, self.global_step, micro, rank))
         sums, extras = self.sums(batch)

@@ -57,7 +57,7 @@ class StepLog(StepCallback):
         self.tokens: Any = 0  # a device tensor between rows: steps differ in their number of targets
         self.started = self._mark = self._paused = 0.0
         self._flops, self._lr, self._tokens_then = 0.0, 0.0, 0
-        self._open: tuple[int, Any] | None = None  # the last step and its batch, if it has no row
+        self._open: tuple[int, Any] | None = None  # the last step and the names in its batch, if it has no row
 
     def state_dict(self) -> dict[str, Any]:
         return {"tokens": int(self.tokens)}
@@ -83,7 +83,7 @@ class StepLog(StepCallback):
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
         ranks = 1 if "num_targets" in batch else replicas(trainer)[1]  # else this process's own, and others have as many
         self.tokens = self.tokens + module.step_targets * ranks
-        self._open = step, batch
+        self._open = step, dict.fromkeys(batch)
         if step % self.log_every == 0 or step in (1, trainer.max_steps):
             self._write(trainer, module, step, batch)
 
