@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import minitx
 from minitx.analysis.canvas import panels
 from minitx.analysis.counting import allocations
 from minitx.config import (
@@ -31,6 +32,7 @@ from minitx.nn.backends import chunked
 from minitx.training.module import TrainingModule
 from minitx.training.run import train
 
+PACKAGE = Path(minitx.__file__).parent
 SCRIPTS = sorted((Path(__file__).parents[1] / "scripts").glob("*.py"))
 # seconds each; torch is wanted by a run, but not by an answer to --help
 HEAVY = {"wandb", "datasets", "transformers", "matplotlib", "scipy", "sklearn", "babel", "pythonbible", "sacrebleu", "pandas"}
@@ -48,7 +50,8 @@ class Dispatched(TorchDispatchMode):
         self.ops[name] += 1
         if name == "_local_scalar_dense":
             frames = traceback.extract_stack()
-            self.readers[next((f.name for f in reversed(frames) if "/minitx/" in f.filename), frames[-2].name)] += 1
+            ours = (frame.name for frame in reversed(frames) if Path(frame.filename).is_relative_to(PACKAGE))
+            self.readers[next(ours, frames[-2].name)] += 1
         return func(*args, **(kwargs or {}))
 
 
