@@ -1,8 +1,8 @@
 """Count the operations and the bytes of a computation.
 
 **Operations** are counted by torch's ``FlopCounterMode``: matrix products, two operations for each multiplication with its
-addition. Softmax, norms, activations and look-ups count nothing. ``flop_counter`` also counts the tiles of ``chunked``, the
-products of experts, and the CPU's fused attention (all L × S scores, hidden or not), which torch does not count. **Bytes** are
+addition. Softmax, norms, activations and look-ups count nothing. ``flop_counter`` also counts the tiles of ``chunked``
+and the CPU's fused attention (all L × S scores, hidden or not), which torch does not count. **Bytes** are
 the most that torch's allocator gave out at any time, as torch's profiler reports them.
 """
 
@@ -36,9 +36,6 @@ def _register_formulas() -> None:
         B, H, L, D = query.shape
         return 2 * B * H * L * value.shape[2] * (3 * D + 2 * value.shape[3])  # QKᵀ again, dP and dV, dQ and dK
 
-    def experts(rows: Tensor, other: Tensor, *_: Any, **options: Any) -> int:
-        return 2 * rows.numel() * other.shape[1]
-
     def tiles(*args: Any, **options: Any) -> int:
         return count_flops(lambda: forward_by_tiles(*args))
 
@@ -50,7 +47,6 @@ def _register_formulas() -> None:
     formulas = {
         aten._scaled_dot_product_flash_attention_for_cpu: fused,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: fused_backward,
-        **{ours.expert_matmul: experts, ours.expert_outer: experts},
         **{ours.chunked_attention: tiles, ours.chunked_attention_backward: tiles_backward},
     }
     for operator, formula in formulas.items():

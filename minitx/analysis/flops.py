@@ -71,8 +71,6 @@ def forward_flops(config: TransformerConfig, length: int | None = None, decoder_
 def _add_stack(found: dict[str, float], config: TransformerConfig, layers: int, length: int, *, causal: bool) -> None:
     """Add self-attention and feed-forward of ``layers`` blocks."""
     matrices = (3 if "glu" in config.activation else 2) * config.embed_dim * config.ffn_width
-    if config.num_experts is not None:
-        matrices = matrices * config.experts_per_token + config.embed_dim * config.num_experts
     found["feedforward"] += layers * 2 * length * matrices
     for layer in range(layers):
         w = min(config.window_of(layer) or length, length)

@@ -123,7 +123,7 @@ class _Part:
         return (replace(call, scores=self.changed(scores_of(call)[0])),)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if isinstance(output, tuple):  # with weights, or with the routing of experts
+        if isinstance(output, tuple):  # with weights
             return (self.changed(output[0]), *output[1:])
         return self.changed(output)
 

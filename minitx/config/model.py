@@ -25,7 +25,7 @@ class TransformerConfig(Config):
     ``head`` is the output of an encoder: ``lm`` (logits over the vocabulary at every token, for masked-token prediction),
     ``sequence`` (``num_labels`` logits per row, from the first real token or the mean, as ``pooling`` says, and with ``pooler``
     through a tanh layer), ``token`` (``num_labels`` logits at every token) or ``none`` (hidden states; with ``pooler``, the
-    output of the tanh layer is ``extras["pooled"]``). ``head_transform`` puts BERT's layer before an ``lm`` head.
+    the tanh layer belongs to ``model.pool``). ``head_transform`` puts BERT's layer before an ``lm`` head.
 
     ``scale`` multiplies q·k: ``inv_sqrt`` 1/√D, ``unscaled`` 1, ``inv`` 1/D, ``learned`` one exp(log-scale) per head,
     ``log_length`` ln(n_i)/ln(max_len)/√D, ``head_dim^p`` D to the power p, or a number. ``scale_factor`` multiplies the scale.
@@ -43,9 +43,8 @@ class TransformerConfig(Config):
 
     ``logit_softcap`` t makes logits t · tanh(logits / t) (Gemma 2, arXiv:2408.00118, §2).
 
-    ``stochastic_depth`` is the probability of dropping a sublayer of the last block. It grows linearly with depth. With
-    ``num_experts`` the feed-forward is a mixture of experts. Each token uses ``experts_per_token`` of them, and each expert has
-    width ``ffn_dim`` and no biases. ``checkpointing`` saves memory by computing activations twice.
+    ``stochastic_depth`` is the probability of dropping a sublayer of the last block. It grows linearly with depth.
+    ``checkpointing`` saves memory by computing activations twice.
 
     Attributes:
         architecture: the kind of model: decoder | encoder | encoder_decoder | vision.
@@ -100,8 +99,6 @@ class TransformerConfig(Config):
         stochastic_depth: probability, per sample, of dropping a sublayer of the last block. It grows linearly with depth.
         checkpointing: compute activations again in the backward pass instead of keeping them.
         activation: the activation of the feed-forward: gelu | gelu_tanh | relu | relu2 | swiglu | geglu | geglu_tanh | reglu.
-        num_experts: number of experts of the feed-forward; null: no experts.
-        experts_per_token: number of experts for each token.
         bias: whether the linear layers of attention and feed-forward have biases.
         qkv_bias: whether the query, key and value projections have biases; null: as bias.
         out_bias: whether attention's output projection has a bias; null: as bias.
@@ -175,8 +172,6 @@ class TransformerConfig(Config):
     stochastic_depth: Share = 0.0
     checkpointing: bool = False
     activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu", "geglu", "geglu_tanh", "reglu"] = "gelu"
-    num_experts: Count | None = None
-    experts_per_token: Count = 2
     bias: bool = True
     qkv_bias: bool | None = None
     out_bias: bool | None = None

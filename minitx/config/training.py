@@ -30,22 +30,18 @@ Part = Mapping[str, Any]
 class ObjectiveConfig(Config):
     """The loss: cross-entropy, averaged over the labels of a whole optimizer step.
 
-    The load-balancing loss of experts is that of Fedus et al. 2021, "Switch Transformers", arXiv:2101.03961, §2.2.
-
     Attributes:
         name: cross_entropy.
         label_smoothing: share of the target probability that is spread over all classes.
         chunk_tokens: compute logits for this many tokens at a time to save memory (for example 1024), with head=lm; null: for
             all.
         count_correct: count right answers in training steps, for train_accuracy.
-        router_loss: weight of the load-balancing loss, if the model has experts.
     """
 
     name: Literal["cross_entropy"] = "cross_entropy"
     label_smoothing: Share = 0.0
     chunk_tokens: Count | None = None
     count_correct: bool = True
-    router_loss: NotNegative = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,9 +67,7 @@ class _Step:
         self.cache = StaticCache(capacity, num_cached_layers(model))
         self.graph: torch.cuda.CUDAGraph | None = None
         device = next(model.parameters()).device
-        if device.type == "cuda" and not of_config(
-            model, "num_experts"
-        ):  # experts read group sizes on the host, which a CUDA graph cannot
+        if device.type == "cuda":
             self.ids = torch.zeros(self.size[0], 1, dtype=torch.long, device=device)
             self._record(cache)
 

@@ -85,7 +85,7 @@ def last_logits(model: nn.Module, *args: Any, **options: Any) -> Tensor:
     """Return the logits (B, V) of the last position. The head is computed for this position only."""
     if not isinstance(model, TransformerModel):
         return model(*args, **options)[:, -1]
-    hidden, _ = model(*args, **options, return_extras=True)
+    hidden = model(*args, **options, return_hidden=True)
     return model.head(hidden[:, -1])  # type: ignore[operator]
 
 

@@ -29,17 +29,16 @@ def export_onnx(model: TransformerModel, path: str | Path) -> None:
     The logits at padded positions are undefined.
 
     Args:
-        model: a model of ``minitx.nn`` without experts. It is exported in evaluation mode.
+        model: a model of ``minitx.nn``, which is exported in evaluation mode.
         path: the file. Weights above 2 GB are written to a second file beside it.
 
     Raises:
         ImportError: onnx or onnxscript is not installed.
-        ValueError: what ONNX has no operator for: ``num_experts``, ``backend=chunked``, and causal ``linear`` or ``performer`` attention.
+        ValueError: what ONNX has no operator for: ``backend=chunked``, and causal ``linear`` or ``performer`` attention.
     """
     config = model.config
     causal = config.architecture in ("decoder", "encoder_decoder")
     for name, lacking in (
-        ("num_experts", config.num_experts is not None),
         ("backend", config.backend == "chunked"),
         ("attention", causal and config.attention in ("linear", "performer")),
     ):

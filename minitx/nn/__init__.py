@@ -21,7 +21,7 @@ from minitx.nn.bias import ALiBi, Bias, T5RelativeBias, TensorBias
 from minitx.nn.blocks import Block, LayerScale, Residual, StochasticDepth, is_recomputing
 from minitx.nn.cache import KVCache, LayerCache, StaticCache
 from minitx.nn.drop_in import DropInAttention
-from minitx.nn.feedforward import FeedForward, MixtureOfExperts, load_balancing_loss
+from minitx.nn.feedforward import FeedForward
 from minitx.nn.functional import attention_scores, attention_weights, masked_softmax, reference_attention
 from minitx.nn.init import init_weights
 from minitx.nn.masks import (
@@ -61,7 +61,6 @@ __all__ = [
     "LayerScale",
     "LearnedPositions",
     "Mask",
-    "MixtureOfExperts",
     "MultiHeadAttention",
     "Padding",
     "PrefixLM",
@@ -86,7 +85,6 @@ __all__ = [
     "init_weights",
     "intersect",
     "is_recomputing",
-    "load_balancing_loss",
     "make_norm",
     "masked_softmax",
     "reference_attention",

@@ -14,12 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from minitx.nn.bias import Bias
 from minitx.nn.cache import LayerCache
-from minitx.nn.feedforward import MixtureOfExperts
 from minitx.nn.masks import Causal, Mask, intersect
 from minitx.nn.positions import Rotation
 
 NORM_POSITIONS = ("pre", "post", "sandwich", "deepnorm")
-Extras = dict[str, Tensor]
 
 
 class LayerScale(nn.Module):
@@ -193,8 +191,7 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         memory: Tensor | None = None,
         memory_mask: Tensor | Mask | None = None,
-        return_extras: bool = False,
-    ) -> Tensor | tuple[Tensor, Extras]:
+    ) -> Tensor:
         """Apply the block.
 
         Args:
@@ -205,8 +202,6 @@ class Block(nn.Module):
             memory: (B, S, kdim), the encoder's output, for ``cross_attention``. With a cache, its keys and values are computed
                 once.
             memory_mask: bool (L, S), (B, 1, 1, S) …, or a ``Mask``.
-            return_extras: return ``(x, extras)``. If the feed-forward is a ``MixtureOfExperts``, ``extras`` has
-                ``router_probs`` (B, L, N) and ``router_choice`` (B, L, k).
 
         Raises:
             ValueError: ``memory`` is given without cross-attention, or missing with it.
@@ -221,9 +216,8 @@ class Block(nn.Module):
         options = {"attn_mask": attn_mask, "position_ids": position_ids, "attn_bias": attn_bias, "cache": cache}
         out = self.attention(h, **{name: given for name, given in options.items() if given is not None})
         out = out[0] if isinstance(out, tuple) else out
-        extras: Extras = {}
         if self.parallel:
-            out = out + self._feed(h, extras, return_extras)
+            out = out + self.feedforward(h)
         x = residual.leave(x, out)
         if self.cross_attention is not None and self.cross_residual is not None:
             residual = self.cross_residual
@@ -233,14 +227,8 @@ class Block(nn.Module):
             x = residual.leave(x, out[0] if isinstance(out, tuple) else out)
         if self.feedforward_residual is not None:
             residual = self.feedforward_residual
-            x = residual.leave(x, self._feed(residual.enter(x), extras, return_extras))
-        return (x, extras) if return_extras else x
-
-    def _feed(self, h: Tensor, extras: Extras, return_extras: bool) -> Tensor:
-        if not (return_extras and isinstance(self.feedforward, MixtureOfExperts)):
-            return self.feedforward(h)
-        out, extras["router_probs"], extras["router_choice"] = self.feedforward(h, return_routing=True)
-        return out
+            x = residual.leave(x, self.feedforward(residual.enter(x)))
+        return x
 
 
 _RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.efficient.base import EfficientAttention
-from minitx.nn.feedforward import FeedForward, MixtureOfExperts
+from minitx.nn.feedforward import FeedForward
 from minitx.nn.positions import LearnedPositions
 
 
@@ -140,10 +140,6 @@ def init_weights(
             for projection in (module.gate_proj, module.up_proj):
                 draw.linear(projection, "up", module.up_proj.in_features)
             draw.linear(module.down_proj, "residual", module.up_proj.in_features)
-        elif isinstance(module, MixtureOfExperts):
-            for weights in (module.gate_proj, module.up_proj):
-                draw.experts(weights, "up")
-            draw.experts(module.down_proj, "residual")
         elif isinstance(module, LearnedPositions):
             draw.embedding(module.table, "embedding")
     for name, module in model.named_modules():  # the other modules: embeddings, the head, norms, learned scales
@@ -186,11 +182,6 @@ class _Drawer:
         if module.bias is not None:
             std = self.scheme.bias(sizes) if self.scheme.bias else 0.0
             _fill(module.bias, std * factor * self.gains.get(role, 1.0), True, self.generator)
-
-    def experts(self, weights: Tensor | None, role: str) -> None:
-        """Initialise the stacked matrices (N, out, in) of a mixture of experts like separate matrices."""
-        if weights is not None:
-            self._draw(weights, role, Sizes(weights.shape[2], weights.shape[1], weights.shape[2], self.num_layers), 1.0)
 
     def embedding(self, module: nn.Embedding, role: str) -> None:
         """Initialise a table. Its fan-in is its width, as for a head that is tied to it."""

@@ -12,7 +12,7 @@ import lightning.pytorch as L
 import torch
 from torch import nn
 
-from minitx.config import ConfigError, ObjectiveConfig, OptimizerConfig, Part, RunConfig, TransformerConfig, to_dict
+from minitx.config import ConfigError, OptimizerConfig, Part, RunConfig, TransformerConfig, to_dict
 from minitx.config.checks import first_line, nearest
 from minitx.data.module import DataModule, load_task
 from minitx.data.task import Task
@@ -209,7 +209,6 @@ def build_module(
         built,
         partial(build_optimizer, node=config.optimizer, head_dim=head_dim),
         partial(build_schedule, node=config.schedule, max_steps=config.trainer.max_steps),
-        router_loss=router_loss(config, ours) if objective is None else 0.0,
         clip=config.trainer.clip,
         compile=config.trainer.compile,
         seed=config.seed,
@@ -219,12 +218,6 @@ def build_module(
             "tokenizer": tokenizer.to_dict() if isinstance(tokenizer, Tokenizer) else None,
         },
     )
-
-
-def router_loss(config: RunConfig, model: TransformerConfig | None) -> float:
-    """Return the weight of the load-balancing loss. It is 0 without experts or with an objective of the user's."""
-    objective = config.objective
-    return objective.router_loss if isinstance(objective, ObjectiveConfig) and model and model.num_experts else 0.0
 
 
 def stored_node(

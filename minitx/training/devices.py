@@ -73,7 +73,6 @@ def check_parallel(model: TransformerConfig | None, options: TrainerConfig, *, p
         f"model.scale={model.scale}": model.scale == "learned",
         f"model.sinks={model.sinks}": model.sinks,
         f"model.qk_norm={model.qk_norm}": model.qk_norm == "l2",
-        f"model.num_experts={model.num_experts}": bool(model.num_experts),
     }
     for name, refused in without_plan.items():
         if refused:

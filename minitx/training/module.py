@@ -54,8 +54,6 @@ class TrainingModule(L.LightningModule):
         objective: a function of (logits, batch) that returns a sum over the targets, or sums by name.
         make_optimizer: a function from the network to the optimizer. make_schedule: a function from the optimizer to the
             schedule, which is stepped once per update.
-        router_loss: weight of the experts' load-balancing loss, 0 without experts. This loss is a mean over a micro-batch.
-            Unlike that of the objective, its gradient depends on how a step is split.
         clip: largest global gradient norm, or None. It is done here, because Lightning does not allow clipping with bf16 and a
             fused optimizer.
         compile: compile network and objective as one function. ``network`` itself stays uncompiled, for probes and checkpoints.
@@ -75,7 +73,6 @@ class TrainingModule(L.LightningModule):
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
         make_schedule: Callable[[torch.optim.Optimizer], Any],
         *,
-        router_loss: float = 0.0,
         clip: float | None = None,
         compile: bool = False,
         seed: int = 0,
@@ -84,11 +81,11 @@ class TrainingModule(L.LightningModule):
         super().__init__()
         self.network = network
         self.objective, self.make_optimizer, self.make_schedule = objective, make_optimizer, make_schedule
-        self.router_loss, self.clip, self.seed = router_loss, clip, seed
+        self.clip, self.seed = clip, seed
         self.caller = caller = Caller(network)
         maybe_compiled = compiled if compile else lambda function: function
         self._sums_of = maybe_compiled(lambda batch: self.objective(caller(batch), batch))
-        self._hidden_of = maybe_compiled(lambda inputs: network(**inputs, return_extras=True))
+        self._hidden_of = maybe_compiled(lambda inputs: network(**inputs, return_hidden=True))
         self.state = dict(state or {})
         self.latch = Latch()
         self.step_loss: Tensor | float = 0.0
@@ -112,23 +109,19 @@ class TrainingModule(L.LightningModule):
         """Return the logits of a batch."""
         return self.caller(batch)
 
-    def sums(self, batch: Batch) -> tuple[Sums, dict[str, Tensor]]:
-        """Return the objective's sums over a batch, and the network's extras if they are part of the loss."""
+    def sums(self, batch: Batch) -> Sums:
+        """Return the objective's sums over a batch."""
         if not isinstance(batch, Mapping) or "labels" not in batch:
             what = f"a mapping with {', '.join(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
             raise ConfigError(f"data: a batch must be a mapping of tensors with labels, got {what}")
         if not self._said_dropped and (dropped := self.caller.dropped(batch)):
             log.info("model: %s.forward does not take %s of a batch", type(self.network).__name__, ", ".join(dropped))
         self._said_dropped = True
-        chunked = isinstance(self.objective, CrossEntropy) and self.objective.chunk_tokens is not None
-        if not chunked and not self.router_loss:
-            return checked_sums(self._sums_of(batch)), {}
-        hidden, extras = self._hidden_of(self.caller.inputs(batch))
-        head = self.network.get_submodule("head")
-        if not chunked:
-            return checked_sums(self.objective(head(hidden), batch)), extras
-        weight, *bias = local_parts(list(head.parameters()))
-        return self.objective.of_hidden(hidden, weight, bias[0] if bias else None, batch), extras  # type: ignore[attr-defined]
+        if not isinstance(self.objective, CrossEntropy) or self.objective.chunk_tokens is None:
+            return checked_sums(self._sums_of(batch))
+        hidden = self._hidden_of(self.caller.inputs(batch))
+        weight, *bias = local_parts(list(self.network.get_submodule("head").parameters()))
+        return self.objective.of_hidden(hidden, weight, bias[0] if bias else None, batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         accumulate, (rank, world) = self.trainer.accumulate_grad_batches, replicas(self.trainer)
@@ -136,7 +129,7 @@ class TrainingModule(L.LightningModule):
         is_last = batch_idx + 1 == self.trainer.num_training_batches or self.trainer.is_last_batch  # an epoch ends a step
         set_gradient_sync(self.network, micro == accumulate - 1 or is_last)
         seed_device(self.device, hash_seed(self.seed, self.global_step, micro, rank))
-        sums, extras = self.sums(batch)
+        sums = self.sums(batch)
         whole = batch.get("num_targets")  # of the whole step, over all micro-batches and processes
         own = num_targets(batch["labels"]) if whole is None else whole
         # this micro-batch's part of the mean loss
@@ -149,8 +142,7 @@ class TrainingModule(L.LightningModule):
             self.step_targets = own if whole is not None else self.step_targets + own
         else:
             self.step_loss, self.step_sums, self.step_targets = share.detach(), others, own
-        loss = share * (accumulate if whole is None else world * accumulate)
-        return loss + self.router_loss * extras["router_loss"] if self.router_loss else loss
+        return share * (accumulate if whole is None else world * accumulate)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -174,7 +166,7 @@ class TrainingModule(L.LightningModule):
             raise NonFiniteError(step, float(self.step_loss), float(self.grad_norm))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        sums, _ = self.sums(batch)
+        sums = self.sums(batch)
         found = {**sums, "loss": sums.get("nll", sums["loss"]), "count": num_targets(batch["labels"])}
         for name, value in found.items():
             self._validation[name] = value.to(widest_float(self.device)) + self._validation.get(name, 0)

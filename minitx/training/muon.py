@@ -19,8 +19,6 @@ def matrix_names(network: nn.Module) -> set[str]:
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear) and not name.endswith("head"):
             names.add(f"{name}.weight")
-        elif hasattr(module, "num_experts"):  # stacks of matrices, one an expert
-            names |= {f"{name}.{part}" for part, _ in module.named_parameters(recurse=False)}
     return names
 
 

@@ -192,7 +192,7 @@ def gradient_norms(network: nn.Module) -> dict[str, dict[str, float]]:
 
 
 def _first(out: Any) -> Tensor:
-    """A block's hidden state, with or without extras."""
+    """A block's hidden state; a block of the user's may return a tuple."""
     return out[0] if isinstance(out, tuple) else out
 
 

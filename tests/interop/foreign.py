@@ -160,8 +160,8 @@ def answers(theirs, ours, inputs):
     if kind.startswith("ViT"):
         out, pixels = theirs(pixel_values=ids), ids
         if kind == "ViTModel":
-            hidden, extras = ours(pixels, return_extras=True)
-            return [(out.last_hidden_state, hidden), (out.pooler_output, extras["pooled"])]
+            hidden = ours(pixels)
+            return [(out.last_hidden_state, hidden), (out.pooler_output, ours.pool(hidden))]
         return [(out.logits, ours(pixels))]
     seen = torch.ones_like(ids, dtype=torch.bool) if real is None else real
     mask = None if real is None else real.long()
@@ -176,11 +176,11 @@ def answers(theirs, ours, inputs):
         types = torch.arange(L).expand_as(ids) % theirs.config.type_vocab_size
         options["token_type_ids"] = mine["token_type_ids"] = types
     out = theirs(input_ids=ids, attention_mask=mask, **options)
-    hidden, extras = ours(ids, key_mask=real, return_extras=True, **mine)
+    hidden = ours(ids, key_mask=real, return_hidden=True, **mine)
     if kind in ("BertModel", "RobertaModel", "T5EncoderModel"):
         pairs = [(out.last_hidden_state[seen], hidden[seen])]
-        if "pooled" in extras and seen[:, 0].all():  # they pool the padding of left-padded rows
-            pairs.append((out.pooler_output, extras["pooled"]))
+        if ours.pool is not None and seen[:, 0].all():  # they pool the padding of left-padded rows
+            pairs.append((out.pooler_output, ours.pool(hidden, real)))
         return pairs
     logits = ours.head(hidden)
     if out.logits.dim() == 2:

@@ -47,9 +47,9 @@ def test_a_bert_without_a_pooler_and_a_gpt2_without_a_head_load(tmp_path):
     ids, _ = batch("none")
     for theirs in (bert, gpt2):
         with torch.no_grad():
-            hidden, extras = load_hf(saved(theirs, tmp_path / type(theirs).__name__))(ids, return_extras=True)
-            assert (hidden - theirs(ids).last_hidden_state).abs().max() < 1e-5
-        assert "pooled" not in extras
+            ours = load_hf(saved(theirs, tmp_path / type(theirs).__name__))
+            assert (ours(ids, return_hidden=True) - theirs(ids).last_hidden_state).abs().max() < 1e-5
+        assert getattr(ours, "pool", None) is None
 
 
 @pytest.mark.parametrize("name", ["bert masked", "bert sequence"])
@@ -67,9 +67,8 @@ def test_a_left_padded_row_is_pooled_as_if_it_were_alone(name, tmp_path):
     theirs, row = build(name), torch.tensor([[5, 7, 11, 13]])
     ours, padded = load_hf(saved(theirs, tmp_path)), torch.cat((torch.full((1, 3), PAD), row), dim=1)
     with torch.no_grad():
-        hidden, extras = ours(padded, key_mask=padded != PAD, return_extras=True)
-        alone = theirs(row)
-        got, want = (extras["pooled"], alone.pooler_output) if name == "bert pooler" else (ours.head(hidden), alone.logits)
+        out, alone = ours(padded, key_mask=padded != PAD), theirs(row)
+        got, want = (ours.pool(out, padded != PAD), alone.pooler_output) if name == "bert pooler" else (out, alone.logits)
     assert (got - want).abs().max() < 1e-5
 
 

@@ -38,10 +38,6 @@ def lm(*inputs, call=None, **options):
     return model(*inputs, **(call or {})) if inputs else model
 
 
-def experts(**options):
-    return mx.MixtureOfExperts(12, 8, **{"num_experts": 4, **options})
-
-
 def go_on(ids=IDS, *, layers=1, before=None, **described):
     """A model and a cache of 16 positions that reads five tokens of two rows, and then ``ids``."""
     model, cache = lm(position="rotary", head_dim=4), mx.KVCache(16, num_layers=layers)
@@ -137,7 +133,6 @@ VALUE_ERRORS = {
     "memory: missing": lambda: block(cross_attention=mha()),
     "activation: an unknown one": lambda: mx.FeedForward(4, 8, activation="tanh"),
     "ffn_dim: none": lambda: mx.FeedForward(12, 0),
-    "experts_per_token: more than there are": lambda: experts(experts_per_token=5),
     "layer_scale: zero": lambda: mx.LayerScale(12, 0.0),
     "stochastic_depth: one": lambda: mx.StochasticDepth(1.0),
     "init: an unknown scheme": lambda: mx.init_weights(mha(), "he"),
@@ -174,7 +169,6 @@ VALUE_ERRORS = {
     "token_type_ids: beyond their table": lambda: lm(IDS, type_vocab_size=2, call={"token_type_ids": 2 * IDS}),
     "rotary_factor: nothing to stretch": lambda: TransformerConfig(position="rotary", rotary_factor=2.0),
     "rotary_scaling: nothing turns": lambda: TransformerConfig(rotary_scaling="ntk"),
-    "num_experts: none": lambda: TransformerConfig(num_experts=0),
 }  # fmt: skip
 TYPE_ERRORS = {
     "attn_mask: floats": lambda: attend(attn_mask=torch.zeros(L, S)),

@@ -8,7 +8,6 @@ from minitx.nn import (
     Block,
     Causal,
     FeedForward,
-    MixtureOfExperts,
     MultiHeadAttention,
     Padding,
     PrefixLM,
@@ -185,15 +184,3 @@ def test_an_attention_that_returns_its_weights_too_gives_the_block_its_output(pa
     h = h + Mean()(h, memory)
     want = h if parallel else h + plain.feedforward(plain.feedforward_residual.norm(h))
     torch.testing.assert_close(plain(x, **options), want, rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("parallel", [False, True])
-def test_a_block_returns_the_routing_of_its_experts(parallel):
-    experts = MixtureOfExperts(E, 8, num_experts=5, experts_per_token=2)
-    block = Block(MultiHeadAttention(E, H), experts, norm=lambda: nn.LayerNorm(E), parallel=parallel)
-    x = torch.randn(B, L, E)
-    out, extras = block(x, return_extras=True)
-    assert torch.equal(out, block(x))
-    shapes = {name: tuple(tensor.shape) for name, tensor in extras.items()}
-    assert shapes == {"router_probs": (B, L, 5), "router_choice": (B, L, 2)}
-    assert build()(x.double(), return_extras=True)[1] == {}

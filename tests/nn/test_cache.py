@@ -27,7 +27,6 @@ VARIANTS = {
     "grouped": {"num_kv_heads": 1},
     "qk-norm": {"qk_norm": "layer"},
     "sinks and soft-cap": {"sinks": True, "softcap": 2.0},
-    "experts": {"num_experts": 4, "activation": "swiglu"},
 }  # fmt: skip
 PAIRS = [
     *((position, "default") for position in POSITIONS),

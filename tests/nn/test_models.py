@@ -25,7 +25,6 @@ VARIANTS = {
     **{f"{kind}-norm": {"norm_position": kind} for kind in NORM_POSITIONS},
     "layer scale": {"layer_scale": 0.5},
     "sinks": {"sinks": True},
-    "experts": {"num_experts": 3, "activation": "reglu"},
 }
 PAIRS = [*((position, {}) for position in POSITIONS), *(("rotary", options) for options in VARIANTS.values())]
 
@@ -119,11 +118,10 @@ def test_tied_embeddings_share_one_parameter():
 
 
 def test_a_model_prints_the_sizes_of_its_parts():
-    parts = {"num_experts": 3, "stochastic_depth": 0.2, "layer_scale": 0.5, "scale": "learned", "qk_norm": "l2"}
+    parts = {"stochastic_depth": 0.2, "layer_scale": 0.5, "scale": "learned", "qk_norm": "l2"}
     shown = repr(model(position="t5", backend="math", **parts)) + repr(model(position="rotary", rotary_interleaved=True))
     for wanted in (
         "interleaved",
-        "num_experts=3",
         "p=0.2",
         "bidirectional=False",
         "embed_dim=12",

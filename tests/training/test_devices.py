@@ -132,7 +132,6 @@ def test_a_run_goes_on_elsewhere(ran, first, then):
 # --- what DDP may find unused, or twice
 
 UNUSUAL = {
-    "experts": ["data=kv_lookup", "model=recall", "model.num_experts=3", "objective.router_loss=0.01"],
     "checkpointing": ["data=kv_lookup", "model=recall", "model.checkpointing=true"],
     "linformer": [
         "data=languages",

@@ -12,14 +12,11 @@ from minitx.config import TransformerConfig
 from minitx.nn.bias import as_bias
 from minitx.nn.blocks import run_checkpointed
 from minitx.nn.cache import KVCache, LayerCache, StaticCache, hiding_rules
-from minitx.nn.feedforward import load_balancing_loss
 from minitx.nn.init import init_weights
 from minitx.nn.masks import Causal, Mask, as_mask, intersect
 from minitx.nn.models.parts import Core, build_bias, build_block, init_gains
 from minitx.nn.norms import make_norm
 from minitx.nn.positions import Rotation, position_ids_from
-
-Routing = list[dict[str, Tensor]]
 
 
 class Shared(NamedTuple):
@@ -99,7 +96,7 @@ class TransformerModel(nn.Module):
         init_weights(self, config.init, **options, generator=generator)  # type: ignore[arg-type]
 
     def forward(self, input_ids: Tensor, **options: Any) -> Any:
-        """Return hidden states (B, L, E) and the routing of experts for token ids (B, L). ``options`` are those of ``_embed``."""
+        """Return hidden states (B, L, E) for token ids (B, L). ``options`` are those of ``_embed``."""
         return self._run(*self._embed(input_ids, **options))
 
     def _embed(
@@ -170,16 +167,13 @@ class TransformerModel(nn.Module):
             positions.append(found[kind])
         return positions
 
-    def _run(
-        self, x: Tensor, shared: Shared | None = None, *, cache: KVCache | None = None, **cross: Any
-    ) -> tuple[Tensor, Routing]:
-        """Apply the blocks and the final norm. Returns hidden states (B, L, E) and the routing. ``cross``: memory and its mask."""
-        routing: Routing = []
+    def _run(self, x: Tensor, shared: Shared | None = None, *, cache: KVCache | None = None, **cross: Any) -> Tensor:
+        """Apply the blocks and the final norm. Returns hidden states (B, L, E). ``cross``: memory and its mask."""
         attn_bias = None if self.attn_bias is None else as_bias(self.attn_bias)
         if attn_bias is not None and cache is not None:
             attn_bias = cache.place(attn_bias)
-        checkpointing, routes = self.config.checkpointing and torch.is_grad_enabled(), self.config.num_experts is not None
-        options: dict[str, Any] = {"attn_bias": attn_bias, "return_extras": routes, **cross}
+        checkpointing = self.config.checkpointing and torch.is_grad_enabled()
+        options: dict[str, Any] = {"attn_bias": attn_bias, **cross}
         try:
             for layer, block in enumerate(self.blocks):
                 if shared is not None:
@@ -187,16 +181,13 @@ class TransformerModel(nn.Module):
                 if cache is not None:
                     options["cache"] = cache.layers[layer]
                 x = run_checkpointed(block, x, **options) if checkpointing else block(x, **options)
-                if routes:
-                    x, extras = x
-                    routing.append(extras)
         except BaseException:
             if cache is not None:
                 cache.rewind()  # so that all layers have the same length again
             raise
         if cache is not None:
             cache.keep()
-        return self.final_norm(x), routing
+        return self.final_norm(x)
 
     def _check_ids(self, input_ids: Tensor, position_ids: Tensor | None, past: int, counted: bool, name: str) -> None:
         if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
@@ -209,9 +200,3 @@ class TransformerModel(nn.Module):
         if config.position == "learned" and counted and config.max_len < past + L:
             before = f" after {past} in the cache" if past else ""
             raise ValueError(f"{name} has {L} tokens per row{before}, but max_len={config.max_len} with position=learned")
-
-
-def router_loss(routing: Routing, key_mask: Tensor | None = None) -> dict[str, Tensor]:
-    """Return ``{"router_loss": ...}``, the mean load-balancing loss of the layers, or an empty dict without experts."""
-    losses = [load_balancing_loss(r["router_probs"], r["router_choice"], key_mask) for r in routing if r]
-    return {"router_loss": torch.stack(losses).mean()} if losses else {}

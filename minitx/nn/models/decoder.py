@@ -8,7 +8,7 @@ from torch import Tensor
 from minitx.config import TransformerConfig
 from minitx.nn.cache import KVCache
 from minitx.nn.masks import Mask
-from minitx.nn.models.base import TransformerModel, router_loss
+from minitx.nn.models.base import TransformerModel
 from minitx.nn.models.parts import Core, Embeddings, build_lm_head
 
 
@@ -49,8 +49,8 @@ class DecoderLM(TransformerModel):
         document_ids: Tensor | None = None,
         mask: Tensor | Mask | None = None,
         cache: KVCache | None = None,
-        return_extras: bool = False,
-    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        return_hidden: bool = False,
+    ) -> Tensor:
         """Return the logits of the next token at each position.
 
         Args:
@@ -64,18 +64,17 @@ class DecoderLM(TransformerModel):
                 window, padding, documents). A rule such as ``PrefixLM`` replaces the causal part.
             cache: the keys and values of earlier tokens. ``input_ids`` continue them, and the other arguments describe the new
                 tokens only, except ``mask``, which covers all keys.
-            return_extras: return ``(hidden, extras)`` instead of logits: the input of ``self.head``, and for a model with experts
-                ``extras["router_loss"]``, the mean ``load_balancing_loss`` of the layers.
+            return_hidden: return the hidden states (B, L, E) before ``self.head`` instead of logits.
 
         Returns:
-            Logits (B, L, V), or ``(hidden (B, L, E), extras)``.
+            Logits (B, L, V), or hidden states (B, L, E).
 
         Raises:
             ValueError: inputs whose shapes do not fit, ids outside a table, or more tokens than the cache or ``max_len`` allows.
         """
         options = {"key_mask": key_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
         x, shared = self._embed(input_ids, document_ids=document_ids, mask=mask, cache=cache, **options)  # type: ignore[arg-type]
-        hidden, routing = self._run(x, shared, cache=cache)
+        hidden = self._run(x, shared, cache=cache)
         if self.config.scale_logits:
             hidden = hidden * self.config.embed_dim**-0.5
-        return (hidden, router_loss(routing, key_mask)) if return_extras else self.head(hidden)
+        return hidden if return_hidden else self.head(hidden)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from minitx.config import TransformerConfig
 from minitx.nn.feedforward import ACTIVATIONS
 from minitx.nn.masks import Mask
-from minitx.nn.models.base import TransformerModel, router_loss
+from minitx.nn.models.base import TransformerModel
 from minitx.nn.models.parts import Core, Embeddings
 from minitx.nn.norms import make_norm
 
@@ -56,22 +56,19 @@ class Encoder(TransformerModel):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         mask: Tensor | Mask | None = None,
-        return_extras: bool = False,
-    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        return_hidden: bool = False,
+    ) -> Tensor:
         """Return the logits of ``config.head``. The arguments are those of ``DecoderLM.forward``.
 
-        With ``return_extras``, return ``(hidden, extras)``. ``hidden`` is the input of ``self.head``: (B, E) for ``head=sequence``,
-        else (B, L, E). With ``head=none`` and a pooler, ``extras["pooled"]`` (B, E) is its output.
+        With ``return_hidden``, return the input of ``self.head``: (B, E) for ``head=sequence``, else (B, L, E). With ``head=none``
+        and a pooler, ``model.pool(hidden, key_mask)`` (B, E) is the pooled vector.
         """
         options = {"key_mask": key_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
         x, shared = self._embed(input_ids, document_ids=document_ids, mask=mask, **options)  # type: ignore[arg-type]
-        hidden, routing = self._run(x, shared)
-        extras = router_loss(routing, key_mask)
+        hidden = self._run(x, shared)
         if self.config.head == "sequence":
             hidden = self.pool(hidden, key_mask)  # type: ignore[misc]
-        elif self.pool is not None:
-            extras["pooled"] = self.pool(hidden, key_mask)
-        return (hidden, extras) if return_extras else self.head(hidden)
+        return hidden if return_hidden else self.head(hidden)
 
 
 class Pool(nn.Module):
@@ -80,9 +77,12 @@ class Pool(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.pooling = config.pooling
+        # the mean of an image is that of its patches
+        self.start = config.num_class_tokens if config.architecture == "vision" and config.pooling == "mean" else 0
         self.dense = nn.Linear(config.embed_dim, config.embed_dim) if config.pooler else None
 
     def forward(self, hidden: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        hidden = hidden[:, self.start :]
         if self.pooling == "first":
             if key_mask is None:
                 pooled = hidden[:, 0]

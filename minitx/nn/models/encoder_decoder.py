@@ -9,7 +9,7 @@ from minitx.config import TransformerConfig
 from minitx.nn.cache import KVCache
 from minitx.nn.init import init_weights
 from minitx.nn.masks import Mask, Padding
-from minitx.nn.models.base import Routing, TransformerModel, router_loss
+from minitx.nn.models.base import TransformerModel
 from minitx.nn.models.parts import Core, Embeddings, build_lm_head, init_gains
 
 
@@ -59,8 +59,8 @@ class EncoderDecoder(TransformerModel):
         memory: Tensor | None = None,
         mask: Tensor | Mask | None = None,
         cache: KVCache | None = None,
-        return_extras: bool = False,
-    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        return_hidden: bool = False,
+    ) -> Tensor:
         """Return the logits of the target's next token at each position.
 
         Args:
@@ -71,33 +71,29 @@ class EncoderDecoder(TransformerModel):
             memory: (B, S, E), the result of ``encode``. With it, the source is not encoded again at each decoding step.
             mask: a mask of the decoder's self-attention, intersected with the causal one, as in ``DecoderLM``.
             cache: the decoder's cache, as in ``DecoderLM``. It also keeps the keys and values of the memory.
-            return_extras: return ``(hidden, extras)`` instead of logits, as in ``DecoderLM``.
+            return_hidden: return the hidden states (B, L, E) before ``self.head`` instead of logits.
 
         Returns:
-            Logits (B, L, V), or ``(hidden (B, L, E), extras)``.
+            Logits (B, L, V), or hidden states (B, L, E).
 
         Raises:
             ValueError: both ``input_ids`` and ``memory`` are missing, or as in ``DecoderLM``.
         """
-        routing: Routing = []
         if memory is None:
             if input_ids is None:
                 raise ValueError("input_ids=None: an encoder-decoder needs input_ids, or memory from encode()")
-            memory, routing = self.encoder(input_ids, key_mask=key_mask)
+            memory = self.encoder(input_ids, key_mask=key_mask)
         if memory.dim() != 3 or memory.shape[0] != decoder_input_ids.shape[0]:
             wanted = f"(B, S, E) = ({decoder_input_ids.shape[0]}, S, {self.config.embed_dim})"
             raise ValueError(f"memory must have shape {wanted}, got {tuple(memory.shape)}")
         options = {"key_mask": decoder_key_mask, "mask": mask, "cache": cache, "name": "decoder_input_ids"}
         x, shared = self._embed(decoder_input_ids, **options)  # type: ignore[arg-type]
         memory_mask = None if key_mask is None else Padding(key_mask)
-        hidden, decoded = self._run(x, shared, cache=cache, memory=memory, memory_mask=memory_mask)
+        hidden = self._run(x, shared, cache=cache, memory=memory, memory_mask=memory_mask)
         if self.config.scale_logits:
             hidden = hidden * self.config.embed_dim**-0.5
-        if not return_extras:
-            return self.head(hidden)
-        losses = [*router_loss(routing, key_mask).values(), *router_loss(decoded, decoder_key_mask).values()]
-        return hidden, {"router_loss": torch.stack(losses).mean()} if losses else {}
+        return hidden if return_hidden else self.head(hidden)
 
     def encode(self, input_ids: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """Return the encoder's hidden states (B, S, E), for the argument ``memory``."""
-        return self.encoder(input_ids, key_mask=key_mask)[0]
+        return self.encoder(input_ids, key_mask=key_mask)

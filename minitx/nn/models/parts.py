@@ -13,7 +13,7 @@ from minitx.nn.attention import DotProductAttention, MultiHeadAttention
 from minitx.nn.bias import ALiBi, Bias, T5RelativeBias
 from minitx.nn.blocks import Block, LayerScale, StochasticDepth
 from minitx.nn.efficient import build_core
-from minitx.nn.feedforward import FeedForward, MixtureOfExperts
+from minitx.nn.feedforward import FeedForward
 from minitx.nn.norms import QKNorm, make_norm
 from minitx.nn.positions import (
     LearnedPositions,
@@ -154,14 +154,10 @@ def build_bias(config: TransformerConfig, *, decoder: bool) -> Bias | None:
     return T5RelativeBias(config.num_heads, bidirectional=not decoder, **sizes)
 
 
-def build_feedforward(config: TransformerConfig) -> nn.Module:
-    """Build the feed-forward network of a block, or its mixture of experts."""
-    sizes = {"activation": config.activation, "dropout": config.dropout}
-    E, F = config.embed_dim, config.ffn_width
-    if config.num_experts is None:
-        return FeedForward(E, F, bias=config.bias, **sizes)  # type: ignore[arg-type]
-    experts = {"num_experts": config.num_experts, "experts_per_token": config.experts_per_token}
-    return MixtureOfExperts(E, F, **experts, **sizes)  # type: ignore[arg-type]
+def build_feedforward(config: TransformerConfig) -> FeedForward:
+    """Build the feed-forward network of a block."""
+    options = {"activation": config.activation, "bias": config.bias, "dropout": config.dropout}
+    return FeedForward(config.embed_dim, config.ffn_width, **options)  # type: ignore[arg-type]
 
 
 def build_block(

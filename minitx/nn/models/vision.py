@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitx.config import TransformerConfig
-from minitx.nn.models.base import TransformerModel, router_loss
+from minitx.nn.models.base import TransformerModel
 from minitx.nn.models.encoder import Pool, build_head
 from minitx.nn.models.parts import Core
 from minitx.nn.norms import make_norm
@@ -46,28 +46,21 @@ class VisionTransformer(TransformerModel):
         self.head = build_head(config)
         self._init_weights(generator)
 
-    def forward(  # type: ignore[override]
-        self, pixel_values: Tensor, *, return_extras: bool = False
-    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, pixel_values: Tensor, *, return_hidden: bool = False) -> Tensor:  # type: ignore[override]
         """Return logits (B, num_labels), or hidden states (B, tokens, E) with ``head=none``.
 
         Args:
             pixel_values: float (B, C, h, w). h and w are multiples of ``patch_size``.
-            return_extras: return ``(hidden, extras)`` instead of logits, as in ``Encoder``.
+            return_hidden: return the input of ``self.head`` instead of logits, as in ``Encoder``.
 
         Raises:
             ValueError: images of another shape.
             TypeError: images that are not floating-point.
         """
-        hidden, routing = self._run(self.embeddings(pixel_values))
-        extras = router_loss(routing)
-        if self.pool is not None:
-            pooled = self.pool(hidden if self.config.pooling == "first" else hidden[:, self.embeddings.num_class_tokens :])
-            if self.config.head == "sequence":
-                hidden = pooled
-            else:
-                extras["pooled"] = pooled
-        return (hidden, extras) if return_extras else self.head(hidden)
+        hidden = self._run(self.embeddings(pixel_values))
+        if self.config.head == "sequence":
+            hidden = self.pool(hidden)  # type: ignore[misc]
+        return hidden if return_hidden else self.head(hidden)
 
 
 class PatchEmbeddings(nn.Module):
