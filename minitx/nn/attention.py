@@ -25,7 +25,7 @@ class DotProductAttention(nn.Module):
     · q·k: ``fold_scale`` needs this.
 
     Args:
-        backend: ``auto``, ``math``, ``sdpa``, ``chunked``, ``flex``, ``varlen`` or a registered name. Register your own backend
+        backend: ``auto``, ``math``, ``sdpa``, ``chunked``, ``flex`` or a registered name. Register your own backend
             before you build the module.
         strict: raise an error if torch would not use a fused kernel.
 

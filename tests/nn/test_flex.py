@@ -13,6 +13,7 @@ from minitx.nn import (
     ALiBi,
     AttentionCall,
     Causal,
+    Documents,
     Padding,
     SlidingWindow,
     T5RelativeBias,
@@ -154,6 +155,15 @@ def test_a_window_that_hides_nothing_does_not_choose_the_kernel():
         windowed = report("flex", query=q, key=k, attn_mask=SlidingWindow(64) & Causal())
         assert windowed.runs
         assert not report("flex", query=q, key=k, attn_mask=SlidingWindow(128) & Causal()).runs
+
+
+def test_on_cuda_auto_gives_packed_documents_to_flex_or_with_dropout_to_torch():
+    ids = torch.tensor([[5, 5, 5, 1, 1, 9, 9]])
+    for dropout_p, wanted in ((0.0, "flex"), (0.1, "sdpa")):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            q = torch.zeros(1, 3, 7, 16, dtype=torch.bfloat16, device="cuda")
+            reports = explain_backends(q, q, q, Documents(ids) & Causal(), dropout_p=dropout_p)
+        assert [line.name for line in reports if line.runs] == [wanted]
 
 
 def test_on_cuda_torch_is_asked_about_the_call_that_its_kernel_would_get(monkeypatch):

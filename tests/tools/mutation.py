@@ -38,10 +38,10 @@ from mutants import ROOT, Mutant, mutants
 
 WORK = ROOT / "build/mutation.json"  # what became of each mutant so far
 FILES = [*(f"minitx/nn/{name}.py" for name in ("functional", "masks", "tensor_rule")), *(f"minitx/nn/backends/{name}.py" for name in (
-    "__init__", "base", "chunked", "flex", "math", "programs", "sdpa", "varlen"))]  # fmt: skip
+    "__init__", "base", "chunked", "flex", "math", "programs", "sdpa"))]  # fmt: skip
 FILES += ["minitx/ablation/judge.py", "minitx/data/addressing.py", "minitx/training/objectives.py"]
 TESTS = [f"tests/nn/test_{name}.py" for name in (
-    "functional", "masks", "backends", "chunked", "flex", "varlen", "bad_inputs", "attention", "bias", "cache", "scale", "torch_interop")]  # fmt: skip
+    "functional", "masks", "backends", "chunked", "flex", "bad_inputs", "attention", "bias", "cache", "scale", "torch_interop")]  # fmt: skip
 TESTS += ["tests/test_testing.py", "tests/ablation/test_judge.py", "tests/data/test_addressing.py", "tests/data/test_task.py",
           "tests/data/test_data_module.py"]  # fmt: skip
 TESTS += ["tests/training/test_objectives.py"]
@@ -54,7 +54,6 @@ MORE = [f"tests/{name}.py" for name in (
 OWN = {
     "__init__": ("backends", "chunked"),
     "chunked": ("chunked", "backends"),
-    "varlen": ("varlen", "backends"),
     "tensor_rule": ("masks", "bias"),
     "sdpa": ("backends", "flex"),
     "programs": ("chunked",),

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from minitx.nn.backends import chunked, flex, math, sdpa, varlen
+from minitx.nn.backends import chunked, flex, math, sdpa
 from minitx.nn.backends.base import Backend, never
 from minitx.nn.bias import Bias
 from minitx.nn.functional import AttentionCall, attention_weights, make_call
@@ -31,7 +31,7 @@ __all__ = [
     "unregister_backend",
 ]
 
-_BUILT_IN = {backend.name: backend for backend in (sdpa.BACKEND, chunked.BACKEND, math.BACKEND, flex.BACKEND, varlen.BACKEND)}
+_BUILT_IN = {backend.name: backend for backend in (sdpa.BACKEND, chunked.BACKEND, math.BACKEND, flex.BACKEND)}
 _REGISTRY: dict[str, Backend] = dict(_BUILT_IN)
 # scores of all heads together, from which on tiles beat the whole matrix on CPU (measured: docs/dev/decisions.md): that of math, and
 # that of torch's plain path, which makes it in fewer calls as long as it need not draw another for dropout
@@ -43,7 +43,7 @@ FEW_TILES = 0.25
 def backend_names() -> tuple[str, ...]:
     """Return the names that ``backend=`` accepts: ``auto`` and every registered backend.
 
-    >>> {"auto", "math", "sdpa", "chunked", "flex", "varlen"} <= set(backend_names())
+    >>> {"auto", "math", "sdpa", "chunked", "flex"} <= set(backend_names())
     True
     """
     return ("auto", *_REGISTRY)
@@ -105,8 +105,6 @@ def _fastest(call: AttentionCall) -> Backend:
         few_rows = L == 1 and on_cpu  # a row of scores and its online softmax are one tile
         large = scores >= CHUNKED_FROM and L > 1
         return chunked.BACKEND if (few_rows or large) and chunked.why_not(call) is None else math.BACKEND
-    if not on_cpu and is_sparse and varlen.why_not(call) is None:
-        return varlen.BACKEND  # a document is a sequence of its own
     if not on_cpu and is_sparse and flex.why_not(call) is None:
         return flex.BACKEND  # it skips empty blocks; torch's kernels would get a dense mask
     if sdpa.falls_back(call) is None:
@@ -188,7 +186,7 @@ def scaled_dot_product_attention(
         attn_bias: float, (L, S) or broadcastable to (B, H, L, S), added to the scaled scores (-inf hides a key); or a ``Bias``.
         softcap: t in t · tanh(z / t), before bias and mask (Gemma 2, arXiv:2408.00118).
         sinks: (H,) extra logits without a value.
-        backend: ``auto``, ``math``, ``sdpa``, ``chunked``, ``flex``, ``varlen``, or a registered name. Torch's context manager
+        backend: ``auto``, ``math``, ``sdpa``, ``chunked``, ``flex``, or a registered name. Torch's context manager
             ``torch.nn.attention.sdpa_kernel`` chooses among the kernels of ``sdpa``.
         need_weights: also return the weights (B, H, L, S), before dropout.
 
