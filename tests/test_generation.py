@@ -1,10 +1,8 @@
 """Generation: filters by hand and against transformers, greedy and beam search against brute force, cached against not."""
 
-import gc
 import itertools
 import math
 import re
-import weakref
 from functools import partial
 
 import pytest
@@ -15,7 +13,7 @@ from torch import nn
 
 from minitx.config import TransformerConfig
 from minitx.data.stream import TextStream
-from minitx.generation import CompiledDecoder, Sampler, beam_search, generate
+from minitx.generation import Sampler, beam_search, generate
 from minitx.generation.beams import length_norm
 from minitx.generation.sampler import (
     apply_temperature,
@@ -287,64 +285,6 @@ def test_one_beam_is_greedy():
     model, ids = language_model(), tokens(5, 4)
     greedy = as_lists(generate(model, ids, max_new_tokens=9, stop=[5]))
     assert as_lists(beam_search(model, ids, num_beams=1, max_new_tokens=9, stop=[5])) == greedy
-
-
-# ---- compiled
-
-
-def compiled_with(network, seen):
-    """Compiled by torch's first stage alone, which calls ``seen`` once a graph."""
-    torch._dynamo.reset()
-
-    def backend(graph, inputs):
-        seen.append(graph)
-        return graph.forward
-
-    return CompiledDecoder(network, backend=backend, fullgraph=True)
-
-
-COMPILED = [
-    ("greedy", {"position": "learned"}, {"context": 8}),  # it forgets as the model does
-    ("sampled", {"position": "rotary"}, {}),
-    ("greedy with penalty", {"position": "alibi"}, {}),
-    ("greedy", {"position": "rotary", "attention": "linear"}, {}),
-    ("greedy", {"position": "rotary", "window": 3}, {}),  # the model's own caches are smaller
-    ("greedy", {"position": "rotary", "window": 3, "scale": "log_length"}, {}),  # a window does not change the length
-]
-
-
-@pytest.mark.parametrize(("way", "shape", "options"), COMPILED, ids=str)
-def test_a_compiled_decoder_writes_the_ids_of_the_model(way, shape, options):
-    network, ids, graphs, answers = language_model(num_layers=1, **shape), tokens(3, 6), [], []
-    options = {**options, "key_mask": left_padded((6, 2, 4), 6), "max_new_tokens": 11, "stop": [5]}
-    for writer in (network, compiled_with(network, graphs)):
-        answers.append(as_lists(WAYS[way](writer, ids, generator=torch.Generator().manual_seed(7), **options)))
-    assert answers[1] == answers[0]
-    assert len({id for answer in answers[0] for id in answer}) > 2
-    assert len(graphs) == 1
-
-
-@pytest.mark.slow
-def test_a_compiled_decoder_compiles_few_steps_and_keeps_one_cache_for_many_sizes():
-    network, graphs, caches = language_model(position="rotary", num_layers=1), [], []
-    fast = compiled_with(network, graphs)  # fullgraph: torch raises where it would stop compiling
-    for rows, length in [(2, 2), (2, 19), (3, 7), (2, 60), (4, 150), (5, 20), (6, 300), (1, 90), (2, 7)]:
-        ids = tokens(rows, length)
-        assert as_lists(generate(fast, ids, max_new_tokens=5)) == as_lists(generate(network, ids, max_new_tokens=5))
-        caches.append(weakref.ref(fast._step.cache))
-        assert len(graphs) == 1 or len(caches) > 2  # two lengths share one step
-    made = len(graphs)
-    generate(fast, tokens(2, 60), max_new_tokens=1)  # nothing to read after the prompt
-    gc.collect()
-    assert len(graphs) == made <= 5
-    assert len({id(cache()) for cache in caches if cache() is not None}) == 1
-
-
-def test_what_cannot_be_compiled_is_named():
-    with pytest.raises(ValueError, match="use_cache"):
-        generate(CompiledDecoder(language_model(), backend="eager"), IDS, use_cache=False)
-    with pytest.raises(ValueError, match=r"^CompiledDecoder.*encoder-decoder"):
-        CompiledDecoder(language_model(**PAIR))
 
 
 # ---- encoder-decoder

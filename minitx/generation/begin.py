@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from minitx.generation.reader import Reader, eos_ids, has_source, of_config
-from minitx.nn import KVCache
 
 
 class Begun(NamedTuple):
@@ -32,11 +31,10 @@ def begin(
     stop: Iterable[int] | None,
     context: int | None,
     use_cache: bool,
-    start: Callable[[KVCache], Callable[[Tensor], Tensor]] | None = None,
 ) -> Begun:
-    """Check the arguments of ``generate`` and read the prompt. ``start`` is that of ``Reader``."""
+    """Check the arguments of ``generate`` and read the prompt."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a module, got {type(model).__name__}; a CompiledDecoder is for generate() only")
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
     kind = of_config(model, "architecture")
     if kind not in (None, "decoder", "encoder_decoder"):
         raise ValueError(f"model must be a decoder or an encoder-decoder, got {type(model).__name__} with architecture={kind}")
@@ -44,7 +42,7 @@ def begin(
         raise ValueError("model is in training mode, in which dropout is active: call model.eval() first")
     prompt, prompt_mask = _prompt(model, input_ids, key_mask, decoder_input_ids)
     max_new_tokens = _fitting(model, prompt.shape[1], max_new_tokens, context)
-    reader = Reader(model, input_ids, key_mask, prompt.shape[1] + max_new_tokens - 1 if use_cache else None, context, start)
+    reader = Reader(model, input_ids, key_mask, prompt.shape[1] + max_new_tokens - 1 if use_cache else None, context)
     logits = reader.read(prompt, prompt_mask)
     real = torch.ones_like(prompt, dtype=torch.long) if prompt_mask is None else prompt_mask.long()
     seen = torch.zeros(logits.shape, dtype=torch.long, device=logits.device).scatter_add(1, prompt.long(), real) > 0

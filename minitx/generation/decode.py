@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from minitx.generation.begin import begin
-from minitx.generation.compiled import CompiledDecoder
 from minitx.generation.sampler import Sampler, row_uniforms
 
 
 @torch.no_grad()
 def generate(
-    model: nn.Module | CompiledDecoder,
+    model: nn.Module,
     input_ids: Tensor,
     *,
     sampler: Sampler | None = None,
@@ -31,8 +30,8 @@ def generate(
     """Generate a continuation of each prompt, token by token.
 
     Args:
-        model: a causal model such as ``DecoderLM``, an encoder–decoder such as ``EncoderDecoder``, or a ``CompiledDecoder``. It must
-            be in evaluation mode.
+        model: a causal model such as ``DecoderLM``, or an encoder–decoder such as ``EncoderDecoder``. It must be in evaluation
+            mode.
         input_ids: int (B, L), the prompts, or the sources of an encoder–decoder.
         sampler: how the next id is chosen. Default: ``Sampler()``, which takes the most probable id.
         key_mask: bool (B, L), True = real token. Pad prompts on the left.
@@ -63,10 +62,6 @@ def generate(
     """
     sampler = Sampler() if sampler is None else sampler
     prompt: dict[str, Any] = {"key_mask": key_mask, "decoder_input_ids": decoder_input_ids, "context": context}
-    if isinstance(model, CompiledDecoder):
-        if not use_cache:
-            raise ValueError("use_cache=False cannot be used with a CompiledDecoder")
-        prompt["start"], model = model.start, model.model
     reader, logits, seen, stop_ids, max_new_tokens = begin(
         model, input_ids, **prompt, max_new_tokens=max_new_tokens, stop=stop, use_cache=use_cache
     )

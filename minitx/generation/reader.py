@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ class Reader:
     """Feed the next ids to a model and return its logits.
 
     Earlier ids are kept in a cache, or are read again if ``capacity`` is None. When a text becomes longer than ``context``, only the
-    newer half is kept and read again. ``start`` gets the cache of the prompt and returns a function that reads one new token per row,
-    in place of the model.
+    newer half is kept and read again.
     """
 
     def __init__(
@@ -28,13 +26,11 @@ class Reader:
         key_mask: Tensor | None,
         capacity: int | None,
         context: int | None = None,
-        start: Callable[[KVCache], Callable[[Tensor], Tensor]] | None = None,
     ) -> None:
-        self.model, self.capacity, self.context, self.start = model, capacity, context, start
+        self.model, self.capacity, self.context = model, capacity, context
         self.memory = model.encode(input_ids, key_mask=key_mask) if has_source(model) else None  # type: ignore[operator]
         self.source_mask = key_mask if has_source(model) else None
         self.cache: KVCache | None = None
-        self.step: Callable[[Tensor], Tensor] | None = None
         self.ids: Tensor | None = None  # the ids that the model sees, and their key mask
         self.key_mask: Tensor | None = None
 
@@ -49,10 +45,8 @@ class Reader:
             view, view_mask = view[:, -kept:], None if view_mask is None else view_mask[:, -kept:]
         self.ids, self.key_mask = view, view_mask
         if self.cache is None or forgets:
-            ids, key_mask, self.cache, self.step = view, view_mask, self._new_cache(), None
-        elif self.start is not None and self.step is None:
-            self.step = self.start(self.cache)
-        last = self._forward(ids, key_mask) if self.step is None else self.step(ids)
+            ids, key_mask, self.cache = view, view_mask, self._new_cache()
+        last = self._forward(ids, key_mask)
         last = last.to(torch.promote_types(last.dtype, torch.float32))
         if not bool(torch.isfinite(last.amax(dim=-1)).all()):
             raise FloatingPointError("the model's logits are not finite")
@@ -68,9 +62,9 @@ class Reader:
         if self.capacity is None:
             return None
         capacity = min(self.capacity, self.context or self.capacity)
-        if self.start is None and isinstance(self.model, TransformerModel):
+        if isinstance(self.model, TransformerModel):
             return self.model.make_cache(capacity)
-        return KVCache(capacity, num_cached_layers(self.model))  # a StaticCache is filled from a cache that keeps all keys
+        return KVCache(capacity, num_cached_layers(self.model))
 
     def reorder(self, rows: Tensor) -> None:
         """Replace each row i by the row ``rows[i]``."""

@@ -19,7 +19,7 @@ from minitx.nn.backends import (
 )
 from minitx.nn.bias import ALiBi, Bias, T5RelativeBias, TensorBias
 from minitx.nn.blocks import Block, LayerScale, Residual, StochasticDepth, is_recomputing
-from minitx.nn.cache import KVCache, LayerCache, StaticCache
+from minitx.nn.cache import KVCache, LayerCache
 from minitx.nn.drop_in import DropInAttention
 from minitx.nn.feedforward import FeedForward
 from minitx.nn.functional import attention_scores, attention_weights, masked_softmax, reference_attention
@@ -71,7 +71,6 @@ __all__ = [
     "ScoreScale",
     "SinusoidalPositions",
     "SlidingWindow",
-    "StaticCache",
     "StochasticDepth",
     "T5RelativeBias",
     "TensorBias",

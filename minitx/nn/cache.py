@@ -6,13 +6,10 @@ owns the cache; modules keep none. ``model.make_cache(capacity)`` makes the smal
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from minitx.nn.bias import Bias
-from minitx.nn.masks import Dense, Documents, Mask, Padding, SlidingWindow
+from minitx.nn.masks import Documents, Mask, Padding, SlidingWindow
 
 
 class LayerCache:
@@ -234,10 +231,6 @@ class KVCache:
         key_mask = None if key_mask is None else key_mask[:, newest]
         return hiding_rules(window, key_mask, None if document_ids is None else document_ids[:, newest])
 
-    def place(self, attn_bias: Bias) -> Bias:
-        """Return ``attn_bias`` for the key positions of this cache."""
-        return attn_bias
-
     @property
     def keeps_all(self) -> bool:
         """Whether all keys of all layers are kept in order, so that masks of the caller may refer to their positions."""
@@ -258,147 +251,6 @@ class KVCache:
             layer.reorder(rows)
         self.key_mask = None if self.key_mask is None else self.key_mask.index_select(0, rows)
         self.document_ids = None if self.document_ids is None else self.document_ids.index_select(0, rows)
-
-
-class StaticCache(KVCache):
-    """A cache whose tensors keep their shape and address from token to token, as a CUDA graph requires.
-
-    Slot i holds position i, and each token writes one slot. Empty slots are hidden like padding. ``fill`` copies the contents of an
-    ordinary cache that has read the prompt. Every later call adds one token.
-
-    Raises:
-        ValueError: as in ``KVCache``; a capacity below 2; several tokens at once; documents; a cache that does not keep all
-            keys; a token beyond ``capacity``. On a GPU and in a compiled step this is not checked, because the check would wait
-            for the device: count the tokens yourself.
-
-    >>> from minitx.config import TransformerConfig
-    >>> from minitx.nn import DecoderLM
-    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)).eval()
-    >>> prompt, static = KVCache(capacity=3, num_layers=2), StaticCache(capacity=8, num_layers=2)
-    >>> with torch.no_grad():
-    ...     _ = model(torch.tensor([[1, 2, 3]]), cache=prompt)
-    ...     static.fill(prompt)
-    ...     last = model(torch.tensor([[5]]), cache=static)
-    ...     bool(torch.allclose(last, model(torch.tensor([[1, 2, 3, 5]]))[:, -1:], atol=1e-5))
-    True
-    """
-
-    def __init__(self, capacity: int, num_layers: int) -> None:
-        super().__init__(capacity, num_layers)
-        if capacity < 2:
-            raise ValueError(f"capacity of a static cache must be 2 at least, got {capacity}")
-        self.layers = tuple(_StaticLayer(capacity) for _ in range(num_layers))
-        self.position: Tensor | None = None  # (1,), of the next token
-
-    def fill(self, cache: KVCache) -> None:
-        """Copy the contents of ``cache``. The tensors are allocated at the first call and used again afterwards."""
-        if cache.document_ids is not None:
-            raise ValueError("a static cache holds no documents")
-        if not cache.keeps_all:
-            raise ValueError("a static cache is filled from KVCache(capacity, num_layers), which keeps all keys")
-        if cache.length == 0:
-            raise ValueError("a static cache is filled from one that has read something")
-        check_room(cache.length, 0, self.capacity)
-        keys = cache.layers[0].held[0]
-        if self.position is None or self.key_mask is None:
-            self.position = torch.zeros(1, dtype=torch.long, device=keys.device)
-            self.key_mask = keys.new_zeros(keys.shape[0], self.capacity, dtype=torch.bool)
-        self.position.fill_(cache.length)
-        self.key_mask.fill_(False)
-        self.key_mask[:, : cache.length] = True if cache.key_mask is None else cache.key_mask
-        for mine, theirs in zip(self.layers, cache.layers, strict=True):
-            assert isinstance(mine, _StaticLayer)
-            mine.fill(theirs, self.position)
-
-    def join(
-        self, input_ids: Tensor, key_mask: Tensor | None, document_ids: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return which slots hold real tokens, the new one included: bool (B, capacity)."""
-        if self.position is None or self.key_mask is None or input_ids.shape[1] != 1 or document_ids is not None:
-            raise ValueError(
-                "a static cache is filled from another first, then takes one token a row at a time, without documents"
-            )
-        if not (self.key_mask.is_cuda or torch.compiler.is_compiling()):
-            check_room(int(self.position), 1, self.capacity)
-        new = torch.ones_like(self.key_mask[:, :1]) if key_mask is None else key_mask
-        return self.key_mask.index_copy_(1, self.position, new), None
-
-    def rules(
-        self, layer: int, window: int | None, key_mask: Tensor | None, document_ids: Tensor | None, num_new: int
-    ) -> list[Mask]:
-        """Return the mask of one layer. Masks assume that the query is in the last slot, so the window is applied here, at its real position."""
-        assert self.position is not None
-        assert key_mask is not None
-        if window is None:
-            return [Padding(key_mask)]
-        slots = torch.arange(self.capacity, device=key_mask.device)
-        return [Padding(key_mask), Dense((slots > self.position - window)[None])]
-
-    def place(self, attn_bias: Bias) -> Bias:
-        """Return ``attn_bias`` for a query at ``position`` instead of the last slot."""
-        assert self.position is not None
-        return _Shifted(attn_bias, self.capacity - 1 - self.position)
-
-    @property
-    def keeps_all(self) -> bool:
-        """False: a mask of the caller would take the query's position to be the last slot."""
-        return False
-
-    def keep(self) -> None:
-        """Count the new token, after all layers have written its slot."""
-        assert self.position is not None
-        self.position += 1
-
-    def rewind(self) -> None:
-        """Do nothing: the next token is written to the same slot."""
-
-
-class _StaticLayer(LayerCache):
-    """Keys and values of ``capacity`` positions, each in its slot; masks see ``capacity - 1`` of them before each new one."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self.length = capacity - 1
-        self.position: Tensor | None = None
-
-    def fill(self, other: LayerCache, position: Tensor) -> None:
-        """Copy what ``other`` holds to the first slots."""
-        keys, values = other.held
-        if self._keys is None or self._values is None:
-            self._keys, self._values = (t.new_zeros(*t.shape[:2], self.capacity, t.shape[3]) for t in (keys, values))
-        for name, new, kept in (("key", keys, self._keys), ("value", values, self._values)):
-            _check_like(name, new, kept)
-            kept[:, :, : new.shape[2]] = new
-        self.position = position
-        if self.memory is None or other.memory is None or self.memory[0].shape != other.memory[0].shape:
-            self.memory = None if other.memory is None else (other.memory[0].clone(), other.memory[1].clone())
-        else:  # in place, for a CUDA graph
-            for kept, new in zip(self.memory, other.memory, strict=True):
-                kept.copy_(new)
-
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """key (B, Hkv, 1, D) and value (B, Hkv, 1, Dv) of the next position; returns all slots, (B, Hkv, capacity, ·)."""
-        assert self._keys is not None
-        assert self._values is not None
-        assert self.position is not None
-        for name, new, kept in (("key", key, self._keys), ("value", value, self._values)):
-            _check_like(name, new, kept)
-            kept.index_copy_(2, self.position, new)
-        return self._keys, self._values
-
-
-@dataclass(frozen=True, eq=False)
-class _Shifted(Bias):
-    """``bias`` with every key ``shift`` positions later."""
-
-    bias: Bias
-    shift: Tensor
-
-    def value(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
-        return self.bias.value(batch, head, row, key + self.shift, offset)
-
-    def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
-        self.bias.check(batch_size, num_heads, num_queries, num_keys)
 
 
 def hiding_rules(window: int | None, key_mask: Tensor | None, document_ids: Tensor | None) -> list[Mask]:

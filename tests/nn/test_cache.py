@@ -6,11 +6,9 @@ from sizes import FUSED_CPU, OpRecorder, assert_same, in_pieces, tokens
 from sizes import small_model as model
 
 from minitx.nn import (
-    EncoderDecoder,
     KVCache,
     PrefixLM,
     SlidingWindow,
-    StaticCache,
 )
 
 E, H, L = 12, 3, 11
@@ -48,10 +46,6 @@ def test_decoding_with_a_cache_equals_the_full_forward_and_each_padded_row_is_as
         assert_same(got[real], want[real])
     for row, missing in enumerate(padding):
         assert_same(got[row : row + 1, missing:], network(ids[row : row + 1, missing:]))
-    prompt, static = KVCache(8, num_layers=2), StaticCache(17, num_layers=2)
-    in_pieces(network, ids[:, :8], [8], prompt, **{name: tensor[:, :8] for name, tensor in mask.items()})
-    static.fill(prompt)
-    assert_same(in_pieces(network, ids[:, 8:], [1, 1, 1], static), want[:, 8:])
 
 
 @pytest.mark.parametrize("backend", ["math", "sdpa", "chunked"])
@@ -93,70 +87,6 @@ def test_a_mask_of_the_caller_counts_keys_from_the_beginning():
         with torch.no_grad():
             got = torch.cat([network(piece, mask=mask, cache=cache) for piece in ids.split([5, 1, 5], dim=1)], dim=1)
         assert_same(got, network(ids, mask=mask))
-
-
-def test_a_static_cache_keeps_shape_and_place_from_token_to_token_and_from_text_to_text():
-    network, static, seen = model(num_kv_heads=1), StaticCache(13, num_layers=2), set()
-    for length in (5, 2, 7):
-        ids = tokens(2, L)
-        prompt = KVCache(length, num_layers=2)
-        in_pieces(network, ids[:, :length], [length], prompt)
-        static.fill(prompt)
-        assert_same(in_pieces(network, ids[:, length:], [1] * (L - length), static), network(ids)[:, length:])
-        held = [static.key_mask, *(t for layer in static.layers for t in (layer._keys, layer._values))]
-        seen.add(tuple((t.data_ptr(), t.shape) for t in held))
-    assert len(seen) == 1
-
-
-@pytest.mark.parametrize("options", [{}, {"scale": "log_length"}], ids=str)
-def test_a_static_cache_applies_the_window_and_counts_the_keys_before_it(options):
-    network, static, ids, prompt = (
-        model(window=3, **options),
-        StaticCache(13, num_layers=2),
-        tokens(2, L),
-        KVCache(5, num_layers=2),
-    )
-    in_pieces(network, ids[:, :5], [5], prompt)
-    static.fill(prompt)
-    assert_same(in_pieces(network, ids[:, 5:], [1] * (L - 5), static), network(ids)[:, 5:])
-
-
-def test_a_static_cache_of_an_encoder_decoder_reads_the_source_of_each_text():
-    network = model(EncoderDecoder, architecture="encoder_decoder").eval()
-    static = StaticCache(7, num_layers=2)
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        source, ids, prompt = tokens(2, 5), tokens(2, 4), KVCache(3, num_layers=2)
-        memory = network.encode(source)
-        with torch.no_grad():
-            network(None, ids[:, :3], memory=memory, cache=prompt)
-            static.fill(prompt)
-            assert_same(network(None, ids[:, 3:], memory=memory, cache=static), network(source, ids)[:, 3:])
-
-
-def test_what_a_static_cache_cannot_hold_is_named():
-    network, ids, read = model(), tokens(2, L), KVCache(L, num_layers=2)
-    with torch.no_grad():
-        with pytest.raises(ValueError, match="static cache"):  # not filled
-            network(ids[:, :1], cache=StaticCache(L, num_layers=2))
-        network(ids[:, :5], cache=read)
-        static = StaticCache(6, num_layers=2)
-        static.fill(read)
-        with pytest.raises(ValueError, match="one token"):
-            network(ids[:, 5:7], cache=static)
-        network(ids[:, 5:6], cache=static)
-        with pytest.raises(ValueError, match="capacity for 6"):
-            network(ids[:, 6:7], cache=static)
-        with pytest.raises(ValueError, match="capacity for 4"):
-            StaticCache(4, num_layers=2).fill(read)
-        with pytest.raises(ValueError, match="read something"):
-            static.fill(KVCache(3, num_layers=2))
-        with pytest.raises(ValueError, match=r"capacity .* got 1"):
-            StaticCache(1, num_layers=2)
-        packed = KVCache(3, num_layers=2)
-        network(ids[:, :3], cache=packed, document_ids=torch.tensor([[0, 0, 1]] * 2))
-        with pytest.raises(ValueError, match="documents"):
-            static.fill(packed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from minitx.config import TransformerConfig
 from minitx.nn.bias import as_bias
 from minitx.nn.blocks import run_checkpointed
-from minitx.nn.cache import KVCache, LayerCache, StaticCache, hiding_rules
+from minitx.nn.cache import KVCache, LayerCache, hiding_rules
 from minitx.nn.init import init_weights
 from minitx.nn.masks import Causal, Mask, as_mask, intersect
 from minitx.nn.models.parts import Core, build_bias, build_block, init_gains
@@ -115,9 +115,7 @@ class TransformerModel(nn.Module):
         past, L = 0 if cache is None else cache.length, input_ids.shape[-1]
         if cache is not None and len(cache.layers) != len(self.blocks):
             raise ValueError(f"cache has {len(cache.layers)} layers, but the model has num_layers={len(self.blocks)}")
-        padded = key_mask is not None or (
-            cache is not None and cache.key_mask is not None and not isinstance(cache, StaticCache)
-        )
+        padded = key_mask is not None or (cache is not None and cache.key_mask is not None)
         counted = position_ids is None and document_ids is None and not padded
         self._check_ids(input_ids, position_ids, past, counted, name)
         if cache is not None:
@@ -170,8 +168,6 @@ class TransformerModel(nn.Module):
     def _run(self, x: Tensor, shared: Shared | None = None, *, cache: KVCache | None = None, **cross: Any) -> Tensor:
         """Apply the blocks and the final norm. Returns hidden states (B, L, E). ``cross``: memory and its mask."""
         attn_bias = None if self.attn_bias is None else as_bias(self.attn_bias)
-        if attn_bias is not None and cache is not None:
-            attn_bias = cache.place(attn_bias)
         checkpointing = self.config.checkpointing and torch.is_grad_enabled()
         options: dict[str, Any] = {"attn_bias": attn_bias, **cross}
         try:
