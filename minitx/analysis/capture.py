@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.statistics import attention_statistics, over_tiles, real_queries
+from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.blocks import Block, is_recomputing
 from minitx.nn.functional import AttentionCall, full_precision
 
@@ -93,8 +95,9 @@ def capture(
     """Record every attention call of ``model`` while the context is open.
 
     It works for any module that contains our attention, with every backend, and with caches, grouped heads, activation
-    checkpointing and DDP. The first four records below are recomputed from the arguments of the core, in at least float32. The
-    others are the outputs of modules. Nothing is stored on the modules, no random number is drawn, and the hooks are removed at
+    checkpointing, DDP and FSDP. A forward pass inside of a backward pass is not recorded: it is the recomputation of activation
+    checkpointing. The first four records below are recomputed from the arguments of the core, in at least float32. The others
+    are the outputs of modules. Nothing is stored on the modules, no random number is drawn, and the hooks are removed at
     the end.
 
     =============== ===========================================================================================
@@ -108,13 +111,16 @@ def capture(
     =============== ===========================================================================================
 
     Args:
-        layers: the attention cores to record: indices in the order of ``named_modules`` (negative from the end), or parts of
-            their names, such as ``"cross"``; one, or several. A full name selects only that layer. Default: all.
+        layers: the layers to record: numbers, or parts of the names of the recorded modules, such as ``"cross"``; one, or
+            several. All records have the same numbers. Layer 0 is the first in the order of ``named_modules``, layer -1 the
+            last. A block is one layer, with all its attention. Elsewhere, modules belong to the same layer if their names are
+            equal up to the last number; attention without a number in its name is a layer of its own. ``"blocks.1"`` does not
+            select ``blocks.10``, and a full name selects only that module. Default: all.
         heads: the heads to record, in this order, or one. Default: all.
         what: one of the names above.
 
     Returns:
-        a context that gives ``Seen``, a dict from the core's name to a list with one entry per call.
+        a context that gives ``Seen``, a dict from the module's name to a list with one entry per call.
 
     Raises:
         ValueError: an unknown ``what``, layer or head, or a model without attention weights. Cores without weights (linear
@@ -122,7 +128,8 @@ def capture(
             added after compiling never run.
 
     Warns:
-        UserWarning: ``weights`` or ``scores`` will take more than 1 GiB. The message says how much.
+        UserWarning: ``weights`` or ``scores`` will take more than 1 GiB; or, at the end, a layer did not run. The hooks do not
+            run if a function compiled earlier, such as ``torch.compile(model)``, is called instead of ``model``.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention = MultiHeadAttention(6, 2)
@@ -147,32 +154,27 @@ def watch(
     heads: Sequence[int] | int | None = None,
 ) -> Iterator[Seen]:
     """Like ``capture``, with a recorder of your own: a function that is called with a ``Look`` at each attention call."""
-    cores = attention_cores(model)
-    if not cores:
-        raise ValueError(f"{type(model).__name__} has no attention core with weights to look at")
+    cores = chosen_modules(model, "weights", layers)
     what = next((name for name, known in RECORDERS.items() if known is recorder), None)
-    watcher = _Watcher(Seen(chosen_names(list(cores), layers), what), recorder, heads)
-    refuse_compiled(model)
+    watcher = _Watcher(Seen(list(cores), what), recorder, heads)
     with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if name in watcher.seen:
-                hooks.enter_context(module.register_forward_pre_hook(partial(watcher.enter_core, name)))
+        for name, core in cores.items():
+            hooks.enter_context(core.register_forward_pre_hook(partial(watcher.enter_core, name)))
+        for module in model.modules():
             if _knows_its_targets(type(module)):  # type: ignore[arg-type]
                 hooks.enter_context(module.register_forward_pre_hook(watcher.enter_model, with_kwargs=True))
         yield watcher.seen
+    warn_of_silence(model, watcher.seen)
 
 
 @contextmanager
 def _watch_outputs(
     model: nn.Module, what: str, layers: Sequence[int | str] | int | str | None, heads: Sequence[int] | int | None
 ) -> Iterator[Seen]:
-    modules = output_modules(model, what)
-    if not modules:
-        raise ValueError(f"{type(model).__name__} has no {what} to look at")
     if heads is not None and what != "heads":
         raise ValueError(f"heads={heads} has no meaning for {what}, which has no heads")
-    seen = Seen(chosen_names(list(modules), layers), what)
-    refuse_compiled(model)
+    modules = chosen_modules(model, what, layers)
+    seen = Seen(list(modules), what)
 
     def leave(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not is_recomputing():
@@ -180,20 +182,36 @@ def _watch_outputs(
             seen[name].append(out.clone() if heads is None else out[:, places_of(heads, out.shape[1], out.device)])
 
     with ExitStack() as hooks:
-        for name in seen:
-            hooks.enter_context(modules[name].register_forward_hook(partial(leave, name)))
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_hook(partial(leave, name)))
         yield seen
+    warn_of_silence(model, seen)
 
 
-def output_modules(model: nn.Module, what: str) -> dict[str, nn.Module]:
-    """Return, by name, the modules whose outputs are ``heads`` (attention cores), ``feedforward`` or ``residual`` (blocks)."""
-    named = [(f"{name}.".lstrip("."), module) for name, module in model.named_modules()]
-    if what == "heads":
-        return {f"{name}core": m.core for name, m in named if isinstance(getattr(m, "core", None), nn.Module)}
-    blocks = [(name, module) for name, module in named if isinstance(module, Block)]
-    if what == "feedforward":
-        return {f"{name}feedforward": block.feedforward for name, block in blocks}
-    return {name.rstrip("."): block for name, block in blocks}
+def modules_of(model: nn.Module, what: str) -> dict[str, nn.Module]:
+    """Return, by name, the modules that are recorded for ``what``.
+
+    ``residual`` and ``feedforward`` belong to each ``Block``, ``heads`` to each attention core: the core of a
+    ``MultiHeadAttention``, or a module whose class has the attribute ``softmax_weights``. All other records belong to the cores
+    where this attribute is True. A module that is used in several places has one name.
+    """
+    modules = list(model.modules())
+    if what in ("feedforward", "residual"):
+        blocks = [module for module in modules if isinstance(module, Block)]
+        wanted = blocks if what == "residual" else [block.feedforward for block in blocks]
+    elif what == "heads":
+        wanted = [module.core for module in modules if isinstance(module, MultiHeadAttention)]
+        inside = {part for core in wanted for part in core.modules()}  # a core may be wrapped, or hold another core
+        wanted += [module for module in modules if hasattr(type(module), "softmax_weights") and module not in inside]
+    else:  # the class is asked, because wrappers such as those of PEFT lend their instances the attributes of what they wrap
+        wanted = [module for module in modules if getattr(type(module), "softmax_weights", False)]
+    found = set(wanted)
+    return {name: module for name, module in model.named_modules() if module in found}
+
+
+def attention_cores(model: nn.Module) -> dict[str, nn.Module]:
+    """Return, by name, the cores of ``model`` whose weights are the softmax of their call (``softmax_weights``)."""
+    return modules_of(model, "weights")
 
 
 @cache
@@ -202,34 +220,86 @@ def _knows_its_targets(kind: type[nn.Module]) -> bool:
     return "decoder_key_mask" in inspect.signature(kind.forward).parameters
 
 
-def attention_cores(model: nn.Module) -> dict[str, nn.Module]:
-    """Return, by name, the cores of ``model`` whose weights are the softmax of their call (``softmax_weights``)."""
-    return {name: module for name, module in model.named_modules() if getattr(module, "softmax_weights", False)}
+def chosen_modules(model: nn.Module, what: str, layers: Sequence[int | str] | int | str | None) -> dict[str, nn.Module]:
+    """Return, by name, the modules of ``modules_of`` that ``layers`` selects.
+
+    Raises:
+        ValueError: the model has none, or ``layers`` selects none. RuntimeError: a part of the model is compiled.
+    """
+    modules = modules_of(model, what)
+    if not modules:
+        part = {"heads": "attention core", "feedforward": "Block", "residual": "Block"}.get(what, "attention core with weights")
+        raise ValueError(f"{type(model).__name__} has no {part}")
+    refuse_compiled(model)
+    return {name: modules[name] for name in chosen_names(list(modules), layers, layers_of(model))}
 
 
-def chosen_names(names: Sequence[str], layers: Sequence[int | str] | int | str | None) -> list[str]:
-    """Return the names that ``layers`` selects, in the order of ``names``. ``layers`` are indices, also negative, or parts of names.
+def layers_of(model: nn.Module) -> dict[str, str]:
+    """Return, by name, the layer of each block, feed-forward part and attention core, in the order of ``named_modules``."""
+    blocks = modules_of(model, "residual")
+    found = {name for what in ("residual", "feedforward", "heads", "weights") for name in modules_of(model, what)}
+    return {name: layer_of(name, blocks) for name, _ in model.named_modules() if name in found}
+
+
+def layer_of(name: str, blocks: Iterable[str] = ()) -> str:
+    """Return the layer that a module belongs to: the name up to its last number, or up to the number of its block.
+
+    >>> layer_of("encoder.blocks.1.attention.core"), layer_of("pooling.core")
+    ('encoder.blocks.1', 'pooling.core')
+    """
+    name = next((block for block in blocks if f"{name}.".startswith(f"{block}.".lstrip("."))), name)
+    numbered = re.match(r"(.*\.)?\d+(?=\.|$)", name)
+    return numbered[0] if numbered else name
+
+
+def chosen_names(
+    names: Sequence[str], layers: Sequence[int | str] | int | str | None, layer_of_name: Mapping[str, str] | None = None
+) -> list[str]:
+    """Return the names that ``layers`` selects, in the order of ``names``. ``layers`` are numbers of layers, or parts of names.
+
+    Args:
+        layer_of_name: the layer of each name. Its different values, in their order, are what numbers select. Default: as in
+            ``layer_of``.
 
     Raises:
         ValueError: no entry, or one that selects nothing.
 
-    >>> chosen_names(["encoder.0", "encoder.1", "decoder.0"], ["encoder", -1])
-    ['encoder.0', 'encoder.1', 'decoder.0']
+    >>> chosen_names(["blocks.0.attention", "blocks.0.cross", "blocks.1.attention", "blocks.10.attention"], [0, "blocks.1"])
+    ['blocks.0.attention', 'blocks.0.cross', 'blocks.1.attention']
     """
     if layers is None:
         return list(names)
+    places = {name: layer_of(name) for name in names} if layer_of_name is None else layer_of_name
+    numbered = list(dict.fromkeys(places.values()))
     chosen: set[str] = set()
     for layer in [layers] if isinstance(layers, int | str) else layers:
+        known: Sequence[str] = names
         if isinstance(layer, str):
-            found = [layer] if layer in names else [name for name in names if layer in name]
+            part = re.compile(re.escape(layer) + r"(?!\d)")  # block 1 is not block 10
+            found = [layer] if layer in names else [name for name in names if part.search(name)]
         else:
-            found = [names[layer]] if -len(names) <= layer < len(names) else []
+            known = [f"{i} ({place})" for i, place in enumerate(numbered) if place in map(places.get, names)]
+            place = numbered[layer] if -len(numbered) <= layer < len(numbered) else None
+            found = [name for name in names if places[name] == place]
         if not found:
-            raise ValueError(f"layers: {layer!r} is none of the {len(names)} layers {', '.join(names)}")
+            raise ValueError(f"layers: {layer!r} is none of the {len(known)} layers {', '.join(known)}")
         chosen.update(found)
     if not chosen:
         raise ValueError(f"layers={layers!r} names none of the {len(names)} layers {', '.join(names)}")
     return [name for name in names if name in chosen]
+
+
+def warn_of_silence(model: nn.Module, ran: Mapping[str, Any]) -> None:
+    """Warn of layers in which no hook ran. ``ran`` holds, by name of a module, whether its hook ran."""
+    places = layers_of(model)
+    heard = {places[name] for name, did in ran.items() if did}
+    silent = [name for name in ran if places[name] not in heard]
+    if silent:
+        warnings.warn(
+            f"{', '.join(silent)} did not run while the context was open, so nothing was recorded or changed there. What was "
+            "compiled before (torch.compile) runs no hooks: call the plain module inside of the context",
+            stacklevel=4,
+        )
 
 
 def refuse_compiled(model: nn.Module) -> None:

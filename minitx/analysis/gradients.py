@@ -53,7 +53,7 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
         for part in parts:
             with torch.enable_grad(), watch(model, lambda look: look) as seen:
                 value, counted = loss(part)
-            looks = {name: records[0] for name, records in seen.items()}
+            looks = {name: records[0] for name, records in seen.items() if records}
             wanted = [*(look.call.query for look in looks.values()), *weights.values()]
             found = iter(torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True))
             for name, look in looks.items():
@@ -62,7 +62,7 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
             for place, gradient in zip(weights, found, strict=True):
                 gradients[place].append(gradient.double().flatten())
     result: dict[str, dict[str, Any]] = {}
-    for name, rows in ((name, torch.cat(parts)) for name, parts in norms.items()):
+    for name, rows in ((name, torch.cat(parts)) for name, parts in norms.items() if parts):
         sizes = {"grad_query_rms": float(rows.square().mean().sqrt()), "grad_query_median": float(rows.median())}
         result[name] = {**sizes, "grad_query_histogram": _log_histogram(rows)}
     for (name, key), of_parts in gradients.items():

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.capture import OUTPUTS, attention_cores, capture, chosen_names, output_modules, places_of, refuse_compiled
+from minitx.analysis.capture import OUTPUTS, capture, chosen_modules, modules_of, places_of, refuse_compiled, warn_of_silence
 from minitx.analysis.heads import UNKNOWN, mean_interval
 from minitx.nn.attention import DotProductAttention
 from minitx.nn.blocks import is_recomputing
@@ -56,8 +57,8 @@ def intervene(
 
     Args:
         to: a number or a tensor, which is broadcast to the chosen part; a function of the chosen part; or the result of
-            ``capture``. The n-th call then uses the n-th record, and later calls the last one. With activation
-            checkpointing, run each backward pass before the next forward pass.
+            ``capture``. The n-th call then uses the n-th record, and later calls the last one. Where activation checkpointing
+            runs a call again, it gets the same record again.
         layers: as in ``capture``. Default: all.
         heads: the query heads. Default: all. Not for ``feedforward`` and ``residual``.
         positions: the queries; for ``values`` the keys; for ``feedforward`` and ``residual`` the tokens. Negative positions
@@ -66,7 +67,10 @@ def intervene(
     Raises:
         ValueError: an unknown ``what``, layer, head or position; a shape that does not fit; a core whose weights are not the
             softmax of its scores; a replacement of scores inside a context that replaces the weights. RuntimeError: a module is
-            compiled.
+            compiled; or activation checkpointing runs a call again that cannot be told apart from another call.
+
+    Warns:
+        UserWarning: a chosen layer did not run, as in ``capture``.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention, x = MultiHeadAttention(6, 2), torch.randn(1, 3, 6)
@@ -79,27 +83,24 @@ def intervene(
         raise ValueError(f"what={what!r} must be one of {', '.join(CHANGEABLE)}")
     if heads is not None and what in ("feedforward", "residual"):
         raise ValueError(f"heads={heads} has no meaning for {what}, which has no heads")
-    modules = output_modules(model, what) if what in OUTPUTS else attention_cores(model)
-    if not modules:
-        raise ValueError(f"{type(model).__name__} has no {what} to change")
-    names = chosen_names(list(modules), layers)
+    modules = chosen_modules(model, what, layers)
     if isinstance(to, Mapping):
         if (recorded := getattr(to, "what", None)) not in (None, what):
             raise ValueError(f"what={what!r} is replaced by records of {recorded!r}: capture(what={what!r}) records what fits")
-        names = [name for name in names if name in to]
-        if not names:
+        if not (both := modules.keys() & to.keys()):
             raise ValueError(f"the records hold none of the layers {', '.join(modules)}")
-    refuse_compiled(model)
+        modules = {name: module for name, module in modules.items() if name in both}
+    parts = {name: _Part(name, what, to, heads, positions) for name in modules}
     with ExitStack() as hooks:
-        for name in names:
-            part = _Part(name, what, to, heads, positions)
+        for name, module in modules.items():
             if what in OUTPUTS:
-                hooks.enter_context(modules[name].register_forward_hook(part.leave))
+                hooks.enter_context(module.register_forward_hook(parts[name].leave))
                 continue
-            if what != "values" and not isinstance(modules[name], DotProductAttention):
-                raise ValueError(f"{name} is a {type(modules[name]).__name__}: only DotProductAttention takes other {what}")
-            hooks.enter_context(modules[name].register_forward_pre_hook(part.enter))
+            if what != "values" and not isinstance(module, DotProductAttention):
+                raise ValueError(f"{name} is a {type(module).__name__}: only DotProductAttention takes other {what}")
+            hooks.enter_context(module.register_forward_pre_hook(parts[name].enter))
         yield
+    warn_of_silence(model, {name: part.ran for name, part in parts.items()})
 
 
 class _Part:
@@ -108,7 +109,9 @@ class _Part:
     def __init__(
         self, name: str, what: str, to: Change, heads: Sequence[int] | int | None, positions: Sequence[int] | int | None
     ) -> None:
-        self.name, self.what, self.to, self.heads, self.positions, self.calls = name, what, to, heads, positions, 0
+        self.name, self.what, self.to, self.heads, self.positions = name, what, to, heads, positions
+        self.ran = False
+        self.norms: list[Tensor] = []
 
     def enter(self, core: nn.Module, args: tuple[AttentionCall]) -> tuple[AttentionCall]:
         (call,) = args
@@ -129,11 +132,12 @@ class _Part:
 
     def changed(self, tensor: Tensor) -> Tensor:
         """``tensor`` with the chosen part replaced."""
+        self.ran = True
         axes = {1: self.heads, 2: self.positions} if tensor.dim() == 4 else {1: self.positions}
         places = [places_of(chosen, tensor.shape[axis], tensor.device) for axis, chosen in axes.items()]
         index = (slice(None), places[0][:, None], places[1]) if len(places) == 2 else (slice(None), places[0])
         old = tensor[index]
-        new = self.replacement(old, tensor.shape, index).to(tensor)
+        new = self.replacement(tensor, index).to(tensor)
         try:
             new = new.expand_as(old)
         except RuntimeError:
@@ -145,21 +149,34 @@ class _Part:
         out[index] = new
         return out
 
-    def replacement(self, old: Tensor, shape: torch.Size, index: Any) -> Tensor:
+    def replacement(self, tensor: Tensor, index: Any) -> Tensor:
         if callable(self.to):
-            return self.to(old)
+            return self.to(tensor[index])
         if not isinstance(self.to, Mapping):
             return torch.as_tensor(self.to)
         records = self.to[self.name]
         if not records:
             raise ValueError(f"{self.name}: nothing was recorded; run the model inside of capture first")
-        again = is_recomputing()  # the block whose forward pass was the last call
-        number = min(max(self.calls - again, 0), len(records) - 1)
-        self.calls += not again
-        record = records[number].to(old.device)
-        if record.shape[1:] != shape[1:]:
-            raise ValueError(f"{self.name}: the record has the shape {tuple(record.shape)}, but {tuple(shape)} is replaced")
+        record = records[self.number(tensor.detach(), len(records))].to(tensor.device)
+        if record.shape[1:] != tensor.shape[1:]:
+            raise ValueError(f"{self.name}: the record has the shape {tuple(record.shape)}, but {tuple(tensor.shape)} is replaced")
         return record[index]
+
+    def number(self, tensor: Tensor, num_records: int) -> int:
+        """The number of the record of this call. A recomputed call is known by its ``tensor``, which is what it was."""
+        if num_records == 1:
+            return 0
+        norm = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+        if not is_recomputing():
+            self.norms.append(norm)
+            return min(len(self.norms), num_records) - 1
+        found = {min(number, num_records - 1) for number, other in enumerate(self.norms) if torch.equal(norm, other)}
+        if len(found) != 1:
+            raise RuntimeError(
+                f"{self.name}: activation checkpointing runs a layer again, and {len(found)} of its calls have the same "
+                f"{self.what}: which record replaces them is not known"
+            )
+        return found.pop()
 
 
 # --- the experiments that everybody does first
@@ -203,8 +220,9 @@ def knock_out_heads(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> He
     torch.Size([1, 2])
     """
     with evaluating(model):
-        whole = loss(model).double()
-        without = _each_head(model, lambda name, head: _run(model, loss, "heads", 0.0, name, head))
+        with _count_heads(model) as num_heads:
+            whole = loss(model).double()
+        without = _each_head(num_heads, lambda name, head: _run(model, loss, "heads", 0.0, name, head))
     return _effects(without, lambda x: x.double() - whole, "change of loss without the head")
 
 
@@ -245,7 +263,8 @@ def patch_heads(
         wrong = score(model(**corrupted)).double()
         if not (whole := (right - wrong).mean()).abs() > 0:
             raise ValueError("the clean and the corrupted run have the same mean score: there is nothing to restore")
-        patched = _each_head(model, lambda name, head: _run(model, lambda m: score(m(**corrupted)), what, seen, name, head))
+        num_heads = {name: records[0].shape[1] if records else 0 for name, records in seen.items()}
+        patched = _each_head(num_heads, lambda name, head: _run(model, lambda m: score(m(**corrupted)), what, seen, name, head))
     return _effects(patched, lambda x: (x.double() - wrong) / whole, "share of the clean score that the head restores")
 
 
@@ -254,16 +273,27 @@ def _run(model: nn.Module, loss: Callable[[nn.Module], Tensor], what: str, to: C
         return loss(model)
 
 
-def _each_head(model: nn.Module, run: Callable[[str, int], Tensor]) -> dict[str, list[Tensor]]:
+@contextmanager
+def _count_heads(model: nn.Module) -> Iterator[dict[str, int]]:
+    """Give the number of heads of each attention core by name, 0 where a core does not run."""
+    cores = modules_of(model, "heads")
+    refuse_compiled(model)
+    found = dict.fromkeys(cores, 0)
+
+    def enter(name: str, core: nn.Module, args: tuple[AttentionCall]) -> None:
+        found[name] = args[0].query.shape[1]
+
+    with ExitStack() as hooks:
+        for name, core in cores.items():
+            hooks.enter_context(core.register_forward_pre_hook(partial(enter, name)))
+        yield found
+
+
+def _each_head(num_heads: Mapping[str, int], run: Callable[[str, int], Tensor]) -> dict[str, list[Tensor]]:
     """``run(name, head)`` of every head."""
-    found: dict[str, list[Tensor]] = {}
-    for name, layer in model.named_modules():
-        if isinstance(getattr(layer, "core", None), nn.Module) and hasattr(layer, "num_heads"):
-            core = f"{name}.core".lstrip(".")
-            found[core] = [run(core, head) for head in range(layer.num_heads)]
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no attention heads")
-    return found
+    if not any(num_heads.values()):
+        raise ValueError(f"none of the {len(num_heads)} attention cores of the model ran")
+    return {name: [run(name, head) for head in range(number)] for name, number in num_heads.items() if number}
 
 
 def _effects(found: dict[str, list[Tensor]], compare: Callable[[Tensor], Tensor], what: str) -> HeadEffects:
@@ -279,8 +309,13 @@ def _effects(found: dict[str, list[Tensor]], compare: Callable[[Tensor], Tensor]
 def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
     """Return the logits that the model would give if it ended after each block: (blocks, B, L, V).
 
-    The final norm and the head are applied to the residual stream after each block (nostalgebraist 2020, "interpreting GPT: the
-    logit lens"). For an encoder–decoder, these are the blocks of the decoder.
+    The output of the last block is replaced by that of each block before, so the final norm and the head are applied to the
+    residual stream after each block (nostalgebraist 2020, "interpreting GPT: the logit lens"). A block that is applied several
+    times counts each time. Blocks may sit in other modules. Blocks of another stream than the last block's are left out: for an
+    encoder–decoder, those of the encoder.
+
+    Raises:
+        ValueError: the model has no ``Block``, none runs, or the residual stream changes its shape between them.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -291,15 +326,33 @@ def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
     (torch.Size([2, 1, 4, 11]), True)
     """
     with evaluating(model):
-        order = list[str]()
-        with capture(model, what="residual") as seen, ExitStack() as hooks:
-            for name, block in output_modules(model, "residual").items():
-                hooks.enter_context(block.register_forward_hook(lambda *_, name=name: order.append(name)))
-            model(**inputs)
-        last = order[-1]  # the model runs the blocks of an encoder first, wherever they are defined
-        stack = [name for name in seen if name.rpartition(".")[0] == last.rpartition(".")[0]]
-        out = []
-        for name in stack:
-            with intervene(model, "residual", seen[name][0], layers=[last]):
+        with capture(model, what="residual") as seen:
+            calls = _block_calls(model, inputs)
+        if not calls:
+            raise ValueError(f"no block of {type(model).__name__} ran")
+        with intervene(model, "residual", lambda x: x.flip(-1)):
+            changed = _block_calls(model, inputs)
+        # A stream starts where the outputs of the blocks before have no effect on a block's input.
+        pairs = zip(calls, changed, strict=True)
+        start = max((i for i, ((_, x), (_, y)) in enumerate(pairs) if torch.equal(x, y)), default=0)
+        records = {name: iter(of_block) for name, of_block in seen.items()}
+        after = [next(records[name]) for name, _ in calls]
+        last, out = calls[-1][0], []
+        for record in after[start:]:
+            with intervene(model, "residual", {last: [*seen[last][:-1], record]}):
                 out.append(model(**inputs))
     return torch.stack(out)
+
+
+def _block_calls(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """The name and the input of each block that ``model(**inputs)`` calls, in the order of the calls."""
+    calls: list[tuple[str, Tensor]] = []
+
+    def enter(name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((name, (args[0] if args else kwargs["x"]).clone()))
+
+    with ExitStack() as hooks:
+        for name, block in modules_of(model, "residual").items():
+            hooks.enter_context(block.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
+        model(**inputs)
+    return calls

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.module_tracker import ModuleTracker
 
 from minitx.nn.bias import Bias
 from minitx.nn.cache import LayerCache
@@ -231,32 +230,16 @@ class Block(nn.Module):
         return x
 
 
-_RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
-
-
 def is_recomputing() -> bool:
-    """Return whether a checkpointed block is being recomputed in the backward pass. Recorders skip this second run.
+    """Return whether a backward pass is running. A forward pass inside of it is the recomputation of activation checkpointing.
 
-    Hooks run both times, because a hook that changes a value must change it both times.
+    This holds for ``torch.utils.checkpoint`` in all its forms. Recorders skip this second run. Hooks run both times, because a
+    hook that changes a value must change it both times.
 
     >>> is_recomputing()
     False
     """
-    return _RECOMPUTING.get()
-
-
-class _Recomputing:
-    """A context that is entered in every backward pass through the block; there are several where a graph is retained."""
-
-    def __enter__(self) -> None:
-        self.token = _RECOMPUTING.set(True)
-
-    def __exit__(self, *error: object) -> None:
-        _RECOMPUTING.reset(self.token)
-
-
-def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _Recomputing()
+    return ModuleTracker().is_bw
 
 
 def run_checkpointed(block: nn.Module, x: Tensor, **options: Any) -> Any:
@@ -265,6 +248,4 @@ def run_checkpointed(block: nn.Module, x: Tensor, **options: Any) -> Any:
     Both runs use the same random numbers, so the gradients equal those of a plain call bit by bit (Chen et al. 2016,
     arXiv:1604.06174).
     """
-    # the compiler recomputes by itself and does not take our context
-    more: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": _contexts}
-    return checkpoint(block, x, use_reentrant=False, **more, **options)
+    return checkpoint(block, x, use_reentrant=False, **options)

@@ -126,7 +126,7 @@ class Probe(StepCallback):
                     hook = block.register_forward_hook(lambda _, args, out, name=name: hidden.update({name: _first(out)}))
                     hooks.enter_context(hook)
             Caller(network)(self._on(device))
-            looks = {name: records[0] for name, records in seen.items()}
+            looks = {name: records[0] for name, records in seen.items() if records}
             layers = {name: _statistics(name, look, hidden) for name, look in looks.items()} if statistics else {}
         if statistics:
             self._retention(layers)

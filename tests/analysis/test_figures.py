@@ -169,7 +169,7 @@ def test_equal_figures_give_equal_bytes_however_often_they_are_saved(suffix, sta
 def test_what_cannot_be_drawn_is_refused_in_a_sentence(snapshot):
     first, no_number = snapshot.maps[0], math.nan * snapshot.maps[0].weights
     for call, sentence in (
-        (lambda: head_heatmap(snapshot, 2, 0), "2 is none of the 2 layers blocks"),
+        (lambda: head_heatmap(snapshot, 2, 0), r"2 is none of the 2 layers 0 \(blocks"),
         (lambda: head_heatmap(snapshot, 0, 3), "head=3 must be one of 0 to 2"),
         (lambda: heatmap_grid(snapshot, row=-1), "row=-1 must be one of the batch's 0 to 1"),
         (lambda: heatmap_grid(replace(snapshot, maps=(replace(first, weights=no_number),))), "not finite in head 0"),

@@ -126,7 +126,7 @@ def test_what_cannot_be_changed_is_refused_with_its_name(what, to, options, said
 
 def test_a_model_without_what_is_changed_is_refused():
     attention, model = MultiHeadAttention(12, 3, core=LinearAttention()), model_of()
-    with pytest.raises(ValueError, match="no weights to change"), intervene(attention, "weights", 0.0):
+    with pytest.raises(ValueError, match="no attention core with weights"), intervene(attention, "weights", 0.0):
         pass
     model.blocks[1].compile(backend="eager")
     with pytest.raises(RuntimeError, match=r"blocks\.1 is compiled"), intervene(model, "heads", 0.0):
