@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -135,9 +136,9 @@ def fold_scale(model: nn.Module, to: str | float = "unscaled", *, factor: float 
 
     Raises:
         ValueError: there is no attention in the model; the old or the new scale is 0 or has no fixed multiplier (``learned``,
-            ``log_length``); a layer has QK-norm, which would undo the change; a core computes no dot products; or a projection has
-            other parameters than weight and bias (LoRA, parametrisations), or shares them with one that needs another factor. The
-            model is then unchanged.
+            ``log_length``); a layer has QK-norm, which would undo the change; a core computes no dot products; W_Q or W_K is not a
+            plain ``nn.Linear`` (a subclass, quantised, parametrised, with LoRA or hooks); or another layer uses the same weight
+            and needs another factor (``v_proj``, an embedding). The model is then unchanged.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention, x = MultiHeadAttention(12, 3), torch.randn(2, 5, 12)
@@ -145,7 +146,11 @@ def fold_scale(model: nn.Module, to: str | float = "unscaled", *, factor: float 
     >>> bool(torch.allclose(fold_scale(attention)(x), before, atol=1e-6)), attention.scale
     (True, ScoreScale('unscaled', head_dim=4))
     """
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(getattr(layer, "scale", None), ScoreScale)}
+    layers = {
+        name: layer
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if isinstance(getattr(layer, "scale", None), ScoreScale)
+    }
     if not layers:
         raise ValueError(f"{type(model).__name__} contains no attention layer with a scale")
     new = {
@@ -155,16 +160,21 @@ def fold_scale(model: nn.Module, to: str | float = "unscaled", *, factor: float 
     for name, layer in layers.items():
         if (reason := _why_not_fold(layer, new[name])) is not None:
             raise ValueError(f"cannot fold the scale of {name or type(layer).__name__}: {reason}")
-    shares: dict[nn.Parameter, float] = {}  # layers can have common projections, which are multiplied once
+    folded: set[str] = set()
+    shares: dict[int, tuple[Tensor, float]] = {}  # by memory: layers can have common projections, which are multiplied once
     for name, layer in layers.items():
         ratio = layer.scale.multiplier / new[name].multiplier
-        for projection, share in (
-            (layer.q_proj, math.copysign(math.sqrt(abs(ratio)), ratio)),
-            (layer.k_proj, math.sqrt(abs(ratio))),
-        ):
-            if any(shares.setdefault(parameter, share) != share for parameter in projection.parameters()):
-                raise ValueError(f"cannot fold the scale of {name}: it shares a projection that needs another factor elsewhere")
-    for parameter, share in shares.items():
+        for part, share in (("q_proj", math.copysign(math.sqrt(abs(ratio)), ratio)), ("k_proj", math.sqrt(abs(ratio)))):
+            folded.add(f"{name}.{part}".removeprefix("."))
+            for parameter in getattr(layer, part).parameters():
+                if shares.setdefault(_memory(parameter), (parameter, share))[1] != share:
+                    raise ValueError(
+                        f"cannot fold the scale of {name}: it shares a projection that needs another factor elsewhere"
+                    )
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if _memory(parameter) in shares and name.rpartition(".")[0] not in folded:
+            raise ValueError(f"cannot fold the scale: {name} is also the weight of a q_proj or k_proj, and must not change")
+    for parameter, share in shares.values():
         parameter.mul_(share)
     for name, layer in layers.items():
         layer.scale = new[name]
@@ -179,13 +189,30 @@ def _why_not_fold(layer: nn.Module, new: ScoreScale) -> str | None:
     """The reason why an attention layer cannot have the scale ``new`` instead, or None."""
     projections: Any = (layer.q_proj, layer.k_proj)
     old: Any = layer.scale
-    names = {name for projection in projections for name, _ in projection.named_parameters()}
+    faults = [fault for projection in projections if (fault := not_plain(projection, nn.Linear, ("weight", "bias")))]
     reasons = {
         f"scale={old.scale} has no fixed multiplier": old.multiplier is None,
         f"to={new.scale} has no fixed multiplier": new.multiplier is None,
         "the old or the new scale is 0": 0.0 in (old.multiplier, new.multiplier),
         "qk_norm would undo a change of W_Q and W_K": layer.qk_norm is not None,
         f"{type(layer.core).__name__} computes no dot products": not getattr(layer.core, "has_dot_products", False),
-        "q_proj and k_proj must have the parameters weight and bias only": not names <= {"weight", "bias"},
+        f"q_proj and k_proj must be plain Linear layers: {', '.join(faults)}": bool(faults),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def not_plain(module: nn.Module, kind: type[nn.Module], parameters: Collection[str]) -> str | None:
+    """Return why ``module`` may compute something else than a ``kind`` with these parameters, or None."""
+    name = f"{type(module).__module__}.{type(module).__name__}"
+    others = sorted({parameter for parameter, _ in module.named_parameters()} - set(parameters))
+    if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in vars(module):
+        return f"{name} has a forward of its own"
+    if others:
+        return f"{name} has other parameters, {', '.join(others)}"
+    # torch has no public list of a module's hooks
+    return f"{name} has a hook" if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()) else None
+
+
+def _memory(parameter: Tensor) -> int:
+    """A number that tensors in the same memory have in common. Without memory (meta, DTensor), the tensor's own."""
+    return parameter.data_ptr() or id(parameter)

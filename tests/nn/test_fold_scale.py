@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from minitx.config import TransformerConfig
 from minitx.nn import MultiHeadAttention, QKNorm, ScoreScale, fold_scale
@@ -77,14 +78,87 @@ def test_layers_with_common_projections_are_folded_once_or_refused():
     assert torch.equal(first.q_proj.weight, before) and first.scale.scale == "unscaled"
 
 
-def test_projections_with_parameters_of_another_kind_are_refused():
-    low_rank, layer = nn.Linear(12, 12), MultiHeadAttention(12, 3)
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2.0 * super().forward(x)
+
+
+def with_adapter():
+    low_rank = nn.Linear(12, 12)
     low_rank.lora_a, low_rank.lora_b = nn.Linear(12, 2), nn.Linear(2, 12)
-    normed = nn.utils.parametrizations.spectral_norm(nn.Linear(12, 12))
-    for projection in (low_rank, normed):
-        layer.k_proj = projection
-        with pytest.raises(ValueError, match="weight and bias only"):
-            fold_scale(layer)
+    return low_rank
+
+
+def hooked(before):
+    layer = nn.Linear(12, 12)
+    register = layer.register_forward_pre_hook if before else layer.register_forward_hook
+    register((lambda module, args: (args[0] + 1.0,)) if before else (lambda module, args, out: out + 1.0))
+    return layer
+
+
+def patched():
+    layer = nn.Linear(12, 12)
+    layer.forward = lambda x: x
+    return layer
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (with_adapter, "lora_a"),
+        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(12, 12)), "parametrizations"),
+        (lambda: prune.random_unstructured(nn.Linear(12, 12), "weight", 0.5), "weight_orig"),
+        (lambda: torch.ao.nn.quantized.dynamic.Linear(12, 12), "Linear has a forward of its own"),
+        (lambda: Doubled(12, 12), "Doubled has a forward of its own"),
+        (lambda: hooked(before=True), "hook"),
+        (lambda: hooked(before=False), "hook"),
+        (patched, "forward of its own"),
+    ],
+)
+@pytest.mark.parametrize("name", ["q_proj", "k_proj"])
+def test_a_projection_that_is_no_plain_linear_layer_is_refused_by_its_difference(name, make, reason):
+    layer = MultiHeadAttention(12, 3)
+    setattr(layer, name, make())
+    with pytest.raises(ValueError, match=f"plain Linear layers: .*{reason}"):
+        fold_scale(layer)
+    assert layer.scale.scale == "inv_sqrt"
+
+
+def tie(model, part):
+    """Use a weight of attention in another place too."""
+    layer = model.blocks[1].attention
+    if part == "module":
+        layer.v_proj = layer.k_proj
+    elif part == "weight":
+        layer.v_proj.weight = layer.k_proj.weight
+    elif part == "memory":
+        layer.v_proj.weight = nn.Parameter(layer.k_proj.weight.detach())
+    else:
+        model.embeddings.token.weight = layer.q_proj.weight
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [(part, "blocks.1.attention.v_proj.weight") for part in ("module", "weight", "memory")]
+    + [("embedding", "embeddings.token.weight")],
+)
+def test_a_weight_that_is_also_used_elsewhere_is_refused_and_left_as_it_was(part, name):
+    model, inputs = build("gpt", vocab_size=30, num_layers=2)
+    tie(model, part)
+    want = model(*inputs)
+    with pytest.raises(ValueError, match=f"{name} is also the weight"):
+        fold_scale(model)
+    assert torch.equal(model(*inputs), want)
+
+
+def test_a_layer_that_is_applied_twice_and_a_projection_for_queries_and_keys_are_folded_once():
+    model, inputs = build("gpt")
+    model.blocks[1] = model.blocks[0]
+    layer = model.blocks[0].attention
+    layer.k_proj = layer.q_proj
+    want = model(*inputs)
+    torch.testing.assert_close(fold_scale(model)(*inputs), want, rtol=0, atol=1e-12 * want.abs().max().item())
 
 
 def test_a_scale_that_no_fold_can_reach_and_a_model_without_our_attention_are_refused():
