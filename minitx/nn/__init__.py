@@ -20,7 +20,7 @@ from minitx.nn.backends import (
 from minitx.nn.bias import ALiBi, Bias, T5RelativeBias, TensorBias
 from minitx.nn.blocks import Block, LayerScale, Residual, StochasticDepth, is_recomputing
 from minitx.nn.cache import KVCache, LayerCache
-from minitx.nn.drop_in import DropInAttention
+from minitx.nn.drop_in import DropInAttention, swap_attention
 from minitx.nn.feedforward import FeedForward
 from minitx.nn.functional import attention_scores, attention_weights, masked_softmax, reference_attention
 from minitx.nn.init import init_weights
@@ -90,5 +90,6 @@ __all__ = [
     "register_backend",
     "scale_multiplier",
     "scaled_dot_product_attention",
+    "swap_attention",
     "unregister_backend",
 ]

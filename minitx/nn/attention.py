@@ -13,7 +13,12 @@ from minitx.nn.functional import AttentionCall, check_settings
 from minitx.nn.masks import Causal, Mask, Padding, intersect, real_key_counts
 from minitx.nn.norms import QKNorm
 from minitx.nn.positions import Rotary, Rotation
-from minitx.nn.scale import ScoreScale
+from minitx.nn.scale import ScoreScale, not_plain
+
+TORCH_PARAMETERS = (
+    *("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"),
+    *(f"{name}_proj_weight" for name in "qkv"),
+)
 
 
 class DotProductAttention(nn.Module):
@@ -291,26 +296,34 @@ class MultiHeadAttention(nn.Module):
         a visible key is zero before ``out_proj`` (torch: NaN).
 
         Raises:
-            ValueError: ``add_bias_kv`` or ``add_zero_attn``, which append a key to every sequence.
+            TypeError: ``theirs`` is not a ``torch.nn.MultiheadAttention``.
+            ValueError: ``add_bias_kv`` or ``add_zero_attn``, which append a key to every sequence; or a layer that may compute
+                something else: a subclass with its own ``forward``, a pruned or parametrised layer, or a layer with hooks.
         """
+        if not isinstance(theirs, nn.MultiheadAttention):
+            raise TypeError(f"theirs must be a torch.nn.MultiheadAttention, got {type(theirs).__name__}")
         if theirs.bias_k is not None or theirs.add_zero_attn:
             option = "add_bias_kv" if theirs.bias_k is not None else "add_zero_attn"
             raise ValueError(f"{option}=True appends a key to every sequence, which MultiHeadAttention does not have")
+        if (fault := not_plain(theirs, nn.MultiheadAttention, TORCH_PARAMETERS)) is not None:
+            raise ValueError(f"theirs must be a plain torch.nn.MultiheadAttention: {fault}")
         has_bias = theirs.in_proj_bias is not None
         core = DotProductAttention(backend=backend)
         sizes = {"kdim": theirs.kdim, "vdim": theirs.vdim, "bias": has_bias, "dropout": theirs.dropout, "core": core}
         ours = cls(theirs.embed_dim, theirs.num_heads, **sizes).to(theirs.out_proj.weight).train(theirs.training)
-        for ours_part, theirs_part in _torch_parts(ours, theirs):
-            ours_part.data.copy_(theirs_part.detach())
-            ours_part.requires_grad_(theirs_part.requires_grad)  # a frozen layer stays frozen
+        for whole, parts in _torch_parts(ours, theirs):
+            for part, copied in zip(parts, whole.detach().chunk(len(parts)), strict=True):
+                part.data.copy_(copied)
+                part.requires_grad_(whole.requires_grad)  # a frozen layer stays frozen
         return ours
 
     @torch.no_grad()
-    def to_torch(self) -> nn.MultiheadAttention:
-        """Return a ``torch.nn.MultiheadAttention(batch_first=True)`` with copies of these weights. See ``from_torch``.
+    def to_torch(self, *, batch_first: bool = True) -> nn.MultiheadAttention:
+        """Return a ``torch.nn.MultiheadAttention`` with copies of these weights, frozen where these are. See ``from_torch``.
 
         Raises:
-            ValueError: an option that torch's layer does not have. The message names it.
+            ValueError: an option that torch's layer does not have (the message names it), or projections that are frozen in part,
+                where torch has one parameter.
         """
         E, H = self.embed_dim, self.num_heads
         lacking = {
@@ -328,30 +341,34 @@ class MultiHeadAttention(nn.Module):
             names = ", ".join(name for name, given in lacking.items() if given)
             raise ValueError(f"torch.nn.MultiheadAttention has no {names}")
         sizes = {"kdim": self.k_proj.in_features, "vdim": self.v_proj.in_features, "bias": self.q_proj.bias is not None}
-        theirs = nn.MultiheadAttention(E, H, dropout=self.dropout, batch_first=True, **sizes)
+        theirs = nn.MultiheadAttention(E, H, dropout=self.dropout, batch_first=batch_first, **sizes)
         theirs = theirs.to(self.q_proj.weight).train(self.training)
-        for ours_part, theirs_part in _torch_parts(self, theirs):
-            theirs_part.copy_(ours_part)
+        for whole, parts in _torch_parts(self, theirs):
+            if len({part.requires_grad for part in parts}) > 1:
+                raise ValueError(
+                    "q_proj, k_proj and v_proj are frozen in part: in torch.nn.MultiheadAttention they are one parameter"
+                )
+            whole.copy_(torch.cat(parts)).requires_grad_(parts[0].requires_grad)
         return theirs
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
 
 
-def _torch_parts(ours: MultiHeadAttention, theirs: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of corresponding parameters (ours, theirs); views where torch stacks its three projections."""
+def _torch_parts(ours: MultiHeadAttention, theirs: nn.MultiheadAttention) -> list[tuple[nn.Parameter, list[nn.Parameter]]]:
+    """Pairs of a parameter of theirs and the parameters of ours of which it is the concatenation."""
     projections = (ours.q_proj, ours.k_proj, ours.v_proj)
-    weights = (
-        theirs.in_proj_weight.chunk(3)
-        if theirs.in_proj_weight is not None
-        else (theirs.q_proj_weight, theirs.k_proj_weight, theirs.v_proj_weight)
-    )
-    pairs = [(projection.weight, weight) for projection, weight in zip(projections, weights, strict=True)]
-    pairs.append((ours.out_proj.weight, theirs.out_proj.weight))
-    if theirs.in_proj_bias is not None:
-        biases = (*theirs.in_proj_bias.chunk(3), theirs.out_proj.bias)
-        pairs += [(p.bias, bias) for p, bias in zip((*projections, ours.out_proj), biases, strict=True)]
-    return pairs
+    wholes = [theirs.in_proj_weight, theirs.in_proj_bias, theirs.out_proj.weight, theirs.out_proj.bias]
+    parts = [
+        [one.weight for one in projections],
+        [one.bias for one in projections],
+        [ours.out_proj.weight],
+        [ours.out_proj.bias],
+    ]
+    if theirs.in_proj_weight is None:  # with kdim or vdim
+        wholes += [theirs.q_proj_weight, theirs.k_proj_weight, theirs.v_proj_weight]
+        parts += [[one.weight] for one in projections]
+    return [(whole, part) for whole, part in zip(wholes, parts, strict=True) if whole is not None]
 
 
 def _check_memory(keys: Tensor, memory: Tensor) -> None:

@@ -27,12 +27,20 @@ class DropInAttention(nn.Module):
     ``MultiHeadAttention``. Its results differ from torch's in two points. The weights are those before dropout. A query without
     a visible key gives zero before ``out_proj``, where torch gives NaN.
 
+    The parameters are new ones: torch has one ``in_proj_weight``, and this layer has three matrices. **Build the optimizer after
+    the replacement**, because an optimizer that was built before keeps the parameters of the old layer and never trains the new
+    ones. The same holds for an exponential moving average and for gradient hooks on parameters. ``load_state_dict`` also takes
+    the state dict of torch's layer, so checkpoints of the old model load. ``swap_attention`` replaces every layer of a model.
+
     Args:
         theirs: the layer to replace. Its training mode, dtype and device are kept.
         backend: as in ``DotProductAttention``.
 
+    Attributes:
+        embed_dim, num_heads, head_dim, kdim, vdim, dropout, out_proj: those of ``attention``, as torch's layer has them.
+
     Raises:
-        ValueError: the layer uses ``add_bias_kv`` or ``add_zero_attn``.
+        TypeError, ValueError: as in ``MultiHeadAttention.from_torch``.
 
     >>> block = nn.TransformerEncoderLayer(12, 2, batch_first=True).eval()
     >>> x = torch.randn(3, 5, 12)
@@ -47,12 +55,23 @@ class DropInAttention(nn.Module):
     in_proj_bias, _qkv_same_embed_dim = None, False
     in_proj_weight = _NotFused()
     out_proj = property(lambda self: self.attention.out_proj)
+    embed_dim = property(lambda self: self.attention.embed_dim)
+    num_heads = property(lambda self: self.attention.num_heads)
+    head_dim = property(lambda self: self.attention.head_dim)
+    kdim = property(lambda self: self.attention.kdim)
+    vdim = property(lambda self: self.attention.vdim)
+    dropout = property(lambda self: self.attention.dropout)
 
     def __init__(self, theirs: nn.MultiheadAttention, *, backend: str = "auto") -> None:
         super().__init__()
         self.attention = MultiHeadAttention.from_torch(theirs, backend=backend)
         self.batch_first = theirs.batch_first
         self.train(theirs.training)
+        self.register_load_state_dict_pre_hook(_translate)
+
+    def to_torch(self) -> nn.MultiheadAttention:
+        """Return a ``torch.nn.MultiheadAttention`` with copies of these weights. See ``MultiHeadAttention.to_torch``."""
+        return self.attention.to_torch(batch_first=self.batch_first)
 
     def forward(
         self,
@@ -80,6 +99,7 @@ class DropInAttention(nn.Module):
 
         Raises:
             ValueError: ``is_causal`` without ``attn_mask``, as in torch, or shapes that do not fit.
+            TypeError: a mask that is neither bool nor float.
         """
         if is_causal and attn_mask is None:
             raise ValueError("is_causal=True needs attn_mask, got None")
@@ -103,6 +123,9 @@ class DropInAttention(nn.Module):
         self, attn_mask: Tensor | None, padding: Tensor | None, batch_size: int
     ) -> tuple[Mask | None, Tensor | None]:
         """Convert torch's two masks to a ``Mask`` and a bias."""
+        for name, given in {"attn_mask": attn_mask, "key_padding_mask": padding}.items():
+            if given is not None and given.dtype != torch.bool and not given.is_floating_point():
+                raise TypeError(f"{name} must be bool (True = hidden) or float (added to the scores), got {given.dtype}")
         rules: list[Mask] = []
         biases: list[Tensor] = []
         if attn_mask is not None:
@@ -123,6 +146,69 @@ class DropInAttention(nn.Module):
             else:
                 biases.append(padding[:, None, None])  # (B, S) -> (B, 1, 1, S)
         return intersect(*rules), reduce(torch.add, biases) if biases else None
+
+
+def swap_attention(model: nn.Module, *, backend: str = "auto") -> nn.Module:
+    """Replace every ``torch.nn.MultiheadAttention`` in a model by a ``DropInAttention``, in place.
+
+    A layer that the model uses in several places stays one layer. The new layers have new parameters: build the optimizer
+    afterwards. ``load_state_dict`` of the swapped model also takes a state dict of the original model.
+
+    Args:
+        model: any module that contains torch's layer. It is changed in place and returned.
+        backend: as in ``DotProductAttention``.
+
+    Raises:
+        ValueError: the model contains no such layer, or a layer that cannot be replaced: one that ``from_torch`` refuses, or one
+            that shares a parameter with another module. The model is then unchanged.
+
+    >>> model = nn.Transformer(12, 2, 1, 1, 16, batch_first=True).eval()
+    >>> source, target = torch.randn(2, 5, 12), torch.randn(2, 3, 12)
+    >>> before = model(source, target)
+    >>> bool(torch.allclose(swap_attention(model)(source, target), before, atol=1e-5))
+    True
+    """
+    layers = {
+        name: layer
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if name and isinstance(layer, nn.MultiheadAttention)
+    }
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} contains no torch.nn.MultiheadAttention; for a single layer, use DropInAttention"
+        )
+    owners: dict[nn.Parameter, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        owner = layers.get(name.removesuffix(".out_proj"), module)
+        for parameter in module.parameters(recurse=False):
+            other = owners.setdefault(parameter, owner)
+            if other is not owner and any(isinstance(one, nn.MultiheadAttention) for one in (owner, other)):
+                raise ValueError(
+                    f"cannot swap the attention: {name} shares a parameter with another module, which a copy would not"
+                )
+    swapped: dict[nn.Module, DropInAttention] = {}
+    for name, layer in layers.items():
+        if layer not in swapped:
+            try:
+                swapped[layer] = DropInAttention(layer, backend=backend)
+            except ValueError as error:
+                raise ValueError(f"cannot swap {name}: {error}") from None
+    for name, layer in layers.items():
+        model.set_submodule(name, swapped[layer])
+    return model
+
+
+def _translate(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *rest: object) -> None:
+    """Before ``load_state_dict``: give the entries of torch's layer the names and shapes of ours."""
+    for kind in ("weight", "bias"):
+        parts = [state_dict.pop(f"{prefix}{name}_proj_weight", None) for name in "qkv"] if kind == "weight" else []
+        if (stacked := state_dict.pop(f"{prefix}in_proj_{kind}", None)) is not None:
+            parts = stacked.chunk(3)
+        found = dict(zip("qkv", parts, strict=False))
+        found["out"] = state_dict.pop(f"{prefix}out_proj.{kind}", None)
+        for name, tensor in found.items():
+            if tensor is not None:
+                state_dict[f"{prefix}attention.{name}_proj.{kind}"] = tensor
 
 
 def _each_once(change: Callable[[Tensor], Tensor], *tensors: Tensor) -> list[Tensor]:

@@ -210,7 +210,7 @@ def not_plain(module: nn.Module, kind: type[nn.Module], parameters: Collection[s
     if others:
         return f"{name} has other parameters, {', '.join(others)}"
     # torch has no public list of a module's hooks
-    return f"{name} has a hook" if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()) else None
+    return f"{name} has a hook" if module._forward_hooks or module._forward_pre_hooks else None
 
 
 def _memory(parameter: Tensor) -> int:

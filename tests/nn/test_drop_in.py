@@ -7,7 +7,7 @@ import torch
 from sizes import torch_layer
 from torch import nn
 
-from minitx.nn import DropInAttention
+from minitx.nn import DropInAttention, swap_attention
 
 B, L, S, E, H = 2, 5, 7, 12, 3
 F64 = torch.float64
@@ -104,3 +104,134 @@ def test_a_causal_hint_without_a_mask_is_refused():
     x = torch.randn(B, L, E, dtype=F64)
     with pytest.raises(ValueError, match="attn_mask"):
         DropInAttention(torch_layer().eval())(x, x, x, is_causal=True)
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_a_mask_of_integers_is_refused_by_name_as_torch_does(dtype, name):
+    theirs, x = torch_layer().eval(), torch.randn(B, L, E, dtype=F64)
+    mask = torch.zeros(L if name == "attn_mask" else B, L, dtype=dtype)
+    with pytest.raises(AssertionError, match=name):
+        theirs(x, x, x, **{name: mask})
+    with pytest.raises(TypeError, match=f"^{name} must be bool .* or float .*, got {dtype}$"):
+        DropInAttention(theirs)(x, x, x, **{name: mask})
+
+
+def test_what_code_reads_off_torchs_layer_is_there():
+    theirs = torch_layer(kdim=8, vdim=10, dropout=0.25, batch_first=False)
+    ours = DropInAttention(theirs)
+    for name in ("embed_dim", "num_heads", "head_dim", "kdim", "vdim", "dropout", "batch_first", "training"):
+        assert getattr(ours, name) == getattr(theirs, name)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_the_way_back_keeps_the_axis_of_the_batch_and_what_is_frozen(batch_first):
+    theirs = torch_layer(batch_first=batch_first)
+    theirs.in_proj_weight.requires_grad_(False)
+    back = DropInAttention(theirs).to_torch()
+    assert back.batch_first is batch_first
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(back.get_parameter(name), parameter)
+        assert back.get_parameter(name).requires_grad is parameter.requires_grad
+
+
+# ---- a whole model
+
+
+class Pair(nn.Module):
+    """One layer in two places, and one with other widths."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.cross = torch_layer(), torch_layer(kdim=8, vdim=10, bias=False)
+        self.again = nn.ModuleList([self.first])
+
+    def forward(self, x, key, value):
+        x = x + self.first(x, x, x)[0]
+        return self.cross(x + self.again[0](x, x, x)[0], key, value)[0]
+
+
+def transformer():
+    model = nn.Transformer(E, 2, 2, 1, 16, dropout=0.0, batch_first=True, dtype=F64).eval()
+    return model, [torch.randn(B, length, E, dtype=F64) for length in (S, L)]
+
+
+def pair():
+    return Pair().eval(), [torch.randn(B, *shape, dtype=F64) for shape in ((L, E), (S, 8), (S, 10))]
+
+
+@pytest.mark.parametrize("build", [transformer, pair])
+def test_a_swapped_model_is_the_same_function_and_loads_the_weights_of_before(build):
+    model, inputs = build()
+    want, state = model(*inputs), copy.deepcopy(model.state_dict())
+    assert swap_attention(model) is model
+    assert not any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
+    torch.testing.assert_close(model(*inputs), want, rtol=0, atol=1e-12)
+    own = copy.deepcopy(model.state_dict())
+    for target in (model, copy.deepcopy(model)):  # a copy translates into itself
+        for given in (state, own):
+            for parameter in target.parameters():
+                nn.init.zeros_(parameter)
+            target.load_state_dict(given)
+            torch.testing.assert_close(target(*inputs), want, rtol=0, atol=1e-12)
+
+
+def test_a_layer_in_two_places_stays_one():
+    model = swap_attention(Pair())
+    assert model.again[0] is model.first
+    assert len(list(model.parameters())) == 8 + 4
+
+
+def test_a_checkpoint_that_does_not_fit_is_still_an_error():
+    model = swap_attention(Pair())
+    state = Pair().state_dict()
+    del state["first.in_proj_bias"]
+    state["first.bias_k"] = torch.zeros(1)
+    with pytest.raises(RuntimeError, match=r"(?s)Missing.*first\.attention\.q_proj\.bias.*Unexpected.*first\.bias_k"):
+        model.load_state_dict(state)
+
+
+class Louder(nn.MultiheadAttention):
+    def forward(self, *args, **options):
+        output, weights = super().forward(*args, **options)
+        return 2.0 * output, weights
+
+
+def tied_weight(model):
+    model.cross = torch_layer()
+    model.cross.in_proj_weight = model.first.in_proj_weight
+
+
+def tied_module(model):
+    model.cross = torch_layer()
+    model.cross.out_proj = model.first.out_proj
+
+
+def tied_elsewhere(model):
+    model.head = nn.Linear(E, E)
+    model.head.weight = model.first.out_proj.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda model: setattr(model, "cross", Louder(E, 3)), "cannot swap cross: .*Louder has a forward of its own"),
+        (lambda model: setattr(model, "cross", torch_layer(add_zero_attn=True)), "cannot swap cross: add_zero_attn"),
+        (tied_weight, "shares a parameter"),
+        (tied_module, "shares a parameter"),
+        (tied_elsewhere, "shares a parameter"),
+    ],
+)
+def test_a_layer_that_cannot_be_swapped_is_named_and_the_model_stays_as_it_was(change, reason):
+    model = Pair()
+    change(model)
+    before = dict(model.named_modules(remove_duplicate=False))
+    with pytest.raises(ValueError, match=reason):
+        swap_attention(model)
+    assert dict(model.named_modules(remove_duplicate=False)) == before
+
+
+def test_a_model_without_torchs_layer_and_a_layer_alone_are_refused():
+    for model in (nn.Linear(2, 2), torch_layer()):
+        with pytest.raises(ValueError, match=f"{type(model).__name__} contains no torch.nn.MultiheadAttention"):
+            swap_attention(model)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from sizes import torch_layer as theirs_with
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 from minitx.nn import MultiHeadAttention, QKNorm, Rotary, ScoreScale, from_key_padding_mask
 
@@ -63,6 +64,57 @@ def test_a_row_without_keys_is_nan_in_torch_and_the_output_bias_here():
 def test_keys_that_nobody_sent_are_refused(option):
     with pytest.raises(ValueError, match=option):
         MultiHeadAttention.from_torch(nn.MultiheadAttention(E, H, **{option: True}))
+
+
+class Louder(nn.MultiheadAttention):
+    def forward(self, *args, **options):
+        output, weights = super().forward(*args, **options)
+        return 2.0 * output, weights
+
+
+def hooked():
+    layer = theirs_with()
+    layer.register_forward_hook(lambda module, args, out: (2.0 * out[0], out[1]))
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: Louder(E, H), "Louder has a forward of its own"),
+        (lambda: parametrizations.orthogonal(theirs_with(), "in_proj_weight"), "parametrizations.in_proj_weight.original"),
+        (lambda: prune.random_unstructured(theirs_with(), "in_proj_weight", 0.5), "in_proj_weight_orig"),
+        (hooked, "hook"),
+    ],
+)
+def test_a_layer_that_computes_something_else_is_refused_by_its_difference(make, reason):
+    with pytest.raises(ValueError, match=reason):
+        MultiHeadAttention.from_torch(make())
+    with pytest.raises(TypeError, match="got Linear"):
+        MultiHeadAttention.from_torch(nn.Linear(2, 2))
+
+
+def test_a_subclass_that_computes_the_same_is_taken():
+    class Named(nn.MultiheadAttention):
+        """Only another name."""
+
+    theirs = Named(E, H, batch_first=True, dtype=torch.float64)
+    given = inputs(theirs)
+    assert_near(MultiHeadAttention.from_torch(theirs)(*given), theirs(*given)[0])
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_a_frozen_layer_is_frozen_in_torch_and_one_that_is_frozen_in_part_is_refused(widths):
+    ours = MultiHeadAttention(E, H, **WIDTHS[widths])
+    ours.out_proj.requires_grad_(False)
+    for projection in (ours.q_proj, ours.k_proj, ours.v_proj):
+        projection.bias.requires_grad_(False)
+    theirs = ours.to_torch()
+    frozen = {name for name, parameter in theirs.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"in_proj_bias", "out_proj.weight", "out_proj.bias"}
+    ours.k_proj.bias.requires_grad_(True)
+    with pytest.raises(ValueError, match="frozen in part"):
+        ours.to_torch()
 
 
 def test_what_torch_does_not_have_is_refused_by_name():
