@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from minitx.config import ConfigError, TransformerConfig, from_dict, to_dict
 from minitx.interop.files import TOKENIZER, WEIGHTS, find_folder, read_json, write_json, write_tensors
@@ -21,6 +22,8 @@ from minitx.nn.models import TransformerModel, build_model
 from minitx.nn.models.parts import Core
 
 FORMAT, VERSION = "minitx", 1
+# names of parts and settings that do not change what a trained model computes
+TRAINING_ONLY = ("training", "dropout", "p", "inplace", "backend", "strict")
 
 
 class CanSave(Protocol):
@@ -40,6 +43,10 @@ def save_pretrained(model: TransformerModel, folder: str | Path, *, tokenizer: C
         folder: created if it does not exist.
         tokenizer: saved as ``tokenizer.json``, which ``tokenizers`` and ``minitx.data`` read.
 
+    Raises:
+        TypeError: ``model`` is not a model of ``minitx.nn``.
+        ValueError: the model is no longer what its config describes, because a part was removed, added, replaced or changed.
+
     >>> import tempfile
     >>> from minitx.nn import DecoderLM
     >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
@@ -49,6 +56,7 @@ def save_pretrained(model: TransformerModel, folder: str | Path, *, tokenizer: C
     >>> torch.equal(again.head.weight, model.head.weight)
     True
     """
+    check_unchanged(model, "save_pretrained")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = to_dict(model.config)
@@ -103,6 +111,48 @@ def from_pretrained(
     for name, tensor in targets.items():
         tensor.data = tensors[name]
     return model.eval()
+
+
+def check_unchanged(model: nn.Module, caller: str) -> None:
+    """Raise an error unless ``model`` has the parts and the settings that its config builds. The reader of a file builds these.
+
+    Raises:
+        TypeError: ``model`` is not a model of ``minitx.nn``. ValueError: another part or setting. The message names it.
+    """
+    if not isinstance(model, TransformerModel):
+        is_adapted = hasattr(model, "merge_and_unload")
+        hint = "merge_and_unload() returns the model" if is_adapted else "save others with their library"
+        raise TypeError(f"{caller} saves models of minitx.nn, got {type(model).__name__}; {hint}")
+    with torch.device("meta"):
+        wanted = build_model(model.config, nn.Identity if model.has_own_core else None)
+    found, expected = {**_settings(model), **_parts(model)}, {**_settings(wanted), **_parts(wanted)}
+    faults = {
+        name: f"{name} is {found.get(name, 'missing')}, not {expected.get(name, 'a part of the config')}"
+        for name in sorted(expected.keys() | _parts(model).keys())
+        if name not in found or name not in expected or found[name] != expected[name]
+        if not (name.rpartition(".")[2] in TRAINING_ONLY or (model.has_own_core and ".core" in name))
+    }
+    listed = [text for name, text in faults.items() if not any(name.startswith(f"{other}.") for other in faults)]
+    if listed:
+        more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
+        raise ValueError(f"{caller}: the model is not what its config describes: {'; '.join(listed[:5])}{more}")
+
+
+def _parts(model: nn.Module) -> dict[str, Any]:
+    """The class of each module and the shape of each parameter. Tied parameters once."""
+    modules = model.named_modules(remove_duplicate=False)
+    classes = {name or "the model": f"{type(module).__module__}.{type(module).__name__}" for name, module in modules}
+    return {**classes, **{name: tuple(parameter.shape) for name, parameter in model.named_parameters()}}
+
+
+def _settings(model: nn.Module) -> dict[str, Any]:
+    """The numbers, words and rules among the attributes of each module."""
+    return {
+        f"{name}.{key}".removeprefix("."): str(value) if is_dataclass(value) else value
+        for name, module in model.named_modules(remove_duplicate=False)
+        for key, value in vars(module).items()
+        if not key.startswith("_") and (value is None or isinstance(value, str | float | int | tuple) or is_dataclass(value))
+    }
 
 
 def _tensors(model: TransformerModel) -> dict[str, Tensor]:

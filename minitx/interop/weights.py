@@ -21,6 +21,7 @@ from minitx.interop.files import INDEX, WEIGHTS, find_folder, read_json, write_j
 from minitx.interop.gemma import GEMMA2, GEMMA3
 from minitx.interop.gpt2 import GPT2
 from minitx.interop.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from minitx.interop.pretrained import check_unchanged
 from minitx.interop.t5 import T5
 from minitx.interop.table import Architecture, Family, Place, find_architecture, read_config, unlike, write_config
 from minitx.interop.vit import VIT
@@ -34,7 +35,7 @@ FAMILIES = {family.model_type: family for family in KNOWN}
 def load_hf(
     folder: str | Path,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     overrides: Mapping[str, Any] | None = None,
     ignore: Sequence[str] = (),
 ) -> TransformerModel:
@@ -47,7 +48,7 @@ def load_hf(
     Args:
         folder: a local folder, or a name on the hub such as ``openai-community/gpt2``. ``huggingface_hub`` downloads it into its
             usual cache. Offline (``HF_HUB_OFFLINE=1``) it is read from the cache.
-        dtype: the dtype of the parameters. Default: that of the file.
+        dtype: the dtype of the parameters, such as ``torch.bfloat16`` or ``"bfloat16"``. Default: that of the file.
         overrides: values that replace those of ``config.json``.
         ignore: names or patterns of tensors in the file to ignore, such as ``"cls.seq_relationship.*"``.
 
@@ -56,6 +57,10 @@ def load_hf(
         ValueError: keys of the config that are not supported, or tensors that are missing, unexpected or of a wrong shape. The
             message lists all of them.
     """
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
+    if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+        raise ValueError(f"dtype must be a floating point dtype of torch or its name, such as 'bfloat16', got {dtype!r}")
     folder = find_folder(folder)
     values = {**read_json(folder / "config.json"), **(overrides or {})}
     if values.get("model_type") not in FAMILIES:
@@ -90,10 +95,13 @@ def save_hf(
         max_shard_bytes: the largest size of one file. A larger model is split into several files with an index.
 
     Raises:
-        ValueError: no family can represent the model. The message names the closest family and the fields that differ.
+        TypeError: ``model`` is not a model of ``minitx.nn``.
+        ValueError: no family can represent the model. The message names the closest family and the fields that differ. Or the
+            model is no longer what its config describes, as in ``save_pretrained``.
     """
     if model_type is not None and model_type not in FAMILIES:
         raise ValueError(f"model_type={model_type!r} is not supported: one of {', '.join(FAMILIES)}")
+    check_unchanged(model, "save_hf")
     if model.has_own_core:
         raise ValueError(
             "no Hugging Face class can represent this model: it was built with core=, an attention core of its own"

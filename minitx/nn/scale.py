@@ -154,7 +154,7 @@ def fold_scale(model: nn.Module, to: str | float = "unscaled", *, factor: float 
     if not layers:
         raise ValueError(f"{type(model).__name__} contains no attention layer with a scale")
     new = {
-        name: ScoreScale(to, head_dim=layer.head_dim, num_heads=layer.num_heads, factor=factor)
+        name: ScoreScale(to, head_dim=layer.head_dim, num_heads=layer.num_heads, max_len=layer.scale.max_len, factor=factor)
         for name, layer in layers.items()
     }
     for name, layer in layers.items():

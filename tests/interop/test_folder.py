@@ -66,6 +66,15 @@ def test_a_dtype_is_kept_unless_another_is_wanted(name, dtype, tmp_path):
     assert not wanted.training
 
 
+def test_a_dtype_may_be_a_name_and_another_is_refused(tmp_path):
+    saved(build("gpt2"), tmp_path)
+    for name in ("bfloat16", "torch.bfloat16"):
+        assert {parameter.dtype for parameter in load_hf(tmp_path, dtype=name).parameters()} == {torch.bfloat16}
+    for wrong in ("bf16", "nn", "int8", torch.int64, 16):
+        with pytest.raises(ValueError, match=r"^dtype must be a floating point dtype"):
+            load_hf(tmp_path, dtype=wrong)
+
+
 def test_shards_are_read_and_written(tmp_path):
     theirs, folder = build("llama"), tmp_path / "ours"
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")

@@ -2,12 +2,15 @@
 
 import dataclasses
 
+import peft
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.nn.utils import parametrizations
 
 from minitx.config import TransformerConfig
 from minitx.interop import from_pretrained, save_hf, save_pretrained
+from minitx.nn import DecoderLM, ScoreScale, fold_scale
 from minitx.nn.efficient import LinearAttention
 from minitx.nn.models import build_model
 
@@ -115,3 +118,97 @@ def test_a_tokenizer_lies_beside_the_model(tmp_path):
     save_pretrained(build(), tmp_path, tokenizer=ours)
     again = load_tokenizer(tmp_path)
     assert again.encode("éa").tolist() == ours.encode("éa").tolist()
+
+
+# ---- a model that is no longer what its config describes
+
+GENTLE = {"position": "rotary", "rotary_scaling": "yarn", "rotary_factor": 2.0, "rotary_original_len": 3}
+VARIANTS = [
+    {"position": "alibi", "window": (2, None), "num_layers": 3, "softcap": 2.0, "sinks": True, "logit_softcap": 3.0},
+    {**GENTLE, "qk_norm": "rms", "num_kv_heads": 1, "norm": "rms", "activation": "swiglu", "bias": False, "scale": 1},
+    {"norm_position": "sandwich", "layer_scale": 0.1, "stochastic_depth": 0.2, "dropout": 0.1, "scale": "log_length"},
+    {"norm_position": "deepnorm", "embed_norm": True, "attention": "additive"},
+    {"parallel": True, "attention": "performer", "num_features": 3},
+    {"architecture": "encoder", "attention": "linformer", "num_slots": 2},
+]
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_a_model_as_it_was_built_and_one_that_differs_in_training_alone_are_saved(options, tmp_path):
+    model = build(**options)
+    for module in model.modules():
+        for name, value in {"dropout": 0.5, "p": 0.5, "backend": "math", "strict": True}.items():
+            if isinstance(vars(module).get(name), type(value)):
+                setattr(module, name, value)
+    save_pretrained(model, tmp_path)
+    want, got = model.state_dict(), from_pretrained(tmp_path).state_dict()
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+
+
+def quantised(model):
+    torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, inplace=True)
+
+
+def cut(model):
+    model.blocks = model.blocks[:1]
+    model.windows = model.windows[:1]
+
+
+def without(owner, name):
+    return lambda model: setattr(model.get_submodule(owner), name, None)
+
+
+def changed(owner, name, value):
+    return lambda model: setattr(model.get_submodule(owner), name, value)
+
+
+CHANGES = [
+    (cut, "blocks.1 is missing"),
+    (changed("", "__class__", type("Mine", (DecoderLM,), {})), "the model is .*Mine, not .*DecoderLM"),
+    (quantised, "blocks.0.attention.q_proj is torch.ao.nn.quantized"),
+    (changed("blocks.1.attention", "scale", ScoreScale("unscaled", head_dim=2)), "blocks.1.attention.scale.scale is unscaled"),
+    (changed("blocks.0.attention.scale", "factor", 2.0), "blocks.0.attention.scale.factor is 2.0, not 1.0"),
+    (changed("blocks.0.attention", "softcap", 5.0), "blocks.0.attention.softcap is 5.0, not None"),
+    (changed("blocks.0", "causal", False), "blocks.0.causal is False"),
+    (changed("", "windows", (2, None)), r"windows is \(2, None\)"),
+    (changed("blocks.0.feedforward", "activation", "relu"), "activation is relu"),
+    (changed("blocks.1.attention", "core", LinearAttention()), "blocks.1.attention.core is .*LinearAttention"),
+    (changed("final_norm", "eps", 0.1), "final_norm.eps is 0.1"),
+    (changed("", "final_norm", torch.nn.Identity()), "final_norm is .*Identity"),
+    (changed("embeddings", "token", torch.nn.Embedding(9, 4)), r"embeddings.token.num_embeddings is 9, not 7"),
+    (changed("head", "weight", torch.nn.Parameter(torch.zeros(7, 4))), "head.weight is .*, not a part of the config"),
+    (without("blocks.0.attention.q_proj", "bias"), "blocks.0.attention.q_proj.bias is missing"),
+    (lambda model: parametrizations.spectral_norm(model.blocks[0].attention.q_proj), "q_proj is .*ParametrizedLinear"),
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.ao
+@pytest.mark.parametrize("save", [save_pretrained, save_hf])
+@pytest.mark.parametrize(("change", "message"), CHANGES)
+def test_a_model_that_was_changed_after_it_was_built_is_refused_by_the_part(save, change, message, tmp_path):
+    model = build(num_layers=2, activation="gelu_tanh").eval()
+    save(model, tmp_path / "as built")
+    change(model)
+    with pytest.raises(ValueError, match=f"^{save.__name__}: .*{message}"):
+        save(model, tmp_path / "changed")
+    assert not (tmp_path / "changed").exists()
+
+
+def test_a_folded_model_is_saved_with_its_new_scale(tmp_path):
+    model, ids = build().eval(), torch.tensor([[1, 2, 3]])
+    want = model(ids)
+    save_pretrained(fold_scale(model), tmp_path)
+    again = from_pretrained(tmp_path)
+    assert again.config.scale == "unscaled"
+    assert (again(ids) - want).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("save", [save_pretrained, save_hf])
+def test_a_model_of_another_library_is_refused_in_one_sentence(save, tmp_path):
+    adapted = peft.get_peft_model(build(), peft.LoraConfig(target_modules=["q_proj"]))
+    for model, hint in ((torch.nn.Linear(2, 2), "got Linear"), (adapted, r"got PeftModel; merge_and_unload\(\)")):
+        with pytest.raises(TypeError, match=f"^{save.__name__} saves models of minitx.nn, {hint}") as error:
+            save(model, tmp_path)
+        assert "\n" not in str(error.value)
+    model = build(activation="gelu_tanh")
+    save(peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).merge_and_unload(), tmp_path)
