@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from unicodedata import east_asian_width
 
 import pytest
 
@@ -40,3 +41,11 @@ def sections(text):
 @pytest.mark.parametrize("part", [code, pages, numbers, sections])
 def test_both_languages_tell_the_same(part, page):
     assert part(TEXTS[page.replace(".zh.", ".")]) == part(TEXTS[page])
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_no_line_of_code_is_cut_off_on_a_rendered_page(page):
+    for block in re.findall(r"```\w*\n(.*?)```", TEXTS[page], re.DOTALL):
+        for line in block.splitlines():
+            columns = sum(2 if east_asian_width(letter) in "WF" else 1 for letter in line)
+            assert columns <= 88, f"{columns} columns: {line}"

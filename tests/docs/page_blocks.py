@@ -43,20 +43,25 @@ def blocks(page: str, *languages: str) -> list[Block]:
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """The commands of a block of bash as words, without comments; ``$NAME`` stands for an earlier ``NAME="words"``."""
-    names: dict[str, str] = {}
+    """The commands of a block of bash as words, without comments."""
     for line in block.text.splitlines():
-        assigned = re.fullmatch(r'(\w+)="([^"]*)"', line)
-        if assigned:
-            names[assigned[1]] = assigned[2]
-            continue
-        for name, value in names.items():
-            line = line.replace(f"${name}", value)
         words = shlex.split(line, comments=True)
         while words:
             end = words.index("&&") if "&&" in words else len(words)
             yield words[:end]
             words = words[end + 1 :]
+
+
+def breaks_when_pasted(line: str) -> bool:
+    """Whether bash and zsh would read a line of a block differently, or as something else than it says.
+
+    zsh knows no comments at its prompt: one after a command becomes arguments, and in a line of its own a quote opens a string and a
+    sign starts a command. zsh also splits no variable into words, and stops at an unquoted pattern that matches no file.
+    """
+    if line.startswith("#"):
+        return re.search(r"""["'`$!;&|<>(){}\[\]*?]""", line) is not None
+    unquoted = re.sub(r"""'[^']*'|"[^"$`!]*\"""", "", line)
+    return re.search(r"(^|\s)#|[$`!*?{}\[\]]", unquoted) is not None
 
 
 def anchors(page: str) -> set[str]:

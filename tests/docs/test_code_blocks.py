@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from page_blocks import ROOT, Block, blocks, commands, pages, read
+from page_blocks import ROOT, Block, blocks, breaks_when_pasted, commands, pages, read
 from safetensors.torch import load_file, save_file
 
 from minitx.ablation.grid import cells
@@ -317,7 +317,7 @@ def tier(page: str, mark: pytest.MarkDecorator, thing: Any = None) -> Any:
 
 @pytest.mark.parametrize("block", [tier(block.page, pytest.mark.release, block) for block in BASH])
 def test_every_command_runs(block: Block, shelf: Shelf, place: Path) -> None:
-    typed = commands(block)
+    typed = list(commands(block))
     assert typed, f"no command in {block.name}"
     for words in typed:
         obey(words, shelf, place)
@@ -359,3 +359,17 @@ def test_every_block_is_of_a_language_that_is_checked(page: str) -> None:
     """``text`` stands below Python that printed it, ``yaml`` where a test of its own composes it."""
     for block in blocks(page):
         assert block.language in ("bash", "python", "text", "yaml"), f"{block.name} is {block.language!r}: nothing runs it"
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_command_survives_being_pasted_into_bash_and_zsh(page: str) -> None:
+    for block in blocks(page, "bash"):
+        if not block.text.startswith("#!"):  # a file, not commands
+            assert [line for line in block.text.splitlines() if breaks_when_pasted(line)] == [], block.name
+
+
+def test_what_breaks_when_pasted_is_seen():
+    for line in ("ls  # files", 'ls "$V"', "$V text=a", "# a run's folder", "# a (b)", "pip install .[train]", "ls *.md"):
+        assert breaks_when_pasted(line), line
+    for line in ("# the files here", 'pip install -e ".[train]"', "train.py 'callbacks=[default,ema]'", "a && b", 'prompt="a#b"'):
+        assert not breaks_when_pasted(line), line
