@@ -1,7 +1,7 @@
-"""Several processes for one run: start them, agree on a folder, and stop the others when one dies.
+"""Several processes for one run: start them, name their folder, and stop the others when one dies.
 
 ``train.py trainer=ddp`` starts them with torch's elastic agent. There is one launch for each run of a sweep, so the jobs of
-``-m`` never share processes. If torchrun or srun has started the processes, they only agree on a folder.
+``-m`` never share processes. If torchrun or srun has started the processes, the run's folder has the name of their job.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from minitx.config import ConfigError, TrainerConfig
-from minitx.training.ranks import rank
 
 FOLDER = "MINITX_LAUNCHED_FOLDER"
 """The environment variable with the run's folder, in processes that ``launch`` started."""
@@ -130,21 +128,18 @@ def tell_launcher(message: str) -> None:
         Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
 
 
-def shared_folder(folder: Path) -> Path:
-    """Return the folder of the first process. Under torchrun and srun, each process would otherwise name a folder by its own clock."""
-    from lightning.fabric.plugins.environments import SLURMEnvironment
-    from torch.distributed import TCPStore, rendezvous
+def job_name() -> str:
+    """Return the name that torchrun or srun gave this run. All processes of the run have the same name, and no other run has it.
 
-    wait, processes = timedelta(minutes=10), started_from_outside()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        store, _, _ = next(rendezvous("env://", timeout=wait))  # that of torchrun
-    else:
-        place = SLURMEnvironment(auto_requeue=False)
-        store = TCPStore(place.main_address, place.main_port + 1, processes, is_master=rank() == 0, timeout=wait)
-    if rank() == 0:
-        store.set("minitx/folder", str(folder))
-        store.wait([f"minitx/read/{i}" for i in range(1, processes)], wait)  # it may live in this process
-        return folder
-    found = Path(store.get("minitx/folder").decode())
-    store.set(f"minitx/read/{rank()}", "")
-    return found
+    Raises:
+        ConfigError: torchrun gave it none.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return "_".join(os.environ[name] for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if name in os.environ)
+    name = os.environ["TORCHELASTIC_RUN_ID"]
+    if name == "none":  # torchrun's default
+        raise ConfigError(
+            "torchrun gave this run no name, so its processes cannot name one folder: set output_dir=FOLDER, or start torchrun "
+            "with --standalone or --rdzv-id=NAME"
+        )
+    return name

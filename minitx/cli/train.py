@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from minitx.ablation.config import AblationConfig
 from minitx.cli.compose import build_config, build_grid, find_own_modules, register_defaults
 from minitx.cli.errors import check_flags, exit_code
-from minitx.cli.launch import FOLDER, launch, needs_launch, shared_folder, started_from_outside
+from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, started_from_outside
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig, to_dict
 from minitx.training.ranks import rank
 
@@ -145,10 +145,12 @@ def summary_line(result: Mapping[str, Any], folder: Path) -> str:
 def output_folder(config: RunConfig, composed: DictConfig, grid: AblationConfig | None) -> Path:
     """Return ``output_dir``, else Hydra's folder if ``hydra.run.dir`` or a sweep sets one, else ``runs/<experiment>/<date_time>``.
 
-    A grid has ``runs/<experiment>/<grid>``, so that it can resume. Processes that torchrun or srun started share one folder.
+    A grid has ``runs/<experiment>/<grid>``, so that it can resume. Under torchrun and srun the default is
+    ``runs/<experiment>/<name of the job>``, which all processes know.
 
     Raises:
-        ConfigError: ``ckpt_path`` needs a run that is not there, or a sweep has one folder for all jobs.
+        ConfigError: ``ckpt_path`` needs a run that is not there, a sweep has one folder for all jobs, or torchrun's job has no
+            name.
     """
     if FOLDER in os.environ:
         return Path(os.environ[FOLDER])
@@ -165,12 +167,11 @@ def output_folder(config: RunConfig, composed: DictConfig, grid: AblationConfig 
         raise ConfigError(
             "ckpt_path=last is the newest checkpoint in output_dir=null: say which run goes on, output_dir=FOLDER"
         )
-    folder = Path(named or default_folder(config.experiment)).absolute()
-    if started_from_outside():
-        if sweeps:
-            raise ConfigError("a sweep (-m) starts the processes of each of its runs: call it without torchrun and srun")
-        folder = shared_folder(folder)
-    return folder
+    if not started_from_outside():
+        return Path(named or default_folder(config.experiment)).absolute()
+    if sweeps:
+        raise ConfigError("a sweep (-m) starts the processes of each of its runs: call it without torchrun and srun")
+    return Path(named or Path("runs", config.experiment, job_name())).absolute()
 
 
 def default_folder(experiment: str) -> Path:

@@ -18,7 +18,6 @@ from minitx.config.checks import (
     Share,
     is_part,
     nearest,
-    needs,
     require,
 )
 
@@ -178,7 +177,6 @@ class TrainerConfig(Config):
         num_nodes: number of machines. torchrun or srun starts the processes.
         accelerator: the device: auto | cpu | gpu | mps.
         strategy: auto (ddp on several devices) | ddp | sharded (FSDP2).
-        tensor_parallel: number of devices that share the heads and hidden units of a layer (strategy=sharded).
         precision: 32-true | 64-true | bf16-mixed | bf16-true (float32 on a CPU without instructions for bfloat16).
         accumulate: micro-batches per step. data.batch_size stays the global batch.
         clip: largest global gradient norm, for any optimizer; null: off.
@@ -188,7 +186,6 @@ class TrainerConfig(Config):
         log_every: steps between rows of metrics.csv.
         ckpt_every: steps between checkpoints. There is always one at the end; 0: no checkpoints.
         ckpt_minutes: also write a checkpoint when the last one is this old; null: off.
-        sharded_ckpt: each process writes its own shard, into a folder (strategy=sharded).
         stop_at: end the run early, for example {metric: train_accuracy, value: 0.99, window: 16, extra_steps: 0}; null: off.
         overfit: train on the batch of the first step in every step.
         compile: compile network and loss with torch.compile. The kernels are kept for the next run.
@@ -205,7 +202,6 @@ class TrainerConfig(Config):
     num_nodes: Count = 1
     accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto"
     strategy: Literal["auto", "ddp", "sharded"] = "auto"
-    tensor_parallel: Count = 1
     precision: Literal["32-true", "64-true", "bf16-mixed", "bf16-true"] = "32-true"
     accumulate: Count = 1
     clip: Positive | None = None
@@ -215,7 +211,6 @@ class TrainerConfig(Config):
     log_every: Count = 10
     ckpt_every: Natural = 250
     ckpt_minutes: Positive | None = 10.0
-    sharded_ckpt: bool = False
     stop_at: StopAtConfig | None = None
     overfit: bool = False
     compile: bool = False
@@ -227,12 +222,6 @@ class TrainerConfig(Config):
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        needs(self, "tensor_parallel", "strategy", "sharded")
-        needs(self, "sharded_ckpt", "strategy", "sharded")
-        require(
-            self.world_size % self.tensor_parallel == 0,
-            f"tensor_parallel={self.tensor_parallel} must divide devices={self.devices} x num_nodes={self.num_nodes}",
-        )
         for name, node in {"profiler": self.profiler, **{f"plugins[{i}]": node for i, node in enumerate(self.plugins)}}.items():
             require(not isinstance(node, Mapping) or is_part(node), f"{name}={node} has no _target_, which names a class")
         for name in sorted(OWNED & set(self.extra)):
@@ -245,15 +234,10 @@ class TrainerConfig(Config):
         """The number of processes."""
         return self.devices * self.num_nodes
 
-    @property
-    def num_replicas(self) -> int:
-        """The number of processes that see different rows."""
-        return self.world_size // self.tensor_parallel
-
     def check_rows(self, rows: int) -> None:
         """Raise a ConfigError unless the rows of a step can be divided among micro-batches and processes."""
-        fits = rows % (self.accumulate * self.num_replicas) == 0
-        wanted = f"divisible by trainer.accumulate={self.accumulate} x trainer.devices={self.num_replicas}"
+        fits = rows % (self.accumulate * self.world_size) == 0
+        wanted = f"divisible by trainer.accumulate={self.accumulate} x trainer.devices={self.world_size}"
         require(fits, f"data.batch_size={rows} must be {wanted}")
 
 

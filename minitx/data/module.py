@@ -103,9 +103,8 @@ class DataModule(LightningDataModule):
             raise ConfigError(f"{self.task.name} has {rows} training rows, fewer than data.batch_size={self.batch_size}")
 
     def _place(self) -> tuple[int, int]:
-        """Among the processes that see different rows: this one, and how many there are."""
-        place = self.trainer.distributed_sampler_kwargs if self.trainer else None
-        return (place["rank"], place["num_replicas"]) if place else (0, 1)
+        """The number of this process, and how many there are."""
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
 
     def _loader(self, source: Source, addresses: Addresses) -> AddressedLoader:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"

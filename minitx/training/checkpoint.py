@@ -1,8 +1,7 @@
 """Checkpoints. Writing never loses the previous one. Reading rejects damaged files and never executes code.
 
-A checkpoint is torch's zip file. Its zip comment is the SHA-256 of everything before the comment. A sharded checkpoint is a
-folder of torch's distributed checkpoint, with a file of digests. Both are written under another name, synced to the disk and
-then renamed, so that ``last.ckpt`` is always complete: the old one or the new one.
+A checkpoint is torch's zip file. Its zip comment is the SHA-256 of everything before the comment. It is written under another
+name, synced to the disk and then renamed, so that ``last.ckpt`` is always complete: the old one or the new one.
 
 A checkpoint contains the model, its tokenizer and its config. ``minitx.training.stored`` reads them.
 """
@@ -10,10 +9,8 @@ A checkpoint contains the model, its tokenizer and its config. ``minitx.training
 from __future__ import annotations
 
 import hashlib
-import json
 import mmap
 import os
-import shutil
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,15 +19,13 @@ import torch
 
 from minitx.config import ConfigError
 from minitx.config.checks import first_line
-from minitx.data.corpus import sha256_of
 
 FORMAT = 1
 """The format that this version writes. It reads this and all earlier formats."""
 
 _MARK = b"minitx-sha256:"
 _COMMENT_LEN = len(_MARK) + 64
-_DIGESTS = "digests.json"
-_PART, _OLD = ".part", ".old"
+_PART = ".part"
 
 
 class CheckpointError(RuntimeError):
@@ -51,7 +46,8 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
             _append_digest(file)
             file.flush()
             os.fsync(file.fileno())
-        _replace(part, Path(path))
+        part.replace(path)
+        _sync(part.parent)  # the name, too, must reach the disk
     except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a write that failed
         cause = next((e for e in (error, error.__cause__, error.__context__) if isinstance(e, OSError)), None)
         reason = cause.strerror if cause is not None else first_line(error)
@@ -59,24 +55,10 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
         raise CheckpointError(f"checkpoint {path} could not be written: {reason}; an earlier one is intact") from error
 
 
-def seal_folder(part: str | Path, path: str | Path) -> None:
-    """Add digests to the folder ``part`` of finished shards, sync it, and rename it to ``path``."""
-    part, path = Path(part), Path(path)
-    digests = {file.name: sha256_of(file) for file in sorted(part.iterdir()) if file.name != _DIGESTS}
-    (part / _DIGESTS).write_text(json.dumps(digests, indent=1), encoding="utf-8")
-    for file in part.iterdir():
-        _sync(file)
-    _sync(part)
-    _replace(part, path)
-
-
 def clean_up(folder: Path) -> None:
-    """Remove the incomplete files of a killed run from its folder of checkpoints, and restore a checkpoint that it had renamed."""
-    for old in folder.glob(f"*{_OLD}"):
-        target = old.with_name(old.name.removesuffix(_OLD))
-        remove_checkpoint(old) if target.exists() else old.rename(target)
+    """Remove the incomplete files of a killed run from its folder of checkpoints."""
     for part in folder.glob(f"*{_PART}"):
-        remove_checkpoint(part)
+        part.unlink()
 
 
 def read_checkpoint(path: str | Path, *, key: str = "ckpt_path", verb: str = "go on from") -> dict[str, Any]:
@@ -90,8 +72,8 @@ def read_checkpoint(path: str | Path, *, key: str = "ckpt_path", verb: str = "go
             also names the newest intact checkpoint in the folder.
     """
     path = Path(path)
-    if not path.exists():
-        raise ConfigError(f"{key}={path} is not a file, and no folder either: nothing is there{_offer(path, key, verb)}")
+    if not path.is_file():
+        raise ConfigError(f"{key}={path} is not a file{_offer(path, key, verb)}")
     try:
         return _read(path)
     except ConfigError as error:
@@ -102,12 +84,7 @@ def read_checkpoint(path: str | Path, *, key: str = "ckpt_path", verb: str = "go
 def _read(path: Path) -> dict[str, Any]:
     try:
         check_digest(path)
-        if path.is_dir():
-            from minitx.training.shards import read_shards  # what torch needs for shards takes half a second to import
-
-            found = read_shards(path)
-        else:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         state = dict(found["minitx"])
         dict(state["model"])
     except ConfigError:
@@ -126,12 +103,6 @@ def check_digest(path: Path) -> None:
     Raises:
         ConfigError: the digest is missing or differs.
     """
-    if path.is_dir():
-        digests = json.loads((path / _DIGESTS).read_text(encoding="utf-8"))
-        for name, digest in digests.items():
-            if Path(name).name != name or sha256_of(path / name) != digest:
-                raise ConfigError(f"its file {name} is damaged (the SHA-256 is not the one that was written)")
-        return
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         if size <= _COMMENT_LEN:
@@ -179,22 +150,6 @@ def _sha256(file: BinaryIO, size: int) -> str:
     file.flush()
     with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:
         return hashlib.sha256(content).hexdigest()
-
-
-def _replace(part: Path, path: Path) -> None:
-    """Let ``part`` take the place of ``path``. A folder replaces nothing in one instant: what was there moves aside first."""
-    old = Path(f"{path}{_OLD}")
-    if path.is_dir() or (part.is_dir() and path.exists()):
-        remove_checkpoint(old)
-        path.rename(old)
-    part.replace(path)
-    _sync(path.parent)  # the name, too, must reach the disk
-    remove_checkpoint(old)
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint, a file or a folder."""
-    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

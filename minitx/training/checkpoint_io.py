@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
-from minitx.training.checkpoint import read_checkpoint, remove_checkpoint, write_checkpoint
+from minitx.training.checkpoint import read_checkpoint, write_checkpoint
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -20,4 +20,4 @@ class AtomicCheckpointIO(CheckpointIO):
         return read_checkpoint(path)
 
     def remove_checkpoint(self, path: Any) -> None:
-        remove_checkpoint(Path(path))
+        Path(path).unlink(missing_ok=True)

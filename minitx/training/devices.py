@@ -42,12 +42,8 @@ def check_processes(trainer: L.Trainer) -> None:
 def build_strategy(options: TrainerConfig) -> Strategy | str:
     """Return Lightning's ``strategy``: DDP for several devices, unless ``trainer.strategy`` is another one."""
     if options.strategy == "sharded":
-        return Sharded(
-            data_parallel_size=options.num_replicas,
-            tensor_parallel_size=options.tensor_parallel,
-            save_distributed_checkpoint=options.sharded_ckpt,
-        )
-    if options.strategy == "ddp" or options.num_replicas > 1:
+        return Sharded(options.world_size)
+    if options.strategy == "ddp" or options.world_size > 1:
         return DDPStrategy(gradient_as_bucket_view=True)
     return "auto"
 
@@ -56,27 +52,10 @@ def check_parallel(model: TransformerConfig | None, options: TrainerConfig, *, p
     """Check that a model can be sharded with these options. ``model`` is None if it is not one of ours.
 
     Raises:
-        ConfigError: the model is not ours; a part of the model does not support tensor parallelism; heads or hidden units cannot be divided by the
-            number of devices; or probes are on, which need whole weights on one device.
+        ConfigError: with ``trainer.strategy=sharded``, the model is not ours, or probes are on, which need whole weights on one
+            device.
     """
     if options.strategy == "sharded" and model is None:
         raise ConfigError("trainer.strategy=sharded cuts the blocks of our models only: use trainer.strategy=ddp")
     if options.strategy == "sharded" and probes:
         raise ConfigError("callbacks.probe.every needs whole weights on one device: set it to 0 with trainer.strategy=sharded")
-    size = options.tensor_parallel
-    if model is None or size == 1:
-        return
-    without_plan = {
-        f"model.architecture={model.architecture}": model.architecture == "vision",
-        f"model.attention={model.attention}": model.attention != "exact",
-        f"model.position={model.position}": model.position in ("alibi", "t5"),  # one slope or table a head
-        f"model.scale={model.scale}": model.scale == "learned",
-        f"model.sinks={model.sinks}": model.sinks,
-        f"model.qk_norm={model.qk_norm}": model.qk_norm == "l2",
-    }
-    for name, refused in without_plan.items():
-        if refused:
-            raise ConfigError(f"{name} has no tensor-parallel plan: set trainer.tensor_parallel=1 (FSDP can serve it)")
-    for name, count in {"num_heads": model.num_heads, "num_kv_heads": model.kv_heads, "ffn_dim": model.ffn_width}.items():
-        if count % size:
-            raise ConfigError(f"model.{name}={count} must be divisible by trainer.tensor_parallel={size}")

@@ -1,8 +1,8 @@
 """The one LightningModule: a network, an objective, an optimizer and a schedule.
 
 For a ``Task``, the loss that Lightning gets is Σ · world · accumulate / tokens. The tokens of the *whole* optimizer step are
-known before its first backward pass. Lightning divides by ``accumulate``, and DDP and FSDP average over the ``world`` processes
-that see different rows. However a step is split, the gradient is therefore that of Σ / tokens. For a ``LightningDataModule`` of
+known before its first backward pass. Lightning divides by ``accumulate``, and DDP and FSDP average over the ``world``
+processes. However a step is split, the gradient is therefore that of Σ / tokens. For a ``LightningDataModule`` of
 the user's, the loss is the mean of each micro-batch.
 """
 
@@ -26,7 +26,7 @@ from minitx.training.compiling import compiled
 from minitx.training.hardware import widest_float
 from minitx.training.objectives import CrossEntropy, Objective, Sums, checked_sums, num_targets
 from minitx.training.optimizers import skips_on_device
-from minitx.training.parallel import local_parts, parallelize, replicas, set_gradient_sync, sum_over_rows, total_norm
+from minitx.training.parallel import local_parts, parallelize, set_gradient_sync, sum_over_rows, total_norm
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class TrainingModule(L.LightningModule):
 
     def configure_model(self) -> None:
         if self.device_mesh is not None and not any(isinstance(p, DTensor) for p in self.network.parameters()):
-            parallelize(self.network, self.device_mesh)
+            parallelize(self.network, self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.network)
@@ -124,7 +124,7 @@ class TrainingModule(L.LightningModule):
         return self.objective.of_hidden(hidden, weight, bias[0] if bias else None, batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        accumulate, (rank, world) = self.trainer.accumulate_grad_batches, replicas(self.trainer)
+        accumulate, rank, world = self.trainer.accumulate_grad_batches, self.trainer.global_rank, self.trainer.world_size
         micro = batch_idx % accumulate
         is_last = batch_idx + 1 == self.trainer.num_training_batches or self.trainer.is_last_batch  # an epoch ends a step
         set_gradient_sync(self.network, micro == accumulate - 1 or is_last)

@@ -23,7 +23,6 @@ from minitx.training.building import DEFAULT_BATCH_SIZE, build_module, build_net
 from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, progress
 from minitx.training.calling import config_of
 from minitx.training.checkpoint import read_checkpoint
-from minitx.training.compiling import CompileTime
 from minitx.training.cpu import keep_freed_memory, onednn_products
 from minitx.training.devices import check_parallel, place_of
 from minitx.training.evaluation import evaluate, report
@@ -37,7 +36,7 @@ from minitx.training.parts import GIVEN, build, build_all, core_of, import_modul
 from minitx.training.probes import Probe
 from minitx.training.samples import Samples
 from minitx.training.steps import StepLog, StopAt
-from minitx.training.summary import describe_model, summary
+from minitx.training.summary import summary
 from minitx.training.wandb import WandbExtras, finish_wandb
 
 log = logging.getLogger(__name__)
@@ -144,9 +143,6 @@ def own_callbacks(config: RunConfig, module: TrainingModule, data: L.LightningDa
     options, asked = config.trainer, config.callbacks
     task = getattr(data, "task", None)
     own: list[Any] = [StepLog(options.log_every, config_of(module.network), options.peak_tflops)]
-    if options.compile:
-        rows = getattr(data, "batch_size", "")
-        own.append(CompileTime(f"{describe_model(module.network)}; batch {rows}; {device_type(options)}, {options.precision}"))
     if options.stop_at is not None:
         own.append(StopAt(**to_dict(options.stop_at)))
     if asked.probe.every:
@@ -214,7 +210,8 @@ def build_trainer(
     except Exception as error:
         asked = f"trainer.strategy={options.strategy} with trainer.accelerator={options.accelerator}"
         raise ConfigError(f"{asked} and trainer.devices={options.devices} cannot be used: {first_line(error)}") from error
-    # a broadcast before every micro-batch, to share a signal that LastCheckpoint shares when it is time
+    # Lightning has no public switch for this: before every micro-batch it waits for the device, and broadcasts, to share a
+    # signal that LastCheckpoint shares when it is time. lightning is bounded in pyproject.toml.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     return trainer
 

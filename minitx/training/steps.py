@@ -16,7 +16,7 @@ from minitx.config import ConfigError, TransformerConfig
 from minitx.training.devices import check_processes
 from minitx.training.hardware import memory_mb, peak_tflops, widest_float
 from minitx.training.module import NonFiniteError, TrainingModule
-from minitx.training.parallel import replicas, sum_over_rows
+from minitx.training.parallel import sum_over_rows
 
 log = logging.getLogger(__name__)
 
@@ -77,11 +77,11 @@ class StepLog(StepCallback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.model is not None and self.peak:
-            self._flops += batch_flops(self.model, batch) * replicas(trainer)[1] / trainer.world_size
+            self._flops += batch_flops(self.model, batch)
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        ranks = 1 if "num_targets" in batch else replicas(trainer)[1]  # else this process's own, and others have as many
+        ranks = 1 if "num_targets" in batch else trainer.world_size  # else this process's own, and others have as many
         self.tokens = self.tokens + module.step_targets * ranks
         self._open = step, dict.fromkeys(batch)
         if step % self.log_every == 0 or step in (1, trainer.max_steps):
@@ -140,7 +140,7 @@ def step_means(trainer: L.Trainer, module: TrainingModule, batch: Any) -> dict[s
 
     The means are over the whole step on all processes. This is a collective and waits for the device.
     """
-    wide, ranks = widest_float(module.device), replicas(trainer)[1]
+    wide, ranks = widest_float(module.device), trainer.world_size
     device, own = torch.as_tensor(module.step_loss).device, [module.step_loss, module.step_targets, *module.step_sums.values()]
     values = torch.stack([torch.as_tensor(value, device=device).to(wide) for value in own])
     loss, targets, *sums = sum_over_rows(trainer, values).tolist()

@@ -21,6 +21,7 @@ from tests.cli.conftest import losses
 from tests.cli.processes import OF_LAUNCHERS, run, start
 from tests.waiting import PATIENCE, wait_for
 
+RESULT = {"steps": 1, "nonfinite_step": None, "val_loss": None, "val_accuracy": None, "floors": {}}
 SHORT = ("trainer.val_batches=1", "trainer.val_every=0")
 TINY = (*ALONE[:-2], "callbacks.progress=false", "trainer=ddp_cpu", *SHORT, "trainer.log_every=5")
 
@@ -59,6 +60,23 @@ def test_another_number_of_processes_than_was_asked_for_is_refused(place_of):
     place_of()
     with pytest.raises(ConfigError, match=r"trainer\.num_nodes=2"):
         launch.needs_launch(TrainerConfig(num_nodes=2))
+
+
+def test_the_folder_of_a_run_is_named_by_its_job_where_torchrun_or_srun_started_it(cli, place, place_of, monkeypatch):
+    folders = []
+    monkeypatch.setattr("minitx.cli.train.run_training", lambda config, folder, command: folders.append(folder) or RESULT)
+    torchrun = {"TORCHELASTIC_RUN_ID": "night", "WORLD_SIZE": "2"}
+    srun = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "3", "SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train"}
+    for names in (torchrun, srun):
+        for number in ("0", "1"):
+            place_of(**names, **{"RANK" if names is torchrun else "SLURM_PROCID": number})
+            assert cli(*TINY).code == 0
+    place_of(**torchrun | {"TORCHELASTIC_RUN_ID": "none"}, RANK="0")  # what torchrun calls all runs by default
+    said = cli(*TINY)
+    assert said.code == 2 and "output_dir=FOLDER" in said.err
+    assert cli(*TINY, "output_dir=run").code == 0
+    runs = place / "runs" / "default"
+    assert folders == [runs / "night", runs / "night", runs / "7_3", runs / "7_3", place / "run"]
 
 
 def test_a_sweep_under_torchrun_is_refused(cli, place, place_of):

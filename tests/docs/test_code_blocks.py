@@ -53,7 +53,7 @@ SMALL = {
 
 COMPOSED = {
     r"^train .*_ablation": "a grid takes minutes; tests/test_configs.py composes cells of every study, tests/ablation runs grids",
-    r"^train .*trainer=(ddp|fsdp|tensor_parallel|ddp_cpu)": "wants several devices; tests/training/test_devices.py has two",
+    r"^train .*trainer=(ddp|fsdp|ddp_cpu)": "wants several devices; tests/training/test_devices.py has two",
     r"^train .*data.path=ylecun/mnist": "wants a network; tests/data/test_images.py reads pictures from files",
 }
 """Commands that are composed and checked, as ``train.py`` would, and not run."""

@@ -26,10 +26,7 @@ BASE = [
 PLACES = {
     "ddp": (2, ["trainer.devices=2", "trainer.strategy=ddp"]),
     "fsdp": (2, ["trainer.devices=2", "trainer.strategy=sharded"]),
-    "tensor_parallel": (2, ["trainer.devices=2", "trainer.strategy=sharded", "trainer.tensor_parallel=2"]),
-    "shards": (2, ["trainer.devices=2", "trainer.strategy=sharded", "trainer.sharded_ckpt=true"]),
     "fsdp_of_4": (4, ["trainer.devices=4", "trainer.strategy=sharded"]),
-    "both_of_4": (4, ["trainer.devices=4", "trainer.strategy=sharded", "trainer.tensor_parallel=2"]),
     "ddp_of_4": (4, ["trainer.devices=4", "trainer.strategy=ddp"]),
     "one": (1, []),
 }
@@ -87,7 +84,7 @@ def assert_same_run(folder, reference):
     torch.testing.assert_close(moments(ours), moments(theirs), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("place", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow), pytest.param("tensor_parallel", marks=pytest.mark.slow), pytest.param("both_of_4", marks=pytest.mark.long)])  # fmt: skip
+@pytest.mark.parametrize("place", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_several_processes_train_as_one(ran, place):
     assert losses(ran(place)).keys() == losses(ran("one")).keys()
     assert len(read_metrics(ran(place) / "metrics.csv")) == 8
@@ -113,8 +110,8 @@ def test_sgd_trains_parameters_that_are_cut_as_whole_ones(cache, base, tmp_path)
 
 ROADS = [
     ("ddp one, one fsdp", pytest.mark.slow),
-    ("one ddp, fsdp one, ddp ddp_of_4, shards one", pytest.mark.release),
-    ("fsdp shards, shards fsdp_of_4, one tensor_parallel, tensor_parallel one, shards both_of_4", pytest.mark.long),
+    ("one ddp, fsdp one, ddp ddp_of_4", pytest.mark.release),
+    ("fsdp fsdp_of_4, fsdp ddp", pytest.mark.long),
 ]
 MARKED = [pytest.param(*road.split(), marks=mark) for roads, mark in ROADS for road in roads.split(", ")]
 
@@ -123,7 +120,6 @@ MARKED = [pytest.param(*road.split(), marks=mark) for roads, mark in ROADS for r
 def test_a_run_goes_on_elsewhere(ran, first, then):
     """Four steps in one place, four in another, are eight in one: weights, moments and schedule have all come along."""
     start = ran(first, 4) / "checkpoints" / "last.ckpt"
-    assert start.is_dir() == (first == "shards")
     folder = ran(then, 8, start)
     assert [row["step"] for row in read_metrics(folder / "metrics.csv")] == list(range(5, 9))
     assert_same_run(folder, ran("one"))
@@ -197,14 +193,8 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path, cache):
 
 # --- what is refused
 
-TENSOR = "trainer.devices=2 trainer.strategy=sharded trainer.tensor_parallel=2"
 REFUSED = {
-    "trainer.tensor_parallel=2": "tensor_parallel=2 needs strategy=sharded",
-    "trainer.sharded_ckpt=true": "sharded_ckpt=True needs strategy=sharded",
-    "trainer.devices=3 trainer.strategy=sharded trainer.tensor_parallel=2": "tensor_parallel=2 must divide devices=3",
     "trainer.devices=7": "divisible by trainer.accumulate=1 x trainer.devices=7",
-    f"{TENSOR} model.position=alibi": "model.position=alibi has no tensor-parallel plan",
-    f"{TENSOR} model.num_heads=1": "model.num_heads=1 must be divisible by trainer.tensor_parallel=2",
     "trainer.devices=2 trainer.strategy=sharded callbacks.probe.every=5": "callbacks.probe.every needs whole weights",
 }
 

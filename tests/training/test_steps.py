@@ -62,7 +62,7 @@ def made_up(**changes):
     module = {"device": torch.device("cpu"), "step_loss": torch.tensor(1.0), "grad_norm": 1.0}
     module |= {"step_sums": {}, "step_targets": torch.tensor(10)}
     own = {name: changes.pop(name) for name in list(changes) if name in module}
-    return SimpleNamespace(**{**trainer, "distributed_sampler_kwargs": None, **changes}), SimpleNamespace(**{**module, **own})
+    return SimpleNamespace(**{**trainer, **changes}), SimpleNamespace(**{**module, **own})
 
 
 # --- rows
@@ -119,8 +119,7 @@ def test_means_of_several_processes_are_means_over_all_targets(monkeypatch, whol
     """Of four processes alike: a task's batch knows the targets of all, a loader of the user's those of its own process."""
     monkeypatch.setattr(steps, "sum_over_rows", lambda trainer, values: 4 * values)
     sums = {"step_loss": torch.tensor(0.5), "step_sums": {"correct": torch.tensor(3)}}
-    place = {"distributed_sampler_kwargs": {"rank": 0, "num_replicas": 4}}
-    trainer, module = made_up(**place, **sums, step_targets=torch.tensor(40 if whole else 10))
+    trainer, module = made_up(world_size=4, **sums, step_targets=torch.tensor(40 if whole else 10))
     batch, log = {"num_targets": torch.tensor(40)} if whole else {}, StepLog(5)
     assert steps.step_means(trainer, module, batch) == {"train_loss": 2.0 if whole else 0.5, "train_accuracy": 0.3}
     log.on_step(trainer, module, 2, batch)
