@@ -5,6 +5,7 @@ import math
 import re
 from functools import partial
 
+import peft
 import pytest
 import torch
 from hypothesis import given
@@ -314,6 +315,89 @@ def test_an_encoder_decoder_answers_what_its_full_forward_says():
         assert as_lists(generate(model, ids, decoder_input_ids=begin, max_new_tokens=7)) == text[:, start:].tolist()
 
 
+# ---- models of one's own
+
+
+class Own(nn.Module):
+    """A causal model that has only the documented methods."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network, self.lengths = network, []
+
+    def forward(self, input_ids, **options):
+        self.lengths.append((input_ids.shape[1], sorted(options)))
+        return self.network(input_ids, **options)
+
+
+class OwnWithCache(Own):
+    def make_cache(self, capacity):
+        return self.network.make_cache(capacity)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_of_ones_own_writes_the_same_text_and_its_cache_is_used_where_it_has_one(way):
+    network, ids, answers = language_model(), tokens(2, 5), []
+    wholes, pieces = [(5, []), (6, []), (7, [])], [(5, ["cache"]), (1, ["cache"]), (1, ["cache"])]
+    for model, lengths in ((network, None), (Own(network), wholes), (OwnWithCache(network), pieces)):
+        torch.manual_seed(7)
+        answers.append(as_lists(WAYS[way](model.eval(), ids, max_new_tokens=3)))
+        assert lengths is None or model.lengths == lengths
+    assert answers[0] == answers[1] == answers[2]
+    seen = Own(network).eval()
+    WAYS[way](seen, ids, max_new_tokens=1, key_mask=left_padded((5, 3), 5))
+    assert seen.lengths == [(5, ["key_mask"])]
+
+
+def test_a_model_with_adapters_writes_as_the_merged_model_does():
+    torch.manual_seed(0)
+    options = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    model, ids = peft.get_peft_model(language_model(), peft.LoraConfig(**options)).eval(), tokens(2, 5)
+    answer, beams = (as_lists(write(model, ids, max_new_tokens=9)) for write in (generate, beam_search))
+    merged = model.merge_and_unload()
+    assert (answer, beams) == tuple(as_lists(write(merged, ids, max_new_tokens=9)) for write in (generate, beam_search))
+    with pytest.raises(AttributeError, match="prepare_inputs_for_generation"):  # so docs/weights.md says to leave it out
+        peft.get_peft_model(language_model(), peft.LoraConfig(**options, task_type="CAUSAL_LM"))
+
+
+class Says(nn.Module):
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, input_ids):
+        return self.answer(input_ids)
+
+
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        (lambda ids: (torch.zeros(*ids.shape, V), None), "tuple"),
+        (lambda ids: {"logits": torch.zeros(*ids.shape, V)}, "dict"),
+        (lambda ids: torch.zeros(len(ids), V), r"\(1, 13\)"),
+        (lambda ids: torch.zeros(ids.shape[1], len(ids), V), r"\(3, 1, 13\)"),
+    ],
+)
+@pytest.mark.parametrize("write", [generate, beam_search])
+def test_a_model_that_returns_something_else_than_logits_is_refused(write, answer, got):
+    with pytest.raises(TypeError, match=rf"^model must return logits \(B, L, V\) for input_ids \(1, 3\), got {got}$"):
+        write(Says(answer).eval(), IDS)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft calls transformers by an old name
+@pytest.mark.parametrize("write", [generate, beam_search])
+def test_a_hugging_face_model_is_referred_to_its_own_generate(write):
+    import transformers as hf
+
+    sizes = {"vocab_size": V, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
+    gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=E, n_head=H, n_layer=1, **sizes))
+    t5 = hf.T5ForConditionalGeneration(hf.T5Config(d_model=E, d_kv=4, num_heads=H, d_ff=5, num_layers=1, **sizes))
+    adapted = peft.get_peft_model(gpt2, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], fan_in_fan_out=True))
+    for model in (gpt2, t5, adapted):
+        with pytest.raises(TypeError, match=rf"^model is a Hugging Face model, {type(model).__name__}: .*generate\(\)$"):
+            write(model.eval(), IDS)
+
+
 # ---- what is refused
 
 IDS = torch.tensor([[1, 2, 3]])
@@ -360,12 +444,9 @@ def test_a_wrong_argument_is_named(write):
             write(language_model(), **{"input_ids": IDS, **options})
 
 
-def test_what_is_no_model_or_has_no_config_is_named():
+def test_what_is_no_model_is_named():
     with pytest.raises(TypeError, match="got str"):
         beam_search("a model", IDS)
-    bare = torch.nn.Sequential(torch.nn.Embedding(V, V)).eval()
-    with pytest.raises(ValueError, match="use_cache=False"):
-        generate(bare, IDS)
 
 
 def test_a_model_that_writes_no_text_is_named():

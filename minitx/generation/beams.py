@@ -57,7 +57,7 @@ def beam_search(
         B tensors of new ids, without the stop token.
 
     Raises:
-        ValueError, FloatingPointError: as in ``generate``.
+        TypeError, ValueError, FloatingPointError: as in ``generate``.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM

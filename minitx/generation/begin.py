@@ -35,6 +35,8 @@ def begin(
     """Check the arguments of ``generate`` and read the prompt."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
+    if hasattr(model, "prepare_inputs_for_generation"):
+        raise TypeError(f"model is a Hugging Face model, {type(model).__name__}: call its own generate()")
     kind = of_config(model, "architecture")
     if kind not in (None, "decoder", "encoder_decoder"):
         raise ValueError(f"model must be a decoder or an encoder-decoder, got {type(model).__name__} with architecture={kind}")

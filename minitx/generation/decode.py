@@ -30,8 +30,10 @@ def generate(
     """Generate a continuation of each prompt, token by token.
 
     Args:
-        model: a causal model such as ``DecoderLM``, or an encoder–decoder such as ``EncoderDecoder``. It must be in evaluation
-            mode.
+        model: a causal model such as ``DecoderLM``, or an encoder–decoder such as ``EncoderDecoder``, in evaluation mode. Your own
+            causal model is called as ``model(input_ids)`` and returns logits (B, L, V). It is called with ``key_mask=`` only if
+            ``key_mask`` was given. If it has a method ``make_cache(capacity)``, it is also called with the result, ``cache=``, and
+            then gets the new ids only. Beam search calls ``cache.reorder(rows)``, as in ``KVCache``.
         input_ids: int (B, L), the prompts, or the sources of an encoder–decoder.
         sampler: how the next id is chosen. Default: ``Sampler()``, which takes the most probable id.
         key_mask: bool (B, L), True = real token. Pad prompts on the left.
@@ -43,13 +45,15 @@ def generate(
             limit.
         generator: for sampling. Each row has its own random numbers, so that it does not depend on the other rows. Default: torch's
             global generator.
-        use_cache: keep keys and values. Without a cache, the whole text is read again for each token, with the same result.
+        use_cache: keep keys and values, if the model has ``make_cache``. Without a cache, the whole text is read again for each
+            token, with the same result.
         on_token: a function that is called with (row, id) for each new token.
 
     Returns:
         B tensors of new ids, without the stop token.
 
     Raises:
+        TypeError: a model of Hugging Face, which has its own ``generate``, or a model that does not return logits (B, L, V).
         ValueError: an argument that does not fit the model or is out of range.
         FloatingPointError: the logits are NaN or infinite.
 

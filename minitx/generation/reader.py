@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from minitx.nn import KVCache
 from minitx.nn.models import TransformerModel
 
 
 class Reader:
     """Feed the next ids to a model and return its logits.
 
-    Earlier ids are kept in a cache, or are read again if ``capacity`` is None. When a text becomes longer than ``context``, only the
+    Earlier ids are kept in a cache. They are read again if ``capacity`` is None or the model has no ``make_cache``. When a text becomes longer than ``context``, only the
     newer half is kept and read again.
     """
 
@@ -30,7 +29,7 @@ class Reader:
         self.model, self.capacity, self.context = model, capacity, context
         self.memory = model.encode(input_ids, key_mask=key_mask) if has_source(model) else None  # type: ignore[operator]
         self.source_mask = key_mask if has_source(model) else None
-        self.cache: KVCache | None = None
+        self.cache: Any = None
         self.ids: Tensor | None = None  # the ids that the model sees, and their key mask
         self.key_mask: Tensor | None = None
 
@@ -53,18 +52,18 @@ class Reader:
         return last
 
     def _forward(self, ids: Tensor, key_mask: Tensor | None) -> Tensor:
-        options = {} if self.cache is None else {"cache": self.cache}
-        if self.memory is None:
-            return last_logits(self.model, ids, key_mask=key_mask, **options)
-        return last_logits(self.model, None, ids, key_mask=self.source_mask, memory=self.memory, **options)
+        options: dict[str, Any] = {} if self.cache is None else {"cache": self.cache}
+        if self.memory is not None:
+            return last_logits(self.model, None, ids, key_mask=self.source_mask, memory=self.memory, **options)
+        if key_mask is not None:
+            options["key_mask"] = key_mask
+        return last_logits(self.model, ids, **options)
 
-    def _new_cache(self) -> KVCache | None:
-        if self.capacity is None:
+    def _new_cache(self) -> Any:
+        make: Any = getattr(self.model, "make_cache", None)
+        if self.capacity is None or make is None:
             return None
-        capacity = min(self.capacity, self.context or self.capacity)
-        if isinstance(self.model, TransformerModel):
-            return self.model.make_cache(capacity)
-        return KVCache(capacity, num_cached_layers(self.model))
+        return make(min(self.capacity, self.context or self.capacity))
 
     def reorder(self, rows: Tensor) -> None:
         """Replace each row i by the row ``rows[i]``."""
@@ -78,17 +77,13 @@ class Reader:
 def last_logits(model: nn.Module, *args: Any, **options: Any) -> Tensor:
     """Return the logits (B, V) of the last position. The head is computed for this position only."""
     if not isinstance(model, TransformerModel):
-        return model(*args, **options)[:, -1]
+        logits = model(*args, **options)
+        if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != args[-1].shape:
+            got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise TypeError(f"model must return logits (B, L, V) for input_ids {tuple(args[-1].shape)}, got {got}")
+        return logits[:, -1]
     hidden = model(*args, **options, return_hidden=True)
     return model.head(hidden[:, -1])  # type: ignore[operator]
-
-
-def num_cached_layers(model: nn.Module) -> int:
-    """Return the number of layers of the decoder."""
-    config: Any = getattr(model, "config", None)
-    if config is None:
-        raise ValueError(f"{type(model).__name__} has no config that says how many layers to cache: pass use_cache=False")
-    return getattr(config, "decoder_layers", config.num_layers)
 
 
 def of_config(model: nn.Module, name: str) -> Any:
