@@ -159,7 +159,9 @@ class _Part:
             raise ValueError(f"{self.name}: nothing was recorded; run the model inside of capture first")
         record = records[self.number(tensor.detach(), len(records))].to(tensor.device)
         if record.shape[1:] != tensor.shape[1:]:
-            raise ValueError(f"{self.name}: the record has the shape {tuple(record.shape)}, but {tuple(tensor.shape)} is replaced")
+            raise ValueError(
+                f"{self.name}: the record has the shape {tuple(record.shape)}, but {tuple(tensor.shape)} is replaced"
+            )
         return record[index]
 
     def number(self, tensor: Tensor, num_records: int) -> int:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -113,7 +114,7 @@ class Snapshot:
 @torch.no_grad()
 def take_snapshot(
     model: nn.Module,
-    inputs: Mapping[str, Tensor],
+    inputs: Tensor | Mapping[str, Tensor],
     *,
     tokens: Mapping[str, Sequence[Sequence[str]]] | None = None,
     layers: Sequence[int | str] | int | str | None = None,
@@ -123,42 +124,96 @@ def take_snapshot(
     """Run ``model(**inputs)`` in evaluation mode and float32, and return the attention of each layer, on the CPU.
 
     Args:
-        inputs: the arguments of the model (``input_ids``, ``key_mask``, ``decoder_input_ids`` …).
+        inputs: the arguments of the model by name (``input_ids``, ``key_mask``, ``decoder_input_ids`` …), or a tensor, its
+            first argument. Ids (L,) are one row.
         tokens: the texts of the tokens, see ``Snapshot``. Default: the ids as numbers, and ``row,column`` for image patches.
         layers: as in ``capture``.
 
     Raises:
-        ValueError, RuntimeError: as in ``capture``, or texts that do not fit the ids.
+        ValueError, RuntimeError: as in ``capture``; texts that do not fit the ids; or no attention ran.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
     >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
-    >>> snapshot = take_snapshot(model, {"input_ids": torch.tensor([[1, 2, 3, 5]])})
+    >>> snapshot = take_snapshot(model, torch.tensor([1, 2, 3, 5]))
     >>> snapshot.maps[1].weights.shape, snapshot.tokens["input_ids"]
     (torch.Size([1, 3, 4, 4]), [['1', '2', '3', '5']])
     """
+    inputs = named_inputs(model, inputs)
     device = next(iter(inputs.values())).device
     with evaluating(model), watch(model, _look, layers=layers) as seen, full_precision(device):
         model(**inputs)
     source = next((axis for axis in (SOURCE, PIXELS) if axis in inputs), next(iter(inputs)))
     maps, told = [], dict[str, Tensor]()
-    for name, records in seen.items():
+    for name, records in ((name, records) for name, records in seen.items() if records):
         kind = seen.kinds[name]
         queries = TARGET if TARGET in inputs and kind != "self" else source
-        keys = source if kind == "cross" else queries
+        keys = queries if kind != "cross" else "key" if "key" in inputs else source
         weights, visible, max_logit, real_queries = (tensor.cpu() for tensor in records[-1])
         maps.append(AttentionMap(name, kind, queries, keys, weights, visible, max_logit))
         if kind != "cross":
             told[queries] = real_queries
+    if not maps:
+        raise ValueError(f"no attention core of {type(model).__name__} ran")
+    return _assembled(maps, inputs, told, tokens or {}, step, title)
+
+
+def _assembled(
+    maps: Sequence[AttentionMap],
+    inputs: Mapping[str, Tensor],
+    told: Mapping[str, Tensor],
+    tokens: Mapping[str, Sequence[Sequence[str]]],
+    step: int | None = None,
+    title: str = "",
+) -> Snapshot:
+    """Add ids, texts and padding to the maps. ``told``: padding by axis, where ``inputs`` have no mask of it."""
     sizes = {axis: size for m in maps for axis, size in ((m.queries, m.weights.shape[2]), (m.keys, m.weights.shape[3]))}
     B = maps[0].weights.shape[0]
     everything = {axis: torch.ones(B, size, dtype=torch.bool) for axis, size in sizes.items()}
     real = {axis: inputs.get(_MASK_OF.get(axis, ""), told.get(axis, mask)).cpu() for axis, mask in everything.items()}
     ids = {axis: inputs[axis].cpu() for axis in sizes if axis in inputs and not inputs[axis].is_floating_point()}
-    if unknown := set(tokens or {}) - set(sizes):
+    if unknown := set(tokens) - set(sizes):
         raise ValueError(f"tokens={sorted(unknown)} must be among {', '.join(sizes)}: the texts of what the model reads")
-    texts = {axis: _texts(axis, size, B, ids, tokens or {}) for axis, size in sizes.items()}
+    texts = {axis: _texts(axis, size, B, ids, tokens) for axis, size in sizes.items()}
     return Snapshot(tuple(maps), texts, ids, real, step, title)
+
+
+def named_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return ``inputs`` by name. A tensor is the first argument of ``model``; a vector is one row."""
+    if not isinstance(inputs, Tensor):
+        return inputs
+    first = next(iter(inspect.signature(model.forward).parameters.values()))
+    is_named = first.kind is not inspect.Parameter.VAR_POSITIONAL  # wrappers such as PEFT's take anything
+    return {first.name if is_named else SOURCE: inputs.unsqueeze(0) if inputs.dim() == 1 else inputs}
+
+
+def snapshot_of_weights(weights: Sequence[Tensor], tokens: Mapping[str, Sequence[Sequence[str]]] | None = None) -> Snapshot:
+    """Return a snapshot of weights that were computed elsewhere. A weight of 0 counts as hidden. The scores are unknown (NaN).
+
+    Args:
+        weights: one tensor for each layer, (B, H, L, S), (H, L, S) or (L, S).
+        tokens: the texts of the axes ``query`` and ``key``. If L = S, both axes are ``query``.
+
+    Raises:
+        ValueError: no floats, or another shape; lengths that differ between layers; texts that do not fit.
+
+    >>> snapshot_of_weights([torch.tensor([[1.0, 0.0], [0.5, 0.5]])]).maps[0].kind
+    'causal'
+    """
+    maps = []
+    for i, given in enumerate(weights):
+        if not given.is_floating_point() or not 2 <= given.dim() <= 4:
+            raise ValueError(
+                f"weights must be floats (B, H, L, S), (H, L, S) or (L, S), got {given.dtype} {tuple(given.shape)}"
+            )
+        layer = given.detach().cpu().float()[(None,) * (4 - given.dim())]
+        L, S = layer.shape[2:]
+        kind = "cross" if L != S else "causal" if not layer.triu(1).any() else "self"
+        keys = "key" if kind == "cross" else "query"
+        maps.append(AttentionMap(str(i), kind, "query", keys, layer, layer != 0, torch.full(layer.shape[:3], torch.nan)))
+    if len(sizes := {(m.weights.shape[0], *m.weights.shape[2:]) for m in maps}) != 1:
+        raise ValueError(f"weights must have the same (B, L, S) in each layer, got {sorted(sizes)}")
+    return _assembled(maps, {}, {}, tokens or {})
 
 
 def _look(look: Look) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,11 +1,17 @@
 """Capture looks without touching."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from minitx.analysis import capture
+from minitx.analysis import capture, intervene, knock_out_heads, take_snapshot
 from minitx.config import TransformerConfig
-from minitx.nn import Causal, DecoderLM, EncoderDecoder, KVCache, MultiHeadAttention
+from minitx.nn import Causal, DecoderLM, DotProductAttention, EncoderDecoder, KVCache, MultiHeadAttention
+from minitx.nn.efficient import LinearAttention
+from minitx.nn.functional import AttentionCall
 
 IDS = torch.tensor([[1, 2, 3, 5, 7], [4, 4, 8, 9, 1]])
 
@@ -130,3 +136,184 @@ def test_padded_targets_count_neither_in_self_nor_in_cross_attention():
             if statistic != "favourite":
                 torch.testing.assert_close(padded[name][0][statistic], value, msg=lambda m, s=statistic: f"{s}: {m}")
     assert (padded["blocks.0.cross_attention.core"][0]["favourite"][0, :, 3:] == -1).all()
+
+
+# --- which modules are attention, and how layers are numbered
+
+EVERYTHING = ("statistics", "weights", "scores", "values", "heads", "feedforward", "residual")
+
+
+def translation(**options):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "num_decoder_layers": 3, **options}
+    return EncoderDecoder(TransformerConfig(architecture="encoder_decoder", **sizes)).eval()
+
+
+def test_a_number_selects_the_same_block_in_every_record():
+    model = translation()
+    model.blocks[0].attention.core = LinearAttention()  # this layer keeps its cross-attention, which has weights
+    with torch.no_grad():
+        for number, layer in enumerate(["blocks.0", "blocks.1", "blocks.2", "encoder.blocks.0", "encoder.blocks.1"]):
+            for what in EVERYTHING:
+                for chosen in (number, number - 5):
+                    with capture(model, what=what, layers=chosen) as seen:
+                        model(IDS, IDS)
+                    assert seen and all(f"{name}.".startswith(f"{layer}.") and len(seen[name]) == 1 for name in seen)
+
+
+def test_a_layer_without_the_record_is_refused_by_its_number():
+    model = model_of()
+    model.blocks[0].attention.core = LinearAttention()
+    with capture(model, what="heads", layers=0) as seen:
+        model(IDS)
+    assert list(seen) == ["blocks.0.attention.core"]
+    with pytest.raises(ValueError, match=r"layers: 0 is none of the 1 layers 1 \(blocks\.1\)"), capture(model, layers=0):
+        pass
+
+
+def test_layers_outside_of_blocks_are_numbered_by_the_numbers_in_their_names():
+    model = nn.ModuleDict({"pool": MultiHeadAttention(6, 2), "layers": nn.ModuleList()})
+    for _ in range(2):
+        layer = nn.ModuleDict({"near": MultiHeadAttention(6, 2), "far": MultiHeadAttention(6, 3)})
+        model["layers"].append(layer)
+    with (
+        pytest.warns(UserWarning, match=r"layers\.1\.near\.core, layers\.1\.far\.core did not run"),
+        capture(model, layers=2) as seen,
+    ):
+        pass
+    assert list(seen) == ["layers.1.near.core", "layers.1.far.core"]
+
+
+class WithCore(nn.Module):
+    """A model of somebody else whose residual stream goes through a part called core."""
+
+    num_heads = 3
+
+    def __init__(self):
+        super().__init__()
+        self.core = nn.Linear(12, 12)
+
+    def forward(self, x):
+        return self.core(x)
+
+
+def test_a_part_that_is_only_called_core_is_no_attention():
+    model, x = WithCore(), torch.randn(2, 5, 12)
+    for look in (
+        lambda: capture(model, what="heads").__enter__(),
+        lambda: intervene(model, "heads", 0.0).__enter__(),
+        lambda: knock_out_heads(model, lambda model: model(x).mean((1, 2))),
+    ):
+        with pytest.raises(ValueError, match="attention core"):
+            look()
+    both = nn.ModuleList([model, MultiHeadAttention(12, 3)])
+    with capture(both, what="heads") as seen:
+        both[1](both[0](x))
+    assert list(seen) == ["1.core"]
+
+
+class Uniform(nn.Module):
+    """A core of one's own, in an attention of one's own. The class attribute says that it is a core."""
+
+    softmax_weights = False
+
+    def forward(self, call):
+        return call.value.mean(2, keepdim=True).expand_as(call.query)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Uniform()
+
+    def forward(self, x):
+        x = x.unflatten(-1, (3, -1)).transpose(1, 2)
+        return self.inner(AttentionCall(x, x, x)).transpose(1, 2).flatten(2)
+
+
+def test_a_core_of_ones_own_is_looked_at_wherever_it_is():
+    x = torch.randn(2, 5, 12)
+    for model, name in ((Attention(), "inner"), (MultiHeadAttention(12, 3, core=Uniform()), "core")):
+        with capture(model, what="heads") as seen:
+            model(x)
+        assert [(name, record.shape) for name, [record] in seen.items()] == [(name, (2, 3, 5, 4))]
+        with pytest.raises(ValueError, match="no attention core with weights"), capture(model):
+            pass
+        assert knock_out_heads(model, lambda model: model(x).square().mean((1, 2))).mean.shape == (1, 3)
+
+
+def test_a_core_that_several_layers_share_is_recorded_once_a_call():
+    model, core = model_of(), DotProductAttention()
+    for block in model.blocks:
+        block.attention.core = core
+    for what in ("heads", "weights"):
+        with capture(model, what=what) as seen:
+            model(IDS)
+        assert {name: len(calls) for name, calls in seen.items()} == {"blocks.0.attention.core": 2}
+
+
+@pytest.mark.parametrize("options", [{"target_modules": ["q_proj", "v_proj"]}, {"modules_to_save": ["attention"], "target_modules": ["up_proj"]},
+                                     {"modules_to_save": ["core"]}, {"modules_to_save": ["feedforward"]}])  # fmt: skip
+def test_in_a_peft_model_only_the_attention_that_runs_counts(options):
+    peft = pytest.importorskip("peft")
+    plain = model_of()
+    want = knock_out_heads(plain, lambda model: model(IDS).mean((1, 2)))
+    model = peft.get_peft_model(model_of(), peft.LoraConfig(**{"target_modules": ["k_proj"], **options}))
+    found = knock_out_heads(model, lambda model: model(IDS).mean((1, 2)))
+    assert len(found.names) == 2 and all(name.startswith(f"base_model.model.blocks.{i}.") for i, name in enumerate(found.names))
+    torch.testing.assert_close(found.mean, want.mean)  # new adapters add nothing
+    for what in EVERYTHING:
+        with capture(model, what=what, layers=-1) as seen:
+            model(IDS)
+        [name] = [name for name, calls in seen.items() if calls]
+        assert name.startswith("base_model.model.blocks.1") and len(seen[name]) == 1
+    for one, other in zip(take_snapshot(model, IDS).maps, take_snapshot(plain, IDS).maps, strict=True):
+        torch.testing.assert_close(one.weights, other.weights)
+
+
+# --- hooks that do not run, and runs that do not count
+
+
+def test_layers_that_did_not_run_are_named_in_a_warning():
+    model = model_of()
+    compiled = torch.compile(model, backend="eager")
+    try:
+        with torch.no_grad():
+            compiled(IDS)
+            for look in (capture, partial(capture, what="residual"), partial(intervene, what="heads", to=0.0)):
+                with pytest.warns(UserWarning, match=r"blocks\.1.* did not run.*compiled"), look(model, layers=1):
+                    compiled(IDS)
+                with look(model, layers=1):  # warnings are errors here
+                    model(IDS), compiled(IDS)
+            with pytest.raises(ValueError, match="none of the 2 attention cores"):
+                knock_out_heads(model, lambda model: compiled(IDS).mean((1, 2)))
+    finally:
+        torch._dynamo.reset()
+
+
+class Checkpointed(nn.Module):
+    """A block under torch's own checkpoint."""
+
+    def __init__(self, block, use_reentrant):
+        super().__init__()
+        self.block, self.use_reentrant = block, use_reentrant
+
+    def forward(self, x, **options):
+        return checkpoint(partial(self.block, **options), x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_block_that_somebody_else_checkpoints_is_recorded_once_a_call(use_reentrant):
+    plain, model = model_of(), model_of()
+    model.blocks = nn.ModuleList(Checkpointed(block, use_reentrant) for block in model.blocks)
+    for what in EVERYTHING[1:]:
+        records = []
+        for one in (plain, model):
+            with capture(one, what=what) as seen:
+                one(IDS).sum().backward()
+                one(IDS).sum().backward()
+            records.append(list(seen.values()))
+        assert all(len(calls) == 2 for calls in records[1])
+        assert all(torch.equal(a, b) for one, two in zip(*records, strict=True) for a, b in zip(one, two, strict=True))
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)

@@ -1,7 +1,14 @@
 """Interventions have the effect that a formula or another run gives, and touch nothing else."""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
+from torch import distributed, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from minitx.analysis import capture, intervene, knock_out_heads, logit_lens, patch_heads
 from minitx.config import TransformerConfig
@@ -97,17 +104,48 @@ def test_gradients_flow_through_what_is_computed(what):
     assert float(factor.grad) == pytest.approx(slope, rel=1e-5, abs=1e-8)
 
 
-def test_a_recomputed_block_gets_the_record_of_its_forward_pass():
+class Checkpointed(nn.Module):
+    """A block under torch's own checkpoint."""
+
+    def __init__(self, block, use_reentrant=False):
+        super().__init__()
+        self.block, self.use_reentrant = block, use_reentrant
+
+    def forward(self, x, **options):
+        return checkpoint(partial(self.block, **options), x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("by", ["config", "reentrant", "not reentrant"])
+def test_a_recomputed_block_gets_the_record_of_its_forward_pass(by, together):
+    """The backward passes of both calls may follow both forward passes."""
     gradients = []
     for checkpointing in (False, True):
-        model = model_of(torch.float64, checkpointing=checkpointing)
+        model = model_of(torch.float64, checkpointing=checkpointing and by == "config")
         with torch.no_grad(), capture(model, what="heads") as seen:
             model(OTHER), model(IDS)
-        with intervene(model, "heads", seen, layers=[0]):
+        records, _ = seen.values()
+        if checkpointing and by != "config":
+            model.blocks = nn.ModuleList(Checkpointed(block, by == "reentrant") for block in model.blocks)
+        name = "blocks.0.attention.core" if by == "config" or not checkpointing else "blocks.0.block.attention.core"
+        with intervene(model, "heads", {name: records}):
+            losses = []
             for ids in (IDS, OTHER):
-                model(ids).square().sum().backward()
+                losses.append(model(ids).square().sum())
+                if not together:
+                    losses.pop().backward()
+            if together:
+                sum(losses).backward()
         gradients.append([p.grad for p in model.parameters()])
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
+def test_a_recomputed_call_that_cannot_be_told_apart_is_refused():
+    model = model_of(checkpointing=True)
+    with torch.no_grad(), capture(model, what="heads") as seen:
+        model(OTHER), model(IDS)
+    with intervene(model, "heads", seen, layers=[0]), pytest.raises(RuntimeError, match="2 of its calls have the same heads"):
+        (model(IDS).sum() + model(IDS).sum()).backward()
 
 
 @pytest.mark.parametrize(("what", "to", "options", "said"), [
@@ -221,3 +259,104 @@ def test_records_of_another_kind_are_refused(recorded, what):
         model(IDS)
     with pytest.raises(ValueError, match=f"what='{what}' is replaced by records of '{recorded}'"), intervene(model, what, seen):
         pass
+
+
+# --- the lens where blocks are not simply a list
+
+
+class Layer(nn.Module):
+    """A layer of somebody else, which holds a block and does something of its own."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block, self.gain = block, nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x, **options):
+        return self.block(self.gain * x, **options)
+
+
+class Stages(nn.Module):
+    """Two lists of blocks, a norm between them, and a block that is applied three times at the end."""
+
+    def __init__(self):
+        super().__init__()
+        one = model_of(num_layers=4)
+        self.again, self.late, self.early = one.blocks[3], one.blocks[2:3], one.blocks[:2]  # in no helpful order
+        self.between, self.norm, self.embed, self.head = nn.LayerNorm(12), one.final_norm, one.embeddings, one.head
+
+    def forward(self, input_ids, after=None):
+        """The logits, or those of a model that ends after so many blocks."""
+        x = self.embed(input_ids, torch.arange(5)[None], None)
+        for number, block in enumerate([*self.early, *self.late, *[self.again] * 3]):
+            if number == 2:
+                x = self.between(x)
+            x = block(x=x) if number else block(x)
+            if after == number + 1:
+                break
+        return self.head(self.norm(x))
+
+
+@torch.no_grad()
+def test_the_lens_reads_every_call_of_a_block_in_two_stages():
+    model = Stages()
+    lens = logit_lens(model, input_ids=IDS)
+    assert len(lens) == 6 and torch.equal(lens[-1], model(IDS))
+    for number, logits in enumerate(lens, 1):
+        assert torch.equal(logits, model(IDS, after=number))
+
+
+@pytest.fixture
+def process_group():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrap", [Checkpointed, checkpoint_wrapper, fully_shard])
+def test_wrappers_around_the_blocks_change_nothing_that_is_seen(wrap, process_group):
+    model = model_of(num_layers=3)
+    wrapped = copy.deepcopy(model)
+    wrapped.blocks = nn.ModuleList(wrap(block) for block in wrapped.blocks)
+    assert torch.equal(logit_lens(wrapped, input_ids=IDS), logit_lens(model, input_ids=IDS))
+    for what in EVERYTHING:
+        with torch.no_grad(), capture(wrapped, what=what, layers=[-1]) as seen, capture(model, what=what, layers=2) as want:
+            wrapped(IDS), model(IDS)
+        [[record]], [[other]] = seen.values(), want.values()
+        assert torch.equal(record, other)
+
+
+@torch.no_grad()
+def test_the_lens_reads_layers_that_hold_a_block_and_more():
+    model = model_of(num_layers=3)
+    model.blocks = nn.ModuleList(map(Layer, model.blocks))
+    lens, after = logit_lens(model, input_ids=IDS), []
+    with capture(model, what="residual") as seen:
+        model(IDS)
+    for [residual] in seen.values():
+        after.append(model.head(model.final_norm(residual)))
+    torch.testing.assert_close(lens, torch.stack(after))
+
+
+@torch.no_grad()
+def test_the_lens_leaves_out_blocks_of_another_stream_however_they_are_wrapped():
+    sizes = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "num_decoder_layers": 3, "init": "lecun"}
+    model = EncoderDecoder(TransformerConfig(architecture="encoder_decoder", **sizes)).eval()
+    want = logit_lens(model, input_ids=IDS, decoder_input_ids=OTHER)
+    model.encoder.blocks = nn.ModuleList(map(Layer, model.encoder.blocks))
+    model.blocks = nn.ModuleList(map(Layer, model.blocks))
+    for layer in (*model.encoder.blocks, *model.blocks):
+        layer.gain.fill_(1.0)
+    assert torch.equal(logit_lens(model, input_ids=IDS, decoder_input_ids=OTHER), want) and len(want) == 3
+
+
+def test_a_stream_that_changes_its_shape_and_a_model_without_blocks_have_no_lens():
+    class Shorter(Layer):
+        def forward(self, x, **options):
+            return self.block(x[:, ::2])
+
+    model = model_of()
+    model.blocks[1] = Shorter(model.blocks[1])
+    with pytest.raises(ValueError, match=r"shape \(2, 5, 12\), but \(2, 3, 12\) is replaced"):
+        logit_lens(model, input_ids=IDS)
+    with pytest.raises(ValueError, match="Linear has no Block"):
+        logit_lens(nn.Linear(3, 3), input=torch.randn(2, 3))

@@ -72,6 +72,21 @@ def test_tokens_and_padding_of_a_model_of_ones_own_are_known_by_its_calls():
         take_snapshot(OfOnesOwn(), inputs, tokens={"inputs_ids": []})
 
 
+def test_a_tensor_is_the_first_argument_of_a_model_or_a_layer():
+    model, layer, x = DecoderLM(TransformerConfig(**SIZES)), MultiHeadAttention(12, 3), torch.randn(2, 5, 12)
+    for module, given, named in (
+        (model, SOURCE, {"input_ids": SOURCE}),
+        (model, SOURCE[0], {"input_ids": SOURCE[:1]}),
+        (layer, x, {"query": x}),
+        (nn.Sequential(layer), x, {"input": x}),
+    ):
+        one, other = take_snapshot(module, given), take_snapshot(module, named)
+        assert (one.tokens, list(one.ids)) == (other.tokens, list(other.ids))
+        assert all(torch.equal(a.weights, b.weights) for a, b in zip(one.maps, other.maps, strict=True))
+    cross = take_snapshot(layer, {"query": x, "key": torch.randn(2, 7, 12)})
+    assert cross.sentence(1).maps[0].weights.shape == (1, 3, 5, 7) and set(cross.tokens) == {"query", "key"}
+
+
 def test_a_sentence_without_its_padding_is_what_the_model_does_with_it_alone():
     model, inputs = translation()
     model.double()

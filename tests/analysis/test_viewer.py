@@ -15,7 +15,7 @@ from pages import SOURCE, data_of, random_snapshot, weights_of
 from minitx.analysis import take_snapshot
 from minitx.analysis.viewer import Trace, view, viewer_page
 from minitx.config import TransformerConfig
-from minitx.nn import DecoderLM
+from minitx.nn import DecoderLM, MultiHeadAttention
 
 HALF_A_STEP = 0.5 / 65534
 
@@ -123,6 +123,12 @@ def test_what_cannot_be_shown_together_is_refused():
         ),
         (lambda: viewer_page([Trace("a", [two_rows])]), r"2 rows: choose one with sentence\(row\)"),
         (lambda: view(model_of(), "abc"), "tokenizer="),
+        (lambda: view(model_of()), "needs inputs"),
+        (lambda: view(torch.ones(2, 2), torch.tensor([1, 2])), "inputs have no meaning"),
+        (lambda: view(torch.ones(3)), r"weights must be floats .*, got torch.float32 \(3,\)"),
+        (lambda: view([torch.ones(2, 2), torch.ones(3, 3)]), r"the same \(B, L, S\) in each layer"),
+        (lambda: view(torch.ones(2, 2), tokens={"key": [["a", "b"]]}), r"tokens=\['key'\] must be among query"),
+        (lambda: view(one, tokens={"query": [["a"]]}), "tokens= has no effect"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -150,3 +156,20 @@ def test_a_notebook_shows_the_page_of_a_text_in_a_frame_that_may_only_run_its_sc
     assert np.abs(weights_of(data, 0, 0, 1)[0] - want.numpy()).max() < 1e-5
     shown.save(tmp_path / "page.html")
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == shown.page
+
+
+def test_a_layer_its_weights_and_its_snapshot_are_shown_alike():
+    layer, x = MultiHeadAttention(12, 3), torch.randn(2, 5, 12)
+    _, weights = layer(x, attn_mask=torch.ones(5, 5).tril().bool(), need_weights=True)
+    causal = {"query": x, "attn_mask": torch.ones(5, 5).tril().bool()}
+    texts = {"query": [list("abcde"), list("fghij")]}
+    wanted = data_of(view(layer, causal, tokens=texts, row=1).page)
+    got = data_of(view(weights, tokens=texts, row=1).page)
+    assert got["tokens"] == wanted["tokens"] == {"query": list("fghij")}
+    for mine, theirs in zip(weights_of(got, 0, 0, 0), weights_of(wanted, 0, 0, 0), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-5)
+    many, cross = data_of(view([weights[:1], weights[0, :2]]).page), data_of(view(weights[0, 0, :, :3]).page)
+    assert [shown["kind"] for shown in many["layers"] + cross["layers"]] == ["causal", "causal", "cross"]
+    assert view(take_snapshot(layer, x[:1])).page == view(layer, x[:1]).page
+    two = data_of(view({"a": weights[:1], "b": weights[:1] / 2}).page)
+    assert [trace["name"] for trace in two["traces"]] == ["a", "b"]

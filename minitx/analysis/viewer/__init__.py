@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.snapshot import SOURCE, AttentionMap, Snapshot, take_snapshot
+from minitx.analysis.snapshot import SOURCE, AttentionMap, Snapshot, named_inputs, snapshot_of_weights, take_snapshot
 
 __all__ = ["Trace", "View", "view", "viewer_page"]
 
@@ -64,8 +64,11 @@ class View:
         Path(path).write_text(self.page, encoding="utf-8")
 
 
+Viewed = nn.Module | Tensor | Sequence[Tensor] | Snapshot | Sequence[Snapshot]
+
+
 def view(
-    model: nn.Module | Sequence[Snapshot] | Mapping[str, nn.Module | Sequence[Snapshot]],
+    model: Viewed | Mapping[str, Viewed],
     inputs: str | Tensor | Mapping[str, Tensor] | None = None,
     *,
     tokenizer: Any = None,
@@ -76,11 +79,15 @@ def view(
     """Show in a notebook what a model attends to.
 
     Args:
-        model: a model, or snapshots of one over training (``read_snapshots``). To compare two, pass a dict of them by name.
-        inputs: a text (with ``tokenizer``), ids (L,) or (B, L), or a dict of the model's inputs. None for snapshots.
+        model: a model or a single layer; attention weights (B, H, L, S), (H, L, S) or (L, S), or a sequence of them, one for
+            each layer; a snapshot, or snapshots of one model over training (``read_snapshots``). To compare two, pass a dict of
+            them by name.
+        inputs: a text (with ``tokenizer``), the first argument of the model (ids (L,) or (B, L), or x (B, L, E) for a layer),
+            or a dict of the model's inputs. None if ``model`` is not a module.
         tokenizer: an object with ``encode(text)``, which returns ids or an object with ``ids``, and ``decode(ids)``. It also
             gives the texts of the tokens.
-        tokens: a text for each token, as in ``take_snapshot``.
+        tokens: a text for each token, as in ``take_snapshot``. The axes of weights are ``query`` and ``key``, and only
+            ``query`` if L = S.
         row: the row of the batch to show.
         height: of the frame, in pixels.
 
@@ -88,40 +95,58 @@ def view(
         An object that a notebook shows, with ``page`` (HTML) and ``save(path)``.
 
     Raises:
-        ValueError: a text without a tokenizer, a model without inputs, or as in ``take_snapshot`` and ``viewer_page``.
+        ValueError: a text without a tokenizer, a model without inputs, inputs without a model, or as in ``take_snapshot`` and
+            ``viewer_page``.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
     >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
     >>> view(model, torch.tensor([1, 2, 3, 5]))._repr_html_()[:40]
     '<iframe sandbox="allow-scripts" style="w'
+
+    The weights of one layer:
+
+    >>> from minitx.nn import MultiHeadAttention
+    >>> _, weights = MultiHeadAttention(12, 3)(torch.randn(1, 5, 12), need_weights=True)
+    >>> page = view(weights, tokens={"query": ["the cat sat on it".split()]})
     """
-    models = model if isinstance(model, Mapping) else {"model": model}
-    batch = None if inputs is None else _batch(inputs, tokenizer)
-    if tokens is None and tokenizer is not None and batch is not None and SOURCE in batch:
-        tokens = {SOURCE: [[tokenizer.decode([number]) for number in ids] for ids in batch[SOURCE].tolist()]}
+    models: Mapping[str, Viewed] = model if isinstance(model, Mapping) else {"model": model}
     traces = []
     for name, one in models.items():
         if not isinstance(one, nn.Module):
-            traces.append(Trace(name, [snapshot.sentence(row) for snapshot in one]))
+            if inputs is not None:
+                raise ValueError(f"{name} is a {type(one).__name__}, so inputs have no meaning: only a module takes them")
+            traces.append(Trace(name, [snapshot.sentence(row) for snapshot in _snapshots(one, tokens)]))
             continue
-        if batch is None:
-            raise ValueError(f"{name} is a model and needs inputs: a text with tokenizer=, ids, or its inputs by name")
+        if inputs is None:
+            raise ValueError(
+                f"{name} is a model and needs inputs: a text with tokenizer=, its first argument, or inputs by name"
+            )
+        batch = named_inputs(one, _encoded(inputs, tokenizer) if isinstance(inputs, str) else inputs)
+        axis = SOURCE if SOURCE in batch else next(iter(batch))
+        texts = tokens
+        if tokens is None and tokenizer is not None and not batch[axis].is_floating_point():
+            texts = {axis: [[tokenizer.decode([number]) for number in ids] for ids in batch[axis].tolist()]}
         device = next((parameter.device for parameter in one.parameters()), torch.device("cpu"))
         placed = {key: tensor.to(device) for key, tensor in batch.items()}
-        traces.append(Trace(name, [take_snapshot(one, placed, tokens=tokens).sentence(row)]))
+        traces.append(Trace(name, [take_snapshot(one, placed, tokens=texts).sentence(row)]))
     return View(viewer_page(traces), height)
 
 
-def _batch(inputs: str | Tensor | Mapping[str, Tensor], tokenizer: Any) -> Mapping[str, Tensor]:
-    if isinstance(inputs, Mapping):
-        return inputs
-    if isinstance(inputs, Tensor):
-        return {SOURCE: inputs if inputs.dim() == 2 else inputs.unsqueeze(0)}
+def _encoded(text: str, tokenizer: Any) -> Tensor:
     if tokenizer is None:
         raise ValueError("a text needs tokenizer=, which has encode(text) and decode(ids); or give ids")
-    ids = tokenizer.encode(inputs)
-    return {SOURCE: torch.as_tensor(getattr(ids, "ids", ids)).view(1, -1)}
+    ids = tokenizer.encode(text)
+    return torch.as_tensor(getattr(ids, "ids", ids))
+
+
+def _snapshots(given: Any, tokens: Mapping[str, Sequence[Sequence[str]]] | None) -> Sequence[Snapshot]:
+    given = [given] if isinstance(given, Tensor | Snapshot) else given
+    if len(given) and isinstance(given[0], Tensor):
+        return [snapshot_of_weights(given, tokens)]
+    if tokens is not None:
+        raise ValueError("snapshots have the texts of their tokens: tokens= has no effect")
+    return given
 
 
 def viewer_page(traces: Sequence[Trace], *, title: str = "Attention") -> str:

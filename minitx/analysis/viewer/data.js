@@ -110,7 +110,7 @@ function field(pane, layer, head) {
   };
 }
 
-const largest = (values) => values.reduce((top, v) => (Math.abs(v) > top ? Math.abs(v) : top), 0);
+const largest = (values) => values.reduce((top, v) => (Math.abs(v) > top || Number.isNaN(top) ? Math.abs(v) : top), NaN);
 
 function mean(values) {
   const counted = values.filter((v) => !Number.isNaN(v));
@@ -120,6 +120,7 @@ function mean(values) {
 // Numbers and tokens as text.
 
 const fixed = (value, digits = 4) => (Number.isNaN(value) ? "NaN" : value.toFixed(digits).replace("-", "−"));
+const known = (value, digits) => (Number.isNaN(value) ? "–" : fixed(value, digits));
 const signed = (value, digits = 4) => (value > 0 ? "+" : "") + fixed(value, digits);
 const short = (value) => (Math.abs(value) >= 1000 ? value.toExponential(1) : fixed(value, Math.abs(value) >= 100 ? 0 : 1));
 

@@ -83,7 +83,7 @@ function describe({ q, k }) {
   return { query, key, told };
 }
 
-const rowFacts = (one, q) => [`row H̄ ${Number.isNaN(one.entropy[q]) ? "–" : fixed(one.entropy[q], 3)}`, `row max |z| ${fixed(one.logit[q], 2)}`];
+const rowFacts = (one, q) => [`row H̄ ${known(one.entropy[q], 3)}`, `row max |z| ${known(one.logit[q], 2)}`];
 
 function below(weight, top) {
   if (Number.isNaN(weight)) return "z is not a number";
