@@ -26,7 +26,8 @@ class DotProductAttention(nn.Module):
 
     A core is any module that maps an ``AttentionCall`` to (B, H, L, Dv), or to ``(output, weights)`` if the call needs weights.
     Set the class attribute ``softmax_weights = True`` if the weights of the core are the softmax that the call describes:
-    ``minitx.analysis.capture`` records such cores. Set ``has_dot_products = True`` if the core uses query and key only in scale
+    ``minitx.analysis.capture`` records such cores. Set it to False to let ``capture`` find a core without such weights outside
+    of ``MultiHeadAttention``. Set ``has_dot_products = True`` if the core uses query and key only in scale
     · q·k: ``fold_scale`` needs this.
 
     Args:
