@@ -44,7 +44,7 @@ def blocks(page: str, *languages: str) -> list[Block]:
 
 def commands(block: Block) -> Iterator[list[str]]:
     """The commands of a block of bash as words, without comments."""
-    for line in block.text.splitlines():
+    for line in block.text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         while words:
             end = words.index("&&") if "&&" in words else len(words)
