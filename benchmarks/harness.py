@@ -163,9 +163,9 @@ def verdict(one: Row) -> str:
     return "met" if good else "missed"
 
 
-def spread(one: Row, to: str = " to ") -> str:
+def spread(one: Row) -> str:
     """Median and interval as people read them."""
-    return number(one["median"]) + ("" if one["low"] == one["high"] else f" ({number(one['low'])}{to}{number(one['high'])})")
+    return number(one["median"]) + ("" if one["low"] == one["high"] else f" ({number(one['low'])} to {number(one['high'])})")
 
 
 def number(value: float) -> str:

@@ -371,5 +371,11 @@ def test_every_command_survives_being_pasted_into_bash_and_zsh(page: str) -> Non
 def test_what_breaks_when_pasted_is_seen():
     for line in ("ls  # files", 'ls "$V"', "$V text=a", "# a run's folder", "# a (b)", "pip install .[train]", "ls *.md"):
         assert breaks_when_pasted(line), line
-    for line in ("# the files here", 'pip install -e ".[train]"', "train.py 'callbacks=[default,ema]'", "a && b", 'prompt="a#b"'):
+    for line in (
+        "# the files here",
+        'pip install -e ".[train]"',
+        "train.py 'callbacks=[default,ema]'",
+        "a && b",
+        'prompt="a#b"',
+    ):
         assert not breaks_when_pasted(line), line
