@@ -6,8 +6,7 @@
 
 The same programs as on a CPU, on bfloat16; the clock waits for the device before and after each block. Tokens are random, never zeros; peak
 memory is ``max_memory_allocated`` after a reset. The ceilings: a product of two 8192² matrices of random bfloat16 numbers, and a copy
-of 4 GiB. Each kernel is held against float64 on a small call before it is timed. P2, P3 and P12 are whole runs: ``quality.py``, and
-``scripts/train.py experiment=scaling_ablation ablation=gpu``.
+of 4 GiB. Each kernel is held against float64 on a small call before it is timed. P2, P3 and P12 are whole runs: ``quality.py``.
 """
 
 from __future__ import annotations

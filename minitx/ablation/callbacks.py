@@ -2,14 +2,13 @@
 
 Add one with an override::
 
-    +callbacks.sharp={_target_: minitx.ablation.callbacks.AttentionTemperature, value: 0.1, first: 0, last: 50}
+    +callbacks.gradient={_target_: minitx.ablation.callbacks.GradientNorm}
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean
@@ -27,7 +26,6 @@ from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.functional import AttentionCall, reference_attention
 from minitx.nn.masks import Mask, SlidingWindow, intersect
 from minitx.nn.modes import evaluating
-from minitx.nn.scale import ScoreScale
 from minitx.training.calling import Caller, config_of, network_inputs
 from minitx.training.evaluation import evaluate
 from minitx.training.stored import load_model
@@ -78,42 +76,6 @@ class GradientNorm(L.Callback):
         value = float(torch.nn.utils.get_total_norm(gradients))
         for logger in trainer.loggers:
             logger.log_metrics({GRADIENT: value}, trainer.global_step)
-
-
-class AttentionTemperature(L.Callback):
-    """Divide the attention scores by ``value`` in the updates from ``first`` (counted from 0) to ``last - 1``.
-
-    Zhai et al. 2023 (arXiv:2303.06296, section 4) multiply the scores by ten (``value=0.1``) early or late in training. The
-    temperature depends only on the step, so a resumed run uses the same. Probes and validations use the temperature of the
-    update before them. After training the model has its usual scores again.
-
-    Raises:
-        ValueError: the temperature is not a positive number, the window is empty, or the run has two such callbacks.
-    """
-
-    def __init__(self, value: float, first: int, last: int) -> None:
-        if not 0.0 < value < math.inf:
-            raise ValueError(f"value={value} must be a positive temperature")
-        if not 0 <= first < last:
-            raise ValueError(f"first={first} and last={last} must be the ends of a window of updates")
-        self.value, self.first, self.last = value, first, last
-        self._factors: list[tuple[ScoreScale, float]] = []
-
-    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        if sum(isinstance(callback, AttentionTemperature) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise ValueError("callbacks has several AttentionTemperature, and each would undo the others: keep one")
-        self._factors = [(m, m.factor) for m in module.network.modules() if isinstance(m, ScoreScale)]
-
-    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        inside = self.first <= trainer.global_step < self.last
-        self._set(1.0 / self.value if inside else 1.0)
-
-    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
-        self._set(1.0)
-
-    def _set(self, multiplier: float) -> None:
-        for scale, factor in self._factors:
-            scale.factor = factor * multiplier
 
 
 class Measures(L.Callback):

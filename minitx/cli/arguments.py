@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from minitx.cli.errors import exit_code
 from minitx.config import ConfigError, from_dict
@@ -94,16 +94,14 @@ def help_text(cls: type[Any], usage: str) -> str:
     return "\n".join([*lines, "", "  traceback=true shows where an error came from", ""])
 
 
-def check_output(path: str, wanted: Literal["file", "folder"]) -> None:
-    """Check that the folder of ``output`` exists, and that ``output`` is ``wanted`` if it exists.
+def check_output(path: str) -> None:
+    """Check that the folder of ``output`` exists, and that ``output`` is not a folder.
 
     Raises:
         ConfigError: the message names the path.
     """
-    there = Path(path)
-    require(there.absolute().parent.is_dir(), f"output={path} is in a folder that does not exist")
-    require(wanted != "file" or not there.is_dir(), f"output={path} is a folder, but must name a file")
-    require(wanted != "folder" or not there.is_file(), f"output={path} is a file, but must name a folder")
+    require(Path(path).absolute().parent.is_dir(), f"output={path} is in a folder that does not exist")
+    require(not Path(path).is_dir(), f"output={path} is a folder, but must name a file")
 
 
 @contextmanager

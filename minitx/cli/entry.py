@@ -27,4 +27,4 @@ def _program(name: str) -> Callable[[], int]:
     return run
 
 
-train, evaluate, generate, cost, view, heads = map(_program, ("train", "evaluate", "generate", "cost", "view", "heads"))
+train, evaluate, generate, view = map(_program, ("train", "evaluate", "generate", "view"))

@@ -32,7 +32,7 @@ class EvaluateConfig(StoredConfig):
 
     def check(self) -> None:
         if self.output is not None:
-            check_output(self.output, "file")
+            check_output(self.output)
 
 
 def main() -> int:

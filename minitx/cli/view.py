@@ -50,7 +50,7 @@ class ViewConfig(StoredConfig):
     def check(self) -> None:
         require(self.text is None or self.row is None, f"row={self.row} takes the place of text: give one of them")
         require(self.target is None or self.text is not None, "target belongs to a text: give text=TEXT, too")
-        check_output(self.output, "file")
+        check_output(self.output)
 
     @property
     def chosen_layers(self) -> list[int | str] | None:

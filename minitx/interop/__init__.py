@@ -1,7 +1,6 @@
-"""Load and save weights: Hugging Face folders, folders of minitx, and ONNX files. Pickle files and code are never read."""
+"""Load and save weights: Hugging Face folders and folders of minitx. Pickle files and code are never read."""
 
-from minitx.interop.export import export_onnx
 from minitx.interop.pretrained import from_pretrained, save_pretrained
 from minitx.interop.weights import FAMILIES, load_hf, save_hf
 
-__all__ = ["FAMILIES", "export_onnx", "from_pretrained", "load_hf", "save_hf", "save_pretrained"]
+__all__ = ["FAMILIES", "from_pretrained", "load_hf", "save_hf", "save_pretrained"]

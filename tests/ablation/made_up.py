@@ -42,7 +42,7 @@ WORDS = {SCALED: "with the scale", UNSCALED: "without the scale", FOLD: "scale i
 META = {"commit": "c0ffee", "command": "make ablation", "date": "2026-01-02", "hardware": "2 cores",
         "versions": {"torch": "2.13"}, "wall_seconds": 301.5}  # fmt: skip
 OPTIONS = {
-    **{"where": {}, "task": "look up a value", "last_row": "", "asserted": ["R1"], "published": {}, "ladder": ""},
+    **{"where": {}, "task": "look up a value", "last_row": "", "asserted": ["R1"], "published": {}},
     **{"settings": {"128": "one head, d_k = 128"}, "chance": CHANCE, "time": "recall", "text": ["text_stability"]},
     "continued": {
         "AdamW": {"study": "stability_adamw", "shown": "stability_adamw", "rate": "1e-2"},

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from minitx.ablation import callbacks
-from minitx.ablation.callbacks import AttentionTemperature
 from minitx.ablation.measures import result_of
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError
-from minitx.training.metrics import read_metrics
 from minitx.training.run import train
 
 POEM = "Once upon a midnight dreary, while I pondered, weak and weary,\nOver many a quaint and curious volume\n"
@@ -45,32 +43,6 @@ def run(tmp_path, monkeypatch):
 
 def measured(folder):
     return json.loads((folder / "measures.json").read_text())
-
-
-# --- temperature
-
-
-def test_a_temperature_is_the_scale_factor_of_its_window_and_touches_no_other_update(run):
-    def losses(name, *words):
-        folder, result = run(name, *words)
-        losses = [row["train_loss"] for row in read_metrics(folder / "metrics.csv")]
-        return [loss for loss in losses if loss is not None], result["val_loss"]
-
-    plain, _ = losses("plain")
-    hot = losses("all", callback("AttentionTemperature", value=0.25, first=0, last=6))
-    assert hot == losses("factor", "model.scale_factor=4.0")
-    late, validation = losses("late", callback("AttentionTemperature", value=0.25, first=3, last=5))
-    assert late[:3] == plain[:3] and late[3] != plain[3]
-    assert validation != hot[1]
-
-
-def test_a_temperature_without_a_meaning_and_two_in_a_run_are_refused(run):
-    for wrong in ((0.0, 0, 1), (math.nan, 0, 1), (1.0, 2, 2), (1.0, -1, 2)):
-        with pytest.raises(ValueError, match=r"value=|first="):
-            AttentionTemperature(*wrong)
-    one = callback("AttentionTemperature", value=0.5, first=0, last=1)
-    with pytest.raises(ValueError, match="several AttentionTemperature"):
-        run("run", one, one.replace("mine_", "yours_"))
 
 
 # --- measures

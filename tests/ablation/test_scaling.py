@@ -171,7 +171,7 @@ def test_text_is_above_the_plain_average_and_lost(largest, status):
     assert RULES["above_uniform_and_lost"](of_the_scale("null"), **LOST)[0] == "NOT TESTED"
 
 
-@pytest.mark.parametrize("name", ["quick", "record", "full", "gpu", "smoke"])
+@pytest.mark.parametrize("name", ["quick", "record", "smoke"])
 def test_every_rule_that_the_shipped_grids_name_takes_their_options(name, monkeypatch):
     module = sys.modules["minitx.ablation.scaling.sections"]  # the name in the package is the function's
     monkeypatch.setattr(module, "init_figure", lambda: None)  # it is the same for all

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import pytest
 
-from minitx.cli import cost, evaluate, generate, heads, train, view
+from minitx.cli import evaluate, generate, train, view
 from minitx.cli.compose import compose_config
 from minitx.cli.train import run_training
 from minitx.training.metrics import read_metrics
 
-PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "cost": cost, "view": view, "heads": heads}
+PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "view": view}
 TEXT = "In the beginning God created the heaven and the earth.\n你好世界 🎉\n"
 SHORT = (
     *("model.embed_dim=12", "model.num_heads=3", "model.num_layers=2", "model.max_len=64", "data.batch_size=4"),
@@ -51,10 +51,9 @@ def shared_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Path:
-    """A folder with the runs of ``RUNS``, the text that some of them read, and a treebank of one long word."""
+    """A folder with the runs of ``RUNS``, and the text that some of them read."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.txt").write_text(TEXT * 60, encoding="utf-8")
-    (folder / "long").write_text(f"1\t{'cat' * 40}\t_\t_\t_\t_\t0\troot\t_\t_\n\n", encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minitx.data.load.data_dir", lambda: shared_data)
         for name, words in RUNS.items():
@@ -113,7 +112,7 @@ def assert_named(said: Said, part: str, code: int = 2) -> None:
 
 @pytest.fixture
 def output(cli: Callable[..., Said]) -> Callable[..., str]:
-    """``output("heads", "ckpt_path=...")``: what the program writes when nothing is wrong."""
+    """``output("view", "ckpt_path=...")``: what the program writes when nothing is wrong."""
 
     def run(program: str, *arguments: str, **options: str) -> str:
         said = cli(*arguments, program=program, **options)

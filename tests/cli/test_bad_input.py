@@ -12,9 +12,7 @@ import pytest
 import torch
 
 from tests.cli.conftest import PROGRAMS, TINY, assert_named
-from tests.cli.processes import ROOT
 
-FEW = ROOT / "tests" / "analysis" / "data" / "few.conllu"
 STEP = ("debug=one_step", *(word for word in TINY if "val_size" not in word))
 
 # what was typed, and what the answer must name; found before anything is read
@@ -79,13 +77,6 @@ OTHERS = {
     "view {text} text=e compare={runs}/bytes/checkpoints/last.ckpt": "vocab_size",
     "view {dates} text=7 max_new_tokens=99": "max_new_tokens=99",
     "view ckpt_path={runs}/lookup row=13": "row=13",
-    "heads ckpt_path={runs}": "checkpoints/last.ckpt",
-    "heads {text} conllu={runs}/text.txt": "conllu=",
-    "heads {lookup} conllu={few}": "conllu=",
-    "heads {text} conllu={runs}/long": "max_len",
-    # a model by its name
-    "cost model=char_small model.backend=chunked model.position=t5": "learned bias",
-    "cost model=char_small length=257": "257",
 }
 
 
@@ -114,7 +105,7 @@ def test_a_mistake_that_only_files_machine_or_model_show_is_named(cli, place, ty
     assert [path.name for path in place.iterdir()] == ["short.txt"]
 
 
-@pytest.mark.parametrize("program", ["evaluate", "generate", "view", "heads"])
+@pytest.mark.parametrize("program", ["evaluate", "generate", "view"])
 def test_a_checkpoint_that_is_not_named_or_not_there_is_named(assert_refused, place, program):
     assert_refused("ckpt_path", program=program)
     assert_refused("missing.ckpt", "ckpt_path=missing.ckpt", *(["text=a"] if program == "view" else []), program=program)
@@ -131,7 +122,7 @@ def test_an_experiment_of_ones_own_without_its_first_line_is_told_of_it(cli, pla
 
 @pytest.mark.parametrize("typed", OTHERS)
 def test_a_mistake_in_another_program_is_named(assert_refused, runs, last, place, typed):
-    paths = {"runs": runs, "few": FEW, **{name: last(name) for name in ("text", "lookup", "digits", "dates")}}
+    paths = {"runs": runs, **{name: last(name) for name in ("text", "lookup", "digits", "dates")}}
     program, *arguments = typed.format(**paths).split(" ")
     assert_refused(OTHERS[typed], *arguments, program=program)
     assert list(place.iterdir()) == []

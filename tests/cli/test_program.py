@@ -12,10 +12,8 @@ import pytest
 import torch
 import yaml
 
-from minitx.cli.cost import CostConfig
 from minitx.cli.evaluate import EvaluateConfig
 from minitx.cli.generate import GenerateConfig
-from minitx.cli.heads import HeadsConfig
 from minitx.cli.train import default_folder
 from minitx.cli.view import ViewConfig
 from minitx.config import RunConfig
@@ -25,7 +23,7 @@ from tests.cli.conftest import TINY, losses
 from tests.cli.processes import start
 from tests.waiting import PATIENCE, wait_for
 
-OTHERS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view": ViewConfig, "heads": HeadsConfig, "cost": CostConfig}
+OTHERS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view": ViewConfig}
 
 
 def test_help_shows_groups_keys_and_values(cli):

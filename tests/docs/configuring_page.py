@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from minitx.ablation.config import AblationConfig
-from minitx.cli.cost import CostConfig
 from minitx.cli.evaluate import EvaluateConfig
 from minitx.cli.generate import GenerateConfig
-from minitx.cli.heads import HeadsConfig
 from minitx.cli.view import ViewConfig
 from minitx.config import DataConfig, Part, RunConfig, to_dict
 
@@ -28,10 +26,7 @@ GROUPS = (
     *("model", "data", "objective", "optimizer", "schedule", "trainer"),
     *("callbacks", "logger", "experiment", "ablation", "debug"),
 )
-PROGRAMS = {
-    **{"evaluate": EvaluateConfig, "generate": GenerateConfig, "view_attention": ViewConfig},
-    **{"heads": HeadsConfig, "cost": CostConfig},
-}
+PROGRAMS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view_attention": ViewConfig}
 PLAIN = {int: "whole number", float: "number", bool: "true, false", str: "word", Any: "anything", type(None): "null"}
 
 

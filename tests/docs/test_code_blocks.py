@@ -19,7 +19,7 @@ from page_blocks import ROOT, Block, blocks, breaks_when_pasted, commands, pages
 from safetensors.torch import load_file, save_file
 
 from minitx.ablation.grid import cells
-from minitx.cli import cost, evaluate, generate, heads, train, view
+from minitx.cli import evaluate, generate, train, view
 from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import CONFIG_DIR, TransformerConfig
 from minitx.data.tokenizers import train_tokenizer
@@ -27,7 +27,7 @@ from minitx.interop import save_hf
 from minitx.nn import DecoderLM, Encoder
 from minitx.testing import main as check_kernels
 
-PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "cost": cost, "view_attention": view, "heads": heads}
+PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "view_attention": view}
 
 SMALL = {
     r"^train(?!.*(--help|--cfg|ablation|one_step))": "trainer.max_steps=2 schedule.warmup_steps=1 trainer.val_every=0 trainer.val_batches=1 "
@@ -46,8 +46,6 @@ SMALL = {
     r"^evaluate": "num_rows=2 num_beams=1 device=cpu",
     r"^generate": "max_new_tokens=3 device=cpu",
     r"^view_attention": "device=cpu",
-    r"^heads": "num_rows=5 device=cpu",
-    r"^cost": "lengths=16,32,64 length=8 model.embed_dim=32 model.num_layers=1 model.num_heads=2",
 }
 """A command that a pattern is found in gets these overrides behind its own: the same command on a toy."""
 

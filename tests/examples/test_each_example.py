@@ -1,6 +1,7 @@
 """What each file in examples/ shows, asserted; and that the page prints what the files say."""
 
 import re
+from importlib import util
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,9 @@ import torch
 
 from minitx.ablation.grid import cells
 from minitx.cli.compose import compose_config, compose_grid
-from minitx.nn import MultiHeadAttention, ScoreScale, scale_multiplier
+from minitx.config import TransformerConfig
+from minitx.nn import DecoderLM, MultiHeadAttention, ScoreScale, scale_multiplier
+from minitx.training.run import train
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "examples.md"
@@ -136,6 +139,43 @@ def test_the_model_of_brackets_trains_and_its_heads_are_compared_with_the_struct
     assert (tmp_path / "run" / "heads.png").is_file()
     assert capsys.readouterr().out.count("blocks.") == 13  # a line a head, and the best
     assert 0.0 < found["position"] < 0.5
+
+
+# cost and heads
+
+
+def test_the_cost_of_the_parts_is_that_of_the_whole_and_attention_grows_as_the_square(example, tmp_path):
+    cost = example("cost")
+    small = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=1, max_len=7, backend="math")
+    parts, curves = cost.main(small, lengths=(8, 16), path=tmp_path / "cost.png")
+    assert sum(part.parameters for part in parts) == sum(p.numel() for p in DecoderLM(small).parameters())
+    assert curves[0].exponents[0] == pytest.approx(2.0)
+    assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_heads_of_a_checkpoint_are_scored_on_its_rows_and_on_a_treebank(example, tmp_path, capsys):
+    heads, text, trees = example("heads"), tmp_path / "text.txt", tmp_path / "trees.conllu"
+    text.write_text("In the beginning God created the heaven and the earth.\n" * 60, encoding="utf-8")
+    trees.write_text((ROOT / "tests" / "analysis" / "data" / "few.conllu").read_text(encoding="utf-8") * 5, encoding="utf-8")
+    small = [
+        "data=text",
+        f"data.path={text}",
+        "data.tokenizer=bpe",
+        "data.bpe_vocab_size=270",
+        "data.context_len=24",
+        "data.batch_size=4",
+    ]
+    small += ["model.embed_dim=12", "model.num_heads=3", "model.num_layers=2", "model.max_len=64", "schedule.warmup_steps=1"]
+    small += ["trainer.max_steps=2", "trainer.val_every=0", "trainer.accelerator=cpu", "callbacks.progress=false"]
+    train(compose_config(small), tmp_path / "run")
+    last = str(tmp_path / "run" / "checkpoints" / "last.ckpt")
+    capsys.readouterr()
+    rows = heads.main(last, num_rows=5, path=tmp_path / "rows.png")
+    assert len(rows.heads) == 6 and capsys.readouterr().out.count("blocks.") == 6
+    assert {head.scores["previous"].excess.n for head in rows.heads} == {5}
+    if util.find_spec("conllu"):
+        syntax = heads.main(last, str(trees), path=tmp_path / "trees.png")
+        assert all("syntactic" in head.scores for head in syntax.heads)
 
 
 # the page

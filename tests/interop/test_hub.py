@@ -57,7 +57,7 @@ def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(name, monkeypat
 def test_a_folder_in_the_place_of_a_name_is_read_without_a_hub_and_without_transformers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     saved("llama", tmp_path / "openai-community" / "gpt2")
-    for package in ("huggingface_hub", "transformers", "onnx"):
+    for package in ("huggingface_hub", "transformers"):
         monkeypatch.setitem(sys.modules, package, None)
     assert load_hf("openai-community/gpt2").config.norm == "rms"
     with pytest.raises(ImportError, match="pip install huggingface_hub"):

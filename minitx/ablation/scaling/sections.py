@@ -21,12 +21,11 @@ PUBLISHED = {"HELD": "PASS", "NOT HELD": "FAIL", "UNDECIDED": "INCONCLUSIVE", "N
 
 
 def sections(findings: Findings) -> list[Section]:
-    """Where the effect disappears, instability, the ladder, controls, and what others have published."""
+    """Where the effect disappears, instability, controls, and what others have published."""
     options = findings.grid.options
     return [
         Section("Where the effect disappears", _disappears(findings)),
         Section("Instability from scratch and on text", _instability(findings, [*options["scratch"], *options["text"]])),
-        Section("Stress ladder", _instability(findings, [options["ladder"]])),
         Section("Controls", _controls(findings)),
         Section("Published results", _published(findings)),
     ]

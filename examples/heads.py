@@ -1,0 +1,46 @@
+"""What each attention head of a trained model does: near, far, at one place, or along the syntax of a treebank.
+
+    python examples/heads.py runs/char_lm/.../checkpoints/last.ckpt                  # 64 validation rows of the run
+    python examples/heads.py runs/char_lm/.../checkpoints/last.ckpt trees.conllu     # sentences; needs pip install conllu
+
+Both print a line for each head and write heads.png. The second is for a decoder or encoder with a tokenizer.
+"""
+
+import sys
+
+import torch
+
+from minitx.analysis import Snapshot, head_scores, heads_figure, read_conllu, save_figure, syntax_scores, take_snapshot
+from minitx.training.calling import Caller
+from minitx.training.stored import load_stored
+
+
+def main(checkpoint: str, treebank: str | None = None, num_rows: int = 64, path: str = "heads.png"):
+    """Print the lines, draw the figure, and return the scores."""
+    stored = load_stored(checkpoint)
+    model, tokenizer = stored.network, stored.tokenizer
+
+    def attend(input_ids: torch.Tensor) -> Snapshot:
+        return take_snapshot(model, {"input_ids": input_ids})
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text).tolist()
+
+    syntax = None
+    if treebank is None:
+        batch = Caller(model).inputs(stored.data().probe_batch(num_rows))  # the keys that the model reads
+        count = len(next(iter(batch.values())))
+        snapshots = (take_snapshot(model, {name: tensor[i : i + 1] for name, tensor in batch.items()}) for i in range(count))
+    else:
+        read = read_conllu(treebank)
+        sentences = [one for one in read if one.encode(encode)[0].shape[1] <= model.config.max_len][:num_rows]
+        syntax = syntax_scores(attend, sentences, encode)
+        snapshots = (attend(one.encode(encode)[0]) for one in sentences)
+    heads = head_scores(snapshots, syntax=syntax)
+    print(*heads.lines(), sep="\n")
+    save_figure(heads_figure(heads), path)
+    return heads
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
