@@ -80,8 +80,7 @@ def ledger(model: TransformerModel, inputs: dict[str, Tensor], *, backward: bool
         backward: also count the backward pass and the bytes kept for it.
 
     Raises:
-        ValueError: a learned bias on the scores (``position="t5"``) with ``chunked``: torch computes no gradient for it while
-            it counts. NotImplementedError: the backend does not support the model.
+        NotImplementedError: the backend does not support the model.
 
     >>> from minitx.nn import DecoderLM
     >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2, backend="math"))
@@ -138,12 +137,7 @@ class _Tally:
             if backward:
                 self.flops = self.backward
                 learned = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-                try:
-                    torch.autograd.grad(out, learned, torch.ones_like(out), allow_unused=True)
-                except NotImplementedError as error:
-                    raise ValueError(
-                        "backend=chunked with a learned bias cannot be counted backward; backend=math can"
-                    ) from error
+                torch.autograd.grad(out, learned, torch.ones_like(out), allow_unused=True)
                 self._settle()
 
     def _settle(self) -> None:

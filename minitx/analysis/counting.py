@@ -1,9 +1,9 @@
 """Count the operations and the bytes of a computation.
 
 **Operations** are counted by torch's ``FlopCounterMode``: matrix products, two operations for each multiplication with its
-addition. Softmax, norms, activations and look-ups count nothing. ``flop_counter`` also counts the tiles of ``chunked``
-and the CPU's fused attention (all L × S scores, hidden or not), which torch does not count. **Bytes** are
-the most that torch's allocator gave out at any time, as torch's profiler reports them.
+addition. Softmax, norms, activations and look-ups count nothing. ``flop_counter`` also counts the CPU's fused attention
+(all L × S scores, hidden or not), which torch does not count. **Bytes** are the most that torch's allocator gave out at any time, as
+torch's profiler reports them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-from minitx.nn.backends.chunked import backward_by_tiles, forward_by_tiles
-
 
 @cache
 def _register_formulas() -> None:
-    """Tell torch's counter about our operators, and about the CPU's fused attention, which it does not know."""
+    """Tell torch's counter about the CPU's fused attention, which it does not know."""
 
     def fused(query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> int:
         B, H, L, D = query.shape
@@ -36,18 +34,9 @@ def _register_formulas() -> None:
         B, H, L, D = query.shape
         return 2 * B * H * L * value.shape[2] * (3 * D + 2 * value.shape[3])  # QKᵀ again, dP and dV, dQ and dK
 
-    def tiles(*args: Any, **options: Any) -> int:
-        return count_flops(lambda: forward_by_tiles(*args))
-
-    def tiles_backward(*args: Any, **options: Any) -> int:
-        given = [*args[:-1], [False] * len(args[-1])]  # without gradients of a bias, which is no product
-        return count_flops(lambda: backward_by_tiles(*given))
-
-    aten, ours = torch.ops.aten, torch.ops.minitx
     formulas = {
-        aten._scaled_dot_product_flash_attention_for_cpu: fused,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: fused_backward,
-        **{ours.chunked_attention: tiles, ours.chunked_attention_backward: tiles_backward},
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: fused,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: fused_backward,
     }
     for operator, formula in formulas.items():
         if operator not in flop_registry:
@@ -55,9 +44,7 @@ def _register_formulas() -> None:
 
 
 def flop_counter() -> FlopCounterMode:
-    """Return a ``FlopCounterMode`` that also counts our operators.
-
-    The products of the tiles of ``chunked`` are counted by running them once more.
+    """Return a ``FlopCounterMode`` that also counts the CPU's fused attention.
 
     >>> with flop_counter() as counter:
     ...     out = torch.ones(3, 5) @ torch.ones(5, 7)

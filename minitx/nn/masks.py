@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitx.nn.tensor_rule import TensorRule
+from minitx.nn.tensor_rule import TensorRule, tensors_of
 
 Built = TypeVar("Built")
 Range = tuple[Any, Any]  # first and last
@@ -147,8 +147,6 @@ class Mask:
 
     def grid(self, num_queries: int, num_keys: int | None = None, *, batch: int = 0, head: int = 0) -> str:
         """Return the mask as text: one line for each query, one column for each key, ``x`` = may attend, ``.`` = hidden."""
-        from minitx.nn.backends.programs import tensors_of  # it imports this file
-
         num_keys = num_queries if num_keys is None else num_keys
         device = next((tensor.device for tensor in tensors_of(self)), None)
         row, key = (torch.arange(count, device=device) for count in (num_queries, num_keys))

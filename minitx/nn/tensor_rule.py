@@ -1,8 +1,13 @@
-"""The common base of the mask ``Dense`` and the bias ``TensorBias``."""
+"""The tensors in masks and biases, and the common base of the mask ``Dense`` and the bias ``TensorBias``.
+
+A rule (a mask or a bias) is a frozen dataclass whose fields are tensors, numbers, strings, None, tuples of these, or other rules.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,3 +39,34 @@ class TensorRule:
     def broadcasts_to(self, wanted: tuple[int, int, int, int]) -> bool:
         """Return whether the tensor broadcasts to the shape ``wanted``."""
         return all(have in (1, want) for have, want in zip(self.tensor.shape[::-1], wanted[::-1], strict=False))
+
+
+def _members(rule: Any) -> tuple[Any, ...] | None:
+    if isinstance(rule, tuple):
+        return rule
+    return tuple(getattr(rule, field.name) for field in fields(rule)) if is_dataclass(rule) else None
+
+
+def leaves_of(rule: Any) -> list[Any]:
+    """Return the tensors and all other values in a rule that are no rules and no tuples."""
+    members = _members(rule)
+    return [rule] if members is None else [leaf for member in members for leaf in leaves_of(member)]
+
+
+def tensors_of(rule: Any) -> list[Tensor]:
+    """Return the tensors in a rule. For a tensor, return it alone."""
+    return [leaf for leaf in leaves_of(rule) if isinstance(leaf, Tensor)]
+
+
+def builder_of(rule: Any) -> Callable[[Iterator[Tensor]], Any]:
+    """Return a function that builds the rule with other tensors, in the order of ``tensors_of``. The function keeps no tensor."""
+    if isinstance(rule, Tensor):
+        return next
+    members = _members(rule)
+    if members is None:
+        return lambda supply: rule
+    builders, make = [builder_of(member) for member in members], type(rule)
+    if isinstance(rule, tuple):
+        return lambda supply: tuple(build(supply) for build in builders)
+    names = [field.name for field in fields(rule)]
+    return lambda supply: make(**{name: build(supply) for name, build in zip(names, builders, strict=True)})

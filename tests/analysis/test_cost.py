@@ -63,9 +63,13 @@ def test_each_backend_is_counted_and_its_answer_is_bit_equal(backend, forward, b
     assert torch.equal(out, counted) and torch.equal(torch.autograd.grad(out.square().sum(), q)[0], grad)
 
 
-@pytest.mark.parametrize("option", [{"architecture": "encoder_decoder", "position": "t5"}, {"window": 9}], ids=str)
+@pytest.mark.parametrize(
+    "option",
+    [{"architecture": "encoder_decoder", "position": "t5"}, {"window": 9}, {"position": "t5", "backend": "chunked"}],
+    ids=str,
+)
 def test_counts_by_part_are_all_that_is_counted(option):
-    model, parts = parts_of(backend="math", **option)
+    model, parts = parts_of(**{"backend": "math", **option})
     inputs = example_inputs(model.config, 2, 37)
     assert sum(part.forward + part.backward for part in parts.values()) == count_flops(lambda: model(**inputs).sum().backward())
 

@@ -38,7 +38,7 @@ from mutants import ROOT, Mutant, mutants
 
 WORK = ROOT / "build/mutation.json"  # what became of each mutant so far
 FILES = [*(f"minitx/nn/{name}.py" for name in ("functional", "masks", "tensor_rule")), *(f"minitx/nn/backends/{name}.py" for name in (
-    "__init__", "base", "chunked", "flex", "math", "programs", "sdpa"))]  # fmt: skip
+    "__init__", "base", "chunked", "flex", "math", "sdpa"))]  # fmt: skip
 FILES += ["minitx/ablation/judge.py", "minitx/data/addressing.py", "minitx/training/objectives.py"]
 TESTS = [f"tests/nn/test_{name}.py" for name in (
     "functional", "masks", "backends", "chunked", "flex", "bad_inputs", "attention", "bias", "cache", "scale", "torch_interop")]  # fmt: skip
@@ -56,7 +56,6 @@ OWN = {
     "chunked": ("chunked", "backends"),
     "tensor_rule": ("masks", "bias"),
     "sdpa": ("backends", "flex"),
-    "programs": ("chunked",),
 }  # else by name
 CHOICE = ("-m", "not long", "-p", "no:cacheprovider")  # of the slow tests, too
 LONGEST, BUDGET, LIMIT = 3.0, 12.0, 100.0  # seconds of the processor: of one test, of a mutant's tests together, of a fork

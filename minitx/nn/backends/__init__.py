@@ -104,19 +104,19 @@ def _fastest(call: AttentionCall) -> Backend:
             return flex.BACKEND
         few_rows = L == 1 and on_cpu  # a row of scores and its online softmax are one tile
         large = scores >= CHUNKED_FROM and L > 1
-        return chunked.BACKEND if (few_rows or large) and chunked.why_not(call) is None else math.BACKEND
+        return chunked.BACKEND if (few_rows or large) and _can_tile(call) else math.BACKEND
     if not on_cpu and is_sparse and flex.why_not(call) is None:
         return flex.BACKEND  # it skips empty blocks; torch's kernels would get a dense mask
     if sdpa.falls_back(call) is None:
-        few = on_cpu and is_sparse and scores >= CHUNKED_FROM and _few_tiles(call)
+        few = on_cpu and is_sparse and scores >= CHUNKED_FROM and _can_tile(call) and chunked.share_of_tiles(call) <= FEW_TILES
         return chunked.BACKEND if few else sdpa.BACKEND
     start = CHUNKED_FROM if call.dropout_p > 0.0 else CHUNKED_FROM_OVER_PLAIN
-    return chunked.BACKEND if L > 1 and scores >= start and chunked.why_not(call) is None else sdpa.BACKEND
+    return chunked.BACKEND if L > 1 and scores >= start and _can_tile(call) else sdpa.BACKEND
 
 
-def _few_tiles(call: AttentionCall) -> bool:
-    """Whether a rule leaves few tiles of many. Not asked in a graph, whose sizes may be symbols: each would be one graph."""
-    return not is_compiling() and chunked.why_not(call) is None and chunked.share_of_tiles(call) <= FEW_TILES
+def _can_tile(call: AttentionCall) -> bool:
+    """Whether ``chunked`` can serve the call. It would break a graph of ``torch.compile``."""
+    return not is_compiling() and chunked.why_not(call) is None
 
 
 def named(call: AttentionCall, backend: str) -> Backend:

@@ -35,9 +35,9 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minitx.nn.backends.base import Backend
-from minitx.nn.backends.programs import tensors_of
 from minitx.nn.functional import AttentionCall, full_precision
 from minitx.nn.masks import Causal, simplify
+from minitx.nn.tensor_rule import tensors_of
 
 
 class Plan(NamedTuple):
