@@ -8,6 +8,7 @@ import pytest
 import torch
 from sizes import DV, FUSED_CPU, HKV, B, D, H, L, OpRecorder, S, assert_as_good_as_naive, grids, low_dtype, rounding_band
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad as fwAD
 
 from minitx.config import TransformerConfig
 from minitx.nn import (
@@ -21,6 +22,7 @@ from minitx.nn import (
     PrefixLM,
     SlidingWindow,
     backend_names,
+    backends,
     explain_backends,
     register_backend,
     scaled_dot_product_attention,
@@ -386,6 +388,65 @@ def test_a_hidden_nan_does_not_leak_where_values_cannot_be_looked_at(hidden):
     stacked = [tensor.expand(3, *tensor.shape) for tensor in given.values()]
     for got, one in zip(torch.func.vmap(torch.func.grad(total, argnums=(0, 1)))(*stacked), want, strict=True):
         torch.testing.assert_close(got, one.expand_as(got))
+
+
+# ---- torch.func and forward derivatives
+
+NEEDS = {  # calls for which auto takes chunked where nothing is around them
+    "soft-cap": {"softcap": 0.7},
+    "sinks": {"sinks": torch.linspace(-1, 1, H)},
+    "window": {"attn_mask": SlidingWindow(2) & Causal()},
+    "a bias that learns": {"attn_bias": torch.ones(L, L, requires_grad=True)},
+    "torch's kernel": {"is_causal": True},
+}
+
+
+@pytest.fixture
+def chunked_from_the_start(monkeypatch):
+    for name, value in {"CHUNKED_FROM": 1, "CHUNKED_FROM_OVER_PLAIN": 1, "FEW_TILES": 1.0}.items():
+        monkeypatch.setattr(backends, name, value)
+
+
+def dual(f, x, tangent):
+    with fwAD.dual_level():
+        return fwAD.unpack_dual(f(fwAD.make_dual(x, tangent))).tangent
+
+
+TRANSFORMS = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x.cos(),))[1],
+    "dual": lambda f, x: dual(f, x, x.cos()),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).square().sum())(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).square().sum())(x),
+    "grad of grad": lambda f, x: torch.func.grad(lambda x: torch.func.grad(lambda y: f(y).square().sum())(x).square().sum())(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(torch.stack([x, 2 * x])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no batching rule for its CPU kernel
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's forward derivatives use it
+@pytest.mark.usefixtures("chunked_from_the_start")
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("kind", NEEDS)
+def test_auto_computes_what_a_transform_asks_for_as_math_does(name, kind):
+    x = torch.randn(1, H, L, D, dtype=torch.float64)
+    got, want = (
+        TRANSFORMS[name](lambda x, b=b: scaled_dot_product_attention(x, x.sin(), x, **NEEDS[kind], backend=b), x)
+        for b in ("auto", "math")
+    )
+    assert want.any()
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's forward derivatives use it
+@pytest.mark.usefixtures("chunked_from_the_start")
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((n, "chunked") for n in TRANSFORMS), ("jvp", "sdpa"), ("hessian", "sdpa"), ("dual", "sdpa")]
+)
+def test_a_named_backend_refuses_a_transform_that_it_lacks(name, backend):
+    x = torch.randn(1, H, L, D)
+    with pytest.raises(NotImplementedError, match=f"backend '{backend}' cannot serve this call: .*derivatives.* math can"):
+        TRANSFORMS[name](lambda x: scaled_dot_product_attention(x, x, x, is_causal=True, backend=backend), x)
 
 
 # ---- choice, explanation, registration

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from minitx.nn.backends import chunked, flex, math, sdpa
-from minitx.nn.backends.base import Backend, never
+from minitx.nn.backends.base import Backend, never, transforms
 from minitx.nn.bias import Bias
 from minitx.nn.functional import AttentionCall, attention_weights, make_call
 from minitx.nn.masks import Mask, simplify
@@ -91,6 +91,8 @@ def unregister_backend(name: str) -> None:
 
 def _fastest(call: AttentionCall) -> Backend:
     """What ``auto`` runs: looks at types and sizes only. The rules are measured by ``benchmarks/attention.py``."""
+    if transforms(call):  # of the kernels, only torch's have rules for them
+        return sdpa.BACKEND if sdpa.why_not(call) is None else math.BACKEND
     is_sparse = call.mask is not None and call.mask.is_sparse
     if is_sparse:  # unless the part that makes it so hides nothing here, as a window as long as the keys
         mask = simplify(call.mask, call.query.shape[2], call.key.shape[2])

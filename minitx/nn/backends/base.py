@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from minitx.nn.functional import AttentionCall
+from minitx.nn.tensor_rule import tensors_of
 
 
 def never(call: AttentionCall) -> None:
@@ -30,3 +33,17 @@ class Backend:
     run: Callable[[AttentionCall], Tensor]
     why_not: Callable[[AttentionCall], str | None] = never
     falls_back: Callable[[AttentionCall], str | None] = never
+
+
+def transforms(call: AttentionCall) -> list[str]:
+    """Return the transforms around a call: ``Grad``, ``Vmap``, ``Jvp`` … of torch.func, and ``Jvp`` for dual tensors.
+
+    The compiler has transforms of its own, so the list is empty in a graph.
+    """
+    if torch.compiler.is_compiling():
+        return []
+    # torch.func has no public function for this
+    names = [level.key().name for level in torch._C._functorch.get_interpreter_stack() or ()]
+    more = () if call.sinks is call.attn_bias is None else tensors_of((call.sinks, call.attn_bias))
+    inputs = (call.query, call.key, call.value, *more)
+    return [*names, "Jvp"] if any(unpack_dual(tensor).tangent is not None for tensor in inputs) else names

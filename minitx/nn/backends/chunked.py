@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from minitx.nn.backends.base import Backend
+from minitx.nn.backends.base import Backend, transforms
 from minitx.nn.bias import Bias, TensorBias, as_bias
 from minitx.nn.functional import AttentionCall, full_precision, hide_unseen, reference_attention
 from minitx.nn.masks import Mask, simplify
@@ -317,7 +317,9 @@ def attend_by_tiles(call: AttentionCall) -> Tensor:
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Return what hides tensors of the bias, which may need a gradient, or None."""
+    """Return what hides tensors of the bias, which may need a gradient, or that a transform is around the call, or None."""
+    if transforms(call):
+        return "it has no rules for torch.func and forward derivatives"
     for leaf in leaves_of(call.attn_bias):
         if not (leaf is None or isinstance(leaf, Tensor | bool | int | float | str)):
             return (

@@ -34,7 +34,8 @@ from torch import Tensor
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from minitx.nn.backends.base import Backend
+from minitx.nn.backends.base import Backend, transforms
+from minitx.nn.bias import Bias
 from minitx.nn.functional import AttentionCall, full_precision
 from minitx.nn.masks import Causal, simplify
 from minitx.nn.tensor_rule import tensors_of
@@ -184,10 +185,18 @@ def _plan_with_bias(call: AttentionCall) -> Plan:
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Return that torch's kernels have no soft-cap and no sinks, or None."""
+    """Return what torch's kernels lack, or None."""
     if call.softcap is not None:
         return "torch's kernels have no soft-cap"
-    return None if call.sinks is None else "torch's kernels have no sinks"
+    if call.sinks is not None:
+        return "torch's kernels have no sinks"
+    around = transforms(call)
+    lacks = "Jvp" in around or around.count("Grad") > 1 or (around and _learns(call.attn_bias))
+    return "torch's kernels have no forward derivatives, no second ones, and none of a bias" if lacks else None
+
+
+def _learns(attn_bias: Tensor | Bias | None) -> bool:
+    return attn_bias is not None and any(tensor.requires_grad for tensor in tensors_of(attn_bias))
 
 
 def falls_back(call: AttentionCall) -> str | None:
@@ -198,7 +207,7 @@ def falls_back(call: AttentionCall) -> str | None:
         return None
     if call.dropout_p > 0.0:
         return "torch's CPU kernel has no dropout"
-    if call.attn_bias is not None and any(tensor.requires_grad for tensor in tensors_of(call.attn_bias)):
+    if _learns(call.attn_bias):
         return "torch's CPU kernel has no gradient for the bias"
     if call.value.shape[-1] != call.query.shape[-1]:
         return "torch's CPU kernel wants values as wide as queries"
