@@ -181,7 +181,7 @@ class TrainerConfig(Config):
         accumulate: micro-batches per step. data.batch_size stays the global batch.
         clip: largest global gradient norm, for any optimizer; null: off.
         val_every: steps between validations. There is always one at the end; 0: only at the end.
-        val_batches: largest number of validation batches; null: the whole split.
+        val_batches: number of validation batches, from the first row on; null: all rows.
         val_batch_size: rows of a validation batch; null: data.batch_size.
         log_every: steps between rows of metrics.csv.
         ckpt_every: steps between checkpoints. There is always one at the end; 0: no checkpoints.
@@ -206,7 +206,7 @@ class TrainerConfig(Config):
     accumulate: Count = 1
     clip: Positive | None = None
     val_every: Natural = 250
-    val_batches: Count | None = 100
+    val_batches: Count | None = None
     val_batch_size: Count | None = 64
     log_every: Count = 10
     ckpt_every: Natural = 250

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from minitx.config import IGNORED
 from minitx.data.addressing import VALIDATION_SEED, Address, Batch, generator, rows_of
-from minitx.data.task import Draw, Split, count_targets
+from minitx.data.task import Draw, Split, num_targets
 
 BATCHES_IN_A_WINDOW = 50
 
@@ -67,7 +67,7 @@ class TrainSource(Source):
         if not isinstance(self.split, Split):
             drawn = self.split(self.batch_size, generator(self.seed, "train", step))
             batch = {key: tensor[rows.start : rows.stop] for key, tensor in drawn.items()}
-            return {**batch, "num_targets": torch.tensor(count_targets(drawn["labels"]))}
+            return {**batch, "num_targets": num_targets(drawn["labels"])}
         whole = self.items(step, range(self.batch_size))
         batch = self.split.collate(whole[rows.start : rows.stop], self._draw(step, rows.start))
         if self._counted[0] != step:
@@ -156,4 +156,4 @@ class ValSource(Source):
 def count(split: Split, items: np.ndarray, draw: Draw, batch: Batch | None = None) -> int:
     """Return the number of labels that count in these items. ``batch`` is the batch of these items, if it exists already."""
     known = split.count(items)
-    return count_targets((batch or split.collate(items, draw))["labels"]) if known is None else known
+    return int(num_targets((batch or split.collate(items, draw))["labels"])) if known is None else known

@@ -182,9 +182,15 @@ def as_split(task: Task, which: str) -> Split:
     return data if isinstance(data, Split) else Rows(data, task)
 
 
-def count_targets(labels: Tensor) -> int:
-    """Return the number of labels that count: whole numbers that are not −100. For other labels, return the number of rows."""
-    return len(labels) if labels.is_floating_point() else int(np.count_nonzero(labels.numpy() != IGNORED))
+def num_targets(labels: Tensor) -> Tensor:
+    """Return the number of targets, 0-d int64, by which losses are divided: the elements of ``labels``, but for integers of -100.
+
+    >>> int(num_targets(torch.tensor([[1, -100], [2, 3]]))), int(num_targets(torch.zeros(2, 3)))
+    (3, 6)
+    """
+    if labels.is_floating_point():
+        return torch.tensor(labels.numel(), device=labels.device)
+    return (labels != IGNORED).sum()
 
 
 def padded(rows: Sequence[np.ndarray], fill: float) -> np.ndarray:

@@ -18,7 +18,8 @@ from minitx.data.module import DataModule, load_task
 from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.models import build_model
-from minitx.training.calling import Caller, config_of
+from minitx.nn.modes import evaluating
+from minitx.training.calling import Caller, config_of, set_training, unwrapped
 from minitx.training.hardware import device_type
 from minitx.training.module import TrainingModule
 from minitx.training.objectives import CrossEntropy, build_objective, check_head, checked_sums
@@ -126,11 +127,39 @@ def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Modu
             raise ConfigError(
                 f"model._target_={config.model['_target_']} must give a torch.nn.Module, got {type(model).__name__}"
             )
+    check_network(model, decided_fields(data).get("vocab_size"))
+    if parts := set_training(model):
+        log.info("model: in evaluation mode, as given: %s", ", ".join(parts[:3]) + (", ..." if len(parts) > 3 else ""))
     if config.init_from.path is not None:
         start_from(config.init_from, model)
     if config.trainer.precision == "64-true":
         model.double()  # Lightning would, after it has loaded a checkpoint into float32
     return model
+
+
+def check_network(network: nn.Module, vocab_size: int | None) -> None:
+    """Refuse a network that cannot be trained as it is, and say what of it does not take part.
+
+    Args:
+        vocab_size: the vocabulary of the data, if they have one.
+
+    Raises:
+        ConfigError: the network is a LightningModule, or its vocabulary is smaller than that of the data.
+    """
+    network = unwrapped(network)
+    name, config = type(network).__name__, getattr(network, "config", None)
+    if isinstance(network, L.LightningModule):
+        raise ConfigError(
+            f"model: {name} is a LightningModule, whose training_step and configure_optimizers would not run: give its network as model, "
+            "its loss as objective and its optimizer as optimizer"
+        )
+    known = getattr(config, "vocab_size", None)
+    if known and vocab_size and known < vocab_size:
+        raise ConfigError(f"model: the vocabulary of {name}, {known:,}, is smaller than that of the data, {vocab_size:,}")
+    if known and vocab_size and known > vocab_size:
+        log.info("model: the vocabulary of %s, %s, is larger than that of the data, %s", name, f"{known:,}", f"{vocab_size:,}")
+    if hasattr(config, "output_router_logits"):
+        log.info("model: %s is a mixture of experts, and its router loss is not part of the objective", name)
 
 
 def decided_fields(data: L.LightningDataModule) -> dict[str, Any]:
@@ -240,13 +269,12 @@ def try_once(network: nn.Module, objective: Callable[..., Any], data: DataModule
     """
     device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
     batch = {name: tensor.to(device) for name, tensor in data.probe_batch(1).items()}
-    was_training = network.training
+    caller = Caller(network)
+    caller.check(batch)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            checked_sums(objective(Caller(network.eval())(batch), batch))
+        with evaluating(network), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            checked_sums(objective(caller(batch), batch))
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(f"model cannot be run: {first_line(error)}") from error
-    finally:
-        network.train(was_training)

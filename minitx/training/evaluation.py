@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from minitx.config import IGNORED, EvaluationConfig
 from minitx.data.addressing import Address, Batch
 from minitx.data.sources import ValSource
-from minitx.data.task import Task, as_split
+from minitx.data.task import Task, as_split, num_targets
 from minitx.generation import beam_search, generate
 from minitx.nn.modes import evaluating
-from minitx.training.calling import Caller
-from minitx.training.objectives import CrossEntropy, Objective, checked_sums, num_targets
+from minitx.training.calling import Caller, rows_of_batch
+from minitx.training.objectives import CrossEntropy, Objective, checked_sums
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -44,11 +44,11 @@ KINDS = ("language_model", "masked_lm", "classify", "seq2seq")
 
 @dataclass(frozen=True)
 class Metric:
-    """A number with its 95 % interval. ``count`` is the number of things in the mean."""
+    """A number with its 95 % interval, or None where the rows give none. ``count`` is the number of things in the mean."""
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     count: int
 
 
@@ -63,10 +63,7 @@ class Evaluation:
     def lines(self) -> list[str]:
         """Return readable lines: one for each number, then the answers."""
         width = max(map(len, [*self.metrics, *self.baselines]), default=0)
-        out = [
-            f"{name:{width}}  {m.value:.4f}  ({m.low:.4f} to {m.high:.4f}, {m.count:,} {_unit(name)})"
-            for name, m in self.metrics.items()
-        ]
+        out = [f"{name:{width}}  {m.value:.4f}  ({_interval(m)}{m.count:,} {_unit(name)})" for name, m in self.metrics.items()]
         out += [f"{name:{width}}  {value:.4f}" for name, value in self.baselines.items()]
         for example in self.examples:
             out += ["", *(f"  {part:7} {text}" for part, text in example.items())]
@@ -77,6 +74,11 @@ class Evaluation:
         return asdict(self)
 
 
+def _interval(metric: Metric) -> str:
+    low, high = (None if end is None else f"{end:.4f}" for end in (metric.low, metric.high))
+    return "" if low == high else f"{low} to {high}, "
+
+
 def _unit(name: str) -> str:
     return "rows" if name in ("accuracy", "exact_match", "chrf", "bleu") else "labels"
 
@@ -84,14 +86,18 @@ def _unit(name: str) -> str:
 def ratio_interval(sums: Tensor, counts: Tensor) -> Metric:
     """Return Σ sums / Σ counts over rows (N,), with its interval. The sampling unit is a row.
 
+    One row has no interval.
+
     >>> ratio_interval(torch.tensor([2.0, 4.0]), torch.tensor([2, 2])).value
     1.5
     """
     sums, counts = sums.double(), counts.double()
     total, rows = float(counts.sum()), len(sums)
     value = float(sums.sum()) / total
+    if rows < 2:
+        return Metric(value, None, None, int(total))
     residuals = sums - value * counts
-    error = math.sqrt(rows / max(rows - 1, 1) * float(residuals.square().sum())) / total
+    error = math.sqrt(rows / (rows - 1) * float(residuals.square().sum())) / total
     return Metric(value, value - Z95 * error, value + Z95 * error, int(total))
 
 
@@ -121,8 +127,8 @@ def evaluate(
     * ``masked_lm``: perplexity and accuracy over masked tokens.
     * ``classify``: accuracy.
     * ``seq2seq``: exact matches, chrF and BLEU of generated answers, and those of copying the source.
-    * other tasks and a ``LightningDataModule``: the means of the objective's sums. The sampling unit of their intervals is a
-      batch.
+    * other tasks and a ``LightningDataModule``: the means of the objective's sums. The objective is called for every row. There
+      are no intervals if the network does not return one output for each row.
 
     The network runs in evaluation mode. Its mode is restored.
 
@@ -153,7 +159,7 @@ def _open(data: Any, batch_size: int) -> tuple[Task | None, Rows]:
 def _batches(network: nn.Module, source: Rows, options: EvaluationConfig) -> Iterator[Batch]:
     """Validation batches on the network's device, ``num_rows`` rows at most."""
     device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
-    left = options.num_rows or math.inf
+    left, caller = options.num_rows or math.inf, Caller(network)
     if isinstance(source, ValSource):
         batches: Any = (source[Address(step)] for step in range(len(source)))
     else:
@@ -162,8 +168,8 @@ def _batches(network: nn.Module, source: Rows, options: EvaluationConfig) -> Ite
         batches = source.val_dataloader()
     for batch in batches:
         rows = int(min(left, len(batch["labels"])))
-        cut = {name: tensor[:rows] if tensor.dim() else tensor for name, tensor in batch.items()}
-        yield {name: tensor.to(device) for name, tensor in cut.items()}
+        caller.check(batch)
+        yield {name: tensor.to(device) for name, tensor in rows_of_batch(batch, slice(rows)).items()}
         left -= rows
         if left == 0:
             return
@@ -172,13 +178,19 @@ def _batches(network: nn.Module, source: Rows, options: EvaluationConfig) -> Ite
 def _of_sums(network: nn.Module, source: Rows, options: EvaluationConfig, objective: Objective) -> dict[str, Metric]:
     """The mean of every sum that the objective gives."""
     caller, found, counts = Caller(network), defaultdict[str, list[Tensor]](list), list[Tensor]()
+    by_row = True
     for batch in _batches(network, source, options):
-        sums = checked_sums(objective(caller(batch), batch))
-        sums["loss"] = sums.pop("nll", sums["loss"])
-        for name, value in sums.items():
-            found["accuracy" if name == "correct" else name].append(value.double().cpu())
-        counts.append(num_targets(batch["labels"]).cpu())
-    return {name: ratio_interval(torch.stack(values), torch.stack(counts)) for name, values in found.items()}
+        logits, size = caller(batch), len(batch["labels"])
+        by_row = by_row and len(logits) == size
+        for rows in [slice(i, i + 1) for i in range(size)] if by_row else [slice(None)]:
+            sums = checked_sums(objective(logits[rows], rows_of_batch(batch, rows)))
+            sums["loss"] = sums.pop("nll", sums["loss"])
+            for name, value in sums.items():
+                found["accuracy" if name == "correct" else name].append(value.double().cpu())
+            counts.append(num_targets(batch["labels"][rows]).cpu())
+    units = torch.stack(counts) if by_row else torch.stack(counts).sum(0, keepdim=True)
+    columns = {name: torch.stack(values) for name, values in found.items()}
+    return {name: ratio_interval(x if by_row else x.sum(0, keepdim=True), units) for name, x in columns.items()}
 
 
 def _losses(network: nn.Module, source: Rows, options: EvaluationConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,7 +215,8 @@ def _of_labels(task: Task, nll: Tensor, counts: Tensor, right: Tensor) -> dict[s
         return {"accuracy": share_interval(int(right.sum()), len(right))}
     loss, accuracy = ratio_interval(nll, counts), ratio_interval(right, counts)
     if task.kind == "masked_lm":
-        perplexity = Metric(math.exp(loss.value), math.exp(loss.low), math.exp(loss.high), loss.count)
+        value, *ends = (None if x is None else math.exp(x) for x in (loss.value, loss.low, loss.high))
+        perplexity = Metric(value, *ends, loss.count)
         return {"masked_perplexity": perplexity, "masked_accuracy": accuracy}
     bits = {f"bits_per_{unit}": ratio_interval(nll * factor, counts) for unit, factor in task.bits_per.items()}
     return {**bits, "loss": loss, "next_token_accuracy": accuracy}

@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from minitx.config import ConfigError
 from minitx.data.addressing import Batch
+from minitx.data.task import num_targets
 from minitx.training.calling import Caller
 from minitx.training.checkpoint import FORMAT
 from minitx.training.compiling import compiled
 from minitx.training.hardware import widest_float
-from minitx.training.objectives import CrossEntropy, Objective, Sums, checked_sums, num_targets
+from minitx.training.objectives import CrossEntropy, Objective, Sums, check_sum, checked_sums
 from minitx.training.optimizers import skips_on_device
 from minitx.training.parallel import local_parts, parallelize, set_gradient_sync, sum_over_rows, total_norm
 
@@ -94,7 +95,7 @@ class TrainingModule(L.LightningModule):
         self.grad_norm: Tensor | float = 0.0
         self._missing = 1.0  # the last step of an epoch of the user's data may have fewer micro-batches
         self._validation: Sums = {}
-        self._said_dropped = False
+        self._said_dropped = self._checked_sum = False
 
     def configure_model(self) -> None:
         if self.device_mesh is not None and not any(isinstance(p, DTensor) for p in self.network.parameters()):
@@ -109,14 +110,21 @@ class TrainingModule(L.LightningModule):
         """Return the logits of a batch."""
         return self.caller(batch)
 
-    def sums(self, batch: Batch) -> Sums:
-        """Return the objective's sums over a batch."""
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         if not isinstance(batch, Mapping) or "labels" not in batch:
             what = f"a mapping with {', '.join(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
             raise ConfigError(f"data: a batch must be a mapping of tensors with labels, got {what}")
+        self.caller.check(batch)  # here, where reading a mask does not wait for the device
+        return batch
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         if not self._said_dropped and (dropped := self.caller.dropped(batch)):
-            log.info("model: %s.forward does not take %s of a batch", type(self.network).__name__, ", ".join(dropped))
+            log.info("model: %s.forward does not take %s of a batch", self.caller.kind, ", ".join(dropped))
         self._said_dropped = True
+        self._checked_sum = self._checked_sum or check_sum(self.objective, self.caller, batch)
+
+    def sums(self, batch: Batch) -> Sums:
+        """Return the objective's sums over a batch."""
         if not isinstance(self.objective, CrossEntropy) or self.objective.chunk_tokens is None:
             return checked_sums(self._sums_of(batch))
         hidden = self._hidden_of(self.caller.inputs(batch))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,20 +13,17 @@ from torch import Tensor, nn
 
 from minitx.config import IGNORED, ConfigError, ObjectiveConfig, is_part
 from minitx.data.addressing import Batch
+from minitx.nn.modes import evaluating
+from minitx.training.calling import Caller, rows_of_batch
 from minitx.training.parts import build_callable
+
+log = logging.getLogger(__name__)
 
 Sums = dict[str, Tensor]
 """0-d sums over the counted targets: ``loss``, optionally ``correct`` (right answers) and ``nll`` (the loss of validation, if
 it differs from ``loss``). Others are logged as means."""
 
 Objective = Callable[[Tensor, Batch], Tensor | Sums]
-
-
-def num_targets(labels: Tensor) -> Tensor:
-    """Return the number of targets that count, 0-d int64: integer labels that are not -100, or rows for other labels."""
-    if labels.is_floating_point():
-        return torch.tensor(len(labels), device=labels.device)
-    return (labels != IGNORED).sum()
 
 
 class CrossEntropy:
@@ -214,6 +213,9 @@ def build_objective(node: Any) -> Objective:
     return found
 
 
+_OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
+
+
 class TorchLoss(nn.Module):
     """A loss of torch as an objective."""
 
@@ -222,11 +224,70 @@ class TorchLoss(nn.Module):
         self.loss = loss
 
     def forward(self, logits: Tensor, batch: Batch) -> Sums:
-        """Return the loss of (logits, labels)."""
+        """Return the loss of (logits, labels).
+
+        Raises:
+            ConfigError: the shapes of logits and labels differ, and the loss is not one over classes.
+        """
         labels = batch["labels"]
-        if logits.dim() == labels.dim() + 1 and not labels.is_floating_point():
+        if isinstance(self.loss, _OF_CLASSES) and logits.dim() == labels.dim() + 1:
             logits, labels = logits.flatten(0, -2), labels.flatten()
+        elif not isinstance(self.loss, _OF_CLASSES) and logits.shape != labels.shape:
+            shapes = f"{tuple(logits.shape)} and labels of shape {tuple(labels.shape)}"
+            raise ConfigError(
+                f"objective: {type(self.loss).__name__} compares each logit with its label, but got logits of shape {shapes}: "
+                "the model must return logits in the shape of the labels"
+            )
         return {"loss": self.loss(logits, labels)}
+
+
+@torch.no_grad()
+def check_sum(objective: Objective, caller: Caller, batch: Batch) -> bool:
+    """Check that an objective of the user's sums over rows: two rows, each twice, must give twice the sum of the two alone.
+
+    The network runs in evaluation mode on two rows. If it begins with a loss of zero, random logits take the place of its own.
+
+    Returns:
+        False if no row of the batch has a label that counts, so that nothing was checked.
+
+    Raises:
+        ConfigError: the objective does not add up, for example because it returns a mean.
+    """
+    if isinstance(objective, CrossEntropy | TorchLoss):
+        return True
+    labels = batch["labels"].flatten(1) if batch["labels"].dim() > 1 else batch["labels"][:, None]
+    counted = ((labels != IGNORED) | labels.is_floating_point()).any(1).nonzero().flatten().tolist()
+    if not counted:
+        return False
+    first = counted[0]
+    second = next((row for row in counted if not labels[row].equal(labels[first])), counted[-1])
+
+    def sums(logits: Tensor, *chosen: int) -> dict[str, float]:
+        return {
+            name: float(value) for name, value in checked_sums(objective(logits, rows_of_batch(batch, list(chosen)))).items()
+        }
+
+    with evaluating(caller.network), torch.random.fork_rng(devices=[]):
+        one, other = (caller(rows_of_batch(batch, [row])) for row in (first, second))
+        draw = torch.Generator().manual_seed(0)
+        for _ in range(2):
+            both = torch.cat([one, one, other, other])
+            alone = sums(one, first), sums(other, second)
+            together, again = (sums(both, first, first, second, second) for _ in range(2))
+            if not all(math.isclose(x, again[name], rel_tol=1e-3) for name, x in together.items() if math.isfinite(x)):
+                log.info("objective: it draws random numbers, so whether it is a sum over the rows was not checked")
+                return True
+            for name, value in together.items():
+                parts = [2 * found.get(name, math.nan) for found in alone]
+                if abs(value - sum(parts)) > 0.05 * sum(map(abs, parts)):
+                    raise ConfigError(
+                        "objective must return sums over the targets, because the run divides them by the number of targets: "
+                        f"{name} of four rows together is {value:.4g}, but those of the rows alone add up to {sum(parts):.4g}"
+                    )
+            if together["loss"] and math.isfinite(together["loss"]):
+                return True
+            one, other = (torch.randn(x.shape, generator=draw).to(x) for x in (one, other))
+    return True
 
 
 def checked_sums(found: Tensor | Mapping[str, Tensor]) -> Sums:

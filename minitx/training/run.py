@@ -250,6 +250,7 @@ _NOTICES = (
     "Checkpoint directory .* exists and is not empty",
     "dataloader is not resumable",  # the run says it in its own words
     "isinstance.*LeafSpec.*is deprecated",
+    "on_before_batch_transfer` in `LightningModule",  # that of the module is the one to use
     "dirpath has changed from",
     "found in cache.*precision",
     "sync_dist=True",  # what is logged is the sum over ranks already

@@ -25,7 +25,7 @@ def summary(trainer: L.Trainer, config: RunConfig, network: nn.Module, data: L.L
     lines = {
         "model": describe_model(network),
         "device": describe_device(trainer),
-        "data": describe_data(data),
+        "data": describe_data(data, config.trainer.val_batches),
         "tokenizer": f"{tokenizer.vocab_size:,} tokens" if tokenizer else None,
         "steps": f"{trainer.max_steps:,}, validation every {every:,}",
         "folder": str(folder),
@@ -53,13 +53,16 @@ def describe_model(network: nn.Module) -> str:
     return f"{text}: num_layers {model.num_layers}, num_heads {model.num_heads}, embed_dim {model.embed_dim}"
 
 
-def describe_data(data: L.LightningDataModule) -> str:
-    """Return the name and the sizes of a task, or the class of a data module of the user's."""
+def describe_data(data: L.LightningDataModule, val_batches: int | None = None) -> str:
+    """Return the name and the sizes of a task, or the class of a data module of the user's, and how much of it is validated on."""
     if not isinstance(data, DataModule):
-        return type(data).__name__
+        return type(data).__name__ + (f", the first {val_batches:,} batches to validate" if val_batches else "")
     rows = f"{len(data.task.train):,} rows" if hasattr(data.task.train, "__len__") else "new examples at every step"
     parts = f" in {data.accumulate} parts" if data.accumulate > 1 else ""
-    return f"{data.task.name}: {rows}, {data.val_source().num_rows:,} to validate; {data.batch_size} a step{parts}"
+    whole = data.val_source().num_rows
+    read = min(whole, (val_batches or whole) * data.val_batch_size(1))
+    validated = f"{whole:,}" if read == whole else f"the first {read:,} of {whole:,}"
+    return f"{data.task.name}: {rows}, {validated} to validate; {data.batch_size} a step{parts}"
 
 
 def describe_device(trainer: L.Trainer) -> str:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from minitx.analysis.counting import allocations, count_flops
 from minitx.config import ConfigError, ObjectiveConfig, OptimizerConfig, ParameterRule, ScheduleConfig, TransformerConfig
+from minitx.data.task import num_targets
 from minitx.nn.models import build_model
 from minitx.training.objectives import (
     CrossEntropy,
@@ -18,7 +19,6 @@ from minitx.training.objectives import (
     checked_sums,
     chunked_cross_entropy,
     cross_entropy,
-    num_targets,
 )
 from minitx.training.optimizers import build_optimizer, parameter_groups
 from minitx.training.schedules import lr_factor
