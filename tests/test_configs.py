@@ -17,7 +17,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and not path.name.startswith("_"))
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))]
 WHOLE = ("experiment", "ablation")
-OF_OWN_FILES = ("text", "pairs", "images", "hf", "chat", "classify")
+OF_OWN_FILES = ("text", "pairs", "images", "hf", "chat", "classify", "translate_text")
 
 
 # composed by the tests below, in every tier
@@ -30,7 +30,7 @@ BESIDE = itertools.zip_longest(*([one for one in OPTIONS if one[0] == group] for
 def test_every_option_composes(options):
     """Those of groups that know nothing of each other beside each other."""
     chosen = [f"{group}={name}" for group, name in filter(None, options)]
-    chosen += ["data.path=some.txt"] if any(f"data={name}" in chosen for name in OF_OWN_FILES) else []
+    chosen += ["data.path=some.txt"] if any(name in OF_OWN_FILES for _, name in filter(None, options)) else []
     chosen += ["model.max_len=1024"] if "data=chat" in chosen else []
     assert isinstance(compose_config(chosen), RunConfig)
 
@@ -55,9 +55,11 @@ STEPS = [in_tier(name) for group, name in OPTIONS if group == "experiment" and n
 @pytest.mark.parametrize("experiment", STEPS)
 def test_every_experiment_runs_one_step(experiment, tmp_path, monkeypatch, data_cache):
     monkeypatch.setattr("minitx.data.load.data_dir", lambda: data_cache)
-    config = compose_config(
-        [f"experiment={experiment}", "debug=one_step", "trainer.accelerator=cpu", "callbacks.progress=false"]
-    )
+    words = [f"experiment={experiment}", "debug=one_step", "trainer.accelerator=cpu", "callbacks.progress=false"]
+    if experiment in OF_OWN_FILES:
+        (tmp_path / "own.tsv").write_text("text\tlabel\n" + "".join(f"word {n}\t{n % 3}\n" for n in range(211)))
+        words.append(f"data.path={tmp_path / 'own.tsv'}")
+    config = compose_config(words)
     result = run_training(config, tmp_path / "run", "a test")
     assert (result["steps"], result["nonfinite_step"], config.experiment) == (1, None, experiment)
     assert result["val_loss"] is not None

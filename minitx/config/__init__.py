@@ -7,7 +7,6 @@ imported. Messages begin with ``key=value``.
 
 from minitx.config.checks import ConfigError, is_part, to_dict
 from minitx.config.data import (
-    BooksDataConfig,
     ChatDataConfig,
     ClassifyDataConfig,
     DataConfig,
@@ -17,13 +16,11 @@ from minitx.config.data import (
     ImageDataConfig,
     InductionDataConfig,
     KeyValueDataConfig,
-    LanguagesDataConfig,
     MaskedDataConfig,
     MultiQueryDataConfig,
     PairsDataConfig,
     RecallDataConfig,
     TextDataConfig,
-    VersesDataConfig,
 )
 from minitx.config.data_bases import IGNORED, CorpusConfig
 from minitx.config.model import SCALE_WORDS, TransformerConfig, check_scale

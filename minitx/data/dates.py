@@ -46,8 +46,7 @@ def date_pairs(config: DatesDataConfig) -> tuple[list[tuple[str, str]], list[tup
     """
     formats = []
     for tag in config.locales:
-        wanted = f"data.locales={tag} is not a locale that Babel knows, such as en_GB or pt"
-        locale = babel_locale(tag, "dates", wanted)
+        locale = babel_locale(tag)
         formats.append((tag, locale, date_patterns(locale)))
     first = datetime.date(config.first_year, 1, 1).toordinal()
     count = datetime.date(config.last_year, 12, 31).toordinal() + 1 - first
@@ -65,8 +64,8 @@ def date_pairs(config: DatesDataConfig) -> tuple[list[tuple[str, str]], list[tup
     return [write(int(day)) for day in drawn[: config.train_size]], val_pairs
 
 
-def babel_locale(tag: str, data: str, wanted: str) -> Any:
-    """Return Babel's locale ``tag``. ``data`` and ``wanted`` are for the error message: who needs it, and what is allowed.
+def babel_locale(tag: str) -> Any:
+    """Return Babel's locale ``tag``.
 
     Raises:
         ConfigError: Babel is missing or does not know the locale.
@@ -74,8 +73,8 @@ def babel_locale(tag: str, data: str, wanted: str) -> Any:
     try:
         from babel import Locale, UnknownLocaleError
     except ImportError:
-        raise ConfigError(f"data={data} needs the package Babel: pip install Babel") from None
+        raise ConfigError("data=dates needs the package Babel: pip install Babel") from None
     try:
         return Locale.parse(tag)
     except (UnknownLocaleError, ValueError):
-        raise ConfigError(wanted) from None
+        raise ConfigError(f"data.locales={tag} is not a locale that Babel knows, such as en_GB or pt") from None

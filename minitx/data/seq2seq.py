@@ -1,4 +1,4 @@
-"""Sequence to sequence: pairs of texts in one vocabulary, from dates, verses, a table or two files."""
+"""Sequence to sequence: pairs of texts in one vocabulary, from dates, a table or two files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from minitx.config import ConfigError, DatesDataConfig, PairsDataConfig, VersesDataConfig
-from minitx.data.bible import read_verses
+from minitx.config import ConfigError, DatesDataConfig, PairsDataConfig
 from minitx.data.dates import date_pairs
 from minitx.data.tables import load_splits, load_table, texts_of
 from minitx.data.task import Task, hold_out, name_of, tokenizer_of
@@ -21,7 +20,7 @@ MARKS = ("pad", "bos", "eos")
 Pairs = list[tuple[str, str]]
 
 
-def load_pairs(config: DatesDataConfig | VersesDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
+def load_pairs(config: DatesDataConfig | PairsDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
     """Return the sequence-to-sequence task of ``config``. For a source s_1 … s_n and a target t_1 … t_m:
 
         input_ids          s_1 … s_n                key_mask          True where real
@@ -76,16 +75,10 @@ def _rows(pairs: Pairs, tokenizer: Tokenizer, longest: tuple[int, int], name: st
     return kept, rows
 
 
-def _both_splits(config: DatesDataConfig | VersesDataConfig) -> tuple[Pairs, Pairs]:
+def _both_splits(config: DatesDataConfig | PairsDataConfig) -> tuple[Pairs, Pairs]:
     if isinstance(config, DatesDataConfig):
         return date_pairs(config)
-    if isinstance(config, PairsDataConfig):
-        return _files(config) if config.target_path else _columns(config)
-    old, new = (read_verses(version, needed_by="data=verses") for version in ("kjv", "web"))
-    shared = [verse for verse in old if verse in new]
-    splits = hold_out([verse // 1000 for verse in shared], config.val_fraction)
-    train, val = ([(old[shared[i]], new[shared[i]]) for i in part] for part in splits)
-    return train, val
+    return _files(config) if config.target_path else _columns(config)
 
 
 def _columns(config: PairsDataConfig) -> tuple[Pairs, Pairs]:

@@ -226,30 +226,28 @@ class Ragged:
         return values[self.starts[row] : self.starts[row] + self.lengths[row]].astype(np.int64)
 
 
-def hold_out(groups: Sequence[Any], fraction: float, always_train: Iterable[Any] = ()) -> tuple[np.ndarray, np.ndarray]:
+def hold_out(groups: Sequence[Any], fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Split rows by group. The result does not depend on the run's seed.
 
     Args:
         groups: the group of every row. All rows of a group are in the same split.
         fraction: the fraction of groups for validation. At least one group is held out, and never all.
-        always_train: groups that are never held out.
 
     Returns:
         The rows of training, in order, and of validation. The latter are shuffled, so that the first rows represent all.
 
     Raises:
-        ConfigError: there are fewer than two groups, or none may be held out.
+        ConfigError: there are fewer than two groups.
 
     >>> train, val = hold_out(["a", "b", "a", "c"], 0.3)
     >>> sorted([*train.tolist(), *val.tolist()])
     [0, 1, 2, 3]
     """
-    kept = set(always_train)
-    free = sorted(set(groups) - kept)
-    if not free or len(set(groups)) < 2:
-        raise ConfigError(f"data.val_fraction={fraction} leaves a split empty: the data have {len(set(groups))} different rows")
+    free = sorted(set(groups))
+    if len(free) < 2:
+        raise ConfigError(f"data.val_fraction={fraction} leaves a split empty: the data have {len(free)} different rows")
     random = generator(VALIDATION_SEED, "hold_out")
-    count = min(max(1, round(fraction * len(free))), len(free) if kept else len(free) - 1)
+    count = min(max(1, round(fraction * len(free))), len(free) - 1)
     chosen = {free[i] for i in random.permutation(len(free))[:count]}
     validates = np.array([group in chosen for group in groups])
     return np.flatnonzero(~validates), random.permutation(np.flatnonzero(validates))

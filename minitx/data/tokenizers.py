@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import re
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +38,8 @@ NAMES_OF_MARKS = {
 
 
 class Tokenizer:
-    """A ``tokenizer.json``. A text never gives a mark or another special token: their names are read as plain characters.
+    """A ``tokenizer.json``. A text never gives a mark or another special token: their names are read as plain characters, and
+    a text is refused where the vocabulary has such a name as a word, as T5's has ``</s>``.
 
     Padding, truncation and the tokens around a text that the file may ask for are not applied. Batches are encoded on
     all cores. A character model (``train_tokenizer("char", ...)``) looks its ids up in a table.
@@ -67,12 +67,16 @@ class Tokenizer:
         self._model.no_padding()
         self._model.no_truncation()
         self._model.encode_special_tokens = True  # read special tokens in a text as text; the JSON does not store it
-        added = {token.content: i for i, token in self._model.get_added_tokens_decoder().items()}
+        tokens = self._model.get_added_tokens_decoder().items()
+        added = {token.content: i for i, token in tokens}
         found = {mark: [added[name] for name in names if name in added] for mark, names in NAMES_OF_MARKS.items()}
         self.mark_ids = {mark: ids[0] for mark, ids in found.items() if ids}
         self.end_id: int | None = self._model.token_to_id(END_OF_TEXT)
         self.vocab_size = max(self._model.get_vocab().values(), default=-1) + 1
-        self._reader = _without_marks(self._model, set(self.mark_ids.values()))
+        unknown = {UNKNOWN, "[UNK]", getattr(self._model.model, "unk_token", None)}
+        marks = self.mark_ids.values()
+        self._never = np.zeros(self.vocab_size, dtype=bool)  # whether no text may give this id
+        self._never[[i for i, token in tokens if (token.special or i in marks) and token.content not in unknown]] = True
         self.characters = _characters_of(self._model)
         if self.characters is not None:
             codepoints = [ord(character) for character in self.characters]
@@ -83,7 +87,11 @@ class Tokenizer:
         return type(self), (self._model.to_str(),)  # a plain copy would lose encode_special_tokens
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of ``text``, shape (number of tokens,), uint32. An unknown character of a character model is 0."""
+        """Return the ids of ``text``, shape (number of tokens,), uint32. An unknown character of a character model is 0.
+
+        Raises:
+            ConfigError: the text contains the name of a special token, and the vocabulary has this name as a word.
+        """
         if self.characters is None:
             return self.encode_batch([text])[0]
         codepoints = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
@@ -93,8 +101,16 @@ class Tokenizer:
         """Return ``encode`` of every text."""
         if self.characters is not None:
             return [self.encode(text) for text in texts]
-        encodings = self._reader.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        found = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        for text, ids in zip(texts, found, strict=True):
+            if self._never[ids].any():
+                name = self._model.id_to_token(int(ids[self._never[ids]][0]))
+                raise ConfigError(
+                    f"data.tokenizer would read its special token {name} in the text {text!r:.60}: its vocabulary has {name} as "
+                    "a word; remove it from the text, or take another tokenizer"
+                )
+        return found
 
     def decode(self, ids: Iterable[int], *, skip_marks: bool = False) -> str:
         """Return the text of ``ids``.
@@ -249,29 +265,6 @@ def _characters_of(model: tokenizers.Tokenizer) -> str | None:
     characters = "".join(sorted(word for word in model.get_vocab() if len(word) == 1))
     special = [token.content for _, token in sorted(model.get_added_tokens_decoder().items())]
     return characters if _character_model(characters, special).to_str() == model.to_str() else None
-
-
-def _without_marks(model: tokenizers.Tokenizer, marks: set[int]) -> tokenizers.Tokenizer:
-    """Return ``model`` if its encoding gives none of ``marks`` and no special token, else a copy that gives none.
-
-    ``encode_special_tokens`` is not enough for a mark that was added as an ordinary token, nor for a vocabulary that has
-    ``</s>`` as a word. The copy does not add them, and its vocabulary has a random name in their place.
-    """
-    names = {token.content: i for i, token in model.get_added_tokens_decoder().items() if token.special or i in marks}
-    texts = [text for name in names for text in (name, f" {name} a")]
-    if not {i for text in texts for i in model.encode(text, add_special_tokens=False).ids} & set(names.values()):
-        return model
-    content = json.loads(model.to_str())
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in names]
-    inner, vocab = content["model"], content["model"]["vocab"]
-    hidden = {name: uuid.uuid4().hex for name in names if name != inner.get("unk_token")}
-    if isinstance(vocab, dict):
-        inner["vocab"] = {hidden.get(name, name): i for name, i in vocab.items()}
-    else:  # Unigram: pairs of a piece and its score
-        inner["vocab"] = [[hidden.get(name, name), score] for name, score in vocab]
-    if "merges" in inner:
-        inner["merges"] = [[a, b] for a, b in inner["merges"] if hidden.keys().isdisjoint((a, b, a + b))]
-    return type(model).from_str(json.dumps(content))
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

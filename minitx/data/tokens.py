@@ -84,7 +84,7 @@ def tokenised(
     Raises:
         ConfigError: the text is missing, not UTF-8, or too short to be split.
     """
-    stem, said = corpus_stem(config, folder), name_of(config)
+    stem, said = corpus_stem(config), name_of(config)
     tokenizer = tokenizer or find_tokenizer(config.tokenizer)
     learned = "-".join(["char" if config.tokenizer == "char" else f"bpe{config.bpe_vocab_size}", *marks])
     path = folder / f"{stem}-{fingerprint(tokenizer)[:16] if tokenizer else learned}-val{config.val_fraction!r}.bin"
@@ -102,7 +102,7 @@ def tokenised(
         made_by = tokenizer_of(config, tokenizer, lines_of(islice(read_text(config, 0, cut), 0, None, every)), marks)
         splits = {"train": lines_of(read_text(config, 0, cut)), "val": lines_of(read_text(config, cut))}
         record = write_ids(path, made_by, splits, made_by.encode_batch)
-        if corpus_stem(config, folder) != stem:
+        if corpus_stem(config) != stem:
             raise ConfigError(f"{said} changed while it was read; start again")
         return {**record, "floors": ngram_floors(*token_arrays(path, record), made_by.vocab_size)}
 

@@ -30,6 +30,8 @@ COMPOSED = {
     "model.num_heads=abc": "model.num_heads=abc",
     "model.scale=null": "unscaled",
     "seed=???": "seed",
+    "experiment=classify": "data.path is missing: add data.path=VALUE",
+    "experiment=translate_text": "data.path is missing: add data.path=VALUE",
     "experiment=scaling_ablation ablation.launcher=slurn": "did you mean slurm?",
     # Hydra's grammar
     "max_steps": "max_steps",

@@ -59,7 +59,6 @@ def test_fewer_rows_than_a_batch_are_refused_for_training():
         DataModule(Task(name="mine", train=rows, val=rows), batch_size=6).check_batch()
 
 
-VERSES = configs.VersesDataConfig(tokenizer="char", max_source_len=200, max_target_len=200)
 RECORDED = {
     "kjv": (configs.TextDataConfig(), ["950153033d16", "b2f4dc9ff153", "9e567870f40a"]),
     "masked": (configs.MaskedDataConfig(), ["e2d7ac18b1c6", "233db88ed382", "315a1f44ebdf"]),
@@ -67,8 +66,6 @@ RECORDED = {
     "mq": (configs.MultiQueryDataConfig(), ["7a831f80ca82", "6d76b80542af", "bc02a548e105"]),
     "ind": (configs.InductionDataConfig(), ["98803df6f2b5", "9b7f595eb021", "b9b6e30e9c1b"]),
     "dates": (configs.DatesDataConfig(train_size=5003, val_size=101), ["5a043251d090", "fafac2524816", "ba6a5ff33093"]),
-    "verses": (VERSES, ["9f0c98ae1b16", "7b1d0a97c734", "7643f0656e66"]),
-    "languages": (configs.LanguagesDataConfig(), ["8d0c795a5a4c", "d3d7d97fe3da", "5c4cc3f9ea2a"]),
     "digits": (configs.DigitsDataConfig(), ["0df31f4634e1", "2cf59281c3fa", "a050804402ea"]),
 }
 
@@ -87,7 +84,7 @@ def test_batches_are_those_of_the_recorded_results(name, tmp_path_factory):
     """The first micro-batch of the first step, the last of step 60 on two ranks, and validation rows 3 to 8, with seed 5."""
     config, wanted = RECORDED[name]
     module = ready(config, tmp_path_factory.getbasetemp() / "recorded", seed=5, max_steps=100, accumulate=2)
-    kinds = {"masked": "masked_lm", "dates": "seq2seq", "verses": "seq2seq", "languages": "classify", "digits": "classify"}
+    kinds = {"masked": "masked_lm", "dates": "seq2seq", "digits": "classify"}
     assert (module.task.kind, module.task.name) == (kinds.get(name, "language_model"), f"data={config.name}")
     assert len(module.task.val) == module.val_source().num_rows
     train = module.train_source()[Address(0)], module.train_source(2)[Address(60, 1, 1)]

@@ -1,4 +1,4 @@
-"""Pairs of texts: their layout, the dates, the verses, and files of the user's."""
+"""Pairs of texts: their layout, the dates, and files of the user's."""
 
 import datetime
 import itertools
@@ -7,9 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from minitx.config import ConfigError, DatesDataConfig, PairsDataConfig, VersesDataConfig
+from minitx.config import ConfigError, DatesDataConfig, PairsDataConfig
 from minitx.data import seq2seq
-from minitx.data.bible import read_verses
 from minitx.data.dates import date_pairs, date_patterns, write_date
 from minitx.data.seq2seq import load_pairs
 from minitx.data.task import as_split
@@ -63,16 +62,6 @@ def test_an_unknown_locale_and_a_missing_package_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "babel", None)
     with pytest.raises(ConfigError, match="Babel"):
         date_pairs(FEW_DATES)
-
-
-def test_verses_pair_two_versions_and_chapters_are_never_torn():
-    train, val = seq2seq._both_splits(VersesDataConfig())
-    assert len(train) + len(val) == 31099
-    assert ("Jesus wept.", "Jesus wept.") in train + val
-    assert sum("thou " in source for source, _ in train) > 1000 * sum("thou " in target for _, target in train + val)
-    chapter = {text: number // 1000 for number, text in read_verses("kjv", needed_by="a test").items()}
-    first, second = ({chapter[verse] for verse, _ in pairs if len(verse) > 99} for pairs in (train, val))  # in one chapter each
-    assert not first & second and len(second) > 50
 
 
 SOURCES, TARGETS = [f"one {n}" for n in range(31)], [f"eins {n}" for n in range(31)]

@@ -196,13 +196,11 @@ def test_rows_that_make_no_batch_are_refused_with_the_name_of_the_data(rows):
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.3, 0.999])
-def test_groups_are_never_torn_and_some_may_be_kept_for_training(fraction):
+def test_groups_are_never_torn(fraction):
     groups = [number * 7 % 31 for number in range(101)]
     train, val = hold_out(groups, fraction)
     assert sorted([*train, *val]) == list(range(101))
     assert len(train) and len(val)
     assert not {groups[i] for i in train} & {groups[i] for i in val}
-    train, val = hold_out("abcdefg" * 3, fraction, always_train="cg")
-    assert {"abcdefg"[i % 7] for i in train} >= set("cg") > {"abcdefg"[i % 7] for i in val} & set("cg")
     with pytest.raises(ConfigError, match=rf"^data\.val_fraction={fraction} .* 1 different"):
         hold_out("aaaa", fraction)

@@ -1,12 +1,10 @@
 import os
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from minitx.data import corpus
 from minitx.data import tokens as tokens_module
 from minitx.data.tokenizers import fingerprint, train_tokenizer
 from minitx.data.tokens import tokenised
@@ -55,28 +53,6 @@ def test_a_cache_that_fits_is_used_again_and_a_changed_source_is_read_anew(text_
     first, second = tokenised(text_config(TEXT), cache), tokenised(text_config(TEXT), cache)
     assert (len(builds), first[3], text_of(first)) == (1, second[3], text_of(second))
     assert text_of(tokenised(text_config(TEXT.replace("bleak", "black")), cache)) == TEXT.replace("bleak", "black")
-
-
-@pytest.mark.parametrize("kept", [None, "[]", '{"%s": 5}'])
-def test_a_text_is_read_for_its_checksum_once_and_again_after_each_change(text_config, cache, monkeypatch, kept):
-    config = text_config(TEXT)
-    path, read = Path(config.path), []
-    monkeypatch.setattr(corpus, "sha256_of", lambda file: read.append(file) or tokens_module.sha256_of(file))
-    cache.mkdir(exist_ok=True)
-    if kept is not None:
-        (cache / "checksums.json").write_text(kept.replace("%s", str(path)))
-    for changed, text, times_read in [
-        (10**9, TEXT, 1),
-        (10**9, TEXT, 1),
-        (10**9 + 1, TEXT[::-1], 2),
-        (10**9 + 1, TEXT[::-1], 2),
-    ]:
-        path.write_text(text)
-        os.utime(path, ns=(changed, changed))
-        assert (text_of(tokenised(config, cache)), len(read)) == (text, times_read)
-    for text in (TEXT, TEXT[::-1]):  # just now, when two changes may have one time
-        path.write_text(text)
-        assert text_of(tokenised(config, cache)) == text
 
 
 def flip_a_bit(path):

@@ -202,9 +202,8 @@ def everything(place: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]
         yield f"variant {name}", lambda fields={**sizes, **fields}: of_model(dataclasses.replace(base, **fields))
     yield "calls", of_calls
     own = {"text": "text.txt", "pairs": "pairs.tsv", "classify": "classes.tsv", "chat": "chat.jsonl"}
-    gone = ("languages", "books", "verses")  # the data sets that the third edition drops
     for name in names("data"):
-        if name in (*gone, "hf", "images"):  # no file at hand
+        if name in ("hf", "images"):  # no file at hand
             continue
         more = [f"data.path={place / own[name]}"] if name in own else []
         more += ["data.context_len=64", "data.tokenizer=char"] if name == "chat" else []

@@ -130,7 +130,8 @@ def test_a_run_goes_on_elsewhere(ran, first, then):
 UNUSUAL = {
     "checkpointing": ["data=kv_lookup", "model=recall", "model.checkpointing=true"],
     "linformer": [
-        "data=languages",
+        "data=classify",
+        "data.tokenizer=char",
         "model=encoder_small",
         "model.attention=linformer",
         "model.num_slots=4",
@@ -157,7 +158,9 @@ def test_unusual_models_make_two_updates_under_ddp(tmp_path, cache):
         "trainer.max_steps=2",
         "trainer.val_batches=1",
     ]
+    (tmp_path / "classes.tsv").write_text("text\tlabel\n" + "".join(f"word {n}\t{n % 3}\n" for n in range(53)))
     runs = {name: [*overrides, *two] for name, overrides in UNUSUAL.items()}
+    runs["linformer"].append(f"data.path={tmp_path / 'classes.tsv'}")
     assert run_ranks(2, each_of, runs, tmp_path, cache) == [dict.fromkeys(runs, 2)] * 2
 
 

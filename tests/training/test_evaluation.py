@@ -9,7 +9,7 @@ import torch
 from sacrebleu.metrics import BLEU, CHRF
 from scipy import stats
 
-from minitx.config import DatesDataConfig, EvaluationConfig, LanguagesDataConfig, MaskedDataConfig, TransformerConfig
+from minitx.config import ClassifyDataConfig, DatesDataConfig, EvaluationConfig, MaskedDataConfig, TransformerConfig
 from minitx.nn.models import build_model
 from minitx.training import evaluation
 from minitx.training.building import fit_model_config, open_data
@@ -17,10 +17,10 @@ from minitx.training.evaluation import evaluate, ratio_interval, share_interval
 
 SMALL = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "init": "lecun"}
 DATES = DatesDataConfig(locales=("en", "de"), train_size=53, val_size=17, batch_size=6)
-LANGUAGES = LanguagesDataConfig(languages=("en", "de", "fi"), batch_size=16)
+CLASSES = ClassifyDataConfig(path="classes.tsv", tokenizer="char", batch_size=16, val_fraction=0.5)
 TASKS = {
     "seq2seq": (DATES, {"architecture": "encoder_decoder", "position": "rotary"}),
-    "classify": (LANGUAGES, {"architecture": "encoder", "head": "sequence", "position": "rotary"}),
+    "classify": (CLASSES, {"architecture": "encoder", "head": "sequence", "position": "rotary"}),
     "masked_lm": (MaskedDataConfig(path="text.txt", batch_size=4, context_len=11), {"architecture": "encoder"}),
 }
 
@@ -33,7 +33,11 @@ def ready(make_config, tmp_path):
         config = make_config(**{f"trainer__{name}": value for name, value in trainer.items()})
         if task is not None:
             data, model = TASKS[task]
-            data = dataclasses.replace(data, path=str(tmp_path / "text.txt")) if task == "masked_lm" else data
+            (tmp_path / "classes.tsv").write_text(
+                "text\tlabel\n" + "".join(f"word {n * n}\t{'abc'[n % 3]}\n" for n in range(211))
+            )
+            if task != "seq2seq":
+                data = dataclasses.replace(data, path=str(tmp_path / data.path))
             config = dataclasses.replace(config, data=data, model=TransformerConfig(**SMALL, **model))
         data = open_data(config)
         torch.manual_seed(3)
