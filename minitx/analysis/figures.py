@@ -85,8 +85,8 @@ def head_heatmap(snapshot: Snapshot, layer: int | str, head: int, row: int = 0) 
     any script are drawn with installed fonts, or as code points if no font has them.
 
     Args:
-        layer: the index in ``snapshot.maps``, or a part of one layer's name. head: the index of the head. Negative indices
-            count from the end.
+        layer: the number of a layer of the snapshot, or a part of a map's name; it must fit one map. A decoder block with
+            cross-attention has two. head: the index of the head. Negative numbers count from the end.
         row: the row of the batch. Its padding is left out.
 
     Raises:
