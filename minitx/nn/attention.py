@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -356,20 +358,17 @@ class MultiHeadAttention(nn.Module):
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
 
 
-def _torch_parts(ours: MultiHeadAttention, theirs: nn.MultiheadAttention) -> list[tuple[nn.Parameter, list[nn.Parameter]]]:
+def _torch_parts(ours: MultiHeadAttention, theirs: nn.MultiheadAttention) -> list[tuple[Tensor, list[Tensor]]]:
     """Pairs of a parameter of theirs and the parameters of ours of which it is the concatenation."""
-    projections = (ours.q_proj, ours.k_proj, ours.v_proj)
-    wholes = [theirs.in_proj_weight, theirs.in_proj_bias, theirs.out_proj.weight, theirs.out_proj.bias]
-    parts = [
-        [one.weight for one in projections],
-        [one.bias for one in projections],
-        [ours.out_proj.weight],
-        [ours.out_proj.bias],
+    projections, out = (ours.q_proj, ours.k_proj, ours.v_proj), ours.out_proj
+    pairs: list[tuple[Any, list[Any]]] = [
+        (theirs.in_proj_weight, [one.weight for one in projections]),  # None with kdim or vdim
+        (theirs.in_proj_bias, [one.bias for one in projections]),
+        (theirs.out_proj.weight, [out.weight]),
+        (theirs.out_proj.bias, [out.bias]),
+        *((getattr(theirs, f"{name}_proj_weight"), [one.weight]) for name, one in zip("qkv", projections, strict=True)),
     ]
-    if theirs.in_proj_weight is None:  # with kdim or vdim
-        wholes += [theirs.q_proj_weight, theirs.k_proj_weight, theirs.v_proj_weight]
-        parts += [[one.weight] for one in projections]
-    return [(whole, part) for whole, part in zip(wholes, parts, strict=True) if whole is not None]
+    return [(whole, parts) for whole, parts in pairs if whole is not None]
 
 
 def _check_memory(keys: Tensor, memory: Tensor) -> None:

@@ -67,7 +67,7 @@ class DropInAttention(nn.Module):
         self.attention = MultiHeadAttention.from_torch(theirs, backend=backend)
         self.batch_first = theirs.batch_first
         self.train(theirs.training)
-        self.register_load_state_dict_pre_hook(_translate)
+        self.register_load_state_dict_pre_hook(_translate)  # type: ignore[no-untyped-call]
 
     def to_torch(self) -> nn.MultiheadAttention:
         """Return a ``torch.nn.MultiheadAttention`` with copies of these weights. See ``MultiHeadAttention.to_torch``."""
@@ -201,10 +201,9 @@ def swap_attention(model: nn.Module, *, backend: str = "auto") -> nn.Module:
 def _translate(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *rest: object) -> None:
     """Before ``load_state_dict``: give the entries of torch's layer the names and shapes of ours."""
     for kind in ("weight", "bias"):
-        parts = [state_dict.pop(f"{prefix}{name}_proj_weight", None) for name in "qkv"] if kind == "weight" else []
+        found = {name: state_dict.pop(f"{prefix}{name}_proj_weight", None) for name in "qkv"} if kind == "weight" else {}
         if (stacked := state_dict.pop(f"{prefix}in_proj_{kind}", None)) is not None:
-            parts = stacked.chunk(3)
-        found = dict(zip("qkv", parts, strict=False))
+            found = dict(zip("qkv", stacked.chunk(3), strict=True))
         found["out"] = state_dict.pop(f"{prefix}out_proj.{kind}", None)
         for name, tensor in found.items():
             if tensor is not None:
