@@ -136,8 +136,6 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
     "b": "experiment=char_lm seed=1",
     "digits": "experiment=vit_digits",
     "dates": "experiment=translate_dates callbacks=probe callbacks.probe.weights_every=1",
-    "lookup": "experiment=kv_lookup",
-    "unscaled_lookup": "experiment=kv_lookup",
     "scaled": "experiment=kv_lookup callbacks=probe callbacks.probe.weights_every=1",
     "unscaled": "experiment=kv_lookup model.scale=unscaled callbacks=probe callbacks.probe.weights_every=1",
     "runs/char_lm/...": "char",
