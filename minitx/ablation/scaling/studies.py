@@ -1,4 +1,4 @@
-"""Which findings and runs the page about the scale speaks of: ``options`` of the grid name the studies; absent ones are passed over."""
+"""Select the studies shown on the page about the scale, by the ``options`` of the grid. Missing studies are skipped."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def _fastest(call: AttentionCall) -> Backend:
     if transforms(call):  # of the kernels, only torch's have rules for them
         return sdpa.BACKEND if sdpa.why_not(call) is None else math.BACKEND
     is_sparse = call.mask is not None and call.mask.is_sparse
-    if is_sparse:  # unless the part that makes it so hides nothing here, as a window as long as the keys
+    if is_sparse:  # a window as long as the keys hides nothing: treat it as dense
         mask = simplify(call.mask, call.query.shape[2], call.key.shape[2])
         is_sparse = mask is not None and mask.is_sparse
     if not is_sparse and call.softcap is None and call.sinks is None and sdpa.falls_back(call) is None:
