@@ -1,6 +1,7 @@
 """Every link of every page leads somewhere."""
 
 import re
+import subprocess
 
 import pytest
 from page_blocks import ROOT, anchors, links, pages
@@ -27,3 +28,11 @@ def test_every_page_is_on_the_site_and_the_site_names_no_other():
     named = re.findall(r"[\w/.]+\.md", nav)
     assert all((ROOT / "docs" / file).exists() for file in named)
     assert {path.name for path in (ROOT / "docs").glob("*.md")} <= set(named)
+
+
+def test_make_site_ends_with_the_name_of_the_page_that_it_wrote():
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    folder = re.search(r"^site_dir: (.*)$", config, re.MULTILINE)[1]
+    recipe = subprocess.run(["make", "-n", "site"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    said = [line for line in recipe.splitlines() if line.startswith("echo ")]
+    assert said and f"{ROOT}/{folder}/index.html" in said[0]
