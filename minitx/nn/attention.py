@@ -324,6 +324,9 @@ class MultiHeadAttention(nn.Module):
     def to_torch(self, *, batch_first: bool = True) -> nn.MultiheadAttention:
         """Return a ``torch.nn.MultiheadAttention`` with copies of these weights, frozen where these are. See ``from_torch``.
 
+        Args:
+            batch_first: the option of torch's layer. ``DropInAttention.to_torch`` passes that of the layer it replaced.
+
         Raises:
             ValueError: an option that torch's layer does not have (the message names it), or projections that are frozen in part,
                 where torch has one parameter.
