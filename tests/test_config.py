@@ -147,6 +147,7 @@ def test_a_factor_is_a_number_or_a_power_of_the_heads_width_and_no_expression():
 
 
 def test_an_unknown_key_is_answered_with_its_neighbour():
+    assert unknown_key(RunConfig, "model.num_head") == "model.num_head is not a key (did you mean model.num_heads?)"
     assert "trainer.stop_at.value" in unknown_key(RunConfig, "trainer.stop_at.valu")
     assert "trainer.stop_at={value: VALUE}" in unknown_key(RunConfig, "trainer.stop_at.value")
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from minitx import __version__
 from minitx.cli.errors import exit_code
 from minitx.config import ConfigError, from_dict
 from minitx.config.checks import Config, require
@@ -38,6 +39,8 @@ def run_program(cls: type[T], usage: str, program: Callable[[T], None]) -> int:
     arguments = [word for word in sys.argv[1:] if word not in ("traceback=true", "traceback=false")]
     if {"--help", "-h"} & set(arguments):
         return exit_code(lambda: write(help_text(cls, usage)))
+    if "--version" in arguments:
+        return exit_code(lambda: write(f"minitx {__version__}\n"))
     return exit_code(lambda: program(parse(cls, arguments)))
 
 

@@ -6,8 +6,9 @@ import copy
 import dataclasses
 import sys
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.singleton import Singleton
 from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.config import AblationConfig
@@ -64,6 +64,7 @@ def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
             raise ConfigError(
                 f"{name} is missing: choose an option, {name}=OPTION, or begin your config with 'defaults: [train]'"
             )
+        _check_option(name, values[name], typed)
         if "_target_" in values[name] and any(set(defaults(cls)) <= set(values[name]) for cls in _typed(name)):
             raise ConfigError(
                 f"{name}._target_={values[name]['_target_']} stands among the keys of minitx's own {name}: "
@@ -81,6 +82,19 @@ def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
     config = from_dict(RunConfig, values)
     config.check_data()
     return config
+
+
+def _check_option(group: str, node: Mapping[str, Any], typed: Iterable[str]) -> None:
+    """Raise a ConfigError if ``group=OPTION`` was typed, but keys of an experiment make the group something else."""
+    chosen = [word.partition("=")[2] for word in typed if word.startswith(f"{group}=")]
+    hints = [typing.get_type_hints(cls).get("name") for cls in _typed(group)]
+    names = {name for hint in hints for name in typing.get_args(hint)}
+    found = "_target_" if "_target_" in node else "name"
+    if chosen and chosen[-1] in names and node.get(found) != chosen[-1]:
+        raise ConfigError(
+            f"{group}={chosen[-1]} was typed, but the config also says {group}.{found}={node.get(found)}, which comes later: "
+            f"leave out {group}={chosen[-1]}, or these keys of {group}"
+        )
 
 
 def build_grid(composed: DictConfig) -> AblationConfig | None:
@@ -107,13 +121,13 @@ def composed(words: Sequence[str]) -> DictConfig:
     find_own_modules(folders)
     quoted = ("'file://" + str(folder).replace("'", r"\'") + "'" for folder in folders)
     search = [f"hydra.searchpath=[{','.join(quoted)}]"] if folders else []
-    state = Singleton.get_state()  # Hydra keeps one at a time
+    running = GlobalHydra.instance().hydra  # Hydra keeps one at a time
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_module("minitx.configs", version_base="1.3"):
             return hydra.compose("train", overrides=[*overrides, *search])
     finally:
-        Singleton.set_state(state)
+        GlobalHydra.instance().hydra = running
 
 
 def compose_config(words: Sequence[str]) -> RunConfig:
@@ -144,8 +158,19 @@ def find_own_modules(config_dirs: Iterable[str | Path]) -> None:
     """Let ``_target_`` find modules in the current folder, in each folder of configs, and in the folder above it.
 
     They come last in ``sys.path``, so that a file of the user's never replaces a library.
+
+    Raises:
+        ConfigError: an option of a group in such a folder has the name of one of ours, which Hydra would take instead.
     """
     places = [Path.cwd()]
     for folder in config_dirs:
+        _check_names(Path(folder))
         places += [Path(folder).absolute(), Path(folder).absolute().parent]
     sys.path += [str(place) for place in places if str(place) not in sys.path]
+
+
+def _check_names(folder: Path) -> None:
+    for path in sorted(folder.glob("*/**/*.yaml")):
+        ours = files("minitx.configs").joinpath(*path.relative_to(folder).parts)
+        if ours.is_file() and ours.read_bytes() != path.read_bytes():
+            raise ConfigError(f"{path} has the name of minitx's own {ours}, which would hide it: give it another name")

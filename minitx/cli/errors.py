@@ -5,20 +5,23 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from minitx import __version__
 from minitx.ablation.config import AblationConfig
 from minitx.cli.compose import GROUPS
 from minitx.cli.launch import FOLDER, RankFailedError, tell_launcher
 from minitx.config import ConfigError, RunConfig, unknown_key
+from minitx.config.checks import nearest
 
 
 class CellsFailedError(RuntimeError):
@@ -26,7 +29,19 @@ class CellsFailedError(RuntimeError):
 
 
 def exit_code(program: Callable[[], Any]) -> int:
-    """Run ``program`` and return its exit code. The sentence of an exception is written to stderr."""
+    """Run ``program`` and return its exit code. The sentence of an exception is written to stderr.
+
+    If the reader of stdout goes away (``train.py ... | head``), the program goes on without a word.
+    """
+    code = _code_of(program)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python says so at its end
+    return code
+
+
+def _code_of(program: Callable[[], Any]) -> int:
     try:
         program()
     except SystemExit as stop:
@@ -34,8 +49,7 @@ def exit_code(program: Callable[[], Any]) -> int:
     except KeyboardInterrupt as stop:
         cause = stop.__cause__
         return _say(cause, *(sentence(cause) if cause else ("stopped by SIGINT", 130)))
-    except BrokenPipeError:  # `train.py --help | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # of `train.py --help`
         return 0
     except Exception as error:
         return _say(error, *sentence(error))
@@ -51,25 +65,34 @@ def _say(error: BaseException | None, text: str, code: int) -> int:
     return code
 
 
-def check_flags(arguments: Sequence[str]) -> list[str]:
-    """Check the flags, and return the folders of ``--config-dir``.
+class _Flags(argparse.ArgumentParser):
+    """Hydra's flags without ``--experimental-rerun``, which reads a pickle. Hydra would print a whole page for an unknown flag."""
 
-    Raises:
-        ConfigError: a flag is unknown. Hydra would print a whole page.
-    """
-    from hydra._internal.utils import get_args_parser  # no public way; hydra-core is bounded in pyproject.toml
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self.add_argument("overrides", nargs="*")
+        self.add_argument("--version", action="version", version=f"minitx {__version__}")
+        for names in ("--help -h", "--hydra-help", "--multirun -m", "--run -r", "--resolve", "--shell-completion -sc"):
+            self.add_argument(*names.split(), action="store_true")
+        for names in ("--cfg -c", "--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd"):
+            self.add_argument(*names.split())
+        self.add_argument("--info", "-i", nargs="?")
 
-    parser = get_args_parser()
-
-    def refuse(message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         dashed = message.partition("unrecognized arguments: --")[2]
         advice = f"a key has no dashes: {dashed}" if dashed else "--help shows what there is"
         raise ConfigError(f"{message}; {advice}")
 
-    parser.error = refuse  # type: ignore[assignment, method-assign]
-    parser.allow_abbrev = False  # --experiment would be --experimental-rerun
-    given = parser.parse_args(list(arguments))
-    return [given.config_dir] if given.config_dir else []
+
+def check_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Check the flags. Return the arguments with all flags at the end, as Hydra needs them, and the folder of ``--config-dir``.
+
+    Raises:
+        ConfigError: a flag is unknown.
+    """
+    given = _Flags().parse_intermixed_args(list(arguments))
+    flags = [word for word in arguments if word not in given.overrides]
+    return [*given.overrides, *flags], [given.config_dir] if given.config_dir else []
 
 
 def sentence(error: BaseException) -> tuple[str, int]:
@@ -109,11 +132,7 @@ def _compose_error(error: BaseException) -> str:
         option, _, package = missing_key[1].partition("@")
         if package and (file := re.search(r"In '((?:experiment|debug)/[^']+)'", text)):
             return f"{file[1]}.yaml must begin with the line '# @package _global_', or it cannot override {option}"
-        group, _, key = missing_key[1].partition(".")
-        of_grid = group == "ablation" and key
-        beside = getattr(error.__cause__, "parent_node", None)
-        known = [str(name) for name in beside] if group == "data" and beside else ()
-        return f"ablation.{unknown_key(AblationConfig, key)}" if of_grid else unknown_key(RunConfig, missing_key[1], known)
+        return _missing_key(missing_key[1], error.__cause__)
     group = re.search(r"Could not find '([^']+)'", text) or re.search(r"Could not load '?([^'\n]+)'?", text)
     if group:
         options = re.search(r"Available options in '([^']+)':\n((?:\t.*\n?)+)", text)
@@ -129,6 +148,23 @@ def _compose_error(error: BaseException) -> str:
     if first.endswith(":") or first.startswith(("Error merging", "Ambiguous value")):
         first = " ".join([first, *more[:1]])
     return _one_line(f"{full_key[1]}: {first}" if full_key and full_key[1] not in first else first)
+
+
+def _missing_key(typed: str, cause: BaseException | None) -> str:
+    """The message for a key without ``+`` that the composed config does not have. ``cause`` says which part of it is missing."""
+    group, _, key = typed.partition(".")
+    missing, node = getattr(cause, "full_key", typed), getattr(cause, "parent_node", None) or ()
+    place, _, name = missing.rpartition(".")
+    if "_target_" in node:
+        return f"{missing} is a new key of {place}{nearest(name, node, f'{place}.')}: add it with +{typed}=VALUE"
+    if name == "_target_":
+        return f"{place} has keys of minitx's own: replace it with ~{place} +{missing}=VALUE"
+    if place in ("logger", "callbacks"):
+        option = f"{place}=[{'csv' if place == 'logger' else 'default'},{name}]"
+        return f"{missing} is not there: choose its option, as in '{option}', or add a node of your own with +{missing}._target_=CLASS"
+    if group == "ablation" and key:
+        return f"ablation.{unknown_key(AblationConfig, key)}"
+    return unknown_key(RunConfig, typed, [str(known) for known in node] if group == "data" else ())
 
 
 def _one_line(text: str) -> str:

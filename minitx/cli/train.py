@@ -16,12 +16,13 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.config import AblationConfig
 from minitx.cli.compose import build_config, build_grid, find_own_modules, register_defaults
-from minitx.cli.errors import check_flags, exit_code
+from minitx.cli.errors import check_flags, exit_code, sentence
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, started_from_outside
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig, to_dict
 from minitx.training.ranks import rank
@@ -36,8 +37,12 @@ def main() -> int:
     register_defaults()
 
     def program() -> None:
-        find_own_modules(check_flags(sys.argv[1:]))
-        hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")(run_job)()
+        sys.argv[1:], config_dirs = check_flags(sys.argv[1:])
+        find_own_modules(config_dirs)
+        try:
+            hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")(run_job)()
+        finally:
+            SweepFolder.remove()
 
     return exit_code(program)
 
@@ -63,7 +68,7 @@ def run_job(composed: DictConfig) -> float | None:
         log.info("%s", summary_line(result, folder))
         return value_of(result)
     except Exception as error:
-        if isinstance(error, ConfigError) and (made := hydra_folder()) is not None:
+        if sentence(error)[1] == 2 and (made := hydra_folder()) is not None:
             with suppress(OSError):
                 made.rmdir()  # if nothing is in it
         if HydraConfig.get().mode == RunMode.RUN or isinstance(getattr(error, "number", None), int) or FOLDER in os.environ:
@@ -73,7 +78,9 @@ def run_job(composed: DictConfig) -> float | None:
 
 def speak_on_the_first_rank() -> None:
     """Log to stdout, in the first process only. Each process also has its own log in the run's folder."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    handler = logging.StreamHandler(sys.stdout)
+    handler.handleError = lambda record: None  # type: ignore[method-assign]  # of a closed pipe: a traceback for each line
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
     if rank():
         for handler in logging.getLogger().handlers:
             handler.setLevel(logging.CRITICAL)
@@ -83,6 +90,25 @@ def hydra_folder() -> Path | None:
     """Return the folder of this job from ``hydra.run.dir`` or a sweep, which Hydra has created, or None."""
     job = HydraConfig.get()
     return Path(job.runtime.output_dir) if job.mode == RunMode.MULTIRUN or job.run.dir != "." else None
+
+
+class SweepFolder(Callback):
+    """Keep the config of a sweep, which names its folder, until ``remove`` is called. The config of a run is Hydra's own matter."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        HydraConfig.instance().set_config(config)
+
+    @staticmethod
+    def remove() -> None:
+        """Remove the folder of the sweep, which Hydra creates first, if no job has left anything in it."""
+        if HydraConfig.initialized():
+            folder = Path(HydraConfig.get().sweep.dir)
+            HydraConfig.instance().cfg = None
+            if [path.name for path in folder.glob("*")] == ["multirun.yaml"]:
+                (folder / "multirun.yaml").unlink()
+                with suppress(OSError):  # a folder above it that holds something else
+                    for empty in (folder, *folder.parents):
+                        empty.rmdir()
 
 
 def own_config_dirs() -> list[str]:

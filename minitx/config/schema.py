@@ -36,8 +36,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
         elif rest:
             converted[rest[0]] |= _convert(hints[rest[0]], {key: value}, path.rstrip("."))
         else:
-            near = nearest(key, fields, path)
-            raise ConfigError(f"{path}{key} is not a key{near}; allowed here: {', '.join(fields)}")
+            raise ConfigError(f"{path}{key} is not a key{nearest(key, fields, path) or '; allowed here: ' + ', '.join(fields)}")
     for name, field in fields.items():
         if field.default is field.default_factory is dataclasses.MISSING:
             require(name in values, f"{path}{name} is missing")
@@ -131,7 +130,7 @@ def unknown_key(cls: type, key: str, known: Iterable[str] = ()) -> str:
         known: the keys beside it, if the class does not decide them (those of ``data`` depend on the data set).
 
     >>> from minitx.config import RunConfig
-    >>> unknown_key(RunConfig, "trainer.max_step").split(";")[0]
+    >>> unknown_key(RunConfig, "trainer.max_step")
     'trainer.max_step is not a key (did you mean trainer.max_steps?)'
     """
     values: Any = None
@@ -145,5 +144,5 @@ def unknown_key(cls: type, key: str, known: Iterable[str] = ()) -> str:
             return str(error)
     group, _, last = key.rpartition(".")
     advice = f"; where {group} is null, give {group}={{{last}: VALUE}}" if "." in group else nearest(last, known, f"{group}.")
-    allowed = f"allowed here: {', '.join(known)}" if known else "--help shows the keys"
-    return f"{key} is not a key of this choice of options{advice}; {allowed}"
+    allowed = f"; allowed here: {', '.join(known)}" if known else "; --help shows the keys"
+    return f"{key} is not a key of this choice of options{advice or allowed}"

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.cli.conftest import PROGRAMS, TINY, assert_named
+from tests.cli.processes import ROOT
 
 STEP = ("debug=one_step", *(word for word in TINY if "val_size" not in word))
 
@@ -25,6 +26,12 @@ COMPOSED = {
     "modle=char_small": "modle",
     "hydra/launcher=nope": "hydra/launcher=nope is not an option",
     "~optimizer": "optimizer",
+    "logger.wandb.name=x": "'logger=[csv,wandb]'",
+    "logger=[csv,wandb] logger.wandb.name=x": "+logger.wandb.name=VALUE",
+    "callbacks=[default,early_stopping] callbacks.early_stopping.mode=max": "+callbacks.early_stopping.mode=VALUE",
+    "~model +model._target_=own.Net model.width=3": "+model.width=VALUE",
+    "model._target_=own.Net": "~model +model._target_=VALUE",
+    "optimizer=adamw optimizer.name=sgd": "optimizer=adamw",
     "+objective._target_=torch.nn.CrossEntropyLoss": "override /objective: null",
     # values
     "model.num_heads=abc": "model.num_heads=abc",
@@ -97,6 +104,42 @@ def no_run(monkeypatch):
 def test_a_mistake_in_the_config_is_named(cli, place, no_run, typed):
     assert_named(cli(*words(typed)), COMPOSED[typed])
     assert list(place.iterdir()) == []
+
+
+def test_where_a_similar_key_is_suggested_the_other_keys_are_not_listed(cli, no_run):
+    for typed, suggested in (
+        ("model.num_head=3", "model.num_heads"),
+        ("++model.num_head=3", "model.num_heads"),
+        ("data.pth=a", "data.path"),
+    ):
+        said = cli(typed)
+        assert_named(said, f"did you mean {suggested}?")
+        assert "embed_dim" not in said.err and "val_fraction" not in said.err
+
+
+def test_an_option_of_the_users_with_the_name_of_one_of_ours_is_refused_with_both_paths(cli, place, no_run):
+    (place / "conf" / "optimizer").mkdir(parents=True)
+    (place / "conf" / "optimizer" / "sgd.yaml").write_text(
+        "defaults: [/schema@_here_: optimizer]\nname: sgd\nlr: 0.77\n", encoding="utf-8"
+    )
+    for words in (["--config-dir=conf", "optimizer=sgd"], ["--config-dir=conf"]):
+        said = cli(*words)
+        assert_named(said, "conf/optimizer/sgd.yaml")
+        assert str(ROOT / "configs" / "optimizer" / "sgd.yaml") in said.err
+    (place / "conf" / "optimizer" / "sgd.yaml").write_bytes((ROOT / "configs" / "optimizer" / "sgd.yaml").read_bytes())
+    assert "nonsense" in cli("--config-dir=conf", "model=nonsense").err  # a copy hides nothing
+
+
+@pytest.mark.parametrize(("text", "key"), [
+    ("optimizer: {name: sgd, lr: 0.5}", "optimizer.name=sgd"),
+    ("defaults: [{override /optimizer: null}]\noptimizer: {_target_: torch.optim.SGD, lr: 0.5}", "optimizer._target_=torch.optim.SGD"),
+])  # fmt: skip
+def test_an_option_that_was_typed_is_not_replaced_by_an_experiment_without_a_word(cli, place, no_run, text, key):
+    (place / "conf" / "experiment").mkdir(parents=True)
+    (place / "conf" / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}\n", encoding="utf-8")
+    said = cli("--config-dir=conf", "experiment=mine", "optimizer=adamw")
+    assert_named(said, "optimizer=adamw")
+    assert key in said.err
 
 
 @pytest.mark.parametrize("typed", BUILT)

@@ -31,9 +31,7 @@ def project(place, monkeypatch):
 
 
 def arguments(experiment, *words):
-    """A command line, on which -m stands before all overrides."""
-    chosen = ["--config-dir=conf", f"experiment={experiment}", *words]
-    return sorted(chosen, key=lambda word: word != "-m")
+    return ["--config-dir=conf", f"experiment={experiment}", *words]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+import minitx
 from minitx.cli.evaluate import EvaluateConfig
 from minitx.cli.generate import GenerateConfig
 from minitx.cli.train import default_folder
@@ -100,6 +101,46 @@ def test_a_sweep_with_a_bad_job_says_so_and_runs_the_others(cli, place):
     assert "num_heads=3" in said.err
     assert len(list(place.rglob("metrics.csv"))) == 1
     assert [path.name for path in place.iterdir()] == ["runs"]
+
+
+@pytest.mark.parametrize("typed", ["model=nonsense,char_small", "model.num_head=1,2", "model.num_heads=3,5"])
+def test_a_sweep_in_which_every_job_has_a_mistake_leaves_no_folder(cli, place, typed):
+    assert cli(*TINY, "-m", typed).code == 2
+    assert list(place.iterdir()) == []
+
+
+def test_a_job_of_a_sweep_that_cannot_be_resolved_leaves_no_folder(cli, place):
+    assert cli("-m", *TINY, "trainer.max_steps=1", "hydra.sweep.dir=swept", "seed=${seed},1").code == 2
+    assert sorted(path.name for path in (place / "swept").iterdir()) == ["1", "multirun.yaml"]
+
+
+def test_flags_may_stand_anywhere(cli, place, monkeypatch):
+    (place / "conf").mkdir()
+    seen = []
+    monkeypatch.setattr(
+        "minitx.cli.train.run_training",
+        lambda config, *_: (
+            seen.append(config.seed)
+            or {"val_loss": 1.0, "steps": 1, "nonfinite_step": None, "val_accuracy": None, "floors": {}}
+        ),
+    )
+    for flags in (["-m"], ["--config-dir", "conf", "--multirun"]):
+        assert cli(*TINY, *flags, "seed=3,5").code == 0
+    assert seen == [3, 5, 3, 5]
+
+
+def test_the_version_is_that_of_minitx(cli):
+    for program in ("train", *OTHERS):
+        said = cli("--version", program=program)
+        assert (said.code, said.out, said.err) == (0, f"minitx {minitx.__version__}\n", "")
+
+
+def test_a_reader_that_goes_away_is_no_error_and_the_run_goes_on(tmp_path):
+    process = start([*TINY, "trainer.max_steps=2", "output_dir=run"], tmp_path)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(PATIENCE) == 0
+    assert len(losses(tmp_path / "run")) == 2
 
 
 def test_a_signal_ends_the_whole_sweep(cli, monkeypatch):
