@@ -106,8 +106,10 @@ class SweepFolder(Callback):
             HydraConfig.instance().cfg = None
             if [path.name for path in folder.glob("*")] == ["multirun.yaml"]:
                 (folder / "multirun.yaml").unlink()
+                here = Path.cwd()
+                made = [place for place in (folder, *folder.parents) if here in place.absolute().parents]
                 with suppress(OSError):  # a folder above it that holds something else
-                    for empty in (folder, *folder.parents):
+                    for empty in made:
                         empty.rmdir()
 
 
