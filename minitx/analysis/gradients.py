@@ -36,7 +36,8 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
             rows.
 
     Returns:
-        The five numbers and the histogram of each attention core, by name.
+        The five numbers and the histogram of each attention core, by name. Those of a query without a gradient (below all
+        trained weights) are left out.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention = MultiHeadAttention(6, 2)
@@ -53,7 +54,7 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
         for part in parts:
             with torch.enable_grad(), watch(model, lambda look: look) as seen:
                 value, counted = loss(part)
-            looks = {name: records[0] for name, records in seen.items() if records}
+            looks = {name: calls[0] for name, calls in seen.items() if calls and calls[0].call.query.requires_grad}
             wanted = [*(look.call.query for look in looks.values()), *weights.values()]
             found = iter(torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True))
             for name, look in looks.items():
@@ -61,10 +62,10 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
                 norms[name].append(next(found).double().norm(dim=-1).transpose(1, 2)[rows].flatten())  # (B, L, H)[rows]
             for place, gradient in zip(weights, found, strict=True):
                 gradients[place].append(gradient.double().flatten())
-    result: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {name: {} for name in cores}
     for name, rows in ((name, torch.cat(parts)) for name, parts in norms.items() if parts):
         sizes = {"grad_query_rms": float(rows.square().mean().sqrt()), "grad_query_median": float(rows.median())}
-        result[name] = {**sizes, "grad_query_histogram": _log_histogram(rows)}
+        result[name] |= {**sizes, "grad_query_histogram": _log_histogram(rows)}
     for (name, key), of_parts in gradients.items():
         result[name][key] = _signal_to_noise(torch.stack(of_parts))
     return result

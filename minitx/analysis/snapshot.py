@@ -114,7 +114,7 @@ class Snapshot:
 @torch.no_grad()
 def take_snapshot(
     model: nn.Module,
-    inputs: Tensor | Mapping[str, Tensor],
+    inputs: Tensor | Mapping[str, Any],
     *,
     tokens: Mapping[str, Sequence[Sequence[str]]] | None = None,
     layers: Sequence[int | str] | int | str | None = None,
@@ -178,7 +178,7 @@ def _assembled(
     return Snapshot(tuple(maps), texts, ids, real, step, title)
 
 
-def named_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def named_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``inputs`` by name. A tensor is the first argument of ``model``; a vector is one row."""
     if not isinstance(inputs, Tensor):
         return inputs

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from minitx.analysis import capture, intervene, knock_out_heads, take_snapshot
+from minitx.analysis.gradients import gradient_statistics
 from minitx.config import TransformerConfig
 from minitx.nn import Causal, DecoderLM, DotProductAttention, EncoderDecoder, KVCache, MultiHeadAttention
 from minitx.nn.efficient import LinearAttention
@@ -267,6 +268,9 @@ def test_in_a_peft_model_only_the_attention_that_runs_counts(options):
             model(IDS)
         [name] = [name for name, calls in seen.items() if calls]
         assert name.startswith("base_model.model.blocks.1") and len(seen[name]) == 1
+    statistics = gradient_statistics(model, [IDS], lambda ids: (model(ids).square().sum(), {}))
+    measured = [name for name, numbers in statistics.items() if numbers]
+    assert measured and not any("original_module" in name for name in measured)
     for one, other in zip(take_snapshot(model, IDS).maps, take_snapshot(plain, IDS).maps, strict=True):
         torch.testing.assert_close(one.weights, other.weights)
 

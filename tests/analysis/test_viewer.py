@@ -161,7 +161,7 @@ def test_a_notebook_shows_the_page_of_a_text_in_a_frame_that_may_only_run_its_sc
 def test_a_layer_its_weights_and_its_snapshot_are_shown_alike():
     layer, x = MultiHeadAttention(12, 3), torch.randn(2, 5, 12)
     _, weights = layer(x, attn_mask=torch.ones(5, 5).tril().bool(), need_weights=True)
-    causal = {"query": x, "attn_mask": torch.ones(5, 5).tril().bool()}
+    causal = {"query": x, "is_causal": True}
     texts = {"query": [list("abcde"), list("fghij")]}
     wanted = data_of(view(layer, causal, tokens=texts, row=1).page)
     got = data_of(view(weights, tokens=texts, row=1).page)

@@ -69,7 +69,7 @@ Viewed = nn.Module | Tensor | Sequence[Tensor] | Snapshot | Sequence[Snapshot]
 
 def view(
     model: Viewed | Mapping[str, Viewed],
-    inputs: str | Tensor | Mapping[str, Tensor] | None = None,
+    inputs: str | Tensor | Mapping[str, Any] | None = None,
     *,
     tokenizer: Any = None,
     tokens: Mapping[str, Sequence[Sequence[str]]] | None = None,
@@ -128,7 +128,7 @@ def view(
         if tokens is None and tokenizer is not None and not batch[axis].is_floating_point():
             texts = {axis: [[tokenizer.decode([number]) for number in ids] for ids in batch[axis].tolist()]}
         device = next((parameter.device for parameter in one.parameters()), torch.device("cpu"))
-        placed = {key: tensor.to(device) for key, tensor in batch.items()}
+        placed = {key: given.to(device) if isinstance(given, Tensor) else given for key, given in batch.items()}
         traces.append(Trace(name, [take_snapshot(one, placed, tokens=texts).sentence(row)]))
     return View(viewer_page(traces), height)
 
