@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from minitx.nn.backends import attend, backend_names
 from minitx.nn.bias import Bias, as_bias
-from minitx.nn.cache import LayerCache, StateCache
+from minitx.nn.cache import KVCache, LayerCache, StateCache
 from minitx.nn.efficient.base import EfficientAttention
-from minitx.nn.functional import AttentionCall, check_settings
+from minitx.nn.functional import AttentionCall, check_settings, refuse_nested
 from minitx.nn.masks import Causal, Mask, Padding, intersect, real_key_counts
 from minitx.nn.norms import QKNorm
 from minitx.nn.positions import Rotary, Rotation
@@ -175,6 +175,8 @@ class MultiHeadAttention(nn.Module):
         """
         is_cross = key is not None and key is not query
         self._check_inputs(query, key, value)
+        if isinstance(cache, KVCache):
+            raise TypeError("cache must be the LayerCache of one layer, got a KVCache: pass one of its layers, cache.layers[i]")
         mask = attn_mask
         if key_mask is not None or is_causal or not (mask is None or isinstance(mask, Mask)):
             mask = intersect(mask, Padding(key_mask) if key_mask is not None else None, Causal() if is_causal else None)
@@ -205,7 +207,7 @@ class MultiHeadAttention(nn.Module):
     ) -> AttentionCall:
         """The call of the core, with the scale of this layer."""
         if isinstance(attn_bias, nn.Module):
-            attn_bias = as_bias(attn_bias)  # the rule with the table as it is now: chunked cannot pack a module
+            attn_bias = as_bias(attn_bias)  # the rule with the table as it is now
         multiplier = self.scale.multiplier
         if multiplier is None:  # it depends on the head, on the query's position, or on what a subclass does
             counts = None
@@ -283,6 +285,7 @@ class MultiHeadAttention(nn.Module):
         if value is not None or self.vdim != self.kdim:
             given.append(("value", key if value is None else value, self.vdim))
         for name, tensor, width in given:
+            refuse_nested(name, tensor)
             if tensor.dim() != 3 or tensor.shape[-1] != width or tensor.shape[0] != query.shape[0]:
                 wanted = f"(batch, length, {width}) with the query's batch size"
                 raise ValueError(f"{name} must have shape {wanted}, got {tuple(tensor.shape)}")

@@ -190,10 +190,10 @@ class AttentionCall:
         """
         query, key, value, sinks = self.query, self.key, self.value, self.sinks
         for name, tensor in (("query", query), ("key", key), ("value", value)):
-            if tensor.dim() != 4 or 0 in tensor.shape:
-                raise ValueError(
-                    f"{name} must have shape (batch, heads, length, width), none of them 0, got {tuple(tensor.shape)}"
-                )
+            refuse_nested(name, tensor)
+            if tensor.dim() != 4 or 0 in tensor.shape[1:]:
+                wanted = "(batch, heads, length, width), of which only batch may be 0"
+                raise ValueError(f"{name} must have shape {wanted}, got {tuple(tensor.shape)}")
             if not tensor.is_floating_point() or tensor.dtype != query.dtype or tensor.device != query.device:
                 wanted = f"query is {query.dtype} on {query.device}"
                 raise TypeError(f"{name} must be floating-point, and {wanted}; got {tensor.dtype} on {tensor.device}")
@@ -246,6 +246,12 @@ def make_call(
         dropout_p=float(dropout_p),
         need_weights=need_weights,
     ).check()
+
+
+def refuse_nested(name: str, tensor: Tensor) -> None:
+    """Raise a TypeError for a nested tensor, whose rows have different lengths."""
+    if tensor.is_nested:
+        raise TypeError(f"{name} must not be a nested tensor: pad it with torch.nested.to_padded_tensor, and give a key_mask")
 
 
 def check_settings(softcap: float | None, dropout: float, name: str = "dropout") -> None:

@@ -14,8 +14,9 @@ A mask decides whether query ``i`` may attend to key ``j``. **True = may attend*
     x x x x x
 
 Masks and bool tensors combine with ``&`` (both must allow) and ``|`` (one must allow). A mask becomes a tensor (``dense``) only if
-a kernel needs one, and a kernel that works in tiles gets one tile at a time. Do not change the tensors of a mask after its first
-use: the layers of a model share its dense form, which is computed once.
+a kernel needs one, and a kernel that works in tiles gets one tile at a time. The layers of a model share the dense form of a mask.
+It is computed once, and again after one of the mask's tensors was changed in place. Torch does not count changes through
+``tensor.data``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitx.nn.tensor_rule import TensorRule, tensors_of
+from minitx.nn.tensor_rule import TensorRule, tensors_of, unknown_in
 
 Built = TypeVar("Built")
 Range = tuple[Any, Any]  # first and last
@@ -110,13 +111,22 @@ class Mask:
     def remember(self, kind: str, key: tuple[object, ...], build: Callable[..., Built], *arguments: Any) -> Built:
         """Return ``build(*arguments)``. Calls with the same ``kind`` and ``key`` compute it once.
 
-        The layers of a model share a mask, and so share what is computed from it. For each kind, only the latest result is kept.
-        Nothing is kept under ``torch.compile``: a key with symbolic lengths would bind the graph to one length.
+        The layers of a model share a mask, and so share what is computed from it. For each kind, only the latest result is kept,
+        until a tensor of the mask is changed in place. Nothing is kept under ``torch.compile``: a key with symbolic lengths would
+        bind the graph to one length. Nothing is kept where changes are not seen: for inference tensors, which have no count of
+        their changes, and for a mask with fields that may hide tensors.
         """
         if torch.compiler.is_compiling():
             return build(*arguments)
-        memory = self.__dict__.setdefault("_memory", {})
-        key = (*key, torch.is_inference_mode_enabled())  # an inference tensor cannot be saved for a backward pass
+        memory = self.__dict__.get("_memory")
+        if memory is None:
+            tensors = tensors_of(self)
+            changes_are_seen = not (unknown_in(self) or any(tensor.is_inference() for tensor in tensors))
+            memory = self.__dict__["_memory"] = {"tensors": tensors if changes_are_seen else None}
+        if memory["tensors"] is None:
+            return build(*arguments)
+        versions = [tensor._version for tensor in memory["tensors"]]
+        key = (*key, versions, torch.is_inference_mode_enabled())  # an inference tensor cannot be saved for a backward pass
         if kind in memory and memory[kind][0] == key:
             return memory[kind][1]
         built = build(*arguments)

@@ -58,6 +58,11 @@ def tensors_of(rule: Any) -> list[Tensor]:
     return [leaf for leaf in leaves_of(rule) if isinstance(leaf, Tensor)]
 
 
+def unknown_in(rule: Any) -> list[Any]:
+    """Return what is in a rule and is no tensor, number, string or None. It may hide tensors."""
+    return [leaf for leaf in leaves_of(rule) if not (leaf is None or isinstance(leaf, Tensor | bool | int | float | str))]
+
+
 def builder_of(rule: Any) -> Callable[[Iterator[Tensor]], Any]:
     """Return a function that builds the rule with other tensors, in the order of ``tensors_of``. The function keeps no tensor."""
     if isinstance(rule, Tensor):

@@ -362,6 +362,17 @@ def test_a_union_of_sparse_rules_is_sparse_and_one_with_a_dense_member_is_not():
         assert runs == want
 
 
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+def test_a_batch_without_rows_has_an_answer_without_rows(backend):
+    q, k = torch.randn(0, H, L, D, requires_grad=True), torch.randn(0, HKV, S, D)
+    mask = Padding(torch.ones(0, S, dtype=torch.bool)) & SlidingWindow(3)
+    for options in ({}, {"attn_mask": mask, "is_causal": True}, {"need_weights": True}):
+        out = scaled_dot_product_attention(q, k, k, **options, backend=backend)
+        shapes = [tuple(t.shape) for t in out] if isinstance(out, tuple) else [tuple(out.shape)]
+        assert shapes == [(0, H, L, D), (0, H, L, S)][: len(shapes)]
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+
+
 def test_a_call_on_tensors_without_values_has_a_shape():
     for without_values in (FakeTensorMode(), torch.device("meta")):
         with without_values:  # whatever looks at a value fails

@@ -82,6 +82,7 @@ VALUE_ERRORS = {
     "is_causal: more queries than keys": lambda: attend(torch.randn(B, H, 9, D), is_causal=True),
     # tensors of a call
     "query: 3-D": lambda: attend(Q[0]),
+    "query: no heads": lambda: attend(Q[:, :0]),
     "query: no positions": lambda: attend(Q[:, :, :0]),
     "key: no positions": lambda: attend(key=K[:, :, :0], value=K[:, :, :0]),
     "key: another width": lambda: attend(key=K[..., :5]),
@@ -171,6 +172,11 @@ VALUE_ERRORS = {
     "rotary_scaling: nothing turns": lambda: TransformerConfig(rotary_scaling="ntk"),
 }  # fmt: skip
 TYPE_ERRORS = {
+    "query: nested": lambda: attend(torch.nested.as_nested_tensor(list(Q), layout=torch.jagged)),
+    "key: nested": lambda: mha(X, torch.nested.as_nested_tensor(list(X), layout=torch.jagged)),
+    "input_ids: nested": lambda: lm(torch.nested.as_nested_tensor(list(IDS), layout=torch.jagged)),
+    "cache: that of a model for a layer": lambda: mha(X, call={"cache": mx.KVCache(9, 2)}),
+    "cache: that of a layer for a model": lambda: lm(IDS, call={"cache": mx.LayerCache(9)}),
     "attn_mask: floats": lambda: attend(attn_mask=torch.zeros(L, S)),
     "attn_bias: where the floats of a mask belong": lambda: mha(X, call={"attn_mask": torch.zeros(L, L)}),
     "attn_mask: whole numbers": lambda: attend(attn_mask=torch.ones(L, S, dtype=torch.long)),

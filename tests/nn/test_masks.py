@@ -279,3 +279,23 @@ def test_pictures():
     assert str(oblong) == ". . x x x\n. . . x x"
     assert [c == "x" for c in Dense(CELLS).grid(5, batch=1, head=2) if c in "x."] == CELLS[1, 2].flatten().tolist()
     assert repr((Causal() | PrefixLM(2)) & SlidingWindow(3)) == "(Causal() | PrefixLM(length=2)) & SlidingWindow(window=3)"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("backend", ["math", "sdpa", "chunked"])
+def test_a_mask_follows_its_tensor_when_the_tensor_is_changed_in_place(mode, backend):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("real", torch.ones(2, 7, dtype=torch.bool))
+            self.mask = Padding(self.real) & Causal()
+
+        def forward(self, x):
+            return scaled_dot_product_attention(x, x, x, self.mask, backend=backend)
+
+    with mode():
+        layer, x, real = Layer(), torch.randn(2, 3, 7, 5), torch.rand(2, 7) < 0.5
+        before = layer(x)
+        layer.load_state_dict({"real": real})
+        assert not torch.equal(layer(x), before)
+        torch.testing.assert_close(layer(x), scaled_dot_product_attention(x, x, x, Padding(real) & Causal(), backend="math"))

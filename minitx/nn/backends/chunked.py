@@ -29,7 +29,7 @@ from minitx.nn.backends.base import Backend, transforms
 from minitx.nn.bias import Bias, TensorBias, as_bias
 from minitx.nn.functional import AttentionCall, full_precision, hide_unseen, reference_attention
 from minitx.nn.masks import Mask, simplify
-from minitx.nn.tensor_rule import builder_of, leaves_of, tensors_of
+from minitx.nn.tensor_rule import builder_of, tensors_of, unknown_in
 
 TILE = 2**19  # scores of a tile, all heads together: two megabytes, which a cache may hold
 LARGEST, SMALLEST = 256, 64  # sides of a tile, for one head and for very many
@@ -309,8 +309,8 @@ def run(call: AttentionCall) -> Tensor:
 
 def attend_by_tiles(call: AttentionCall) -> Tensor:
     """Compute attention tile by tile, outside of compiled graphs."""
-    if call.query.is_meta or isinstance(call.query, FakeTensor):
-        return reference_attention(call)  # a shape without values, from which no tile can be skipped
+    if call.query.is_meta or isinstance(call.query, FakeTensor) or not call.query.shape[0]:
+        return reference_attention(call)  # without values no tile can be chosen
     settings = Settings.of(call, int(torch.randint(2**31, ())) if call.dropout_p > 0.0 else 0)
     bias_tensors = [] if call.attn_bias is None else tensors_of(as_bias(call.attn_bias))
     return Chunked.apply(settings, call.query, call.key, call.value, call.sinks, *bias_tensors).to(call.value.dtype)
@@ -320,12 +320,8 @@ def why_not(call: AttentionCall) -> str | None:
     """Return what hides tensors of the bias, which may need a gradient, or that a transform is around the call, or None."""
     if transforms(call):
         return "it has no rules for torch.func and forward derivatives"
-    for leaf in leaves_of(call.attn_bias):
-        if not (leaf is None or isinstance(leaf, Tensor | bool | int | float | str)):
-            return (
-                f"attn_bias must be a frozen dataclass of tensors, numbers, words and rules, got a {type(leaf).__name__} in it"
-            )
-    return None
+    wanted = "attn_bias must be a frozen dataclass of tensors, numbers, words and rules"
+    return next((f"{wanted}, got a {type(odd).__name__} in it" for odd in unknown_in(call.attn_bias)), None)
 
 
 def falls_back(call: AttentionCall) -> str:

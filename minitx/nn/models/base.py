@@ -12,6 +12,7 @@ from minitx.config import TransformerConfig
 from minitx.nn.bias import as_bias
 from minitx.nn.blocks import run_checkpointed
 from minitx.nn.cache import KVCache, LayerCache, hiding_rules
+from minitx.nn.functional import refuse_nested
 from minitx.nn.init import init_weights
 from minitx.nn.masks import Causal, Mask, as_mask, intersect
 from minitx.nn.models.parts import Core, build_bias, build_block, init_gains
@@ -112,6 +113,12 @@ class TransformerModel(nn.Module):
         name: str = "input_ids",
     ) -> tuple[Tensor, Shared]:
         """Return the input of the first block, x (B, L, E), and the masks and positions of all blocks."""
+        refuse_nested(name, input_ids)
+        if isinstance(cache, LayerCache):
+            kind = type(cache).__name__
+            raise TypeError(
+                f"cache must be a KVCache, with one LayerCache for each layer, got a {kind}: use model.make_cache(capacity)"
+            )
         past, L = 0 if cache is None else cache.length, input_ids.shape[-1]
         if cache is not None and len(cache.layers) != len(self.blocks):
             raise ValueError(f"cache has {len(cache.layers)} layers, but the model has num_layers={len(self.blocks)}")
@@ -120,6 +127,7 @@ class TransformerModel(nn.Module):
         self._check_ids(input_ids, position_ids, past, counted, name)
         if cache is not None:
             key_mask, document_ids = cache.join(input_ids, key_mask, document_ids)  # (B, S)
+        key_mask, document_ids = _counted(key_mask), _counted(document_ids)
         if cache is not None and mask is not None and not cache.keeps_all:
             raise ValueError("mask needs a cache that keeps all keys: use KVCache(capacity, num_layers)")
         masks = self._masks(as_mask(mask), key_mask, document_ids, cache, L)
@@ -196,3 +204,11 @@ class TransformerModel(nn.Module):
         if config.position == "learned" and counted and config.max_len < past + L:
             before = f" after {past} in the cache" if past else ""
             raise ValueError(f"{name} has {L} tokens per row{before}, but max_len={config.max_len} with position=learned")
+
+
+def _counted(tensor: Tensor | None) -> Tensor | None:
+    """A copy of an inference tensor, of which torch counts the changes, so that the layers can share what a mask remembers."""
+    if tensor is None or torch.compiler.is_compiling() or not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        return tensor.clone()
