@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from minitx.config import ClassifyDataConfig
+from minitx.config import ClassifyDataConfig, ConfigError
 from minitx.data.baselines import bag_of_words_accuracy, majority_accuracy
 from minitx.data.tables import labels_of, load_splits, texts_of
 from minitx.data.task import Task, hold_out, name_of, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, require_marks
 
+log = logging.getLogger(__name__)
 MARKS = ("pad", "cls")
 Texts = Sequence[tuple[str, ...]]
 Examples = tuple[Texts, np.ndarray]
@@ -70,5 +72,15 @@ def _table(config: ClassifyDataConfig) -> Both:
 
     splits = load_splits(config, lambda table: hold_out(texts(table), config.val_fraction), texts=columns)
     labels, names = labels_of(splits, config.label_column)
-    train, val = zip(map(texts, splits), labels, strict=True)
+    train, val = (_with_text(texts(table), own, config) for table, own in zip(splits, labels, strict=True))
     return train, val, names
+
+
+def _with_text(texts: Texts, labels: np.ndarray, config: ClassifyDataConfig) -> Examples:
+    """The rows of a split that have a text."""
+    kept = np.array([any(row) for row in texts])
+    if not kept.any():
+        raise ConfigError(f"data.text_column={config.text_column} has no text in a split of data.path={config.path}")
+    if not kept.all():
+        log.info("left out %d of %d rows of data.path=%s: without text", (~kept).sum(), len(kept), config.path)
+    return [row for row, keep in zip(texts, kept, strict=True) if keep], labels[kept]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from minitx.data.tables import as_texts, column_names, column_of, divided, load_
 from minitx.data.task import Ragged, Task, hold_out, name_of, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint
 from minitx.data.tokens import FORMAT, TEXTS_AT_ONCE, bits_per, cached, write_ids
+
+log = logging.getLogger(__name__)
 
 
 class DocumentRows:
@@ -145,6 +148,8 @@ def _tokenised(
 
     *parts, tokenizer, record = cached(path, str(config.path), build)
     lengths = np.array(record["lengths"], np.int64)
+    if blank := sum(map(len, tables)) - len(lengths):
+        log.info("left out %d of %d rows of data.path=%s: without text", blank, blank + len(lengths), config.path)
     first_of_val = int(np.searchsorted(np.cumsum(lengths), len(parts[0]), side="right"))
     both = zip(("train", "val"), parts, np.split(lengths, [first_of_val]), strict=True)
     documents = []

@@ -119,4 +119,8 @@ def _pairs(sides: Sequence[Sequence[str]], config: PairsDataConfig) -> Pairs:
     pairs = [(source, target) for source, target in zip(*sides, strict=True) if source and target]
     if not pairs:
         raise ConfigError(f"data.path={config.path} has no pair without a blank side")
+    if len(pairs) < len(sides[0]):
+        log.info(
+            "left out %d of %d pairs of data.path=%s: a side is blank", len(sides[0]) - len(pairs), len(sides[0]), config.path
+        )
     return pairs

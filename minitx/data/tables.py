@@ -151,8 +151,9 @@ def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tup
     names = None
     for table in tables:
         values = list(table[column_of(table, column, "label_column")])
-        if not all(isinstance(value, int | str) for value in values):
-            raise ConfigError(f"data.label_column={column} does not have a label in each row")
+        without = sum(not isinstance(value, int | str) or (isinstance(value, str) and not value.strip()) for value in values)
+        if without:
+            raise ConfigError(f"data.label_column={column} has {without} of {len(values)} rows without a label: remove them")
         own = getattr(table.features[column], "names", None)  # values are numbers of these, if there are any
         if own and min(values, default=0) < 0:
             raise ConfigError(f"data.label_column={column} has rows without a label (-1)")

@@ -125,3 +125,12 @@ NONE = [
 def test_files_without_documents_are_refused_by_name(cache, write_text, row, values, key):
     with pytest.raises(ConfigError, match=rf"^data\.{key}="):
         load_documents(config(write_text("\n".join([json.dumps(row)] * 3), "a.jsonl"), **values), cache, None)
+
+
+def test_rows_without_text_are_counted_at_each_start(cache, write_text, caplog):
+    rows = [json.dumps({"text": text}) for text in [*DOCUMENTS, None, "", " ", None]]
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            load_documents(config(write_text("\n".join(rows), "null.jsonl")), cache, None)
+        assert any(message.startswith("left out 4 of 65 rows") for message in caplog.messages)

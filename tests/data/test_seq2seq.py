@@ -105,11 +105,13 @@ def test_a_file_of_its_own_validates_in_its_order_and_a_source_lies_in_one_split
 
 def test_long_pairs_are_left_out_and_counted(write_text, caplog, offline_datasets):
     path = write_text("\n".join(f"{n}\t{'x' * (n % 7)}" for n in range(100)), "a.tsv")
+    blank = sum(n % 7 == 0 for n in range(100))
     with caplog.at_level("INFO"):
         task = load_pairs(pair_config(path=path, max_target_len=5), None, None)
     kept, long = (sum(n % 7 in sizes for n in range(100)) for sizes in ((1, 2, 3, 4), (5, 6)))  # the end is the fifth
     assert (len(task.train) + len(task.val), task.model_fields["max_target_len"]) == (kept, 5)
     assert f"{long} of {kept + long} pairs" in caplog.text
+    assert sum(int(message.split()[2]) for message in caplog.messages if message.endswith("a side is blank")) == blank
 
 
 HALF = {"path": "a.en", "target_path": "short.de"}

@@ -69,3 +69,12 @@ def test_labels_are_numbered_by_name():
             labels_of([named, datasets.Dataset.from_dict({"label": other})], "label")
     with pytest.raises(ConfigError, match="words and numbers"):
         labels_of([datasets.Dataset.from_dict({"label": part}) for part in (["a"], [1])], "label")
+
+
+@pytest.mark.parametrize("empty", ["", " ", None])
+def test_a_row_without_a_label_is_refused_and_counted(empty):
+    import datasets
+
+    table = datasets.Dataset.from_dict({"label": ["a", empty, "b", empty, "a"]})
+    with pytest.raises(ConfigError, match=r"^data\.label_column=label has 2 of 5 rows without a label"):
+        labels_of([table], "label")
