@@ -146,7 +146,9 @@ def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any
     """Run one training in ``folder``, with its config and command. Return the result, which is also in ``result.json``."""
     from minitx.training.run import train
 
-    files = {"config.yaml": OmegaConf.to_yaml(OmegaConf.create(to_dict(config))), "command.txt": command + "\n"}
+    commands = folder / "command.txt"
+    earlier = commands.read_text(encoding="utf-8") if config.ckpt_path is not None and commands.exists() else ""
+    files = {"config.yaml": OmegaConf.to_yaml(OmegaConf.create(to_dict(config))), "command.txt": f"{earlier}{command}\n"}
     result = train(config, folder, files=files)
     if not rank():
         (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

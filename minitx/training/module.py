@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from minitx.config import ConfigError
 from minitx.data.addressing import Batch
+from minitx.data.module import DataModule
 from minitx.data.task import num_targets
 from minitx.training.calling import Caller
 from minitx.training.checkpoint import FORMAT
@@ -185,6 +186,14 @@ class TrainingModule(L.LightningModule):
         count = totals.pop("count").clamp(min=1)
         means = {f"val_{'accuracy' if name == 'correct' else name}": value / count for name, value in totals.items()}
         self.log_dict(means, rank_zero_only=True, logger=False)  # StepLog writes them, at the right step
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Count the micro-batches up to the step of the checkpoint as this run does: ``trainer.accumulate`` may have changed."""
+        if isinstance(self.trainer.datamodule, DataModule):  # type: ignore[attr-defined]
+            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+            done = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
+            for counts in (progress["current"], progress["total"]):
+                counts.update(dict.fromkeys(counts, done))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["minitx"] = {**self.state, "format": FORMAT}

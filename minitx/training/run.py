@@ -116,8 +116,8 @@ def check_resumed(config: RunConfig, module: TrainingModule) -> int:
     """Return the step at which ``ckpt_path`` resumes, or 0 without it. Nothing in the checkpoint is executed.
 
     Raises:
-        ConfigError: the file does not exist, is not a checkpoint of minitx, or is of another model. The message names the
-            fields that differ.
+        ConfigError: the file does not exist, is not a checkpoint of minitx, is beyond ``trainer.max_steps``, or is of another
+            model, optimizer or schedule. The message names the fields that differ.
     """
     if config.ckpt_path is None:
         return 0
@@ -128,7 +128,19 @@ def check_resumed(config: RunConfig, module: TrainingModule) -> int:
     other = [f"{name} {saved.get(name)} != {value}" for name, value in wanted.items() if saved.get(name) != value]
     if other:
         raise ConfigError(f"ckpt_path={config.ckpt_path} holds another model than the config asks for: {'; '.join(other)}")
-    return int(checkpoint["global_step"])
+    for name in ("optimizer", "schedule"):  # their state in the checkpoint would win over the config
+        saved, wanted = checkpoint["minitx"]["config"][name], module.state["config"][name]
+        keys = [key for key in saved | wanted if saved.get(key) != wanted.get(key)]
+        if keys:
+            other = "; ".join(f"{name}.{key} {saved.get(key)} != {wanted.get(key)}" for key in keys)
+            raise ConfigError(
+                f"ckpt_path={config.ckpt_path} goes on with its own {name}, and the config asks for another: {other}. "
+                "Leave it as it was, or start a new run from the weights with init_from.path"
+            )
+    step = int(checkpoint["global_step"])
+    if step > config.trainer.max_steps:
+        raise ConfigError(f"ckpt_path={config.ckpt_path} is of step {step}, after trainer.max_steps={config.trainer.max_steps}")
+    return step
 
 
 def last_checkpoint(config: RunConfig, folder: Path) -> LastCheckpoint:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,6 +90,8 @@ def test_with_a_task_and_an_objective_of_ones_own_a_run_resumes_bit_for_bit(own,
     own("sorted_task", "trainer.accumulate=2", "output_dir=part", "trainer.max_steps=4")
     own("sorted_task", "trainer.accumulate=2", "output_dir=part", "trainer.max_steps=9", "ckpt_path=last")
     assert losses("part") == losses("whole")
+    first, then = Path("part/command.txt").read_text(encoding="utf-8").splitlines()  # the commands that made the run
+    assert "trainer.max_steps=4" in first and "ckpt_path=last" in then
     parts = ("model._target_=own.Net", "model.width=32", "data._target_=own.load_task", "objective._target_=own.Focal")
     # what the command line names needs no trust
     said = cli("ckpt_path=whole/checkpoints/last.ckpt", *parts, program="evaluate")

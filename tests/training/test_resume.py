@@ -1,5 +1,6 @@
 """A run that was stopped and goes on is the run that was never stopped."""
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -96,6 +97,52 @@ def test_a_stopped_run_that_goes_on_is_the_run_that_was_never_stopped(make_confi
         assert last(folder)["global_step"] == POSITIONS[name]
         train(resumed(config, folder), folder)
         same_state(folder, tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 3), (3, 2)])
+def test_a_run_that_goes_on_with_other_micro_batches_reads_each_step_once(make_config, tmp_path, first, then):
+    """Steps, batches and validations are those of the whole run, also where the checkpoint is that of a finished run."""
+    options = {
+        "trainer__ckpt_every": 100,
+        "trainer__val_every": 4,
+        "trainer__precision": "64-true",
+        "schedule__name": "constant",
+    }
+    train(make_config(trainer__max_steps=11, **options), tmp_path / "whole")
+    whole = read_metrics(tmp_path / "whole" / "metrics.csv")
+    for steps in (5, 11):
+        config = make_config(trainer__max_steps=steps, trainer__accumulate=first, **options)
+        more = [] if steps == 5 else [Before(5, stop)]
+        with contextlib.nullcontext() if steps == 5 else pytest.raises(StoppedError):
+            train_with(config, tmp_path / f"cut {steps}", *more)
+        longer = make_config(trainer__max_steps=11, trainer__accumulate=then, **options)
+        train(resumed(longer, tmp_path / f"cut {steps}"), tmp_path / f"cut {steps}")
+        rows = read_metrics(tmp_path / f"cut {steps}" / "metrics.csv")
+        assert [row["step"] for row in rows] == list(range(1, 12))
+        for name in ("train_loss", "tokens"):
+            assert [row[name] for row in rows] == pytest.approx([row[name] for row in whole], rel=1e-9)
+        validated = [{row["step"]: row["val_loss"] for row in run if row["val_loss"] is not None} for run in (rows, whole)]
+        assert {**validated[0], 5: 0} == pytest.approx(
+            {**validated[1], 5: 0}, rel=1e-9
+        )  # a run of 5 steps validates at its end
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optimizer__lr": 0.25}, r"optimizer\.lr 0\.001 != 0\.25"),
+        ({"optimizer__weight_decay": 0.5}, r"optimizer\.weight_decay 0\.0 != 0\.5"),
+        ({"optimizer__name": "sgd"}, r"optimizer\.name adamw != sgd"),
+        ({"schedule__name": "linear"}, r"schedule\.name cosine != linear"),
+        ({"trainer__max_steps": 5}, r"is of step 6, after trainer\.max_steps=5"),
+    ],
+)
+def test_what_a_resumed_run_would_not_do_is_refused_before_anything_is_written(make_config, tmp_path, changes, said):
+    folder = tmp_path / "run"
+    train(make_config(trainer__ckpt_every=6), folder, files={"config.yaml": "good"})
+    with pytest.raises(ConfigError, match=said):
+        train(resumed(make_config(**changes), folder), folder, files={"config.yaml": "bad"})
+    assert (folder / "config.yaml").read_text(encoding="utf-8") == "good"
 
 
 def test_the_best_checkpoint_of_a_resumed_run_is_that_of_the_whole_run(make_config, tmp_path):
