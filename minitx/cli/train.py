@@ -144,6 +144,7 @@ def run_on_devices(config: RunConfig, folder: Path) -> float:
 
 def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any]:
     """Run one training in ``folder``, with its config and command. Return the result, which is also in ``result.json``."""
+    from minitx.training.metrics import naming
     from minitx.training.run import train
 
     commands = folder / "command.txt"
@@ -151,7 +152,9 @@ def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any
     files = {"config.yaml": OmegaConf.to_yaml(OmegaConf.create(to_dict(config))), "command.txt": f"{earlier}{command}\n"}
     result = train(config, folder, files=files)
     if not rank():
-        (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        path = folder / "result.json"
+        with naming(path):
+            path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return result
 
 

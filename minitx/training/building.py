@@ -133,7 +133,7 @@ def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Modu
     if config.init_from.path is not None:
         start_from(config.init_from, model)
     if config.trainer.precision == "64-true":
-        model.double()  # Lightning would, after it has loaded a checkpoint into float32
+        to_float64(model)  # Lightning would, after it has loaded a checkpoint into float32
     return model
 
 
@@ -160,6 +160,17 @@ def check_network(network: nn.Module, vocab_size: int | None) -> None:
         log.info("model: the vocabulary of %s, %s, is larger than that of the data, %s", name, f"{known:,}", f"{vocab_size:,}")
     if hasattr(config, "output_router_logits"):
         log.info("model: %s is a mixture of experts, and its router loss is not part of the objective", name)
+
+
+def to_float64(network: nn.Module) -> None:
+    """Convert a network to float64, and what it gets: Lightning converts only the batches of its own loops."""
+    network.double().register_forward_pre_hook(_in_float64, with_kwargs=True)
+
+
+def _in_float64(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the inputs of a network, with numbers such as pixels in float64."""
+    wide = {name: x.double() for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    return args, {**inputs, **wide}
 
 
 def decided_fields(data: L.LightningDataModule) -> dict[str, Any]:

@@ -37,13 +37,13 @@ class PlainProgress(StepCallback):
         self.first_step = trainer.global_step
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        now, row = time.perf_counter(), logged(trainer)
+        now, (row, unit) = time.perf_counter(), logged(trainer)
         if row and trainer.is_global_zero and (now - self.last >= self.every_seconds or step == trainer.max_steps):
             self.last = now
             rate = (step - self.first_step) / max(now - self.started, 1e-9)
             log.info(
-                "step %d/%d  loss %.4f  %.1f steps/s  %.0f tokens/s  %s left",
-                *(step, trainer.max_steps, row["train_loss"], rate, row["tokens_per_second"]),
+                "step %d/%d  loss %.4f  %.1f steps/s  %.0f %s/s  %s left",
+                *(step, trainer.max_steps, row["train_loss"], rate, row["tokens_per_second"], unit),
                 timedelta(seconds=round((trainer.max_steps - step) / rate)),
             )
 
@@ -59,17 +59,17 @@ class BarProgress(TQDMProgressBar):
     """Lightning's progress bar with the loss and tokens per second of the last row of ``metrics.csv``. This needs no device sync."""
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
-        row = logged(trainer)
-        return {"loss": f"{row['train_loss']:.4f}", "tokens/s": f"{row['tokens_per_second']:.0f}"} if row else {}
+        row, unit = logged(trainer)
+        return {"loss": f"{row['train_loss']:.4f}", f"{unit}/s": f"{row['tokens_per_second']:.0f}"} if row else {}
 
     def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
         super().on_train_epoch_start(trainer)
         self.train_progress_bar.initial = trainer.fit_loop.batch_idx + 1  # of a resumed run, whose rate counts from there
 
 
-def logged(trainer: L.Trainer) -> dict[str, Any]:
-    """Return the last row of ``metrics.csv`` that this process logged."""
-    return next((each.row for each in trainer.callbacks if isinstance(each, StepLog)), {})  # type: ignore[attr-defined]
+def logged(trainer: L.Trainer) -> tuple[dict[str, Any], str]:
+    """Return the last row of ``metrics.csv`` that this process logged, and what its ``tokens`` are: tokens or rows."""
+    return next(((each.row, each.unit) for each in trainer.callbacks if isinstance(each, StepLog)), ({}, ""))  # type: ignore[attr-defined]
 
 
 def progress() -> L.Callback:

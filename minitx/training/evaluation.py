@@ -27,6 +27,7 @@ from minitx.data.task import Task, as_split, num_targets
 from minitx.generation import beam_search, generate
 from minitx.nn.modes import evaluating
 from minitx.training.calling import Caller, rows_of_batch
+from minitx.training.metrics import naming
 from minitx.training.objectives import CrossEntropy, Objective, checked_sums
 
 if TYPE_CHECKING:
@@ -274,6 +275,8 @@ def _corpus_score(metric: Any, answers: Sequence[str], references: Sequence[str]
 
 def report(found: Evaluation, folder: Path) -> None:
     """Write an evaluation to the log and to ``evaluation.json``."""
-    (folder / "evaluation.json").write_text(json.dumps(found.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path = folder / "evaluation.json"
+    with naming(path):
+        path.write_text(json.dumps(found.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for line in found.lines():
         log.info("%s", line)

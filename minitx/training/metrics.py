@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,6 +20,15 @@ COLUMNS = (
 
 OF_THE_MACHINE = frozenset(("seconds", "tokens_per_second", "memory_mb", "mfu"))
 """Columns that differ between two equal runs."""
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A context in which an ``OSError`` names ``path``. The error of a full disk names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
 
 
 class MetricsFile(Logger):
@@ -73,22 +83,19 @@ class MetricsFile(Logger):
             self._row = {}
         self._row = {**self._row, **self._others, **metrics, "step": step}
         self._others = {}
-        try:
-            if self._row.keys() <= set(self._columns):
-                with self.path.open("r+", encoding="utf-8", newline="") as file:
-                    file.seek(self._offset)
-                    file.truncate()
-                    self._writer(file).writerow(self._row)
-            else:  # a new name: its column is added to the whole file
-                self._write([*(row for row in read_metrics(self.path) if row["step"] != step), self._row])
-        except OSError as error:  # a full disk, which does not name the file
-            raise OSError(error.errno, error.strerror, str(self.path)) from None
+        if self._row.keys() <= set(self._columns):
+            with naming(self.path), self.path.open("r+", encoding="utf-8", newline="") as file:
+                file.seek(self._offset)
+                file.truncate()
+                self._writer(file).writerow(self._row)
+        else:  # a new name: its column is added to the whole file
+            self._write([*(row for row in read_metrics(self.path) if row["step"] != step), self._row])
 
     def _write(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write the whole file; the last of ``rows`` becomes the open row."""
         self._columns = list(dict.fromkeys(name for row in [dict.fromkeys(self._columns), *rows] for name in row))
         new = self.path.with_suffix(".new")  # a crash leaves the old file or the new one
-        with new.open("w", encoding="utf-8", newline="") as file:
+        with naming(self.path), new.open("w", encoding="utf-8", newline="") as file:
             self._writer(file).writeheader()
             self._writer(file).writerows(rows[:-1])
             file.flush()
@@ -120,7 +127,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def add_records(path: Path, *records: Mapping[str, Any]) -> None:
     """Append records to a file of JSON lines."""
-    with path.open("a", encoding="utf-8") as file:
+    with naming(path), path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 

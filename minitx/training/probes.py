@@ -22,7 +22,7 @@ from minitx.nn.blocks import Block
 from minitx.nn.functional import full_precision
 from minitx.nn.modes import evaluating
 from minitx.training.calling import Caller, network_inputs
-from minitx.training.metrics import MetricsFile, add_records, drop_records, read_records
+from minitx.training.metrics import MetricsFile, add_records, drop_records, naming, read_records
 from minitx.training.module import TrainingModule
 from minitx.training.objectives import checked_sums
 from minitx.training.steps import StepCallback
@@ -172,7 +172,8 @@ class Probe(StepCallback):
         rows = {name: tensor[: self.options.weights_rows] for name, tensor in self._on(module.device).items() if tensor.dim()}
         inputs = network_inputs(rows)
         snapshot = take_snapshot(module.network, inputs, tokens=self.texts(inputs), step=step, title=self.folder.name)
-        write_snapshot(snapshot, self.folder / "attention")
+        with naming(self.folder / "attention"):
+            write_snapshot(snapshot, self.folder / "attention")
 
 
 def _statistics(name: str, look: Look, hidden: Mapping[str, Tensor]) -> dict[str, Any]:

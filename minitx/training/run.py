@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from torch import nn
 
 from minitx.config import ConfigError, RunConfig, TransformerConfig, is_part, to_dict
@@ -19,7 +20,7 @@ from minitx.config.checks import first_line, require
 from minitx.data.module import DataModule
 from minitx.data.task import Task
 from minitx.nn.models import build_model
-from minitx.training.building import DEFAULT_BATCH_SIZE, build_module, build_network, open_data
+from minitx.training.building import DEFAULT_BATCH_SIZE, build_module, build_network, open_data, to_float64
 from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, progress
 from minitx.training.calling import config_of
 from minitx.training.checkpoint import read_checkpoint
@@ -100,7 +101,7 @@ def train(
         loggers = [metrics, *build_all(config.logger, "logger", {"save_dir": str(folder)})]
         trainer = build_trainer(config, folder, loggers, callbacks, addressed=isinstance(opened, DataModule))
         if trainer.is_global_zero:
-            log.info("%s", summary(trainer, config, network, opened, folder))
+            log.info("%s", summary(trainer, config, module, opened, folder))
         nonfinite_step = fit(trainer, module, opened, config, guard)
         if nonfinite_step is None and config.evaluation.at_end:
             evaluate_at_end(trainer, module, opened, config, folder)
@@ -193,12 +194,17 @@ def build_trainer(
         ConfigError: Lightning does not accept the devices, the strategy, ``trainer.extra``, a plugin or the profiler.
     """
     options = config.trainer
+    check_callbacks(callbacks, addressed=addressed)
     if unknown := set(options.extra) - parameter_names(L.Trainer):
         raise ConfigError(f"trainer.extra.{min(unknown)} is no argument of Lightning's Trainer")
     steps = min(options.val_every or options.max_steps, options.max_steps)
     place = place_of(options)
     place["plugins"] += [build(node, f"trainer.plugins[{i}]") for i, node in enumerate(options.plugins)]
-    profiler = None if options.profiler is None else build(options.profiler, "trainer.profiler", {"dirpath": folder})
+    profiler = (
+        None
+        if options.profiler is None
+        else build(options.profiler, "trainer.profiler", {"dirpath": folder, "filename": "profile"})
+    )
     try:
         trainer = L.Trainer(
             **place,
@@ -228,6 +234,25 @@ def build_trainer(
     return trainer
 
 
+def check_callbacks(callbacks: Sequence[L.Callback], *, addressed: bool) -> None:
+    """Refuse callbacks of Lightning that would do nothing, or change the batches of a step, in a run of ``max_steps`` steps.
+
+    Raises:
+        ConfigError: ``StochasticWeightAveraging``; or ``GradientAccumulationScheduler`` with the data of a ``Task``.
+    """
+    for callback in callbacks:
+        if isinstance(callback, StochasticWeightAveraging):
+            raise ConfigError(
+                "callbacks: StochasticWeightAveraging counts epochs up to max_epochs, and a run ends at trainer.max_steps, so it would "
+                "do nothing: callbacks=[default,ema] averages weights by step"
+            )
+        if addressed and isinstance(callback, GradientAccumulationScheduler):
+            raise ConfigError(
+                "callbacks: GradientAccumulationScheduler changes the micro-batches of a step by epoch, and the data of a Task have one "
+                "epoch: set trainer.accumulate"
+            )
+
+
 def fit(
     trainer: L.Trainer, module: TrainingModule, data: L.LightningDataModule, config: RunConfig, guard: LastCheckpoint
 ) -> int | None:
@@ -252,6 +277,8 @@ def evaluate_at_end(
         state = whole_state(network)  # from all processes
         assert model is not None
         network = build_model(model, core_of(model))
+        if config.trainer.precision == "64-true":
+            to_float64(network)
         network.to(next(iter(state.values())).dtype).load_state_dict(state)
     if trainer.is_global_zero:
         report(evaluate(network, data, config.evaluation, module.objective), folder)
@@ -273,9 +300,10 @@ _NOTICES = (
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Hide Lightning's notices (devices found, tips, advice about workers)."""
+    """Hide Lightning's notices (devices found, tips, advice about workers), but not the table of its ``ModelSummary``."""
     quiet = {
         "lightning.pytorch": logging.WARNING,
+        "lightning.pytorch.callbacks.model_summary": logging.INFO,  # its table was asked for
         "lightning.fabric": logging.WARNING,
         "torch.distributed.tensor": logging.ERROR,
     }

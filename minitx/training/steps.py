@@ -38,6 +38,11 @@ class StepCallback(L.Callback):
         raise NotImplementedError
 
 
+def unit_of(labels: Tensor, tokens: str = "tokens") -> str:
+    """Return what the targets of a batch are: ``tokens``, or rows where a row has a single label or labels that are no numbers of classes."""
+    return tokens if labels.dim() > 1 and not labels.is_floating_point() else "rows"
+
+
 class StepLog(StepCallback):
     """Log a row of ``metrics.csv`` every ``log_every`` steps. On accelerators nothing else waits for the device during training.
 
@@ -54,6 +59,7 @@ class StepLog(StepCallback):
     def __init__(self, log_every: int, model: TransformerConfig | None = None, peak: float | None = None) -> None:
         self.log_every, self.model, self.peak = log_every, model, peak
         self.row: dict[str, float] = {}  # the last one, for progress
+        self.unit = "tokens"
         self.tokens: Any = 0  # a device tensor between rows: steps differ in their number of targets
         self.started = self._mark = self._paused = 0.0
         self._flops, self._lr, self._tokens_then = 0.0, 0.0, 0
@@ -83,7 +89,7 @@ class StepLog(StepCallback):
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
         ranks = 1 if "num_targets" in batch else trainer.world_size  # else this process's own, and others have as many
         self.tokens = self.tokens + module.step_targets * ranks
-        self._open = step, dict.fromkeys(batch)
+        self._open, self.unit = (step, dict.fromkeys(batch)), unit_of(batch["labels"])
         if step % self.log_every == 0 or step in (1, trainer.max_steps):
             self._write(trainer, module, step, batch)
 

@@ -4,37 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as L
 import torch
 from torch import nn
 
-from minitx.config import RunConfig
+from minitx.config import OptimizerConfig, RunConfig, ScheduleConfig
 from minitx.data.module import DataModule
 from minitx.training.calling import config_of
+from minitx.training.module import TrainingModule
+from minitx.training.steps import unit_of
 
 
-def summary(trainer: L.Trainer, config: RunConfig, network: nn.Module, data: L.LightningDataModule, folder: Path) -> str:
-    """Return the lines to log before the first step: model, device, data, steps, folder, and limitations of this run.
+def summary(trainer: L.Trainer, config: RunConfig, module: TrainingModule, data: L.LightningDataModule, folder: Path) -> str:
+    """Return the lines to log before the first step: model, device, data, training, steps, folder, and limitations of this run.
 
     Args:
-        trainer: the run's trainer. network: the unsharded model. data: the run's data. folder: the run's folder.
+        trainer: the run's trainer. module: the unsharded model and its objective. data: the run's data. folder: the run's folder.
     """
     every = int(trainer.val_check_interval) // trainer.accumulate_grad_batches
     tokenizer = data.task.tokenizer if isinstance(data, DataModule) else None
     lines = {
-        "model": describe_model(network),
+        "model": describe_model(module.network),
         "device": describe_device(trainer),
         "data": describe_data(data, config.trainer.val_batches),
         "tokenizer": f"{tokenizer.vocab_size:,} tokens" if tokenizer else None,
+        "training": describe_training(config, module.objective, data),
         "steps": f"{trainer.max_steps:,}, validation every {every:,}",
         "folder": str(folder),
     }
     text = [f"{name:9}  {said}" for name, said in lines.items() if said is not None]
     if config.ckpt_path is not None and not isinstance(data, DataModule):
         text.append("the order of the data starts anew: the data module is not ours, and its loader may keep no state")
-    if isinstance(config.optimizer, Mapping):
-        text.append("every step is checked for numbers that are not finite on the host: the optimizer is not ours")
     return "\n".join(text)
 
 
@@ -51,6 +53,36 @@ def describe_model(network: nn.Module) -> str:
     if model is None:
         return text
     return f"{text}: num_layers {model.num_layers}, num_heads {model.num_heads}, embed_dim {model.embed_dim}"
+
+
+def describe_training(config: RunConfig, objective: Any, data: L.LightningDataModule) -> str:
+    """Return the objective with the divisor of its sum, the optimizer with what it excludes, the schedule and the clipping."""
+    loss = getattr(objective, "loss", getattr(objective, "func", objective))  # a loss of torch, or a partial function
+    divisor = "mean of each micro-batch"
+    if isinstance(data, DataModule):
+        divisor = f"sum / {unit_of(data.probe_batch(1)['labels'], 'labels')} of a step"
+    optimizer, schedule, clip = config.optimizer, config.schedule, config.trainer.clip
+    if isinstance(optimizer, OptimizerConfig):
+        rates = {"lr": optimizer.lr, **({"matrix_lr": optimizer.matrix_lr} if optimizer.name == "muon" else {})}
+        said = [optimizer.name, *(f"{name} {rate:g}" for name, rate in rates.items())]
+        said += [f"weight_decay {optimizer.weight_decay:g} (not of vectors)"] if optimizer.weight_decay else []
+        said += [f"without {rule.match}" for rule in optimizer.rules if not rule.trainable]
+    else:
+        said = _describe_part(optimizer)
+    curve = _describe_part(schedule)
+    if isinstance(schedule, ScheduleConfig):
+        curve = [schedule.name, *([f"warmup_steps {schedule.warmup_steps}"] if schedule.warmup_steps else [])]
+    name = getattr(loss, "__name__", type(loss).__name__)
+    parts = (f"{name}, {divisor}", ", ".join(said), ", ".join(curve), f"clip {clip:g}" if clip else "no clip")
+    return " · ".join(parts)
+
+
+def _describe_part(node: Any) -> list[str]:
+    """The last name of a target of the user's, and its arguments that are numbers or words."""
+    if not isinstance(node, Mapping):
+        return []
+    given = [f"{name} {value}" for name, value in node.items() if name[0] != "_" and isinstance(value, str | int | float)]
+    return [str(node["_target_"]).rpartition(".")[2], *given]
 
 
 def describe_data(data: L.LightningDataModule, val_batches: int | None = None) -> str:

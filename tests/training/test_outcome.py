@@ -1,15 +1,18 @@
 """The files of a run and what is read off them."""
 
 import csv
+import dataclasses
 import json
 import logging
 import math
 import re
+from pathlib import Path
 
 import pytest
 
-from minitx.config import ParameterRule
-from minitx.training.metrics import MetricsFile, read_metrics
+from minitx.config import ConfigError, DigitsDataConfig, EvaluationConfig, ParameterRule
+from minitx.training.evaluation import Evaluation, report
+from minitx.training.metrics import MetricsFile, add_records, read_metrics
 from minitx.training.outcome import summarise
 from minitx.training.run import train
 
@@ -103,10 +106,90 @@ def test_a_run_says_model_device_data_steps_and_folder(make_config, tmp_path, ca
     train(make_config(trainer__val_every=3, trainer__accumulate=2, optimizer__rules=frozen), tmp_path / "run")
     said = next(message for message in caplog.messages if message.startswith("model "))
     lines = dict(line.split(maxsplit=1) for line in said.splitlines())
-    assert list(lines) == ["model", "device", "data", "tokenizer", "steps", "folder"]
+    assert list(lines) == ["model", "device", "data", "tokenizer", "training", "steps", "folder"]
     assert all(part in lines["model"] for part in ("DecoderLM", "trained", "num_layers 1", "num_heads 2", "embed_dim 8"))
     assert "CPU" in lines["device"] and "32-true" in lines["device"] and "12 a step in 2 parts" in lines["data"]
+    assert "without ffn|feed" in lines["training"]
     assert (lines["steps"], lines["folder"]) == ("6, validation every 3", str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"trainer__clip": 0.5}, ["sum / labels of a step", "adamw, lr 0.001", "cosine", "clip 0.5"]),
+        (
+            {"optimizer__name": "muon", "optimizer__weight_decay": 0.25, "schedule__warmup_steps": 3},
+            ["sum / labels of a step", "matrix_lr 0.02, weight_decay 0.25 (not of vectors)", "warmup_steps 3", "no clip"],
+        ),
+        (
+            {"optimizer": {"_target_": "torch.optim.SGD", "lr": 0.125}},
+            ["sum / labels of a step", "SGD, lr 0.125", "cosine", "no clip"],
+        ),
+    ],
+)
+def test_a_run_says_what_it_minimises_and_how_in_one_line(make_config, tmp_path, caplog, changes, parts):
+    caplog.set_level(logging.INFO, "minitx")
+    train(make_config(trainer__max_steps=3, **changes), tmp_path / "run")
+    (line,) = re.findall(r"^training +CrossEntropy, (.*)$", caplog.text, re.MULTILINE)
+    assert all(part in said for part, said in zip(parts, line.split(" · "), strict=True)), line
+    assert "the host" not in caplog.text
+
+
+def test_where_a_target_is_a_row_speed_is_in_rows(make_config, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "minitx")
+    config = make_config(callbacks__progress=True, trainer__max_steps=2)
+    model = dataclasses.replace(config.model, architecture="vision", head="sequence", image_size=8, patch_size=4)
+    train(dataclasses.replace(config, data=DigitsDataConfig(name="digits", batch_size=12), model=model), tmp_path / "run")
+    assert re.search(r"step 2/2 .* rows/s", caplog.text) and "tokens/s" not in caplog.text
+    assert "sum / rows of a step" in caplog.text
+
+
+def test_reports_that_were_asked_for_are_shown_or_stand_in_the_folder(make_config, tmp_path, caplog):
+    """Lightning prints them by its logger, whose notices a run hides."""
+    caplog.set_level(logging.INFO)
+    summary = {"summary": {"_target_": "lightning.pytorch.callbacks.ModelSummary", "max_depth": 1}}
+    profiler = {"_target_": "lightning.pytorch.profilers.SimpleProfiler"}
+    config = make_config(trainer__max_steps=1, trainer__profiler=profiler, callbacks__parts=summary)
+    train(config, tmp_path / "run")
+    assert "optimizer_step" in (tmp_path / "run" / "fit-profile.txt").read_text(encoding="utf-8")
+    assert re.search(r"network +\| DecoderLM", caplog.text)
+
+
+REFUSED = {
+    "StochasticWeightAveraging": ({"swa_lrs": 0.1}, "counts epochs"),
+    "GradientAccumulationScheduler": ({"scheduling": {0: 3}}, "set trainer.accumulate"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_callback_that_counts_epochs_is_refused(make_config, tmp_path, name):
+    given, said = REFUSED[name]
+    node = {"own": {"_target_": f"lightning.pytorch.callbacks.{name}", **given}}
+    with pytest.raises(ConfigError, match=rf"^callbacks: {name} .*{said}"):
+        train(make_config(callbacks__parts=node), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_pixels_in_float32_train_a_network_in_float64(make_config, tmp_path):
+    config = make_config(trainer__precision="64-true", trainer__max_steps=2, probe__every=2)
+    model = dataclasses.replace(config.model, architecture="vision", head="sequence", image_size=8, patch_size=4)
+    data, evaluation = DigitsDataConfig(name="digits", batch_size=12), EvaluationConfig(at_end=True, num_rows=7)
+    train(dataclasses.replace(config, data=data, model=model, evaluation=evaluation), tmp_path / "run")
+    for name in ("evaluation.json", "probes.jsonl"):
+        assert (tmp_path / "run" / name).stat().st_size > 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path):
+    (tmp_path / "evaluation.json").symlink_to("/dev/full")
+    (tmp_path / "probes.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*probes.jsonl'"):
+        add_records(tmp_path / "probes.jsonl", {"step": 1})
+    with pytest.raises(OSError, match=r"No space left on device: '.*evaluation.json'"):
+        report(Evaluation({}), tmp_path)
+    (tmp_path / "metrics.new").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*metrics.csv'"):
+        MetricsFile(tmp_path / "metrics.csv")
 
 
 @pytest.mark.parametrize("progress", [True, False])

@@ -89,7 +89,11 @@ def test_speed_and_utilisation_cover_the_steps_since_the_last_row_without_valida
     model = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
     log, logger = StepLog(3, model, peak=0.25), SimpleNamespace(log_metrics=lambda row, step: rows.append(row))
     trainer, module = made_up(callback_metrics={"val_loss": torch.tensor(2.0)}, loggers=[logger], step_targets=torch.tensor(35))
-    batch = {"input_ids": torch.zeros(5, 7, dtype=torch.long), "num_targets": torch.tensor(35)}
+    batch = {
+        "input_ids": torch.zeros(5, 7, dtype=torch.long),
+        "num_targets": torch.tensor(35),
+        "labels": torch.zeros(5, 7).long(),
+    }
     log.on_train_start(trainer, module)
     for step in range(1, 7):
         trainer.global_step = step - 1
@@ -120,7 +124,7 @@ def test_means_of_several_processes_are_means_over_all_targets(monkeypatch, whol
     monkeypatch.setattr(steps, "sum_over_rows", lambda trainer, values: 4 * values)
     sums = {"step_loss": torch.tensor(0.5), "step_sums": {"correct": torch.tensor(3)}}
     trainer, module = made_up(world_size=4, **sums, step_targets=torch.tensor(40 if whole else 10))
-    batch, log = {"num_targets": torch.tensor(40)} if whole else {}, StepLog(5)
+    batch, log = {"labels": torch.zeros(5, 2).long(), **({"num_targets": torch.tensor(40)} if whole else {})}, StepLog(5)
     assert steps.step_means(trainer, module, batch) == {"train_loss": 2.0 if whole else 0.5, "train_accuracy": 0.3}
     log.on_step(trainer, module, 2, batch)
     assert log.state_dict() == {"tokens": 40}
