@@ -288,6 +288,7 @@ _NOTICES = (
     "does not have many workers",
     "Checkpoint directory .* exists and is not empty",
     "dataloader is not resumable",  # the run says it in its own words
+    "in eval mode at the start of training",  # the run says it in its own words
     "isinstance.*LeafSpec.*is deprecated",
     "on_before_batch_transfer` in `LightningModule",  # that of the module is the one to use
     "dirpath has changed from",

@@ -1,6 +1,7 @@
 """Evaluation: intervals that are what they say, metrics by hand, and the same numbers however rows are batched."""
 
 import dataclasses
+import json
 import math
 
 import lightning.pytorch as L
@@ -10,10 +11,11 @@ from sacrebleu.metrics import BLEU, CHRF
 from scipy import stats
 
 from minitx.config import ClassifyDataConfig, DatesDataConfig, EvaluationConfig, MaskedDataConfig, TransformerConfig
+from minitx.data.task import Task
 from minitx.nn.models import build_model
 from minitx.training import evaluation
 from minitx.training.building import fit_model_config, open_data
-from minitx.training.evaluation import evaluate, ratio_interval, share_interval
+from minitx.training.evaluation import Evaluation, evaluate, ratio_interval, share_interval
 
 SMALL = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "init": "lecun"}
 DATES = DatesDataConfig(locales=("en", "de"), train_size=53, val_size=17, batch_size=6)
@@ -99,6 +101,48 @@ def test_a_data_module_of_ones_own_is_prepared_and_set_up_as_lightning_does(read
     own.val_dataloader = lambda: [data.val_source().rows(range(5))]
     assert evaluate(network, own).metrics["loss"].count == 5
     assert calls == ["prepare_data", "validate"]
+
+
+def test_the_interval_of_an_objective_of_ones_own_is_over_rows_whatever_the_batches_are():
+    torch.manual_seed(2)
+    rows = [{"input": torch.randn(3, dtype=torch.float64), "labels": torch.randn(2, dtype=torch.float64)} for _ in range(11)]
+    network, task = torch.nn.Linear(3, 2).double(), Task(name="mine", train=rows, val=rows)
+
+    def objective(logits, batch):
+        return {"loss": (logits - batch["labels"]).square().sum(), "over": (logits > batch["labels"]).sum()}
+
+    def module(size):
+        data = L.LightningDataModule()
+        data.val_dataloader = lambda: torch.utils.data.DataLoader(rows, batch_size=size)
+        return data
+
+    found = [evaluate(network, task, objective=objective, batch_size=size).metrics for size in (1, 4, 64)]
+    found += [evaluate(network, module(size), objective=objective).metrics for size in (4, 11)]
+    losses = torch.stack([(network(row["input"]) - row["labels"]).square().sum() for row in rows]).detach()
+    wanted = ratio_interval(losses, torch.full((11,), 2))
+    for metrics in found:
+        for name in ("value", "low", "high", "count"):
+            assert getattr(metrics["loss"], name) == pytest.approx(getattr(wanted, name))
+        assert metrics["over"].count == 22
+
+
+def test_there_is_no_interval_where_rows_cannot_be_told_apart_or_there_is_one_row():
+    rows = [{"input": torch.randn(3), "labels": torch.randn(2)} for _ in range(7)]
+
+    class Flat(torch.nn.Linear):
+        def forward(self, input):
+            return super().forward(input).flatten()
+
+    def objective(logits, batch):
+        return (logits.flatten() - batch["labels"].flatten()).square().sum()
+
+    for network, val in ((Flat(3, 2), rows), (torch.nn.Linear(3, 2), rows[:1])):
+        found = evaluate(network, Task(name="mine", train=rows, val=val), objective=objective)
+        assert (found.metrics["loss"].low, found.metrics["loss"].high) == (None, None)
+        assert found.metrics["loss"].count == 2 * len(val)
+        assert " to " not in found.lines()[0] and json.loads(json.dumps(found.to_dict()))
+    same = Evaluation({"loss": ratio_interval(torch.tensor([2.0, 4.0]), torch.tensor([1, 2]))})
+    assert " to " not in same.lines()[0]  # rows that do not differ
 
 
 def test_a_masked_model_without_knowledge_is_as_perplexed_as_its_vocabulary_is_large(ready):

@@ -1,18 +1,23 @@
-"""Models and data of the user's own from Python: what is promised to a ``LightningDataModule``."""
+"""Models and data of the user's own from Python: how a model is called, and what is promised to a ``LightningDataModule``."""
 
 import copy
 import math
+import warnings
 
 import lightning.pytorch as L
+import peft
 import pytest
 import torch
+import transformers
 from extra import last, losses_of
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from minitx.config import CallbacksConfig, ConfigError, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig
 from minitx.config.training import StopAtConfig
+from minitx.data.task import Task
 from minitx.training.building import build_network
+from minitx.training.calling import Caller, set_training
 from minitx.training.metrics import read_metrics
 from minitx.training.run import train
 
@@ -153,3 +158,218 @@ def test_an_optimizer_without_found_inf_is_checked_at_every_step(tmp_path):
 
     result = fit(tmp_path, Squares(), model=Breaks(3, 2), on_nonfinite="record", log_every=10)
     assert (result["nonfinite_step"], result["steps"]) == (3, 2)
+
+
+# --- models of transformers, and wrappers around them
+
+SIZES = {"vocab_size": 37, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+WIDE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+def bert(**options):
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **WIDE, **options))
+
+
+def gpt2():
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, n_embd=16, n_layer=2, n_head=2))
+
+
+def llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **WIDE))
+
+
+def t5():
+    config = transformers.T5Config(**SIZES, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def lora(model, *targets):
+    with warnings.catch_warnings(action="ignore"):  # PEFT's own
+        return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=list(targets)))
+
+
+MODELS = {
+    "bert": bert,
+    "gpt2": gpt2,
+    "llama": llama,
+    "t5": t5,
+    "lora on bert": lambda: lora(bert(), "query"),
+    "lora on llama": lambda: lora(llama(), "q_proj"),
+    "compiled bert": lambda: torch.compile(bert(), backend="eager"),
+    "compiled lora on gpt2": lambda: torch.compile(lora(gpt2(), "c_attn"), backend="eager"),
+}
+
+
+def padded_batch(of_pairs=False):
+    """Three rows of 7 tokens, of which 7, 5 and 2 are real, on the left for a decoder; for a model of pairs also targets."""
+    real = torch.arange(7) < torch.tensor([[7], [5], [2]])
+    batch = {"input_ids": torch.randint(3, 37, (3, 7)), "key_mask": real, "labels": torch.randint(3, 37, (3, 7))}
+    if of_pairs:
+        target = torch.arange(5) < torch.tensor([[3], [5], [2]])
+        batch |= {
+            "decoder_input_ids": torch.randint(3, 37, (3, 5)),
+            "decoder_key_mask": target,
+            "labels": torch.randint(37, (3, 5)),
+        }
+    return batch
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_transformers_gets_our_masks_under_its_names_and_neither_labels_nor_a_cache(name):
+    torch.manual_seed(3)
+    model, calls = MODELS[name]().eval(), []
+    inner = next(part for part in model.modules() if isinstance(part, transformers.PreTrainedModel))
+    batch = padded_batch(of_pairs=name == "t5")
+    with torch.no_grad():
+        asked = {"attention_mask": batch["key_mask"].long()}
+        if name == "t5":
+            asked |= {
+                "decoder_input_ids": batch["decoder_input_ids"],
+                "decoder_attention_mask": batch["decoder_key_mask"].long(),
+            }
+        wanted = inner(batch["input_ids"], **asked).logits
+        without = inner(batch["input_ids"], **{key: value for key, value in asked.items() if key != "attention_mask"}).logits
+        inner.register_forward_pre_hook(lambda part, args, kwargs: calls.append(kwargs), with_kwargs=True)
+        found = Caller(model)(batch | {"num_targets": torch.tensor(3)})
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    if "bert" in name or name == "t5":  # padding on the right is in nobody's past
+        assert not torch.allclose(found, without)
+    assert calls[0].get("labels") is None and "num_targets" not in calls[0] and calls[0].get("use_cache") is not True
+    if name in ("gpt2", "llama", "t5"):
+        assert calls[0]["use_cache"] is False
+
+
+def rows_of_tokens(real, **more):
+    return [{"input_ids": list(range(3, 3 + n)), "labels": list(range(3, 3 + n)), **more} for n in real]
+
+
+def train_tokens(folder, model, rows, **options):
+    config = RunConfig(
+        trainer=TrainerConfig(max_steps=2, accelerator="cpu", log_every=1, val_every=0),
+        callbacks=CallbacksConfig(progress=False),
+    )
+    options = {"vocab_size": 37, **options}
+    task = Task(name="mine", train=rows, val=rows, model_fields={"vocab_size": options.pop("vocab_size")}, **options)
+    return train(config, folder, model=model, data=task, batch_size=len(rows))
+
+
+class Reads(nn.Module):
+    """Takes every argument, and reads the ids alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(37, 8), nn.Linear(8, 37)
+
+    def forward(self, input_ids, **kwargs):
+        return self.head(self.embed(input_ids))
+
+
+class ReadsAnything(Reads):
+    def forward(self, **kwargs):
+        return super().forward(kwargs["input_ids"])
+
+
+def test_a_mask_that_does_not_reach_the_model_is_refused_where_it_hides_anything(tmp_path):
+    assert train_tokens(tmp_path / "full", Reads(), rows_of_tokens([5, 5, 5]))["steps"] == 2  # nothing is hidden
+    assert train_tokens(tmp_path / "none", Reads(), rows_of_tokens([5, 3, 5]), key_masks={})["steps"] == 2
+    several = [row | {"document_ids": [0, 0, 1]} for row in rows_of_tokens([3, 3])]
+    lone = [row | {"document_ids": [0, 0, -1]} for row in rows_of_tokens([3, 3])]
+    assert train_tokens(tmp_path / "lone", Reads(), lone)["steps"] == 2
+    for said, model, rows in (
+        ("Reads.forward does not name key_mask or attention_mask", Reads(), rows_of_tokens([5, 3])),
+        ("Reads.forward does not name document_ids", Reads(), several),
+        ("ReadsAnything.forward names none of the keys", ReadsAnything(), rows_of_tokens([5])),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            train_tokens(tmp_path / "refused", model, rows)
+        assert not (tmp_path / "refused").exists()
+
+
+def test_a_mask_that_hides_something_in_a_later_batch_only_is_refused_there(tmp_path):
+    batches = [as_batch(rows_of_tokens(lengths)) for lengths in ([5, 5, 5], [5, 5, 2])]
+    data = L.LightningDataModule()
+    data.train_dataloader = data.val_dataloader = lambda: DataLoader(batches, batch_size=None)
+    trainer = TrainerConfig(max_steps=2, accelerator="cpu", val_every=0)
+    with pytest.raises(ConfigError, match=r"Reads\.forward does not name key_mask"):
+        train(RunConfig(trainer=trainer, callbacks=CallbacksConfig(progress=False)), tmp_path, model=Reads(), data=data)
+
+
+def as_batch(rows):
+    length = max(len(row["input_ids"]) for row in rows)
+    ids = torch.tensor([row["input_ids"] + [0] * (length - len(row["input_ids"])) for row in rows])
+    return {"input_ids": ids, "key_mask": ids > 0, "labels": ids}
+
+
+def test_a_model_from_pretrained_trains_with_dropout_and_what_its_owner_froze_stays_as_it_is(tmp_path, caplog):
+    caplog.set_level("INFO")
+    given = bert(hidden_dropout_prob=0.5).eval()  # as from_pretrained leaves it
+    modes = []
+    given.bert.embeddings.dropout.register_forward_hook(lambda part, *_: modes.append(part.training))
+    train_tokens(tmp_path / "bert", given, rows_of_tokens([5, 3, 2]))
+    assert modes.count(True) == 2 and "in evaluation mode" not in caplog.text  # the other calls are checks and validation
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.frozen = bert().requires_grad_(False).eval()
+            self.tuned, self.norm, self.head = bert().eval(), nn.BatchNorm1d(37).eval(), nn.Linear(37, 37)
+
+        def forward(self, input_ids, attention_mask):
+            logits = self.frozen(input_ids, attention_mask).logits + self.tuned(input_ids, attention_mask).logits
+            return self.head(self.norm(logits.mT).mT)
+
+    net = Net()
+    train_tokens(tmp_path / "net", net, rows_of_tokens([5, 3, 2]))
+    assert "in evaluation mode, as given: frozen, norm" in caplog.text
+    assert not any(part.training for part in [*net.frozen.modules(), net.norm])
+    assert all(part.training for part in net.tuned.modules()) and int(net.norm.num_batches_tracked) == 0
+
+    adapted = lora(bert(hidden_dropout_prob=0.5).eval(), "query")
+    assert set_training(adapted) == [] and all(part.training for part in adapted.modules())
+
+
+def test_what_of_a_model_does_not_take_part_is_said_at_the_start(tmp_path, caplog):
+    caplog.set_level("INFO")
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "num_key_value_heads": 2}
+    mixture = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **WIDE, **experts))
+    train_tokens(tmp_path / "mixture", mixture, rows_of_tokens([5, 3, 2]))
+    assert "its router loss is not part of the objective" in caplog.text and "is larger than" not in caplog.text
+    caplog.clear()
+    train_tokens(tmp_path / "larger", bert(), rows_of_tokens([5, 3, 2], token_type_ids=[0]), vocab_size=31, key_masks={})
+    assert "the vocabulary of BertForMaskedLM, 37, is larger than that of the data, 31" in caplog.text
+    assert "router" not in caplog.text
+    with pytest.raises(ConfigError, match="the vocabulary of BertForMaskedLM, 37, is smaller than that of the data, 41"):
+        train_tokens(tmp_path / "smaller", torch.compile(bert(), backend="eager"), rows_of_tokens([5]), vocab_size=41)
+
+
+def test_a_lightning_module_is_no_model(tmp_path):
+    class Own(L.LightningModule):
+        def forward(self, input):
+            return input
+
+        def training_step(self, batch, batch_idx):
+            pytest.fail("it was trained")
+
+    with pytest.raises(ConfigError, match=r"^model: Own is a LightningModule, whose training_step and configure_optimizers"):
+        fit(tmp_path / "run", Squares(), model=Own())
+    assert not (tmp_path / "run").exists()
+
+
+# --- validation
+
+
+@pytest.mark.parametrize("own", ["task", "module"])
+def test_every_validation_row_of_ones_own_is_read_and_the_summary_says_where_some_are_not(own, tmp_path, caplog):
+    caplog.set_level("INFO")
+    rows = [{"input": torch.zeros(3), "labels": torch.full((2,), float(i == 700))} for i in range(701)]
+    if own == "task":
+        data = Task(name="mine", train=rows, val=rows)
+    else:
+        data = L.LightningDataModule()
+        data.train_dataloader = data.val_dataloader = lambda: DataLoader(rows, batch_size=7)
+    options = {"max_steps": 1, "precision": "32-true", "val_batch_size": 7}
+    model = nn.Linear(3, 2, bias=False)
+    assert fit(tmp_path / "all", data, model=model, **options)["val_loss"] == pytest.approx(2 / 1402)
+    assert "the first" not in caplog.text
+    assert fit(tmp_path / "some", data, model=model, val_batches=100, **options)["val_loss"] == 0.0
+    assert ("the first 700 of 701 to validate" if own == "task" else "the first 100 batches to validate") in caplog.text

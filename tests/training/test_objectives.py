@@ -12,10 +12,12 @@ from minitx.analysis.counting import allocations, count_flops
 from minitx.config import ConfigError, ObjectiveConfig, OptimizerConfig, ParameterRule, ScheduleConfig, TransformerConfig
 from minitx.data.task import num_targets
 from minitx.nn.models import build_model
+from minitx.training.calling import Caller
 from minitx.training.objectives import (
     CrossEntropy,
     build_objective,
     check_head,
+    check_sum,
     checked_sums,
     chunked_cross_entropy,
     cross_entropy,
@@ -50,6 +52,103 @@ def test_a_loss_of_torch_sums_over_the_labels_and_a_function_stays_as_it_is():
 def test_an_objective_that_is_no_sum_is_refused(objective, said):
     with pytest.raises(ConfigError, match=said):
         build_objective(objective)
+
+
+class Halves(torch.nn.Module):
+    """Logits (B, L) that are all zero at first, as those of an output layer that starts at zero."""
+
+    def __init__(self, start=0.0):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((), start, dtype=torch.float64))
+
+    def forward(self, input):
+        return self.weight * input
+
+
+def squares(logits, batch):
+    return (logits - batch["labels"]).square()
+
+
+def rowwise(logits, batch):
+    return squares(logits, batch).sum(1)
+
+
+SUMS = {
+    "a sum": lambda logits, batch: squares(logits, batch).sum(),
+    "some sums": lambda logits, batch: {"loss": squares(logits, batch).sum(), "zero": 0 * logits.sum()},
+    "a sum with noise": lambda logits, batch: (squares(logits, batch) * torch.rand_like(logits)).sum(),
+    "rows that weigh differently": lambda logits, batch: (rowwise(logits, batch) * batch["weight"]).sum(),
+}
+OTHERS = {
+    "a mean": lambda logits, batch: squares(logits, batch).mean(),
+    "a mean over rows": lambda logits, batch: rowwise(logits, batch).mean(),
+    "a sum over the targets of the step": lambda logits, batch: squares(logits, batch).sum() / batch["num_targets"],
+    "a root": lambda logits, batch: squares(logits, batch).sum().sqrt(),
+    "the worst row": lambda logits, batch: rowwise(logits, batch).amax(),
+    "columns against rows": lambda logits, batch: (logits[:, :1] - batch["labels"][:, 0]).square().sum(),
+    "a mean beside a sum": lambda logits, batch: {"loss": rowwise(logits, batch).sum(), "nll": rowwise(logits, batch).mean()},
+}
+
+
+def numbers(labels):
+    weight, num_targets = torch.linspace(1, 2, len(labels), dtype=torch.float64), torch.tensor(labels.numel())
+    return {
+        "input": torch.linspace(-1, 1, labels.numel(), dtype=torch.float64).view_as(labels),
+        "labels": labels,
+        "weight": weight,
+        "num_targets": num_targets,
+    }
+
+
+LABELS = {"different": torch.arange(15.0).view(5, 3), "zero": torch.zeros(5, 3), "one row": torch.ones(1, 3)}
+
+
+@pytest.mark.parametrize("labels", LABELS)
+@pytest.mark.parametrize("start", [0.0, 0.7])
+@pytest.mark.parametrize("name", [*SUMS, *OTHERS])
+def test_an_objective_that_does_not_add_up_over_rows_is_refused_also_where_its_loss_begins_at_zero(name, start, labels):
+    batch, caller, before = numbers(LABELS[labels].double()), Caller(Halves(start)), torch.get_rng_state()
+    if name in SUMS:
+        assert check_sum(SUMS[name], caller, batch)
+    else:
+        with pytest.raises(ConfigError, match="objective must return sums"):
+            check_sum(OTHERS[name], caller, batch)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_rows_without_a_target_say_nothing_about_an_objective():
+    labels = torch.tensor([[-100, -100], [-100, -100], [1, -100]])
+    network = torch.nn.Sequential(torch.nn.Embedding(5, 5))
+
+    def mean(logits, batch):
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+    caller = Caller(network)
+    assert not check_sum(mean, caller, {"input": torch.zeros(2, 2).long(), "labels": labels[:2]})
+    with pytest.raises(ConfigError, match="objective must return sums"):
+        check_sum(mean, caller, {"input": torch.zeros(3, 2).long(), "labels": labels})
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "loss"),
+    [
+        (torch.zeros(5, 1), torch.zeros(5), "MSELoss"),
+        (torch.zeros(5, 1), torch.zeros(5).long(), "MSELoss"),
+        (torch.zeros(5), torch.zeros(5, 1), "L1Loss"),
+        (torch.zeros(3, 5), torch.zeros(5), "SmoothL1Loss"),
+    ],
+)
+def test_a_loss_of_numbers_needs_logits_in_the_shape_of_the_labels(logits, labels, loss):
+    objective = build_objective(getattr(torch.nn, loss)(reduction="sum"))
+    with pytest.raises(ConfigError, match=f"^objective: {loss} compares each logit with its label"):
+        objective(logits, {"labels": labels})
+    assert float(objective(logits, {"labels": logits + 2})["loss"]) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.float64])
+def test_the_targets_are_the_labels_whatever_their_type(dtype):
+    assert int(num_targets(torch.zeros(5, 3, dtype=dtype))) == 15
+    assert int(num_targets(torch.zeros(7, dtype=dtype))) == 7
 
 
 def test_what_an_objective_returns_is_a_number_or_numbers_by_name_with_loss_among_them():
