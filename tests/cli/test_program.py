@@ -137,8 +137,9 @@ def test_the_version_is_that_of_minitx(cli):
 
 def test_a_reader_that_goes_away_is_no_error_and_the_run_goes_on(tmp_path):
     process = start([*TINY, "trainer.max_steps=2", "output_dir=run"], tmp_path)
-    process.stdout.close()
-    assert process.stderr.read() == ""
+    process.stdin.close(), process.stdout.close()
+    with process.stderr as said:
+        assert said.read() == ""
     assert process.wait(PATIENCE) == 0
     assert len(losses(tmp_path / "run")) == 2
 
