@@ -82,8 +82,8 @@ def speak_on_the_first_rank() -> None:
     handler.handleError = lambda record: None  # type: ignore[method-assign]  # of a closed pipe: a traceback for each line
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
     if rank():
-        for handler in logging.getLogger().handlers:
-            handler.setLevel(logging.CRITICAL)
+        for other in logging.getLogger().handlers:
+            other.setLevel(logging.CRITICAL)
 
 
 def hydra_folder() -> Path | None:
