@@ -24,7 +24,7 @@ class TransformerConfig(Config):
 
     ``head`` is the output of an encoder: ``lm`` (logits over the vocabulary at every token, for masked-token prediction),
     ``sequence`` (``num_labels`` logits per row, from the first real token or the mean, as ``pooling`` says, and with ``pooler``
-    through a tanh layer), ``token`` (``num_labels`` logits at every token) or ``none`` (hidden states; with ``pooler``, the
+    through a tanh layer), ``token`` (``num_labels`` logits at every token) or ``none`` (hidden states; with ``pooler``,
     the tanh layer belongs to ``model.pool``). ``head_transform`` puts BERT's layer before an ``lm`` head.
 
     ``scale`` multiplies q·k: ``inv_sqrt`` 1/√D, ``unscaled`` 1, ``inv`` 1/D, ``learned`` one exp(log-scale) per head,

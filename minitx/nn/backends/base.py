@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 
 from minitx.nn.functional import AttentionCall
 from minitx.nn.tensor_rule import tensors_of
@@ -42,8 +42,10 @@ def transforms(call: AttentionCall) -> list[str]:
     """
     if torch.compiler.is_compiling():
         return []
-    # torch.func has no public function for this
+    # torch has public functions for neither; unpack_dual alone would take a tenth of a decoding step
     names = [level.key().name for level in torch._C._functorch.get_interpreter_stack() or ()]
+    if forward_ad._current_level < 0:
+        return names
     more = () if call.sinks is call.attn_bias is None else tensors_of((call.sinks, call.attn_bias))
     inputs = (call.query, call.key, call.value, *more)
-    return [*names, "Jvp"] if any(unpack_dual(tensor).tangent is not None for tensor in inputs) else names
+    return [*names, "Jvp"] if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in inputs) else names
