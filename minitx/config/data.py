@@ -294,8 +294,8 @@ class HubDataConfig(DocumentsDataConfig):
     Attributes:
         text_column: the column of documents; ``null``: ``text``, or the only column.
         streaming: read the training documents during training instead of preparing them first. Every row is full. Checkpoints
-            store the position in the stream, so a run must resume with the same number of processes. Without packing, the
-            documents of a row see each other.
+            store the position in the stream, so a run must resume with the same number of processes and workers. Without
+            packing, the documents of a row see each other.
         val_rows: with streaming: number of validation documents, from ``val_path`` or ``val_split``, else the first ones of
             ``split``.
     """
@@ -304,10 +304,6 @@ class HubDataConfig(DocumentsDataConfig):
     text_column: str | None = None
     streaming: bool = False
     val_rows: Count = 1000
-
-    def check(self) -> None:
-        alone = not self.streaming or self.num_workers == 0
-        require(alone, f"num_workers={self.num_workers} must be 0 with streaming=true: one process reads the stream")
 
 
 @dataclass(frozen=True, kw_only=True)

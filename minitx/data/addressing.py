@@ -97,7 +97,8 @@ class AddressedLoader(DataLoader[Batch]):
     own batch counter on resume and compares it with this length.
 
     Args:
-        source: ``source[address]`` is a batch. If the source has ``state_dict(step)``, its state is stored too.
+        source: ``source[address]`` is a batch. A source that is read in order adds ``position``, a pair (part, position in it
+            after the batch), and has ``state_dict(rank, positions)`` and ``load_state_dict``.
         addresses: the addresses of this rank.
         num_workers: number of processes that load batches. They live for the whole run.
         pin_memory: copy batches to page-locked memory, for an accelerator.
@@ -108,6 +109,7 @@ class AddressedLoader(DataLoader[Batch]):
 
     def __init__(self, source: Dataset[Batch], addresses: Addresses, *, num_workers: int = 0, pin_memory: bool = False) -> None:
         self.addresses, self._handed_out = addresses, 0
+        self._positions: dict[int, str] = {}  # of the parts of the source, after the last whole step
         options: dict[str, Any] = {"batch_size": None, "num_workers": num_workers, "persistent_workers": num_workers > 0}
         super().__init__(source, sampler=addresses, pin_memory=pin_memory, **options)
 
@@ -115,10 +117,15 @@ class AddressedLoader(DataLoader[Batch]):
         return self.addresses.num_steps * self.addresses.accumulate
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        self._handed_out = 0
+        self._handed_out, self._positions, latest = 0, {}, dict[int, str]()
         try:
             for batch in super().__iter__():
                 self._handed_out += 1
+                if "position" in batch:
+                    part, position = batch.pop("position")
+                    latest[int(part)] = str(position)
+                    if self._handed_out % self.addresses.accumulate == 0:
+                        self._positions = dict(latest)
                 yield batch
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):
@@ -129,7 +136,8 @@ class AddressedLoader(DataLoader[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"step": the next optimizer step}`` and the state of the source at that step."""
         step = self.addresses.step + self._handed_out // self.addresses.accumulate
-        return {"step": step, **(self.dataset.state_dict(step) if hasattr(self.dataset, "state_dict") else {})}
+        known = hasattr(self.dataset, "state_dict")
+        return {"step": step, **(self.dataset.state_dict(self.addresses.rank, self._positions) if known else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next ``iter`` begin at ``state["step"]``.
@@ -140,6 +148,6 @@ class AddressedLoader(DataLoader[Batch]):
         step = int(state["step"])
         if not 0 <= step <= self.addresses.num_steps:
             raise ValueError(f"step={step} must lie in [0, {self.addresses.num_steps}], the steps of this run")
-        self.addresses.step, self._handed_out = step, 0
+        self.addresses.step, self._handed_out, self._positions = step, 0, {}
         if hasattr(self.dataset, "load_state_dict"):
             self.dataset.load_state_dict(state)

@@ -93,17 +93,18 @@ def load_documents(config: HubDataConfig, folder: Path, tokenizer: Tokenizer | N
     Raises:
         ConfigError: the data cannot be read, the column does not exist, or there are too few documents.
     """
-    from minitx.data.document_stream import load_stream  # which imports this module
-
-    texts = [] if config.text_column is None else [config.text_column]
-    tables = load_tables(config, texts=texts, streaming=config.streaming)
-    names = column_names(tables[0])
-    column = column_of(tables[0], config.text_column or (names[0] if len(names) == 1 else "text"), "text_column")
-    if config.streaming:
-        return load_stream(config, tables, column, tokenizer)
+    tables, column = document_tables(config)
     parts, made_by, record = _tokenised(config, folder, tokenizer, tables, column)
     train, val = (DocumentRows(part, context_len=config.context_len, packing=config.packing) for part in parts)
     return task_of(config, train, val, made_by, bits_per(int(val.lengths.sum()), record["splits"]["val"]))
+
+
+def document_tables(config: HubDataConfig) -> tuple[list[Any], str]:
+    """Return the table or tables of ``config``, and the column of documents."""
+    texts = [] if config.text_column is None else [config.text_column]
+    tables = load_tables(config, texts=texts, streaming=config.streaming)
+    names = column_names(tables[0])
+    return tables, column_of(tables[0], config.text_column or (names[0] if len(names) == 1 else "text"), "text_column")
 
 
 def task_of(

@@ -14,6 +14,7 @@ from minitx.data.documents import load_documents
 from minitx.data.images import load_images
 from minitx.data.masked import load_masked
 from minitx.data.seq2seq import load_pairs
+from minitx.data.streaming import load_stream
 from minitx.data.synthetic import load_recall
 from minitx.data.task import Task
 from minitx.data.text import load_text
@@ -45,4 +46,6 @@ def load_task(config: configs.DataConfig, tokenizer: Tokenizer | None = None, fo
         ConfigError: the data cannot be read, or there are too few of them.
     """
     load = next(LOADERS[kind] for kind in type(config).__mro__ if kind in LOADERS)
+    if isinstance(config, configs.HubDataConfig) and config.streaming:
+        load = load_stream
     return load(config, Path(folder or data_dir()), tokenizer)

@@ -10,9 +10,9 @@ from lightning.pytorch import LightningDataModule
 
 from minitx.config import ConfigError, DataConfig
 from minitx.data.addressing import AddressedLoader, Addresses, Batch
-from minitx.data.document_stream import DocumentStream, StreamSource
 from minitx.data.load import load_task
 from minitx.data.sources import Source, TrainSource, ValSource
+from minitx.data.streaming import DocumentStream, StreamSource
 from minitx.data.task import Split, Task, as_split
 from minitx.data.texts import position_texts
 from minitx.data.tokenizers import Tokenizer
@@ -59,7 +59,7 @@ class DataModule(LightningDataModule):
         """Return the training batches for ``world`` ranks."""
         slices = {"batch_size": self.batch_size, "accumulate": self.accumulate, "world": world}
         if isinstance(self._train, DocumentStream):
-            return StreamSource(self._train, seed=self.seed, **slices)
+            return StreamSource(self._train, seed=self.seed, num_workers=self.num_workers, **slices)
         return TrainSource(self._train, seed=self.seed, bucket=self.task.bucket, **slices)
 
     def val_source(self, world: int = 1) -> ValSource:

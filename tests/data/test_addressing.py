@@ -81,8 +81,11 @@ def test_the_length_is_that_of_the_whole_run_and_a_step_after_its_end_is_refused
 
 def test_the_state_of_a_source_is_stored_and_given_back():
     class Remembering(Counting):
-        def state_dict(self, step):
-            return {"rows read": 12 * step}
+        def __getitem__(self, address):
+            return {**super().__getitem__(address), "position": (0, f"{address.step}.{address.micro}")}
+
+        def state_dict(self, rank, positions):
+            return {"read": positions}
 
         def load_state_dict(self, state):
             self.given = state
@@ -91,6 +94,6 @@ def test_the_state_of_a_source_is_stored_and_given_back():
     batches = iter(run := AddressedLoader(source, Addresses(7, 0, 3)))
     for _ in range(4):
         next(batches)
-    assert run.state_dict() == {"step": 1, "rows read": 12}
+    assert run.state_dict() == {"step": 1, "read": {0: "0.2"}}
     run.load_state_dict(run.state_dict())
-    assert source.given == {"step": 1, "rows read": 12}
+    assert source.given == {"step": 1, "read": {0: "0.2"}}

@@ -102,7 +102,6 @@ REFUSED = [
     (configs.DatesDataConfig, {"first_year": 2099, "val_size": 365}),
     (configs.PairsDataConfig, {"path": "a", "target_path": "b", "val_path": "c", "val_target_path": None}),
     (configs.PairsDataConfig, {"path": "a", "target_path": "b", "target_column": "de", "source_column": "en"}),
-    (configs.HubDataConfig, {"path": "a", "streaming": True, "num_workers": 2}),
 ]
 
 

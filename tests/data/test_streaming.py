@@ -2,16 +2,18 @@
 
 import io
 import itertools
+import json
 
+import numpy as np
 import pytest
 import torch
 
 from minitx.config import ConfigError, HubDataConfig
-from minitx.data import document_stream
+from minitx.data import streaming
 from minitx.data.addressing import Address
-from minitx.data.documents import load_documents
 from minitx.data.load import load_task
 from minitx.data.module import DataModule
+from minitx.data.streaming import load_stream
 from minitx.data.tokenizers import fingerprint, train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")
@@ -28,13 +30,14 @@ def folder(tmp_path):
 
 
 def config(path, **values):
-    path = path if path.endswith("txt") else f"{path}/*.txt"
+    path = f"{path}/*.txt" if path.endswith("set") else path
     return HubDataConfig(**{"path": path, "tokenizer": "char", "context_len": 29, "streaming": True, "val_rows": 17, **values})
 
 
-def module(path, *, seed=0, max_steps=40, batch_size=4, accumulate=1, **values):
+def module(path, *, seed=0, max_steps=40, batch_size=4, accumulate=1, num_workers=0, **values):
     task = load_task(config(path, **values))
-    return DataModule(task, batch_size=batch_size, seed=seed, max_steps=max_steps, accumulate=accumulate)
+    options = {"batch_size": batch_size, "seed": seed, "max_steps": max_steps, "accumulate": accumulate}
+    return DataModule(task, num_workers=num_workers, **options)
 
 
 def all_same(some, others):
@@ -77,22 +80,78 @@ def test_validation_is_the_first_documents_or_a_file_of_its_own(folder, write_te
     assert sorted(found[:211]) == sorted(DOCUMENTS)
 
 
-@pytest.mark.parametrize(("stop", "accumulate"), [(0, 1), (14, 1), (3, 2), (40, 2)])
-def test_a_resumed_stream_goes_on_where_it_stopped(folder, stop, accumulate):
-    whole = list(module(folder, accumulate=accumulate).train_dataloader())
-    first = module(folder, accumulate=accumulate).train_dataloader()
-    seen = list(itertools.islice(first, stop * accumulate + (accumulate > 1 and stop < 40)))  # or in the midst of a step
+def test_rows_are_those_that_are_cut_by_hand_from_the_shards_in_their_order(folder):
+    data = module(folder, max_steps=7, batch_size=4)
+    batches = list(data.train_dataloader())
+    order = documents_of(data.task, module(folder, max_steps=100).train_dataloader())[: 211 - 17]
+    assert order != DOCUMENTS[17:] and sorted(order) == sorted(DOCUMENTS[17:])
+    shards = [key for key, _ in itertools.groupby(order, key=lambda text: DOCUMENTS.index(text) // 43)]
+    assert sorted(shards) == list(range(5)), "each file is read in one piece"
+    end, encode = data.task.tokenizer.mark_ids["eos"], data.task.tokenizer.encode
+    ids = np.concatenate([np.array([end]), *(np.append(encode(text), end) for text in order)])
+    documents = np.repeat(np.arange(len(order)), [len(text) + 1 for text in order])
+    for step, batch in enumerate(batches):
+        for r in range(4):
+            at = slice((4 * step + r) * 29, (4 * step + r + 1) * 29)
+            assert batch["input_ids"][r].tolist() == ids[at].tolist()
+            assert batch["labels"][r].tolist() == ids[at.start + 1 : at.stop + 1].tolist()
+            assert batch["document_ids"][r].tolist() == (documents[at] - documents[at.start]).tolist()
+
+
+@pytest.fixture
+def any_folder(folder, tmp_path):
+    """The same documents as files of another kind."""
+    from datasets import Dataset
+
+    def make(suffix):
+        if suffix == "txt":
+            return folder
+        for part in range(5):
+            table = Dataset.from_dict({"text": DOCUMENTS[part * 43 : part * 43 + 43]})
+            writer = {"jsonl": table.to_json, "parquet": table.to_parquet}[suffix]
+            writer(str(tmp_path / "set" / f"{part}.{suffix}"))
+        return f"{folder}/*.{suffix}"
+
+    return make
+
+
+STOPS = [(0, 1, 0, "txt"), (14, 1, 0, "txt"), (3, 2, 0, "txt"), (40, 2, 0, "txt"), (11, 1, 0, "jsonl")]
+STOPS += [(11, 1, 0, "parquet"), (0, 1, 2, "txt"), (7, 1, 2, "txt"), (5, 3, 2, "txt"), (13, 1, 3, "parquet")]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize(("stop", "accumulate", "num_workers", "suffix"), STOPS)
+def test_a_resumed_stream_goes_on_where_it_stopped(any_folder, stop, accumulate, num_workers, suffix):
+    def ready():
+        options = {"accumulate": accumulate, "num_workers": num_workers, "batch_size": 4 * accumulate}
+        return module(any_folder(suffix), **options).train_dataloader()
+
+    whole = list(ready())
+    run = iter(first := ready())
+    seen = list(itertools.islice(run, stop * accumulate + (accumulate > 1 and stop < 40)))  # or in the midst of a step
     state = first.state_dict()
     assert state["step"] == stop
-    rest = module(folder, accumulate=accumulate).train_dataloader()
-    stored = io.BytesIO()
+    rest, stored = ready(), io.BytesIO()
     torch.save(state, stored)
     rest.load_state_dict(torch.load(io.BytesIO(stored.getvalue()), weights_only=True))
     assert all_same(seen[: stop * accumulate] + list(rest), whole)
 
 
-def test_ranks_share_the_documents_of_an_epoch(folder):
-    world = 7
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_workers_share_the_documents_of_an_epoch(folder, num_workers):
+    data = module(folder, max_steps=21, num_workers=num_workers)
+    batches = list(data.train_dataloader())
+    found = [documents_of(data.task, batches[part::num_workers])[:-1] for part in range(num_workers)]
+    whole = [text for own in found for text in own[: (211 - 17) // num_workers - 40]]
+    assert all(found) and len(whole) == len(set(whole)), "no document is read by two"
+    source = data.train_source()
+    first = [source[Address(step)]["input_ids"] for step in range(0, 21, num_workers)]
+    assert all(torch.equal(one, batch["input_ids"]) for one, batch in zip(first, batches[::num_workers], strict=True))
+
+
+@pytest.mark.parametrize("world", [2, 3, 5, 7])
+def test_ranks_share_the_documents_of_an_epoch(folder, world):
     data = module(folder, batch_size=world)
     found = []
     for rank in range(world):
@@ -104,37 +163,49 @@ def test_ranks_share_the_documents_of_an_epoch(folder):
 
 def test_the_state_of_several_processes_has_the_place_of_each(folder, monkeypatch):
     sources = [module(folder).train_source(2) for _ in range(2)]
-    for rank, step in itertools.product(range(2), range(3)):
-        sources[rank][Address(step, rank=rank)]
-    own = [source.state_dict(3)["stream"] for source in sources]
+    positions = [
+        dict([[source[Address(step, rank=rank)]["position"] for step in range(3)][-1]]) for rank, source in enumerate(sources)
+    ]
+    moved = zip(sources, positions, strict=True)
+    own = [source.state_dict(rank, position)["stream"][0] for rank, (source, position) in enumerate(moved)]
 
-    def gather(found, places):
-        found[:] = [{rank: tuple(places[0])} for rank, places in enumerate(own)]
+    def gather(found, mine):
+        found[:] = [{rank: of_rank} for rank, of_rank in enumerate(own)]
 
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
-    state = {"step": 3, **sources[0].state_dict(3)}
-    assert state["stream"] == own[0] + own[1]
+    state = {"step": 3, **sources[0].state_dict(0, positions[0])}
+    assert state["stream"] == own
     for rank, source in enumerate(sources):
         resumed = module(folder).train_source(2)
         resumed.load_state_dict(state)
-        assert all_same([resumed[Address(3, rank=rank)]], [source[Address(3, rank=rank)]])
-    with pytest.raises(ConfigError, match=r"2 processes"):
-        module(folder).train_source(3).load_state_dict(state)
+        one, other = resumed[Address(3, rank=rank)], source[Address(3, rank=rank)]
+        assert one.pop("position") == other.pop("position") and all_same([one], [other])
+    for wrong in (module(folder).train_source(3), module(folder, num_workers=2).train_source(2)):
+        with pytest.raises(ConfigError, match="same number of processes"):
+            wrong.load_state_dict(state)
+
+
+def test_rows_without_text_are_told_once(write_text, caplog):
+    rows = [json.dumps({"text": text}) for text in ["one two", None, "three four", "", *DOCUMENTS]]
+    data = module(write_text("\n".join(rows), "null.jsonl"), val_rows=1, max_steps=9)
+    with caplog.at_level("INFO"):
+        list(data.train_dataloader())
+    assert len([message for message in caplog.messages if "without text" in message]) == 1
 
 
 def test_a_stream_takes_a_given_tokenizer_or_learns_one(folder, tmp_path, monkeypatch):
     given = train_tokenizer("char", ["abc0123456789"], marks=("eos",))
-    task = load_documents(config(folder), tmp_path, given)
+    task = load_stream(config(folder), tmp_path, given)
     assert task.tokenizer is given and task.model_fields == {"vocab_size": given.vocab_size}
-    read, not_blank = [], document_stream.not_blank
+    read, not_blank = [], streaming.not_blank
 
     def noted(texts, column):
         return not_blank((read.append(text) or text for text in texts), column)
 
     with monkeypatch.context() as patch:  # a tokenizer of the config is known, too: one document shows that there are any
-        patch.setattr(document_stream, "not_blank", noted)
+        patch.setattr(streaming, "not_blank", noted)
         given.save(tmp_path / "tokenizer.json")
         task = load_task(config(folder, tokenizer=str(tmp_path / "tokenizer.json"), val_rows=7))
     assert fingerprint(task.tokenizer) == fingerprint(given) and len(read) < 20  # with the blank lines between
@@ -146,6 +217,6 @@ def test_too_few_documents_and_a_checkpoint_without_a_place_are_refused(folder, 
     with pytest.raises(ConfigError, match=r"data\.val_rows="):
         load_task(config(folder, val_rows=211))
     with pytest.raises(ConfigError, match="no documents"):
-        module(write_text("a\nb\nc\nd", "few.txt"), val_rows=3).train_source(4)[Address(0)]
+        module(write_text("a\nb\nc\nd", "few.txt"), val_rows=3).train_source(4)[Address(0, rank=1)]
     with pytest.raises(ConfigError, match=r"^data\.path="):
         module(folder).train_source()[Address(5)]
