@@ -133,9 +133,9 @@ def check_resumed(config: RunConfig, module: TrainingModule) -> int:
         saved, wanted = checkpoint["minitx"]["config"][name], module.state["config"][name]
         keys = [key for key in saved | wanted if saved.get(key) != wanted.get(key)]
         if keys:
-            other = "; ".join(f"{name}.{key} {saved.get(key)} != {wanted.get(key)}" for key in keys)
+            changed = "; ".join(f"{name}.{key} {saved.get(key)} != {wanted.get(key)}" for key in keys)
             raise ConfigError(
-                f"ckpt_path={config.ckpt_path} goes on with its own {name}, and the config asks for another: {other}. "
+                f"ckpt_path={config.ckpt_path} goes on with its own {name}, and the config asks for another: {changed}. "
                 "Leave it as it was, or start a new run from the weights with init_from.path"
             )
     step = int(checkpoint["global_step"])

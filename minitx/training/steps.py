@@ -38,9 +38,11 @@ class StepCallback(L.Callback):
         raise NotImplementedError
 
 
-def unit_of(labels: Tensor, tokens: str = "tokens") -> str:
-    """Return what the targets of a batch are: ``tokens``, or rows where a row has a single label or labels that are no numbers of classes."""
-    return tokens if labels.dim() > 1 and not labels.is_floating_point() else "rows"
+def unit_of(labels: Tensor) -> str:
+    """Return what the targets of a batch are: ``rows`` where a row has one label, ``labels`` where they are no whole numbers, else ``tokens``."""
+    if labels.dim() < 2:
+        return "rows"
+    return "labels" if labels.is_floating_point() else "tokens"
 
 
 class StepLog(StepCallback):

@@ -60,7 +60,7 @@ def describe_training(config: RunConfig, objective: Any, data: L.LightningDataMo
     loss = getattr(objective, "loss", getattr(objective, "func", objective))  # a loss of torch, or a partial function
     divisor = "mean of each micro-batch"
     if isinstance(data, DataModule):
-        divisor = f"sum / {unit_of(data.probe_batch(1)['labels'], 'labels')} of a step"
+        divisor = f"sum / {'rows' if unit_of(data.probe_batch(1)['labels']) == 'rows' else 'labels'} of a step"
     optimizer, schedule, clip = config.optimizer, config.schedule, config.trainer.clip
     if isinstance(optimizer, OptimizerConfig):
         rates = {"lr": optimizer.lr, **({"matrix_lr": optimizer.matrix_lr} if optimizer.name == "muon" else {})}
