@@ -183,13 +183,11 @@ def as_split(task: Task, which: str) -> Split:
 
 
 def num_targets(labels: Tensor) -> Tensor:
-    """Return the number of targets, 0-d int64, by which losses are divided: the elements of ``labels``, but for integers of -100.
+    """Return the number of targets, 0-d int64, by which losses are divided: the elements of ``labels`` that are not -100.
 
     >>> int(num_targets(torch.tensor([[1, -100], [2, 3]]))), int(num_targets(torch.zeros(2, 3)))
     (3, 6)
     """
-    if labels.is_floating_point():
-        return torch.tensor(labels.numel(), device=labels.device)
     return (labels != IGNORED).sum()
 
 

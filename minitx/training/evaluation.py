@@ -216,8 +216,8 @@ def _of_labels(task: Task, nll: Tensor, counts: Tensor, right: Tensor) -> dict[s
         return {"accuracy": share_interval(int(right.sum()), len(right))}
     loss, accuracy = ratio_interval(nll, counts), ratio_interval(right, counts)
     if task.kind == "masked_lm":
-        value, *ends = (None if x is None else math.exp(x) for x in (loss.value, loss.low, loss.high))
-        perplexity = Metric(value, *ends, loss.count)
+        low, high = (None if end is None else math.exp(end) for end in (loss.low, loss.high))
+        perplexity = Metric(math.exp(loss.value), low, high, loss.count)
         return {"masked_perplexity": perplexity, "masked_accuracy": accuracy}
     bits = {f"bits_per_{unit}": ratio_interval(nll * factor, counts) for unit, factor in task.bits_per.items()}
     return {**bits, "loss": loss, "next_token_accuracy": accuracy}

@@ -115,7 +115,7 @@ class TrainingModule(L.LightningModule):
         if not isinstance(batch, Mapping) or "labels" not in batch:
             what = f"a mapping with {', '.join(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
             raise ConfigError(f"data: a batch must be a mapping of tensors with labels, got {what}")
-        self.caller.check(batch)  # here, where reading a mask does not wait for the device
+        self.caller.check(dict(batch))  # here, where reading a mask does not wait for the device
         return batch
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:

@@ -256,7 +256,7 @@ def check_sum(objective: Objective, caller: Caller, batch: Batch) -> bool:
     if isinstance(objective, CrossEntropy | TorchLoss):
         return True
     labels = batch["labels"].flatten(1) if batch["labels"].dim() > 1 else batch["labels"][:, None]
-    counted = ((labels != IGNORED) | labels.is_floating_point()).any(1).nonzero().flatten().tolist()
+    counted = (labels != IGNORED).any(1).nonzero().flatten().tolist()
     if not counted:
         return False
     first = counted[0]

@@ -172,11 +172,11 @@ def test_keys_are_padded_with_what_was_asked_for():
     assert split_of(rows).collate(np.arange(2), None)["key_mask"].tolist() == [[False, True, True], [True, False, False]]
 
 
-def test_labels_that_are_no_whole_numbers_count_by_row():
+def test_labels_that_are_no_whole_numbers_count_as_others_do():
     rows = [{"x": [1.0, 2.0], "labels": [0.5, 0.25]} for _ in range(7)]
-    assert source(split_of(rows), batch_size=6, accumulate=3)[Address(0, 1)]["num_targets"] == 6
+    assert source(split_of(rows), batch_size=6, accumulate=3)[Address(0, 1)]["num_targets"] == 12
     last = [ValSource(split_of(rows), batch_size=6, world=3)[Address(1, rank=rank)] for rank in range(3)]
-    assert [(len(batch["labels"]), int(batch["num_targets"])) for batch in last] == [(1, 1), (0, 1), (0, 1)]
+    assert [(len(batch["labels"]), int(batch["num_targets"])) for batch in last] == [(1, 2), (0, 2), (0, 2)]
 
 
 ROWS = [
