@@ -174,6 +174,8 @@ REFUSED = [
     ("gpt2", {"architectures": ["GPT2ForTokenClassification"]}, "architectures=['GPT2ForTokenClassification']"),
     ("roberta masked", {"max_position_embeddings": "43"}, "wrong type"),
     ("roberta masked", {"pad_token_id": None}, "pad_token_id=None"),
+    ("llama", {"num_local_experts": 4}, "num_local_experts=4"),
+    ("llama", {"model_type": "mixtral"}, "mixtral"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ("llama", rope("default", partial_rotary_factor=0.5), "rope_parameters.partial_rotary_factor=0.5"),
     ("llama", rope("dynamic", factor=2.0), "rope_parameters.rope_type='dynamic'"),

@@ -182,7 +182,7 @@ class Chunked(torch.autograd.Function):
     """The output (B, H, L, Dv) in the dtype of the sums, because dZ needs it unrounded."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, settings: Settings, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *bias_tensors: Tensor
     ) -> Tensor:
         with full_precision(query.device):
@@ -212,15 +212,15 @@ class Chunked(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return None, *Gradients.apply(ctx.settings, ctx.needs_input_grad[4:], grad, *ctx.saved_tensors)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *Gradients.apply(ctx.settings, ctx.needs_input_grad[4:], grad, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
 
 
 class Gradients(torch.autograd.Function):
     """The gradients of query, key, value, sinks and the tensors of the bias; of the last two None where none is wanted."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         settings: Settings,
         wanted: tuple[bool, ...],
@@ -251,7 +251,7 @@ class Gradients(torch.autograd.Function):
                     d_value[:, :, keys] += over_group(weights if factors is None else weights * factors, d_out, key.shape[1])
                     d_logits = d_weights.sub_(delta[:, :, rows]).mul_(weights)
                     bias_gradient.add(d_logits, rows, keys)
-                    if capped is not None:
+                    if capped is not None and settings.softcap is not None:
                         d_logits = d_logits * (1.0 - (capped / settings.softcap).square_())
                     d_query[:, :, rows] += by_group(d_logits, seen_key)
                     d_key[:, :, keys] += over_group(d_logits, q, key.shape[1])
@@ -297,7 +297,7 @@ class BiasGradient:
 
         values, pull = torch.func.vjp(tile, *(self.tensors[i].to(d_logits.dtype) for i in self.chosen))  # type: ignore[misc]
         for i, part in zip(self.chosen, pull(d_logits.sum_to_size(values.shape).to(values.dtype)), strict=True):
-            self.sums[i] += part  # type: ignore[operator]
+            self.sums[i] += part
 
 
 def run(call: AttentionCall) -> Tensor:
@@ -313,7 +313,7 @@ def attend_by_tiles(call: AttentionCall) -> Tensor:
         return reference_attention(call)  # without values no tile can be chosen
     settings = Settings.of(call, int(torch.randint(2**31, ())) if call.dropout_p > 0.0 else 0)
     bias_tensors = [] if call.attn_bias is None else tensors_of(as_bias(call.attn_bias))
-    return Chunked.apply(settings, call.query, call.key, call.value, call.sinks, *bias_tensors).to(call.value.dtype)
+    return Chunked.apply(settings, call.query, call.key, call.value, call.sinks, *bias_tensors).to(call.value.dtype)  # type: ignore[no-untyped-call]
 
 
 def why_not(call: AttentionCall) -> str | None:
