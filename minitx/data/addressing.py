@@ -136,8 +136,9 @@ class AddressedLoader(DataLoader[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"step": the next optimizer step}`` and the state of the source at that step."""
         step = self.addresses.step + self._handed_out // self.addresses.accumulate
-        known = hasattr(self.dataset, "state_dict")
-        return {"step": step, **(self.dataset.state_dict(self.addresses.rank, self._positions) if known else {})}
+        source: Any = self.dataset
+        known = hasattr(source, "state_dict")
+        return {"step": step, **(source.state_dict(self.addresses.rank, self._positions) if known else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next ``iter`` begin at ``state["step"]``.
