@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from minitx.data.documents import DocumentRows, learned_marks, task_of
 from minitx.data.tables import column_of, load_splits
 from minitx.data.task import Ragged, Task, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, require_marks
+
+log = logging.getLogger(__name__)
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}\n{% endfor %}"
@@ -110,19 +113,22 @@ def load_chat(config: ChatDataConfig, folder: Path, tokenizer: Tokenizer | None)
 
 
 def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, config: ChatDataConfig, name: str) -> DocumentRows:
-    """Conversations, cut at ``context_len``; those without an answer in what is left are left out."""
+    """Conversations, cut at ``context_len``. Those without an answer in what is left are left out, and counted in a line."""
     longest = config.context_len + 1  # one more: the target of the last position
-    encoded = [(ids[:longest], counted[:longest]) for ids, counted in map(format.encode, chats)]
+    encoded = [(ids[:longest], counted[:longest]) for ids, counted in map(format.encode, filter(None, chats))]
     kept = [(ids, counted) for ids, counted in encoded if counted[1:].any()]
     if not kept:
         raise ConfigError(f"{name} has no conversation with an answer of role assistant in {config.context_len} tokens")
+    if len(kept) < len(chats):
+        what = (len(chats) - len(kept), len(chats), name, config.context_len)
+        log.info("left out %d of %d conversations of %s: without an answer in %d tokens", *what)
     counted = np.concatenate([counted for _, counted in kept])
     documents = Ragged.of([ids for ids, _ in kept])
     return DocumentRows(documents, context_len=config.context_len, packing=config.packing, counted=counted)
 
 
 def _conversations(table: Any, column: str) -> list[list[Message]]:
-    chats = [chat for chat in table[column_of(table, column, "messages_column")] if chat]
+    chats = [chat or [] for chat in table[column_of(table, column, "messages_column")]]
     try:
         alright = all(isinstance(message[key], str) for chat in chats for message in chat for key in ("role", "content"))
     except (TypeError, KeyError):

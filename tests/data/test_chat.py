@@ -120,6 +120,15 @@ def test_rows_that_are_no_conversations_are_refused(write_text, row, key):
         load_chat(ChatDataConfig(path=path, tokenizer="char"), None, None)
 
 
+def test_conversations_that_are_left_out_are_counted(write_text, caplog):
+    chats = [*[CHAT] * 31, *[None] * 3, *[[]] * 2, *[CHAT[:2]] * 5]
+    path = write_text("\n".join(json.dumps({"messages": chat}) for chat in chats), "a.jsonl")
+    with caplog.at_level("INFO"):
+        task = load_chat(ChatDataConfig(path=path, tokenizer="char", packing=False, val_fraction=0.5), None, None)
+    assert sum(int(message.split()[2]) for message in caplog.messages if "without an answer" in message) == 10
+    assert len(task.train) + len(task.val) == 31
+
+
 def test_a_tokenizer_without_an_end_mark_is_refused(path):
     with pytest.raises(ConfigError, match="eos"):
         load_chat(ChatDataConfig(path=path), None, train_tokenizer("char", [LETTERS]))
