@@ -94,11 +94,12 @@ def train(
             if value is not None:
                 module.state["config"][name] = {"_target_": GIVEN}
         done = check_resumed(config, module)
-        stack.enter_context(run_folder(folder, files or {}))
-        stack.enter_context(finish_wandb())
-        metrics, guard = MetricsFile(folder / "metrics.csv", done), last_checkpoint(config, folder)
+        guard = last_checkpoint(config, folder)
         callbacks = [*own_callbacks(config, module, opened, folder), guard]
-        loggers = [metrics, *build_all(config.logger, "logger", {"save_dir": str(folder)})]
+        loggers = build_all(config.logger, "logger", {"save_dir": str(folder)})
+        stack.enter_context(run_folder(folder, files or {}))  # every part is built: a mistake in one has changed no file
+        stack.enter_context(finish_wandb())
+        loggers.insert(0, MetricsFile(folder / "metrics.csv", done))
         trainer = build_trainer(config, folder, loggers, callbacks, addressed=isinstance(opened, DataModule))
         if trainer.is_global_zero:
             log.info("%s", summary(trainer, config, module, opened, folder))

@@ -135,6 +135,7 @@ def test_a_run_that_goes_on_with_other_micro_batches_reads_each_step_once(make_c
         ({"optimizer__name": "sgd"}, r"optimizer\.name adamw != sgd"),
         ({"schedule__name": "linear"}, r"schedule\.name cosine != linear"),
         ({"trainer__max_steps": 5}, r"is of step 6, after trainer\.max_steps=5"),
+        ({"callbacks__parts": {"early": {"_target_": "lightning.pytorch.callbacks.EarlyStopping"}}}, r"callbacks\.early"),
     ],
 )
 def test_what_a_resumed_run_would_not_do_is_refused_before_anything_is_written(make_config, tmp_path, changes, said):
