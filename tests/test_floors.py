@@ -151,7 +151,6 @@ NEEDED_BECAUSE = {
     ("cli.entry", "importlib.import_module"): "of our own programs, which the code names",
     ("training.parts", "importlib.import_module"): "of what a user's config names, and of classes in OURS",
     ("training.parts", "hydra.utils.instantiate"): "of a user's config; nodes of a checkpoint pass check_trusted first",
-    ("training.shards", "pickle"): "to read torch's index with a reader that knows its descriptions only",
     ("testing", "importlib.import_module"): "a program that checks code which its user names on the command line",
 }
 

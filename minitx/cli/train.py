@@ -80,10 +80,8 @@ def speak_on_the_first_rank() -> None:
     """Log to stdout, in the first process only. Each process also has its own log in the run's folder."""
     handler = logging.StreamHandler(sys.stdout)
     handler.handleError = lambda record: None  # type: ignore[method-assign]  # of a closed pipe: a traceback for each line
+    handler.setLevel(logging.CRITICAL if rank() else logging.NOTSET)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
-    if rank():
-        for other in logging.getLogger().handlers:
-            other.setLevel(logging.CRITICAL)
 
 
 def hydra_folder() -> Path | None:

@@ -73,7 +73,7 @@ def read_checkpoint(path: str | Path, *, key: str = "ckpt_path", verb: str = "go
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"{key}={path} is not a file{_offer(path, key, verb)}")
+        raise ConfigError(f"{key}={path} is not a file that exists{_offer(path, key, verb)}")
     try:
         return _read(path)
     except ConfigError as error:

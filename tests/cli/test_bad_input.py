@@ -58,7 +58,7 @@ BUILT = {
     "imports=[no_such_module_anywhere]": "imports=no_such_module_anywhere",
     "model.architecture=encoder": "model.architecture=encoder",
     "trainer.devices=2 trainer.accelerator=auto": "trainer.devices=2",
-    "init_from={path:nowhere}": "init_from.path=nowhere is not a file, and no folder",
+    "init_from={path:nowhere}": "init_from.path=nowhere is not a file that exists",
     "output_dir=short.txt/below": "output_dir=",
     "output_dir=new/run model.backend=nonsense": "nonsense",
 }
