@@ -53,7 +53,8 @@ def intervene(
     ``intervene(model, "scores", lambda z: z / T)``. Patch from another run: ``intervene(model, "values", seen)`` with the
     result of ``capture(other, what="values")``. For ``scores`` and ``weights``, the changed layers use the backend ``math``;
     all others keep their kernel. Gradients flow through the changed computation. Contexts can be nested: each one sees the
-    changes of the contexts around it, and so does ``capture``.
+    changes of the contexts around it, and so does ``capture``. Where activation checkpointing runs a call again, the backward pass
+    must run inside the context, too: outside of it, the second run computes what the model computes without a change.
 
     Args:
         to: a number or a tensor, which is broadcast to the chosen part; a function of the chosen part; or the result of
@@ -70,7 +71,7 @@ def intervene(
             compiled; or activation checkpointing runs a call again that cannot be told apart from another call.
 
     Warns:
-        UserWarning: a chosen layer did not run, as in ``capture``.
+        UserWarning: a chosen layer did not run at all, as in ``capture``.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention, x = MultiHeadAttention(6, 2), torch.randn(1, 3, 6)
@@ -79,6 +80,8 @@ def intervene(
     >>> bool(torch.allclose(out, attention.out_proj.bias.expand(1, 3, 6)))
     True
     """
+    if to is None:
+        raise TypeError("to must be a number, a tensor, a function or records of capture, got None")
     if what not in CHANGEABLE:
         raise ValueError(f"what={what!r} must be one of {', '.join(CHANGEABLE)}")
     if heads is not None and what in ("feedforward", "residual"):

@@ -132,6 +132,9 @@ def check_unchanged(model: nn.Module, caller: str) -> None:
         if name not in found or name not in expected or found[name] != expected[name]
         if not (name.rpartition(".")[2] in TRAINING_ONLY or (model.has_own_core and ".core" in name))
     }
+    for name, module in model.named_modules():  # torch has no public list of a module's hooks
+        if module._forward_hooks or module._forward_pre_hooks:
+            faults.setdefault(name or "the model", f"{name or 'the model'} has a hook, which no file keeps")
     listed = [text for name, text in faults.items() if not any(name.startswith(f"{other}.") for other in faults)]
     if listed:
         more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""

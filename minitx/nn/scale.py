@@ -134,6 +134,8 @@ def fold_scale(model: nn.Module, to: str | float = "unscaled", *, factor: float 
         to: the new scale: ``inv_sqrt``, ``unscaled``, ``inv``, ``head_dim^p`` or a number.
         factor: the new ``scale_factor``.
 
+    Give it the whole model: what uses a projection outside of ``model`` cannot be seen from here.
+
     Raises:
         ValueError: there is no attention in the model; the old or the new scale is 0 or has no fixed multiplier (``learned``,
             ``log_length``); a layer has QK-norm, which would undo the change; a core computes no dot products; W_Q or W_K is not a

@@ -19,7 +19,7 @@ from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.models import build_model
 from minitx.nn.modes import evaluating
-from minitx.training.calling import Caller, config_of, set_training, unwrapped
+from minitx.training.calling import Caller, config_of, is_of_transformers, set_training, unwrapped
 from minitx.training.hardware import device_type
 from minitx.training.module import TrainingModule
 from minitx.training.objectives import CrossEntropy, build_objective, check_head, checked_sums
@@ -127,7 +127,7 @@ def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Modu
             raise ConfigError(
                 f"model._target_={config.model['_target_']} must give a torch.nn.Module, got {type(model).__name__}"
             )
-    check_network(model, decided_fields(data).get("vocab_size"))
+    check_network(model, decided_fields(data))
     if parts := set_training(model):
         log.info("model: in evaluation mode, as given: %s", ", ".join(parts[:3]) + (", ..." if len(parts) > 3 else ""))
     if config.init_from.path is not None:
@@ -137,14 +137,14 @@ def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Modu
     return model
 
 
-def check_network(network: nn.Module, vocab_size: int | None) -> None:
+def check_network(network: nn.Module, fields: Mapping[str, Any]) -> None:
     """Refuse a network that cannot be trained as it is, and say what of it does not take part.
 
     Args:
-        vocab_size: the vocabulary of the data, if they have one.
+        fields: what the data decide, such as ``vocab_size`` and ``num_labels``.
 
     Raises:
-        ConfigError: the network is a LightningModule, or its vocabulary is smaller than that of the data.
+        ConfigError: the network is a LightningModule, or its vocabulary or number of labels is smaller than that of the data.
     """
     network = unwrapped(network)
     name, config = type(network).__name__, getattr(network, "config", None)
@@ -153,11 +153,16 @@ def check_network(network: nn.Module, vocab_size: int | None) -> None:
             f"model: {name} is a LightningModule, whose training_step and configure_optimizers would not run: give its network as model, "
             "its loss as objective and its optimizer as optimizer"
         )
-    known = getattr(config, "vocab_size", None)
-    if known and vocab_size and known < vocab_size:
-        raise ConfigError(f"model: the vocabulary of {name}, {known:,}, is smaller than that of the data, {vocab_size:,}")
-    if known and vocab_size and known > vocab_size:
-        log.info("model: the vocabulary of %s, %s, is larger than that of the data, %s", name, f"{known:,}", f"{vocab_size:,}")
+    for key, what in (("vocab_size", "the vocabulary"), ("num_labels", "the number of labels")):
+        known, wanted = getattr(config, key, None), fields.get(key)
+        if key == "num_labels" and not is_of_transformers(
+            network
+        ):  # a wrapper may show the config of a part, with another head
+            continue
+        if known and wanted and known < wanted:
+            raise ConfigError(f"model: {what} of {name}, {known:,}, is smaller than that of the data, {wanted:,}")
+        if known and wanted and known > wanted:
+            log.info("model: %s of %s, %s, is larger than that of the data, %s", what, name, f"{known:,}", f"{wanted:,}")
     if hasattr(config, "output_router_logits"):
         log.info("model: %s is a mixture of experts, and its router loss is not part of the objective", name)
 

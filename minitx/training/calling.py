@@ -45,6 +45,11 @@ def unwrapped(network: Any) -> nn.Module:
         network = inner
 
 
+def is_of_transformers(network: nn.Module) -> bool:
+    """Return whether a model is one of transformers, which is not imported for the question."""
+    return any(base.__module__ == "transformers.modeling_utils" for base in type(network).__mro__)
+
+
 class Caller:
     """Call a network with the keys of a batch that are parameters of its ``forward``.
 
@@ -68,7 +73,7 @@ class Caller:
             if one.kind is one.VAR_KEYWORD:
                 self.names += [name for keys in get_args(one.annotation) for name in getattr(keys, "__annotations__", ())]
         self.options = {}
-        if any(base.__module__ == "transformers.modeling_utils" for base in type(model).__mro__):
+        if is_of_transformers(model):
             self.options = {"use_cache": False} if "use_cache" in self.names else {}
             self.names = [name for name in self.names if name != "labels"]
 

@@ -22,7 +22,7 @@ from minitx.config import ConfigError
 from minitx.data.addressing import Batch
 from minitx.data.module import DataModule
 from minitx.data.task import num_targets
-from minitx.training.calling import Caller
+from minitx.training.calling import MASKS, Caller
 from minitx.training.checkpoint import FORMAT
 from minitx.training.compiling import compiled
 from minitx.training.hardware import widest_float
@@ -119,7 +119,9 @@ class TrainingModule(L.LightningModule):
         return batch
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        if not self._said_dropped and (dropped := self.caller.dropped(batch)):
+        # a mask that is not passed hides nothing, or ``check`` refuses it
+        dropped = [name for name in self.caller.dropped(batch) if name not in (*MASKS, *MASKS.values())]
+        if dropped and not self._said_dropped:
             log.info("model: %s.forward does not take %s of a batch", self.caller.kind, ", ".join(dropped))
         self._said_dropped = True
         self._checked_sum = self._checked_sum or check_sum(self.objective, self.caller, batch)

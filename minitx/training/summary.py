@@ -103,5 +103,6 @@ def describe_device(trainer: L.Trainer) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     count = f"{trainer.world_size} x " if trainer.world_size > 1 else ""
     strategy = f", {type(trainer.strategy).__name__}" if trainer.world_size > 1 else ""
-    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    number = torch.get_num_threads()
+    threads = f", {number} thread{'s' * (number > 1)}" if device.type == "cpu" else ""
     return f"{count}{name}{threads}, {trainer.precision}{strategy}"

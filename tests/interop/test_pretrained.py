@@ -194,6 +194,16 @@ def test_a_model_that_was_changed_after_it_was_built_is_refused_by_the_part(save
     assert not (tmp_path / "changed").exists()
 
 
+@pytest.mark.parametrize("save", [save_pretrained, save_hf])
+def test_a_model_with_a_hook_is_refused_because_no_file_keeps_it(save, tmp_path):
+    model = build(activation="gelu_tanh")
+    hook = model.head.register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.raises(ValueError, match="head has a hook"):
+        save(model, tmp_path / "hooked")
+    hook.remove()
+    save(model, tmp_path / "plain")
+
+
 def test_a_folded_model_is_saved_with_its_new_scale(tmp_path):
     model, ids = build().eval(), torch.tensor([[1, 2, 3]])
     want = model(ids)

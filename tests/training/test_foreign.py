@@ -249,7 +249,8 @@ def train_tokens(folder, model, rows, **options):
         callbacks=CallbacksConfig(progress=False),
     )
     options = {"vocab_size": 37, **options}
-    task = Task(name="mine", train=rows, val=rows, model_fields={"vocab_size": options.pop("vocab_size")}, **options)
+    fields = {name: options.pop(name) for name in ("vocab_size", "num_labels") if name in options}
+    task = Task(name="mine", train=rows, val=rows, model_fields=fields, **options)
     return train(config, folder, model=model, data=task, batch_size=len(rows))
 
 
@@ -340,6 +341,8 @@ def test_what_of_a_model_does_not_take_part_is_said_at_the_start(tmp_path, caplo
     assert "router" not in caplog.text
     with pytest.raises(ConfigError, match="the vocabulary of BertForMaskedLM, 37, is smaller than that of the data, 41"):
         train_tokens(tmp_path / "smaller", torch.compile(bert(), backend="eager"), rows_of_tokens([5]), vocab_size=41)
+    with pytest.raises(ConfigError, match="the number of labels of BertForMaskedLM, 2, is smaller than that of the data, 3"):
+        train_tokens(tmp_path / "labels", bert(), rows_of_tokens([5]), num_labels=3)
 
 
 def test_a_lightning_module_is_no_model(tmp_path):

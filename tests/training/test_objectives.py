@@ -116,6 +116,14 @@ def test_an_objective_that_does_not_add_up_over_rows_is_refused_also_where_its_l
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_an_objective_whose_loss_stays_zero_is_said_to_be_unchecked(caplog):
+    with caplog.at_level("INFO"):
+        assert check_sum(
+            lambda logits, batch: F.relu(logits - 1e9).mean(), Caller(Halves(0.7)), numbers(torch.ones(3).double())
+        )
+    assert "was not checked" in caplog.text
+
+
 def test_rows_without_a_target_say_nothing_about_an_objective():
     labels = torch.tensor([[-100, -100], [-100, -100], [1, -100]])
     network = torch.nn.Sequential(torch.nn.Embedding(5, 5))
