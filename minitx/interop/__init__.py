@@ -1,6 +1,10 @@
-"""Load and save weights: Hugging Face folders and folders of minitx. Pickle files and code are never read."""
+"""Weights and models of others: Hugging Face folders read into our blocks and written back, and Hugging Face models as they are.
 
+Pickle files and code are never read.
+"""
+
+from minitx.interop.adopt import adopt_hf, release_hf
 from minitx.interop.pretrained import from_pretrained, save_pretrained
 from minitx.interop.weights import FAMILIES, load_hf, save_hf
 
-__all__ = ["FAMILIES", "from_pretrained", "load_hf", "save_hf", "save_pretrained"]
+__all__ = ["FAMILIES", "adopt_hf", "from_pretrained", "load_hf", "release_hf", "save_hf", "save_pretrained"]
