@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from minitx.analysis.statistics import attention_statistics, over_tiles, real_queries
 from minitx.nn.attention import MultiHeadAttention
-from minitx.nn.blocks import Block, is_recomputing
+from minitx.nn.blocks import Block, is_block, is_recomputing
 from minitx.nn.functional import AttentionCall, full_precision
 
 TOLD_BYTES = 2**30
@@ -95,7 +95,7 @@ def capture(
     """Record every attention call of ``model`` while the context is open.
 
     It works for any module that contains our attention, with every backend, and with caches, grouped heads, activation
-    checkpointing, DDP and FSDP. A forward pass inside of a backward pass is not recorded: it is the recomputation of activation
+    checkpointing, DDP and FSDP, and for a Hugging Face model after ``adopt_hf``. A forward pass inside of a backward pass is not recorded: it is the recomputation of activation
     checkpointing. The first four records below are recomputed from the arguments of the core, in at least float32. The others
     are the outputs of modules. Nothing is stored on the modules, no random number is drawn, and the hooks are removed at
     the end.
@@ -106,7 +106,7 @@ def capture(
     ``scores``      (B, H, L, S), scaled, soft-capped and with bias, before softmax; -inf where a key is hidden
     ``values``      (B, H, S, Dv), the values as each query head gets them
     ``heads``       (B, H, L, Dv), the output of each head before ``out_proj``
-    ``feedforward`` (B, L, E), the output of each block's feed-forward part
+    ``feedforward`` (B, L, E), the output of each block's feed-forward part; (B · L, E) where a model flattens it (OPT)
     ``residual``    (B, L, E), the residual stream after each block
     =============== ===========================================================================================
 
@@ -161,8 +161,8 @@ def watch(
         for name, core in cores.items():
             hooks.enter_context(core.register_forward_pre_hook(partial(watcher.enter_core, name)))
         for module in model.modules():
-            if _knows_its_targets(type(module)):  # type: ignore[arg-type]
-                hooks.enter_context(module.register_forward_pre_hook(watcher.enter_model, with_kwargs=True))
+            if mask := _mask_of_queries(type(module)):  # type: ignore[arg-type]
+                hooks.enter_context(module.register_forward_pre_hook(partial(watcher.enter_model, mask), with_kwargs=True))
         yield watcher.seen
     warn_of_silence(model, watcher.seen)
 
@@ -191,14 +191,15 @@ def _watch_outputs(
 def modules_of(model: nn.Module, what: str) -> dict[str, nn.Module]:
     """Return, by name, the modules that are recorded for ``what``.
 
-    ``residual`` and ``feedforward`` belong to each ``Block``, ``heads`` to each attention core: the core of a
+    ``residual`` and ``feedforward`` belong to each block (``is_block``), ``heads`` to each attention core: the core of a
     ``MultiHeadAttention``, or a module whose class has the attribute ``softmax_weights``. All other records belong to the cores
     where this attribute is True. A module that is used in several places has one name.
     """
     modules = list(model.modules())
     if what in ("feedforward", "residual"):
-        blocks = [module for module in modules if isinstance(module, Block)]
-        wanted = blocks if what == "residual" else [block.feedforward for block in blocks]
+        wanted = [module for module in modules if is_block(module)]
+        if what == "feedforward":
+            wanted = [part for part in map(_feedforward_of, wanted) if part is not None]
     elif what == "heads":
         wanted = [module.core for module in modules if isinstance(module, MultiHeadAttention)]
         inside = {part for core in wanted for part in core.modules()}  # a core may be wrapped, or hold another core
@@ -209,15 +210,45 @@ def modules_of(model: nn.Module, what: str) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if module in found}
 
 
+def _feedforward_of(block: nn.Module) -> nn.Module | None:
+    """The feed-forward part of a block, read off the modules of blocks of others.
+
+    It is the largest module that ends with the block's last matrix and has several matrices, but no attention and no norm (a
+    module with a norm adds the residual stream itself). Where there is none, it is the last matrix (OPT: ``fc2``).
+    """
+    if isinstance(block, Block):
+        return block.feedforward
+    inside = [module for part in _without_attention(block) for module in part.modules()]
+    matrices = [module for module in inside if any(p.dim() > 1 for p in module.parameters(recurse=False))]
+    norms = {m for m in inside if m not in matrices and any(p.numel() > 1 for p in m.parameters(recurse=False))}
+    for module in inside:
+        parts = set(module.modules())
+        if {*matrices[-1:], *matrices[-2:-1]} <= parts and len(matrices) > 1 and parts.isdisjoint(norms):
+            return module
+    return matrices[-1] if matrices else None
+
+
+def _without_attention(module: nn.Module) -> Iterator[nn.Module]:
+    """The parts of a block that hold no attention core."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from _without_attention(child)
+        elif not any(hasattr(type(part), "softmax_weights") for part in child.modules()):
+            yield child
+
+
 def attention_cores(model: nn.Module) -> dict[str, nn.Module]:
     """Return, by name, the cores of ``model`` whose weights are the softmax of their call (``softmax_weights``)."""
     return modules_of(model, "weights")
 
 
 @cache
-def _knows_its_targets(kind: type[nn.Module]) -> bool:
-    """Whether modules of this class are called with the padding of a decoder."""
-    return "decoder_key_mask" in inspect.signature(kind.forward).parameters
+def _mask_of_queries(kind: type[nn.Module]) -> str | None:
+    """The argument with which modules of this class, ours or decoders of transformers, get the padding of the queries."""
+    names = inspect.signature(kind.forward).parameters
+    if "decoder_key_mask" in names:
+        return "decoder_key_mask"
+    return "attention_mask" if {"input_ids", "attention_mask", "encoder_hidden_states"} <= names.keys() else None
 
 
 def chosen_modules(model: nn.Module, what: str, layers: Sequence[int | str] | int | str | None) -> dict[str, nn.Module]:
@@ -228,8 +259,9 @@ def chosen_modules(model: nn.Module, what: str, layers: Sequence[int | str] | in
     """
     modules = modules_of(model, what)
     if not modules:
-        part = {"heads": "attention core", "feedforward": "Block", "residual": "Block"}.get(what, "attention core with weights")
-        raise ValueError(f"{type(model).__name__} has no {part}")
+        block = "Block, and no layer that adopt_hf knows as one"
+        parts = {"heads": "attention core", "feedforward": f"{block} with a feed-forward part", "residual": block}
+        raise ValueError(f"{type(model).__name__} has no {parts.get(what, 'attention core with weights')}")
     refuse_compiled(model)
     return {name: modules[name] for name in chosen_names(list(modules), layers, layers_of(model))}
 
@@ -325,8 +357,8 @@ class _Watcher:
         self.told = False
         self.num_bytes = 0
 
-    def enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.decoder_key_mask = kwargs.get("decoder_key_mask")
+    def enter_model(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.decoder_key_mask = kwargs.get(name)
 
     @torch.no_grad()
     def enter_core(self, name: str, core: nn.Module, args: tuple[AttentionCall]) -> None:
@@ -346,10 +378,12 @@ class _Watcher:
         if kind != "cross":
             return real_queries(call)
         B, _, L, _ = call.shape
-        mask = self.decoder_key_mask
+        mask = (
+            None if self.decoder_key_mask is None else self.decoder_key_mask[:, -L:]
+        )  # with a cache, the last of all positions
         if mask is None or tuple(mask.shape) != (B, L):
             return torch.ones(B, L, dtype=torch.bool, device=call.query.device)
-        return mask.to(call.query.device)
+        return mask.to(call.query.device) != 0
 
     def _tell_memory(self, name: str, look: Look) -> None:
         if self.told or self.recorder not in (_weights, _scores):

@@ -137,6 +137,10 @@ class _Part:
         """``tensor`` with the chosen part replaced."""
         self.ran = True
         axes = {1: self.heads, 2: self.positions} if tensor.dim() == 4 else {1: self.positions}
+        if tensor.dim() == 2 and self.positions is not None:
+            raise ValueError(
+                f"{self.name} gets all rows of a batch as one, so positions={self.positions} cannot be chosen there"
+            )
         places = [places_of(chosen, tensor.shape[axis], tensor.device) for axis, chosen in axes.items()]
         index = (slice(None), places[0][:, None], places[1]) if len(places) == 2 else (slice(None), places[0])
         old = tensor[index]
@@ -248,7 +252,7 @@ def patch_heads(
 
     Args:
         clean, corrupted: two batches of the same shape. They differ in the tokens that the answer depends on.
-        score: a function from the logits to one number per row, (n,), for example the logit of the clean answer minus that of
+        score: a function from the logits (of a Hugging Face model, from its output's ``logits``) to one number per row, (n,), for example the logit of the clean answer minus that of
             the corrupted one.
         what: ``values`` (what the head reads), ``heads`` (its output), ``weights`` or ``scores`` (where it looks).
 
@@ -264,13 +268,20 @@ def patch_heads(
     """
     with evaluating(model):
         with capture(model, what=what) as seen:
-            right = score(model(**clean)).double()
-        wrong = score(model(**corrupted)).double()
+            right = score(_logits(model(**clean))).double()
+        wrong = score(_logits(model(**corrupted))).double()
         if not (whole := (right - wrong).mean()).abs() > 0:
             raise ValueError("the clean and the corrupted run have the same mean score: there is nothing to restore")
         num_heads = {name: records[0].shape[1] if records else 0 for name, records in seen.items()}
-        patched = _each_head(num_heads, lambda name, head: _run(model, lambda m: score(m(**corrupted)), what, seen, name, head))
+        patched = _each_head(
+            num_heads, lambda name, head: _run(model, lambda m: score(_logits(m(**corrupted))), what, seen, name, head)
+        )
     return _effects(patched, lambda x: (x.double() - wrong) / whole, "share of the clean score that the head restores")
+
+
+def _logits(found: Any) -> Any:
+    """The logits: what a model returns, or its attribute ``logits``, as in transformers."""
+    return getattr(found, "logits", found)
 
 
 def _run(model: nn.Module, loss: Callable[[nn.Module], Tensor], what: str, to: Change, name: str, head: int) -> Tensor:
@@ -320,7 +331,8 @@ def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
     encoder–decoder, those of the encoder.
 
     Raises:
-        ValueError: the model has no ``Block``, none runs, or the residual stream changes its shape between them.
+        ValueError: the model has no block, none runs, or the residual stream changes its shape between them; or the model has
+            no head, so that it returns no logits.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -345,7 +357,9 @@ def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
         last, out = calls[-1][0], []
         for record in after[start:]:
             with intervene(model, "residual", {last: [*seen[last][:-1], record]}):
-                out.append(model(**inputs))
+                out.append(_logits(model(**inputs)))
+    if not isinstance(out[0], Tensor):
+        raise ValueError(f"{type(model).__name__} returns no logits, but {type(out[0]).__name__}: take the model with its head")
     return torch.stack(out)
 
 
@@ -354,7 +368,7 @@ def _block_calls(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[tuple[s
     calls: list[tuple[str, Tensor]] = []
 
     def enter(name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append((name, (args[0] if args else kwargs["x"]).clone()))
+        calls.append((name, (args[0] if args else kwargs.get("x", kwargs.get("hidden_states"))).clone()))
 
     with ExitStack() as hooks:
         for name, block in modules_of(model, "residual").items():

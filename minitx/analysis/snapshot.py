@@ -23,7 +23,7 @@ from minitx.nn.functional import full_precision
 from minitx.nn.modes import evaluating
 
 SOURCE, TARGET, PIXELS = "input_ids", "decoder_input_ids", "pixel_values"
-_MASK_OF = {SOURCE: "key_mask", TARGET: "decoder_key_mask"}
+_MASKS_OF = {SOURCE: ("key_mask", "attention_mask"), TARGET: ("decoder_key_mask", "decoder_attention_mask")}
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,10 @@ def _assembled(
     sizes = {axis: size for m in maps for axis, size in ((m.queries, m.weights.shape[2]), (m.keys, m.weights.shape[3]))}
     B = maps[0].weights.shape[0]
     everything = {axis: torch.ones(B, size, dtype=torch.bool) for axis, size in sizes.items()}
-    real = {axis: inputs.get(_MASK_OF.get(axis, ""), told.get(axis, mask)).cpu() for axis, mask in everything.items()}
+    for axis in _MASKS_OF.keys() & everything.keys():
+        masks = [inputs[name] != 0 for name in _MASKS_OF[axis] if isinstance(inputs.get(name), Tensor)]
+        told = {**told, **{axis: mask for mask in masks if mask.shape == everything[axis].shape}}
+    real = {axis: told.get(axis, mask).cpu() for axis, mask in everything.items()}
     ids = {axis: inputs[axis].cpu() for axis in sizes if axis in inputs and not inputs[axis].is_floating_point()}
     if unknown := set(tokens) - set(sizes):
         raise ValueError(f"tokens={sorted(unknown)} must be among {', '.join(sizes)}: the texts of what the model reads")

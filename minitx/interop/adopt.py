@@ -53,8 +53,8 @@ class Adoption:
         configs: pairs of the copy of a config that the adopted model uses, and its original.
         hooks: the handles of the hooks that note the call.
         weights_wanted: whether the call has ``output_attentions=True``.
-        key_masks: by number of positions, which of them are real, bool (B, S), as ``attention_mask`` of the call says.
         is_cross: whether the running attention module was given other states for its keys.
+        key_masks: which keys are real, (B, S) or None, by ``is_cross``, as the running model was told.
     """
 
     def __init__(self, configs: list[tuple[Any, Any]]) -> None:
@@ -63,12 +63,9 @@ class Adoption:
         self.leave()
 
     def enter_model(self, model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Note the arguments of a call. The models inside it are called with them or without."""
+        """Note the arguments of a call. A model that is called inside replaces them: attention runs in the innermost model."""
         self.weights_wanted |= bool(options.get("output_attentions", getattr(model.config, "output_attentions", False)))
-        for name in ("attention_mask", "decoder_attention_mask"):
-            mask = options.get(name)
-            if isinstance(mask, Tensor) and mask.dim() == 2:
-                self.key_masks[mask.shape[1]] = mask != 0
+        self.key_masks = {False: options.get("attention_mask"), True: options.get("encoder_attention_mask")}
 
     def enter_attention(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Note whether the keys are of another sequence."""
@@ -77,7 +74,12 @@ class Adoption:
     def leave(self, *_: Any) -> None:
         """Forget the call when the outermost model returns."""
         self.weights_wanted = self.is_cross = False
-        self.key_masks: dict[int, Tensor] = {}
+        self.key_masks: dict[bool, Any] = {}
+
+    def key_mask(self, num_keys: int) -> Tensor | None:
+        """Which keys of the running attention are real, bool (B, S), or None where the model was not told."""
+        mask = self.key_masks.get(self.is_cross)
+        return mask != 0 if isinstance(mask, Tensor) and mask.shape[1:] == (num_keys,) else None
 
 
 class AdoptedCore(DotProductAttention):
@@ -106,6 +108,7 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.masking_utils import sdpa_mask
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
     outermost = list(_outermost(model, PreTrainedModel))
     if not outermost:
@@ -128,6 +131,8 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
         module.core = AdoptedCore(adoption, backend=backend)
         adoption.hooks.append(module.register_forward_pre_hook(adoption.enter_attention, with_kwargs=True))
     for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and adopted_cores(module):
+            module.is_block = True
         if isinstance(module, PreTrainedModel):
             adoption.hooks.append(module.register_forward_pre_hook(adoption.enter_model, with_kwargs=True))
     for root in outermost:
@@ -155,6 +160,7 @@ def release_hf(model: nn.Module) -> nn.Module:
         for name, value in vars(module).items():
             if id(value) in originals:
                 setattr(module, name, originals[id(value)])
+        vars(module).pop("is_block", None)
     for module in cores.values():
         del module.core
     for handle in adoption.hooks:
@@ -234,7 +240,7 @@ def _attention(
         if causal and L > 1:
             key, value, mask = key[:, :, :L], value[:, :, :L], Causal()
     elif attention_mask.dtype == torch.bool:
-        mask = TransformersMask(attention_mask[..., :S], bool(causal), adoption.key_masks.get(S))
+        mask = TransformersMask(attention_mask[..., :S], bool(causal), adoption.key_mask(S))
     else:
         bias = attention_mask[..., :S] if bias is None else bias + attention_mask[..., :S]
     call = AttentionCall(

@@ -230,6 +230,14 @@ class Block(nn.Module):
         return x
 
 
+def is_block(module: nn.Module) -> bool:
+    """Return whether a module is a layer whose output is the residual stream: a ``Block``, or a module with ``is_block = True``.
+
+    ``adopt_hf`` sets this attribute on the layers of a Hugging Face model.
+    """
+    return isinstance(module, Block) or vars(module).get("is_block", False)  # wrappers lend the attributes of what they wrap
+
+
 def is_recomputing() -> bool:
     """Return whether a backward pass is running. A forward pass inside of it is the recomputation of activation checkpointing.
 

@@ -18,7 +18,7 @@ from minitx.analysis.snapshot import SOURCE, TARGET, take_snapshot, write_snapsh
 from minitx.analysis.statistics import attention_statistics, logit_step, token_cosine
 from minitx.config import IGNORED, ConfigError, ProbeConfig
 from minitx.data.addressing import Batch
-from minitx.nn.blocks import Block
+from minitx.nn.blocks import is_block
 from minitx.nn.functional import full_precision
 from minitx.nn.modes import evaluating
 from minitx.training.calling import Caller, network_inputs
@@ -122,7 +122,7 @@ class Probe(StepCallback):
         hidden: dict[str, Tensor] = {}
         with evaluating(network), watch(network, lambda look: look) as seen, full_precision(device), ExitStack() as hooks:
             for name, block in network.named_modules():
-                if statistics and isinstance(block, Block):
+                if statistics and is_block(block):
                     hook = block.register_forward_hook(lambda _, args, out, name=name: hidden.update({name: _first(out)}))
                     hooks.enter_context(hook)
             Caller(network)(self._on(device))

@@ -1,0 +1,281 @@
+"""What looks at models and changes them works on Hugging Face models after ``adopt_hf``: a decoder, an encoder, an encoder–decoder."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from pages import data_of  # noqa: E402
+
+from minitx.analysis import (  # noqa: E402
+    capture,
+    head_scores,
+    heatmap_grid,
+    intervene,
+    knock_out_heads,
+    logit_lens,
+    patch_heads,
+    take_snapshot,
+)
+from minitx.analysis.capture import modules_of, watch  # noqa: E402
+from minitx.analysis.statistics import real_keys  # noqa: E402
+from minitx.analysis.viewer import view  # noqa: E402
+from minitx.interop import adopt_hf, release_hf  # noqa: E402
+from tests.interop.families import build, inputs_of  # noqa: E402
+
+KINDS = ("Llama", "Bert", "T5")
+BLOCKS = {
+    "Llama": ["model.layers.0", "model.layers.1"],
+    "Bert": ["bert.encoder.layer.0", "bert.encoder.layer.1"],
+    "T5": ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"],
+}
+FEEDFORWARD = {
+    "Llama": "model.layers.1.mlp",
+    "Bert": "bert.encoder.layer.1.output.dense",
+    "T5": "decoder.block.1.layer.2.DenseReluDense",
+    "GPT2": "transformer.h.1.mlp",
+    "OPT": "model.decoder.layers.1.fc2",
+    "Bart": "model.decoder.layers.1.fc2",
+    "ViT": "layers.1.mlp",
+    "NomicBert": "nomic_bert.layers.1.mlp",
+    "DistilBert": "distilbert.transformer.layer.1.ffn",
+    "Mixtral": "model.layers.1.mlp",
+    "GptOss": "model.layers.1.mlp",
+}
+
+
+def adopted(name, *, pad="right"):
+    """A model, and a batch with padding in its second row; the target of T5 has as many positions as the source."""
+    inputs, _ = inputs_of(name, pad=pad)
+    if name == "T5":
+        target = inputs["input_ids"].flip(1)
+        inputs |= {
+            "decoder_input_ids": target,
+            "decoder_attention_mask": torch.ones_like(target).index_fill(1, torch.tensor(10), 0),
+        }
+    return adopt_hf(build(name)), inputs
+
+
+def losses(inputs):
+    """The loss of each row: minus the logit of one token at the first position."""
+    return lambda model: -model(**inputs).logits[:, 0, 5]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_residual_stream_is_what_transformers_calls_hidden_states(name):
+    model, inputs = adopted(name)
+    with torch.no_grad(), capture(model, what="residual") as seen:
+        found = model(**inputs, output_hidden_states=True)
+    states = {"Llama": "hidden_states", "Bert": "hidden_states", "T5": "decoder_hidden_states"}[name]
+    assert list(seen) == BLOCKS[name]
+    records = [records[0] for block, records in seen.items() if "encoder" not in block or name == "Bert"]
+    assert torch.equal(records[0], found[states][1])  # the last of the states is after the final norm
+
+
+@pytest.mark.parametrize("name", FEEDFORWARD)
+def test_the_feedforward_part_is_what_the_layer_adds_to_its_stream(name):
+    model = adopt_hf(build(name))
+    inputs, _ = inputs_of(name)
+    assert list(modules_of(model, "feedforward"))[-1] == FEEDFORWARD[name]
+    adds = name not in ("Bert", "DistilBert", "NomicBert", "Bart")  # whose norm comes after the sum
+    with (
+        torch.no_grad(),
+        capture(model, what="feedforward", layers=-1) as seen,
+        capture(model, what="residual", layers=-1) as stream,
+    ):
+        model(**inputs)
+    with (
+        torch.no_grad(),
+        intervene(model, "feedforward", 0.0, layers=-1),
+        capture(model, what="residual", layers=-1) as without,
+    ):
+        model(**inputs)
+    [[part]], [[after]], [[before]] = seen.values(), stream.values(), without.values()
+    assert part.abs().max() > 0 and not torch.equal(after, before)
+    if adds:
+        torch.testing.assert_close(after, before + part.view(after.shape), atol=float(after.abs().max()) * 1e-5, rtol=1e-5)
+
+
+def test_a_layer_whose_feedforward_cannot_be_told_is_refused():
+    model = adopt_hf(build("Llama"))
+    for layer in model.model.layers:
+        layer.mlp = nn.Identity()
+    assert len(modules_of(model, "residual")) == 2
+    with pytest.raises(ValueError, match="feed-forward"), capture(model, what="feedforward"):
+        pass
+
+
+def test_positions_of_rows_that_a_model_flattens_are_refused():
+    model = adopt_hf(build("OPT"))
+    inputs, _ = inputs_of("OPT")
+    with pytest.raises(ValueError, match="fc2 gets all rows"), intervene(model, "feedforward", 0.0, positions=1):
+        model(**inputs)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_released_model_has_no_blocks_and_a_copy_of_an_adopted_one_has_its_own(name):
+    model, _ = adopted(name)
+    twin = copy.deepcopy(model)
+    release_hf(model)
+    assert not modules_of(model, "residual") and list(modules_of(twin, "residual")) == BLOCKS[name]
+    assert not set(modules_of(twin, "residual").values()) & set(model.modules())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_padding_of_attention_mask_counts_neither_as_queries_nor_as_keys(name):
+    model, inputs = adopted(name)
+    source, target = inputs["attention_mask"] != 0, inputs.get("decoder_attention_mask", inputs["attention_mask"]) != 0
+    with torch.no_grad(), watch(model, lambda look: (look.kind, look.real_queries, real_keys(look.call))) as seen:
+        model(**inputs)
+    wanted = {"causal": (target, target), "self": (source, source), "cross": (target, source)}
+    for [(kind, queries, keys)] in seen.values():
+        assert torch.equal(queries, wanted[kind][0]) and torch.equal(keys, wanted[kind][1])
+    assert {kind for [(kind, *_)] in seen.values()} == {"Llama": {"causal"}, "Bert": {"self"}}.get(name, {*wanted})
+
+
+def test_a_decoder_without_a_mask_does_not_get_the_padding_of_the_source():
+    model, inputs = adopted("T5")
+    del inputs["decoder_attention_mask"]
+    with torch.no_grad(), watch(model, lambda look: look.real_queries, layers="decoder") as seen:
+        model(**inputs)
+    assert all(queries.all() for [queries] in seen.values())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_statistics_of_a_padded_row_are_those_of_the_row_alone(name):
+    model, inputs = adopted(name)
+    row = {key: value[1:] for key, value in inputs.items()}
+    real = {"attention_mask": row["attention_mask"][0] != 0}
+    real |= {"input_ids": real["attention_mask"]}
+    if name == "T5":
+        real |= {"decoder_attention_mask": row["decoder_attention_mask"][0] != 0}
+        real |= {"decoder_input_ids": real["decoder_attention_mask"]}
+    with torch.no_grad(), capture(model) as padded:
+        model(**row)
+    with torch.no_grad(), capture(model) as alone:
+        model(**{key: value[:, real[key]] for key, value in row.items()})
+    for core, [found] in padded.items():
+        for statistic in ("entropy", "max_logit", "row_std", "query_norm", "key_norm"):
+            torch.testing.assert_close(found[statistic], alone[core][0][statistic], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_last_row_of_the_lens_is_the_answer_bit_for_bit(name):
+    model, inputs = adopted(name)
+    with torch.no_grad():
+        plain = model(**inputs).logits
+    lens = logit_lens(model, **inputs)
+    assert lens.shape == (2, *plain.shape) and torch.equal(lens[-1], plain) and not torch.equal(lens[0], plain)
+    with torch.no_grad():  # the first row is the answer of the model without its last layer
+        with capture(model, what="residual", layers=-2) as seen:
+            model(**inputs)
+        [[stream]] = seen.values()
+        layers = {
+            "Llama": lambda: model.model.layers,
+            "Bert": lambda: model.bert.encoder.layer,
+            "T5": lambda: model.decoder.block,
+        }
+        last = layers[name]()[-1]
+        handle = last.register_forward_hook(lambda module, args, out: (stream, *out[1:]) if isinstance(out, tuple) else stream)
+        wanted = model(**inputs).logits
+        handle.remove()
+    assert torch.equal(lens[0], wanted)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_lens_of_a_model_without_a_head_is_refused(name):
+    model, inputs = adopted(name)
+    body = {"Llama": lambda: model.model, "Bert": lambda: model.bert, "T5": lambda: model.encoder}[name]()
+    with pytest.raises(ValueError, match="returns no logits"):
+        logit_lens(body, **{key: value for key, value in inputs.items() if "decoder" not in key})
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_head_that_is_knocked_out_costs_what_its_zeroed_output_costs(name):
+    model, inputs = adopted(name)
+    loss = losses(inputs)
+    effects = knock_out_heads(model, loss)
+    cores = modules_of(model, "heads")
+    assert effects.names == tuple(cores) and effects.mean.shape == (len(cores), 4) and effects.rows == 2
+    core = list(cores.values())[-1]
+    with torch.no_grad():
+        whole = loss(model)
+        handle = core.register_forward_hook(lambda module, args, out: out.index_fill(1, torch.tensor([2]), 0.0))
+        without = loss(model)
+        handle.remove()
+    assert (
+        float(effects.mean[-1, 2]) == pytest.approx(float((without - whole).mean()), abs=1e-6)
+        and float(effects.mean[-1, 2]) != 0
+    )
+
+
+@pytest.mark.parametrize("what", ["values", "heads", "weights"])
+@pytest.mark.parametrize("name", KINDS)
+def test_patching_reads_the_logits_and_restores_a_share_of_them(name, what):
+    model, clean = adopted(name)
+    corrupted = {**clean, "input_ids": clean["input_ids"].clone().index_fill(1, torch.tensor([0, 3]), 7)}
+    effects = patch_heads(model, clean, corrupted, lambda logits: logits[:, 4, 5], what=what)
+    assert effects.mean.shape == (len(modules_of(model, "heads")), 4)
+    assert effects.mean.isfinite().all() and effects.mean.abs().max() > 0
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_snapshot_its_scores_its_figure_and_its_page_leave_the_padding_out(name):
+    model, inputs = adopted(name)
+    snapshot = take_snapshot(model, inputs)
+    source = inputs["attention_mask"] != 0
+    assert torch.equal(snapshot.real["input_ids"], source)
+    if name == "T5":
+        assert torch.equal(snapshot.real["decoder_input_ids"], inputs["decoder_attention_mask"] != 0)
+    with torch.no_grad(), capture(model, what="weights") as seen:
+        model(**inputs)
+    for layer in snapshot.maps:
+        torch.testing.assert_close(layer.weights, seen[layer.name][0])
+    row = snapshot.sentence(1)
+    sizes = {axis: int(mask[1].sum()) for axis, mask in snapshot.real.items()}
+    assert all(m.weights.shape[2:] == (sizes[m.queries], sizes[m.keys]) for m in row.maps)
+    heads = head_scores(snapshot)
+    assert len(heads.heads) == 4 * len(seen) and len(heads.lines()) == 1 + 4 * len(seen)
+    assert len(heatmap_grid(snapshot, row=1).axes) >= 4 * len(seen)
+    data = data_of(view(snapshot).html)
+    assert list(seen)[0] in str(data)[:20_000]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_one_layer_is_the_same_number_in_every_record(name):
+    model, inputs = adopted(name)
+    for what in ("weights", "heads", "values", "residual", "feedforward"):
+        with torch.no_grad(), capture(model, what=what, layers=1) as seen:
+            model(**inputs)
+        assert all(f"{key}.".startswith(f"{BLOCKS[name][1]}.") for key in seen) and seen
+
+
+@pytest.mark.parametrize("what", ["weights", "residual", "feedforward"])
+@pytest.mark.parametrize("name", KINDS)
+def test_gradient_checkpointing_of_the_model_is_recorded_once_a_call(name, what):
+    model, inputs = adopted(name)
+    model.train()
+    with capture(model, what=what) as plain:
+        model(**inputs)
+    model.gradient_checkpointing_enable()
+    with capture(model, what=what) as seen:
+        model(**inputs).logits.sum().backward()
+    assert seen.keys() == plain.keys() and all(len(records) == 1 for records in seen.values())
+    if name == "Llama":  # the others have dropout
+        assert all(torch.equal(records[0], plain[key][0]) for key, records in seen.items())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_compiled_adopted_model_is_refused_by_name(name):
+    model, _ = adopted(name)
+    with pytest.raises(RuntimeError, match="is compiled"), capture(torch.compile(model), what="residual"):
+        pass
+    layer = model.get_submodule(BLOCKS[name][1])
+    layer.compile()
+    with pytest.raises(RuntimeError, match=f"{BLOCKS[name][1]} is compiled"), intervene(model, "heads", 0.0):
+        pass
