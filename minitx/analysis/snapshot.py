@@ -170,10 +170,9 @@ def _assembled(
     sizes = {axis: size for m in maps for axis, size in ((m.queries, m.weights.shape[2]), (m.keys, m.weights.shape[3]))}
     B = maps[0].weights.shape[0]
     everything = {axis: torch.ones(B, size, dtype=torch.bool) for axis, size in sizes.items()}
-    for axis in _MASKS_OF.keys() & everything.keys():
-        masks = [inputs[name] != 0 for name in _MASKS_OF[axis] if isinstance(inputs.get(name), Tensor)]
-        told = {**told, **{axis: mask for mask in masks if mask.shape == everything[axis].shape}}
-    real = {axis: told.get(axis, mask).cpu() for axis, mask in everything.items()}
+    given = {axis: inputs[name] for axis, names in _MASKS_OF.items() for name in names if isinstance(inputs.get(name), Tensor)}
+    fitting = {axis: given[axis] != 0 for axis, mask in everything.items() if axis in given and given[axis].shape == mask.shape}
+    real = {axis: mask.cpu() for axis, mask in {**everything, **told, **fitting}.items()}
     ids = {axis: inputs[axis].cpu() for axis in sizes if axis in inputs and not inputs[axis].is_floating_point()}
     if unknown := set(tokens) - set(sizes):
         raise ValueError(f"tokens={sorted(unknown)} must be among {', '.join(sizes)}: the texts of what the model reads")

@@ -21,7 +21,7 @@ from minitx.data.addressing import Batch
 from minitx.nn.blocks import is_block
 from minitx.nn.functional import full_precision
 from minitx.nn.modes import evaluating
-from minitx.training.calling import Caller, network_inputs
+from minitx.training.calling import Caller
 from minitx.training.metrics import MetricsFile, add_records, drop_records, naming, read_records
 from minitx.training.module import TrainingModule
 from minitx.training.objectives import checked_sums
@@ -170,7 +170,7 @@ class Probe(StepCallback):
 
     def _keep_weights(self, module: TrainingModule, step: int) -> None:
         rows = {name: tensor[: self.options.weights_rows] for name, tensor in self._on(module.device).items() if tensor.dim()}
-        inputs = network_inputs(rows)
+        inputs = Caller(module.network).inputs(rows)
         snapshot = take_snapshot(module.network, inputs, tokens=self.texts(inputs), step=step, title=self.folder.name)
         with naming(self.folder / "attention"):
             write_snapshot(snapshot, self.folder / "attention")

@@ -74,7 +74,7 @@ def test_the_residual_stream_is_what_transformers_calls_hidden_states(name):
     states = {"Llama": "hidden_states", "Bert": "hidden_states", "T5": "decoder_hidden_states"}[name]
     assert list(seen) == BLOCKS[name]
     records = [records[0] for block, records in seen.items() if "encoder" not in block or name == "Bert"]
-    assert torch.equal(records[0], found[states][1])  # the last of the states is after the final norm
+    assert torch.equal(records[0], found[states][1])
 
 
 @pytest.mark.parametrize("name", FEEDFORWARD)
@@ -241,9 +241,10 @@ def test_a_snapshot_its_scores_its_figure_and_its_page_leave_the_padding_out(nam
     assert all(m.weights.shape[2:] == (sizes[m.queries], sizes[m.keys]) for m in row.maps)
     heads = head_scores(snapshot)
     assert len(heads.heads) == 4 * len(seen) and len(heads.lines()) == 1 + 4 * len(seen)
-    assert len(heatmap_grid(snapshot, row=1).axes) >= 4 * len(seen)
-    data = data_of(view(snapshot).html)
-    assert list(seen)[0] in str(data)[:20_000]
+    assert heatmap_grid(snapshot, row=1).axes[0].images
+    page = data_of(view(model, inputs, row=1).page)
+    assert [layer["name"] for layer in page["layers"]] == list(seen)
+    assert {axis: len(texts) for axis, texts in page["tokens"].items()} == sizes
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -262,7 +263,7 @@ def test_gradient_checkpointing_of_the_model_is_recorded_once_a_call(name, what)
     model.train()
     with capture(model, what=what) as plain:
         model(**inputs)
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     with capture(model, what=what) as seen:
         model(**inputs).logits.sum().backward()
     assert seen.keys() == plain.keys() and all(len(records) == 1 for records in seen.values())
@@ -273,9 +274,9 @@ def test_gradient_checkpointing_of_the_model_is_recorded_once_a_call(name, what)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_compiled_adopted_model_is_refused_by_name(name):
     model, _ = adopted(name)
-    with pytest.raises(RuntimeError, match="is compiled"), capture(torch.compile(model), what="residual"):
+    with pytest.raises(RuntimeError, match="is compiled"), capture(torch.compile(model, backend="eager"), what="residual"):
         pass
     layer = model.get_submodule(BLOCKS[name][1])
-    layer.compile()
+    layer.compile(backend="eager")
     with pytest.raises(RuntimeError, match=f"{BLOCKS[name][1]} is compiled"), intervene(model, "heads", 0.0):
         pass

@@ -7,13 +7,24 @@ import torch
 
 from minitx.analysis import capture, read_snapshots
 from minitx.analysis.gradients import gradient_statistics
-from minitx.config import ConfigError, ParameterRule, TransformerConfig
+from minitx.config import (
+    CallbacksConfig,
+    ConfigError,
+    ParameterRule,
+    ProbeConfig,
+    RunConfig,
+    TrainerConfig,
+    TransformerConfig,
+)
+from minitx.data.task import Task
+from minitx.interop import adopt_hf
 from minitx.nn import DecoderLM
 from minitx.training.building import open_data
 from minitx.training.metrics import read_records
 from minitx.training.probes import read_probes
 from minitx.training.run import train
 from minitx.training.stored import load_model
+from tests.interop.families import build
 
 
 def test_every_diagnostic_is_there_for_every_layer_and_head(make_config, tmp_path):
@@ -97,6 +108,39 @@ def test_gradient_statistics_equal_autograd_by_hand_and_leave_no_gradient_behind
 def test_a_model_without_weights_to_look_at_is_refused(make_config, tmp_path):
     with pytest.raises(ConfigError, match=r"callbacks\.probe\.every: the model has no attention with weights"):
         train(make_config(model__attention="linear", probe__every=2), tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["Llama", "Bert", "T5"])
+def test_an_adopted_model_is_probed_as_it_is_captured_without_its_padding(name, tmp_path):
+    pytest.importorskip("transformers")
+    model, sizes = adopt_hf(build(name)), (7, 5, 2)
+    rows = [{"input_ids": list(range(3, 3 + n)), "labels": list(range(3, 3 + n))} for n in sizes]
+    if name == "T5":
+        rows = [
+            {**row, "decoder_input_ids": row["input_ids"][: n - 1], "labels": row["labels"][1:]}
+            for row, n in zip(rows, sizes, strict=True)
+        ]
+    real = torch.arange(7) < torch.tensor(sizes)[:, None]
+    inputs = {"input_ids": torch.arange(3, 10) * real, "attention_mask": real.long()}
+    if name == "T5":
+        inputs |= {"decoder_input_ids": inputs["input_ids"][:, :6] * real[:, 1:], "decoder_attention_mask": real[:, 1:].long()}
+    with torch.no_grad(), capture(model) as seen:
+        model(**inputs)
+    config = RunConfig(
+        trainer=TrainerConfig(max_steps=2, accelerator="cpu", log_every=1, val_every=0),
+        callbacks=CallbacksConfig(progress=False, probe=ProbeConfig(every=2, batch_size=3, weights_every=2, weights_rows=2)),
+    )
+    masks = {"key_masks": {"input_ids": "key_mask", "decoder_input_ids": "decoder_key_mask"}} if name == "T5" else {}
+    task = Task(name="mine", train=rows, val=rows, model_fields={"vocab_size": 99}, **masks)
+    train(config, tmp_path, model=model, data=task, batch_size=3)
+    records = read_records(tmp_path / "probes.jsonl")
+    assert [record["step"] for record in records] == [0, 1, 2]
+    assert [layer["name"] for layer in records[0]["layers"]] == list(seen)
+    for layer in records[0]["layers"]:
+        assert layer["entropy"] == pytest.approx(seen[layer["name"]][0]["entropy"].tolist(), abs=1e-5)
+        assert layer["grad_query_rms"] > 0 and -1 <= layer["token_cosine"] <= 1
+    snapshot = read_snapshots(tmp_path)[-1]
+    assert torch.equal(snapshot.real["input_ids"], real[:2]) and [one.name for one in snapshot.maps] == list(seen)
 
 
 def test_frozen_projections_are_looked_at_like_others_but_have_no_gradient(make_config, tmp_path):
