@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from minitx.nn.attention import DotProductAttention
 from minitx.nn.functional import AttentionCall
 from minitx.nn.masks import Causal, Dense, Mask, Padding
+from minitx.nn.scale import scale_multiplier
 
 NAME = "minitx"
 """The name of our function in transformers' two registries. It is all that is process-wide."""
@@ -52,42 +53,61 @@ class Adoption:
     Attributes:
         configs: pairs of the copy of a config that the adopted model uses, and its original.
         hooks: the handles of the hooks that note the call.
-        weights_wanted: whether the call has ``output_attentions=True``.
+        depth: how many models are running, one inside the other.
+        weights_wanted: whether the call has ``output_attentions=True``. It stays after the call, for checkpointed layers that
+            run again in the backward pass.
         is_cross: whether the running attention module was given other states for its keys.
-        key_masks: which keys are real, (B, S) or None, by ``is_cross``, as the running model was told.
+        key_masks: which keys of the running model are real, bool (B, S), as its ``attention_mask`` says, and those of the other
+            sequence. None: no padding.
     """
 
     def __init__(self, configs: list[tuple[Any, Any]]) -> None:
         self.configs = configs
         self.hooks: list[RemovableHandle] = []
-        self.leave()
+        self.depth = 0
+        self.weights_wanted = self.is_cross = False
+        self.key_masks: list[Tensor | None] = [None, None]
 
     def enter_model(self, model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Note the arguments of a call. A model that is called inside replaces them: attention runs in the innermost model."""
-        self.weights_wanted |= bool(options.get("output_attentions", getattr(model.config, "output_attentions", False)))
-        self.key_masks = {False: options.get("attention_mask"), True: options.get("encoder_attention_mask")}
+        """Note the arguments of a call. An inner model may be called without ``output_attentions``, or with a mask that is built."""
+        if len(args) > 1:
+            options = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | options
+        wanted = bool(options.get("output_attentions", getattr(model.config, "output_attentions", False)))
+        self.weights_wanted = wanted or (self.weights_wanted and self.depth > 0)
+        self.depth += 1
+        for index, name in enumerate(("attention_mask", "encoder_attention_mask")):
+            mask = options.get(name)
+            if mask is None:
+                self.key_masks[index] = None
+            elif isinstance(mask, Tensor) and mask.dim() == 2:
+                self.key_masks[index] = mask != 0
 
     def enter_attention(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Note whether the keys are of another sequence."""
         self.is_cross = any(options.get(name) is not None for name in ("key_value_states", "encoder_hidden_states"))
 
-    def leave(self, *_: Any) -> None:
-        """Forget the call when the outermost model returns."""
-        self.weights_wanted = self.is_cross = False
-        self.key_masks: dict[bool, Any] = {}
-
-    def key_mask(self, num_keys: int) -> Tensor | None:
-        """Which keys of the running attention are real, bool (B, S), or None where the model was not told."""
-        mask = self.key_masks.get(self.is_cross)
-        return mask != 0 if isinstance(mask, Tensor) and mask.shape[1:] == (num_keys,) else None
+    def leave_model(self, *_: Any) -> None:
+        """Forget the masks when the outermost model returns."""
+        self.depth -= 1
+        if not self.depth:
+            self.key_masks = [None, None]
 
 
 class AdoptedCore(DotProductAttention):
-    """The core of an adopted attention module. It has no parameters, so that state dicts stay as they are."""
+    """The core of an adopted attention module. It has no parameters, so that state dicts stay as they are.
+
+    ``scale`` is None for the scale of the model, or what ``set_scale`` was given.
+    """
 
     def __init__(self, adoption: Adoption, *, backend: str = "auto") -> None:
         super().__init__(backend=backend)
         self.adoption = adoption
+        self.scale: tuple[str | float, float] | None = None
+
+    def set_scale(self, to: str | float, factor: float) -> None:
+        """Replace the model's own scale by ``factor`` times a fixed scale."""
+        scale_multiplier(to, 1)  # raises where the scale is not a fixed number
+        self.scale = (to, factor)
 
 
 def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
@@ -102,9 +122,9 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
         backend: the backend of the cores, as in ``DotProductAttention``.
 
     Raises:
-        TypeError: ``model`` contains no transformers model. ValueError: the model is adopted already, or its attention does not
-            pass through transformers' ``AttentionInterface`` (Falcon, BLOOM, GPT-Neo, GPT-J), so that no other function can
-            take its place.
+        TypeError: ``model`` contains no transformers model. ValueError: the model is adopted already, or its attention, or that
+            of one of its layers, does not pass through transformers' ``AttentionInterface`` (Falcon, BLOOM, GPT-Neo, GPT-J,
+            LongT5), so that no other function can take its place.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.masking_utils import sdpa_mask
@@ -116,9 +136,14 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     if adopted_cores(model):
         raise ValueError(f"{type(model).__name__} is adopted already: release_hf gives it back")
     layers = {name: module for name, module in model.named_modules() if _calls_interface(type(module))}
-    if not layers:
+    containers = {name[:end] for name in layers for end, letter in enumerate(name) if letter == "."} | {""}
+    others = [
+        name for name, module in model.named_modules() if name not in layers and name not in containers and _attends_by_itself(type(module))
+    ]
+    if others or not layers:
+        where = f"{others[0]} in {type(model).__name__}" if others else type(model).__name__
         raise ValueError(
-            f"the attention of {type(model).__name__} does not pass through transformers' AttentionInterface, "
+            f"the attention of {where} does not pass through transformers' AttentionInterface, "
             "so no other function can take its place"
         )
     taken = [name for name, module in layers.items() if hasattr(module, "core")]
@@ -135,8 +160,9 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
             module.is_block = True
         if isinstance(module, PreTrainedModel):
             adoption.hooks.append(module.register_forward_pre_hook(adoption.enter_model, with_kwargs=True))
+            adoption.hooks.append(module.register_forward_hook(adoption.leave_model, always_call=True))
     for root in outermost:
-        adoption.hooks.append(root.register_forward_hook(adoption.leave, always_call=True))
+        root.adoption = adoption
         root.set_attn_implementation(NAME)
     still = [name for name, module in layers.items() if module.config._attn_implementation != NAME]
     if still:
@@ -146,25 +172,29 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
 
 
 def release_hf(model: nn.Module) -> nn.Module:
-    """Undo ``adopt_hf``: remove the cores, and give the modules their own configs back.
+    """Undo ``adopt_hf``: remove the cores, and give the modules their own configs and scales back.
 
     Raises:
-        ValueError: the model is not adopted.
+        ValueError: the model is not adopted, or is a part of the model that was adopted.
     """
-    cores = adopted_cores(model)
-    if not cores:
-        raise ValueError(f"{type(model).__name__} is not adopted")
-    adoption = next(iter(cores.values())).core.adoption
-    originals = {id(copied): original for copied, original in adoption.configs}
+    roots = [module for module in model.modules() if isinstance(vars(module).get("adoption"), Adoption)]
+    adoptions = [root.adoption for root in roots]
+    cores = adopted_cores(model).values()
+    if not roots:
+        raise ValueError(f"{type(model).__name__} is {'a part of an adopted model' if cores else 'not adopted'}")
+    originals = {id(copied): original for adoption in adoptions for copied, original in adoption.configs}
     for module in model.modules():
         for name, value in vars(module).items():
             if id(value) in originals:
                 setattr(module, name, originals[id(value)])
         vars(module).pop("is_block", None)
-    for module in cores.values():
-        del module.core
-    for handle in adoption.hooks:
-        handle.remove()
+    for module in cores:
+        if module.core.adoption in adoptions:
+            del module.core
+    for root in roots:
+        for handle in root.adoption.hooks:
+            handle.remove()
+        del root.adoption
     return model
 
 
@@ -189,6 +219,14 @@ def _calls_interface(kind: type[nn.Module]) -> bool:
     if not isinstance(forward, FunctionType):
         return False
     return any(isinstance(forward.__globals__.get(name), AttentionInterface) for name in _names_of(forward.__code__))
+
+
+def _attends_by_itself(kind: type[nn.Module]) -> bool:
+    """Whether the methods of a class take ``attention_mask`` and compute a softmax."""
+    methods = (inspect.unwrap(method) for _, method in inspect.getmembers(kind, callable))
+    codes = [method.__code__ for method in methods if isinstance(method, FunctionType)]
+    takes_mask = any("attention_mask" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] for code in codes)
+    return takes_mask and any({"softmax", "scaled_dot_product_attention"} & set(_names_of(code)) for code in codes)
 
 
 def _names_of(code: CodeType) -> Iterator[str]:
@@ -231,6 +269,8 @@ def _attention(
     ``attention_mask`` is what transformers builds for ``sdpa``: None, bool (True = may attend), or a float that is added.
     Without a mask, ``is_causal`` is aligned at the upper left, as in torch: a static cache hands out keys that are not written.
     """
+    if chosen := [name for name in ("indices", "block_indices", "sinks") if options.get(name) is not None]:
+        raise ValueError(f"{type(module).__name__} hands {chosen[0]} to its attention function, which no core takes: release_hf")
     adoption: Adoption = module.core.adoption
     L, S = query.shape[2], key.shape[2]
     causal = module.is_causal if is_causal is None else is_causal
@@ -240,9 +280,15 @@ def _attention(
         if causal and L > 1:
             key, value, mask = key[:, :, :L], value[:, :, :L], Causal()
     elif attention_mask.dtype == torch.bool:
-        mask = TransformersMask(attention_mask[..., :S], bool(causal), adoption.key_mask(S))
+        key_mask = adoption.key_masks[adoption.is_cross]
+        if key_mask is not None and key_mask.shape != (key.shape[0], S):  # of other keys: a static cache, or of pictures
+            key_mask = None
+        mask = TransformersMask(attention_mask[..., :S], bool(causal), key_mask)
     else:
         bias = attention_mask[..., :S] if bias is None else bias + attention_mask[..., :S]
+    if module.core.scale is not None:
+        to, factor = module.core.scale
+        scaling = scale_multiplier(to, query.shape[-1]) * factor
     call = AttentionCall(
         query.expand(key.shape[0], -1, -1, -1),  # learned queries have one row
         key,
