@@ -138,7 +138,9 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     layers = {name: module for name, module in model.named_modules() if _calls_interface(type(module))}
     containers = {name[:end] for name in layers for end, letter in enumerate(name) if letter == "."} | {""}
     others = [
-        name for name, module in model.named_modules() if name not in layers and name not in containers and _attends_by_itself(type(module))
+        name
+        for name, module in model.named_modules()
+        if name not in layers and name not in containers and _attends_by_itself(type(module))
     ]
     if others or not layers:
         where = f"{others[0]} in {type(model).__name__}" if others else type(model).__name__
@@ -270,7 +272,9 @@ def _attention(
     Without a mask, ``is_causal`` is aligned at the upper left, as in torch: a static cache hands out keys that are not written.
     """
     if chosen := [name for name in ("indices", "block_indices", "sinks") if options.get(name) is not None]:
-        raise ValueError(f"{type(module).__name__} hands {chosen[0]} to its attention function, which no core takes: release_hf")
+        raise ValueError(
+            f"{type(module).__name__} hands {chosen[0]} to its attention function, which no core takes: release_hf"
+        )
     adoption: Adoption = module.core.adoption
     L, S = query.shape[2], key.shape[2]
     causal = module.is_causal if is_causal is None else is_causal

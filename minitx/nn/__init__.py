@@ -39,7 +39,7 @@ from minitx.nn.masks import (
 from minitx.nn.models import DecoderLM, Encoder, EncoderDecoder, VisionTransformer
 from minitx.nn.norms import QKNorm, make_norm
 from minitx.nn.positions import LearnedPositions, Rotary, RotaryScaling, SinusoidalPositions
-from minitx.nn.scale import ScoreScale, fold_scale, scale_multiplier
+from minitx.nn.scale import ScoreScale, fold_scale, scale_multiplier, set_scale
 
 __all__ = [
     "ALiBi",
@@ -90,6 +90,7 @@ __all__ = [
     "register_backend",
     "scale_multiplier",
     "scaled_dot_product_attention",
+    "set_scale",
     "swap_attention",
     "unregister_backend",
 ]

@@ -148,17 +148,13 @@ def fold_scale(model: nn.Module, to: str | float = "unscaled", *, factor: float 
     >>> bool(torch.allclose(fold_scale(attention)(x), before, atol=1e-6)), attention.scale
     (True, ScoreScale('unscaled', head_dim=4))
     """
-    layers = {
-        name: layer
-        for name, layer in model.named_modules(remove_duplicate=False)
-        if isinstance(getattr(layer, "scale", None), ScoreScale)
-    }
+    if adopted := _adopted_cores(model):
+        raise ValueError(
+            f"cannot fold the scale of {next(iter(adopted))}: which weights make its queries and keys is not known"
+        )
+    layers, new = _new_scales(model, to, factor)
     if not layers:
         raise ValueError(f"{type(model).__name__} contains no attention layer with a scale")
-    new = {
-        name: ScoreScale(to, head_dim=layer.head_dim, num_heads=layer.num_heads, max_len=layer.scale.max_len, factor=factor)
-        for name, layer in layers.items()
-    }
     for name, layer in layers.items():
         if (reason := _why_not_fold(layer, new[name])) is not None:
             raise ValueError(f"cannot fold the scale of {name or type(layer).__name__}: {reason}")
@@ -178,13 +174,69 @@ def fold_scale(model: nn.Module, to: str | float = "unscaled", *, factor: float 
             raise ValueError(f"cannot fold the scale: {name} is also the weight of a q_proj or k_proj, and must not change")
     for parameter, share in shares.values():
         parameter.mul_(share)
+    _replace_scales(model, layers, new, to, factor)
+    return model
+
+
+def set_scale(model: nn.Module, to: str | float, *, factor: float = 1.0) -> nn.Module:
+    """Change the score scale of a model, and with it the function that the model computes. The weights stay as they are.
+
+    The config of a model of minitx is updated. In a model that ``minitx.interop.adopt_hf`` adopted, the scale replaces the model's
+    own, which ``release_hf`` gives back.
+
+    Args:
+        model: any module that contains ``MultiHeadAttention`` or adopted attention. It is changed in place and returned.
+        to: the new scale, as in ``ScoreScale``. Adopted attention takes ``inv_sqrt``, ``unscaled``, ``inv``, ``head_dim^p`` and
+            numbers.
+        factor: multiplies the scale.
+
+    Raises:
+        ValueError: there is no attention in the model, the scale is unknown, or adopted attention is given ``learned`` or
+            ``log_length``. The model is then unchanged.
+
+    >>> from minitx.nn import MultiHeadAttention
+    >>> set_scale(MultiHeadAttention(12, 3), "unscaled").scale
+    ScoreScale('unscaled', head_dim=4)
+    """
+    layers, new = _new_scales(model, to, factor)
+    adopted = _adopted_cores(model)
+    if not layers and not adopted:
+        raise ValueError(f"{type(model).__name__} contains no attention layer with a scale")
+    for core in adopted.values():
+        core.set_scale(to, factor)
+    if to == "learned":
+        new = {name: scale.to(layers[name].q_proj.weight) for name, scale in new.items()}
+    _replace_scales(model, layers, new, to, factor)
+    return model
+
+
+def _adopted_cores(model: nn.Module) -> dict[str, Any]:
+    """The cores with a scale of their own, by name: those of models that ``adopt_hf`` adopted."""
+    return {name: module for name, module in model.named_modules() if callable(getattr(module, "set_scale", None))}
+
+
+def _new_scales(model: nn.Module, to: str | float, factor: float) -> tuple[dict[str, Any], dict[str, ScoreScale]]:
+    """The attention layers of a model by name, and a new scale for each."""
+    layers: dict[str, Any] = {
+        name: layer
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if isinstance(getattr(layer, "scale", None), ScoreScale)
+    }
+    return layers, {
+        name: ScoreScale(to, head_dim=layer.head_dim, num_heads=layer.num_heads, max_len=layer.scale.max_len, factor=factor)
+        for name, layer in layers.items()
+    }
+
+
+def _replace_scales(
+    model: nn.Module, layers: dict[str, Any], new: dict[str, ScoreScale], to: str | float, factor: float
+) -> None:
     for name, layer in layers.items():
         layer.scale = new[name]
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, TransformerConfig):
             module.config = replace(config, scale=to, scale_factor=factor)  # type: ignore[assignment]
-    return model
 
 
 def _why_not_fold(layer: nn.Module, new: ScoreScale) -> str | None:

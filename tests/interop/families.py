@@ -65,6 +65,20 @@ REFUSED = {
     "GPTNeo": {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 99, "attention_types": [[["global", "local"], 1]]},
     "GPTJ": {**GPT, "rotary_dim": 4},
 }  # fmt: skip
+REFUSED |= {
+    "LongT5": T5, "PegasusX": {**BART, "block_size": 4, "num_global_tokens": 2}, "BigBirdPegasus": BART,
+    "Git": {"vision_config": PICTURE, **TEXT},
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1}
+BESIDE = {
+    "Jamba": {**GROUPED, **EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_d_state": 4},
+    "Bamba": {**GROUPED, **MAMBA, "attn_layer_indices": [1]}, "FalconH1": {**GROUPED, **MAMBA, "mamba_d_ssm": 64},
+    "Qwen3Next": {
+        **WIDE, **EXPERTS, "num_hidden_layers": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    },
+}  # fmt: skip
 QUICK = ("GPT2", "Llama", "Gemma2", "Bert", "T5", "ViT")
 """One of each kind, and of each way of writing a mask: run by every ``make test``."""
 
@@ -82,14 +96,15 @@ def _config_of(name: str, options: dict[str, Any]) -> Any:
 def build(name: str) -> Any:
     """A model of a family in evaluation mode, the same at every call. Its matrices are three times as large as at the start."""
     kinds = {
-        "decoder": {"GPT2": GPT, **DECODERS, **REFUSED},
+        "decoder": {"GPT2": GPT, **DECODERS, **BESIDE, **REFUSED},
         "encoder": ENCODERS,
         "picture": PICTURES,
         "pair": {**PAIRS, "Whisper": SPEECH},
     }
     kind = next(kind for kind, found in kinds.items() if name in found)
+    kind = "pair" if name in ("LongT5", "PegasusX", "BigBirdPegasus") else kind
     torch.manual_seed(0)
-    model = _class_of(name, kind)(_config_of(name, dict(kinds[kind][name]))).eval()
+    model = _class_of(name, kind)(_config_of(name, dict({**kinds["decoder"], **kinds[kind]}[name]))).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ transformers = pytest.importorskip("transformers")
 from minitx.analysis import capture, intervene  # noqa: E402
 from minitx.interop import adopt_hf, release_hf  # noqa: E402
 from minitx.interop.adopt import adopted_cores  # noqa: E402
-from tests.interop.families import NAMES, QUICK, REFUSED, build, inputs_of, output_of  # noqa: E402
+from minitx.nn import Padding, fold_scale, set_scale  # noqa: E402
+from tests.interop.families import BESIDE, NAMES, QUICK, REFUSED, build, inputs_of, output_of  # noqa: E402
 
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.release) for name in NAMES]
 ROUNDING = 1e-6  # eager computes its softmax in float32, also in a model of float64
@@ -164,6 +167,31 @@ def test_release_gives_the_model_back(name):
     assert sum(len(m._forward_pre_hooks) for m in model.modules()) == hooks
     with pytest.raises(ValueError, match="is not adopted"):
         release_hf(model)
+    with pytest.raises(ValueError, match="is adopted already"):
+        adopt_hf(adopt_hf(model))
+
+
+def test_of_two_adopted_models_made_from_one_config_object_one_is_released():
+    one = build("Llama")
+    two = type(one)(one.config).eval()
+    shared = one.config
+    inputs, counts = inputs_of("Llama", pad="left")
+    with torch.no_grad():
+        before = output_of(one, inputs, counts), output_of(two, inputs, counts)
+        adopt_hf(one), adopt_hf(two)
+        release_hf(one)
+        assert torch.equal(output_of(one, inputs, counts), before[0]) and one.config is shared
+        torch.testing.assert_close(output_of(two, inputs, counts), before[1], atol=1e-5, rtol=1e-4)
+        assert not adopted_cores(one) and len(adopted_cores(two)) == 2
+        assert len(two(**inputs, output_attentions=True).attentions) == 2
+
+
+def test_a_container_of_two_adopted_models_is_released_and_a_part_of_a_model_is_refused():
+    both = nn.ModuleList([adopt_hf(build("Llama")), adopt_hf(build("Bert"))])
+    with pytest.raises(ValueError, match="LlamaModel is a part of an adopted model"):
+        release_hf(both[0].model)
+    assert len(adopted_cores(release_hf(both))) == 0
+    assert all(model.config._attn_implementation == "sdpa" for model in both)
 
 
 def test_a_saved_adopted_model_is_the_saved_model(tmp_path):
@@ -183,3 +211,236 @@ def test_a_copy_of_an_adopted_model_is_a_model_of_its_own():
         torch.testing.assert_close(output_of(twin, inputs, counts), output_of(model, inputs, counts), atol=1e-5, rtol=1e-4)
     assert adopted_cores(twin) and not adopted_cores(model)
     release_hf(twin)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_pickled_adopted_model_is_an_adopted_model(name):
+    model, file = adopt_hf(build(name)), io.BytesIO()
+    torch.save(model, file)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    inputs, counts = inputs_of(name, pad="left")
+    with torch.no_grad():
+        assert torch.equal(output_of(loaded, inputs, counts), output_of(model, inputs, counts))
+        with capture(loaded, what="weights") as seen:
+            loaded(**inputs)
+    assert len(seen) == len(adopted_cores(loaded)) > 0
+    assert not adopted_cores(release_hf(loaded))
+
+
+def test_an_adopted_model_trains_under_ddp(tmp_path):
+    model = adopt_hf(build("Llama"))
+    inputs, counts = inputs_of("Llama", pad="left")
+    out, wanted = gradients(model, inputs, counts)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        found_out, _ = gradients(wrapped, inputs, counts)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert torch.equal(found_out, out)
+    assert all(torch.equal(p.grad, wanted[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("implementation", ["static", "dynamic"])
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "Mistral", "Gemma2", "GptOss", "T5", "Bart"])
+def test_caches_of_every_kind_and_beams_give_what_the_model_gives(name, implementation):
+    model = build(name)
+    inputs, _ = inputs_of(name, pad="left")
+    inputs.pop("decoder_input_ids", None)
+    options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options |= {"cache_implementation": implementation}
+    model.set_attn_implementation("eager")
+    wanted = [model.generate(**inputs, **options, num_beams=beams) for beams in (1, 3)]
+    adopt_hf(model)
+    for beams, ids in zip((1, 3), wanted, strict=True):
+        assert torch.equal(model.generate(**inputs, **options, num_beams=beams), ids)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", QUICK)
+def test_gradient_checkpointing_gives_the_same_gradients_also_with_attentions_asked_for(name, reentrant):
+    model = adopt_hf(build(name))
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+    inputs, counts = inputs_of(name, pad="left")
+    model.train().requires_grad_(True)
+    out, wanted = gradients(model, inputs, counts)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant and "input_ids" in inputs:
+        model.enable_input_require_grads()
+    for extra in ({}, {"output_attentions": True}):
+        found_out, found = gradients(model, inputs | extra, counts)
+        torch.testing.assert_close(found_out, out, atol=float(out.abs().max()) * 1e-6, rtol=1e-5)
+        largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+        assert wanted.keys() == found.keys()
+        assert all((found[key] - wanted[key]).abs().max() <= largest * 1e-5 for key in wanted)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_compiled_adopted_model_is_one_graph_with_the_same_answer(name):
+    model = adopt_hf(build(name))
+    inputs, counts = inputs_of(name, pad="left")
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        wanted = output_of(model, inputs, counts)
+        torch.testing.assert_close(
+            output_of(compiled, inputs, counts), wanted, atol=float(wanted.abs().max()) * 1e-6, rtol=1e-5
+        )
+    with pytest.raises(ValueError, match="compiled"), capture(compiled, what="weights"):
+        pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", QUICK)
+def test_in_half_precision_an_adopted_model_is_as_near_to_float32_as_its_eager_self(name, dtype):
+    model = build(name)
+    inputs, counts = inputs_of(name, pad="left")
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        wanted = output_of(model, inputs, counts)
+        model.to(dtype)
+        inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
+        eager = output_of(model, inputs, counts)
+        found = output_of(adopt_hf(model), inputs, counts)
+    assert found.dtype == dtype
+    allowed = 2 * (eager.float() - wanted).abs().max() + torch.finfo(dtype).eps * wanted.abs().max()
+    assert (found.float() - wanted).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("first", ["adopt_hf", "peft"])
+@pytest.mark.parametrize("name", QUICK)
+def test_lora_before_and_after_adopting_is_the_same_model(name, first):
+    peft = pytest.importorskip("peft")
+    model, options = build(name), peft.LoraConfig(r=2, init_lora_weights=False, target_modules="all-linear")
+    torch.manual_seed(1)
+    plain = peft.get_peft_model(copy.deepcopy(model), options)
+    torch.manual_seed(1)
+    if first == "adopt_hf":
+        wrapped = peft.get_peft_model(adopt_hf(model), options)
+    else:
+        wrapped = adopt_hf(peft.get_peft_model(model, options))
+    inputs, counts = inputs_of(name, pad="left")
+    with torch.no_grad():
+        wanted = output_of(plain, inputs, counts)
+        found = output_of(wrapped, inputs, counts)
+        torch.testing.assert_close(found, wanted, atol=float(wanted.abs().max()) * 1e-5, rtol=1e-4)
+        with capture(wrapped, what="weights") as seen:
+            assert torch.equal(output_of(wrapped, inputs, counts), found)
+        assert len(seen) == len(adopted_cores(wrapped)) > 0
+        assert torch.equal(output_of(release_hf(wrapped), inputs, counts), wanted)
+        merged = adopt_hf(wrapped).merge_and_unload()
+        assert not adopted_cores(release_hf(merged))
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_beside_linear_attention_and_mamba_the_softmax_attention_is_adopted(name):
+    model = build(name)
+    inputs, counts = inputs_of(name, pad="left")
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        wanted = output_of(model, inputs, counts)
+        found = output_of(adopt_hf(model), inputs, counts)
+    torch.testing.assert_close(found, wanted, atol=float(wanted.abs().max()) * 1e-5, rtol=1e-4)
+    assert 0 < len(adopted_cores(model)) <= model.config.num_hidden_layers
+
+
+def padding_seen(model, **inputs):
+    seen = {}
+
+    def note(module, args, name):
+        parts = [] if args[0].mask is None else args[0].mask.parts()
+        seen[name] = next((part.key_mask for part in parts if isinstance(part, Padding)), None)
+
+    hooks = [m.core.register_forward_pre_hook(partial(note, name=name)) for name, m in adopted_cores(model).items()]
+    with torch.no_grad():
+        model(**inputs)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize("name", ["T5", "Bart"])
+def test_encoder_and_decoder_of_the_same_length_keep_their_own_padding(name):
+    model = adopt_hf(build(name))
+    inputs, _ = inputs_of(name, pad="left")
+    inputs["decoder_input_ids"] = inputs["input_ids"]
+    source, target = inputs["attention_mask"].bool(), torch.ones(2, 11, dtype=torch.bool)
+    target[0, 9:] = False
+    with_mask = padding_seen(model, **inputs, decoder_attention_mask=target.long())
+    without = padding_seen(model, **inputs)
+    for core in with_mask:
+        is_cross = "EncDec" in core or "encoder_attn" in core
+        is_target = "decoder." in core and not is_cross
+        assert torch.equal(with_mask[core], target if is_target else source)
+        assert without[core] is None if is_target else torch.equal(without[core], source)
+
+
+def test_a_positional_mask_is_padding_too_and_is_forgotten_after_the_call():
+    model = adopt_hf(build("Llama"))
+    inputs, _ = inputs_of("Llama", pad="left")
+    with capture(model, what="weights"), torch.no_grad():
+        model(inputs["input_ids"], inputs["attention_mask"])
+    seen = padding_seen(model.model, **inputs)
+    assert all(torch.equal(mask, inputs["attention_mask"].bool()) for mask in seen.values())
+    assert model.adoption.key_masks == [None, None]
+    with pytest.raises(TypeError), torch.no_grad():
+        model(**inputs, use_cache="no", past_key_values=3)
+    assert model.adoption.depth == 0
+
+
+def test_weights_are_returned_to_the_call_that_asked_for_them_only():
+    model = adopt_hf(build("T5"))
+    inputs, _ = inputs_of("T5", pad="left")
+    with torch.no_grad():
+        assert model.encoder(inputs["input_ids"], output_attentions=True).attentions
+        padding_seen(model, **inputs)
+        model.encoder(inputs["input_ids"])
+    assert not model.adoption.weights_wanted
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_set_scale_gives_the_model_of_another_scale_and_release_gives_its_own_back(name):
+    model = build(name)
+    inputs, counts = inputs_of(name, pad="left")
+    model.set_attn_implementation("eager")
+    scaled = copy.deepcopy(model)
+    for module in scaled.modules():
+        if hasattr(module, "scaling"):
+            module.scaling = 0.5
+    with torch.no_grad():
+        own, wanted = output_of(model, inputs, counts), output_of(scaled, inputs, counts)
+        adopt_hf(model)
+        assert set_scale(model, 0.25, factor=2.0) is model
+        changed = output_of(model, inputs, counts)
+        torch.testing.assert_close(changed, wanted, atol=float(wanted.abs().max()) * 1e-5, rtol=1e-4)
+        assert (changed - own).abs().max() > 1e-4
+        torch.testing.assert_close(output_of(release_hf(model), inputs, counts), own, atol=0, rtol=0)
+
+
+def test_inv_sqrt_is_the_scale_of_most_models():
+    model = adopt_hf(build("Llama"))
+    inputs, counts = inputs_of("Llama", pad="left")
+    with torch.no_grad():
+        own = output_of(model, inputs, counts)
+        set_scale(model, "unscaled")
+        assert (output_of(model, inputs, counts) - own).abs().max() > 1e-4
+        assert torch.equal(output_of(set_scale(model, "inv_sqrt"), inputs, counts), own)
+
+
+def test_scales_that_an_adopted_model_cannot_have_are_refused():
+    model = adopt_hf(build("Llama"))
+    with pytest.raises(ValueError, match="learned"):
+        set_scale(model, "learned")
+    with pytest.raises(ValueError, match=r"self_attn\.core"):
+        fold_scale(model)
+
+
+@pytest.mark.parametrize("option", ["indices", "block_indices", "sinks"])
+def test_an_argument_that_changes_the_answer_and_that_no_core_takes_is_refused(option):
+    model = adopt_hf(build("Llama"))
+    with pytest.raises(ValueError, match=option):
+        model(**inputs_of("Llama")[0], **{option: torch.zeros(2)})

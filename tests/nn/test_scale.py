@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minitx.config import ConfigError, TransformerConfig
-from minitx.nn import DecoderLM, DotProductAttention, MultiHeadAttention, Padding, ScoreScale, scale_multiplier
+from minitx.nn import DecoderLM, DotProductAttention, MultiHeadAttention, Padding, ScoreScale, scale_multiplier, set_scale
 
 D, H = 7, 3
 
@@ -88,3 +88,24 @@ def test_the_models_scale_reaches_every_layer(scale, multiplier):
         block.attention.core.register_forward_pre_hook(lambda module, args: seen.append(args[0].scale))
     model(torch.tensor([[1, 2, 3]]))
     assert seen == [multiplier, multiplier]
+
+
+@pytest.mark.parametrize("scale", ["unscaled", "inv_sqrt", "head_dim^-0.75", 0.3, "learned"])
+def test_set_scale_gives_the_model_that_was_built_with_the_scale(scale):
+    config = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2, max_len=7, position="rotary")
+    model = DecoderLM(config).double().eval()
+    built = DecoderLM(TransformerConfig(**{**vars(config), "scale": scale, "scale_factor": 1.5})).double().eval()
+    built.load_state_dict(model.state_dict(), strict=False)
+    ids = torch.randint(11, (2, 5))
+    assert set_scale(model, scale, factor=1.5) is model
+    assert torch.equal(model(ids), built(ids)) and model.config == built.config
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+
+
+def test_set_scale_refuses_a_model_without_attention_and_an_unknown_scale():
+    with pytest.raises(ValueError, match="no attention layer"):
+        set_scale(torch.nn.Linear(2, 3), "unscaled")
+    model = MultiHeadAttention(12, 3)
+    with pytest.raises((ValueError, ConfigError)):
+        set_scale(model, None)
+    assert model.scale.scale == "inv_sqrt"
