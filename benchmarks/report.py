@@ -29,6 +29,7 @@ TARGETS = {  # and what measures it
     "P12": ("the quick ablation", "grid.py"),
     "P13": ("a large text", "data.py"),
     "P14": ("the tests", "grid.py"),
+    "P15": ("an adopted Hugging Face model over the same under sdpa", "adopted.py"),
 }
 
 

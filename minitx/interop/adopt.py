@@ -179,7 +179,8 @@ def release_hf(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model is not adopted, or is a part of the model that was adopted.
     """
-    roots = [module for module in model.modules() if isinstance(vars(module).get("adoption"), Adoption)]
+    holders = [module for module in model.modules() if isinstance(vars(module).get("adoption"), Adoption)]
+    roots: list[Any] = [module for module in holders if not isinstance(module, AdoptedCore)]
     adoptions = [root.adoption for root in roots]
     cores = adopted_cores(model).values()
     if not roots:
@@ -224,10 +225,11 @@ def _calls_interface(kind: type[nn.Module]) -> bool:
 
 
 def _attends_by_itself(kind: type[nn.Module]) -> bool:
-    """Whether the methods of a class take ``attention_mask`` and compute a softmax."""
+    """Whether methods of a class take a mask (not that of padding alone, as routers of experts do) and compute a softmax."""
     methods = (inspect.unwrap(method) for _, method in inspect.getmembers(kind, callable))
     codes = [method.__code__ for method in methods if isinstance(method, FunctionType)]
-    takes_mask = any("attention_mask" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] for code in codes)
+    arguments = {name for code in codes for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
+    takes_mask = any(name.endswith("mask") and name != "padding_mask" for name in arguments)
     return takes_mask and any({"softmax", "scaled_dot_product_attention"} & set(_names_of(code)) for code in codes)
 
 
