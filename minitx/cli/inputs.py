@@ -1,13 +1,16 @@
-"""Inputs for a checkpoint's model: a text from the command line, or a row of its data."""
+"""Models of checkpoints and of Hugging Face folders, and their inputs: a text from the command line, or a row of the data."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minitx.config import ConfigError, TransformerConfig
+from minitx.config.checks import first_line, require
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -212,13 +215,182 @@ def encode_text(tokenizer: Tokenizer, text: str, name: str) -> list[int]:
     Raises:
         ConfigError: the text is not UTF-8, or a character model does not know a character.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{name} is not UTF-8 text: character {error.start + 1} cannot be read") from None
+    check_utf8(text, name)
     known: str | None = getattr(tokenizer, "characters", None)
     unknown = next((character for character in text if known is not None and character not in known), None)
     if known is not None and unknown is not None:
         code = f"{unknown!r} (U+{ord(unknown):04X})"
         raise ConfigError(f"{name} has the character {code}, which is none of the {len(known)} that the model knows")
     return tokenizer.encode(text).tolist()
+
+
+def check_utf8(text: str, name: str) -> None:
+    """Raise a ConfigError if ``text``, the value of the key ``name``, has bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name} is not UTF-8 text: character {error.start + 1} cannot be read") from None
+
+
+def paired(first: Inputs, second: Inputs) -> list[Inputs]:
+    """Return the inputs of two texts for one page. Where their tokens differ, both have the label ``a | b``.
+
+    Raises:
+        ConfigError: the texts do not have equally many tokens.
+    """
+    texts = {}
+    for axis, (row,) in first.texts.items():
+        (other,) = second.texts[axis]
+        if len(row) != len(other):
+            raise ConfigError(
+                f"compare_text has {len(other)} tokens, but text has {len(row)}: two texts are compared token by token"
+            )
+        texts[axis] = [[a if a == b else f"{a} | {b}" for a, b in zip(row, other, strict=True)]]
+    return [replace(first, texts=texts), replace(second, texts=texts)]
+
+
+# --- Hugging Face folders
+
+
+def open_hf(path: str, name: str) -> tuple[nn.Module, Any]:
+    """Load the model and the tokenizer of a Hugging Face folder in float32, and put our attention under the model (``adopt_hf``).
+
+    The class of the model is the one that ``architectures`` in its ``config.json`` names. Only safetensors are read, no code of the
+    folder runs, and nothing is downloaded.
+
+    Args:
+        path: a folder, or the name of a model in the cache of the Hugging Face hub. name: the key of this value.
+
+    Raises:
+        ConfigError: transformers is not installed; there is no such folder; it has no ``config.json``, no tokenizer, or not
+            all weights; transformers cannot read it; or ``adopt_hf`` refuses the model.
+    """
+    from minitx.interop import adopt_hf
+
+    said = f"{name}={path}"
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(f"{said} needs the package transformers: pip install transformers") from None
+    folder = _hf_folder(path, said)
+    with _quiet():
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # transformers and tokenizers raise many kinds
+            raise ConfigError(f"{said} has no tokenizer that transformers can read: {first_line(error)}") from error
+        files = {"tokenizer.json", *tokenizer.vocab_files_names.values()}  # without them, transformers makes an empty one
+        require(
+            any((folder / file).is_file() for file in files), f"{said} has no tokenizer: none of {', '.join(sorted(files))}"
+        )
+        try:
+            model, loading = _hf_class(folder).from_pretrained(
+                folder,
+                dtype="float32",
+                attn_implementation="eager",  # a config may name a kernel of the hub, which would be code
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except Exception as error:
+            raise ConfigError(f"{said} cannot be read by transformers: {first_line(error)}") from error
+    missing = sorted(loading["missing_keys"])
+    require(not missing, f"{said} lacks {len(missing)} weights of {type(model).__name__}, such as {''.join(missing[:1])}")
+    try:
+        return adopt_hf(model.eval()), tokenizer
+    except ValueError as error:
+        raise ConfigError(f"{said} cannot be shown: {error}") from error
+
+
+def _hf_folder(path: str, said: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(path, local_files_only=True))
+        except (HFValidationError, LocalEntryNotFoundError):
+            raise ConfigError(f"{said} is neither a folder nor a model in the cache of the Hugging Face hub") from None
+    require((folder / "config.json").is_file(), f"{said} has no config.json, so it is not a Hugging Face folder")
+    return folder
+
+
+def _hf_class(folder: Path) -> Any:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    found = getattr(transformers, (config.architectures or ["AutoModel"])[0], None)
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    return found if is_model else transformers.AutoModel
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No bars and no logs of transformers: what is wrong is said here."""
+    from transformers import logging
+
+    with ExitStack() as after:
+        after.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity(logging.CRITICAL)
+        if logging.is_progress_bar_enabled():
+            after.callback(logging.enable_progress_bar)
+            logging.disable_progress_bar()
+        yield
+
+
+def hf_source(model: Any, tokenizer: Any, text: str, name: str) -> Inputs:
+    """Return ``text``, the value of the key ``name``, with the special tokens that the tokenizer puts around it.
+
+    Raises:
+        ConfigError: the text is empty, has more tokens than the model has positions, or an id that the model does not have.
+    """
+    import torch
+
+    check_utf8(text, name)
+    found = tokenizer(text)
+    ids, limit = found[SOURCE], getattr(model.config, "max_position_embeddings", None)
+    _check_ids(model, ids, name)
+    if limit is not None and len(ids) > limit:
+        raise ConfigError(f"{name} has {len(ids)} tokens, but the model reads {limit} at most (max_position_embeddings)")
+    return Inputs({key: torch.tensor([row]) for key, row in found.items()}, {SOURCE: [_hf_texts(tokenizer, ids)]})
+
+
+def with_target(model: Any, tokenizer: Any, source: Inputs, target: str | None, **options: Any) -> Inputs:
+    """Add what the decoder of an encoder–decoder reads: ``target``, or (None) the model's own answer.
+
+    Args:
+        options: arguments of ``model.generate``.
+
+    Raises:
+        ConfigError: the model cannot write text, or ``target`` as in ``hf_source``.
+    """
+    import torch
+
+    require(model.can_generate(), f"{type(model).__name__} is an encoder-decoder without a head, so it reads no target")
+    if target is None:
+        device = next(model.parameters()).device
+        with _quiet():
+            given = {name: source.tensors[name].to(device) for name in (SOURCE, "attention_mask")}
+            ids = model.generate(**given, do_sample=False, **options)[:, :-1].cpu()  # nothing reads the last token
+    else:
+        check_utf8(target, "target")
+        labels = tokenizer(text_target=target)[SOURCE]
+        _check_ids(model, labels, "target")
+        ids = model.prepare_decoder_input_ids_from_labels(torch.tensor([labels]))
+    return Inputs(source.tensors | {TARGET: ids}, source.texts | {TARGET: [_hf_texts(tokenizer, ids[0].tolist())]})
+
+
+def _check_ids(model: Any, ids: list[int], name: str) -> None:
+    size = model.get_input_embeddings().num_embeddings
+    require(bool(ids), f"{name} is empty: the model needs one token at least")
+    require(max(ids, default=0) < size, f"{name} has the id {max(ids, default=0)}, but the model knows {size} tokens")
+
+
+def _hf_texts(tokenizer: Any, ids: list[int]) -> list[str]:
+    """As ``token_texts``. A tokenizer that is not of the package tokenizers gives its pieces."""
+    from minitx.data.tokenizers import Tokenizer, token_texts
+
+    if not tokenizer.is_fast:
+        return tokenizer.convert_ids_to_tokens(ids)
+    return token_texts(Tokenizer(tokenizer.backend_tokenizer.to_str()), ids)

@@ -24,30 +24,47 @@ if TYPE_CHECKING:
 
     Reader = tuple[nn.Module, Tokenizer | None]
 
-USAGE = "python scripts/view_attention.py ckpt_path=FILE text=TEXT [key=value ...]"
+USAGE = """python scripts/view_attention.py ckpt_path=FILE text=TEXT [key=value ...]
+python scripts/view_attention.py model=FOLDER text=TEXT [key=value ...]"""
 LARGEST_PAGE = 256 * 2**20
 """In bytes. Browsers need minutes for larger pages, or fail."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViewConfig(StoredConfig):
-    """The keys of ``view_attention.py``. Model and tokenizer come from the checkpoint."""
+    """The keys of ``view_attention.py``. Model and tokenizer come from the checkpoint or the Hugging Face folder."""
 
     ckpt_path: str = key(
-        dataclasses.MISSING,
+        "",
         "checkpoint of a run, several with commas between (a step of the slider each), or the folder of a run that recorded "
         "its attention",
+    )
+    model: str = key(
+        "",
+        "instead of ckpt_path: a Hugging Face folder with its tokenizer, or the name of a model in the cache of the hub; read "
+        "by transformers",
     )
     text: str | None = key(None, "text for the model; without a tokenizer, ids (ID or ID:TYPE) separated by spaces")
     target: str | None = key(None, "target text of an encoder-decoder; null: its own answer")
     row: Natural | None = key(None, "instead of text: number of a validation row or of a recorded sentence, from 0")
-    compare: str | None = key(None, "a second model, as in ckpt_path, to compare side by side and as a difference")
+    compare: str | None = key(None, "a second model, as in ckpt_path or model, to compare side by side and as a difference")
+    compare_text: str | None = key(None, "a second text with as many tokens as text, to compare in the same way")
     layers: str | None = key(None, "layers to show: numbers from 0 or parts of names (cross), separated by commas; null: all")
     num_beams: Count = key(1, "beams for an encoder-decoder's own answer; 1: greedy")
     max_new_tokens: Count = key(64, "longest own answer of an encoder-decoder, in tokens")
     output: str = key("attention.html", "the file to write")
 
     def check(self) -> None:
+        require(bool(self.ckpt_path or self.model), "ckpt_path is missing: add ckpt_path=FILE, or model=FOLDER")
+        require(not (self.ckpt_path and self.model), "model takes the place of ckpt_path: give one of them")
+        require(
+            not (self.model and self.row is not None),
+            "row is for checkpoints: a Hugging Face folder has no data, so give text=TEXT",
+        )
+        require(not (self.model and self.trust), "trust is for checkpoints: no code of a Hugging Face folder runs")
+        require(not self.model or self.text is not None, "text is missing: give text=TEXT for the model to read")
+        require(self.compare is None or self.compare_text is None, "compare_text takes the place of compare: give one of them")
+        require(self.compare_text is None or self.text is not None, "compare_text is compared with a text: give text=TEXT, too")
         require(self.text is None or self.row is None, f"row={self.row} takes the place of text: give one of them")
         require(self.target is None or self.text is not None, "target belongs to a text: give text=TEXT, too")
         check_output(self.output)
@@ -58,6 +75,11 @@ class ViewConfig(StoredConfig):
         parts = [part.strip() for part in (self.layers or "").strip("[]").split(",")]
         return [int(p) if re.fullmatch(r"-?\d+", p, re.ASCII) else p for p in parts if p] or None
 
+    @property
+    def answering(self) -> dict[str, int]:
+        """Return how an encoder-decoder writes its own answer."""
+        return {"num_beams": self.num_beams, "max_new_tokens": self.max_new_tokens}
+
 
 def main() -> int:
     """The program behind ``scripts/view_attention.py`` and ``minitx-view``; returns the exit code."""
@@ -67,11 +89,14 @@ def main() -> int:
 def _view(config: ViewConfig) -> None:
     from minitx.analysis.viewer import viewer_page
 
-    paths = {name: path for name in ("ckpt_path", "compare") if (path := getattr(config, name)) is not None}
+    paths = {name: path for name in ("ckpt_path", "model", "compare") if (path := getattr(config, name))}
     folders = [Path(path).is_dir() for path in paths.values()]
-    if folders[0] != folders[-1]:
+    if config.model:
+        title, traces = _adopted(config, paths)
+    elif folders[0] != folders[-1]:
         raise ConfigError(f"compare={config.compare} must be a {'run folder' if folders[0] else 'checkpoint'} as ckpt_path is")
-    title, traces = _recorded(config, paths) if folders[0] else _taken(config, paths)
+    else:
+        title, traces = _recorded(config, paths) if folders[0] else _taken(config, paths)
     try:
         page = viewer_page(traces, title=title)
     except ValueError as error:
@@ -122,6 +147,51 @@ def _with_layers(snapshot: Snapshot, config: ViewConfig) -> Snapshot:
     return dataclasses.replace(snapshot, maps=tuple(layer for layer in snapshot.maps if layer.name in kept))
 
 
+# --- what models of Hugging Face do
+
+
+def _adopted(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]:
+    from minitx.analysis.viewer import Trace
+    from minitx.cli.inputs import SOURCE, hf_source, open_hf, paired, with_target
+    from minitx.training.stored import place
+
+    texts = {name: text for name in ("text", "compare_text") if (text := getattr(config, name)) is not None}
+    inputs: list[Inputs] = []
+    traces: list[Trace] = []
+    for name, shown in zip(paths, _names(list(paths.values())), strict=True):
+        model, tokenizer = open_hf(paths[name], name)
+        place(model, config.device)
+        read = [hf_source(model, tokenizer, text, key) for key, text in texts.items()]
+        if not inputs:  # the first model answers
+            _check_target(config, type(model).__name__, model.config.is_encoder_decoder)
+            if model.config.is_encoder_decoder:
+                read = [with_target(model, tokenizer, source, config.target, **config.answering) for source in read]
+            inputs = paired(*read) if len(read) == 2 else read
+        elif read[0].tensors[SOURCE].tolist() != inputs[0].tensors[SOURCE].tolist():
+            raise ConfigError(
+                f"compare={config.compare} reads text with another tokenizer than model={config.model}: their tokens differ"
+            )
+        for title, given in zip(_titles(config, shown), inputs, strict=True):
+            traces.append(Trace(title, [_snapshot(config, model, given, None)]))
+            _check_size(traces[-1].snapshots[0], len(paths) * len(texts))
+    return f"Attention on {_quoted(config.text or '')}", traces
+
+
+def _titles(config: ViewConfig, shown: str) -> list[str]:
+    """What the page calls a model that reads one text, or two."""
+    return [shown] if config.compare_text is None else [_quoted(text) for text in (config.text or "", config.compare_text)]
+
+
+def _quoted(text: str) -> str:
+    return f"“{text if len(text) <= 60 else text[:59] + '…'}”"
+
+
+def _check_target(config: ViewConfig, kind: str, is_pair: bool) -> None:
+    require(is_pair or config.target is None, f"target is for encoder-decoders, and the model is a {kind}")
+    needed = is_pair and config.compare_text is not None and config.target is None
+    require(not needed, "compare_text needs target=TEXT: the model reads both texts with the same target")
+
+
 # --- what checkpoints do
 
 
@@ -147,38 +217,39 @@ def _taken(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]
     model, tokenizer = with_attention(stored), stored.tokenizer
     place(model, config.device)
     inputs, title = _inputs(config, stored)
-    count, traces = sum(map(len, files.values())), []
+    count, traces = sum(map(len, files.values())) * len(inputs), []
     for name, shown in zip(files, _names(list(paths.values())), strict=True):
-        snapshots = []
+        snapshots: list[list[Snapshot]] = [[] for _ in inputs]
         for file in files[name]:
             second = open_stored(file, trust=config.trust)
             other = with_attention(second)
             _check_reads_alike(f"{name}={file}", (model, tokenizer), (other, second.tokenizer), first)
-            snapshots.append(_snapshot(config, place(other, config.device), inputs, steps[file]))
-            _check_size(snapshots[-1], count)
-        traces.append(Trace(shown, snapshots))
+            place(other, config.device)
+            for taken, given in zip(snapshots, inputs, strict=True):
+                taken.append(_snapshot(config, other, given, steps[file]))
+                _check_size(taken[-1], count)
+        traces += map(Trace, _titles(config, shown), snapshots)
     return title, traces
 
 
-def _inputs(config: ViewConfig, stored: Stored) -> tuple[Inputs, str]:
-    """What the models read, and the page's title."""
-    from minitx.cli.inputs import row_inputs, shape_of, text_inputs, with_attention
+def _inputs(config: ViewConfig, stored: Stored) -> tuple[list[Inputs], str]:
+    """What the models read, one text or two, and the page's title."""
+    from minitx.cli.inputs import paired, row_inputs, shape_of, text_inputs, with_attention
 
     model, tokenizer = with_attention(stored), stored.tokenizer
-    shape = shape_of(model)
-    if config.target is not None and shape.architecture != "encoder_decoder":
-        raise ConfigError(f"target is for encoder-decoders, and the model's architecture is {shape.architecture}")
+    architecture = shape_of(model).architecture
+    _check_target(config, architecture, architecture == "encoder_decoder")
     if config.text is not None:
-        options = {"num_beams": config.num_beams, "max_new_tokens": config.max_new_tokens}
-        text = config.text if len(config.text) <= 60 else config.text[:59] + "…"
-        return text_inputs(model, tokenizer, config.text, config.target, **options), f"Attention on “{text}”"
+        texts = [text for text in (config.text, config.compare_text) if text is not None]
+        read = [text_inputs(model, tokenizer, text, config.target, **config.answering) for text in texts]
+        return paired(*read) if len(read) == 2 else read, f"Attention on {_quoted(config.text)}"
     if config.row is None and tokenizer is not None:
         raise ConfigError("text is missing: give text=TEXT for the model to read, or row=N for a row of its validation data")
     row = config.row or 0
-    return row_inputs(stored.task(), row), f"Attention on validation row {row}"
+    return [row_inputs(stored.task(), row)], f"Attention on validation row {row}"
 
 
-def _snapshot(config: ViewConfig, model: nn.Module, inputs: Inputs, step: int) -> Snapshot:
+def _snapshot(config: ViewConfig, model: nn.Module, inputs: Inputs, step: int | None) -> Snapshot:
     from minitx.cli.inputs import attention_of
 
     made = getattr(model, "config", None)
@@ -219,5 +290,6 @@ def _names(paths: list[str]) -> list[str]:
     names = []
     for path in paths:
         last = Path(_files(path)[-1])
-        names.append((last.parents[1] if last.parent.name == "checkpoints" else last.with_suffix("")).name or path)
+        shown = last.parents[1].name if last.parent.name == "checkpoints" else last.name.removesuffix(".ckpt")
+        names.append(shown or path)
     return paths if len(set(names)) < len(names) else names

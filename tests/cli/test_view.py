@@ -1,13 +1,18 @@
-"""``view_attention.py``: from a checkpoint or a run's folder to a page."""
+"""``view_attention.py``: from a checkpoint, a run's folder or a Hugging Face folder to a page."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
+import sys
 from base64 import b64decode
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import nn
 
 from minitx.analysis import take_snapshot
@@ -33,6 +38,41 @@ def data(output, place):
         return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1]) | {"html": page, "out": out}
 
     return run
+
+
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 3, "hidden_size": 12, "intermediate_size": 17}
+PAIR = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 3, "decoder_attention_heads": 3, "d_model": 12,
+        "encoder_ffn_dim": 17, "decoder_ffn_dim": 17, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 3,
+        "pad_token_id": 0}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A folder with random models as transformers saves them: BERT and BART with words, Llama with bytes. Falcon is refused."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "dog", "##s", "你", "好"]
+    wordpiece = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    wordpiece.normalizer = normalizers.BertNormalizer()
+    wordpiece.pre_tokenizer, wordpiece.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    around = {"single": "[CLS] $A [SEP]", "pair": "[CLS] $A [SEP] $B:1 [SEP]:1"}
+    wordpiece.post_processor = processors.TemplateProcessing(special_tokens=[("[CLS]", 2), ("[SEP]", 3)], **around)
+    marks = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    wordpiece = transformers.PreTrainedTokenizerFast(tokenizer_object=wordpiece, **marks)
+    bytes_ = train_tokenizer("bpe", [TEXT], vocab_size=257)
+    made = {
+        "llama": transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=257, max_position_embeddings=31, **SIZES)),
+        "bert": transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=11, **SIZES)),
+        "bert-2.5": transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=11, **SIZES)),
+        "bart": transformers.BartForConditionalGeneration(transformers.BartConfig(vocab_size=11, **PAIR)),
+        "falcon": transformers.FalconForCausalLM(transformers.FalconConfig(vocab_size=257, **SIZES)),
+    }
+    folder = tmp_path_factory.mktemp("folders")
+    for name, model in made.items():
+        model.save_pretrained(folder / name)
+        if name in ("llama", "falcon"):
+            bytes_.save(folder / name / "tokenizer.json")
+        else:
+            wordpiece.save_pretrained(folder / name)
+    return folder
 
 
 @pytest.fixture
@@ -141,3 +181,114 @@ def test_a_model_of_ones_own_may_take_fewer_keys_than_the_data_have():
 
     row = Inputs({"input_ids": torch.tensor([[1, 2, 3, 5, 6]]), "key_mask": torch.ones(1, 5, dtype=torch.bool)}, {})
     assert _snapshot(ViewConfig(ckpt_path="x"), Net(), row, 0).step == 0
+
+
+def test_a_hugging_face_folder_and_a_text_are_enough_and_the_page_holds_what_the_model_does(data, folders):
+    page = data(f"model={folders / 'llama'}", "text=a你")
+    assert page["tokens"] == {"input_ids": ["a", "你·1/3", "你·2/3", "你·3/3"]}
+    assert [(layer["name"], layer["kind"]) for layer in page["layers"]] == [
+        (f"model.layers.{i}.self_attn.core", "causal") for i in range(2)
+    ]
+    assert page["out"].startswith("2 layers, 3 heads, 1 step, 1 model, 4 tokens\nattention.html  ")
+    assert page["traces"][0]["name"] == "llama"
+    assert page["traces"][0]["snapshots"][0]["title"] == "LlamaForCausalLM"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folders / "llama", attn_implementation="eager")
+    ids = transformers.AutoTokenizer.from_pretrained(folders / "llama")("a你", return_tensors="pt")["input_ids"]
+    weights = theirs(ids, output_attentions=True).attentions[1].double()[:, :, *torch.tril_indices(4, 4)]
+    packed = page["traces"][0]["snapshots"][0]["layers"][1]["weights"]
+    got = torch.frombuffer(bytearray(b64decode(packed)), dtype=torch.uint16).double() / 65534
+    torch.testing.assert_close(got, weights.flatten(), atol=1e-5, rtol=0)
+
+
+def test_the_marks_that_a_tokenizer_puts_around_a_text_are_shown_with_its_pieces(data, folders):
+    page = data(f"model={folders / 'bert'}", "text=the cats 你好", "layers=1")
+    assert page["tokens"]["input_ids"] == ["[CLS]", "the", "cat", "##s", "你", "好", "[SEP]"]
+    assert [layer["kind"] for layer in page["layers"]] == ["self"]
+
+
+def test_an_encoder_decoder_of_hugging_face_gives_its_own_answer_or_takes_a_target(data, folders):
+    page = data(f"model={folders / 'bart'}", "text=the cat", "target=你 dog")
+    assert page["tokens"] == {
+        "input_ids": ["[CLS]", "the", "cat", "[SEP]"],
+        "decoder_input_ids": ["[SEP]", "[CLS]", "你", "dog"],
+    }
+    assert [layer["kind"] for layer in page["layers"]] == ["self", "causal", "cross"]
+    page = data(f"model={folders / 'bart'}", "text=the cat", "max_new_tokens=3")
+    model = transformers.BartForConditionalGeneration.from_pretrained(folders / "bart")
+    (answer,) = model.generate(torch.tensor([[2, 4, 5, 3]]), max_new_tokens=3, do_sample=False).tolist()
+    known = transformers.AutoTokenizer.from_pretrained(folders / "bart")
+    assert page["tokens"]["decoder_input_ids"] == known.convert_ids_to_tokens(answer[:-1])
+
+
+def test_two_hugging_face_models_stand_beside_each_other(data, folders, assert_refused):
+    page = data(f"model={folders / 'bert'}", f"compare={folders / 'bert-2.5'}", "text=the cat")
+    assert [trace["name"] for trace in page["traces"]] == ["bert", "bert-2.5"]
+    a, b = (trace["snapshots"][0]["layers"][0]["weights"] for trace in page["traces"])
+    assert a != b
+    assert_refused("tokenizer", f"model={folders / 'bert'}", f"compare={folders / 'llama'}", "text=the", program="view")
+
+
+def test_two_texts_of_equally_many_tokens_stand_beside_each_other(data, folders, last, assert_refused):
+    page = data(f"model={folders / 'bert'}", "text=the cat", "compare_text=the dog")
+    assert page["tokens"]["input_ids"] == ["[CLS]", "the", "cat | dog", "[SEP]"]
+    assert [trace["name"] for trace in page["traces"]] == ["“the cat”", "“the dog”"]
+    page = data(last("text"), "text=the", "compare_text=tho")
+    assert page["tokens"]["input_ids"] == ["t", "h", "e | o"]
+    alone = data(last("text"), "text=tho")["traces"][0]["snapshots"][0]["layers"]
+    assert [layer["weights"] for layer in page["traces"][1]["snapshots"][0]["layers"]] == [one["weights"] for one in alone]
+    target = data(last("dates"), "text=de: 7.3.1999", "compare_text=de: 7.4.1999", "target=1999")["tokens"]
+    assert target["decoder_input_ids"] == ["<bos>", *"1999"]
+    assert_refused("compare_text has 4 tokens", last("text"), "text=the", "compare_text=then", program="view")
+    assert_refused("target", last("dates"), "text=de: 7.3.1999", "compare_text=de: 7.4.1999", program="view")
+
+
+def test_a_name_in_the_cache_of_the_hub_is_a_folder_too(data, folders, tmp_path, monkeypatch):
+    cached = tmp_path / "models--somebody--bert"
+    shutil.copytree(folders / "bert", cached / "snapshots" / "abc")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert data("model=somebody/bert", "text=the")["tokens"]["input_ids"] == ["[CLS]", "the", "[SEP]"]
+
+
+@pytest.mark.parametrize(
+    ("part", "arguments"),
+    [
+        ("neither a folder nor", "model=NOWHERE text=a"),
+        ("neither a folder nor", "model=some/where/else text=a"),
+        ("config.json", "model=. text=a"),
+        ("no tokenizer", "model=untold text=a"),
+        ("lacks 1 weights", "model=torn text=a"),
+        ("AttentionInterface", "model=falcon text=a"),
+        ("reads 31 at most", f"model=llama text={'a' * 37}"),
+        ("text is empty", "model=llama text="),
+        ("text is missing", "model=llama"),
+        ("target", "model=llama text=a target=b"),
+        ("row", "model=llama row=1"),
+        ("model", "model=llama ckpt_path=last.ckpt text=a"),
+        ("ckpt_path is missing", "text=a"),
+        ("has the id", "model=narrow text=heaven"),
+        ("compare", "model=llama text=a compare=llama compare_text=b"),
+    ],
+)
+def test_what_no_page_can_be_made_of_is_refused_in_one_sentence(part, arguments, folders, assert_refused, place):
+    for name in ("llama", "falcon"):
+        (place / name).symlink_to(folders / name)
+    for name, source in {"untold": "bert", "torn": "llama", "narrow": "llama"}.items():
+        shutil.copytree(folders / source, place / name)
+    for file in (place / "untold").glob("*token*"):
+        file.unlink()
+    weights = load_file(place / "torn" / "model.safetensors")
+    save_file(
+        {name: w for name, w in weights.items() if "layers.1.mlp.up" not in name},
+        place / "torn" / "model.safetensors",
+        {"format": "pt"},
+    )
+    (place / "narrow" / "tokenizer.json").unlink()
+    train_tokenizer("bpe", [TEXT * 7], vocab_size=290).save(place / "narrow" / "tokenizer.json")
+    assert_refused(part, *arguments.split(" ", 2), program="view")
+
+
+def test_a_missing_transformers_is_said(folders, assert_refused, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert_refused("pip install transformers", f"model={folders / 'llama'}", "text=a", program="view")
