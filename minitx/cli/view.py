@@ -103,14 +103,16 @@ def _view(config: ViewConfig) -> None:
         raise ConfigError(str(error)) from error
     with writing("output", config.output):
         Path(config.output).write_text(page, encoding="utf-8")
-    write(f"{_say(traces)}\n{config.output}  {len(page.encode()) / 1e6:.2f} MB\n")
+    write(
+        f"{_say(traces, 'model' if config.compare_text is None else 'text')}\n{config.output}  {len(page.encode()) / 1e6:.2f} MB\n"
+    )
 
 
-def _say(traces: list[Trace]) -> str:
+def _say(traces: list[Trace], side: str) -> str:
     maps = traces[0].snapshots[0].maps
     tokens = " and ".join(str(len(rows[0])) for rows in traces[0].snapshots[0].tokens.values())
     steps = max(len(trace.snapshots) for trace in traces)
-    counted = [f"{len(maps)} layer", f"{maps[0].weights.shape[1]} head", f"{steps} step", f"{len(traces)} model"]
+    counted = [f"{len(maps)} layer", f"{maps[0].weights.shape[1]} head", f"{steps} step", f"{len(traces)} {side}"]
     return ", ".join(f"{text}s" if int(text.split()[0]) != 1 else text for text in counted) + f", {tokens} tokens"
 
 

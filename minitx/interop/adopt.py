@@ -283,7 +283,7 @@ def _attention(
     mask: Mask | None = None
     bias = position_bias
     if attention_mask is None:
-        if causal and L > 1:
+        if causal and (L > 1 or S == 1):
             key, value, mask = key[:, :, :L], value[:, :, :L], Causal()
     elif attention_mask.dtype == torch.bool:
         key_mask = adoption.key_masks[adoption.is_cross]

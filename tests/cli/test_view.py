@@ -232,6 +232,7 @@ def test_two_texts_of_equally_many_tokens_stand_beside_each_other(data, folders,
     page = data(f"model={folders / 'bert'}", "text=the cat", "compare_text=the dog")
     assert page["tokens"]["input_ids"] == ["[CLS]", "the", "cat | dog", "[SEP]"]
     assert [trace["name"] for trace in page["traces"]] == ["“the cat”", "“the dog”"]
+    assert page["out"].startswith("2 layers, 3 heads, 1 step, 2 texts, 4 tokens")
     page = data(last("text"), "text=the", "compare_text=tho")
     assert page["tokens"]["input_ids"] == ["t", "h", "e | o"]
     alone = data(last("text"), "text=tho")["traces"][0]["snapshots"][0]["layers"]
@@ -287,6 +288,23 @@ def test_what_no_page_can_be_made_of_is_refused_in_one_sentence(part, arguments,
     (place / "narrow" / "tokenizer.json").unlink()
     train_tokenizer("bpe", [TEXT * 7], vocab_size=290).save(place / "narrow" / "tokenizer.json")
     assert_refused(part, *arguments.split(" ", 2), program="view")
+
+
+@pytest.mark.parametrize("kind", ["own", "llama"])
+def test_code_and_pickles_in_a_folder_are_not_read(kind, folders, assert_refused, place):
+    shutil.copytree(folders / "llama", place / "given")
+    values = json.loads((place / "given" / "config.json").read_text())
+    values |= {
+        "model_type": kind,
+        "auto_map": dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), "evil.Evil"),
+    }
+    (place / "given" / "config.json").write_text(json.dumps(values | {"architectures": ["Evil"]}))
+    (place / "given" / "evil.py").write_text("open('ran', 'w').close()\nclass Evil: pass")
+    if kind == "llama":  # known: the code is not needed
+        torch.save(load_file(place / "given" / "model.safetensors"), place / "given" / "pytorch_model.bin")
+        (place / "given" / "model.safetensors").unlink()
+    assert_refused("model=given", "model=given", "text=a", program="view")
+    assert not (place / "ran").exists()
 
 
 def test_a_missing_transformers_is_said(folders, assert_refused, monkeypatch):
