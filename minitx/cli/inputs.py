@@ -233,7 +233,7 @@ def check_utf8(text: str, name: str) -> None:
 
 
 def paired(first: Inputs, second: Inputs) -> list[Inputs]:
-    """Return the inputs of two texts for one page. Where their tokens differ, both have the label ``a | b``.
+    """Return the inputs of two texts for one page. Where their tokens differ, both have the label ``a|b``.
 
     Raises:
         ConfigError: the texts do not have equally many tokens.
@@ -245,14 +245,14 @@ def paired(first: Inputs, second: Inputs) -> list[Inputs]:
             raise ConfigError(
                 f"compare_text has {len(other)} tokens, but text has {len(row)}: two texts are compared token by token"
             )
-        texts[axis] = [[a if a == b else f"{a} | {b}" for a, b in zip(row, other, strict=True)]]
+        texts[axis] = [[a if a == b else f"{a}|{b}" for a, b in zip(row, other, strict=True)]]
     return [replace(first, texts=texts), replace(second, texts=texts)]
 
 
 # --- Hugging Face folders
 
 
-def open_hf(path: str, name: str) -> tuple[nn.Module, Any]:
+def open_hf(path: str, name: str) -> tuple[Any, Any]:
     """Load the model and the tokenizer of a Hugging Face folder in float32, and put our attention under the model (``adopt_hf``).
 
     The class of the model is the one that ``architectures`` in its ``config.json`` names. Only safetensors are read, no code of the

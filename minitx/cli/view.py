@@ -41,8 +41,7 @@ class ViewConfig(StoredConfig):
     )
     model: str = key(
         "",
-        "instead of ckpt_path: a Hugging Face folder with its tokenizer, or the name of a model in the cache of the hub; read "
-        "by transformers",
+        "instead of ckpt_path: a Hugging Face folder with its tokenizer, or the name of a model in the local cache of the hub",
     )
     text: str | None = key(None, "text for the model; without a tokenizer, ids (ID or ID:TYPE) separated by spaces")
     target: str | None = key(None, "target text of an encoder-decoder; null: its own answer")
@@ -219,7 +218,8 @@ def _taken(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]
     model, tokenizer = with_attention(stored), stored.tokenizer
     place(model, config.device)
     inputs, title = _inputs(config, stored)
-    count, traces = sum(map(len, files.values())) * len(inputs), []
+    count = sum(map(len, files.values())) * len(inputs)
+    traces: list[Trace] = []
     for name, shown in zip(files, _names(list(paths.values())), strict=True):
         snapshots: list[list[Snapshot]] = [[] for _ in inputs]
         for file in files[name]:

@@ -230,11 +230,11 @@ def test_two_hugging_face_models_stand_beside_each_other(data, folders, assert_r
 
 def test_two_texts_of_equally_many_tokens_stand_beside_each_other(data, folders, last, assert_refused):
     page = data(f"model={folders / 'bert'}", "text=the cat", "compare_text=the dog")
-    assert page["tokens"]["input_ids"] == ["[CLS]", "the", "cat | dog", "[SEP]"]
+    assert page["tokens"]["input_ids"] == ["[CLS]", "the", "cat|dog", "[SEP]"]
     assert [trace["name"] for trace in page["traces"]] == ["“the cat”", "“the dog”"]
     assert page["out"].startswith("2 layers, 3 heads, 1 step, 2 texts, 4 tokens")
     page = data(last("text"), "text=the", "compare_text=tho")
-    assert page["tokens"]["input_ids"] == ["t", "h", "e | o"]
+    assert page["tokens"]["input_ids"] == ["t", "h", "e|o"]
     alone = data(last("text"), "text=tho")["traces"][0]["snapshots"][0]["layers"]
     assert [layer["weights"] for layer in page["traces"][1]["snapshots"][0]["layers"]] == [one["weights"] for one in alone]
     target = data(last("dates"), "text=de: 7.3.1999", "compare_text=de: 7.4.1999", "target=1999")["tokens"]

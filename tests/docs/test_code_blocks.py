@@ -128,6 +128,7 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
     "train.en": lines(*(f"this is {n}" for n in range(40))),
     "trees.conllu": lines(TREES * 7),
     "FOLDER": their_gpt2,
+    "OTHER": their_gpt2,
     "folder": their_gpt2,
     "llama": their_llama,
     "bert": their_bert,
@@ -149,7 +150,9 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
 }
 """What a page speaks of as there: how it is made, or the overrides of a short run, or where on this shelf it is copied from."""
 
-NAMING = r"(?:^|^(?:--config-dir|ckpt_path|compare|output_dir|conllu|init_from\.path|data\.tokenizer|data\.\w*path)=\"?|,)"
+NAMING = (
+    r"(?:^|^(?:--config-dir|ckpt_path|model|compare|output_dir|conllu|init_from\.path|data\.tokenizer|data\.\w*path)=\"?|,)"
+)
 """What stands before a path in an argument."""
 
 SLOW = (
