@@ -368,7 +368,7 @@ def _block_calls(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[tuple[s
     calls: list[tuple[str, Tensor]] = []
 
     def enter(name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append((name, (args[0] if args else kwargs.get("x", kwargs.get("hidden_states"))).clone()))
+        calls.append((name, (args[0] if args else kwargs["x" if "x" in kwargs else "hidden_states"]).clone()))
 
     with ExitStack() as hooks:
         for name, block in modules_of(model, "residual").items():

@@ -283,8 +283,9 @@ def _attention(
     mask: Mask | None = None
     bias = position_bias
     if attention_mask is None:
-        if causal and (L > 1 or S == 1):
-            key, value, mask = key[:, :, :L], value[:, :, :L], Causal()
+        mask = Causal() if causal else None  # of one query, it hides nothing, but those who look see a decoder
+        if causal and L > 1:
+            key, value = key[:, :, :L], value[:, :, :L]
     elif attention_mask.dtype == torch.bool:
         key_mask = adoption.key_masks[adoption.is_cross]
         if key_mask is not None and key_mask.shape != (key.shape[0], S):  # of other keys: a static cache, or of pictures

@@ -138,6 +138,13 @@ def test_padding_of_attention_mask_counts_neither_as_queries_nor_as_keys(name):
     assert {kind for [(kind, *_)] in seen.values()} == {"Llama": {"causal"}, "Bert": {"self"}}.get(name, {*wanted})
 
 
+def test_a_target_of_one_token_is_a_target():
+    model, inputs = adopted("T5")
+    start = {"decoder_input_ids": inputs["decoder_input_ids"][:, :1]}
+    snapshot = take_snapshot(model, {"input_ids": inputs["input_ids"], **start})
+    assert {(m.kind, m.queries, m.keys) for m in snapshot.maps if m.weights.shape[2:] == (1, 1)} == {("causal", *start, *start)}
+
+
 def test_a_decoder_without_a_mask_does_not_get_the_padding_of_the_source():
     model, inputs = adopted("T5")
     del inputs["decoder_attention_mask"]
