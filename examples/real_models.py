@@ -9,12 +9,9 @@ and set to 0 on others. Attention sinks put their weight on the first token. The
 
 import json
 import platform
-import shlex
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import asdict
-from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,7 +27,6 @@ from minitx.analysis.heads import mean_interval
 from minitx.interop import adopt_hf, release_hf
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SENTENCE = "The capital of France is"
 TEXT = """The harbour was quiet when the fishing boats came home. Men pulled ropes over the wet stones, and children ran between
 the baskets to count the silver fish. An old woman bought bread and walked up the hill to her house."""
 
@@ -51,7 +47,7 @@ def smollm2(folder):
 
 def repeated(tokenizer, seed, length, rows=2):
     """Random tokens, twice in a row: ids (rows, 2 · length)."""
-    words = torch.tensor([i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids])
+    words = torch.tensor(sorted({*range(len(tokenizer))} - {*tokenizer.all_special_ids}))
     once = words[torch.randint(len(words), (rows, length), generator=torch.Generator().manual_seed(seed))]
     return torch.cat([once, once], dim=1)
 
@@ -86,7 +82,7 @@ def controls(heads, shape, random):
 
 
 def times(model, ids, rounds):
-    """Median seconds of a forward pass for each way to run the model."""
+    """Median seconds of the processor (of all threads) for a forward pass, for each way to run the model."""
     found = {}
     for _ in range(rounds):
         for way in ("transformers sdpa", "adopted", "adopted, statistics", "adopted, weights", "eager, weights"):
@@ -97,9 +93,9 @@ def times(model, ids, rounds):
                     adopted.callback(release_hf, adopt_hf(model))
                     if what:
                         adopted.enter_context(capture(model, what=what))
-                start = time.perf_counter()
+                start = time.process_time()
                 model(ids, output_attentions=runner == "eager")
-                found.setdefault(way, []).append(time.perf_counter() - start)
+                found.setdefault(way, []).append(time.process_time() - start)
     model.set_attn_implementation("sdpa")
     return {way: float(np.median(seconds)) for way, seconds in found.items()}
 
@@ -131,7 +127,7 @@ def main(out, folder=None, length=50, find=4, judge=10, most=8, timed=256, round
     out.mkdir(parents=True, exist_ok=True)
     folder = folder or (out / "smollm2" if (out / "smollm2").is_dir() else smollm2(out / "smollm2"))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    found = {"command": shlex.join(["python", *sys.argv]), "date": str(date.today()), "python": platform.python_version()}
+    found = {"command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"), "python": platform.python_version()}
     found |= {"torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads()}
     found |= {"hardware": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}", "tokens timed": timed}
     found["seconds"] = times(model, repeated(tokenizer, 0, timed // 2, rows=1), rounds)
@@ -152,17 +148,15 @@ def main(out, folder=None, length=50, find=4, judge=10, most=8, timed=256, round
         for way, removed in {**ways, "without others of these layers": same}.items():
             losses.setdefault(way, []).append(loss(model, row, length, removed))
     judged, first = (torch.stack(both) for both in zip(*looks, strict=True))  # (seeds, layers, H)
-    found["heads"] = [[layer, head, asdict(mean_interval(judged[:, layer, head]))] for layer, head in heads]
+    found["heads"] = [[layer, head, vars(mean_interval(judged[:, layer, head]))] for layer, head in heads]
     found |= {"tokens": 2 * length, "induction": judged.mean(0).tolist()}
-    found["loss"] = {way: asdict(mean_interval(torch.tensor(values))) for way, values in losses.items()}
+    found["loss"] = {way: vars(mean_interval(torch.tensor(values))) for way, values in losses.items()}
     found["loss on prose"] = {"all heads": loss(model, ids, 0), "without induction heads": loss(model, ids, 0, heads)}
-    found["first token"] = [asdict(mean_interval(layer)) for layer in first.mean(2).unbind(1)]
+    found["first token"] = [vars(mean_interval(layer)) for layer in first.mean(2).unbind(1)]
     found["uniform"] = float((1 / torch.arange(length + 1.0, 2 * length + 1)).mean())
-    ids = tokenizer(SENTENCE, return_tensors="pt").input_ids
-    found["lens"] = [
-        [tokenizer.decode(layer.argmax()), float(layer.softmax(-1).max())]
-        for layer in logit_lens(model, input_ids=ids)[:, 0, -1]
-    ]
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    guesses = logit_lens(model, input_ids=ids)[:, 0, -1].softmax(-1).max(-1)  # of the next word, after each layer
+    found["lens"] = [[tokenizer.decode(word), float(p)] for p, word in zip(*guesses, strict=True)]
     (out / "record.json").write_text(json.dumps(found, indent=1) + "\n")
     save_figure(figure(found), out / "heads.png")
     line = tokenizer(" The lamp of Marla Voss burned. The lamp of Marla Voss", return_tensors="pt").input_ids
