@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "testing": ({"nn"}, {"torch"}, set()),
     "analysis": ({"config", "nn"}, NUMBERS, PLOTS | {"scipy", "conllu"}),
     "generation": ({"config", "nn"}, NUMBERS, set()),
-    "interop": ({"config", "nn"}, NUMBERS, {"huggingface_hub"}),
+    "interop": ({"config", "nn"}, NUMBERS, {"huggingface_hub", "transformers"}),
     "data": (
         {"config"},
         {"torch", "numpy", "tokenizers", "lightning"},
@@ -39,7 +39,7 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "cli": (
         {"config", "nn", "analysis", "data", "generation", "interop", "training", "ablation"},
         {"hydra", "omegaconf", "torch", "lightning", "numpy"},
-        {"yaml"},
+        {"yaml", "huggingface_hub", "transformers"},
     ),
 }
 
