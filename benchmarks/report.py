@@ -30,6 +30,7 @@ TARGETS = {  # and what measures it
     "P13": ("a large text", "data.py"),
     "P14": ("the tests", "grid.py"),
     "P15": ("an adopted Hugging Face model over the same under sdpa", "adopted.py"),
+    "P16": ("statistics of an adopted model over eager attention with weights", "adopted.py"),
 }
 
 

@@ -30,6 +30,9 @@ from minitx.nn.scale import scale_multiplier
 NAME = "minitx"
 """The name of our function in transformers' two registries. It is all that is process-wide."""
 
+OTHER_STATES = ("key_value_states", "encoder_hidden_states")
+"""The arguments of attention modules for the states of another sequence."""
+
 
 @dataclass(frozen=True, eq=False)
 class TransformersMask(Dense):
@@ -56,17 +59,18 @@ class Adoption:
         depth: how many models are running, one inside the other.
         weights_wanted: whether the call has ``output_attentions=True``. It stays after the call, for checkpointed layers that
             run again in the backward pass.
-        is_cross: whether the running attention module was given other states for its keys.
         key_masks: which keys of the running model are real, bool (B, S), as its ``attention_mask`` says, and those of the other
             sequence. None: no padding.
+        masks: the masks of the running call. Its layers share them, with what a kernel has computed of a mask.
     """
 
     def __init__(self, configs: list[tuple[Any, Any]]) -> None:
         self.configs = configs
         self.hooks: list[RemovableHandle] = []
         self.depth = 0
-        self.weights_wanted = self.is_cross = False
+        self.weights_wanted = False
         self.key_masks: list[Tensor | None] = [None, None]
+        self.masks: list[tuple[Tensor | None, Tensor | None, tuple[Any, ...], Mask]] = []
 
     def enter_model(self, model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Note the arguments of a call. An inner model may be called without ``output_attentions``, or with a mask that is built."""
@@ -84,25 +88,46 @@ class Adoption:
 
     def enter_attention(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Note whether the keys are of another sequence."""
-        self.is_cross = any(options.get(name) is not None for name in ("key_value_states", "encoder_hidden_states"))
+        module.core.is_cross = any(options.get(name) is not None for name in OTHER_STATES)
 
     def leave_model(self, *_: Any) -> None:
         """Forget the masks when the outermost model returns."""
         self.depth -= 1
         if not self.depth:
-            self.key_masks = [None, None]
+            self.key_masks, self.masks = [None, None], []
+
+    def mask(self, tensor: Tensor | None, is_causal: bool, keys: tuple[int, int], is_cross: bool) -> Mask | None:
+        """Return what transformers' mask of a layer means, for ``keys`` = (B, S). A call of the model has one object for a tensor."""
+        if tensor is None and not is_causal:
+            return None
+        key_mask = self.key_masks[is_cross]
+        for known, known_key_mask, known_sizes, made in self.masks:
+            if known is tensor and known_key_mask is key_mask and known_sizes == (is_causal, keys):
+                return made
+        if tensor is None:
+            mask: Mask = Causal()
+        else:
+            real = (
+                key_mask if key_mask is not None and key_mask.shape == keys else None
+            )  # else of a static cache, or of pictures
+            mask = TransformersMask(tensor[..., : keys[1]], is_causal, real)
+        if self.depth and not torch.compiler.is_compiling():
+            self.masks.append((tensor, key_mask, (is_causal, keys), mask))
+        return mask
 
 
 class AdoptedCore(DotProductAttention):
     """The core of an adopted attention module. It has no parameters, so that state dicts stay as they are.
 
-    ``scale`` is None for the scale of the model, or what ``set_scale`` was given.
+    ``scale`` is None for the scale of the model, or what ``set_scale`` was given. ``is_cross`` is whether the running attention
+    module was given other states for its keys.
     """
 
     def __init__(self, adoption: Adoption, *, backend: str = "auto") -> None:
         super().__init__(backend=backend)
         self.adoption = adoption
         self.scale: tuple[str | float, float] | None = None
+        self.is_cross = False
 
     def set_scale(self, to: str | float, factor: float) -> None:
         """Replace the model's own scale by ``factor`` times a fixed scale."""
@@ -156,7 +181,8 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     adoption = Adoption(_copy_configs(model))
     for module in layers.values():
         module.core = AdoptedCore(adoption, backend=backend)
-        adoption.hooks.append(module.register_forward_pre_hook(adoption.enter_attention, with_kwargs=True))
+        if not set(OTHER_STATES).isdisjoint(inspect.signature(module.forward).parameters):
+            adoption.hooks.append(module.register_forward_pre_hook(adoption.enter_attention, with_kwargs=True))
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer) and adopted_cores(module):
             module.is_block = True
@@ -277,27 +303,24 @@ def _attention(
         raise ValueError(
             f"{type(module).__name__} hands {chosen[0]} to its attention function, which no core takes: release_hf"
         )
-    adoption: Adoption = module.core.adoption
+    core: AdoptedCore = module.core
+    adoption = core.adoption
     L, S = query.shape[2], key.shape[2]
     causal = module.is_causal if is_causal is None else is_causal
-    mask: Mask | None = None
     bias = position_bias
-    if attention_mask is None:
-        mask = Causal() if causal else None  # of one query, it hides nothing, but those who look see a decoder
-        if causal and L > 1:
+    if attention_mask is None or attention_mask.dtype == torch.bool:
+        mask = adoption.mask(attention_mask, bool(causal), (key.shape[0], S), core.is_cross)
+        if attention_mask is None and causal and L > 1:
             key, value = key[:, :, :L], value[:, :, :L]
-    elif attention_mask.dtype == torch.bool:
-        key_mask = adoption.key_masks[adoption.is_cross]
-        if key_mask is not None and key_mask.shape != (key.shape[0], S):  # of other keys: a static cache, or of pictures
-            key_mask = None
-        mask = TransformersMask(attention_mask[..., :S], bool(causal), key_mask)
     else:
-        bias = attention_mask[..., :S] if bias is None else bias + attention_mask[..., :S]
-    if module.core.scale is not None:
-        to, factor = module.core.scale
+        mask, bias = None, attention_mask[..., :S] if bias is None else bias + attention_mask[..., :S]
+    if query.shape[0] != key.shape[0]:
+        query = query.expand(key.shape[0], -1, -1, -1)  # learned queries have one row
+    if core.scale is not None:
+        to, factor = core.scale
         scaling = scale_multiplier(to, query.shape[-1]) * factor
     call = AttentionCall(
-        query.expand(key.shape[0], -1, -1, -1),  # learned queries have one row
+        query,
         key,
         value,
         mask,
@@ -307,7 +330,7 @@ def _attention(
         s_aux,
         dropout_p=dropout,
         need_weights=adoption.weights_wanted,
-        is_cross=adoption.is_cross,
+        is_cross=core.is_cross,
     )
-    out, weights = module.core(call) if call.need_weights else (module.core(call), None)
+    out, weights = core(call) if call.need_weights else (core(call), None)
     return out.transpose(1, 2).contiguous(), weights
