@@ -23,7 +23,7 @@ def code(text):
 
 def pages(text):
     """What it links to and shows, in any order; a page in Chinese stands for the English one."""
-    return sorted(re.findall(r"\]\(([^)#]+)[^)]*\)", text.replace(".zh.", ".")))
+    return sorted(re.findall(r"(?:\]\(|<img src=\")([^)#\"]+)", text.replace(".zh.", ".")))
 
 
 def numbers(text):

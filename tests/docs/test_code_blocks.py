@@ -97,6 +97,14 @@ def their_llama(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [1, 2, 3]}))
 
 
+def their_smollm2(folder: Path) -> None:
+    """As small as it can be with a head 6 in layer 18."""
+    tokenizer = train_tokenizer("bpe", [TEXT], vocab_size=270)
+    shape = {"vocab_size": tokenizer.vocab_size, "max_len": 128, "embed_dim": 14, "num_heads": 7, "num_layers": 19}
+    save_hf(DecoderLM(TransformerConfig(**shape, **LLAMA)), folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
 def their_bert(folder: Path) -> None:
     save_hf(Encoder(TransformerConfig(architecture="encoder", vocab_size=17, **SHAPE, **BERT)), folder)
     more = {"cls.seq_relationship.weight": torch.zeros(2, 12), "bert.pooler.dense.weight": torch.zeros(12, 12)}
@@ -131,6 +139,7 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
     "OTHER": their_gpt2,
     "folder": their_gpt2,
     "llama": their_llama,
+    "smollm2": their_smollm2,
     "bert": their_bert,
     "char": "experiment=char_lm",
     "a": "char",
