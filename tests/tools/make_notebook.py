@@ -5,6 +5,7 @@ The source is a Python file with cells (``# %%``). Text cells say their language
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -52,7 +53,9 @@ def run(made: Any) -> Any:
     """
     from nbclient import NotebookClient
 
-    return NotebookClient(made, timeout=None, kernel_name="python3", resources={"metadata": {"path": EXAMPLES}}).execute()
+    client = NotebookClient(made, timeout=None, kernel_name="python3", resources={"metadata": {"path": EXAMPLES}})
+    # no progress bars, and no warning that a widget for them is missing
+    return client.execute(env={**os.environ, "TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore:IProgress not found"})
 
 
 def main() -> None:
