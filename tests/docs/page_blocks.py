@@ -76,4 +76,4 @@ def anchors(page: str) -> set[str]:
 def links(page: str) -> list[str]:
     """The targets of links and images that are no addresses on the net."""
     text = re.sub(r"`[^`\n]*`", "", FENCE.sub("", read(page)))
-    return [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"[a-z]+:", target)]
+    return [target for target in re.findall(r"(?:\]\(|<img src=\")([^)\s\"]+)", text) if not re.match(r"[a-z]+:", target)]
