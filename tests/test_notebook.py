@@ -44,7 +44,7 @@ def test_without_smollm2_its_chapter_says_so_once_and_does_nothing(capsys):
 def test_the_notebook_runs_from_top_to_bottom(monkeypatch, tmp_path):
     tokenizer = train_tokenizer("bpe", [" The lamp of Marla Voss burned."], vocab_size=270)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    shape = {"embed_dim": 12, "num_heads": 3, "num_layers": 3, "max_len": 128, "vocab_size": tokenizer.vocab_size}
+    shape = {"embed_dim": 12, "num_heads": 3, "num_layers": 7, "max_len": 128, "vocab_size": tokenizer.vocab_size}
     llama = {"position": "rotary", "norm": "rms", "activation": "swiglu", "bias": False}
     save_hf(DecoderLM(TransformerConfig(**shape, **llama)), tmp_path)  # stands for SmolLM2
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
