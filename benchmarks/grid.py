@@ -21,7 +21,7 @@ from pathlib import Path
 
 from harness import ROOT, Row, exact, parser, row, seconds_of, write
 
-from minitx.training.metrics import read_metrics
+from minitx.training.loggers import read_metrics
 
 
 def run_grid(folder: Path, words: list[str]) -> tuple[float, dict[Path, float]]:

@@ -30,7 +30,7 @@ from harness import ROOT, Row, commit, exact, median_interval, parser, ratio_int
 
 from minitx.cli.compose import compose_config
 from minitx.config import to_dict
-from minitx.training.metrics import read_metrics
+from minitx.training.loggers import read_metrics
 
 KEPT = ROOT / "runs" / "quality"
 LOSS = 1.885

@@ -4,7 +4,7 @@
   Same architecture, weights and number of parameters; the losses agree before anything is timed. A step is logits, mean
   cross-entropy, backward, fused AdamW. Nobody has dropout, a cache or autocast.
 - P1b: our step over the matrix products of its linear layers alone: forward, for the input's gradient and for the weight's; both as a run
-  computes them (``minitx.training.cpu``).
+  computes them (``minitx.training.devices``).
 - P4: a step under the trainer over a raw loop with the same network, optimizer, data, gradient norm and check for NaN.
 - P9: the most bytes at once of a step with the same loss, weights and AdamW's moments included, over Hugging Face's. Counted, not timed.
 - P11: steps under the trainer with ``callbacks.probe`` each 50 steps over steps without.
@@ -27,8 +27,7 @@ from peers import NANOGPT, Peer, check_equal, decoder, decoders, hugging_face, l
 from torch import Tensor, nn
 
 from minitx.nn import DecoderLM
-from minitx.training.cpu import keep_freed_memory, onednn_products
-from minitx.training.hardware import cpu_precision
+from minitx.training.devices import cpu_precision, keep_freed_memory, onednn_products
 from minitx.training.objectives import chunked_cross_entropy
 
 WANTED = {

@@ -19,8 +19,8 @@ import torch
 from minitx.analysis import Sentence, Snapshot, head_scores, heads_figure, save_figure, syntax_scores, take_snapshot
 from minitx.config import OptimizerConfig, RunConfig, ScheduleConfig, TrainerConfig, TransformerConfig
 from minitx.data.task import Task
+from minitx.training.checkpoints import load_model
 from minitx.training.run import train
-from minitx.training.stored import load_model
 
 SYMBOLS = ".([{<"
 CLOSE, KINDS = 0, 4

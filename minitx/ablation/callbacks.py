@@ -26,9 +26,9 @@ from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.functional import AttentionCall, reference_attention
 from minitx.nn.masks import Mask, SlidingWindow, intersect
 from minitx.nn.modes import evaluating
-from minitx.training.calling import Caller, config_of, network_inputs
+from minitx.training.build import Caller, config_of, network_inputs
+from minitx.training.checkpoints import load_model
 from minitx.training.evaluation import evaluate
-from minitx.training.stored import load_model
 
 START_FILE, MEASURES_FILE = "start.json", "measures.json"
 GRADIENT = "gradient"

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from minitx.ablation.callbacks import GRADIENT, MEASURES_FILE, START_FILE
-from minitx.training.metrics import finite, read_metrics
-from minitx.training.probes import read_probes
+from minitx.training.loggers import finite, read_metrics, read_probes
 
 
 def result_of(folder: Path, trained: Mapping[str, Any], cap: int, *, keep_attention: bool = False) -> dict[str, Any]:

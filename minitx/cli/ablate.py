@@ -189,7 +189,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 def facts(command: str) -> Mapping[str, Any]:
     """Return what a reader needs to repeat a run."""
-    from minitx.training.wandb import git_commit
+    from minitx.training.loggers import git_commit
 
     packages = ("minitx", "torch", "lightning", "hydra-core", "numpy", "scipy")
     return {

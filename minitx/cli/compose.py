@@ -73,7 +73,7 @@ def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
     for name in ("debug", "ablation"):
         values.pop(name, None)
     if (values.get("init_from") or {}).get("path") and "_target_" not in values["model"]:
-        from minitx.training.start import stored_shape
+        from minitx.training.checkpoints import stored_shape
 
         words = [word for word in typed if word.lstrip("+~").startswith("model.")]
         shape = stored_shape(from_dict(InitFrom, values["init_from"], "init_from."))

@@ -42,9 +42,9 @@ def main() -> int:
 
 def _evaluate(config: EvaluateConfig) -> None:
     from minitx.cli.inputs import open_stored
-    from minitx.training.cpu import onednn_products
+    from minitx.training.checkpoints import place
+    from minitx.training.devices import onednn_products
     from minitx.training.evaluation import evaluate
-    from minitx.training.stored import place
 
     changes = {"model": config.model, "data": config.data, "objective": config.objective}
     options = EvaluationConfig(num_rows=config.num_rows, num_beams=config.num_beams, num_shown=config.num_shown)

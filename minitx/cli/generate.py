@@ -59,7 +59,7 @@ def _generate(config: GenerateConfig) -> None:
     import torch
 
     from minitx.cli.inputs import open_stored, reader_of_ids, shape_of
-    from minitx.training.stored import place
+    from minitx.training.checkpoints import place
 
     stored = open_stored(config.ckpt_path, trust=config.trust)
     model, tokenizer = stored.network, stored.tokenizer

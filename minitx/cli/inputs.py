@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from minitx.analysis.snapshot import Snapshot
     from minitx.data.task import Task
     from minitx.data.tokenizers import Tokenizer
-    from minitx.training.stored import Stored
+    from minitx.training.checkpoints import Stored
 
 SOURCE, TARGET = "input_ids", "decoder_input_ids"
 TYPES = "token_type_ids"
@@ -42,7 +42,7 @@ def open_stored(path: str, *, trust: bool = False, changes: Mapping[str, Any] | 
         ConfigError: see ``load_stored``.
     """
     from minitx.cli.compose import find_own_modules
-    from minitx.training.stored import load_stored
+    from minitx.training.checkpoints import load_stored
 
     find_own_modules(())
     return load_stored(path, trust=trust, changes=changes)
@@ -75,7 +75,7 @@ def attention_of(model: nn.Module, inputs: dict[str, Any], **options: Any) -> Sn
         ConfigError: the model has no attention of ours, or cannot read the batch.
     """
     from minitx.analysis.snapshot import take_snapshot
-    from minitx.training.calling import Caller
+    from minitx.training.build import Caller
 
     device, read = next(model.parameters()).device, Caller(model).inputs(inputs)
     try:
@@ -92,7 +92,7 @@ def reader_of_ids(stored: Stored) -> Any:
     """
     import torch
 
-    from minitx.training.calling import Caller
+    from minitx.training.build import Caller
 
     class Reads(torch.nn.Module):
         def __init__(self) -> None:
@@ -118,7 +118,7 @@ def row_inputs(task: Task, row: int) -> Inputs:
     from minitx.data.sources import ValSource
     from minitx.data.task import as_split
     from minitx.data.texts import position_texts
-    from minitx.training.calling import network_inputs
+    from minitx.training.build import network_inputs
 
     source = ValSource(as_split(task, "val"), batch_size=1, world=1)
     if not 0 <= row < source.num_rows:

@@ -25,7 +25,7 @@ from minitx.cli.compose import build_config, build_grid, find_own_modules, regis
 from minitx.cli.errors import check_flags, exit_code, sentence
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, started_from_outside
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig, to_dict
-from minitx.training.ranks import rank
+from minitx.training import rank
 
 CONFIGS = "pkg://minitx.configs"
 log = logging.getLogger("minitx")
@@ -131,8 +131,8 @@ def command() -> str:
 
 def run_on_devices(config: RunConfig, folder: Path) -> float:
     """Start the processes of a run on several devices, wait for them, and return the value of the run."""
-    from minitx.training.folder import check_free
-    from minitx.training.hardware import check_count
+    from minitx.training.checkpoints import check_free
+    from minitx.training.devices import check_count
 
     check_count(config.trainer)
     check_free(folder, config.ckpt_path)  # the processes would wait for each other
@@ -142,7 +142,7 @@ def run_on_devices(config: RunConfig, folder: Path) -> float:
 
 def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any]:
     """Run one training in ``folder``, with its config and command. Return the result, which is also in ``result.json``."""
-    from minitx.training.metrics import naming
+    from minitx.training.loggers import naming
     from minitx.training.run import train
 
     commands = folder / "command.txt"

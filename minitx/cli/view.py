@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from minitx.analysis.viewer import Trace
     from minitx.cli.inputs import Inputs
     from minitx.data.tokenizers import Tokenizer
-    from minitx.training.stored import Stored
+    from minitx.training.checkpoints import Stored
 
     Reader = tuple[nn.Module, Tokenizer | None]
 
@@ -154,7 +154,7 @@ def _with_layers(snapshot: Snapshot, config: ViewConfig) -> Snapshot:
 def _adopted(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]:
     from minitx.analysis.viewer import Trace
     from minitx.cli.inputs import SOURCE, hf_source, open_hf, paired, with_target
-    from minitx.training.stored import place
+    from minitx.training.checkpoints import place
 
     texts = {name: text for name in ("text", "compare_text") if (text := getattr(config, name)) is not None}
     inputs: list[Inputs] = []
@@ -199,8 +199,7 @@ def _check_target(config: ViewConfig, kind: str, is_pair: bool) -> None:
 def _taken(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]:
     from minitx.analysis.viewer import Trace
     from minitx.cli.inputs import open_stored, with_attention
-    from minitx.training.checkpoint import read_checkpoint
-    from minitx.training.stored import place
+    from minitx.training.checkpoints import place, read_checkpoint
 
     files = {name: _files(path) for name, path in paths.items()}
     steps = {

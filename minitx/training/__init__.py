@@ -1,4 +1,10 @@
-"""Training. Objectives, optimizers and schedules need only torch. The module, the callbacks and ``run`` need lightning.
+"""Training. This file imports only the standard library."""
 
-This file imports nothing, so that ``minitx.training.objectives`` can be imported without lightning.
-"""
+from __future__ import annotations
+
+import os
+
+
+def rank() -> int:
+    """Return the rank of this process in the run, from the environment. It is 0 for a single process."""
+    return int(next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), "0"))

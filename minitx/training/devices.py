@@ -1,61 +1,296 @@
-"""The devices, the strategy and the precision of a run, with checks of combinations that cannot work."""
+"""The devices of a run: what this machine has, faster products on CPUs, compiling, and sums over several processes. Only torch is needed."""
 
 from __future__ import annotations
 
-from typing import Any
+import ctypes
+import logging
+import os
+import resource
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as L
-from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.plugins import DoublePrecision
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
-from minitx.config import ConfigError, TrainerConfig, TransformerConfig
-from minitx.training.checkpoint_io import AtomicCheckpointIO
-from minitx.training.hardware import cpu_precision, device_type
-from minitx.training.parallel import Sharded
+from minitx.config import ConfigError, TrainerConfig
+from minitx.data.corpus import data_dir
+from minitx.nn.blocks import Block
 
+if TYPE_CHECKING:
+    import lightning.pytorch as L
 
-def place_of(options: TrainerConfig) -> dict[str, Any]:
-    """Return the arguments of Lightning's Trainer for devices, strategy, precision and checkpoints."""
-    precision: str | None = cpu_precision(options.precision) if device_type(options) == "cpu" else options.precision
-    plugins: list[Any] = [AtomicCheckpointIO()]
-    if options.strategy == "sharded" and precision == "64-true":  # which Lightning refuses by name, not as a plugin
-        plugins, precision = [*plugins, DoublePrecision()], None
-    where = {"accelerator": options.accelerator, "devices": options.devices, "num_nodes": options.num_nodes}
-    return {**where, "strategy": build_strategy(options), "plugins": plugins, "precision": precision}
+log = logging.getLogger(__name__)
 
 
-def check_processes(trainer: L.Trainer) -> None:
-    """Check conditions that are known only when all processes run.
+# --- hardware
+
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "RTX 4090": 165.0,
+    "RTX 3090": 71.0,
+}
+"""Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by a part of the device's name. The first match counts."""
+
+
+def check_count(options: TrainerConfig) -> None:
+    """Check that this machine has the devices.
 
     Raises:
-        ConfigError: the precision differs between machines, or averaged weights are used with a sharded model.
+        ConfigError: there are fewer GPUs than required, fewer devices than required with ``auto``, or float64 is used on
+            Apple's GPU.
     """
-    own = str(trainer.precision)
-    if trainer.strategy.reduce_boolean_decision(trainer.strategy.broadcast(own) != own, all=False):
-        raise ConfigError(f"trainer.precision={own} differs between the machines of this run; set trainer.precision=32-true")
-    averaged = any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-    if averaged and isinstance(trainer.strategy, Sharded):
-        raise ConfigError("callbacks.ema needs whole weights on one device, got trainer.strategy=sharded")
+    mps = int(torch.backends.mps.is_available())
+    asked, devices = options.accelerator, options.devices
+    found = mps if asked == "mps" else torch.cuda.device_count() or mps
+    if asked in ("gpu", "mps") and devices > found:
+        raise ConfigError(f"trainer.accelerator={asked} with trainer.devices={devices}: this machine has {found} usable GPUs")
+    if asked == "auto" and devices > max(found, 1):
+        raise ConfigError(
+            f"trainer.devices={devices} with trainer.accelerator=auto: this machine has {found} usable GPUs; "
+            "trainer.accelerator=cpu runs as many processes on the CPU"
+        )
+    if options.precision == "64-true" and device_type(options) == "mps":
+        raise ConfigError("trainer.precision=64-true: Apple's GPU has no float64; set trainer.accelerator=cpu")
 
 
-def build_strategy(options: TrainerConfig) -> Strategy | str:
-    """Return Lightning's ``strategy``: DDP for several devices, unless ``trainer.strategy`` is another one."""
-    if options.strategy == "sharded":
-        return Sharded(options.world_size)
-    if options.strategy == "ddp" or options.world_size > 1:
-        return DDPStrategy(gradient_as_bucket_view=True)
-    return "auto"
+def device_type(options: TrainerConfig) -> str:
+    """Return the device of ``trainer.accelerator`` on this machine: ``cpu``, ``cuda`` or ``mps``."""
+    if options.accelerator == "cpu":
+        return "cpu"
+    if torch.backends.mps.is_available():  # Lightning's order
+        return "mps"
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def check_parallel(model: TransformerConfig | None, options: TrainerConfig, *, probes: bool) -> None:
-    """Check that a model can be sharded with these options. ``model`` is None if it is not one of ours.
+@cache
+def cpu_precision(precision: str) -> str:
+    """Return the precision to use on this CPU for ``trainer.precision``.
+
+    bfloat16 is used if the processor has instructions for it (AMX, AVX-512 BF16, or Arm's). On others torch emulates it, many
+    times slower than float32. float32 then replaces it, and a line of the log says so. Nothing is timed, so equal processors
+    give equal results.
+    """
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # newer than torch 2.10
+    if not precision.startswith("bf16") or any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16")):
+        return precision
+    log.info("trainer.precision=%s runs as 32-true: this CPU has no instructions for bfloat16", precision)
+    return "32-true"
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return the widest floating-point type of this device, for sums: float64, or float32 on Apple's GPU."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """Return the device's dense bfloat16 peak in TFLOP/s from ``PEAK_TFLOPS``, or None if it is unknown, as on a CPU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+def memory_mb(device: torch.device) -> float:
+    """Return the largest memory use of this process so far, in MiB.
+
+    On a CUDA device this is the memory of tensors, on Apple's GPU the present memory of the driver, on a CPU the resident set.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+# --- CPUs: faster matrix products on processors of AMD, and memory that is kept for the next step
+
+LARGE = 2**21
+"""Products of at least so many multiplications go to oneDNN; the call of a smaller one costs more than it saves."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+
+_setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+
+_library = torch.library.Library("aten", "IMPL")
+
+_active = False
+
+
+@contextmanager
+def onednn_products(wanted: bool = True) -> Iterator[bool]:
+    """While this lasts, oneDNN computes large float32 matrix products on AMD processors with AVX-512. Yields whether it does.
+
+    torch computes float32 products on a CPU with Intel's MKL, which uses only AVX2 on a processor of AMD. oneDNN, which is part of
+    torch as well, uses AVX-512. It is about twice as fast on Zen 5, and a tenth faster on Zen 4, which computes 512 bits in two halves
+    (``docs/dev/decisions.md`` has the figures). The results differ from MKL's by rounding. Nothing changes on other processors, for other types, after the block, or where
+    ``torch.backends.mkldnn.matmul.fp32_precision`` was set.
+
+    torch calls oneDNN for float32 products only while that setting is ``bf16``, which *allows* it to round to bfloat16. No processor
+    without AMX does so; one product is compared with float64 before the first use. The setting holds for one product at a time,
+    because attention on a CPU is slower under it.
+
+    Args:
+        wanted: False to use torch's own kernels while this lasts, inside a run, say.
+
+    >>> with onednn_products() as faster:
+    ...     product = torch.randn(128, 128) @ torch.randn(128, 128)
+    """
+    global _active
+    before, _active = _active, wanted and _is_faster() and _setting.fp32_precision == "none"
+    if _active:
+        _replace_kernels()
+    try:
+        yield _active
+    finally:
+        _active = before
+
+
+@cache
+def keep_freed_memory() -> bool:
+    """Let glibc keep up to 1 GiB of freed memory in this process, and return whether it will.
+
+    By default glibc gives large blocks back to the system as soon as they are free. A training step frees and takes the same blocks
+    again, and the system has to clear each page of them: a sixth of a small model's step. Blocks of 32 MiB and more are given
+    back as before. Nothing changes where the C library is another one. ``man 3 mallopt`` describes both settings.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(_M_TRIM_THRESHOLD, 2**30) and mallopt(_M_MMAP_THRESHOLD, 2**25))
+
+
+@cache
+def _is_faster() -> bool:
+    """Whether MKL is slow on this processor, and oneDNN is as exact."""
+    cpuinfo = Path("/proc/cpuinfo")
+    is_amd = cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text(errors="replace")
+    has_parts = torch.backends.mkldnn.is_available() and hasattr(torch.library, "get_kernel")
+    return is_amd and has_parts and torch.backends.cpu.get_cpu_capability() == "AVX512" and _is_exact()
+
+
+def _is_exact() -> bool:
+    """Whether oneDNN keeps float32 where it is allowed to use bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(128, 128, generator=generator) for _ in range(2))
+    exact = left.double() @ right.double()
+    error = (left @ right - exact).abs().max()
+    with _onednn():
+        return bool((left @ right - exact).abs().max() <= 4 * error)
+
+
+@contextmanager
+def _onednn() -> Iterator[None]:
+    _setting.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        _setting.fp32_precision = "none"
+
+
+@cache
+def _replace_kernels() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that a kernel is replaced
+        for name, first in {"mm": 0, "mm.out": 0, "addmm": 1, "addmm.out": 1}.items():
+            _replace_kernel(name, first)
+
+
+def _replace_kernel(name: str, first: int) -> None:
+    """Put a function around torch's kernel, the factors of which are the arguments ``first`` and ``first + 1``."""
+    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+    def product(keys: Any, *args: Any, **options: Any) -> Any:
+        left, right = args[first], args[first + 1]
+        rows = left.shape[0]
+        if not _active or left.dtype is not torch.float32 or rows == 1 or rows * left.shape[1] * right.shape[1] < LARGE:
+            return kernel.call_boxed(keys, *args, **options)
+        _setting.fp32_precision = "bf16"
+        try:
+            return kernel.call_boxed(keys, *args, **options)
+        finally:
+            _setting.fp32_precision = "none"
+
+    _library.impl(name, product, "CPU", with_keyset=True)
+
+
+@contextmanager
+def machine(options: TrainerConfig) -> Iterator[None]:
+    """A context that checks the devices of a run and sets this process up for them.
 
     Raises:
-        ConfigError: with ``trainer.strategy=sharded``, the model is not ours, or probes are on, which need whole weights on one
-            device.
+        ConfigError: see ``check_count``.
     """
-    if options.strategy == "sharded" and model is None:
-        raise ConfigError("trainer.strategy=sharded cuts the blocks of our models only: use trainer.strategy=ddp")
-    if options.strategy == "sharded" and probes:
-        raise ConfigError("callbacks.probe.every needs whole weights on one device: set it to 0 with trainer.strategy=sharded")
+    check_count(options)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    on_cpu = device_type(options) == "cpu"
+    if on_cpu:
+        keep_freed_memory()
+    with onednn_products(on_cpu):
+        yield
+
+
+# --- compiling
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compile(function)``, whose kernels are kept across runs: in ``$TORCHINDUCTOR_CACHE_DIR``, by default with our data."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(data_dir() / "compiled"))
+    return torch.compile(function)
+
+
+# --- several processes
+
+
+def sum_over_rows(trainer: L.Trainer, value: Tensor) -> Tensor:
+    """Return the sum of a value over the rows of all processes, on every process."""
+    if trainer.world_size == 1:
+        return value
+    return trainer.strategy.reduce(value.clone(), reduce_op="sum")  # which works in place
+
+
+def parallelize(network: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard every block of ``network`` and the rest of it in place by FSDP2 (Zhao et al. 2023, arXiv:2304.11277)."""
+    for block in [module for module in network.modules() if isinstance(module, Block)]:
+        fully_shard(block, mesh=mesh)
+    fully_shard(network, mesh=mesh)
+
+
+def set_gradient_sync(network: nn.Module, enabled: bool) -> None:
+    """Make FSDP reduce gradients only after the last micro-batch of a step, like DDP. Its default is after every backward pass."""
+    if isinstance(network, FSDPModule):
+        network.set_requires_gradient_sync(enabled)
+
+
+def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the local part of each tensor."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all gradients of the whole model, on every process."""
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def whole_state(network: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict with whole tensors on the CPU. This is a collective: all ranks must call it."""
+    state = network.state_dict().items()
+    return {name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu() for name, tensor in state}

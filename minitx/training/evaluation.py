@@ -20,14 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitx.config import IGNORED, EvaluationConfig
+from minitx.config import IGNORED, EvaluationConfig, RunConfig
 from minitx.data.addressing import Address, Batch
 from minitx.data.sources import ValSource
 from minitx.data.task import Task, as_split, num_targets
 from minitx.generation import beam_search, generate
+from minitx.nn.models import build_model
 from minitx.nn.modes import evaluating
-from minitx.training.calling import Caller, rows_of_batch
-from minitx.training.metrics import naming
+from minitx.training.build import Caller, config_of, core_of, rows_of_batch, to_float64
+from minitx.training.devices import whole_state
+from minitx.training.loggers import naming
+from minitx.training.module import TrainingModule
 from minitx.training.objectives import CrossEntropy, Objective, checked_sums
 
 if TYPE_CHECKING:
@@ -280,3 +283,19 @@ def report(found: Evaluation, folder: Path) -> None:
         path.write_text(json.dumps(found.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for line in found.lines():
         log.info("%s", line)
+
+
+def evaluate_at_end(
+    trainer: L.Trainer, module: TrainingModule, data: L.LightningDataModule, config: RunConfig, folder: Path
+) -> None:
+    """Evaluate the finished network, on the first process."""
+    network, model = module.network, config_of(module.network)
+    if config.trainer.strategy == "sharded":
+        state = whole_state(network)  # from all processes
+        assert model is not None
+        network = build_model(model, core_of(model))
+        if config.trainer.precision == "64-true":
+            to_float64(network)
+        network.to(next(iter(state.values())).dtype).load_state_dict(state)
+    if trainer.is_global_zero:
+        report(evaluate(network, data, config.evaluation, module.objective), folder)

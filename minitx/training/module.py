@@ -10,25 +10,39 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from minitx.config import ConfigError
+from minitx.config import ConfigError, OptimizerConfig, RunConfig, TransformerConfig, to_dict
+from minitx.config.checks import first_line
 from minitx.data.addressing import Batch
 from minitx.data.module import DataModule
 from minitx.data.task import num_targets
-from minitx.training.calling import MASKS, Caller
-from minitx.training.checkpoint import FORMAT
-from minitx.training.compiling import compiled
-from minitx.training.hardware import widest_float
-from minitx.training.objectives import CrossEntropy, Objective, Sums, check_sum, checked_sums
-from minitx.training.optimizers import skips_on_device
-from minitx.training.parallel import local_parts, parallelize, set_gradient_sync, sum_over_rows, total_norm
+from minitx.data.tokenizers import Tokenizer
+from minitx.nn.modes import evaluating
+from minitx.training.build import MASKS, Caller, config_of, decided_fields, named_by
+from minitx.training.checkpoints import FORMAT, read_checkpoint
+from minitx.training.devices import (
+    compiled,
+    device_type,
+    local_parts,
+    parallelize,
+    set_gradient_sync,
+    sum_over_rows,
+    total_norm,
+    widest_float,
+)
+from minitx.training.objectives import CrossEntropy, Objective, Sums, build_objective, check_head, check_sum, checked_sums
+from minitx.training.optimizers import build_optimizer, build_schedule, parameter_groups, skips_on_device
 
 log = logging.getLogger(__name__)
 
@@ -239,3 +253,135 @@ def seed_device(device: torch.device, seed: int) -> None:
 def hash_seed(*numbers: int) -> int:
     """Return a 63-bit seed for several whole numbers. Neighbouring steps get unrelated seeds."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little") >> 1
+
+
+# --- building it
+
+
+def build_module(
+    config: RunConfig, data: L.LightningDataModule, network: nn.Module, objective: Callable[..., Any] | None = None
+) -> TrainingModule:
+    """Return a ``TrainingModule`` with network, objective, optimizer and schedule.
+
+    Raises:
+        ConfigError: the model cannot run, or the objective or the optimizer rules do not fit it.
+    """
+    ours = config_of(network)
+    built = build_objective(config.objective if objective is None else objective)
+    if isinstance(built, CrossEntropy):
+        check_head(built, network, ours.head if ours else "none")
+    head_dim = ours.width_per_head if ours else 1
+    if isinstance(config.optimizer, OptimizerConfig):
+        parameter_groups(network, config.optimizer, head_dim=head_dim)  # refuses its rules before the run has a folder
+    if isinstance(data, DataModule) and device_type(config.trainer) == "cpu":
+        try_once(network, built, data)
+    tokenizer = getattr(getattr(data, "task", data), "tokenizer", None)
+    return TrainingModule(
+        network,
+        built,
+        partial(build_optimizer, node=config.optimizer, head_dim=head_dim),
+        partial(build_schedule, node=config.schedule, max_steps=config.trainer.max_steps),
+        clip=config.trainer.clip,
+        compile=config.trainer.compile,
+        seed=config.seed,
+        state={
+            "config": to_dict(config),
+            "model": stored_node(config, data, ours, network),
+            "tokenizer": tokenizer.to_dict() if isinstance(tokenizer, Tokenizer) else None,
+        },
+    )
+
+
+def stored_node(
+    config: RunConfig, data: L.LightningDataModule, ours: TransformerConfig | None, network: nn.Module
+) -> dict[str, Any]:
+    """Return the description of a model in a checkpoint: the config of one of ours, the user's node with the fields that the data decided, or the class."""
+    if ours is not None:
+        return dict(to_dict(ours))
+    if isinstance(config.model, Mapping):
+        names = named_by(config.model, "model")
+        return {**{name: value for name, value in decided_fields(data).items() if name in names}, **config.model}
+    return {"_target_": f"{type(network).__module__}.{type(network).__qualname__}"}
+
+
+def try_once(network: nn.Module, objective: Callable[..., Any], data: DataModule) -> None:
+    """Run one row through network and objective to find errors early. No random number is drawn.
+
+    Raises:
+        ConfigError: the backend does not exist or does not support the options, or a key is missing in the batch.
+    """
+    device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
+    batch = {name: tensor.to(device) for name, tensor in data.probe_batch(1).items()}
+    caller = Caller(network)
+    caller.check(batch)
+    try:
+        with evaluating(network), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            checked_sums(objective(caller(batch), batch))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"model cannot be run: {first_line(error)}") from error
+
+
+# --- sharding it
+
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+class Sharded(ModelParallelStrategy):
+    """Lightning's strategy for FSDP2. It writes one whole checkpoint, which a run on one device can read, and the reverse.
+
+    The optimizer's states are numbered in the order of the parameter groups, as in torch. Lightning uses the order of the
+    module, which differs if there are several groups: the moments would then go to the wrong parameters.
+    """
+
+    def __init__(self, num_processes: int) -> None:
+        super().__init__(data_parallel_size=num_processes, tensor_parallel_size=1, save_distributed_checkpoint=False)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        assert self.model is not None
+        state = get_optimizer_state_dict(self.model, _plain(optimizer), options=_WHOLE)
+        return by_number(state) if state else state  # only the first process has it
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint into the sharded model and optimizers."""
+        assert self.model is not None
+        checkpoint = read_checkpoint(self.broadcast(checkpoint_path))
+        whole = StateDictOptions(full_state_dict=True)
+        load_whole(self.model, checkpoint.pop("state_dict"))
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            names: Any = get_optimizer_state_dict(self.model, _plain(optimizer), options=whole)["param_groups"]
+            set_optimizer_state_dict(self.model, _plain(optimizer), by_name(state, names), options=whole)
+        return checkpoint
+
+
+def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert an optimizer's state from parameter names to numbers, as in torch: counted through the groups, from 0."""
+    return _renamed(state, {name: number for number, name in enumerate(_parameters(state["param_groups"]))})
+
+
+def by_name(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The inverse of ``by_number``. ``groups`` contain the names."""
+    return _renamed(state, dict(zip(_parameters(state["param_groups"]), _parameters(groups), strict=True)))
+
+
+def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _renamed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
+    groups = [{**group, "params": [new[old] for old in group["params"]]} for group in state["param_groups"]]
+    return {"state": {new[old]: moments for old, moments in state["state"].items()}, "param_groups": groups}
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+@torch.no_grad()
+def load_whole(network: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load whole tensors: each process takes its part of every tensor. ``state`` is the same on all processes. This is the inverse of ``whole_state``."""
+    for name, own in network.state_dict().items():  # torch's set_model_state_dict passes over parameters that two modules share
+        whole = state[name].to(own.device, own.dtype)
+        cut = isinstance(own, DTensor)
+        own.copy_(distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None) if cut else whole)

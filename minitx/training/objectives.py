@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from minitx.config import IGNORED, ConfigError, ObjectiveConfig, is_part
 from minitx.data.addressing import Batch
 from minitx.nn.modes import evaluating
-from minitx.training.calling import Caller, rows_of_batch
-from minitx.training.parts import build_callable
+from minitx.training.build import Caller, build_callable, rows_of_batch
 
 log = logging.getLogger(__name__)
 

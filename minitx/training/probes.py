@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import lightning.pytorch as L
@@ -21,11 +20,11 @@ from minitx.data.addressing import Batch
 from minitx.nn.blocks import is_block
 from minitx.nn.functional import full_precision
 from minitx.nn.modes import evaluating
-from minitx.training.calling import Caller
-from minitx.training.metrics import MetricsFile, add_records, drop_records, naming, read_records
+from minitx.training.build import Caller
+from minitx.training.callbacks import StepCallback
+from minitx.training.loggers import MetricsFile, add_records, drop_records, naming, over_heads
 from minitx.training.module import TrainingModule
 from minitx.training.objectives import checked_sums
-from minitx.training.steps import StepCallback
 
 _LOGGED = ("entropy", "row_std", "max_logit", "saturation_99", "grad_query_rms", "logit_step")
 _PARTS = 4  # of the probe batch, for the signal-to-noise ratio
@@ -200,16 +199,3 @@ def _first(out: Any) -> Tensor:
 def _plain(value: Any) -> Any:
     """A number, or a list with one a head."""
     return value.double().tolist() if isinstance(value, Tensor) else value
-
-
-def over_heads(value: Any) -> Any:
-    """Return the mean over heads if there is one value per head, else the value itself."""
-    return mean(value) if isinstance(value, list) else value
-
-
-def read_probes(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a probe file, averaged over heads; ``read_records`` has those of each head. Without a file, return []."""
-    return [
-        {**record, "layers": [{key: over_heads(value) for key, value in layer.items()} for layer in record["layers"]]}
-        for record in read_records(path)
-    ]

@@ -6,39 +6,46 @@ import dataclasses
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-import torch
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import nn
 
-from minitx.config import ConfigError, RunConfig, TransformerConfig, is_part, to_dict
+from minitx.config import ConfigError, RunConfig, TrainerConfig, TransformerConfig, to_dict
 from minitx.config.checks import first_line, require
 from minitx.data.module import DataModule
 from minitx.data.task import Task
-from minitx.nn.models import build_model
-from minitx.training.building import DEFAULT_BATCH_SIZE, build_module, build_network, open_data, to_float64
-from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, progress
-from minitx.training.calling import config_of
-from minitx.training.checkpoint import read_checkpoint
-from minitx.training.cpu import keep_freed_memory, onednn_products
-from minitx.training.devices import check_parallel, place_of
-from minitx.training.evaluation import evaluate, report
-from minitx.training.folder import check_free, run_folder
-from minitx.training.hardware import check_count, device_type
-from minitx.training.metrics import MetricsFile
-from minitx.training.module import NonFiniteError, TrainingModule
-from minitx.training.outcome import summarise
-from minitx.training.parallel import whole_state
-from minitx.training.parts import GIVEN, build, build_all, core_of, import_modules, parameter_names
+from minitx.training.build import (
+    DEFAULT_BATCH_SIZE,
+    GIVEN,
+    build,
+    build_all,
+    build_network,
+    config_of,
+    import_modules,
+    open_data,
+    parameter_names,
+)
+from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, Samples, StepLog, StopAt, progress
+from minitx.training.checkpoints import (
+    check_free,
+    check_resumed,
+    read_checkpoint,
+    start_from,
+    tokenizer_of,
+    write_checkpoint,
+)
+from minitx.training.devices import cpu_precision, device_type, machine
+from minitx.training.evaluation import evaluate_at_end
+from minitx.training.loggers import MetricsFile, WandbExtras, finish_wandb, run_folder, summarise, summary
+from minitx.training.module import NonFiniteError, Sharded, TrainingModule, build_module
 from minitx.training.probes import Probe
-from minitx.training.samples import Samples
-from minitx.training.steps import StepLog, StopAt
-from minitx.training.summary import summary
-from minitx.training.wandb import WandbExtras, finish_wandb
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +60,7 @@ def train(
     objective: Callable[..., Any] | None = None,
     batch_size: int = DEFAULT_BATCH_SIZE,
 ) -> dict[str, Any]:
-    """Train with ``config`` in ``folder``, and return the result as plain data (see ``outcome.summarise``).
+    """Train with ``config`` in ``folder``, and return the result as plain data (see ``summarise``).
 
     Args:
         folder: the folder for ``metrics.csv``, ``checkpoints/`` and, with probes, ``probes.jsonl``. It is created after data,
@@ -75,86 +82,38 @@ def train(
     if data is None and model is None:
         config.check_data()
     folder = Path(folder)
-    if config.ckpt_path == "last":
-        config = dataclasses.replace(config, ckpt_path=str(folder / "checkpoints" / "last.ckpt"))
     check_free(folder, config.ckpt_path)
-    with quiet_lightning(), ExitStack() as stack:
-        if config.trainer.threads is not None:
-            torch.set_num_threads(config.trainer.threads)
-        import_modules(config.imports)
-        check_count(config.trainer)
-        if device_type(config.trainer) == "cpu":
-            keep_freed_memory()
-            stack.enter_context(onednn_products())
-        opened = open_data(config, data, batch_size=batch_size)
+    given = {name: {"_target_": GIVEN} for name, part in (("data", data), ("objective", objective)) if part is not None}
+    if config.ckpt_path == "last":
+        given["ckpt_path"] = str(folder / "checkpoints" / "last.ckpt")
+    config = dataclasses.replace(config, **given)
+    import_modules(config.imports)
+    with quiet_lightning(), machine(config.trainer):
+        tokenizer = None if data is not None else tokenizer_of(config.init_from, getattr(config.data, "tokenizer", None))
+        opened = open_data(config, data, tokenizer, batch_size)
         network = build_network(config, opened, model)
-        check_parallel(config_of(network), config.trainer, probes=config.callbacks.probe.every > 0)
+        start_from(config.init_from, network)
         module = build_module(config, opened, network, objective)
-        for name, value in {"data": data, "objective": objective}.items():
-            if value is not None:
-                module.state["config"][name] = {"_target_": GIVEN}
-        done = check_resumed(config, module)
-        guard = last_checkpoint(config, folder)
-        callbacks = [*own_callbacks(config, module, opened, folder), guard]
+        done = check_resumed(config, module.state)
+        callbacks = build_callbacks(config, module, opened, folder)
         loggers = build_all(config.logger, "logger", {"save_dir": str(folder)})
-        stack.enter_context(run_folder(folder, files or {}))  # every part is built: a mistake in one has changed no file
-        stack.enter_context(finish_wandb())
-        loggers.insert(0, MetricsFile(folder / "metrics.csv", done))
-        trainer = build_trainer(config, folder, loggers, callbacks, addressed=isinstance(opened, DataModule))
-        if trainer.is_global_zero:
-            log.info("%s", summary(trainer, config, module, opened, folder))
-        nonfinite_step = fit(trainer, module, opened, config, guard)
-        if nonfinite_step is None and config.evaluation.at_end:
-            evaluate_at_end(trainer, module, opened, config, folder)
-    return summarise(
-        folder,
-        floors=getattr(getattr(opened, "task", None), "floors", {}),
-        nonfinite_step=nonfinite_step,
-        num_parameters=sum(p.numel() for p in module.network.parameters()),
-    )
+        with run_folder(folder, files or {}), finish_wandb():  # every part is built: a mistake in one has changed no file
+            metrics = MetricsFile(folder / "metrics.csv", done)
+            trainer = build_trainer(config, folder, [metrics, *loggers], callbacks, addressed=isinstance(opened, DataModule))
+            if trainer.is_global_zero:
+                log.info("%s", summary(trainer, config, module, opened, folder))
+            nonfinite_step = fit(trainer, module, opened, config)
+            if nonfinite_step is None and config.evaluation.at_end:
+                evaluate_at_end(trainer, module, opened, config, folder)
+    floors = getattr(getattr(opened, "task", None), "floors", {})
+    num_parameters = sum(p.numel() for p in network.parameters())
+    return summarise(folder, floors=floors, nonfinite_step=nonfinite_step, num_parameters=num_parameters)
 
 
-def check_resumed(config: RunConfig, module: TrainingModule) -> int:
-    """Return the step at which ``ckpt_path`` resumes, or 0 without it. Nothing in the checkpoint is executed.
-
-    Raises:
-        ConfigError: the file does not exist, is not a checkpoint of minitx, is beyond ``trainer.max_steps``, or is of another
-            model, optimizer or schedule. The message names the fields that differ.
-    """
-    if config.ckpt_path is None:
-        return 0
-    checkpoint = read_checkpoint(config.ckpt_path)
-    saved, wanted = checkpoint["minitx"]["model"], module.state["model"]
-    if not is_part(saved) and not is_part(wanted):  # options that are younger than it, at their defaults
-        saved = to_dict(TransformerConfig(**saved))
-    other = [f"{name} {saved.get(name)} != {value}" for name, value in wanted.items() if saved.get(name) != value]
-    if other:
-        raise ConfigError(f"ckpt_path={config.ckpt_path} holds another model than the config asks for: {'; '.join(other)}")
-    for name in ("optimizer", "schedule"):  # their state in the checkpoint would win over the config
-        saved, wanted = checkpoint["minitx"]["config"][name], module.state["config"][name]
-        keys = [key for key in saved | wanted if saved.get(key) != wanted.get(key)]
-        if keys:
-            changed = "; ".join(f"{name}.{key} {saved.get(key)} != {wanted.get(key)}" for key in keys)
-            raise ConfigError(
-                f"ckpt_path={config.ckpt_path} goes on with its own {name}, and the config asks for another: {changed}. "
-                "Leave it as it was, or start a new run from the weights with init_from.path"
-            )
-    step = int(checkpoint["global_step"])
-    if step > config.trainer.max_steps:
-        raise ConfigError(f"ckpt_path={config.ckpt_path} is of step {step}, after trainer.max_steps={config.trainer.max_steps}")
-    return step
-
-
-def last_checkpoint(config: RunConfig, folder: Path) -> LastCheckpoint:
-    """Return the callback that writes ``last.ckpt``. It handles signals even if the run writes no checkpoints."""
-    options = config.trainer
-    path = folder / "checkpoints" / "last.ckpt" if options.ckpt_every else None
-    return LastCheckpoint(path, options.ckpt_every, options.ckpt_minutes, options.log_every)
-
-
-def own_callbacks(config: RunConfig, module: TrainingModule, data: L.LightningDataModule, folder: Path) -> list[Any]:
-    """Return all callbacks of the run except ``LastCheckpoint``: first ours, then the user's."""
+def build_callbacks(config: RunConfig, module: TrainingModule, data: L.LightningDataModule, folder: Path) -> list[L.Callback]:
+    """Return the callbacks of the run: ours, the user's, and ``LastCheckpoint``, which handles signals also in a run without checkpoints."""
     options, asked = config.trainer, config.callbacks
+    check_parallel(config_of(module.network), options, probes=asked.probe.every > 0)
     task = getattr(data, "task", None)
     own: list[Any] = [StepLog(options.log_every, config_of(module.network), options.peak_tflops)]
     if options.stop_at is not None:
@@ -172,7 +131,9 @@ def own_callbacks(config: RunConfig, module: TrainingModule, data: L.LightningDa
     if options.ckpt_every:
         own.append(BestCheckpoint(folder / "checkpoints"))
     own.append(WandbExtras(module.state["config"], folder, **to_dict(asked.wandb)))
-    return own + build_all(asked.parts, "callbacks")
+    path = folder / "checkpoints" / "last.ckpt" if options.ckpt_every else None
+    last = LastCheckpoint(path, options.ckpt_every, options.ckpt_minutes, options.log_every)
+    return [*own, *build_all(asked.parts, "callbacks"), last]
 
 
 def default_prompts(data: L.LightningDataModule) -> list[str]:
@@ -181,6 +142,9 @@ def default_prompts(data: L.LightningDataModule) -> list[str]:
         raise ConfigError("callbacks.samples.every needs data with a tokenizer")
     rows = data.probe_batch(3)["input_ids"]
     return [data.task.tokenizer.decode(row[: max(1, len(row) // 4)].tolist(), skip_marks=True) for row in rows]
+
+
+# --- Lightning's trainer
 
 
 def build_trainer(
@@ -254,12 +218,59 @@ def check_callbacks(callbacks: Sequence[L.Callback], *, addressed: bool) -> None
             )
 
 
-def fit(
-    trainer: L.Trainer, module: TrainingModule, data: L.LightningDataModule, config: RunConfig, guard: LastCheckpoint
-) -> int | None:
+def place_of(options: TrainerConfig) -> dict[str, Any]:
+    """Return the arguments of Lightning's Trainer for devices, strategy, precision and checkpoints."""
+    precision: str | None = cpu_precision(options.precision) if device_type(options) == "cpu" else options.precision
+    plugins: list[Any] = [AtomicCheckpointIO()]
+    if options.strategy == "sharded" and precision == "64-true":  # which Lightning refuses by name, not as a plugin
+        plugins, precision = [*plugins, DoublePrecision()], None
+    where = {"accelerator": options.accelerator, "devices": options.devices, "num_nodes": options.num_nodes}
+    return {**where, "strategy": build_strategy(options), "plugins": plugins, "precision": precision}
+
+
+def build_strategy(options: TrainerConfig) -> Strategy | str:
+    """Return Lightning's ``strategy``: DDP for several devices, unless ``trainer.strategy`` is another one."""
+    if options.strategy == "sharded":
+        return Sharded(options.world_size)
+    if options.strategy == "ddp" or options.world_size > 1:
+        return DDPStrategy(gradient_as_bucket_view=True)
+    return "auto"
+
+
+def check_parallel(model: TransformerConfig | None, options: TrainerConfig, *, probes: bool) -> None:
+    """Check that a model can be sharded with these options. ``model`` is None if it is not one of ours.
+
+    Raises:
+        ConfigError: with ``trainer.strategy=sharded``, the model is not ours, or probes are on, which need whole weights on one
+            device.
+    """
+    if options.strategy == "sharded" and model is None:
+        raise ConfigError("trainer.strategy=sharded cuts the blocks of our models only: use trainer.strategy=ddp")
+    if options.strategy == "sharded" and probes:
+        raise ConfigError("callbacks.probe.every needs whole weights on one device: set it to 0 with trainer.strategy=sharded")
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """Writes and reads Lightning's checkpoints with ``read_checkpoint`` and ``write_checkpoint``: complete or not at all, and without code."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        write_checkpoint(checkpoint, path)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
+        return read_checkpoint(path)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        Path(path).unlink(missing_ok=True)
+
+
+# --- training
+
+
+def fit(trainer: L.Trainer, module: TrainingModule, data: L.LightningDataModule, config: RunConfig) -> int | None:
     """Train, and validate at the last step. With ``on_nonfinite=record``, return the step that was not finite."""
+    signals = next(each for each in trainer.callbacks if isinstance(each, LastCheckpoint))  # type: ignore[attr-defined]
     try:
-        with guard:
+        with signals:
             trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path, weights_only=True)
     except NonFiniteError as error:
         if config.on_nonfinite == "stop":
@@ -267,22 +278,6 @@ def fit(
         return error.step + 1
     trainer.strategy.barrier()  # the result is read from files that the first process writes
     return None
-
-
-def evaluate_at_end(
-    trainer: L.Trainer, module: TrainingModule, data: L.LightningDataModule, config: RunConfig, folder: Path
-) -> None:
-    """Evaluate the finished network, on the first process."""
-    network, model = module.network, config_of(module.network)
-    if config.trainer.strategy == "sharded":
-        state = whole_state(network)  # from all processes
-        assert model is not None
-        network = build_model(model, core_of(model))
-        if config.trainer.precision == "64-true":
-            to_float64(network)
-        network.to(next(iter(state.values())).dtype).load_state_dict(state)
-    if trainer.is_global_zero:
-        report(evaluate(network, data, config.evaluation, module.objective), folder)
 
 
 _NOTICES = (

@@ -25,8 +25,8 @@ from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import ConfigError
 from minitx.data.module import build_data
 from minitx.nn.models import build_model
-from minitx.training.checkpoint import network_weights, read_checkpoint
-from minitx.training.metrics import read_metrics
+from minitx.training.checkpoints import network_weights, read_checkpoint
+from minitx.training.loggers import read_metrics
 
 ROOT = Path(__file__).parents[2]
 RECALL = "experiment=scaling_cell_recall"

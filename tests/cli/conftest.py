@@ -13,7 +13,7 @@ import pytest
 from minitx.cli import evaluate, generate, train, view
 from minitx.cli.compose import compose_config
 from minitx.cli.train import run_training
-from minitx.training.metrics import read_metrics
+from minitx.training.loggers import read_metrics
 
 PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "view": view}
 TEXT = "In the beginning God created the heaven and the earth.\n你好世界 🎉\n"

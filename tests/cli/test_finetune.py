@@ -13,9 +13,8 @@ from minitx.config import TransformerConfig
 from minitx.data.tokenizers import train_tokenizer
 from minitx.interop import load_hf, save_hf, save_pretrained
 from minitx.nn import DecoderLM
-from minitx.training.checkpoint import read_checkpoint, write_checkpoint
-from minitx.training.metrics import read_metrics
-from minitx.training.stored import load_model
+from minitx.training.checkpoints import load_model, read_checkpoint, write_checkpoint
+from minitx.training.loggers import read_metrics
 from tests.cli.conftest import SHORT
 from tests.cli.processes import ROOT
 

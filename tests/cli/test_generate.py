@@ -12,8 +12,7 @@ import torch
 from minitx.cli.arguments import parse
 from minitx.cli.generate import GenerateConfig
 from minitx.generation import Sampler, beam_search, generate
-from minitx.training.checkpoint import write_checkpoint
-from minitx.training.stored import load_model
+from minitx.training.checkpoints import load_model, write_checkpoint
 from tests.cli.conftest import assert_named
 from tests.cli.processes import start
 from tests.waiting import PATIENCE

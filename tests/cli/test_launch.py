@@ -14,8 +14,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from minitx.cli import launch, train
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError, TrainerConfig
-from minitx.training.metrics import read_metrics
-from minitx.training.ranks import rank
+from minitx.training import rank
+from minitx.training.loggers import read_metrics
 from tests.cli.conftest import TINY as ALONE
 from tests.cli.conftest import losses
 from tests.cli.processes import OF_LAUNCHERS, run, start

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
-from minitx.training.checkpoint import write_checkpoint
-from minitx.training.metrics import read_metrics
+from minitx.training.checkpoints import load_model, write_checkpoint
+from minitx.training.loggers import read_metrics
 from minitx.training.run import train
-from minitx.training.stored import load_model
 from tests.cli.conftest import assert_named, losses
 from tests.cli.processes import ROOT, run
 

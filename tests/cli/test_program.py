@@ -19,7 +19,7 @@ from minitx.cli.train import default_folder
 from minitx.cli.view import ViewConfig
 from minitx.config import RunConfig
 from minitx.training.callbacks import StoppedError
-from minitx.training.metrics import COLUMNS, read_metrics
+from minitx.training.loggers import COLUMNS, read_metrics
 from tests.cli.conftest import TINY, losses
 from tests.cli.processes import start
 from tests.waiting import PATIENCE, wait_for

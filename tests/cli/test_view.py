@@ -23,8 +23,7 @@ from minitx.data.tokenizers import token_texts, train_tokenizer
 from minitx.generation import generate
 from minitx.nn import MultiHeadAttention
 from minitx.nn.models import build_model
-from minitx.training.checkpoint import write_checkpoint
-from minitx.training.stored import load_model
+from minitx.training.checkpoints import load_model, write_checkpoint
 from tests.cli.conftest import TEXT
 
 

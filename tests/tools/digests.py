@@ -36,7 +36,7 @@ from minitx.cli.train import run_training  # noqa: E402
 from minitx.data.addressing import Address  # noqa: E402
 from minitx.nn import scaled_dot_product_attention  # noqa: E402
 from minitx.nn.models import build_model  # noqa: E402
-from minitx.training.building import open_data  # noqa: E402
+from minitx.training.build import open_data  # noqa: E402
 
 RECORD = Path(__file__).with_suffix(".json")
 CONFIGS = ROOT / "configs"

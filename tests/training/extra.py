@@ -8,8 +8,8 @@ import pytest
 
 import minitx.training.run as run_module
 from minitx.config import RunConfig
-from minitx.training.checkpoint import read_checkpoint
-from minitx.training.metrics import read_metrics
+from minitx.training.checkpoints import read_checkpoint
+from minitx.training.loggers import read_metrics
 
 
 class AddLoggers(L.Callback):
@@ -24,9 +24,9 @@ class AddLoggers(L.Callback):
 
 def train_with(config: RunConfig, folder: Path, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:
     """``train`` with ``callbacks`` after the run's own."""
-    own = run_module.own_callbacks
+    own = run_module.build_callbacks
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "own_callbacks", lambda *arguments: [*own(*arguments), *callbacks])
+        patch.setattr(run_module, "build_callbacks", lambda *arguments: [*own(*arguments), *callbacks])
         return run_module.train(config, folder, **options)
 
 

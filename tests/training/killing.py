@@ -21,10 +21,10 @@ import torch
 from ranks import _SERVER, say_nothing, train_as
 
 from minitx.training.callbacks import StoppedError
-from minitx.training.checkpoint import read_checkpoint
-from minitx.training.checkpoint_io import AtomicCheckpointIO
-from minitx.training.metrics import OF_THE_MACHINE, read_metrics
+from minitx.training.checkpoints import read_checkpoint
+from minitx.training.loggers import OF_THE_MACHINE, read_metrics
 from minitx.training.module import TrainingModule
+from minitx.training.run import AtomicCheckpointIO
 from tests.waiting import PATIENCE
 
 RUN = [

@@ -8,15 +8,8 @@ import torch
 
 from minitx.config import ConfigError
 from minitx.training.callbacks import LastCheckpoint
-from minitx.training.checkpoint import (
-    FORMAT,
-    CheckpointError,
-    newest_valid,
-    read_checkpoint,
-    write_checkpoint,
-)
-from minitx.training.checkpoint_io import AtomicCheckpointIO
-from minitx.training.run import train
+from minitx.training.checkpoints import FORMAT, CheckpointError, newest_valid, read_checkpoint, write_checkpoint
+from minitx.training.run import AtomicCheckpointIO, train
 
 SMALL = {"minitx": {"model": {}, "format": FORMAT}, "state_dict": {"weight": torch.arange(97.0)}}
 

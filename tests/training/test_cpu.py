@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minitx.training import cpu
+from minitx.training import devices
 
 SHAPES = [(131, 251, 127), (257, 127, 67), (1, 2053, 1031), (2053, 1031, 1), (3, 5, 7)]
 
@@ -13,8 +13,8 @@ def anywhere(monkeypatch):
     """oneDNN's products, whatever the processor is."""
     if not hasattr(torch.library, "get_kernel"):
         pytest.skip("this torch cannot replace a kernel")
-    monkeypatch.setattr(cpu, "_is_faster", lambda: cpu._is_exact())
-    with cpu.onednn_products() as active:
+    monkeypatch.setattr(devices, "_is_faster", lambda: devices._is_exact())
+    with devices.onednn_products() as active:
         if not active:
             pytest.skip("this processor rounds to bfloat16, or a setting of the user's counts")
         yield
@@ -46,22 +46,22 @@ def test_a_product_of_shapes_that_do_not_fit_is_refused_as_by_torch(anywhere):
 
 def test_nothing_is_left_changed_afterwards(anywhere):
     assert torch.backends.mkldnn.matmul.fp32_precision == "none"
-    assert cpu._active
-    with pytest.raises(ValueError, match="within"), cpu.onednn_products():
+    assert devices._active
+    with pytest.raises(ValueError, match="within"), devices.onednn_products():
         raise ValueError("within")
-    assert cpu._active  # of the fixture
+    assert devices._active  # of the fixture
 
 
 def test_a_setting_of_the_users_counts(monkeypatch):
-    monkeypatch.setattr(cpu, "_is_faster", lambda: True)
+    monkeypatch.setattr(devices, "_is_faster", lambda: True)
     torch.backends.mkldnn.matmul.fp32_precision = "ieee"
     try:
-        with cpu.onednn_products() as active:
+        with devices.onednn_products() as active:
             assert not active
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = "none"
 
 
 def test_a_processor_that_rounds_is_left_alone(monkeypatch):
-    monkeypatch.setattr(cpu, "_onednn", lambda: torch.autocast("cpu", torch.bfloat16))
-    assert not cpu._is_exact()
+    monkeypatch.setattr(devices, "_onednn", lambda: torch.autocast("cpu", torch.bfloat16))
+    assert not devices._is_exact()

@@ -11,7 +11,7 @@ from ranks import run_ranks, train_as
 
 from minitx.config import ConfigError
 from minitx.training.callbacks import StoppedError
-from minitx.training.metrics import read_metrics
+from minitx.training.loggers import read_metrics
 from minitx.training.module import TrainingModule
 
 QUIET = ["trainer.accelerator=cpu", "trainer.threads=1", "trainer.log_every=1", "callbacks.progress=false"]

@@ -14,7 +14,7 @@ from minitx.config import ClassifyDataConfig, DatesDataConfig, EvaluationConfig,
 from minitx.data.task import Task
 from minitx.nn.models import build_model
 from minitx.training import evaluation
-from minitx.training.building import fit_model_config, open_data
+from minitx.training.build import fit_model_config, open_data
 from minitx.training.evaluation import Evaluation, evaluate, ratio_interval, share_interval
 
 SMALL = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "init": "lecun"}

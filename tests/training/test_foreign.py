@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader, default_collate
 from minitx.config import CallbacksConfig, ConfigError, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig
 from minitx.config.training import StopAtConfig
 from minitx.data.task import Task
-from minitx.training.building import build_network
-from minitx.training.calling import Caller, set_training
-from minitx.training.metrics import read_metrics
+from minitx.training.build import Caller, build_network, set_training
+from minitx.training.loggers import read_metrics
 from minitx.training.run import train
 
 

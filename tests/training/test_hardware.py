@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from minitx.config import ConfigError, TrainerConfig
-from minitx.training.devices import place_of
-from minitx.training.hardware import check_count, cpu_precision, device_type, peak_tflops, widest_float
+from minitx.training.devices import check_count, cpu_precision, device_type, peak_tflops, widest_float
+from minitx.training.run import place_of
 
 
 @pytest.fixture

@@ -11,10 +11,9 @@ from torch import nn
 
 from minitx.config import ConfigError, ObjectiveConfig, TransformerConfig
 from minitx.nn.models import build_model
-from minitx.training.metrics import read_metrics
+from minitx.training.loggers import read_metrics, read_probes
 from minitx.training.module import Latch, TrainingModule, hash_seed
 from minitx.training.objectives import CrossEntropy, build_objective, check_head
-from minitx.training.probes import read_probes
 from minitx.training.run import quiet_lightning, train
 
 
@@ -102,7 +101,7 @@ def test_clipping_is_by_the_norm_of_the_whole_accumulated_gradient(clip):
 
 
 def test_clipping_goes_together_with_bf16_and_a_fused_optimizer(make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr("minitx.training.devices.cpu_precision", lambda precision: precision)  # as on a CPU with AMX
+    monkeypatch.setattr("minitx.training.run.cpu_precision", lambda precision: precision)  # as on a CPU with AMX
     train(make_config(trainer__precision="bf16-mixed", trainer__clip=0.01, trainer__max_steps=3), tmp_path)
     rows = read_metrics(tmp_path / "metrics.csv")
     assert all(row["grad_norm"] > 0.01 and math.isfinite(row["train_loss"]) for row in rows)

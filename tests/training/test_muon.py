@@ -6,8 +6,7 @@ from torch import nn
 
 from minitx.config import OptimizerConfig, ParameterRule, TransformerConfig
 from minitx.nn import DecoderLM
-from minitx.training.muon import COEFFICIENTS, Muon, matrix_names
-from minitx.training.optimizers import build_optimizer
+from minitx.training.optimizers import COEFFICIENTS, Muon, build_optimizer, matrix_names
 
 SHAPES = ((7, 13), (13, 7), (11, 11), (7, 13), (2, 5, 3))
 SMALL = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)

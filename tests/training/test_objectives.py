@@ -12,7 +12,7 @@ from minitx.analysis.counting import allocations, count_flops
 from minitx.config import ConfigError, ObjectiveConfig, OptimizerConfig, ParameterRule, ScheduleConfig, TransformerConfig
 from minitx.data.task import num_targets
 from minitx.nn.models import build_model
-from minitx.training.calling import Caller
+from minitx.training.build import Caller
 from minitx.training.objectives import (
     CrossEntropy,
     build_objective,
@@ -22,8 +22,7 @@ from minitx.training.objectives import (
     chunked_cross_entropy,
     cross_entropy,
 )
-from minitx.training.optimizers import build_optimizer, parameter_groups
-from minitx.training.schedules import lr_factor
+from minitx.training.optimizers import build_optimizer, lr_factor, parameter_groups
 
 
 def test_the_loss_is_a_sum_over_the_labels_that_count_and_label_smoothing_leaves_the_likelihood_alone():

@@ -12,8 +12,7 @@ import pytest
 
 from minitx.config import ConfigError, DigitsDataConfig, EvaluationConfig, ParameterRule
 from minitx.training.evaluation import Evaluation, report
-from minitx.training.metrics import MetricsFile, add_records, read_metrics
-from minitx.training.outcome import summarise
+from minitx.training.loggers import MetricsFile, add_records, read_metrics, summarise
 from minitx.training.run import train
 
 FLOORS = {"unigram": 3.0, "bigram": 2.5}

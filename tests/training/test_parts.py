@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from minitx.config import ConfigError, KeyValueDataConfig, TransformerConfig
+from minitx.training.build import build, check_trusted
+from minitx.training.checkpoints import load_model
 from minitx.training.objectives import build_objective, checked_sums
-from minitx.training.parts import build, check_trusted
 from minitx.training.run import train
-from minitx.training.stored import load_model
 
 
 @pytest.fixture(autouse=True)

@@ -19,11 +19,10 @@ from minitx.config import (
 from minitx.data.task import Task
 from minitx.interop import adopt_hf
 from minitx.nn import DecoderLM
-from minitx.training.building import open_data
-from minitx.training.metrics import read_records
-from minitx.training.probes import read_probes
+from minitx.training.build import open_data
+from minitx.training.checkpoints import load_model
+from minitx.training.loggers import read_probes, read_records
 from minitx.training.run import train
-from minitx.training.stored import load_model
 from tests.interop.families import build
 
 

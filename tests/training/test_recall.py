@@ -16,7 +16,7 @@ from minitx.config import (
 )
 from minitx.data.synthetic import answer_positions
 from minitx.nn.models import build_model
-from minitx.training.building import fit_model_config, open_data
+from minitx.training.build import fit_model_config, open_data
 from minitx.training.run import train
 
 TASKS = {

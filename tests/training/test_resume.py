@@ -18,11 +18,10 @@ from ranks import run_ranks
 import minitx.data.load
 from minitx.cli.errors import sentence
 from minitx.config import ConfigError, DigitsDataConfig, HubDataConfig, KeyValueDataConfig, to_dict
-from minitx.training.building import open_data
+from minitx.training.build import open_data
 from minitx.training.callbacks import StoppedError
-from minitx.training.metrics import read_metrics
+from minitx.training.loggers import read_metrics, read_probes
 from minitx.training.module import NonFiniteError
-from minitx.training.probes import read_probes
 from minitx.training.run import train
 
 

@@ -9,9 +9,9 @@ from extra import AddLoggers, losses_of, train_with
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from minitx.config import ConfigError, DatesDataConfig, SamplesConfig, TransformerConfig
-from minitx.training.metrics import read_records
+from minitx.training.callbacks import Samples
+from minitx.training.loggers import read_records
 from minitx.training.run import train
-from minitx.training.samples import Samples
 
 
 class Letters:

@@ -15,12 +15,12 @@ from omegaconf import OmegaConf
 
 from minitx.analysis.flops import train_flops
 from minitx.config import ConfigError, TransformerConfig
-from minitx.training import steps
-from minitx.training.checkpoint import read_checkpoint
-from minitx.training.metrics import read_metrics
+from minitx.training import callbacks
+from minitx.training.callbacks import StepLog, StopAt, batch_flops
+from minitx.training.checkpoints import read_checkpoint
+from minitx.training.loggers import read_metrics
 from minitx.training.module import TrainingModule
 from minitx.training.run import train
-from minitx.training.steps import StepLog, StopAt, batch_flops
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -85,7 +85,7 @@ def test_a_row_says_what_the_step_came_to(make_config, tmp_path, answers):
 def test_speed_and_utilisation_cover_the_steps_since_the_last_row_without_validation(monkeypatch):
     """By a clock of the test: three steps of two seconds, and a validation of a hundred."""
     clock, rows = [5.0], []
-    monkeypatch.setattr(steps.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: clock[0])
     model = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
     log, logger = StepLog(3, model, peak=0.25), SimpleNamespace(log_metrics=lambda row, step: rows.append(row))
     trainer, module = made_up(callback_metrics={"val_loss": torch.tensor(2.0)}, loggers=[logger], step_targets=torch.tensor(35))
@@ -121,11 +121,11 @@ def test_padding_counts_in_the_flops_of_a_batch():
 @pytest.mark.parametrize("whole", [True, False])
 def test_means_of_several_processes_are_means_over_all_targets(monkeypatch, whole):
     """Of four processes alike: a task's batch knows the targets of all, a loader of the user's those of its own process."""
-    monkeypatch.setattr(steps, "sum_over_rows", lambda trainer, values: 4 * values)
+    monkeypatch.setattr(callbacks, "sum_over_rows", lambda trainer, values: 4 * values)
     sums = {"step_loss": torch.tensor(0.5), "step_sums": {"correct": torch.tensor(3)}}
     trainer, module = made_up(world_size=4, **sums, step_targets=torch.tensor(40 if whole else 10))
     batch, log = {"labels": torch.zeros(5, 2).long(), **({"num_targets": torch.tensor(40)} if whole else {})}, StepLog(5)
-    assert steps.step_means(trainer, module, batch) == {"train_loss": 2.0 if whole else 0.5, "train_accuracy": 0.3}
+    assert callbacks.step_means(trainer, module, batch) == {"train_loss": 2.0 if whole else 0.5, "train_accuracy": 0.3}
     log.on_step(trainer, module, 2, batch)
     assert log.state_dict() == {"tokens": 40}
 

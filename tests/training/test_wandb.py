@@ -12,7 +12,7 @@ import pytest
 
 from minitx.config import ConfigError
 from minitx.training.callbacks import StoppedError
-from minitx.training.wandb import finish_wandb, git_commit
+from minitx.training.loggers import finish_wandb, git_commit
 
 PROGRAM = """
 import dataclasses, sys
@@ -20,7 +20,7 @@ from pathlib import Path
 from lightning.pytorch.loggers import WandbLogger
 from minitx.config import CallbacksConfig, ProbeConfig, RunConfig, TextDataConfig, TrainerConfig, TransformerConfig
 from extra import AddLoggers, train_with
-from minitx.training.wandb import WandbExtras, finish_wandb
+from minitx.training.loggers import WandbExtras, finish_wandb
 
 folder = Path("run")
 config = RunConfig(

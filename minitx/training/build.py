@@ -1,0 +1,550 @@
+"""Build data and network of a run from its config: ours, or the user's own, which are nodes with ``_target_``."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from minitx.config import ConfigError, Part, RunConfig, TransformerConfig, is_part
+from minitx.config.checks import first_line, nearest
+from minitx.data.addressing import Batch
+from minitx.data.load import load_task
+from minitx.data.task import Task, num_targets
+from minitx.data.tokenizers import Tokenizer
+from minitx.nn.models import build_model
+
+if TYPE_CHECKING:
+    import lightning.pytorch as L
+
+log = logging.getLogger(__name__)
+
+
+# --- parts of the user's own: nodes with ``_target_``. Hydra builds them. A checkpoint may name only trusted ones.
+
+OURS = (
+    *("minitx.config.TransformerConfig", "minitx.nn.DecoderLM", "minitx.nn.Encoder", "minitx.nn.EncoderDecoder"),
+    *("minitx.nn.VisionTransformer", "minitx.nn.MultiHeadAttention", "minitx.training.objectives.CrossEntropy"),
+)
+"""Classes of this package that a checkpoint may name."""
+
+GIVEN = "given to train() from Python"
+"""The ``_target_`` in a checkpoint for data and objectives that were objects. Nothing can be built from it."""
+
+
+def factory(node: Part, key: str) -> partial[Any]:
+    """Return the target of ``node`` with its arguments, as a partial function (Hydra's ``instantiate``).
+
+    Nested nodes are built. Lists and mappings are plain Python objects.
+
+    Args:
+        node: ``_target_`` with arguments and options of Hydra. key: the path of the node, for messages.
+
+    Raises:
+        ConfigError: the target does not exist, or a nested one cannot be built.
+    """
+    from hydra.utils import instantiate
+
+    try:
+        return instantiate({"_convert_": "all", **node, "_partial_": True})
+    except Exception as error:
+        raise ConfigError(f"{key}._target_={node['_target_']} cannot be built: {reason(error)}{_near(node)}") from error
+
+
+def _near(node: Part) -> str:
+    """A similar name in the module of a target that does not exist."""
+    module, _, name = str(node["_target_"]).rpartition(".")
+    known = vars(sys.modules[module]) if module in sys.modules else {}
+    return "" if name in known else nearest(name, known, f"{module}.")
+
+
+def build(node: Part, key: str, given: Mapping[str, Any] | None = None) -> Any:
+    """Call the target of ``node``.
+
+    Args:
+        given: further arguments. They are passed if the target has a parameter of that name and ``node`` does not set it.
+            ``**kwargs`` does not count.
+
+    Raises:
+        ConfigError: the target does not exist, or raises an error. The message begins with the key.
+    """
+    made = factory(node, key)
+    names = parameter_names(made.func)
+    fitting = {name: value for name, value in (given or {}).items() if name in names and name not in made.keywords}
+    return call(made, key, node, **fitting)
+
+
+def build_callable(node: Part, key: str, arguments: int) -> Any:
+    """Like ``build``, but a function that still needs ``arguments`` arguments is returned and not called."""
+    made = factory(node, key)
+    if inspect.isfunction(made.func):
+        parameters = inspect.signature(made).parameters.values()
+        needed = [
+            one
+            for one in parameters
+            if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+        ]
+        if len(needed) == arguments:
+            return made
+    return build(node, key)
+
+
+def core_of(config: TransformerConfig) -> Callable[[], Any] | None:
+    """Return a function that builds attention cores if ``attention`` is a part of the user's own, or None if it is one of ours."""
+    if not is_part(config.attention):
+        return None
+    sizes = {"head_dim": config.width_per_head, "num_heads": config.num_heads, "max_len": config.max_len}
+    return lambda: build(config.attention, "model.attention", sizes)  # type: ignore[arg-type]
+
+
+def call(made: Callable[..., Any], key: str, node: Part, *args: Any, **kwargs: Any) -> Any:
+    """Call ``made``. An exception becomes a ConfigError of one sentence."""
+    try:
+        return made(*args, **kwargs)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{key}._target_={node['_target_']} cannot be built: {reason(error)}") from error
+
+
+def build_all(group: Mapping[str, Part | None], key: str, given: Mapping[str, Any] | None = None) -> list[Any]:
+    """Build every entry of a group of callbacks or loggers that is not null."""
+    return [build(node, f"{key}.{name}", given) for name, node in group.items() if node is not None]
+
+
+def parameter_names(function: Any) -> set[str]:
+    """Return the parameters of a function or class that can be given by name, without ``*args`` and ``**kwargs``."""
+    try:
+        found = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):  # some written in C have no signature
+        return set()
+    return {one.name for one in found if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+
+
+def named_by(node: Part, key: str) -> set[str]:
+    """Return the parameters of the target of ``node``."""
+    return parameter_names(factory({"_target_": node["_target_"]}, key).func)
+
+
+def reason(error: BaseException) -> str:
+    """Return in one line why something could not be built: the message of the first exception in the chain."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    kind = type(error).__name__
+    return first_line(error) if kind in ("ValueError", "ConfigError") else f"{kind}: {first_line(error)}"
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import the modules of ``imports``, for example one that registers a backend.
+
+    Raises:
+        ConfigError: the module does not exist, or raises an error.
+    """
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            raise ConfigError(f"imports={name} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
+
+
+def check_trusted(node: Any, key: str) -> None:
+    """Raise a ConfigError if a stored node could run untrusted code.
+
+    Every ``_target_`` in it, also a nested one, must be a class defined in ``torch.nn`` or ``torch.optim``, or one of ``OURS``.
+    The outermost one must be a ``torch.nn.Module``. Only torch and this package are imported for the check.
+
+    Raises:
+        ConfigError: the node has another target, or a text with ``${``, which Hydra would resolve.
+    """
+    if is_part(node) and not issubclass(_trusted_class(str(node["_target_"]), key), nn.Module):
+        raise ConfigError(f"{key}._target_={node['_target_']} in the checkpoint is no torch.nn.Module; {_ADVICE}")
+    _check_nested(node, key)
+
+
+_ADVICE = "with trust=true it is built all the same, which runs its code"
+
+
+def _check_nested(node: Any, key: str) -> None:
+    if isinstance(node, str) and "${" in node:
+        raise ConfigError(f"{key}={node} in the checkpoint is an interpolation, which could name any code; {_ADVICE}")
+    if isinstance(node, Mapping):
+        if "_target_" in node:
+            _trusted_class(str(node["_target_"]), key)
+        for name, value in node.items():
+            _check_nested(str(name), key)
+            _check_nested(value, f"{key}.{name}")
+    elif isinstance(node, list | tuple):
+        for index, value in enumerate(node):
+            _check_nested(value, f"{key}[{index}]")
+
+
+def _trusted_class(target: str, key: str) -> type:
+    """The class that ``target`` names, if a checkpoint may name it."""
+    module, _, name = target.rpartition(".")
+    if target in OURS:
+        importlib.import_module(module)
+    found = vars(sys.modules[module]).get(name) if module in sys.modules else None
+    if isinstance(found, type):
+        home = found.__module__
+        of_torch = home.startswith(("torch.nn.", "torch.optim.")) and getattr(sys.modules[home], found.__name__, None) is found
+        if of_torch or target in OURS:
+            return found
+    raise ConfigError(f"{key}._target_={target} in the checkpoint is none of the classes that a checkpoint may name; {_ADVICE}")
+
+
+# --- calling a network with a batch: one of ours, or any ``nn.Module`` of the user's
+
+NOT_FOR_THE_NETWORK = ("labels", "num_targets")
+
+MASKS = {"key_mask": "attention_mask", "decoder_key_mask": "decoder_attention_mask"}
+"""Our names of masks, and those of transformers, whose values are 0 and 1."""
+
+
+def network_inputs(batch: Batch) -> Batch:
+    """Return the keys of a batch that are not targets."""
+    return {name: tensor for name, tensor in batch.items() if name not in NOT_FOR_THE_NETWORK}
+
+
+def rows_of_batch(batch: Batch, rows: slice | list[int]) -> Batch:
+    """Return some rows of every tensor that has as many rows as ``labels``, with their ``num_targets`` if the batch has it."""
+    size = len(batch["labels"])
+    found = {name: x[rows] if isinstance(x, Tensor) and x.dim() and len(x) == size else x for name, x in batch.items()}
+    return found | ({"num_targets": num_targets(found["labels"])} if "num_targets" in found else {})
+
+
+def config_of(network: nn.Module) -> TransformerConfig | None:
+    """Return the config of one of our models, or None for a model of the user's."""
+    found = getattr(network, "config", None)
+    return found if isinstance(found, TransformerConfig) else None
+
+
+def unwrapped(network: Any) -> nn.Module:
+    """Return the model inside the wrappers of ``torch.compile`` and PEFT, which pass on all arguments."""
+    while True:
+        inner = dict(network.named_children()).get("_orig_mod")  # so the state_dict of a compiled module names it
+        if inner is None and hasattr(network, "get_base_model"):
+            inner = network.get_base_model()
+        if inner is None:
+            return network
+        network = inner
+
+
+def is_of_transformers(network: nn.Module) -> bool:
+    """Return whether a model is one of transformers, which is not imported for the question."""
+    return any(base.__module__ == "transformers.modeling_utils" for base in type(network).__mro__)
+
+
+class Caller:
+    """Call a network with the keys of a batch that are parameters of its ``forward``.
+
+    * With ``**kwargs``, the keys of their annotation ``Unpack[...]`` count, too. Other keys are not passed.
+    * ``key_mask`` goes to a parameter ``attention_mask`` if there is none of its own name, and ``decoder_key_mask`` to
+      ``decoder_attention_mask``, as 0 and 1.
+    * A model of transformers gets no ``labels``, because it would compute a loss of its own, and ``use_cache=False``.
+
+    Args:
+        network: the network. The ``forward`` of the model inside the wrappers of ``torch.compile`` and PEFT decides the keys.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network, model = network, unwrapped(network)
+        self.kind = type(model).__name__
+        parameters = list(inspect.signature(model.forward).parameters.values())
+        named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        self.names = [one.name for one in named]
+        self.needed = [one.name for one in named if one.default is one.empty]
+        for one in parameters:
+            if one.kind is one.VAR_KEYWORD:
+                self.names += [name for keys in get_args(one.annotation) for name in getattr(keys, "__annotations__", ())]
+        self.options = {}
+        if is_of_transformers(model):
+            self.options = {"use_cache": False} if "use_cache" in self.names else {}
+            self.names = [name for name in self.names if name != "labels"]
+
+    def _key_of(self, name: str, batch: Batch) -> str | None:
+        """The key of the batch for a parameter, if it has one."""
+        ours = next((key for key, theirs in MASKS.items() if theirs == name and key not in self.names), None)
+        return next((key for key in (name, ours) if key in batch), None)
+
+    def inputs(self, batch: Batch) -> Batch:
+        """Return what the network gets of ``batch``.
+
+        Raises:
+            ConfigError: ``forward`` requires a key that the batch does not have, or names none of its keys.
+        """
+        keys = {name: key for name in self.names if (key := self._key_of(name, batch)) is not None}
+        missing = [name for name in self.needed if name not in keys]
+        if missing or not keys:
+            what = f"needs {missing[0]}" if missing else "names none of the keys of a batch as a parameter"
+            raise ConfigError(f"model: {self.kind}.forward {what}, but a batch has: {', '.join(batch)}")
+        return {name: batch[key] if key == name else batch[key].long() for name, key in keys.items()}
+
+    def dropped(self, batch: Batch) -> list[str]:
+        """Return the inputs of ``batch`` that the network does not get."""
+        taken = {self._key_of(name, batch) for name in self.names}
+        return [name for name in network_inputs(batch) if name not in taken]
+
+    def check(self, batch: Batch) -> None:
+        """Refuse a batch with padding or several documents in a row, of which the network would not learn.
+
+        Raises:
+            ConfigError: a mask that hides a token, or ``document_ids`` that differ within a row, are not passed.
+        """
+        for name in self.dropped(batch):
+            if name in (*MASKS, *MASKS.values()) and not batch[name].all():
+                raise ConfigError(
+                    f"model: {self.kind}.forward does not name {name}{f' or {MASKS[name]}' if name in MASKS else ''}, so it would read "
+                    "padding as data. Name it in forward, or give Task(key_masks={}) if the model finds padding by itself"
+                )
+            ids = batch[name]
+            if name == "document_ids" and ((ids != ids[:, :1]) & (ids >= 0)).any():
+                raise ConfigError(
+                    f"model: {self.kind}.forward does not name document_ids, so attention would cross the documents of a row. "
+                    "Set data.packing=false, which puts one document into a row"
+                )
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """The logits of a batch."""
+        return logits_of(self.network(**self.inputs(batch), **self.options), self.network)
+
+
+def set_training(network: nn.Module) -> list[str]:
+    """Put a network into training mode, and return the names of the parts that stay in evaluation mode.
+
+    ``from_pretrained`` of transformers returns models in evaluation mode, without dropout. A part in evaluation mode stays in it
+    if all of its parameters are frozen, or if it is a single layer, such as a batch norm, of a part in training mode. An
+    adapter of PEFT freezes its model, so there the frozen parts train.
+    """
+    kept: list[str] = []
+
+    def visit(name: str, part: nn.Module, parent: nn.Module | None) -> None:
+        trained = [parameter.requires_grad for parameter in part.parameters()]
+        leaf = parent is not None and parent.training and not any(True for _ in part.children())
+        if not part.training and ((trained and not any(trained)) or leaf):
+            kept.append(name)
+            return
+        for child, module in part.named_children():
+            visit(f"{name}.{child}" if name else child, module, part)
+
+    if not hasattr(network, "get_base_model"):
+        visit("", network, None)
+    network.train()
+    for name in kept:
+        network.get_submodule(name).eval()
+    return kept
+
+
+def logits_of(found: Any, network: nn.Module) -> Tensor:
+    """Return the logits: the output of a network, or its attribute ``logits``.
+
+    Raises:
+        ConfigError: neither of them is a tensor.
+    """
+    logits = getattr(found, "logits", found)
+    if not isinstance(logits, Tensor):
+        raise ConfigError(
+            f"model: {type(network).__name__} must return logits, or an object with logits; got {type(found).__name__}"
+        )
+    return logits
+
+
+# --- data
+
+DEFAULT_BATCH_SIZE = 32
+"""The default of ``data.batch_size`` for a ``Task`` of the user's own."""
+
+
+def open_data(
+    config: RunConfig,
+    data: Task | L.LightningDataModule | None = None,
+    tokenizer: Tokenizer | None = None,
+    batch_size: int = DEFAULT_BATCH_SIZE,
+) -> L.LightningDataModule:
+    """Return the data of a run: our data module for a ``Task``, or the ``LightningDataModule`` itself.
+
+    Args:
+        data: an object to use instead of ``config.data``.
+        tokenizer: a tokenizer to use instead of that of ``config.data``, for example that of a checkpoint.
+
+    Raises:
+        ConfigError: the data cannot be read, or ``_target_`` returns neither of the two.
+    """
+    from lightning.pytorch import LightningDataModule
+
+    from minitx.data.module import DataModule
+
+    options: dict[str, Any] = {"batch_size": batch_size, "num_workers": 0}
+    if data is None and not isinstance(config.data, Mapping):
+        data = load_task(config.data, tokenizer)
+        options = {name: getattr(config.data, name) for name in options}
+    elif data is None:
+        assert isinstance(config.data, Mapping)
+        options |= {name: config.data[name] for name in options if name in config.data}
+        data = _own_data(config.data, config.seed, tokenizer, options)
+    if isinstance(data, LightningDataModule):
+        return data
+    if not isinstance(data, Task):
+        raise ConfigError(f"data must be a Task or a LightningDataModule, got {type(data).__name__}")
+    trainer = config.trainer
+    trainer.check_rows(options["batch_size"])
+    return DataModule(
+        data,
+        **options,
+        seed=config.seed,
+        max_steps=trainer.max_steps,
+        accumulate=trainer.accumulate,
+        val_batch_size=trainer.val_batch_size,
+        repeat_first=trainer.overfit,
+    )
+
+
+def _own_data(node: Part, seed: int, tokenizer: Tokenizer | None, options: Mapping[str, Any]) -> Any:
+    """What the ``_target_`` of ``data`` gives; ``options`` that it does not name are those of our loader."""
+    names = named_by(node, "data")
+    given = {name: value for name, value in node.items() if name in names or name not in options}
+    if tokenizer is not None and "tokenizer" in names:
+        given.pop("tokenizer", None)
+    return build(given, "data", {**options, "tokenizer": tokenizer, "seed": seed})
+
+
+# --- network
+
+# what a task asks of a model: architecture and head
+_MODELS_OF = {
+    "language_model": (("decoder", "lm"),),
+    "masked_lm": (("encoder", "lm"),),
+    "seq2seq": (("encoder_decoder", "lm"),),
+    "classify": (("encoder", "sequence"), ("vision", "sequence")),
+    "tag": (("encoder", "token"),),
+}
+
+
+def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Module | None = None) -> nn.Module:
+    """Return the network of a run. Its weights depend only on the seed.
+
+    Raises:
+        ConfigError: the model cannot be built or does not fit the data.
+    """
+    torch.manual_seed(config.seed)
+    if model is None and isinstance(config.model, TransformerConfig):
+        shape = fit_model_config(config.model, data)
+        try:
+            model = build_model(shape, core_of(shape))
+        except (ValueError, TypeError, RuntimeError, MemoryError) as error:  # what torch says of sizes, it says in many lines
+            raise ConfigError(f"model cannot be built: {first_line(error)}") from error
+    elif model is None:
+        assert isinstance(config.model, Mapping)
+        model = build(config.model, "model", decided_fields(data))
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"model._target_={config.model['_target_']} must give a torch.nn.Module, got {type(model).__name__}"
+            )
+    check_network(model, decided_fields(data))
+    if parts := set_training(model):
+        log.info("model: in evaluation mode, as given: %s", ", ".join(parts[:3]) + (", ..." if len(parts) > 3 else ""))
+    if config.trainer.precision == "64-true":
+        to_float64(model)  # Lightning would, after it has loaded a checkpoint into float32
+    return model
+
+
+def check_network(network: nn.Module, fields: Mapping[str, Any]) -> None:
+    """Refuse a network that cannot be trained as it is, and say what of it does not take part.
+
+    Args:
+        fields: what the data decide, such as ``vocab_size`` and ``num_labels``.
+
+    Raises:
+        ConfigError: the network is a LightningModule, or its vocabulary or number of labels is smaller than that of the data.
+    """
+    from lightning.pytorch import LightningModule
+
+    network = unwrapped(network)
+    name, config = type(network).__name__, getattr(network, "config", None)
+    if isinstance(network, LightningModule):
+        raise ConfigError(
+            f"model: {name} is a LightningModule, whose training_step and configure_optimizers would not run: give its network as model, "
+            "its loss as objective and its optimizer as optimizer"
+        )
+    for key, what in (("vocab_size", "the vocabulary"), ("num_labels", "the number of labels")):
+        known, wanted = getattr(config, key, None), fields.get(key)
+        if key == "num_labels" and not is_of_transformers(
+            network
+        ):  # a wrapper may show the config of a part, with another head
+            continue
+        if known and wanted and known < wanted:
+            raise ConfigError(f"model: {what} of {name}, {known:,}, is smaller than that of the data, {wanted:,}")
+        if known and wanted and known > wanted:
+            log.info("model: %s of %s, %s, is larger than that of the data, %s", what, name, f"{known:,}", f"{wanted:,}")
+    if hasattr(config, "output_router_logits"):
+        log.info("model: %s is a mixture of experts, and its router loss is not part of the objective", name)
+
+
+def to_float64(network: nn.Module) -> None:
+    """Convert a network to float64, and what it gets: Lightning converts only the batches of its own loops."""
+    network.double().register_forward_pre_hook(_in_float64, with_kwargs=True)
+
+
+def _in_float64(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the inputs of a network, with numbers such as pixels in float64."""
+    wide = {name: x.double() for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    return args, {**inputs, **wide}
+
+
+def decided_fields(data: L.LightningDataModule) -> dict[str, Any]:
+    """Return the fields of a model that the data decide, under common names such as ``num_classes``."""
+    task = getattr(data, "task", None)
+    fields = dict(task.model_fields if isinstance(task, Task) else getattr(data, "model_fields", {}))
+    for name, other in (("num_labels", "num_classes"), ("num_classes", "num_labels")):
+        if name in fields:
+            fields.setdefault(other, fields[name])
+    return fields
+
+
+def fit_model_config(model: TransformerConfig, data: L.LightningDataModule) -> TransformerConfig:
+    """Return the model's config with the fields that the data decide: vocabulary, labels, images, special ids.
+
+    Raises:
+        ConfigError: the model is for another task or too small for the data, or there are fewer rows than in a batch.
+    """
+    from minitx.data.module import DataModule
+
+    fields = decided_fields(data)
+    fields.pop("num_classes", None)
+    if isinstance(data, DataModule):
+        data.check_batch()
+        _check_kind(model, data.task, fields)
+    model.check_length(max(fields.pop(name, 0) for name in ("max_source_len", "max_target_len")))
+    found = {}
+    known = [field.name for field in dataclasses.fields(model)]
+    for name, value in fields.items():
+        if name not in known:
+            raise ConfigError(
+                f"data decides model.{name}={value}, but a model has no such field{nearest(name, known, 'model.')}"
+            )
+        given = getattr(model, name)
+        if given and not name.endswith("_id") and (given < value if name == "vocab_size" else given != value):
+            what = {"vocab_size": "the vocabulary"}.get(name, name)
+            how = "is smaller than" if name == "vocab_size" else "differs from"
+            raise ConfigError(f"model.{name}={given} {how} {what} of the data, {value}")
+        found[name] = value if given is None or (given == 0 and not name.endswith("_id")) else given
+    return dataclasses.replace(model, **found)
+
+
+def _check_kind(model: TransformerConfig, task: Task, fields: Mapping[str, Any]) -> None:
+    """Refuse a model for another kind of task. A task of another kind than ours takes any."""
+    if task.kind not in _MODELS_OF:
+        return
+    kinds = [kind for kind in _MODELS_OF[task.kind] if (kind[0] == "vision") == ("image_size" in fields)]
+    if (model.architecture, model.head) not in kinds:
+        wanted = " or ".join(f"model.architecture={kind} with model.head={head}" for kind, head in kinds)
+        raise ConfigError(
+            f"model.architecture={model.architecture} with model.head={model.head} does not fit {task.name}, which needs {wanted}"
+        )

@@ -1,0 +1,516 @@
+"""Checkpoints. Writing never loses the previous one. Reading rejects damaged files and never executes code.
+
+A checkpoint is torch's zip file. Its zip comment is the SHA-256 of everything before the comment. It is written under another
+name, synced to the disk and then renamed, so that ``last.ckpt`` is always complete: the old one or the new one.
+
+A checkpoint contains the model, its tokenizer and its config. ``load_model`` reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+
+import torch
+from torch import nn
+
+from minitx.config import ConfigError, InitFrom, RunConfig, TransformerConfig, from_dict, is_part, to_dict
+from minitx.config.checks import first_line
+from minitx.data import tokenizers
+from minitx.data.load import load_task
+from minitx.data.task import Task
+from minitx.data.tokenizers import Tokenizer, load_tokenizer
+from minitx.nn.models import build_model
+from minitx.nn.scale import ScoreScale, fold_scale
+from minitx.training import rank
+from minitx.training.build import GIVEN, build, check_trusted, config_of, core_of, import_modules
+from minitx.training.objectives import Objective, build_objective
+
+if TYPE_CHECKING:
+    import lightning.pytorch as L
+
+log = logging.getLogger(__name__)
+
+
+# --- writing and reading
+
+FORMAT = 1
+"""The format that this version writes. It reads this and all earlier formats."""
+
+_MARK = b"minitx-sha256:"
+
+_COMMENT_LEN = len(_MARK) + 64
+
+_PART = ".part"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written. The previous one is intact."""
+
+
+def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
+    """Write ``checkpoint`` to ``path`` with its digest. Until it is complete, ``path`` holds the previous one.
+
+    Raises:
+        CheckpointError: the disk is full, or the folder cannot be written.
+    """
+    part = Path(f"{path}{_PART}")
+    try:
+        part.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("w+b") as file:
+            torch.save(checkpoint, file)
+            _append_digest(file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+        _sync(part.parent)  # the name, too, must reach the disk
+    except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a write that failed
+        cause = next((e for e in (error, error.__cause__, error.__context__) if isinstance(e, OSError)), None)
+        reason = cause.strerror if cause is not None else first_line(error)
+        part.unlink(missing_ok=True)
+        raise CheckpointError(f"checkpoint {path} could not be written: {reason}; an earlier one is intact") from error
+
+
+def clean_up(folder: Path) -> None:
+    """Remove the incomplete files of a killed run from its folder of checkpoints."""
+    for part in folder.glob(f"*{_PART}"):
+        part.unlink()
+
+
+def read_checkpoint(path: str | Path, *, key: str = "ckpt_path", verb: str = "go on from") -> dict[str, Any]:
+    """Read the content of a checkpoint to the CPU. Nothing in it is executed.
+
+    Args:
+        key, verb: for the message: the key that names the checkpoint, and what the caller does with it.
+
+    Raises:
+        ConfigError: the file does not exist, is not a checkpoint of minitx, is damaged, or is from a newer version. The message
+            also names the newest intact checkpoint in the folder.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"{key}={path} is not a file that exists{_offer(path, key, verb)}")
+    try:
+        return _read(path)
+    except ConfigError as error:
+        said = f"{key}={path} cannot be read as a checkpoint of minitx: {error}"
+        raise ConfigError(f"{said}{_offer(path, key, verb)}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        check_digest(path)
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = dict(found["minitx"])
+        dict(state["model"])
+    except ConfigError:
+        raise
+    except Exception as error:  # torch raises many kinds for a damaged or foreign file
+        raise ConfigError(first_line(error)) from None
+    written = state.get("format", FORMAT)
+    if not isinstance(written, int) or written > FORMAT:
+        raise ConfigError(f"a newer minitx wrote it (format {written}, this one reads up to {FORMAT}): update minitx")
+    return found
+
+
+def check_digest(path: Path) -> None:
+    """Compare a checkpoint with its digest.
+
+    Raises:
+        ConfigError: the digest is missing or differs.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size <= _COMMENT_LEN:
+            raise ConfigError(f"it is {'empty' if size == 0 else 'cut short'} ({size} bytes)")
+        file.seek(size - _COMMENT_LEN)
+        comment = file.read()
+        if not comment.startswith(_MARK):
+            raise ConfigError("it does not end as a checkpoint of minitx does: it is cut short, damaged, or another program's")
+        if _sha256(file, size - _COMMENT_LEN).encode() != comment.removeprefix(_MARK):
+            raise ConfigError("it is damaged (the SHA-256 is not the one that was written)")
+
+
+def newest_valid(folder: Path) -> Path | None:
+    """Return the newest intact checkpoint in ``folder``, or None."""
+    for path in sorted(folder.glob("*.ckpt"), key=lambda p: p.stat().st_mtime, reverse=True):
+        try:
+            _read(path)
+        except ConfigError:
+            continue
+        return path
+    return None
+
+
+def _offer(path: Path, key: str, verb: str) -> str:
+    """What to do about ``path``: take the newest whole checkpoint beside it, if there is one."""
+    found = newest_valid(path.parent) if path.parent.is_dir() else None
+    return f"; {verb} the newest whole one beside it with {key}={found}" if found else ""
+
+
+def _append_digest(file: BinaryIO) -> None:
+    """Make the digest the comment of the zip file, which zip readers pass over."""
+    file.seek(-2, os.SEEK_END)
+    if file.read(2) != b"\0\0":
+        raise CheckpointError("torch.save did not end its file with an empty comment")
+    file.seek(-2, os.SEEK_END)
+    file.write(struct.pack("<H", _COMMENT_LEN))
+    size = file.tell()
+    digest = _sha256(file, size).encode()
+    file.seek(size)
+    file.write(_MARK + digest)
+
+
+def _sha256(file: BinaryIO, size: int) -> str:
+    """Of the first ``size`` bytes."""
+    file.flush()
+    with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:
+        return hashlib.sha256(content).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def network_weights(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the weights of the network in a checkpoint's content, by their names in the network."""
+    state = checkpoint["state_dict"].items()
+    return {name.removeprefix("network."): weight for name, weight in state if name.startswith("network.")}
+
+
+def check_free(folder: Path, ckpt_path: str | None) -> None:
+    """Check, in the first process, that a new run replaces no other.
+
+    Raises:
+        ConfigError: the folder holds a run, and ``ckpt_path`` is None.
+    """
+    if ckpt_path is None and (folder / "metrics.csv").exists() and not rank():
+        raise ConfigError(f"output_dir={folder} holds a run already; continue it with ckpt_path=last, or choose another folder")
+
+
+# --- starting from stored weights
+
+Start = tuple[dict[str, Any], dict[str, Any] | None, Tokenizer | None]
+
+
+def load_start(init_from: InitFrom) -> Start:
+    """Load (weights by name, the model's config as plain data, tokenizer) from a checkpoint, a folder or a name on the hub.
+
+    The config is None if the model is not one of ours. The latest result is cached, because a run needs it twice.
+
+    Raises:
+        ConfigError: nothing can be read there. The message names ``init_from.path``.
+    """
+    return _load_start(str(init_from.path), json.dumps(to_dict(init_from.overrides)), init_from.ignore)
+
+
+@lru_cache(maxsize=1)
+def _load_start(path: str, overrides: str, ignore: tuple[str, ...]) -> Start:
+    from minitx.interop.files import find_folder
+
+    place = Path(path).expanduser()
+    if not place.exists():
+        try:
+            place = find_folder(path)
+        except (ImportError, FileNotFoundError) as error:
+            raise ConfigError(f"init_from.path={path} cannot be loaded: {error}") from None
+    if place.is_dir() and (place / "config.json").is_file():
+        return _of_folder(place, path, json.loads(overrides), ignore)
+    if json.loads(overrides) or ignore:
+        raise ConfigError(f"init_from.overrides and init_from.ignore belong to a Hugging Face folder, not to {path}")
+    if place.is_dir() and not (place / ".metadata").is_file():
+        raise ConfigError(f"init_from.path={path} is a folder without config.json")
+    checkpoint = read_checkpoint(place, key="init_from.path", verb="start from")
+    state = checkpoint["minitx"]
+    shape = None if "_target_" in state["model"] else dict(state["model"])
+    return network_weights(checkpoint), shape, tokenizers.from_dict(state["tokenizer"]) if state["tokenizer"] else None
+
+
+def _of_folder(folder: Path, path: str, overrides: dict[str, Any], ignore: tuple[str, ...]) -> Start:
+    from minitx.interop import from_pretrained, load_hf
+
+    try:
+        ours = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("format") == "minitx"
+        model = from_pretrained(folder) if ours else load_hf(folder, overrides=overrides, ignore=ignore)
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"init_from.path={path} cannot be loaded: {error}") from error
+    tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+    return dict(model.state_dict()), to_dict(model.config), tokenizer
+
+
+def tokenizer_of(init_from: InitFrom, asked: str | None) -> Tokenizer | None:
+    """Return the tokenizer of the weights to start from. It is None without ``init_from.path``, and where none is stored there.
+
+    Args:
+        asked: ``data.tokenizer``.
+
+    Raises:
+        ConfigError: none is stored there, and ``asked`` is a new tokenizer.
+    """
+    if init_from.path is None:
+        return None
+    tokenizer = load_start(init_from)[2]
+    if tokenizer is None and asked in ("char", "bpe"):
+        raise ConfigError(
+            f"data.tokenizer={asked} would be a new tokenizer, whose ids the weights of init_from.path={init_from.path} do "
+            "not know, and none is stored with them: data.tokenizer must name the file or folder of theirs"
+        )
+    return tokenizer
+
+
+def stored_shape(init_from: InitFrom) -> dict[str, Any]:
+    """Return the fields of the model's config in a checkpoint or folder, or {} if the model is not one of ours."""
+    return dict(load_start(init_from)[1] or {})
+
+
+def check_scale_of(init_from: InitFrom, model: TransformerConfig) -> None:
+    """Raise a ConfigError if the score scale differs from that of the weights and is not folded. Warn that ``model.init_fold`` has no effect.
+
+    Raises:
+        ConfigError: ``scale`` or ``scale_factor`` differs.
+    """
+    stored, path = stored_shape(init_from), init_from.path
+    for name in ("scale", "scale_factor"):
+        if not init_from.fold_scale and stored and stored.get(name, getattr(model, name)) != getattr(model, name):
+            raise ConfigError(
+                f"model.{name}={getattr(model, name)} differs from {stored[name]}, with which the weights of init_from.path={path} "
+                "were trained: another scale is another function, unless init_from.fold_scale=true"
+            )
+    if model.init_fold is not None:
+        log.info("model.init_fold=%s is ignored: the weights come from init_from.path=%s", model.init_fold, path)
+
+
+def start_from(init_from: InitFrom, network: nn.Module) -> None:
+    """Load the weights of ``init_from.path``, if it is set, into ``network``. With ``fold_scale``, fold a different score scale into them.
+
+    Raises:
+        ConfigError: a tensor is missing, unexpected or of another shape (torch's message names it), or the scale differs and is
+            not or cannot be folded.
+    """
+    if init_from.path is None:
+        return
+    wanted = config_of(network)
+    if wanted is not None:
+        check_scale_of(init_from, wanted)
+    try:
+        weights, shape, _ = load_start(init_from)
+        network.load_state_dict(weights)
+        if init_from.fold_scale and shape is not None and wanted is not None:
+            for layer in network.modules():  # the scale of the weights, then the wanted one
+                if isinstance(scale := getattr(layer, "scale", None), ScoreScale):
+                    layer.scale = ScoreScale(shape["scale"], head_dim=scale.head_dim, factor=shape["scale_factor"])
+            fold_scale(network, wanted.scale, factor=wanted.scale_factor)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"init_from.path={init_from.path} does not fit the model: {first_line(error)}") from error
+    finally:
+        _load_start.cache_clear()  # the weights are not kept twice
+
+
+def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
+    """Return the step at which ``ckpt_path`` resumes, or 0 without it. Nothing in the checkpoint is executed.
+
+    Raises:
+        ConfigError: the file does not exist, is not a checkpoint of minitx, is beyond ``trainer.max_steps``, or is of another
+            model, optimizer or schedule. The message names the fields that differ.
+    """
+    if config.ckpt_path is None:
+        return 0
+    checkpoint = read_checkpoint(config.ckpt_path)
+    saved, wanted = checkpoint["minitx"]["model"], state["model"]
+    if not is_part(saved) and not is_part(wanted):  # options that are younger than it, at their defaults
+        saved = to_dict(TransformerConfig(**saved))
+    other = [f"{name} {saved.get(name)} != {value}" for name, value in wanted.items() if saved.get(name) != value]
+    if other:
+        raise ConfigError(f"ckpt_path={config.ckpt_path} holds another model than the config asks for: {'; '.join(other)}")
+    for name in ("optimizer", "schedule"):  # their state in the checkpoint would win over the config
+        saved, wanted = checkpoint["minitx"]["config"][name], state["config"][name]
+        keys = [key for key in saved | wanted if saved.get(key) != wanted.get(key)]
+        if keys:
+            changed = "; ".join(f"{name}.{key} {saved.get(key)} != {wanted.get(key)}" for key in keys)
+            raise ConfigError(
+                f"ckpt_path={config.ckpt_path} goes on with its own {name}, and the config asks for another: {changed}. "
+                "Leave it as it was, or start a new run from the weights with init_from.path"
+            )
+    step = int(checkpoint["global_step"])
+    if step > config.trainer.max_steps:
+        raise ConfigError(f"ckpt_path={config.ckpt_path} is of step {step}, after trainer.max_steps={config.trainer.max_steps}")
+    return step
+
+
+# --- building the contents of a checkpoint again
+
+
+@dataclasses.dataclass
+class Stored:
+    """A trained network, in evaluation mode on the CPU, and the config, data and objective of its training.
+
+    Attributes:
+        config: the config of the run, without loggers, callbacks and grid.
+        state: the plain data that the run stored: ``config``, ``model`` and ``tokenizer``.
+        untrusted: nodes from the checkpoint. They may name only classes of torch and minitx.
+    """
+
+    path: str
+    network: nn.Module
+    tokenizer: Tokenizer | None
+    config: RunConfig
+    state: dict[str, Any]
+    untrusted: dict[str, Any]
+
+    def data(self, batch_size: int | None = None) -> L.LightningDataModule:
+        """Open the data of the run. ``batch_size`` is that of validation.
+
+        Raises:
+            ConfigError: the data do not exist, or no longer fit the model's vocabulary.
+        """
+        from minitx.training.building import open_data
+
+        self._check_not_given("data")
+        check_trusted(self.untrusted.get("data"), "data")
+        trainer = dataclasses.replace(self.config.trainer, val_batch_size=batch_size or self.config.trainer.val_batch_size)
+        data = open_data(dataclasses.replace(self.config, trainer=trainer), tokenizer=self.tokenizer)
+        self._check_vocabulary(getattr(data, "task", None))
+        return data
+
+    def task(self) -> Task:
+        """Load the task of the run. If it is one of ours, lightning is not imported, which takes seconds.
+
+        Raises:
+            ConfigError: as ``data``; or the data are not a ``Task``.
+        """
+        if not isinstance(self.config.data, Mapping):
+            check_trusted(self.untrusted.get("data"), "data")
+            task = load_task(self.config.data, self.tokenizer)
+            self._check_vocabulary(task)
+            return task
+        opened = getattr(self.data(), "task", None)
+        if not isinstance(opened, Task):
+            raise ConfigError("row is for the data of a Task; give text=TEXT instead")
+        return opened
+
+    def _check_not_given(self, name: str) -> None:
+        node = getattr(self.config, name)
+        if is_part(node) and node["_target_"] == GIVEN:
+            raise ConfigError(
+                f"ckpt_path={self.path} was trained with {name} given from Python, which no checkpoint holds: give evaluate.py "
+                f"{name}._target_=MODULE.NAME (the viewer reads text=TEXT), or call evaluate() from Python"
+            )
+
+    def _check_vocabulary(self, task: Task | None) -> None:
+        size = getattr(getattr(self.network, "config", None), "vocab_size", None)
+        if size is not None and task is not None and task.model_fields.get("vocab_size", 0) > size:
+            raise ConfigError(f"ckpt_path={self.path} was trained on other data than {task.name} is now")
+
+    def objective(self) -> Objective:
+        """Build the objective of the run."""
+        self._check_not_given("objective")
+        check_trusted(self.untrusted.get("objective"), "objective")
+        return build_objective(self.config.objective)
+
+
+def load_stored(
+    path: str | Path,
+    *,
+    model: nn.Module | None = None,
+    trust: bool = False,
+    changes: Mapping[str, Any] | None = None,
+    model_only: bool = False,
+) -> Stored:
+    """Read a checkpoint and build its model. Nothing in it is executed without ``trust``.
+
+    Args:
+        model: a network for the weights, instead of the one that the checkpoint names.
+        trust: build any ``_target_`` of the checkpoint, and import its ``imports``. Otherwise only classes of ``torch.nn``,
+            ``torch.optim`` and a list of minitx are allowed.
+        changes: nodes that replace stored ones (``model``, ``data``, ``objective``), or keys of ``data``. They need no trust.
+        model_only: check data and objective only when they are built.
+
+    Raises:
+        ConfigError: the file does not exist or is not a checkpoint of minitx, a target is not trusted, or the model cannot be
+            built.
+    """
+    checkpoint = read_checkpoint(path, verb="read")
+    state = checkpoint["minitx"]
+    values = {**state["config"], "logger": {}, "callbacks": {}}
+    values |= {"ckpt_path": None, "init_from": {}, "output_dir": None}
+    trainer = {key: value for key, value in values["trainer"].items() if key not in ("plugins", "profiler", "extra")}
+    values |= {"trainer": trainer, "model": state["model"]}
+    for name in ("optimizer", "schedule"):
+        values.pop(name, None)
+    changes = dict(changes or {})
+    untrusted = {}
+    for name in ("model", "data", "objective"):
+        change, given = changes.get(name) or {}, values[name].get("_target_") == GIVEN
+        if not trust and "_target_" not in change and not given:
+            untrusted[name] = values[name]
+        values[name] = dict(change) if "_target_" in change or (given and change) else {**values[name], **change}
+    own = () if model is not None else ("model",)
+    for name in own if model_only else (*own, "data", "objective"):
+        check_trusted(untrusted.get(name), name)
+    if not trust:
+        values["imports"] = []
+    import_modules(values.get("imports", ()))
+    try:
+        tokenizer = None if state["tokenizer"] is None else tokenizers.from_dict(state["tokenizer"])
+        if model is None:
+            model = build_stored(values["model"])
+        model.load_state_dict(network_weights(checkpoint))
+    except ConfigError:
+        raise
+    except Exception as error:  # an unknown field, weights of other shapes, a tokenizer of another kind
+        raise ConfigError(f"ckpt_path={path} holds a model that cannot be built: {first_line(error)}") from error
+    return Stored(str(path), model.eval(), tokenizer, from_dict(RunConfig, values), state, untrusted)
+
+
+def build_stored(node: Mapping[str, Any]) -> nn.Module:
+    """Build the network of a stored node, with new weights."""
+    if is_part(node):
+        return build(node, "model")
+    config = TransformerConfig(**node)
+    return build_model(config, core_of(config))
+
+
+def load_model(
+    path: str | Path, model: nn.Module | None = None, trust: bool = False
+) -> tuple[nn.Module, Tokenizer | None, dict[str, Any]]:
+    """Load a checkpoint: the trained network in evaluation mode on the CPU, its tokenizer (or None), and the stored plain data.
+
+    Args:
+        model: a network for the weights. Default: the one that the checkpoint names.
+        trust: whether to build any code that the checkpoint names.
+
+    Raises:
+        ConfigError: see ``load_stored``.
+    """
+    found = load_stored(path, model=model, trust=trust, model_only=True)
+    return found.network, found.tokenizer, found.state
+
+
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def place(model: Network, device: str) -> Network:
+    """Move ``model`` to ``device``, a name of torch or ``auto``, which uses a GPU if there is one.
+
+    Raises:
+        ConfigError: the name or the device does not exist.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return model.to(torch.device(device))
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(f"device={device} cannot be used: {first_line(error)}") from error

@@ -1,0 +1,456 @@
+"""What a run writes: ``metrics.csv`` and other records, the lines before the first step, its result, and what wandb gets."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from statistics import mean
+from typing import Any, TextIO
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+
+from minitx.config import ConfigError, OptimizerConfig, RunConfig, ScheduleConfig
+from minitx.data.module import DataModule
+from minitx.training import rank
+from minitx.training.build import config_of
+from minitx.training.checkpoints import clean_up
+from minitx.training.module import TrainingModule
+
+# --- the folder of a run, with the log of each process
+
+
+@contextmanager
+def run_folder(folder: Path, files: Mapping[str, str]) -> Iterator[None]:
+    """A context that makes the run's folder with its text files, and copies the log of each process to ``logs/rank_N.log``.
+
+    An error before the first step removes the new folder. The traceback of an error is written to the log file only.
+
+    Raises:
+        ConfigError: the folder cannot be created or written.
+    """
+    made = [] if rank() else _make(folder, files)
+    try:
+        with _log_to(folder / "logs" / f"rank_{rank()}.log"):
+            yield
+    except ConfigError:
+        if not (folder / "metrics.csv").exists() or not read_metrics(folder / "metrics.csv"):
+            for each in made:
+                with suppress(OSError):  # a folder above that others use by now
+                    shutil.rmtree(each) if each == folder else each.rmdir()
+        raise
+
+
+def _make(folder: Path, files: Mapping[str, str]) -> list[Path]:
+    """Make the folder and its files; the folders that were not there, the innermost first."""
+    try:
+        made = [each for each in (folder, *folder.parents) if not each.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        clean_up(folder / "checkpoints")
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
+    return made
+
+
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Say nothing of a full disk here: the run stops when a metric or a checkpoint cannot be written."""
+
+
+@contextmanager
+def _log_to(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = _LogFile(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    except Exception as error:
+        kind = type(error), error, error.__traceback__
+        handler.emit(logging.LogRecord(__name__, logging.ERROR, __file__, 0, "%s", (error,), kind))
+        raise
+    finally:
+        root.removeHandler(handler)
+        with suppress(OSError):
+            handler.close()
+
+
+# --- metrics.csv, and files of JSON lines
+
+COLUMNS = (
+    *("step", "train_loss", "val_loss", "val_accuracy", "lr", "grad_norm", "tokens", "seconds"),
+    *("train_accuracy", "tokens_per_second", "memory_mb", "mfu"),
+)
+
+OF_THE_MACHINE = frozenset(("seconds", "tokens_per_second", "memory_mb", "mfu"))
+"""Columns that differ between two equal runs."""
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A context in which an ``OSError`` names ``path``. The error of a full disk names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
+
+
+class MetricsFile(Logger):
+    """Writes the columns of ``COLUMNS``. Training and validation values of one step share a row.
+
+    ``step`` is the number of updates. ``train_loss`` is the loss of that update, and ``val_loss`` is measured after it.
+    ``seconds`` count from the start of this process. Floats can be read back bit by bit. Each call writes the file, so that the
+    last row is on disk when it returns. Only the first process writes.
+
+    Metrics with other names (from ``self.log`` or other callbacks) do not start a row. Their latest values are written with the
+    next row, in additional columns at the end.
+
+    Args:
+        path: the file.
+        start_step: rows after this step are removed. They were written after the checkpoint from which the run resumes.
+    """
+
+    def __init__(self, path: Path, start_step: int = 0) -> None:
+        super().__init__()
+        self.path = path
+        self._columns, self._row, self._others = list(COLUMNS), dict[str, Any](), dict[str, Any]()
+        self._begin(start_step)
+
+    @rank_zero_only
+    def _begin(self, start_step: int) -> None:
+        rows = read_metrics(self.path) if self.path.exists() else []
+        self._write([row for row in rows if row["step"] <= start_step])
+
+    @property
+    def name(self) -> str:
+        return ""  # Lightning puts it into the path of checkpoints without a folder of their own
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.path.parent)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: ``config.yaml`` holds the config."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add values to the row of ``step``, which is the last row or a new one."""
+        if not metrics.keys() & COLUMNS:
+            self._others.update({name: float(value) for name, value in metrics.items()})
+            return
+        if self._row and self._row["step"] != step:
+            self._offset = self.path.stat().st_size
+            self._row = {}
+        self._row = {**self._row, **self._others, **metrics, "step": step}
+        self._others = {}
+        if self._row.keys() <= set(self._columns):
+            with naming(self.path), self.path.open("r+", encoding="utf-8", newline="") as file:
+                file.seek(self._offset)
+                file.truncate()
+                self._writer(file).writerow(self._row)
+        else:  # a new name: its column is added to the whole file
+            self._write([*(row for row in read_metrics(self.path) if row["step"] != step), self._row])
+
+    def _write(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Write the whole file; the last of ``rows`` becomes the open row."""
+        self._columns = list(dict.fromkeys(name for row in [dict.fromkeys(self._columns), *rows] for name in row))
+        new = self.path.with_suffix(".new")  # a crash leaves the old file or the new one
+        with naming(self.path), new.open("w", encoding="utf-8", newline="") as file:
+            self._writer(file).writeheader()
+            self._writer(file).writerows(rows[:-1])
+            file.flush()
+            self._offset = file.tell()  # where the last row begins
+            self._writer(file).writerows(rows[-1:])
+        new.replace(self.path)
+        self._row = dict(rows[-1]) if rows else {}
+
+    def _writer(self, file: TextIO) -> csv.DictWriter[str]:
+        return csv.DictWriter(file, self._columns, lineterminator="\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a metrics file. An empty cell is None. An incomplete last line, written during a crash, is left out."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows: Iterable[dict[str, str]] = list(csv.DictReader(line for line in file if line.endswith("\n")))
+    return [
+        {name: (None if text == "" else int(text) if name in ("step", "tokens") else float(text)) for name, text in row.items()}
+        for row in rows
+    ]
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Read a file of JSON lines, or return [] if there is none. An incomplete last line, written during a crash, is left out."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def add_records(path: Path, *records: Mapping[str, Any]) -> None:
+    """Append records to a file of JSON lines."""
+    with naming(path), path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def drop_records(path: Path, step: int) -> None:
+    """Remove the records after ``step``, at which a run resumes. At step 0, remove all."""
+    kept = [record for record in read_records(path) if record["step"] <= step > 0]
+    path.unlink(missing_ok=True)
+    if kept:
+        add_records(path, *kept)
+
+
+def finite(value: float | None) -> float | None:
+    """Return the value, or None if it is missing or not finite, because JSON has no NaN."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def over_heads(value: Any) -> Any:
+    """Return the mean over heads if there is one value per head, else the value itself."""
+    return mean(value) if isinstance(value, list) else value
+
+
+def read_probes(path: Path) -> list[dict[str, Any]]:
+    """Read the records of a probe file, averaged over heads; ``read_records`` has those of each head. Without a file, return []."""
+    return [
+        {**record, "layers": [{key: over_heads(value) for key, value in layer.items()} for layer in record["layers"]]}
+        for record in read_records(path)
+    ]
+
+
+# --- the lines before the first step
+
+
+def summary(trainer: L.Trainer, config: RunConfig, module: TrainingModule, data: L.LightningDataModule, folder: Path) -> str:
+    """Return the lines to log before the first step: model, device, data, training, steps, folder, and limitations of this run.
+
+    Args:
+        trainer: the run's trainer. module: the unsharded model and its objective. data: the run's data. folder: the run's folder.
+    """
+    every = int(trainer.val_check_interval) // trainer.accumulate_grad_batches
+    tokenizer = data.task.tokenizer if isinstance(data, DataModule) else None
+    lines = {
+        "model": describe_model(module.network),
+        "device": describe_device(trainer),
+        "data": describe_data(data, config.trainer.val_batches),
+        "tokenizer": f"{tokenizer.vocab_size:,} tokens" if tokenizer else None,
+        "training": describe_training(config, module.objective, data),
+        "steps": f"{trainer.max_steps:,}, validation every {every:,}",
+        "folder": str(folder),
+    }
+    text = [f"{name:9}  {said}" for name, said in lines.items() if said is not None]
+    if config.ckpt_path is not None and not isinstance(data, DataModule):
+        text.append("the order of the data starts anew: the data module is not ours, and its loader may keep no state")
+    return "\n".join(text)
+
+
+def describe_model(network: nn.Module) -> str:
+    """Return the class and the number of parameters of a model, and the sizes of one of ours.
+
+    >>> describe_model(nn.Linear(2, 3))
+    'Linear, 9 parameters'
+    """
+    total = sum(p.numel() for p in network.parameters())
+    trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    text = f"{type(network).__name__}, {total:,} parameters" + (f" ({trained:,} trained)" if trained != total else "")
+    model = config_of(network)
+    if model is None:
+        return text
+    return f"{text}: num_layers {model.num_layers}, num_heads {model.num_heads}, embed_dim {model.embed_dim}"
+
+
+def describe_training(config: RunConfig, objective: Any, data: L.LightningDataModule) -> str:
+    """Return the objective with the divisor of its sum, the optimizer with what it excludes, the schedule and the clipping."""
+    loss = getattr(objective, "loss", getattr(objective, "func", objective))  # a loss of torch, or a partial function
+    divisor = "mean of each micro-batch"
+    if isinstance(data, DataModule):
+        divisor = f"sum / {'rows' if unit_of(data.probe_batch(1)['labels']) == 'rows' else 'labels'} of a step"
+    optimizer, schedule, clip = config.optimizer, config.schedule, config.trainer.clip
+    if isinstance(optimizer, OptimizerConfig):
+        rates = {"lr": optimizer.lr, **({"matrix_lr": optimizer.matrix_lr} if optimizer.name == "muon" else {})}
+        said = [optimizer.name, *(f"{name} {rate:g}" for name, rate in rates.items())]
+        said += [f"weight_decay {optimizer.weight_decay:g} (not of vectors)"] if optimizer.weight_decay else []
+        said += [f"without {rule.match}" for rule in optimizer.rules if not rule.trainable]
+    else:
+        said = _describe_part(optimizer)
+    curve = _describe_part(schedule)
+    if isinstance(schedule, ScheduleConfig):
+        curve = [schedule.name, *([f"warmup_steps {schedule.warmup_steps}"] if schedule.warmup_steps else [])]
+    name = getattr(loss, "__name__", type(loss).__name__)
+    parts = (f"{name}, {divisor}", ", ".join(said), ", ".join(curve), f"clip {clip:g}" if clip else "no clip")
+    return " · ".join(parts)
+
+
+def _describe_part(node: Any) -> list[str]:
+    """The last name of a target of the user's, and its arguments that are numbers or words."""
+    if not isinstance(node, Mapping):
+        return []
+    given = [f"{name} {value}" for name, value in node.items() if name[0] != "_" and isinstance(value, str | int | float)]
+    return [str(node["_target_"]).rpartition(".")[2], *given]
+
+
+def describe_data(data: L.LightningDataModule, val_batches: int | None = None) -> str:
+    """Return the name and the sizes of a task, or the class of a data module of the user's, and how much of it is validated on."""
+    if not isinstance(data, DataModule):
+        return type(data).__name__ + (f", the first {val_batches:,} batches to validate" if val_batches else "")
+    rows = f"{len(data.task.train):,} rows" if hasattr(data.task.train, "__len__") else "new examples at every step"
+    parts = f" in {data.accumulate} parts" if data.accumulate > 1 else ""
+    whole = data.val_source().num_rows
+    read = min(whole, (val_batches or whole) * data.val_batch_size(1))
+    validated = f"{whole:,}" if read == whole else f"the first {read:,} of {whole:,}"
+    return f"{data.task.name}: {rows}, {validated} to validate; {data.batch_size} a step{parts}"
+
+
+def describe_device(trainer: L.Trainer) -> str:
+    """Return the processes, the kind of device, the precision and the strategy of a run."""
+    device = trainer.strategy.root_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    count = f"{trainer.world_size} x " if trainer.world_size > 1 else ""
+    strategy = f", {type(trainer.strategy).__name__}" if trainer.world_size > 1 else ""
+    number = torch.get_num_threads()
+    threads = f", {number} thread{'s' * (number > 1)}" if device.type == "cpu" else ""
+    return f"{count}{name}{threads}, {trainer.precision}{strategy}"
+
+
+def unit_of(labels: Tensor) -> str:
+    """Return what the targets of a batch are: ``rows`` where a row has one label, ``labels`` where they are no whole numbers, else ``tokens``."""
+    if labels.dim() < 2:
+        return "rows"
+    return "labels" if labels.is_floating_point() else "tokens"
+
+
+# --- the result
+
+
+def summarise(folder: Path, *, floors: Mapping[str, float], nonfinite_step: int | None, num_parameters: int) -> dict[str, Any]:
+    """Return the result of a run as plain data without NaN.
+
+    ==================  =====================================================================================
+    ``steps``           updates made; of a run that was not finite, those before that step
+    ``nonfinite_step``  the step whose loss or gradient was not finite, or None
+    ``train_loss``      of the last step that has a row in ``metrics.csv``
+    ``val_loss, val_accuracy``  of the last validation; None where there was none, or the run was not finite
+    ``floors``          losses to compare with, in nats, by name
+    ``num_parameters``  of the network
+    ==================  =====================================================================================
+    """
+    rows = read_metrics(folder / "metrics.csv")
+    logged = [row for row in rows if row["train_loss"] is not None]
+    validated = [row for row in rows if row["val_loss"] is not None] if nonfinite_step is None else []
+    return {
+        "steps": nonfinite_step - 1 if nonfinite_step is not None else logged[-1]["step"] if logged else 0,
+        "nonfinite_step": nonfinite_step,
+        "train_loss": finite(logged[-1]["train_loss"]) if logged else None,
+        "val_loss": finite(validated[-1]["val_loss"]) if validated else None,
+        "val_accuracy": finite(validated[-1]["val_accuracy"]) if validated else None,
+        "floors": dict(floors),
+        "num_parameters": num_parameters,
+    }
+
+
+# --- Weights & Biases
+
+
+class WandbExtras(L.Callback):
+    """Send config, command and commit to wandb, and after training the probe's figure, the viewer and a checkpoint.
+
+    Curves, system metrics and samples come from the loggers themselves. Without a ``WandbLogger`` nothing happens.
+
+    Args:
+        config: plain data, shown as the run's config.
+        folder: the run's folder. The command is read from its ``command.txt``.
+        viewer: send the attention viewer's page of the first recorded row (``callbacks.probe.weights_every``), and a picture of
+            all heads for each recorded step.
+        checkpoint: ``last`` or ``best``: send that checkpoint as an artifact. None: send none.
+    """
+
+    def __init__(self, config: Mapping[str, Any], folder: Path, *, viewer: bool = False, checkpoint: str | None = None) -> None:
+        self.config, self.folder, self.viewer, self.checkpoint = config, folder, viewer, checkpoint
+
+    def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        written = self.folder / "command.txt"
+        facts = {"command": written.read_text(encoding="utf-8").strip() if written.exists() else None, "commit": git_commit()}
+        for logger in _wandb_loggers(trainer):
+            logger.log_hyperparams({**self.config, **{name: text for name, text in facts.items() if text}})
+            logger.experiment.define_metric("val_loss", summary="min")
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for logger in _wandb_loggers(trainer):
+            self._send(logger)
+
+    def _send(self, logger: WandbLogger) -> None:
+        from minitx.analysis.figures import heatmap_grid, saturation_over_steps  # matplotlib takes a second
+        from minitx.analysis.snapshot import read_snapshots
+        from minitx.analysis.viewer import Trace, viewer_page
+
+        run: Any = logger.experiment
+        if records := read_probes(self.folder / "probes.jsonl"):
+            logger.log_image("probe", [saturation_over_steps(records)])
+        if self.viewer and (self.folder / "attention").exists():
+            wandb, shots = sys.modules["wandb"], [shot.sentence(0) for shot in read_snapshots(self.folder)]
+            run.log({"attention": wandb.Html(viewer_page([Trace(run.name or "model", shots)]))})
+            run.define_metric("heads", step_metric="attention_step")
+            for shot in shots:
+                run.log({"heads": wandb.Image(heatmap_grid(shot)), "attention_step": shot.step})
+        path = self.folder / "checkpoints" / f"{self.checkpoint}.ckpt"
+        if path.exists():
+            run.log_artifact(str(path), name=f"model-{run.id}", type="model", aliases=[str(self.checkpoint)])
+
+
+def _wandb_loggers(trainer: L.Trainer) -> list[WandbLogger]:
+    """Those of the process that writes."""
+    return [logger for logger in trainer.loggers if trainer.is_global_zero and isinstance(logger, WandbLogger)]
+
+
+def git_commit(folder: Path | None = None) -> str | None:
+    """Return the commit of ``folder`` from ``git describe``, with ``-dirty`` for uncommitted changes. None outside of git.
+
+    Args:
+        folder: the folder. Default: the current one.
+    """
+    try:
+        command = ["git", "describe", "--always", "--dirty", "--tags"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30, cwd=folder).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+@contextmanager
+def finish_wandb() -> Iterator[None]:
+    """A context that finishes wandb's run with the exit code of the program: 0, 2 (a mistake in the config), 3, or that of a signal.
+
+    A run that the caller has open before is left open.
+    """
+    before, code = _wandb_run(), 3
+    try:
+        yield
+        code = 0
+    except BaseException as error:
+        signal_number = 2 if isinstance(error, KeyboardInterrupt) else getattr(error, "number", None)
+        code = 2 if isinstance(error, ConfigError) else 3 if signal_number is None else 128 + signal_number
+        raise
+    finally:
+        if _wandb_run() is not None and before is None:
+            sys.modules["wandb"].finish(exit_code=code)
+
+
+def _wandb_run() -> Any:
+    return getattr(sys.modules.get("wandb"), "run", None)
