@@ -26,7 +26,7 @@ from harness import Row, compare, exact, median_interval, over, parser, peak, ro
 from peers import NANOGPT, loss_of, nano_gpt
 from step import chunked_loss, probed_over_none, raw_step, trainer_over_loop
 
-from minitx.analysis.flops import train_flops
+from minitx.analysis.counting import train_flops
 from minitx.config import TransformerConfig
 from minitx.generation import generate
 from minitx.nn import DecoderLM, scaled_dot_product_attention

@@ -30,7 +30,7 @@ SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
 
 
 def test_configs_need_the_standard_library_alone():
-    code = "import sys, minitx.config, minitx.ablation.config; print({'torch', 'numpy', 'hydra', 'omegaconf', 'pandas'} & set(sys.modules))"
+    code = "import sys, minitx.config, minitx.ablation.design; print({'torch', 'numpy', 'hydra', 'omegaconf', 'pandas'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 

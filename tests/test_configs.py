@@ -10,7 +10,7 @@ import pytest
 
 from minitx.ablation.grid import NEW_DATA, cells
 from minitx.cli.compose import compose_cell, compose_config, compose_grid
-from minitx.cli.train import run_training
+from minitx.cli.launch import run_training
 from minitx.config import RunConfig, to_dict
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -30,7 +30,7 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     ),
     "training": ({"config", "nn", "analysis", "data", "generation", "interop"}, {"torch", "lightning"}, {"sacrebleu", "wandb"}),
     "training.build": ({"config", "nn", "data", "training"}, {"torch"}, {"hydra", "lightning"}),
-    "ablation.config": ({"config"}, set(), set()),
+    "ablation.design": ({"config"}, set(), set()),
     "ablation": (
         {"config", "nn", "analysis", "data", "generation", "interop", "training"},
         {"torch", "lightning", "numpy", "scipy", "pandas", "jinja2", "tqdm"},
@@ -148,9 +148,9 @@ NEEDED_BECAUSE = {
     ("ablation.report", "jinja2.Environment"): "of the package's own templates",
     ("analysis.canvas", "pickle"): "a figure of ours is copied by dumps and loads of its own bytes",
     ("analysis.canvas", "pickle.loads"): "the same",
-    ("cli.entry", "importlib.import_module"): "of our own programs, which the code names",
     ("training.build", "importlib.import_module"): "of what a user's config names, and of classes in OURS",
     ("training.build", "hydra.utils.instantiate"): "of a user's config; nodes of a checkpoint pass check_trusted first",
+    ("cli", "importlib.import_module"): "of our own programs, which the code names",
     ("testing", "importlib.import_module"): "a program that checks code which its user names on the command line",
 }
 

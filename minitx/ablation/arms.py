@@ -6,10 +6,10 @@ import math
 from collections.abc import Collection
 from functools import cached_property
 
-from minitx.ablation.config import RATE, AblationConfig, Condition, Endpoint
+from minitx.ablation.design import RATE, AblationConfig, Condition, Endpoint
+from minitx.ablation.intervals import Span, crossing
 from minitx.ablation.outcomes import initial_loss, last_mean
 from minitx.ablation.records import Run, Runs, solved_step, worst_accuracy
-from minitx.ablation.statistics import Span, crossing
 
 
 class Arm:

@@ -8,16 +8,16 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from minitx.ablation import figures
+from minitx.ablation import curves
 from minitx.ablation import wording as say
 from minitx.ablation.arms import unsolved
-from minitx.ablation.blocks import Block, Picture, Section, Table
-from minitx.ablation.config import RATE, AblationConfig, StudyConfig
+from minitx.ablation.design import RATE, AblationConfig, StudyConfig
+from minitx.ablation.intervals import wilson
 from minitx.ablation.judge import Finding, Findings
+from minitx.ablation.layout import Block, Picture, Section, Table
 from minitx.ablation.outcomes import last_mean
 from minitx.ablation.predictions import answers
 from minitx.ablation.records import worst_accuracy
-from minitx.ablation.statistics import wilson
 
 
 def sentences(findings: Findings) -> list[str]:
@@ -197,7 +197,7 @@ def pictures(findings: Findings) -> list[Picture]:
     found, timed = [], [f for f in findings.findings if f.endpoint == "time" and f.pairs]
     if timed:
         caption = "Share of the judged seeds that solved the task by each step, at the arm's own best learning rate."
-        found.append(Picture("budget", "Gap against budget", caption, figures.gap_against_budget(findings, timed)))
+        found.append(Picture("budget", "Gap against budget", caption, curves.gap_against_budget(findings, timed)))
     for name in findings.grid.studies:
         found += study_pictures(findings, name)
     return found
@@ -209,17 +209,17 @@ def study_pictures(findings: Findings, name: str) -> list[Picture]:
     for score in study.scores if runs else ():
         if score != "equal":
             value, y, missing = _drawn_as(findings, study, score)
-            drawn = figures.by_rate(findings, name, value, y, missing, log=score == "time")
+            drawn = curves.by_rate(findings, name, value, y, missing, log=score == "time")
             said = f"Every finished run is a dot; lines join the medians over seeds. Budget: {say.budget(runs)}."
             found.append(Picture(f"{name}_{score}", f"{say.title(findings.grid, name)}: {y}", said, drawn))
     return found
 
 
-def _drawn_as(findings: Findings, study: StudyConfig, score: str) -> tuple[figures.Value, str, str]:
+def _drawn_as(findings: Findings, study: StudyConfig, score: str) -> tuple[curves.Value, str, str]:
     """What a score is drawn as: the value of a run, its name, and the name of the row of runs without one."""
     window = study.stable.window
     if score == "time":
-        return partial(figures.steps_to_solve, findings.grid), "steps to solve the task", "not solved"
+        return partial(curves.steps_to_solve, findings.grid), "steps to solve the task", "not solved"
     if score == "stability" and study.stable.metric == "train_accuracy":
         return (lambda run: worst_accuracy(run.result, window)), f"worst accuracy over {window} steps", "not finite"
     if score == "stability":

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from minitx.ablation.config import AblationConfig, StudyConfig
+from minitx.ablation.design import AblationConfig, StudyConfig
 from minitx.ablation.records import Place
 from minitx.config import CONFIG_DIR, ConfigError
 
@@ -24,7 +24,7 @@ NEW_DATA = 1000
 # what decides the result of a run, below the package and its configs
 _LOOKS = ("capture", "statistics", "gradients", "snapshot", "counting")  # what probes and measures read
 _CODE = (
-    *("nn", "data", "training", "config", "ablation/callbacks.py", "ablation/measures.py"),
+    *("nn", "data", "training", "config", "ablation/measures.py"),
     *(f"analysis/{name}.py" for name in _LOOKS),
 )
 _CONFIGS = ("callbacks", "data", "experiment", "model", "objective", "optimizer", "schedule", "trainer", "train.yaml")
@@ -61,7 +61,7 @@ class Cell:
         if self.start is None:
             return list(self.overrides)
         path = str(self.start.weights(grid))
-        check = f"+callbacks.same_start={{_target_: minitx.ablation.callbacks.SameStart, path: {json.dumps(path)}}}"
+        check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {json.dumps(path)}}}"
         return [*self.overrides, f"init_from.path={json.dumps(path)}", "init_from.fold_scale=true", check]
 
     def steps(self) -> int:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from minitx.ablation.arms import Arm
-from minitx.ablation.config import AblationConfig, ComparisonConfig, Condition, Endpoint, Verdict, endpoints
+from minitx.ablation.design import AblationConfig, ComparisonConfig, Condition, Endpoint, Verdict, endpoints
+from minitx.ablation.intervals import ALPHA, MIN_PAIRS, Span, holm, median, median_interval, sign_test
 from minitx.ablation.records import Runs
-from minitx.ablation.statistics import ALPHA, MIN_PAIRS, Span, holm, median, median_interval, sign_test
 
 _RATIOS = ("time", "stability")
 _WORDS: dict[Endpoint, tuple[Verdict, Verdict]] = {

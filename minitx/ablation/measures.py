@@ -1,16 +1,181 @@
-"""Read the ``result`` of a record from a finished run's folder."""
+"""What a run of a grid measures: Lightning callbacks, which any training run can use, and ``result_of``, which reads a finished run.
+
+Add one with an override::
+
+    +callbacks.gradient={_target_: minitx.ablation.measures.GradientNorm}
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import struct
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
-from minitx.ablation.callbacks import GRADIENT, MEASURES_FILE, START_FILE
+import lightning.pytorch as L
+import torch
+from torch import nn
+
+from minitx.analysis.counting import flop_counter
+from minitx.config import ConfigError, RunConfig, TransformerConfig, from_dict
+from minitx.data.addressing import Batch
+from minitx.data.module import DataModule, build_data
+from minitx.nn.attention import MultiHeadAttention
+from minitx.nn.functional import AttentionCall, reference_attention
+from minitx.nn.masks import Mask, SlidingWindow, intersect
+from minitx.nn.modes import evaluating
+from minitx.training.build import Caller, config_of, network_inputs
+from minitx.training.checkpoints import load_model
+from minitx.training.evaluation import evaluate
 from minitx.training.loggers import finite, read_metrics, read_probes
+
+START_FILE, MEASURES_FILE = "start.json", "measures.json"
+GRADIENT = "gradient"
+"""The column of ``metrics.csv`` for ``GradientNorm``."""
+TOLERANCE = 1e-5
+_ROWS = 8
+
+
+class SameStart(L.Callback):
+    """Check that the run starts as the same function as the checkpoint at ``path``, also with another score scale.
+
+    Both networks read a validation batch. The largest difference of their outputs, divided by the largest output, is written to
+    ``start.json`` in the run's folder.
+
+    Raises:
+        ConfigError: this number is above 1e-5.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @torch.no_grad()
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        batch = {name: tensor.to(module.device) for name, tensor in trainer.datamodule.probe_batch(_ROWS).items()}  # type: ignore[attr-defined]
+        before, now = (load_model(self.path)[0].to(module.device), module.network)
+        with evaluating(before), evaluating(now):
+            expected, got = Caller(before)(batch), Caller(now)(batch)
+        error = float((got - expected).abs().max() / expected.abs().max())
+        Path(trainer.default_root_dir, START_FILE).write_text(json.dumps({"error": error}) + "\n", encoding="utf-8")
+        if not error <= TOLERANCE:
+            raise ConfigError(
+                f"the outputs differ from those of {self.path} by {error:.1e} of the largest; at most {TOLERANCE:g} is allowed"
+            )
+
+
+class GradientNorm(L.Callback):
+    """Write the norm of the gradient over all parameters except W_Q and W_K to the column ``gradient``.
+
+    Folding the scale into W_Q and W_K changes only their gradients, so this norm can be compared between scales.
+    """
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
+        named = module.network.named_parameters()
+        gradients = [p.grad for name, p in named if p.grad is not None and "q_proj" not in name and "k_proj" not in name]
+        value = float(torch.nn.utils.get_total_norm(gradients))
+        for logger in trainer.loggers:
+            logger.log_metrics({GRADIENT: value}, trainer.global_step)
+
+
+class Measures(L.Callback):
+    """Measure the trained network after the last step, and write the numbers to ``measures.json`` in the run's folder.
+
+    =====================  ======================================================================================
+    ``loss_at_N``          for each of ``lengths``: loss in nats a token on validation rows of N tokens; as many tokens for
+                           every N as ``evaluation.num_rows`` rows of training's length have, from the start of the split
+    ``attention_error``    ||core - exact||_F / ||exact||_F of the trained attention, mean over layers, on 8 validation rows
+                           (exact softmax attention under the same scale and mask, without a window)
+    ``attention_cost``     counted operations of the cores, forward, over those of the ``math`` backend on the same rows
+    =====================  ======================================================================================
+
+    Args:
+        lengths: row lengths of a language model's validation text.
+        attention: whether to measure ``attention_error`` and ``attention_cost``.
+
+    Raises:
+        ConfigError: before training, if the rows of the data have no ``context_len``, a length exceeds a position table, or
+            ``attention_error`` is wanted with a bias, sinks or a soft-cap.
+    """
+
+    def __init__(self, lengths: tuple[int, ...] = (), attention: bool = False) -> None:
+        self.lengths, self.attention = tuple(lengths), attention
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        model, data = config_of(module.network), trainer.datamodule  # type: ignore[attr-defined]
+        if model is None or not isinstance(data, DataModule):
+            raise ConfigError("callbacks: Measures needs one of our models and the data of a Task")
+        if self.attention:
+            _check_attention(model)
+        if self.lengths:
+            _check_lengths(max(self.lengths), model, data)
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        data, network = trainer.datamodule, module.network  # type: ignore[attr-defined]
+        config = from_dict(RunConfig, module.state["config"])
+        found = {}
+        for length in self.lengths:
+            rows = config.evaluation.num_rows
+            rows = None if rows is None else max(1, rows * config.data.max_tokens // length)  # type: ignore[operator, union-attr]
+            longer, options = _with_rows_of(length, data, config), dataclasses.replace(config.evaluation, num_rows=rows)
+            found[f"loss_at_{length}"] = evaluate(network, longer, options).metrics["loss"].value
+        if self.attention:
+            found |= _attention(network, data.probe_batch(_ROWS))
+        Path(trainer.default_root_dir, MEASURES_FILE).write_text(json.dumps(found) + "\n", encoding="utf-8")
+
+
+def _check_attention(model: TransformerConfig) -> None:
+    extra: list[str] = [model.position] if model.position in ("alibi", "t5") else []
+    extra += [name for name in ("sinks", "softcap") if getattr(model, name)]
+    if extra or model.architecture == "encoder_decoder":
+        what = extra[0] if extra else "cross-attention"
+        raise ConfigError(f"callbacks: attention=true compares with plain self-attention, and the model has {what}")
+
+
+def _check_lengths(longest: int, model: TransformerConfig, data: DataModule) -> None:
+    if data.task.kind != "language_model" or data.task.tokenizer is None:
+        raise ConfigError(f"callbacks: lengths needs a language model of text, not {data.task.kind}")
+    if model.position in ("learned", "sinusoidal") and longest > model.max_len:
+        raise ConfigError(f"callbacks: lengths: {longest} is beyond model.max_len={model.max_len} of position={model.position}")
+
+
+def _with_rows_of(length: int, data: DataModule, config: RunConfig) -> DataModule:
+    longer: Any = dataclasses.replace(config.data, context_len=length)  # type: ignore[type-var]
+    rows = config.trainer.val_batch_size
+    return build_data(longer, seed=config.seed, max_steps=1, val_batch_size=rows, tokenizer=data.task.tokenizer)
+
+
+@torch.no_grad()
+def _attention(network: nn.Module, batch: Batch) -> dict[str, float]:
+    """Each core is called once more with what it got, and its operations are counted for that shape."""
+    calls: list[tuple[nn.Module, AttentionCall]] = []
+    device = next(network.parameters()).device
+    with evaluating(network):
+        with ExitStack() as hooks:
+            for module in network.modules():
+                if isinstance(module, MultiHeadAttention):
+                    hook = module.core.register_forward_pre_hook(lambda core, args: calls.append((core, args[0])))
+                    hooks.enter_context(hook)
+            network(**{name: tensor.to(device) for name, tensor in network_inputs(batch).items()})
+        errors, flops, exact = zip(*(_beside_exact(core, call) for core, call in calls), strict=True)
+    return {"attention_error": mean(errors), "attention_cost": sum(flops) / sum(exact)}
+
+
+def _beside_exact(core: nn.Module, call: AttentionCall) -> tuple[float, int, int]:
+    """(error, operations, operations of exact attention) of one core. Exact attention sees what a window hides."""
+    with flop_counter() as counter:
+        out = core(call)
+    with flop_counter() as plain:
+        exact = reference_attention(dataclasses.replace(call, mask=_without_window(call.mask)))
+    return float((out - exact).norm() / exact.norm()), counter.get_total_flops(), plain.get_total_flops()
+
+
+def _without_window(mask: Mask | None) -> Mask | None:
+    return mask and intersect(*(part for part in mask.parts() if not isinstance(part, SlidingWindow)))
 
 
 def result_of(folder: Path, trained: Mapping[str, Any], cap: int, *, keep_attention: bool = False) -> dict[str, Any]:

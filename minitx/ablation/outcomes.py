@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy.ndimage import median_filter
 
-from minitx.ablation.config import Solved
+from minitx.ablation.design import Solved
 from minitx.ablation.records import Run, Runs, solved_step
 
 Outcome = Literal[

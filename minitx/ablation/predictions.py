@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from minitx.ablation.config import AblationConfig, ExpectedConfig
+from minitx.ablation.design import AblationConfig, ExpectedConfig
+from minitx.ablation.intervals import MIN_PAIRS, Span
 from minitx.ablation.judge import Finding, Findings, printed
-from minitx.ablation.statistics import MIN_PAIRS, Span
 from minitx.ablation.wording import ENDPOINTS, condition_text, count_text, effect_text, title, words
 from minitx.config import ConfigError
 

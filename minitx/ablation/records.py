@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minitx.ablation.config import RATE, Condition, Solved, Stable
+from minitx.ablation.design import RATE, Condition, Solved, Stable
 
 Record = dict[str, Any]
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from minitx.ablation import generic
-from minitx.ablation.blocks import Block, Picture, Section, Table
 from minitx.ablation.judge import Findings
+from minitx.ablation.layout import Block, Picture, Section, Table
 from minitx.analysis.canvas import DPI, png, svg
 
 PARTS = ("sentences", "figure", "sections", "limits")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from minitx.ablation.config import AblationConfig, Condition
+from minitx.ablation.design import AblationConfig, Condition
+from minitx.ablation.intervals import Span
 from minitx.ablation.judge import Finding, Findings, printed
 from minitx.ablation.records import Run
-from minitx.ablation.statistics import Span
 
 ENDPOINTS = {
     "time": "steps until the task is solved",

@@ -10,11 +10,10 @@ from minitx.analysis.figures import (
     saturation_over_steps,
     to_bertviz,
 )
-from minitx.analysis.heads import head_scores, heads_figure, syntax_scores
+from minitx.analysis.heads import Sentence, head_scores, heads_figure, read_conllu, syntax_scores
 from minitx.analysis.intervene import HeadEffects, intervene, knock_out_heads, logit_lens, patch_heads
 from minitx.analysis.snapshot import AttentionMap, Snapshot, read_snapshots, take_snapshot
 from minitx.analysis.statistics import attention_statistics, zhai_entropy_bound
-from minitx.analysis.treebank import Sentence, read_conllu
 
 __all__ = [
     "AttentionMap",

@@ -13,9 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from minitx.analysis.canvas import GREY, INK, PALETTE, label, legend, log_ticks, panels, step_axis
+from minitx.analysis.canvas import (
+    GREY,
+    INK,
+    PALETTE,
+    drawable,
+    label,
+    legend,
+    log_ticks,
+    panels,
+    short_name,
+    step_axis,
+    token_labels,
+)
 from minitx.analysis.capture import chosen_names
-from minitx.analysis.lettering import drawable, short_name, token_labels
 from minitx.analysis.snapshot import AttentionMap, Snapshot
 
 if TYPE_CHECKING:

@@ -1,1 +1,33 @@
-"""The programs, one module each, and their common parts. Only this package imports hydra and omegaconf."""
+"""The programs, one module each, and their common parts. Only this package imports hydra and omegaconf.
+
+Here are the installed commands, such as ``minitx-train``. The packages of ``minitx[train]`` may be missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+
+
+def _program(name: str) -> Callable[[], int]:
+    """``minitx-NAME``: the ``main`` of ``minitx.cli.NAME``; exits with 2 and one sentence where a package is missing."""
+
+    def run() -> int:
+        try:
+            code: int = importlib.import_module(f"minitx.cli.{name}").main()
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package in ("", "minitx"):
+                raise
+            sys.stderr.write(
+                f"error: minitx-{name} needs the package {package}, which is not installed: install minitx with the extra train\n"
+            )
+            raise SystemExit(2) from None
+        return code
+
+    run.__doc__ = f"``minitx-{name}``: the program of ``minitx.cli.{name}``; returns its exit code."
+    return run
+
+
+minitx_train, minitx_evaluate, minitx_generate, minitx_view = map(_program, ("train", "evaluate", "generate", "view"))

@@ -16,16 +16,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from minitx.ablation.config import AblationConfig
+from minitx.ablation.design import AblationConfig
+from minitx.ablation.execution import duration, run_cells
 from minitx.ablation.grid import Cell, cells, code_fingerprint, command_of
 from minitx.ablation.judge import judge
 from minitx.ablation.pools import SLURM_JOBS, LocalPool, Pool, SlurmPool
 from minitx.ablation.predictions import check_rules
 from minitx.ablation.records import Record, Runs, read_records
-from minitx.ablation.run import duration, run_cells
+from minitx.cli.command_line import CellsFailedError, sentence
 from minitx.cli.compose import compose_cell, compose_config
-from minitx.cli.errors import CellsFailedError, sentence
-from minitx.cli.launch import ProgramStoppedError
+from minitx.cli.launch import ProgramStoppedError, run_training
 from minitx.config import ConfigError
 
 log = logging.getLogger("minitx")
@@ -104,7 +104,6 @@ def report(grid: AblationConfig, chosen: Sequence[Cell], records: Sequence[Recor
 def run_cell(words: Sequence[str], folder: str, cap: int, keep_weights: bool, keep_attention: bool) -> dict[str, Any]:
     """Run one cell, an ordinary training run, in a worker process. Return the ``result`` of its record."""
     from minitx.ablation.measures import result_of
-    from minitx.cli.train import run_training
 
     place = Path(folder)
     shutil.rmtree(place, ignore_errors=True)  # what a killed run left

@@ -18,7 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from minitx.ablation.config import AblationConfig
+from minitx.ablation.design import AblationConfig
 from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, from_dict
 from minitx.config.checks import defaults
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minitx.cli.arguments import StoredConfig, check_output, key, run_program, write, writing
+from minitx.cli.command_line import StoredConfig, check_output, key, run_program, write, writing
 from minitx.config import EvaluationConfig
 from minitx.config.checks import Count, Natural
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from minitx.cli.arguments import StoredConfig, key, run_program, write
+from minitx.cli.command_line import StoredConfig, key, run_program, write
 from minitx.cli.inputs import encode_text
 from minitx.config import ConfigError
 from minitx.config.checks import Count, require

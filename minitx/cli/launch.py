@@ -1,4 +1,4 @@
-"""Several processes for one run: start them, name their folder, and stop the others when one dies.
+"""Run one training in this process, or in several: start them, name their folder, and stop the others when one dies.
 
 ``train.py trainer=ddp`` starts them with torch's elastic agent. There is one launch for each run of a sweep, so the jobs of
 ``-m`` never share processes. If torchrun or srun has started the processes, the run's folder has the name of their job.
@@ -16,7 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from minitx.config import ConfigError, TrainerConfig
+from omegaconf import OmegaConf
+
+from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
+from minitx.training import rank
 
 FOLDER = "MINITX_LAUNCHED_FOLDER"
 """The environment variable with the run's folder, in processes that ``launch`` started."""
@@ -143,3 +146,19 @@ def job_name() -> str:
             "with --standalone or --rdzv-id=NAME"
         )
     return name
+
+
+def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any]:
+    """Run one training in ``folder``, with its config and command. Return the result, which is also in ``result.json``."""
+    from minitx.training.loggers import naming
+    from minitx.training.run import train
+
+    commands = folder / "command.txt"
+    earlier = commands.read_text(encoding="utf-8") if config.ckpt_path is not None and commands.exists() else ""
+    files = {"config.yaml": OmegaConf.to_yaml(OmegaConf.create(to_dict(config))), "command.txt": f"{earlier}{command}\n"}
+    result = train(config, folder, files=files)
+    if not rank():
+        path = folder / "result.json"
+        with naming(path):
+            path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return result

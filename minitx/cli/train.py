@@ -20,11 +20,11 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from minitx.ablation.config import AblationConfig
+from minitx.ablation.design import AblationConfig
+from minitx.cli.command_line import check_flags, exit_code, sentence
 from minitx.cli.compose import build_config, build_grid, find_own_modules, register_defaults
-from minitx.cli.errors import check_flags, exit_code, sentence
-from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, started_from_outside
-from minitx.config import CONFIG_DIR, ConfigError, RunConfig, to_dict
+from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside
+from minitx.config import CONFIG_DIR, ConfigError, RunConfig
 from minitx.training import rank
 
 CONFIGS = "pkg://minitx.configs"
@@ -138,22 +138,6 @@ def run_on_devices(config: RunConfig, folder: Path) -> float:
     check_free(folder, config.ckpt_path)  # the processes would wait for each other
     launch([f"--config-name={HydraConfig.get().job.config_name}", *command_words()], config.trainer.world_size, folder)
     return value_of(json.loads((folder / "result.json").read_text(encoding="utf-8")))
-
-
-def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any]:
-    """Run one training in ``folder``, with its config and command. Return the result, which is also in ``result.json``."""
-    from minitx.training.loggers import naming
-    from minitx.training.run import train
-
-    commands = folder / "command.txt"
-    earlier = commands.read_text(encoding="utf-8") if config.ckpt_path is not None and commands.exists() else ""
-    files = {"config.yaml": OmegaConf.to_yaml(OmegaConf.create(to_dict(config))), "command.txt": f"{earlier}{command}\n"}
-    result = train(config, folder, files=files)
-    if not rank():
-        path = folder / "result.json"
-        with naming(path):
-            path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return result
 
 
 def value_of(result: Mapping[str, Any]) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minitx.cli.arguments import StoredConfig, check_output, key, run_program, write, writing
+from minitx.cli.command_line import StoredConfig, check_output, key, run_program, write, writing
 from minitx.config import ConfigError, TransformerConfig
 from minitx.config.checks import Count, Natural, require
 

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, TQDMProgres
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from minitx.analysis.flops import train_flops
+from minitx.analysis.counting import train_flops
 from minitx.config import ConfigError, SamplesConfig, TransformerConfig
 from minitx.data.tokenizers import Tokenizer
 from minitx.generation import Sampler, generate

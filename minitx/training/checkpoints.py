@@ -376,7 +376,7 @@ class Stored:
         Raises:
             ConfigError: the data do not exist, or no longer fit the model's vocabulary.
         """
-        from minitx.training.building import open_data
+        from minitx.training.build import open_data
 
         self._check_not_given("data")
         check_trusted(self.untrusted.get("data"), "data")

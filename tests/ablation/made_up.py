@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from minitx.ablation.config import (
+from minitx.ablation.design import (
     AblationConfig,
     ComparisonConfig,
     ExpectedConfig,
@@ -22,10 +22,10 @@ from minitx.ablation.config import (
     StartConfig,
     StudyConfig,
 )
+from minitx.ablation.execution import Rules
 from minitx.ablation.grid import cells
 from minitx.ablation.judge import judge
 from minitx.ablation.records import Runs
-from minitx.ablation.run import Rules
 
 SCALED, UNSCALED, FOLD, UNIFORM = "inv_sqrt", "unscaled", "full_fold", "uniform"
 BOTH, WIDE = (SCALED, UNSCALED), {"head_dim": "128"}

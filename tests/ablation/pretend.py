@@ -9,10 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from minitx.ablation.config import AblationConfig, Solved, Stable, StartConfig, StudyConfig
+from minitx.ablation.design import AblationConfig, Solved, Stable, StartConfig, StudyConfig
+from minitx.ablation.execution import run_cells
 from minitx.ablation.grid import cells, settings
 from minitx.ablation.records import read_records
-from minitx.ablation.run import run_cells
 from tests.waiting import PATIENCE, wait_for
 
 RATES = ("0.1", "0.2", "0.3", "0.4", "0.5")

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import minitx.ablation.grid as module
-from minitx.ablation.config import (  # fmt: skip
+from minitx.ablation.design import (  # fmt: skip
     AblationConfig,
     ComparisonConfig,
     ExpectedConfig,
@@ -121,7 +121,7 @@ def test_the_name_of_a_cell_follows_the_users_own_configs_and_not_their_place_or
 
 
 def test_the_fingerprint_covers_code_and_configs_that_decide_a_run_and_no_others(tmp_path, monkeypatch):
-    decides = ["minitx/nn/a/code.py", "minitx/ablation/callbacks.py", "minitx/analysis/statistics.py", "configs/train.yaml"]
+    decides = ["minitx/nn/a/code.py", "minitx/ablation/measures.py", "minitx/analysis/statistics.py", "configs/train.yaml"]
     other = ["minitx/ablation/judge.py", "minitx/analysis/figures.py", "configs/ablation/grid.yaml", "minitx/nn/notes.txt"]
     named = [("minitx", name) for name in module._CODE] + [("configs", name) for name in module._CONFIGS]
     assert [name for folder, name in named if not (ROOT / folder / name).exists()] == []

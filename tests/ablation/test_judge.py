@@ -8,11 +8,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from minitx.ablation.config import ComparisonConfig, ExpectedConfig, PredictionConfig, Solved, StudyConfig
+from minitx.ablation.design import ComparisonConfig, ExpectedConfig, PredictionConfig, Solved, StudyConfig
+from minitx.ablation.intervals import Span
 from minitx.ablation.judge import judge, printed
 from minitx.ablation.predictions import answers, rule_of
 from minitx.ablation.records import Run, Runs
-from minitx.ablation.statistics import Span
 from minitx.config import ConfigError
 from tests.ablation import made_up
 from tests.ablation.made_up import BOTH, RATES, SCALED, SEEDS, TEXT_RATES, TUNE_SEEDS, UNSCALED, WIDE, Truth

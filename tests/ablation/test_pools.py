@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pretend import act, alive, run
 
-from minitx.ablation.config import AblationConfig, StudyConfig
+from minitx.ablation.design import AblationConfig, StudyConfig
 from minitx.ablation.pools import LocalPool, SlurmPool
 from minitx.config import ConfigError
 from tests.waiting import PATIENCE, wait_for

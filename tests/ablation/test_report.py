@@ -9,11 +9,11 @@ import re
 import pandas
 import pytest
 
-from minitx.ablation import figures, generic
+from minitx.ablation import curves, generic
+from minitx.ablation.intervals import Span
 from minitx.ablation.judge import judge
 from minitx.ablation.records import Runs
 from minitx.ablation.report import write_report
-from minitx.ablation.statistics import Span
 from minitx.ablation.wording import effect_text, finding_sentence
 from tests.ablation import made_up
 from tests.ablation.made_up import META, SCALED, UNSCALED, WORDS, Truth
@@ -158,9 +158,9 @@ def test_a_range_with_a_known_upper_end_names_it(whole, spans, text):
 
 
 def test_every_finished_run_is_a_dot_over_its_rate_and_those_that_solved_nothing_are_above(found):
-    figure = figures.by_rate(found, "recall", lambda run: figures.steps_to_solve(found.grid, run), "steps", log=True)
+    figure = curves.by_rate(found, "recall", lambda run: curves.steps_to_solve(found.grid, run), "steps", log=True)
     points = [drawn(ax) for ax in figure.axes]
-    steps = [figures.steps_to_solve(found.grid, run) for run in found.runs.select("recall", status="done")]
+    steps = [curves.steps_to_solve(found.grid, run) for run in found.runs.select("recall", status="done")]
     for ax, own in zip(figure.axes, points, strict=True):
         (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
         assert len(set(own)) == len(own)  # none covers another

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from minitx.ablation import scaling
-from minitx.ablation.blocks import Table
 from minitx.ablation.judge import judge
+from minitx.ablation.layout import Table
 from minitx.ablation.predictions import answers
 from minitx.ablation.records import Runs, worst_accuracy
 from minitx.ablation.scaling import RULES

@@ -17,9 +17,9 @@ import torch
 from pretend import Here, free
 from torch import nn
 
-from minitx.ablation.config import AblationConfig, StartConfig, StudyConfig
+from minitx.ablation.design import AblationConfig, StartConfig, StudyConfig
+from minitx.ablation.execution import run_cells
 from minitx.ablation.grid import NEW_DATA, cells
-from minitx.ablation.run import run_cells
 from minitx.cli.ablate import check, run_cell
 from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import ConfigError
@@ -46,7 +46,7 @@ def losses(folder):
 
 
 def from_start(path):
-    check = f"+callbacks.same_start={{_target_: minitx.ablation.callbacks.SameStart, path: {json.dumps(str(path))}}}"
+    check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {json.dumps(str(path))}}}"
     return [f"init_from.path={path}", "init_from.fold_scale=true", check]
 
 
@@ -101,7 +101,7 @@ def test_a_second_phase_that_does_not_begin_as_the_same_function_is_refused(tmp_
 ])  # fmt: skip
 @pytest.mark.parametrize("phase", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_folded_model_with_folded_rates_is_the_scaled_one_bit_for_bit(tmp_path, first, optimizer, fold, wrong, rate, phase):
-    gradient = "+callbacks.gradient={_target_: minitx.ablation.callbacks.GradientNorm}"
+    gradient = "+callbacks.gradient={_target_: minitx.ablation.measures.GradientNorm}"
     words = [f"optimizer={optimizer}", f"optimizer.lr={rate}", "seed=7", gradient, *(from_start(first) if phase == 2 else [])]
     scaled, folded, other = (trained(tmp_path / arm, *words, *ARMS[arm], steps=20) for arm in ("inv_sqrt", fold, wrong))
     for name in ("digest", "gradient", "val_loss"):

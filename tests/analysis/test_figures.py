@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from minitx.analysis import (
+    canvas,
     head_heatmap,
     head_scores,
     heatmap_grid,
     induction_steps,
-    lettering,
     saturation_over_steps,
     save_figure,
     take_snapshot,
@@ -117,9 +117,9 @@ def test_the_named_tokens_of_a_sentence_of_any_length_do_not_overlap(count):
 @pytest.mark.parametrize("only", [None, "DejaVu Sans"])
 def test_tokens_of_any_script_are_drawn_without_a_warning(only, monkeypatch):
     if only:
-        own = [font for font in lettering.fonts() if font[0] == only]
-        monkeypatch.setattr(lettering, "fonts", lambda: own)
-    lettering.family_with.cache_clear()
+        own = [font for font in canvas.fonts() if font[0] == only]
+        monkeypatch.setattr(canvas, "fonts", lambda: own)
+    canvas.family_with.cache_clear()
     figure = head_heatmap(replace(made(SCRIPTS), title="中文 $"), 0, 0)
     other, _ = panels(1, 1)
     legend(other, [("中文 $_", "#000000", "o", "-")])
@@ -127,7 +127,7 @@ def test_tokens_of_any_script_are_drawn_without_a_warning(only, monkeypatch):
     shown = dict(zip(SCRIPTS, names(figure.axes[0].xaxis), strict=True))
     assert (shown["Ελλ"], shown["$x$"], shown["\ud800"]) == ("Ελλ", "$x$", "U+D800")
     assert only is None or shown["中文"] == "U+4E2DU+6587"
-    lettering.family_with.cache_clear()
+    canvas.family_with.cache_clear()
 
 
 # --- statistics over steps

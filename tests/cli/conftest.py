@@ -12,7 +12,7 @@ import pytest
 
 from minitx.cli import evaluate, generate, train, view
 from minitx.cli.compose import compose_config
-from minitx.cli.train import run_training
+from minitx.cli.launch import run_training
 from minitx.training.loggers import read_metrics
 
 PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "view": view}

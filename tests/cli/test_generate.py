@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from minitx.cli.arguments import parse
+from minitx.cli.command_line import parse
 from minitx.cli.generate import GenerateConfig
 from minitx.generation import Sampler, beam_search, generate
 from minitx.training.checkpoints import load_model, write_checkpoint

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from minitx.ablation.config import AblationConfig
+from minitx.ablation.design import AblationConfig
 from minitx.cli.evaluate import EvaluateConfig
 from minitx.cli.generate import GenerateConfig
 from minitx.cli.view import ViewConfig

@@ -7,7 +7,7 @@ import dataclasses
 import configuring_page as made
 import pytest
 
-from minitx.ablation.config import AblationConfig
+from minitx.ablation.design import AblationConfig
 
 GRID = list(made.sections(AblationConfig, "ablation"))
 

@@ -32,7 +32,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from minitx.cli.compose import compose_config  # noqa: E402
-from minitx.cli.train import run_training  # noqa: E402
+from minitx.cli.launch import run_training  # noqa: E402
 from minitx.data.addressing import Address  # noqa: E402
 from minitx.nn import scaled_dot_product_attention  # noqa: E402
 from minitx.nn.models import build_model  # noqa: E402

@@ -82,7 +82,7 @@ def soak(steps: int = 20_000, warm: int = 2_000) -> dict[str, Any]:
     import torch
 
     from minitx.cli.compose import compose_config
-    from minitx.cli.train import run_training
+    from minitx.cli.launch import run_training
     from minitx.training.module import TrainingModule
 
     torch.set_num_threads(1)

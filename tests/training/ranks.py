@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed import TCPStore
 
 from minitx.cli.compose import compose_config
-from minitx.cli.train import run_training
+from minitx.cli.launch import run_training
 from tests.waiting import PATIENCE
 
 _SERVER = multiprocessing.get_context("forkserver")

@@ -16,7 +16,7 @@ from killing import result_of
 from ranks import run_ranks
 
 import minitx.data.load
-from minitx.cli.errors import sentence
+from minitx.cli.command_line import sentence
 from minitx.config import ConfigError, DigitsDataConfig, HubDataConfig, KeyValueDataConfig, to_dict
 from minitx.training.build import open_data
 from minitx.training.callbacks import StoppedError

@@ -13,7 +13,7 @@ from extra import last, train_with
 from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
-from minitx.analysis.flops import train_flops
+from minitx.analysis.counting import train_flops
 from minitx.config import ConfigError, TransformerConfig
 from minitx.training import callbacks
 from minitx.training.callbacks import StepLog, StopAt, batch_flops

@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from minitx.ablation import figures
+from minitx.ablation import curves
 from minitx.ablation import wording as say
-from minitx.ablation.blocks import Picture
 from minitx.ablation.judge import Finding, Findings
+from minitx.ablation.layout import Picture
 from minitx.ablation.records import worst_accuracy
 from minitx.ablation.scaling.studies import ARMS, WIDTH, by_width, level, setting, shown_runs, widest
 from minitx.analysis.canvas import INK, label, panels
@@ -53,7 +53,7 @@ def _three_panels(findings: Findings, rows: Mapping[str, Any], timed: Finding | 
     for i, (name, one) in enumerate(rows.items()):
         shown = shown_runs(findings, one["shown"], one["rate"])
         for arm, runs in shown.items():
-            figures.curves(axes[i, 0], runs, figures.style(findings.grid, arm)[0])
+            curves.curves(axes[i, 0], runs, curves.style(findings.grid, arm)[0])
         label(axes[i, 0], f"{name} at learning rate {one['rate']}", "step" if i == len(rows) - 1 else "", "loss")
         laws += _stable_panel(axes[i, 1], findings, name, one["study"])
     if timed:
@@ -61,13 +61,13 @@ def _three_panels(findings: Findings, rows: Mapping[str, Any], timed: Finding | 
             ax.remove()
         wide, runs = axes[0, -1], say.runs_of(findings, timed)
         wide.set_subplotspec(wide.get_gridspec()[:, -1])
-        value = functools.partial(figures.steps_to_solve, findings.grid)
-        figures.draw_by_rate(
+        value = functools.partial(curves.steps_to_solve, findings.grid)
+        curves.draw_by_rate(
             wide, findings.grid, runs, value, f"not solved in {max(run.result['cap'] for run in runs):,}", log=True
         )
         label(wide, f"from scratch, {setting(findings, level(timed))}", "learning rate", "steps to solve the task")
     law = [(f"predicted without the scale: divided by {say.list_text(laws)}", INK, "", "--")] if laws else []
-    figures.arms_legend(drawn, findings.grid, ARMS, law, line="-")
+    curves.arms_legend(drawn, findings.grid, ARMS, law, line="-")
     return drawn
 
 
@@ -75,12 +75,12 @@ def _stable_panel(ax: Axes, findings: Findings, name: str, study: str) -> list[s
     """Largest stable rates against d_k; worst accuracy against the rate where one d_k was run. Gives the name of the law drawn."""
     found = by_width(findings, study, "stability")
     if len(found) > 1:
-        figures.against_factor(ax, findings.grid, found, WIDTH)
+        curves.against_factor(ax, findings.grid, found, WIDTH)
         label(ax, f"{name}: largest stable rate", "d_k", "learning rate")
         return [f.comparison.law.text for f in found[:1] if f.comparison.law]
     stable = findings.grid.studies[study].stable
     runs = [run for arm in ARMS for run in findings.runs.select(study, arm, status="done")]
-    figures.draw_by_rate(ax, findings.grid, runs, lambda run: worst_accuracy(run.result, stable.window), "")
+    curves.draw_by_rate(ax, findings.grid, runs, lambda run: worst_accuracy(run.result, stable.window), "")
     ax.axhline(stable.value, color=INK, linewidth=0.8, linestyle=":")
     label(ax, f"{name}: lowest accuracy, {setting(findings, widest(findings))}", "learning rate", "accuracy")
     return []
@@ -99,8 +99,8 @@ def _attention(findings: Findings) -> list[Picture]:
         maps.append((f"{say.words(findings.grid, run.arm)},\n{last} steps later", run.result["attention"][last]))
     keys = len(maps[0][1][0][0])
     caption = (
-        f"One head of seed {kept[0].seed}, learning rate {figures.rate_of(kept[0]):g}. {options['last_row']} A row is an example, a column a key; "
+        f"One head of seed {kept[0].seed}, learning rate {curves.rate_of(kept[0]):g}. {options['last_row']} A row is an example, a column a key; "
         f"before, the dark key is the right one. Entropy, the mean over the examples: 0 is one key, {math.log(keys):.2f} nats is a plain average of all {keys}."
     )
     title = "Attention of the solved model, before and after it was trained further"
-    return [Picture("attention", title, caption, figures.attention(maps))]
+    return [Picture("attention", title, caption, curves.attention(maps))]

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 from minitx.ablation import wording as say
-from minitx.ablation.config import Condition
-from minitx.ablation.figures import judged_runs, steps_to_solve
+from minitx.ablation.curves import judged_runs, steps_to_solve
+from minitx.ablation.design import Condition
+from minitx.ablation.intervals import MIN_PAIRS
 from minitx.ablation.judge import Finding, Findings
 from minitx.ablation.outcomes import END, Levels, initial_loss, last_mean, outcome
 from minitx.ablation.predictions import together
 from minitx.ablation.records import Run
 from minitx.ablation.scaling.initial_weights import init_sweep
 from minitx.ablation.scaling.studies import by_width, level
-from minitx.ablation.statistics import MIN_PAIRS
 
 Answered = tuple[str, str]
 NOTHING: Answered = ("NOT TESTED", "not run")

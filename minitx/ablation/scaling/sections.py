@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from minitx.ablation import generic
 from minitx.ablation import wording as say
-from minitx.ablation.blocks import Block, Picture, Section, Table
-from minitx.ablation.figures import arms_of, curve_panels, probe_panels, settings
+from minitx.ablation.curves import arms_of, curve_panels, probe_panels, settings
 from minitx.ablation.judge import Finding, Findings
+from minitx.ablation.layout import Block, Picture, Section, Table
 from minitx.ablation.outcomes import gradient_norms
 from minitx.ablation.records import Run
 from minitx.ablation.scaling.initial_weights import init_figure, variance_slope

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from minitx.ablation import wording as say
-from minitx.ablation.figures import steps_to_solve
+from minitx.ablation.curves import steps_to_solve
 from minitx.ablation.judge import Finding, Findings
 from minitx.ablation.records import worst_accuracy
 from minitx.ablation.scaling.studies import ARMS, by_width, level, setting, shown_runs, widest

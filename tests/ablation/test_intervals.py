@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from minitx.ablation.statistics import ALPHA, Span, crossing, holm, median, median_interval, sign_test, wilson
+from minitx.ablation.intervals import ALPHA, Span, crossing, holm, median, median_interval, sign_test, wilson
 
 TRIALS = 1000
 CAP = 90.0

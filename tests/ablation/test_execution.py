@@ -10,17 +10,17 @@ from dataclasses import replace
 import pytest
 from pretend import ARMS, RATES, Here, StoppedError, comparable, grid, ran, run
 
+from minitx.ablation.execution import project
 from minitx.ablation.grid import cells
 from minitx.ablation.records import read_records
-from minitx.ablation.run import project
 
 
 @pytest.fixture(autouse=True, scope="module")
 def without_waiting():
     """Not for the disk, as no test here outlives the machine, and not for runs, as they are in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minitx.ablation.run.os.fsync", lambda _: None)
-        patch.setattr("minitx.ablation.run.time.sleep", lambda _: None)
+        patch.setattr("minitx.ablation.execution.os.fsync", lambda _: None)
+        patch.setattr("minitx.ablation.execution.time.sleep", lambda _: None)
         yield
 
 
@@ -130,7 +130,7 @@ def test_a_first_phase_whose_weights_are_gone_is_run_again_for_a_new_run_alone(t
 
 def test_a_projection_measures_the_cost_of_a_run_and_of_a_step(tmp_path, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("minitx.ablation.run.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("minitx.ablation.execution.time.perf_counter", lambda: clock[0])
 
     def three_seconds_and_half_a_second_a_step(words, folder, cap, *keep):
         clock[0] += 3.0 + 0.5 * cap + (0.0 if clock[0] else 100.0)  # importing takes 100 seconds once

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from minitx.analysis.cost import example_inputs
-from minitx.analysis.counting import count_flops
-from minitx.analysis.flops import train_flops
+from minitx.analysis.counting import count_flops, train_flops
 from minitx.config import TransformerConfig
 from minitx.nn.models import build_model
 
@@ -16,7 +15,11 @@ T = 13
 
 def counted(config, length):
     """Of one row."""
-    model, inputs = build_model(config), example_inputs(config, 2, length)
+    model, inputs = build_model(config), {"input_ids": torch.randint(config.vocab_size, (2, length))}
+    if config.architecture == "encoder_decoder":
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    if config.architecture == "vision":
+        inputs = {"pixel_values": torch.randn(2, config.num_channels, config.image_size, config.image_size)}
     return count_flops(lambda: model(**inputs).sum().backward()) / 2
 
 

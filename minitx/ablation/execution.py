@@ -21,7 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from minitx.ablation.config import AblationConfig
+from minitx.ablation.design import AblationConfig
 from minitx.ablation.grid import Cell
 from minitx.ablation.pools import Pool
 from minitx.ablation.records import Place, Record, is_lost, read_records, solved_step

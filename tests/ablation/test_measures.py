@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from minitx.ablation import callbacks
+from minitx.ablation import measures
 from minitx.ablation.measures import result_of
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError
@@ -23,7 +23,7 @@ TINY = ["model.embed_dim=8", "model.num_heads=2", "model.num_layers=1",
 
 def callback(name, **options):
     keys = "".join(f", {key}: {json.dumps(value)}" for key, value in options.items())
-    return f"+callbacks.mine_{name.lower()}={{_target_: minitx.ablation.callbacks.{name}{keys}}}"
+    return f"+callbacks.mine_{name.lower()}={{_target_: minitx.ablation.measures.{name}{keys}}}"
 
 
 @pytest.fixture
@@ -81,8 +81,8 @@ def test_linear_attention_costs_what_is_counted(run):
 
 def test_the_error_of_a_window_is_that_of_the_keys_that_it_drops(run, monkeypatch):
     """Beside attention computed here, of the same queries, keys and values, over all keys up to each query."""
-    seen, inner = [], callbacks._beside_exact
-    monkeypatch.setattr(callbacks, "_beside_exact", lambda core, call: seen.append(call) or inner(core, call))
+    seen, inner = [], measures._beside_exact
+    monkeypatch.setattr(measures, "_beside_exact", lambda core, call: seen.append(call) or inner(core, call))
     folder, _ = run("run", callback("Measures", attention=True), "model.window=3")
     query, key, value = (tensor.double() for tensor in (seen[0].query, seen[0].key, seen[0].value))
     behind = torch.arange(7)[:, None] - torch.arange(7)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minitx.analysis.cost import GROWTHS, PARTS, example_inputs, growth, ledger
 from minitx.analysis.counting import count_flops, flop_counter
 from minitx.config import TransformerConfig
 from minitx.nn import scaled_dot_product_attention
@@ -13,24 +12,36 @@ from minitx.nn.backends import chunked
 from minitx.nn.models import build_model
 
 PICTURE = {"num_labels": 5, "image_size": 12, "num_channels": 3}
+KINDS = ("math", "sdpa", "chunked", "window", "linear", "performer", "linformer", "recurrent", "feed-forward")
 SMALL = {**PICTURE, "vocab_size": 67, "embed_dim": 24, "num_layers": 2, "max_len": 131}
 
 
-def parts_of(length=37, batch_size=2, **options):
-    config = TransformerConfig(**{**SMALL, "num_heads": 3, **options})
-    model = build_model(config)
-    return model, {part.name: part for part in ledger(model, example_inputs(config, batch_size, length))}
+@pytest.fixture(scope="module")
+def cost(example):
+    return example("cost")
+
+
+@pytest.fixture
+def parts_of(cost):
+    """``parts_of(length, batch_size, **options)``: a model and its ledger, by part."""
+
+    def count(length=37, batch_size=2, **options):
+        config = TransformerConfig(**{**SMALL, "num_heads": 3, **options})
+        model = build_model(config)
+        return model, {part.name: part for part in cost.ledger(model, cost.example_inputs(config, batch_size, length))}
+
+    return count
 
 
 @pytest.mark.parametrize("options", [
     {"activation": "swiglu", "position": "rotary"}, {"architecture": "encoder", "head_transform": True},
     {"architecture": "encoder_decoder"}, {"architecture": "vision", "head": "sequence", "vocab_size": None},
 ], ids=str)  # fmt: skip
-def test_every_part_of_a_model_costs_its_formula_but_for_what_the_mask_hides(options):
+def test_every_part_of_a_model_costs_its_formula_but_for_what_the_mask_hides(cost, parts_of, options):
     model, parts = parts_of(**options, backend="math")
-    assert tuple(parts) == PARTS
+    assert tuple(parts) == cost.PARTS
     assert sum(part.parameters for part in parts.values()) == model.num_parameters()
-    for name in set(PARTS) - {"core", "embedding"}:
+    for name in set(cost.PARTS) - {"core", "embedding"}:
         assert parts[name].forward == parts[name].formula
         assert name == "head" or parts[name].backward == 2 * parts[name].forward
     assert parts["core"].formula <= parts["core"].forward
@@ -38,7 +49,7 @@ def test_every_part_of_a_model_costs_its_formula_but_for_what_the_mask_hides(opt
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_case_worked_out_by_hand():
+def test_a_case_worked_out_by_hand(parts_of):
     sizes = {"vocab_size": 7, "embed_dim": 6, "num_heads": 2, "num_layers": 1, "max_len": 5, "ffn_dim": 11, "bias": False}
     _, parts = parts_of(5, 3, **sizes, backend="math")
     assert (parts["q_proj"].parameters, parts["q_proj"].forward) == (36, 2 * 15 * 36)
@@ -68,19 +79,19 @@ def test_each_backend_is_counted_and_its_answer_is_bit_equal(backend, forward, b
     [{"architecture": "encoder_decoder", "position": "t5"}, {"window": 9}, {"position": "t5", "backend": "chunked"}],
     ids=str,
 )
-def test_counts_by_part_are_all_that_is_counted(option):
+def test_counts_by_part_are_all_that_is_counted(cost, parts_of, option):
     model, parts = parts_of(**{"backend": "math", **option})
-    inputs = example_inputs(model.config, 2, 37)
+    inputs = cost.example_inputs(model.config, 2, 37)
     assert sum(part.forward + part.backward for part in parts.values()) == count_flops(lambda: model(**inputs).sum().backward())
 
 
 # growth
 
 
-@pytest.mark.parametrize("kind", GROWTHS)
-def test_cost_grows_as_the_textbook_says(kind, monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_cost_grows_as_the_textbook_says(cost, kind, monkeypatch):
     monkeypatch.setattr(chunked, "LARGEST", 64)  # tiles that are small beside a row, or their constant size hides the growth
     sizes = {"num_heads": 1, "head_dim": 64, "causal": False, "window": 16, "num_slots": 32}
-    found = growth(kind, (192, 384, 704), **sizes)
-    for got, textbook in zip(found.exponents, GROWTHS[kind], strict=True):
+    found = cost.growth(kind, (192, 384, 704), **sizes)
+    for got, textbook in zip(found.exponents, cost.GROWTHS[kind], strict=True):
         assert -0.15 < got - (2 if "n²" in textbook else 1) < 0.15  # constant parts of bytes, and tiles at the ends of a window

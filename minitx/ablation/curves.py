@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minitx.ablation.config import AblationConfig
+from minitx.ablation.design import AblationConfig
+from minitx.ablation.intervals import Span
 from minitx.ablation.judge import Finding, Findings
 from minitx.ablation.records import Run, solved_step
-from minitx.ablation.statistics import Span
 from minitx.ablation.wording import condition_text, setting_text, where_text, words
 from minitx.analysis.canvas import GREY, INK, PALETTE, dodge, label, legend, log_ticks, panels, wrapped_panels
 
