@@ -204,9 +204,10 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int, *, keep_attent
         "start_error": _read(folder / START_FILE).get("error"),
         "measures": {name: finite(value) for name, value in _read(folder / MEASURES_FILE).items()},
         "probes": [
-            {"step": probe["step"], "layers": [_layer(layer) for layer in probe["layers"]]} for probe in _probes(folder)
+            {"step": probe["step"], "layers": [_layer(layer) for layer in probe["layers"]]}
+            for probe in read_probes(folder / "probes.jsonl")
         ],
-        "attention": _attention(folder / "attention") if keep_attention else {},
+        "attention": _kept_weights(folder / "attention") if keep_attention else {},
     }
 
 
@@ -224,17 +225,13 @@ def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}  # type: ignore[no-any-return]
 
 
-def _probes(folder: Path) -> list[dict[str, Any]]:
-    return read_probes(folder / "probes.jsonl")
-
-
 def _layer(layer: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers of a layer; histograms are left out."""
     plain = {name: value for name, value in layer.items() if not isinstance(value, list | dict)}
     return {name: _short(value) if isinstance(value, float) else value for name, value in plain.items()}
 
 
-def _attention(folder: Path) -> dict[str, list[Any]]:
+def _kept_weights(folder: Path) -> dict[str, list[Any]]:
     """The weights (rows, L, S) of the first layer's first head at each step that was kept, to four decimals."""
     from minitx.analysis.snapshot import read_snapshots
 
