@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from minitx.config import ConfigError, TransformerConfig, from_dict, to_dict
 from minitx.interop.files import TOKENIZER, WEIGHTS, find_folder, read_json, write_json, write_tensors
+from minitx.nn.layers import Core
 from minitx.nn.models import TransformerModel, build_model
-from minitx.nn.models.parts import Core
 
 FORMAT, VERSION = "minitx", 1
 # names of parts and settings that do not change what a trained model computes

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from minitx.nn.backends import attend, backend_names
 from minitx.nn.bias import Bias, as_bias
 from minitx.nn.cache import KVCache, LayerCache, StateCache
-from minitx.nn.efficient.base import EfficientAttention
+from minitx.nn.efficient import EfficientAttention
 from minitx.nn.functional import AttentionCall, check_settings, refuse_nested
 from minitx.nn.masks import Causal, Mask, Padding, intersect, real_key_counts
 from minitx.nn.norms import QKNorm

@@ -31,13 +31,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitx.nn.tensor_rule import TensorRule, tensors_of, unknown_in
+from minitx.nn.bias import Rule, TensorRule, tensors_of, unknown_in
 
 Built = TypeVar("Built")
 Range = tuple[Any, Any]  # first and last
 
 
-class Mask:
+class Mask(Rule):
     """A rule ``visible(batch, head, row, key, offset) -> bool`` over broadcastable index tensors.
 
     To write a mask of your own, define a frozen dataclass with a method ``visible``, as in ``examples/custom_mask.py``.
@@ -55,8 +55,8 @@ class Mask:
         """Return True where query ``row`` (at position ``row + offset``) may attend to ``key``. Indices broadcast."""
         raise NotImplementedError(f"{type(self).__name__} must define visible()")
 
-    def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
-        """Raise a ValueError if the mask does not fit a call of this shape."""
+    def entries(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
+        return self.visible(batch, head, row, key, offset)
 
     def verdict(self, rows: Range, keys: Range) -> tuple[Any, Any]:
         """Return whether every cell of a tile is visible, and whether every cell is hidden.
@@ -133,27 +133,6 @@ class Mask:
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:  # else its tensors have no values
             memory[kind] = (key, built)
         return built
-
-    def dense(
-        self,
-        num_queries: int,
-        num_keys: int,
-        *,
-        batch_size: int = 1,
-        num_heads: int = 1,
-        device: torch.device | str | None = None,
-        rows: slice = slice(None),
-        keys: slice = slice(None),
-    ) -> Tensor:
-        """Return the mask as a bool tensor that broadcasts to (B, H, L, S). ``rows`` and ``keys`` select a tile.
-
-        An axis on which the rule does not depend has size 1. A padding mask, for example, has shape (B, 1, 1, S).
-        """
-        batch = torch.arange(batch_size, device=device).view(-1, 1, 1, 1)
-        head = torch.arange(num_heads, device=device).view(1, -1, 1, 1)
-        row = torch.arange(num_queries, device=device)[rows].view(1, 1, -1, 1)
-        key = torch.arange(num_keys, device=device)[keys].view(1, 1, 1, -1)
-        return self.visible(batch, head, row, key, num_keys - num_queries)
 
     def grid(self, num_queries: int, num_keys: int | None = None, *, batch: int = 0, head: int = 0) -> str:
         """Return the mask as text: one line for each query, one column for each key, ``x`` = may attend, ``.`` = hidden."""
@@ -363,7 +342,7 @@ class Dense(TensorRule, Mask):
             raise ValueError(f"attn_mask must have shape (L, S) or (B, H, L, S), got {tuple(self.tensor.shape)}")
 
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
-        return self.at(batch, head, row, key)
+        return self.entries(batch, head, row, key, offset)
 
     def tile_map(self, rows: Tensor, keys: Tensor, offset: int) -> tuple[Tensor, Tensor]:
         cells = self.tensor.flatten(0, -3) if self.tensor.dim() > 2 else self.tensor[None]

@@ -37,8 +37,8 @@ import torch  # imported here, once, and not in every fork
 from mutants import ROOT, Mutant, mutants
 
 WORK = ROOT / "build/mutation.json"  # what became of each mutant so far
-FILES = [*(f"minitx/nn/{name}.py" for name in ("functional", "masks", "tensor_rule")), *(f"minitx/nn/backends/{name}.py" for name in (
-    "__init__", "base", "chunked", "flex", "math", "sdpa"))]  # fmt: skip
+FILES = [*(f"minitx/nn/{name}.py" for name in ("functional", "masks", "bias")), *(f"minitx/nn/backends/{name}.py" for name in (
+    "__init__", "chunked", "flex", "sdpa"))]  # fmt: skip
 FILES += ["minitx/ablation/judge.py", "minitx/data/addressing.py", "minitx/training/objectives.py"]
 TESTS = [f"tests/nn/test_{name}.py" for name in (
     "functional", "masks", "backends", "chunked", "flex", "bad_inputs", "attention", "bias", "cache", "scale", "torch_interop")]  # fmt: skip
@@ -54,7 +54,6 @@ MORE = [f"tests/{name}.py" for name in (
 OWN = {
     "__init__": ("backends", "chunked"),
     "chunked": ("chunked", "backends"),
-    "tensor_rule": ("masks", "bias"),
     "sdpa": ("backends", "flex"),
 }  # else by name
 CHOICE = ("-m", "not long", "-p", "no:cacheprovider")  # of the slow tests, too

@@ -13,10 +13,9 @@ from typing import Any
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from minitx.nn.backends import chunked, flex, math, sdpa
-from minitx.nn.backends.base import Backend, never, transforms
+from minitx.nn.backends import chunked, flex, sdpa
 from minitx.nn.bias import Bias
-from minitx.nn.functional import AttentionCall, attention_weights, make_call
+from minitx.nn.functional import AttentionCall, attention_weights, make_call, reference_attention
 from minitx.nn.masks import Mask, simplify
 
 __all__ = [
@@ -31,7 +30,34 @@ __all__ = [
     "unregister_backend",
 ]
 
-_BUILT_IN = {backend.name: backend for backend in (sdpa.BACKEND, chunked.BACKEND, math.BACKEND, flex.BACKEND)}
+
+def never(call: AttentionCall) -> None:
+    """Return None: every call is supported."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A named way to compute attention.
+
+    Args:
+        name: the value of ``backend=``.
+        run: computes a call. ``run(call)`` returns (B, H, L, Dv).
+        why_not: returns the reason why ``run`` does not support a call, or None.
+        falls_back: returns the reason why ``run`` would compute a call without a fused kernel (slower, with an L × S matrix),
+            or None. A backend without a fused kernel always returns one.
+    """
+
+    name: str
+    run: Callable[[AttentionCall], Tensor]
+    why_not: Callable[[AttentionCall], str | None] = never
+    falls_back: Callable[[AttentionCall], str | None] = never
+
+
+SDPA = Backend("sdpa", sdpa.run, sdpa.why_not, sdpa.falls_back)
+CHUNKED = Backend("chunked", chunked.run, chunked.why_not, chunked.falls_back)
+MATH = Backend("math", reference_attention, falls_back=lambda call: "it holds the whole L x S matrix")
+FLEX = Backend("flex", flex.run, flex.why_not)
+_BUILT_IN = {backend.name: backend for backend in (SDPA, CHUNKED, MATH, FLEX)}
 _REGISTRY: dict[str, Backend] = dict(_BUILT_IN)
 # scores of all heads together, from which on tiles beat the whole matrix on CPU (measured: docs/dev/decisions.md): that of math, and
 # that of torch's plain path, which makes it in fewer calls as long as it need not draw another for dropout
@@ -91,29 +117,29 @@ def unregister_backend(name: str) -> None:
 
 def _fastest(call: AttentionCall) -> Backend:
     """What ``auto`` runs: looks at types and sizes only. The rules are measured by ``benchmarks/attention.py``."""
-    if transforms(call):  # of the kernels, only torch's have rules for them
-        return sdpa.BACKEND if sdpa.why_not(call) is None else math.BACKEND
+    if sdpa.transforms(call):  # of the kernels, only torch's have rules for them
+        return SDPA if sdpa.why_not(call) is None else MATH
     is_sparse = call.mask is not None and call.mask.is_sparse
     if is_sparse:  # a window as long as the keys hides nothing: treat it as dense
         mask = simplify(call.mask, call.query.shape[2], call.key.shape[2])
         is_sparse = mask is not None and mask.is_sparse
     if not is_sparse and call.softcap is None and call.sinks is None and sdpa.falls_back(call) is None:
-        return sdpa.BACKEND
+        return SDPA
     B, H, L, S = call.shape
     scores, on_cpu = B * H * L * S, call.query.device.type == "cpu"
     if call.softcap is not None or call.sinks is not None:  # torch's kernels have no place for them
         if not on_cpu and flex.why_not(call) is None:
-            return flex.BACKEND
+            return FLEX
         few_rows = L == 1 and on_cpu  # a row of scores and its online softmax are one tile
         large = scores >= CHUNKED_FROM and L > 1
-        return chunked.BACKEND if (few_rows or large) and _can_tile(call) else math.BACKEND
+        return CHUNKED if (few_rows or large) and _can_tile(call) else MATH
     if not on_cpu and is_sparse and flex.why_not(call) is None:
-        return flex.BACKEND  # it skips empty blocks; torch's kernels would get a dense mask
+        return FLEX  # it skips empty blocks; torch's kernels would get a dense mask
     if sdpa.falls_back(call) is None:
         few = on_cpu and is_sparse and scores >= CHUNKED_FROM and _can_tile(call) and chunked.share_of_tiles(call) <= FEW_TILES
-        return chunked.BACKEND if few else sdpa.BACKEND
+        return CHUNKED if few else SDPA
     start = CHUNKED_FROM if call.dropout_p > 0.0 else CHUNKED_FROM_OVER_PLAIN
-    return chunked.BACKEND if L > 1 and scores >= start and _can_tile(call) else sdpa.BACKEND
+    return CHUNKED if L > 1 and scores >= start and _can_tile(call) else SDPA
 
 
 def _can_tile(call: AttentionCall) -> bool:

@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from minitx.nn.backends.base import Backend, transforms
-from minitx.nn.bias import Bias, TensorBias, as_bias
+from minitx.nn.backends.sdpa import transforms
+from minitx.nn.bias import Bias, TensorBias, as_bias, builder_of, tensors_of, unknown_in
 from minitx.nn.functional import AttentionCall, full_precision, hide_unseen, reference_attention
 from minitx.nn.masks import Mask, simplify
-from minitx.nn.tensor_rule import builder_of, tensors_of, unknown_in
 
 TILE = 2**19  # scores of a tile, all heads together: two megabytes, which a cache may hold
 LARGEST, SMALLEST = 256, 64  # sides of a tile, for one head and for very many
@@ -327,6 +326,3 @@ def why_not(call: AttentionCall) -> str | None:
 def falls_back(call: AttentionCall) -> str:
     """Return the reason, always: it runs many small kernels."""
     return "it works tile by tile in plain torch, and breaks a graph of torch.compile"
-
-
-BACKEND = Backend("chunked", run, why_not=why_not, falls_back=falls_back)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitx.nn.backends.base import Backend, transforms
+from minitx.nn.backends.sdpa import transforms
 from minitx.nn.bias import Bias, as_bias
 from minitx.nn.functional import AttentionCall, hide_unseen
 from minitx.nn.masks import Mask, simplify
@@ -103,6 +103,3 @@ def why_not(call: AttentionCall) -> str | None:
     if call.query.device.type != "cuda":
         return "FlexAttention needs CUDA: its kernel for CPUs has no backward pass and wrong answers at some sizes"
     return "a compiled kernel cannot be entered by torch.func or forward derivatives" if transforms(call) else None
-
-
-BACKEND = Backend("flex", run, why_not=why_not)

@@ -31,14 +31,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from minitx.nn.backends.base import Backend, transforms
-from minitx.nn.bias import Bias
+from minitx.nn.bias import Bias, tensors_of
 from minitx.nn.functional import AttentionCall, full_precision
 from minitx.nn.masks import Causal, simplify
-from minitx.nn.tensor_rule import tensors_of
 
 
 class Plan(NamedTuple):
@@ -195,6 +194,22 @@ def why_not(call: AttentionCall) -> str | None:
     return "torch's kernels have no forward derivatives, no second ones, and none of a bias" if lacks else None
 
 
+def transforms(call: AttentionCall) -> list[str]:
+    """Return the transforms around a call: ``Grad``, ``Vmap``, ``Jvp`` … of torch.func, and ``Jvp`` for dual tensors.
+
+    The compiler has transforms of its own, so the list is empty in a graph.
+    """
+    if torch.compiler.is_compiling():
+        return []
+    # torch has public functions for neither; unpack_dual alone would take a tenth of a decoding step
+    names = [level.key().name for level in torch._C._functorch.get_interpreter_stack() or ()]
+    if forward_ad._current_level < 0:
+        return names
+    more = () if call.sinks is call.attn_bias is None else tensors_of((call.sinks, call.attn_bias))
+    inputs = (call.query, call.key, call.value, *more)
+    return [*names, "Jvp"] if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in inputs) else names
+
+
 def _learns(attn_bias: Tensor | Bias | None) -> bool:
     return attn_bias is not None and any(tensor.requires_grad for tensor in tensors_of(attn_bias))
 
@@ -228,6 +243,3 @@ def _falls_back_on_cuda(call: AttentionCall) -> str | None:
     parameters = cuda.SDPAParams(call.query, key, value, some, call.dropout_p, is_causal and some is None, grouped)
     kernels = (cuda.can_use_flash_attention, cuda.can_use_efficient_attention, cuda.can_use_cudnn_attention)
     return None if any(can(parameters) for can in kernels) else "no fused CUDA kernel takes these dtypes, widths or options"
-
-
-BACKEND = Backend("sdpa", run, why_not=why_not, falls_back=falls_back)

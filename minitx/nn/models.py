@@ -1,0 +1,605 @@
+"""Transformer models that are built from a ``TransformerConfig``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitx.config import TransformerConfig
+from minitx.nn.bias import as_bias
+from minitx.nn.blocks import run_checkpointed
+from minitx.nn.cache import KVCache, LayerCache, hiding_rules
+from minitx.nn.feedforward import ACTIVATIONS
+from minitx.nn.functional import refuse_nested
+from minitx.nn.init import init_weights
+from minitx.nn.layers import Core, Embeddings, build_bias, build_block, build_lm_head, init_gains
+from minitx.nn.masks import Causal, Mask, Padding, as_mask, intersect
+from minitx.nn.norms import make_norm
+from minitx.nn.positions import Rotation, position_ids_from
+
+
+class Shared(NamedTuple):
+    """The masks and the positions (or rotary angles) of one forward pass, for each layer."""
+
+    masks: Sequence[Mask | None]
+    positions: Sequence[Tensor | Rotation | None]
+
+
+class TransformerModel(nn.Module):
+    """Embeddings, blocks and a final norm: the base of every model, and the encoder of an encoder–decoder.
+
+    Args:
+        config: the model's config.
+        embeddings: the module that computes the input of the first block.
+        causal: whether the blocks are causal, as in a decoder.
+        cross: whether the blocks have cross-attention.
+        core: a function that builds the attention core of a layer, instead of ``config.attention``.
+
+    Raises:
+        ValueError: a model of another architecture than ``config.architecture``.
+    """
+
+    embeddings: Any  # a module whose type depends on the model
+    architecture: ClassVar[str | None] = None
+    """The ``config.architecture`` that a model needs, by which ``build_model`` finds it. None: any."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        embeddings: nn.Module,
+        *,
+        causal: bool = False,
+        cross: bool = False,
+        core: Core | None = None,
+    ) -> None:
+        super().__init__()
+        if self.architecture not in (None, config.architecture):
+            name, wanted = type(self).__name__, self.architecture
+            raise ValueError(f"{name} needs a config with architecture={wanted!r}, got {config.architecture!r}")
+        self.config, self.causal, self.embeddings = config, causal, embeddings
+        self.has_own_core = core is not None  # a config cannot say which
+        num_layers = config.decoder_layers if causal else config.num_layers
+        self.blocks = nn.ModuleList(
+            build_block(config, layer, num_layers, causal=causal, cross=cross, core=core) for layer in range(num_layers)
+        )
+        self.windows = tuple(config.window_of(layer) for layer in range(num_layers))
+        self.attn_bias = build_bias(config, decoder=causal)
+        ends_in_norm = config.norm_position in ("post", "deepnorm")
+        self.final_norm = nn.Identity() if ends_in_norm else make_norm(config.norm, config.embed_dim, config.norm_eps)
+
+    def num_parameters(self) -> int:
+        """Return the number of trainable parameters. A tied head counts once."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+    def make_cache(self, capacity: int) -> KVCache:
+        """Return the smallest cache for ``capacity`` positions per row.
+
+        Layers with a window keep only the keys in the window. Kernelised layers keep a sum instead of keys.
+
+        >>> from minitx.nn import DecoderLM
+        >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2, window=(3, None)))
+        >>> [layer.window for layer in model.make_cache(8).layers]
+        [3, None]
+        """
+        layers = []
+        for block, window in zip(self.blocks, self.windows, strict=True):
+            make = getattr(block.attention, "make_cache", None)  # a user's attention may lack it
+            layers.append(LayerCache(capacity) if make is None else make(capacity, window))
+        cache = KVCache(capacity, len(layers))
+        cache.layers = tuple(layers)
+        return cache
+
+    def _init_weights(self, generator: torch.Generator | None) -> None:
+        config = self.config
+        options = {"fold": config.init_fold, "num_layers": config.decoder_layers, "gains": init_gains(config)}
+        init_weights(self, config.init, **options, generator=generator)  # type: ignore[arg-type]
+
+    def forward(self, input_ids: Tensor, **options: Any) -> Any:
+        """Return hidden states (B, L, E) for token ids (B, L). ``options`` are those of ``_embed``."""
+        return self._run(*self._embed(input_ids, **options))
+
+    def _embed(
+        self,
+        input_ids: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        mask: Tensor | Mask | None = None,
+        cache: KVCache | None = None,
+        name: str = "input_ids",
+    ) -> tuple[Tensor, Shared]:
+        """Return the input of the first block, x (B, L, E), and the masks and positions of all blocks."""
+        refuse_nested(name, input_ids)
+        if isinstance(cache, LayerCache):
+            kind = type(cache).__name__
+            raise TypeError(
+                f"cache must be a KVCache, with one LayerCache for each layer, got a {kind}: use model.make_cache(capacity)"
+            )
+        past, L = 0 if cache is None else cache.length, input_ids.shape[-1]
+        if cache is not None and len(cache.layers) != len(self.blocks):
+            raise ValueError(f"cache has {len(cache.layers)} layers, but the model has num_layers={len(self.blocks)}")
+        padded = key_mask is not None or (cache is not None and cache.key_mask is not None)
+        counted = position_ids is None and document_ids is None and not padded
+        self._check_ids(input_ids, position_ids, past, counted, name)
+        if cache is not None:
+            key_mask, document_ids = cache.join(input_ids, key_mask, document_ids)  # (B, S)
+        key_mask, document_ids = _counted(key_mask), _counted(document_ids)
+        if cache is not None and mask is not None and not cache.keeps_all:
+            raise ValueError("mask needs a cache that keeps all keys: use KVCache(capacity, num_layers)")
+        masks = self._masks(as_mask(mask), key_mask, document_ids, cache, L)
+        if masks[0] is not None and cache is None:  # before key_mask and document_ids are used for positions
+            masks[0].check(input_ids.shape[0], self.config.num_heads, L, L)
+        if position_ids is None:
+            position_ids = position_ids_from(key_mask, document_ids, past + L, input_ids.device)[:, past:]
+        x = self.embeddings(input_ids, position_ids, token_type_ids)  # (B, L, E)
+        return x, Shared(masks, self._positions(position_ids, x))
+
+    def _masks(
+        self, mask: Mask | None, key_mask: Tensor | None, document_ids: Tensor | None, cache: KVCache | None, num_new: int
+    ) -> list[Mask | None]:
+        """Return each layer's complete mask. Layers with the same window and the same kind of cache share one object."""
+        causal = Causal() if self.causal and not (mask is not None and mask.is_causality) else None
+        found: dict[Any, Mask | None] = {}
+        masks = []
+        for layer, window in enumerate(self.windows):
+            kind: object = window
+            if cache is not None:
+                kind = window, type(cache.layers[layer]), cache.layers[layer].window
+            if kind not in found:
+                described = key_mask, document_ids
+                rules = hiding_rules(window, *described) if cache is None else cache.rules(layer, window, *described, num_new)
+                found[kind] = intersect(causal, *rules, mask)
+            masks.append(found[kind])
+        return masks
+
+    def _positions(self, position_ids: Tensor, x: Tensor) -> list[Tensor | Rotation | None]:
+        """Return each layer's positions. Rotary layers with the same base and scaling share their angles."""
+        if self.config.position != "rotary":
+            return [position_ids] * len(self.blocks)
+        found: dict[Any, Rotation] = {}
+        positions: list[Tensor | Rotation | None] = []
+        for block in self.blocks:
+            rotary = getattr(block.attention, "rotary", None)
+            if rotary is None:
+                positions.append(position_ids)
+                continue
+            kind = rotary.base, rotary.scaling
+            if kind not in found:
+                found[kind] = rotary.rotation(position_ids, x.shape[0], x.shape[1], x.dtype)
+            positions.append(found[kind])
+        return positions
+
+    def _run(self, x: Tensor, shared: Shared | None = None, *, cache: KVCache | None = None, **cross: Any) -> Tensor:
+        """Apply the blocks and the final norm. Returns hidden states (B, L, E). ``cross``: memory and its mask."""
+        attn_bias = None if self.attn_bias is None else as_bias(self.attn_bias)
+        checkpointing = self.config.checkpointing and torch.is_grad_enabled()
+        options: dict[str, Any] = {"attn_bias": attn_bias, **cross}
+        try:
+            for layer, block in enumerate(self.blocks):
+                if shared is not None:
+                    options |= {"attn_mask": shared.masks[layer], "position_ids": shared.positions[layer]}
+                if cache is not None:
+                    options["cache"] = cache.layers[layer]
+                x = run_checkpointed(block, x, **options) if checkpointing else block(x, **options)
+        except BaseException:
+            if cache is not None:
+                cache.rewind()  # so that all layers have the same length again
+            raise
+        if cache is not None:
+            cache.keep()
+        return self.final_norm(x)
+
+    def _check_ids(self, input_ids: Tensor, position_ids: Tensor | None, past: int, counted: bool, name: str) -> None:
+        if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+            raise ValueError(f"{name} must be integers of shape (B, L), got {input_ids.dtype} {tuple(input_ids.shape)}")
+        if 0 in input_ids.shape:
+            raise ValueError(f"{name} must have at least one row and one token, got shape {tuple(input_ids.shape)}")
+        config, L = self.config, input_ids.shape[1]
+        if position_ids is not None and config.position in ("alibi", "t5", "none"):
+            raise ValueError(f"position_ids have no effect with position={config.position}")
+        if config.position == "learned" and counted and config.max_len < past + L:
+            before = f" after {past} in the cache" if past else ""
+            raise ValueError(f"{name} has {L} tokens per row{before}, but max_len={config.max_len} with position=learned")
+
+
+def _counted(tensor: Tensor | None) -> Tensor | None:
+    """A copy of an inference tensor, of which torch counts the changes, so that the layers can share what a mask remembers."""
+    if tensor is None or torch.compiler.is_compiling() or not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        return tensor.clone()
+
+
+class DecoderLM(TransformerModel):
+    """A decoder-only Transformer: token ids in, logits of the next token out.
+
+    All options are fields of ``TransformerConfig``.
+
+    Args:
+        config: the model's config. ``vocab_size`` must be set.
+        core: a function that builds the attention core of a layer, instead of ``config.attention``.
+        generator: for the initial weights. Default: torch's global generator.
+
+    Raises:
+        ValueError: ``vocab_size`` is missing, or ``architecture`` is another.
+
+    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
+    >>> model(torch.tensor([[1, 2, 3, 5, 7]])).shape
+    torch.Size([1, 5, 11])
+    """
+
+    architecture = "decoder"
+
+    def __init__(
+        self, config: TransformerConfig, *, core: Core | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__(config, Embeddings(config), causal=True, core=core)
+        self.head = build_lm_head(config, self.embeddings)
+        self._init_weights(generator)
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        mask: Tensor | Mask | None = None,
+        cache: KVCache | None = None,
+        return_hidden: bool = False,
+    ) -> Tensor:
+        """Return the logits of the next token at each position.
+
+        Args:
+            input_ids: int (B, L).
+            key_mask: bool (B, L), True = real token. Padding may be on the left or on the right. Padding *between* real tokens
+                increases the distances of ``alibi``, ``t5`` and ``window``, but not the ``position_ids``.
+            token_type_ids: int (B, L), for a model with ``type_vocab_size``. Default: 0.
+            position_ids: int (B or 1, L). Default: real tokens are counted from 0 in each document.
+            document_ids: int (B, L). Tokens of different documents do not see each other.
+            mask: a ``Mask``, or a bool tensor as in ``MultiHeadAttention``. It is intersected with the model's own mask (causal,
+                window, padding, documents). A rule such as ``PrefixLM`` replaces the causal part.
+            cache: the keys and values of earlier tokens. ``input_ids`` continue them, and the other arguments describe the new
+                tokens only, except ``mask``, which covers all keys.
+            return_hidden: return the hidden states (B, L, E) before ``self.head`` instead of logits.
+
+        Returns:
+            Logits (B, L, V), or hidden states (B, L, E).
+
+        Raises:
+            ValueError: inputs whose shapes do not fit, ids outside a table, or more tokens than the cache or ``max_len`` allows.
+        """
+        options = {"key_mask": key_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
+        x, shared = self._embed(input_ids, document_ids=document_ids, mask=mask, cache=cache, **options)  # type: ignore[arg-type]
+        hidden = self._run(x, shared, cache=cache)
+        if self.config.scale_logits:
+            hidden = hidden * self.config.embed_dim**-0.5
+        return hidden if return_hidden else self.head(hidden)
+
+
+class Encoder(TransformerModel):
+    """A bidirectional Transformer: each token sees all others (Devlin et al. 2019, "BERT", arXiv:1810.04805, §3).
+
+    ``config.head`` decides what the model returns:
+
+    * ``lm``: logits over the vocabulary for masked language modelling, (B, L, V);
+    * ``sequence``: logits over labels for each row, (B, num_labels);
+    * ``token``: logits over labels for each token, (B, L, num_labels);
+    * ``none``: hidden states, (B, L, E).
+
+    Args:
+        config: the model's config. ``vocab_size`` must be set, and ``num_labels`` for ``sequence`` and ``token``.
+        core: a function that builds the attention core of a layer, instead of ``config.attention``.
+        generator: for the initial weights. Default: torch's global generator.
+
+    Raises:
+        ValueError: ``vocab_size`` or ``num_labels`` is missing, or ``architecture`` is another.
+
+    >>> options = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2}
+    >>> model = Encoder(TransformerConfig(architecture="encoder", head="sequence", num_labels=5, **options))
+    >>> model(torch.tensor([[1, 2, 3, 5, 7], [1, 4, 0, 0, 0]]), key_mask=torch.tensor([[True] * 5, [True] * 2 + [False] * 3])).shape
+    torch.Size([2, 5])
+    """
+
+    architecture = "encoder"
+
+    def __init__(
+        self, config: TransformerConfig, *, core: Core | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__(config, Embeddings(config), core=core)
+        self.pool = Pool(config) if config.head == "sequence" or config.pooler else None
+        self.head = build_head(config, self.embeddings.token)
+        self._init_weights(generator)
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        mask: Tensor | Mask | None = None,
+        return_hidden: bool = False,
+    ) -> Tensor:
+        """Return the logits of ``config.head``. The arguments are those of ``DecoderLM.forward``.
+
+        With ``return_hidden``, return the input of ``self.head``: (B, E) for ``head=sequence``, else (B, L, E). With ``head=none``
+        and a pooler, ``model.pool(hidden, key_mask)`` (B, E) is the pooled vector.
+        """
+        options = {"key_mask": key_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
+        x, shared = self._embed(input_ids, document_ids=document_ids, mask=mask, **options)  # type: ignore[arg-type]
+        hidden = self._run(x, shared)
+        if self.config.head == "sequence":
+            hidden = self.pool(hidden, key_mask)  # type: ignore[misc]
+        return hidden if return_hidden else self.head(hidden)
+
+
+class Pool(nn.Module):
+    """Pool (B, L, E) to (B, E): take the first real token or the mean of the real tokens, then apply BERT's tanh layer."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.pooling = config.pooling
+        # the mean of an image is that of its patches
+        self.start = config.num_class_tokens if config.architecture == "vision" and config.pooling == "mean" else 0
+        self.dense = nn.Linear(config.embed_dim, config.embed_dim) if config.pooler else None
+
+    def forward(self, hidden: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        hidden = hidden[:, self.start :]
+        if self.pooling == "first":
+            if key_mask is None:
+                pooled = hidden[:, 0]
+            else:
+                first = key_mask.int().argmax(-1)  # not 0 in a left-padded row
+                pooled = hidden.gather(1, first.view(-1, 1, 1).expand(-1, 1, hidden.shape[-1]))[:, 0]
+        elif key_mask is None:
+            pooled = hidden.mean(1)
+        else:
+            real = key_mask.unsqueeze(-1)
+            pooled = hidden.masked_fill(~real, 0.0).sum(1) / real.sum(1).clamp(min=1)
+        return pooled if self.dense is None else torch.tanh(self.dense(pooled))
+
+
+class MaskedHead(nn.Module):
+    """BERT's head for masked tokens: norm(a(W x)), then a linear layer to V (``cls/predictions`` in the authors' code)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        assert config.vocab_size is not None
+        self.dense = nn.Linear(config.embed_dim, config.embed_dim)
+        self.activation = config.activation
+        self.norm = make_norm(config.norm, config.embed_dim, config.norm_eps)
+        self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=config.head_bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.head(self.norm(ACTIVATIONS[self.activation](self.dense(hidden))))
+
+
+def build_head(config: TransformerConfig, token: nn.Embedding | None = None) -> nn.Module:
+    """Build the head of ``config.head``. An ``lm`` head may be tied to the ``token`` table.
+
+    Raises:
+        ValueError: the head needs ``num_labels``, which is missing.
+    """
+    if config.head == "none":
+        return nn.Identity()
+    if config.head == "lm":
+        assert config.vocab_size is not None and token is not None
+        head = MaskedHead(config) if config.head_transform else nn.Linear(config.embed_dim, config.vocab_size, config.head_bias)
+        if config.tie_embeddings:
+            last = head.head if isinstance(head, MaskedHead) else head
+            last.weight = token.weight
+        return head
+    if config.num_labels is None:
+        raise ValueError(f"num_labels=None: head={config.head} needs the number of labels")
+    return nn.Linear(config.embed_dim, config.num_labels)
+
+
+class VisionTransformer(TransformerModel):
+    """An image classifier: images in, ``num_labels`` logits out (Dosovitskiy et al. 2021, arXiv:2010.11929, §3.1).
+
+    An image (C, h, w) is cut into h/P · w/P patches of P × P pixels. A linear map of the C · P² numbers of a patch gives its token.
+    With ``pooling=first`` a learned class token comes first, and the head reads its last hidden state. With ``pooling=mean`` the
+    head reads the mean of the patches. The position table is for images of ``image_size`` and is interpolated for other sizes (§3.2).
+
+    Args:
+        config: the model's config. ``image_size``, ``num_channels`` and, with ``head=sequence``, ``num_labels`` must be set.
+            ``patch_size`` is P, in pixels.
+        core: a function that builds the attention core of a layer, instead of ``config.attention``.
+        generator: for the initial weights. Default: torch's global generator.
+
+    Raises:
+        ValueError: ``image_size``, ``num_channels`` or ``num_labels`` is missing, or ``architecture`` is another.
+
+    >>> sizes = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
+    >>> config = TransformerConfig(architecture="vision", head="sequence", embed_dim=12, num_heads=3, num_layers=2, **sizes)
+    >>> model = VisionTransformer(config)
+    >>> model(torch.randn(5, 1, 8, 8)).shape, model(torch.randn(5, 1, 12, 6)).shape
+    (torch.Size([5, 10]), torch.Size([5, 10]))
+    """
+
+    architecture = "vision"
+
+    def __init__(
+        self, config: TransformerConfig, *, core: Core | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__(config, PatchEmbeddings(config), core=core)
+        self.pool = Pool(config) if config.head == "sequence" or config.pooler else None
+        self.head = build_head(config)
+        self._init_weights(generator)
+
+    def forward(self, pixel_values: Tensor, *, return_hidden: bool = False) -> Tensor:  # type: ignore[override]
+        """Return logits (B, num_labels), or hidden states (B, tokens, E) with ``head=none``.
+
+        Args:
+            pixel_values: float (B, C, h, w). h and w are multiples of ``patch_size``.
+            return_hidden: return the input of ``self.head`` instead of logits, as in ``Encoder``.
+
+        Raises:
+            ValueError: images of another shape.
+            TypeError: images that are not floating-point.
+        """
+        hidden = self._run(self.embeddings(pixel_values))
+        if self.config.head == "sequence":
+            hidden = self.pool(hidden)  # type: ignore[misc]
+        return hidden if return_hidden else self.head(hidden)
+
+
+class PatchEmbeddings(nn.Module):
+    """Embed the patches of images: (B, C, h, w) to (B, tokens, E). The class token comes first. Positions are added."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        for name in ("image_size", "num_channels"):
+            if getattr(config, name) is None:
+                raise ValueError(f"{name}=None: VisionTransformer needs {name}")
+        assert config.image_size is not None and config.num_channels is not None
+        E, P, self.num_channels = config.embed_dim, config.patch_size, config.num_channels
+        self.patch_size, self.side = P, config.image_size // P
+        self.num_class_tokens = config.num_class_tokens
+        self.num_tokens = self.side**2 + self.num_class_tokens
+        self.patch_proj = nn.Linear(self.num_channels * P * P, E)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, E)) if self.num_class_tokens else None
+        self.position = nn.Embedding(self.num_tokens, E) if config.position == "learned" else None
+        self.norm = make_norm(config.norm, E, config.norm_eps) if config.embed_norm else None
+        self.dropout = nn.Dropout(config.dropout)
+
+    def reset_parameters(self) -> None:
+        """Set the class token to zero."""
+        if self.class_token is not None:
+            nn.init.zeros_(self.class_token)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        P, shape = self.patch_size, tuple(pixel_values.shape)
+        if len(shape) != 4 or shape[1] != self.num_channels or shape[2] % P or shape[3] % P or 0 in shape:
+            raise ValueError(
+                f"pixel_values must have shape (B, {self.num_channels}, h, w) with h and w multiples of patch_size={P}, got {shape}"
+            )
+        if not pixel_values.is_floating_point():
+            raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
+        grid = shape[2] // P, shape[3] // P
+        patches = pixel_values.unfold(2, P, P).unfold(3, P, P)  # (B, C, rows, columns, P, P)
+        x = self.patch_proj(patches.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2))  # (B, rows * columns, E)
+        if self.class_token is not None:
+            x = torch.cat((self.class_token.expand(shape[0], -1, -1), x), dim=1)
+        if self.position is not None:
+            x = x + self.positions(*grid)
+        return self.dropout(x if self.norm is None else self.norm(x))
+
+    def positions(self, rows: int, columns: int) -> Tensor:
+        """Return the position table (tokens, E), with bicubic interpolation for a grid of another size."""
+        assert self.position is not None
+        table, n = self.position.weight, self.num_class_tokens
+        if (rows, columns) == (self.side, self.side):
+            return table
+        square = table[n:].T.view(1, -1, self.side, self.side)
+        high = square.to(torch.promote_types(square.dtype, torch.float32))
+        resized = F.interpolate(high, size=(rows, columns), mode="bicubic", align_corners=False).to(table.dtype)
+        return torch.cat((table[:n], resized[0].flatten(1).T))
+
+
+class EncoderDecoder(TransformerModel):
+    """An encoder reads the source, and a decoder with cross-attention to it predicts the target.
+
+    Vaswani et al. 2017, arXiv:1706.03762, §3; Raffel et al. 2020 (T5), arXiv:1910.10683, §2.1. Source and target share one table of
+    token embeddings. They share no other parameters. Cross-attention has no positions.
+
+    Args:
+        config: the model's config. ``vocab_size`` must be set. ``num_layers`` is the depth of the encoder, ``num_decoder_layers``
+            that of the decoder.
+        core: a function that builds the attention core of a layer, instead of ``config.attention``.
+        generator: for the initial weights. Default: torch's global generator.
+
+    Raises:
+        ValueError: ``vocab_size`` is missing, or ``architecture`` is another.
+
+    >>> options = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2}
+    >>> model = EncoderDecoder(TransformerConfig(architecture="encoder_decoder", **options))
+    >>> model(torch.tensor([[1, 2, 3, 5, 7]]), torch.tensor([[2, 3]])).shape
+    torch.Size([1, 2, 11])
+    """
+
+    architecture = "encoder_decoder"
+
+    def __init__(
+        self, config: TransformerConfig, *, core: Core | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        source = Embeddings(config)
+        encoder = TransformerModel(config, source, core=core)
+        super().__init__(config, Embeddings(config, source.token), causal=True, cross=True, core=core)
+        self.head = build_lm_head(config, self.embeddings)
+        self.encoder = encoder
+        self._init_weights(generator)
+        # the encoder has another depth and other gains of DeepNorm
+        options = {"fold": config.init_fold, "num_layers": config.num_layers, "gains": init_gains(config, decoder=False)}
+        init_weights(encoder.blocks, config.init, **options, generator=generator)  # type: ignore[arg-type]
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None,
+        decoder_input_ids: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        decoder_key_mask: Tensor | None = None,
+        memory: Tensor | None = None,
+        mask: Tensor | Mask | None = None,
+        cache: KVCache | None = None,
+        return_hidden: bool = False,
+    ) -> Tensor:
+        """Return the logits of the target's next token at each position.
+
+        Args:
+            input_ids: int (B, S), the source. Not used, and may be None, if ``memory`` is given.
+            decoder_input_ids: int (B, L), the target, beginning with the start token.
+            key_mask: bool (B, S), True = real token of the source.
+            decoder_key_mask: bool (B, L), True = real token of the target.
+            memory: (B, S, E), the result of ``encode``. With it, the source is not encoded again at each decoding step.
+            mask: a mask of the decoder's self-attention, intersected with the causal one, as in ``DecoderLM``.
+            cache: the decoder's cache, as in ``DecoderLM``. It also keeps the keys and values of the memory.
+            return_hidden: return the hidden states (B, L, E) before ``self.head`` instead of logits.
+
+        Returns:
+            Logits (B, L, V), or hidden states (B, L, E).
+
+        Raises:
+            ValueError: both ``input_ids`` and ``memory`` are missing, or as in ``DecoderLM``.
+        """
+        if memory is None:
+            if input_ids is None:
+                raise ValueError("input_ids=None: an encoder-decoder needs input_ids, or memory from encode()")
+            memory = self.encoder(input_ids, key_mask=key_mask)
+        if memory.dim() != 3 or memory.shape[0] != decoder_input_ids.shape[0]:
+            wanted = f"(B, S, E) = ({decoder_input_ids.shape[0]}, S, {self.config.embed_dim})"
+            raise ValueError(f"memory must have shape {wanted}, got {tuple(memory.shape)}")
+        options = {"key_mask": decoder_key_mask, "mask": mask, "cache": cache, "name": "decoder_input_ids"}
+        x, shared = self._embed(decoder_input_ids, **options)  # type: ignore[arg-type]
+        memory_mask = None if key_mask is None else Padding(key_mask)
+        hidden = self._run(x, shared, cache=cache, memory=memory, memory_mask=memory_mask)
+        if self.config.scale_logits:
+            hidden = hidden * self.config.embed_dim**-0.5
+        return hidden if return_hidden else self.head(hidden)
+
+    def encode(self, input_ids: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+        """Return the encoder's hidden states (B, S, E), for the argument ``memory``."""
+        return self.encoder(input_ids, key_mask=key_mask)
+
+
+MODELS = {model.architecture: model for model in (DecoderLM, Encoder, EncoderDecoder, VisionTransformer)}
+
+
+def build_model(config: TransformerConfig, core: Core | None = None) -> TransformerModel:
+    """Build the model of ``config.architecture``. ``core`` builds the attention core of each layer, instead of ``config.attention``.
+
+    >>> from minitx.config import TransformerConfig
+    >>> type(build_model(TransformerConfig(architecture="encoder", vocab_size=11))).__name__
+    'Encoder'
+    """
+    return MODELS[config.architecture](config, core=core)
