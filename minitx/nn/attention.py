@@ -180,16 +180,13 @@ class MultiHeadAttention(nn.Module):
         mask = attn_mask
         if key_mask is not None or is_causal or not (mask is None or isinstance(mask, Mask)):
             mask = intersect(mask, Padding(key_mask) if key_mask is not None else None, Causal() if is_causal else None)
-        before = (cache.length, cache.memory) if isinstance(cache, LayerCache) else None
-        try:
-            q, k, v = self._project(query, query if key is None else key, value, is_cross, position_ids, cache)
-            call = self._call(q, k, v, mask, attn_bias, need_weights, is_cross, cache)
-            out = self.core(call.check_rules())
-        except BaseException:
-            if isinstance(cache, LayerCache) and before is not None:  # a corrected call can follow: it holds what it held
-                cache.rewind(before[0])
-                cache.memory = before[1]
-            raise
+        q, k, v = self._project(query, query if key is None else key, value, is_cross, position_ids, cache)
+        call = self._call(q, k, v, mask, attn_bias, need_weights, is_cross, cache)
+        out = self.core(call.check_rules())
+        if cache is not None and is_cross:
+            cache.remember(k, v)
+        elif cache is not None:
+            cache.advance(query.shape[1])
         out, weights = out if isinstance(out, tuple) else (out, None)
         out = self.out_proj(out.transpose(1, 2).flatten(2))  # (B, H, L, D) -> (B, L, H * D) -> (B, L, E)
         return out if weights is None else (out, weights)
@@ -262,9 +259,9 @@ class MultiHeadAttention(nn.Module):
                 position_ids = torch.arange(start, start + L, device=q.device).unsqueeze(0)
             rotation = self.rotary.rotation(position_ids, B, L, q.dtype) if isinstance(position_ids, Tensor) else position_ids
             q, k = self.rotary(q, rotation), self.rotary(k, rotation)
-        if cache is None:
+        if cache is None or is_cross:
             return q, k, v
-        return q, *(cache.remember(k, v) if is_cross else cache.append(k, v))
+        return q, *cache.append(k, v)
 
     def _check_parts(self) -> None:
         for name in ("scale", "qk_norm", "rotary"):

@@ -2,6 +2,9 @@
 
 The order in attention is projections → QK-norm → rotary → *cache* → backend, so a cache holds normed and rotated keys. The caller
 owns the cache; modules keep none. ``model.make_cache(capacity)`` makes the smallest cache for a model.
+
+Every write goes to the positions after ``length``, and ``length`` grows only when the forward pass is done. After a pass that failed,
+the next pass writes to the same positions.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minitx.nn.masks import Documents, Mask, Padding, SlidingWindow
+Pair = tuple[Tensor, Tensor]
 
 
 class LayerCache:
@@ -31,6 +34,7 @@ class LayerCache:
     >>> cache = LayerCache(capacity=8)
     >>> for length in (3, 1):
     ...     keys, values = cache.append(torch.ones(2, 1, length, 4), torch.ones(2, 1, length, 4))
+    ...     cache.advance(length)
     >>> cache.length, keys.shape
     (4, torch.Size([2, 1, 4, 4]))
     """
@@ -40,130 +44,112 @@ class LayerCache:
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name} must be a positive whole number of positions, got {number!r}")
         self.capacity, self.window, self.length = capacity, window, 0
-        self.memory: tuple[Tensor, Tensor] | None = None
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
-        self._slots = 0  # of the tensors
-        self._end = 0  # the slot after the newest position
-
-    @property
-    def num_rows(self) -> int:
-        """B, or 0 if nothing was read yet."""
-        return 0 if self._keys is None else self._keys.shape[0]
-
-    @property
-    def held(self) -> tuple[Tensor, Tensor]:
-        """The keys and values of the newest positions, (B, Hkv, n, D) and (B, Hkv, n, Dv), as views."""
-        assert self._keys is not None
-        assert self._values is not None
-        start = self._end - self.num_kept
-        return self._keys[:, :, start : self._end], self._values[:, :, start : self._end]
+        self.memory: Pair | None = None
+        self._pair: Pair | None = None
+        self._start = 0  # the position in the first slot
 
     @property
     def num_kept(self) -> int:
         """How many of the earlier positions the next query can see."""
         return self.length if self.window is None else min(self.length, self.window - 1)
 
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append key (B, Hkv, L, D) and value (B, Hkv, L, Dv) of L positions. Return the last ``num_kept + L`` as views."""
-        kept, L = self.num_kept, key.shape[2]
+    @property
+    def held(self) -> Pair:
+        """The keys and values of the newest positions, (B, Hkv, n, D) and (B, Hkv, n, Dv), as views."""
+        return self._read(self.length - self.num_kept, self.length)
+
+    def append(self, key: Tensor, value: Tensor) -> Pair:
+        """Write key (B, Hkv, L, D) and value (B, Hkv, L, Dv) of the next L positions. Return the last ``num_kept + L`` as views.
+
+        ``advance`` counts the positions. Until then, another ``append`` overwrites them.
+        """
+        L = key.shape[2]
         check_room(self.length, L, self.capacity)
-        if self._end + L > self._slots:
-            self._make_room(key, value, kept + max(L, self.window or self.capacity))
-        assert self._keys is not None
-        assert self._values is not None
-        _check_like("key", key, self._keys)
-        _check_like("value", value, self._values)
-        start, stop = self._end, self._end + L
-        self._keys[:, :, start:stop] = key
-        self._values[:, :, start:stop] = value
-        self._end, self.length = stop, self.length + L
-        return self._keys[:, :, start - kept : stop], self._values[:, :, start - kept : stop]
+        if self._pair is None or self.length + L - self._start > self._pair[0].shape[2]:
+            self._make_room(key, value, self.num_kept + max(L, self.window or self.capacity))
+        for name, new, kept in zip(("key", "value"), (key, value), self._read(self.length, self.length + L), strict=True):
+            _check_like(name, new, kept)
+            kept.copy_(new)
+        return self._read(self.length - self.num_kept, self.length + L)
 
-    def _make_room(self, key: Tensor, value: Tensor, size: int) -> None:
-        """Allocate ``size`` slots and copy the ``num_kept`` newest positions to the first of them."""
-        B, Hkv, slots, kept = key.shape[0], key.shape[1], min(size, self.capacity), self.num_kept
-        keys, values = key.new_zeros(B, Hkv, slots, key.shape[3]), value.new_zeros(B, Hkv, slots, value.shape[3])
-        if kept:
-            old_keys, old_values = self.held
-            _check_like("key", key, old_keys)
-            _check_like("value", value, old_values)
-            keys[:, :, :kept], values[:, :, :kept] = old_keys, old_values
-        self._keys, self._values, self._slots, self._end = keys, values, slots, kept
+    def advance(self, num_new: int) -> None:
+        """Count the positions that were appended. Attention calls this at the end of its forward pass."""
+        self.length += num_new
 
-    def rewind(self, length: int) -> None:
-        """Forget the last ``append``; ``length`` is the number of positions before it."""
-        self._end, self.length = self._end - (self.length - length), length
-
-    def remember(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of a memory, for cross-attention, and return them."""
+    def remember(self, key: Tensor, value: Tensor) -> None:
+        """Store the keys and values of a memory, for cross-attention."""
         _check_like("key", key, key)
-        self.memory = (key, value)
-        return self.memory
+        self.memory = key, value
 
     def reorder(self, rows: Tensor) -> None:
         """Replace each row i by the row ``rows[i]``, for beam search. ``rows`` is int (B',)."""
-        if self._keys is not None and self._values is not None:
-            self._keys, self._values = self._keys.index_select(0, rows), self._values.index_select(0, rows)
-        if self.memory is not None:
-            self.memory = (self.memory[0].index_select(0, rows), self.memory[1].index_select(0, rows))
+        self._pair, self.memory = _rows(self._pair, rows), _rows(self.memory, rows)
+
+    def _read(self, start: int, stop: int) -> Pair:
+        """The keys and values of the positions from ``start`` to ``stop``."""
+        assert self._pair is not None
+        slots = slice(start - self._start, stop - self._start)
+        return self._pair[0][:, :, slots], self._pair[1][:, :, slots]
+
+    def _make_room(self, key: Tensor, value: Tensor, size: int) -> None:
+        """Allocate ``size`` slots and copy the ``num_kept`` newest positions to the first of them."""
+        shape, kept = (*key.shape[:2], min(size, self.capacity)), self.num_kept
+        new = key.new_zeros(*shape, key.shape[3]), value.new_zeros(*shape, value.shape[3])
+        if kept:
+            for name, tensor, old in zip(("key", "value"), new, self.held, strict=True):
+                _check_like(name, tensor, old)
+                tensor[:, :, :kept] = old
+        self._pair, self._start = new, self.length - kept
 
 
 class StateCache(LayerCache):
     """The cache of a kernelised core: a sum over all positions. Its size does not grow.
 
-    ``append`` returns only the new keys and values. The core adds them to ``state``: Σ_j φ(k_j) (v_jᵀ, 1) relative to exp(top),
-    as (B, Hkv, m, Dv + 1) and (B, Hkv, 1), or None before the first position.
+    ``append`` returns only the new keys and values. The core adds them to ``state`` and gives the sum to ``write``.
     """
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self.state: tuple[Tensor, Tensor] | None = None
-        self._before: tuple[Tensor, Tensor] | None = None
+        super().__init__(capacity, window=1)
+        self._states: dict[int, Pair | None] = {}  # by the number of positions in the sum: the present and the next
 
     @property
-    def num_rows(self) -> int:
-        """B, or 0 if nothing was read yet."""
-        return 0 if self.state is None else self.state[0].shape[0]
+    def state(self) -> Pair | None:
+        """Σ_j φ(k_j) (v_jᵀ, 1) relative to exp(top) and top, (B, Hkv, m, Dv + 1) and (B, Hkv, 1). None before the first position."""
+        return self._states.get(self.length)
 
-    @property
-    def num_kept(self) -> int:
-        """0: no key is kept."""
-        return 0
-
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Count the next L positions. Return their key (B, Hkv, L, D) and value (B, Hkv, L, Dv)."""
+    def append(self, key: Tensor, value: Tensor) -> Pair:
+        """Return key (B, Hkv, L, D) and value (B, Hkv, L, Dv) of the next L positions, after checking that they fit."""
         check_room(self.length, key.shape[2], self.capacity)
         _check_like("key", key, key)
         if self.state is not None and self.state[0].shape[:2] != key.shape[:2]:
             raise ValueError(
                 f"key must have the (B, Hkv) = {tuple(self.state[0].shape[:2])} of the cache, got {tuple(key.shape[:2])}"
             )
-        self._before, self.length = self.state, self.length + key.shape[2]
         return key, value
 
-    def rewind(self, length: int) -> None:
-        """Forget the last ``append``; ``length`` is the number of positions before it."""
-        if self.length > length:
-            self.state, self.length = self._before, length
+    def write(self, num_new: int, state: Pair) -> None:
+        """Store the sum over the positions that ``advance(num_new)`` will count."""
+        self._states = {self.length: self.state, self.length + num_new: state}
 
     def reorder(self, rows: Tensor) -> None:
         """Replace each row i by the row ``rows[i]``, for beam search. ``rows`` is int (B',)."""
         super().reorder(rows)
-        if self.state is not None:
-            self.state = self.state[0].index_select(0, rows), self.state[1].index_select(0, rows)
+        self._states = {self.length: _rows(self.state, rows)}
 
 
 class KVCache:
     """One ``LayerCache`` for each layer, and the padding and documents of the tokens that were read.
 
     Pass it to a model with each new piece of the input. ``key_mask`` and ``document_ids`` then describe the new tokens only,
-    because the cache stores those of the earlier tokens. ``position_ids``, if given at all, must be given with each piece. The result equals one forward pass over the whole input, for
-    left-padded prompts, pieces of any length and single tokens.
+    because the cache stores those of the earlier tokens. ``position_ids``, if given at all, must be given with each piece. The
+    result equals one forward pass over the whole input, for left-padded prompts, pieces of any length and single tokens.
 
     Args:
         capacity: the largest number of tokens in a row, padding included.
         num_layers: the number of layers of the model.
+
+    Attributes:
+        length: the number of positions that were read, padding included.
 
     Raises:
         ValueError: as in ``LayerCache``, or document ids that are given for some tokens only.
@@ -182,68 +168,43 @@ class KVCache:
         if num_layers < 1:
             raise ValueError(f"num_layers must be positive, got {num_layers}")
         self.layers: tuple[LayerCache, ...] = tuple(LayerCache(capacity) for _ in range(num_layers))
-        self.capacity = capacity
-        self.key_mask: Tensor | None = None  # (B, length), None where nothing is padding
-        self.document_ids: Tensor | None = None  # (B, length)
-        self._kept = 0  # how many positions all layers have read
-        self._joined: tuple[Tensor | None, Tensor | None] = (None, None)
+        self.capacity, self.length = capacity, 0
+        self.key_mask: Tensor | None = None  # (B, length), or longer after a pass that failed; None where nothing is padding
+        self.document_ids: Tensor | None = None
 
-    @property
-    def length(self) -> int:
-        """The number of positions that were read, padding included."""
-        return self.layers[0].length
-
-    def join(
-        self, input_ids: Tensor, key_mask: Tensor | None, document_ids: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def join(self, ids: Tensor, key_mask: Tensor | None, document_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return ``key_mask`` and ``document_ids`` of the earlier and the new tokens: (B, length + L) each, or None.
 
-        A model calls this before its blocks read the new tokens, and ``keep`` or ``rewind`` afterwards.
+        A model calls this before its blocks read the new tokens ``ids`` (B, L), and ``advance`` afterwards.
         """
-        check_room(self.length, input_ids.shape[1], self.capacity)
+        check_room(self.length, ids.shape[1], self.capacity)
+        for layer in self.layers:
+            layer.length = self.length  # a pass that failed may have advanced some of them
+            layer.memory = layer.memory if self.length else None
         for name, given in (("key_mask", key_mask), ("document_ids", document_ids)):
-            if given is not None and given.shape != input_ids.shape:
-                raise ValueError(
-                    f"{name} must describe the new tokens, (B, L) = {tuple(input_ids.shape)}, got {tuple(given.shape)}"
-                )
-        if self.length == 0:
-            self._joined = key_mask, document_ids
-            return self._joined
-        if (document_ids is None) != (self.document_ids is None):
+            if given is not None and given.shape != ids.shape:
+                raise ValueError(f"{name} must describe the new tokens, (B, L) = {tuple(ids.shape)}, got {tuple(given.shape)}")
+        if self.length and (document_ids is None) != (self.document_ids is None):
             raise ValueError(
                 "document_ids must be given for all tokens or for none; the earlier tokens in the cache differ from these"
             )
-        if document_ids is not None and self.document_ids is not None:
-            document_ids = torch.cat((self.document_ids, document_ids), dim=1)
-        if key_mask is not None or self.key_mask is not None:
-            B, L = input_ids.shape
-            old = input_ids.new_ones(B, self.length, dtype=torch.bool) if self.key_mask is None else self.key_mask
-            new = input_ids.new_ones(B, L, dtype=torch.bool) if key_mask is None else key_mask
-            key_mask = torch.cat((old, new), dim=1)
-        self._joined = key_mask, document_ids
-        return self._joined
-
-    def rules(
-        self, layer: int, window: int | None, key_mask: Tensor | None, document_ids: Tensor | None, num_new: int
-    ) -> list[Mask]:
-        """Return the masks of one layer: its window, and the padding and documents (B, length + num_new) from ``join``."""
-        newest = slice(-self.layers[layer].num_kept - num_new, None)
-        key_mask = None if key_mask is None else key_mask[:, newest]
-        return hiding_rules(window, key_mask, None if document_ids is None else document_ids[:, newest])
+        if self.length and (key_mask is not None or self.key_mask is not None):
+            old = ids.new_ones(ids.shape[0], self.length, dtype=torch.bool) if self.key_mask is None else self.key_mask
+            new = torch.ones_like(ids, dtype=torch.bool) if key_mask is None else key_mask
+            key_mask = torch.cat((old[:, : self.length], new), dim=1)
+        if self.length and document_ids is not None and self.document_ids is not None:
+            document_ids = torch.cat((self.document_ids[:, : self.length], document_ids), dim=1)
+        self.key_mask, self.document_ids = key_mask, document_ids
+        return key_mask, document_ids
 
     @property
     def keeps_all(self) -> bool:
         """Whether all keys of all layers are kept in order, so that masks of the caller may refer to their positions."""
-        return all(type(layer) is LayerCache and layer.window is None for layer in self.layers)
+        return all(layer.window is None for layer in self.layers)
 
-    def keep(self) -> None:
+    def advance(self, num_new: int) -> None:
         """Count the new tokens, after all layers have read them."""
-        self._kept, (self.key_mask, self.document_ids) = self.length, self._joined
-
-    def rewind(self) -> None:
-        """Forget the new tokens after a failed forward pass, in which only some layers have read them."""
-        for layer in self.layers:
-            layer.rewind(self._kept)
+        self.length += num_new
 
     def reorder(self, rows: Tensor) -> None:
         """Replace each row i by the row ``rows[i]`` in every layer, for beam search. ``rows`` is int (B',)."""
@@ -253,14 +214,8 @@ class KVCache:
         self.document_ids = None if self.document_ids is None else self.document_ids.index_select(0, rows)
 
 
-def hiding_rules(window: int | None, key_mask: Tensor | None, document_ids: Tensor | None) -> list[Mask]:
-    """Return one mask for each argument that is not None. ``key_mask`` and ``document_ids`` are (B, S)."""
-    rules: list[Mask] = [] if window is None else [SlidingWindow(window)]
-    if key_mask is not None:
-        rules.append(Padding(key_mask))
-    if document_ids is not None:
-        rules.append(Documents(document_ids))
-    return rules
+def _rows(pair: Pair | None, rows: Tensor) -> Pair | None:
+    return None if pair is None else (pair[0].index_select(0, rows), pair[1].index_select(0, rows))
 
 
 def check_room(length: int, num_new: int, capacity: int) -> None:

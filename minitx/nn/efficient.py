@@ -341,7 +341,7 @@ class KernelisedAttention(EfficientAttention):
             gained = (k * (own - now).exp().unsqueeze(-1)).transpose(-1, -2) @ v
             state, top = state * (top - now).exp().unsqueeze(-1) + gained, now
         if kept is not None:
-            kept.state = state, top
+            kept.write(phi_q.shape[3], (state, top))
         return torch.cat(rows, dim=3)
 
     def extra_repr(self) -> str:

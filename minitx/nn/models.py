@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from minitx.config import TransformerConfig
 from minitx.nn.bias import as_bias
 from minitx.nn.blocks import run_checkpointed
-from minitx.nn.cache import KVCache, LayerCache, hiding_rules
+from minitx.nn.cache import KVCache, LayerCache
 from minitx.nn.feedforward import ACTIVATIONS
 from minitx.nn.functional import refuse_nested
 from minitx.nn.init import init_weights
 from minitx.nn.layers import Core, Embeddings, build_bias, build_block, build_lm_head, init_gains
-from minitx.nn.masks import Causal, Mask, Padding, as_mask, intersect
+from minitx.nn.masks import Causal, Documents, Mask, Padding, SlidingWindow, as_mask, intersect
 from minitx.nn.norms import make_norm
 from minitx.nn.positions import Rotation, position_ids_from
 
@@ -143,18 +143,18 @@ class TransformerModel(nn.Module):
     def _masks(
         self, mask: Mask | None, key_mask: Tensor | None, document_ids: Tensor | None, cache: KVCache | None, num_new: int
     ) -> list[Mask | None]:
-        """Return each layer's complete mask. Layers with the same window and the same kind of cache share one object."""
+        """Return each layer's complete mask. Layers with the same window and the same number of kept keys share one object."""
         causal = Causal() if self.causal and not (mask is not None and mask.is_causality) else None
-        found: dict[Any, Mask | None] = {}
+        found: dict[tuple[int | None, int | None], Mask | None] = {}
         masks = []
         for layer, window in enumerate(self.windows):
-            kind: object = window
-            if cache is not None:
-                kind = window, type(cache.layers[layer]), cache.layers[layer].window
+            kind = window, None if cache is None else cache.layers[layer].num_kept
             if kind not in found:
-                described = key_mask, document_ids
-                rules = hiding_rules(window, *described) if cache is None else cache.rules(layer, window, *described, num_new)
-                found[kind] = intersect(causal, *rules, mask)
+                described = [key_mask, document_ids]
+                if cache is not None:  # of the keys that the layer reads
+                    newest = slice(-cache.layers[layer].num_kept - num_new, None)
+                    described = [None if tensor is None else tensor[:, newest] for tensor in described]
+                found[kind] = intersect(causal, *_hiding_rules(window, *described), mask)
             masks.append(found[kind])
         return masks
 
@@ -180,19 +180,14 @@ class TransformerModel(nn.Module):
         attn_bias = None if self.attn_bias is None else as_bias(self.attn_bias)
         checkpointing = self.config.checkpointing and torch.is_grad_enabled()
         options: dict[str, Any] = {"attn_bias": attn_bias, **cross}
-        try:
-            for layer, block in enumerate(self.blocks):
-                if shared is not None:
-                    options |= {"attn_mask": shared.masks[layer], "position_ids": shared.positions[layer]}
-                if cache is not None:
-                    options["cache"] = cache.layers[layer]
-                x = run_checkpointed(block, x, **options) if checkpointing else block(x, **options)
-        except BaseException:
+        for layer, block in enumerate(self.blocks):
+            if shared is not None:
+                options |= {"attn_mask": shared.masks[layer], "position_ids": shared.positions[layer]}
             if cache is not None:
-                cache.rewind()  # so that all layers have the same length again
-            raise
+                options["cache"] = cache.layers[layer]
+            x = run_checkpointed(block, x, **options) if checkpointing else block(x, **options)
         if cache is not None:
-            cache.keep()
+            cache.advance(x.shape[1])
         return self.final_norm(x)
 
     def _check_ids(self, input_ids: Tensor, position_ids: Tensor | None, past: int, counted: bool, name: str) -> None:
@@ -206,6 +201,13 @@ class TransformerModel(nn.Module):
         if config.position == "learned" and counted and config.max_len < past + L:
             before = f" after {past} in the cache" if past else ""
             raise ValueError(f"{name} has {L} tokens per row{before}, but max_len={config.max_len} with position=learned")
+
+
+def _hiding_rules(window: int | None, key_mask: Tensor | None, document_ids: Tensor | None) -> list[Mask]:
+    """Return one mask for each argument that is not None. ``key_mask`` and ``document_ids`` are (B, S)."""
+    rules: list[Mask] = [] if window is None else [SlidingWindow(window)]
+    rules += [] if key_mask is None else [Padding(key_mask)]
+    return rules + ([] if document_ids is None else [Documents(document_ids)])
 
 
 def _counted(tensor: Tensor | None) -> Tensor | None:
