@@ -30,6 +30,17 @@ from minitx.nn.functional import (
 from minitx.nn.masks import Causal, Mask, Padding, simplify
 from minitx.nn.modes import evaluating
 
+__all__ = [
+    "CORE_KINDS",
+    "AdditiveAttention",
+    "EfficientAttention",
+    "LinearAttention",
+    "LinformerAttention",
+    "PerformerAttention",
+    "approximation_error",
+    "build_core",
+]
+
 
 class EfficientAttention(nn.Module):
     """The base of cores that do not compute softmax attention. Subclasses define ``attend``.

@@ -21,6 +21,8 @@ from minitx.nn.masks import Causal, Documents, Mask, Padding, SlidingWindow, as_
 from minitx.nn.norms import make_norm
 from minitx.nn.positions import Rotation, position_ids_from
 
+__all__ = ["MODELS", "DecoderLM", "Encoder", "EncoderDecoder", "TransformerModel", "VisionTransformer", "build_model"]
+
 
 class Shared(NamedTuple):
     """The masks and the positions (or rotary angles) of one forward pass, for each layer."""
