@@ -15,7 +15,7 @@ from torch import nn
 from minitx.config import TransformerConfig
 from minitx.data.stream import TextStream
 from minitx.generation import Sampler, beam_search, generate
-from minitx.generation.beams import length_norm
+from minitx.generation.decoding import length_norm
 from minitx.generation.sampler import (
     apply_temperature,
     draw,

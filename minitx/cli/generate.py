@@ -137,7 +137,7 @@ def _prompt_ids(model: nn.Module, tokenizer: Tokenizer, prompt: str) -> list[int
 
 def _stop_ids(model: nn.Module, tokenizer: Tokenizer, stop: str | None) -> list[int]:
     """The ids that end an answer."""
-    from minitx.generation.reader import eos_ids
+    from minitx.generation.decoding import eos_ids
 
     if stop is None:
         ends = *eos_ids(model), getattr(tokenizer, "end_id", None)

@@ -4,8 +4,7 @@
 continuations.
 """
 
-from minitx.generation.beams import beam_search
-from minitx.generation.decode import generate
+from minitx.generation.decoding import beam_search, generate
 from minitx.generation.sampler import Sampler
 
 __all__ = ["Sampler", "beam_search", "generate"]

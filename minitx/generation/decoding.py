@@ -1,0 +1,372 @@
+"""``generate`` and ``beam_search``: continue a text token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from minitx.generation.sampler import Sampler, row_uniforms
+from minitx.nn.models import TransformerModel
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    input_ids: Tensor,
+    *,
+    sampler: Sampler | None = None,
+    key_mask: Tensor | None = None,
+    decoder_input_ids: Tensor | None = None,
+    max_new_tokens: int | None = None,
+    stop: Iterable[int] | None = None,
+    context: int | None = None,
+    generator: torch.Generator | None = None,
+    use_cache: bool = True,
+    on_token: Callable[[int, int], object] | None = None,
+) -> list[Tensor]:
+    """Generate a continuation of each prompt, token by token.
+
+    Args:
+        model: a causal model such as ``DecoderLM``, or an encoder–decoder such as ``EncoderDecoder``, in evaluation mode. Your own
+            causal model is called as ``model(input_ids)`` and returns logits (B, L, V). It is called with ``key_mask=`` only if
+            ``key_mask`` was given. If it has a method ``make_cache(capacity)``, it is also called with the result, ``cache=``, and
+            then gets the new ids only. Beam search calls ``cache.reorder(rows)``, as in ``KVCache``.
+        input_ids: int (B, L), the prompts, or the sources of an encoder–decoder.
+        sampler: how the next id is chosen. Default: ``Sampler()``, which takes the most probable id.
+        key_mask: bool (B, L), True = real token. Pad prompts on the left.
+        decoder_input_ids: int (B, T), the first tokens of the target, for an encoder–decoder. Default: ``config.bos_id``.
+        max_new_tokens: the largest number of new tokens. Default: 256, or fewer if a learned position table ends earlier.
+        stop: ids that end a text. Default: ``config.eos_id``, if there is one.
+        context: for a causal model, the largest number of tokens that it sees. When the text becomes longer, only the newer half is
+            kept and read again from position 0. Padding counts: a row that is padded forgets earlier than it would alone. Default: no
+            limit.
+        generator: for sampling. Each row has its own random numbers, so that it does not depend on the other rows. Default: torch's
+            global generator.
+        use_cache: keep keys and values, if the model has ``make_cache``. Without a cache, the whole text is read again for each
+            token, with the same result.
+        on_token: a function that is called with (row, id) for each new token.
+
+    Returns:
+        B tensors of new ids, without the stop token.
+
+    Raises:
+        TypeError: a model of Hugging Face, which has its own ``generate``, or a model that does not return logits (B, L, V).
+        ValueError: an argument that does not fit the model or is out of range.
+        FloatingPointError: the logits are NaN or infinite.
+
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import DecoderLM
+    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)).eval()
+    >>> prompts = torch.tensor([[1, 2, 3], [5, 7, 2]])
+    >>> [answer.shape for answer in generate(model, prompts, sampler=Sampler(temperature=0.8), max_new_tokens=4)]
+    [torch.Size([4]), torch.Size([4])]
+    """
+    sampler = Sampler() if sampler is None else sampler
+    prompt: dict[str, Any] = {"key_mask": key_mask, "decoder_input_ids": decoder_input_ids, "context": context}
+    reader, logits, seen, stop_ids, max_new_tokens = begin(
+        model, input_ids, **prompt, max_new_tokens=max_new_tokens, stop=stop, use_cache=use_cache
+    )
+    uniforms = row_uniforms(len(logits), max_new_tokens, generator) if sampler.temperature > 0.0 else None
+    answers: list[list[int]] = [[] for _ in logits]
+    is_open = [True] * len(logits)
+    for step in range(max_new_tokens):
+        tokens = sampler.choose(logits, seen, None if uniforms is None else uniforms[:, step])  # (B,)
+        for row, token in enumerate(tokens.tolist()):
+            is_open[row] = is_open[row] and token not in stop_ids
+            if is_open[row]:  # a finished row stays in the batch, but its tokens are not used
+                answers[row].append(token)
+                if on_token is not None:
+                    on_token(row, token)
+        if step + 1 == max_new_tokens or not any(is_open):
+            break
+        seen.scatter_(1, tokens.unsqueeze(1), True)
+        logits = reader.read(tokens.unsqueeze(1))
+    return [torch.tensor(answer, dtype=torch.long, device=logits.device) for answer in answers]
+
+
+def length_norm(length: int, penalty: float) -> float:
+    """Return lp(Y) = ((5 + |Y|) / 6)^α, by which beam search divides log P(Y).
+
+    Wu et al. 2016, arXiv:1609.08144, eq. 14. With α = 0, beam search compares log P itself, which favours short texts.
+
+    >>> length_norm(1, 0.6), length_norm(7, 1.0)
+    (1.0, 2.0)
+    """
+    return ((5 + length) / 6) ** penalty
+
+
+@torch.no_grad()
+def beam_search(
+    model: nn.Module,
+    input_ids: Tensor,
+    *,
+    num_beams: int = 4,
+    length_penalty: float = 0.6,
+    repetition_penalty: float = 1.0,
+    key_mask: Tensor | None = None,
+    decoder_input_ids: Tensor | None = None,
+    max_new_tokens: int | None = None,
+    stop: Iterable[int] | None = None,
+    context: int | None = None,
+    use_cache: bool = True,
+) -> list[Tensor]:
+    """Return the best continuation of each prompt that beam search finds.
+
+    At each step, the search keeps the ``num_beams`` most probable texts. A text is finished at a stop token or after
+    ``max_new_tokens``, and is then no longer continued. The result is the finished text with the largest log P(Y) / lp(Y), where lp
+    is ``length_norm`` and |Y| counts the stop token. The search ends when no unfinished text can become better. Sutskever et al.
+    2014, arXiv:1409.3215, §3.2.
+
+    Args:
+        model: a causal model such as ``DecoderLM``, or an encoder–decoder such as ``EncoderDecoder``, in evaluation mode.
+        input_ids, key_mask, decoder_input_ids, max_new_tokens, stop, context, use_cache: as in ``generate``.
+        num_beams: the number of texts that are kept. 1 gives the same ids as greedy ``generate``.
+        length_penalty: α in ``length_norm``. The default is that of Vaswani et al. 2017, §6.1.
+        repetition_penalty: as in ``Sampler``.
+
+    Returns:
+        B tensors of new ids, without the stop token.
+
+    Raises:
+        TypeError, ValueError, FloatingPointError: as in ``generate``.
+
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import DecoderLM
+    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)).eval()
+    >>> [answer.shape for answer in beam_search(model, torch.tensor([[1, 2, 3]]), max_new_tokens=4)]
+    [torch.Size([4])]
+    """
+    check_count("num_beams", num_beams)
+    if not math.isfinite(length_penalty):
+        raise ValueError(f"length_penalty={length_penalty} must be a finite number")
+    sampler = Sampler(repetition_penalty=repetition_penalty)
+    prompt: dict[str, Any] = {"key_mask": key_mask, "decoder_input_ids": decoder_input_ids, "context": context}
+    reader, logits, seen, stop_ids, max_new_tokens = begin(
+        model, input_ids, **prompt, max_new_tokens=max_new_tokens, stop=stop, use_cache=use_cache
+    )
+    B, V = logits.shape
+    stops = torch.tensor([*stop_ids], dtype=torch.long, device=logits.device)
+    scores = logits.new_zeros(B, 1)  # log P of the k texts of each row; k is 1 at first
+    texts = torch.zeros(B, 1, 0, dtype=torch.long, device=logits.device)
+    best_score, best = logits.new_full((B,), -math.inf), list(texts[:, 0])
+    for length in range(1, max_new_tokens + 1):
+        k = scores.shape[1]
+        log_probs = sampler.filtered(logits, seen).log_softmax(dim=-1).view(B, k, V)
+        scores, chosen = (scores.unsqueeze(-1) + log_probs).flatten(1).topk(min(num_beams, k * V))  # (B, k')
+        parents, tokens = chosen // V, chosen % V
+        texts = texts.gather(1, parents.unsqueeze(-1).expand(-1, -1, length - 1))
+        texts = torch.cat((texts, tokens.unsqueeze(-1)), dim=-1)  # (B, k', length)
+        ends = torch.isin(tokens, stops) | (length == max_new_tokens)
+        score, beam = (scores / length_norm(length, length_penalty)).masked_fill(~ends, -math.inf).max(dim=1)
+        for row in (score > best_score).nonzero().flatten().tolist():
+            best_score[row], best[row] = score[row], texts[row, beam[row]]
+        scores = scores.masked_fill(ends, -math.inf)  # finished texts are not continued
+        # log P never rises, so a text cannot reach more than its present log P, divided by the largest norm of later steps
+        ahead = max(length_norm(length + 1, length_penalty), length_norm(max_new_tokens, length_penalty))
+        if bool((best_score >= scores.amax(dim=1) / ahead).all()):
+            break
+        rows = (parents + k * torch.arange(B, device=parents.device).unsqueeze(1)).flatten()  # (B * k',)
+        reader.reorder(rows)
+        seen = seen.index_select(0, rows).scatter(1, tokens.view(-1, 1), True)
+        logits = reader.read(tokens.view(-1, 1))
+    return [answer[:-1] if int(answer[-1]) in stop_ids else answer for answer in best]
+
+
+class Begun(NamedTuple):
+    """The state after the prompt has been read."""
+
+    reader: Reader
+    logits: Tensor  # (B, V), for the first new id
+    seen: Tensor  # bool (B, V), True for the ids of the prompt's real tokens
+    stop: frozenset[int]  # ids that end a text
+    max_new_tokens: int
+
+
+def begin(
+    model: nn.Module,
+    input_ids: Tensor,
+    *,
+    key_mask: Tensor | None,
+    decoder_input_ids: Tensor | None,
+    max_new_tokens: int | None,
+    stop: Iterable[int] | None,
+    context: int | None,
+    use_cache: bool,
+) -> Begun:
+    """Check the arguments of ``generate`` and read the prompt."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    if hasattr(model, "prepare_inputs_for_generation"):
+        raise TypeError(f"model is a Hugging Face model, {type(model).__name__}: call its own generate()")
+    kind = of_config(model, "architecture")
+    if kind not in (None, "decoder", "encoder_decoder"):
+        raise ValueError(f"model must be a decoder or an encoder-decoder, got {type(model).__name__} with architecture={kind}")
+    if model.training:
+        raise ValueError("model is in training mode, in which dropout is active: call model.eval() first")
+    prompt, prompt_mask = _prompt(model, input_ids, key_mask, decoder_input_ids)
+    max_new_tokens = _fitting(model, prompt.shape[1], max_new_tokens, context)
+    reader = Reader(model, input_ids, key_mask, prompt.shape[1] + max_new_tokens - 1 if use_cache else None, context)
+    logits = reader.read(prompt, prompt_mask)
+    real = torch.ones_like(prompt, dtype=torch.long) if prompt_mask is None else prompt_mask.long()
+    seen = torch.zeros(logits.shape, dtype=torch.long, device=logits.device).scatter_add(1, prompt.long(), real) > 0
+    return Begun(reader, logits, seen, _stop_ids(model, stop, logits.shape[-1]), max_new_tokens)
+
+
+def check_count(name: str, number: int | None) -> None:
+    """Raise a ValueError unless ``number`` is None or a positive integer."""
+    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+        raise ValueError(f"{name}={number} must be a positive integer")
+
+
+def _prompt(
+    model: nn.Module, input_ids: Tensor, key_mask: Tensor | None, decoder_input_ids: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the ids to continue, and their key mask."""
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise ValueError(f"input_ids must have shape (B, L) with B >= 1 and L >= 1, got {tuple(input_ids.shape)}")
+    if key_mask is not None and (key_mask.shape != input_ids.shape or key_mask.dtype != torch.bool):
+        wanted = f"bool with the shape of input_ids, {tuple(input_ids.shape)}"
+        raise ValueError(f"key_mask must be {wanted}, got {key_mask.dtype} {tuple(key_mask.shape)}")
+    if not has_source(model):
+        if decoder_input_ids is not None:
+            raise ValueError("decoder_input_ids can only be used with an encoder-decoder; this model has no encode()")
+        if key_mask is not None and not bool(key_mask[:, -1].all()):
+            raise ValueError("key_mask must be True in the last column: pad prompts on the left")
+        return input_ids, key_mask
+    rows, bos_id = len(input_ids), of_config(model, "bos_id")
+    if decoder_input_ids is None:
+        if bos_id is None:
+            raise ValueError("decoder_input_ids=None needs a bos_id in the config, as the first token of the text")
+        return input_ids.new_full((rows, 1), bos_id), None
+    if decoder_input_ids.dim() != 2 or len(decoder_input_ids) != rows or not decoder_input_ids.shape[1]:
+        raise ValueError(f"decoder_input_ids must have shape (B, T) = ({rows}, T), got {tuple(decoder_input_ids.shape)}")
+    return decoder_input_ids, None
+
+
+def _fitting(model: nn.Module, length: int, max_new_tokens: int | None, context: int | None) -> int:
+    """Return ``max_new_tokens`` or its default. Raise a ValueError if the position table is too short for it.
+
+    The last new token needs no position, because the model does not read it.
+    """
+    check_count("max_new_tokens", max_new_tokens)
+    check_count("context", context)
+    if context is not None and has_source(model):
+        raise ValueError(f"context={context} can only be used with a causal model, not with an encoder-decoder")
+    if of_config(model, "position") != "learned":
+        return max_new_tokens or 256
+    max_len = of_config(model, "max_len")
+    if context is not None:
+        if context > max_len:
+            raise ValueError(f"context={context} must be at most max_len={max_len}")
+        return max_new_tokens or 256
+    most = max_len - length + 1
+    if most < (max_new_tokens or 1):
+        name = "decoder_input_ids" if has_source(model) else "input_ids"
+        raise ValueError(f"{name} of {length} tokens and max_new_tokens={max_new_tokens} do not fit into max_len={max_len}")
+    return max_new_tokens or min(most, 256)
+
+
+def _stop_ids(model: nn.Module, stop: Iterable[int] | None, V: int) -> frozenset[int]:
+    if stop is None:  # GPT-2's config names 50256 for every vocabulary
+        return frozenset(id for id in eos_ids(model) if id < V)
+    ids = list(stop)
+    for id in ids:
+        if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < V:
+            raise ValueError(f"stop must contain ids from 0 to {V - 1}, got {id!r}")
+    return frozenset(ids)
+
+
+class Reader:
+    """Feed the next ids to a model and return its logits.
+
+    Earlier ids are kept in a cache. They are read again if ``capacity`` is None or the model has no ``make_cache``. When a text
+    becomes longer than ``context``, only the newer half is kept and read again.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        key_mask: Tensor | None,
+        capacity: int | None,
+        context: int | None = None,
+    ) -> None:
+        self.model, self.capacity, self.context = model, capacity, context
+        self.memory = model.encode(input_ids, key_mask=key_mask) if has_source(model) else None  # type: ignore[operator]
+        self.source_mask = key_mask if has_source(model) else None
+        self.cache: Any = None
+        self.ids: Tensor | None = None  # the ids that the model sees, and their key mask
+        self.key_mask: Tensor | None = None
+
+    def read(self, ids: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """Read ids (B, L) and return the logits (B, V) of the next token, in at least float32. ``key_mask``: of the prompt."""
+        view, view_mask, kept = ids, key_mask, self.context or 0
+        if self.ids is not None:
+            view, kept = torch.cat((self.ids, ids), dim=1), max(kept // 2, 1)
+            view_mask = None if self.key_mask is None else F.pad(self.key_mask, (0, ids.shape[1]), value=True)
+        forgets = self.context is not None and view.shape[1] > self.context
+        if forgets:
+            view, view_mask = view[:, -kept:], None if view_mask is None else view_mask[:, -kept:]
+        self.ids, self.key_mask = view, view_mask
+        if self.cache is None or forgets:
+            ids, key_mask, self.cache = view, view_mask, self._new_cache()
+        last = self._forward(ids, key_mask)
+        last = last.to(torch.promote_types(last.dtype, torch.float32))
+        if not bool(torch.isfinite(last.amax(dim=-1)).all()):
+            raise FloatingPointError("the model's logits are not finite")
+        return last
+
+    def _forward(self, ids: Tensor, key_mask: Tensor | None) -> Tensor:
+        options: dict[str, Any] = {} if self.cache is None else {"cache": self.cache}
+        if self.memory is not None:
+            return last_logits(self.model, None, ids, key_mask=self.source_mask, memory=self.memory, **options)
+        if key_mask is not None:
+            options["key_mask"] = key_mask
+        return last_logits(self.model, ids, **options)
+
+    def _new_cache(self) -> Any:
+        make: Any = getattr(self.model, "make_cache", None)
+        if self.capacity is None or make is None:
+            return None
+        return make(min(self.capacity, self.context or self.capacity))
+
+    def reorder(self, rows: Tensor) -> None:
+        """Replace each row i by the row ``rows[i]``."""
+        if self.cache is not None:
+            self.cache.reorder(rows)
+        for name in ("memory", "source_mask", "ids", "key_mask"):
+            kept = getattr(self, name)
+            setattr(self, name, None if kept is None else kept.index_select(0, rows))
+
+
+def last_logits(model: nn.Module, *args: Any, **options: Any) -> Tensor:
+    """Return the logits (B, V) of the last position. The head is computed for this position only."""
+    if not isinstance(model, TransformerModel):
+        logits = model(*args, **options)
+        if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != args[-1].shape:
+            got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise TypeError(f"model must return logits (B, L, V) for input_ids {tuple(args[-1].shape)}, got {got}")
+        return logits[:, -1]
+    hidden = model(*args, **options, return_hidden=True)
+    return model.head(hidden[:, -1])  # type: ignore[operator]
+
+
+def of_config(model: nn.Module, name: str) -> Any:
+    """Return a field of the model's config, or None if it does not exist."""
+    return getattr(getattr(model, "config", None), name, None)
+
+
+def eos_ids(model: nn.Module) -> tuple[int, ...]:
+    """Return the ids that end a text according to the model's config."""
+    found = of_config(model, "eos_id")
+    return tuple(found) if isinstance(found, list | tuple) else (() if found is None else (found,))
+
+
+def has_source(model: nn.Module) -> bool:
+    """Return whether the model is an encoder–decoder."""
+    return hasattr(model, "encode")
