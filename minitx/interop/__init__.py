@@ -4,7 +4,7 @@ Pickle files and code are never read.
 """
 
 from minitx.interop.adopt import adopt_hf, release_hf
+from minitx.interop.huggingface import FAMILIES, load_hf, save_hf
 from minitx.interop.pretrained import from_pretrained, save_pretrained
-from minitx.interop.weights import FAMILIES, load_hf, save_hf
 
 __all__ = ["FAMILIES", "adopt_hf", "from_pretrained", "load_hf", "release_hf", "save_hf", "save_pretrained"]

@@ -16,15 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from minitx.config import TransformerConfig
-from minitx.interop.bert import BERT, ROBERTA
+from minitx.interop.decoders import GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
+from minitx.interop.encoders import BERT, ROBERTA, T5, VIT
+from minitx.interop.families import Architecture, Family, Place, find_architecture, read_config, unlike, write_config
 from minitx.interop.files import INDEX, WEIGHTS, find_folder, read_json, write_json, write_shards
-from minitx.interop.gemma import GEMMA2, GEMMA3
-from minitx.interop.gpt2 import GPT2
-from minitx.interop.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from minitx.interop.pretrained import check_unchanged
-from minitx.interop.t5 import T5
-from minitx.interop.table import Architecture, Family, Place, find_architecture, read_config, unlike, write_config
-from minitx.interop.vit import VIT
 from minitx.nn.models import TransformerModel, build_model
 
 log = logging.getLogger(__name__)

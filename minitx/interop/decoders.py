@@ -1,8 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3. Mistral has a window, Qwen2 has biases on q, k and v, Qwen3 has norms on q and k.
-
-Touvron et al. 2023, arXiv:2302.13971; Jiang et al. 2023, arXiv:2310.06825; Yang et al. 2024, arXiv:2407.10671, and 2025,
-arXiv:2505.09388.
-"""
+"""The tables of the decoders: GPT-2, Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3."""
 
 from __future__ import annotations
 
@@ -11,7 +7,49 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from minitx.interop.table import Architecture, Family, Key, Tensors, Values
+from minitx.interop.families import ACTIVATIONS, Architecture, Family, Key, Place, Tensors, Values
+
+# --- GPT-2
+
+GPT2 = Family(
+    model_type="gpt2",
+    keys=(
+        Key("vocab_size", "vocab_size", 50257),
+        Key("n_positions", "max_len", 1024),
+        Key("n_embd", "embed_dim", 768),
+        Key("n_layer", "num_layers", 12),
+        Key("n_head", "num_heads", 12),
+        Key("n_inner", "ffn_dim"),
+        Key("activation_function", "activation", "gelu_new", {"gelu_new": "gelu_tanh", **ACTIVATIONS}),
+        *(Key(name, "dropout", 0.1) for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop")),
+        Key("layer_norm_epsilon", "norm_eps", 1e-5),
+        Key("scale_attn_weights", "scale", True, {True: "inv_sqrt", False: "unscaled"}),
+        Key("tie_word_embeddings", "tie_embeddings", True),
+        Key("bos_token_id", "bos_id", 50256),
+        Key("eos_token_id", "eos_id", 50256),
+        Key("pad_token_id", "pad_id"),
+    ),
+    fields={"architecture": "decoder"},
+    architectures={
+        "GPT2LMHeadModel": Architecture({}, {"head": "lm_head"}),
+        "GPT2Model": Architecture({}, {"head": "lm_head"}, is_base=True),
+    },
+    prefix="transformer.",
+    tensors={
+        "embeddings.token": "wte",
+        "embeddings.position.table": "wpe",
+        "blocks.*.attention_residual.norm": "h.*.ln_1",
+        **{f"blocks.*.attention.{'qkv'[i]}_proj": Place("h.*.attn.c_attn", True, (i, 3)) for i in range(3)},
+        "blocks.*.attention.out_proj": Place("h.*.attn.c_proj", True),
+        "blocks.*.feedforward_residual.norm": "h.*.ln_2",
+        "blocks.*.feedforward.up_proj": Place("h.*.mlp.c_fc", True),
+        "blocks.*.feedforward.down_proj": Place("h.*.mlp.c_proj", True),
+        "final_norm": "ln_f",
+    },
+    harmless=("n_ctx", "n_special", "predict_special_tokens"),
+    ignored=("h.*.attn.bias", "h.*.attn.masked_bias"),
+    copies={"lm_head.weight": "wte.weight"},
+)
 
 GATES = {
     "silu": "swiglu",
@@ -113,7 +151,7 @@ def untidy_qwen(values: Values) -> Values:
     return {**untidy(values), **more, "sliding_window": largest(values["sliding_window"])}
 
 
-# --- the families
+# --- Llama, Mistral, Qwen2 and Qwen3
 
 KEYS = (
     Key("vocab_size", "vocab_size", 32000),
@@ -206,4 +244,102 @@ QWEN3 = llama_family(
     {"qk_norm": "rms"},
     tidy=tidy_qwen,
     untidy=untidy_qwen,
+)
+
+# --- Gemma 2 and 3
+
+NORMS_HERE = {
+    **NORMS,
+    "blocks.*.attention_residual.output_norm": "layers.*.post_attention_layernorm",
+    "blocks.*.feedforward_residual.norm": "layers.*.pre_feedforward_layernorm",
+    "blocks.*.feedforward_residual.output_norm": "layers.*.post_feedforward_layernorm",
+}
+
+
+def _tidy_gemma_layers(values: Values, every: int) -> tuple[Values, list[str]]:
+    """Compute the window and the kind of each layer (every ``every``-th has no window), and the score scale."""
+    every = values.pop("sliding_window_pattern", None) or every
+    layers = values.get("num_hidden_layers", 26)
+    kinds = values.pop("layer_types", None) or [SLIDING if i % every else FULL for i in range(1, layers + 1)]
+    values["sliding_window"] = by_layer({FULL: None, SLIDING: values.get("sliding_window", 4096)}, kinds)
+    scalar = values.get("query_pre_attn_scalar", 256)
+    values["query_pre_attn_scalar"] = "inv_sqrt" if scalar == values.get("head_dim", 256) else scalar**-0.5
+    return values, kinds
+
+
+def tidy_gemma2(values: Values, names: Collection[str]) -> Values:
+    """Translate the keys of Gemma 2. Every second layer has a window, beginning with the first."""
+    return tidy(_tidy_gemma_layers(values, 2)[0])
+
+
+def tidy_gemma3(values: Values, names: Collection[str]) -> Values:
+    """Translate the keys of Gemma 3. Five of six layers have a window, and these have another rotary base."""
+    values, kinds = _tidy_gemma_layers(values, 6)
+    local = {"rope_type": "default", "rope_theta": values.pop("rope_local_base_freq", 10000.0)}
+    rope = values.get("rope_parameters") or {}
+    if FULL in rope or SLIDING in rope:
+        rope, local = rope.get(FULL) or {}, {**local, **(rope.get(SLIDING) or {})}
+    values = tidy({"rope_theta": rope.get("rope_theta", 1e6), **values, "rope_parameters": rope})
+    kind = values[ROPE + "rope_type"]
+    if SLIDING in kinds and (kind not in ("default", "linear") or local["rope_type"] != "default"):
+        raise ValueError(f"{ROPE}rope_type={kind!r} is not supported in a model with windows: only 'default' or 'linear'")
+    if kind == "linear":  # in layers without a window only; a factor of 1 changes nothing
+        values[ROPE + "factor"] = by_layer({FULL: values[ROPE + "factor"], SLIDING: 1.0}, kinds)
+    values[ROPE + "rope_theta"] = by_layer({FULL: values[ROPE + "rope_theta"], SLIDING: local["rope_theta"]}, kinds)
+    return values
+
+
+def untidy_gemma2(values: Values) -> Values:
+    """Write the keys of Gemma 2: the kind of each layer, and the score scale as the number under the root."""
+    scale, window = values["query_pre_attn_scalar"], values["sliding_window"]
+    is_root = isinstance(scale, float) and scale > 1e-6  # `unlike` finds a scale that is not of this form
+    scalar = round(scale**-2) if is_root else values["head_dim"]
+    kinds = layer_kinds(window, values["num_hidden_layers"])
+    return {**untidy(values), "layer_types": kinds, "sliding_window": largest(window), "query_pre_attn_scalar": scalar}
+
+
+def untidy_gemma3(values: Values) -> Values:
+    """Write the keys of Gemma 3: those of Gemma 2, and the rotary bases in the old and the new spelling."""
+    values = untidy_gemma2({**values, ROPE + "factor": largest(values.get(ROPE + "factor"))})
+    theta, kinds = values["rope_theta"], values["layer_types"]
+    of_kind = dict(zip(kinds, theta if isinstance(theta, list) else [theta] * len(kinds), strict=True))
+    full, local = of_kind.get(FULL, 1e6), of_kind.get(SLIDING, 10000.0)
+    nested = {FULL: {**values["rope_parameters"], "rope_theta": full}, SLIDING: {"rope_type": "default", "rope_theta": local}}
+    return {**values, "rope_parameters": nested, "rope_theta": full, "rope_local_base_freq": local}
+
+
+def _gemma_family(model_type: str, name: str, defaults: Values, keys: Sequence[Key], fields: Values, **more: Any) -> Family:
+    sizes = {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8}
+    others = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    activation = Key("hidden_activation", "activation", "gelu_pytorch_tanh", GATES)
+    return llama_family(
+        model_type,
+        name,
+        {**sizes, **others, **ids, **defaults},
+        (activation, WINDOW, *BIASES, Key("query_pre_attn_scalar", "scale"), *keys),
+        {"norm_position": "sandwich", "scale_embeddings": True, **fields},
+        tensors={**TENSORS, **{ours: Place(theirs, shift=1.0) for ours, theirs in NORMS_HERE.items()}},
+        harmless=("hidden_act",),
+        **more,
+    )
+
+
+GEMMA2 = _gemma_family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    {"vocab_size": 256000, "max_position_embeddings": 8192},
+    (Key("attn_logit_softcapping", "softcap", 50.0), Key("final_logit_softcapping", "logit_softcap", 30.0)),
+    {},
+    tidy=tidy_gemma2,
+    untidy=untidy_gemma2,
+)
+GEMMA3 = _gemma_family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    {"vocab_size": 262208, "max_position_embeddings": 131072},
+    (Key("final_logit_softcapping", "logit_softcap"), QK_NORM_EPS),
+    {"qk_norm": "rms"},
+    tidy=tidy_gemma3,
+    untidy=untidy_gemma3,
 )
