@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from minitx.interop.families import ACTIVATIONS, Architecture, Family, Key, Place, Tensors, Values
+from minitx.interop.families import ACTIVATIONS, Architecture, Family, Place, Tensors, Values
 
-# --- GPT-2
+# --- GPT-2 (Radford et al. 2019): its matrices have shape (in, out), and one matrix holds q, k and v (``Conv1D``)
 
 GPT2 = Family(
     model_type="gpt2",
-    keys=(
-        Key("vocab_size", "vocab_size", 50257),
-        Key("n_positions", "max_len", 1024),
-        Key("n_embd", "embed_dim", 768),
-        Key("n_layer", "num_layers", 12),
-        Key("n_head", "num_heads", 12),
-        Key("n_inner", "ffn_dim"),
-        Key("activation_function", "activation", "gelu_new", {"gelu_new": "gelu_tanh", **ACTIVATIONS}),
-        *(Key(name, "dropout", 0.1) for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop")),
-        Key("layer_norm_epsilon", "norm_eps", 1e-5),
-        Key("scale_attn_weights", "scale", True, {True: "inv_sqrt", False: "unscaled"}),
-        Key("tie_word_embeddings", "tie_embeddings", True),
-        Key("bos_token_id", "bos_id", 50256),
-        Key("eos_token_id", "eos_id", 50256),
-        Key("pad_token_id", "pad_id"),
-    ),
+    keys={
+        "vocab_size": "vocab_size",
+        "max_len": "n_positions",
+        "embed_dim": "n_embd",
+        "num_layers": "n_layer",
+        "num_heads": "n_head",
+        "ffn_dim": "n_inner",
+        "activation": "activation_function",
+        "dropout": ("embd_pdrop", "attn_pdrop", "resid_pdrop"),
+        "norm_eps": "layer_norm_epsilon",
+        "scale": "scale_attn_weights",
+        "tie_embeddings": "tie_word_embeddings",
+        "bos_id": "bos_token_id",
+        "eos_id": "eos_token_id",
+        "pad_id": "pad_token_id",
+    },
+    defaults={
+        **{"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "resid_pdrop": 0.1},
+        **{"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True},
+        **{"tie_word_embeddings": True, "bos_token_id": 50256, "eos_token_id": 50256},
+    },
+    words={
+        "activation_function": {"gelu_new": "gelu_tanh", **ACTIVATIONS},
+        "scale_attn_weights": {True: "inv_sqrt", False: "unscaled"},
+    },
     fields={"architecture": "decoder"},
     architectures={
         "GPT2LMHeadModel": Architecture({}, {"head": "lm_head"}),
@@ -39,11 +47,13 @@ GPT2 = Family(
         "embeddings.token": "wte",
         "embeddings.position.table": "wpe",
         "blocks.*.attention_residual.norm": "h.*.ln_1",
-        **{f"blocks.*.attention.{'qkv'[i]}_proj": Place("h.*.attn.c_attn", True, (i, 3)) for i in range(3)},
-        "blocks.*.attention.out_proj": Place("h.*.attn.c_proj", True),
+        "blocks.*.attention.q_proj": Place("h.*.attn.c_attn", transposed=True, part=(0, 3)),
+        "blocks.*.attention.k_proj": Place("h.*.attn.c_attn", transposed=True, part=(1, 3)),
+        "blocks.*.attention.v_proj": Place("h.*.attn.c_attn", transposed=True, part=(2, 3)),
+        "blocks.*.attention.out_proj": Place("h.*.attn.c_proj", transposed=True),
         "blocks.*.feedforward_residual.norm": "h.*.ln_2",
-        "blocks.*.feedforward.up_proj": Place("h.*.mlp.c_fc", True),
-        "blocks.*.feedforward.down_proj": Place("h.*.mlp.c_proj", True),
+        "blocks.*.feedforward.up_proj": Place("h.*.mlp.c_fc", transposed=True),
+        "blocks.*.feedforward.down_proj": Place("h.*.mlp.c_proj", transposed=True),
         "final_norm": "ln_f",
     },
     harmless=("n_ctx", "n_special", "predict_special_tokens"),
@@ -51,25 +61,14 @@ GPT2 = Family(
     copies={"lm_head.weight": "wte.weight"},
 )
 
-GATES = {
-    "silu": "swiglu",
-    "swish": "swiglu",
-    "gelu": "geglu",
-    "gelu_pytorch_tanh": "geglu_tanh",
-    "gelu_new": "geglu_tanh",
-    "relu": "reglu",
-}
-ROPE = "rope_parameters."
-SCALINGS = {"default": None, "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
-# the names of `low` and `high` of a `RotaryScaling`
-TURNS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
-FULL, SLIDING = "full_attention", "sliding_attention"
-
-
 # --- rotary positions
 
+ROPE = "rope_parameters."
+# the names of `low` and `high` of a `RotaryScaling`
+TURNS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 
-def tidy(values: Values, names: Collection[str] = ()) -> Values:
+
+def tidy_rope(values: Values, names: Collection[str] = ()) -> Values:
     """Turn the rotary options into flat keys. Transformers 5 has ``rope_parameters``, older versions ``rope_theta`` and ``rope_scaling``."""
     theta, old, new = (values.pop(name, None) for name in ("rope_theta", "rope_scaling", "rope_parameters"))
     old, new = dict(old or {}), dict(new or {})
@@ -94,7 +93,7 @@ def tidy(values: Values, names: Collection[str] = ()) -> Values:
     return {**values, **{ROPE + name: value for name, value in rope.items()}}
 
 
-def untidy(values: Values) -> Values:
+def untidy_rope(values: Values) -> Values:
     """Write the rotary options in both spellings: an older version of transformers would use a base of 10000 without warning."""
     rope = {name.removeprefix(ROPE): value for name, value in values.items() if name.startswith(ROPE)}
     kind, theta = rope.setdefault("rope_type", "default"), rope.pop("rope_theta")
@@ -103,15 +102,14 @@ def untidy(values: Values) -> Values:
     scaling = {name: value for name, value in rope.items() if value is not None}
     if kind == "default":
         scaling = {"rope_type": "default"}
-    spellings = {
-        "rope_parameters": {**scaling, "rope_theta": theta},
-        "rope_theta": theta,
-        "rope_scaling": None if kind == "default" else scaling,
-    }
-    return {**{name: value for name, value in values.items() if not name.startswith(ROPE)}, **spellings}
+    rest = {name: value for name, value in values.items() if not name.startswith(ROPE)}
+    both = {"rope_theta": theta, "rope_scaling": None if kind == "default" else scaling}
+    return {**rest, "rope_parameters": {**scaling, "rope_theta": theta}, **both}
 
 
 # --- layers with and without a window
+
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def by_layer(of_kind: Mapping[str, Any], kinds: Sequence[str]) -> Any:
@@ -123,16 +121,102 @@ def by_layer(of_kind: Mapping[str, Any], kinds: Sequence[str]) -> Any:
     return found[0] if found and found.count(found[0]) == len(found) else found
 
 
-def layer_kinds(window: Any, num_layers: int) -> list[str]:
-    """Return ``layer_types`` for the field ``window`` of our config."""
-    windows = window if isinstance(window, list) else [window] * num_layers
-    return [FULL if one is None else SLIDING for one in windows]
+def untidy_layers(values: Values) -> Values:
+    """Write the windows of the layers as ``layer_types`` and the largest ``sliding_window``."""
+    windows = values["sliding_window"]
+    windows = windows if isinstance(windows, list) else [windows] * values["num_hidden_layers"]
+    kinds = [FULL if window is None else SLIDING for window in windows]
+    largest = max((window for window in windows if window is not None), default=None)
+    return {**untidy_rope(values), "layer_types": kinds, "sliding_window": largest}
 
 
-def largest(window: Any) -> int | None:
-    """Return the largest window of the layers, or None if no layer has one."""
-    windows = window if isinstance(window, list) else [window]
-    return max((one for one in windows if one is not None), default=None)
+# --- Llama (Touvron et al. 2023, arXiv:2302.13971)
+
+LLAMA_KEYS = {
+    "vocab_size": "vocab_size",
+    "embed_dim": "hidden_size",
+    "ffn_dim": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "max_len": "max_position_embeddings",
+    "activation": "hidden_act",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "bos_id": "bos_token_id",
+    "eos_id": "eos_token_id",
+    "pad_id": "pad_token_id",
+    "rotary_scaling": ROPE + "rope_type",
+    "rotary_base": ROPE + "rope_theta",
+    "rotary_factor": ROPE + "factor",
+    "rotary_original_len": ROPE + "original_max_position_embeddings",
+    "rotary_low": ROPE + "low",
+    "rotary_high": ROPE + "high",
+}
+LLAMA_DEFAULTS = {
+    **{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
+    **{"num_attention_heads": 32, "max_position_embeddings": 2048, "hidden_act": "silu", "rms_norm_eps": 1e-6},
+    **{"tie_word_embeddings": False, "sliding_window": 4096, "attention_bias": False, "mlp_bias": False, ROPE + "factor": 1.0},
+}
+GATES = {
+    **{"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh"},
+    "relu": "reglu",
+}
+LLAMA_WORDS = {
+    "hidden_act": GATES,
+    "hidden_activation": GATES,
+    ROPE + "rope_type": {"default": None, "linear": "linear", "llama3": "llama3", "yarn": "yarn"},
+}
+WINDOW = {"window": "sliding_window"}
+BIASES = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
+LLAMA_TENSORS: Tensors = {
+    "embeddings.token": "embed_tokens",
+    "blocks.*.attention_residual.norm": "layers.*.input_layernorm",
+    "blocks.*.attention.q_proj": "layers.*.self_attn.q_proj",
+    "blocks.*.attention.k_proj": "layers.*.self_attn.k_proj",
+    "blocks.*.attention.v_proj": "layers.*.self_attn.v_proj",
+    "blocks.*.attention.qk_norm.query_norm": "layers.*.self_attn.q_norm",
+    "blocks.*.attention.qk_norm.key_norm": "layers.*.self_attn.k_norm",
+    "blocks.*.attention.out_proj": "layers.*.self_attn.o_proj",
+    "blocks.*.feedforward_residual.norm": "layers.*.post_attention_layernorm",
+    "blocks.*.feedforward.gate_proj": "layers.*.mlp.gate_proj",
+    "blocks.*.feedforward.up_proj": "layers.*.mlp.up_proj",
+    "blocks.*.feedforward.down_proj": "layers.*.mlp.down_proj",
+    "final_norm": "norm",
+}
+
+
+def llama_family(
+    model_type: str, name: str, keys: Mapping[str, str], defaults: Values, fields: Values | None = None, **more: Any
+) -> Family:
+    """Return a family like Llama, with further ``keys`` and ``fields`` and other ``defaults``."""
+    return Family(
+        model_type=model_type,
+        keys={**LLAMA_KEYS, **keys},
+        defaults={**LLAMA_DEFAULTS, **defaults},
+        words=LLAMA_WORDS,
+        fields={"architecture": "decoder", "position": "rotary", "norm": "rms", "bias": False, **(fields or {})},
+        required={"partial_rotary_factor": 1.0, ROPE + "partial_rotary_factor": 1.0, ROPE + "truncate": True},
+        architectures={name: Architecture({}, {"head": "lm_head"})},
+        prefix="model.",
+        ignored=("layers.*.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq"),
+        copies={"lm_head.weight": "embed_tokens.weight"},
+        **{"tensors": LLAMA_TENSORS, "harmless": ("pretraining_tp",), "tidy": tidy_rope, "untidy": untidy_rope, **more},
+    )
+
+
+LLAMA = llama_family("llama", "LlamaForCausalLM", {**BIASES, "bias": "mlp_bias"}, {"bos_token_id": 1, "eos_token_id": 2})
+
+# --- Mistral (Jiang et al. 2023, arXiv:2310.06825): all layers have a window
+
+MISTRAL_DEFAULTS = {
+    **{"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+    **{"bos_token_id": 1, "eos_token_id": 2},
+}
+MISTRAL = llama_family("mistral", "MistralForCausalLM", WINDOW, MISTRAL_DEFAULTS)
+
+# --- Qwen2 and Qwen3 (Yang et al. 2024, arXiv:2407.10671, and 2025, arXiv:2505.09388): biases or norms on q and k
 
 
 def tidy_qwen(values: Values, names: Collection[str]) -> Values:
@@ -141,122 +225,46 @@ def tidy_qwen(values: Values, names: Collection[str]) -> Values:
     given = values.pop("layer_types", None) or [FULL] * min(first, layers) + [SLIDING] * max(layers - first, 0)
     kinds = given if values.pop("use_sliding_window", False) else [FULL] * layers
     window = by_layer({FULL: None, SLIDING: values.get("sliding_window", 4096)}, kinds)
-    return tidy({**values, "sliding_window": window})
+    return tidy_rope({**values, "sliding_window": window})
 
 
 def untidy_qwen(values: Values) -> Values:
     """Write the keys of Qwen: ``layer_types`` and, for older versions of transformers, ``max_window_layers``."""
-    kinds = layer_kinds(values["sliding_window"], values["num_hidden_layers"])
-    more = {"layer_types": kinds, "max_window_layers": kinds.count(FULL), "use_sliding_window": SLIDING in kinds}
-    return {**untidy(values), **more, "sliding_window": largest(values["sliding_window"])}
+    values = untidy_layers(values)
+    kinds = values["layer_types"]
+    return {**values, "max_window_layers": kinds.count(FULL), "use_sliding_window": SLIDING in kinds}
 
 
-# --- Llama, Mistral, Qwen2 and Qwen3
-
-KEYS = (
-    Key("vocab_size", "vocab_size", 32000),
-    Key("hidden_size", "embed_dim", 4096),
-    Key("intermediate_size", "ffn_dim", 11008),
-    Key("num_hidden_layers", "num_layers", 32),
-    Key("num_attention_heads", "num_heads", 32),
-    Key("num_key_value_heads", "num_kv_heads"),
-    Key("head_dim", "head_dim"),
-    Key("max_position_embeddings", "max_len", 2048),
-    Key("rms_norm_eps", "norm_eps", 1e-6),
-    Key("tie_word_embeddings", "tie_embeddings", False),
-    Key("bos_token_id", "bos_id"),
-    Key("eos_token_id", "eos_id"),
-    Key("pad_token_id", "pad_id"),
-    Key(ROPE + "rope_type", "rotary_scaling", "default", SCALINGS),
-    Key(ROPE + "rope_theta", "rotary_base", 10000.0),
-    Key(ROPE + "factor", "rotary_factor", 1.0),
-    Key(ROPE + "original_max_position_embeddings", "rotary_original_len"),
-    Key(ROPE + "low", "rotary_low"),
-    Key(ROPE + "high", "rotary_high"),
-)
-ACTIVATION = Key("hidden_act", "activation", "silu", GATES)
-WINDOW = Key("sliding_window", "window", 4096)
-BIASES = (Key("attention_bias", "qkv_bias", False), Key("attention_bias", "out_bias", False))
-QK_NORM_EPS = Key("rms_norm_eps", "qk_norm_eps", 1e-6)
-TENSORS: Tensors = {
-    "embeddings.token": "embed_tokens",
-    **{f"blocks.*.attention.{one}_proj": f"layers.*.self_attn.{one}_proj" for one in "qkv"},
-    "blocks.*.attention.out_proj": "layers.*.self_attn.o_proj",
-    **{f"blocks.*.feedforward.{one}_proj": f"layers.*.mlp.{one}_proj" for one in ("gate", "up", "down")},
+QWEN: Values = {"tidy": tidy_qwen, "untidy": untidy_qwen}
+QWEN_DEFAULTS = {
+    **{"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768},
 }
-NORMS = {
+QWEN2 = llama_family("qwen2", "Qwen2ForCausalLM", WINDOW, QWEN_DEFAULTS, {"qkv_bias": True, "out_bias": False}, **QWEN)
+QWEN3 = llama_family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    {**WINDOW, **BIASES, "qk_norm_eps": "rms_norm_eps"},
+    {**QWEN_DEFAULTS, "head_dim": 128},
+    {"qk_norm": "rms"},
+    **QWEN,
+)
+
+# --- Gemma 2 and 3 (Gemma Team 2024, arXiv:2408.00118, and 2025, arXiv:2503.19786): norms stand before and after each sublayer and
+# multiply by 1 + weight, embeddings are multiplied by √E, the config gives the score scale, and some layers have a window. Gemma 2
+# soft-caps scores and logits. Gemma 3 has norms on q and k, and another rotary base in layers with a window.
+
+GEMMA_NORMS = {
     "blocks.*.attention_residual.norm": "layers.*.input_layernorm",
+    "blocks.*.attention_residual.output_norm": "layers.*.post_attention_layernorm",
     "blocks.*.attention.qk_norm.query_norm": "layers.*.self_attn.q_norm",
     "blocks.*.attention.qk_norm.key_norm": "layers.*.self_attn.k_norm",
-    "blocks.*.feedforward_residual.norm": "layers.*.post_attention_layernorm",
+    "blocks.*.feedforward_residual.norm": "layers.*.pre_feedforward_layernorm",
+    "blocks.*.feedforward_residual.output_norm": "layers.*.post_feedforward_layernorm",
     "final_norm": "norm",
 }
 
 
-def llama_family(
-    model_type: str, name: str, defaults: Values, keys: Sequence[Key] = (), fields: Values | None = None, **more: Any
-) -> Family:
-    """Return a family like Llama, with other ``defaults`` of its keys and with additional ``keys`` and ``fields``."""
-    shared = tuple(replace(key, default=defaults.get(key.key, key.default)) for key in KEYS)
-    return Family(
-        model_type=model_type,
-        keys=(*shared, *keys),
-        fields={"architecture": "decoder", "position": "rotary", "norm": "rms", "bias": False, **(fields or {})},
-        required={"partial_rotary_factor": 1.0, ROPE + "partial_rotary_factor": 1.0, ROPE + "truncate": True},
-        architectures={name: Architecture({}, {"head": "lm_head"})},
-        prefix="model.",
-        ignored=("layers.*.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq"),
-        copies={"lm_head.weight": "embed_tokens.weight"},
-        **{"tensors": {**TENSORS, **NORMS}, "harmless": ("pretraining_tp",), "tidy": tidy, "untidy": untidy, **more},
-    )
-
-
-LLAMA = llama_family(
-    "llama", "LlamaForCausalLM", {"bos_token_id": 1, "eos_token_id": 2}, (ACTIVATION, *BIASES, Key("mlp_bias", "bias", False))
-)
-MISTRAL = llama_family(
-    "mistral",
-    "MistralForCausalLM",
-    {
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    (ACTIVATION, WINDOW),
-)
-QWEN = {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768}
-QWEN2 = llama_family(
-    "qwen2",
-    "Qwen2ForCausalLM",
-    QWEN,
-    (ACTIVATION, WINDOW),
-    {"qkv_bias": True, "out_bias": False},
-    tidy=tidy_qwen,
-    untidy=untidy_qwen,
-)
-QWEN3 = llama_family(
-    "qwen3",
-    "Qwen3ForCausalLM",
-    {**QWEN, "head_dim": 128},
-    (ACTIVATION, WINDOW, *BIASES, QK_NORM_EPS),
-    {"qk_norm": "rms"},
-    tidy=tidy_qwen,
-    untidy=untidy_qwen,
-)
-
-# --- Gemma 2 and 3
-
-NORMS_HERE = {
-    **NORMS,
-    "blocks.*.attention_residual.output_norm": "layers.*.post_attention_layernorm",
-    "blocks.*.feedforward_residual.norm": "layers.*.pre_feedforward_layernorm",
-    "blocks.*.feedforward_residual.output_norm": "layers.*.post_feedforward_layernorm",
-}
-
-
-def _tidy_gemma_layers(values: Values, every: int) -> tuple[Values, list[str]]:
+def _tidy_gemma(values: Values, every: int) -> tuple[Values, list[str]]:
     """Compute the window and the kind of each layer (every ``every``-th has no window), and the score scale."""
     every = values.pop("sliding_window_pattern", None) or every
     layers = values.get("num_hidden_layers", 26)
@@ -269,17 +277,17 @@ def _tidy_gemma_layers(values: Values, every: int) -> tuple[Values, list[str]]:
 
 def tidy_gemma2(values: Values, names: Collection[str]) -> Values:
     """Translate the keys of Gemma 2. Every second layer has a window, beginning with the first."""
-    return tidy(_tidy_gemma_layers(values, 2)[0])
+    return tidy_rope(_tidy_gemma(values, 2)[0])
 
 
 def tidy_gemma3(values: Values, names: Collection[str]) -> Values:
     """Translate the keys of Gemma 3. Five of six layers have a window, and these have another rotary base."""
-    values, kinds = _tidy_gemma_layers(values, 6)
+    values, kinds = _tidy_gemma(values, 6)
     local = {"rope_type": "default", "rope_theta": values.pop("rope_local_base_freq", 10000.0)}
     rope = values.get("rope_parameters") or {}
     if FULL in rope or SLIDING in rope:
         rope, local = rope.get(FULL) or {}, {**local, **(rope.get(SLIDING) or {})}
-    values = tidy({"rope_theta": rope.get("rope_theta", 1e6), **values, "rope_parameters": rope})
+    values = tidy_rope({"rope_theta": rope.get("rope_theta", 1e6), **values, "rope_parameters": rope})
     kind = values[ROPE + "rope_type"]
     if SLIDING in kinds and (kind not in ("default", "linear") or local["rope_type"] != "default"):
         raise ValueError(f"{ROPE}rope_type={kind!r} is not supported in a model with windows: only 'default' or 'linear'")
@@ -291,16 +299,15 @@ def tidy_gemma3(values: Values, names: Collection[str]) -> Values:
 
 def untidy_gemma2(values: Values) -> Values:
     """Write the keys of Gemma 2: the kind of each layer, and the score scale as the number under the root."""
-    scale, window = values["query_pre_attn_scalar"], values["sliding_window"]
+    scale = values["query_pre_attn_scalar"]
     is_root = isinstance(scale, float) and scale > 1e-6  # `unlike` finds a scale that is not of this form
-    scalar = round(scale**-2) if is_root else values["head_dim"]
-    kinds = layer_kinds(window, values["num_hidden_layers"])
-    return {**untidy(values), "layer_types": kinds, "sliding_window": largest(window), "query_pre_attn_scalar": scalar}
+    return {**untidy_layers(values), "query_pre_attn_scalar": round(scale**-2) if is_root else values["head_dim"]}
 
 
 def untidy_gemma3(values: Values) -> Values:
     """Write the keys of Gemma 3: those of Gemma 2, and the rotary bases in the old and the new spelling."""
-    values = untidy_gemma2({**values, ROPE + "factor": largest(values.get(ROPE + "factor"))})
+    factor = values.get(ROPE + "factor")
+    values = untidy_gemma2({**values, ROPE + "factor": max(factor) if isinstance(factor, list) else factor})
     theta, kinds = values["rope_theta"], values["layer_types"]
     of_kind = dict(zip(kinds, theta if isinstance(theta, list) else [theta] * len(kinds), strict=True))
     full, local = of_kind.get(FULL, 1e6), of_kind.get(SLIDING, 10000.0)
@@ -308,38 +315,39 @@ def untidy_gemma3(values: Values) -> Values:
     return {**values, "rope_parameters": nested, "rope_theta": full, "rope_local_base_freq": local}
 
 
-def _gemma_family(model_type: str, name: str, defaults: Values, keys: Sequence[Key], fields: Values, **more: Any) -> Family:
+def _gemma_family(model_type: str, name: str, keys: Mapping[str, str], defaults: Values, **more: Any) -> Family:
+    shared = {"activation": "hidden_activation", "scale": "query_pre_attn_scalar", "logit_softcap": "final_logit_softcapping"}
     sizes = {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8}
-    others = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
+    others = {"num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
     ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
-    activation = Key("hidden_activation", "activation", "gelu_pytorch_tanh", GATES)
+    fields = {"norm_position": "sandwich", "scale_embeddings": True, **more.pop("fields", {})}
     return llama_family(
         model_type,
         name,
+        {**shared, **WINDOW, **BIASES, **keys},
         {**sizes, **others, **ids, **defaults},
-        (activation, WINDOW, *BIASES, Key("query_pre_attn_scalar", "scale"), *keys),
-        {"norm_position": "sandwich", "scale_embeddings": True, **fields},
-        tensors={**TENSORS, **{ours: Place(theirs, shift=1.0) for ours, theirs in NORMS_HERE.items()}},
+        fields,
+        tensors={**LLAMA_TENSORS, **{ours: Place(theirs, shift=1.0) for ours, theirs in GEMMA_NORMS.items()}},
         harmless=("hidden_act",),
         **more,
     )
 
 
+CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 GEMMA2 = _gemma_family(
     "gemma2",
     "Gemma2ForCausalLM",
-    {"vocab_size": 256000, "max_position_embeddings": 8192},
-    (Key("attn_logit_softcapping", "softcap", 50.0), Key("final_logit_softcapping", "logit_softcap", 30.0)),
-    {},
+    {"softcap": "attn_logit_softcapping"},
+    {"vocab_size": 256000, "max_position_embeddings": 8192, **CAPS},
     tidy=tidy_gemma2,
     untidy=untidy_gemma2,
 )
 GEMMA3 = _gemma_family(
     "gemma3_text",
     "Gemma3ForCausalLM",
+    {"qk_norm_eps": "rms_norm_eps"},
     {"vocab_size": 262208, "max_position_embeddings": 131072},
-    (Key("final_logit_softcapping", "logit_softcap"), QK_NORM_EPS),
-    {"qk_norm": "rms"},
+    fields={"qk_norm": "rms"},
     tidy=tidy_gemma3,
     untidy=untidy_gemma3,
 )

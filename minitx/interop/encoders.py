@@ -6,26 +6,49 @@ from collections.abc import Collection
 from typing import Any
 
 from minitx.config import TransformerConfig
-from minitx.interop.families import ACTIVATIONS, Architecture, Family, Key, Place, Values
+from minitx.interop.families import ACTIVATIONS, Architecture, Family, Place, Values
 
-# --- BERT and RoBERTa
+# --- BERT (Devlin et al. 2019) and RoBERTa (Liu et al. 2019), which counts positions from pad_token_id + 1
+
+BERT_KEYS: dict[str, str | tuple[str, ...]] = {
+    "vocab_size": "vocab_size",
+    "embed_dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "ffn_dim": "intermediate_size",
+    "activation": "hidden_act",
+    "dropout": ("attention_probs_dropout_prob", "hidden_dropout_prob"),
+    "max_len": "max_position_embeddings",
+    "type_vocab_size": "type_vocab_size",
+    "norm_eps": "layer_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "bos_id": "bos_token_id",
+    "pad_id": "pad_token_id",
+    "eos_id": "eos_token_id",
+    "num_labels": "num_labels",
+}
+BERT_DEFAULTS = {
+    **{"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072, "hidden_act": "gelu"},
+    **{"hidden_dropout_prob": 0.1, "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12},
+    **{"tie_word_embeddings": True, "num_labels": 2},
+}
+BERT_BLOCK = {
+    "blocks.*.attention.q_proj": "encoder.layer.*.attention.self.query",
+    "blocks.*.attention.k_proj": "encoder.layer.*.attention.self.key",
+    "blocks.*.attention.v_proj": "encoder.layer.*.attention.self.value",
+    "blocks.*.attention.out_proj": "encoder.layer.*.attention.output.dense",
+    "blocks.*.attention_residual.norm": "encoder.layer.*.attention.output.LayerNorm",
+    "blocks.*.feedforward.up_proj": "encoder.layer.*.intermediate.dense",
+    "blocks.*.feedforward.down_proj": "encoder.layer.*.output.dense",
+    "blocks.*.feedforward_residual.norm": "encoder.layer.*.output.LayerNorm",
+}
+NO_HEAD: Values = {"head": "none", "pooler": True, "num_labels": None}
 
 
-def block(core: str, attention_norm: str, feedforward_norm: str) -> dict[str, str]:
-    """Return the tensor names of a block. ``core`` is the module with the three projections."""
-    layer = "encoder.layer.*"
-    return {
-        **{f"blocks.*.attention.{word[0]}_proj": f"{layer}.attention.{core}.{word}" for word in ("query", "key", "value")},
-        "blocks.*.attention.out_proj": f"{layer}.attention.output.dense",
-        "blocks.*.attention_residual.norm": f"{layer}.{attention_norm}",
-        "blocks.*.feedforward.up_proj": f"{layer}.intermediate.dense",
-        "blocks.*.feedforward.down_proj": f"{layer}.output.dense",
-        "blocks.*.feedforward_residual.norm": f"{layer}.{feedforward_norm}",
-    }
-
-
-def _heads(name: str, head: str, transform: str, norm: str, sequence: dict[str, str]) -> dict[str, Architecture]:
-    """Return the four classes of a family. ``head``, ``transform`` and ``norm`` are the names of modules of the masked head."""
+def _bert_family(
+    model_type: str, name: str, head: str, transform: str, norm: str, sequence: dict[str, str], defaults: Values, **more: Any
+) -> Family:
+    """Return a family like BERT. ``head``, ``transform`` and ``norm`` are the names of modules of the masked head."""
     masked = {
         "head.dense": transform,
         "head.norm": norm,
@@ -35,53 +58,32 @@ def _heads(name: str, head: str, transform: str, norm: str, sequence: dict[str, 
     fields: Values = {"head": "lm", "head_bias": True, "head_transform": True, "num_labels": None}
     others = ("pooler.*", "cls.seq_relationship.*")  # in files of BertForPreTraining, which BertForMaskedLM can load
     twice = {f"{head}.decoder.bias": f"{head}.bias"}
-    return {
-        f"{name}ForMaskedLM": Architecture(fields, masked, others, twice),
-        f"{name}ForSequenceClassification": Architecture({"head": "sequence", "pooler": True}, sequence),
-        f"{name}ForTokenClassification": Architecture({"head": "token"}, {"head": "classifier"}, others),
-        f"{name}Model": Architecture({"head": "none", "pooler": True, "num_labels": None}, {}, is_base=True),
-    }
-
-
-def _bert_family(
-    model_type: str, vocab_size: int, ids: tuple[Any, Any, Any], keys: tuple[Key, ...] = (), **more: Any
-) -> Family:
-    bos_id, pad_id, eos_id = ids
     return Family(
         model_type=model_type,
-        keys=(
-            Key("vocab_size", "vocab_size", vocab_size),
-            Key("hidden_size", "embed_dim", 768),
-            Key("num_hidden_layers", "num_layers", 12),
-            Key("num_attention_heads", "num_heads", 12),
-            Key("intermediate_size", "ffn_dim", 3072),
-            Key("hidden_act", "activation", "gelu", ACTIVATIONS),
-            *(Key(name, "dropout", 0.1) for name in ("attention_probs_dropout_prob", "hidden_dropout_prob")),
-            Key("max_position_embeddings", "max_len", 512),
-            Key("type_vocab_size", "type_vocab_size", 2),
-            Key("layer_norm_eps", "norm_eps", 1e-12),
-            Key("tie_word_embeddings", "tie_embeddings", True),
-            Key("bos_token_id", "bos_id", bos_id),
-            Key("pad_token_id", "pad_id", pad_id),
-            Key("eos_token_id", "eos_id", eos_id),
-            Key("num_labels", "num_labels", 2),
-            *keys,
-        ),
+        defaults={**BERT_DEFAULTS, **defaults},
+        words={"hidden_act": ACTIVATIONS},
         fields={"architecture": "encoder", "norm_position": "post", "embed_norm": True},
         required={"position_embedding_type": "absolute"},
+        architectures={
+            f"{name}ForMaskedLM": Architecture(fields, masked, others, twice),
+            f"{name}ForSequenceClassification": Architecture({"head": "sequence", "pooler": True}, sequence),
+            f"{name}ForTokenClassification": Architecture({"head": "token"}, {"head": "classifier"}, others),
+            f"{name}Model": Architecture(NO_HEAD, {}, is_base=True),
+        },
         prefix=f"{model_type}.",
         tensors={
             "embeddings.token": "embeddings.word_embeddings",
             "embeddings.position.table": "embeddings.position_embeddings",
             "embeddings.token_type": "embeddings.token_type_embeddings",
             "embeddings.norm": "embeddings.LayerNorm",
-            **block("self", "attention.output.LayerNorm", "output.LayerNorm"),
+            **BERT_BLOCK,
             "pool.dense": "pooler.dense",
         },
         harmless=("directionality", "pooler_*"),
         ignored=("embeddings.position_ids", "embeddings.token_type_ids"),
+        copies={f"{head}.decoder.weight": "embeddings.word_embeddings.weight", **twice},
         renames={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
-        **more,
+        **{"keys": BERT_KEYS, **more},
     )
 
 
@@ -102,42 +104,20 @@ def untidy_roberta(values: Values) -> Values:
 
 
 BERT = _bert_family(
-    "bert",
-    30522,
-    (None, 0, None),
-    architectures=_heads(
-        "Bert",
-        "cls.predictions",
-        "cls.predictions.transform.dense",
-        "cls.predictions.transform.LayerNorm",
-        {"head": "classifier"},
-    ),
-    copies={
-        "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
-        "cls.predictions.decoder.bias": "cls.predictions.bias",
-    },
+    *("bert", "Bert", "cls.predictions", "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm"),
+    {"head": "classifier"},
+    {"vocab_size": 30522, "pad_token_id": 0},
 )
 ROBERTA = _bert_family(
-    "roberta",
-    50265,
-    (0, 1, 2),
-    (Key("position_offset", "position_offset"),),
-    architectures=_heads(
-        "Roberta",
-        "lm_head",
-        "lm_head.dense",
-        "lm_head.layer_norm",
-        {"pool.dense": "classifier.dense", "head": "classifier.out_proj"},
-    ),
-    copies={
-        "lm_head.decoder.weight": "embeddings.word_embeddings.weight",
-        "lm_head.decoder.bias": "lm_head.bias",
-    },
+    *("roberta", "Roberta", "lm_head", "lm_head.dense", "lm_head.layer_norm"),
+    {"pool.dense": "classifier.dense", "head": "classifier.out_proj"},
+    {"vocab_size": 50265, "bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2},
+    keys={**BERT_KEYS, "position_offset": "position_offset"},
     tidy=tidy_roberta,
     untidy=untidy_roberta,
 )
 
-# --- ViT
+# --- ViT (Dosovitskiy et al. 2021): its patch embedding is a convolution, and the kernel is our matrix in another shape
 
 
 def tidy_vit(values: Values, names: Collection[str]) -> Values:
@@ -151,45 +131,47 @@ def tidy_vit(values: Values, names: Collection[str]) -> Values:
     return values
 
 
-def _kernel(config: TransformerConfig) -> tuple[int, ...]:
-    assert config.num_channels is not None
-    return config.embed_dim, config.num_channels, config.patch_size, config.patch_size
-
-
-def _positions(config: TransformerConfig) -> tuple[int, ...]:
-    assert config.image_size is not None
-    return 1, (config.image_size // config.patch_size) ** 2 + 1, config.embed_dim
+def _kernel(config: TransformerConfig, shape: tuple[int, ...]) -> tuple[int, ...]:
+    side = config.patch_size
+    return shape[0], shape[1] // side**2, side, side
 
 
 VIT = Family(
     model_type="vit",
-    keys=(
-        Key("hidden_size", "embed_dim", 768),
-        Key("num_hidden_layers", "num_layers", 12),
-        Key("num_attention_heads", "num_heads", 12),
-        Key("intermediate_size", "ffn_dim", 3072),
-        Key("hidden_act", "activation", "gelu", ACTIVATIONS),
-        *(Key(name, "dropout", 0.0) for name in ("attention_probs_dropout_prob", "hidden_dropout_prob")),
-        Key("layer_norm_eps", "norm_eps", 1e-12),
-        Key("image_size", "image_size", 224),
-        Key("patch_size", "patch_size", 16),
-        Key("num_channels", "num_channels", 3),
-        Key("qkv_bias", "qkv_bias", True),
-        Key("num_labels", "num_labels", 2),
-    ),
+    keys={
+        "embed_dim": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "ffn_dim": "intermediate_size",
+        "activation": "hidden_act",
+        "dropout": ("attention_probs_dropout_prob", "hidden_dropout_prob"),
+        "norm_eps": "layer_norm_eps",
+        "image_size": "image_size",
+        "patch_size": "patch_size",
+        "num_channels": "num_channels",
+        "qkv_bias": "qkv_bias",
+        "num_labels": "num_labels",
+    },
+    defaults={
+        **{**BERT_DEFAULTS, "hidden_dropout_prob": 0.0},
+        **{"image_size": 224, "patch_size": 16, "num_channels": 3, "qkv_bias": True},
+    },
+    words={"hidden_act": ACTIVATIONS},
     fields={"architecture": "vision"},
     required={"pooler_act": "tanh"},
     architectures={
         "ViTForImageClassification": Architecture({"head": "sequence"}, {"head": "classifier"}, ignored=("pooler.*",)),
-        "ViTModel": Architecture({"head": "none", "pooler": True, "num_labels": None}, {}, is_base=True),
+        "ViTModel": Architecture(NO_HEAD, {}, is_base=True),
     },
     prefix="vit.",
     tensors={
         "embeddings.class_token": "embeddings.cls_token",
-        "embeddings.position.weight": Place("embeddings.position_embeddings", shape=_positions),
+        "embeddings.position.weight": Place("embeddings.position_embeddings", shape=lambda config, shape: (1, *shape)),
         "embeddings.patch_proj.weight": Place("embeddings.patch_embeddings.projection.weight", shape=_kernel),
         "embeddings.patch_proj.bias": "embeddings.patch_embeddings.projection.bias",
-        **block("attention", "layernorm_before", "layernorm_after"),
+        **{ours: theirs.replace(".self.", ".attention.") for ours, theirs in BERT_BLOCK.items()},
+        "blocks.*.attention_residual.norm": "encoder.layer.*.layernorm_before",
+        "blocks.*.feedforward_residual.norm": "encoder.layer.*.layernorm_after",
         "final_norm": "layernorm",
         "pool.dense": "pooler.dense",
     },
@@ -197,17 +179,7 @@ VIT = Family(
     tidy=tidy_vit,
 )
 
-# --- T5
-
-FEED_FORWARD = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gated-gelu": "geglu_tanh",  # T5's code computes the tanh form
-    "gated-gelu_new": "geglu_tanh",
-    "gated-silu": "swiglu",
-    "gated-relu": "reglu",
-}
+# --- T5 v1.0 and v1.1 (Raffel et al. 2020): unscaled scores, a relative position bias in encoder and decoder, RMSNorm, no biases
 
 
 def tidy_t5(values: Values, names: Collection[str]) -> Values:
@@ -222,7 +194,7 @@ def tidy_t5(values: Values, names: Collection[str]) -> Values:
     return values
 
 
-def t5_block(side: str, ours: str, feed: int) -> dict[str, str | Place]:
+def _t5_block(side: str, ours: str, feed: int) -> dict[str, str | Place]:
     """Return the tensor names of ``side``. Self-attention is layer 0 of a block, the feed-forward network layer ``feed``."""
     theirs = f"{side}.block.*.layer"
 
@@ -231,7 +203,9 @@ def t5_block(side: str, ours: str, feed: int) -> dict[str, str | Place]:
 
     return {
         f"{ours}blocks.*.attention_residual.norm": f"{theirs}.0.layer_norm",
-        **{f"{ours}blocks.*.attention.{one}_proj": f"{theirs}.0.SelfAttention.{one}" for one in "qkv"},
+        f"{ours}blocks.*.attention.q_proj": f"{theirs}.0.SelfAttention.q",
+        f"{ours}blocks.*.attention.k_proj": f"{theirs}.0.SelfAttention.k",
+        f"{ours}blocks.*.attention.v_proj": f"{theirs}.0.SelfAttention.v",
         f"{ours}blocks.*.attention.out_proj": f"{theirs}.0.SelfAttention.o",
         f"{ours}attn_bias": f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias",
         f"{ours}blocks.*.feedforward_residual.norm": f"{theirs}.{feed}.layer_norm",
@@ -242,48 +216,53 @@ def t5_block(side: str, ours: str, feed: int) -> dict[str, str | Place]:
     }
 
 
-CROSS = {
+T5_CROSS = {
     "blocks.*.cross_residual.norm": "decoder.block.*.layer.1.layer_norm",
-    **{f"blocks.*.cross_attention.{one}_proj": f"decoder.block.*.layer.1.EncDecAttention.{one}" for one in "qkv"},
+    "blocks.*.cross_attention.q_proj": "decoder.block.*.layer.1.EncDecAttention.q",
+    "blocks.*.cross_attention.k_proj": "decoder.block.*.layer.1.EncDecAttention.k",
+    "blocks.*.cross_attention.v_proj": "decoder.block.*.layer.1.EncDecAttention.v",
     "blocks.*.cross_attention.out_proj": "decoder.block.*.layer.1.EncDecAttention.o",
 }
+T5_ENCODER: Values = {"architecture": "encoder", "head": "none", "scale_logits": False, "tie_embeddings": True}
 T5 = Family(
     model_type="t5",
-    keys=(
-        Key("vocab_size", "vocab_size", 32128),
-        Key("d_model", "embed_dim", 512),
-        Key("d_kv", "head_dim", 64),
-        Key("d_ff", "ffn_dim", 2048),
-        Key("num_layers", "num_layers", 6),
-        Key("num_decoder_layers", "num_decoder_layers"),
-        Key("num_heads", "num_heads", 8),
-        Key("relative_attention_num_buckets", "num_buckets", 32),
-        Key("relative_attention_max_distance", "max_distance", 128),
-        Key("dropout_rate", "dropout", 0.1),
-        Key("layer_norm_epsilon", "norm_eps", 1e-6),
-        Key("feed_forward_proj", "activation", "relu", FEED_FORWARD),
-        Key("tie_word_embeddings", "tie_embeddings", True),
-        Key("scale_decoder_outputs", "scale_logits", True),
-        Key("pad_token_id", "pad_id", 0),
-        Key("eos_token_id", "eos_id", 1),
-        Key("decoder_start_token_id", "bos_id", 0),
-    ),
+    keys={
+        "vocab_size": "vocab_size",
+        "embed_dim": "d_model",
+        "head_dim": "d_kv",
+        "ffn_dim": "d_ff",
+        "num_layers": "num_layers",
+        "num_decoder_layers": "num_decoder_layers",
+        "num_heads": "num_heads",
+        "num_buckets": "relative_attention_num_buckets",
+        "max_distance": "relative_attention_max_distance",
+        "dropout": "dropout_rate",
+        "norm_eps": "layer_norm_epsilon",
+        "activation": "feed_forward_proj",
+        "tie_embeddings": "tie_word_embeddings",
+        "scale_logits": "scale_decoder_outputs",
+        "pad_id": "pad_token_id",
+        "eos_id": "eos_token_id",
+        "bos_id": "decoder_start_token_id",
+    },
+    defaults={
+        **{"vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "dropout_rate": 0.1},
+        **{"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6},
+        **{"feed_forward_proj": "relu", "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0},
+    },
+    words={
+        "feed_forward_proj": {
+            **{"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gated-silu": "swiglu", "gated-relu": "reglu"},
+            **{"gated-gelu": "geglu_tanh", "gated-gelu_new": "geglu_tanh"},  # T5's code computes the tanh form
+        }
+    },
     fields={"position": "t5", "scale": "unscaled", "norm": "rms", "bias": False},
     architectures={
         "T5ForConditionalGeneration": Architecture(
             {"architecture": "encoder_decoder"},
-            {**t5_block("encoder", "encoder.", 1), **t5_block("decoder", "", 2), **CROSS, "head": "lm_head"},
+            {**_t5_block("encoder", "encoder.", 1), **_t5_block("decoder", "", 2), **T5_CROSS, "head": "lm_head"},
         ),
-        "T5EncoderModel": Architecture(
-            {
-                "architecture": "encoder",
-                "head": "none",
-                "scale_logits": False,
-                "tie_embeddings": True,
-                "num_decoder_layers": None,
-            },
-            t5_block("encoder", "", 1),
-        ),
+        "T5EncoderModel": Architecture({**T5_ENCODER, "num_decoder_layers": None}, _t5_block("encoder", "", 1)),
     },
     tensors={"embeddings.token": "shared"},
     harmless=("n_positions", "is_encoder_decoder", "dense_act_fn", "is_gated_act"),  # they follow from other keys

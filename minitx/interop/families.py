@@ -1,6 +1,6 @@
-"""The tables that translate Hugging Face configs and tensor names.
+"""What a table of a family contains, and how ``config.json`` is translated with it.
 
-A ``Family`` lists which key of ``config.json`` is which field of ``TransformerConfig``, and the name of each tensor. Every key of a
+A ``Family`` lists which field of ``TransformerConfig`` is which key of ``config.json``, and the name of each tensor. Every key of a
 ``config.json`` is translated, must have a certain value (``required``), or is ignored because it does not change what the model
 computes. Any other key is an error.
 """
@@ -30,61 +30,26 @@ HARMLESS = (
 )
 # fields of our config that do not change what a trained model computes
 TRAINING = ("dropout", "stochastic_depth", "checkpointing", "backend", "init", "init_fold", "init_zero_outputs")
+# their names of activations and ours
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2"}
 
 
 @dataclass(frozen=True)
-class Key:
-    """One key of ``config.json`` and the field of our config that it corresponds to.
-
-    Args:
-        key: the key.
-        name: our field.
-        default: the value if the key is missing.
-        words: a table from their values to ours, if they differ. If two of their values mean the same, the first is written.
-    """
-
-    key: str
-    name: str
-    default: Any = None
-    words: Mapping[Any, Any] | None = None
-
-    def read(self, values: Mapping[str, Any]) -> Any:
-        """Return the value of our field from the values of ``config.json``."""
-        theirs = values.get(self.key, self.default)
-        if self.words is None:
-            return theirs
-        for word, meaning in self.words.items():
-            if word == theirs:
-                return meaning
-        raise ValueError(f"{self.key}={theirs!r} is not supported: it must be one of {', '.join(map(repr, self.words))}")
-
-    def write(self, fields: Mapping[str, Any]) -> Values:
-        """Return their key and value, or an empty dict if they have no such value."""
-        ours = fields[self.name]
-        if self.words is None:
-            return {self.key: ours}
-        found = [word for word, meaning in self.words.items() if meaning == ours]
-        return {self.key: found[0]} if found else {}
-
-
-@dataclass(frozen=True)
 class Place:
-    """The name of a tensor in their file, and how its layout differs from ours.
+    """The name of a tensor in their file, where its layout differs from ours.
 
     Args:
-        name: the name of a tensor, or of a module with a weight and a bias. ``*`` stands for the number of the layer. A function of
-            the config if the name depends on it.
+        name: as the values of ``Family.tensors``. A function of the config if the name depends on it.
         transposed: whether a matrix has shape (in, out), as in ``Conv1D``.
         part: (i, n) if ours is the i-th of n equal parts along the output axis.
-        shape: their shape as a function of the config, if it differs.
+        shape: their shape as a function of the config and of our shape, if it differs.
         shift: our values minus theirs: 1 for a norm that multiplies by 1 + weight.
     """
 
     name: str | Callable[[TransformerConfig], str]
     transposed: bool = False
     part: tuple[int, int] = (0, 1)
-    shape: Callable[[TransformerConfig], tuple[int, ...]] | None = None
+    shape: Callable[[TransformerConfig, tuple[int, ...]], tuple[int, ...]] | None = None
     shift: float = 0.0
 
 
@@ -116,10 +81,15 @@ class Family:
 
     Args:
         model_type: the value of this key in ``config.json``.
-        keys: the keys that differ between the models.
+        keys: the fields of our config to keys of ``config.json``. Several keys of one field are a tuple: all are written, the
+            last is read.
+        defaults: the values of keys that are missing in ``config.json``. Default: None.
+        words: for keys whose values have other names here, a table from theirs to ours. If two of theirs mean the same, the
+            first is written.
         architectures: the model classes by name. The first is the default.
         fields: the fields of our config that are the same in all models.
-        tensors: our names to theirs, without ``prefix``.
+        tensors: our names of tensors to theirs, without ``prefix``. Also of modules with a weight and a bias. ``*`` stands for the
+            number of the layer.
         required: keys with only one supported value.
         prefix: what tensor names begin with.
         harmless: further patterns of keys that do not change what the model computes.
@@ -131,7 +101,9 @@ class Family:
     """
 
     model_type: str
-    keys: tuple[Key, ...]
+    keys: Mapping[str, str | tuple[str, ...]]
+    defaults: Values
+    words: Mapping[str, Mapping[Any, Any]]
     architectures: Mapping[str, Architecture]
     fields: Values
     tensors: Tensors
@@ -143,6 +115,11 @@ class Family:
     renames: Mapping[str, str] = field(default_factory=dict)
     tidy: Tidy = lambda values, names: values
     untidy: Callable[[Values], Values] = lambda values: values
+
+    def theirs(self, ours: str) -> tuple[str, ...]:
+        """Return the keys of a field of our config, the one that is read last."""
+        found = self.keys.get(ours, ())
+        return (found,) if isinstance(found, str) else found
 
 
 def find_architecture(family: Family, values: Values) -> Architecture:
@@ -181,21 +158,32 @@ def read_config(
         values = family.tidy(dict(values), names)
     except (TypeError, ZeroDivisionError) as error:
         raise ValueError(f"config.json has a value of a wrong type: {error}") from None
-    fields = {**family.fields, **{key.name: key.read(values) for key in family.keys}, **architecture.fields}
+    fields = {**family.fields, **{ours: _read_key(family, ours, values) for ours in family.keys}, **architecture.fields}
     if fields.get("pooler") and fields["head"] == "none":  # only the weights show whether a base model has a pooler
         fields["pooler"] = any(name.startswith("pooler.") for name in names)
     try:
         config = from_dict(TransformerConfig, fields)
     except ConfigError as error:
-        name = str(error).partition("=")[0]
-        theirs = "".join(f"{key.key}: " for key in family.keys if key.name == name)
-        raise ValueError(f"{theirs}{error}") from None
+        theirs = family.theirs(str(error).partition("=")[0])
+        raise ValueError("".join(f"{key}: " for key in theirs) + str(error)) from None
     return config, _check_rest(family, values)
+
+
+def _read_key(family: Family, ours: str, values: Values) -> Any:
+    """Return the value of our field from the values of ``config.json``."""
+    key = family.theirs(ours)[-1]
+    theirs, words = values.get(key, family.defaults.get(key)), family.words.get(key)
+    if words is None:
+        return theirs
+    found = [meaning for word, meaning in words.items() if word == theirs]
+    if not found:
+        raise ValueError(f"{key}={theirs!r} is not supported: it must be one of {', '.join(map(repr, words))}")
+    return found[0]
 
 
 def _check_rest(family: Family, values: Values) -> list[str]:
     """Return the keys that are ignored. Raise a ValueError for unknown keys that could change what the model computes."""
-    read = {"architectures", "model_type", *(key.key for key in family.keys)}
+    read = {"architectures", "model_type", *(key for ours in family.keys for key in family.theirs(ours))}
     passed, refused = [], []
     for name, value in values.items():
         wanted = family.required.get(name)
@@ -217,8 +205,11 @@ def write_config(family: Family, name: str, config: TransformerConfig) -> Values
     """Return our config as the ``config.json`` of class ``name``. Fields without a key are lost; ``unlike`` finds them."""
     fields = filled(config)
     values: Values = {}
-    for key in family.keys:
-        values.update(key.write(fields))
+    for ours in family.keys:
+        for key in family.theirs(ours):
+            words = family.words.get(key)
+            found = [fields[ours]] if words is None else [word for word, meaning in words.items() if meaning == fields[ours]]
+            values.update((key, word) for word in found[:1])
     labels = values.pop("num_labels", None)
     values = family.untidy(values)
     if labels is not None and config.head in ("sequence", "token"):

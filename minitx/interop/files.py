@@ -1,4 +1,4 @@
-"""The files of a model folder: finding it on disk or on the hub, JSON, and safetensors."""
+"""The files of a model folder: finding it on disk or on the hub, JSON, safetensors, and what lies beside the weights."""
 
 from __future__ import annotations
 
@@ -6,13 +6,31 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 WEIGHTS, INDEX, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+# the ends of the names of model classes, the class of transformers that loads each, and its task on the hub
+AUTO = {
+    "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
+    "LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
+    "ForConditionalGeneration": ("AutoModelForSeq2SeqLM", "text2text-generation"),
+    "ForMaskedLM": ("AutoModelForMaskedLM", "fill-mask"),
+    "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
+    "ForTokenClassification": ("AutoModelForTokenClassification", "token-classification"),
+    "ForImageClassification": ("AutoModelForImageClassification", "image-classification"),
+    "Model": ("AutoModel", "feature-extraction"),
+}
+
+
+class CanSave(Protocol):
+    """A tokenizer of ``minitx.data`` or of ``tokenizers``."""
+
+    def save(self, path: str) -> None:
+        """Write the tokenizer to the file ``path``."""
 
 
 def find_folder(name: str | Path) -> Path:
@@ -77,3 +95,85 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
     partial = path.with_name(f"{path.name}.partial")
     save_file(dict(tensors), partial, metadata=dict(metadata))
     partial.replace(path)
+
+
+# --- what lies beside the weights of a Hugging Face folder
+
+
+def write_companions(
+    folder: Path, model: Any, name: str, tokenizer: Any, chat_template: str | None, facts: Mapping[str, Any]
+) -> None:
+    """Write the files beside ``config.json`` and the weights of a model of class ``name``: ``save_hf`` describes them."""
+    loader, task = next(found for end, found in AUTO.items() if name.endswith(end))
+    ids = _special_ids(model.config, tokenizer)
+    if loader in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"):
+        begins = {f"{role}_token_id": ids[role][0] for role in ("bos", "pad") if ids[role]}
+        ends = {"eos_token_id": ids["eos"] if len(ids["eos"]) > 1 else ids["eos"][0]} if ids["eos"] else {}
+        start = {"decoder_start_token_id": model.config.bos_id} if loader == "AutoModelForSeq2SeqLM" else {}
+        write_json(folder / "generation_config.json", {**begins, **ends, **start})
+    if hasattr(tokenizer, "save_pretrained"):  # of transformers
+        tokenizer.save_pretrained(str(folder))
+    elif tokenizer is not None:
+        tokenizer.save(str(folder / TOKENIZER))
+        _write_tokenizer(folder, model.config, ids, adds_nothing=hasattr(tokenizer, "mark_ids"))
+    if chat_template is not None:
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+    if not (folder / "README.md").exists():
+        (folder / "README.md").write_text(
+            _readme(folder.name, model, name, loader, task, tokenizer is not None, facts), encoding="utf-8"
+        )
+
+
+def _special_ids(config: Any, tokenizer: Any) -> dict[str, list[int]]:
+    """Return the ids of the special tokens by role. Those of the config come before those of a tokenizer of ``minitx.data``."""
+    marks = getattr(tokenizer, "mark_ids", {})
+    ids = {role: [getattr(config, f"{role}_id", None), marks.get(role)] for role in ("pad", "bos", "eos", "mask", "cls")}
+    ends = config.eos_id if isinstance(config.eos_id, tuple) else ids["eos"][:1]
+    ids["eos"] = [*ends, marks.get("eos"), getattr(tokenizer, "end_id", None)]
+    return {role: list(dict.fromkeys(id for id in found if id is not None)) for role, found in ids.items()}
+
+
+def _write_tokenizer(folder: Path, config: Any, ids: Mapping[str, list[int]], *, adds_nothing: bool) -> None:
+    """Write ``tokenizer_config.json``. ``adds_nothing``: remove from ``tokenizer.json`` the tokens that it adds to a text."""
+    file = read_json(folder / TOKENIZER)
+    added = {token["id"]: token["content"] for token in file["added_tokens"]}
+    tokens = {f"{role}_token": added[id] for role, found in ids.items() for id in found[:1] if id in added}
+    if unknown := file["model"].get("unk_token"):
+        tokens["unk_token"] = unknown
+    if adds_nothing:
+        first = tokens.get("cls_token") if config.head == "sequence" else None
+        file["post_processor"] = None if first is None else _first_token(first, tokens.get("eos_token", first), file)
+        write_json(folder / TOKENIZER, file)
+    options = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
+    options |= {"clean_up_tokenization_spaces": False, "model_max_length": config.max_len}
+    side = "left" if config.architecture == "decoder" else "right"  # a decoder continues the last column
+    write_json(folder / "tokenizer_config.json", {**options, "padding_side": side, **tokens})
+
+
+def _first_token(first: str, between: str, file: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a post-processor of ``tokenizers``: ``first`` before a text, and ``between`` before a second text."""
+    before, behind = ({"SpecialToken": {"id": token, "type_id": 0}} for token in (first, between))
+    texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+    ids = {token["content"]: token["id"] for token in file["added_tokens"]}
+    special = {token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token in (first, between)}
+    single = [before, texts[0]]
+    return {"type": "TemplateProcessing", "single": single, "pair": [*single, behind, texts[1]], "special_tokens": special}
+
+
+def _readme(title: str, model: Any, name: str, loader: str, task: str, has_tokenizer: bool, facts: Mapping[str, Any]) -> str:
+    """Return the text of ``README.md``: the sizes of the model, ``facts``, and how it is loaded."""
+    config = model.config
+    sizes = {"class": name, "parameters": f"{model.num_parameters():,}", "layers": config.num_layers, "width": config.embed_dim}
+    sizes |= {
+        "heads": config.num_heads,
+        "vocabulary": config.vocab_size,
+        "longest text": config.max_len,
+        "score scale": config.scale,
+    }
+    rows = [f"| {key} | {str(found).replace('|', '/')} |" for key, found in {**sizes, **facts}.items() if found is not None]
+    loaders = {"model": loader, **({"tokenizer": "AutoTokenizer"} if has_tokenizer else {})}
+    code = [f"from transformers import {', '.join(loaders.values())}", ""]
+    code += [f'{what} = {cls}.from_pretrained("{title}")' for what, cls in loaders.items()]
+    head = ["---", "library_name: transformers", f"pipeline_tag: {task}", "tags:", "- minitx", "---", "", f"# {title}", ""]
+    table = ["A Transformer, saved by minitx.", "", "| | |", "|---|---|", *rows, ""]
+    return "\n".join([*head, *table, "```python", *code, "```", ""])

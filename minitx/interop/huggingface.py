@@ -19,7 +19,7 @@ from minitx.config import TransformerConfig
 from minitx.interop.decoders import GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
 from minitx.interop.encoders import BERT, ROBERTA, T5, VIT
 from minitx.interop.families import Architecture, Family, Place, find_architecture, read_config, unlike, write_config
-from minitx.interop.files import INDEX, WEIGHTS, find_folder, read_json, write_json, write_shards
+from minitx.interop.files import INDEX, WEIGHTS, CanSave, find_folder, read_json, write_companions, write_json, write_shards
 from minitx.interop.pretrained import check_unchanged
 from minitx.nn.models import TransformerModel, build_model
 
@@ -70,8 +70,7 @@ def load_hf(
         config, passed = read_config(family, architecture, values, tensors)
         with torch.device("meta"):
             model = build_model(config)
-        places = _places(model, family, architecture)
-        _fill(model, _fitted(model, places, family, tensors), places, dtype)
+        _fill(model, family, architecture, tensors, dtype)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     if passed:
@@ -80,23 +79,39 @@ def load_hf(
 
 
 def save_hf(
-    model: TransformerModel, folder: str | Path, *, model_type: str | None = None, max_shard_bytes: int = 5_000_000_000
+    model: TransformerModel,
+    folder: str | Path,
+    *,
+    tokenizer: CanSave | None = None,
+    chat_template: str | None = None,
+    facts: Mapping[str, Any] | None = None,
+    model_type: str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Save a model as a Hugging Face folder, which ``load_hf`` and ``transformers`` can load.
+    """Save a model as a Hugging Face folder, which ``transformers``, programs built on it and ``load_hf`` can load.
+
+    The folder contains ``config.json``, ``model.safetensors``, ``README.md`` (a file of this name that exists is kept), for a model
+    that writes text ``generation_config.json``, and with ``tokenizer`` the files that ``AutoTokenizer`` reads.
 
     Args:
         model: a model of ``minitx.nn`` that one of the supported families can represent.
         folder: created if it does not exist.
+        tokenizer: a tokenizer of ``minitx.data``, ``tokenizers`` or ``transformers``. A tokenizer of ``minitx.data`` adds no tokens
+            to a text, and neither does the saved one, but for a classifier it begins with the class token.
+        chat_template: a template in jinja2 for ``apply_chat_template``, saved beside the tokenizer.
+        facts: rows of the table in ``README.md``, for example about the training.
         model_type: for example ``mistral``. Default: the first family that can represent the model.
         max_shard_bytes: the largest size of one file. A larger model is split into several files with an index.
 
     Raises:
         TypeError: ``model`` is not a model of ``minitx.nn``.
         ValueError: no family can represent the model. The message names the closest family and the fields that differ. Or the
-            model is no longer what its config describes, as in ``save_pretrained``.
+            model is no longer what its config describes, as in ``save_pretrained``. Or ``chat_template`` without ``tokenizer``.
     """
     if model_type is not None and model_type not in FAMILIES:
         raise ValueError(f"model_type={model_type!r} is not supported: one of {', '.join(FAMILIES)}")
+    if chat_template is not None and tokenizer is None:
+        raise ValueError("chat_template needs tokenizer: the template is a part of the tokenizer")
     check_unchanged(model, "save_hf")
     if model.has_own_core:
         raise ValueError(
@@ -111,9 +126,11 @@ def save_hf(
             if not lacking[name]:
                 tensors = _write_tensors(model, family, architecture)
                 dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-                Path(folder).mkdir(parents=True, exist_ok=True)
-                write_json(Path(folder) / "config.json", {**values, "dtype": dtype})
-                write_shards(Path(folder), tensors, max_shard_bytes)
+                folder = Path(folder)
+                folder.mkdir(parents=True, exist_ok=True)
+                write_json(folder / "config.json", {**values, "dtype": dtype})
+                write_shards(folder, tensors, max_shard_bytes)
+                write_companions(folder, model, name, tokenizer, chat_template, facts or {})
                 return
     nearest = min(lacking, key=lambda name: ("architecture" in lacking[name], len(lacking[name])))
     wrong = ", ".join(f"{field}={ours!r} would be {theirs!r}" for field, (ours, theirs) in lacking[nearest].items())
@@ -158,29 +175,36 @@ def _files(folder: Path) -> list[Path]:
     raise FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}")
 
 
-def _places(model: nn.Module, family: Family, architecture: Architecture, prefix: str = "") -> dict[str, Place]:
+def _places(model: TransformerModel, family: Family, architecture: Architecture, prefix: str = "") -> dict[str, Place]:
     """Return the place of each parameter that is in the table. ``prefix`` is added to names outside the head."""
-    config: TransformerConfig = model.config  # type: ignore[assignment]
+    table = {ours: (prefix, found) for ours, found in family.tensors.items()}
+    table |= {ours: ("", found) for ours, found in architecture.tensors.items()}
     places: dict[str, Place] = {}
     for name, _ in model.named_parameters():
         pattern, layer = re.sub(r"\.\d+\.", ".*.", name), "".join(re.findall(r"\.(\d+)\.", name)[:1])
         module, _, kind = pattern.rpartition(".")
-        for table, start in ((architecture.tensors, ""), (family.tensors, prefix)):
-            key, end = (pattern, "") if pattern in table else (module, f".{kind}")
-            if key not in table or name in places:
-                continue
-            found = table[key]
+        key, end = (pattern, "") if pattern in table else (module, f".{kind}")
+        if key in table:
+            start, found = table[key]
             place = found if isinstance(found, Place) else Place(found)
-            plain = place.name if isinstance(place.name, str) else place.name(config)
+            plain = place.name if isinstance(place.name, str) else place.name(model.config)
             places[name] = replace(place, name=start + plain.replace("*", layer) + end)
     return places
 
 
-def _fitted(
-    model: TransformerModel, places: Mapping[str, Place], family: Family, tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return the tensors by our names and in our layout. Raise a ValueError that lists all tensors that do not fit."""
-    faults, fitted = [], {}
+def _fill(
+    model: TransformerModel,
+    family: Family,
+    architecture: Architecture,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+) -> None:
+    """Replace the parameters on the meta device by tensors of a file. Shared parameters stay shared.
+
+    Raises:
+        ValueError: tensors that do not fit. The message lists all of them.
+    """
+    places, faults, fresh = _places(model, family, architecture), [], {}
     for name, parameter in model.named_parameters():
         place = places.get(name)
         theirs = "" if place is None else str(place.name)
@@ -189,8 +213,9 @@ def _fitted(
             continue
         wanted, shape = _shape_there(place, parameter.shape, model.config), tuple(tensors[theirs].shape)
         if shape == wanted:
-            tensor = tensors[theirs].T if place.transposed and len(shape) == 2 else tensors[theirs]
-            fitted[name] = tensor.chunk(place.part[1])[place.part[0]].reshape(parameter.shape)
+            tensor = _part(tensors[theirs], place).reshape(parameter.shape)
+            tensor = tensor.to(dtype or tensor.dtype).contiguous()
+            fresh[parameter] = nn.Parameter(tensor + place.shift if place.shift else tensor)
         else:
             hint = " (is the table larger than vocab_size?)" if name == "embeddings.token.weight" else ""
             faults.append(f"{theirs} has shape {shape}, but the config needs {wanted}{hint}")
@@ -203,43 +228,35 @@ def _fitted(
     if faults:
         listed = "; ".join(sorted(faults))
         raise ValueError(f"the weights do not fit {type(model).__name__}: {listed}. To ignore unexpected tensors: ignore=[...]")
-    return fitted
+    every = model.named_parameters(remove_duplicate=False)
+    model.load_state_dict({name: fresh[parameter] for name, parameter in every}, assign=True)
 
 
 def _shape_there(place: Place, shape: Sequence[int], config: TransformerConfig) -> tuple[int, ...]:
     """Return the shape of the tensor in their file that contains our parameter of shape ``shape``."""
     if place.shape is not None:
-        return place.shape(config)
+        return place.shape(config, tuple(shape))
     whole = (shape[0] * place.part[1], *shape[1:])
     return whole[::-1] if place.transposed else whole
 
 
-def _fill(model: nn.Module, tensors: dict[str, Tensor], places: Mapping[str, Place], dtype: torch.dtype | None) -> None:
-    """Replace the parameters on the meta device by tensors. Shared parameters stay shared."""
-    fresh = {}
-    for name, parameter in model.named_parameters():
-        tensor = tensors.pop(name)
-        tensor = tensor.to(dtype or tensor.dtype).contiguous()
-        fresh[parameter] = nn.Parameter(tensor + places[name].shift if places[name].shift else tensor)
-    every = model.named_parameters(remove_duplicate=False)
-    model.load_state_dict({name: fresh[parameter] for name, parameter in every}, assign=True)
+def _part(tensor: Tensor, place: Place) -> Tensor:
+    """Return the part of their tensor that is ours, as a view."""
+    index, number = place.part
+    return (tensor.T if place.transposed and tensor.dim() == 2 else tensor).chunk(number)[index]
 
 
 def _write_tensors(model: TransformerModel, family: Family, architecture: Architecture) -> dict[str, Tensor]:
     """Return the parameters by their names and in their layout."""
     places = _places(model, family, architecture, "" if architecture.is_base else family.prefix)
-    parts: dict[str, list[tuple[Place, Tensor]]] = {}
+    tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if name not in places:
             raise ValueError(f"{name} {tuple(parameter.shape)} has no counterpart in model_type={family.model_type!r}")
-        parts.setdefault(str(places[name].name), []).append((places[name], parameter.detach().cpu()))
-    tensors = {}
-    for name, found in parts.items():
-        place = found[0][0]
-        whole = torch.cat([tensor for one, tensor in sorted(found, key=lambda pair: pair[0].part)])
-        whole = whole.T if place.transposed and whole.dim() == 2 else whole
-        whole = whole - place.shift if place.shift else whole
-        tensors[name] = whole.reshape(whole.shape if place.shape is None else place.shape(model.config)).contiguous()
+        place = places[name]
+        empty = torch.empty(_shape_there(place, parameter.shape, model.config), dtype=parameter.dtype)
+        part = _part(tensors.setdefault(str(place.name), empty), place)
+        part.copy_((parameter.detach() - place.shift).reshape(part.shape))
     for copy, name in {} if model.config.tie_embeddings else architecture.twice.items():
         tensors[copy] = tensors[name].clone()
     return tensors

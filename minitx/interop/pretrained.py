@@ -10,27 +10,20 @@ import json
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from minitx.config import ConfigError, TransformerConfig, from_dict, to_dict
-from minitx.interop.files import TOKENIZER, WEIGHTS, find_folder, read_json, write_json, write_tensors
+from minitx.interop.files import TOKENIZER, WEIGHTS, CanSave, find_folder, read_json, write_json, write_tensors
 from minitx.nn.layers import Core
 from minitx.nn.models import TransformerModel, build_model
 
 FORMAT, VERSION = "minitx", 1
 # names of parts and settings that do not change what a trained model computes
 TRAINING_ONLY = ("training", "dropout", "p", "inplace", "backend", "strict")
-
-
-class CanSave(Protocol):
-    """A tokenizer of ``minitx.data`` or of ``tokenizers``."""
-
-    def save(self, path: str) -> None:
-        """Write the tokenizer to the file ``path``."""
 
 
 def save_pretrained(model: TransformerModel, folder: str | Path, *, tokenizer: CanSave | None = None) -> None:
