@@ -86,7 +86,7 @@ class Adoption:
             elif isinstance(mask, Tensor) and mask.dim() == 2:
                 self.key_masks[index] = mask != 0
 
-    def enter_attention(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def enter_attention(self, module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Note whether the keys are of another sequence."""
         module.core.is_cross = any(options.get(name) is not None for name in OTHER_STATES)
 

@@ -83,7 +83,9 @@ def train(
         config.check_data()
     folder = Path(folder)
     check_free(folder, config.ckpt_path)
-    given = {name: {"_target_": GIVEN} for name, part in (("data", data), ("objective", objective)) if part is not None}
+    given: dict[str, Any] = {
+        name: {"_target_": GIVEN} for name, part in (("data", data), ("objective", objective)) if part is not None
+    }
     if config.ckpt_path == "last":
         given["ckpt_path"] = str(folder / "checkpoints" / "last.ckpt")
     config = dataclasses.replace(config, **given)
