@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from minitx.interop.folding import Fold, fold_adopted
 from minitx.nn.attention import DotProductAttention
 from minitx.nn.functional import AttentionCall
 from minitx.nn.masks import Causal, Dense, Mask, Padding
@@ -120,7 +121,7 @@ class AdoptedCore(DotProductAttention):
     """The core of an adopted attention module. It has no parameters, so that state dicts stay as they are.
 
     ``scale`` is None for the scale of the model, or what ``set_scale`` was given. ``is_cross`` is whether the running attention
-    module was given other states for its keys.
+    module was given other states for its keys. ``folds`` are what ``fold_scale`` has multiplied.
     """
 
     def __init__(self, adoption: Adoption, *, backend: str = "auto") -> None:
@@ -128,11 +129,19 @@ class AdoptedCore(DotProductAttention):
         self.adoption = adoption
         self.scale: tuple[str | float, float] | None = None
         self.is_cross = False
+        self.folds: list[Fold] = []
 
     def set_scale(self, to: str | float, factor: float) -> None:
         """Replace the model's own scale by ``factor`` times a fixed scale."""
         scale_multiplier(to, 1)  # raises where the scale is not a fixed number
         self.scale = (to, factor)
+
+    @staticmethod
+    def fold_scale(model: nn.Module, to: str | float, factor: float, inputs: Mapping[str, Any] | None) -> None:
+        """Fold the scale of all adopted attention of ``model``, as ``minitx.nn.fold_scale`` says."""
+        from transformers import PreTrainedModel
+
+        fold_adopted(model, _outermost(model, PreTrainedModel), adopted_cores(model), to, factor, inputs)
 
 
 def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
@@ -200,7 +209,7 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
 
 
 def release_hf(model: nn.Module) -> nn.Module:
-    """Undo ``adopt_hf``: remove the cores, and give the modules their own configs and scales back.
+    """Undo ``adopt_hf``: remove the cores, give the modules their own configs and scales back, and undo ``fold_scale``.
 
     Raises:
         ValueError: the model is not adopted, or is a part of the model that was adopted.
@@ -219,6 +228,8 @@ def release_hf(model: nn.Module) -> nn.Module:
         vars(module).pop("is_block", None)
     for module in cores:
         if module.core.adoption in adoptions:
+            for fold in reversed(module.core.folds):
+                fold.apply(undo=True)
             del module.core
     for root in roots:
         for handle in root.adoption.hooks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -122,17 +122,24 @@ class ScoreScale(nn.Module):
 
 
 @torch.no_grad()
-def fold_scale(model: nn.Module, to: str | float = "unscaled", *, factor: float = 1.0) -> nn.Module:
+def fold_scale(
+    model: nn.Module, to: str | float = "unscaled", *, factor: float = 1.0, inputs: Mapping[str, Any] | None = None
+) -> nn.Module:
     """Change the score scale of a model and compensate in its weights, so that the model computes the same function.
 
     Let c be the old multiplier and c' the new one. W_Q and its bias are multiplied by sign(c/c') √|c/c'|, and W_K and its bias by
     √|c/c'|. Then c' q'·k' = c q·k. The model's config is updated.
 
+    In a model that ``minitx.interop.adopt_hf`` adopted, the queries are multiplied by c/c', in the projection or the norm that makes
+    them. One call of the model finds it. ``release_hf`` divides them by the factor again. A folder that ``save_pretrained`` of
+    transformers writes does not hold the scale: call ``release_hf`` before.
+
     Args:
-        model: any module that contains ``MultiHeadAttention``. It is changed in place and returned. Give the whole model: its config
-            stays as it was if only a part is given.
+        model: any module that contains ``MultiHeadAttention`` or adopted attention. It is changed in place and returned. Give the
+            whole model: its config stays as it was if only a part is given.
         to: the new scale: ``inv_sqrt``, ``unscaled``, ``inv``, ``head_dim^p`` or a number.
         factor: the new ``scale_factor``.
+        inputs: the arguments of the call of an adopted model. Default: some token ids or a random picture.
 
     Give it the whole model: what uses a projection outside of ``model`` cannot be seen from here.
 
@@ -140,7 +147,8 @@ def fold_scale(model: nn.Module, to: str | float = "unscaled", *, factor: float 
         ValueError: there is no attention in the model; the old or the new scale is 0 or has no fixed multiplier (``learned``,
             ``log_length``); a layer has QK-norm, which would undo the change; a core computes no dot products; W_Q or W_K is not a
             plain ``nn.Linear`` (a subclass, quantised, parametrised, with LoRA or hooks); or another layer uses the same weight
-            and needs another factor (``v_proj``, an embedding). The model is then unchanged.
+            and needs another factor (``v_proj``, an embedding). Of adopted models: no single projection or norm makes the queries
+            and nothing else (LoRA, quantised weights), or the queries are clipped. The model is then unchanged.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention, x = MultiHeadAttention(12, 3), torch.randn(2, 5, 12)
@@ -148,30 +156,34 @@ def fold_scale(model: nn.Module, to: str | float = "unscaled", *, factor: float 
     >>> bool(torch.allclose(fold_scale(attention)(x), before, atol=1e-6)), attention.scale
     (True, ScoreScale('unscaled', head_dim=4))
     """
-    if adopted := _adopted_cores(model):
-        raise ValueError(
-            f"cannot fold the scale of {next(iter(adopted))}: which weights make its queries and keys is not known"
-        )
     layers, new = _new_scales(model, to, factor)
+    if adopted := _adopted_cores(model):
+        if layers:
+            raise ValueError(f"{type(model).__name__} contains adopted attention and attention of minitx: fold each part alone")
+        next(iter(adopted.values())).fold_scale(model, to, factor, inputs)
+        return model
     if not layers:
         raise ValueError(f"{type(model).__name__} contains no attention layer with a scale")
     for name, layer in layers.items():
         if (reason := _why_not_fold(layer, new[name])) is not None:
             raise ValueError(f"cannot fold the scale of {name or type(layer).__name__}: {reason}")
     folded: set[str] = set()
-    shares: dict[int, tuple[Tensor, float]] = {}  # by memory: layers can have common projections, which are multiplied once
+    shares: dict[
+        tuple[int, int], tuple[Tensor, float]
+    ] = {}  # by memory: layers can have common projections, which are multiplied once
     for name, layer in layers.items():
         ratio = layer.scale.multiplier / new[name].multiplier
         for part, share in (("q_proj", math.copysign(math.sqrt(abs(ratio)), ratio)), ("k_proj", math.sqrt(abs(ratio)))):
             folded.add(f"{name}.{part}".removeprefix("."))
             for parameter in getattr(layer, part).parameters():
-                if shares.setdefault(_memory(parameter), (parameter, share))[1] != share:
+                if shares.setdefault(memory_of(parameter), (parameter, share))[1] != share:
                     raise ValueError(
                         f"cannot fold the scale of {name}: it shares a projection that needs another factor elsewhere"
                     )
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if _memory(parameter) in shares and name.rpartition(".")[0] not in folded:
-            raise ValueError(f"cannot fold the scale: {name} is also the weight of a q_proj or k_proj, and must not change")
+        is_folded = name.rpartition(".")[0] in folded
+        if any(overlap(memory_of(parameter), of) and not (is_folded and memory_of(parameter) == of) for of in shares):
+            raise ValueError(f"cannot fold the scale: {name} is also the weight of a q_proj or k_proj, or a part of it")
     for parameter, share in shares.values():
         parameter.mul_(share)
     _replace_scales(model, layers, new, to, factor)
@@ -211,8 +223,8 @@ def set_scale(model: nn.Module, to: str | float, *, factor: float = 1.0) -> nn.M
 
 
 def _adopted_cores(model: nn.Module) -> dict[str, Any]:
-    """The cores with a scale of their own, by name: those of models that ``adopt_hf`` adopted."""
-    return {name: module for name, module in model.named_modules() if callable(getattr(module, "set_scale", None))}
+    """The cores of models that ``adopt_hf`` adopted, by name. (Layers of PEFT have a ``set_scale``, too.)"""
+    return {name: module for name, module in model.named_modules() if hasattr(type(module), "fold_scale")}
 
 
 def _new_scales(model: nn.Module, to: str | float, factor: float) -> tuple[dict[str, Any], dict[str, ScoreScale]]:
@@ -267,6 +279,13 @@ def not_plain(module: nn.Module, kind: type[nn.Module], parameters: Collection[s
     return f"{name} has a hook" if module._forward_hooks or module._forward_pre_hooks else None
 
 
-def _memory(parameter: Tensor) -> int:
-    """A number that tensors in the same memory have in common. Without memory (meta, DTensor), the tensor's own."""
-    return parameter.data_ptr() or id(parameter)
+def memory_of(parameter: Tensor) -> tuple[int, int]:
+    """Where a tensor begins and ends in memory. Without memory (meta, DTensor), a range that no other tensor has."""
+    steps = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
+    start = parameter.data_ptr()
+    return (start, start + (steps + 1) * parameter.element_size()) if start else (-id(parameter), 1 - id(parameter))
+
+
+def overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two ranges of ``memory_of`` have a byte in common."""
+    return one[0] < other[1] and other[0] < one[1]

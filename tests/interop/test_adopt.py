@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from minitx.analysis import capture, intervene  # noqa: E402
 from minitx.interop import adopt_hf, release_hf  # noqa: E402
 from minitx.interop.adopt import adopted_cores  # noqa: E402
-from minitx.nn import Padding, fold_scale, set_scale  # noqa: E402
+from minitx.nn import MultiHeadAttention, Padding, fold_scale, set_scale  # noqa: E402
 from tests.interop.families import BESIDE, NAMES, QUICK, REFUSED, build, inputs_of, output_of, table  # noqa: E402
 
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.release) for name in NAMES]
@@ -439,8 +439,143 @@ def test_scales_that_an_adopted_model_cannot_have_are_refused():
     model = adopt_hf(build("Llama"))
     with pytest.raises(ValueError, match="learned"):
         set_scale(model, "learned")
-    with pytest.raises(ValueError, match=r"self_attn\.core"):
+    with pytest.raises(ValueError, match="learned"):
+        fold_scale(model, "learned")
+    with pytest.raises(ValueError, match="scale is 0"):
+        fold_scale(model, 0)
+
+
+FOLDED = (
+    *QUICK,
+    "GPTNeoX",
+    "GPTBigCode",
+    "Phi3",
+    "Persimmon",
+    "Gemma3",
+    "Qwen3",
+    "Olmo2",
+    "ModernBert",
+    "Albert",
+    "Bart",
+    "Qwen3Next",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FOLDED else pytest.mark.release) for name in [*NAMES, *BESIDE]]
+)
+def test_folding_the_scale_keeps_the_function_and_release_gives_the_weights_back(name):
+    model = build(name)
+    inputs, counts = inputs_of(name, pad="right")
+    if name not in (*BESIDE, "GptOss", "Mixtral", "Olmoe"):
+        model, inputs = model.double(), as_double(inputs)
+    adopt_hf(model)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    scales = []
+    for module in adopted_cores(model).values():
+        module.core.register_forward_pre_hook(lambda core, args: scales.append(args[0].scale))
+    with torch.no_grad():
+        wanted = output_of(model, inputs, counts)
+        assert fold_scale(model, -0.25, factor=2.0, inputs=inputs if name == "Whisper" else None) is model
+        scales.clear()
+        found = output_of(model, inputs, counts)
+    torch.testing.assert_close(found, wanted, atol=float(wanted.abs().max()) * 2e-6, rtol=0)
+    assert set(scales) == {-0.5}
+    changed = {key for key, value in model.state_dict().items() if not torch.equal(value, state[key])}
+    assert len({key.rpartition(".")[0] for key in changed}) == len(adopted_cores(model))
+    assert all(not key.endswith((".k_proj.weight", ".v_proj.weight", ".k_norm.weight")) for key in changed)
+    for key, value in release_hf(model).state_dict().items():
+        torch.testing.assert_close(value, state[key], atol=0, rtol=1e-6)
+
+
+def test_a_t5_is_unscaled_already_and_its_weights_stay():
+    model = adopt_hf(build("T5"))
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    fold_scale(model, "unscaled")
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_weights_of_a_model_in_training_mode_are_folded_in_their_own_precision(dtype):
+    model = adopt_hf(build("Llama").to(dtype).train().requires_grad_(False))
+    inputs, counts = inputs_of("Llama")
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        wanted = output_of(model, inputs, counts)
+        found = output_of(fold_scale(model, 8**-0.5 / 4), inputs, counts)  # a power of two: no rounding
+    assert torch.equal(found, wanted) and torch.equal(torch.get_rng_state(), before)
+    assert model.training and not any(p.requires_grad or p.grad is not None for p in model.parameters())
+
+
+def tied_to_embedding(model):
+    model.model.embed_tokens.weight = nn.Parameter(model.model.layers[1].self_attn.q_proj.weight.detach())
+
+
+def tied_to_keys(model):
+    layer = model.model.layers[1].self_attn
+    layer.q_proj.weight = layer.o_proj.weight
+
+
+def two_layers_with_one_projection(model):
+    model.model.layers[1].self_attn.q_proj = model.model.layers[0].self_attn.q_proj
+
+
+def a_part_of_another_weight(model):
+    layer = model.model.layers[0]
+    both = torch.randn(40, 32)
+    layer.self_attn.q_proj.weight, layer.self_attn.o_proj.weight = nn.Parameter(both[:32]), nn.Parameter(both[8:])
+
+
+def one_norm_for_queries_and_keys(model):
+    layer = model.model.layers[1].self_attn
+    layer.q_norm = layer.k_norm
+
+
+def not_proportional(model):
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda module, args, out: out + 1)
+
+
+def clipped(model):
+    model.config.clip_qkv = 8.0
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("Llama", tied_to_embedding, "embed_tokens.weight shares"),
+        ("Llama", tied_to_keys, "shares"),
+        ("Llama", two_layers_with_one_projection, "layers.1.self_attn: no projection or norm"),
+        ("Llama", a_part_of_another_weight, "o_proj.weight shares"),
+        ("Qwen3", one_norm_for_queries_and_keys, "layers.1.self_attn: no projection or norm"),
+        ("Llama", not_proportional, "layers.0.self_attn: no projection or norm"),
+        ("Olmo", clipped, "clip_qkv=8.0"),
+    ],
+)
+def test_weights_that_make_more_than_the_queries_are_refused_and_left_as_they_were(name, change, reason):
+    model = build(name)
+    change(model)
+    state = {key: value.clone() for key, value in adopt_hf(model).state_dict().items()}
+    with pytest.raises(ValueError, match=reason):
         fold_scale(model)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert all(module.core.scale is None for module in adopted_cores(model).values())
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft says so of itself
+def test_a_fold_of_lora_of_a_speech_model_without_inputs_and_beside_our_attention_is_refused():
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"])
+    wrapped = adopt_hf(peft.get_peft_model(build("Llama"), options))
+    with pytest.raises(ValueError, match="no projection or norm"):
+        fold_scale(wrapped)
+    set_scale(wrapped, "unscaled")
+    assert all(module.core.scale == ("unscaled", 1.0) for module in adopted_cores(wrapped).values())
+    with pytest.raises(ValueError, match="input_features"):
+        fold_scale(adopt_hf(build("Whisper")))
+    with pytest.raises(ValueError, match="did not run"):
+        fold_scale(adopt_hf(build("T5")).encoder.block)
+    with pytest.raises(ValueError, match="fold each part alone"):
+        fold_scale(nn.ModuleList([adopt_hf(build("Llama")), MultiHeadAttention(12, 3)]))
 
 
 @pytest.mark.parametrize("option", ["indices", "block_indices", "sinks"])

@@ -167,3 +167,17 @@ def test_a_scale_that_no_fold_can_reach_and_a_model_without_our_attention_are_re
             fold_scale(MultiHeadAttention(12, 3), to)
     with pytest.raises(ValueError, match="Linear"):
         fold_scale(nn.Linear(2, 2), 1.0)
+
+
+def test_weights_that_overlap_in_memory_are_refused_and_parts_of_one_tensor_are_folded():
+    both = torch.randn(30, 12)
+    layer, x = MultiHeadAttention(12, 3, bias=False), torch.randn(2, 5, 12)
+    layer.q_proj.weight, layer.k_proj.weight = nn.Parameter(both[:12]), nn.Parameter(both[6:18])
+    with pytest.raises(ValueError, match="is also the weight"):
+        fold_scale(layer)
+    layer.k_proj.weight, layer.v_proj.weight = nn.Parameter(both[12:24]), nn.Parameter(both[18:30])
+    with pytest.raises(ValueError, match=r"v_proj\.weight is also the weight"):
+        fold_scale(layer)
+    layer.v_proj.weight = nn.Parameter(torch.randn(12, 12))
+    want = layer(x)
+    torch.testing.assert_close(fold_scale(layer)(x), want)
