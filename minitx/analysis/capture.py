@@ -179,13 +179,30 @@ def _watch_outputs(
     def leave(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not is_recomputing():
             out = (output[0] if isinstance(output, tuple) else output).detach()
-            seen[name].append(out.clone() if heads is None else out[:, places_of(heads, out.shape[1], out.device)])
+            out = out.unflatten(0, rows[layer_of(name, rows)]) if out.dim() == 2 else out
+            seen[name].append(out.clone() if heads is None else out[:, places_of("heads", heads, out.shape[1], out.device)])
 
     with ExitStack() as hooks:
+        rows = hooks.enter_context(rows_of_blocks(model))
         for name, module in modules.items():
             hooks.enter_context(module.register_forward_hook(partial(leave, name)))
         yield seen
     warn_of_silence(model, seen)
+
+
+@contextmanager
+def rows_of_blocks(model: nn.Module) -> Iterator[dict[str, tuple[int, int]]]:
+    """Note B and L of the blocks, by name, while they run: inside of a block, OPT flattens (B, L, E) to (B·L, E)."""
+    rows: dict[str, tuple[int, int]] = {}
+
+    def enter(name: str, block: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        hidden = next(value for value in (*args, *options.values()) if isinstance(value, Tensor))
+        rows[name] = hidden.shape[0], hidden.shape[1]
+
+    with ExitStack() as hooks:
+        for name, block in modules_of(model, "residual").items():
+            hooks.enter_context(block.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
+        yield rows
 
 
 def modules_of(model: nn.Module, what: str) -> dict[str, nn.Module]:
@@ -367,7 +384,9 @@ class _Watcher:
         (call,) = args
         is_causal = call.mask is not None and call.mask.is_causality
         kind = "cross" if call.is_cross else "causal" if is_causal else "self"
-        look = Look(call, kind, self._real_queries(call, kind), places_of(self.heads, call.query.shape[1], call.query.device))
+        look = Look(
+            call, kind, self._real_queries(call, kind), places_of("heads", self.heads, call.query.shape[1], call.query.device)
+        )
         self._tell_memory(name, look)
         with full_precision(call.query.device):
             self.seen[name].append(self.recorder(look))
@@ -401,10 +420,10 @@ class _Watcher:
             )
 
 
-def places_of(chosen: Sequence[int] | int | None, size: int, device: torch.device) -> Tensor:
-    """Return the chosen heads or positions of ``size`` as indices from 0. None: all."""
+def places_of(name: str, chosen: Sequence[int] | int | None, size: int, device: torch.device) -> Tensor:
+    """Return the chosen ``heads`` or ``positions`` of ``size`` as indices from 0. None: all."""
     numbers = range(size) if chosen is None else [chosen] if isinstance(chosen, int) else chosen
     wrong = [number for number in numbers if not -size <= number < size]
     if wrong or not len(numbers):
-        raise ValueError(f"heads or positions={list(numbers)} must be some of 0 to {size - 1}")
+        raise ValueError(f"{name}={list(numbers)} must be some of 0 to {size - 1}, because there are {size} {name}")
     return torch.tensor([number % size for number in numbers], device=device)

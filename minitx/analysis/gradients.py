@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from minitx.analysis.capture import attention_cores, watch
 from minitx.analysis.snapshot import SOURCE, TARGET
-from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.modes import evaluating
 
 Loss = Callable[[Any], tuple[Tensor, Mapping[str, Tensor]]]
@@ -72,9 +71,24 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
 
 
 def projection_weights(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Return W_Q, W_K and W_V of every attention layer as ``q``, ``k`` and ``v``, by the name of the core."""
-    layers = {f"{name}.core".lstrip("."): m for name, m in model.named_modules() if isinstance(m, MultiHeadAttention)}
-    return {name: {letter: getattr(layer, f"{letter}_proj").weight for letter in "qkv"} for name, layer in layers.items()}
+    """Return W_Q, W_K and W_V of every attention layer as ``q``, ``k`` and ``v``, by the name of the core.
+
+    In the layer of an adopted model, they are the matrices whose names begin with these letters (``q_proj``, ``query``, ``q_lin``).
+    A layer that has not one of each, for example a single matrix for all three, is left out.
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    for name in attention_cores(model):
+        layer = model.get_submodule(name.removesuffix("core").removesuffix("."))
+        matrices = [(part, weight) for part, child in layer.named_children() if (weight := _matrix(child)) is not None]
+        chosen = {letter: [weight for part, weight in matrices if part[0] == letter] for letter in "qkv"}
+        if all(len(weights) == 1 for weights in chosen.values()):
+            found[name] = {letter: weight for letter, [weight] in chosen.items()}
+    return found
+
+
+def _matrix(module: nn.Module) -> Tensor | None:
+    weight = getattr(module, "weight", None)
+    return weight if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
 
 def _log_histogram(norms: Tensor) -> dict[str, int]:

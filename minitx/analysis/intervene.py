@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.capture import OUTPUTS, capture, chosen_modules, modules_of, places_of, refuse_compiled, warn_of_silence
+from minitx.analysis.capture import (
+    OUTPUTS,
+    capture,
+    chosen_modules,
+    layer_of,
+    modules_of,
+    places_of,
+    refuse_compiled,
+    rows_of_blocks,
+    warn_of_silence,
+)
 from minitx.analysis.heads import UNKNOWN, mean_interval
 from minitx.nn.attention import DotProductAttention
 from minitx.nn.blocks import is_recomputing
@@ -93,8 +103,9 @@ def intervene(
         if not (both := modules.keys() & to.keys()):
             raise ValueError(f"the records hold none of the layers {', '.join(modules)}")
         modules = {name: module for name, module in modules.items() if name in both}
-    parts = {name: _Part(name, what, to, heads, positions) for name in modules}
     with ExitStack() as hooks:
+        rows = hooks.enter_context(rows_of_blocks(model))
+        parts = {name: _Part(name, what, to, heads, positions, rows) for name in modules}
         for name, module in modules.items():
             if what in OUTPUTS:
                 hooks.enter_context(module.register_forward_hook(parts[name].leave))
@@ -110,8 +121,15 @@ class _Part:
     """What is changed in one layer."""
 
     def __init__(
-        self, name: str, what: str, to: Change, heads: Sequence[int] | int | None, positions: Sequence[int] | int | None
+        self,
+        name: str,
+        what: str,
+        to: Change,
+        heads: Sequence[int] | int | None,
+        positions: Sequence[int] | int | None,
+        rows: Mapping[str, tuple[int, int]],
     ) -> None:
+        self.rows = rows
         self.name, self.what, self.to, self.heads, self.positions = name, what, to, heads, positions
         self.ran = False
         self.norms: list[Tensor] = []
@@ -136,12 +154,11 @@ class _Part:
     def changed(self, tensor: Tensor) -> Tensor:
         """``tensor`` with the chosen part replaced."""
         self.ran = True
-        axes = {1: self.heads, 2: self.positions} if tensor.dim() == 4 else {1: self.positions}
-        if tensor.dim() == 2 and self.positions is not None:
-            raise ValueError(
-                f"{self.name} gets all rows of a batch as one, so positions={self.positions} cannot be chosen there"
-            )
-        places = [places_of(chosen, tensor.shape[axis], tensor.device) for axis, chosen in axes.items()]
+        if tensor.dim() == 2:
+            return self.changed(tensor.unflatten(0, self.rows[layer_of(self.name, self.rows)])).flatten(0, 1)
+        axes = {"heads": (1, self.heads)} if tensor.dim() == 4 else {}
+        axes["positions"] = (tensor.dim() - 2, self.positions)
+        places = [places_of(name, chosen, tensor.shape[axis], tensor.device) for name, (axis, chosen) in axes.items()]
         index = (slice(None), places[0][:, None], places[1]) if len(places) == 2 else (slice(None), places[0])
         old = tensor[index]
         new = self.replacement(tensor, index).to(tensor)
@@ -150,7 +167,7 @@ class _Part:
         except RuntimeError:
             wanted = f"must fit the shape {tuple(old.shape)}, got {tuple(new.shape)}"
             raise ValueError(f"{self.name}: what replaces {self.what} {wanted}") from None
-        if old.shape == tensor.shape and all(chosen is None for chosen in axes.values()):
+        if old.shape == tensor.shape and all(chosen is None for _, chosen in axes.values()):
             return new
         out = tensor.clone()
         out[index] = new

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from minitx.interop.folding import Fold, fold_adopted
 from minitx.nn.attention import DotProductAttention
+from minitx.nn.blocks import is_block
 from minitx.nn.functional import AttentionCall
 from minitx.nn.masks import Causal, Dense, Mask, Padding
 from minitx.nn.scale import scale_multiplier
@@ -108,9 +109,12 @@ class Adoption:
         if tensor is None:
             mask: Mask = Causal()
         else:
-            real = (
-                key_mask if key_mask is not None and key_mask.shape == keys else None
-            )  # else of a static cache, or of pictures
+            real = key_mask
+            if real is not None and is_causal and not is_cross:
+                real = real[:, -keys[1] :]  # a cache with a window has the last keys
+            if real is not None and real.shape != keys:  # of other keys, for example of pictures
+                real = None
+            real = None if real is None else real.to(tensor.device)
             mask = TransformersMask(tensor[..., : keys[1]], is_causal, real)
         if self.depth and not torch.compiler.is_compiling():
             self.masks.append((tensor, key_mask, (is_causal, keys), mask))
@@ -198,6 +202,11 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
         if isinstance(module, PreTrainedModel):
             adoption.hooks.append(module.register_forward_pre_hook(adoption.enter_model, with_kwargs=True))
             adoption.hooks.append(module.register_forward_hook(adoption.leave_model, always_call=True))
+    for name in layers:  # layers of another class (ALBERT): those of a ModuleList
+        around = [name[:end] for end, letter in enumerate(name) if letter == "."]
+        listed = [path for path in around if isinstance(model.get_submodule(path.rpartition(".")[0]), nn.ModuleList)]
+        if listed and not any(is_block(model.get_submodule(path)) for path in around):
+            model.get_submodule(listed[-1]).is_block = True
     for root in outermost:
         root.adoption = adoption
         root.set_attn_implementation(NAME)
@@ -319,6 +328,10 @@ def _attention(
     L, S = query.shape[2], key.shape[2]
     causal = module.is_causal if is_causal is None else is_causal
     bias = position_bias
+    key_mask = adoption.key_masks[core.is_cross]
+    if attention_mask is not None and causal and not core.is_cross and key_mask is not None and key_mask.shape[1] < S:
+        S = key_mask.shape[1]  # a static cache hands out keys that are not written
+        key, value = key[:, :, :S], value[:, :, :S]
     if attention_mask is None or attention_mask.dtype == torch.bool:
         mask = adoption.mask(attention_mask, bool(causal), (key.shape[0], S), core.is_cross)
         if attention_mask is None and causal and L > 1:

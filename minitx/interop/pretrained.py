@@ -135,9 +135,14 @@ def check_unchanged(model: nn.Module, caller: str) -> None:
 
 
 def _parts(model: nn.Module) -> dict[str, Any]:
-    """The class of each module and the shape of each parameter. Tied parameters once."""
-    modules = model.named_modules(remove_duplicate=False)
-    classes = {name or "the model": f"{type(module).__module__}.{type(module).__name__}" for name, module in modules}
+    """The class of each module, or its first name if it has several, and the shape of each parameter. Tied parameters once."""
+    first: dict[nn.Module, str] = {}
+    classes = {
+        name or "the model": f"{type(module).__module__}.{type(module).__name__}"
+        if first.setdefault(module, name) == name
+        else f"the module {first[module]}"
+        for name, module in model.named_modules(remove_duplicate=False)
+    }
     return {**classes, **{name: tuple(parameter.shape) for name, parameter in model.named_parameters()}}
 
 

@@ -56,10 +56,18 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
         label_smoothing: see ``CrossEntropy``. count_correct: also return ``correct``, the number of labels with the highest
             logit.
 
+    Raises:
+        ConfigError: the shapes do not fit, for example logits of every token and labels of whole texts.
+
     >>> sums = cross_entropy(torch.zeros(1, 3, 4), torch.tensor([[0, 1, -100]]))
     >>> round(float(sums["loss"]) / 2, 4)  # ln 4
     1.3863
     """
+    if logits.shape[:-1] != labels.shape:
+        raise ConfigError(
+            f"the model returned logits of shape {tuple(logits.shape)} for labels of shape {tuple(labels.shape)}: cross-entropy "
+            "needs one row of logits (..., V) for each label (...)"
+        )
     flat, targets = logits.flatten(0, -2), labels.flatten()
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     nll = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum")

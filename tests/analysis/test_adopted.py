@@ -23,6 +23,7 @@ from minitx.analysis import (  # noqa: E402
     take_snapshot,
 )
 from minitx.analysis.capture import modules_of, watch  # noqa: E402
+from minitx.analysis.gradients import gradient_statistics, projection_weights  # noqa: E402
 from minitx.analysis.statistics import real_keys  # noqa: E402
 from minitx.analysis.viewer import view  # noqa: E402
 from minitx.interop import adopt_hf, release_hf  # noqa: E402
@@ -43,6 +44,7 @@ FEEDFORWARD = {
     "Bart": "model.decoder.layers.1.fc2",
     "ViT": "layers.1.mlp",
     "NomicBert": "nomic_bert.layers.1.mlp",
+    "Albert": "albert.encoder.albert_layer_groups.0.albert_layers.0.ffn_output",
     "DistilBert": "distilbert.transformer.layer.1.ffn",
     "Mixtral": "model.layers.1.mlp",
     "GptOss": "model.layers.1.mlp",
@@ -82,7 +84,7 @@ def test_the_feedforward_part_is_what_the_layer_adds_to_its_stream(name):
     model = adopt_hf(build(name))
     inputs, _ = inputs_of(name)
     assert list(modules_of(model, "feedforward"))[-1] == FEEDFORWARD[name]
-    adds = name not in ("Bert", "DistilBert", "NomicBert", "Bart")  # whose norm comes after the sum
+    adds = name not in ("Bert", "Albert", "DistilBert", "NomicBert", "Bart")  # whose norm comes after the sum
     with (
         torch.no_grad(),
         capture(model, what="feedforward", layers=-1) as seen,
@@ -95,7 +97,7 @@ def test_the_feedforward_part_is_what_the_layer_adds_to_its_stream(name):
         capture(model, what="residual", layers=-1) as without,
     ):
         model(**inputs)
-    [[part]], [[after]], [[before]] = seen.values(), stream.values(), without.values()
+    [[part, *_]], [[after, *_]], [[before, *_]] = seen.values(), stream.values(), without.values()
     assert part.abs().max() > 0 and not torch.equal(after, before)
     if adds:
         torch.testing.assert_close(after, before + part.view(after.shape), atol=float(after.abs().max()) * 1e-5, rtol=1e-5)
@@ -110,10 +112,24 @@ def test_a_layer_whose_feedforward_cannot_be_told_is_refused():
         pass
 
 
-def test_positions_of_rows_that_a_model_flattens_are_refused():
-    model = adopt_hf(build("OPT"))
-    inputs, _ = inputs_of("OPT")
-    with pytest.raises(ValueError, match="fc2 gets all rows"), intervene(model, "feedforward", 0.0, positions=1):
+@pytest.mark.parametrize("name", ["OPT", "Llama"])
+def test_feedforward_records_have_rows_and_positions_also_where_a_model_flattens_them(name):
+    model = adopt_hf(build(name))
+    inputs, _ = inputs_of(name)
+    with torch.no_grad(), capture(model, what="feedforward") as plain, capture(model, what="residual", layers=0) as before:
+        model(**inputs)
+    with (
+        torch.no_grad(),
+        intervene(model, "feedforward", 0.0, layers=0, positions=[3]),
+        capture(model, what="feedforward", layers=0) as changed,
+        capture(model, what="residual", layers=0) as after,
+    ):
+        model(**inputs)
+    [[part]], [[stream]], [[other]], [first, *_] = changed.values(), before.values(), after.values(), plain.values()
+    assert first[0].shape == (2, 11, 32) and all(records[0].shape == (2, 11, 32) for records in plain.values())
+    assert (part[:, 3] == 0).all() and torch.equal(part[:, 4:], first[0][:, 4:])
+    assert torch.equal(stream[:, 4:], other[:, 4:]) and not torch.equal(stream[:, 3], other[:, 3])
+    with torch.no_grad(), intervene(model, "feedforward", plain):
         model(**inputs)
 
 
@@ -276,6 +292,26 @@ def test_gradient_checkpointing_of_the_model_is_recorded_once_a_call(name, what)
     assert seen.keys() == plain.keys() and all(len(records) == 1 for records in seen.values())
     if name == "Llama":  # the others have dropout
         assert all(torch.equal(records[0], plain[key][0]) for key, records in seen.items())
+
+
+@pytest.mark.parametrize("name", ["Llama", "Bert", "T5", "DistilBert", "Qwen3", "Bart"])
+def test_the_probe_finds_the_matrices_of_separate_projections(name):
+    model = adopt_hf(build(name))
+    found = projection_weights(model)
+    assert found.keys() == modules_of(model, "weights").keys()
+    for core, weights in found.items():
+        layer = model.get_submodule(core.removesuffix(".core"))
+        assert {id(w) for w in weights.values()} <= {id(w) for w in layer.parameters()} and len(weights) == 3
+        assert [next(n for n, p in layer.named_parameters() if p is weights[x])[0] for x in "qkv"] == ["q", "k", "v"]
+    assert not projection_weights(adopt_hf(build("GPT2"))) and not projection_weights(adopt_hf(build("Phi3")))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_gradient_statistics_of_adopted_models_have_the_projections(name):
+    model, inputs = adopted(name)
+    parts = [{key: value[row : row + 1] for key, value in inputs.items()} for row in range(2)]
+    found = gradient_statistics(model, parts, lambda part: (model(**part).logits.square().sum(), {}))
+    assert all({"snr_q", "snr_k", "snr_v", "grad_query_rms"} <= layer.keys() for layer in found.values()) and found
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -150,7 +150,8 @@ def test_a_recomputed_call_that_cannot_be_told_apart_is_refused():
 
 @pytest.mark.parametrize(("what", "to", "options", "said"), [
     ("weight", 0.0, {}, "what='weight' must be one of"),
-    ("heads", 0.0, {"heads": [3]}, "heads or positions"),
+    ("heads", 0.0, {"heads": [3]}, r"heads=\[3\] must be .* 3 heads"),
+    ("residual", 0.0, {"positions": 9}, r"positions=\[9\] must be"),
     ("heads", torch.zeros(7), {}, "must fit the shape"),
     ("heads", {"blocks.0.attention.core": [torch.zeros(2, 3, 4, 4)]}, {}, "record"),
     ("heads", {}, {}, "records hold none"),

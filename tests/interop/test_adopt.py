@@ -14,6 +14,8 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from minitx.analysis import capture, intervene  # noqa: E402
+from minitx.analysis.capture import watch  # noqa: E402
+from minitx.analysis.statistics import real_keys  # noqa: E402
 from minitx.interop import adopt_hf, release_hf  # noqa: E402
 from minitx.interop.adopt import adopted_cores  # noqa: E402
 from minitx.nn import MultiHeadAttention, Padding, fold_scale, set_scale  # noqa: E402
@@ -394,6 +396,58 @@ def test_a_positional_mask_is_padding_too_and_is_forgotten_after_the_call():
     with pytest.raises(AttributeError), torch.no_grad():
         model(**inputs, past_key_values=3)  # a call that fails
     assert model.adoption.depth == 0
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2"])
+@pytest.mark.parametrize("static", [False, True])
+def test_the_padding_is_known_with_a_static_cache_and_with_a_window(name, static):
+    model = adopt_hf(build(name))
+    inputs, _ = inputs_of(name, pad="left")
+    ids, real = inputs["input_ids"], inputs["attention_mask"]
+    kind = transformers.StaticCache if static else transformers.DynamicCache
+    cache = kind(config=model.config, **({"max_cache_len": 17} if static else {}))
+    with torch.no_grad():
+        whole = model(ids, real).logits[:, -4:]
+        with watch(model, lambda look: (real_keys(look.call), look.real_queries)) as seen:
+            pieces = [model(ids[:, :7], real[:, :7], past_key_values=cache).logits]
+            pieces += [model(ids[:, n : n + 1], real[:, : n + 1], past_key_values=cache).logits for n in range(7, 11)]
+    torch.testing.assert_close(torch.cat(pieces[1:], 1), whole, atol=float(whole.abs().max()) * 1e-5, rtol=1e-4)
+    for records in seen.values():
+        for n, (keys, queries) in zip((7, 8, 9, 10, 11), records, strict=True):
+            assert torch.equal(keys, real[:, n - keys.shape[1] : n].bool())
+            assert torch.equal(queries, real[:, n - queries.shape[1] : n].bool())
+
+
+def test_the_cores_of_layers_on_several_devices_follow_their_queries():
+    model = adopt_hf(build("Llama"))
+    inputs, _ = inputs_of("Llama", pad="left")
+
+    def move(module, args, options):
+        def there(value):
+            if isinstance(value, tuple):
+                return tuple(map(there, value))
+            return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+        return there(args), {key: there(value) for key, value in options.items()}
+
+    for module in (model.model.layers[1], model.model.norm, model.lm_head):
+        module.to("meta").register_forward_pre_hook(move, with_kwargs=True)
+    calls = []
+    for module in adopted_cores(model).values():
+        module.core.register_forward_pre_hook(lambda core, args: calls.append(args[0]))
+    with torch.no_grad():
+        logits = model(**inputs).logits
+        assert logits.device.type == "meta" and logits.shape == (2, 11, 99)
+        attentions = model(**inputs, output_attentions=True).attentions
+    assert [weights.device.type for weights in attentions] == ["cpu", "meta"]
+    for call in calls:
+        tensors = [
+            call.query,
+            call.key,
+            call.value,
+            *(part.key_mask for part in call.mask.parts() if isinstance(part, Padding)),
+        ]
+        assert len(tensors) == 4 and {tensor.device for tensor in tensors} == {call.query.device}
 
 
 def test_weights_are_returned_to_the_call_that_asked_for_them_only():

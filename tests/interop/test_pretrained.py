@@ -154,6 +154,10 @@ def cut(model):
     model.windows = model.windows[:1]
 
 
+def used_twice(model):
+    model.blocks[1] = model.blocks[0]
+
+
 def without(owner, name):
     return lambda model: setattr(model.get_submodule(owner), name, None)
 
@@ -164,6 +168,7 @@ def changed(owner, name, value):
 
 CHANGES = [
     (cut, "blocks.1 is missing"),
+    (used_twice, "describes: blocks.1 is the module blocks.0, not minitx.nn.blocks.Block$"),
     (changed("", "__class__", type("Mine", (DecoderLM,), {})), "the model is .*Mine, not .*DecoderLM"),
     (quantised, "blocks.0.attention.q_proj is torch.ao.nn.quantized"),
     (changed("blocks.1.attention", "scale", ScoreScale("unscaled", head_dim=2)), "blocks.1.attention.scale.scale is unscaled"),

@@ -136,6 +136,12 @@ def test_rows_without_a_target_say_nothing_about_an_objective():
         check_sum(mean, caller, {"input": torch.zeros(3, 2).long(), "labels": labels})
 
 
+@pytest.mark.parametrize(("logits", "labels"), [((2, 7, 11), (2,)), ((2, 11), (2, 7)), ((2, 7, 11), (7, 2))])
+def test_cross_entropy_refuses_logits_that_do_not_belong_to_the_labels_and_says_both_shapes(logits, labels):
+    with pytest.raises(ConfigError, match=re.escape(f"shape {logits} for labels of shape {labels}")):
+        CrossEntropy()(torch.zeros(logits), {"labels": torch.zeros(labels, dtype=torch.long)})
+
+
 @pytest.mark.parametrize(
     ("logits", "labels", "loss"),
     [
