@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from minitx.config import ConfigError, TrainerConfig
 from minitx.data.corpus import data_dir
-from minitx.nn.blocks import Block
+from minitx.nn.blocks import is_block
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -268,8 +268,10 @@ def sum_over_rows(trainer: L.Trainer, value: Tensor) -> Tensor:
 
 def parallelize(network: nn.Module, mesh: DeviceMesh) -> None:
     """Shard every block of ``network`` and the rest of it in place by FSDP2 (Zhao et al. 2023, arXiv:2304.11277)."""
-    for block in [module for module in network.modules() if isinstance(module, Block)]:
-        fully_shard(block, mesh=mesh)
+    for module in reversed(list(network.modules())):  # a layer inside another comes first
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if is_block(module) or "GradientCheckpointingLayer" in kinds:  # the layers of transformers, which is not imported here
+            fully_shard(module, mesh=mesh)
     fully_shard(network, mesh=mesh)
 
 

@@ -115,19 +115,6 @@ def build(name: str) -> Any:
 NAMES = ["GPT2", *DECODERS, *ENCODERS, *PICTURES, *PAIRS, "Whisper"]
 
 
-def table() -> str:
-    """The table of docs/weights.md: what the tests of ``test_adopt.py`` hold for each family."""
-    lines = ["| families | logits and gradients | padding | weights | `generate` with a cache |", "|---|---|---|---|---|"]
-    kinds = [(["GPT2", *DECODERS], "yes", "yes"), ([*BESIDE], "logits", "not tested"), ([*ENCODERS], "yes", "no text")]
-    kinds += [([*PICTURES], "yes", "no text"), ([*PAIRS], "yes", "yes"), (["Whisper"], "yes", "not tested")]
-    for names, logits, writes in kinds:
-        padding = "none" if names[0] in (*PICTURES, "Whisper") else "left, right" if names[0] not in BESIDE else "left"
-        weights = "yes" if names[0] not in BESIDE else "not tested"
-        lines.append(f"| {', '.join(names)} | {logits} | {padding} | {weights} | {writes} |")
-    lines.append(f"| {', '.join(REFUSED)} | refused | | | |")
-    return "\n".join(lines) + "\n"
-
-
 def inputs_of(name: str, *, pad: str | None = None) -> tuple[dict[str, Tensor], Tensor | None]:
     """The arguments of a call, and which rows and positions of the output count (None: all). ``pad``: left or right."""
     generator = torch.Generator().manual_seed(1)

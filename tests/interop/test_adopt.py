@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import io
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 transformers = pytest.importorskip("transformers")
 
@@ -19,7 +20,8 @@ from minitx.analysis.statistics import real_keys  # noqa: E402
 from minitx.interop import adopt_hf, release_hf  # noqa: E402
 from minitx.interop.adopt import adopted_cores  # noqa: E402
 from minitx.nn import MultiHeadAttention, Padding, fold_scale, set_scale  # noqa: E402
-from tests.interop.families import BESIDE, NAMES, QUICK, REFUSED, build, inputs_of, output_of, table  # noqa: E402
+from minitx.training.devices import parallelize  # noqa: E402
+from tests.interop.families import BESIDE, NAMES, QUICK, REFUSED, build, inputs_of, output_of  # noqa: E402
 
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.release) for name in NAMES]
 ROUNDING = 1e-6  # eager computes its softmax in float32, also in a model of float64
@@ -242,6 +244,26 @@ def test_an_adopted_model_trains_under_ddp(tmp_path):
         torch.distributed.destroy_process_group()
     assert torch.equal(found_out, out)
     assert all(torch.equal(p.grad, wanted[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch says so of layers that return a view
+@pytest.mark.parametrize("name", ["Llama", "Bert", "T5"])
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_fsdp_shards_each_layer_of_a_model_of_transformers(name, is_adopted):
+    model = build(name)
+    inputs, counts = inputs_of(name, pad="left")
+    wanted, _ = gradients(model, inputs, counts)
+    model = adopt_hf(model) if is_adopted else model
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        parallelize(model, DeviceMesh("cpu", [0]))
+        found, _ = gradients(model, inputs, counts)
+        sharded = {key for key, module in model.named_modules() if isinstance(module, FSDPModule)}
+    finally:
+        torch.distributed.destroy_process_group()
+    layers = {"Llama": "model.layers.", "Bert": "bert.encoder.layer.", "T5": "coder.block."}
+    assert len([key for key in sharded if layers[name] in key]) == (4 if name == "T5" else 2) and "" in sharded
+    torch.testing.assert_close(found, wanted, atol=float(wanted.abs().max()) * 1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("implementation", ["static", "dynamic"])
@@ -639,6 +661,9 @@ def test_an_argument_that_changes_the_answer_and_that_no_core_takes_is_refused(o
         model(**inputs_of("Llama")[0], **{option: torch.zeros(2)})
 
 
-def test_the_page_has_the_table_of_the_families_that_are_tested():
-    page = Path(__file__).parents[2] / "docs" / "weights.md"
-    assert table() in page.read_text(encoding="utf-8"), table()
+@pytest.mark.release
+@pytest.mark.parametrize("name", [*NAMES, *BESIDE, *REFUSED])
+def test_the_page_says_of_each_family_what_is_measured(name):
+    from tests.tools.families_table import on_the_page, row
+
+    assert on_the_page()[name] == row(name)

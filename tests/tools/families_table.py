@@ -1,0 +1,99 @@
+"""Measure what works with which family of transformers, and write the table of docs/weights.md: python tests/tools/families_table.py
+
+A cell is what the tests of ``tests/interop/test_adopt.py`` say of a random small model. The release tests compare the page with it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from pytest import skip
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from minitx.analysis import capture
+from minitx.interop import adopt_hf
+from tests.interop import test_adopt as checks
+from tests.interop.families import BESIDE, NAMES, REFUSED, build, inputs_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "weights.md"
+FOUND = re.compile(r"(?<=<!-- families -->\n)(.*?)(?=<!-- end of families -->)", re.DOTALL)
+
+
+def holds(check: Callable[..., None], *args: str) -> str:
+    """``yes``, ``no``, or ``–`` where the check does not apply."""
+    torch.manual_seed(0)
+    try:
+        check(*args)
+    except skip.Exception:
+        return "–"
+    except Exception:
+        return "no"
+    return "yes"
+
+
+def layers_are_found(name: str) -> None:
+    model, (inputs, _) = adopt_hf(build(name)), inputs_of(name)
+    with torch.no_grad(), capture(model, what="residual") as residual, capture(model, what="feedforward") as feedforward:
+        model(**inputs)
+    records = [record for seen in (residual, feedforward) for of_layer in seen.values() for record in of_layer]
+    assert len(residual) == len(feedforward) and all(record.dim() == 3 and len(record) == 2 for record in records)
+
+
+def padding(name: str) -> str:
+    if "attention_mask" not in inputs_of(name)[0]:
+        return "–"
+    check = checks.test_padding_on_either_side_is_hidden_as_it_is_in_the_model
+    return ", ".join(side for side in ("left", "right") if holds(check, name, side) == "yes") or "no"
+
+
+CELLS: dict[str, Callable[[str], str]] = {
+    "gradients in float64": lambda name: holds(
+        checks.test_an_adopted_model_has_the_logits_and_gradients_of_its_eager_self, name
+    ),
+    "padding": padding,
+    "`generate` with a cache": lambda name: holds(checks.test_a_cache_and_generate_give_what_the_model_gives, name),
+    "`capture`, `intervene`": lambda name: holds(
+        checks.test_looking_changes_no_bit_and_knocking_a_head_out_changes_the_answer, name
+    ),
+    "`output_attentions`": lambda name: holds(checks.test_output_attentions_are_the_weights_of_the_core, name),
+    "`residual`, `feedforward`": lambda name: holds(layers_are_found, name),
+    "`fold_scale`": lambda name: holds(
+        checks.test_folding_the_scale_keeps_the_function_and_release_gives_the_weights_back, name
+    ),
+}
+
+
+def row(name: str) -> tuple[str, ...]:
+    """The cells of one family."""
+    if name in REFUSED:
+        held = holds(checks.test_a_model_whose_attention_does_not_pass_through_the_interface_is_refused, name)
+        return ("refused" if held == "yes" else "no", *[""] * (len(CELLS) - 1))
+    return tuple(cell(name) for cell in CELLS.values())
+
+
+def table(names: tuple[str, ...] = (*NAMES, *BESIDE, *REFUSED)) -> str:
+    """The table, with one line for the families whose cells are equal."""
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        lines.setdefault(row(name), []).append(name)
+    head = ["families", *CELLS]
+    rows = [head, ["---"] * len(head), *([", ".join(found), *cells] for cells, found in lines.items())]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+def on_the_page() -> dict[str, tuple[str, ...]]:
+    """The cells of each family on the page."""
+    _, _, *lines = FOUND.search(PAGE.read_text(encoding="utf-8"))[0].splitlines()  # type: ignore[index]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {name: tuple(cells) for names, *cells in rows for name in names.split(", ")}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(FOUND.sub(lambda _: table(), page), encoding="utf-8")
