@@ -40,7 +40,7 @@ def gradients(model, inputs, counts):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_adopted_model_has_the_logits_and_gradients_of_its_eager_self(name):
-    if name in ("GptOss", "Mixtral", "Olmoe"):
+    if name in ("GptOss", "Mixtral", "Olmoe", "Jamba", "Qwen3Next"):
         pytest.skip("transformers' experts have no float64 product: the test in float32 has them")
     model = build(name).double()
     inputs, counts = inputs_of(name, pad="right")

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pytest import skip
 import torch
+from pytest import skip  # noqa: PT013 (tests/test_skips.py counts each pytest.skip)
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
