@@ -477,6 +477,18 @@ def test_an_explanation_names_every_backend_the_reason_and_what_runs_and_runs_no
         explain_backends(q, q, q, backend="nothing")
 
 
+def test_the_explanation_says_why_auto_runs_what_it_runs():
+    q = torch.randn(1, 2, 3, 4)
+    for options, name, word in (
+        ({}, "sdpa", "fused"),
+        ({"softcap": 3.0}, "math", "soft-cap"),
+        ({"dropout_p": 0.5}, "sdpa", "plain"),
+    ):
+        (running,) = [report for report in explain_backends(q, q, q, **options) if report.runs]
+        assert running.name == name and word in running.auto and running.auto in str(running)
+        assert not any(report.auto for report in explain_backends(q, q, q, **options, backend="chunked"))
+
+
 def test_a_registered_backend_serves_calls_by_name_only_until_it_is_unregistered():
     seen, q = [], torch.randn(1, 2, 3, 4)
     options = {"why_not": lambda call: "no window" if isinstance(call.mask, SlidingWindow) else None}

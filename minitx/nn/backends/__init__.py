@@ -115,42 +115,79 @@ def unregister_backend(name: str) -> None:
     del _REGISTRY[name]
 
 
-def _fastest(call: AttentionCall) -> Backend:
-    """What ``auto`` runs: looks at types and sizes only. The rules are measured by ``benchmarks/attention.py``."""
-    if sdpa.transforms(call):  # of the kernels, only torch's have rules for them
-        return SDPA if sdpa.why_not(call) is None else MATH
-    is_sparse = call.mask is not None and call.mask.is_sparse
-    if is_sparse:  # a window as long as the keys hides nothing: treat it as dense
-        mask = simplify(call.mask, call.query.shape[2], call.key.shape[2])
-        is_sparse = mask is not None and mask.is_sparse
-    if not is_sparse and call.softcap is None and call.sinks is None and sdpa.falls_back(call) is None:
-        return SDPA
+def _adds(call: AttentionCall) -> bool:
+    return call.softcap is not None or call.sinks is not None
+
+
+def _is_sparse(call: AttentionCall) -> bool:
+    """Whether the mask hides most tiles. A window as long as the keys hides nothing and counts as dense."""
+    if call.mask is None or not call.mask.is_sparse:
+        return False
+    mask = simplify(call.mask, *call.shape[2:])
+    return mask is not None and mask.is_sparse
+
+
+def _is_fused(call: AttentionCall) -> bool:
+    return sdpa.falls_back(call) is None
+
+
+def _can_tile(call: AttentionCall, start: int = 0) -> bool:
+    """Whether ``chunked`` serves the call, which has ``start`` scores at least. It would break a graph of ``torch.compile``."""
     B, H, L, S = call.shape
-    scores, on_cpu = B * H * L * S, call.query.device.type == "cpu"
-    if call.softcap is not None or call.sinks is not None:  # torch's kernels have no place for them
-        if not on_cpu and flex.why_not(call) is None:
-            return FLEX
-        few_rows = L == 1 and on_cpu  # a row of scores and its online softmax are one tile
-        large = scores >= CHUNKED_FROM and L > 1
-        return CHUNKED if (few_rows or large) and _can_tile(call) else MATH
-    if not on_cpu and is_sparse and flex.why_not(call) is None:
-        return FLEX  # it skips empty blocks; torch's kernels would get a dense mask
-    if sdpa.falls_back(call) is None:
-        few = on_cpu and is_sparse and scores >= CHUNKED_FROM and _can_tile(call) and chunked.share_of_tiles(call) <= FEW_TILES
-        return CHUNKED if few else SDPA
-    start = CHUNKED_FROM if call.dropout_p > 0.0 else CHUNKED_FROM_OVER_PLAIN
-    return CHUNKED if L > 1 and scores >= start and _can_tile(call) else SDPA
+    return start <= B * H * L * S and not is_compiling() and chunked.why_not(call) is None
 
 
-def _can_tile(call: AttentionCall) -> bool:
-    """Whether ``chunked`` can serve the call. It would break a graph of ``torch.compile``."""
-    return not is_compiling() and chunked.why_not(call) is None
+def _few_tiles(call: AttentionCall) -> bool:
+    can = _on_cpu(call) and _is_sparse(call) and _can_tile(call, CHUNKED_FROM)
+    return can and chunked.share_of_tiles(call) <= FEW_TILES
+
+
+def _from_over_plain(call: AttentionCall) -> int:
+    return CHUNKED_FROM if call.dropout_p > 0.0 else CHUNKED_FROM_OVER_PLAIN
+
+
+def _is_transformed(call: AttentionCall) -> bool:
+    return bool(sdpa.transforms(call))
+
+
+def _on_cpu(call: AttentionCall) -> bool:
+    return call.query.device.type == "cpu"
+
+
+# What ``auto`` runs: the backend of the first line whose condition holds. Conditions look at types and sizes of a call c only. The
+# sizes are measured by ``benchmarks/attention.py``.
+AUTO: tuple[tuple[Callable[[AttentionCall], bool], Backend, str], ...] = (
+    (lambda c: not (_adds(c) or _is_sparse(c) or sdpa.transforms(c)) and _is_fused(c), SDPA, "torch's fused kernel serves it"),
+    (lambda c: _is_transformed(c) and sdpa.why_not(c) is None, SDPA, "of the kernels, torch's alone serve torch.func"),
+    (lambda c: _is_transformed(c), MATH, "no kernel serves this derivative"),
+    (
+        lambda c: not _on_cpu(c) and (_adds(c) or _is_sparse(c)) and flex.why_not(c) is None,
+        FLEX,
+        "it has what torch's kernels lack",
+    ),
+    (lambda c: _adds(c) and _on_cpu(c) and c.shape[2] == 1 and _can_tile(c), CHUNKED, "one query is one tile"),
+    (lambda c: _adds(c) and c.shape[2] > 1 and _can_tile(c, CHUNKED_FROM), CHUNKED, "tiles beat a large matrix"),
+    (lambda c: _adds(c), MATH, "torch's kernels have no soft-cap and no sinks"),
+    (lambda c: _is_fused(c) and _few_tiles(c), CHUNKED, "it skips hidden tiles, which torch's CPU kernel computes"),
+    (lambda c: _is_fused(c), SDPA, "torch's fused kernel serves it"),
+    (
+        lambda c: c.shape[2] > 1 and _can_tile(c, _from_over_plain(c)),
+        CHUNKED,
+        "torch has no fused kernel, and tiles beat its matrix",
+    ),
+    (lambda c: True, SDPA, "torch's plain path is the fastest for a small matrix"),
+)
+
+
+def _choose(call: AttentionCall) -> tuple[Backend, str]:
+    """Return what ``auto`` runs, and why."""
+    return next((backend, reason) for holds, backend, reason in AUTO if holds(call))
 
 
 def named(call: AttentionCall, backend: str) -> Backend:
     """Return the backend that a name stands for in a call. It may be unable to serve the call."""
     if backend == "auto":
-        return _fastest(call)
+        return _choose(call)[0]
     if backend not in _REGISTRY:
         raise ValueError(f"backend={backend!r} is not known; one of {', '.join(backend_names())}")
     return _REGISTRY[backend]
@@ -172,7 +209,7 @@ def attend(call: AttentionCall, backend: str = "auto", *, strict: bool = False) 
     """
     if call.scores is not None or call.weights is not None:
         backend, strict = "math", False  # no kernel takes them
-    chosen = _fastest(call) if backend == "auto" else named(call, backend)
+    chosen = named(call, backend)
     if backend != "auto" and (reason := chosen.why_not(call)) is not None:
         able = ", ".join(other.name for other in _REGISTRY.values() if other.why_not(call) is None)
         raise NotImplementedError(f"backend {chosen.name!r} cannot serve this call: {reason}; {able} can")
@@ -239,7 +276,7 @@ class BackendReport:
     """One line of ``explain_backends``.
 
     ``name`` is the backend. ``can`` is whether it supports the call, ``fused`` whether its fused kernel would run, and ``runs``
-    whether it is the one that runs. ``reason`` is why it cannot, or what it falls back to.
+    whether it is the one that runs. ``reason`` is why it cannot, or what it falls back to. ``auto`` is why ``backend="auto"`` chose it.
     """
 
     name: str
@@ -247,10 +284,12 @@ class BackendReport:
     fused: bool
     runs: bool
     reason: str
+    auto: str = ""
 
     def __str__(self) -> str:
         word = "fused" if self.fused else "can" if self.can else "cannot"
-        return f"{'->' if self.runs else '  '} {self.name:14} {word:7} {self.reason}".rstrip()
+        reasons = "; ".join(filter(None, (self.reason, self.auto and f"auto: {self.auto}")))
+        return f"{'->' if self.runs else '  '} {self.name:14} {word:7} {reasons}".rstrip()
 
 
 def explain_backends(*tensors: Tensor, backend: str = "auto", **options: Any) -> list[BackendReport]:
@@ -265,14 +304,16 @@ def explain_backends(*tensors: Tensor, backend: str = "auto", **options: Any) ->
     >>> for line in explain_backends(q, q, q, is_causal=True, softcap=30.0)[:3]:
     ...     print(line)
        sdpa           cannot  torch's kernels have no soft-cap
-       chunked        can     it works tile by tile in plain torch
-    -> math           can     it holds the whole L x S matrix
+       chunked        can     it works tile by tile in plain torch, and breaks a graph of torch.compile
+    -> math           can     it holds the whole L x S matrix; auto: torch's kernels have no soft-cap and no sinks
     """
     call = make_call(*tensors, **options)  # type: ignore[arg-type]
-    chosen, reports = named(call, backend), []
+    chosen, why = _choose(call) if backend == "auto" else (named(call, backend), "")
+    reports = []
     for candidate in _REGISTRY.values():
         reason = candidate.why_not(call)
         slow = candidate.falls_back(call) if reason is None else None
         can, fused = reason is None, reason is None and slow is None
-        reports.append(BackendReport(candidate.name, can, fused, can and candidate is chosen, reason or slow or ""))
+        runs = can and candidate is chosen
+        reports.append(BackendReport(candidate.name, can, fused, runs, reason or slow or "", why if runs else ""))
     return reports
