@@ -104,28 +104,24 @@ class Residual(nn.Module):
         if norm_position not in NORM_POSITIONS:
             raise ValueError(f"norm_position={norm_position!r} must be one of {', '.join(NORM_POSITIONS)}")
         self.norm_position, self.residual_scale = norm_position, residual_scale
-        self.norm_last = norm_position in ("post", "deepnorm")
+        self.norm_first = norm_position in ("pre", "sandwich")
         self.norm = norm()
         self.output_norm = norm() if norm_position == "sandwich" else None
         self.dropout = nn.Dropout(dropout) if dropout != 0.0 else None
         self.branch = None if branch is None else branch()
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Return the input of the sublayer."""
-        return x if self.norm_last else self.norm(x)
-
-    def leave(self, x: Tensor, out: Tensor) -> Tensor:
-        """Return the residual stream after the sublayer, whose output is ``out``."""
+    def finish(self, out: Tensor) -> Tensor:
+        """Return what is added to the residual stream for a sublayer's output: norm' of ``sandwich``, dropout, ``branch``."""
         if self.output_norm is not None:
             out = self.output_norm(out)
         if self.dropout is not None:
             out = self.dropout(out)
-        if self.branch is not None:
-            out = self.branch(out)
-        return self.norm(x * self.residual_scale + out) if self.norm_last else x + out
+        return out if self.branch is None else self.branch(out)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        return self.leave(x, sublayer(self.enter(x)))
+        if self.norm_first:
+            return x + self.finish(sublayer(self.norm(x)))
+        return self.norm(x * self.residual_scale + self.finish(sublayer(x)))
 
 
 class Block(nn.Module):
@@ -155,6 +151,9 @@ class Block(nn.Module):
     >>> torch.allclose(block(x)[:, :3], block(x[:, :3]), atol=1e-6)  # the future changes nothing
     True
     """
+
+    cross_attention: Any  # a module or None
+    feedforward_residual: Any
 
     def __init__(
         self,
@@ -210,24 +209,30 @@ class Block(nn.Module):
             raise ValueError(f"this block {state}; got memory={'None' if memory is None else 'a tensor'}")
         if self.causal and not (isinstance(attn_mask, Mask) and attn_mask.is_causality):
             attn_mask = intersect(Causal(), attn_mask)
-        residual = self.attention_residual
-        h = residual.enter(x)
-        options = {"attn_mask": attn_mask, "position_ids": position_ids, "attn_bias": attn_bias, "cache": cache}
-        out = self.attention(h, **{name: given for name, given in options.items() if given is not None})
-        out = out[0] if isinstance(out, tuple) else out
-        if self.parallel:
-            out = out + self.feedforward(h)
-        x = residual.leave(x, out)
-        if self.cross_attention is not None and self.cross_residual is not None:
-            residual = self.cross_residual
-            options = {"key": memory, "attn_mask": memory_mask, "cache": cache}
-            h = residual.enter(x)
-            out = self.cross_attention(h, **{name: given for name, given in options.items() if given is not None})
-            x = residual.leave(x, out[0] if isinstance(out, tuple) else out)
-        if self.feedforward_residual is not None:
-            residual = self.feedforward_residual
-            x = residual.leave(x, self.feedforward(residual.enter(x)))
-        return x
+        options = _given(attn_mask=attn_mask, position_ids=position_ids, attn_bias=attn_bias, cache=cache)
+        cross = {} if memory is None else _given(key=memory, attn_mask=memory_mask, cache=cache)
+        one, two, last = self.attention_residual, self.cross_residual, self.feedforward_residual
+        if one.norm_first:  # pre: x + f(norm(x)); sandwich: x + norm'(f(norm(x)))
+            h = one.norm(x)
+            out = _output(self.attention(h, **options))
+            x = x + one.finish(out + self.feedforward(h) if self.parallel else out)
+            if two is not None:
+                x = x + two.finish(_output(self.cross_attention(two.norm(x), **cross)))
+            return x if last is None else x + last.finish(self.feedforward(last.norm(x)))
+        # post: norm(x + f(x)); deepnorm: norm(α x + f(x))
+        x = one.norm(x * one.residual_scale + one.finish(_output(self.attention(x, **options))))
+        if two is not None:
+            x = two.norm(x * two.residual_scale + two.finish(_output(self.cross_attention(x, **cross))))
+        return last.norm(x * last.residual_scale + last.finish(self.feedforward(x)))
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: option for name, option in options.items() if option is not None}
+
+
+def _output(out: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """The output of an attention that may also return its weights."""
+    return out[0] if isinstance(out, tuple) else out
 
 
 def is_block(module: nn.Module) -> bool:
