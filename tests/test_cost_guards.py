@@ -133,6 +133,36 @@ def test_what_a_step_does_to_all_parameters_does_not_grow_with_their_number(tmp_
     assert outside <= 124
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"position": "rotary", "norm": "rms", "activation": "swiglu", "num_kv_heads": 1}], ids=str
+)
+def test_a_layer_with_a_key_mask_calls_at_most_45_functions_of_minitx(options, training):
+    """Every Python frame of a file of the package counts, properties and comprehensions included."""
+    sizes = {"vocab_size": 11, "embed_dim": 16, "num_heads": 2, "ffn_dim": 32, "max_len": 32}
+    ids, real = torch.randint(11, (3, 7)), torch.arange(7)[None] < torch.tensor([[7], [5], [2]])
+
+    def calls(layers):
+        model = DecoderLM(TransformerConfig(**sizes, **options, num_layers=layers)).train(training)
+        seen = Counter()
+
+        def count(frame, event, argument):
+            if event == "call" and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+                seen[frame.f_code.co_qualname] += 1
+
+        sys.setprofile(count)
+        try:
+            model(ids, key_mask=real)
+        finally:
+            sys.setprofile(None)
+        return seen
+
+    one, three = calls(1), calls(3)
+    layer = {name: (three[name] - one[name]) / 2 for name in three if three[name] != one[name]}
+    assert layer["MultiHeadAttention.forward"] == layer["DotProductAttention.forward"] == 1
+    assert sum(layer.values()) <= 45, layer
+
+
 LENGTH = 640  # where the workspace of torch's fused kernel is smaller than a matrix of bools
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -115,82 +115,77 @@ def unregister_backend(name: str) -> None:
     del _REGISTRY[name]
 
 
-def _adds(call: AttentionCall) -> bool:
-    return call.softcap is not None or call.sinks is not None
+class Facts(NamedTuple):
+    """What ``AUTO`` asks of a call: types and sizes only."""
+
+    call: AttentionCall
+    num_scores: int  # B · H · L · S
+    num_queries: int
+    on_cpu: bool
+    transformed: bool  # inside of torch.func, or with dual tensors
+    adds: bool  # soft-cap or sinks
+    sparse: bool  # the mask hides most tiles
+    fused: bool  # torch has a fused kernel for the call
+
+    @staticmethod
+    def of(call: AttentionCall) -> Facts:
+        B, H, L, S = call.shape
+        transformed, adds = bool(sdpa.transforms(call)), call.softcap is not None or call.sinks is not None
+        sparse = call.mask is not None and call.mask.is_sparse
+        if sparse:  # a window as long as the keys hides nothing
+            mask = simplify(call.mask, L, S)
+            sparse = mask is not None and mask.is_sparse
+        fused = not transformed and not adds and sdpa.falls_back(call) is None
+        return Facts(call, B * H * L * S, L, call.query.device.type == "cpu", transformed, adds, sparse, fused)
+
+    def tiles_win(self, start: int) -> bool:
+        """Whether the call has ``start`` scores and ``chunked`` serves it. It would break a graph of ``torch.compile``."""
+        return self.num_scores >= start and not is_compiling() and chunked.why_not(self.call) is None
 
 
-def _is_sparse(call: AttentionCall) -> bool:
-    """Whether the mask hides most tiles. A window as long as the keys hides nothing and counts as dense."""
-    if call.mask is None or not call.mask.is_sparse:
-        return False
-    mask = simplify(call.mask, *call.shape[2:])
-    return mask is not None and mask.is_sparse
-
-
-def _is_fused(call: AttentionCall) -> bool:
-    return sdpa.falls_back(call) is None
-
-
-def _can_tile(call: AttentionCall, start: int = 0) -> bool:
-    """Whether ``chunked`` serves the call, which has ``start`` scores at least. It would break a graph of ``torch.compile``."""
-    B, H, L, S = call.shape
-    return start <= B * H * L * S and not is_compiling() and chunked.why_not(call) is None
-
-
-def _few_tiles(call: AttentionCall) -> bool:
-    can = _on_cpu(call) and _is_sparse(call) and _can_tile(call, CHUNKED_FROM)
-    return can and chunked.share_of_tiles(call) <= FEW_TILES
-
-
-def _from_over_plain(call: AttentionCall) -> int:
-    return CHUNKED_FROM if call.dropout_p > 0.0 else CHUNKED_FROM_OVER_PLAIN
-
-
-def _is_transformed(call: AttentionCall) -> bool:
-    return bool(sdpa.transforms(call))
-
-
-def _on_cpu(call: AttentionCall) -> bool:
-    return call.query.device.type == "cpu"
-
-
-# What ``auto`` runs: the backend of the first line whose condition holds. Conditions look at types and sizes of a call c only. The
-# sizes are measured by ``benchmarks/attention.py``.
-AUTO: tuple[tuple[Callable[[AttentionCall], bool], Backend, str], ...] = (
-    (lambda c: not (_adds(c) or _is_sparse(c) or sdpa.transforms(c)) and _is_fused(c), SDPA, "torch's fused kernel serves it"),
-    (lambda c: _is_transformed(c) and sdpa.why_not(c) is None, SDPA, "of the kernels, torch's alone serve torch.func"),
-    (lambda c: _is_transformed(c), MATH, "no kernel serves this derivative"),
+# What ``auto`` runs: the backend of the first line whose condition holds. ``benchmarks/attention.py`` measures the sizes.
+AUTO: tuple[tuple[Callable[[Facts], bool], Backend, str], ...] = (
+    (lambda f: f.fused and not f.sparse, SDPA, "torch's fused kernel serves it"),
+    (lambda f: f.transformed and sdpa.why_not(f.call) is None, SDPA, "of all kernels, only torch's serve torch.func"),
+    (lambda f: f.transformed, MATH, "no kernel serves this derivative"),
     (
-        lambda c: not _on_cpu(c) and (_adds(c) or _is_sparse(c)) and flex.why_not(c) is None,
+        lambda f: not f.on_cpu and (f.adds or f.sparse) and flex.why_not(f.call) is None,
         FLEX,
         "it has what torch's kernels lack",
     ),
-    (lambda c: _adds(c) and _on_cpu(c) and c.shape[2] == 1 and _can_tile(c), CHUNKED, "one query is one tile"),
-    (lambda c: _adds(c) and c.shape[2] > 1 and _can_tile(c, CHUNKED_FROM), CHUNKED, "tiles beat a large matrix"),
-    (lambda c: _adds(c), MATH, "torch's kernels have no soft-cap and no sinks"),
-    (lambda c: _is_fused(c) and _few_tiles(c), CHUNKED, "it skips hidden tiles, which torch's CPU kernel computes"),
-    (lambda c: _is_fused(c), SDPA, "torch's fused kernel serves it"),
+    (lambda f: f.adds and f.on_cpu and f.num_queries == 1 and f.tiles_win(0), CHUNKED, "one query is one tile"),
+    (lambda f: f.adds and f.num_queries > 1 and f.tiles_win(CHUNKED_FROM), CHUNKED, "tiles beat a large matrix"),
+    (lambda f: f.adds, MATH, "torch's kernels have no soft-cap and no sinks"),
+    (lambda f: f.fused and f.on_cpu and _few_tiles(f), CHUNKED, "it skips hidden tiles, which torch's CPU kernel computes"),
+    (lambda f: f.fused, SDPA, "torch's fused kernel serves it"),
     (
-        lambda c: c.shape[2] > 1 and _can_tile(c, _from_over_plain(c)),
+        lambda f: f.num_queries > 1 and f.tiles_win(_plain_start(f)),
         CHUNKED,
-        "torch has no fused kernel, and tiles beat its matrix",
+        "torch has no fused kernel; tiles beat its plain path",
     ),
-    (lambda c: True, SDPA, "torch's plain path is the fastest for a small matrix"),
+    (lambda f: True, SDPA, "torch's plain path is the fastest for a small matrix"),
 )
 
 
-def _choose(call: AttentionCall) -> tuple[Backend, str]:
-    """Return what ``auto`` runs, and why."""
-    return next((backend, reason) for holds, backend, reason in AUTO if holds(call))
+def _few_tiles(facts: Facts) -> bool:
+    return facts.tiles_win(CHUNKED_FROM) and chunked.share_of_tiles(facts.call) <= FEW_TILES
 
 
-def named(call: AttentionCall, backend: str) -> Backend:
-    """Return the backend that a name stands for in a call. It may be unable to serve the call."""
-    if backend == "auto":
-        return _choose(call)[0]
-    if backend not in _REGISTRY:
-        raise ValueError(f"backend={backend!r} is not known; one of {', '.join(backend_names())}")
-    return _REGISTRY[backend]
+def _plain_start(facts: Facts) -> int:
+    return CHUNKED_FROM if facts.call.dropout_p > 0.0 else CHUNKED_FROM_OVER_PLAIN
+
+
+def choose(call: AttentionCall, backend: str) -> tuple[Backend, str]:
+    """Return the backend of a name, which may be unable to serve the call, and the reason if ``auto`` chose it."""
+    if backend != "auto":
+        if backend not in _REGISTRY:
+            raise ValueError(f"backend={backend!r} is not known; one of {', '.join(backend_names())}")
+        return _REGISTRY[backend], ""
+    facts = Facts.of(call)
+    for holds, chosen, reason in AUTO[:-1]:
+        if holds(facts):
+            return chosen, reason
+    return AUTO[-1][1:]
 
 
 def attend(call: AttentionCall, backend: str = "auto", *, strict: bool = False) -> Tensor | tuple[Tensor, Tensor]:
@@ -209,7 +204,7 @@ def attend(call: AttentionCall, backend: str = "auto", *, strict: bool = False) 
     """
     if call.scores is not None or call.weights is not None:
         backend, strict = "math", False  # no kernel takes them
-    chosen = named(call, backend)
+    chosen, _ = choose(call, backend)
     if backend != "auto" and (reason := chosen.why_not(call)) is not None:
         able = ", ".join(other.name for other in _REGISTRY.values() if other.why_not(call) is None)
         raise NotImplementedError(f"backend {chosen.name!r} cannot serve this call: {reason}; {able} can")
@@ -308,8 +303,7 @@ def explain_backends(*tensors: Tensor, backend: str = "auto", **options: Any) ->
     -> math           can     it holds the whole L x S matrix; auto: torch's kernels have no soft-cap and no sinks
     """
     call = make_call(*tensors, **options)  # type: ignore[arg-type]
-    chosen, why = _choose(call) if backend == "auto" else (named(call, backend), "")
-    reports = []
+    (chosen, why), reports = choose(call, backend), []
     for candidate in _REGISTRY.values():
         reason = candidate.why_not(call)
         slow = candidate.falls_back(call) if reason is None else None

@@ -202,7 +202,8 @@ def transforms(call: AttentionCall) -> list[str]:
     if torch.compiler.is_compiling():
         return []
     # torch has public functions for neither; unpack_dual alone would take a tenth of a decoding step
-    names = [level.key().name for level in torch._C._functorch.get_interpreter_stack() or ()]
+    stack = torch._C._functorch.get_interpreter_stack()
+    names = [level.key().name for level in stack] if stack else []
     if forward_ad._current_level < 0:
         return names
     more = () if call.sinks is call.attn_bias is None else tensors_of((call.sinks, call.attn_bias))
