@@ -119,8 +119,9 @@ def _fold_of(name: str, layer: Any, call: AttentionCall, to: str | float, factor
     new = scale_multiplier(to, call.query.shape[-1]) * factor
     if 0.0 in (call.scale, new):
         raise ValueError(f"cannot fold the scale of {name}: the old or the new scale is 0")
-    if getattr(layer.config, "clip_qkv", None) is not None:
-        raise ValueError(f"cannot fold the scale of {name}: its queries are clipped to clip_qkv={layer.config.clip_qkv}")
+    clips = [clip for owner in (layer, layer.config) if (clip := getattr(owner, "clip_qkv", None)) is not None]
+    if clips:  # one call may stay below it
+        raise ValueError(f"cannot fold the scale of {name}: its queries are clipped to clip_qkv={clips[0]}")
     if (found := _source_of(layer, call, call.scale / new)) is None:
         raise ValueError(
             f"cannot fold the scale of {name}: no projection or norm of its own makes its queries and nothing else"
