@@ -206,7 +206,8 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
         around = [name[:end] for end, letter in enumerate(name) if letter == "."]
         listed = [path for path in around if isinstance(model.get_submodule(path.rpartition(".")[0]), nn.ModuleList)]
         if listed and not any(is_block(model.get_submodule(path)) for path in around):
-            model.get_submodule(listed[-1]).is_block = True
+            block: Any = model.get_submodule(listed[-1])
+            block.is_block = True
     for root in outermost:
         root.adoption = adoption
         root.set_attn_implementation(NAME)
