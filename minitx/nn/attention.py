@@ -180,8 +180,17 @@ class MultiHeadAttention(nn.Module):
         mask = attn_mask
         if key_mask is not None or is_causal or not (mask is None or isinstance(mask, Mask)):
             mask = intersect(mask, Padding(key_mask) if key_mask is not None else None, Causal() if is_causal else None)
+        if isinstance(attn_bias, nn.Module):
+            attn_bias = as_bias(attn_bias)  # the rule with the table as it is now
         q, k, v = self._project(query, query if key is None else key, value, is_cross, position_ids, cache)
-        call = self._call(q, k, v, mask, attn_bias, need_weights, is_cross, cache)
+        q, multiplier = self._scaled(q, k.shape[2], mask)
+        call = AttentionCall(
+            *(q, k, v, mask, attn_bias, multiplier, self.softcap, self.sinks),
+            dropout_p=self.dropout if self.training else 0.0,
+            need_weights=need_weights,
+            is_cross=is_cross,
+            state=cache if isinstance(cache, StateCache) and not is_cross else None,
+        )
         out = self.core(call.check_rules())
         if cache is not None and is_cross:
             cache.remember(k, v)
@@ -191,36 +200,17 @@ class MultiHeadAttention(nn.Module):
         out = self.out_proj(out.transpose(1, 2).flatten(2))  # (B, H, L, D) -> (B, L, H * D) -> (B, L, E)
         return out if weights is None else (out, weights)
 
-    def _call(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask | None,
-        attn_bias: Tensor | Bias | None,
-        need_weights: bool,
-        is_cross: bool,
-        cache: LayerCache | None,
-    ) -> AttentionCall:
-        """The call of the core, with the scale of this layer."""
-        if isinstance(attn_bias, nn.Module):
-            attn_bias = as_bias(attn_bias)  # the rule with the table as it is now
-        multiplier = self.scale.multiplier
-        if multiplier is None:  # it depends on the head, on the query's position, or on what a subclass does
-            counts = None
-            if self.scale.needs_counts:
-                shape = q.shape[0], self.num_heads, q.shape[2], k.shape[2]
-                if mask is not None:
-                    mask.check(*shape)
-                counts = real_key_counts(mask, *shape, q.device)
-            q, multiplier = self.scale(q, counts)
-        return AttentionCall(
-            *(q, k, v, mask, attn_bias, multiplier, self.softcap, self.sinks),
-            dropout_p=self.dropout if self.training else 0.0,
-            need_weights=need_weights,
-            is_cross=is_cross,
-            state=cache if isinstance(cache, StateCache) and not is_cross else None,
-        )
+    def _scaled(self, q: Tensor, num_keys: int, mask: Mask | None) -> tuple[Tensor, float]:
+        """The query and the multiplier of q·k. A scale that depends on the head or on the query's position multiplies the query."""
+        if (multiplier := self.scale.multiplier) is not None:
+            return q, multiplier
+        counts = None
+        if self.scale.needs_counts:
+            shape = q.shape[0], self.num_heads, q.shape[2], num_keys
+            if mask is not None:
+                mask.check(*shape)
+            counts = real_key_counts(mask, *shape, q.device)
+        return self.scale(q, counts)
 
     def make_cache(self, capacity: int, window: int | None = None) -> LayerCache:
         """Return the smallest cache for ``capacity`` positions if a query sees the last ``window`` keys (None: all).
