@@ -30,4 +30,5 @@ def _program(name: str) -> Callable[[], int]:
     return run
 
 
-minitx_train, minitx_evaluate, minitx_generate, minitx_view = map(_program, ("train", "evaluate", "generate", "view"))
+minitx_train, minitx_evaluate, minitx_generate = map(_program, ("train", "evaluate", "generate"))
+minitx_view, minitx_export = map(_program, ("view", "export"))

@@ -107,7 +107,7 @@ def load_chat(config: ChatDataConfig, folder: Path, tokenizer: Tokenizer | None)
     splits = [_conversations(table, config.messages_column) for table in tables]
     texts = (f"{message['role']}: {message['content']}\n" for chat in splits[0] for message in chat)
     tokenizer = tokenizer_of(config, tokenizer, texts, learned_marks(config))
-    format = ChatFormat(config.template or _template_of(config.tokenizer), tokenizer)
+    format = ChatFormat(config.template or template_of(config.tokenizer), tokenizer)
     train, val = (_rows(part, format, config, name) for part in splits)
     return task_of(config, train, val, tokenizer, {})
 
@@ -138,7 +138,7 @@ def _conversations(table: Any, column: str) -> list[list[Message]]:
     return chats
 
 
-def _template_of(tokenizer: str) -> str:
+def template_of(tokenizer: str) -> str:
     """The template beside a tokenizer's file, else ours."""
     folder = Path(tokenizer).expanduser()
     folder = folder if folder.is_dir() else folder.parent

@@ -238,4 +238,5 @@ def filled(config: TransformerConfig) -> Values:
     values["num_kv_heads"], values["head_dim"] = config.kv_heads, config.width_per_head
     values["ffn_dim"], values["num_decoder_layers"] = config.ffn_width, config.decoder_layers
     values["qkv_bias"], values["out_bias"] = config.has_qkv_bias, config.has_out_bias
+    values["type_vocab_size"] = config.type_vocab_size or 1  # one type of zeros is none
     return values

@@ -248,8 +248,8 @@ def _part(tensor: Tensor, place: Place) -> Tensor:
 
 def _write_tensors(model: TransformerModel, family: Family, architecture: Architecture) -> dict[str, Tensor]:
     """Return the parameters by their names and in their layout."""
-    places = _places(model, family, architecture, "" if architecture.is_base else family.prefix)
-    tensors: dict[str, Tensor] = {}
+    prefix = "" if architecture.is_base else family.prefix
+    places, tensors = _places(model, family, architecture, prefix), dict[str, Tensor]()
     for name, parameter in model.named_parameters():
         if name not in places:
             raise ValueError(f"{name} {tuple(parameter.shape)} has no counterpart in model_type={family.model_type!r}")
@@ -257,6 +257,9 @@ def _write_tensors(model: TransformerModel, family: Family, architecture: Archit
         empty = torch.empty(_shape_there(place, parameter.shape, model.config), dtype=parameter.dtype)
         part = _part(tensors.setdefault(str(place.name), empty), place)
         part.copy_((parameter.detach() - place.shift).reshape(part.shape))
+    types = family.tensors.get("embeddings.token_type")
+    if types is not None and not model.config.type_vocab_size:  # transformers would fill the table with random numbers
+        tensors[f"{prefix}{types}.weight"] = torch.zeros(1, model.config.embed_dim, dtype=next(model.parameters()).dtype)
     for copy, name in {} if model.config.tie_embeddings else architecture.twice.items():
         tensors[copy] = tensors[name].clone()
     return tensors

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import pytest
 
-from minitx.cli import evaluate, generate, train, view
+from minitx.cli import evaluate, export, generate, train, view
 from minitx.cli.compose import compose_config
 from minitx.cli.launch import run_training
 from minitx.training.loggers import read_metrics
 
-PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "view": view}
+PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "view": view, "export": export}
 TEXT = "In the beginning God created the heaven and the earth.\n你好世界 🎉\n"
 SHORT = (
     *("model.embed_dim=12", "model.num_heads=3", "model.num_layers=2", "model.max_len=64", "data.batch_size=4"),

@@ -86,6 +86,12 @@ OTHERS = {
     "view {text} text=e compare={runs}/bytes/checkpoints/last.ckpt": "vocab_size",
     "view {dates} text=7 max_new_tokens=99": "max_new_tokens=99",
     "view ckpt_path={runs}/lookup row=13": "row=13",
+    "export {text}": "output",
+    "export {dates} output=out": "T5ForConditionalGeneration",
+    "export {text} output=out model_type=bert": "Bert",
+    "export {text} output=out model_type=gpt3": "model_type='gpt3'",
+    "export {text} output=out chat_template=lost.jinja": "chat_template=lost.jinja",
+    "export {lookup} output=out": "type_vocab_size=17 would be 1",
 }
 
 
@@ -150,10 +156,15 @@ def test_a_mistake_that_only_files_machine_or_model_show_is_named(cli, place, ty
     assert [path.name for path in place.iterdir()] == ["short.txt"]
 
 
-@pytest.mark.parametrize("program", ["evaluate", "generate", "view"])
+@pytest.mark.parametrize("program", ["evaluate", "generate", "view", "export"])
 def test_a_checkpoint_that_is_not_named_or_not_there_is_named(assert_refused, place, program):
     assert_refused("ckpt_path", program=program)
-    assert_refused("missing.ckpt", "ckpt_path=missing.ckpt", *(["text=a"] if program == "view" else []), program=program)
+    assert_refused(
+        "missing.ckpt",
+        "ckpt_path=missing.ckpt",
+        *{"view": ["text=a"], "export": ["output=out"]}.get(program, []),
+        program=program,
+    )
     assert list(place.iterdir()) == []
 
 

@@ -284,6 +284,21 @@ def test_a_model_of_our_own_becomes_a_llama_or_gpt2_that_transformers_runs(kind,
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [kind]
 
 
+@pytest.mark.parametrize("head", [{"head": "lm", "head_bias": True, "head_transform": True}, {"head": "none", "pooler": True}])
+def test_a_bert_of_our_own_without_token_types_answers_the_same_in_transformers(head, tmp_path):
+    bert = {"architecture": "encoder", "norm_position": "post", "embed_norm": True, "activation": "gelu", "norm_eps": 1e-12}
+    model = own(**bert, **head)
+    save_hf(model, tmp_path)
+    (kind,) = json.loads((tmp_path / "config.json").read_text())["architectures"]
+    theirs, report = getattr(transformers, kind).from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    (ids, real), theirs = batch("right"), theirs.eval()
+    with torch.no_grad():
+        out, ours = theirs(ids, attention_mask=real.long()), model(ids, key_mask=real)
+        for again in (out[0], load_hf(tmp_path)(ids, key_mask=real)):
+            assert (again - ours)[real].abs().max() < 1e-5
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

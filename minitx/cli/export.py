@@ -1,0 +1,88 @@
+"""``export.py``: write a checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Any
+
+from minitx.cli.command_line import StoredConfig, key, run_program, write, writing
+from minitx.config import ConfigError
+from minitx.config.checks import require
+
+USAGE = "python scripts/export.py ckpt_path=FILE output=FOLDER [key=value ...]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig(StoredConfig):
+    """The keys of ``export.py``. Model, tokenizer and chat template come from the checkpoint."""
+
+    output: str = key(MISSING, "a new or empty folder for config.json, the weights, the tokenizer and README.md")
+    model_type: str | None = key(None, "the family to write, such as mistral; null: the first that can express the model")
+    chat_template: str | None = key(None, "a file with a chat template (jinja2); null: that of the run, if data=chat")
+
+    def check(self) -> None:
+        folder = Path(self.output)
+        require(not folder.exists() or folder.is_dir(), f"output={self.output} is a file, but must name a folder")
+        require(not folder.exists() or not any(folder.iterdir()), f"output={self.output} is not empty: name a new folder")
+
+
+def main() -> int:
+    """The program behind ``scripts/export.py`` and ``minitx-export``; returns the exit code."""
+    return run_program(ExportConfig, USAGE, _export)
+
+
+def _export(config: ExportConfig) -> None:
+    from minitx.cli.inputs import open_stored
+    from minitx.interop import save_hf
+
+    stored = open_stored(config.ckpt_path, trust=config.trust)
+    template = _template(stored.state["config"]["data"], config.chat_template) if stored.tokenizer is not None else None
+    options: Any = {"tokenizer": stored.tokenizer, "chat_template": template, "model_type": config.model_type}
+    try:
+        with writing("output", config.output):
+            save_hf(stored.network, config.output, facts=_facts(config.ckpt_path, stored.state["config"]), **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"ckpt_path={config.ckpt_path} cannot be exported: {error}") from error
+    write(f"{config.output}\n")
+
+
+def _template(data: Mapping[str, Any], file: str | None) -> str | None:
+    """Return the chat template in ``file``, or that of the run."""
+    from minitx.data.chat import template_of
+
+    if file is not None:
+        require(Path(file).is_file(), f"chat_template={file} is not a file that exists")
+        return Path(file).read_text(encoding="utf-8")
+    if _name(data) != "chat":
+        return None
+    return data.get("template") or template_of(data.get("tokenizer", "char"))
+
+
+def _facts(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is known about the training of a checkpoint: the rows of the table in ``README.md``."""
+    from minitx import __version__
+    from minitx.training.checkpoints import read_checkpoint
+    from minitx.training.loggers import read_metrics
+
+    step, data, metrics = read_checkpoint(path)["global_step"], config["data"], Path(path).parents[1] / "metrics.csv"
+    rows = [row for row in (read_metrics(metrics) if metrics.is_file() else []) if row["step"] == step]
+    measured = {name: value for row in rows for name, value in row.items() if value is not None}
+    source = f" ({Path(data['path']).name})" if data.get("path") else ""
+    optimizer = config["optimizer"]
+    return {
+        "data": f"{_name(data)}{source}",
+        "tokenizer": Path(str(data["tokenizer"])).name if data.get("tokenizer") else None,
+        "trained for": f"{step:,} steps",
+        "tokens": f"{measured['tokens']:,}" if "tokens" in measured else None,
+        "validation loss": f"{measured['val_loss']:.4f} nats a token" if "val_loss" in measured else None,
+        "optimizer": f"{_name(optimizer)}, learning rate {optimizer.get('lr')}",
+        "seed": config["seed"],
+        "minitx": __version__,
+    }
+
+
+def _name(node: Mapping[str, Any]) -> str:
+    """Return the name of a node: that of its group option, or the last part of its target."""
+    return str(node.get("name") or node.get("_target_", "")).rpartition(".")[2]

@@ -1,0 +1,87 @@
+"""``export.py``: a checkpoint becomes a folder that transformers reads without a line of ours."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from minitx.data.chat import TEMPLATE, ChatFormat
+from minitx.training.checkpoints import load_model
+from tests.cli.conftest import SHORT, TEXT
+
+transformers = pytest.importorskip("transformers", reason="the folder is read with transformers, which the dev extra brings")
+LINES = [
+    f"{part} {number}"
+    for number in range(250)
+    for part in ("In the beginning", " the\tearth", "你好世界 🎉", "na\u00efve <eos")
+]
+TINY_CHAT = ("data.context_len=32", "model=llama_small", "model.embed_dim=12", "model.num_heads=3", "model.num_kv_heads=3")
+
+
+@pytest.fixture(autouse=True)
+def _calm(monkeypatch):
+    """Transformers may warn and draw bars on stderr."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
+    transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.mark.parametrize("run", ["text", "bytes"])
+def test_an_exported_run_has_the_ids_the_logits_and_the_text_of_the_checkpoint(cli, output, last, place, run):
+    assert output("export", last(run), "output=out") == "out\n"
+    files = {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "README.md",
+    }
+    assert {path.name for path in (place / "out").iterdir()} == files
+    network, tokenizer, _ = load_model(last(run).removeprefix("ckpt_path="))
+    theirs = transformers.AutoTokenizer.from_pretrained(place / "out")
+    assert len(LINES) == 1000
+    assert [theirs(line).input_ids for line in LINES] == [tokenizer.encode(line).tolist() for line in LINES]
+    model = transformers.AutoModelForCausalLM.from_pretrained(place / "out").eval()
+    ids = torch.tensor([tokenizer.encode(TEXT).tolist()[:61]])
+    with torch.no_grad():
+        assert (model(ids).logits - network(ids)).abs().max() < 1e-5
+    written = transformers.pipeline("text-generation", str(place / "out"))("In the", max_new_tokens=7, do_sample=False)
+    said = output("generate", last(run), "prompt=In the", "max_new_tokens=7")
+    assert written[0]["generated_text"] in (said.strip("\n"), f"In the{said.strip(chr(10))}")
+
+
+def test_the_readme_says_what_the_run_knows(output, last, runs, place):
+    output("export", last("text"), "output=out")
+    text = (place / "out" / "README.md").read_text(encoding="utf-8")
+    for words in ("20 steps", "text.txt", "validation loss", "GPT2LMHeadModel", "AutoModelForCausalLM.from_pretrained"):
+        assert words in text
+    assert str(runs) not in text  # no path of this machine
+
+
+def test_a_chat_template_is_that_of_the_run_or_of_a_file_and_gives_the_ids_of_the_training(cli, output, place):
+    chat = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Three."}]
+    (place / "chat.jsonl").write_text(json.dumps({"messages": chat}) + "\n" + (json.dumps({"messages": chat}) + "\n") * 60)
+    assert cli(*SHORT, "data=chat", "data.path=chat.jsonl", "data.tokenizer=char", *TINY_CHAT, "output_dir=run").code == 0
+    output("export", "ckpt_path=run/checkpoints/last.ckpt", "output=out")
+    _, tokenizer, _ = load_model("run/checkpoints/last.ckpt")
+    theirs = transformers.AutoTokenizer.from_pretrained(place / "out")
+    for options in ({}, {"add_generation_prompt": True}):
+        want, _ = ChatFormat(TEMPLATE, tokenizer).encode(chat, **options)
+        assert theirs.apply_chat_template(chat, return_dict=False, **options) == want.tolist()
+    assert theirs.eos_token_id == tokenizer.mark_ids["eos"]
+    assert json.loads((place / "out" / "generation_config.json").read_text())["eos_token_id"] == theirs.eos_token_id
+    (place / "mine.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
+    output("export", "ckpt_path=run/checkpoints/last.ckpt", "output=other", "chat_template=mine.jinja")
+    other = transformers.AutoTokenizer.from_pretrained(place / "other")
+    assert other.apply_chat_template(chat, tokenize=False) == "How many?"
+
+
+def test_a_folder_that_is_not_empty_stays_as_it_is(assert_refused, last, place):
+    (place / "out").mkdir()
+    (place / "out" / "note.txt").write_text("mine", encoding="utf-8")
+    assert_refused("output=out is not empty", last("text"), "output=out", program="export")
+    assert_refused("output=out/note.txt is a file", last("text"), "output=out/note.txt", program="export")
+    assert [path.name for path in (place / "out").iterdir()] == ["note.txt"]
