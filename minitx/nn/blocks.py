@@ -121,7 +121,8 @@ class Residual(nn.Module):
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         if self.norm_first:
             return x + self.finish(sublayer(self.norm(x)))
-        return self.norm(x * self.residual_scale + self.finish(sublayer(x)))
+        out = self.finish(sublayer(x))
+        return self.norm(x * self.residual_scale + out)
 
 
 class Block(nn.Module):
@@ -219,11 +220,14 @@ class Block(nn.Module):
             if two is not None:
                 x = x + two.finish(_output(self.cross_attention(two.norm(x), **cross)))
             return x if last is None else x + last.finish(self.feedforward(last.norm(x)))
-        # post: norm(x + f(x)); deepnorm: norm(α x + f(x))
-        x = one.norm(x * one.residual_scale + one.finish(_output(self.attention(x, **options))))
+        # post: norm(x + f(x)); deepnorm: norm(α x + f(x)). f(x) comes first, because the order decides the last bits of gradients
+        out = one.finish(_output(self.attention(x, **options)))
+        x = one.norm(x * one.residual_scale + out)
         if two is not None:
-            x = two.norm(x * two.residual_scale + two.finish(_output(self.cross_attention(x, **cross))))
-        return last.norm(x * last.residual_scale + last.finish(self.feedforward(x)))
+            out = two.finish(_output(self.cross_attention(x, **cross)))
+            x = two.norm(x * two.residual_scale + out)
+        out = last.finish(self.feedforward(x))
+        return last.norm(x * last.residual_scale + out)
 
 
 def _given(**options: Any) -> dict[str, Any]:
