@@ -63,14 +63,16 @@ class LayerCache:
 
         ``advance`` counts the positions. Until then, another ``append`` overwrites them.
         """
-        L = key.shape[2]
+        L, kept = key.shape[2], self.num_kept
+        pair = self._pair if self.length else None  # what a failed first pass wrote does not count
         check_room(self.length, L, self.capacity)
-        if self._pair is None or self.length + L - self._start > self._pair[0].shape[2]:
-            self._make_room(key, value, self.num_kept + max(L, self.window or self.capacity))
-        for name, new, kept in zip(("key", "value"), (key, value), self._read(self.length, self.length + L), strict=True):
-            _check_like(name, new, kept)
-            kept.copy_(new)
-        return self._read(self.length - self.num_kept, self.length + L)
+        for name, new, old in zip(("key", "value"), (key, value), pair or (key, value), strict=True):
+            _check_like(name, new, old)
+        if pair is None or self.length + L - self._start > pair[0].shape[2]:
+            self._make_room(key, value, kept + max(L, self.window or self.capacity))
+        keys, values = self._read(self.length - kept, self.length + L)
+        keys[:, :, kept:], values[:, :, kept:] = key, value
+        return keys, values
 
     def advance(self, num_new: int) -> None:
         """Count the positions that were appended. Attention calls this at the end of its forward pass."""
@@ -96,9 +98,7 @@ class LayerCache:
         shape, kept = (*key.shape[:2], min(size, self.capacity)), self.num_kept
         new = key.new_zeros(*shape, key.shape[3]), value.new_zeros(*shape, value.shape[3])
         if kept:
-            for name, tensor, old in zip(("key", "value"), new, self.held, strict=True):
-                _check_like(name, tensor, old)
-                tensor[:, :, :kept] = old
+            new[0][:, :, :kept], new[1][:, :, :kept] = self.held
         self._pair, self._start = new, self.length - kept
 
 

@@ -150,7 +150,8 @@ def test_after_a_failed_first_pass_every_layer_reads_the_memory_of_the_next_call
         with pytest.raises(KeyboardInterrupt):
             network(None, ids, memory=first, cache=cache)
         broken.clear()
-        assert_same(network(None, ids, memory=second, cache=cache), network(None, ids, memory=second))
+        memory, ids = second[:1], ids[:1]  # the next call may have another number of rows
+        assert_same(network(None, ids, memory=memory, cache=cache), network(None, ids, memory=memory))
 
 
 def test_a_core_that_runs_twice_on_one_call_adds_its_keys_once():
