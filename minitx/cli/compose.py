@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.design import AblationConfig
-from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, from_dict
+from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TransformerConfig, from_dict
 from minitx.config.checks import defaults
 
 GROUPS = ("model", "data", "objective", "optimizer", "schedule", "trainer")
@@ -81,6 +81,8 @@ def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
         values["model"] = {**shape, **{name: values["model"].get(name) for name in chosen}}
     config = from_dict(RunConfig, values)
     config.check_data()
+    if config.experiment == "finetune" and config.init_from.path is None and isinstance(config.model, TransformerConfig):
+        raise ConfigError("experiment=finetune goes on with a model: add init_from.path=FOLDER, or model=hf model.path=FOLDER")
     return config
 
 

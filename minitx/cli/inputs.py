@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,13 +48,20 @@ def open_stored(path: str, *, trust: bool = False, changes: Mapping[str, Any] | 
 
 
 def with_attention(stored: Stored) -> nn.Module:
-    """Return the network of a checkpoint if it contains our attention.
+    """Return the network of a checkpoint, with our attention core under a model of Hugging Face.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it has no attention that can be shown.
     """
     from minitx.analysis.capture import attention_cores
+    from minitx.interop import adopt_hf
+    from minitx.training.build import is_of_transformers, unwrapped
 
+    if is_of_transformers(unwrapped(stored.network)) and not attention_cores(stored.network):
+        try:
+            adopt_hf(stored.network)
+        except ValueError as error:
+            raise ConfigError(f"ckpt_path={stored.path} cannot be shown: {error}") from error
     if not attention_cores(stored.network):
         name = type(stored.network).__name__
         raise ConfigError(f"ckpt_path={stored.path} holds a {name} without attention of minitx, so there is none to show")
@@ -266,6 +272,7 @@ def open_hf(path: str, name: str) -> tuple[Any, Any]:
             all weights; transformers cannot read it; or ``adopt_hf`` refuses the model.
     """
     from minitx.interop import adopt_hf
+    from minitx.interop.hf_models import load_folder, quiet
 
     said = f"{name}={path}"
     try:
@@ -273,31 +280,15 @@ def open_hf(path: str, name: str) -> tuple[Any, Any]:
     except ImportError:
         raise ConfigError(f"{said} needs the package transformers: pip install transformers") from None
     folder = _hf_folder(path, said)
-    with _quiet():
+    with quiet():
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers and tokenizers raise many kinds
             raise ConfigError(f"{said} has no tokenizer that transformers can read: {first_line(error)}") from error
-        files = {"tokenizer.json", *tokenizer.vocab_files_names.values()}  # without them, transformers makes an empty one
-        require(
-            any((folder / file).is_file() for file in files), f"{said} has no tokenizer: none of {', '.join(sorted(files))}"
-        )
-        try:
-            model, loading = _hf_class(folder).from_pretrained(
-                folder,
-                dtype="float32",
-                attn_implementation="eager",  # a config may name a kernel of the hub, which would be code
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-        except Exception as error:
-            raise ConfigError(f"{said} cannot be read by transformers: {first_line(error)}") from error
-    missing = sorted(loading["missing_keys"])
-    require(not missing, f"{said} lacks {len(missing)} weights of {type(model).__name__}, such as {''.join(missing[:1])}")
+    files = {"tokenizer.json", *tokenizer.vocab_files_names.values()}  # without them, transformers makes an empty one
+    require(any((folder / file).is_file() for file in files), f"{said} has no tokenizer: none of {', '.join(sorted(files))}")
     try:
-        return adopt_hf(model.eval()), tokenizer
+        return adopt_hf(load_folder(folder)), tokenizer
     except ValueError as error:
         raise ConfigError(f"{said} cannot be shown: {error}") from error
 
@@ -314,29 +305,6 @@ def _hf_folder(path: str, said: str) -> Path:
             raise ConfigError(f"{said} is neither a folder nor a model in the cache of the Hugging Face hub") from None
     require((folder / "config.json").is_file(), f"{said} has no config.json, so it is not a Hugging Face folder")
     return folder
-
-
-def _hf_class(folder: Path) -> Any:
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    found = getattr(transformers, (config.architectures or ["AutoModel"])[0], None)
-    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-    return found if is_model else transformers.AutoModel
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No bars and no logs of transformers: what is wrong is said here."""
-    from transformers import logging
-
-    with ExitStack() as after:
-        after.callback(logging.set_verbosity, logging.get_verbosity())
-        logging.set_verbosity(logging.CRITICAL)
-        if logging.is_progress_bar_enabled():
-            after.callback(logging.enable_progress_bar)
-            logging.disable_progress_bar()
-        yield
 
 
 def hf_source(model: Any, tokenizer: Any, text: str, name: str) -> Inputs:
@@ -367,10 +335,12 @@ def with_target(model: Any, tokenizer: Any, source: Inputs, target: str | None, 
     """
     import torch
 
+    from minitx.interop.hf_models import quiet
+
     require(model.can_generate(), f"{type(model).__name__} is an encoder-decoder without a head, so it reads no target")
     if target is None:
         device = next(model.parameters()).device
-        with _quiet():
+        with quiet():
             given = {name: source.tensors[name].to(device) for name in (SOURCE, "attention_mask")}
             ids = model.generate(**given, do_sample=False, **options)[:, :-1].cpu()  # nothing reads the last token
     else:

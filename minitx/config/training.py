@@ -177,6 +177,8 @@ class TrainerConfig(Config):
         num_nodes: number of machines. torchrun or srun starts the processes.
         accelerator: the device: auto | cpu | gpu | mps.
         strategy: auto (ddp on several devices) | ddp | sharded (FSDP2).
+        shard: with sharded, the names of the classes whose modules are sharded one by one; []: the blocks of our models, and the
+            layers that a model of transformers names.
         precision: 32-true | 64-true | bf16-mixed | bf16-true (float32 on a CPU without instructions for bfloat16).
         accumulate: micro-batches per step. data.batch_size stays the global batch.
         clip: largest global gradient norm, for any optimizer; null: off.
@@ -202,6 +204,7 @@ class TrainerConfig(Config):
     num_nodes: Count = 1
     accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto"
     strategy: Literal["auto", "ddp", "sharded"] = "auto"
+    shard: tuple[str, ...] = ()
     precision: Literal["32-true", "64-true", "bf16-mixed", "bf16-true"] = "32-true"
     accumulate: Count = 1
     clip: Positive | None = None

@@ -21,6 +21,7 @@ from minitx.data.load import load_task
 from minitx.data.task import Task, num_targets
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.models import build_model
+from minitx.nn.modes import evaluating
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -35,6 +36,9 @@ OURS = (
     *("minitx.nn.VisionTransformer", "minitx.nn.MultiHeadAttention", "minitx.training.objectives.CrossEntropy"),
 )
 """Classes of this package that a checkpoint may name."""
+
+BUILDERS = {"model": ("minitx.interop.hf_from_config",)}
+"""Functions of this package that a checkpoint may name, by the key of their node. They read no files and run no other code."""
 
 GIVEN = "given to train() from Python"
 """The ``_target_`` in a checkpoint for data and objectives that were objects. Nothing can be built from it."""
@@ -159,12 +163,14 @@ def check_trusted(node: Any, key: str) -> None:
     """Raise a ConfigError if a stored node could run untrusted code.
 
     Every ``_target_`` in it, also a nested one, must be a class defined in ``torch.nn`` or ``torch.optim``, or one of ``OURS``.
-    The outermost one must be a ``torch.nn.Module``. Only torch and this package are imported for the check.
+    The outermost one must be a ``torch.nn.Module``, or one of ``BUILDERS``. Only torch and this package are imported for the check.
 
     Raises:
         ConfigError: the node has another target, or a text with ``${``, which Hydra would resolve.
     """
-    if is_part(node) and not issubclass(_trusted_class(str(node["_target_"]), key), nn.Module):
+    if is_part(node) and node["_target_"] in BUILDERS.get(key, ()):
+        node = {name: value for name, value in node.items() if name != "_target_"}
+    elif is_part(node) and not issubclass(_trusted_class(str(node["_target_"]), key), nn.Module):
         raise ConfigError(f"{key}._target_={node['_target_']} in the checkpoint is no torch.nn.Module; {_ADVICE}")
     _check_nested(node, key)
 
@@ -248,7 +254,9 @@ class Caller:
     * With ``**kwargs``, the keys of their annotation ``Unpack[...]`` count, too. Other keys are not passed.
     * ``key_mask`` goes to a parameter ``attention_mask`` if there is none of its own name, and ``decoder_key_mask`` to
       ``decoder_attention_mask``, as 0 and 1.
-    * A model of transformers gets no ``labels``, because it would compute a loss of its own, and ``use_cache=False``.
+    * A model of transformers gets no ``labels``, because it would compute a loss of its own, and ``use_cache=False``. If it takes
+      ``position_ids``, it gets ``document_ids`` as positions that start again with each document, and no ``attention_mask``: its own
+      mask then separates the documents, of which padding is one.
 
     Args:
         network: the network. The ``forward`` of the model inside the wrappers of ``torch.compile`` and PEFT decides the keys.
@@ -268,6 +276,7 @@ class Caller:
         if is_of_transformers(model):
             self.options = {"use_cache": False} if "use_cache" in self.names else {}
             self.names = [name for name in self.names if name != "labels"]
+        self.packs = is_of_transformers(model) and "position_ids" in self.names
 
     def _key_of(self, name: str, batch: Batch) -> str | None:
         """The key of the batch for a parameter, if it has one."""
@@ -280,6 +289,10 @@ class Caller:
         Raises:
             ConfigError: ``forward`` requires a key that the batch does not have, or names none of its keys.
         """
+        if self.packs and "document_ids" in batch:
+            batch = {
+                name: tensor for name, tensor in batch.items() if name not in ("key_mask", "document_ids", "attention_mask")
+            } | {"position_ids": positions_in_documents(batch["document_ids"])}
         keys = {name: key for name in self.names if (key := self._key_of(name, batch)) is not None}
         missing = [name for name in self.needed if name not in keys]
         if missing or not keys:
@@ -289,7 +302,7 @@ class Caller:
 
     def dropped(self, batch: Batch) -> list[str]:
         """Return the inputs of ``batch`` that the network does not get."""
-        taken = {self._key_of(name, batch) for name in self.names}
+        taken = {self._key_of(name, batch) for name in self.names} | ({"document_ids"} if self.packs else set())
         return [name for name in network_inputs(batch) if name not in taken]
 
     def check(self, batch: Batch) -> None:
@@ -311,9 +324,41 @@ class Caller:
                     "Set data.packing=false, which puts one document into a row"
                 )
 
+    @torch.no_grad()
+    def check_documents(self, input_ids: Tensor) -> None:
+        """Check on a few tokens that a model which gets ``document_ids`` as positions does not look into other documents.
+
+        Args:
+            input_ids: (B, L). The first row is used.
+
+        Raises:
+            ConfigError: a token of one document changes the logits of another.
+        """
+        ids = input_ids[:1, :8]
+        documents = (torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] // 2).long()[None]
+        other = torch.where(documents == 0, (ids + 1) % (ids.max() + 2), ids)
+        with evaluating(self.network):
+            one, two = (self({"input_ids": each, "document_ids": documents})[documents == 1] for each in (ids, other))
+        if not torch.allclose(one, two, rtol=1e-4, atol=1e-4 * float(one.abs().max())):
+            raise ConfigError(
+                f"model: attention of {self.kind} crosses the documents of a row, which its positions do not separate. "
+                "Set data.packing=false, which puts one document into a row"
+            )
+
     def __call__(self, batch: Batch) -> Tensor:
         """The logits of a batch."""
         return logits_of(self.network(**self.inputs(batch), **self.options), self.network)
+
+
+def positions_in_documents(document_ids: Tensor) -> Tensor:
+    """Return the position of each token in its document, (B, L), from the numbers of the documents.
+
+    >>> positions_in_documents(torch.tensor([[4, 4, 4, 5, 5, -1]]))
+    tensor([[0, 1, 2, 0, 1, 0]])
+    """
+    place = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
+    starts = document_ids.diff(dim=1, prepend=document_ids[:, :1]) != 0
+    return place - torch.where(starts, place, 0).cummax(dim=1).values
 
 
 def set_training(network: nn.Module) -> list[str]:
@@ -442,7 +487,9 @@ def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Modu
             raise ConfigError(f"model cannot be built: {first_line(error)}") from error
     elif model is None:
         assert isinstance(config.model, Mapping)
-        model = build(config.model, "model", decided_fields(data))
+        task = getattr(data, "task", None)
+        asked = {"task": getattr(task, "kind", None), "tokenizer": getattr(task, "tokenizer", None)}
+        model = build(config.model, "model", {**decided_fields(data), **asked})
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"model._target_={config.model['_target_']} must give a torch.nn.Module, got {type(model).__name__}"

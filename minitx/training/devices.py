@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from minitx.config import ConfigError, TrainerConfig
 from minitx.data.corpus import data_dir
-from minitx.nn.blocks import is_block
+from minitx.nn.blocks import Block
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -266,12 +266,29 @@ def sum_over_rows(trainer: L.Trainer, value: Tensor) -> Tensor:
     return trainer.strategy.reduce(value.clone(), reduce_op="sum")  # which works in place
 
 
-def parallelize(network: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard every block of ``network`` and the rest of it in place by FSDP2 (Zhao et al. 2023, arXiv:2304.11277)."""
-    for module in reversed(list(network.modules())):  # a layer inside another comes first
-        kinds = {kind.__name__ for kind in type(module).__mro__}
-        if is_block(module) or "GradientCheckpointingLayer" in kinds:  # the layers of transformers, which is not imported here
-            fully_shard(module, mesh=mesh)
+def sharded_parts(network: nn.Module, classes: Sequence[str] = ()) -> list[nn.Module]:
+    """Return the modules that FSDP shards one by one, inner ones first: those of ``classes``, or the layers of the network.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    # transformers has no public name for the layers of a model that stay on one device
+    listed = {name for module in network.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    names = set(classes) or {Block.__name__, *listed}
+    found = [module for module in network.modules() if type(module).__name__ in names]
+    if missing := sorted(set(classes) - {type(module).__name__ for module in found}):
+        raise ConfigError(f"trainer.shard={missing[0]} is the class of no module of {type(network).__name__}")
+    if not found:
+        raise ConfigError(
+            f"trainer.strategy=sharded does not know the layers of {type(network).__name__}: name their classes, trainer.shard=[CLASS]"
+        )
+    return found[::-1]
+
+
+def parallelize(network: nn.Module, mesh: DeviceMesh, classes: Sequence[str] = ()) -> None:
+    """Shard the layers of ``network`` and the rest of it in place by FSDP2 (Zhao et al. 2023, arXiv:2304.11277)."""
+    for part in sharded_parts(network, classes):
+        fully_shard(part, mesh=mesh)
     fully_shard(network, mesh=mesh)
 
 

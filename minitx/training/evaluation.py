@@ -25,9 +25,9 @@ from minitx.data.addressing import Address, Batch
 from minitx.data.sources import ValSource
 from minitx.data.task import Task, as_split, num_targets
 from minitx.generation import beam_search, generate
-from minitx.nn.models import build_model
 from minitx.nn.modes import evaluating
-from minitx.training.build import Caller, config_of, core_of, rows_of_batch, to_float64
+from minitx.training.build import Caller, rows_of_batch, to_float64
+from minitx.training.checkpoints import build_stored
 from minitx.training.devices import whole_state
 from minitx.training.loggers import naming
 from minitx.training.module import TrainingModule
@@ -289,11 +289,10 @@ def evaluate_at_end(
     trainer: L.Trainer, module: TrainingModule, data: L.LightningDataModule, config: RunConfig, folder: Path
 ) -> None:
     """Evaluate the finished network, on the first process."""
-    network, model = module.network, config_of(module.network)
+    network = module.network
     if config.trainer.strategy == "sharded":
         state = whole_state(network)  # from all processes
-        assert model is not None
-        network = build_model(model, core_of(model))
+        network = build_stored(module.state["model"])
         if config.trainer.precision == "64-true":
             to_float64(network)
         network.to(next(iter(state.values())).dtype).load_state_dict(state)

@@ -74,6 +74,7 @@ class TrainingModule(L.LightningModule):
             fused optimizer.
         compile: compile network and objective as one function. ``network`` itself stays uncompiled, for probes and checkpoints.
         seed: the seed of random draws. In each step the generator is seeded by (seed, step, micro-batch, rank).
+        shard: ``trainer.shard``, the classes of modules that FSDP shards one by one.
         state: plain data to store in every checkpoint (config, tokenizer).
 
     Attributes:
@@ -92,12 +93,13 @@ class TrainingModule(L.LightningModule):
         clip: float | None = None,
         compile: bool = False,
         seed: int = 0,
+        shard: Sequence[str] = (),
         state: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.network = network
         self.objective, self.make_optimizer, self.make_schedule = objective, make_optimizer, make_schedule
-        self.clip, self.seed = clip, seed
+        self.clip, self.seed, self.shard = clip, seed, shard
         self.caller = caller = Caller(network)
         maybe_compiled = compiled if compile else lambda function: function
         self._sums_of = maybe_compiled(lambda batch: self.objective(caller(batch), batch))
@@ -114,7 +116,7 @@ class TrainingModule(L.LightningModule):
 
     def configure_model(self) -> None:
         if self.device_mesh is not None and not any(isinstance(p, DTensor) for p in self.network.parameters()):
-            parallelize(self.network, self.device_mesh["data_parallel"])
+            parallelize(self.network, self.device_mesh["data_parallel"], self.shard)
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.network)
@@ -275,6 +277,10 @@ def build_module(
         parameter_groups(network, config.optimizer, head_dim=head_dim)  # refuses its rules before the run has a folder
     if isinstance(data, DataModule) and device_type(config.trainer) == "cpu":
         try_once(network, built, data)
+    if isinstance(data, DataModule) and (caller := Caller(network)).packs:
+        row = data.probe_batch(1)
+        if "document_ids" in row:
+            caller.check_documents(row["input_ids"].to(next(network.parameters()).device))
     tokenizer = getattr(getattr(data, "task", data), "tokenizer", None)
     return TrainingModule(
         network,
@@ -284,6 +290,7 @@ def build_module(
         clip=config.trainer.clip,
         compile=config.trainer.compile,
         seed=config.seed,
+        shard=config.trainer.shard,
         state={
             "config": to_dict(config),
             "model": stored_node(config, data, ours, network),
@@ -295,9 +302,12 @@ def build_module(
 def stored_node(
     config: RunConfig, data: L.LightningDataModule, ours: TransformerConfig | None, network: nn.Module
 ) -> dict[str, Any]:
-    """Return the description of a model in a checkpoint: the config of one of ours, the user's node with the fields that the data decided, or the class."""
+    """Return the description of a model in a checkpoint: the config of one of ours, the attribute
+    ``stored_node`` of the network, the user's node with the fields that the data decided, or the class."""
     if ours is not None:
         return dict(to_dict(ours))
+    if isinstance(own := getattr(network, "stored_node", None), Mapping):
+        return dict(own)
     if isinstance(config.model, Mapping):
         names = named_by(config.model, "model")
         return {**{name: value for name, value in decided_fields(data).items() if name in names}, **config.model}

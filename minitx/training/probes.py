@@ -76,7 +76,9 @@ class Probe(StepCallback):
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         if not attention_cores(module.network):
-            raise ConfigError("callbacks.probe.every: the model has no attention with weights to look at; set it to 0")
+            raise ConfigError(
+                "callbacks.probe.every: the model has no attention with weights to look at; set it to 0, or model.adopt=true for model=hf"
+            )
         if trainer.is_global_zero:
             drop_records(self.path, trainer.global_step)
 

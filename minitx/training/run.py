@@ -17,7 +17,7 @@ from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import nn
 
-from minitx.config import ConfigError, RunConfig, TrainerConfig, TransformerConfig, to_dict
+from minitx.config import ConfigError, RunConfig, TrainerConfig, is_part, to_dict
 from minitx.config.checks import first_line, require
 from minitx.data.module import DataModule
 from minitx.data.task import Task
@@ -41,7 +41,7 @@ from minitx.training.checkpoints import (
     tokenizer_of,
     write_checkpoint,
 )
-from minitx.training.devices import cpu_precision, device_type, machine
+from minitx.training.devices import cpu_precision, device_type, machine, sharded_parts
 from minitx.training.evaluation import evaluate_at_end
 from minitx.training.loggers import MetricsFile, WandbExtras, finish_wandb, run_folder, summarise, summary
 from minitx.training.module import NonFiniteError, Sharded, TrainingModule, build_module
@@ -115,7 +115,7 @@ def train(
 def build_callbacks(config: RunConfig, module: TrainingModule, data: L.LightningDataModule, folder: Path) -> list[L.Callback]:
     """Return the callbacks of the run: ours, the user's, and ``LastCheckpoint``, which handles signals also in a run without checkpoints."""
     options, asked = config.trainer, config.callbacks
-    check_parallel(config_of(module.network), options, probes=asked.probe.every > 0)
+    check_parallel(config, module.network)
     task = getattr(data, "task", None)
     own: list[Any] = [StepLog(options.log_every, config_of(module.network), options.peak_tflops)]
     if options.stop_at is not None:
@@ -239,17 +239,21 @@ def build_strategy(options: TrainerConfig) -> Strategy | str:
     return "auto"
 
 
-def check_parallel(model: TransformerConfig | None, options: TrainerConfig, *, probes: bool) -> None:
-    """Check that a model can be sharded with these options. ``model`` is None if it is not one of ours.
+def check_parallel(config: RunConfig, network: nn.Module) -> None:
+    """Check that a model can be sharded.
 
     Raises:
-        ConfigError: with ``trainer.strategy=sharded``, the model is not ours, or probes are on, which need whole weights on one
-            device.
+        ConfigError: with ``trainer.strategy=sharded``, the layers of the model are not known, probes are on, which need whole
+            weights on one device, or a model that was given from Python would have to be built again to be evaluated.
     """
-    if options.strategy == "sharded" and model is None:
-        raise ConfigError("trainer.strategy=sharded cuts the blocks of our models only: use trainer.strategy=ddp")
-    if options.strategy == "sharded" and probes:
+    if config.trainer.strategy != "sharded":
+        return
+    sharded_parts(network, config.trainer.shard)
+    if config.callbacks.probe.every:
         raise ConfigError("callbacks.probe.every needs whole weights on one device: set it to 0 with trainer.strategy=sharded")
+    is_built = config_of(network) or hasattr(network, "stored_node") or is_part(config.model)
+    if config.evaluation.at_end and not is_built:
+        raise ConfigError("evaluation.at_end needs a model that the config can build again with trainer.strategy=sharded")
 
 
 class AtomicCheckpointIO(CheckpointIO):

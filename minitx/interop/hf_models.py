@@ -1,0 +1,232 @@
+"""Hugging Face models to train, measure and compare: from a folder, with our core, another score scale, or LoRA."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from minitx.interop.adopt import adopt_hf
+from minitx.interop.files import find_folder
+from minitx.nn.scale import fold_scale as fold
+from minitx.nn.scale import set_scale
+
+log = logging.getLogger(__name__)
+
+Attention = Literal["sdpa", "eager"]
+TASKS = {
+    "language_model": "AutoModelForCausalLM",
+    "masked_lm": "AutoModelForMaskedLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "classify": "AutoModelForSequenceClassification",
+    "tag": "AutoModelForTokenClassification",
+}
+"""The class of transformers for a kind of task (``Task.kind``)."""
+LORA_KEYS = (  # others of LoraConfig need data, or import modules that they name
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "bias"),
+    *("layers_pattern", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "use_rslora", "use_dora", "init_lora_weights"),
+)
+"""The arguments of ``peft.LoraConfig`` that ``lora`` takes."""
+
+
+def pretrained_hf(
+    path: str,
+    *,
+    task: str | None = None,
+    adopt: bool = False,
+    scale: str | float = "own",
+    fold_scale: bool = False,
+    lora: int | Mapping[str, Any] | None = None,
+    attention: Attention = "sdpa",
+    num_labels: int | None = None,
+    pad_id: int | None = None,
+    tokenizer: Any = None,
+) -> nn.Module:
+    """Load a Hugging Face model in float32. Only safetensors are read, and no code of the folder runs.
+
+    The attribute ``stored_node`` of the model is a node of a config, which builds the model again without the folder, with new
+    weights (``hf_from_config``). Checkpoints hold it.
+
+    Args:
+        path: a folder with ``config.json`` and weights, or a name on the hub.
+        task: the kind of task, which decides the head: ``language_model``, ``masked_lm``, ``seq2seq``, ``classify`` or ``tag``. In a
+            run, the data decide. Default: the class that ``config.json`` names. A head that the folder does not have is new.
+        adopt: put our attention core under the model (``adopt_hf``), for probes, the viewer, interventions and ``scale``.
+        scale: the score scale of an adopted model, as in ``set_scale``. ``own``: that of the model.
+        fold_scale: multiply the weights of the queries so that the model with the new scale starts as the same function.
+        lora: train a low-rank adapter only (Hu et al. 2021, arXiv:2106.09685), by the package ``peft``. A number is the rank r, with
+            ``lora_alpha`` = 2r on all linear layers but the head. A mapping has arguments of
+            ``peft.LoraConfig`` (``LORA_KEYS``).
+        attention: how a model that is not adopted computes attention.
+        num_labels: the number of labels, for ``classify`` and ``tag``. In a run, the data decide.
+        pad_id: the id of padding, for a config that has none. In a run, the data decide.
+        tokenizer: the tokenizer of the data. In a run, the data decide.
+
+    Raises:
+        ImportError: ``transformers`` or, for ``lora``, ``peft`` is not installed. FileNotFoundError: there is no such folder.
+        ValueError: transformers cannot read the folder; weights are missing; the tokenizer is another one than the folder's;
+            ``adopt_hf``, ``set_scale`` or ``fold_scale`` refuses the model.
+    """
+    if scale != "own" and not adopt:
+        raise ValueError(f"scale={scale} needs adopt=true: a model of transformers keeps its own scale")
+    if fold_scale and scale == "own":
+        raise ValueError("fold_scale=true needs another scale than scale=own")
+    folder = find_folder(path)
+    _check_tokenizer(folder, tokenizer)
+    model = load_folder(folder, task, **({} if num_labels is None else {"num_labels": num_labels}))
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = pad_id
+    return _finished(model, task, adopt, scale, fold_scale, lora, attention)
+
+
+def hf_from_config(
+    config: Mapping[str, Any],
+    *,
+    task: str | None = None,
+    adopt: bool = False,
+    scale: str | float = "own",
+    lora: int | Mapping[str, Any] | None = None,
+    attention: Attention = "sdpa",
+) -> nn.Module:
+    """Build a Hugging Face model with new weights from ``config``, the content of its ``config.json``. Nothing is read.
+
+    Args:
+        task, adopt, scale, lora, attention: see ``pretrained_hf``.
+
+    Raises:
+        ImportError, ValueError: see ``pretrained_hf``.
+    """
+    known = _transformers().AutoConfig.for_model(**_without_kernels(config))
+    kind = _class_for(known, task)
+    with quiet():
+        model = getattr(kind, "from_config", kind)(known)  # of an Auto class, or the class itself
+    model.set_attn_implementation("eager")
+    return _finished(model.float().eval(), task, adopt, scale, False, lora, attention)
+
+
+def _finished(
+    model: Any,
+    task: str | None,
+    adopt: bool,
+    scale: str | float,
+    fold_scale: bool,
+    lora: int | Mapping[str, Any] | None,
+    attention: Attention,
+) -> nn.Module:
+    """Adopt the model, change its scale, put an adapter around it, and note how to build it again."""
+    node = {"task": task, "adopt": adopt, "scale": scale, "lora": lora, "attention": attention}
+    node["config"] = json.loads(model.config.to_json_string())
+    if adopt:
+        adopt_hf(model)
+    elif attention != "eager":
+        model.set_attn_implementation(attention)
+    if scale != "own":
+        (fold if fold_scale else set_scale)(model, scale)
+    if lora is not None:
+        model = _with_lora(model, lora, task)
+    model.stored_node = {"_target_": "minitx.interop.hf_from_config", **{k: v for k, v in node.items() if v is not None}}
+    return model
+
+
+def load_folder(folder: Path, task: str | None = None, **options: Any) -> Any:
+    """Return the model of a folder for ``task``, in evaluation mode, in float32 and with eager attention. See ``pretrained_hf``."""
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} has no config.json, so it is not a Hugging Face folder")
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    with quiet():
+        try:
+            kind = _class_for(_transformers().AutoConfig.from_pretrained(folder, **local), task)
+            model, loading = kind.from_pretrained(
+                folder,
+                dtype="float32",
+                attn_implementation="eager",  # a config may name a kernel of the hub, which would be code
+                use_safetensors=True,
+                output_loading_info=True,
+                **local,
+                **options,
+            )
+        except Exception as error:  # transformers raises many kinds
+            raise ValueError(f"{folder} cannot be read by transformers: {_first_line(error)}") from error
+    missing = sorted(loading["missing_keys"])
+    new_head = task in ("classify", "tag") and not any(re.search(r"\.\d+\.", name) for name in missing)  # no part of a layer
+    if missing and not new_head:
+        raise ValueError(f"{folder} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}")
+    if missing:
+        log.info("model: weights that %s does not have are new: %s", folder, ", ".join(missing))
+    return model.eval()
+
+
+def _class_for(config: Any, task: str | None) -> Any:
+    """The class for a kind of task, or the one that the config names."""
+    transformers = _transformers()
+    if task in TASKS:
+        return getattr(transformers, TASKS[task])
+    found = getattr(transformers, (config.architectures or ["AutoModel"])[0], None)
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    return found if is_model else transformers.AutoModel
+
+
+def _without_kernels(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without the names of attention functions, which may be kernels of the hub, and so code."""
+    kept = {name: value for name, value in config.items() if "attn_implementation" not in name}
+    return {name: _without_kernels(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
+
+
+def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """Refuse the tokenizer of the data if its ids mean other tokens than those of the folder."""
+    if tokenizer is None:
+        return
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        log.info("model: %s has no tokenizer.json to compare data.tokenizer with", folder)
+        return
+    own, given = (json.loads(text)["model"]["vocab"] for text in (file.read_text("utf-8"), tokenizer.to_dict()["json"]))
+    if own != given:
+        raise ValueError(f"data.tokenizer has other ids than the tokenizer of the model: set data.tokenizer={folder}")
+
+
+def _with_lora(model: Any, lora: int | Mapping[str, Any], task: str | None) -> Any:
+    own = {"r": lora, "lora_alpha": 2 * lora} if isinstance(lora, int) else dict(lora)
+    if unknown := sorted(set(own) - set(LORA_KEYS)):
+        raise ValueError(f"lora.{unknown[0]} must be one of {', '.join(LORA_KEYS)}")
+    try:
+        import peft
+    except ImportError:
+        raise ImportError("lora needs the package peft: pip install peft") from None
+    heads = {"classify": "SEQ_CLS", "tag": "TOKEN_CLS"}  # whose new head is trained, too
+    options = {"target_modules": "all-linear", "task_type": heads.get(task or ""), **own}
+    with warnings.catch_warnings(action="ignore"):
+        return peft.get_peft_model(model, peft.LoraConfig(**options))
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ImportError("models of Hugging Face need the package transformers: pip install transformers") from None
+    return transformers
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """A context without progress bars and logs of transformers."""
+    from transformers import logging as theirs
+
+    with ExitStack() as after:
+        after.callback(theirs.set_verbosity, theirs.get_verbosity())
+        theirs.set_verbosity(theirs.CRITICAL)
+        if theirs.is_progress_bar_enabled():
+            after.callback(theirs.enable_progress_bar)
+            theirs.disable_progress_bar()
+        yield

@@ -1,0 +1,232 @@
+"""Models of Hugging Face as they are, through ``model=hf``: what they learn, store and refuse."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from extra import last
+from ranks import run_ranks, train_as
+
+from minitx.cli.compose import compose_config
+from minitx.config import ConfigError
+from minitx.data.tokenizers import train_tokenizer
+from minitx.training.build import open_data
+from minitx.training.checkpoints import load_model, load_stored
+from minitx.training.loggers import read_metrics, read_probes
+from minitx.training.run import train
+
+transformers = pytest.importorskip("transformers", reason="models of Hugging Face need the package transformers")
+
+WIDE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+WORDS = "the cat sat on a mat and saw one dog run to it"
+DOCUMENTS = [WORDS[i : i + n] for i, n in enumerate([7, 3, 19, 11, 5, 2, 13, 17])]
+QUIET = [
+    "trainer.accelerator=cpu",
+    "trainer.threads=1",
+    "trainer.log_every=1",
+    "callbacks.progress=false",
+    "evaluation.at_end=false",
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Small models with one tokenizer, as the hub has them, and files of data."""
+    root = tmp_path_factory.mktemp("hub")
+    tokenizer = train_tokenizer("char", [WORDS], marks=["pad", "eos", "cls"])
+    marks = {f"{name}_token_id": tokenizer.mark_ids[name] for name in ("pad", "eos")}
+    size = {"vocab_size": tokenizer.vocab_size, "bos_token_id": None, **marks}
+    torch.manual_seed(3)
+    models = {
+        "llama": transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, **WIDE)),
+        "gpt2": transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, n_embd=16, n_layer=2, n_head=2)),
+        "bert": transformers.BertForMaskedLM(transformers.BertConfig(**size, **WIDE)),
+    }
+    for name, model in models.items():
+        model.save_pretrained(root / name)
+        tokenizer.save(root / name / "tokenizer.json")
+    for name, rows in (("train", DOCUMENTS), ("val", DOCUMENTS[:3])):
+        lines = (json.dumps({"text": text, "label": "ab"[len(text) % 2]}) for text in rows)
+        (root / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return root
+
+
+@pytest.fixture
+def words(folders):
+    """``words(model, *more)``: the overrides of a run on the documents."""
+
+    def make(model, *more, data="hf"):
+        files = [f"data.path={folders / 'train.jsonl'}", f"data.val_path={folders / 'val.jsonl'}"]
+        chosen = ["experiment=finetune", "model=hf", f"model.path={folders / model}", f"data={data}", *files, *QUIET]
+        return [*chosen, "data.batch_size=2", "trainer.max_steps=2", "schedule.warmup_steps=0", *more]
+
+    return make
+
+
+def plain_gradients(folder, documents):
+    """The gradients of the mean loss over all targets, one document at a time, by transformers alone."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float64").train()
+    count = sum(len(ids) - 1 for ids in documents)
+    for ids in documents:
+        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+        (torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum") / count).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("adopt", [False, True], ids=["plain", "adopted"])
+def test_a_step_has_the_gradients_of_a_loop_in_plain_transformers(name, packing, adopt, words, folders, tmp_path):
+    drop = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0} if name == "gpt2" else {}
+    still = transformers.AutoModelForCausalLM.from_pretrained(folders / name, **drop)
+    still.save_pretrained(tmp_path / "still")
+    shutil.copy(folders / name / "tokenizer.json", tmp_path / "still")
+    more = [f"data.packing={packing}", "data.context_len=23", "optimizer=sgd", "optimizer.lr=1.0", "optimizer.weight_decay=0"]
+    more += [f"model.path={tmp_path / 'still'}", "trainer.precision=64-true", "trainer.max_steps=1", "trainer.clip=null"]
+    chosen = words(name, *more, f"model.adopt={adopt}", "schedule=constant")
+    rows = open_data(compose_config(chosen)).task.train
+    assert len(rows) < len(DOCUMENTS) if packing else len(rows) == len(DOCUMENTS)
+    train(compose_config([*chosen, f"data.batch_size={len(rows)}", "data.bucket=false"]), tmp_path / "run")
+    marks = train_tokenizer("char", [WORDS], marks=["pad", "eos", "cls"])
+    eos = marks.mark_ids["eos"]
+    documents = [torch.tensor([eos, *marks.encode(text).tolist(), eos]) for text in DOCUMENTS]
+    after = last(tmp_path / "run")["state_dict"]
+    for key, gradient in plain_gradients(tmp_path / "still", documents).items():
+        before = still.state_dict()[key].double()
+        torch.testing.assert_close(before - after[f"network.{key}"], gradient, rtol=1e-6, atol=1e-9, msg=key)
+
+
+class LooksEverywhere(transformers.LlamaForCausalLM):
+    """Takes positions, but its mask does not separate documents by them."""
+
+    def forward(self, input_ids, position_ids=None, **kwargs):
+        return super().forward(input_ids, **kwargs)
+
+
+def test_a_model_whose_positions_do_not_separate_documents_is_refused(words, folders, tmp_path):
+    model = LooksEverywhere.from_pretrained(folders / "llama")
+    with pytest.raises(ConfigError, match=r"attention of LooksEverywhere crosses the documents of a row.*data\.packing=false"):
+        train(compose_config(words("llama")), tmp_path / "run", model=model)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_needs_neither_trust_nor_the_folder_that_it_came_from(words, folders, tmp_path):
+    shutil.copytree(folders / "gpt2", tmp_path / "gone")
+    train(compose_config(words("gpt2", f"model.path={tmp_path / 'gone'}", "model.adopt=true")), tmp_path / "run")
+    shutil.rmtree(tmp_path / "gone")
+    model, tokenizer, _ = load_model(tmp_path / "run" / "checkpoints" / "last.ckpt")
+    assert type(model) is transformers.GPT2LMHeadModel and hasattr(model, "adoption")
+    assert tokenizer.encode("cat").tolist() == train_tokenizer("char", [WORDS]).encode("cat").tolist()
+    for name, weight in last(tmp_path / "run")["state_dict"].items():
+        torch.testing.assert_close(model.state_dict()[name.removeprefix("network.")], weight, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("more", [["model.lora=2"], ["model.adopt=true", "model.scale=unscaled"]], ids=["lora", "unscaled"])
+def test_a_run_that_goes_on_is_bit_equal_to_one_that_was_never_stopped(more, words, tmp_path):
+    pytest.importorskip("peft", reason="adapters need the package peft")
+    chosen = words("gpt2", *more, "schedule=constant")
+    train(compose_config([*chosen, "trainer.max_steps=4"]), tmp_path / "whole")
+    train(compose_config(chosen), tmp_path / "half")
+    train(compose_config([*chosen, "trainer.max_steps=4", "ckpt_path=last"]), tmp_path / "half")
+    whole, half = (last(tmp_path / name) for name in ("whole", "half"))
+    torch.testing.assert_close(half["state_dict"], whole["state_dict"], rtol=0, atol=0)
+    torch.testing.assert_close(half["optimizer_states"][0]["state"], whole["optimizer_states"][0]["state"], rtol=0, atol=0)
+
+
+def test_an_adapter_is_all_that_trains_and_its_rank_is_one_key(words, folders, tmp_path):
+    pytest.importorskip("peft", reason="adapters need the package peft")
+    train(compose_config(words("llama", "model.lora=3", "model.adopt=true")), tmp_path / "run")
+    state = last(tmp_path / "run")["state_dict"]
+    before = transformers.AutoModelForCausalLM.from_pretrained(folders / "llama").state_dict()
+    base = {
+        name.split("model.", 2)[-1].replace(".base_layer", ""): weight for name, weight in state.items() if "lora" not in name
+    }
+    for name, weight in before.items():
+        torch.testing.assert_close(base[name.removeprefix("model.")], weight, rtol=0, atol=0)
+    adapters = {name: weight for name, weight in state.items() if "lora_" in name}
+    assert len(adapters) == 2 * 2 * 7 and all(3 in weight.shape for weight in adapters.values())
+    assert all(weight.any() for name, weight in adapters.items() if "lora_B" in name)
+    assert type(load_model(tmp_path / "run" / "checkpoints" / "last.ckpt")[0]).__name__.startswith("Peft")
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_a_classifier_has_a_new_head_with_the_labels_of_the_data(name, words, tmp_path, caplog):
+    caplog.set_level("INFO")
+    train(compose_config(words(name, "trainer.max_steps=3", data="classify")), tmp_path / "run")
+    model = load_model(tmp_path / "run" / "checkpoints" / "last.ckpt")[0]
+    assert type(model).__name__.endswith("ForSequenceClassification") and model.config.num_labels == 2
+    assert "does not have are new" in caplog.text
+    assert load_stored(tmp_path / "run" / "checkpoints" / "last.ckpt").task().label_names == ("a", "b")
+
+
+def test_probes_look_at_an_adopted_model_while_it_trains(words, tmp_path):
+    chosen = ["callbacks.probe.every=1", "callbacks.probe.batch_size=2", "callbacks.probe.weights_every=1"]
+    train(compose_config(words("llama", "model.adopt=true", *chosen)), tmp_path / "run")
+    probes = read_probes(tmp_path / "run" / "probes.jsonl")
+    assert [probe["step"] for probe in probes] == [0, 1, 2]
+    assert [layer["layer"] for layer in probes[0]["layers"]] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert list((tmp_path / "run" / "attention").iterdir())
+    with pytest.raises(ConfigError, match=r"model\.adopt=true"):
+        train(compose_config(words("llama", *chosen)), tmp_path / "plain")
+
+
+def test_a_folded_scale_starts_as_the_same_function_and_another_one_does_not(words, tmp_path):
+    found = {}
+    for name, more in {
+        "own": [],
+        "fold": ["model.fold_scale=true", "model.scale=unscaled"],
+        "other": ["model.scale=unscaled"],
+    }.items():
+        still = ["optimizer.lr=1e-30", "trainer.max_steps=1", "model.adopt=true", "trainer.precision=64-true"]
+        found[name] = train(compose_config(words("llama", *more, *still)), tmp_path / name)["val_loss"]
+    assert found["fold"] == pytest.approx(found["own"], rel=1e-6)
+    assert abs(found["other"] - found["own"]) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["model.lora=2"], ["model.adopt=true"]], ids=["plain", "lora", "adopted"])
+def test_two_processes_that_share_the_weights_train_as_one(more, words, tmp_path):
+    pytest.importorskip("peft", reason="adapters need the package peft")
+    chosen = words("llama", *more, "trainer.precision=64-true", "evaluation.at_end=true", "data.packing=false")
+    for place, processes in (("one", 1), ("two", 2)):
+        over = [] if processes == 1 else ["trainer.devices=2", "trainer.strategy=sharded"]
+        run_ranks(processes, train_as, [*chosen, *over], tmp_path / place, tmp_path / "cache")
+    one, two = (last(tmp_path / place)["state_dict"] for place in ("one", "two"))
+    torch.testing.assert_close(two, one, rtol=0, atol=1e-9)
+    assert [row["train_loss"] for row in read_metrics(tmp_path / "two" / "metrics.csv")] == pytest.approx(
+        [row["train_loss"] for row in read_metrics(tmp_path / "one" / "metrics.csv")], rel=1e-9
+    )
+    assert (tmp_path / "two" / "evaluation.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["model.scale=unscaled"], "scale=unscaled needs adopt=true"),
+        (["model.adopt=true", "model.fold_scale=true"], "fold_scale=true needs another scale"),
+        (["model.path=nowhere"], "data.tokenizer=nowhere"),
+        (["data.tokenizer=char"], "data.tokenizer has other ids than the tokenizer of the model"),
+        (["model.lora={megatron_core: os}"], "lora.megatron_core must be one of"),
+        (["model.lora={q: 2}"], "lora.q must be one of"),
+        (["trainer.strategy=sharded", "trainer.shard=[Nothing]"], "trainer.shard=Nothing is the class of no module"),
+    ],
+)
+def test_what_cannot_be_had_of_a_model_is_one_sentence_and_leaves_no_folder(more, said, words, tmp_path):
+    with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
+        train(compose_config(words("llama", *more)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_that_are_missing_are_refused_and_no_model_is_needed_twice(words, folders, tmp_path):
+    shutil.copytree(folders / "llama", tmp_path / "torn")
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(tmp_path / "torn" / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "torn" / "model.safetensors", metadata={"format": "pt"})
+    for data in ("hf", "classify"):
+        with pytest.raises(ConfigError, match=r"lacks .* such as .*"):
+            train(compose_config(words("llama", f"model.path={tmp_path / 'torn'}", data=data)), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"experiment=finetune goes on with a model"):
+        compose_config(["experiment=finetune", f"data.path={folders / 'train.jsonl'}"])
