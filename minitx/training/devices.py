@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from minitx.config import ConfigError, TrainerConfig
 from minitx.data.corpus import data_dir
-from minitx.nn.blocks import Block
+from minitx.nn.blocks import is_block
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -272,10 +272,13 @@ def sharded_parts(network: nn.Module, classes: Sequence[str] = ()) -> list[nn.Mo
     Raises:
         ConfigError: there are none.
     """
-    # transformers has no public name for the layers of a model that stay on one device
-    listed = {name for module in network.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    names = set(classes) or {Block.__name__, *listed}
-    found = [module for module in network.modules() if type(module).__name__ in names]
+
+    def is_cut(module: nn.Module) -> bool:
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        own = "GradientCheckpointingLayer" in kinds  # the layers of transformers, which is not imported here
+        return type(module).__name__ in classes if classes else is_block(module) or own
+
+    found = [module for module in network.modules() if is_cut(module)]
     if missing := sorted(set(classes) - {type(module).__name__ for module in found}):
         raise ConfigError(f"trainer.shard={missing[0]} is the class of no module of {type(network).__name__}")
     if not found:

@@ -139,11 +139,10 @@ def test_an_adapter_is_all_that_trains_and_its_rank_is_one_key(words, folders, t
     train(compose_config(words("llama", "model.lora=3", "model.adopt=true")), tmp_path / "run")
     state = last(tmp_path / "run")["state_dict"]
     before = transformers.AutoModelForCausalLM.from_pretrained(folders / "llama").state_dict()
-    base = {
-        name.split("model.", 2)[-1].replace(".base_layer", ""): weight for name, weight in state.items() if "lora" not in name
-    }
     for name, weight in before.items():
-        torch.testing.assert_close(base[name.removeprefix("model.")], weight, rtol=0, atol=0)
+        layer, _, kind = name.rpartition(".")
+        kept = (state.get(f"network.base_model.model.{layer}{part}.{kind}") for part in ("", ".base_layer"))
+        torch.testing.assert_close(next(each for each in kept if each is not None), weight, rtol=0, atol=0)
     adapters = {name: weight for name, weight in state.items() if "lora_" in name}
     assert len(adapters) == 2 * 2 * 7 and all(3 in weight.shape for weight in adapters.values())
     assert all(weight.any() for name, weight in adapters.items() if "lora_B" in name)
@@ -161,7 +160,12 @@ def test_a_classifier_has_a_new_head_with_the_labels_of_the_data(name, words, tm
 
 
 def test_probes_look_at_an_adopted_model_while_it_trains(words, tmp_path):
-    chosen = ["callbacks.probe.every=1", "callbacks.probe.batch_size=2", "callbacks.probe.weights_every=1"]
+    chosen = [
+        "callbacks.probe.every=1",
+        "callbacks.probe.batch_size=2",
+        "callbacks.probe.weights_every=1",
+        "callbacks.probe.weights_rows=2",
+    ]
     train(compose_config(words("llama", "model.adopt=true", *chosen)), tmp_path / "run")
     probes = read_probes(tmp_path / "run" / "probes.jsonl")
     assert [probe["step"] for probe in probes] == [0, 1, 2]
