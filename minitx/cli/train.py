@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def run_job(composed: DictConfig) -> float | None:
-    """Run one job of Hydra: a run or a grid. Return the last validation loss, which sweepers minimise."""
+    """Run one job of Hydra: a run or a grid. Return the value of ``optimized_metric`` for sweepers."""
     speak_on_the_first_rank()
     find_own_modules(own_config_dirs())
     try:
@@ -66,7 +66,7 @@ def run_job(composed: DictConfig) -> float | None:
             log.info("no arguments: this trains the default model on the King James text; train.py --help shows the choices")
         result = run_training(config, folder, command())
         log.info("%s", summary_line(result, folder))
-        return value_of(result)
+        return value_of(result, config.optimized_metric)
     except Exception as error:
         if sentence(error)[1] == 2 and (made := hydra_folder()) is not None:
             with suppress(OSError):
@@ -137,12 +137,19 @@ def run_on_devices(config: RunConfig, folder: Path) -> float:
     check_count(config.trainer)
     check_free(folder, config.ckpt_path)  # the processes would wait for each other
     launch([f"--config-name={HydraConfig.get().job.config_name}", *command_words()], config.trainer.world_size, folder)
-    return value_of(json.loads((folder / "result.json").read_text(encoding="utf-8")))
+    return value_of(json.loads((folder / "result.json").read_text(encoding="utf-8")), config.optimized_metric)
 
 
-def value_of(result: Mapping[str, Any]) -> float:
-    """Return the value for a sweeper: the last validation loss, or NaN if there is none or the run was not finite."""
-    return float("nan") if result["val_loss"] is None else float(result["val_loss"])
+def value_of(result: Mapping[str, Any], metric: str = "val_loss") -> float:
+    """Return the value for a sweeper: the last value of ``metric``, or NaN if it or the run was not finite.
+
+    Raises:
+        ConfigError: the run has logged other metrics, but not this one.
+    """
+    found = result["metrics"]
+    if metric not in found and metric != "val_loss" and result["nonfinite_step"] is None:
+        raise ConfigError(f"optimized_metric={metric} is not logged; there are {', '.join(found)}")
+    return float("nan") if found.get(metric) is None else float(found[metric])
 
 
 def summary_line(result: Mapping[str, Any], folder: Path) -> str:

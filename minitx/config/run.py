@@ -56,6 +56,8 @@ class RunConfig(Config):
 
     Attributes:
         experiment: a name for the run's folder: runs/<experiment>/<date_time>/.
+        tags: words about the run, for config.yaml and Weights & Biases.
+        optimized_metric: the metric of result.json that a sweep optimizes.
         model: the model.
         data: the data set.
         objective: the loss.
@@ -77,6 +79,8 @@ class RunConfig(Config):
     """
 
     experiment: str = "default"
+    tags: tuple[str, ...] = ()
+    optimized_metric: str = "val_loss"
     model: TransformerConfig | Part = TransformerConfig()
     data: DataConfig | Part = TextDataConfig()
     objective: ObjectiveConfig | Part = ObjectiveConfig()
@@ -102,11 +106,15 @@ class RunConfig(Config):
         check_parts(self.logger, "logger")
         check_parts(self.callbacks.parts, "callbacks", ("progress", "probe", "samples", "wandb"))
         self._check_steps()
+        best = self.evaluation.test == "best" and not self.trainer.ckpt_every
+        require(not best, "evaluation.test=best needs best.ckpt, which trainer.ckpt_every=0 does not write")
 
     def _check_steps(self) -> None:
         if isinstance(self.schedule, ScheduleConfig):
             warmup, steps = self.schedule.warmup_steps, self.trainer.max_steps
-            require(warmup <= steps, f"schedule.warmup_steps={warmup} must not exceed trainer.max_steps={steps}")
+            require(
+                steps is None or warmup <= steps, f"schedule.warmup_steps={warmup} must not exceed trainer.max_steps={steps}"
+            )
         muon = isinstance(self.optimizer, OptimizerConfig) and self.optimizer.name == "muon"
         require(
             not muon or self.trainer.strategy != "sharded",

@@ -151,28 +151,39 @@ class StopAtConfig(Config):
     extra_steps: Natural = 0
 
 
-OWNED = frozenset(
-    (
-        *("accelerator", "devices", "num_nodes", "strategy", "precision", "plugins", "profiler", "deterministic", "logger"),
-        *("callbacks", "max_steps", "max_epochs", "min_steps", "min_epochs", "accumulate_grad_batches", "gradient_clip_val"),
-        *("gradient_clip_algorithm", "val_check_interval", "check_val_every_n_epoch", "limit_val_batches", "log_every_n_steps"),
-        *("num_sanity_val_steps", "default_root_dir", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
-        *("use_distributed_sampler", "overfit_batches", "reload_dataloaders_every_n_epochs", "limit_train_batches"),
-        *("fast_dev_run", "max_time", "barebones", "sync_batchnorm", "inference_mode"),
-    )
-)
-"""Arguments of Lightning's Trainer that are not allowed in ``trainer.extra``, because other keys or the run itself set them."""
+REPLACED = {
+    **{
+        name: f"trainer.{name}"
+        for name in ("accelerator", "devices", "num_nodes", "strategy", "precision", "plugins", "profiler")
+    },
+    **{name: f"trainer.{name}" for name in ("deterministic", "max_steps", "max_epochs")},
+    **{
+        "logger": "logger",
+        "callbacks": "callbacks",
+        "default_root_dir": "output_dir",
+        "enable_progress_bar": "callbacks.progress",
+    },
+    **{
+        "accumulate_grad_batches": "trainer.accumulate",
+        "gradient_clip_val": "trainer.clip",
+        "overfit_batches": "trainer.overfit",
+    },
+    **{"val_check_interval": "trainer.val_every", "limit_val_batches": "trainer.val_batches"},
+    **{"log_every_n_steps": "trainer.log_every", "enable_checkpointing": "trainer.ckpt_every"},
+}
+"""Arguments of Lightning's Trainer that are not allowed in ``trainer.extra``, and the keys that take their place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig(Config):
-    """Steps, devices, precision and checkpoints. Every count is in optimizer steps.
+    """Steps, devices, precision and checkpoints. Every count is in optimizer steps, except ``max_epochs``.
 
     One process runs on each of the ``devices`` devices of each of the ``num_nodes`` machines. ``data.batch_size`` is the number
     of rows of a step, over all processes and over the ``accumulate`` micro-batches.
 
     Attributes:
-        max_steps: number of optimizer steps.
+        max_steps: number of optimizer steps; null: 1,000, or with max_epochs no limit.
+        max_epochs: number of passes over the training rows; null: no limit.
         devices: processes on each machine.
         num_nodes: number of machines. torchrun or srun starts the processes.
         accelerator: the device: auto | cpu | gpu | mps.
@@ -182,12 +193,15 @@ class TrainerConfig(Config):
         precision: 32-true | 64-true | bf16-mixed | bf16-true (float32 on a CPU without instructions for bfloat16).
         accumulate: micro-batches per step. data.batch_size stays the global batch.
         clip: largest global gradient norm, for any optimizer; null: off.
-        val_every: steps between validations. There is always one at the end; 0: only at the end.
+        val_every: steps between validations. There is always one at the end; 0: only at the end; null: 250, or with max_epochs
+            after each epoch.
         val_batches: number of validation batches, from the first row on; null: all rows.
         val_batch_size: rows of a validation batch; null: data.batch_size.
         log_every: steps between rows of metrics.csv.
         ckpt_every: steps between checkpoints. There is always one at the end; 0: no checkpoints.
         ckpt_minutes: also write a checkpoint when the last one is this old; null: off.
+        monitor: the metric of best.ckpt, and of a schedule such as ReduceLROnPlateau.
+        monitor_mode: whether best.ckpt has the smallest (min) or the largest (max) value of monitor.
         stop_at: end the run early, for example {metric: train_accuracy, value: 0.99, window: 16, extra_steps: 0}; null: off.
         overfit: train on the batch of the first step in every step.
         compile: compile network and loss with torch.compile. The kernels are kept for the next run.
@@ -196,10 +210,11 @@ class TrainerConfig(Config):
         peak_tflops: peak speed of the device in TFLOP/s, for mfu in metrics.csv; null: from a table, for some GPUs.
         plugins: nodes with _target_, for Lightning's Trainer.
         profiler: a node with _target_, for Lightning's Trainer.
-        extra: any other argument of Lightning's Trainer.
+        extra: any other argument of Lightning's Trainer, which no key here takes the place of.
     """
 
-    max_steps: Count = 1000
+    max_steps: Count | None = None
+    max_epochs: Count | None = None
     devices: Count = 1
     num_nodes: Count = 1
     accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto"
@@ -208,12 +223,14 @@ class TrainerConfig(Config):
     precision: Literal["32-true", "64-true", "bf16-mixed", "bf16-true"] = "32-true"
     accumulate: Count = 1
     clip: Positive | None = None
-    val_every: Natural = 250
+    val_every: Natural | None = None
     val_batches: Count | None = None
     val_batch_size: Count | None = 64
     log_every: Count = 10
     ckpt_every: Natural = 250
     ckpt_minutes: Positive | None = 10.0
+    monitor: str = "val_loss"
+    monitor_mode: Literal["min", "max"] = "min"
     stop_at: StopAtConfig | None = None
     overfit: bool = False
     compile: bool = False
@@ -227,10 +244,14 @@ class TrainerConfig(Config):
     def check(self) -> None:
         for name, node in {"profiler": self.profiler, **{f"plugins[{i}]": node for i, node in enumerate(self.plugins)}}.items():
             require(not isinstance(node, Mapping) or is_part(node), f"{name}={node} has no _target_, which names a class")
-        for name in sorted(OWNED & set(self.extra)):
-            raise ConfigError(
-                f"extra.{name}={self.extra[name]} is decided by the run or by a key of trainer, and not given here"
-            )
+        for name in sorted(set(REPLACED) & set(self.extra)):
+            raise ConfigError(f"extra.{name}={self.extra[name]} cannot be given here: use {REPLACED[name]}")
+        if self.max_epochs is None:
+            for name, value in {
+                "max_steps": self.max_steps or 1000,
+                "val_every": 250 if self.val_every is None else self.val_every,
+            }.items():
+                object.__setattr__(self, name, value)
 
     @property
     def world_size(self) -> int:
@@ -246,15 +267,17 @@ class TrainerConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(Config):
-    """The task's metrics on the validation split, with 95 % intervals, as ``scripts/evaluate.py`` prints them.
+    """The task's metrics on the validation split, with 95 % intervals, as ``scripts/evaluate.py`` prints them, and the test split.
 
     Attributes:
+        test: after training, evaluate the test split with the last or the best weights: last | best; null: do not.
         at_end: also print them after training, and write evaluation.json.
         num_rows: number of validation rows; null: all.
         num_beams: beams for generated answers; 1: greedy.
         num_shown: number of answers to show.
     """
 
+    test: Literal["last", "best"] | None = None
     at_end: bool = False
     num_rows: Count | None = None
     num_beams: Count = 1

@@ -79,6 +79,12 @@ class DataModule(LightningDataModule):
         source = self.val_source(world)
         return self._loader(source, Addresses(len(source), rank=rank))
 
+    def test_dataloader(self) -> AddressedLoader:
+        """Return this rank's batches of the test split."""
+        rank, world = self._place()
+        source = ValSource(as_split(self.task, "test"), batch_size=self.val_batch_size(world), world=world)
+        return self._loader(source, Addresses(len(source), rank=rank))
+
     def probe_batch(self, num_rows: int) -> Batch:
         """Return the first ``num_rows`` rows of validation, or all if there are fewer."""
         source = self.val_source()
@@ -87,6 +93,18 @@ class DataModule(LightningDataModule):
     def texts(self, inputs: Batch) -> dict[str, list[list[str]]]:
         """Return a text for each position of a batch; see ``position_texts``."""
         return position_texts(self.task, inputs)
+
+    def steps_of(self, epochs: int) -> int:
+        """Return the optimizer steps of ``epochs`` passes over the training rows.
+
+        Raises:
+            ConfigError: the data are new in every step, or a stream.
+        """
+        if not isinstance(self._train, Split):
+            raise ConfigError(
+                f"trainer.max_epochs={epochs} needs a number of training rows, which {self.task.name} has not: set trainer.max_steps"
+            )
+        return math.ceil(epochs * len(self._train) / self.batch_size)
 
     def val_batch_size(self, world: int) -> int:
         """Return the rows of a validation batch over all ranks, rounded up to a multiple of ``world``."""

@@ -46,7 +46,7 @@ class Task:
         name: the name of the data in messages, such as ``data=kjv`` or ``data.path=my.txt``.
         kind: ``language_model``, ``masked_lm``, ``seq2seq``, ``classify`` or ``other``. It decides which metrics an evaluation
             computes.
-        train, val: the splits.
+        train, val: the splits. test: a third one, for ``evaluation.test``, or None.
         pad: the padding value of each 1-D key. Default: 0, and −100 for ``labels``.
         key_masks: the padded keys that get a bool mask (True = real), and the names of the masks.
         bucket: put rows of similar length into the same batch.
@@ -72,6 +72,7 @@ class Task:
     kind: str = "other"
     train: Any
     val: Any
+    test: Any = None
     pad: Mapping[str, float] = field(default_factory=dict)
     key_masks: Mapping[str, str] = field(default_factory=lambda: KEY_MASKS)
     bucket: bool = False
@@ -171,7 +172,7 @@ class Rows(Split):
 
 
 def as_split(task: Task, which: str) -> Split:
-    """Return ``task.train`` or ``task.val`` as a ``Split``.
+    """Return ``task.train``, ``task.val`` or ``task.test`` as a ``Split``.
 
     Raises:
         ConfigError: it has no ``len()`` or ``[i]``, or it is empty.

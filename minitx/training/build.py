@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor, nn
 
-from minitx.config import ConfigError, Part, RunConfig, TransformerConfig, is_part
+from minitx.config import ConfigError, Part, RunConfig, TrainerConfig, TransformerConfig, is_part
 from minitx.config.checks import first_line, nearest
 from minitx.data.addressing import Batch
 from minitx.data.load import load_task
@@ -278,6 +278,24 @@ class Caller:
             self.names = [name for name in self.names if name != "labels"]
         self.packs = is_of_transformers(model) and "position_ids" in self.names
 
+    def batch_of(self, found: Any) -> Batch:
+        """Return what a loader of the user's gives as a batch. Of a pair, the second is ``labels``, and the first the first parameter of ``forward``.
+
+        Raises:
+            ConfigError: it is neither a mapping with ``labels`` nor a pair of tensors.
+        """
+        if (
+            isinstance(found, tuple | list)
+            and len(found) == 2
+            and all(isinstance(part, Tensor) for part in found)
+            and self.names
+        ):
+            return {self.names[0]: found[0], "labels": found[1]}
+        if not isinstance(found, Mapping) or "labels" not in found:
+            what = f"a mapping with {', '.join(found)}" if isinstance(found, Mapping) else f"a {type(found).__name__}"
+            raise ConfigError(f"data: a batch must be a mapping of tensors with labels, or a pair (inputs, labels), got {what}")
+        return dict(found)
+
     def _key_of(self, name: str, batch: Batch) -> str | None:
         """The key of the batch for a parameter, if it has one."""
         ours = next((key for key, theirs in MASKS.items() if theirs == name and key not in self.names), None)
@@ -388,15 +406,15 @@ def set_training(network: nn.Module) -> list[str]:
 
 
 def logits_of(found: Any, network: nn.Module) -> Tensor:
-    """Return the logits: the output of a network, or its attribute ``logits``.
+    """Return the logits: the output of a network, or its attribute or key ``logits``.
 
     Raises:
         ConfigError: neither of them is a tensor.
     """
-    logits = getattr(found, "logits", found)
+    logits = found.get("logits") if isinstance(found, Mapping) else getattr(found, "logits", found)
     if not isinstance(logits, Tensor):
         raise ConfigError(
-            f"model: {type(network).__name__} must return logits, or an object with logits; got {type(found).__name__}"
+            f"model: {type(network).__name__} must return logits, or an object or dict with logits; got {type(found).__name__}"
         )
     return logits
 
@@ -444,7 +462,7 @@ def open_data(
         data,
         **options,
         seed=config.seed,
-        max_steps=trainer.max_steps,
+        max_steps=trainer.max_steps or 1,  # or ``in_steps``
         accumulate=trainer.accumulate,
         val_batch_size=trainer.val_batch_size,
         repeat_first=trainer.overfit,
@@ -458,6 +476,18 @@ def _own_data(node: Part, seed: int, tokenizer: Tokenizer | None, options: Mappi
     if tokenizer is not None and "tokenizer" in names:
         given.pop("tokenizer", None)
     return build(given, "data", {**options, "tokenizer": tokenizer, "seed": seed})
+
+
+def in_steps(trainer: TrainerConfig, data: L.LightningDataModule) -> TrainerConfig:
+    """Return the counts of a run on a ``Task`` in optimizer steps, which the number of its rows decides."""
+    from minitx.data.module import DataModule
+
+    if trainer.max_epochs is None or not isinstance(data, DataModule):
+        return trainer
+    steps = data.steps_of(trainer.max_epochs)
+    data.max_steps = min(steps, trainer.max_steps or steps)
+    val_every = data.steps_of(1) if trainer.val_every is None else trainer.val_every
+    return dataclasses.replace(trainer, max_epochs=None, max_steps=data.max_steps, val_every=val_every)
 
 
 # --- network
@@ -478,6 +508,8 @@ def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Modu
     Raises:
         ConfigError: the model cannot be built or does not fit the data.
     """
+    from lightning.pytorch import LightningModule
+
     torch.manual_seed(config.seed)
     if model is None and isinstance(config.model, TransformerConfig):
         shape = fit_model_config(config.model, data)
@@ -494,6 +526,8 @@ def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Modu
             raise ConfigError(
                 f"model._target_={config.model['_target_']} must give a torch.nn.Module, got {type(model).__name__}"
             )
+    if isinstance(model, LightningModule):
+        return model
     check_network(model, decided_fields(data))
     if parts := set_training(model):
         log.info("model: in evaluation mode, as given: %s", ", ".join(parts[:3]) + (", ..." if len(parts) > 3 else ""))
@@ -509,17 +543,10 @@ def check_network(network: nn.Module, fields: Mapping[str, Any]) -> None:
         fields: what the data decide, such as ``vocab_size`` and ``num_labels``.
 
     Raises:
-        ConfigError: the network is a LightningModule, or its vocabulary or number of labels is smaller than that of the data.
+        ConfigError: its vocabulary or number of labels is smaller than that of the data.
     """
-    from lightning.pytorch import LightningModule
-
     network = unwrapped(network)
     name, config = type(network).__name__, getattr(network, "config", None)
-    if isinstance(network, LightningModule):
-        raise ConfigError(
-            f"model: {name} is a LightningModule, whose training_step and configure_optimizers would not run: give its network as model, "
-            "its loss as objective and its optimizer as optimizer"
-        )
     for key, what in (("vocab_size", "the vocabulary"), ("num_labels", "the number of labels")):
         known, wanted = getattr(config, key, None), fields.get(key)
         if key == "num_labels" and not is_of_transformers(

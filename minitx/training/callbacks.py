@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -98,6 +99,7 @@ class StepLog(StepCallback):
         self._open, self.unit = (step, dict.fromkeys(batch)), unit_of(batch["labels"])
         if step % self.log_every == 0 or step in (1, trainer.max_steps):
             self._write(trainer, module, step, batch)
+            module.log_dict(self.row, logger=False)  # for other callbacks, such as EarlyStopping
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         if self._open is not None:  # the run was stopped before max_steps
@@ -131,6 +133,8 @@ class StepLog(StepCallback):
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._mark += time.perf_counter() - self._paused
+        if trainer.sanity_checking:
+            return
         values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val_")}
         for logger in trainer.loggers:
             logger.log_metrics(values, trainer.global_step)
@@ -231,7 +235,7 @@ def check_processes(trainer: L.Trainer) -> None:
 
 
 class PlainProgress(StepCallback):
-    """Print a line every few seconds if the output is not a terminal: step, loss, steps and tokens per second, time left."""
+    """Print a line every few seconds if the output is not a terminal: step, what a bar would show, steps per second, time left."""
 
     def __init__(self, every_seconds: float = 5.0) -> None:
         self.every_seconds = every_seconds
@@ -243,39 +247,42 @@ class PlainProgress(StepCallback):
         self.first_step = trainer.global_step
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        now, (row, unit) = time.perf_counter(), logged(trainer)
-        if row and trainer.is_global_zero and (now - self.last >= self.every_seconds or step == trainer.max_steps):
+        now, figures, steps = time.perf_counter(), figures_of(trainer), trainer.estimated_stepping_batches
+        if figures and trainer.is_global_zero and (now - self.last >= self.every_seconds or step == steps):
             self.last = now
             rate = (step - self.first_step) / max(now - self.started, 1e-9)
-            log.info(
-                "step %d/%d  loss %.4f  %.1f steps/s  %.0f %s/s  %s left",
-                *(step, trainer.max_steps, row["train_loss"], rate, row["tokens_per_second"], unit),
-                timedelta(seconds=round((trainer.max_steps - step) / rate)),
-            )
+            said = "  ".join(f"{name} {value}" for name, value in figures.items())
+            left = timedelta(seconds=round((steps - step) / rate)) if step <= steps < math.inf else "unknown time"
+            log.info("step %d/%s  %s  %.1f steps/s  %s left", step, steps, said, rate, left)
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         found = trainer.callback_metrics
         names = {"val_loss": "loss", "val_accuracy": "accuracy"}
-        said = "  ".join(f"{word} {float(found[name]):.4f}" for name, word in names.items() if name in found)
-        if said and trainer.is_global_zero:
-            log.info("step %d/%d  validation %s", trainer.global_step, trainer.max_steps, said)
+        figures = {word: f"{float(found[name]):.4f}" for name, word in names.items() if name in found} or figures_of(trainer)
+        said = "  ".join(f"{name} {value}" for name, value in figures.items())
+        if said and trainer.is_global_zero and not trainer.sanity_checking:
+            log.info("step %d/%s  validation %s", trainer.global_step, trainer.estimated_stepping_batches, said)
 
 
 class BarProgress(TQDMProgressBar):
-    """Lightning's progress bar with the loss and tokens per second of the last row of ``metrics.csv``. This needs no device sync."""
+    """Lightning's progress bar with ``figures_of`` the run."""
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
-        row, unit = logged(trainer)
-        return {"loss": f"{row['train_loss']:.4f}", f"{unit}/s": f"{row['tokens_per_second']:.0f}"} if row else {}
+        return figures_of(trainer)
 
     def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
         super().on_train_epoch_start(trainer)
         self.train_progress_bar.initial = trainer.fit_loop.batch_idx + 1  # of a resumed run, whose rate counts from there
 
 
-def logged(trainer: L.Trainer) -> tuple[dict[str, Any], str]:
-    """Return the last row of ``metrics.csv`` that this process logged, and what its ``tokens`` are: tokens or rows."""
-    return next(((each.row, each.unit) for each in trainer.callbacks if isinstance(each, StepLog)), ({}, ""))  # type: ignore[attr-defined]
+def figures_of(trainer: L.Trainer) -> dict[str, str]:
+    """Return loss and tokens (or rows) per second of the last row of ``metrics.csv``, which needs no device sync, or of a LightningModule
+    of the user's what it logs with ``prog_bar``."""
+    found = next((each for each in trainer.callbacks if isinstance(each, StepLog)), None)  # type: ignore[attr-defined]
+    if found is None:
+        return {name: f"{float(value):.4g}" for name, value in trainer.progress_bar_metrics.items()}
+    row = found.row
+    return {"loss": f"{row['train_loss']:.4f}", f"{found.unit}/s": f"{row['tokens_per_second']:.0f}"} if row else {}
 
 
 def progress() -> L.Callback:
@@ -310,10 +317,13 @@ class LastCheckpoint(StepCallback, Checkpoint):
         every: steps between checkpoints.
         minutes: minutes between checkpoints. None: off.
         agree_every: steps between the collectives of several processes.
+        state: plain data to store in every checkpoint of the run (``stored_state``).
     """
 
-    def __init__(self, path: Path | None, every: int, minutes: float | None, agree_every: int) -> None:
-        self.path, self.every, self.agree_every = path, every, agree_every
+    def __init__(
+        self, path: Path | None, every: int, minutes: float | None, agree_every: int, state: Mapping[str, Any] | None = None
+    ) -> None:
+        self.path, self.every, self.agree_every, self.state = path, every, agree_every, state or {}
         self.seconds = math.inf if minutes is None else 60.0 * minutes
         self.saved_at, self.saved_step = time.monotonic(), -1
         self._received: int | None = None
@@ -352,7 +362,7 @@ class LastCheckpoint(StepCallback, Checkpoint):
             self._save_or_stop(trainer, agree=step % self.agree_every == 0 or trainer.world_size == 1)
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._save_or_stop(trainer, agree=True)
 
     def _save_or_stop(self, trainer: L.Trainer, *, agree: bool) -> None:
@@ -368,16 +378,26 @@ class LastCheckpoint(StepCallback, Checkpoint):
         if self.path is not None and self.saved_step != trainer.global_step:
             self._save(trainer, self.path)  # a run that ended without a validation
 
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["minitx"] = dict(self.state)
+
     def _save(self, trainer: L.Trainer, path: Path) -> None:
         trainer.save_checkpoint(path)
         self.saved_at, self.saved_step = time.monotonic(), trainer.global_step
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Write ``best.ckpt`` to ``folder`` at the lowest ``val_loss``. It is a class of its own, so that its state has its own key."""
+    """Write ``best.ckpt`` to ``folder`` at the best value of ``monitor``. It is a class of its own, so that its state has its own key."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(dirpath=folder, filename="best", monitor="val_loss", mode="min", enable_version_counter=False)
+    def __init__(self, folder: Path, monitor: str = "val_loss", mode: str = "min") -> None:
+        super().__init__(dirpath=folder, filename="best", monitor=monitor, mode=mode, enable_version_counter=False)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.monitor in trainer.callback_metrics or trainer.sanity_checking:
+            super().on_validation_end(trainer, pl_module)
+        else:
+            names = ", ".join(trainer.callback_metrics) or "nothing"
+            log.warning("no best.ckpt: trainer.monitor=%s is not logged; what is logged: %s", self.monitor, names)
 
 
 # --- samples

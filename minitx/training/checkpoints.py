@@ -187,8 +187,8 @@ def _sync(path: Path) -> None:
 
 def network_weights(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the weights of the network in a checkpoint's content, by their names in the network."""
-    state = checkpoint["state_dict"].items()
-    return {name.removeprefix("network."): weight for name, weight in state if name.startswith("network.")}
+    prefix, state = checkpoint["minitx"].get("prefix", "network."), checkpoint["state_dict"].items()
+    return {name.removeprefix(prefix): weight for name, weight in state if name.startswith(prefix)}
 
 
 def check_free(folder: Path, ckpt_path: str | None) -> None:
@@ -344,10 +344,12 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
                 f"ckpt_path={config.ckpt_path} goes on with its own {name}, and the config asks for another: {changed}. "
                 "Leave it as it was, or start a new run from the weights with init_from.path"
             )
-    step = int(checkpoint["global_step"])
-    if step > config.trainer.max_steps:
-        raise ConfigError(f"ckpt_path={config.ckpt_path} is of step {step}, after trainer.max_steps={config.trainer.max_steps}")
-    return step
+    step, most = int(checkpoint["global_step"]), config.trainer.max_steps
+    if most is not None and step > most:
+        raise ConfigError(f"ckpt_path={config.ckpt_path} is of step {step}, after trainer.max_steps={most}")
+    return (
+        step if state["prefix"] else checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] - 1
+    )  # of Lightning
 
 
 # --- building the contents of a checkpoint again

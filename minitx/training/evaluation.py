@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from minitx.config import IGNORED, EvaluationConfig, RunConfig
+from minitx.config import IGNORED, ConfigError, EvaluationConfig, RunConfig
 from minitx.data.addressing import Address, Batch
 from minitx.data.sources import ValSource
 from minitx.data.task import Task, as_split, num_targets
@@ -139,7 +140,15 @@ def evaluate(
     Args:
         objective: the objective of the run. Default: cross-entropy.
         batch_size: rows at once, if ``data`` is a ``Task``. A data module has its own.
+
+    Raises:
+        ConfigError: the network is a LightningModule.
     """
+    if isinstance(network, LightningModule):
+        name = type(network).__name__
+        raise ConfigError(
+            f"model: {name} is a LightningModule, which evaluates itself: train.py with evaluation.test and its data"
+        )
     options, objective = options or EvaluationConfig(), objective or CrossEntropy()
     task, source = _open(data, batch_size)
     with evaluating(network), torch.inference_mode():
@@ -170,7 +179,8 @@ def _batches(network: nn.Module, source: Rows, options: EvaluationConfig) -> Ite
         source.prepare_data()
         source.setup("validate")
         batches = source.val_dataloader()
-    for batch in batches:
+    for found in batches:
+        batch = caller.batch_of(found)
         rows = int(min(left, len(batch["labels"])))
         caller.check(batch)
         yield {name: tensor.to(device) for name, tensor in rows_of_batch(batch, slice(rows)).items()}

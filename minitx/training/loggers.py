@@ -124,12 +124,13 @@ class MetricsFile(Logger):
     Args:
         path: the file.
         start_step: rows after this step are removed. They were written after the checkpoint from which the run resumes.
+        columns: the columns that start a row. None: any metric does, at the step that Lightning gives.
     """
 
-    def __init__(self, path: Path, start_step: int = 0) -> None:
+    def __init__(self, path: Path, start_step: int = 0, columns: Sequence[str] | None = COLUMNS) -> None:
         super().__init__()
-        self.path = path
-        self._columns, self._row, self._others = list(COLUMNS), dict[str, Any](), dict[str, Any]()
+        self.path, self._starts = path, columns
+        self._columns, self._row, self._others = list(columns or ("step",)), dict[str, Any](), dict[str, Any]()
         self._begin(start_step)
 
     @rank_zero_only
@@ -155,9 +156,18 @@ class MetricsFile(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add values to the row of ``step``, which is the last row or a new one."""
-        if not metrics.keys() & COLUMNS:
+        if self._starts is not None and not metrics.keys() & set(self._starts):
             self._others.update({name: float(value) for name, value in metrics.items()})
-            return
+        else:
+            self._add(metrics, step)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Write metrics that have no row yet into the last one."""
+        if self._others and self._row:
+            self._add({}, self._row["step"])
+
+    def _add(self, metrics: Mapping[str, Any], step: int | None) -> None:
         if self._row and self._row["step"] != step:
             self._offset = self.path.stat().st_size
             self._row = {}
@@ -240,27 +250,38 @@ def read_probes(path: Path) -> list[dict[str, Any]]:
 # --- the lines before the first step
 
 
-def summary(trainer: L.Trainer, config: RunConfig, module: TrainingModule, data: L.LightningDataModule, folder: Path) -> str:
+def summary(trainer: L.Trainer, config: RunConfig, module: L.LightningModule, data: L.LightningDataModule, folder: Path) -> str:
     """Return the lines to log before the first step: model, device, data, training, steps, folder, and limitations of this run.
 
     Args:
-        trainer: the run's trainer. module: the unsharded model and its objective. data: the run's data. folder: the run's folder.
+        trainer: the run's trainer. module: ours, with the unsharded model and its objective, or the user's. data: the run's data.
+            folder: the run's folder.
     """
-    every = int(trainer.val_check_interval) // trainer.accumulate_grad_batches
+    options, is_ours = config.trainer, isinstance(module, TrainingModule)
+    ends = [f"{options.max_steps:,}"] if options.max_steps else []
+    ends += [f"{options.max_epochs:,} epoch{'s' * (options.max_epochs > 1)}"] if options.max_epochs else []
+    every = {None: "after each epoch", 0: "at the end"}.get(
+        options.val_every, f"every {options.val_every:,}" if options.val_every else ""
+    )
     tokenizer = data.task.tokenizer if isinstance(data, DataModule) else None
     lines = {
-        "model": describe_model(module.network),
+        "model": describe_model(module.network if is_ours else module),
         "device": describe_device(trainer),
         "data": describe_data(data, config.trainer.val_batches),
         "tokenizer": f"{tokenizer.vocab_size:,} tokens" if tokenizer else None,
-        "training": describe_training(config, module.objective, data),
-        "steps": f"{trainer.max_steps:,}, validation every {every:,}",
+        "training": describe_training(config, module.objective, data) if is_ours else _OWN_STEPS,
+        "steps": f"{' or '.join(ends)}, validation {every}",
         "folder": str(folder),
     }
     text = [f"{name:9}  {said}" for name, said in lines.items() if said is not None]
     if config.ckpt_path is not None and not isinstance(data, DataModule):
         text.append("the order of the data starts anew: the data module is not ours, and its loader may keep no state")
     return "\n".join(text)
+
+
+_OWN_STEPS = (
+    "a LightningModule's own steps, losses and optimizers: objective, optimizer, schedule and on_nonfinite do not apply"
+)
 
 
 def describe_model(network: nn.Module) -> str:
@@ -341,29 +362,38 @@ def unit_of(labels: Tensor) -> str:
 # --- the result
 
 
-def summarise(folder: Path, *, floors: Mapping[str, float], nonfinite_step: int | None, num_parameters: int) -> dict[str, Any]:
+def summarise(
+    folder: Path,
+    *,
+    steps: int,
+    floors: Mapping[str, float],
+    nonfinite_step: int | None,
+    num_parameters: int,
+    metrics: Mapping[str, Any],
+) -> dict[str, Any]:
     """Return the result of a run as plain data without NaN.
 
     ==================  =====================================================================================
-    ``steps``           updates made; of a run that was not finite, those before that step
+    ``steps``           updates made in all; of a run that was not finite, those before that step
     ``nonfinite_step``  the step whose loss or gradient was not finite, or None
     ``train_loss``      of the last step that has a row in ``metrics.csv``
     ``val_loss, val_accuracy``  of the last validation; None where there was none, or the run was not finite
     ``floors``          losses to compare with, in nats, by name
     ``num_parameters``  of the network
+    ``metrics``         the last value of every column of ``metrics.csv``, and of every other metric that was logged
     ==================  =====================================================================================
     """
-    rows = read_metrics(folder / "metrics.csv")
-    logged = [row for row in rows if row["train_loss"] is not None]
-    validated = [row for row in rows if row["val_loss"] is not None] if nonfinite_step is None else []
+    last = {name: float(value) for name, value in metrics.items()}
+    for row in read_metrics(folder / "metrics.csv"):
+        last |= {name: value for name, value in row.items() if value is not None and name != "step"}
+    found = {name: finite(value) for name, value in last.items() if nonfinite_step is None or not name.startswith("val_")}
     return {
-        "steps": nonfinite_step - 1 if nonfinite_step is not None else logged[-1]["step"] if logged else 0,
+        "steps": steps if nonfinite_step is None else nonfinite_step - 1,
         "nonfinite_step": nonfinite_step,
-        "train_loss": finite(logged[-1]["train_loss"]) if logged else None,
-        "val_loss": finite(validated[-1]["val_loss"]) if validated else None,
-        "val_accuracy": finite(validated[-1]["val_accuracy"]) if validated else None,
+        **{name: found.get(name) for name in ("train_loss", "val_loss", "val_accuracy")},
         "floors": dict(floors),
         "num_parameters": num_parameters,
+        "metrics": found,
     }
 
 

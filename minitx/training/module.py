@@ -1,4 +1,4 @@
-"""The one LightningModule: a network, an objective, an optimizer and a schedule.
+"""The LightningModule of a run: ours, with a network, an objective, an optimizer and a schedule, or the user's.
 
 For a ``Task``, the loss that Lightning gets is Σ · world · accumulate / tokens. The tokens of the *whole* optimizer step are
 known before its first backward pass. Lightning divides by ``accumulate``, and DDP and FSDP average over the ``world``
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +23,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from minitx.config import ConfigError, OptimizerConfig, RunConfig, TransformerConfig, to_dict
 from minitx.config.checks import first_line
@@ -68,14 +71,14 @@ class TrainingModule(L.LightningModule):
         network: a module that returns logits, or an object with ``logits``. It gets the keys of the batch that are parameters
             of its ``forward``.
         objective: a function of (logits, batch) that returns a sum over the targets, or sums by name.
-        make_optimizer: a function from the network to the optimizer. make_schedule: a function from the optimizer to the
-            schedule, which is stepped once per update.
+        make_optimizer: a function from the network to the optimizer. make_schedule: a function from the optimizer and the number
+            of steps to the schedule, which is stepped once per update, or with ``ReduceLROnPlateau`` after each validation.
         clip: largest global gradient norm, or None. It is done here, because Lightning does not allow clipping with bf16 and a
             fused optimizer.
         compile: compile network and objective as one function. ``network`` itself stays uncompiled, for probes and checkpoints.
         seed: the seed of random draws. In each step the generator is seeded by (seed, step, micro-batch, rank).
         shard: ``trainer.shard``, the classes of modules that FSDP shards one by one.
-        state: plain data to store in every checkpoint (config, tokenizer).
+        monitor: the metric that ``ReduceLROnPlateau`` gets.
 
     Attributes:
         step_loss: the mean loss of the step over this process's rows. step_sums: the objective's other sums of the step.
@@ -88,13 +91,13 @@ class TrainingModule(L.LightningModule):
         network: nn.Module,
         objective: Objective,
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-        make_schedule: Callable[[torch.optim.Optimizer], Any],
+        make_schedule: Callable[[torch.optim.Optimizer, int], Any],
         *,
         clip: float | None = None,
         compile: bool = False,
         seed: int = 0,
         shard: Sequence[str] = (),
-        state: Mapping[str, Any] | None = None,
+        monitor: str = "val_loss",
     ) -> None:
         super().__init__()
         self.network = network
@@ -104,7 +107,7 @@ class TrainingModule(L.LightningModule):
         maybe_compiled = compiled if compile else lambda function: function
         self._sums_of = maybe_compiled(lambda batch: self.objective(caller(batch), batch))
         self._hidden_of = maybe_compiled(lambda inputs: network(**inputs, return_hidden=True))
-        self.state = dict(state or {})
+        self.monitor = monitor
         self.latch = Latch()
         self.step_loss: Tensor | float = 0.0
         self.step_sums: Sums = {}
@@ -120,7 +123,18 @@ class TrainingModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.network)
-        schedule = self.make_schedule(optimizer)
+        steps = self.trainer.estimated_stepping_batches
+        if not 0 < steps < math.inf:
+            raise ConfigError(f"trainer.max_epochs={self.trainer.max_epochs} needs data with a length: set trainer.max_steps")
+        self.trainer.fit_loop.epoch_loop.max_steps = int(
+            steps
+        )  # callbacks count in steps, also where the run ends after epochs
+        schedule = self.make_schedule(optimizer, int(steps))
+        if isinstance(
+            schedule, ReduceLROnPlateau
+        ):  # stepped after a validation, before its checkpoint: Lightning's turn never comes
+            never = {"interval": "epoch", "frequency": sys.maxsize, "monitor": self.monitor}
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, **never}}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def forward(self, batch: Batch) -> Tensor:
@@ -128,10 +142,8 @@ class TrainingModule(L.LightningModule):
         return self.caller(batch)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        if not isinstance(batch, Mapping) or "labels" not in batch:
-            what = f"a mapping with {', '.join(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-            raise ConfigError(f"data: a batch must be a mapping of tensors with labels, got {what}")
-        self.caller.check(dict(batch))  # here, where reading a mask does not wait for the device
+        batch = self.caller.batch_of(batch)
+        self.caller.check(batch)  # here, where reading a mask does not wait for the device
         return batch
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
@@ -198,12 +210,32 @@ class TrainingModule(L.LightningModule):
         for name, value in found.items():
             self._validation[name] = value.to(widest_float(self.device)) + self._validation.get(name, 0)
 
+    test_step = validation_step
+
     def on_validation_epoch_end(self) -> None:
+        means = self._log_means("val")
+        known = {**self.trainer.callback_metrics, **means}
+        for schedule in [one.scheduler for one in self.trainer.lr_scheduler_configs]:
+            if not isinstance(schedule, ReduceLROnPlateau) or self.trainer.sanity_checking:
+                continue
+            if self.monitor not in known:
+                raise ConfigError(
+                    f"trainer.monitor={self.monitor} is not logged, and the schedule needs it; there are {', '.join(known)}"
+                )
+            schedule.step(float(known[self.monitor]))
+
+    def on_test_epoch_end(self) -> None:
+        self._log_means("test")
+
+    def _log_means(self, split: str) -> Sums:
+        """Log the means over the rows of a split on all processes, and return them."""
         totals = {name: sum_over_rows(self.trainer, value) for name, value in self._validation.items() if name != "nll"}
         self._validation = {}
         count = totals.pop("count").clamp(min=1)
-        means = {f"val_{'accuracy' if name == 'correct' else name}": value / count for name, value in totals.items()}
-        self.log_dict(means, rank_zero_only=True, logger=False)  # StepLog writes them, at the right step
+        means = {f"{split}_{'accuracy' if name == 'correct' else name}": value / count for name, value in totals.items()}
+        # those of validation are written by StepLog, at the right step
+        self.log_dict(means, rank_zero_only=True, logger=split == "test")
+        return means
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Count the micro-batches up to the step of the checkpoint as this run does: ``trainer.accumulate`` may have changed."""
@@ -212,9 +244,6 @@ class TrainingModule(L.LightningModule):
             done = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
             for counts in (progress["current"], progress["total"]):
                 counts.update(dict.fromkeys(counts, done))
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["minitx"] = {**self.state, "format": FORMAT}
 
 
 class Latch:
@@ -262,12 +291,17 @@ def hash_seed(*numbers: int) -> int:
 
 def build_module(
     config: RunConfig, data: L.LightningDataModule, network: nn.Module, objective: Callable[..., Any] | None = None
-) -> TrainingModule:
-    """Return a ``TrainingModule`` with network, objective, optimizer and schedule.
+) -> L.LightningModule:
+    """Return a ``TrainingModule`` with network, objective, optimizer and schedule, or a LightningModule of the user's as it is.
 
     Raises:
-        ConfigError: the model cannot run, or the objective or the optimizer rules do not fit it.
+        ConfigError: the model cannot run, or the objective or the optimizer rules do not fit it, or the config asks of a
+            LightningModule what only ours can do.
     """
+    if isinstance(network, L.LightningModule):
+        check_own_steps(config, data, type(network).__name__, objective)
+        L.seed_everything(config.seed, verbose=False)  # Python's and NumPy's too, which its data may use
+        return network
     ours = config_of(network)
     built = build_objective(config.objective if objective is None else objective)
     if isinstance(built, CrossEntropy):
@@ -281,22 +315,63 @@ def build_module(
         row = data.probe_batch(1)
         if "document_ids" in row:
             caller.check_documents(row["input_ids"].to(next(network.parameters()).device))
-    tokenizer = getattr(getattr(data, "task", data), "tokenizer", None)
     return TrainingModule(
         network,
         built,
         partial(build_optimizer, node=config.optimizer, head_dim=head_dim),
-        partial(build_schedule, node=config.schedule, max_steps=config.trainer.max_steps),
+        lambda optimizer, steps: build_schedule(optimizer, config.schedule, steps),
         clip=config.trainer.clip,
         compile=config.trainer.compile,
         seed=config.seed,
         shard=config.trainer.shard,
-        state={
-            "config": to_dict(config),
-            "model": stored_node(config, data, ours, network),
-            "tokenizer": tokenizer.to_dict() if isinstance(tokenizer, Tokenizer) else None,
-        },
+        monitor=config.trainer.monitor,
     )
+
+
+def check_own_steps(config: RunConfig, data: L.LightningDataModule, name: str, objective: Any) -> None:
+    """Refuse what a LightningModule of the user's cannot have, because it belongs to our own training step or to a ``Task``.
+
+    Raises:
+        ConfigError: the config asks for it.
+    """
+    options = config.trainer
+    if isinstance(data, DataModule):
+        raise ConfigError(
+            f"model: {name} is a LightningModule, which takes the batches of a LightningDataModule, and data is a Task"
+        )
+    asked = {
+        "objective": objective is not None,
+        "trainer.stop_at": options.stop_at is not None,
+        "trainer.overfit=true": options.overfit,
+        "trainer.compile=true": options.compile,
+        "trainer.peak_tflops": options.peak_tflops is not None,
+        "trainer.strategy=sharded": options.strategy == "sharded",
+        "callbacks.probe.every": config.callbacks.probe.every > 0,
+        "callbacks.samples.every": config.callbacks.samples.every > 0,
+        "evaluation.at_end=true": config.evaluation.at_end,
+        "on_nonfinite=record": config.on_nonfinite == "record",
+    }
+    if wanted := [key for key, is_asked in asked.items() if is_asked]:
+        raise ConfigError(
+            f"{wanted[0]} does not apply to {name}, a LightningModule with steps of its own: it needs a network as model"
+        )
+
+
+def stored_state(config: RunConfig, data: L.LightningDataModule, network: nn.Module) -> dict[str, Any]:
+    """Return the plain data about a run that every checkpoint holds: its config, its model and its tokenizer.
+
+    ``prefix`` stands before the names of the weights. A LightningModule of the user's has no objective, optimizer and schedule of
+    ours.
+    """
+    own_steps = isinstance(network, L.LightningModule)
+    tokenizer = getattr(getattr(data, "task", data), "tokenizer", None)
+    return {
+        "config": {**to_dict(config), **({"objective": {}, "optimizer": {}, "schedule": {}} if own_steps else {})},
+        "model": stored_node(config, data, config_of(network), network),
+        "tokenizer": tokenizer.to_dict() if isinstance(tokenizer, Tokenizer) else None,
+        "prefix": "" if own_steps else "network.",
+        "format": FORMAT,
+    }
 
 
 def stored_node(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from minitx.config import ConfigError, RunConfig, TrainerConfig, is_part, to_dict
@@ -29,22 +32,16 @@ from minitx.training.build import (
     build_network,
     config_of,
     import_modules,
+    in_steps,
     open_data,
     parameter_names,
 )
 from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, Samples, StepLog, StopAt, progress
-from minitx.training.checkpoints import (
-    check_free,
-    check_resumed,
-    read_checkpoint,
-    start_from,
-    tokenizer_of,
-    write_checkpoint,
-)
+from minitx.training.checkpoints import check_free, check_resumed, read_checkpoint, start_from, tokenizer_of, write_checkpoint
 from minitx.training.devices import cpu_precision, device_type, machine, sharded_parts
 from minitx.training.evaluation import evaluate_at_end
-from minitx.training.loggers import MetricsFile, WandbExtras, finish_wandb, run_folder, summarise, summary
-from minitx.training.module import NonFiniteError, Sharded, TrainingModule, build_module
+from minitx.training.loggers import COLUMNS, MetricsFile, WandbExtras, finish_wandb, run_folder, summarise, summary
+from minitx.training.module import NonFiniteError, Sharded, TrainingModule, build_module, stored_state
 from minitx.training.probes import Probe
 
 log = logging.getLogger(__name__)
@@ -95,25 +92,50 @@ def train(
         opened = open_data(config, data, tokenizer, batch_size)
         network = build_network(config, opened, model)
         start_from(config.init_from, network)
+        config = dataclasses.replace(config, trainer=in_steps(config.trainer, opened))
         module = build_module(config, opened, network, objective)
-        done = check_resumed(config, module.state)
-        callbacks = build_callbacks(config, module, opened, folder)
+        state = stored_state(config, opened, network)
+        done = check_resumed(config, state)
+        check_test(config, module, opened)
+        callbacks = build_callbacks(config, module, opened, folder, state)
         loggers = build_all(config.logger, "logger", {"save_dir": str(folder)})
         with run_folder(folder, files or {}), finish_wandb():  # every part is built: a mistake in one has changed no file
-            metrics = MetricsFile(folder / "metrics.csv", done)
-            trainer = build_trainer(config, folder, [metrics, *loggers], callbacks, addressed=isinstance(opened, DataModule))
+            is_ours, addressed = isinstance(module, TrainingModule), isinstance(opened, DataModule)
+            loggers.insert(0, MetricsFile(folder / "metrics.csv", done, COLUMNS if is_ours else None))
+            trainer = build_trainer(config, folder, loggers, callbacks, is_ours=is_ours, addressed=addressed)
             if trainer.is_global_zero:
                 log.info("%s", summary(trainer, config, module, opened, folder))
             nonfinite_step = fit(trainer, module, opened, config)
+            metrics = dict(trainer.callback_metrics)
+            if nonfinite_step is None and config.evaluation.test is not None:
+                metrics |= test(trainer, module, opened, config, folder)
             if nonfinite_step is None and config.evaluation.at_end:
                 evaluate_at_end(trainer, module, opened, config, folder)
     floors = getattr(getattr(opened, "task", None), "floors", {})
-    num_parameters = sum(p.numel() for p in network.parameters())
-    return summarise(folder, floors=floors, nonfinite_step=nonfinite_step, num_parameters=num_parameters)
+    facts = {"num_parameters": sum(p.numel() for p in network.parameters()), "metrics": metrics, "floors": floors}
+    return summarise(folder, steps=trainer.global_step, nonfinite_step=nonfinite_step, **facts)
 
 
-def build_callbacks(config: RunConfig, module: TrainingModule, data: L.LightningDataModule, folder: Path) -> list[L.Callback]:
+def build_callbacks(
+    config: RunConfig, module: L.LightningModule, data: L.LightningDataModule, folder: Path, state: dict[str, Any]
+) -> list[L.Callback]:
     """Return the callbacks of the run: ours, the user's, and ``LastCheckpoint``, which handles signals also in a run without checkpoints."""
+    options = config.trainer
+    own = callbacks_of_steps(config, module, data, folder) if isinstance(module, TrainingModule) else []
+    if config.callbacks.progress:
+        own.append(progress())
+    if options.ckpt_every:
+        own.append(BestCheckpoint(folder / "checkpoints", options.monitor, options.monitor_mode))
+    own.append(WandbExtras(state["config"], folder, **to_dict(config.callbacks.wandb)))
+    path = folder / "checkpoints" / "last.ckpt" if options.ckpt_every else None
+    last = LastCheckpoint(path, options.ckpt_every, options.ckpt_minutes, options.log_every, state)
+    return [*own, *build_all(config.callbacks.parts, "callbacks"), last]
+
+
+def callbacks_of_steps(
+    config: RunConfig, module: TrainingModule, data: L.LightningDataModule, folder: Path
+) -> list[L.Callback]:
+    """Return the callbacks that belong to our own training step: the rows of ``metrics.csv``, ``stop_at``, probes and samples."""
     options, asked = config.trainer, config.callbacks
     check_parallel(config, module.network)
     task = getattr(data, "task", None)
@@ -128,14 +150,7 @@ def build_callbacks(config: RunConfig, module: TrainingModule, data: L.Lightning
         prompts = asked.samples.prompts or tuple(default_prompts(data))
         chosen = dataclasses.replace(asked.samples, prompts=prompts)
         own.append(Samples(folder, task.tokenizer if task else None, chosen, config.seed))
-    if asked.progress:
-        own.append(progress())
-    if options.ckpt_every:
-        own.append(BestCheckpoint(folder / "checkpoints"))
-    own.append(WandbExtras(module.state["config"], folder, **to_dict(asked.wandb)))
-    path = folder / "checkpoints" / "last.ckpt" if options.ckpt_every else None
-    last = LastCheckpoint(path, options.ckpt_every, options.ckpt_minutes, options.log_every)
-    return [*own, *build_all(asked.parts, "callbacks"), last]
+    return own
 
 
 def default_prompts(data: L.LightningDataModule) -> list[str]:
@@ -150,21 +165,32 @@ def default_prompts(data: L.LightningDataModule) -> list[str]:
 
 
 def build_trainer(
-    config: RunConfig, folder: Path, loggers: Sequence[Any], callbacks: Sequence[L.Callback], *, addressed: bool
+    config: RunConfig,
+    folder: Path,
+    loggers: Sequence[Any],
+    callbacks: Sequence[L.Callback],
+    *,
+    is_ours: bool,
+    addressed: bool,
 ) -> L.Trainer:
-    """Build the Lightning trainer. All its counts are in optimizer steps.
+    """Build the Lightning trainer.
 
     Args:
-        addressed: whether each process already has its own batches. Otherwise Lightning's distributed sampler divides the data.
+        is_ours: whether the module is a ``TrainingModule``, which clips and logs by itself. addressed: whether each process already has its own batches. Otherwise Lightning's distributed sampler divides the data.
 
     Raises:
         ConfigError: Lightning does not accept the devices, the strategy, ``trainer.extra``, a plugin or the profiler.
     """
     options = config.trainer
-    check_callbacks(callbacks, addressed=addressed)
+    check_callbacks(callbacks, options.max_epochs, addressed=addressed)
     if unknown := set(options.extra) - parameter_names(L.Trainer):
         raise ConfigError(f"trainer.extra.{min(unknown)} is no argument of Lightning's Trainer")
-    steps = min(options.val_every or options.max_steps, options.max_steps)
+    for names, applies, whose in (
+        (_OF_STEPS, is_ours, "the run's own training step"),
+        (_OF_LOADERS, addressed, "the data of a Task"),
+    ):
+        if applies and (others := names & set(options.extra)):
+            raise ConfigError(f"trainer.extra.{min(others)} does not apply to {whose}")
     place = place_of(options)
     place["plugins"] += [build(node, f"trainer.plugins[{i}]") for i, node in enumerate(options.plugins)]
     profiler = (
@@ -172,26 +198,28 @@ def build_trainer(
         if options.profiler is None
         else build(options.profiler, "trainer.profiler", {"dirpath": folder, "filename": "profile"})
     )
+    arguments = {
+        **place,
+        "max_steps": options.max_steps or -1,
+        "max_epochs": options.max_epochs,
+        "accumulate_grad_batches": options.accumulate,
+        **validation_of(options),
+        "limit_val_batches": options.val_batches,
+        "num_sanity_val_steps": 0,
+        "overfit_batches": int(options.overfit and not addressed),
+        "gradient_clip_val": None if is_ours else options.clip,
+        "log_every_n_steps": 1 if is_ours else options.log_every,
+        "deterministic": options.deterministic,
+        "use_distributed_sampler": not addressed,
+        "logger": list(loggers),
+        "callbacks": list(callbacks),
+        "enable_progress_bar": any(isinstance(callback, L.callbacks.ProgressBar) for callback in callbacks),
+        "enable_model_summary": False,
+        "default_root_dir": folder,
+        "profiler": profiler,
+    }
     try:
-        trainer = L.Trainer(
-            **place,
-            max_steps=options.max_steps,
-            accumulate_grad_batches=options.accumulate,
-            val_check_interval=steps * options.accumulate,
-            check_val_every_n_epoch=None,
-            limit_val_batches=options.val_batches,
-            num_sanity_val_steps=0,
-            log_every_n_steps=1,
-            deterministic=options.deterministic,
-            use_distributed_sampler=not addressed,
-            logger=list(loggers),
-            callbacks=list(callbacks),
-            enable_progress_bar=any(isinstance(callback, L.callbacks.ProgressBar) for callback in callbacks),
-            enable_model_summary=False,
-            default_root_dir=folder,
-            profiler=profiler,
-            **options.extra,
-        )
+        trainer = L.Trainer(**{**arguments, **options.extra})
     except Exception as error:
         asked = f"trainer.strategy={options.strategy} with trainer.accelerator={options.accelerator}"
         raise ConfigError(f"{asked} and trainer.devices={options.devices} cannot be used: {first_line(error)}") from error
@@ -201,14 +229,35 @@ def build_trainer(
     return trainer
 
 
-def check_callbacks(callbacks: Sequence[L.Callback], *, addressed: bool) -> None:
-    """Refuse callbacks of Lightning that would do nothing, or change the batches of a step, in a run of ``max_steps`` steps.
+_OF_STEPS = {"gradient_clip_algorithm"}
+_OF_LOADERS = {
+    "use_distributed_sampler",
+    "reload_dataloaders_every_n_epochs",
+    "limit_train_batches",
+    "check_val_every_n_epoch",
+    "min_epochs",
+}
+
+
+def validation_of(options: TrainerConfig) -> dict[str, Any]:
+    """Return the arguments of Lightning's Trainer for ``trainer.val_every``."""
+    if options.val_every is None:
+        return {}  # after each epoch
+    if not options.val_every and options.max_steps is None:
+        return {"check_val_every_n_epoch": options.max_epochs}
+    steps = min(options.val_every or math.inf, options.max_steps or math.inf)
+    return {"val_check_interval": int(steps) * options.accumulate, "check_val_every_n_epoch": None}
+
+
+def check_callbacks(callbacks: Sequence[L.Callback], epochs: int | None, *, addressed: bool) -> None:
+    """Refuse callbacks of Lightning that would do nothing, or change the batches of a step, in a run without epochs.
 
     Raises:
-        ConfigError: ``StochasticWeightAveraging``; or ``GradientAccumulationScheduler`` with the data of a ``Task``.
+        ConfigError: ``StochasticWeightAveraging`` without ``trainer.max_epochs``; or ``GradientAccumulationScheduler`` with the data
+            of a ``Task``.
     """
     for callback in callbacks:
-        if isinstance(callback, StochasticWeightAveraging):
+        if epochs is None and isinstance(callback, StochasticWeightAveraging):
             raise ConfigError(
                 "callbacks: StochasticWeightAveraging counts epochs up to max_epochs, and a run ends at trainer.max_steps, so it would "
                 "do nothing: callbacks=[default,ema] averages weights by step"
@@ -260,7 +309,9 @@ class AtomicCheckpointIO(CheckpointIO):
     """Writes and reads Lightning's checkpoints with ``read_checkpoint`` and ``write_checkpoint``: complete or not at all, and without code."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        write_checkpoint(checkpoint, path)
+        # without the arguments of a LightningModule and its data, which may be objects: the run's config has them
+        hidden = (L.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, L.LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY)
+        write_checkpoint({name: value for name, value in checkpoint.items() if name not in hidden}, path)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
         return read_checkpoint(path)
@@ -272,7 +323,7 @@ class AtomicCheckpointIO(CheckpointIO):
 # --- training
 
 
-def fit(trainer: L.Trainer, module: TrainingModule, data: L.LightningDataModule, config: RunConfig) -> int | None:
+def fit(trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule, config: RunConfig) -> int | None:
     """Train, and validate at the last step. With ``on_nonfinite=record``, return the step that was not finite."""
     signals = next(each for each in trainer.callbacks if isinstance(each, LastCheckpoint))  # type: ignore[attr-defined]
     try:
@@ -282,8 +333,38 @@ def fit(trainer: L.Trainer, module: TrainingModule, data: L.LightningDataModule,
         if config.on_nonfinite == "stop":
             raise
         return error.step + 1
+    except MisconfigurationException as error:
+        raise ConfigError(f"model: {first_line(error)}") from error
     trainer.strategy.barrier()  # the result is read from files that the first process writes
     return None
+
+
+def check_test(config: RunConfig, module: L.LightningModule, data: L.LightningDataModule) -> None:
+    """Raise a ConfigError if ``evaluation.test`` is set, and data or module have no test split."""
+    which, ours = config.evaluation.test, isinstance(data, DataModule)
+    has_rows = data.task.test is not None if isinstance(data, DataModule) else is_overridden("test_dataloader", data)
+    require(which is None or has_rows, f"evaluation.test={which}: the data have no test {'split' if ours else 'dataloader'}")
+    has_step = is_overridden("test_step", module)
+    require(which is None or has_step, f"evaluation.test={which}: {type(module).__name__} has no test_step")
+
+
+def test(
+    trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule, config: RunConfig, folder: Path
+) -> dict[str, Any]:
+    """Evaluate the test split, and return its metrics.
+
+    Raises:
+        ConfigError: there are no best weights, or no test split.
+    """
+    best = folder / "checkpoints" / "best.ckpt" if config.evaluation.test == "best" else None
+    if best is not None and not best.exists():
+        raise ConfigError(
+            f"evaluation.test=best: there is no best.ckpt, because trainer.monitor={config.trainer.monitor} was never logged"
+        )
+    trainer.test(module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False)
+    found = dict(trainer.callback_metrics)
+    log.info("test  %s", "  ".join(f"{name} {float(value):.4f}" for name, value in found.items()))
+    return found
 
 
 _NOTICES = (
