@@ -32,7 +32,7 @@ from minitx.data.tokenizers import Tokenizer, load_tokenizer
 from minitx.nn.models import build_model
 from minitx.nn.scale import ScoreScale, fold_scale
 from minitx.training import rank
-from minitx.training.build import GIVEN, build, check_trusted, config_of, core_of, import_modules
+from minitx.training.build import GIVEN, build, check_trusted, config_of, core_of, import_modules, open_data
 from minitx.training.objectives import Objective, build_objective
 
 if TYPE_CHECKING:
@@ -378,8 +378,6 @@ class Stored:
         Raises:
             ConfigError: the data do not exist, or no longer fit the model's vocabulary.
         """
-        from minitx.training.build import open_data
-
         self._check_not_given("data")
         check_trusted(self.untrusted.get("data"), "data")
         trainer = dataclasses.replace(self.config.trainer, val_batch_size=batch_size or self.config.trainer.val_batch_size)

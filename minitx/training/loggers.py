@@ -383,8 +383,8 @@ def summarise(
     ``metrics``         the last value of every column of ``metrics.csv``, and of every other metric that was logged
     ==================  =====================================================================================
     """
-    last = {name: float(value) for name, value in metrics.items()}
-    for row in read_metrics(folder / "metrics.csv"):
+    rows, last = read_metrics(folder / "metrics.csv"), {name: float(value) for name, value in metrics.items()}
+    for row in rows:
         last |= {name: value for name, value in row.items() if value is not None and name != "step"}
     found = {name: finite(value) for name, value in last.items() if nonfinite_step is None or not name.startswith("val_")}
     return {

@@ -1,6 +1,7 @@
 """Models and data of the user's own from Python: how a model is called, and what is promised to a ``LightningDataModule``."""
 
 import copy
+import dataclasses
 import math
 import warnings
 
@@ -13,10 +14,20 @@ from extra import last, losses_of
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from minitx.config import CallbacksConfig, ConfigError, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig
+from minitx.config import (
+    CallbacksConfig,
+    ConfigError,
+    EvaluationConfig,
+    ProbeConfig,
+    RunConfig,
+    TrainerConfig,
+    TransformerConfig,
+)
 from minitx.config.training import StopAtConfig
 from minitx.data.task import Task
 from minitx.training.build import Caller, build_network, set_training
+from minitx.training.checkpoints import load_model
+from minitx.training.evaluation import evaluate
 from minitx.training.loggers import read_metrics
 from minitx.training.run import train
 
@@ -40,16 +51,32 @@ def squared(logits, batch):
     return (logits - batch["labels"]).square().sum()
 
 
-def fit(folder, data, *, model=None, callbacks=None, on_nonfinite="stop", **trainer):
+CONSTANT = {"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
+
+
+def fit(
+    folder,
+    data,
+    *,
+    model=None,
+    callbacks=None,
+    on_nonfinite="stop",
+    schedule=CONSTANT,
+    evaluation=None,
+    ckpt_path=None,
+    **trainer,
+):
     options = {"max_steps": 4, "accelerator": "cpu", "log_every": 1, "val_every": 0, "precision": "64-true", **trainer}
     config = RunConfig(
         trainer=TrainerConfig(**options),
         optimizer={"_target_": "torch.optim.SGD", "lr": 0.05},
-        schedule={"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0},
+        schedule=schedule,
+        evaluation=evaluation or EvaluationConfig(),
+        ckpt_path=ckpt_path,
         callbacks=callbacks or CallbacksConfig(progress=False),
         on_nonfinite=on_nonfinite,
     )
-    return train(config, folder, model=model or nn.Linear(3, 2), data=data, objective=squared)
+    return train(config, folder, model=model or nn.Linear(3, 2), data=data, objective=squared, batch_size=2)
 
 
 def test_a_loader_of_ones_own_gets_the_mean_of_each_batch(tmp_path):
@@ -344,17 +371,84 @@ def test_what_of_a_model_does_not_take_part_is_said_at_the_start(tmp_path, caplo
         train_tokens(tmp_path / "labels", bert(), rows_of_tokens([5]), num_labels=3)
 
 
-def test_a_lightning_module_is_no_model(tmp_path):
-    class Own(L.LightningModule):
-        def forward(self, input):
-            return input
+class Named(nn.Module):
+    """Returns a dict with ``logits``."""
 
-        def training_step(self, batch, batch_idx):
-            pytest.fail("it was trained")
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
 
-    with pytest.raises(ConfigError, match=r"^model: Own is a LightningModule, whose training_step and configure_optimizers"):
-        fit(tmp_path / "run", Squares(), model=Own())
-    assert not (tmp_path / "run").exists()
+    def forward(self, x):
+        return {"hidden": x, "logits": self.linear(x)}
+
+
+def test_batches_that_are_pairs_and_models_that_return_a_dict_give_the_same_run(tmp_path):
+    data, model = Squares(), Named()
+    fit(tmp_path / "linear", data, model=copy.deepcopy(model.linear), max_epochs=2, max_steps=None)
+    data.rows = [tuple(row.values()) for row in data.rows]
+    result = fit(tmp_path / "pairs", data, model=model, max_epochs=2, max_steps=None)
+    assert losses_of(tmp_path / "pairs") == losses_of(tmp_path / "linear") and result["steps"] == 6
+    assert evaluate(model, data, objective=squared).metrics["loss"].value == pytest.approx(result["val_loss"], rel=1e-12)
+    data.rows = [(*row, 1) for row in data.rows]
+    with pytest.raises(
+        ConfigError, match=r"^data: a batch must be a mapping of tensors with labels, or a pair \(inputs, labels\)"
+    ):
+        fit(tmp_path / "three", data, model=Named())
+
+
+# --- counts, metrics and splits
+
+
+def test_epochs_count_the_rows_of_a_task(tmp_path):
+    rows = [{"input": torch.randn(3), "labels": torch.randn(2)} for _ in range(7)]
+    task = Task(name="mine", train=rows, val=rows[:3], test=rows[3:])
+    options = {"max_steps": None, "precision": "32-true", "val_every": None, "log_every": 5}
+    result = fit(tmp_path / "run", task, max_epochs=5, **options)  # 2 rows a step: 17.5 steps
+    found = [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.csv") if row["val_loss"] is not None]
+    assert result["steps"] == 18 and found == [4, 8, 12, 16, 18]
+    assert fit(tmp_path / "short", task, max_epochs=5, **{**options, "max_steps": 3})["steps"] == 3
+    drawn = dataclasses.replace(task, train=lambda count, generator: {})
+    with pytest.raises(ConfigError, match=r"^trainer\.max_epochs=5 needs a number of training rows"):
+        fit(tmp_path / "drawn", drawn, max_epochs=5, **options)
+
+
+def test_a_test_split_is_evaluated_at_the_end_with_the_weights_that_were_asked_for(tmp_path):
+    rows = [{"input": torch.randn(3), "labels": torch.randn(2)} for _ in range(7)]
+    model = nn.Linear(3, 2)
+    for which, name in (("last", "last"), ("best", "best")):
+        task, test = Task(name="mine", train=rows[:4], val=rows[4:5], test=rows[5:]), EvaluationConfig(test=which)
+        result = fit(
+            tmp_path / which, task, model=copy.deepcopy(model), evaluation=test, precision="32-true", val_every=1, max_steps=9
+        )
+        model.load_state_dict(load_model(tmp_path / which / "checkpoints" / f"{name}.ckpt", model=model)[0].state_dict())
+        batch = default_collate(rows[5:])
+        assert result["metrics"]["test_loss"] == pytest.approx(squared(model(batch["input"]), batch).item() / 4, rel=1e-5)
+    with pytest.raises(ConfigError, match=r"^evaluation\.test=best: the data have no test split"):
+        fit(tmp_path / "none", dataclasses.replace(task, test=None), evaluation=test)
+
+
+def test_a_schedule_that_reads_a_metric_gets_it_after_each_validation_and_resumes(tmp_path):
+    plateau = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau", "patience": 0, "threshold": 9.0, "factor": 0.5}
+    options = {"schedule": plateau, "val_every": 1, "monitor": "train_loss", "ckpt_every": 1}
+    data = Squares()
+    torch.manual_seed(5)
+    fit(tmp_path / "whole", data, max_steps=6, **options)
+    rates = [row["lr"] for row in read_metrics(tmp_path / "whole" / "metrics.csv")]
+    assert rates == [0.05, 0.025, 0.0125, 0.00625, 0.003125, 0.0015625]
+    torch.manual_seed(5)
+    fit(tmp_path / "run", data, max_steps=3, **options)
+    fit(tmp_path / "run", data, max_steps=6, ckpt_path="last", **options)
+    assert [row["lr"] for row in read_metrics(tmp_path / "run" / "metrics.csv")] == rates
+    with pytest.raises(ConfigError, match=r"^trainer\.monitor=nothing is not logged, and the schedule needs it"):
+        fit(tmp_path / "none", data, **{**options, "monitor": "nothing"})
+
+
+def test_other_callbacks_can_watch_the_training_loss(tmp_path):
+    stop = {
+        "early": {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "train_loss", "stopping_threshold": 1e9}
+    }
+    result = fit(tmp_path, Squares(), callbacks=CallbacksConfig(progress=False, parts=stop), val_every=2, max_steps=9)
+    assert result["steps"] == 2 and result["metrics"]["lr"] == 0.05
 
 
 # --- validation

@@ -62,7 +62,7 @@ def fit(rows, accumulate, *, network=None, **options):
         network or Table(),
         build_objective(ObjectiveConfig()),
         lambda network: torch.optim.SGD(network.parameters(), lr=0.3),
-        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+        lambda optimizer, steps: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
         **options,
     )
     seen = Recorder()

@@ -70,13 +70,15 @@ def test_a_crash_while_the_file_is_written_anew_loses_no_row(tmp_path, monkeypat
 
 def summary(folder, *rows, **facts):
     write(folder / "metrics.csv", rows)
-    return summarise(folder, **{"floors": FLOORS, "nonfinite_step": None, "num_parameters": 3, **facts})
+    return summarise(
+        folder, **{"steps": 2, "floors": FLOORS, "nonfinite_step": None, "num_parameters": 3, "metrics": {}, **facts}
+    )
 
 
 def test_a_result_is_read_off_the_last_step_and_the_last_validation_and_is_plain_json(tmp_path):
     first, second = ({"train_loss": 4.0}, 1), ({"val_loss": 3.5, "val_accuracy": 0.25}, 1)
     result = summary(tmp_path, first, second, ({"train_loss": 2.0}, 2), ({"val_loss": 2.5}, 2))
-    assert (result["steps"], result["train_loss"], result["val_loss"], result["val_accuracy"]) == (2, 2.0, 2.5, None)
+    assert (result["steps"], result["train_loss"], result["val_loss"], result["val_accuracy"]) == (2, 2.0, 2.5, 0.25)
     assert (result["nonfinite_step"], result["floors"], result["num_parameters"]) == (None, FLOORS, 3)
     result = summary(tmp_path, ({"train_loss": math.inf}, 3), ({"val_loss": math.nan, "val_accuracy": 0.5}, 3))
     assert json.loads(json.dumps(result, allow_nan=False)) == result
@@ -84,7 +86,9 @@ def test_a_result_is_read_off_the_last_step_and_the_last_validation_and_is_plain
     result = summary(tmp_path, first, second, nonfinite_step=2)
     found = (result["steps"], result["nonfinite_step"], result["train_loss"], result["val_loss"], result["val_accuracy"])
     assert found == (1, 2, 4.0, None, None)  # a run that was not finite has no validation
-    assert (summary(tmp_path)["steps"], summary(tmp_path)["train_loss"]) == (0, None)
+    assert (summary(tmp_path)["train_loss"], summary(tmp_path)["metrics"]) == (None, {})
+    result = summary(tmp_path, first, second, metrics={"mine": 0.5, "train_loss": 4.1})
+    assert result["metrics"] == {"mine": 0.5, "train_loss": 4.0, "val_loss": 3.5, "val_accuracy": 0.25}
 
 
 def test_a_run_makes_its_folder_and_nothing_else(make_config, tmp_path, monkeypatch):

@@ -58,9 +58,9 @@ def answers(monkeypatch):
 
 def made_up(**changes):
     """A trainer and a module as far as a StepCallback asks."""
-    trainer = {"max_steps": 100, "world_size": 1, "global_step": 1, "should_stop": False, "loggers": [], "accumulate_grad_batches": 1}  # fmt: skip
+    trainer = {"max_steps": 100, "world_size": 1, "global_step": 1, "should_stop": False, "loggers": [], "accumulate_grad_batches": 1, "sanity_checking": False}  # fmt: skip
     module = {"device": torch.device("cpu"), "step_loss": torch.tensor(1.0), "grad_norm": 1.0}
-    module |= {"step_sums": {}, "step_targets": torch.tensor(10)}
+    module |= {"step_sums": {}, "step_targets": torch.tensor(10), "log_dict": lambda values, **options: None}
     own = {name: changes.pop(name) for name in list(changes) if name in module}
     return SimpleNamespace(**{**trainer, **changes}), SimpleNamespace(**{**module, **own})
 

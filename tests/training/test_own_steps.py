@@ -1,0 +1,207 @@
+"""A LightningModule of the user's: trained as Lightning trains it, with the folder, checkpoints and loggers of a run."""
+
+import copy
+import dataclasses
+import json
+
+import lightning.pytorch as L
+import pytest
+import torch
+from extra import last
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, ProbeConfig, RunConfig, SamplesConfig, TrainerConfig
+from minitx.config.training import StopAtConfig
+from minitx.data.task import Task
+from minitx.training.checkpoints import load_model
+from minitx.training.evaluation import evaluate
+from minitx.training.loggers import read_metrics
+from minitx.training.run import quiet_lightning, train
+
+ROWS, BATCH = 22, 4  # 6 batches an epoch
+
+
+class Pairs(L.LightningDataModule):
+    """Batches are tuples (x, y)."""
+
+    def __init__(self):
+        super().__init__()
+        draw = torch.Generator().manual_seed(3)
+        self.rows = TensorDataset(torch.randn(ROWS, 5, generator=draw), torch.randn(ROWS, 3, generator=draw))
+
+    def train_dataloader(self):
+        return DataLoader(self.rows, batch_size=BATCH)
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+class Own(L.LightningModule):
+    """Its own steps, optimizer and schedule. ``made`` is an object among its hyperparameters."""
+
+    def __init__(self, made=torch.optim.Adam):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.1), nn.Linear(7, 3))
+
+    def forward(self, x):
+        return self.net(x)
+
+    def share(self, batch, name):
+        x, y = batch
+        loss = nn.functional.mse_loss(self(x), y)
+        self.log(name, loss, prog_bar=True)
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        return self.share(batch, "train/loss")
+
+    def validation_step(self, batch, batch_idx):
+        self.share(batch, "val/loss")
+
+    def test_step(self, batch, batch_idx):
+        self.share(batch, "test/loss")
+
+    def configure_optimizers(self):
+        optimizer = self.hparams["made"](self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss"}}
+
+
+class Manual(Own):
+    """Two optimizers by hand: the first layer's makes two steps of three."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers()[: 1 + (batch_idx % 3 > 0)]:
+            optimizer.zero_grad()
+            self.manual_backward(self.share(batch, "train/loss"))
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.net[i].parameters(), lr=0.1, momentum=0.9) for i in (2, 0)]
+
+
+def config(*, callbacks=None, evaluation=None, **trainer):
+    return RunConfig(
+        trainer=TrainerConfig(**{"accelerator": "cpu", "log_every": 2, **trainer}),
+        callbacks=callbacks or CallbacksConfig(progress=False),
+        evaluation=evaluation or EvaluationConfig(),
+    )
+
+
+def fit(folder, model=Own, data=None, *, ckpt_path=None, **options):
+    torch.manual_seed(11)
+    settings = dataclasses.replace(config(**options), ckpt_path=ckpt_path)
+    return train(settings, folder, model=model() if isinstance(model, type) else model, data=data or Pairs())
+
+
+@pytest.mark.parametrize(("kind", "clip", "accumulate"), [(Own, None, 1), (Own, 0.1, 4), (Manual, None, 1)])
+def test_the_weights_are_those_of_lightnings_own_trainer(tmp_path, kind, clip, accumulate):
+    torch.manual_seed(11)
+    model = kind()
+    plain = copy.deepcopy(model)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    with quiet_lightning():
+        trainer = L.Trainer(
+            accelerator="cpu", max_epochs=3, gradient_clip_val=clip, accumulate_grad_batches=accumulate, **options
+        )
+        L.seed_everything(0, verbose=False)
+        trainer.fit(plain, Pairs())
+    fit(tmp_path, model, max_epochs=3, clip=clip, accumulate=accumulate)
+    for name, weight in plain.state_dict().items():
+        assert weight.equal(model.state_dict()[name]), name
+    assert last(tmp_path)["global_step"] == trainer.global_step
+
+
+@pytest.mark.parametrize("every", [250, 6])  # with 6, the checkpoint is that of the last validation
+@pytest.mark.parametrize("kind", [Own, Manual])
+def test_a_run_resumes_where_its_epochs_ended(tmp_path, kind, every):
+    class Exact(kind):
+        def __init__(self):
+            super().__init__()
+            self.net[1] = nn.Identity()  # no random draws, whose state a LightningModule's run does not keep
+
+    fit(tmp_path / "whole", Exact, max_epochs=4)
+    fit(tmp_path / "run", Exact, max_epochs=2, ckpt_every=every)
+    fit(tmp_path / "run", Exact, max_epochs=4, ckpt_path="last")
+    whole, run = last(tmp_path / "whole"), last(tmp_path / "run")
+    assert all(weight.equal(run["state_dict"][name]) for name, weight in whole["state_dict"].items())
+    assert read_metrics(tmp_path / "run" / "metrics.csv") == read_metrics(tmp_path / "whole" / "metrics.csv")
+
+
+def test_what_it_logs_is_in_the_files_and_decides_the_best_weights(tmp_path, caplog):
+    caplog.set_level("INFO")
+    stop = {
+        "early": {
+            "_target_": "lightning.pytorch.callbacks.EarlyStopping",
+            "monitor": "val/loss",
+            "patience": 1,
+            "min_delta": 9.0,
+        }
+    }
+    options = {"callbacks": CallbacksConfig(progress=True, parts=stop), "evaluation": EvaluationConfig(test="best")}
+    result = fit(tmp_path, max_epochs=5, monitor="val/loss", **options)
+    rows = read_metrics(tmp_path / "metrics.csv")
+    losses = [row["val/loss"] for row in rows if row["val/loss"] is not None]
+    assert len(losses) == 2 and result["steps"] == 12  # it was stopped after the second epoch
+    assert {"train/loss", "val/loss", "test/loss"} <= set(result["metrics"]) and json.dumps(result)
+    assert result["metrics"]["val/loss"] == losses[-1] and result["metrics"]["test/loss"] == pytest.approx(min(losses))
+    assert "step 12/30" in caplog.text and "val/loss" in caplog.text and "do not apply" in caplog.text
+
+
+def test_without_the_monitored_metric_there_is_no_best_checkpoint_and_the_log_says_so(tmp_path, caplog):
+    fit(tmp_path, max_epochs=1)
+    assert "no best.ckpt: trainer.monitor=val_loss is not logged; what is logged: " in caplog.text
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
+
+
+def test_its_checkpoint_holds_no_objects_and_its_weights_load(tmp_path):
+    model = Own()
+    fit(tmp_path, model, max_epochs=1)
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    assert not {name for name in torch.load(path, weights_only=True) if "hyper" in name}
+    loaded, _, state = load_model(path, model=Own())
+    assert all(weight.equal(model.state_dict()[name]) for name, weight in loaded.state_dict().items())
+    assert state["model"]["_target_"].endswith("Own")
+    with pytest.raises(ConfigError, match="Own is a LightningModule, which evaluates itself"):
+        evaluate(loaded, Pairs())
+
+
+def test_arguments_of_lightning_that_no_key_replaces_reach_it(tmp_path):
+    result = fit(
+        tmp_path, max_epochs=2, extra={"limit_train_batches": 3, "num_sanity_val_steps": 1, "gradient_clip_algorithm": "value"}
+    )
+    assert result["steps"] == 6
+
+
+TASK = Task(name="mine", train=[{"input": torch.zeros(5), "labels": 1}], val=[{"input": torch.zeros(5), "labels": 1}])
+REFUSED = {
+    "trainer.stop_at": {"stop_at": StopAtConfig()},
+    "trainer.overfit=true": {"overfit": True},
+    "trainer.compile=true": {"compile": True},
+    "trainer.strategy=sharded": {"strategy": "sharded"},
+    "callbacks.probe.every": {"callbacks": CallbacksConfig(probe=ProbeConfig(every=1))},
+    "callbacks.samples.every": {"callbacks": CallbacksConfig(samples=SamplesConfig(every=1))},
+    "evaluation.at_end=true": {"evaluation": EvaluationConfig(at_end=True)},
+    "data is a Task": {"data": TASK},
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_belongs_to_our_own_training_step_is_refused(tmp_path, key):
+    with pytest.raises(ConfigError, match=key):
+        fit(tmp_path / "run", **{"max_epochs": 1, **REFUSED[key]})
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_lightning_refuses_is_a_mistake_in_the_config(tmp_path):
+    with pytest.raises(ConfigError, match="clipping is not supported for manual optimization"):
+        fit(tmp_path / "run", Manual(), max_epochs=1, clip=1.0)
+    model = Own()
+    model.test_step = None
+    with pytest.raises(ConfigError, match=r"evaluation\.test=last: "):
+        train(
+            config(max_epochs=1, evaluation=EvaluationConfig(test="last")), tmp_path / "test", model=nn.Linear(5, 3), data=TASK
+        )
