@@ -247,3 +247,33 @@ def test_a_checkpoint_that_names_code_is_refused_by_name_and_nothing_runs(cli, p
         assert "trust=true" in said.err
     assert [path.name for path in place.iterdir()] == ["evil.ckpt"]
     assert "antigravity" not in sys.modules
+
+
+# --- a project in the shape of lightning-hydra-template
+
+
+def test_a_project_in_the_shape_of_the_template_moves_over_with_one_yaml_file(cli, place, monkeypatch):
+    pytest.importorskip("sklearn")
+    shutil.copytree(
+        ROOT / "examples" / "from_template", place, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for name in [name for name in sys.modules if name.partition(".")[0] == "src"]:
+        monkeypatch.delitem(sys.modules, name)
+    words = arguments("digits", "trainer.accelerator=cpu", "callbacks.progress=false", "output_dir=run")
+    assert cli(*words, "trainer.max_epochs=2").code == 0
+    result = json.loads((place / "run" / "result.json").read_text())
+    assert result["steps"] == 42 and result["metrics"]["val/acc_best"] > 0.8 and result["metrics"]["test/acc"] > 0.8
+    assert sorted(path.name for path in (place / "run" / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
+    assert "tags:\n- digits\n" in (place / "run" / "config.yaml").read_text()
+    assert cli(*words, "trainer.max_epochs=3", "ckpt_path=last").code == 0
+    assert json.loads((place / "run" / "result.json").read_text())["steps"] == 63
+    for words_, said in {
+        ("train", "trainer.stop_at={value: 0.5}"): "trainer.stop_at does not apply to DigitsLitModule",
+        ("evaluate", "trust=true"): "model: DigitsLitModule is a LightningModule, which evaluates itself",
+    }.items():
+        program, word = words_
+        found = cli(*(arguments("digits", word) if program == "train" else (LAST, word)), program=program)
+        assert found.code == 2 and said in found.err and len(found.err.strip().splitlines()) == 1, found
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    swept = cli("-m", *words[:-1], "trainer.max_epochs=1", "optimized_metric=val/none", "hydra.sweep.dir=sweep")
+    assert swept.code == 2 and "optimized_metric=val/none is not logged; there are train/loss" in swept.err
