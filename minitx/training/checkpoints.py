@@ -347,9 +347,7 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
     step, most = int(checkpoint["global_step"]), config.trainer.max_steps
     if most is not None and step > most:
         raise ConfigError(f"ckpt_path={config.ckpt_path} is of step {step}, after trainer.max_steps={most}")
-    return (
-        step if state["prefix"] else checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] - 1
-    )  # of Lightning
+    return step if state["prefix"] else checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]
 
 
 # --- building the contents of a checkpoint again
