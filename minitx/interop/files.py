@@ -139,7 +139,7 @@ def _write_tokenizer(folder: Path, config: Any, ids: Mapping[str, list[int]], *,
     added = {token["id"]: token["content"] for token in file["added_tokens"]}
     tokens = {f"{role}_token": added[id] for role, found in ids.items() for id in found[:1] if id in added}
     if unknown := file["model"].get("unk_token"):
-        tokens["unk_token"] = unknown
+        tokens = {"eos_token": unknown, **tokens, "unk_token": unknown}  # lm-eval asks for an eos_token
     if adds_nothing:
         first = tokens.get("cls_token") if config.head == "sequence" else None
         file["post_processor"] = None if first is None else _first_token(first, tokens.get("eos_token", first), file)

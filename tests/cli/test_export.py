@@ -85,3 +85,38 @@ def test_a_folder_that_is_not_empty_stays_as_it_is(assert_refused, last, place):
     assert_refused("output=out is not empty", last("text"), "output=out", program="export")
     assert_refused("output=out/note.txt is a file", last("text"), "output=out/note.txt", program="export")
     assert [path.name for path in (place / "out").iterdir()] == ["note.txt"]
+
+
+@pytest.mark.release
+@pytest.mark.filterwarnings("ignore")
+def test_lm_eval_gives_the_log_likelihoods_of_the_checkpoint_on_a_task_of_local_files(output, last, place, monkeypatch):
+    lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install lm-eval")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(place / "cache"))
+    output("export", last("text"), "output=out")
+    rows = [
+        {"text": "In the beginning", "a": " God", "b": " the heaven"},
+        {"text": "God created the", "a": " earth", "b": " h"},
+    ]
+    (place / "rows.jsonl").write_text("".join(json.dumps({**row, "label": 0}) + "\n" for row in rows))
+    (place / "local.yaml").write_text(
+        'task: local\ndataset_path: json\ntarget_delimiter: ""\noutput_type: multiple_choice\nvalidation_split: validation\n'
+        f"dataset_kwargs:\n  data_files:\n    validation: {place / 'rows.jsonl'}\n"
+        'doc_to_text: "{{text}}"\ndoc_to_choice: ["{{a}}", "{{b}}"]\ndoc_to_target: label\nmetric_list:\n  - metric: acc\n'
+    )
+    found = lm_eval.simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(place / "out")},
+        device="cpu",
+        tasks=["local"],
+        task_manager=lm_eval.tasks.TaskManager(include_path=str(place), include_defaults=False),
+        bootstrap_iters=0,
+    )
+    network, tokenizer, _ = load_model(last("text").removeprefix("ckpt_path="))
+    for sample in found["samples"]["local"]:
+        for key, (score, _) in zip("ab", sample["filtered_resps"], strict=True):
+            ids = torch.tensor([tokenizer.encode(sample["doc"]["text"] + sample["doc"][key]).tolist()])
+            before = len(tokenizer.encode(sample["doc"]["text"]))
+            with torch.no_grad():
+                steps = network(ids[:, :-1]).log_softmax(-1).gather(-1, ids[:, 1:, None])[0, before - 1 :]
+            assert float(score) == pytest.approx(float(steps.sum()), abs=1e-3)

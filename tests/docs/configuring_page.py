@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from minitx.ablation.design import AblationConfig
 from minitx.cli.evaluate import EvaluateConfig
+from minitx.cli.export import ExportConfig
 from minitx.cli.generate import GenerateConfig
 from minitx.cli.view import ViewConfig
 from minitx.config import DataConfig, Part, RunConfig, to_dict
@@ -26,7 +27,7 @@ GROUPS = (
     *("model", "data", "objective", "optimizer", "schedule", "trainer"),
     *("callbacks", "logger", "experiment", "ablation", "debug"),
 )
-PROGRAMS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view_attention": ViewConfig}
+PROGRAMS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view_attention": ViewConfig, "export": ExportConfig}
 PLAIN = {int: "whole number", float: "number", bool: "true, false", str: "word", Any: "anything", type(None): "null"}
 
 

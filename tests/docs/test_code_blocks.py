@@ -19,7 +19,7 @@ from page_blocks import ROOT, Block, blocks, breaks_when_pasted, commands, pages
 from safetensors.torch import load_file, save_file
 
 from minitx.ablation.grid import cells
-from minitx.cli import evaluate, generate, train, view
+from minitx.cli import evaluate, export, generate, train, view
 from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import CONFIG_DIR, TransformerConfig
 from minitx.data.tokenizers import train_tokenizer
@@ -27,7 +27,7 @@ from minitx.interop import save_hf
 from minitx.nn import DecoderLM, Encoder
 from minitx.testing import main as check_kernels
 
-PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "view_attention": view}
+PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "view_attention": view, "export": export}
 
 SMALL = {
     r"^train(?!.*(--help|--cfg|ablation|one_step))": "trainer.max_steps=2 schedule.warmup_steps=1 trainer.val_every=0 trainer.val_batches=1 "
