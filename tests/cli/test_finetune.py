@@ -60,6 +60,43 @@ def test_a_folder_brings_weights_shape_and_tokenizer(cli, theirs, place):
         torch.testing.assert_close(model(torch.tensor([ids])), load_hf(theirs)(torch.tensor([ids])))
 
 
+def as_it_is(path, *more):
+    """The words that fine-tune a model of Hugging Face as it is."""
+    kept = (word for word in finetune(path) if not word.startswith("init_from"))
+    return [*kept, "model=hf", f"model.path={path}", *more]
+
+
+@pytest.mark.parametrize("more", [[], ["model.adopt=true"]], ids=["plain", "adopted"])
+def test_a_model_as_it_is_is_trained_evaluated_shown_and_writes_text_without_trust(cli, output, theirs, place, more):
+    pytest.importorskip("transformers", reason="models of Hugging Face need the package transformers")
+    said = cli(*as_it_is(theirs, STILL, *more))
+    assert (said.code, said.err) == (0, "")
+    assert json.loads((place / "run" / "evaluation.json").read_text(encoding="utf-8"))["metrics"]["bits_per_byte"]["value"] > 0
+    shutil.rmtree(theirs)
+    assert "bits_per_byte" in output("evaluate", f"ckpt_path={LAST}", "device=cpu")
+    assert output("generate", f"ckpt_path={LAST}", "prompt=the Word", "max_new_tokens=3", "device=cpu")
+    assert "1 layer, 3 heads" in output("view", f"ckpt_path={LAST}", "text=the Word was God", "device=cpu")
+
+
+def test_conversations_are_written_with_the_template_of_the_folder_of_the_model(cli, theirs, place):
+    pytest.importorskip("transformers", reason="models of Hugging Face need the package transformers")
+    chat = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "God."}]}
+    (place / "chats.jsonl").write_text("\n".join([json.dumps(chat)] * 20), encoding="utf-8")
+    template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    (theirs / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}), encoding="utf-8")
+    words = [word for word in as_it_is(theirs, STILL) if not word.startswith("data.")]
+    said = cli(
+        *words, "data=chat", "data.path=chats.jsonl", "data.context_len=32", "data.batch_size=4", "trainer.val_batch_size=4"
+    )
+    assert (said.code, said.err) == (0, "")
+
+
+def test_fine_tuning_needs_a_model(assert_refused, place):
+    (place / "text.txt").write_text(TEXT, encoding="utf-8")
+    assert_refused("init_from.path=FOLDER, or model=hf model.path=FOLDER", "experiment=finetune", "data.path=text.txt")
+    assert_refused("model.path is missing", "experiment=finetune", "model=hf", "data.path=text.txt")
+
+
 def test_keys_on_the_command_line_win_over_those_in_the_folder(cli, assert_refused, theirs):
     config = json.loads((theirs / "config.json").read_text(encoding="utf-8"))
     (theirs / "config.json").write_text(json.dumps({**config, "new_trick": 3, "eos_token_id": [3, 5]}), encoding="utf-8")

@@ -8,6 +8,13 @@ import torch
 from extra import last
 from ranks import run_ranks, train_as
 
+from minitx.ablation.design import AblationConfig, ComparisonConfig, StudyConfig
+from minitx.ablation.execution import run_cells
+from minitx.ablation.grid import cells
+from minitx.ablation.judge import judge
+from minitx.ablation.pools import LocalPool
+from minitx.ablation.records import Runs
+from minitx.cli.ablate import check, run_cell
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError
 from minitx.data.tokenizers import train_tokenizer
@@ -39,7 +46,7 @@ def folders(tmp_path_factory):
     size = {"vocab_size": tokenizer.vocab_size, "bos_token_id": None, **marks}
     torch.manual_seed(3)
     models = {
-        "llama": transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, **WIDE)),
+        "llama": transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, **WIDE, initializer_range=0.3)),
         "gpt2": transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, n_embd=16, n_layer=2, n_head=2)),
         "bert": transformers.BertForMaskedLM(transformers.BertConfig(**size, **WIDE)),
     }
@@ -169,7 +176,7 @@ def test_probes_look_at_an_adopted_model_while_it_trains(words, tmp_path):
     train(compose_config(words("llama", "model.adopt=true", *chosen)), tmp_path / "run")
     probes = read_probes(tmp_path / "run" / "probes.jsonl")
     assert [probe["step"] for probe in probes] == [0, 1, 2]
-    assert [layer["layer"] for layer in probes[0]["layers"]] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert [layer["name"] for layer in probes[0]["layers"]] == [f"model.layers.{i}.self_attn.core" for i in (0, 1)]
     assert list((tmp_path / "run" / "attention").iterdir())
     with pytest.raises(ConfigError, match=r"model\.adopt=true"):
         train(compose_config(words("llama", *chosen)), tmp_path / "plain")
@@ -186,6 +193,48 @@ def test_a_folded_scale_starts_as_the_same_function_and_another_one_does_not(wor
         found[name] = train(compose_config(words("llama", *more, *still)), tmp_path / name)["val_loss"]
     assert found["fold"] == pytest.approx(found["own"], rel=1e-6)
     assert abs(found["other"] - found["own"]) > 1e-4
+
+
+class Here(LocalPool):
+    """A pool of this process."""
+
+    def __init__(self):
+        self.workers = 1
+
+    def submit(self, function, *arguments):
+        from concurrent.futures import Future
+
+        done = Future()
+        done.set_result(function(*arguments))
+        return done
+
+    def close(self):
+        pass
+
+
+def test_arms_of_a_grid_are_adopted_models_with_and_without_their_scale_from_the_same_start(words, tmp_path):
+    base = [*words("llama", "model.adopt=true", "trainer.precision=64-true", "schedule=constant"), "optimizer.lr=1e-30"]
+    grid = AblationConfig(
+        arms={
+            "own": (),
+            "unscaled": ("model.scale=unscaled",),
+            "folded": ("model.scale=unscaled", "model.fold_scale=true"),
+        },
+        studies={"text": StudyConfig(base=tuple(base), arms=("own", "unscaled", "folded"), seeds=(5, 7), scores=("loss",))},
+        comparisons=(ComparisonConfig(study="text", arms=("own", "folded")),),
+    )
+    chosen = cells(grid)
+    check(chosen)
+    (tmp_path / "grid").mkdir()
+    records = run_cells(Here(), grid, chosen, tmp_path / "grid", run_cell, projection=lambda *_: lambda cell: 1.0)
+    loss = {(record["arm"], record["seed"]): record["result"]["val_loss"] for record in records}
+    for seed in (5, 7):
+        assert (
+            loss["folded", seed]
+            == pytest.approx(loss["own", seed], rel=1e-6)
+            != pytest.approx(loss["unscaled", seed], rel=1e-5)
+        )
+    assert judge(grid, Runs.of([cell.place for cell in chosen], records)).verdicts
 
 
 @pytest.mark.slow
