@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "testing": ({"nn"}, {"torch"}, set()),
     "analysis": ({"config", "nn"}, NUMBERS, PLOTS | {"scipy", "conllu"}),
     "generation": ({"config", "nn"}, NUMBERS, set()),
-    "interop": ({"config", "nn"}, NUMBERS, {"huggingface_hub", "transformers"}),
+    "interop": ({"config", "nn"}, NUMBERS, {"huggingface_hub", "peft", "transformers"}),
     "data": (
         {"config"},
         {"torch", "numpy", "tokenizers", "lightning"},
