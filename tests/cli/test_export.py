@@ -102,7 +102,7 @@ def test_lm_eval_gives_the_log_likelihoods_of_the_checkpoint_on_a_task_of_local_
     (place / "local.yaml").write_text(
         'task: local\ndataset_path: json\ntarget_delimiter: ""\noutput_type: multiple_choice\nvalidation_split: validation\n'
         f"dataset_kwargs:\n  data_files:\n    validation: {place / 'rows.jsonl'}\n"
-        'doc_to_text: "{{text}}"\ndoc_to_choice: ["{{a}}", "{{b}}"]\ndoc_to_target: label\nmetric_list:\n  - metric: acc\n'
+        'doc_to_text: "{{text}}"\ndoc_to_choice: "{{[a, b]}}"\ndoc_to_target: label\nmetric_list:\n  - metric: acc\n'
     )
     found = lm_eval.simple_evaluate(
         model="hf",
