@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,25 +40,54 @@ def _export(config: ExportConfig) -> None:
 
     stored = open_stored(config.ckpt_path, trust=config.trust)
     template = _template(stored.state["config"]["data"], config.chat_template) if stored.tokenizer is not None else None
-    options: Any = {"tokenizer": stored.tokenizer, "chat_template": template, "model_type": config.model_type}
+    facts = _facts(config.ckpt_path, stored.state["config"])
+    options: dict[str, Any] = {"tokenizer": stored.tokenizer, "chat_template": template, "facts": facts}
+    save: Any = partial(save_hf, model_type=config.model_type)
+    if hasattr(stored.network, "save_pretrained"):  # a model of transformers
+        require(config.model_type is None, "model_type is for models of minitx.nn, not for a model of transformers")
+        save = _save_theirs
     try:
         with writing("output", config.output):
-            save_hf(stored.network, config.output, facts=_facts(config.ckpt_path, stored.state["config"]), **options)
+            save(stored.network, Path(config.output), **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"ckpt_path={config.ckpt_path} cannot be exported: {error}") from error
     write(f"{config.output}\n")
 
 
+def _save_theirs(model: Any, folder: Path, *, tokenizer: Any, chat_template: str | None, facts: Mapping[str, Any]) -> None:
+    """Save a model of transformers as its own library does, with LoRA merged and without our core."""
+    from minitx.interop.adopt import adopted_cores, release_hf
+    from minitx.interop.files import write_companions
+    from minitx.interop.hf_models import quiet
+
+    if any(module.core.scale is not None for module in adopted_cores(model).values()):
+        raise ValueError("its score scale was changed, which no config of transformers keeps")
+    model = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+    model = release_hf(model) if adopted_cores(model) else model
+    with quiet():
+        model.save_pretrained(str(folder))
+    write_companions(folder, model, type(model).__name__, tokenizer, chat_template, facts)
+
+
 def _template(data: Mapping[str, Any], file: str | None) -> str | None:
     """Return the chat template in ``file``, or that of the run."""
     from minitx.data.chat import template_of
+    from minitx.interop.files import HUB_NAME
 
     if file is not None:
         require(Path(file).is_file(), f"chat_template={file} is not a file that exists")
         return Path(file).read_text(encoding="utf-8")
     if _name(data) != "chat":
         return None
-    return data.get("template") or template_of(data.get("tokenizer", "char"))
+    tokenizer = str(data.get("tokenizer", "char"))
+    is_gone = (
+        tokenizer not in ("char", "bpe") and not Path(tokenizer).expanduser().exists() and not HUB_NAME.fullmatch(tokenizer)
+    )
+    require(
+        bool(data.get("template")) or not is_gone,
+        f"data.tokenizer={tokenizer} is gone, and with it the chat template: give chat_template=FILE",
+    )
+    return data.get("template") or template_of(tokenizer)
 
 
 def _facts(path: str, config: Mapping[str, Any]) -> dict[str, Any]:

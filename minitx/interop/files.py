@@ -103,10 +103,13 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
 def write_companions(
     folder: Path, model: Any, name: str, tokenizer: Any, chat_template: str | None, facts: Mapping[str, Any]
 ) -> None:
-    """Write the files beside ``config.json`` and the weights of a model of class ``name``: ``save_hf`` describes them."""
-    loader, task = next(found for end, found in AUTO.items() if name.endswith(end))
+    """Write the files beside ``config.json`` and the weights of a model of class ``name``: ``save_hf`` describes them.
+
+    A model of transformers writes its ``generation_config.json`` itself.
+    """
+    loader, task = next((found for end, found in AUTO.items() if name.endswith(end)), AUTO["Model"])
     ids = _special_ids(model.config, tokenizer)
-    if loader in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"):
+    if loader in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM") and not hasattr(model, "generation_config"):
         begins = {f"{role}_token_id": ids[role][0] for role in ("bos", "pad") if ids[role]}
         ends = {"eos_token_id": ids["eos"] if len(ids["eos"]) > 1 else ids["eos"][0]} if ids["eos"] else {}
         start = {"decoder_start_token_id": model.config.bos_id} if loader == "AutoModelForSeq2SeqLM" else {}
@@ -115,38 +118,46 @@ def write_companions(
         tokenizer.save_pretrained(str(folder))
     elif tokenizer is not None:
         tokenizer.save(str(folder / TOKENIZER))
-        _write_tokenizer(folder, model.config, ids, adds_nothing=hasattr(tokenizer, "mark_ids"))
+        _write_tokenizer(folder, loader, _size(model.config, "max_len", "max_position_embeddings"), ids, tokenizer)
     if chat_template is not None:
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     if not (folder / "README.md").exists():
-        (folder / "README.md").write_text(
-            _readme(folder.name, model, name, loader, task, tokenizer is not None, facts), encoding="utf-8"
-        )
+        loaders = {"model": loader, **({} if tokenizer is None else {"tokenizer": "AutoTokenizer"})}
+        (folder / "README.md").write_text(_readme(folder.name, model, name, task, loaders, facts), encoding="utf-8")
+
+
+def _size(config: Any, *names: str) -> Any:
+    """Return the first of these attributes that ``config`` has, ours or that of transformers."""
+    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
 
 
 def _special_ids(config: Any, tokenizer: Any) -> dict[str, list[int]]:
     """Return the ids of the special tokens by role. Those of the config come before those of a tokenizer of ``minitx.data``."""
     marks = getattr(tokenizer, "mark_ids", {})
-    ids = {role: [getattr(config, f"{role}_id", None), marks.get(role)] for role in ("pad", "bos", "eos", "mask", "cls")}
-    ends = config.eos_id if isinstance(config.eos_id, tuple) else ids["eos"][:1]
-    ids["eos"] = [*ends, marks.get("eos"), getattr(tokenizer, "end_id", None)]
+    ids = {
+        role: [_size(config, f"{role}_id", f"{role}_token_id"), marks.get(role)]
+        for role in ("pad", "bos", "eos", "mask", "cls")
+    }
+    if isinstance(ids["eos"][0], list | tuple):
+        ids["eos"] = [*ids["eos"][0], *ids["eos"][1:]]
+    ids["eos"].append(getattr(tokenizer, "end_id", None))
     return {role: list(dict.fromkeys(id for id in found if id is not None)) for role, found in ids.items()}
 
 
-def _write_tokenizer(folder: Path, config: Any, ids: Mapping[str, list[int]], *, adds_nothing: bool) -> None:
-    """Write ``tokenizer_config.json``. ``adds_nothing``: remove from ``tokenizer.json`` the tokens that it adds to a text."""
+def _write_tokenizer(folder: Path, loader: str, max_len: int | None, ids: Mapping[str, list[int]], tokenizer: Any) -> None:
+    """Write ``tokenizer_config.json``. Remove from ``tokenizer.json`` tokens around a text: ``minitx.data`` does not add them."""
     file = read_json(folder / TOKENIZER)
     added = {token["id"]: token["content"] for token in file["added_tokens"]}
     tokens = {f"{role}_token": added[id] for role, found in ids.items() for id in found[:1] if id in added}
     if unknown := file["model"].get("unk_token"):
         tokens = {"eos_token": unknown, **tokens, "unk_token": unknown}  # lm-eval asks for an eos_token
-    if adds_nothing:
-        first = tokens.get("cls_token") if config.head == "sequence" else None
+    if hasattr(tokenizer, "mark_ids"):
+        first = tokens.get("cls_token") if loader == "AutoModelForSequenceClassification" else None
         file["post_processor"] = None if first is None else _first_token(first, tokens.get("eos_token", first), file)
         write_json(folder / TOKENIZER, file)
     options = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
-    options |= {"clean_up_tokenization_spaces": False, "model_max_length": config.max_len}
-    side = "left" if config.architecture == "decoder" else "right"  # a decoder continues the last column
+    options |= {"clean_up_tokenization_spaces": False, **({} if max_len is None else {"model_max_length": max_len})}
+    side = "left" if loader == "AutoModelForCausalLM" else "right"  # such a model continues the last column
     write_json(folder / "tokenizer_config.json", {**options, "padding_side": side, **tokens})
 
 
@@ -160,18 +171,19 @@ def _first_token(first: str, between: str, file: Mapping[str, Any]) -> dict[str,
     return {"type": "TemplateProcessing", "single": single, "pair": [*single, behind, texts[1]], "special_tokens": special}
 
 
-def _readme(title: str, model: Any, name: str, loader: str, task: str, has_tokenizer: bool, facts: Mapping[str, Any]) -> str:
+def _readme(title: str, model: Any, name: str, task: str, loaders: Mapping[str, str], facts: Mapping[str, Any]) -> str:
     """Return the text of ``README.md``: the sizes of the model, ``facts``, and how it is loaded."""
-    config = model.config
-    sizes = {"class": name, "parameters": f"{model.num_parameters():,}", "layers": config.num_layers, "width": config.embed_dim}
-    sizes |= {
-        "heads": config.num_heads,
-        "vocabulary": config.vocab_size,
-        "longest text": config.max_len,
-        "score scale": config.scale,
+    sizes = {
+        "class": name,
+        "parameters": f"{model.num_parameters():,}",
+        "layers": _size(model.config, "num_layers", "num_hidden_layers"),
+        "width": _size(model.config, "embed_dim", "hidden_size"),
+        "heads": _size(model.config, "num_heads", "num_attention_heads"),
+        "vocabulary": model.config.vocab_size,
+        "longest text": _size(model.config, "max_len", "max_position_embeddings"),
+        "score scale": _size(model.config, "scale"),
     }
     rows = [f"| {key} | {str(found).replace('|', '/')} |" for key, found in {**sizes, **facts}.items() if found is not None]
-    loaders = {"model": loader, **({"tokenizer": "AutoTokenizer"} if has_tokenizer else {})}
     code = [f"from transformers import {', '.join(loaders.values())}", ""]
     code += [f'{what} = {cls}.from_pretrained("{title}")' for what, cls in loaders.items()]
     head = ["---", "library_name: transformers", f"pipeline_tag: {task}", "tags:", "- minitx", "---", "", f"# {title}", ""]

@@ -91,6 +91,30 @@ def test_conversations_are_written_with_the_template_of_the_folder_of_the_model(
     assert (said.code, said.err) == (0, "")
 
 
+@pytest.mark.parametrize("more", [[], ["model.adopt=true", "model.lora=2"]], ids=["plain", "adopted with LoRA"])
+def test_a_model_as_it_is_is_exported_as_its_own_library_saves_it(cli, output, theirs, place, more):
+    transformers = pytest.importorskip("transformers", reason="models of Hugging Face need the package transformers")
+    assert cli(*as_it_is(theirs, *more)).code == 0
+    output("export", f"ckpt_path={LAST}", "output=out")
+    network, tokenizer, _ = load_model(LAST)
+    ids = torch.tensor([tokenizer.encode("the Word was God").tolist()])
+    again = transformers.AutoModelForCausalLM.from_pretrained(place / "out").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, network(input_ids=ids).logits, rtol=0, atol=1e-5)
+    assert transformers.AutoTokenizer.from_pretrained(place / "out")("the Word was God").input_ids == ids[0].tolist()
+    assert (
+        "lora" not in (place / "out" / "config.json").read_text()
+        and "GPT2LMHeadModel" in (place / "out" / "README.md").read_text()
+    )
+
+
+def test_a_model_as_it_is_with_another_score_scale_is_not_exported(cli, assert_refused, theirs, place):
+    pytest.importorskip("transformers", reason="models of Hugging Face need the package transformers")
+    assert cli(*as_it_is(theirs, "model.adopt=true", "model.scale=unscaled", "model.fold_scale=true")).code == 0
+    assert_refused("score scale was changed", f"ckpt_path={LAST}", "output=out", program="export")
+    assert not (place / "out").exists()
+
+
 def test_fine_tuning_needs_a_model(assert_refused, place):
     (place / "text.txt").write_text(TEXT, encoding="utf-8")
     assert_refused("init_from.path=FOLDER, or model=hf model.path=FOLDER", "experiment=finetune", "data.path=text.txt")
