@@ -159,9 +159,7 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
 }
 """What a page speaks of as there: how it is made, or the overrides of a short run, or where on this shelf it is copied from."""
 
-NAMING = (
-    r"(?:^|^(?:--config-dir|ckpt_path|model|model\.path|compare|output_dir|conllu|init_from\.path|data\.tokenizer|data\.\w*path)=\"?|,)"
-)
+NAMING = r"(?:^|^(?:--config-dir|ckpt_path|model|model\.path|compare|output_dir|conllu|init_from\.path|data\.tokenizer|data\.\w*path)=\"?|,)"
 """What stands before a path in an argument."""
 
 SLOW = (

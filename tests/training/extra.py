@@ -5,6 +5,8 @@ from typing import Any
 
 import lightning.pytorch as L
 import pytest
+import torch
+from torch import nn
 
 import minitx.training.run as run_module
 from minitx.config import RunConfig
@@ -20,6 +22,32 @@ class AddLoggers(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         trainer.loggers = [*trainer.loggers, *self.loggers]
+
+
+class Layer(nn.Module):
+    """A residual layer of a model of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.outer(self.inner(x).tanh())
+
+
+class Layered(nn.Module):
+    """A model of one's own: each token alone, through two layers."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = (
+            nn.Embedding(vocab_size, 8),
+            nn.Sequential(Layer(), Layer()),
+            nn.Linear(8, vocab_size),
+        )
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.embed(input_ids)))
 
 
 def train_with(config: RunConfig, folder: Path, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:

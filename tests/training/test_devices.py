@@ -108,6 +108,27 @@ def test_sgd_trains_parameters_that_are_cut_as_whole_ones(cache, base, tmp_path)
     assert losses(tmp_path / "fsdp") == pytest.approx(whole, rel=1e-12) and len(set(whole.values())) > 8
 
 
+@pytest.mark.slow
+def test_a_model_of_ones_own_is_cut_at_the_classes_that_are_named_and_trains_as_whole(cache, base, tmp_path):
+    own = [word for word in base if not word.startswith(("model", "data"))]
+    own += [
+        "trainer.val_batches=2",
+        "evaluation.num_rows=16",
+        "data=kjv",
+        "data.context_len=13",
+        "data.batch_size=24",
+        "~model",
+        "+model._target_=extra.Layered",
+        "evaluation.at_end=true",
+    ]
+    cut = ["trainer.devices=2", "trainer.strategy=sharded", "trainer.shard=[Layer]"]
+    run_ranks(1, train_as, own, tmp_path / "one", cache)
+    run_ranks(2, train_as, [*own, *cut], tmp_path / "two", cache)
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+    with pytest.raises(AssertionError, match=r"does not know the layers of Layered: name their classes, trainer\.shard"):
+        run_ranks(2, train_as, [*own, *cut[:2]], tmp_path / "refused", cache)
+
+
 ROADS = [
     ("ddp one, one fsdp", pytest.mark.slow),
     ("one ddp, fsdp one, ddp ddp_of_4", pytest.mark.release),

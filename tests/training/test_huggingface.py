@@ -234,7 +234,7 @@ def test_arms_of_a_grid_are_adopted_models_with_and_without_their_scale_from_the
             == pytest.approx(loss["own", seed], rel=1e-6)
             != pytest.approx(loss["unscaled", seed], rel=1e-5)
         )
-    assert judge(grid, Runs.of([cell.place for cell in chosen], records)).verdicts
+    assert judge(grid, Runs.of([cell.place for cell in chosen], records)).findings
 
 
 @pytest.mark.slow
