@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor, nn
 
-from minitx.config import ConfigError, Part, RunConfig, TrainerConfig, TransformerConfig, is_part
+from minitx.config import ConfigError, Part, RunConfig, TransformerConfig, is_part
 from minitx.config.checks import first_line, nearest
 from minitx.data.addressing import Batch
 from minitx.data.load import load_task
@@ -478,16 +478,18 @@ def _own_data(node: Part, seed: int, tokenizer: Tokenizer | None, options: Mappi
     return build(given, "data", {**options, "tokenizer": tokenizer, "seed": seed})
 
 
-def in_steps(trainer: TrainerConfig, data: L.LightningDataModule) -> TrainerConfig:
-    """Return the counts of a run on a ``Task`` in optimizer steps, which the number of its rows decides."""
+def in_steps(config: RunConfig, data: L.LightningDataModule) -> RunConfig:
+    """Return the config with all counts in optimizer steps where the data are a ``Task``, whose number of rows decides them."""
     from minitx.data.module import DataModule
 
+    trainer = config.trainer
     if trainer.max_epochs is None or not isinstance(data, DataModule):
-        return trainer
+        return config
     steps = data.steps_of(trainer.max_epochs)
     data.max_steps = min(steps, trainer.max_steps or steps)
     val_every = data.steps_of(1) if trainer.val_every is None else trainer.val_every
-    return dataclasses.replace(trainer, max_epochs=None, max_steps=data.max_steps, val_every=val_every)
+    trainer = dataclasses.replace(trainer, max_epochs=None, max_steps=data.max_steps, val_every=val_every)
+    return dataclasses.replace(config, trainer=trainer)
 
 
 # --- network

@@ -390,8 +390,8 @@ class BestCheckpoint(ModelCheckpoint):
     """Write ``best.ckpt`` to ``folder`` at the best value of ``monitor``. It is a class of its own, so that its state has its own key."""
 
     def __init__(self, folder: Path, monitor: str = "val_loss", mode: str = "min") -> None:
-        names = {"dirpath": folder, "filename": "best", "enable_version_counter": False}
-        super().__init__(**names, monitor=monitor, mode=mode, save_on_train_epoch_end=False)
+        options: dict[str, Any] = {"monitor": monitor, "mode": mode, "save_on_train_epoch_end": False}
+        super().__init__(dirpath=folder, filename="best", enable_version_counter=False, **options)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.monitor in trainer.callback_metrics or trainer.sanity_checking:

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Network = TypeVar("Network", bound=nn.Module)
+
 
 # --- writing and reading
 
@@ -251,18 +253,15 @@ def _of_folder(folder: Path, path: str, overrides: dict[str, Any], ignore: tuple
     return dict(model.state_dict()), to_dict(model.config), tokenizer
 
 
-def tokenizer_of(init_from: InitFrom, asked: str | None) -> Tokenizer | None:
+def tokenizer_of(init_from: InitFrom, data: Any) -> Tokenizer | None:
     """Return the tokenizer of the weights to start from. It is None without ``init_from.path``, and where none is stored there.
 
-    Args:
-        asked: ``data.tokenizer``.
-
     Raises:
-        ConfigError: none is stored there, and ``asked`` is a new tokenizer.
+        ConfigError: none is stored there, and ``data.tokenizer`` is a new one.
     """
     if init_from.path is None:
         return None
-    tokenizer = load_start(init_from)[2]
+    tokenizer, asked = load_start(init_from)[2], getattr(data, "tokenizer", None)
     if tokenizer is None and asked in ("char", "bpe"):
         raise ConfigError(
             f"data.tokenizer={asked} would be a new tokenizer, whose ids the weights of init_from.path={init_from.path} do "
@@ -293,15 +292,15 @@ def check_scale_of(init_from: InitFrom, model: TransformerConfig) -> None:
         log.info("model.init_fold=%s is ignored: the weights come from init_from.path=%s", model.init_fold, path)
 
 
-def start_from(init_from: InitFrom, network: nn.Module) -> None:
-    """Load the weights of ``init_from.path``, if it is set, into ``network``. With ``fold_scale``, fold a different score scale into them.
+def start_from(init_from: InitFrom, network: Network) -> Network:
+    """Load the weights of ``init_from.path``, if it is set, into ``network``, and return it. With ``fold_scale``, fold a different score scale into them.
 
     Raises:
         ConfigError: a tensor is missing, unexpected or of another shape (torch's message names it), or the scale differs and is
             not or cannot be folded.
     """
     if init_from.path is None:
-        return
+        return network
     wanted = config_of(network)
     if wanted is not None:
         check_scale_of(init_from, wanted)
@@ -317,6 +316,7 @@ def start_from(init_from: InitFrom, network: nn.Module) -> None:
         raise ConfigError(f"init_from.path={init_from.path} does not fit the model: {first_line(error)}") from error
     finally:
         _load_start.cache_clear()  # the weights are not kept twice
+    return network
 
 
 def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
@@ -495,9 +495,6 @@ def load_model(
     """
     found = load_stored(path, model=model, trust=trust, model_only=True)
     return found.network, found.tokenizer, found.state
-
-
-Network = TypeVar("Network", bound=nn.Module)
 
 
 def place(model: Network, device: str) -> Network:

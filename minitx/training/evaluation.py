@@ -10,7 +10,7 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from minitx.config import IGNORED, ConfigError, EvaluationConfig, RunConfig
+from minitx.config.checks import require
 from minitx.data.addressing import Address, Batch
+from minitx.data.module import DataModule
 from minitx.data.sources import ValSource
 from minitx.data.task import Task, as_split, num_targets
 from minitx.generation import beam_search, generate
@@ -295,16 +298,54 @@ def report(found: Evaluation, folder: Path) -> None:
         log.info("%s", line)
 
 
-def evaluate_at_end(
-    trainer: L.Trainer, module: TrainingModule, data: L.LightningDataModule, config: RunConfig, folder: Path
-) -> None:
-    """Evaluate the finished network, on the first process."""
-    network = module.network
-    if config.trainer.strategy == "sharded":
-        state = whole_state(network)  # from all processes
-        network = build_stored(module.state["model"])
-        if config.trainer.precision == "64-true":
-            to_float64(network)
-        network.to(next(iter(state.values())).dtype).load_state_dict(state)
-    if trainer.is_global_zero:
-        report(evaluate(network, data, config.evaluation, module.objective), folder)
+# --- after training
+
+
+def check_test(which: str | None, module: LightningModule, data: L.LightningDataModule) -> None:
+    """Raise a ConfigError if ``evaluation.test`` is set, and data or module have no test split."""
+    has_rows = data.task.test is not None if isinstance(data, DataModule) else is_overridden("test_dataloader", data)
+    require(which is None or has_rows, f"evaluation.test={which}: the data have no test split")
+    has_step = is_overridden("test_step", module)
+    require(which is None or has_step, f"evaluation.test={which}: {type(module).__name__} has no test_step")
+
+
+def evaluate_splits(
+    trainer: L.Trainer,
+    module: LightningModule,
+    data: L.LightningDataModule,
+    config: RunConfig,
+    folder: Path,
+    state: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Evaluate the finished network as ``config.evaluation`` says, and return the metrics that were logged at the end of the run.
+
+    Raises:
+        ConfigError: the best weights are to be tested, and there are none.
+    """
+    options, metrics = config.evaluation, dict(trainer.callback_metrics)
+    if options.test is not None:
+        best = folder / "checkpoints" / "best.ckpt" if options.test == "best" else None
+        logged = (
+            f"evaluation.test=best: there is no best.ckpt, because trainer.monitor={config.trainer.monitor} was never logged"
+        )
+        require(best is None or best.exists(), logged)
+        trainer.test(module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False)
+        found = dict(trainer.callback_metrics)
+        log.info("test  %s", "  ".join(f"{name} {float(value):.4f}" for name, value in found.items()))
+        metrics |= found
+    if options.at_end and isinstance(module, TrainingModule):
+        network = unsharded(module.network, config, state)
+        if trainer.is_global_zero:
+            report(evaluate(network, data, options, module.objective), folder)
+    return metrics
+
+
+def unsharded(network: nn.Module, config: RunConfig, state: Mapping[str, Any]) -> nn.Module:
+    """Return a network with whole weights. With ``trainer.strategy=sharded`` it is a copy on the CPU, made by all processes together."""
+    if config.trainer.strategy != "sharded":
+        return network
+    weights, whole = whole_state(network), build_stored(state["model"])
+    if config.trainer.precision == "64-true":
+        to_float64(whole)
+    whole.to(next(iter(weights.values())).dtype).load_state_dict(weights)
+    return whole

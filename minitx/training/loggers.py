@@ -257,7 +257,7 @@ def summary(trainer: L.Trainer, config: RunConfig, module: L.LightningModule, da
         trainer: the run's trainer. module: ours, with the unsharded model and its objective, or the user's. data: the run's data.
             folder: the run's folder.
     """
-    options, is_ours = config.trainer, isinstance(module, TrainingModule)
+    options, ours = config.trainer, module if isinstance(module, TrainingModule) else None
     ends = [f"{options.max_steps:,}"] if options.max_steps else []
     ends += [f"{options.max_epochs:,} epoch{'s' * (options.max_epochs > 1)}"] if options.max_epochs else []
     every = {None: "after each epoch", 0: "at the end"}.get(
@@ -265,11 +265,11 @@ def summary(trainer: L.Trainer, config: RunConfig, module: L.LightningModule, da
     )
     tokenizer = data.task.tokenizer if isinstance(data, DataModule) else None
     lines = {
-        "model": describe_model(module.network if is_ours else module),
+        "model": describe_model(ours.network if ours else module),
         "device": describe_device(trainer),
         "data": describe_data(data, config.trainer.val_batches),
         "tokenizer": f"{tokenizer.vocab_size:,} tokens" if tokenizer else None,
-        "training": describe_training(config, module.objective, data) if is_ours else _OWN_STEPS,
+        "training": describe_training(config, ours.objective, data) if ours else _OWN_STEPS,
         "steps": f"{' or '.join(ends)}, validation {every}",
         "folder": str(folder),
     }
@@ -364,12 +364,12 @@ def unit_of(labels: Tensor) -> str:
 
 def summarise(
     folder: Path,
-    *,
     steps: int,
-    floors: Mapping[str, float],
     nonfinite_step: int | None,
-    num_parameters: int,
+    *,
     metrics: Mapping[str, Any],
+    floors: Mapping[str, float],
+    num_parameters: int,
 ) -> dict[str, Any]:
     """Return the result of a run as plain data without NaN.
 
@@ -418,7 +418,8 @@ class TrackioLogger(Logger):
         super().__init__()
         self._open = partial(trackio.init, project, resume="allow", embed=False, space_id=space_id)
         self._name = name or "/".join(Path(save_dir).resolve().parts[-2:])
-        self._config, self._run = dict[str, Any](), None
+        self._config: dict[str, Any] = {}
+        self._run: Any = None
 
     @property
     def name(self) -> str:

@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from minitx.config import ConfigError, RunConfig, TrainerConfig, is_part, to_dict
@@ -39,7 +38,7 @@ from minitx.training.build import (
 from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, Samples, StepLog, StopAt, progress
 from minitx.training.checkpoints import check_free, check_resumed, read_checkpoint, start_from, tokenizer_of, write_checkpoint
 from minitx.training.devices import cpu_precision, device_type, machine, sharded_parts
-from minitx.training.evaluation import evaluate_at_end
+from minitx.training.evaluation import check_test, evaluate_splits
 from minitx.training.loggers import COLUMNS, MetricsFile, WandbExtras, finish_wandb, run_folder, summarise, summary
 from minitx.training.module import NonFiniteError, Sharded, TrainingModule, build_module, stored_state
 from minitx.training.probes import Probe
@@ -74,46 +73,39 @@ def train(
             folder holds a run that is not continued. NonFiniteError: a loss or gradient is not
             finite, with ``on_nonfinite=stop``. StoppedError: on SIGINT or SIGTERM, after the checkpoint was written.
     """
+    folder = Path(folder)
+    config = checked(config, folder, model=model, data=data, objective=objective)
+    with quiet_lightning(), machine(config.trainer):
+        opened = open_data(config, data, tokenizer_of(config.init_from, config.data), batch_size)
+        config = in_steps(config, opened)
+        network = start_from(config.init_from, build_network(config, opened, model))
+        module = build_module(config, opened, network, objective)
+        state = stored_state(config, opened, network)
+        done = check_resumed(config, state)
+        callbacks = build_callbacks(config, module, opened, folder, state)
+        loggers = build_all(config.logger, "logger", {"save_dir": str(folder)})
+        with run_folder(folder, files or {}), finish_wandb():  # every part is built: a mistake in one has changed no file
+            trainer = build_trainer(config, module, opened, folder, loggers, callbacks, done)
+            nonfinite_step = fit(trainer, module, opened, config, folder)
+            metrics = {} if nonfinite_step else evaluate_splits(trainer, module, opened, config, folder, state)
+    floors = getattr(getattr(opened, "task", None), "floors", {})
+    size = sum(p.numel() for p in network.parameters())
+    return summarise(folder, trainer.global_step, nonfinite_step, metrics=metrics, floors=floors, num_parameters=size)
+
+
+def checked(config: RunConfig, folder: Path, *, model: Any, data: Any, objective: Any) -> RunConfig:
+    """Check the arguments of ``train``, import the modules of the config, and return the config with what was given from Python marked."""
     require(isinstance(config, RunConfig), f"config must be a RunConfig, got {config!r:.60}")
     require(isinstance(model, nn.Module | None), f"model must be a torch.nn.Module, got {model!r:.60}")
     if data is None and model is None:
         config.check_data()
-    folder = Path(folder)
     check_free(folder, config.ckpt_path)
-    given: dict[str, Any] = {
-        name: {"_target_": GIVEN} for name, part in (("data", data), ("objective", objective)) if part is not None
-    }
+    import_modules(config.imports)
+    parts = {"data": data, "objective": objective}
+    given: dict[str, Any] = {name: {"_target_": GIVEN} for name, part in parts.items() if part is not None}
     if config.ckpt_path == "last":
         given["ckpt_path"] = str(folder / "checkpoints" / "last.ckpt")
-    config = dataclasses.replace(config, **given)
-    import_modules(config.imports)
-    with quiet_lightning(), machine(config.trainer):
-        tokenizer = None if data is not None else tokenizer_of(config.init_from, getattr(config.data, "tokenizer", None))
-        opened = open_data(config, data, tokenizer, batch_size)
-        network = build_network(config, opened, model)
-        start_from(config.init_from, network)
-        config = dataclasses.replace(config, trainer=in_steps(config.trainer, opened))
-        module = build_module(config, opened, network, objective)
-        state = stored_state(config, opened, network)
-        done = check_resumed(config, state)
-        check_test(config, module, opened)
-        callbacks = build_callbacks(config, module, opened, folder, state)
-        loggers = build_all(config.logger, "logger", {"save_dir": str(folder)})
-        with run_folder(folder, files or {}), finish_wandb():  # every part is built: a mistake in one has changed no file
-            is_ours, addressed = isinstance(module, TrainingModule), isinstance(opened, DataModule)
-            loggers.insert(0, MetricsFile(folder / "metrics.csv", done, COLUMNS if is_ours else None))
-            trainer = build_trainer(config, folder, loggers, callbacks, is_ours=is_ours, addressed=addressed)
-            if trainer.is_global_zero:
-                log.info("%s", summary(trainer, config, module, opened, folder))
-            nonfinite_step = fit(trainer, module, opened, config)
-            metrics = dict(trainer.callback_metrics)
-            if nonfinite_step is None and config.evaluation.test is not None:
-                metrics |= test(trainer, module, opened, config, folder)
-            if nonfinite_step is None and config.evaluation.at_end:
-                evaluate_at_end(trainer, module, opened, config, folder)
-    floors = getattr(getattr(opened, "task", None), "floors", {})
-    facts = {"num_parameters": sum(p.numel() for p in network.parameters()), "metrics": metrics, "floors": floors}
-    return summarise(folder, steps=trainer.global_step, nonfinite_step=nonfinite_step, **facts)
+    return dataclasses.replace(config, **given)
 
 
 def build_callbacks(
@@ -121,6 +113,7 @@ def build_callbacks(
 ) -> list[L.Callback]:
     """Return the callbacks of the run: ours, the user's, and ``LastCheckpoint``, which handles signals also in a run without checkpoints."""
     options = config.trainer
+    check_test(config.evaluation.test, module, data)
     own = callbacks_of_steps(config, module, data, folder) if isinstance(module, TrainingModule) else []
     if config.callbacks.progress:
         own.append(progress())
@@ -166,38 +159,27 @@ def default_prompts(data: L.LightningDataModule) -> list[str]:
 
 def build_trainer(
     config: RunConfig,
+    module: L.LightningModule,
+    data: L.LightningDataModule,
     folder: Path,
     loggers: Sequence[Any],
     callbacks: Sequence[L.Callback],
-    *,
-    is_ours: bool,
-    addressed: bool,
+    done: int,
 ) -> L.Trainer:
-    """Build the Lightning trainer.
+    """Build the Lightning trainer, which logs to ``metrics.csv`` from row ``done`` on and to ``loggers``.
 
-    Args:
-        is_ours: whether the module is a ``TrainingModule``, which clips and logs by itself. addressed: whether each process already has its own batches. Otherwise Lightning's distributed sampler divides the data.
+    A ``TrainingModule`` clips and logs by itself. With a ``Task``, each process has its own batches; otherwise Lightning's
+    distributed sampler divides the data.
 
     Raises:
         ConfigError: Lightning does not accept the devices, the strategy, ``trainer.extra``, a plugin or the profiler.
     """
-    options = config.trainer
+    options, is_ours, addressed = config.trainer, isinstance(module, TrainingModule), isinstance(data, DataModule)
+    check_extra(options.extra, is_ours=is_ours, addressed=addressed)
     check_callbacks(callbacks, options.max_epochs, addressed=addressed)
-    if unknown := set(options.extra) - parameter_names(L.Trainer):
-        raise ConfigError(f"trainer.extra.{min(unknown)} is no argument of Lightning's Trainer")
-    for names, applies, whose in (
-        (_OF_STEPS, is_ours, "the run's own training step"),
-        (_OF_LOADERS, addressed, "the data of a Task"),
-    ):
-        if applies and (others := names & set(options.extra)):
-            raise ConfigError(f"trainer.extra.{min(others)} does not apply to {whose}")
     place = place_of(options)
     place["plugins"] += [build(node, f"trainer.plugins[{i}]") for i, node in enumerate(options.plugins)]
-    profiler = (
-        None
-        if options.profiler is None
-        else build(options.profiler, "trainer.profiler", {"dirpath": folder, "filename": "profile"})
-    )
+    profiler = options.profiler and build(options.profiler, "trainer.profiler", {"dirpath": folder, "filename": "profile"})
     arguments = {
         **place,
         "max_steps": options.max_steps or -1,
@@ -211,7 +193,7 @@ def build_trainer(
         "log_every_n_steps": 1 if is_ours else options.log_every,
         "deterministic": options.deterministic,
         "use_distributed_sampler": not addressed,
-        "logger": list(loggers),
+        "logger": [MetricsFile(folder / "metrics.csv", done, COLUMNS if is_ours else None), *loggers],
         "callbacks": list(callbacks),
         "enable_progress_bar": any(isinstance(callback, L.callbacks.ProgressBar) for callback in callbacks),
         "enable_model_summary": False,
@@ -229,14 +211,21 @@ def build_trainer(
     return trainer
 
 
-_OF_STEPS = {"gradient_clip_algorithm"}
-_OF_LOADERS = {
-    "use_distributed_sampler",
-    "reload_dataloaders_every_n_epochs",
-    "limit_train_batches",
-    "check_val_every_n_epoch",
-    "min_epochs",
-}
+def check_extra(extra: Mapping[str, Any], *, is_ours: bool, addressed: bool) -> None:
+    """Refuse what Lightning's Trainer does not know, and what would not reach our own training step or the data of a ``Task``.
+
+    Raises:
+        ConfigError: ``extra`` has such an argument.
+    """
+    of_epochs = {"limit_train_batches", "check_val_every_n_epoch", "min_epochs", "reload_dataloaders_every_n_epochs"}
+    unknown = {
+        "is no argument of Lightning's Trainer": set(extra) - parameter_names(L.Trainer),
+        "does not apply to our own training step, which clips by the norm": {"gradient_clip_algorithm"} if is_ours else set(),
+        "does not apply to the data of a Task": {"use_distributed_sampler", *of_epochs} if addressed else set(),
+    }
+    for why, names in unknown.items():
+        for name in sorted(names & set(extra)):
+            raise ConfigError(f"trainer.extra.{name} {why}")
 
 
 def validation_of(options: TrainerConfig) -> dict[str, Any]:
@@ -323,8 +312,16 @@ class AtomicCheckpointIO(CheckpointIO):
 # --- training
 
 
-def fit(trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule, config: RunConfig) -> int | None:
-    """Train, and validate at the last step. With ``on_nonfinite=record``, return the step that was not finite."""
+def fit(
+    trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule, config: RunConfig, folder: Path
+) -> int | None:
+    """Train, and validate at the last step. With ``on_nonfinite=record``, return the step that was not finite.
+
+    Raises:
+        ConfigError: Lightning refuses the module with these options. NonFiniteError: with ``on_nonfinite=stop``.
+    """
+    if trainer.is_global_zero:
+        log.info("%s", summary(trainer, config, module, data, folder))
     signals = next(each for each in trainer.callbacks if isinstance(each, LastCheckpoint))  # type: ignore[attr-defined]
     try:
         with signals:
@@ -337,34 +334,6 @@ def fit(trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModu
         raise ConfigError(f"model: {first_line(error)}") from error
     trainer.strategy.barrier()  # the result is read from files that the first process writes
     return None
-
-
-def check_test(config: RunConfig, module: L.LightningModule, data: L.LightningDataModule) -> None:
-    """Raise a ConfigError if ``evaluation.test`` is set, and data or module have no test split."""
-    which, ours = config.evaluation.test, isinstance(data, DataModule)
-    has_rows = data.task.test is not None if isinstance(data, DataModule) else is_overridden("test_dataloader", data)
-    require(which is None or has_rows, f"evaluation.test={which}: the data have no test {'split' if ours else 'dataloader'}")
-    has_step = is_overridden("test_step", module)
-    require(which is None or has_step, f"evaluation.test={which}: {type(module).__name__} has no test_step")
-
-
-def test(
-    trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule, config: RunConfig, folder: Path
-) -> dict[str, Any]:
-    """Evaluate the test split, and return its metrics.
-
-    Raises:
-        ConfigError: there are no best weights, or no test split.
-    """
-    best = folder / "checkpoints" / "best.ckpt" if config.evaluation.test == "best" else None
-    if best is not None and not best.exists():
-        raise ConfigError(
-            f"evaluation.test=best: there is no best.ckpt, because trainer.monitor={config.trainer.monitor} was never logged"
-        )
-    trainer.test(module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False)
-    found = dict(trainer.callback_metrics)
-    log.info("test  %s", "  ".join(f"{name} {float(value):.4f}" for name, value in found.items()))
-    return found
 
 
 _NOTICES = (
