@@ -270,33 +270,27 @@ class BiasGradient:
     """Sums the gradients of a bias's tensors over the tiles, into ``sums``: one for each tensor, None where none is wanted."""
 
     def __init__(self, problem: Problem, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> None:
-        self.problem, self.tensors = problem, tensors
-        self.chosen = [i for i, want in enumerate(wanted) if want]
-        dtype = problem.query.dtype
+        dtype, self.shape = problem.query.dtype, (*problem.query.shape[:3], problem.key.shape[2])
         self.sums = [torch.zeros_like(t, dtype=dtype) if want else None for t, want in zip(tensors, wanted, strict=True)]
+        leaves = [t.detach().to(dtype).requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)]
+        self.wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        self.bias = problem.settings.make_bias(iter(leaves))
 
     def add(self, d_logits: Tensor, rows: slice, keys: slice) -> None:
         """Add the contribution of the tile ``rows`` × ``keys``, given the gradient of its logits."""
-        if not self.chosen:
+        if self.bias is None or not self.wanted:
             return
-        B, H, L, _ = self.problem.query.shape
-        S = self.problem.key.shape[2]
-        if isinstance(self.problem.bias, TensorBias):  # its tile is a slice of it, and so is its gradient's
-            part = TensorBias(self.sums[0]).dense(L, S, rows=rows, keys=keys)  # type: ignore[arg-type]
+        B, H, L, S = self.shape
+        sums = [total for total in self.sums if total is not None]
+        if isinstance(self.bias, TensorBias):  # its tile is a slice of it, and so is its gradient's
+            part = TensorBias(sums[0]).dense(L, S, rows=rows, keys=keys)
             part += d_logits.sum_to_size(part.shape)
             return
-
-        def tile(*chosen: Tensor) -> Tensor:
-            tensors = list(self.tensors)
-            for place, tensor in zip(self.chosen, chosen, strict=True):
-                tensors[place] = tensor
-            bias = self.problem.settings.make_bias(iter(tensors))
-            assert bias is not None
-            return bias.dense(L, S, batch_size=B, num_heads=H, device=d_logits.device, rows=rows, keys=keys)
-
-        values, pull = torch.func.vjp(tile, *(self.tensors[i].to(d_logits.dtype) for i in self.chosen))  # type: ignore[misc]
-        for i, part in zip(self.chosen, pull(d_logits.sum_to_size(values.shape).to(values.dtype)), strict=True):
-            self.sums[i] += part
+        with torch.enable_grad():
+            tile = self.bias.dense(L, S, batch_size=B, num_heads=H, device=d_logits.device, rows=rows, keys=keys)
+        d_tile = d_logits.sum_to_size(tile.shape).to(tile.dtype)
+        for total, part in zip(sums, torch.autograd.grad(tile, self.wanted, d_tile, materialize_grads=True), strict=True):
+            total += part
 
 
 def run(call: AttentionCall) -> Tensor:
