@@ -163,7 +163,7 @@ GATES = {
     **{"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh"},
     "relu": "reglu",
 }
-LLAMA_WORDS = {
+LLAMA_WORDS: dict[str, Mapping[Any, Any]] = {
     "hidden_act": GATES,
     "hidden_activation": GATES,
     ROPE + "rope_type": {"default": None, "linear": "linear", "llama3": "llama3", "yarn": "yarn"},

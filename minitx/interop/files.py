@@ -155,7 +155,10 @@ def _write_tokenizer(folder: Path, loader: str, max_len: int | None, ids: Mappin
         first = tokens.get("cls_token") if loader == "AutoModelForSequenceClassification" else None
         file["post_processor"] = None if first is None else _first_token(first, tokens.get("eos_token", first), file)
         write_json(folder / TOKENIZER, file)
-    options = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
+    options: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
     options |= {"clean_up_tokenization_spaces": False, **({} if max_len is None else {"model_max_length": max_len})}
     side = "left" if loader == "AutoModelForCausalLM" else "right"  # such a model continues the last column
     write_json(folder / "tokenizer_config.json", {**options, "padding_side": side, **tokens})
