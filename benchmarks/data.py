@@ -26,9 +26,9 @@ from harness import ROOT, Row, compare, compared, exact, parser, row, turns, wri
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from minitx.config import TextDataConfig
+from minitx.data import kjv
 from minitx.data.corpus import corpus_stem, data_dir, read_text
-from minitx.data.module import build_data
+from minitx.data.datamodule import DataModule
 
 SIZES = ((12, 64), (64, 256))  # rows, tokens a row
 BATCHES = 20  # in a piece of work, so that the clock counts nothing
@@ -85,7 +85,7 @@ def pieces(batch: Callable[[], object]) -> Callable[[], None]:
 def loader_over_others(pairs: int) -> Iterator[Row]:
     """P10, the rows of the loader."""
     for batch_size, context in SIZES:
-        data = build_data(TextDataConfig(batch_size=batch_size, context_len=context), max_steps=10_000_000)
+        data = DataModule(kjv(context_len=context), batch_size=batch_size, max_steps=10_000_000)
         tokens, loader = data.task.train.tokens, iter(data.train_dataloader())  # type: ignore[union-attr]
         first, other = next(loader), get_batch(tokens, batch_size, context)
         assert first["input_ids"].shape == first["labels"].shape == other[0].shape == other[1].shape
@@ -119,7 +119,7 @@ def make_text(path: Path, megabytes: float, lines: list[str]) -> None:
 def forget(texts: list[Path]) -> None:
     """Delete what runs have kept of texts."""
     for text in texts:
-        for kept in data_dir().glob(f"{corpus_stem(TextDataConfig(name='text', path=str(text)), data_dir())}-*"):
+        for kept in data_dir().glob(f"{corpus_stem(str(text))}-*"):
             kept.unlink()
 
 
@@ -139,7 +139,7 @@ def of_tokenizers(text: Path, at_once: int = 10_000) -> tuple[float, float]:
     from tokenizers import ByteLevelBPETokenizer
 
     bpe, began = ByteLevelBPETokenizer(), time.perf_counter()
-    bpe.train([str(text)], vocab_size=TextDataConfig().bpe_vocab_size, show_progress=False)
+    bpe.train([str(text)], vocab_size=1024, show_progress=False)
     learned = time.perf_counter()
     with text.open(encoding="utf-8") as file:
         while lines := list(islice(file, at_once)):
@@ -149,7 +149,7 @@ def of_tokenizers(text: Path, at_once: int = 10_000) -> tuple[float, float]:
 
 def large_text(pairs: int, megabytes: float, source: Path | None) -> Iterator[Row]:
     """P13."""
-    lines = (source.read_text(encoding="utf-8") if source else "".join(read_text(TextDataConfig()))).splitlines(keepends=True)
+    lines = (source.read_text(encoding="utf-8") if source else "".join(read_text(None))).splitlines(keepends=True)
     label = f"{megabytes:g} MB"
     wanted = (">= 0.8", "<= 600", "<= 1.1") if megabytes >= 1000 else (None, None, None)  # what the targets speak of
     with tempfile.TemporaryDirectory(prefix="minitx-bench-") as name:

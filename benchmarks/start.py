@@ -18,8 +18,7 @@ from pathlib import Path
 
 from harness import ROOT, Row, compared, median_interval, parser, row, turns, write
 
-from minitx.config import TextDataConfig
-from minitx.data.module import build_data
+from minitx.data import kjv
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 RUN = (
@@ -121,7 +120,7 @@ def commands(pairs: int) -> Iterator[Row]:
 
 def main() -> None:
     given = parser(__doc__, pairs=8).parse_args()
-    tokens = build_data(TextDataConfig()).task.train.tokens.path  # type: ignore[union-attr]
+    tokens = kjv().train.tokens.path  # type: ignore[union-attr]
     found = by_turns(lambda: until_said(tokens), until_first_step, given.pairs)
     rows = [row("P10", "train.py to its first step over a bare Lightning script", "E 128, 12 x 64", found, "<= 1.1")]
     rows += commands(given.pairs)

@@ -177,9 +177,9 @@ def fitted(blocks: Turns, *words: str) -> Row:
 def batches(*words: str) -> tuple[Iterator[dict[str, Tensor]], int]:
     """(the training batches of the small character model, its vocabulary)."""
     from minitx.cli.compose import compose_config
-    from minitx.data.module import build_data
+    from minitx.training.build import open_data
 
-    data = build_data(compose_config(words).data, max_steps=10**9)
+    data = open_data(compose_config([*words, f"trainer.max_steps={10**9}"]))
     return iter(data.train_dataloader()), data.task.tokenizer.vocab_size  # type: ignore[union-attr]
 
 

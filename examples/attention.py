@@ -31,8 +31,10 @@ from matplotlib import pyplot as plt
 
 from minitx.analysis import capture, intervene, knock_out_heads, patch_heads
 from minitx.analysis.viewer import view
-from minitx.config import InductionDataConfig, KeyValueDataConfig, TransformerConfig
-from minitx.data.synthetic import induction_examples, induction_targets, key_value_examples, key_value_texts
+from minitx.config import TransformerConfig
+from minitx.data import induction, kv_lookup
+from minitx.data.recall import induction_targets
+from minitx.data.task import key_value_texts
 from minitx.interop import adopt_hf
 from minitx.nn import DecoderLM, fold_scale, scaled_dot_product_attention
 
@@ -125,9 +127,9 @@ assert torch.allclose(by_library, output, atol=1e-6)
 # 每一行给出 16 个键，各带一个值，写作 `键:值`。最后一个位置给出其中一个键，要求回答它的值。在这个模型里，只有注意力能在位置之间传递信息，所以没有它就答不出来。随机猜测的正确率是 1/16。
 
 # %%
-task = KeyValueDataConfig()
+task = kv_lookup()
 draw = np.random.default_rng(0)
-test = key_value_examples(task, 512, np.random.default_rng(1))
+test = task.train(512, np.random.default_rng(1))
 
 
 def inputs(batch):
@@ -136,7 +138,7 @@ def inputs(batch):
 
 row = {name: tensor[:1] for name, tensor in test.items()}
 texts = key_value_texts(row["input_ids"][0].tolist(), row["token_type_ids"][0].tolist())
-print(*texts, "   answer:", int(row["labels"][0, -1]) - task.num_keys + 1)
+print(*texts, "   answer:", int(row["labels"][0, -1]) - 64 + 1)
 
 # %% [markdown] en
 # The model: one layer, one head of width d_k = 128, no positions. The training loop is short enough to read; the trainer of the package
@@ -150,8 +152,7 @@ print(*texts, "   answer:", int(row["labels"][0, -1]) - task.num_keys + 1)
 def make_model(scale):
     torch.manual_seed(1)
     config = TransformerConfig(
-        vocab_size=task.vocab_size,
-        type_vocab_size=task.type_vocab_size,
+        **task.model_fields,
         embed_dim=128,
         num_heads=1,
         num_layers=1,
@@ -197,7 +198,7 @@ def train(model, make_batch, test, steps, lr, warmup=15):
 
 
 def lookup_batch():
-    return key_value_examples(task, 64, draw)
+    return task.train(64, draw)
 
 
 scaled_model = make_model("inv_sqrt")
@@ -311,11 +312,11 @@ for name, curve in curves.items():
 # 一个更难的任务：一段随机词元出现两次，第二次出现时，每个词元都要预测它后面的那个词元。这需要两层：第一层告诉每个位置它前面是什么词元；第二层找到“前一个词元等于当前词元”的位置，这就是**归纳头**（induction head）。模型有两层，每层两个头，一共四个头。是哪一个在起作用？
 
 # %%
-segments = InductionDataConfig()
+segments = induction()
 torch.manual_seed(1)
 induction_model = DecoderLM(
     TransformerConfig(
-        vocab_size=segments.vocab_size,
+        **segments.model_fields,
         embed_dim=128,
         num_heads=2,
         num_layers=2,
@@ -328,9 +329,9 @@ induction_model = DecoderLM(
     )
 )
 draw = np.random.default_rng(1)
-held_out = induction_examples(segments, 128, np.random.default_rng(1))
-curve = train(induction_model, lambda: induction_examples(segments, 64, draw), held_out, steps=400, lr=3e-3, warmup=40)
-print("accuracy:", curve[-1][1], " guessing:", 1 / segments.vocab_size)
+held_out = segments.train(128, np.random.default_rng(1))
+curve = train(induction_model, lambda: segments.train(64, draw), held_out, steps=400, lr=3e-3, warmup=40)
+print("accuracy:", curve[-1][1], " guessing:", 1 / 64)
 
 # %% [markdown] en
 # **Knock-out.** Set the output of one head to 0, and measure how much the loss grows. `intervene` is the general tool:
@@ -379,12 +380,12 @@ with torch.no_grad(), intervene(induction_model, "heads", 0.0, layers=[1]):
 # **移植激活（patching）。** 敲除只说明哪些头重要，不说明它们传递了什么。为此给每一行准备两个版本：在“被改动”的版本里，第一段中有一个词元换成了别的，于是答案也变了。运行被改动的那一行，但让某一个头使用它在原来那一行里的值。如果原来的答案回来了，就是这个头在传递答案。
 
 # %%
-clean = induction_examples(segments, 128, np.random.default_rng(3))["input_ids"]
+clean = segments.train(128, np.random.default_rng(3))["input_ids"]
 where = induction_targets(clean)[:, -1]  # the position that holds the answer to the last token
 rows = torch.arange(len(clean))
 answer = clean[rows, where]
 corrupted = clean.clone()
-absent = [next(t for t in range(segments.vocab_size) if t not in set(row.tolist())) for row in clean]
+absent = [next(t for t in range(64) if t not in set(row.tolist())) for row in clean]
 corrupted[rows, where] = torch.tensor(absent)
 other = corrupted[rows, where]
 

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitx.config import OptimizerConfig, RunConfig, ScheduleConfig, TextDataConfig, TrainerConfig
-from minitx.data.load import load_task
+from minitx.config import OptimizerConfig, RunConfig, ScheduleConfig, TrainerConfig
+from minitx.data import kjv
 from minitx.nn import Block, FeedForward, MultiHeadAttention, init_weights
 from minitx.training.run import train
 
@@ -88,18 +88,17 @@ class GPT(nn.Module):
 
 def main(steps: int = 300, folder: str | Path = "runs/gpt") -> tuple[float, str]:
     """Train the model. Return the validation loss (in nats per character) and a passage that the model generates."""
-    data = TextDataConfig(name="kjv", context_len=64, batch_size=32)
-    task = load_task(data)
+    task = kjv(context_len=64)
     assert task.tokenizer is not None
     torch.manual_seed(0)
     model = GPT(task.tokenizer.vocab_size)
     config = RunConfig(
-        data=data,
+        data={"_target_": "minitx.data.kjv", "context_len": 64, "batch_size": 32},
         optimizer=OptimizerConfig(lr=3e-3, weight_decay=0.1),
         schedule=ScheduleConfig(warmup_steps=min(50, steps)),
         trainer=TrainerConfig(max_steps=steps, val_every=0, val_batches=20, clip=1.0),
     )
-    result = train(config, Path(folder), model=model, data=task, batch_size=data.batch_size)
+    result = train(config, Path(folder), model=model, data=task, batch_size=32)
     start = torch.tensor([task.tokenizer.encode("And God said ").tolist()])
     text = task.tokenizer.decode(model.eval().cpu().write(start, 200)[0].tolist())
     print(f"validation loss after {steps} steps: {result['val_loss']:.3f} nats per character\n\n{text}")

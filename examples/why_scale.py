@@ -18,15 +18,15 @@ from torch.optim import Optimizer
 from why_scale_figures import Output, output_folder
 
 from minitx.analysis import attention_statistics, capture, zhai_entropy_bound
-from minitx.config import KeyValueDataConfig, OptimizerConfig, ParameterRule, ScheduleConfig, TransformerConfig
-from minitx.data.addressing import VALIDATION_SEED, Batch, generator
-from minitx.data.synthetic import key_value_examples
+from minitx.config import OptimizerConfig, ParameterRule, ScheduleConfig, TransformerConfig
+from minitx.data import kv_lookup
+from minitx.data.task import VALIDATION_SEED, Batch, generator
 from minitx.nn import AttentionCall, DecoderLM, attention_weights, fold_scale, masked_softmax, scale_multiplier
 from minitx.training.optimizers import build_optimizer, lr_factor
 
 WIDTHS = (8, 16, 32, 64, 128, 256, 512, 1024)
 SCALES = ("unscaled", "inv_sqrt", "inv")
-TASK = KeyValueDataConfig(num_keys=32, num_pairs=8)
+TASK = kv_lookup(num_keys=32, num_pairs=8)
 """Eight keys with their values, then one of the keys; the answer is its value."""
 
 D_K = [f"d_k {width}" for width in WIDTHS]
@@ -249,7 +249,7 @@ def one_layer(**switches: Any) -> DecoderLM:
 
 def unseen_batch() -> Batch:
     """Return 1,024 validation examples."""
-    return key_value_examples(TASK, TASK.val_size, generator(VALIDATION_SEED, "val"))
+    return TASK.train(1024, generator(VALIDATION_SEED, "val"))
 
 
 def answers(model: nn.Module, batch: Batch) -> Tensor:
@@ -267,7 +267,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
     losses = []
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(ScheduleConfig(warmup_steps=steps // 20), steps))
     for step in range(steps):
-        loss = recall_loss(model, key_value_examples(TASK, TASK.batch_size, generator(0, "train", step)))
+        loss = recall_loss(model, TASK.train(64, generator(0, "train", step)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -286,7 +286,7 @@ def recall_accuracy(lr: float, **switches: Any) -> float:
 
 def first_logit_step(lr: float = 1e-2, **switches: Any) -> float:
     """Return the RMS change of the last query's attention logits in the first AdamW update."""
-    model, batch = one_layer(**switches), key_value_examples(TASK, TASK.batch_size, generator(0, "train", 0))
+    model, batch = one_layer(**switches), TASK.train(64, generator(0, "train", 0))
     optimizer = build_optimizer(model, OptimizerConfig(lr=lr), head_dim=64)
     with capture(model, what="scores") as seen:
         recall_loss(model, batch).backward()

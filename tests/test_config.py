@@ -6,13 +6,13 @@ import json
 import math
 import subprocess
 import sys
+from typing import Literal
 
 import pytest
 
 from minitx.config import (
     CallbacksConfig,
     ConfigError,
-    KeyValueDataConfig,
     OptimizerConfig,
     ParameterRule,
     RunConfig,
@@ -23,8 +23,8 @@ from minitx.config import (
     evaluate_factor,
     from_dict,
     to_dict,
-    unknown_key,
 )
+from minitx.config.schema import Count, read_call
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
 
@@ -37,7 +37,7 @@ def test_configs_need_the_standard_library_alone():
 def test_a_config_survives_the_way_through_plain_data():
     config = RunConfig(
         model=TransformerConfig(scale=0.5, num_heads=8, qk_norm="rms"),
-        data=KeyValueDataConfig(num_pairs=5),
+        data={"_target_": "minitx.data.kv_lookup", "num_pairs": 5},
         optimizer=OptimizerConfig(rules=(ParameterRule(match="q_proj", lr="head_dim^-0.25"),), betas=(0.8, 0.9)),
         trainer=TrainerConfig(stop_at=StopAtConfig(value=0.5), plugins=(SGD,), extra={"detect_anomaly": True}),
         callbacks=CallbacksConfig(parts={"mine": {"_target_": "my.Callback"}, "off": None}),
@@ -54,9 +54,9 @@ def test_a_config_survives_the_way_through_plain_data():
     [
         (lambda: TrainerConfig(max_steps="sixty"), "max_steps=sixty must be a whole number, got str"),
         (lambda: TrainerConfig(overfit="no"), "overfit=no must be true or false"),
-        (lambda: OptimizerConfig(betas=("a", 0.9)), "betas="),
-        (lambda: RunConfig(model="net"), "model=net must be a config of minitx or a mapping, got str"),
-        (lambda: RunConfig(trainer={"max_steps": 3}), "trainer={'max_steps': 3} must be a config of minitx, got dict"),
+        (lambda: OptimizerConfig(betas=("a", 0.9)), "betas[0]=a must be a number, got str"),
+        (lambda: RunConfig(model="net"), "model=net must be a group of keys"),
+        (lambda: RunConfig(trainer=3), "trainer=3 must be a group of keys"),
         (lambda: RunConfig(imports="mine"), "imports=mine must be a list"),
     ],
 )
@@ -66,7 +66,7 @@ def test_a_value_of_another_python_type_is_named(make, said):
     assert str(refused.value).startswith(said)
 
 
-@pytest.mark.parametrize("group", ["model", "data", "objective", "optimizer", "schedule"])
+@pytest.mark.parametrize("group", ["model", "objective", "optimizer", "schedule"])
 def test_a_group_is_one_of_ours_or_a_part_of_the_users_which_is_left_as_it_is(group):
     assert getattr(from_dict(RunConfig, {group: SGD}), group) == SGD
     with pytest.raises(ConfigError, match=group):
@@ -88,8 +88,6 @@ def test_defaults_that_depend_on_other_fields():
 
 
 FITS = {
-    "data": {"name": "text", "path": "x", "context_len": 64, "batch_size": 12},
-    "model": {"max_len": 64},
     "schedule": {"warmup_steps": 5},
     "trainer": {"max_steps": 5, "accumulate": 3, "devices": 4, "strategy": "sharded", "plugins": [SGD]},
     "callbacks": {"probe": {"every": 3}, "mine": SGD, "off": None},
@@ -101,8 +99,6 @@ FITS = {
     ("group", "changed", "key"),
     [
         ("schedule", {"warmup_steps": 6}, "schedule.warmup_steps=6"),
-        ("data", {"batch_size": 18}, "data.batch_size=18"),
-        ("model", {"max_len": 63}, "model.max_len=63"),
         ("optimizer", {"name": "muon"}, "optimizer.name=muon"),
         ("callbacks", {"prob": {"every": 3}}, "callbacks.prob .*callbacks.probe"),
         ("callbacks", {"mine": 3}, "callbacks.mine=3"),
@@ -118,9 +114,9 @@ FITS = {
     ],
 )
 def test_what_does_not_fit_together_is_named_by_its_key(group, changed, key):
-    from_dict(RunConfig, FITS).check_data()
+    from_dict(RunConfig, FITS)
     with pytest.raises(ConfigError, match=key):
-        from_dict(RunConfig, {**FITS, group: {**FITS.get(group, {}), **changed}}).check_data()
+        from_dict(RunConfig, {**FITS, group: {**FITS.get(group, {}), **changed}})
 
 
 @pytest.mark.parametrize(
@@ -147,9 +143,64 @@ def test_a_factor_is_a_number_or_a_power_of_the_heads_width_and_no_expression():
 
 
 def test_an_unknown_key_is_answered_with_its_neighbour():
-    assert unknown_key(RunConfig, "model.num_head") == "model.num_head is not a key (did you mean model.num_heads?)"
-    assert "trainer.stop_at.value" in unknown_key(RunConfig, "trainer.stop_at.valu")
-    assert "trainer.stop_at={value: VALUE}" in unknown_key(RunConfig, "trainer.stop_at.value")
+    for values, said in (
+        ({"model": {"num_head": 2}}, "model.num_head is not a key (did you mean model.num_heads?)"),
+        ({"trainer": {"stop_at": {"valu": 1}}}, "trainer.stop_at.valu is not a key (did you mean trainer.stop_at.value?)"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            from_dict(RunConfig, values)
+        assert str(refused.value) == said
+
+
+def own_part(
+    first,
+    *,
+    size: Count,
+    rate: float = 0.5,
+    kind: Literal["big", "small"] = "big",
+    sides: tuple[int, ...] = (1, 2),
+    name: str | None = None,
+    inside: object = None,
+    anything=None,
+):
+    """A function of a user's own."""
+
+
+class OwnClass:
+    size: str  # of the class, and not of its arguments
+
+    def __init__(self, size: int = 3) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"size": 3, "rat": 0.1}, "data.rat is not a key (did you mean data.rate?)"),
+        ({"size": 3, "weather": 1}, "data.weather is not a key; allowed here: size, rate, kind"),
+        ({}, "data.size is missing"),
+        ({"size": 0}, "data.size=0 must be positive"),
+        ({"size": "big"}, "data.size=big must be a whole number, got str"),
+        ({"size": 3, "kind": "bigg"}, "data.kind=bigg is not allowed: one of big, small (did you mean big?)"),
+        ({"size": 3, "sides": [1, "a"]}, "data.sides[1]=a must be a whole number, got str"),
+        ({"size": 3, "name": 4}, "data.name=4 must be a word, got int"),
+    ],
+)
+def test_the_signature_of_a_users_function_is_read_as_a_config_is(given, said):
+    with pytest.raises(ConfigError) as refused:
+        read_call(own_part, given, "data.", positional=1)
+    assert str(refused.value).startswith(said)
+
+
+def test_arguments_are_converted_by_the_hints_and_left_alone_where_there_are_none():
+    node = {"_target_": "torch.nn.Linear"}
+    given = {"size": 3.0, "rate": "1e-3", "sides": [5, 7], "inside": node, "anything": {"a": 1}}
+    assert read_call(own_part, given, positional=1) == {**given, "size": 3, "rate": 1e-3, "sides": (5, 7)}
+    assert read_call(own_part, {}, positional=1, given=["size"]) == {}
+    assert read_call(OwnClass, {"size": 5}) == {"size": 5}
+    assert read_call(lambda **rest: None, {"any": 3}) == {"any": 3}
+    assert read_call(max, {"any": 3}) == {"any": 3}  # without a signature
+    with pytest.raises(ConfigError, match=r"^size=x"):
+        read_call(OwnClass, {"size": "x"})
 
 
 def test_numbers_that_yaml_reads_as_words_are_numbers_and_nothing_else_is():

@@ -12,6 +12,7 @@ from minitx.ablation.grid import NEW_DATA, cells
 from minitx.cli.compose import compose_cell, compose_config, compose_grid
 from minitx.cli.launch import run_training
 from minitx.config import RunConfig, to_dict
+from minitx.training.nodes import completed
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and not path.name.startswith("_"))
@@ -36,7 +37,8 @@ def test_every_option_composes(options):
 
 
 def test_a_run_without_a_word_has_the_defaults_of_the_dataclasses():
-    assert to_dict(compose_config([])) == {**to_dict(RunConfig()), "experiment": "default"}
+    config = RunConfig()
+    assert compose_config([]) == dataclasses.replace(config, data=completed(config.data, "data"))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ STEPS = [in_tier(name) for group, name in OPTIONS if group == "experiment" and n
 
 @pytest.mark.parametrize("experiment", STEPS)
 def test_every_experiment_runs_one_step(experiment, tmp_path, monkeypatch, data_cache):
-    monkeypatch.setattr("minitx.data.load.data_dir", lambda: data_cache)
+    monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: data_cache)
     words = [f"experiment={experiment}", "debug=one_step", "trainer.accelerator=cpu", "callbacks.progress=false"]
     if experiment in OF_OWN_FILES:
         (tmp_path / "own.tsv").write_text("text\tlabel\n" + "".join(f"word {n}\t{n % 3}\n" for n in range(211)))

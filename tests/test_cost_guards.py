@@ -19,7 +19,6 @@ from minitx.analysis.canvas import panels
 from minitx.analysis.counting import allocations
 from minitx.config import (
     CallbacksConfig,
-    KeyValueDataConfig,
     ObjectiveConfig,
     OptimizerConfig,
     ProbeConfig,
@@ -58,12 +57,15 @@ class Dispatched(TorchDispatchMode):
 def config(steps, *, layers=1, **groups):
     values = {
         "model": TransformerConfig(embed_dim=8, num_heads=2, num_layers=layers, ffn_dim=16, max_len=32),
-        "data": KeyValueDataConfig(batch_size=12, val_size=5),
+        "data": {"_target_": "minitx.data.kv_lookup", "batch_size": 12, "val_size": 5},
         "optimizer": OptimizerConfig(weight_decay=0.1),
         "trainer": TrainerConfig(max_steps=steps, clip=1.0, accelerator="cpu", val_every=0, log_every=1000, ckpt_every=0),
         "callbacks": CallbacksConfig(progress=False, probe=ProbeConfig(batch_size=3)),
     }
-    changed = {name: dataclasses.replace(values.get(name, ObjectiveConfig()), **keys) for name, keys in groups.items()}
+    changed = {
+        name: {**values[name], **keys} if name == "data" else dataclasses.replace(values.get(name, ObjectiveConfig()), **keys)
+        for name, keys in groups.items()
+    }
     return RunConfig(**{**values, **changed})
 
 

@@ -33,7 +33,8 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
         {"torch", "lightning"},
         {"sacrebleu", "trackio", "wandb"},
     ),
-    "training.build": ({"config", "nn", "data", "training"}, {"torch"}, {"hydra", "lightning"}),
+    "training.nodes": ({"config"}, set(), {"hydra"}),
+    "training.build": ({"config", "nn", "data", "training"}, {"torch"}, {"lightning"}),
     "ablation.design": ({"config"}, set(), set()),
     "ablation": (
         {"config", "nn", "analysis", "data", "generation", "interop", "training"},
@@ -153,7 +154,7 @@ NEEDED_BECAUSE = {
     ("analysis.canvas", "pickle"): "a figure of ours is copied by dumps and loads of its own bytes",
     ("analysis.canvas", "pickle.loads"): "the same",
     ("training.build", "importlib.import_module"): "of what a user's config names, and of classes in OURS",
-    ("training.build", "hydra.utils.instantiate"): "of a user's config; nodes of a checkpoint pass check_trusted first",
+    ("training.nodes", "hydra.utils.instantiate"): "of a user's config; nodes of a checkpoint pass check_trusted first",
     ("cli", "importlib.import_module"): "of our own programs, which the code names",
     ("testing", "importlib.import_module"): "a program that checks code which its user names on the command line",
 }

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from minitx.config.checks import Config, Count, Finite, Positive, require
+from minitx.config.schema import Config, Count, Finite, Positive, require
 
 RATE = "lr"
 """The name of the tuned factor. Its levels are learning rates."""

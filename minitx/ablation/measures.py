@@ -23,13 +23,13 @@ from torch import nn
 
 from minitx.analysis.counting import flop_counter
 from minitx.config import ConfigError, RunConfig, TransformerConfig, from_dict
-from minitx.data.addressing import Batch
-from minitx.data.module import DataModule, build_data
+from minitx.data.datamodule import DataModule
+from minitx.data.task import Batch
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.functional import AttentionCall, reference_attention
 from minitx.nn.masks import Mask, SlidingWindow, intersect
 from minitx.nn.modes import evaluating
-from minitx.training.build import Caller, config_of, network_inputs
+from minitx.training.build import Caller, config_of, network_inputs, open_data
 from minitx.training.checkpoints import load_model
 from minitx.training.evaluation import evaluate
 from minitx.training.loggers import finite, read_metrics, read_probes
@@ -120,7 +120,7 @@ class Measures(L.Callback):
         found = {}
         for length in self.lengths:
             rows = config.evaluation.num_rows
-            rows = None if rows is None else max(1, rows * config.data.max_tokens // length)  # type: ignore[operator, union-attr]
+            rows = None if rows is None else max(1, rows * data.task.longest // length)
             longer, options = _with_rows_of(length, data, config), dataclasses.replace(config.evaluation, num_rows=rows)
             found[f"loss_at_{length}"] = evaluate(network, longer, options).metrics["loss"].value
         if self.attention:
@@ -137,16 +137,15 @@ def _check_attention(model: TransformerConfig) -> None:
 
 
 def _check_lengths(longest: int, model: TransformerConfig, data: DataModule) -> None:
-    if data.task.kind != "language_model" or data.task.tokenizer is None:
+    if data.task.kind != "language_model" or data.task.tokenizer is None or data.task.longest is None:
         raise ConfigError(f"callbacks: lengths needs a language model of text, not {data.task.kind}")
     if model.position in ("learned", "sinusoidal") and longest > model.max_len:
         raise ConfigError(f"callbacks: lengths: {longest} is beyond model.max_len={model.max_len} of position={model.position}")
 
 
-def _with_rows_of(length: int, data: DataModule, config: RunConfig) -> DataModule:
-    longer: Any = dataclasses.replace(config.data, context_len=length)  # type: ignore[type-var]
-    rows = config.trainer.val_batch_size
-    return build_data(longer, seed=config.seed, max_steps=1, val_batch_size=rows, tokenizer=data.task.tokenizer)
+def _with_rows_of(length: int, data: DataModule, config: RunConfig) -> L.LightningDataModule:
+    longer = dataclasses.replace(config, data={**config.data, "context_len": length})
+    return open_data(longer, tokenizer=data.task.tokenizer)
 
 
 @torch.no_grad()

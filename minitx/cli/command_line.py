@@ -22,11 +22,10 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from minitx import __version__
-from minitx.ablation.design import AblationConfig
 from minitx.cli.compose import GROUPS
 from minitx.cli.launch import FOLDER, RankFailedError, tell_launcher
-from minitx.config import ConfigError, RunConfig, from_dict, unknown_key
-from minitx.config.checks import Config, nearest, require
+from minitx.config import ConfigError, RunConfig, from_dict
+from minitx.config.schema import Config, defaults, nearest, require
 
 T = TypeVar("T")
 
@@ -142,7 +141,7 @@ def _compose_error(error: BaseException) -> str:
         option, _, package = missing_key[1].partition("@")
         if package and (file := re.search(r"In '((?:experiment|debug)/[^']+)'", text)):
             return f"{file[1]}.yaml must begin with the line '# @package _global_', or it cannot override {option}"
-        return _missing_key(missing_key[1], error.__cause__)
+        return f"{missing_key[1]} is not a key{nearest(missing_key[1], defaults(RunConfig)) or '; --help shows the keys'}"
     group = re.search(r"Could not find '([^']+)'", text) or re.search(r"Could not load '?([^'\n]+)'?", text)
     if group:
         options = re.search(r"Available options in '([^']+)':\n((?:\t.*\n?)+)", text)
@@ -158,23 +157,6 @@ def _compose_error(error: BaseException) -> str:
     if first.endswith(":") or first.startswith(("Error merging", "Ambiguous value")):
         first = " ".join([first, *more[:1]])
     return _one_line(f"{full_key[1]}: {first}" if full_key and full_key[1] not in first else first)
-
-
-def _missing_key(typed: str, cause: BaseException | None) -> str:
-    """The message for a key without ``+`` that the composed config does not have. ``cause`` says which part of it is missing."""
-    group, _, key = typed.partition(".")
-    missing, node = getattr(cause, "full_key", typed), getattr(cause, "parent_node", None) or ()
-    place, _, name = missing.rpartition(".")
-    if "_target_" in node:
-        return f"{missing} is a new key of {place}{nearest(name, node, f'{place}.')}: add it with +{typed}=VALUE"
-    if name == "_target_":
-        return f"{place} has keys of minitx's own: replace it with ~{place} +{missing}=VALUE"
-    if place in ("logger", "callbacks"):
-        option = f"{place}=[{'csv' if place == 'logger' else 'default'},{name}]"
-        return f"{missing} is not there: choose its option, as in '{option}', or add a node of your own with +{missing}._target_=CLASS"
-    if group == "ablation" and key:
-        return f"ablation.{unknown_key(AblationConfig, key)}"
-    return unknown_key(RunConfig, typed, [str(known) for known in node] if group == "data" else ())
 
 
 def _one_line(text: str) -> str:

@@ -20,14 +20,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.design import AblationConfig
 from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TransformerConfig, from_dict
-from minitx.config.checks import defaults
+from minitx.config.schema import defaults
 
 GROUPS = ("model", "data", "objective", "optimizer", "schedule", "trainer")
 """The groups of which every run has one option."""
 
 
 def _typed(group: str) -> list[Any]:
-    """The dataclasses of a group: one, and of ``data`` one for each kind."""
+    """The dataclass of a group, if it has one."""
     hint = typing.get_type_hints(RunConfig)[group]
     return [kind for kind in typing.get_args(hint) or (hint,) if dataclasses.is_dataclass(kind)]
 
@@ -36,14 +36,14 @@ def _typed(group: str) -> list[Any]:
 def register_defaults() -> None:
     """Register the defaults of the config classes with Hydra, for ``defaults: [/schema@_here_: NAME]`` in YAML files."""
     store = ConfigStore.instance()
-    run = {name: value for name, value in defaults(RunConfig).items() if name not in GROUPS}
-    nodes = {"run": run, **{name: defaults(_typed(name)[0]) for name in GROUPS if name != "data"}}
-    for cls in _typed("data"):
-        for name in typing.get_args(typing.get_type_hints(cls)["name"]):
-            nodes[f"data_{name}"] = {**defaults(cls), "name": name}
-    nodes["ablation"] = defaults(AblationConfig)
-    for name, node in nodes.items():
-        store.store(group="schema", name=name, node=node)
+    run = {name: {} if name in GROUPS else value for name, value in defaults(RunConfig).items()}
+    nodes = {name: defaults(cls) for name in GROUPS for cls in _typed(name)}
+    for name, values in {**nodes, "ablation": defaults(AblationConfig)}.items():
+        store.store(group="schema", name=name, node=OmegaConf.create(values, flags={"struct": False}))
+    node = OmegaConf.create(run)
+    for group in filter(OmegaConf.is_dict, node.values()):  # takes any key, which is read later: one reader says what is wrong
+        OmegaConf.set_struct(group, False)
+    store.store(group="schema", name="run", node=node)
 
 
 def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
@@ -68,7 +68,7 @@ def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
         if "_target_" in values[name] and any(set(defaults(cls)) <= set(values[name]) for cls in _typed(name)):
             raise ConfigError(
                 f"{name}._target_={values[name]['_target_']} stands among the keys of minitx's own {name}: "
-                f"put '- override /{name}: null' into the defaults of your config"
+                f"put '- override /{name}: null' into the defaults of your config, or type ~{name} +{name}._target_=VALUE"
             )
     for name in ("debug", "ablation"):
         values.pop(name, None)
@@ -80,10 +80,12 @@ def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
         chosen = {name.lstrip("+~").partition(".")[2].partition("=")[0] for name in words}
         values["model"] = {**shape, **{name: values["model"].get(name) for name in chosen}}
     config = from_dict(RunConfig, values)
-    config.check_data()
     if config.experiment == "finetune" and config.init_from.path is None and isinstance(config.model, TransformerConfig):
         raise ConfigError("experiment=finetune goes on with a model: add init_from.path=FOLDER, or model=hf model.path=FOLDER")
-    return config
+    from minitx.training.nodes import check_data, completed  # which find the data set, and with it torch
+
+    check_data(config.data)
+    return dataclasses.replace(config, data=completed(config.data, "data"))
 
 
 def _check_option(group: str, node: Mapping[str, Any], typed: Iterable[str]) -> None:
@@ -92,7 +94,13 @@ def _check_option(group: str, node: Mapping[str, Any], typed: Iterable[str]) -> 
     hints = [typing.get_type_hints(cls).get("name") for cls in _typed(group)]
     names = {name for hint in hints for name in typing.get_args(hint)}
     found = "_target_" if "_target_" in node else "name"
-    if chosen and chosen[-1] in names and node.get(found) != chosen[-1]:
+    file = files("minitx.configs").joinpath(group, f"{chosen[-1]}.yaml") if chosen else None
+    option: Any = OmegaConf.create(file.read_text(encoding="utf-8")) if file and file.is_file() else {}
+    target = option.get("_target_")
+    differs = (
+        node.get("_target_") != target if target else bool(chosen) and chosen[-1] in names and node.get(found) != chosen[-1]
+    )
+    if differs:
         raise ConfigError(
             f"{group}={chosen[-1]} was typed, but the config also says {group}.{found}={node.get(found)}, which comes later: "
             f"leave out {group}={chosen[-1]}, or these keys of {group}"

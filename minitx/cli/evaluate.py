@@ -10,7 +10,7 @@ from typing import Any
 
 from minitx.cli.command_line import StoredConfig, check_output, key, run_program, write, writing
 from minitx.config import EvaluationConfig
-from minitx.config.checks import Count, Natural
+from minitx.config.schema import Count, Natural
 
 USAGE = "python scripts/evaluate.py ckpt_path=FILE [key=value ...]"
 
@@ -42,6 +42,7 @@ def main() -> int:
 
 def _evaluate(config: EvaluateConfig) -> None:
     from minitx.cli.inputs import open_stored
+    from minitx.training.build import loading_of
     from minitx.training.checkpoints import place
     from minitx.training.devices import onednn_products
     from minitx.training.evaluation import evaluate
@@ -50,9 +51,8 @@ def _evaluate(config: EvaluateConfig) -> None:
     options = EvaluationConfig(num_rows=config.num_rows, num_beams=config.num_beams, num_shown=config.num_shown)
     with onednn_products():  # as in training
         stored = open_stored(config.ckpt_path, trust=config.trust, changes=changes)
-        own, size = stored.config.data, config.batch_size or stored.config.trainer.val_batch_size
-        data: Any = stored.data(config.batch_size) if isinstance(own, Mapping) else stored.task()
-        rows: Any = size or getattr(own, "batch_size", 64)
+        data = stored.data()
+        rows = config.batch_size or stored.config.trainer.val_batch_size or loading_of(stored.config.data)["batch_size"]
         found = evaluate(place(stored.network, config.device), data, options, stored.objective(), batch_size=rows)
     write("\n".join(found.lines()) + "\n")
     if config.output is not None:

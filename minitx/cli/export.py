@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minitx.cli.command_line import StoredConfig, key, run_program, write, writing
 from minitx.config import ConfigError
-from minitx.config.checks import require
+from minitx.config.schema import require
+
+if TYPE_CHECKING:
+    from minitx.data.tokenizers import Tokenizer
 
 USAGE = "python scripts/export.py ckpt_path=FILE output=FOLDER [key=value ...]"
 
@@ -39,9 +42,10 @@ def _export(config: ExportConfig) -> None:
     from minitx.interop import save_hf
 
     stored = open_stored(config.ckpt_path, trust=config.trust)
-    template = _template(stored.state["config"]["data"], config.chat_template) if stored.tokenizer is not None else None
+    tokenizer, data = stored.tokenizer, stored.state["config"]["data"]
+    template = None if tokenizer is None else _template(data, tokenizer, config.chat_template)
     facts = _facts(config.ckpt_path, stored.state["config"])
-    options: dict[str, Any] = {"tokenizer": stored.tokenizer, "chat_template": template, "facts": facts}
+    options: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": template, "facts": facts}
     save: Any = partial(save_hf, model_type=config.model_type)
     if hasattr(stored.network, "save_pretrained"):  # a model of transformers
         require(config.model_type is None, "model_type is for models of minitx.nn, not for a model of transformers")
@@ -69,25 +73,14 @@ def _save_theirs(model: Any, folder: Path, *, tokenizer: Any, chat_template: str
     write_companions(folder, model, type(model).__name__, tokenizer, chat_template, facts)
 
 
-def _template(data: Mapping[str, Any], file: str | None) -> str | None:
+def _template(data: Mapping[str, Any], tokenizer: Tokenizer, file: str | None) -> str | None:
     """Return the chat template in ``file``, or that of the run."""
-    from minitx.data.chat import template_of
-    from minitx.interop.files import HUB_NAME
+    from minitx.data.conversations import TEMPLATE
 
     if file is not None:
         require(Path(file).is_file(), f"chat_template={file} is not a file that exists")
         return Path(file).read_text(encoding="utf-8")
-    if _name(data) != "chat":
-        return None
-    tokenizer = str(data.get("tokenizer", "char"))
-    is_gone = (
-        tokenizer not in ("char", "bpe") and not Path(tokenizer).expanduser().exists() and not HUB_NAME.fullmatch(tokenizer)
-    )
-    require(
-        bool(data.get("template")) or not is_gone,
-        f"data.tokenizer={tokenizer} is gone, and with it the chat template: give chat_template=FILE",
-    )
-    return data.get("template") or template_of(tokenizer)
+    return (data.get("template") or tokenizer.chat_template or TEMPLATE) if _name(data) == "chat" else None
 
 
 def _facts(path: str, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 from minitx.cli.command_line import StoredConfig, key, run_program, write
 from minitx.cli.inputs import encode_text
 from minitx.config import ConfigError
-from minitx.config.checks import Count, require
+from minitx.config.schema import Count, require
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from minitx.data.stream import TextStream
-    from minitx.data.tokenizers import Tokenizer
+    from minitx.data.tokenizers import TextStream, Tokenizer
 
 
 USAGE = "python scripts/generate.py ckpt_path=FILE [prompt=TEXT] [key=value ...]"
@@ -95,7 +94,7 @@ def _answer(model: nn.Module, tokenizer: Tokenizer, config: GenerateConfig, gene
     """Write ``num_samples`` answers to one prompt, each token's text as soon as it is certain."""
     import torch
 
-    from minitx.data.stream import TextStream
+    from minitx.data.tokenizers import TextStream
     from minitx.generation import Sampler, beam_search, generate
 
     device = next(model.parameters()).device

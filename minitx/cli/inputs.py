@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minitx.config import ConfigError, TransformerConfig
-from minitx.config.checks import first_line, require
+from minitx.config.schema import first_line, require
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -121,9 +121,8 @@ def row_inputs(task: Task, row: int) -> Inputs:
     Raises:
         ConfigError: the row does not exist.
     """
-    from minitx.data.sources import ValSource
-    from minitx.data.task import as_split
-    from minitx.data.texts import position_texts
+    from minitx.data.batches import ValSource
+    from minitx.data.task import as_split, position_texts
     from minitx.training.build import network_inputs
 
     source = ValSource(as_split(task, "val"), batch_size=1, world=1)
@@ -191,7 +190,7 @@ def _id_inputs(model: nn.Module, text: str) -> Inputs:
     """Ids with spaces between them, each ``ID`` or ``ID:TYPE``."""
     import torch
 
-    from minitx.data.synthetic import key_value_texts
+    from minitx.data.task import key_value_texts
 
     config = shape_of(model)
     words = text.split()

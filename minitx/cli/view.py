@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from minitx.cli.command_line import StoredConfig, check_output, key, run_program, write, writing
 from minitx.config import ConfigError, TransformerConfig
-from minitx.config.checks import Count, Natural, require
+from minitx.config.schema import Count, Natural, require
 
 if TYPE_CHECKING:
     from torch import nn

@@ -5,12 +5,37 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from minitx.config.checks import Config, ConfigError, Count, Finite, Natural, Positive, Share, needs, require
+from minitx.config.schema import Bound, Config, ConfigError, Count, Finite, Natural, Positive, Share, needs, read, require
 from minitx.config.training import evaluate_factor
 
 SCALE_WORDS = ("inv_sqrt", "unscaled", "inv", "learned", "log_length")
+
+
+def _is_scale(scale: object) -> bool:
+    if isinstance(scale, str) and scale not in SCALE_WORDS:
+        try:
+            evaluate_factor(scale, head_dim=2**20)
+        except (ConfigError, OverflowError):
+            return False
+        return True
+    return scale in SCALE_WORDS or (isinstance(scale, float) and math.isfinite(scale))
+
+
+Scale = Annotated[
+    str | float,
+    Bound(
+        f"be one of {', '.join(SCALE_WORDS)}, head_dim^p, or a finite number; 'unscaled' is no scaling, 'inv_sqrt' is 1/sqrt(head_dim)",
+        _is_scale,
+    ),
+]
+"""A word of ``SCALE_WORDS``, ``head_dim^p`` or a finite number."""
+
+
+def check_scale(scale: object) -> None:
+    """Raise a ConfigError unless ``scale`` is a ``Scale``."""
+    read(Scale, scale, "scale")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +168,7 @@ class TransformerConfig(Config):
     window: Count | tuple[Count | None, ...] | None = None
     num_features: Count | None = None
     num_slots: Count | None = None
-    scale: str | float = "inv_sqrt"
+    scale: Scale = "inv_sqrt"
     scale_factor: Finite = 1.0
     backend: str = "auto"
     qk_norm: Literal["rms", "layer", "l2"] | None = None
@@ -191,7 +216,6 @@ class TransformerConfig(Config):
     patch_size: Count = 2
 
     def check(self) -> None:
-        check_scale(self.scale)
         self._check_heads()
         self._check_attention()
         self._check_architecture()
@@ -298,17 +322,3 @@ def of_layer(value: Any, layer: int) -> Any:
     ([4, None, 4], 4)
     """
     return value[layer % len(value)] if isinstance(value, tuple) else value
-
-
-def check_scale(scale: object) -> None:
-    """Raise an error unless the scale is a word of ``SCALE_WORDS``, ``head_dim^p`` or a finite number."""
-    if isinstance(scale, str) and scale.startswith("head_dim"):
-        try:
-            evaluate_factor(scale, head_dim=2**20, key="scale")
-        except OverflowError:
-            raise ConfigError(f"scale={scale} is larger than any number") from None
-        return
-    is_number = isinstance(scale, int | float) and not isinstance(scale, bool) and math.isfinite(scale)
-    if not is_number and scale not in SCALE_WORDS:
-        hint = "; use 'unscaled' for no scaling or 'inv_sqrt' for 1/sqrt(head_dim)" if scale in (None, "none", "null") else ""
-        raise ConfigError(f"scale={scale} is not allowed: one of {', '.join(SCALE_WORDS)}, head_dim^p, or a number{hint}")

@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from minitx.config.checks import Config, require
-from minitx.config.data import DataConfig, TextDataConfig
 from minitx.config.model import TransformerConfig
+from minitx.config.schema import Config, Part, is_part, require
 from minitx.config.training import (
     CallbacksConfig,
     EvaluationConfig,
     ObjectiveConfig,
     OptimizerConfig,
-    Part,
     ScheduleConfig,
     TrainerConfig,
     check_parts,
@@ -51,15 +49,16 @@ class InitFrom(Config):
 class RunConfig(Config):
     """One training run.
 
-    Each of ``model``, ``data``, ``objective``, ``optimizer`` and ``schedule`` is one of ours, or a part of the user's own: a
-    mapping with ``_target_``. ``output_dir`` is relative to the current folder.
+    ``data`` is a node: ``_target_`` names a function that returns a ``Task`` or a ``LightningDataModule``, and the other keys
+    are its arguments. ``batch_size`` and ``num_workers`` belong to every data set. Each of ``model``, ``objective``,
+    ``optimizer`` and ``schedule`` is one of ours, or a node, too. ``output_dir`` is relative to the current folder.
 
     Attributes:
         experiment: a name for the run's folder: runs/<experiment>/<date_time>/.
         tags: words about the run, for config.yaml and Weights & Biases.
         optimized_metric: the metric of result.json that a sweep optimizes.
         model: the model.
-        data: the data set.
+        data: the data set; batch_size and num_workers are keys of every one.
         objective: the loss.
         optimizer: the optimizer.
         schedule: the learning-rate schedule.
@@ -82,7 +81,7 @@ class RunConfig(Config):
     tags: tuple[str, ...] = ()
     optimized_metric: str = "val_loss"
     model: TransformerConfig | Part = TransformerConfig()
-    data: DataConfig | Part = TextDataConfig()
+    data: Part = field(default_factory=lambda: {"_target_": "minitx.data.kjv", "batch_size": 12})
     objective: ObjectiveConfig | Part = ObjectiveConfig()
     optimizer: OptimizerConfig | Part = OptimizerConfig()
     schedule: ScheduleConfig | Part = ScheduleConfig()
@@ -103,6 +102,7 @@ class RunConfig(Config):
         require(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2^32)")
         for name in ("ckpt_path", "output_dir"):
             require(getattr(self, name) != "", f"{name}= must name a {'file' if name == 'ckpt_path' else 'folder'}, or be null")
+        require(is_part(self.data), "data has no _target_, which names a data set: choose an option, data=OPTION")
         check_parts(self.logger, "logger")
         check_parts(self.callbacks.parts, "callbacks", ("progress", "probe", "samples", "wandb"))
         self._check_steps()
@@ -120,15 +120,3 @@ class RunConfig(Config):
             not muon or self.trainer.strategy != "sharded",
             "optimizer.name=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp",
         )
-
-    def check_data(self) -> None:
-        """Check that the rows of ``data`` fit the devices and the model. ``train(data=…)`` uses other rows, and does not call it.
-
-        Raises:
-            ConfigError: the rows of a step cannot be divided, or a row is longer than the table of learned positions.
-        """
-        if isinstance(self.data, Mapping):
-            return
-        self.trainer.check_rows(self.data.batch_size)
-        if isinstance(self.model, TransformerConfig):
-            self.model.check_length(self.data.max_tokens or 0)

@@ -1,22 +1,87 @@
-"""Build config dataclasses from plain data. Errors are one sentence.
+"""Read configs from plain data by type hints: the fields of a dataclass, or the arguments of a function or class.
 
-The sentence contains the full key, the value, and what is allowed. Only the standard library is used.
+Each error is one sentence that begins with the full key and the value. Only the standard library is used.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import inspect
+import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, TypeVar
-
-from minitx.config.checks import PLAIN, ConfigError, check_choice, is_part, nearest, require
-from minitx.config.model import SCALE_WORDS
+from dataclasses import dataclass
+from functools import cache
+from numbers import Integral, Real
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 T = TypeVar("T")
+UNIONS = (typing.Union, types.UnionType)
+PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", tuple: "a list", Mapping: "a mapping"}
+"""Python types in words."""
+
+Part = Mapping[str, Any]
+"""A node of a config: ``_target_`` and arguments for it."""
+
+
+class ConfigError(ValueError):
+    """A config that cannot be used. The message begins with ``key=value``, so that a caller can put a path before it."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ``ConfigError`` with ``message`` unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A condition on a value, in words and as a function. ``Annotated[int, Bound(...)]`` is a hint."""
+
+    wanted: str
+    holds: Callable[[Any], bool]
+
+
+_POSITIVE = Bound("be positive and finite", lambda number: 0 < number < math.inf)
+_NOT_NEGATIVE = Bound("be zero or more, and finite", lambda number: 0 <= number < math.inf)
+
+Count = Annotated[int, _POSITIVE]
+Positive = Annotated[float, _POSITIVE]
+Natural = Annotated[int, _NOT_NEGATIVE]
+NotNegative = Annotated[float, _NOT_NEGATIVE]
+Finite = Annotated[float, Bound("be finite", math.isfinite)]
+Share = Annotated[float, Bound("lie in [0, 1)", lambda number: 0 <= number < 1)]
+Fraction = Annotated[float, Bound("lie in (0, 1)", lambda number: 0 < number < 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The base of configs. It reads its fields by their hints, and then calls ``check``."""
+
+    def __post_init__(self) -> None:
+        hints = hints_of(type(self))  # type: ignore[arg-type]  # a class is hashable
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, read(hints[field.name], getattr(self, field.name), field.name))
+        self.check()
+
+    def check(self) -> None:
+        """Raise a ConfigError for fields that do not fit together."""
+
+
+@cache
+def hints_of(target: Any) -> dict[str, Any]:
+    """Return the hints of the fields of a dataclass, or of the parameters of a function or class. {} if they cannot be resolved."""
+    found: Any = target
+    if isinstance(target, type) and not dataclasses.is_dataclass(target):
+        found = target.__init__  # type: ignore[misc]
+    try:
+        return typing.get_type_hints(found, include_extras=True)
+    except Exception:  # a name that exists only for a type checker
+        return {}
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
@@ -27,122 +92,208 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
             dataclass does not allow. The message begins with the full key.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(cls)
-    rest = [name for name, field in fields.items() if field.metadata.get("rest")]  # takes every further key
-    converted: dict[str, Any] = {name: {} for name in rest}
-    for key, value in values.items():
-        if key in fields:
-            converted[key] = _convert(hints[key], value, f"{path}{key}")
-        elif rest:
-            converted[rest[0]] |= _convert(hints[rest[0]], {key: value}, path.rstrip("."))
-        else:
-            raise ConfigError(f"{path}{key} is not a key{nearest(key, fields, path) or '; allowed here: ' + ', '.join(fields)}")
+    hints = hints_of(cls)  # type: ignore[arg-type]
+    rest = next((name for name, field in fields.items() if field.metadata.get("rest")), None)  # takes every further key
+    more = {key: value for key, value in values.items() if key not in fields}
+    if rest is None:
+        _check_names(more, fields, path)
+    given = {key: read(hints[key], value, f"{path}{key}") for key, value in values.items() if key in fields}
+    if rest is not None:
+        given[rest] = {**given.get(rest, {}), **read(hints[rest], more, path.rstrip("."))}
     for name, field in fields.items():
         if field.default is field.default_factory is dataclasses.MISSING:
             require(name in values, f"{path}{name} is missing")
     try:
-        return cls(**converted)
+        return cls(**given)
     except ConfigError as error:
         raise ConfigError(f"{path}{error}") from None
 
 
-def _convert(hint: Any, value: Any, key: str) -> Any:
-    """``value`` as the type ``hint``, or a ConfigError that names ``key``."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return value
-    if origin in (typing.Union, types.UnionType):
-        return _convert_union(arguments, value, key)
+def read_call(
+    target: Callable[..., Any],
+    values: Mapping[str, Any],
+    path: str = "",
+    given: Collection[str] = (),
+    positional: int = 0,
+    beside: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Read ``values`` as arguments of ``target``, a function or class, by its signature.
+
+    A parameter without a hint takes any value. A value that is a node (``_target_``) is left as it is.
+
+    Args:
+        path: the beginning of keys in messages.
+        given: names of arguments that the caller adds.
+        positional: the number of first arguments that the caller passes by position.
+        beside: keys that stand beside ``values`` and are read by others, for messages.
+
+    Raises:
+        ConfigError: an unknown key (the message suggests a similar one), a value of another type, or a key that is missing.
+    """
+    try:
+        parameters = list(inspect.signature(target).parameters.values())[positional:]
+    except (ValueError, TypeError):  # some written in C have no signature
+        return dict(values)
+    hints, named = (
+        hints_of(target),
+        {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)},
+    )
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+        _check_names(values, named, path, beside)
+    for name, one in named.items():
+        require(one.default is not one.empty or name in values or name in given, f"{path}{name} is missing")
+    return {name: read(hints.get(name, Any), value, f"{path}{name}") for name, value in values.items()}
+
+
+def _check_names(keys: Iterable[str], allowed: Iterable[str], path: str, beside: Sequence[str] = ()) -> None:
+    known = [*allowed, *beside]
+    for key in keys:
+        if key not in allowed:
+            raise ConfigError(f"{path}{key} is not a key{nearest(key, known, path) or '; allowed here: ' + ', '.join(known)}")
+
+
+def read(hint: Any, value: Any, key: str) -> Any:
+    """Return ``value`` as the type ``hint``, or raise a ConfigError that names ``key``. A hint of another kind takes any value."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _read_bounded(parts[0], parts[1], value, key)
+    if origin in UNIONS:
+        return _read_union(parts, value, key)
     if origin is Literal:
-        check_choice(key, value, arguments)
+        check_choice(key, value, parts)
         return value
-    if origin is tuple:
-        return _convert_tuple(arguments, value, key)
-    if dataclasses.is_dataclass(hint) or origin is Mapping:
+    if (is_part(value) and origin is not Mapping) or hint is Any:  # a nested node is built later
+        return value
+    if hint is tuple or origin is tuple:
+        return _read_tuple(parts or (Any, ...), value, key)
+    if origin is Mapping:
         require(isinstance(value, Mapping), f"{key}={_shown(value)} must be a group of keys")
-        if origin is Mapping:
-            return {str(name): _convert(arguments[1], one, f"{key}.{name}") for name, one in value.items()}
+        return {str(name): read(parts[1], entry, f"{key}.{name}") for name, entry in value.items()}
+    if dataclasses.is_dataclass(hint):
+        if isinstance(value, typing.cast(type, hint)):
+            return value
+        require(isinstance(value, Mapping), f"{key}={_shown(value)} must be a group of keys")
         return from_dict(typing.cast(type, hint), value, f"{key}.")
-    return _convert_plain(hint, value, key)
+    return _read_plain(hint, value, key)
+
+
+def _read_bounded(hint: Any, bound: Any, value: Any, key: str) -> Any:
+    if not isinstance(bound, Bound):  # somebody else's annotation
+        return read(hint, value, key)
+    try:
+        value = read(hint, value, key)
+    except ConfigError:
+        if get_origin(hint) not in UNIONS:  # the bound of a union says all that is wanted
+            raise
+    require(bound.holds(value), f"{key}={_shown(value)} must {bound.wanted}")
+    return value
+
+
+def _read_union(parts: Sequence[Any], value: Any, key: str) -> Any:
+    if value is None and types.NoneType in parts:
+        return None
+    nodes = [part for part in parts if get_origin(part) is Mapping]
+    if nodes and is_part(value):
+        return value
+    options = [part for part in parts if part not in (*nodes, types.NoneType)] or nodes
+    if len(options) == 1:
+        return read(options[0], value, key)
+    for option in sorted(options, key=lambda o: o is str):  # a number that fits stays a number
+        with suppress(ConfigError):
+            return read(option, value, key)
+    words = [word for option in options if get_origin(option) is Literal for word in get_args(option)]
+    if len(words) and all(get_origin(option) is Literal or option is bool for option in options):
+        check_choice(key, value, words)
+    raise _wrong(options, value, key)
+
+
+def _read_tuple(parts: tuple[Any, ...], value: Any, key: str) -> tuple[Any, ...]:
+    require(isinstance(value, list | tuple), f"{key}={_shown(value)} must be a list")
+    hints = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
+    require(len(value) == len(hints), f"{key}={_shown(value)} must have {len(hints)} entries")
+    return tuple(read(hint, entry, f"{key}[{i}]") for i, (hint, entry) in enumerate(zip(hints, value, strict=True)))
+
+
+def _read_plain(hint: Any, value: Any, key: str) -> Any:
+    is_bool = isinstance(value, bool)
+    if hint is float and isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
+        return float(value)  # YAML 1.1 reads 1e-3 as a string
+    if hint is float and isinstance(value, Real) and not is_bool:
+        return float(value)
+    if hint is int and (isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())) and not is_bool:
+        return int(value)
+    if hint not in PLAIN or (hint not in (int, float) and isinstance(value, hint)):
+        return value
+    raise _wrong([hint], value, key)
+
+
+def _wrong(options: Iterable[Any], value: Any, key: str) -> ConfigError:
+    bare = [get_args(option)[0] if get_origin(option) is Annotated else option for option in options]
+    kinds = dict.fromkeys(PLAIN.get(get_origin(kind) or kind, "") for kind in bare)
+    wanted = f"must be {' or '.join(filter(None, kinds)) or 'another'}"
+    if value is None:
+        return ConfigError(f"{key}=null is not allowed: it {wanted}")
+    return ConfigError(f"{key}={_shown(value)!s:.60} {wanted}, got {type(value).__name__}")
 
 
 def _shown(value: Any) -> Any:
-    return "null" if value is None else value
+    return "null" if value is None else list(value) if isinstance(value, tuple) else value
 
 
-def _convert_union(arguments: tuple[Any, ...], value: Any, key: str) -> Any:
-    if value is None:
-        require(type(None) in arguments, f"{key}=null is not allowed: {_wanted(arguments, key)}")
-        return None
-    parts = [option for option in arguments if typing.get_origin(option) is Mapping]
-    if parts and is_part(value):
-        return value
-    options = [option for option in arguments if option not in (*parts, type(None))] or parts
-    kinds = [option for option in options if dataclasses.is_dataclass(option)]
-    if len(kinds) > 1:  # told apart by their field `name`
-        require(isinstance(value, Mapping), f"{key}={value} must be a group of keys")
-        names = {n: kind for kind in kinds for n in typing.get_args(typing.get_type_hints(kind)["name"])}
-        name = value.get("name")
-        require(name in names, f"{key}.name={name} is not allowed: one of {', '.join(names)}{nearest(name, names)}")
-        return _convert(names[name], value, key)
-    if len(options) == 1:
-        return _convert(options[0], value, key)
-    for option in sorted(options, key=lambda o: o is str):  # a number that fits stays a number
-        with suppress(ConfigError):
-            return _convert(option, value, key)
-    raise ConfigError(f"{key}={value} must be {_wanted(options, key)}, got {type(value).__name__}")
+def check_choice(key: str, value: Any, allowed: Iterable[Any]) -> None:
+    """Raise a ConfigError unless ``value`` is one of ``allowed``. The message suggests a similar one."""
+    words = ", ".join(map(str, allowed))
+    require(value in allowed, f"{key}={value} is not allowed: one of {words}{nearest(value, allowed)}")
 
 
-def _wanted(options: Sequence[Any], key: str) -> str:
-    if key.endswith(".scale"):
-        return f"one of {', '.join(SCALE_WORDS)}, head_dim^p, or a number; 'unscaled' is no scaling, 'inv_sqrt' is 1/sqrt(head_dim)"
-    return " or ".join(
-        PLAIN.get(typing.get_origin(option) or option, str(option)) for option in options if option is not type(None)
-    )
+def needs(config: Any, name: str, other: str, *values: str, verb: str = "needs") -> None:
+    """Raise a ConfigError if the field ``name`` is not at its default although the field ``other`` is none of ``values``."""
+    value, found = getattr(config, name), getattr(config, other)
+    is_default = value == type(config).__dataclass_fields__[name].default
+    require(is_default or found in values, f"{name}={value} {verb} {other}={' or '.join(values)}, got {other}={found}")
 
 
-def _convert_tuple(arguments: tuple[Any, ...], value: Any, key: str) -> Any:
-    require(isinstance(value, list | tuple), f"{key}={_shown(value)} must be a list")
-    if len(arguments) == 2 and arguments[1] is Ellipsis:
-        return tuple(_convert(arguments[0], v, f"{key}[{i}]") for i, v in enumerate(value))
-    require(len(value) == len(arguments), f"{key}={value} must have {len(arguments)} entries")
-    return tuple(_convert(a, v, f"{key}[{i}]") for i, (a, v) in enumerate(zip(arguments, value, strict=True)))
+def nearest(value: Any, allowed: Iterable[Any], path: str = "") -> str:
+    """Return `` (did you mean …?)`` if one of ``allowed`` is similar to ``value``, else an empty text. ``path`` is put before the name."""
+    near = difflib.get_close_matches(str(value), [str(one) for one in allowed], n=1)
+    return f" (did you mean {path}{near[0]}?)" if near else ""
 
 
-def _convert_plain(hint: Any, value: Any, key: str) -> Any:
-    is_bool = isinstance(value, bool)
-    if hint is float and isinstance(value, int | float) and not is_bool:
-        return float(value)
-    if hint is float and isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
-        return float(value)  # YAML 1.1 reads 1e-3 as a string
-    if hint is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, hint) and not (is_bool and hint is not bool):
-        return value
-    require(value is not None, f"{key}=null is not allowed: it must be {_wanted([hint], key)}")
-    raise ConfigError(f"{key}={value} must be {_wanted([hint], key)}, got {type(value).__name__}")
+def first_line(error: BaseException) -> str:
+    """Return the message of an error in one line."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return " ".join(line.strip() for line in lines[:2])[:200]  # torch names the tensors in the second line
 
 
-def unknown_key(cls: type, key: str, known: Iterable[str] = ()) -> str:
-    """Return the error message for a dotted ``key`` that the config does not have.
+def is_part(value: Any) -> bool:
+    """Return whether a value is a node: a mapping with ``_target_``."""
+    return isinstance(value, Mapping) and "_target_" in value
 
-    Args:
-        known: the keys beside it, if the class does not decide them (those of ``data`` depend on the data set).
 
-    >>> from minitx.config import RunConfig
-    >>> unknown_key(RunConfig, "trainer.max_step")
-    'trainer.max_step is not a key (did you mean trainer.max_steps?)'
-    """
-    values: Any = None
-    for name in reversed(key.split(".")):
-        values = {name: values}
-    try:
-        from_dict(cls, values)
-    except ConfigError as error:
-        named = str(error).partition(" ")[0]
-        if f"{key}.".startswith(f"{named}."):
-            return str(error)
-    group, _, last = key.rpartition(".")
-    advice = f"; where {group} is null, give {group}={{{last}: VALUE}}" if "." in group else nearest(last, known, f"{group}.")
-    allowed = f"; allowed here: {', '.join(known)}" if known else "; --help shows the keys"
-    return f"{key} is not a key of this choice of options{advice or allowed}"
+def to_dict(config: Any) -> Any:
+    """Return a config as plain data (dicts, lists, strings, numbers), as in YAML files and checkpoints."""
+    if dataclasses.is_dataclass(config):
+        found: dict[str, Any] = {}
+        for field in dataclasses.fields(config):
+            value = to_dict(getattr(config, field.name))
+            found |= value if field.metadata.get("rest") else {field.name: value}
+        return found
+    if isinstance(config, Mapping):
+        return {str(name): to_dict(value) for name, value in config.items()}
+    return [to_dict(value) for value in config] if isinstance(config, list | tuple) else config
+
+
+def defaults(target: Any) -> dict[str, Any]:
+    """Return the defaults of a dataclass, or of the parameters of a function, as plain data. A key that must be given is ``???``."""
+    found: dict[str, Any] = {}
+    if dataclasses.is_dataclass(target):
+        for field in dataclasses.fields(target):
+            if field.default_factory is not dataclasses.MISSING:
+                found |= {} if field.metadata.get("rest") else {field.name: to_dict(field.default_factory())}
+            else:
+                found[field.name] = "???" if field.default is dataclasses.MISSING else to_dict(field.default)
+        return found
+    for name, one in inspect.signature(target).parameters.items():
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
+            found[name] = "???" if one.default is one.empty else to_dict(one.default)
+    return found

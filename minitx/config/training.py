@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from minitx.config.checks import (
+from minitx.config.schema import (
     Config,
     ConfigError,
     Count,
     Finite,
     Natural,
     NotNegative,
+    Part,
     Positive,
     Share,
     is_part,
@@ -21,8 +22,8 @@ from minitx.config.checks import (
     require,
 )
 
-Part = Mapping[str, Any]
-"""A part of the user's own: a node with ``_target_`` and its arguments."""
+IGNORED = -100
+"""The label of positions that do not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,5 +360,6 @@ class CallbacksConfig(Config):
 def check_parts(group: Mapping[str, Any], path: str, known: tuple[str, ...] = ()) -> None:
     """Raise a ConfigError for a callback or logger that is not ``{_target_: …}``. null switches one off."""
     for name, node in group.items():
-        near = nearest(name, known, f"{path}.")
+        option = f"choose its option, as in '{path}=[{'default' if known else 'csv'},{name}]', or give {path}.{name}._target_"
+        near = nearest(name, known, f"{path}.") or f": {option}"
         require(node is None or is_part(node), f"{path}.{name} has no _target_, which names a class{near}")

@@ -1,4 +1,29 @@
-"""Data: texts, pairs, classes, images and synthetic tasks as addressed batches, tokenizers, and the Lightning data module.
+"""Data sets. Each is a function that returns a ``Task``: its arguments are the keys of ``data`` in a config.
 
-Start with ``minitx.data.module.build_data``. Importing this package imports nothing else.
+``minitx.data.datamodule`` makes batches of a ``Task`` for Lightning.
 """
+
+from minitx.data.classification import classify, digits, images
+from minitx.data.conversations import chat
+from minitx.data.corpus import kjv, masked, text
+from minitx.data.documents import hf
+from minitx.data.recall import induction, kv_lookup, multi_query_recall
+from minitx.data.task import Task
+from minitx.data.translation import dates, pairs
+
+__all__ = [
+    "Task",
+    "chat",
+    "classify",
+    "dates",
+    "digits",
+    "hf",
+    "images",
+    "induction",
+    "kjv",
+    "kv_lookup",
+    "masked",
+    "multi_query_recall",
+    "pairs",
+    "text",
+]

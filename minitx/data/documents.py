@@ -1,4 +1,7 @@
-"""Language modelling on separate documents: packed into rows, or one per row. There is no attention between documents."""
+"""Language modelling on separate documents: packed into rows, or one per row, without attention between documents.
+
+The documents are prepared before training, or read by ``datasets`` during training (``streaming``).
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,28 @@ import hashlib
 import heapq
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 
-from minitx.config import IGNORED, ChatDataConfig, ConfigError, HubDataConfig
-from minitx.config.data_bases import TokenizedDataConfig
-from minitx.data.tables import as_texts, column_names, column_of, divided, load_tables
-from minitx.data.task import Ragged, Task, hold_out, name_of, tokenizer_of
+from minitx.config import IGNORED, ConfigError
+from minitx.config.schema import Count, Fraction
+from minitx.data.batches import Address, Source
+from minitx.data.corpus import FORMAT, TEXTS_AT_ONCE, bits_per, cache_file, cached, write_ids
+from minitx.data.tables import Where, as_texts, column_names, column_of, divided, load_tables
+from minitx.data.task import Batch, Ragged, Task, VocabSize, generator, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint
-from minitx.data.tokens import FORMAT, TEXTS_AT_ONCE, bits_per, cached, write_ids
 
 log = logging.getLogger(__name__)
+DOCUMENTS_AT_ONCE = 64
+DOCUMENTS_TO_LEARN_FROM = 10_000
+START = "[0, null, 0]"
+"""A position as JSON: the epoch, the state of the table before some documents (null: before all), the tokens used of these."""
 
 
 class DocumentRows:
@@ -45,7 +56,7 @@ class DocumentRows:
         lengths = np.minimum(context_len, np.repeat(inputs, pieces) - nth * context_len)
         self.pieces = Ragged(documents.values, starts, lengths + 1)  # one more: the target of the last position
         self.counted = None if counted is None else Ragged(counted, starts + 1, lengths)
-        self.packing = packing
+        self.packing, self.context_len = packing, context_len
         members = pack(lengths, context_len) if packing else [[piece] for piece in range(len(lengths))]
         self.rows = Ragged.of([np.array(row) for row in members])
         self.lengths = np.array([lengths[row].sum() for row in members])
@@ -87,76 +98,125 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return rows
 
 
-def load_documents(config: HubDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
-    """Return the task of language modelling on the documents of ``config``.
+def hf(
+    *,
+    path: str,
+    val_path: str | None = None,
+    subset: str | None = None,
+    split: str = "train",
+    val_split: str | None = None,
+    val_fraction: Fraction = 0.1,
+    text_column: str | None = None,
+    tokenizer: str | Tokenizer = "bpe",
+    bpe_vocab_size: VocabSize = 4096,
+    context_len: Count = 256,
+    packing: bool = True,
+    bucket: bool = True,
+    streaming: bool = False,
+    val_rows: Count = 1000,
+    cache_dir: str | None = None,
+) -> Task:
+    """Language modelling on documents: a row of a table is a document. A row of a batch can contain several documents.
+
+    Args:
+        path, val_path, subset, split, val_split: see ``Where``.
+        val_fraction: the part of the documents that is held out for validation.
+        text_column: the column of documents; ``null``: ``text``, or the only column.
+        tokenizer, bpe_vocab_size: see ``tokenizer_of``.
+        context_len: longest row, in tokens. A longer document continues in another row.
+        packing: put several documents into a row, without attention between them; ``false``: one document per row.
+        bucket: put rows of similar length into the same batch.
+        streaming: read the training documents during training instead of preparing them first. Every row is full. Checkpoints
+            store the position in the stream, so a run must resume with the same number of processes and workers. Without
+            packing, the documents of a row see each other.
+        val_rows: with streaming: number of validation documents, from ``val_path`` or ``val_split``, else the first ones of
+            ``split``.
+        cache_dir: the folder for caches; ``null``: ``data/`` in a checkout, else the user's cache folder.
 
     Raises:
-        ConfigError: the data cannot be read, the column does not exist, or there are too few documents.
+        ConfigError: the data cannot be read, the column does not exist, there are too few documents, or the tokenizer has no
+            end mark.
     """
-    tables, column = document_tables(config)
-    parts, made_by, record = _tokenised(config, folder, tokenizer, tables, column)
-    train, val = (DocumentRows(part, context_len=config.context_len, packing=config.packing) for part in parts)
-    return task_of(config, train, val, made_by, bits_per(int(val.lengths.sum()), record["splits"]["val"]))
-
-
-def document_tables(config: HubDataConfig) -> tuple[list[Any], str]:
-    """Return the table or tables of ``config``, and the column of documents."""
-    texts = [] if config.text_column is None else [config.text_column]
-    tables = load_tables(config, texts=texts, streaming=config.streaming)
-    names = column_names(tables[0])
-    return tables, column_of(tables[0], config.text_column or (names[0] if len(names) == 1 else "text"), "text_column")
+    texts = [] if text_column is None else [text_column]
+    tables = load_tables(Where(path, val_path, subset, split, val_split), texts=texts, streaming=streaming)
+    names, name = column_names(tables[0]), f"data.path={path}"
+    column = column_of(tables[0], text_column or (names[0] if len(names) == 1 else "text"), "text_column")
+    options: dict[str, Any] = {"context_len": context_len, "packing": packing}
+    if streaming:
+        stream, documents, counted = _stream(tables, column, tokenizer, bpe_vocab_size, val_rows, name, options)
+        val = DocumentRows(documents, **options)
+        return task_of(name, stream, val, stream.tokenizer, bits_per(int(val.lengths.sum()), counted))
+    parts, made_by, record = _tokenised(
+        tables, column, [split, val_split], val_fraction, tokenizer, bpe_vocab_size, cache_dir, name
+    )
+    train, val = (DocumentRows(part, **options) for part in parts)
+    counted = record["splits"]["val"]
+    return task_of(name, train, val, made_by, bits_per(int(val.lengths.sum()), counted), bucket=bucket)
 
 
 def task_of(
-    config: HubDataConfig | ChatDataConfig, train: Any, val: DocumentRows, tokenizer: Tokenizer, bits: dict[str, float]
+    name: str,
+    train: Any,
+    val: DocumentRows,
+    tokenizer: Tokenizer,
+    bits: dict[str, float] | None = None,
+    *,
+    bucket: bool = False,
 ) -> Task:
     """Return the task of language modelling on rows of documents. ``bits`` is ``Task.bits_per``."""
     return Task(
-        name=name_of(config),
+        name=name,
         kind="language_model",
         train=train,
         val=val,
+        longest=val.context_len,
         pad={"document_ids": -1},
-        bucket=config.bucket and isinstance(train, DocumentRows),
+        bucket=bucket,
         tokenizer=tokenizer,
         model_fields={"vocab_size": tokenizer.vocab_size},
-        bits_per=bits,
+        bits_per=bits or {},
     )
 
 
 def _tokenised(
-    config: HubDataConfig, folder: Path, given: Tokenizer | None, tables: list[Any], column: str
+    tables: list[Any],
+    column: str,
+    splits: list[str | None],
+    val_fraction: float,
+    wanted: str | Tokenizer,
+    bpe_vocab_size: int,
+    cache_dir: str | None,
+    name: str,
 ) -> tuple[list[Ragged], Tokenizer, dict]:
     """The documents of both splits with marks around them, the tokenizer and the record, from the cache or made anew."""
-    given = given or find_tokenizer(config.tokenizer)
-    word = fingerprint(given) if given else [config.tokenizer, config.bpe_vocab_size]
+    given = find_tokenizer(wanted)
+    word = fingerprint(given) if given else [wanted, bpe_vocab_size]
     # a table that datasets keeps in memory has no files, but a fingerprint
     files = [(len(table), [file["filename"] for file in table.cache_files] or table._fingerprint) for table in tables]
-    key = json.dumps([FORMAT, files, config.split, config.val_split, column, word, config.val_fraction])  # files change names
-    path = folder / f"hf-{hashlib.sha256(key.encode()).hexdigest()[:16]}.bin"
+    key = json.dumps([FORMAT, files, *splits, column, word, val_fraction])  # files change names
+    path = cache_file(cache_dir, f"hf-{hashlib.sha256(key.encode()).hexdigest()[:16]}.bin")
 
     def build() -> dict[str, Any]:
-        train, val = divided(tables, lambda table: hold_out(range(len(table)), config.val_fraction))
-        tokenizer = tokenizer_of(config, given, _documents(train, column), learned_marks(config))
-        splits, lengths = {"train": _documents(train, column), "val": _documents(val, column)}, list[int]()
+        train, val = divided(tables, lambda table: hold_out(range(len(table)), val_fraction))
+        tokenizer = tokenizer_of(given or wanted, bpe_vocab_size, _documents(train, column), learned_marks(wanted))
+        both, lengths = {"train": _documents(train, column), "val": _documents(val, column)}, list[int]()
 
         def encode(texts: Sequence[str]) -> list[np.ndarray]:
             found = with_marks(tokenizer, texts)
             lengths.extend(map(len, found))
             return found
 
-        return {**write_ids(path, tokenizer, splits, encode), "lengths": lengths}
+        return {**write_ids(path, tokenizer, both, encode), "lengths": lengths}
 
-    *parts, tokenizer, record = cached(path, str(config.path), build)
+    *parts, tokenizer, record = cached(path, name.removeprefix("data.path="), build)
     lengths = np.array(record["lengths"], np.int64)
     if blank := sum(map(len, tables)) - len(lengths):
-        log.info("left out %d of %d rows of data.path=%s: without text", blank, blank + len(lengths), config.path)
+        log.info("left out %d of %d rows of %s: without text", blank, blank + len(lengths), name)
     first_of_val = int(np.searchsorted(np.cumsum(lengths), len(parts[0]), side="right"))
-    both = zip(("train", "val"), parts, np.split(lengths, [first_of_val]), strict=True)
     documents = []
-    for split, tokens, own in both:
+    for which, tokens, own in zip(("train", "val"), parts, np.split(lengths, [first_of_val]), strict=True):
         if not len(own):
-            raise ConfigError(f"data.path={config.path} has no document for the {split} split: all of them are blank")
+            raise ConfigError(f"{name} has no document for the {which} split: all of them are blank")
         documents.append(Ragged(tokens, np.cumsum(own) - own, own))
     return documents, tokenizer, record
 
@@ -172,9 +232,9 @@ def not_blank(values: Iterable[Any], column: str) -> Iterator[str]:
     return (text for text in as_texts(values, f"data.text_column={column}") if text.strip())
 
 
-def learned_marks(config: TokenizedDataConfig) -> tuple[str, ...]:
+def learned_marks(tokenizer: str | Tokenizer) -> tuple[str, ...]:
     """Return the marks for training a tokenizer for documents. Byte-level BPE has its own end mark."""
-    return ("eos",) if config.tokenizer == "char" else ()
+    return ("eos",) if tokenizer == "char" else ()
 
 
 def document_marks(tokenizer: Tokenizer) -> tuple[int, int]:
@@ -193,3 +253,169 @@ def with_marks(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
     """Yield the ids of documents with the marks around them."""
     before, behind = document_marks(tokenizer)
     return [np.concatenate([[before], ids, [behind]]) for ids in tokenizer.encode_batch(texts)]
+
+
+# --- a stream, read during training
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentStream:
+    """The training documents of a streamed table.
+
+    Attributes:
+        table: a ``datasets.IterableDataset``.
+        column: the column of documents.
+        tokenizer: the tokenizer.
+        context_len: L, tokens in a row.
+        packing: the documents of a row do not see each other.
+        name: the name of the data in messages.
+    """
+
+    table: Any
+    column: str
+    tokenizer: Tokenizer
+    context_len: int
+    packing: bool
+    name: str
+
+    def rows(self, position: str, seed: int, part: int, parts: int) -> Iterator[tuple[np.ndarray, str]]:
+        """Yield full rows of one of ``parts`` equal parts of the documents, each with the position after the row.
+
+        A row is (3, L) int64: input ids, labels, and the number of the document in the row.
+        """
+        epoch, state, used = json.loads(position)
+        row, filled = np.empty((3, self.context_len), np.int64), 0
+        for *place, tokens in self._tokens(epoch, state, seed, part, parts):
+            while used < tokens.shape[1]:
+                taken = tokens[:, used : used + self.context_len - filled]
+                row[:, filled : filled + taken.shape[1]] = taken
+                filled, used = filled + taken.shape[1], used + taken.shape[1]
+                if filled == self.context_len:
+                    row[2] -= row[2, 0]
+                    yield row, json.dumps([*place, used])
+                    row, filled = np.empty_like(row), 0
+            used = 0
+
+    def _tokens(self, epoch: int, state: Any, seed: int, part: int, parts: int) -> Iterator[tuple[int, Any, np.ndarray]]:
+        """The epoch, the state of the table before some documents, and (3, n) their ids, labels and numbers."""
+        from datasets.distributed import split_dataset_by_node
+
+        count = blank = 0
+        while True:
+            by = "shards" if self.table.num_shards >= parts else "examples"
+            table, found = split_dataset_by_node(self.table, part, parts, strategy=by), state is not None
+            # the number of an epoch is the seed of the order of shards in ``datasets``, and 0 does not shuffle
+            table.set_epoch(state["epoch"] if state else 1 + int(generator(seed, "epoch", epoch).integers(1 << 31)))
+            if state:
+                table.load_state_dict(state)
+            for rows in table.iter(batch_size=DOCUMENTS_AT_ONCE):
+                texts = list(not_blank(rows[self.column], self.column))
+                if not blank and len(texts) < len(rows[self.column]):
+                    log.info("%s: rows without text are left out", self.name)
+                blank += len(rows[self.column]) - len(texts)
+                ids = with_marks(self.tokenizer, texts)
+                if ids:
+                    numbers = np.repeat(np.arange(count, count + len(ids)), [len(own) - 1 for own in ids])
+                    sides = np.concatenate([own[:-1] for own in ids]), np.concatenate([own[1:] for own in ids])
+                    yield epoch, state, np.stack([*sides, numbers])
+                count, found, state = count + len(ids), found or bool(ids), table.state_dict()
+            if not found:
+                raise ConfigError(f"{self.name} has no documents to train on for part {part} of {parts}")
+            epoch, state = epoch + 1, None
+
+
+class StreamSource(Source):
+    """Training batches from a stream, in the order of their addresses.
+
+    Every process that trains has ``max(1, num_workers)`` parts of the documents, and its micro-batches come from them in turn. A
+    batch has its ``position``: the part, and the position after the batch, which ``AddressedLoader`` takes out and keeps. The
+    batches depend only on (seed, world, num_workers).
+
+    Args:
+        stream: the documents.
+        seed: the seed of the order of shards.
+        num_workers: processes that load batches.
+        batch_size, accumulate, world: see ``Source``.
+    """
+
+    def __init__(self, stream: DocumentStream, *, seed: int, num_workers: int = 0, **slices: Any) -> None:
+        super().__init__(**slices)
+        self.stream, self.seed, self.parts = stream, seed, max(1, num_workers)
+        self._first, self._starts = 0, [[START] * self.parts for _ in range(self.world)]  # a step, and the positions before it
+        self._rows: Iterator[tuple[np.ndarray, str]] = iter(())
+        self._next = -1  # the micro-batch that ``_rows`` goes on with
+
+    def __getitem__(self, address: Address) -> Batch:
+        micro = address.step * self.accumulate + address.micro
+        part = micro % self.parts
+        if micro != self._next:
+            if not 0 <= micro - self._first * self.accumulate < self.parts:
+                raise ConfigError(f"{self.stream.name}: the checkpoint has no position in the stream for step {address.step}")
+            start, every = self._starts[address.rank][part], self.world * self.parts
+            self._rows = self.stream.rows(start, self.seed, address.rank * self.parts + part, every)
+        self._next, self._part = micro + self.parts, part
+        return super().__getitem__(address)
+
+    def batch(self, step: int, rows: range) -> Batch:
+        """Return the next ``len(rows)`` rows. All of their labels count."""
+        drawn = list(islice(self._rows, len(rows)))
+        input_ids, labels, document_ids = torch.from_numpy(np.stack([row for row, _ in drawn], axis=1))
+        batch: Any = {"input_ids": input_ids, "labels": labels, "position": (self._part, drawn[-1][1])}
+        batch["num_targets"] = torch.tensor(self.batch_size * labels.shape[1])
+        return batch | ({"document_ids": document_ids} if self.stream.packing else {})
+
+    def state_dict(self, rank: int, positions: Mapping[int, str]) -> dict[str, Any]:
+        """Return ``{"stream": the positions of every process}``. Every process must call it with its own new ``positions``."""
+        own = {rank: [positions.get(part, start) for part, start in enumerate(self._starts[rank])]}
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            of_all: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(of_all, own)
+            own = {rank: of_rank for one in of_all for rank, of_rank in one.items()}
+        return {"stream": [own[rank] for rank in sorted(own)]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with step ``state["step"]``.
+
+        Raises:
+            ConfigError: the state was saved with another number of processes or of workers.
+        """
+        starts = [list(of_rank) for of_rank in state.get("stream", ())]
+        if list(map(len, starts)) != [self.parts] * self.world:
+            said = f"{self.stream.name}: data.streaming=true resumes with the same number of processes and the same data.num_workers"
+            raise ConfigError(f"{said}: {list(map(len, starts))} before, {[self.parts] * self.world} now, by process")
+        self._first, self._starts, self._next = int(state["step"]), starts, -1
+
+
+def _stream(
+    tables: list[Any],
+    column: str,
+    wanted: str | Tokenizer,
+    bpe_vocab_size: int,
+    val_rows: int,
+    name: str,
+    options: Mapping[str, Any],
+) -> tuple[DocumentStream, Ragged, dict[str, int]]:
+    """The training documents of a streamed table, those of validation in memory, and how many characters and bytes these have."""
+    from datasets import Features, Value, concatenate_datasets
+
+    (table, *own_val), known = tables, find_tokenizer(wanted)
+    shards = [table.shard(num_shards=table.num_shards, index=index) for index in range(table.num_shards)]
+    rows = ((index, row[column]) for index, shard in enumerate(shards) for row in shard)
+    texts = list(islice(not_blank((row[column] for row in own_val[0]), column), val_rows)) if own_val else list[str]()
+    if not own_val:
+        held_out = Counter[int]()
+        for index, text in rows:  # what is left of them trains
+            held_out[index] += 1
+            texts += not_blank([text], column)
+            if len(texts) == val_rows:
+                break
+        # a skip of the whole table would fix the order of its shards; without features, each shard would be opened here
+        table, count = table.select_columns([column]).cast(Features({column: Value("string")})), table.num_shards
+        table = concatenate_datasets([table.shard(num_shards=count, index=i).skip(held_out[i]) for i in range(count)])
+    first = list(islice(not_blank((text for _, text in rows), column), 1 if known else DOCUMENTS_TO_LEARN_FROM))
+    if not first or not texts:
+        raise ConfigError(f"{name} has too few documents: data.val_rows={val_rows} of them validate, and others train")
+    tokenizer = tokenizer_of(known or wanted, bpe_vocab_size, first, learned_marks(wanted))
+    stream = DocumentStream(table=table, column=column, tokenizer=tokenizer, name=name, **options)
+    counted = {"characters": sum(map(len, texts)), "bytes": sum(len(text.encode()) for text in texts)}
+    return stream, Ragged.of(with_marks(tokenizer, texts)), counted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -11,25 +12,47 @@ from typing import Any
 import numpy as np
 
 from minitx.config import ConfigError
-from minitx.config.checks import first_line
-from minitx.config.data_bases import TableDataConfig
+from minitx.config.schema import first_line
 
 KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 Rows = tuple[np.ndarray, np.ndarray]
 """The rows of training and of validation."""
 
 
-def load_splits(config: TableDataConfig, divide: Callable[[Any], Rows], **options: Any) -> tuple[Any, Any]:
+@dataclass(frozen=True)
+class Where:
+    """Where the rows of training and of validation are.
+
+    Attributes:
+        path: a file (.txt, .csv, .tsv, .json, .jsonl, .parquet), several of them (``data/*.jsonl``), a folder, or a name on the
+            Hugging Face hub. Each line of a text file is a row with the column ``text``.
+        val_path: the table of validation rows; ``null``: see ``val_split``.
+        subset: the name of one of several data sets at ``path`` on the hub.
+        split: the training split. A local file has one split, ``train``. Slices such as ``train[:10%]`` are allowed.
+        val_split: the validation split; ``null``: ``val_fraction`` of the rows is held out, unless ``val_path`` is given.
+    """
+
+    path: str
+    val_path: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    val_split: str | None = None
+
+
+def load_splits(where: Where, divide: Callable[[Any], Rows], **options: Any) -> tuple[Any, Any]:
     """Return the rows of training and of validation. See ``load_tables`` and ``divided``."""
-    return divided(load_tables(config, **options), divide)
+    return divided(load_tables(where, **options), divide)
 
 
-def load_tables(config: TableDataConfig, **options: Any) -> list[Any]:
-    """Return the training table of ``config`` and, if the config names one, that of validation. See ``load_table``."""
-    if config.val_path is None and config.val_split is None:
-        return [load_table(config, **options)]
-    key = "path" if config.val_path is None else "val_path"
-    return [load_table(config, **options), load_table(config, key, "val_split", **options)]
+def load_tables(where: Where, **options: Any) -> list[Any]:
+    """Return the table of training and, if there is one, that of validation. See ``load_table``."""
+    train = load_table(where.path, subset=where.subset, split=where.split, **options)
+    if where.val_path is None and where.val_split is None:
+        return [train]
+    options |= {"subset": where.subset, "split": where.val_split or "train", "split_key": "val_split"}
+    if where.val_path is None:
+        return [train, load_table(where.path, **options)]
+    return [train, load_table(where.val_path, "val_path", **options)]
 
 
 def divided(tables: list[Any], divide: Callable[[Any], Rows]) -> tuple[Any, Any]:
@@ -41,14 +64,20 @@ def divided(tables: list[Any], divide: Callable[[Any], Rows]) -> tuple[Any, Any]
 
 
 def load_table(
-    config: TableDataConfig, key: str = "path", split_key: str = "split", *, streaming: bool = False, **reader: Any
+    path: str,
+    key: str = "path",
+    *,
+    subset: str | None = None,
+    split: str = "train",
+    split_key: str = "split",
+    streaming: bool = False,
+    **reader: Any,
 ) -> Any:
     """Load a split as ``datasets.Dataset``, or with ``streaming`` as ``IterableDataset``.
 
     Args:
-        config: the config with the path of the table.
-        key: the key of the path in ``config``.
-        split_key: the key of the split in ``config``.
+        path, subset, split: see ``Where``.
+        key, split_key: the keys of path and split, for messages.
         streaming: read rows only when they are needed.
         reader: how to read files. ``texts``: columns of csv and tsv files to read as text, even if they look like numbers.
             ``header`` (default true): whether csv and tsv files begin with the names of columns. Otherwise columns are numbered
@@ -57,13 +86,12 @@ def load_table(
     Raises:
         ConfigError: the path or the split does not exist, the hub cannot be reached, or the files cannot be read.
     """
-    path, split = str(getattr(config, key)), getattr(config, split_key) or "train"
     said, local = f"data.{key}={path}", Path(path).expanduser()
     try:
         import datasets
     except ImportError:
         raise ConfigError(f"{said} needs the package datasets: pip install datasets") from None
-    options: dict[str, Any] = {"path": path, "name": config.subset, "split": split, "streaming": streaming}
+    options: dict[str, Any] = {"path": path, "name": subset, "split": split, "streaming": streaming}
     files = sorted(glob(str(local), recursive=True)) if any(sign in path for sign in "*?[") else [str(local)]
     if local.is_dir():
         options["path"] = str(local)

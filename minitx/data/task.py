@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minitx.config import IGNORED, ConfigError
-from minitx.data.addressing import VALIDATION_SEED, Batch, generator
-from minitx.data.tokenizers import Tokenizer, find_tokenizer, train_tokenizer
+from minitx.config.schema import Bound
+from minitx.data.tokenizers import Tokenizer, find_tokenizer, token_texts, train_tokenizer
 
-if TYPE_CHECKING:
-    from minitx.data.tokens import TokenArray
+Batch = dict[str, Tensor]
+VocabSize = Annotated[int, Bound("be at least 257: the bytes and a mark", lambda size: size > 256)]
+
+VALIDATION_SEED = 20240229
+"""The seed of all random draws of validation, so that all runs are validated on the same rows."""
 
 Draw = Callable[[int], np.random.Generator]
 """A function from i to the random generator of row i of a batch."""
@@ -50,6 +54,7 @@ class Task:
         pad: the padding value of each 1-D key. Default: 0, and −100 for ``labels``.
         key_masks: the padded keys that get a bool mask (True = real), and the names of the masks.
         bucket: put rows of similar length into the same batch.
+        longest: the number of tokens of the longest row, which a model with learned positions must reach. ``None``: unknown.
         tokenizer: the tokenizer of the texts.
         model_fields: fields of the model's config that the data decide (``vocab_size``, ``num_labels``, ``pad_id`` ...).
         val_examples: (source text, reference text or label) of the validation rows, in order, if the task has both.
@@ -76,6 +81,7 @@ class Task:
     pad: Mapping[str, float] = field(default_factory=dict)
     key_masks: Mapping[str, str] = field(default_factory=lambda: KEY_MASKS)
     bucket: bool = False
+    longest: int | None = None
     tokenizer: Tokenizer | None = None
     model_fields: Mapping[str, Any] = field(default_factory=dict)
     val_examples: Sequence[tuple[str, str]] = ()
@@ -207,7 +213,7 @@ def padded(rows: Sequence[np.ndarray], fill: float) -> np.ndarray:
 class Ragged:
     """Rows of ids of different lengths in one array: row i is ``values[starts[i] : starts[i] + lengths[i]]``."""
 
-    def __init__(self, values: np.ndarray | TokenArray, starts: np.ndarray, lengths: np.ndarray) -> None:
+    def __init__(self, values: Any, starts: np.ndarray, lengths: np.ndarray) -> None:
         self.values, self.starts, self.lengths = values, starts, lengths
 
     @classmethod
@@ -223,6 +229,20 @@ class Ragged:
     def __getitem__(self, row: int) -> np.ndarray:
         values = self.values if isinstance(self.values, np.ndarray) else self.values.array
         return values[self.starts[row] : self.starts[row] + self.lengths[row]].astype(np.int64)
+
+
+def generator(seed: int, *path: int | str) -> np.random.Generator:
+    """Return a random generator that depends only on ``seed`` and ``path``, not on the platform or the order of calls.
+
+    The SHA-256 of (seed, path) is the key of a Philox counter (Salmon et al. 2011, "Parallel random numbers: as easy as
+    1, 2, 3"), so the streams of neighbouring seeds and steps are independent.
+
+    >>> bool(generator(0, "train", 3).random() == generator(0, "train", 3).random())
+    True
+    """
+    name = repr((int(seed), *(part if isinstance(part, str) else int(part) for part in path)))
+    key = hashlib.sha256(name.encode()).digest()[:16]
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
 
 
 def hold_out(groups: Sequence[Any], fraction: float) -> tuple[np.ndarray, np.ndarray]:
@@ -252,13 +272,37 @@ def hold_out(groups: Sequence[Any], fraction: float) -> tuple[np.ndarray, np.nda
     return np.flatnonzero(~validates), random.permutation(np.flatnonzero(validates))
 
 
-def name_of(config: Any) -> str:
-    """Return the name of the data of a config, for messages."""
-    path = getattr(config, "path", None)
-    return f"data={config.name}" if path is None else f"data.path={path}"
+def tokenizer_of(tokenizer: str | Tokenizer, bpe_vocab_size: int, texts: Iterable[str], marks: Sequence[str]) -> Tokenizer:
+    """Return a tokenizer.
+
+    Args:
+        tokenizer: ``char`` (one id per character) or ``bpe`` (byte-level), both learned from the training split (``bpe`` from 64
+            million characters of a longer text file, spread over it); or a ``tokenizer.json``, a folder that contains one, or a
+            name on the Hugging Face hub. From Python also a ``Tokenizer``.
+        bpe_vocab_size: largest vocabulary of ``tokenizer=bpe``.
+        texts: the texts that ``char`` and ``bpe`` are learned from.
+        marks: the marks of a tokenizer that is learned.
+    """
+    found = find_tokenizer(tokenizer)
+    return found or train_tokenizer(str(tokenizer), texts, vocab_size=bpe_vocab_size, marks=marks)
 
 
-def tokenizer_of(config: Any, given: Tokenizer | None, texts: Iterable[str], marks: Sequence[str]) -> Tokenizer:
-    """Return the tokenizer ``given``, or that of ``data.tokenizer``. ``char`` and ``bpe`` are learned from ``texts``."""
-    given = given or find_tokenizer(config.tokenizer)
-    return given or train_tokenizer(config.tokenizer, texts, vocab_size=config.bpe_vocab_size, marks=marks)
+def key_value_texts(input_ids: Sequence[int], token_type_ids: Sequence[int]) -> list[str]:
+    """Return readable positions: ``key:value``, with values from 1 on as in ``token_type_ids``, or only the key if it has no value.
+
+    >>> key_value_texts([12, 3, 12], [5, 1, 0])
+    ['12:5', '3:1', '12']
+    """
+    return [f"{key}:{value}" if value else str(key) for key, value in zip(input_ids, token_type_ids, strict=True)]
+
+
+def position_texts(task: Task, inputs: Batch) -> dict[str, list[list[str]]]:
+    """Return a text for each position of a batch: its token, or ``KEY:VALUE`` in a recall task. {} if there is neither."""
+    ids = {axis: inputs[axis] for axis in ("input_ids", "decoder_input_ids") if axis in inputs}
+    if task.tokenizer is not None:
+        return {axis: [token_texts(task.tokenizer, row) for row in rows.tolist()] for axis, rows in ids.items()}
+    if not task.recall:
+        return {}
+    types = inputs.get("token_type_ids", torch.zeros_like(ids["input_ids"]))
+    rows = zip(ids["input_ids"].tolist(), types.tolist(), strict=True)
+    return {"input_ids": [key_value_texts(*row) for row in rows]}

@@ -11,14 +11,14 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from minitx.config import ConfigError
-from minitx.config.checks import first_line
+from minitx.config.schema import first_line
 
 if TYPE_CHECKING:
     import tokenizers
@@ -55,15 +55,17 @@ class Tokenizer:
         mark_ids: the ids of the marks that this tokenizer has.
         end_id: the id of ``<|endoftext|>``, or None.
         characters: the characters that a character model knows, sorted; None for other models.
+        chat_template: the chat template beside its file, or None.
     """
 
-    def __init__(self, serialized: str) -> None:
+    def __init__(self, serialized: str, chat_template: str | None = None) -> None:
         import tokenizers
 
         try:
             self._model = tokenizers.Tokenizer.from_str(serialized)
         except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"tokenizers cannot read it: {first_line(error)}") from None
+        self.chat_template = chat_template
         self._model.no_padding()
         self._model.no_truncation()
         self._model.encode_special_tokens = True  # read special tokens in a text as text; the JSON does not store it
@@ -83,8 +85,8 @@ class Tokenizer:
             self._table = np.zeros(max(codepoints, default=0) + 2, dtype=np.uint32)  # the last entry stays unknown
             self._table[codepoints] = np.arange(1, len(codepoints) + 1, dtype=np.uint32)
 
-    def __reduce__(self) -> tuple[type[Tokenizer], tuple[str]]:
-        return type(self), (self._model.to_str(),)  # a plain copy would lose encode_special_tokens
+    def __reduce__(self) -> tuple[type[Tokenizer], tuple[str, str | None]]:
+        return type(self), (self._model.to_str(), self.chat_template)  # a plain copy would lose encode_special_tokens
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of ``text``, shape (number of tokens,), uint32. An unknown character of a character model is 0.
@@ -162,7 +164,8 @@ class Tokenizer:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data from which ``from_dict`` makes an equal tokenizer."""
-        return {"kind": "tokenizers", "json": self._model.to_str()}
+        template = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        return {"kind": "tokenizers", "json": self._model.to_str(), **template}
 
 
 def from_dict(values: Mapping[str, Any]) -> Tokenizer:
@@ -173,12 +176,13 @@ def from_dict(values: Mapping[str, Any]) -> Tokenizer:
     """
     if values.get("kind") != "tokenizers":
         raise ValueError(f"tokenizer kind={values.get('kind')} is not known; tokenizers is wanted")
-    return Tokenizer(values["json"])
+    return Tokenizer(values["json"], values.get("chat_template"))
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
     """Return the SHA-256 of the tokenizer's plain data: equal fingerprints mean equal ids."""
-    return hashlib.sha256(json.dumps(tokenizer.to_dict(), sort_keys=True).encode()).hexdigest()
+    ids = {name: value for name, value in tokenizer.to_dict().items() if name != "chat_template"}
+    return hashlib.sha256(json.dumps(ids, sort_keys=True).encode()).hexdigest()
 
 
 def train_tokenizer(kind: str, chunks: Iterable[str], *, vocab_size: int = 0, marks: Sequence[str] = ()) -> Tokenizer:
@@ -268,7 +272,7 @@ def _characters_of(model: tokenizers.Tokenizer) -> str | None:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a ``tokenizer.json``, given as the file or as the folder that holds it.
+    """Load a ``tokenizer.json``, given as the file or as the folder that holds it, with the chat template beside it.
 
     Raises:
         ConfigError: there is no such file, or ``tokenizers`` cannot read it.
@@ -276,27 +280,40 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
     try:
-        return Tokenizer(file.read_text(encoding="utf-8"))
+        return Tokenizer(file.read_text(encoding="utf-8"), _chat_template(file.parent))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; a tokenizer.json is wanted") from None
     except ValueError as error:
         raise ConfigError(f"{file} is no tokenizer.json: {first_line(error)}") from None
 
 
-def find_tokenizer(name: str) -> Tokenizer | None:
+def _chat_template(folder: Path) -> str | None:
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    try:
+        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def find_tokenizer(name: str | Tokenizer) -> Tokenizer | None:
     """Return the tokenizer that ``data.tokenizer`` names, or None for ``char`` and ``bpe``, which are learnt.
 
     Args:
         name: ``char``, ``bpe``, a ``tokenizer.json``, a folder that holds one, or a name on the Hugging Face hub. A file
-            from the hub stays in its cache (``HF_HOME``), from which it is read where there is no network.
+            from the hub stays in its cache (``HF_HOME``), from which it is read where there is no network. A ``Tokenizer``
+            is returned as it is.
 
     Raises:
         ConfigError: nothing has this name, or its file cannot be read.
     """
-    from huggingface_hub import hf_hub_download
-
+    if isinstance(name, Tokenizer):
+        return name
     if name in ("char", "bpe"):
         return None
+    from huggingface_hub import hf_hub_download
+
     path = Path(name).expanduser()
     try:
         found = path.is_file() or (path / "tokenizer.json").is_file()
@@ -362,3 +379,42 @@ def _bytes_of_letters() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+class TextStream:
+    """Decode ids one at a time. Each call returns the new text, without incomplete characters.
+
+    A token of byte-level BPE may end inside a character. ``decode`` then ends with U+FFFD, and the stream waits for the next
+    token or ``flush``. (``tokenizers.decoders.DecodeStream`` has no ``flush`` and loses the character.)
+
+    Args:
+        decode: a function from ids to text, for example ``Tokenizer.decode``.
+
+    >>> stream = TextStream(lambda ids: bytes(ids).decode("utf-8", "replace"))
+    >>> [stream.push(byte) for byte in "né".encode()], stream.flush()
+    (['n', '', 'é'], '')
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        # decoders differ in what they do at the beginning of a text, so the last whole characters are decoded again
+        self._context: list[int] = []
+        self._open: list[int] = []
+        self._sent = 0
+
+    def push(self, id: int) -> str:
+        """Return the text that ``id`` completes. It may be empty."""
+        self._open.append(id)
+        text = self._decode(self._context + self._open)
+        whole = len(text) - text.endswith(REPLACEMENT)
+        new, self._sent = text[self._sent : whole], max(self._sent, whole)
+        if whole == len(text):
+            self._context, self._open = self._open, []
+            self._sent = len(self._decode(self._context))
+        return new
+
+    def flush(self) -> str:
+        """Return the remaining text, with U+FFFD for an incomplete character. The next ``push`` begins a new text."""
+        rest = self._decode(self._context + self._open)[self._sent :]
+        self._context, self._open, self._sent = [], [], 0
+        return rest

@@ -8,20 +8,19 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
 
+import minitx.data as data_sets
 from minitx.config import ConfigError, Part, RunConfig, TransformerConfig, is_part
-from minitx.config.checks import first_line, nearest
-from minitx.data.addressing import Batch
-from minitx.data.load import load_task
-from minitx.data.task import Task, num_targets
+from minitx.config.schema import Count, Natural, first_line, nearest, read
+from minitx.data.task import Batch, Task, num_targets
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.models import build_model
 from minitx.nn.modes import evaluating
+from minitx.training.nodes import build, check_data, named_by, without_loading
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-# --- parts of the user's own: nodes with ``_target_``. Hydra builds them. A checkpoint may name only trusted ones.
+# --- what a checkpoint may name
 
 OURS = (
     *("minitx.config.TransformerConfig", "minitx.nn.DecoderLM", "minitx.nn.Encoder", "minitx.nn.EncoderDecoder"),
@@ -37,68 +36,14 @@ OURS = (
 )
 """Classes of this package that a checkpoint may name."""
 
-BUILDERS = {"model": ("minitx.interop.hf_from_config",)}
-"""Functions of this package that a checkpoint may name, by the key of their node. They read no files and run no other code."""
+BUILDERS = {
+    "data": frozenset(f"minitx.data.{name}" for name in data_sets.__all__ if name != "Task"),
+    "model": frozenset(["minitx.interop.hf_from_config"]),
+}
+"""Functions of this package that a checkpoint may name, by the key of their node. They run no other code."""
 
 GIVEN = "given to train() from Python"
 """The ``_target_`` in a checkpoint for data and objectives that were objects. Nothing can be built from it."""
-
-
-def factory(node: Part, key: str) -> partial[Any]:
-    """Return the target of ``node`` with its arguments, as a partial function (Hydra's ``instantiate``).
-
-    Nested nodes are built. Lists and mappings are plain Python objects.
-
-    Args:
-        node: ``_target_`` with arguments and options of Hydra. key: the path of the node, for messages.
-
-    Raises:
-        ConfigError: the target does not exist, or a nested one cannot be built.
-    """
-    from hydra.utils import instantiate
-
-    try:
-        return instantiate({"_convert_": "all", **node, "_partial_": True})
-    except Exception as error:
-        raise ConfigError(f"{key}._target_={node['_target_']} cannot be built: {reason(error)}{_near(node)}") from error
-
-
-def _near(node: Part) -> str:
-    """A similar name in the module of a target that does not exist."""
-    module, _, name = str(node["_target_"]).rpartition(".")
-    known = vars(sys.modules[module]) if module in sys.modules else {}
-    return "" if name in known else nearest(name, known, f"{module}.")
-
-
-def build(node: Part, key: str, given: Mapping[str, Any] | None = None) -> Any:
-    """Call the target of ``node``.
-
-    Args:
-        given: further arguments. They are passed if the target has a parameter of that name and ``node`` does not set it.
-            ``**kwargs`` does not count.
-
-    Raises:
-        ConfigError: the target does not exist, or raises an error. The message begins with the key.
-    """
-    made = factory(node, key)
-    names = parameter_names(made.func)
-    fitting = {name: value for name, value in (given or {}).items() if name in names and name not in made.keywords}
-    return call(made, key, node, **fitting)
-
-
-def build_callable(node: Part, key: str, arguments: int) -> Any:
-    """Like ``build``, but a function that still needs ``arguments`` arguments is returned and not called."""
-    made = factory(node, key)
-    if inspect.isfunction(made.func):
-        parameters = inspect.signature(made).parameters.values()
-        needed = [
-            one
-            for one in parameters
-            if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
-        ]
-        if len(needed) == arguments:
-            return made
-    return build(node, key)
 
 
 def core_of(config: TransformerConfig) -> Callable[[], Any] | None:
@@ -107,43 +52,6 @@ def core_of(config: TransformerConfig) -> Callable[[], Any] | None:
         return None
     sizes = {"head_dim": config.width_per_head, "num_heads": config.num_heads, "max_len": config.max_len}
     return lambda: build(config.attention, "model.attention", sizes)  # type: ignore[arg-type]
-
-
-def call(made: Callable[..., Any], key: str, node: Part, *args: Any, **kwargs: Any) -> Any:
-    """Call ``made``. An exception becomes a ConfigError of one sentence."""
-    try:
-        return made(*args, **kwargs)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{key}._target_={node['_target_']} cannot be built: {reason(error)}") from error
-
-
-def build_all(group: Mapping[str, Part | None], key: str, given: Mapping[str, Any] | None = None) -> list[Any]:
-    """Build every entry of a group of callbacks or loggers that is not null."""
-    return [build(node, f"{key}.{name}", given) for name, node in group.items() if node is not None]
-
-
-def parameter_names(function: Any) -> set[str]:
-    """Return the parameters of a function or class that can be given by name, without ``*args`` and ``**kwargs``."""
-    try:
-        found = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):  # some written in C have no signature
-        return set()
-    return {one.name for one in found if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-
-
-def named_by(node: Part, key: str) -> set[str]:
-    """Return the parameters of the target of ``node``."""
-    return parameter_names(factory({"_target_": node["_target_"]}, key).func)
-
-
-def reason(error: BaseException) -> str:
-    """Return in one line why something could not be built: the message of the first exception in the chain."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    kind = type(error).__name__
-    return first_line(error) if kind in ("ValueError", "ConfigError") else f"{kind}: {first_line(error)}"
 
 
 def import_modules(names: Iterable[str]) -> None:
@@ -162,13 +70,16 @@ def import_modules(names: Iterable[str]) -> None:
 def check_trusted(node: Any, key: str) -> None:
     """Raise a ConfigError if a stored node could run untrusted code.
 
-    Every ``_target_`` in it, also a nested one, must be a class defined in ``torch.nn`` or ``torch.optim``, or one of ``OURS``.
-    The outermost one must be a ``torch.nn.Module``, or one of ``BUILDERS``. Only torch and this package are imported for the check.
+    The outermost ``_target_`` must be of the kind of its node: one of ``BUILDERS``, or for other nodes than ``data`` a
+    ``torch.nn.Module``. Every other ``_target_`` in it must be a class defined in ``torch.nn`` or ``torch.optim``, or one of
+    ``OURS``. Only torch and this package are imported for the check.
 
     Raises:
         ConfigError: the node has another target, or a text with ``${``, which Hydra would resolve.
     """
-    if is_part(node) and node["_target_"] in BUILDERS.get(key, ()):
+    if is_part(node) and (key == "data" or node["_target_"] in BUILDERS.get(key, ())):
+        if node["_target_"] not in BUILDERS[key]:
+            raise ConfigError(f"{key}._target_={node['_target_']} in the checkpoint is no data set of minitx; {_ADVICE}")
         node = {name: value for name, value in node.items() if name != "_target_"}
     elif is_part(node) and not issubclass(_trusted_class(str(node["_target_"]), key), nn.Module):
         raise ConfigError(f"{key}._target_={node['_target_']} in the checkpoint is no torch.nn.Module; {_ADVICE}")
@@ -422,7 +333,31 @@ def logits_of(found: Any, network: nn.Module) -> Tensor:
 # --- data
 
 DEFAULT_BATCH_SIZE = 32
-"""The default of ``data.batch_size`` for a ``Task`` of the user's own."""
+"""The default of ``data.batch_size``."""
+
+
+def loading_of(node: Part) -> dict[str, int]:
+    """Return the keys of ``data`` that belong to every data set: ``batch_size`` and ``num_workers``."""
+    rows = read(Count, node.get("batch_size", DEFAULT_BATCH_SIZE), "data.batch_size")
+    return {"batch_size": rows, "num_workers": read(Natural, node.get("num_workers", 0), "data.num_workers")}
+
+
+def load_data(config: RunConfig, tokenizer: Tokenizer | None = None) -> Any:
+    """Return what the target of ``config.data`` returns: a ``Task`` or a ``LightningDataModule``.
+
+    A target that names ``batch_size``, ``num_workers``, ``seed`` or ``tokenizer`` gets them.
+
+    Args:
+        tokenizer: a tokenizer to use instead of that of ``config.data``, for example that of a checkpoint.
+
+    Raises:
+        ConfigError: the data cannot be read.
+    """
+    check_data(config.data)
+    node = without_loading(config.data)
+    if tokenizer is not None and "tokenizer" in named_by(node, "data"):
+        node["tokenizer"] = tokenizer
+    return build(node, "data", {**loading_of(config.data), "seed": config.seed})
 
 
 def open_data(
@@ -435,32 +370,27 @@ def open_data(
 
     Args:
         data: an object to use instead of ``config.data``.
-        tokenizer: a tokenizer to use instead of that of ``config.data``, for example that of a checkpoint.
+        tokenizer: see ``load_data``.
+        batch_size: rows of a step, if ``data`` is given.
 
     Raises:
-        ConfigError: the data cannot be read, or ``_target_`` returns neither of the two.
+        ConfigError: the data cannot be read, or are neither of the two.
     """
     from lightning.pytorch import LightningDataModule
 
-    from minitx.data.module import DataModule
+    from minitx.data.datamodule import DataModule
 
-    options: dict[str, Any] = {"batch_size": batch_size, "num_workers": 0}
-    if data is None and not isinstance(config.data, Mapping):
-        data = load_task(config.data, tokenizer)
-        options = {name: getattr(config.data, name) for name in options}
-    elif data is None:
-        assert isinstance(config.data, Mapping)
-        options |= {name: config.data[name] for name in options if name in config.data}
-        data = _own_data(config.data, config.seed, tokenizer, options)
+    loading = {"batch_size": batch_size} if data is not None else loading_of(config.data)
+    data = load_data(config, tokenizer) if data is None else data
     if isinstance(data, LightningDataModule):
         return data
     if not isinstance(data, Task):
         raise ConfigError(f"data must be a Task or a LightningDataModule, got {type(data).__name__}")
     trainer = config.trainer
-    trainer.check_rows(options["batch_size"])
+    trainer.check_rows(loading["batch_size"])
     return DataModule(
         data,
-        **options,
+        **loading,
         seed=config.seed,
         max_steps=trainer.max_steps or 1,  # or ``in_steps``
         accumulate=trainer.accumulate,
@@ -469,18 +399,9 @@ def open_data(
     )
 
 
-def _own_data(node: Part, seed: int, tokenizer: Tokenizer | None, options: Mapping[str, Any]) -> Any:
-    """What the ``_target_`` of ``data`` gives; ``options`` that it does not name are those of our loader."""
-    names = named_by(node, "data")
-    given = {name: value for name, value in node.items() if name in names or name not in options}
-    if tokenizer is not None and "tokenizer" in names:
-        given.pop("tokenizer", None)
-    return build(given, "data", {**options, "tokenizer": tokenizer, "seed": seed})
-
-
 def in_steps(config: RunConfig, data: L.LightningDataModule) -> RunConfig:
     """Return the config with all counts in optimizer steps where the data are a ``Task``, whose number of rows decides them."""
-    from minitx.data.module import DataModule
+    from minitx.data.datamodule import DataModule
 
     trainer = config.trainer
     if trainer.max_epochs is None or not isinstance(data, DataModule):
@@ -590,14 +511,15 @@ def fit_model_config(model: TransformerConfig, data: L.LightningDataModule) -> T
     Raises:
         ConfigError: the model is for another task or too small for the data, or there are fewer rows than in a batch.
     """
-    from minitx.data.module import DataModule
+    from minitx.data.datamodule import DataModule
 
-    fields = decided_fields(data)
+    fields, longest = decided_fields(data), 0
     fields.pop("num_classes", None)
     if isinstance(data, DataModule):
         data.check_batch()
         _check_kind(model, data.task, fields)
-    model.check_length(max(fields.pop(name, 0) for name in ("max_source_len", "max_target_len")))
+        longest = data.task.longest or 0
+    model.check_length(max(longest, *(fields.pop(name, 0) for name in ("max_source_len", "max_target_len"))))
     found = {}
     known = [field.name for field in dataclasses.fields(model)]
     for name, value in fields.items():

@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 import torch
 from torch import nn
 
-from minitx.config import ConfigError, InitFrom, RunConfig, TransformerConfig, from_dict, is_part, to_dict
-from minitx.config.checks import first_line
+from minitx.config import ConfigError, InitFrom, Part, RunConfig, TransformerConfig, from_dict, is_part, to_dict
+from minitx.config.schema import first_line
 from minitx.data import tokenizers
-from minitx.data.load import load_task
 from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer, load_tokenizer
 from minitx.nn.models import build_model
 from minitx.nn.scale import ScoreScale, fold_scale
 from minitx.training import rank
-from minitx.training.build import GIVEN, build, check_trusted, config_of, core_of, import_modules, open_data
+from minitx.training.build import GIVEN, check_trusted, config_of, core_of, import_modules, load_data
+from minitx.training.nodes import build, completed
 from minitx.training.objectives import Objective, build_objective
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def _of_folder(folder: Path, path: str, overrides: dict[str, Any], ignore: tuple
     return dict(model.state_dict()), to_dict(model.config), tokenizer
 
 
-def tokenizer_of(init_from: InitFrom, data: Any) -> Tokenizer | None:
+def tokenizer_of(init_from: InitFrom, data: Part) -> Tokenizer | None:
     """Return the tokenizer of the weights to start from. It is None without ``init_from.path``, and where none is stored there.
 
     Raises:
@@ -261,7 +261,7 @@ def tokenizer_of(init_from: InitFrom, data: Any) -> Tokenizer | None:
     """
     if init_from.path is None:
         return None
-    tokenizer, asked = load_start(init_from)[2], getattr(data, "tokenizer", None)
+    tokenizer, asked = load_start(init_from)[2], completed(data, "data").get("tokenizer")
     if tokenizer is None and asked in ("char", "bpe"):
         raise ConfigError(
             f"data.tokenizer={asked} would be a new tokenizer, whose ids the weights of init_from.path={init_from.path} do "
@@ -370,34 +370,32 @@ class Stored:
     state: dict[str, Any]
     untrusted: dict[str, Any]
 
-    def data(self, batch_size: int | None = None) -> L.LightningDataModule:
-        """Open the data of the run. ``batch_size`` is that of validation.
+    def data(self) -> Task | L.LightningDataModule:
+        """Load the data of the run.
 
         Raises:
             ConfigError: the data do not exist, or no longer fit the model's vocabulary.
         """
         self._check_not_given("data")
         check_trusted(self.untrusted.get("data"), "data")
-        trainer = dataclasses.replace(self.config.trainer, val_batch_size=batch_size or self.config.trainer.val_batch_size)
-        data = open_data(dataclasses.replace(self.config, trainer=trainer), tokenizer=self.tokenizer)
-        self._check_vocabulary(getattr(data, "task", None))
+        data = load_data(self.config, self.tokenizer)
+        task = data if isinstance(data, Task) else getattr(data, "task", None)
+        size = getattr(getattr(self.network, "config", None), "vocab_size", None)
+        if size is not None and isinstance(task, Task) and task.model_fields.get("vocab_size", 0) > size:
+            raise ConfigError(f"ckpt_path={self.path} was trained on other data than {task.name} is now")
         return data
 
     def task(self) -> Task:
-        """Load the task of the run. If it is one of ours, lightning is not imported, which takes seconds.
+        """Load the task of the run.
 
         Raises:
             ConfigError: as ``data``; or the data are not a ``Task``.
         """
-        if not isinstance(self.config.data, Mapping):
-            check_trusted(self.untrusted.get("data"), "data")
-            task = load_task(self.config.data, self.tokenizer)
-            self._check_vocabulary(task)
-            return task
-        opened = getattr(self.data(), "task", None)
-        if not isinstance(opened, Task):
+        data = self.data()
+        task = data if isinstance(data, Task) else getattr(data, "task", None)
+        if not isinstance(task, Task):
             raise ConfigError("row is for the data of a Task; give text=TEXT instead")
-        return opened
+        return task
 
     def _check_not_given(self, name: str) -> None:
         node = getattr(self.config, name)
@@ -406,11 +404,6 @@ class Stored:
                 f"ckpt_path={self.path} was trained with {name} given from Python, which no checkpoint holds: give evaluate.py "
                 f"{name}._target_=MODULE.NAME (the viewer reads text=TEXT), or call evaluate() from Python"
             )
-
-    def _check_vocabulary(self, task: Task | None) -> None:
-        size = getattr(getattr(self.network, "config", None), "vocab_size", None)
-        if size is not None and task is not None and task.model_fields.get("vocab_size", 0) > size:
-            raise ConfigError(f"ckpt_path={self.path} was trained on other data than {task.name} is now")
 
     def objective(self) -> Objective:
         """Build the objective of the run."""
@@ -455,6 +448,8 @@ def load_stored(
         if not trust and "_target_" not in change and not given:
             untrusted[name] = values[name]
         values[name] = dict(change) if "_target_" in change or (given and change) else {**values[name], **change}
+    if "data" in untrusted:  # a checkpoint does not say where files are written
+        values["data"] = {name: value for name, value in values["data"].items() if name != "cache_dir"}
     own = () if model is not None else ("model",)
     for name in own if model_only else (*own, "data", "objective"):
         check_trusted(untrusted.get(name), name)

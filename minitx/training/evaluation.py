@@ -23,11 +23,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from minitx.config import IGNORED, ConfigError, EvaluationConfig, RunConfig
-from minitx.config.checks import require
-from minitx.data.addressing import Address, Batch
-from minitx.data.module import DataModule
-from minitx.data.sources import ValSource
-from minitx.data.task import Task, as_split, num_targets
+from minitx.config.schema import require
+from minitx.data.batches import Address, ValSource
+from minitx.data.datamodule import DataModule
+from minitx.data.task import Batch, Task, as_split, num_targets
 from minitx.generation import beam_search, generate
 from minitx.nn.modes import evaluating
 from minitx.training.build import Caller, rows_of_batch, to_float64

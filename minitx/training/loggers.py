@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from minitx.config import ConfigError, OptimizerConfig, RunConfig, ScheduleConfig
-from minitx.data.module import DataModule
+from minitx.data.datamodule import DataModule
 from minitx.training import rank
 from minitx.training.build import config_of
 from minitx.training.checkpoints import clean_up

@@ -26,13 +26,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from minitx.config import ConfigError, OptimizerConfig, RunConfig, TransformerConfig, to_dict
-from minitx.config.checks import first_line
-from minitx.data.addressing import Batch
-from minitx.data.module import DataModule
-from minitx.data.task import num_targets
+from minitx.config.schema import first_line
+from minitx.data.datamodule import DataModule
+from minitx.data.task import Batch, num_targets
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.modes import evaluating
-from minitx.training.build import MASKS, Caller, config_of, decided_fields, named_by
+from minitx.training.build import MASKS, Caller, config_of, decided_fields
 from minitx.training.checkpoints import FORMAT, read_checkpoint
 from minitx.training.devices import (
     compiled,
@@ -44,6 +43,7 @@ from minitx.training.devices import (
     total_norm,
     widest_float,
 )
+from minitx.training.nodes import named_by
 from minitx.training.objectives import CrossEntropy, Objective, Sums, build_objective, check_head, check_sum, checked_sums
 from minitx.training.optimizers import build_optimizer, build_schedule, parameter_groups, skips_on_device
 

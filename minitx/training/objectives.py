@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitx.config import IGNORED, ConfigError, ObjectiveConfig, is_part
-from minitx.data.addressing import Batch
+from minitx.data.task import Batch
 from minitx.nn.modes import evaluating
-from minitx.training.build import Caller, build_callable, rows_of_batch
+from minitx.training.build import Caller, rows_of_batch
+from minitx.training.nodes import build_callable
 
 log = logging.getLogger(__name__)
 

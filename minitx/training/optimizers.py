@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from minitx.config import ConfigError, OptimizerConfig, ParameterRule, Part, ScheduleConfig, evaluate_factor
-from minitx.training.build import call, factory
+from minitx.training.nodes import call, factory
 
 
 def parameter_groups(network: nn.Module, config: OptimizerConfig, *, head_dim: int) -> list[dict[str, object]]:
@@ -73,7 +73,7 @@ def build_optimizer(network: nn.Module, node: OptimizerConfig | Part, head_dim: 
     """
     if not isinstance(node, OptimizerConfig):
         parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
-        found = call(factory(node, "optimizer"), "optimizer", node, parameters)
+        found = call(factory(node, "optimizer", positional=1), "optimizer", node, parameters)
         if not isinstance(found, torch.optim.Optimizer):
             raise ConfigError(
                 f"optimizer._target_={node['_target_']} must give a torch.optim.Optimizer, got {type(found).__name__}"
@@ -107,7 +107,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, node: ScheduleConfig | Part
     """
     if isinstance(node, ScheduleConfig):
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(node, max_steps))
-    return call(factory(node, "schedule"), "schedule", node, optimizer)
+    return call(factory(node, "schedule", positional=1), "schedule", node, optimizer)
 
 
 def lr_factor(config: ScheduleConfig, max_steps: int) -> Callable[[int], float]:

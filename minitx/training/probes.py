@@ -16,7 +16,7 @@ from minitx.analysis.gradients import gradient_statistics, projection_weights
 from minitx.analysis.snapshot import SOURCE, TARGET, take_snapshot, write_snapshot
 from minitx.analysis.statistics import attention_statistics, logit_step, token_cosine
 from minitx.config import IGNORED, ConfigError, ProbeConfig
-from minitx.data.addressing import Batch
+from minitx.data.task import Batch
 from minitx.nn.blocks import is_block
 from minitx.nn.functional import full_precision
 from minitx.nn.modes import evaluating

@@ -20,20 +20,17 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from minitx.config import ConfigError, RunConfig, TrainerConfig, is_part, to_dict
-from minitx.config.checks import first_line, require
-from minitx.data.module import DataModule
+from minitx.config.schema import first_line, require
+from minitx.data.datamodule import DataModule
 from minitx.data.task import Task
 from minitx.training.build import (
     DEFAULT_BATCH_SIZE,
     GIVEN,
-    build,
-    build_all,
     build_network,
     config_of,
     import_modules,
     in_steps,
     open_data,
-    parameter_names,
 )
 from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, Samples, StepLog, StopAt, progress
 from minitx.training.checkpoints import check_free, check_resumed, read_checkpoint, start_from, tokenizer_of, write_checkpoint
@@ -41,6 +38,7 @@ from minitx.training.devices import cpu_precision, device_type, machine, sharded
 from minitx.training.evaluation import check_test, evaluate_splits
 from minitx.training.loggers import COLUMNS, MetricsFile, WandbExtras, finish_wandb, run_folder, summarise, summary
 from minitx.training.module import NonFiniteError, Sharded, TrainingModule, build_module, stored_state
+from minitx.training.nodes import build, build_all, parameter_names
 from minitx.training.probes import Probe
 
 log = logging.getLogger(__name__)
@@ -97,8 +95,6 @@ def checked(config: RunConfig, folder: Path, *, model: Any, data: Any, objective
     """Check the arguments of ``train``, import the modules of the config, and return the config with what was given from Python marked."""
     require(isinstance(config, RunConfig), f"config must be a RunConfig, got {config!r:.60}")
     require(isinstance(model, nn.Module | None), f"model must be a torch.nn.Module, got {model!r:.60}")
-    if data is None and model is None:
-        config.check_data()
     check_free(folder, config.ckpt_path)
     import_modules(config.imports)
     parts = {"data": data, "objective": objective}

@@ -23,8 +23,8 @@ from minitx.ablation.grid import NEW_DATA, cells
 from minitx.cli.ablate import check, run_cell
 from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import ConfigError
-from minitx.data.module import build_data
 from minitx.nn.models import build_model
+from minitx.training.build import open_data
 from minitx.training.checkpoints import network_weights, read_checkpoint
 from minitx.training.loggers import read_metrics
 
@@ -66,7 +66,7 @@ def test_a_second_phase_trains_the_hand_made_fold_as_plain_torch_on_new_batches(
     result = trained(tmp_path / "run", *words, *from_start(first), steps=5)
     assert 0.0 <= result["start_error"] < 1e-5
     config = compose_config([*SMALL, *words])
-    data = build_data(config.data, seed=config.seed, max_steps=5)
+    data = open_data(config)
     model = build_model(replace(config.model, **data.task.model_fields))
     model.load_state_dict(network_weights(read_checkpoint(first)))
     folded = [(part, p) for part, p in model.named_parameters() if "q_proj" in part or "k_proj" in part]

@@ -55,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.txt").write_text(TEXT * 60, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minitx.data.load.data_dir", lambda: shared_data)
+        patch.setattr("minitx.data.corpus.data_dir", lambda: shared_data)
         for name, words in RUNS.items():
             path = [f"data.path={folder / 'text.txt'}"] if "data=text" in words else []
             run_training(compose_config([*SHORT, *words.split(), *path]), folder / name, "a test")
@@ -74,7 +74,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_data: Path) ->
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("minitx.data.load.data_dir", lambda: shared_data)
+    monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: shared_data)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield folder
     sys.modules.pop("own", None)  # of examples/own_project

@@ -22,14 +22,16 @@ COMPOSED = {
     "trainer.max_step=3": "did you mean trainer.max_steps?",
     "++model.foo=1": "model.foo",
     "data=kv_lookup data.num_pair=3": "did you mean data.num_pairs?",
+    "data=kv_lookup data.num_pairs=many": "data.num_pairs=many must be a whole number",
+    "data=kv_lookup data.path=x": "data.path is not a key",
+    "data._target_=minitx.data.kv_lookups": "data._target_=minitx.data.kv_lookups",
+    "data=digits data._target_=minitx.data.kjv": "data=digits was typed",
+    "trainer.stop_at.valu=0.9": "did you mean trainer.stop_at.value?",
     "model=nonsense": "char_small",
     "modle=char_small": "modle",
     "hydra/launcher=nope": "hydra/launcher=nope is not an option",
     "~optimizer": "optimizer",
     "logger.wandb.name=x": "'logger=[csv,wandb]'",
-    "logger=[csv,wandb] logger.wandb.name=x": "+logger.wandb.name=VALUE",
-    "callbacks=[default,early_stopping] callbacks.early_stopping.mode=max": "+callbacks.early_stopping.mode=VALUE",
-    "~model +model._target_=own.Net model.width=3": "+model.width=VALUE",
     "model._target_=own.Net": "~model +model._target_=VALUE",
     "optimizer=adamw optimizer.name=sgd": "optimizer=adamw",
     "+objective._target_=torch.nn.CrossEntropyLoss": "override /objective: null",
@@ -37,8 +39,8 @@ COMPOSED = {
     "model.num_heads=abc": "model.num_heads=abc",
     "model.scale=null": "unscaled",
     "seed=???": "seed",
-    "experiment=classify": "data.path is missing: add data.path=VALUE",
-    "experiment=translate_text": "data.path is missing: add data.path=VALUE",
+    "experiment=classify": "data.path is missing",
+    "experiment=translate_text": "data.path is missing",
     "experiment=scaling_ablation ablation.launcher=slurn": "did you mean slurm?",
     # Hydra's grammar
     "max_steps": "max_steps",
@@ -116,7 +118,8 @@ def test_where_a_similar_key_is_suggested_the_other_keys_are_not_listed(cli, no_
     for typed, suggested in (
         ("model.num_head=3", "model.num_heads"),
         ("++model.num_head=3", "model.num_heads"),
-        ("data.pth=a", "data.path"),
+        ("data.contxt_len=3", "data.context_len"),
+        ("data.batch_sise=3", "data.batch_size"),
     ):
         said = cli(typed)
         assert_named(said, f"did you mean {suggested}?")

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from minitx.data.chat import TEMPLATE, ChatFormat
+from minitx.data.conversations import TEMPLATE, ChatFormat
 from minitx.training.checkpoints import load_model
 from tests.cli.conftest import SHORT, TEXT
 

@@ -110,7 +110,7 @@ def test_hydras_own_folder_is_taken_and_a_mistake_leaves_none(own, project):
 def test_a_mistake_in_a_part_is_one_sentence_with_its_key(own, project):
     said = {
         "model._target_=own.Nett": "did you mean own.Net?",
-        "model.width=three": "model._target_=own.Net",
+        "model.width=three": "model.width=three must be a whole number",
         "optimizer.lr=-1": "optimizer._target_=torch.optim.SGD",
         "callbacks.announce._target_=own.Silence": "callbacks.announce._target_=own.Silence",
     }
@@ -196,7 +196,7 @@ def test_from_python_the_same_with_objects_which_the_programs_ask_for(cli, proje
         said = cli(LAST, "trust=true", *given, program="evaluate")
         assert_named(said, f"{asked} given from Python")
         assert f"{asked}._target_=" in said.err
-    assert "data.name=None is not allowed" in cli(LAST, "trust=true", "data.path=x", program="evaluate").err  # one of ours
+    assert "data has no _target_" in cli(LAST, "trust=true", "data.path=x", program="evaluate").err  # one of ours
     parts = "data._target_=own.load_task", "objective._target_=own.Focal"
     assert "128 rows" in cli(LAST, "trust=true", *parts, program="evaluate").out
 

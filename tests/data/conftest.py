@@ -2,8 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from minitx.config import TextDataConfig
-from minitx.data.tokens import TokenArray, tokenised
+from minitx.data.corpus import TokenArray, tokenised
 
 POEM = "Once upon a midnight dreary, while I pondered, weak and weary,\nOver many a quaint and curious volume\n\n"
 
@@ -21,19 +20,20 @@ def write_text(tmp_path):
 
 
 @pytest.fixture
-def text_config(write_text):
-    """A config of a file with ``content``."""
+def read_tokens(write_text, cache):
+    """Write a text to a file of the test's own and return it tokenised."""
 
-    def make(content: str | bytes = POEM * 29, **values) -> TextDataConfig:
-        return TextDataConfig(**{"name": "text", "path": write_text(content), "context_len": 7, "batch_size": 12, **values})
+    def make(content: str | bytes = POEM * 29, **values) -> tuple:
+        options = {"tokenizer": "char", "bpe_vocab_size": 1024, "val_fraction": 0.1, "cache_dir": cache}
+        return tokenised(write_text(content), **{**options, **values})
 
     return make
 
 
 @pytest.fixture
-def tokens(text_config, tmp_path) -> tuple[TokenArray, TokenArray]:
+def tokens(read_tokens) -> tuple[TokenArray, TokenArray]:
     """Both splits of a small text."""
-    return tokenised(text_config(), tmp_path / "cache")[:2]
+    return read_tokens()[:2]
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from minitx.data.addressing import Address, AddressedLoader, Addresses, generator, rows_of
-from minitx.data.sources import Source
+from minitx.data.batches import Address, AddressedLoader, Addresses, Source, rows_of
+from minitx.data.task import generator
 
 
 class Counting(Source):

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from minitx.data.baselines import bag_of_words_accuracy, ngram_floors
+from minitx.data.classification import bag_of_words_accuracy
+from minitx.data.corpus import ngram_floors
 
 
 def test_naive_bayes_agrees_with_scikit_learn():

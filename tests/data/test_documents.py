@@ -11,9 +11,9 @@ from datasets import Dataset
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from minitx.config import ConfigError, HubDataConfig
-from minitx.data import documents
-from minitx.data.documents import DocumentRows, load_documents
+from minitx.config import ConfigError
+from minitx.data import documents, hf
+from minitx.data.documents import DocumentRows
 from minitx.data.task import Ragged, Task, as_split
 from minitx.data.tokenizers import fingerprint, train_tokenizer
 
@@ -60,8 +60,13 @@ def path(write_text):
     return write_text("\n\n".join(DOCUMENTS), "a.txt")
 
 
-def config(path, **values):
-    return HubDataConfig(**{"path": path, "tokenizer": "char", "context_len": 31, "packing": False, **values})
+@pytest.fixture
+def load(cache):
+    def load(path, **values):
+        options = {"tokenizer": "char", "context_len": 31, "packing": False, "cache_dir": str(cache)}
+        return hf(path=path, **{**options, **values})
+
+    return load
 
 
 def texts_of(task, rows):
@@ -70,9 +75,9 @@ def texts_of(task, rows):
 
 
 @pytest.mark.parametrize("marks", [None, ("bos",), ("bos", "eos")])
-def test_every_document_is_in_one_split(path, cache, marks):
+def test_every_document_is_in_one_split(path, load, marks):
     given = train_tokenizer("char", DOCUMENTS, marks=marks) if marks else None
-    task = load_documents(config(path, context_len=101, tokenizer="bpe"), cache, given)
+    task = load(path, context_len=101, tokenizer=given or "bpe")
     train, val = ([task.tokenizer.decode(row["input_ids"][1:]) for row in rows] for rows in (task.train, task.val))
     assert sorted(train + val) == sorted(DOCUMENTS)
     assert len(train) > len(val) > 0
@@ -82,33 +87,33 @@ def test_every_document_is_in_one_split(path, cache, marks):
     assert task.model_fields == {"vocab_size": task.tokenizer.vocab_size}
 
 
-def test_bits_per_byte_count_every_end_and_a_second_run_reads_the_cache(path, cache, monkeypatch):
-    task = load_documents(config(path, packing=True), cache, None)
+def test_bits_per_byte_count_every_end_and_a_second_run_reads_the_cache(path, load, monkeypatch):
+    task = load(path, packing=True)
     val = [text for text in DOCUMENTS if text not in texts_of(task, task.train)]
     characters = sum(map(len, val))
     assert task.bits_per["character"] == task.bits_per["byte"] == (characters + len(val)) / characters / math.log(2)
     monkeypatch.setattr(documents, "write_ids", None)
-    second = load_documents(config(path), cache, None)
+    second = load(path)
     assert fingerprint(second.tokenizer) == fingerprint(task.tokenizer)
     assert texts_of(second, second.val) == texts_of(task, task.val)
 
 
-def test_a_changed_file_and_a_given_tokenizer_are_tokenised_anew(path, cache, write_text):
-    load_documents(config(path), cache, None)
+def test_a_changed_file_and_a_given_tokenizer_are_tokenised_anew(path, load, write_text):
+    load(path)
     given = train_tokenizer("char", ["abc"], marks=("eos",))
-    assert fingerprint(load_documents(config(path), cache, given).tokenizer) == fingerprint(given)
+    assert fingerprint(load(path, tokenizer=given).tokenizer) == fingerprint(given)
     write_text("new\ntexts\nhere", "a.txt")
-    task = load_documents(config(path), cache, None)
+    task = load(path)
     train = texts_of(task, task.train)
     assert len(train) == 2 and set(train) < {"here", "new", "texts"}
 
 
-def test_tables_that_datasets_keeps_in_memory_have_tokens_of_their_own(cache, monkeypatch):
+def test_tables_that_datasets_keeps_in_memory_have_tokens_of_their_own(load, monkeypatch):
     found = []
     for word in ("one", "two"):
         table = Dataset.from_dict({"text": [f"{word} {i}" for i in range(20)]})
         monkeypatch.setattr(documents, "load_tables", lambda *_, table=table, **__: [table])
-        task = load_documents(config("memory"), cache, None)
+        task = load("memory")
         found.append(texts_of(task, task.train)[0].split()[0])
     assert found == ["one", "two"]
 
@@ -122,15 +127,15 @@ NONE = [
 
 
 @pytest.mark.parametrize(("row", "values", "key"), NONE)
-def test_files_without_documents_are_refused_by_name(cache, write_text, row, values, key):
+def test_files_without_documents_are_refused_by_name(load, write_text, row, values, key):
     with pytest.raises(ConfigError, match=rf"^data\.{key}="):
-        load_documents(config(write_text("\n".join([json.dumps(row)] * 3), "a.jsonl"), **values), cache, None)
+        load(write_text("\n".join([json.dumps(row)] * 3), "a.jsonl"), **values)
 
 
-def test_rows_without_text_are_counted_at_each_start(cache, write_text, caplog):
+def test_rows_without_text_are_counted_at_each_start(load, write_text, caplog):
     rows = [json.dumps({"text": text}) for text in [*DOCUMENTS, None, "", " ", None]]
     for _ in range(2):
         caplog.clear()
         with caplog.at_level("INFO"):
-            load_documents(config(write_text("\n".join(rows), "null.jsonl")), cache, None)
+            load(write_text("\n".join(rows), "null.jsonl"))
         assert any(message.startswith("left out 4 of 65 rows") for message in caplog.messages)

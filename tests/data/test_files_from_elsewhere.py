@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minitx.config import ConfigError, HubDataConfig
+from minitx.config import ConfigError
 from minitx.data.tables import load_table
 from minitx.data.tokenizers import load_tokenizer
 from minitx.interop import from_pretrained, load_hf
@@ -71,7 +71,7 @@ MADE = {
 def test_a_folder_of_data_runs_nothing_and_writes_nowhere(room, made):
     MADE[made](room)  # whether anything was written, ``room`` sees
     with contextlib.suppress(ConfigError):  # most are refused
-        load_table(HubDataConfig(path="data"))
+        load_table("data")
 
 
 @pytest.mark.filterwarnings("ignore:The Pandas builder is deprecated:FutureWarning")
@@ -80,7 +80,7 @@ def test_the_name_of_a_reader_of_pickles_is_no_data(room, monkeypatch):
     (room / "train.pkl").write_bytes(pickle.dumps(Evil()))
     monkeypatch.chdir(room)
     with pytest.raises(ConfigError, match=r"^data\.path=pandas"):
-        load_table(HubDataConfig(path="pandas"))
+        load_table("pandas")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "tokenizer.json", "config.json"])

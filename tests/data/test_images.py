@@ -1,16 +1,15 @@
 """Images: scaling, shifts, splits, and image folders."""
 
-import dataclasses
 import sys
 
 import numpy as np
 import pytest
 import torch
 
-from minitx.config import ConfigError, DigitsDataConfig, ImageDataConfig
-from minitx.data.addressing import generator
-from minitx.data.images import LabelledImages, load_images, stratified
-from minitx.data.task import as_split
+from minitx.config import ConfigError
+from minitx.data import digits, images
+from minitx.data.classification import LabelledImages, stratified
+from minitx.data.task import as_split, generator
 
 SQUARE = np.arange(25, dtype=np.uint8).reshape(1, 1, 5, 5)
 
@@ -39,12 +38,12 @@ def test_every_label_is_held_out_by_the_same_share():
 
 
 def test_digits_become_a_task_and_say_what_to_install(monkeypatch):
-    task = load_images(DigitsDataConfig(), None, None)
+    task = digits()
     assert task.model_fields == {"num_labels": 10, "image_size": 8, "num_channels": 1}
     assert (len(task.train) + len(task.val), len(task.val)) == (1797, pytest.approx(1797 / 5, abs=5))
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ConfigError, match="scikit-learn"):
-        load_images(DigitsDataConfig(), None, None)
+        digits()
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def image_folder(tmp_path, offline_datasets):
 
 
 def test_a_folder_of_images_becomes_a_task(image_folder):
-    task = load_images(ImageDataConfig(path=str(image_folder), shift=0), None, None)
+    task = images(path=str(image_folder), shift=0)
     assert (len(task.train), len(task.val), task.label_names) == (16, 4, ("cat", "dog"))
     assert task.model_fields == {"num_labels": 2, "image_size": 6, "num_channels": 3}
     batch = rows_of(task, "train")
@@ -72,10 +71,9 @@ def test_a_folder_of_images_becomes_a_task(image_folder):
 def test_pictures_are_resized_when_asked_and_refused_when_of_several_sizes(image_folder):
     import PIL.Image
 
-    config = ImageDataConfig(path=str(image_folder), shift=0)
-    assert load_images(dataclasses.replace(config, image_size=4), None, None).model_fields["image_size"] == 4
+    assert images(path=str(image_folder), image_size=4).model_fields["image_size"] == 4
     PIL.Image.fromarray(np.zeros((6, 9, 3), np.uint8)).save(image_folder / "cat" / "wide.png")
-    task = load_images(config, None, None)
+    task = images(path=str(image_folder), shift=0)
     with pytest.raises(ConfigError, match=r"^data\.image_size=null.*6x9"):
         [rows_of(task, which) for which in ("train", "val")]
 
@@ -92,14 +90,14 @@ def write_table(path, values, labels):
 def test_images_without_a_label_are_refused(tmp_path, offline_datasets):
     write_table(tmp_path / "a.parquet", [7, 30], [0, None])
     with pytest.raises(ConfigError, match=r"^data\.label_column=label"):
-        load_images(ImageDataConfig(path=str(tmp_path / "a.parquet")), None, None)
+        images(path=str(tmp_path / "a.parquet"))
 
 
 def test_a_table_of_images_with_a_split_of_its_own_is_read(tmp_path, offline_datasets):
     (tmp_path / "set").mkdir()
     for split, values in (("train", [7, 30, 7, 50]), ("test", [50, 7, 30])):
         write_table(tmp_path / "set" / f"{split}.parquet", values, [f"k{value}" for value in values])
-    task = load_images(ImageDataConfig(path=str(tmp_path / "set"), val_split="test"), None, None)
+    task = images(path=str(tmp_path / "set"), val_split="test")
     assert (task.label_names, task.model_fields["num_channels"]) == (("k30", "k50", "k7"), 1)
     assert (task.train.labels.tolist(), task.val.labels.tolist()) == ([2, 0, 2, 1], [1, 2, 0])
     assert (rows_of(task, "val")["pixel_values"][:, 0, 0, 0] * 255).round().tolist() == [50, 7, 30]

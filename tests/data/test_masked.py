@@ -4,13 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from minitx.config import MaskedDataConfig
-from minitx.data.addressing import Address, generator
-from minitx.data.baselines import unigram_nll
-from minitx.data.masked import MaskedRows, load_masked
-from minitx.data.sources import TrainSource, ValSource
-from minitx.data.task import Task, as_split
-from minitx.data.tokens import TokenArray
+from minitx.data import masked
+from minitx.data.batches import Address, TrainSource, ValSource
+from minitx.data.corpus import MaskedRows, TokenArray, unigram_nll
+from minitx.data.task import Task, as_split, generator
 
 LENGTH, VOCAB = 53, 89
 
@@ -55,8 +52,8 @@ def test_masks_change_from_epoch_to_epoch_and_stay_in_validation(examples):
 
 
 def test_masked_text_becomes_a_task(write_text, cache):
-    config = MaskedDataConfig(path=write_text("the raven never flitting " * 41), context_len=17)
-    task = load_masked(config, cache, None)
+    task = masked(path=write_text("the raven never flitting " * 41), context_len=17, cache_dir=str(cache))
+    assert task.longest == 17
     assert task.model_fields == {"vocab_size": task.tokenizer.vocab_size, "pad_id": task.tokenizer.mark_ids["pad"]}
     text = ValSource(as_split(task, "val"), batch_size=3).rows(range(len(task.val)))
     true = torch.where(text["labels"] == -100, text["input_ids"], text["labels"])[text["key_mask"]]

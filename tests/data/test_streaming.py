@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from minitx.config import ConfigError, HubDataConfig
-from minitx.data import streaming
-from minitx.data.addressing import Address
-from minitx.data.load import load_task
-from minitx.data.module import DataModule
-from minitx.data.streaming import load_stream
+from minitx.config import ConfigError
+from minitx.data import documents, hf
+from minitx.data.batches import Address
+from minitx.data.datamodule import DataModule
 from minitx.data.tokenizers import fingerprint, train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")
@@ -29,13 +27,13 @@ def folder(tmp_path):
     return str(tmp_path / "set")
 
 
-def config(path, **values):
+def load(path, **values):
     path = f"{path}/*.txt" if path.endswith("set") else path
-    return HubDataConfig(**{"path": path, "tokenizer": "char", "context_len": 29, "streaming": True, "val_rows": 17, **values})
+    return hf(**{"path": path, "tokenizer": "char", "context_len": 29, "streaming": True, "val_rows": 17, **values})
 
 
 def module(path, *, seed=0, max_steps=40, batch_size=4, accumulate=1, num_workers=0, **values):
-    task = load_task(config(path, **values))
+    task = load(path, **values)
     options = {"batch_size": batch_size, "seed": seed, "max_steps": max_steps, "accumulate": accumulate}
     return DataModule(task, num_workers=num_workers, **options)
 
@@ -71,10 +69,10 @@ def test_an_epoch_has_every_document_but_those_of_validation_once(folder):
 
 
 def test_validation_is_the_first_documents_or_a_file_of_its_own(folder, write_text):
-    alone = load_task(config(folder, context_len=53))
+    alone = load(folder, context_len=53)
     rows = [alone.tokenizer.decode(row["input_ids"]) for row in (alone.val[i] for i in range(len(alone.val)))]
     assert sorted(text for row in rows for text in row.split("<eos>")[1:]) == sorted(DOCUMENTS[:17])
-    given = load_task(config(folder, val_path=write_text("one\ntwo\n" * 30, "val.txt")))
+    given = load(folder, val_path=write_text("one\ntwo\n" * 30, "val.txt"))
     assert sum(len(given.val[i]["labels"]) for i in range(len(given.val))) == 17 * 4
     found = documents_of(given, DataModule(given, batch_size=4, max_steps=60).train_dataloader())
     assert sorted(found[:211]) == sorted(DOCUMENTS)
@@ -197,25 +195,25 @@ def test_rows_without_text_are_told_once(write_text, caplog):
 
 def test_a_stream_takes_a_given_tokenizer_or_learns_one(folder, tmp_path, monkeypatch):
     given = train_tokenizer("char", ["abc0123456789"], marks=("eos",))
-    task = load_stream(config(folder), tmp_path, given)
+    task = load(folder, tokenizer=given)
     assert task.tokenizer is given and task.model_fields == {"vocab_size": given.vocab_size}
-    read, not_blank = [], streaming.not_blank
+    read, not_blank = [], documents.not_blank
 
     def noted(texts, column):
         return not_blank((read.append(text) or text for text in texts), column)
 
     with monkeypatch.context() as patch:  # a tokenizer of the config is known, too: one document shows that there are any
-        patch.setattr(streaming, "not_blank", noted)
+        patch.setattr(documents, "not_blank", noted)
         given.save(tmp_path / "tokenizer.json")
-        task = load_task(config(folder, tokenizer=str(tmp_path / "tokenizer.json"), val_rows=7))
+        task = load(folder, tokenizer=str(tmp_path / "tokenizer.json"), val_rows=7)
     assert fingerprint(task.tokenizer) == fingerprint(given) and len(read) < 20  # with the blank lines between
-    assert set(load_task(config(folder)).tokenizer.characters) == set("abc0123456789")
-    assert load_task(config(folder, tokenizer="bpe", bpe_vocab_size=300)).tokenizer.vocab_size > 257
+    assert set(load(folder).tokenizer.characters) == set("abc0123456789")
+    assert load(folder, tokenizer="bpe", bpe_vocab_size=300).tokenizer.vocab_size > 257
 
 
 def test_too_few_documents_and_a_checkpoint_without_a_place_are_refused(folder, write_text):
     with pytest.raises(ConfigError, match=r"data\.val_rows="):
-        load_task(config(folder, val_rows=211))
+        load(folder, val_rows=211)
     with pytest.raises(ConfigError, match="no documents"):
         module(write_text("a\nb\nc\nd", "few.txt"), val_rows=3).train_source(4)[Address(0, rank=1)]
     with pytest.raises(ConfigError, match=r"^data\.path="):

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from minitx.config import ConfigError, HubDataConfig
+from minitx.config import ConfigError
 from minitx.data.tables import labels_of, load_table
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")
@@ -27,16 +27,16 @@ def contents():
 def test_every_kind_of_file_is_read(write_text, name):
     path = write_text(contents()[name], name)
     for streaming in (False, True):
-        assert [row["text"] for row in load_table(HubDataConfig(path=path), streaming=streaming)] == TEXTS
-    assert list(load_table(HubDataConfig(path=path, split="train[3:5]"))["text"]) == TEXTS[3:5]
+        assert [row["text"] for row in load_table(path, streaming=streaming)] == TEXTS
+    assert list(load_table(path, split="train[3:5]")["text"]) == TEXTS[3:5]
 
 
 def test_several_files_are_one_table_in_the_order_of_their_names(tmp_path, write_text):
     for part in (2, 0, 1):
         write_text("\n".join(TEXTS[part * 5 : part * 5 + 5]), f"part-{part}.txt")
-    config = HubDataConfig(path=str(tmp_path / "**/part-?.txt"))
-    assert list(load_table(config)["text"]) == TEXTS[:15]
-    assert load_table(config, streaming=True).num_shards == 3
+    path = str(tmp_path / "**/part-?.txt")
+    assert list(load_table(path)["text"]) == TEXTS[:15]
+    assert load_table(path, streaming=True).num_shards == 3
 
 
 @pytest.mark.parametrize("name", ["absent.txt", "absent/*.txt", "a.pdf", "empty.txt", "bad.jsonl", "a.txt"])
@@ -45,14 +45,14 @@ def test_what_is_missing_or_cannot_be_read_is_refused(write_text, tmp_path, name
     if content is not None:
         write_text(content, name)
     with pytest.raises(ConfigError, match=rf"^data\.path=.*{re.escape(name)}"):
-        load_table(HubDataConfig(path=str(tmp_path / name)))
+        load_table(str(tmp_path / name))
     with pytest.raises(ConfigError, match=r"^data\.val_path=no\.txt"):
-        load_table(HubDataConfig(path="x", val_path="no.txt"), "val_path", "val_split")
+        load_table("no.txt", "val_path", split_key="val_split")
 
 
 def test_offline_a_hub_name_that_was_not_fetched_is_refused():
     with pytest.raises(ConfigError, match=r"^data\.path=someone/something"):
-        load_table(HubDataConfig(path="someone/something"))
+        load_table("someone/something")
 
 
 def test_labels_are_numbered_by_name():

@@ -7,12 +7,10 @@ import pytest
 import torch
 
 from minitx.config import ConfigError
-from minitx.data.addressing import Address
-from minitx.data.images import LabelledImages
-from minitx.data.masked import MaskedRows
-from minitx.data.sources import TrainSource, ValSource
+from minitx.data.batches import Address, TrainSource, ValSource
+from minitx.data.classification import LabelledImages
+from minitx.data.corpus import MaskedRows, TokenArray
 from minitx.data.task import Task, as_split, hold_out
-from minitx.data.tokens import TokenArray
 
 COUNT, BATCH = 109, 12
 

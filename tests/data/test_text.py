@@ -2,10 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from minitx.data.addressing import Address
-from minitx.data.sources import TrainSource, ValSource
+from minitx.data.batches import Address, TrainSource, ValSource
+from minitx.data.corpus import TrainingWindows, ValidationWindows
 from minitx.data.task import Task, as_split
-from minitx.data.text import TrainingWindows, ValidationWindows
 
 
 def source(tokens, seed=3):

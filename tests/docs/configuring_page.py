@@ -1,25 +1,32 @@
-"""``docs/configuring.md``: every key with its type, default and meaning, from the dataclasses and the YAML files.
+"""``docs/configuring.md``: every key with its type, default and meaning, from dataclasses, signatures and the YAML files.
 
-A meaning stands under ``Attributes`` in the docstring of the dataclass, or of a class that it inherits from. What an option of a group is
+A meaning stands under ``Attributes`` in the docstring of the dataclass, or of a class that it inherits from, and under ``Args`` in that
+of a function; ``see ``NAME```` there is the meaning that NAME gives. What an option of a group is
 stands at the top of its YAML file. ``python tests/docs/configuring_page.py`` writes the page; its first part is ``configuring_head.md``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from minitx import data
 from minitx.ablation.design import AblationConfig
 from minitx.cli.evaluate import EvaluateConfig
 from minitx.cli.export import ExportConfig
 from minitx.cli.generate import GenerateConfig
 from minitx.cli.view import ViewConfig
-from minitx.config import DataConfig, Part, RunConfig, to_dict
+from minitx.config import Part, RunConfig, to_dict
+from minitx.data.tables import Where
+from minitx.data.task import tokenizer_of
+from minitx.data.tokenizers import Tokenizer
+from minitx.training.build import DEFAULT_BATCH_SIZE
 
 ROOT = Path(__file__).parents[2]
 PAGE, HEAD = ROOT / "docs" / "configuring.md", Path(__file__).with_name("configuring_head.md")
@@ -69,18 +76,47 @@ def keys(cls: type) -> list[Key]:
         Key(
             "NAME" if field.metadata.get("rest") else field.name,
             kind_of(hints[field.name]),
-            default_of(field),
+            default_of(field.default if field.default_factory is dataclasses.MISSING else field.default_factory()),
             field.metadata.get("meaning") or said.get(field.name, ""),
         )
         for field in dataclasses.fields(cls)  # type: ignore[arg-type]
     ]
 
 
-def default_of(field: dataclasses.Field[Any]) -> str:
+DATA_SETS = [name for name in data.__all__ if name != "Task"]
+SHARED = {"Where": Where, "tokenizer_of": tokenizer_of, "kjv": data.kjv}
+"""What explains arguments of several data sets."""
+LOADING = [
+    Key("batch_size", "whole number", f"`{DEFAULT_BATCH_SIZE}`", "rows of a step, over all devices and micro-batches"),
+    Key("num_workers", "whole number", "`0`", "processes that load batches; 0: the training process does"),
+]
+
+
+def explained(thing: Any) -> dict[str, str]:
+    """What the ``Attributes`` or the ``Args`` of a docstring say, by name."""
+    found = {}
+    text = (thing.__doc__ or "").replace("Attributes:\n", "Args:\n").partition("Args:\n")[2].partition("\n\n")[0]
+    for names, said in re.findall(r"^ {8}([\w, ]+): (.*(?:\n {12,}.*)*)", text, flags=re.MULTILINE):
+        said = re.sub(r"\s+", " ", said).strip()
+        seen = re.fullmatch(r"see ``(\w+)``\.", said)
+        for name in names.split(", "):
+            found[name] = explained(SHARED[seen[1]])[name] if seen else said.replace("``", "`")
+    return found
+
+
+def arguments(function: Any) -> list[Key]:
+    """The arguments of a data set."""
+    said, hints = explained(function), typing.get_type_hints(function)
+    return [
+        Key(name, kind_of(hints[name]), default_of(one.default), said.get(name, ""))
+        for name, one in inspect.signature(function).parameters.items()
+    ]
+
+
+def default_of(made: Any) -> str:
     """A default as somebody would type it; a long list by its beginning, a group not at all."""
-    made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     value = to_dict(made)
-    if value is dataclasses.MISSING:
+    if value in (dataclasses.MISSING, inspect.Parameter.empty):
         return "must be given"
     if value is None or isinstance(value, bool):
         return f"`{str(value).lower().replace('none', 'null')}`"
@@ -97,7 +133,7 @@ def kind_of(hint: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{word}`" for word in inside)
     if origin in (typing.Union, types.UnionType):
-        return ", or ".join(dict.fromkeys(kind_of(one) for one in inside))
+        return ", or ".join(dict.fromkeys(kind_of(one) for one in inside if one is not Tokenizer))
     if origin is tuple:
         return f"list of {kind_of(inside[0])}" if inside[-1] is Ellipsis else f"{len(inside)} of {kind_of(inside[0])}"
     if isinstance(origin, type) and issubclass(origin, Mapping):
@@ -128,10 +164,13 @@ def table(columns: str, rows: list[list[str]]) -> str:
 def section(place: str, cls: type) -> str:
     """The heading and the table of one dataclass."""
     title = f"### `{place}`" if place else "### Of the run"
-    if cls in typing.get_args(DataConfig):
-        title += ", " + ", ".join(f"`data={name}`" for name in typing.get_args(typing.get_type_hints(cls)["name"]))
-    rows = [[f"`{key.name}`", key.kind, key.default, key.meaning.rstrip(".")] for key in keys(cls)]
-    return f"{title}\n\n{table('| key | type | default | meaning |', rows)}"
+    return f"{title}\n\n{table_of(keys(cls))}"
+
+
+def table_of(keys: Iterable[Key]) -> str:
+    """A table of keys."""
+    rows = [[f"`{key.name}`", key.kind, key.default, key.meaning.rstrip(".")] for key in keys]
+    return table("| key | type | default | meaning |", rows)
 
 
 def page() -> str:
@@ -143,7 +182,10 @@ def page() -> str:
     parts.append(
         "## Keys\n\nA key of a group is typed with the group before it: `model.embed_dim=64`. Options of groups have other defaults."
     )
-    parts += [section(place, cls) for place, cls in (*sections(), *sections(AblationConfig, "ablation"))]
+    parts += [section(place, cls) for place, cls in sections()]
+    parts.append(f"### `data`, of every data set\n\n{table_of(LOADING)}")
+    parts += [f"### `data`, `data={name}`\n\n{table_of(arguments(getattr(data, name)))}" for name in DATA_SETS]
+    parts += [section(place, cls) for place, cls in sections(AblationConfig, "ablation")]
     parts.append("## The other programs\n\nThey take `key=value` as well, and no files. `--help` prints these tables.")
     parts += [section(f"{name}.py", cls) for name, cls in PROGRAMS.items()]
     return "\n\n".join(parts) + "\n"

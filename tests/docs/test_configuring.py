@@ -1,4 +1,4 @@
-"""``docs/configuring.md`` is what the dataclasses and the YAML files say, and they say it of every key."""
+"""``docs/configuring.md`` is what the dataclasses, the signatures and the YAML files say, and they say it of every key."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ GRID = list(made.sections(AblationConfig, "ablation"))
 def test_every_key_has_a_meaning_and_no_other_word_has_one(place, cls):
     assert [key.name for key in made.keys(cls) if not key.meaning] == []
     assert set(made.attributes(cls)) <= {field.name for field in dataclasses.fields(cls)}
+
+
+@pytest.mark.parametrize("name", made.DATA_SETS)
+def test_every_argument_of_a_data_set_has_a_meaning(name):
+    function = getattr(made.data, name)
+    assert [key.name for key in made.arguments(function) if not key.meaning] == []
+    assert set(made.explained(function)) == {key.name for key in made.arguments(function)}
 
 
 @pytest.mark.parametrize("group", made.GROUPS)

@@ -33,7 +33,7 @@ from torch import Tensor  # noqa: E402
 
 from minitx.cli.compose import compose_config  # noqa: E402
 from minitx.cli.launch import run_training  # noqa: E402
-from minitx.data.addressing import Address  # noqa: E402
+from minitx.data.batches import Address  # noqa: E402
 from minitx.nn import scaled_dot_product_attention  # noqa: E402
 from minitx.nn.models import build_model  # noqa: E402
 from minitx.training.build import open_data  # noqa: E402

@@ -39,7 +39,7 @@ from mutants import ROOT, Mutant, mutants
 WORK = ROOT / "build/mutation.json"  # what became of each mutant so far
 FILES = [*(f"minitx/nn/{name}.py" for name in ("functional", "masks", "bias")), *(f"minitx/nn/backends/{name}.py" for name in (
     "__init__", "chunked", "flex", "sdpa"))]  # fmt: skip
-FILES += ["minitx/ablation/judge.py", "minitx/data/addressing.py", "minitx/training/objectives.py"]
+FILES += ["minitx/ablation/judge.py", "minitx/data/batches.py", "minitx/training/objectives.py"]
 TESTS = [f"tests/nn/test_{name}.py" for name in (
     "functional", "masks", "backends", "chunked", "flex", "bad_inputs", "attention", "bias", "cache", "scale", "torch_interop")]  # fmt: skip
 TESTS += ["tests/test_testing.py", "tests/ablation/test_judge.py", "tests/data/test_addressing.py", "tests/data/test_task.py",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from minitx.config import CallbacksConfig, ProbeConfig, RunConfig, TextDataConfig, TrainerConfig, TransformerConfig
+from minitx.config import CallbacksConfig, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig
 
 POEM = "Once upon a midnight dreary, while I pondered, weak and weary,\nOver many a quaint and curious volume\n"
 
@@ -15,11 +15,11 @@ POEM = "Once upon a midnight dreary, while I pondered, weak and weary,\nOver man
 @pytest.fixture
 def make_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunConfig]:
     """A tiny config; keywords ``group__key=value`` set a key of a group, others a key of the run."""
-    monkeypatch.setattr("minitx.data.load.data_dir", lambda: tmp_path / "data")
+    monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: tmp_path / "data")
     text = tmp_path / "text.txt"
     text.write_text(POEM * 9, encoding="utf-8")
     model = TransformerConfig(embed_dim=8, num_heads=2, num_layers=1, ffn_dim=16, max_len=16, init="lecun")
-    data = TextDataConfig(name="text", path=str(text), batch_size=12, context_len=7)
+    data = {"_target_": "minitx.data.text", "path": str(text), "batch_size": 12, "context_len": 7}
     trainer = TrainerConfig(max_steps=6, accelerator="cpu", val_every=0, log_every=1, ckpt_every=0, val_batches=2)
 
     def make(**changes: Any) -> RunConfig:

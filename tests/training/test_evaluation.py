@@ -10,7 +10,7 @@ import torch
 from sacrebleu.metrics import BLEU, CHRF
 from scipy import stats
 
-from minitx.config import ClassifyDataConfig, DatesDataConfig, EvaluationConfig, MaskedDataConfig, TransformerConfig
+from minitx.config import EvaluationConfig, TransformerConfig
 from minitx.data.task import Task
 from minitx.nn.models import build_model
 from minitx.training import evaluation
@@ -18,12 +18,21 @@ from minitx.training.build import fit_model_config, open_data
 from minitx.training.evaluation import Evaluation, evaluate, ratio_interval, share_interval
 
 SMALL = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "init": "lecun"}
-DATES = DatesDataConfig(locales=("en", "de"), train_size=53, val_size=17, batch_size=6)
-CLASSES = ClassifyDataConfig(path="classes.tsv", tokenizer="char", batch_size=16, val_fraction=0.5)
+DATES = {"_target_": "minitx.data.dates", "locales": ("en", "de"), "train_size": 53, "val_size": 17, "batch_size": 6}
+CLASSES = {
+    "_target_": "minitx.data.classify",
+    "path": "classes.tsv",
+    "tokenizer": "char",
+    "batch_size": 16,
+    "val_fraction": 0.5,
+}
 TASKS = {
     "seq2seq": (DATES, {"architecture": "encoder_decoder", "position": "rotary"}),
     "classify": (CLASSES, {"architecture": "encoder", "head": "sequence", "position": "rotary"}),
-    "masked_lm": (MaskedDataConfig(path="text.txt", batch_size=4, context_len=11), {"architecture": "encoder"}),
+    "masked_lm": (
+        {"_target_": "minitx.data.masked", "path": "text.txt", "batch_size": 4, "context_len": 11},
+        {"architecture": "encoder"},
+    ),
 }
 
 
@@ -39,7 +48,7 @@ def ready(make_config, tmp_path):
                 "text\tlabel\n" + "".join(f"word {n * n}\t{'abc'[n % 3]}\n" for n in range(211))
             )
             if task != "seq2seq":
-                data = dataclasses.replace(data, path=str(tmp_path / data.path))
+                data = {**data, "path": str(tmp_path / data["path"])}
             config = dataclasses.replace(config, data=data, model=TransformerConfig(**SMALL, **model))
         data = open_data(config)
         torch.manual_seed(3)

@@ -2,14 +2,19 @@
 
 import sys
 import types
+from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
 from torch import nn
 
-from minitx.config import ConfigError, KeyValueDataConfig, TransformerConfig
-from minitx.training.build import build, check_trusted
-from minitx.training.checkpoints import load_model
+import minitx.data as data_sets
+from minitx.config import ConfigError, TransformerConfig
+from minitx.config.schema import Count
+from minitx.training.build import check_trusted
+from minitx.training.checkpoints import load_model, load_stored
+from minitx.training.nodes import build
 from minitx.training.objectives import build_objective, checked_sums
 from minitx.training.run import train
 
@@ -57,6 +62,68 @@ def test_models_of_torch_and_of_ours_need_no_trust(target):
     check_trusted({"_target_": "torch.nn.Sequential", "_args_": [{"_target_": target, "in_features": 2}]}, "model")
 
 
+def test_of_data_a_checkpoint_may_name_our_data_sets_alone():
+    for name in data_sets.__all__:
+        if name != "Task":
+            check_trusted({"_target_": f"minitx.data.{name}", "path": "x"}, "data")
+    for target in (
+        "minitx.data.Task",
+        "minitx.data.corpus.kjv",
+        "minitx.data.tables.load_table",
+        "torch.nn.Linear",
+        "own.load",
+    ):
+        with pytest.raises(ConfigError, match=r"^data\._target_=.*is no data set of minitx.*trust=true"):
+            check_trusted({"_target_": target}, "data")
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer\._target_="):
+        check_trusted({"_target_": "minitx.data.kjv", "tokenizer": {"_target_": "os.system"}}, "data")
+
+
+def test_a_checkpoint_does_not_say_where_files_are_written(make_config, tmp_path):
+    config = make_config(trainer__max_steps=1, trainer__ckpt_every=1)
+    config = replace(config, data={**config.data, "cache_dir": str(tmp_path / "caches")})
+    train(config, tmp_path / "run")
+    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    assert any((tmp_path / "caches").iterdir())
+    assert "cache_dir" not in load_stored(path).config.data
+    assert load_stored(path, trust=True).config.data == config.data
+
+
+# --- how a node is read
+
+
+def test_an_annotated_function_of_the_users_is_read_like_ours(monkeypatch):
+    def load(path: str, *, size: Count = 3, kind: Literal["a", "b"] = "a", seed: int = 0) -> int:
+        return size + seed
+
+    monkeypatch.setattr(sys.modules["mine_of_parts"], "load", load, raising=False)
+    mine, ours = {"_target_": "mine_of_parts.load", "path": "x"}, {"_target_": "minitx.data.text", "path": "x"}
+    assert build({**mine, "size": 4.0}, "data", {"seed": 5, "batch_size": 7}) == 9
+    for node, changed, said in (
+        (mine, {"sice": 3}, "data.sice is not a key (did you mean data.size?)"),
+        (ours, {"contextlen": 3}, "data.contextlen is not a key (did you mean data.context_len?)"),
+        (mine, {"size": "x"}, "data.size=x must be a whole number, got str"),
+        (ours, {"context_len": "x"}, "data.context_len=x must be a whole number, got str"),
+        (mine, {"size": 0}, "data.size=0 must be positive and finite"),
+        (mine, {"kind": "c"}, "data.kind=c is not allowed: one of a, b"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            build({**node, **changed}, "data")
+        assert str(refused.value) == said
+    for node in (mine, ours):
+        with pytest.raises(ConfigError, match=r"^data\.path is missing$"):
+            build({"_target_": node["_target_"]}, "data")
+
+
+def test_a_nested_node_is_not_built_where_another_key_is_wrong(monkeypatch):
+    built = []
+    monkeypatch.setattr(sys.modules["mine_of_parts"], "note", lambda: built.append(1), raising=False)
+    node = {"_target_": "mine_of_parts.make", "items": {"_target_": "mine_of_parts.note"}, "item": 3}
+    with pytest.raises(ConfigError, match=r"^model\.item is not a key"):
+        build(node, "model")
+    assert built == []
+
+
 # --- objectives, optimizers, schedules
 
 
@@ -97,7 +164,10 @@ def test_an_attention_of_ones_own_trains_and_comes_back_from_its_checkpoint_with
     model = TransformerConfig(embed_dim=12, num_heads=3, num_layers=2, max_len=32, attention=node)
     train(
         make_config(
-            model=model, data=KeyValueDataConfig(batch_size=8, val_size=8), trainer__max_steps=2, trainer__ckpt_every=2
+            model=model,
+            data={"_target_": "minitx.data.kv_lookup", "batch_size": 8, "val_size": 8},
+            trainer__max_steps=2,
+            trainer__ckpt_every=2,
         ),
         tmp_path,
     )

@@ -9,7 +9,7 @@ from extra import last, losses_of
 from minitx.ablation.grid import cells
 from minitx.analysis import attention_statistics, zhai_entropy_bound
 from minitx.cli.compose import compose_config, compose_grid
-from minitx.config import KeyValueDataConfig, TransformerConfig
+from minitx.config import TransformerConfig
 from minitx.nn import AttentionCall
 from minitx.training.loggers import read_probes
 from minitx.training.run import train
@@ -82,7 +82,7 @@ def test_r5_no_row_violates_the_entropy_bound_and_the_extremal_vector_attains_it
 
 @pytest.mark.parametrize(("init", "width", "heads"), [("lecun", 16, 8), ("gpt2", 128, 1)])
 def test_r6_the_gradients_of_q_and_k_grow_with_the_scale_at_step_0(make_config, tmp_path, init, width, heads):
-    layers, data = {}, KeyValueDataConfig(batch_size=32, val_size=8)
+    layers, data = {}, {"_target_": "minitx.data.kv_lookup", "batch_size": 32, "val_size": 8}
     for scale in ("inv", "inv_sqrt", "unscaled"):
         model = TransformerConfig(embed_dim=128, num_heads=heads, num_layers=2, max_len=32, scale=scale, init=init)
         train(make_config(model=model, data=data, trainer__max_steps=1, probe__every=1, probe__batch_size=4), tmp_path / scale)

@@ -4,24 +4,28 @@ import pytest
 import torch
 
 from minitx.analysis import capture
-from minitx.config import (
-    CallbacksConfig,
-    InductionDataConfig,
-    MultiQueryDataConfig,
-    OptimizerConfig,
-    RunConfig,
-    ScheduleConfig,
-    TrainerConfig,
-    TransformerConfig,
-)
-from minitx.data.synthetic import answer_positions
+from minitx.config import CallbacksConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainerConfig, TransformerConfig
+from minitx.data.recall import answer_positions
 from minitx.nn.models import build_model
 from minitx.training.build import fit_model_config, open_data
 from minitx.training.run import train
 
 TASKS = {
-    "multi_query_recall": (MultiQueryDataConfig(num_keys=8, num_values=4, num_pairs=4, num_queries=4, val_size=128), 150),
-    "induction": (InductionDataConfig(num_tokens=16, segment_len=6, max_gap=7, val_size=128), 300),
+    "multi_query_recall": (
+        {
+            "_target_": "minitx.data.multi_query_recall",
+            "num_keys": 8,
+            "num_values": 4,
+            "num_pairs": 4,
+            "num_queries": 4,
+            "val_size": 128,
+        },
+        150,
+    ),
+    "induction": (
+        {"_target_": "minitx.data.induction", "num_tokens": 16, "segment_len": 6, "max_gap": 7, "val_size": 128},
+        300,
+    ),
 }
 
 

@@ -15,9 +15,9 @@ from extra import last, train_with
 from killing import result_of
 from ranks import run_ranks
 
-import minitx.data.load
+import minitx.data.corpus
 from minitx.cli.command_line import sentence
-from minitx.config import ConfigError, DigitsDataConfig, HubDataConfig, KeyValueDataConfig, to_dict
+from minitx.config import ConfigError, to_dict
 from minitx.training.build import open_data
 from minitx.training.callbacks import StoppedError
 from minitx.training.loggers import read_metrics, read_probes
@@ -67,13 +67,26 @@ def config_of(make_config, tmp_path, dropout, data, accumulate, workers, warmup)
     text = tmp_path / "epochs.txt"
     text.write_text(("abcdefg" * 99)[: 60 * 7 * 10 // 9 + 16], encoding="utf-8")
     kinds = {
-        "rows drawn anew": KeyValueDataConfig(num_keys=5, num_values=3, num_pairs=4, batch_size=12, val_size=8),
-        "shuffled epochs": dataclasses.replace(config.data, path=str(text), val_fraction=0.1),
-        "streaming": HubDataConfig(
-            path=config.data.path, tokenizer="char", batch_size=12, context_len=7, streaming=True, val_rows=3
-        ),
+        "rows drawn anew": {
+            "_target_": "minitx.data.kv_lookup",
+            "num_keys": 5,
+            "num_values": 3,
+            "num_pairs": 4,
+            "batch_size": 12,
+            "val_size": 8,
+        },
+        "shuffled epochs": {**config.data, "path": str(text), "val_fraction": 0.1},
+        "streaming": {
+            "_target_": "minitx.data.hf",
+            "path": config.data["path"],
+            "tokenizer": "char",
+            "batch_size": 12,
+            "context_len": 7,
+            "streaming": True,
+            "val_rows": 3,
+        },
     }
-    return dataclasses.replace(config, data=dataclasses.replace(kinds[data], num_workers=workers))
+    return dataclasses.replace(config, data={**kinds[data], "num_workers": workers})
 
 
 # dropout, data, micro-batches, workers, steps of warm-up, where the run stops: by default two, in .ci/run a few, by hand all 32 x 4
@@ -201,7 +214,7 @@ def test_a_checkpoint_holds_plain_data_and_one_of_another_model_or_a_damaged_one
 
 
 def train_elsewhere(config, folder, data):
-    minitx.data.load.data_dir = lambda: data
+    minitx.data.corpus.data_dir = lambda: data
     train(config, folder)
 
 
@@ -209,7 +222,7 @@ def train_elsewhere(config, folder, data):
 def test_the_same_seed_gives_the_same_bits_in_any_process(make_config, tmp_path):
     config = make_config(trainer__ckpt_every=6, model__dropout=0.2, trainer__val_every=3)
     train(config, tmp_path / "a")
-    train(dataclasses.replace(config, data=dataclasses.replace(config.data, num_workers=2)), tmp_path / "workers")
+    train(dataclasses.replace(config, data={**config.data, "num_workers": 2}), tmp_path / "workers")
     run_ranks(1, train_elsewhere, config, tmp_path / "elsewhere", tmp_path / "data")
     for name in ("workers", "elsewhere"):
         same_state(tmp_path / name, tmp_path / "a")
@@ -236,7 +249,7 @@ def test_what_is_not_finite_ends_the_run_before_the_update(make_config, tmp_path
     config, seen = make_config(trainer__max_steps=6, trainer__ckpt_every=4, trainer__log_every=50), []
     if where == "data":
         model = dataclasses.replace(config.model, architecture="vision", head="sequence", image_size=8, patch_size=4)
-        config = dataclasses.replace(config, data=DigitsDataConfig(name="digits", batch_size=12), model=model)
+        config = dataclasses.replace(config, data={"_target_": "minitx.data.digits", "batch_size": 12}, model=model)
 
     def poison(trainer, module, batch):
         POISONS[where](module, batch)

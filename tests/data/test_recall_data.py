@@ -1,30 +1,29 @@
 import pytest
 import torch
 
-from minitx.config import InductionDataConfig, KeyValueDataConfig, MultiQueryDataConfig
-from minitx.data.addressing import Address, generator
-from minitx.data.load import load_task
-from minitx.data.sources import TrainSource
-from minitx.data.synthetic import answer_positions, induction_examples, multi_query_examples
+from minitx.data import induction, kv_lookup, multi_query_recall
+from minitx.data.batches import Address, TrainSource
+from minitx.data.recall import answer_positions
+from minitx.data.task import generator
 
-CONFIG = KeyValueDataConfig(num_keys=13, num_values=5, num_pairs=7, batch_size=12, val_size=41)
-QUERIES = MultiQueryDataConfig(num_keys=13, num_values=5, num_pairs=7, num_queries=3, batch_size=12, val_size=41)
-INDUCTION = InductionDataConfig(num_tokens=19, segment_len=5, max_gap=7, batch_size=12, val_size=41)
+KEYS, OPTIONS = 13, {"num_keys": 13, "num_values": 5, "num_pairs": 7, "val_size": 41}
+LOOKUP, QUERIES = kv_lookup(**OPTIONS), multi_query_recall(**OPTIONS, num_queries=3)
+INDUCTION = induction(num_tokens=19, segment_len=5, max_gap=7, val_size=41)
 
 
-def train(config):
-    return TrainSource(load_task(config).train, seed=0, batch_size=config.batch_size)
+def train(task):
+    return TrainSource(task.train, seed=0, batch_size=12)
 
 
 # T1, kv-lookup
 
 
 def test_the_label_is_the_value_beside_the_asked_key():
-    batch = train(CONFIG)[Address(3)]
+    batch = train(LOOKUP)[Address(3)]
     assert batch["labels"].shape == batch["input_ids"].shape == (12, 8)
     found = batch["input_ids"][:, :-1] == batch["input_ids"][:, -1:]
     assert (found.sum(dim=1) == 1).all()
-    values = CONFIG.num_keys - 1 + (batch["token_type_ids"][:, :-1] * found).sum(dim=1)
+    values = KEYS - 1 + (batch["token_type_ids"][:, :-1] * found).sum(dim=1)
     assert torch.equal(batch["labels"][:, -1], values)
     assert (batch["labels"][:, :-1] == -100).all()
 
@@ -33,7 +32,7 @@ def test_the_label_is_the_value_beside_the_asked_key():
 
 
 def test_every_query_asks_for_the_value_after_its_key():
-    batch = multi_query_examples(QUERIES, 503, generator(0))
+    batch = QUERIES.train(503, generator(0))
     assert batch["input_ids"].shape == batch["labels"].shape == (503, 17)
     for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
         value_of = dict(zip(ids[0:14:2], ids[1:14:2], strict=True))
@@ -46,7 +45,7 @@ def test_every_query_asks_for_the_value_after_its_key():
 
 
 def test_the_second_copy_asks_for_the_token_that_came_next_in_the_first():
-    batch = induction_examples(INDUCTION, 503, generator(0))
+    batch = INDUCTION.train(503, generator(0))
     assert batch["input_ids"].shape == batch["labels"].shape == (503, 16)
     for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
         assert len(set(ids[:12])) == 12, "the tokens before the copy are distinct"
@@ -59,11 +58,11 @@ def test_the_second_copy_asks_for_the_token_that_came_next_in_the_first():
 # where the answer is
 
 
-@pytest.mark.parametrize("config", [CONFIG, QUERIES, INDUCTION], ids=lambda config: config.name)
-def test_the_answer_stands_at_its_position_and_only_labels_have_one(config):
-    batch = train(config)[Address(2)]
+@pytest.mark.parametrize("task", [LOOKUP, QUERIES, INDUCTION], ids=lambda task: task.name)
+def test_the_answer_stands_at_its_position_and_only_labels_have_one(task):
+    batch = train(task)[Address(2)]
     position, asked = answer_positions(batch), batch["labels"] != -100
     assert torch.equal(position >= 0, asked)
     assert (position <= torch.arange(position.shape[1]))[asked].all(), "a causal head can look there"
-    shown = config.num_keys - 1 + batch["token_type_ids"] if config is CONFIG else batch["input_ids"]
+    shown = KEYS - 1 + batch["token_type_ids"] if task is LOOKUP else batch["input_ids"]
     assert torch.equal(shown.gather(1, position.clamp(min=0))[asked], batch["labels"][asked])

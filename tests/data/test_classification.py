@@ -2,8 +2,8 @@
 
 import pytest
 
-from minitx.config import ClassifyDataConfig, ConfigError
-from minitx.data.classify import load_classes
+from minitx.config import ConfigError
+from minitx.data import classify
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def reviews(write_text, offline_datasets):
 
 
 def test_a_table_becomes_a_task(reviews):
-    task = load_classes(ClassifyDataConfig(path=reviews, text_column="two", tokenizer="char", val_fraction=0.2), None, None)
+    task = classify(path=reviews, text_column="two", tokenizer="char", val_fraction=0.2)
     assert (task.name, task.label_names) == (f"data.path={reviews}", ("a", "b", "c"))
     assert (len(task.train), len(task.val)) == (49, 12)
     fields = {"vocab_size": task.tokenizer.vocab_size, "num_labels": 3, "pad_id": task.tokenizer.mark_ids["pad"]}
@@ -27,21 +27,20 @@ def test_a_table_becomes_a_task(reviews):
 
 
 def test_two_texts_share_a_row_and_a_file_of_its_own_validates(reviews, write_text):
-    config = ClassifyDataConfig(path=reviews, text_column="one", second_column="two", tokenizer="char", max_len=11)
-    task = load_classes(config, None, None)
+    task = classify(path=reviews, text_column="one", second_column="two", tokenizer="char", max_len=11)
     for row, (text, _) in zip(task.val, task.val_examples, strict=True):
         first, _, second = text.rpartition(" ")
         assert task.tokenizer.decode(row["input_ids"]) == f"<cls>{first}<cls>{second}"[: 11 + 8]
         assert len(row["input_ids"]) <= 11
     val = write_text("two,label\nx1,x\na2,a\n", "val.csv")
-    task = load_classes(ClassifyDataConfig(path=reviews, val_path=val, text_column="two", tokenizer="char"), None, None)
+    task = classify(path=reviews, val_path=val, text_column="two", tokenizer="char")
     assert (task.label_names, len(task.train)) == (("a", "b", "c", "x"), 61)
     assert [row["labels"] for row in task.val] == [3, 0]
 
 
 def test_the_same_text_is_never_in_both_splits(write_text, offline_datasets):
     path = write_text("\n".join(["text,label", *(f"{n % 23},{n % 2}" for n in range(101))]), "a.csv")
-    task = load_classes(ClassifyDataConfig(path=path, tokenizer="char", val_fraction=0.4), None, None)
+    task = classify(path=path, tokenizer="char", val_fraction=0.4)
     val = {text for text, _ in task.val_examples}
     assert len(task.train) + len(task.val) == 101
     assert len(val) == 9 and not val & {task.tokenizer.decode(row["input_ids"], skip_marks=True) for row in task.train}
@@ -50,20 +49,20 @@ def test_the_same_text_is_never_in_both_splits(write_text, offline_datasets):
 @pytest.mark.parametrize("column", ["text_column", "label_column"])
 def test_a_column_that_is_not_there_is_named(reviews, column):
     with pytest.raises(ConfigError, match=rf"^data\.{column}=.*one, two, label$"):
-        load_classes(ClassifyDataConfig(**{"path": reviews, "text_column": "one", column: "three"}), None, None)
+        classify(**{"path": reviews, "text_column": "one", column: "three"})
 
 
 def test_rows_without_text_are_left_out_and_counted_and_an_empty_label_is_refused(write_text, offline_datasets, caplog):
     rows = [f"{'' if n % 7 == 0 else f'word {n}'},{'ab'[n % 2]}" for n in range(43)]
-    config = ClassifyDataConfig(path=write_text("\n".join(["text,label", *rows]), "a.csv"), tokenizer="char", val_fraction=0.3)
+    options = {"path": write_text("\n".join(["text,label", *rows]), "a.csv"), "tokenizer": "char", "val_fraction": 0.3}
     with caplog.at_level("INFO"):
-        task = load_classes(config, None, None)
+        task = classify(**options)
     assert len(task.train) + len(task.val) == 43 - 7
     assert sum(int(message.split()[2]) for message in caplog.messages if "without text" in message) == 7
     assert all(len(row["input_ids"]) > 1 for row in [*task.train, *task.val])
     write_text("\n".join(["text,label", *rows, "no label,"]), "a.csv")
     with pytest.raises(ConfigError, match=r"^data\.label_column=label has \d+ of \d+ rows without a label"):
-        load_classes(config, None, None)
+        classify(**options)
     write_text("text,label\n" + ",a\n" * 5 + "b,b\n", "a.csv")
     with pytest.raises(ConfigError, match=r"^data\.text_column=text has no text in a split"):
-        load_classes(config, None, None)
+        classify(**options)

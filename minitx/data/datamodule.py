@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
-from minitx.config import ConfigError, DataConfig
-from minitx.data.addressing import AddressedLoader, Addresses, Batch
-from minitx.data.load import load_task
-from minitx.data.sources import Source, TrainSource, ValSource
-from minitx.data.streaming import DocumentStream, StreamSource
-from minitx.data.task import Split, Task, as_split
-from minitx.data.texts import position_texts
-from minitx.data.tokenizers import Tokenizer
+from minitx.config import ConfigError
+from minitx.data.batches import AddressedLoader, Addresses, Source, TrainSource, ValSource
+from minitx.data.documents import DocumentStream, StreamSource
+from minitx.data.task import Batch, Split, Task, as_split, position_texts
 
 
 class DataModule(LightningDataModule):
@@ -127,20 +121,3 @@ class DataModule(LightningDataModule):
     def _loader(self, source: Source, addresses: Addresses) -> AddressedLoader:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return AddressedLoader(source, addresses, num_workers=self.num_workers, pin_memory=on_gpu)
-
-
-def build_data(
-    config: DataConfig, *, tokenizer: Tokenizer | None = None, folder: str | Path | None = None, **options: Any
-) -> DataModule:
-    """Build the data module of the task of ``config``.
-
-    Args:
-        config: one of the data configs.
-        tokenizer, folder: see ``load_task``.
-        options: further arguments of ``DataModule``, such as ``seed`` and ``max_steps``.
-
-    Raises:
-        ConfigError: the data cannot be read, or there are too few of them.
-    """
-    task = load_task(config, tokenizer, folder)
-    return DataModule(task, batch_size=config.batch_size, num_workers=config.num_workers, **options)

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import tokenizers
 
-from minitx.config import ChatDataConfig, ConfigError
-from minitx.data.chat import TEMPLATE, ChatFormat, load_chat
+from minitx.config import ConfigError
+from minitx.data import chat
+from minitx.data.conversations import TEMPLATE, ChatFormat
 from minitx.data.task import as_split
-from minitx.data.tokenizers import Tokenizer, train_tokenizer
+from minitx.data.tokenizers import Tokenizer, fingerprint, from_dict, load_tokenizer, train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")
 LETTERS = "".join(map(chr, range(32, 127))) + "\né"
@@ -53,8 +54,8 @@ def test_special_tokens_of_the_tokenizer_that_a_template_writes_are_one_token(tm
     theirs = tokenizers.Tokenizer.from_str(train_tokenizer("bpe", [LETTERS], vocab_size=300).to_dict()["json"])
     theirs.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")])
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    chat = [*CHAT[1:3], *turns("user: <|im_end|>")]
-    ids, counted = ChatFormat(template, Tokenizer(theirs.to_str())).encode(chat)
+    said = [*CHAT[1:3], *turns("user: <|im_end|>")]
+    ids, counted = ChatFormat(template, Tokenizer(theirs.to_str())).encode(said)
     start, end = (theirs.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>"))
     assert (ids == start).sum() == (ids == end).sum() == 3, "what a message says is text"
     assert ids[counted].tolist()[-1] == end and theirs.decode(ids[counted][:-1].tolist()) == "2"
@@ -79,7 +80,7 @@ def path(write_text):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_conversations_become_a_task(path, packing):
-    task = load_chat(ChatDataConfig(path=path, tokenizer="char", context_len=47, packing=packing), None, None)
+    task = chat(path=path, tokenizer="char", context_len=47, packing=packing)
     assert task.kind == "language_model" and task.model_fields == {"vocab_size": task.tokenizer.vocab_size}
     answers = []
     for which in ("train", "val"):
@@ -97,9 +98,7 @@ def test_conversations_become_a_task(path, packing):
 
 def test_the_template_is_that_of_the_tokenizers_folder_unless_one_is_given(path, tokenizer, tmp_path):
     def first(**values):
-        return tokenizer.decode(
-            load_chat(ChatDataConfig(path=path, tokenizer=str(tmp_path), **values), None, None).train[0]["input_ids"]
-        )
+        return tokenizer.decode(chat(path=path, tokenizer=str(tmp_path), **values).train[0]["input_ids"])
 
     tokenizer.save(tmp_path / "tokenizer.json")
     assert first().startswith("user: ")
@@ -108,6 +107,9 @@ def test_the_template_is_that_of_the_tokenizers_folder_unless_one_is_given(path,
     (tmp_path / "chat_template.jinja").write_text("[bc]" + TEMPLATE)
     assert first().startswith("[bc]user: ")
     assert first(template="!" + TEMPLATE).startswith("!user: ")
+    stored = from_dict(load_tokenizer(tmp_path).to_dict())  # as in a checkpoint
+    assert tokenizer.decode(chat(path=path, tokenizer=stored).train[0]["input_ids"]).startswith("[bc]user: ")
+    assert fingerprint(stored) == fingerprint(tokenizer), "the ids are the same"
 
 
 ROWS = [({"chat": []}, "messages_column"), ({"messages": "hello"}, "messages_column"), ({"messages": CHAT[:1]}, "path")]
@@ -117,18 +119,18 @@ ROWS = [({"chat": []}, "messages_column"), ({"messages": "hello"}, "messages_col
 def test_rows_that_are_no_conversations_are_refused(write_text, row, key):
     path = write_text("\n".join([json.dumps(row)] * 5), "a.jsonl")
     with pytest.raises(ConfigError, match=rf"^data\.{key}="):
-        load_chat(ChatDataConfig(path=path, tokenizer="char"), None, None)
+        chat(path=path, tokenizer="char")
 
 
 def test_conversations_that_are_left_out_are_counted(write_text, caplog):
     chats = [*[CHAT] * 31, *[None] * 3, *[[]] * 2, *[CHAT[:2]] * 5]
-    path = write_text("\n".join(json.dumps({"messages": chat}) for chat in chats), "a.jsonl")
+    path = write_text("\n".join(json.dumps({"messages": one}) for one in chats), "a.jsonl")
     with caplog.at_level("INFO"):
-        task = load_chat(ChatDataConfig(path=path, tokenizer="char", packing=False, val_fraction=0.5), None, None)
+        task = chat(path=path, tokenizer="char", packing=False, val_fraction=0.5)
     assert sum(int(message.split()[2]) for message in caplog.messages if "without an answer" in message) == 10
     assert len(task.train) + len(task.val) == 31
 
 
 def test_a_tokenizer_without_an_end_mark_is_refused(path):
     with pytest.raises(ConfigError, match="eos"):
-        load_chat(ChatDataConfig(path=path), None, train_tokenizer("char", [LETTERS]))
+        chat(path=path, tokenizer=train_tokenizer("char", [LETTERS]))

@@ -7,18 +7,15 @@ import sys
 import numpy as np
 import pytest
 
-from minitx.config import ConfigError, DatesDataConfig, PairsDataConfig
-from minitx.data import seq2seq
-from minitx.data.dates import date_pairs, date_patterns, write_date
-from minitx.data.seq2seq import load_pairs
+from minitx.config import ConfigError
+from minitx.data import dates, pairs
 from minitx.data.task import as_split
-
-FEW_DATES = DatesDataConfig(train_size=2003, val_size=101)
+from minitx.data.translation import LOCALES, date_patterns, write_date
 
 
 def test_the_layout_by_hand(write_text, offline_datasets):
     path, val = write_text("aab\tc\na\tcd\n", "a.tsv"), write_text("b\td\n", "val.tsv")
-    task = load_pairs(PairsDataConfig(path=path, val_path=val, tokenizer="char"), None, None)
+    task = pairs(path=path, val_path=val, tokenizer="char")
     a, b, c, d, (pad, bos, eos) = 1, 2, 3, 4, (task.tokenizer.mark_ids[name] for name in ("pad", "bos", "eos"))
     split = as_split(task, "train")
     assert {key: tensor.tolist() for key, tensor in split.collate(np.array([1, 0]), None).items()} == {
@@ -31,7 +28,7 @@ def test_the_layout_by_hand(write_text, offline_datasets):
     assert split.lengths.tolist() == [5, 4]
 
 
-@pytest.mark.parametrize("tag", DatesDataConfig().locales)
+@pytest.mark.parametrize("tag", LOCALES)
 def test_no_way_to_write_a_date_means_two_days(tag):
     from babel import Locale
 
@@ -45,11 +42,11 @@ def test_no_way_to_write_a_date_means_two_days(tag):
 
 
 def test_dates_become_a_task_whose_validation_asks_for_days_that_training_never_sees():
-    train, val = date_pairs(FEW_DATES)
+    task = dates(train_size=2003, val_size=101)
+    train, val = both_of(task)
     assert (len(train), len(val), len({day for _, day in val})) == (2003, 101, 101)
     assert not {day for _, day in val} & {day for _, day in train}
-    assert {source.split(":")[0] for source, _ in train} == set(FEW_DATES.locales)
-    task = load_pairs(FEW_DATES, None, None)
+    assert {source.split(":")[0] for source, _ in train} == set(LOCALES)
     sizes = {"vocab_size": task.tokenizer.vocab_size, "max_target_len": len("1999-03-07") + 1}
     sizes["max_source_len"] = max(len(source) for source, _ in train + val)
     assert task.model_fields == {**sizes, **{f"{name}_id": id for name, id in task.tokenizer.mark_ids.items()}}
@@ -58,10 +55,10 @@ def test_dates_become_a_task_whose_validation_asks_for_days_that_training_never_
 
 def test_an_unknown_locale_and_a_missing_package_are_named(monkeypatch):
     with pytest.raises(ConfigError, match=r"^data\.locales=xx"):
-        date_pairs(DatesDataConfig(locales=("en", "xx")))
+        dates(locales=("en", "xx"))
     monkeypatch.setitem(sys.modules, "babel", None)
     with pytest.raises(ConfigError, match="Babel"):
-        date_pairs(FEW_DATES)
+        dates(train_size=53, val_size=7)
 
 
 SOURCES, TARGETS = [f"one {n}" for n in range(31)], [f"eins {n}" for n in range(31)]
@@ -81,25 +78,34 @@ def file(write_text, offline_datasets):
     return {name: write_text(content, name) for name, content in CONTENTS.items()}
 
 
-def pair_config(**values):
-    return PairsDataConfig(**{"name": "pairs", "tokenizer": "char", **values})
+def load(**values):
+    return pairs(**{"tokenizer": "char", **values})
+
+
+def both_of(task):
+    """The pairs of both splits as texts."""
+
+    def read(row, key):
+        return task.tokenizer.decode(row[key], skip_marks=True)
+
+    return [[(read(row, "input_ids"), read(row, "labels")) for row in rows] for rows in (task.train, task.val)]
 
 
 @pytest.mark.parametrize("name", ["a.tsv", "a.csv", "head.csv", "a.en"])
 def test_files_of_pairs_are_read(file, name):
     extra = {"head.csv": {"source_column": "en", "target_column": "de"}, "a.en": {"target_path": file["a.de"]}}
-    train, val = seq2seq._both_splits(pair_config(path=file[name], **extra.get(name, {})))
+    train, val = both_of(load(path=file[name], **extra.get(name, {})))
     assert sorted(train + val) == sorted(zip(SOURCES, TARGETS, strict=True))
     assert len(val) == 3
 
 
 def test_a_file_of_its_own_validates_in_its_order_and_a_source_lies_in_one_split(file, write_text):
     values = {"path": file["a.en"], "target_path": file["a.de"], "val_path": file["a.en"], "val_target_path": file["a.de"]}
-    task = load_pairs(pair_config(**values), None, None)
+    task = load(**values)
     assert (len(task.train), len(task.val)) == (31, 31)
     assert task.val_examples == list(zip(SOURCES, TARGETS, strict=True))
     path = write_text("\n".join(f"{n // 3}\t{n}" for n in range(99)), "several.tsv")
-    train, val = seq2seq._both_splits(pair_config(path=path, val_fraction=0.5))
+    train, val = both_of(load(path=path, val_fraction=0.5))
     assert not {source for source, _ in train} & {source for source, _ in val}
 
 
@@ -107,7 +113,7 @@ def test_long_pairs_are_left_out_and_counted(write_text, caplog, offline_dataset
     path = write_text("\n".join(f"{n}\t{'x' * (n % 7)}" for n in range(100)), "a.tsv")
     blank = sum(n % 7 == 0 for n in range(100))
     with caplog.at_level("INFO"):
-        task = load_pairs(pair_config(path=path, max_target_len=5), None, None)
+        task = load(path=path, max_target_len=5)
     kept, long = (sum(n % 7 in sizes for n in range(100)) for sizes in ((1, 2, 3, 4), (5, 6)))  # the end is the fifth
     assert (len(task.train) + len(task.val), task.model_fields["max_target_len"]) == (kept, 5)
     assert f"{long} of {kept + long} pairs" in caplog.text
@@ -134,10 +140,10 @@ def test_files_that_have_no_pairs_are_refused_by_name(file, write_text, said):
     file |= {name: write_text(content, name) for name, content in more.items()}
     given = {key: file.get(value, value) for key, value in REFUSED[said].items()}
     with pytest.raises(ConfigError, match=f"^{said}"):
-        load_pairs(pair_config(**given), None, None)
+        load(**given)
 
 
 def test_texts_that_look_like_numbers_or_nothing_stay_texts(write_text, offline_datasets):
     path = write_text('007\t-1\nNA\tnull\n1e3\t"x\n', "a.tsv")
-    train, val = seq2seq._both_splits(pair_config(path=path))
+    train, val = both_of(load(path=path, tokenizer="bpe", bpe_vocab_size=300))  # which knows every character
     assert sorted(train + val) == [("007", "-1"), ("1e3", '"x'), ("NA", "null")]

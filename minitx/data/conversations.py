@@ -6,16 +6,15 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from minitx.config import ChatDataConfig, ConfigError
-from minitx.config.checks import first_line
+from minitx.config import ConfigError
+from minitx.config.schema import Count, Fraction, first_line
 from minitx.data.documents import DocumentRows, learned_marks, task_of
-from minitx.data.tables import column_of, load_splits
-from minitx.data.task import Ragged, Task, hold_out, tokenizer_of
+from minitx.data.tables import Where, column_of, load_splits
+from minitx.data.task import Ragged, Task, VocabSize, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, require_marks
 
 log = logging.getLogger(__name__)
@@ -96,35 +95,61 @@ def _refuse(message: str) -> None:
     raise ValueError(message)
 
 
-def load_chat(config: ChatDataConfig, folder: Path, tokenizer: Tokenizer | None) -> Task:
-    """Return the task of fine-tuning on the conversations of ``config``.
+def chat(
+    *,
+    path: str,
+    val_path: str | None = None,
+    subset: str | None = None,
+    split: str = "train",
+    val_split: str | None = None,
+    val_fraction: Fraction = 0.1,
+    messages_column: str = "messages",
+    template: str | None = None,
+    tokenizer: str | Tokenizer = "bpe",
+    bpe_vocab_size: VocabSize = 4096,
+    context_len: Count = 256,
+    packing: bool = True,
+    bucket: bool = True,
+) -> Task:
+    """Fine-tuning on conversations, with the loss on the answers only.
+
+    Args:
+        path, val_path, subset, split, val_split: see ``Where``.
+        val_fraction: the part of the conversations that is held out for validation.
+        messages_column: the column of conversations, which are lists of messages with ``role`` and ``content``.
+        template: a chat template (jinja2), as on the Hugging Face hub; ``null``: that of the tokenizer's folder, else ours.
+        tokenizer, bpe_vocab_size: see ``tokenizer_of``.
+        context_len: longest row, in tokens. A longer conversation is cut.
+        packing: put several conversations into a row, without attention between them; ``false``: one conversation per row.
+        bucket: put rows of similar length into the same batch.
 
     Raises:
         ConfigError: the data cannot be read or contain no conversations, or the template or the tokenizer does not fit.
     """
-    name = f"data.path={config.path}"
-    tables = load_splits(config, lambda table: hold_out(range(len(table)), config.val_fraction))
-    splits = [_conversations(table, config.messages_column) for table in tables]
+    tables = load_splits(
+        Where(path, val_path, subset, split, val_split), lambda table: hold_out(range(len(table)), val_fraction)
+    )
+    splits = [_conversations(table, messages_column) for table in tables]
     texts = (f"{message['role']}: {message['content']}\n" for chat in splits[0] for message in chat)
-    tokenizer = tokenizer_of(config, tokenizer, texts, learned_marks(config))
-    format = ChatFormat(config.template or template_of(config.tokenizer), tokenizer)
-    train, val = (_rows(part, format, config, name) for part in splits)
-    return task_of(config, train, val, tokenizer, {})
+    made_by = tokenizer_of(tokenizer, bpe_vocab_size, texts, learned_marks(tokenizer))
+    format, name = ChatFormat(template or made_by.chat_template or TEMPLATE, made_by), f"data.path={path}"
+    train, val = (_rows(part, format, context_len, packing, name) for part in splits)
+    return task_of(name, train, val, made_by, bucket=bucket)
 
 
-def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, config: ChatDataConfig, name: str) -> DocumentRows:
+def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, context_len: int, packing: bool, name: str) -> DocumentRows:
     """Conversations, cut at ``context_len``. Those without an answer in what is left are left out, and counted in a line."""
-    longest = config.context_len + 1  # one more: the target of the last position
+    longest = context_len + 1  # one more: the target of the last position
     encoded = [(ids[:longest], counted[:longest]) for ids, counted in map(format.encode, filter(None, chats))]
     kept = [(ids, counted) for ids, counted in encoded if counted[1:].any()]
     if not kept:
-        raise ConfigError(f"{name} has no conversation with an answer of role assistant in {config.context_len} tokens")
+        raise ConfigError(f"{name} has no conversation with an answer of role assistant in {context_len} tokens")
     if len(kept) < len(chats):
-        what = (len(chats) - len(kept), len(chats), name, config.context_len)
+        what = (len(chats) - len(kept), len(chats), name, context_len)
         log.info("left out %d of %d conversations of %s: without an answer in %d tokens", *what)
     counted = np.concatenate([counted for _, counted in kept])
     documents = Ragged.of([ids for ids, _ in kept])
-    return DocumentRows(documents, context_len=config.context_len, packing=config.packing, counted=counted)
+    return DocumentRows(documents, context_len=context_len, packing=packing, counted=counted)
 
 
 def _conversations(table: Any, column: str) -> list[list[Message]]:
@@ -136,16 +161,3 @@ def _conversations(table: Any, column: str) -> list[list[Message]]:
     if not alright:
         raise ConfigError(f"data.messages_column={column} must have lists of messages, each with texts role and content")
     return chats
-
-
-def template_of(tokenizer: str) -> str:
-    """The template beside a tokenizer's file, else ours."""
-    folder = Path(tokenizer).expanduser()
-    folder = folder if folder.is_dir() else folder.parent
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    try:
-        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
-    except (OSError, ValueError):
-        return TEMPLATE
-    return found if isinstance(found, str) else TEMPLATE

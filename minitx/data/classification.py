@@ -1,0 +1,314 @@
+"""Classification of texts and of images: tables of any kind through ``datasets``, and scikit-learn's digits."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from minitx.config import ConfigError
+from minitx.config.schema import Count, Fraction, Natural
+from minitx.data.tables import Where, column_of, labels_of, load_splits, texts_of
+from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, tokenizer_of
+from minitx.data.tokenizers import Tokenizer, require_marks
+
+log = logging.getLogger(__name__)
+MARKS = ("pad", "cls")
+EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
+"""The modes of PIL that can be converted to grey or RGB. The others have floats or 16 and 32 bits."""
+
+Texts = Sequence[tuple[str, ...]]
+Examples = tuple[Texts, np.ndarray]
+"""The one or two texts of each row, and its label."""
+
+
+# --- texts
+
+
+def classify(
+    *,
+    path: str,
+    val_path: str | None = None,
+    subset: str | None = None,
+    split: str = "train",
+    val_split: str | None = None,
+    val_fraction: Fraction = 0.1,
+    text_column: str = "text",
+    second_column: str | None = None,
+    label_column: str = "label",
+    tokenizer: str | Tokenizer = "bpe",
+    bpe_vocab_size: VocabSize = 4096,
+    max_len: Count = 128,
+    bucket: bool = True,
+) -> Task:
+    """Classification of the texts of a table. A row is the class token and the text.
+
+    Args:
+        path, val_path, subset, split, val_split: see ``Where``.
+        val_fraction: the part of the different texts that is held out for validation.
+        text_column: the column of texts.
+        second_column: a column of second texts. They follow the first text and another class token; ``null``: none.
+        label_column: the column of labels, which are numbers or words.
+        tokenizer, bpe_vocab_size: see ``tokenizer_of``.
+        max_len: longest row, in tokens, with the class token. Longer texts are cut.
+        bucket: put rows of similar length into the same batch.
+
+    Raises:
+        ConfigError: a file or a column is missing, or a split would be empty.
+    """
+    columns = {"text_column": text_column} | ({"second_column": second_column} if second_column else {})
+
+    def texts(table: Any) -> Texts:
+        return list(zip(*(texts_of(table, column, key) for key, column in columns.items()), strict=True))
+
+    where = Where(path, val_path, subset, split, val_split)
+    splits = load_splits(where, lambda table: hold_out(texts(table), val_fraction), texts=[*columns.values()])
+    labels, names = labels_of(splits, label_column)
+    said = f"data.text_column={text_column}", f"data.path={path}"
+    train, val = (_with_text(texts(table), own, *said) for table, own in zip(splits, labels, strict=True))
+    made_by = tokenizer_of(tokenizer, bpe_vocab_size, (text for row in train[0] for text in row), MARKS)
+    pad_id, _ = require_marks(made_by, *MARKS)
+    words = [[" ".join(row) for row in rows] for rows, _ in (train, val)]
+    return Task(
+        name=f"data.path={path}",
+        kind="classify",
+        train=_rows(train, made_by, max_len),
+        val=_rows(val, made_by, max_len),
+        longest=max_len,
+        pad={"input_ids": pad_id},
+        bucket=bucket,
+        tokenizer=made_by,
+        model_fields={"vocab_size": made_by.vocab_size, "num_labels": len(names), "pad_id": pad_id},
+        val_examples=[(text, names[label]) for text, label in zip(words[1], val[1], strict=True)],
+        label_names=names,
+        baselines=lambda: {
+            "majority_accuracy": majority_accuracy(train[1], val[1]),
+            "bag_of_words_accuracy": bag_of_words_accuracy(words[0], train[1], words[1], val[1]),
+        },
+    )
+
+
+def _rows(examples: Examples, tokenizer: Tokenizer, max_len: int) -> list[dict[str, Any]]:
+    """The rows of a split; an end mark, or the class token again, stands between two texts."""
+    (texts, labels), cls = examples, tokenizer.mark_ids["cls"]
+    rows: list[list[Any]] = [[[cls]] for _ in texts]
+    for side in zip(*texts, strict=True):
+        for row, ids in zip(rows, tokenizer.encode_batch(side), strict=True):
+            row += [ids] if len(row) == 1 else [[tokenizer.mark_ids.get("eos", cls)], ids]
+    both = zip(rows, labels.tolist(), strict=True)
+    return [{"input_ids": np.concatenate(row)[:max_len].astype(np.int64), "labels": label} for row, label in both]
+
+
+def _with_text(texts: Texts, labels: np.ndarray, column: str, source: str) -> Examples:
+    """The rows of a split that have a text."""
+    kept = np.array([any(row) for row in texts])
+    if not kept.any():
+        raise ConfigError(f"{column} has no text in a split of {source}")
+    if not kept.all():
+        log.info("left out %d of %d rows of %s: without text", (~kept).sum(), len(kept), source)
+    return [row for row, keep in zip(texts, kept, strict=True) if keep], labels[kept]
+
+
+# --- images
+
+
+def digits(*, val_fraction: Fraction = 0.2, shift: Natural = 1) -> Task:
+    """Classification of images: scikit-learn's digits, 8×8.
+
+    Args:
+        val_fraction: the part of every class that is held out for validation.
+        shift: move each training image by a random number of pixels, up to this one, in every step; 0: do not move it.
+
+    Raises:
+        ConfigError: scikit-learn is missing.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise ConfigError("data=digits needs the package scikit-learn: install minitx with the extra vision") from None
+    found = load_digits()
+    pixels, labels = found.images[:, None].astype(np.uint8), found.target
+    train, val = stratified(labels, val_fraction)
+    both = (pixels[train], labels[train]), (pixels[val], labels[val])
+    return _image_task("data=digits", *both, tuple("0123456789"), largest=16, shift=shift)
+
+
+def images(
+    *,
+    path: str,
+    val_path: str | None = None,
+    subset: str | None = None,
+    split: str = "train",
+    val_split: str | None = None,
+    val_fraction: Fraction = 0.2,
+    image_column: str = "image",
+    label_column: str = "label",
+    image_size: Count | None = None,
+    shift: Natural = 1,
+) -> Task:
+    """Classification of images: a folder with one folder per label, or a table. Images are decoded when they are needed.
+
+    Args:
+        path, val_path, subset, split, val_split: see ``Where``.
+        val_fraction: the part of every class that is held out for validation.
+        image_column: the column of images.
+        label_column: the column of labels, which are numbers or words.
+        image_size: resize images to a square with sides of this many pixels; ``null``: do not resize.
+        shift: move each training image by a random number of pixels, up to this one, in every step; 0: do not move it.
+
+    Raises:
+        ConfigError: the data or a column is missing, or images are not square.
+    """
+
+    def divide(table: Any) -> tuple[np.ndarray, np.ndarray]:
+        return stratified(labels_of([table], label_column)[0][0], val_fraction)
+
+    tables = load_splits(Where(path, val_path, subset, split, val_split), divide)
+    (labels, val_labels), names = labels_of(tables, label_column)
+    pictures = Pictures(tables[0], image_column, image_size)
+    val = Pictures(tables[1], image_column, image_size, pictures), val_labels
+    return _image_task(f"data.path={path}", (pictures, labels), val, names, largest=255, shift=shift)
+
+
+def _image_task(
+    name: str, train: tuple[Any, np.ndarray], val: tuple[Any, np.ndarray], names: tuple[str, ...], *, largest: int, shift: int
+) -> Task:
+    channels, height, width = train[0].shape[-3:]
+    if height != width:
+        raise ConfigError(f"{name} has images of {height}x{width} pixels, which must be squares: data.image_size=SIZE")
+    if shift >= height:
+        raise ConfigError(f"data.shift={shift} must be less than the {height} pixels of an image")
+    return Task(
+        name=name,
+        kind="classify",
+        train=LabelledImages(*train, largest=largest, shift=shift),
+        val=LabelledImages(*val, largest=largest),
+        model_fields={"num_labels": len(names), "image_size": height, "num_channels": channels},
+        label_names=names,
+        baselines=lambda: {"majority_accuracy": majority_accuracy(train[1], val[1])},
+    )
+
+
+class LabelledImages:
+    """Images with a label each: ``pixel_values`` (C, H, W) float32 in [0, 1], ``labels`` ().
+
+    Args:
+        pixels: an array or ``Pictures``. ``pixels[i]`` is (C, H, W) uint8.
+        labels: the labels (N,).
+        largest: the largest pixel value, which becomes 1.
+        shift: move an image by a random number of pixels, up to this one, in both directions, each time it is read. New pixels
+            are 0.
+    """
+
+    def __init__(self, pixels: np.ndarray | Pictures, labels: np.ndarray, *, largest: int, shift: int = 0) -> None:
+        self.pixels, self.labels, self.largest, self.shift = pixels, labels.astype(np.int64), largest, shift
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def num_targets(self, row: int) -> int:
+        """See ``Task``."""
+        return 1
+
+    def row(self, row: int, random: np.random.Generator) -> dict[str, Any]:
+        """See ``Task``."""
+        pixels, margin = self.pixels[row], self.shift
+        if margin:
+            (height, width), framed = pixels.shape[1:], np.pad(pixels, ((0, 0), (margin, margin), (margin, margin)))
+            y, x = random.integers(2 * margin + 1, size=2)
+            pixels = framed[:, y : y + height, x : x + width]
+        return {"pixel_values": pixels.astype(np.float32) / np.float32(self.largest), "labels": self.labels[row]}
+
+
+class Pictures:
+    """The images of a table, (C, H, W) uint8. An image is decoded when it is read.
+
+    Args:
+        table: a ``datasets.Dataset``.
+        column: the column of images.
+        size: resize images to a square with sides of this many pixels. ``None``: do not resize.
+        like: other images, whose size and number of channels are used. ``None``: those of the first image.
+    """
+
+    def __init__(self, table: Any, column: str, size: int | None, like: Pictures | None = None) -> None:
+        self.table, self.column, self.size = table, column_of(table, column, "image_column"), size
+        self.mode: str = like.mode if like else "L" if self._picture(0).mode in ("1", "L") else "RGB"
+        self.shape: tuple[int, ...] = like.shape if like else self._pixels(0).shape
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        pixels = self._pixels(row)
+        if pixels.shape != self.shape:
+            (_, h, w), (_, h2, w2) = self.shape, pixels.shape
+            raise ConfigError(f"data.image_size=null: images have {h}x{w} and {h2}x{w2} pixels; give a size to resize them to")
+        return pixels
+
+    def _pixels(self, row: int) -> np.ndarray:
+        image = self._picture(row).convert(self.mode)
+        image = image if self.size is None else image.resize((self.size, self.size))
+        return np.atleast_3d(np.asarray(image)).transpose(2, 0, 1)
+
+    def _picture(self, row: int) -> Any:
+        image = self.table[row][self.column]
+        if getattr(image, "mode", None) not in EIGHT_BITS:
+            found = f"an image of mode {image.mode}" if hasattr(image, "mode") else type(image).__name__
+            raise ConfigError(f"data.image_column={self.column} must have images of 8 bits a channel, got {found}")
+        return image
+
+
+def stratified(labels: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of both splits. ``fraction`` of the rows of every label, rounded, are held out. The run's seed has no influence.
+
+    Raises:
+        ConfigError: a split would be empty.
+    """
+    random = generator(VALIDATION_SEED, "stratified")
+    train, val = [], []
+    for label in np.unique(labels):
+        rows = random.permutation(np.flatnonzero(labels == label))
+        count = round(fraction * len(rows))
+        val.append(rows[:count])
+        train.append(rows[count:])
+    found = np.sort(np.concatenate(train)), random.permutation(np.concatenate(val))
+    if not all(map(len, found)):
+        raise ConfigError(f"data.val_fraction={fraction} leaves a split of {len(labels)} images empty")
+    return found
+
+
+# --- baselines
+
+
+def majority_accuracy(train_labels: np.ndarray, val_labels: np.ndarray) -> float:
+    """Return the accuracy of always answering with the most frequent training label."""
+    return float(np.mean(val_labels == np.bincount(train_labels).argmax()))
+
+
+def bag_of_words_accuracy(
+    train_texts: Sequence[str], train_labels: np.ndarray, val_texts: Sequence[str], val_labels: np.ndarray
+) -> float:
+    """Return the accuracy of multinomial naive Bayes over words with add-one smoothing (Manning et al. 2008, "Introduction to
+    Information Retrieval", §13.2): argmax_c ln p(c) + Σ_w ln (n(w, c) + 1) / (n(c) + W); unknown words do not count.
+
+    >>> labels = np.array([0, 0, 1])
+    >>> bag_of_words_accuracy(["the sea", "a sea", "the hill"], labels, ["sea", "hill"], np.array([0, 1]))
+    1.0
+    """
+    words: dict[str, int] = {}
+    rows = [[words.setdefault(word, len(words)) for word in _words(text)] for text in train_texts]
+    counts = np.ones((int(train_labels.max()) + 1, len(words)))  # (classes, W), add-one
+    labels_of_words = np.repeat(train_labels, [len(row) for row in rows])
+    np.add.at(counts, (labels_of_words, np.concatenate([np.array(row, np.int64) for row in rows])), 1)
+    log_likelihood = np.log(counts / counts.sum(axis=1, keepdims=True))
+    with np.errstate(divide="ignore"):  # a class that training lacks has prior 0
+        log_prior = np.log(np.bincount(train_labels, minlength=len(counts)) / len(train_labels))
+    guesses = [
+        int((log_prior + log_likelihood[:, [words[word] for word in _words(text) if word in words]].sum(axis=1)).argmax())
+        for text in val_texts
+    ]
+    return float(np.mean(np.array(guesses) == val_labels))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())

@@ -1,0 +1,282 @@
+"""Sequence to sequence: pairs of texts in one vocabulary, from a table or two files, or dates to ISO 8601 (Babel's CLDR data)."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from minitx.config import ConfigError
+from minitx.config.schema import Count, Fraction, require
+from minitx.data.tables import Where, load_splits, load_table, texts_of
+from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, tokenizer_of
+from minitx.data.tokenizers import Tokenizer, require_marks
+
+log = logging.getLogger(__name__)
+MARKS = ("pad", "bos", "eos")
+LONGEST_DATE = 64
+"""More tokens than any date has."""
+
+WIDTHS = ("short", "medium", "long", "full")
+SKELETONS = ("yMd", "yMEd", "yMMMd", "yMMMEd")
+LOCALES = (
+    *("en", "en_GB", "de", "fr", "es", "it", "pt", "nl", "sv", "da"),
+    *("pl", "ru", "cs", "fi", "tr", "el", "hu", "ja", "zh", "ko"),
+)
+Pairs = list[tuple[str, str]]
+
+
+def pairs(
+    *,
+    path: str,
+    target_path: str | None = None,
+    val_path: str | None = None,
+    val_target_path: str | None = None,
+    subset: str | None = None,
+    split: str = "train",
+    val_split: str | None = None,
+    val_fraction: Fraction = 0.1,
+    source_column: str | None = None,
+    target_column: str | None = None,
+    tokenizer: str | Tokenizer = "bpe",
+    bpe_vocab_size: VocabSize = 4096,
+    max_source_len: Count = 128,
+    max_target_len: Count = 128,
+    bucket: bool = True,
+) -> Task:
+    """Sequence to sequence on a table of two columns, or on two text files. One vocabulary for both sides.
+
+    For a source s_1 … s_n and a target t_1 … t_m a row is
+
+        input_ids          s_1 … s_n                key_mask          True where real
+        decoder_input_ids  bos t_1 … t_m            decoder_key_mask  True where real
+        labels             t_1 … t_m eos            −100 behind the end
+
+    Args:
+        path, val_path, subset, split, val_split: see ``Where``.
+        target_path: a text file with the targets of ``path``, line by line; ``null`` if ``path`` has two columns.
+        val_target_path: the targets of ``val_path``.
+        val_fraction: the part of the different sources that is held out for validation.
+        source_column: the column of sources; ``null``: the first column, in csv and tsv files without a row of names.
+        target_column: the column of targets; ``null``: the second column.
+        tokenizer, bpe_vocab_size: see ``tokenizer_of``.
+        max_source_len: longest source, in tokens. Longer pairs are left out.
+        max_target_len: longest target, in tokens, with the end mark. Longer pairs are left out.
+        bucket: put rows of similar length into the same batch.
+
+    Raises:
+        ConfigError: a file has no pairs, a split has no pairs, or columns and files do not fit each other.
+    """
+    wanted = val_path is not None and target_path is not None
+    said = f"data.val_target_path={val_target_path} must be given where val_path and target_path are, and only there"
+    require(wanted == (val_target_path is not None), said)
+    named = f"data.source_column={source_column} and data.target_column={target_column} must be given together"
+    require((source_column is None) == (target_column is None), named)
+    lines = f"data.source_column={source_column} belongs to a table, and data.target_path={target_path} to a file of lines"
+    require(target_path is None or source_column is None, lines)
+    if target_path is None:
+        columns = None if source_column is None else (source_column, str(target_column))
+        both = _columns(Where(path, val_path, subset, split, val_split), columns, val_fraction)
+    else:
+        val_paths = {"val_path": str(val_path), "val_target_path": str(val_target_path)} if wanted else {}
+        both = _files({"path": path, "target_path": target_path}, val_paths, val_fraction, subset=subset, split=split)
+    return _task(f"data.path={path}", "pairs", both, tokenizer, bpe_vocab_size, (max_source_len, max_target_len), bucket)
+
+
+def dates(
+    *,
+    locales: tuple[str, ...] = LOCALES,
+    first_year: int = 1900,
+    last_year: int = 2099,
+    train_size: Count = 100_000,
+    val_size: Count = 2000,
+    bucket: bool = True,
+    tokenizer: Literal["char"] | Tokenizer = "char",
+) -> Task:
+    """Sequence to sequence: dates as people write them (Babel) to ISO 8601, in characters. A row is as in ``pairs``.
+
+    Args:
+        locales: languages of the dates. Each source begins with its locale.
+        first_year: first year of the dates.
+        last_year: last year of the dates.
+        train_size: number of training examples. Each is a day, a locale and a pattern.
+        val_size: number of validation examples, with days that training never sees.
+        bucket: put rows of similar length into the same batch.
+        tokenizer: ``char``: learned from the training split.
+
+    Raises:
+        ConfigError: Babel is missing or does not know a locale, or the years or sizes do not fit each other.
+    """
+    require(len(locales) > 0, "data.locales=[] must name at least one locale")
+    ordered = 1000 <= first_year <= last_year <= 9999
+    said = f"data.first_year={first_year} and data.last_year={last_year} must be years of four digits in this order"
+    require(ordered, said)
+    days = 365 * (last_year - first_year + 1)
+    require(val_size < days, f"data.val_size={val_size} must be smaller than the number of days, about {days}")
+    both = date_pairs(locales, (first_year, last_year), train_size, val_size)
+    return _task("data=dates", "dates", both, tokenizer, 0, (LONGEST_DATE, LONGEST_DATE), bucket)
+
+
+def _task(
+    name: str,
+    short: str,
+    both: tuple[Pairs, Pairs],
+    tokenizer: str | Tokenizer,
+    bpe_vocab_size: int,
+    longest: tuple[int, int],
+    bucket: bool,
+) -> Task:
+    texts = (side for pair in both[0] for side in pair)
+    made_by = tokenizer_of(tokenizer, bpe_vocab_size, texts, MARKS)
+    pad_id, bos_id, eos_id = require_marks(made_by, *MARKS)
+    (_, train), (kept_val, val) = (_rows(part, made_by, longest, short) for part in both)
+    count, left_out = len(both[0]) + len(both[1]), len(both[0]) + len(both[1]) - len(train) - len(val)
+    if left_out:
+        log.info("left out %d of %d pairs: longer than the config allows", left_out, count)
+    fields = {"vocab_size": made_by.vocab_size, "pad_id": pad_id, "bos_id": bos_id, "eos_id": eos_id}
+    for side, key in (("max_source_len", "input_ids"), ("max_target_len", "labels")):
+        fields[side] = max(len(row[key]) for row in [*train, *val])
+    return Task(
+        name=name,
+        kind="seq2seq",
+        train=train,
+        val=val,
+        longest=max(longest),
+        pad={"input_ids": pad_id, "decoder_input_ids": pad_id},
+        bucket=bucket,
+        tokenizer=made_by,
+        model_fields=fields,
+        val_examples=kept_val,
+        baselines=lambda: {"copy_exact_match": float(np.mean([source == target for source, target in kept_val]))},
+    )
+
+
+def _rows(pairs: Pairs, tokenizer: Tokenizer, longest: tuple[int, int], name: str) -> tuple[Pairs, list[dict[str, np.ndarray]]]:
+    """The pairs that are short enough and have no empty side, as texts and as rows."""
+    bos, eos = ([tokenizer.mark_ids[mark]] for mark in ("bos", "eos"))
+    kept, rows = [], []
+    sides = [tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (0, 1)]
+    for pair, s, t in zip(pairs, *sides, strict=True):
+        if 0 < len(s) <= longest[0] and 0 < len(t) < longest[1]:
+            kept.append(pair)
+            rows.append({"input_ids": s, "decoder_input_ids": np.append(bos, t), "labels": np.append(t, eos)})
+    if not kept:
+        said = f"data.max_source_len={longest[0]} and data.max_target_len={longest[1]} leave none of the {len(pairs)} pairs"
+        raise ConfigError(f"{said} of a split of data={name}")
+    return kept, rows
+
+
+def _columns(where: Where, columns: tuple[str, str] | None, val_fraction: float) -> tuple[Pairs, Pairs]:
+    """Two columns of a table: those with a name, or the first two."""
+    kind = "csv" if Path(where.path).suffix.lower() == ".txt" else None
+    options = {"texts": [*(columns or (0, 1))], "header": columns is not None, "kind": kind}
+
+    def read(table: Any) -> list[list[str]]:
+        names = columns or table.column_names[:2]
+        if len(names) < 2:
+            said = f"data.path={where.path} has one column, but two are needed, separated by tabs (in .csv by commas)"
+            raise ConfigError(f"{said}, or data.target_path=FILE with the targets")
+        return [texts_of(table, name, f"{side}_column") for name, side in zip(names, ("source", "target"), strict=True)]
+
+    train, val = load_splits(where, lambda table: hold_out(read(table)[0], val_fraction), **options)
+    return _without_blanks(read(train), where.path), _without_blanks(read(val), where.path)
+
+
+def _files(paths: Mapping[str, str], val_paths: Mapping[str, str], val_fraction: float, **options: Any) -> tuple[Pairs, Pairs]:
+    """The lines of two files that belong together, by their keys."""
+
+    def read(files: Mapping[str, str]) -> Pairs:
+        sides = [texts_of(load_table(file, key, kind="text", **options), "text", key) for key, file in files.items()]
+        (first, _), (second, other) = files.items()
+        if len(sides[0]) != len(sides[1]):
+            lines = f"{len(sides[1])} lines, but data.{first} has {len(sides[0])}"
+            raise ConfigError(f"data.{second}={other} has {lines}: line n belongs to line n")
+        return _without_blanks(sides, paths["path"])
+
+    found = read(paths)
+    if val_paths:
+        return found, read(val_paths)
+    train, val = hold_out([source for source, _ in found], val_fraction)
+    return [found[i] for i in train], [found[i] for i in val]
+
+
+def _without_blanks(sides: Sequence[Sequence[str]], path: str) -> Pairs:
+    found = [(source, target) for source, target in zip(*sides, strict=True) if source and target]
+    if not found:
+        raise ConfigError(f"data.path={path} has no pair without a blank side")
+    if len(found) < len(sides[0]):
+        log.info("left out %d of %d pairs of data.path=%s: a side is blank", len(sides[0]) - len(found), len(sides[0]), path)
+    return found
+
+
+# --- dates
+
+
+def date_patterns(locale: Any) -> list[str]:
+    """Return the different patterns (CLDR's notation) of complete dates in a Babel locale.
+
+    Years are always written in full, because two digits would be ambiguous.
+    """
+    found = [locale.date_formats[width].pattern for width in WIDTHS]
+    found += [locale.datetime_skeletons[name].pattern for name in SKELETONS if name in locale.datetime_skeletons]
+    return sorted({pattern if "yyyy" in pattern else pattern.replace("yy", "y") for pattern in found})
+
+
+def write_date(day: datetime.date, tag: str, locale: Any, pattern: str) -> str:
+    """Return a date with its locale in front. The locale tells the order of day and month.
+
+    >>> from babel import Locale
+    >>> write_date(datetime.date(1999, 3, 7), "de", Locale.parse("de"), "d. MMMM y")
+    'de: 7. März 1999'
+    """
+    from babel.dates import format_date
+
+    return f"{tag}: {format_date(day, pattern, locale)}"
+
+
+def date_pairs(locales: Sequence[str], years: tuple[int, int], train_size: int, val_size: int) -> tuple[Pairs, Pairs]:
+    """Return (source, ISO 8601) pairs of both splits. The days of validation never occur in training.
+
+    Days, locales and patterns are drawn with a constant seed. All days of training are about equally frequent.
+
+    Raises:
+        ConfigError: Babel is missing or does not know a locale.
+    """
+    formats = []
+    for tag in locales:
+        locale = babel_locale(tag)
+        formats.append((tag, locale, date_patterns(locale)))
+    first = datetime.date(years[0], 1, 1).toordinal()
+    count = datetime.date(years[1], 12, 31).toordinal() + 1 - first
+    random = generator(VALIDATION_SEED, "dates")
+    days = random.permutation(count) + first
+    val, train = days[:val_size], days[val_size:]
+    drawn = np.concatenate([random.permutation(train) for _ in range(-(-train_size // len(train)))])
+
+    def write(ordinal: int) -> tuple[str, str]:
+        tag, locale, patterns = formats[random.integers(len(formats))]
+        day = datetime.date.fromordinal(ordinal)
+        return write_date(day, tag, locale, patterns[random.integers(len(patterns))]), day.isoformat()
+
+    val_pairs = [write(int(day)) for day in val]
+    return [write(int(day)) for day in drawn[:train_size]], val_pairs
+
+
+def babel_locale(tag: str) -> Any:
+    """Return Babel's locale ``tag``.
+
+    Raises:
+        ConfigError: Babel is missing or does not know the locale.
+    """
+    try:
+        from babel import Locale, UnknownLocaleError
+    except ImportError:
+        raise ConfigError("data=dates needs the package Babel: pip install Babel") from None
+    try:
+        return Locale.parse(tag)
+    except (UnknownLocaleError, ValueError):
+        raise ConfigError(f"data.locales={tag} is not a locale that Babel knows, such as en_GB or pt") from None

@@ -1,0 +1,173 @@
+"""Build nodes of a config: ``_target_`` names a function or class, and the other keys are its arguments.
+
+Ours and the user's are built in the same way. A node is read by the signature of its target (``read_call``) before anything in it
+is built. Hydra finds targets and builds nested nodes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from minitx.config.schema import ConfigError, Part, defaults, first_line, nearest, read_call
+
+FROM_THE_RUN = ("seed", "batch_size", "num_workers", "max_steps", "tokenizer")
+"""Arguments that a run passes to any target that names them."""
+
+
+LOADING = ("batch_size", "num_workers")
+"""Keys of ``data`` that belong to every data set. The trainer reads them."""
+
+
+def target_of(node: Part, key: str) -> Any:
+    """Return the function or class that ``node`` names. ``key`` is the path of the node, for messages.
+
+    Raises:
+        ConfigError: it does not exist.
+    """
+    from hydra.utils import instantiate  # its get_object also writes an error to the log
+
+    try:
+        return instantiate({"_target_": node["_target_"], "_partial_": True}).func
+    except Exception as error:
+        raise ConfigError(f"{key}._target_={node['_target_']} cannot be built: {reason(error)}{_near(node)}") from error
+
+
+def _near(node: Part) -> str:
+    """A similar name in the module of a target that does not exist."""
+    module, _, name = str(node["_target_"]).rpartition(".")
+    known = vars(sys.modules[module]) if module in sys.modules else {}
+    return "" if name in known else nearest(name, known, f"{module}.")
+
+
+def arguments_of(node: Part) -> dict[str, Any]:
+    """Return the keys of a node that are arguments, without ``_target_`` and other keys of Hydra."""
+    return {str(name): value for name, value in node.items() if not str(name).startswith("_")}
+
+
+def without_loading(node: Part) -> dict[str, Any]:
+    """Return the node of ``data`` without ``batch_size`` and ``num_workers``, unless its target names them."""
+    names = named_by(node, "data")
+    return {name: value for name, value in node.items() if name in names or name not in LOADING}
+
+
+def check_data(node: Part) -> None:
+    """Read the node of ``data``. See ``check_node``."""
+    check_node(without_loading(node), "data", FROM_THE_RUN, beside=LOADING)
+
+
+def check_node(node: Part, key: str, given: Collection[str] = (), positional: int = 0, beside: Sequence[str] = ()) -> None:
+    """Read the arguments of a node, and build nothing. Further arguments are those of ``read_call``.
+
+    Raises:
+        ConfigError: the target does not exist, or an argument is unknown, of another type or missing.
+    """
+    many = len(node.get("_args_", ()))
+    read_call(target_of(node, key), arguments_of(node), f"{key}.", given, positional + many, beside)
+
+
+def completed(node: Part, key: str) -> dict[str, Any]:
+    """Return a node with the defaults of its target, as plain data. A key that must be given is ``???``."""
+    try:
+        known = defaults(target_of(node, key))
+    except (ConfigError, TypeError, ValueError):  # without a target or a signature
+        return dict(node)
+    plain = {name: value for name, value in known.items() if name not in FROM_THE_RUN or isinstance(value, str)}
+    return {**node, **{name: value for name, value in plain.items() if name not in node and _is_plain(value)}}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def factory(node: Part, key: str, given: Collection[str] = (), positional: int = 0) -> partial[Any]:
+    """Return the target of ``node`` with its arguments, as a partial function. Nested nodes are built.
+
+    Args:
+        node: ``_target_`` with arguments and options of Hydra.
+        key: the path of the node, for messages.
+        given, positional: see ``read_call``.
+
+    Raises:
+        ConfigError: see ``check_node``; or a nested node cannot be built.
+    """
+    from hydra.utils import instantiate
+
+    check_node(node, key, given, positional)
+    try:
+        made = instantiate({"_convert_": "all", **node, "_partial_": True})
+    except Exception as error:
+        raise ConfigError(f"{key}._target_={node['_target_']} cannot be built: {reason(error)}{_near(node)}") from error
+    return partial(made.func, *made.args, **read_call(made.func, made.keywords, f"{key}.", given, positional + len(made.args)))
+
+
+def build(node: Part, key: str, given: Mapping[str, Any] | None = None) -> Any:
+    """Call the target of ``node``.
+
+    Args:
+        given: further arguments. They are passed if the target has a parameter of that name and ``node`` does not set it.
+            ``**kwargs`` does not count.
+
+    Raises:
+        ConfigError: see ``factory``; or the target raises an error. The message begins with the key.
+    """
+    made = factory(node, key, given or ())
+    names = parameter_names(made.func)
+    fitting = {name: value for name, value in (given or {}).items() if name in names and name not in made.keywords}
+    return call(made, key, node, **fitting)
+
+
+def build_callable(node: Part, key: str, arguments: int) -> Any:
+    """Like ``build``, but a function that still needs ``arguments`` arguments is returned and not called."""
+    target, taken = target_of(node, key), arguments_of(node)
+    if inspect.isfunction(target):
+        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(target).parameters.values()
+        needed = [one for one in parameters if one.kind in by_position and one.default is one.empty and one.name not in taken]
+        if len(needed) - len(node.get("_args_", ())) == arguments:
+            return factory(node, key, positional=arguments)
+    return build(node, key)
+
+
+def call(made: Callable[..., Any], key: str, node: Part, *args: Any, **kwargs: Any) -> Any:
+    """Call ``made``. An exception becomes a ConfigError of one sentence."""
+    try:
+        return made(*args, **kwargs)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{key}._target_={node['_target_']} cannot be built: {reason(error)}") from error
+
+
+def build_all(group: Mapping[str, Part | None], key: str, given: Mapping[str, Any] | None = None) -> list[Any]:
+    """Build every entry of a group of callbacks or loggers that is not null."""
+    return [build(node, f"{key}.{name}", given) for name, node in group.items() if node is not None]
+
+
+def parameter_names(function: Any) -> set[str]:
+    """Return the parameters of a function or class that can be given by name, without ``*args`` and ``**kwargs``."""
+    try:
+        found = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):  # some written in C have no signature
+        return set()
+    return {one.name for one in found if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+
+
+def named_by(node: Part, key: str) -> set[str]:
+    """Return the parameters of the target of ``node``."""
+    return parameter_names(target_of(node, key))
+
+
+def reason(error: BaseException) -> str:
+    """Return in one line why something could not be built: the message of the first exception in the chain."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    kind = type(error).__name__
+    return first_line(error) if kind in ("ValueError", "ConfigError") else f"{kind}: {first_line(error)}"
