@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.nn.attention import MultiHeadAttention
-from minitx.nn.masks import Dense, Mask, Padding, from_key_padding_mask, intersect
+from minitx.nn.masks import Dense, Mask, intersect
 
 
 class _NotFused:
@@ -123,29 +123,20 @@ class DropInAttention(nn.Module):
         self, attn_mask: Tensor | None, padding: Tensor | None, batch_size: int
     ) -> tuple[Mask | None, Tensor | None]:
         """Convert torch's two masks to a ``Mask`` and a bias."""
-        for name, given in {"attn_mask": attn_mask, "key_padding_mask": padding}.items():
-            if given is not None and given.dtype != torch.bool and not given.is_floating_point():
-                raise TypeError(f"{name} must be bool (True = hidden) or float (added to the scores), got {given.dtype}")
-        rules: list[Mask] = []
-        biases: list[Tensor] = []
+        H, given = self.attention.num_heads, {}
         if attn_mask is not None:
-            if attn_mask.dim() == 3:
-                rows = batch_size * self.attention.num_heads
-                if attn_mask.shape[0] != rows:
-                    raise ValueError(
-                        f"attn_mask must have shape (L, S) or (B * H, L, S) = ({rows}, L, S), got {tuple(attn_mask.shape)}"
-                    )
-                attn_mask = attn_mask.unflatten(0, (-1, self.attention.num_heads))  # (B * H, L, S) -> (B, H, L, S)
-            if attn_mask.dtype == torch.bool:
-                rules.append(Dense(~attn_mask))
-            else:
-                biases.append(attn_mask)
+            if attn_mask.dim() == 3 and attn_mask.shape[0] != batch_size * H:
+                wanted = f"(L, S) or (B * H, L, S) = ({batch_size * H}, L, S)"
+                raise ValueError(f"attn_mask must have shape {wanted}, got {tuple(attn_mask.shape)}")
+            given["attn_mask"] = attn_mask.unflatten(0, (-1, H)) if attn_mask.dim() == 3 else attn_mask  # to (B, H, L, S)
         if padding is not None:
-            if padding.dtype == torch.bool:
-                rules.append(Padding(from_key_padding_mask(padding)))
-            else:
-                biases.append(padding[:, None, None])  # (B, S) -> (B, 1, 1, S)
-        return intersect(*rules), reduce(torch.add, biases) if biases else None
+            given["key_padding_mask"] = padding[:, None, None]  # (B, S) -> (B, 1, 1, S)
+        for name, tensor in given.items():
+            if tensor.dtype != torch.bool and not tensor.is_floating_point():
+                raise TypeError(f"{name} must be bool (True = hidden) or float (added to the scores), got {tensor.dtype}")
+        biases = [tensor for tensor in given.values() if tensor.dtype != torch.bool]
+        hidden = [Dense(~tensor) for tensor in given.values() if tensor.dtype == torch.bool]
+        return intersect(*hidden), reduce(torch.add, biases) if biases else None
 
 
 def swap_attention(model: nn.Module, *, backend: str = "auto") -> nn.Module:

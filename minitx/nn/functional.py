@@ -93,11 +93,15 @@ def hide_unseen(tensor: Tensor, visible: Tensor | None) -> Tensor:
     """Set keys or values (B, Hkv, S, D) that no query may see to zero. Otherwise a NaN there would reach the output: 0 · NaN is NaN."""
     if visible is None:
         return tensor
+    return tensor.masked_fill(~visible_keys(visible, tensor.shape[1]), 0.0)
+
+
+def visible_keys(visible: Tensor, num_kv_heads: int) -> Tensor:
+    """Return which keys at least one query sees, (B or 1, Hkv or 1, S or 1, 1). One query head of a group is enough."""
     seen = visible.any(dim=-2)  # (B or 1, H or 1, S or 1)
-    Hkv = tensor.shape[1]
-    if seen.shape[1] not in (1, Hkv):  # a key head is seen if one query head of its group sees it
-        seen = seen.unflatten(1, (Hkv, -1)).any(dim=2)
-    return tensor.masked_fill(~seen.unsqueeze(-1), 0.0)
+    if seen.shape[1] not in (1, num_kv_heads):
+        seen = seen.unflatten(1, (num_kv_heads, -1)).any(dim=2)
+    return seen.unsqueeze(-1)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -445,12 +445,9 @@ class Combined(Mask):
         def build() -> Tensor:
             return reduce(self.join, [member.dense(num_queries, num_keys, **options) for member in self.members])  # type: ignore[arg-type]
 
-        whole = "rows" not in options and "keys" not in options
-        return (
-            self.remember("dense", (num_queries, num_keys, *((name, options[name]) for name in sorted(options))), build)
-            if whole
-            else build()
-        )
+        if "rows" in options or "keys" in options:
+            return build()
+        return self.remember("dense", (num_queries, num_keys, *sorted(options.items())), build)
 
     def verdict(self, rows: Range, keys: Range) -> tuple[Any, Any]:
         return self._joined([member.verdict(rows, keys) for member in self.members])

@@ -36,7 +36,7 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minitx.nn.bias import Bias, tensors_of
-from minitx.nn.functional import AttentionCall, full_precision
+from minitx.nn.functional import AttentionCall, full_precision, visible_keys
 from minitx.nn.masks import Causal, simplify
 
 
@@ -152,15 +152,15 @@ def _plan(call: AttentionCall) -> Plan:
 
 def _plan_of(visible: Tensor, call: AttentionCall) -> Plan:
     """Empty rows and hidden keys. They are None where there are none and the values can be read at no cost."""
-    some, seen = visible.any(-1, keepdim=True), visible.any(-2)  # (B|1, H|1, L|1, 1), (B|1, H|1, S|1)
-    Hkv = call.key.shape[1]
-    if seen.shape[1] not in (1, Hkv):  # a key head is seen if one query head of its group sees it
-        seen = seen.unflatten(1, (Hkv, -1)).any(2)
+    some, seen = (
+        visible.any(-1, keepdim=True),
+        visible_keys(visible, call.key.shape[1]),
+    )  # (B|1, H|1, L|1, 1), (B|1, Hkv|1, S|1, 1)
     looks = _can_look(visible)
     all_rows, all_keys = looks and bool(some.all()), looks and bool(seen.all())
     return Plan(
         visible=visible if all_rows else visible | ~some,
-        hidden_keys=None if all_keys else ~seen.unsqueeze(-1),
+        hidden_keys=None if all_keys else ~seen,
         empty_rows=None if all_rows else ~some,
     )
 
