@@ -33,7 +33,7 @@ SMALL = {
     r"^train(?!.*(--help|--cfg|ablation|one_step))": "trainer.max_steps=2 schedule.warmup_steps=1 trainer.val_every=0 trainer.val_batches=1 "
     "trainer.val_batch_size=4 trainer.accelerator=cpu trainer.threads=1 data.batch_size=4 evaluation.num_rows=2 evaluation.num_beams=1 "
     "callbacks.progress=false",
-    r"^train(?!.*(--help|--cfg|ablation|init_from|own_project|model=hf))": "model.num_layers=1 model.embed_dim=16 model.num_heads=2",
+    r"^train(?!.*(--help|--cfg|ablation|init_from|own_project|from_template|model=hf))": "model.num_layers=1 model.embed_dim=16 model.num_heads=2",
     r"^train .*experiment=translate_dates": "data.train_size=97 data.val_size=8 data.locales=[en,de]",
     r"^train .*experiment=vit_digits": "model.patch_size=4",
     r"^train .*(ckpt_path=last|seed=1)": "trainer.max_steps=3",
@@ -155,6 +155,7 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
     "mine": yaml_of("docs/start.md", "ablation/heads.yaml"),
     "examples/custom_scale": lambda path: shutil.copytree(ROOT / "examples" / "custom_scale", path),
     "examples/own_project": lambda path: shutil.copytree(ROOT / "examples" / "own_project", path),
+    "examples/from_template": lambda path: shutil.copytree(ROOT / "examples" / "from_template", path),
     "my_module.py": lines("from minitx.nn import scaled_dot_product_attention as my_attention"),
 }
 """What a page speaks of as there: how it is made, or the overrides of a short run, or where on this shelf it is copied from."""
