@@ -1,4 +1,4 @@
-"""``export.py``: write a checkpoint as a Hugging Face folder."""
+"""``export.py``: write a checkpoint as a Hugging Face folder, with its tokenizer and what the run knows."""
 
 from __future__ import annotations
 

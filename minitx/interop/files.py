@@ -186,7 +186,8 @@ def _readme(title: str, model: Any, name: str, task: str, loaders: Mapping[str, 
         "longest text": _size(model.config, "max_len", "max_position_embeddings"),
         "score scale": _size(model.config, "scale"),
     }
-    rows = [f"| {key} | {str(found).replace('|', '/')} |" for key, found in {**sizes, **facts}.items() if found is not None]
+    cells = {key: str(found).replace("|", "/") for key, found in {**sizes, **facts}.items() if found is not None}
+    rows = [f"| {key.replace('|', '/')} | {found} |" for key, found in cells.items()]
     code = [f"from transformers import {', '.join(loaders.values())}", ""]
     code += [f'{what} = {cls}.from_pretrained("{title}")' for what, cls in loaders.items()]
     head = ["---", "library_name: transformers", f"pipeline_tag: {task}", "tags:", "- minitx", "---", "", f"# {title}", ""]

@@ -4,12 +4,14 @@ import json
 import re
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from foreign import CASES, YARN, V, answers, batch, build, saved, worst
 from safetensors.torch import load_file, save_file
 
 from minitx.config import TransformerConfig
+from minitx.data.tokenizers import Tokenizer, train_tokenizer
 from minitx.interop import load_hf, save_hf, save_pretrained
 from minitx.nn.models import build_model
 
@@ -318,3 +320,67 @@ def test_a_model_type_that_cannot_be_written_is_refused(tmp_path):
     for model_type, message in {"gpt3": r"model_type='gpt3' .*gpt2", "bert": r"Bert\w+"}.items():
         with pytest.raises(ValueError, match=message):
             save_hf(own(), tmp_path, model_type=model_type)
+
+
+# what lies beside the weights
+
+WORDS = "the Word was with God,\tand so on"
+
+
+def with_first_token():
+    """A tokenizer as Llama's, whose file puts ``<s>`` before each text."""
+    made = tokenizers.Tokenizer.from_str(train_tokenizer("bpe", [WORDS], vocab_size=280).to_dict()["json"])
+    made.add_special_tokens(["<s>"])
+    special = [("<s>", made.token_to_id("<s>"))]
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=special)
+    return made
+
+
+def exported(model, folder, tokenizer):
+    save_hf(model, folder, tokenizer=tokenizer)
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def test_a_saved_tokenizer_of_ours_adds_no_tokens_and_one_of_others_stays_as_it_is(tmp_path):
+    theirs = with_first_token()
+    ours, model = Tokenizer(theirs.to_str()), own(vocab_size=theirs.get_vocab_size(), activation="gelu_tanh")
+    assert exported(model, tmp_path / "ours", ours)(WORDS).input_ids == ours.encode(WORDS).tolist()
+    first = theirs.token_to_id("<s>")
+    for name, given in {
+        "tokenizers": theirs,
+        "transformers": transformers.PreTrainedTokenizerFast(tokenizer_object=theirs, bos_token="<s>"),
+    }.items():
+        assert exported(model, tmp_path / name, given)(WORDS).input_ids == [first, *ours.encode(WORDS).tolist()]
+
+
+def test_a_saved_classifier_reads_its_class_token_before_a_text(tmp_path):
+    tokenizer = train_tokenizer("char", [WORDS], marks=["pad", "cls", "eos"])
+    bert = {"architecture": "encoder", "norm_position": "post", "embed_norm": True, "activation": "gelu", "norm_eps": 1e-12}
+    model = own(
+        vocab_size=tokenizer.vocab_size, head="sequence", num_labels=3, pooler=True, pad_id=tokenizer.mark_ids["pad"], **bert
+    )
+    again = exported(model, tmp_path, tokenizer)
+    (cls, eos), (one, two) = (
+        (tokenizer.mark_ids[name] for name in ("cls", "eos")),
+        (tokenizer.encode(text).tolist() for text in ("so", "on")),
+    )
+    assert again("so").input_ids == [cls, *one]
+    assert again("so", "on").input_ids == [cls, *one, eos, *two]
+    padded = again(["so", "the Word"], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()(**padded).logits
+        assert (theirs - model(padded.input_ids, key_mask=padded.attention_mask.bool())).abs().max() < 1e-5
+
+
+def test_all_ends_of_a_text_are_in_the_generation_config_and_a_readme_of_the_users_is_kept(tmp_path):
+    tokenizer = train_tokenizer("bpe", [WORDS], vocab_size=280, marks=["eos"])
+    model = own(vocab_size=tokenizer.vocab_size, activation="gelu_tanh", eos_id=7, bos_id=5)
+    save_hf(model, tmp_path, tokenizer=tokenizer, facts={"a|b": "c|d", "unknown": None})
+    found = json.loads((tmp_path / "generation_config.json").read_text())
+    assert found == {"bos_token_id": 5, "eos_token_id": [7, tokenizer.mark_ids["eos"], tokenizer.end_id]}
+    assert "c/d" in (tmp_path / "README.md").read_text() and "unknown" not in (tmp_path / "README.md").read_text()
+    (tmp_path / "README.md").write_text("mine")
+    save_hf(model, tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"
+    with pytest.raises(ValueError, match="chat_template needs tokenizer"):
+        save_hf(model, tmp_path, chat_template="{{ messages }}")
