@@ -226,8 +226,7 @@ def check_kernel(kernel: Callable[..., Any], device: str = "cpu") -> list[Result
 
 def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: str) -> Result:
     """Compare the kernel with ``naive_attention`` in one case."""
-    query, key, value, cotangent = _draw(case, dtype)
-    inputs = (query, key, value)
+    *inputs, cotangent = _draw(case, dtype)
     plain = {name: option for name, option in case.options.items() if name not in ("dropout_p", "need_weights")}
     loops = partial(naive_attention, **plain)
     want = _run(loops, inputs, cotangent, torch.float64)
@@ -239,14 +238,13 @@ def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: s
         return Result(case.name, _short(dtype), "refused", str(error))
     except Exception as error:  # any other exception is a fault of the kernel
         return Result(case.name, _short(dtype), "failed", f"raised {type(error).__name__}: {error}")
-    sizes = {}
-    if dtype in (torch.float64, torch.float32):  # in half precision the rounding of the result is larger
-        scale = case.options.get("scale", query.shape[-1] ** -0.5)
-        sizes = gradient_sizes(query, key, value, cotangent, want["weights"], scale)
+    scale = case.options.get("scale", inputs[0].shape[-1] ** -0.5)
+    is_half = dtype in (torch.bfloat16, torch.float16)  # there the rounding of the result is larger
+    sizes = {} if is_half else gradient_sizes(*inputs, cotangent, want["weights"], scale)
     judged = case.judged or [name for name in want if name != "weights" or "need_weights" in case.options]
     results = [_compare(case, dtype, name, got.get(name), want[name], low[name], sizes.get(name, 1.0)) for name in judged]
-    failed = [result for result in results if result.status == "failed"]
-    return failed[0] if failed else max(results, key=lambda result: result.error / result.allowed)
+    failed = next((result for result in results if result.status == "failed"), None)
+    return failed or max(results, key=lambda result: result.error / result.allowed)
 
 
 def _compare(case: Case, dtype: torch.dtype, name: str, got: Tensor | None, want: Tensor, low: Tensor, size: float) -> Result:
@@ -307,9 +305,7 @@ def _short(dtype: torch.dtype) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table. Return 0 if nothing failed, else 1. Exit with 2 if the function is not found."""
-    parser = argparse.ArgumentParser(
-        prog="python -m minitx.testing", description="Check whether a function computes attention."
-    )
+    parser = argparse.ArgumentParser("python -m minitx.testing", description="Check whether a function computes attention.")
     parser.add_argument("target", help="module:function, for example minitx.nn:scaled_dot_product_attention")
     parser.add_argument("--device", default="cpu")
     typed = parser.parse_args(arguments)

@@ -19,6 +19,10 @@ from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.blocks import Block, is_block, is_recomputing
 from minitx.nn.functional import AttentionCall, full_precision
 
+Layers = Sequence[int | str] | int | str | None
+Indices = Sequence[int] | int | None
+"""How ``layers`` and ``heads`` are chosen, see ``capture``. None: all."""
+
 TOLD_BYTES = 2**30
 """In bytes. ``capture`` warns before it records more than this."""
 
@@ -86,11 +90,7 @@ class Seen(dict[str, list[Any]]):
 
 
 def capture(
-    model: nn.Module,
-    *,
-    layers: Sequence[int | str] | int | str | None = None,
-    heads: Sequence[int] | int | None = None,
-    what: str = "statistics",
+    model: nn.Module, *, layers: Layers = None, heads: Indices = None, what: str = "statistics"
 ) -> AbstractContextManager[Seen]:
     """Record every attention call of ``model`` while the context is open.
 
@@ -146,13 +146,7 @@ def capture(
 
 
 @contextmanager
-def watch(
-    model: nn.Module,
-    recorder: Recorder,
-    *,
-    layers: Sequence[int | str] | int | str | None = None,
-    heads: Sequence[int] | int | None = None,
-) -> Iterator[Seen]:
+def watch(model: nn.Module, recorder: Recorder, *, layers: Layers = None, heads: Indices = None) -> Iterator[Seen]:
     """Like ``capture``, with a recorder of your own: a function that is called with a ``Look`` at each attention call."""
     cores = chosen_modules(model, "weights", layers)
     what = next((name for name, known in RECORDERS.items() if known is recorder), None)
@@ -168,9 +162,7 @@ def watch(
 
 
 @contextmanager
-def _watch_outputs(
-    model: nn.Module, what: str, layers: Sequence[int | str] | int | str | None, heads: Sequence[int] | int | None
-) -> Iterator[Seen]:
+def _watch_outputs(model: nn.Module, what: str, layers: Layers, heads: Indices) -> Iterator[Seen]:
     if heads is not None and what != "heads":
         raise ValueError(f"heads={heads} has no meaning for {what}, which has no heads")
     modules = chosen_modules(model, what, layers)
@@ -268,7 +260,7 @@ def _mask_of_queries(kind: type[nn.Module]) -> str | None:
     return "attention_mask" if {"input_ids", "attention_mask", "encoder_hidden_states"} <= names.keys() else None
 
 
-def chosen_modules(model: nn.Module, what: str, layers: Sequence[int | str] | int | str | None) -> dict[str, nn.Module]:
+def chosen_modules(model: nn.Module, what: str, layers: Layers) -> dict[str, nn.Module]:
     """Return, by name, the modules of ``modules_of`` that ``layers`` selects.
 
     Raises:
@@ -301,9 +293,7 @@ def layer_of(name: str, blocks: Iterable[str] = ()) -> str:
     return numbered[0] if numbered else name
 
 
-def chosen_names(
-    names: Sequence[str], layers: Sequence[int | str] | int | str | None, layer_of_name: Mapping[str, str] | None = None
-) -> list[str]:
+def chosen_names(names: Sequence[str], layers: Layers, layer_of_name: Mapping[str, str] | None = None) -> list[str]:
     """Return the names that ``layers`` selects, in the order of ``names``. ``layers`` are numbers of layers, or parts of names.
 
     Args:
@@ -368,7 +358,7 @@ def refuse_compiled(model: nn.Module) -> None:
 class _Watcher:
     """The hooks. What a model was called with says which queries of cross-attention are real."""
 
-    def __init__(self, seen: Seen, recorder: Recorder, heads: Sequence[int] | int | None) -> None:
+    def __init__(self, seen: Seen, recorder: Recorder, heads: Indices) -> None:
         self.seen, self.recorder, self.heads = seen, recorder, heads
         self.decoder_key_mask: Tensor | None = None
         self.told = False
@@ -384,9 +374,8 @@ class _Watcher:
         (call,) = args
         is_causal = call.mask is not None and call.mask.is_causality
         kind = "cross" if call.is_cross else "causal" if is_causal else "self"
-        look = Look(
-            call, kind, self._real_queries(call, kind), places_of("heads", self.heads, call.query.shape[1], call.query.device)
-        )
+        heads = places_of("heads", self.heads, call.query.shape[1], call.query.device)
+        look = Look(call, kind, self._real_queries(call, kind), heads)
         self._tell_memory(name, look)
         with full_precision(call.query.device):
             self.seen[name].append(self.recorder(look))
@@ -397,12 +386,10 @@ class _Watcher:
         if kind != "cross":
             return real_queries(call)
         B, _, L, _ = call.shape
-        mask = (
-            None if self.decoder_key_mask is None else self.decoder_key_mask[:, -L:]
-        )  # with a cache, the last of all positions
-        if mask is None or tuple(mask.shape) != (B, L):
+        mask = self.decoder_key_mask
+        if mask is None or mask[:, -L:].shape != (B, L):
             return torch.ones(B, L, dtype=torch.bool, device=call.query.device)
-        return mask.to(call.query.device) != 0
+        return mask[:, -L:].to(call.query.device) != 0  # with a cache, the last of all positions
 
     def _tell_memory(self, name: str, look: Look) -> None:
         if self.told or self.recorder not in (_weights, _scores):
@@ -420,7 +407,7 @@ class _Watcher:
             )
 
 
-def places_of(name: str, chosen: Sequence[int] | int | None, size: int, device: torch.device) -> Tensor:
+def places_of(name: str, chosen: Indices, size: int, device: torch.device) -> Tensor:
     """Return the chosen ``heads`` or ``positions`` of ``size`` as indices from 0. None: all."""
     numbers = range(size) if chosen is None else [chosen] if isinstance(chosen, int) else chosen
     wrong = [number for number in numbers if not -size <= number < size]

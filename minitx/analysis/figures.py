@@ -348,8 +348,8 @@ def effects_figure(effects: HeadEffects) -> Figure:
     ax.grid(False)
     top = max(float(effects.mean.nan_to_num().abs().max()), 1e-12)
     image = ax.imshow(effects.mean.numpy(), cmap="RdBu_r", vmin=-top, vmax=top, aspect="auto")
-    for (layer, head), mean in _cells(effects.mean):
-        low, high = float(effects.low[layer, head]), float(effects.high[layer, head])
+    for layer, head in (~effects.mean.isnan()).nonzero().tolist():
+        mean, low, high = (float(of[layer, head]) for of in (effects.mean, effects.low, effects.high))
         color = "#FFFFFF" if abs(mean) > 0.6 * top else INK
         ax.text(head, layer, f"{mean:.2f}\n{low:.2f} to {high:.2f}", ha="center", va="center", fontsize=8, color=color)
     ax.set_xticks(range(heads))
@@ -357,8 +357,3 @@ def effects_figure(effects: HeadEffects) -> Figure:
     label(ax, f"{effects.what} ({effects.rows} rows, 95 %)", "head", "layer")
     figure.colorbar(image, ax=ax)
     return figure
-
-
-def _cells(values: Tensor) -> list[tuple[tuple[int, int], float]]:
-    """The places and numbers that are known."""
-    return [((i, j), number) for i, row in enumerate(values.tolist()) for j, number in enumerate(row) if number == number]

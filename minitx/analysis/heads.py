@@ -198,10 +198,10 @@ def measure(layer: AttentionMap, ids: Tensor | None, window: int) -> dict[str, F
     uniform = visible / visible.sum(-1, keepdim=True).clamp(min=1).double()
     chooses = visible.sum(-1) > 1  # (H, L)
 
-    def mass(keys: Tensor, rules: bool = False, rows: Tensor = chooses) -> Found:
+    def mass(keys: Tensor, rules: bool = False) -> Found:
         """Weight on ``keys``, the mean over the rows that see some of them and something else."""
         hits = keys & visible
-        rows = rows & hits.any(-1) & (hits != visible).any(-1)
+        rows = chooses & hits.any(-1) & (hits != visible).any(-1)
         value, chance = (((w * hits).sum(-1) * rows).sum(-1) / rows.sum(-1) for w in (p, uniform))
         return Found(value, chance, offset_rules((hits & rows[..., None]).any(0)) if rules else {})
 

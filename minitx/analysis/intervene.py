@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from minitx.analysis.capture import (
     OUTPUTS,
+    Indices,
+    Layers,
     capture,
     chosen_modules,
     layer_of,
@@ -42,9 +44,9 @@ def intervene(
     what: str,
     to: Change,
     *,
-    layers: Sequence[int | str] | int | str | None = None,
-    heads: Sequence[int] | int | None = None,
-    positions: Sequence[int] | int | None = None,
+    layers: Layers = None,
+    heads: Indices = None,
+    positions: Indices = None,
 ) -> Iterator[None]:
     """Replace an activation in every forward pass while the context is open.
 
@@ -117,22 +119,18 @@ def intervene(
     warn_of_silence(model, {name: part.ran for name, part in parts.items()})
 
 
+@dataclass
 class _Part:
     """What is changed in one layer."""
 
-    def __init__(
-        self,
-        name: str,
-        what: str,
-        to: Change,
-        heads: Sequence[int] | int | None,
-        positions: Sequence[int] | int | None,
-        rows: Mapping[str, tuple[int, int]],
-    ) -> None:
-        self.rows = rows
-        self.name, self.what, self.to, self.heads, self.positions = name, what, to, heads, positions
-        self.ran = False
-        self.norms: list[Tensor] = []
+    name: str
+    what: str
+    to: Change
+    heads: Indices
+    positions: Indices
+    rows: Mapping[str, tuple[int, int]]
+    ran: bool = False
+    norms: list[Tensor] = field(default_factory=list)
 
     def enter(self, core: nn.Module, args: tuple[AttentionCall]) -> tuple[AttentionCall]:
         (call,) = args
@@ -248,7 +246,7 @@ def knock_out_heads(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> He
     with evaluating(model):
         with _count_heads(model) as num_heads:
             whole = loss(model).double()
-        without = _each_head(num_heads, lambda name, head: _run(model, loss, "heads", 0.0, name, head))
+        without = _each_head(model, num_heads, "heads", 0.0, loss)
     return _effects(without, lambda x: x.double() - whole, "change of loss without the head")
 
 
@@ -290,20 +288,13 @@ def patch_heads(
         if not (whole := (right - wrong).mean()).abs() > 0:
             raise ValueError("the clean and the corrupted run have the same mean score: there is nothing to restore")
         num_heads = {name: records[0].shape[1] if records else 0 for name, records in seen.items()}
-        patched = _each_head(
-            num_heads, lambda name, head: _run(model, lambda m: score(_logits(m(**corrupted))), what, seen, name, head)
-        )
+        patched = _each_head(model, num_heads, what, seen, lambda model: score(_logits(model(**corrupted))))
     return _effects(patched, lambda x: (x.double() - wrong) / whole, "share of the clean score that the head restores")
 
 
 def _logits(found: Any) -> Any:
     """The logits: what a model returns, or its attribute ``logits``, as in transformers."""
     return getattr(found, "logits", found)
-
-
-def _run(model: nn.Module, loss: Callable[[nn.Module], Tensor], what: str, to: Change, name: str, head: int) -> Tensor:
-    with intervene(model, what, to, layers=[name], heads=[head]):
-        return loss(model)
 
 
 @contextmanager
@@ -322,11 +313,18 @@ def _count_heads(model: nn.Module) -> Iterator[dict[str, int]]:
         yield found
 
 
-def _each_head(num_heads: Mapping[str, int], run: Callable[[str, int], Tensor]) -> dict[str, list[Tensor]]:
-    """``run(name, head)`` of every head."""
+def _each_head(
+    model: nn.Module, num_heads: Mapping[str, int], what: str, to: Change, loss: Callable[[nn.Module], Tensor]
+) -> dict[str, list[Tensor]]:
+    """``loss(model)`` with the change in one head, for every head of each core."""
     if not any(num_heads.values()):
         raise ValueError(f"none of the {len(num_heads)} attention cores of the model ran")
-    return {name: [run(name, head) for head in range(number)] for name, number in num_heads.items() if number}
+    found: dict[str, list[Tensor]] = {}
+    for name, number in num_heads.items():
+        for head in range(number):
+            with intervene(model, what, to, layers=[name], heads=[head]):
+                found.setdefault(name, []).append(loss(model))
+    return found
 
 
 def _effects(found: dict[str, list[Tensor]], compare: Callable[[Tensor], Tensor], what: str) -> HeadEffects:

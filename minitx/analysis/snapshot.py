@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.capture import Look, watch
+from minitx.analysis.capture import Layers, Look, watch
 from minitx.analysis.statistics import over_tiles
 from minitx.nn.functional import full_precision
 from minitx.nn.modes import evaluating
@@ -117,7 +117,7 @@ def take_snapshot(
     inputs: Tensor | Mapping[str, Any],
     *,
     tokens: Mapping[str, Sequence[Sequence[str]]] | None = None,
-    layers: Sequence[int | str] | int | str | None = None,
+    layers: Layers = None,
     step: int | None = None,
     title: str = "",
 ) -> Snapshot:
@@ -145,7 +145,9 @@ def take_snapshot(
         model(**inputs)
     source = next((axis for axis in (SOURCE, PIXELS) if axis in inputs), next(iter(inputs)))
     maps, told = [], dict[str, Tensor]()
-    for name, records in ((name, records) for name, records in seen.items() if records):
+    for name, records in seen.items():
+        if not records:
+            continue
         kind = seen.kinds[name]
         queries = TARGET if TARGET in inputs and kind != "self" else source
         keys = queries if kind != "cross" else "key" if "key" in inputs else source
@@ -285,13 +287,15 @@ def read_snapshot(path: Path) -> Snapshot:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, KeyError, OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a snapshot of attention: {error}") from None
-    kinds: dict[str, dict[str, Any]] = {"ids": {}, "real": {}, "weights": {}, "visible": {}, "max_logit": {}}
-    for name, tensor in tensors.items():
-        kind, _, of = name.partition("/")
-        kinds.setdefault(kind, {})[of] = tensor.float() if kind == "weights" else tensor
-    parts = ("weights", "visible", "max_logit")
-    maps = tuple(AttentionMap(**places, **{part: kinds[part][places["name"]] for part in parts}) for places in header["maps"])
-    return Snapshot(maps, header["tokens"], kinds["ids"], kinds["real"], header["step"], header["title"])
+    maps = []
+    for place in header["maps"]:
+        weights, visible, max_logit = (tensors[f"{part}/{place['name']}"] for part in ("weights", "visible", "max_logit"))
+        maps.append(AttentionMap(**place, weights=weights.float(), visible=visible, max_logit=max_logit))
+    ids, real = (
+        {name.removeprefix(kind): tensor for name, tensor in tensors.items() if name.startswith(kind)}
+        for kind in ("ids/", "real/")
+    )
+    return Snapshot(tuple(maps), header["tokens"], ids, real, header["step"], header["title"])
 
 
 def read_snapshots(folder: Path) -> list[Snapshot]:

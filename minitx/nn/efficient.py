@@ -30,17 +30,6 @@ from minitx.nn.functional import (
 from minitx.nn.masks import Causal, Mask, Padding, simplify
 from minitx.nn.modes import evaluating
 
-__all__ = [
-    "CORE_KINDS",
-    "AdditiveAttention",
-    "EfficientAttention",
-    "LinearAttention",
-    "LinformerAttention",
-    "PerformerAttention",
-    "approximation_error",
-    "build_core",
-]
-
 
 class EfficientAttention(nn.Module):
     """The base of cores that do not compute softmax attention. Subclasses define ``attend``.
@@ -59,12 +48,8 @@ class EfficientAttention(nn.Module):
         Raises:
             ValueError: an option or a mask that the core does not support.
         """
-        given = {"attn_bias": call.attn_bias, "softcap": call.softcap, "sinks": call.sinks}
-        self.refuse(
-            **{name: option is not None for name, option in given.items()},
-            dropout=call.dropout_p > 0.0,
-            need_weights=call.need_weights,
-        )
+        given = {name: getattr(call, name) is not None for name in ("attn_bias", "softcap", "sinks")}
+        self.refuse(**given, dropout=call.dropout_p > 0.0, need_weights=call.need_weights)
         dtype = torch.promote_types(call.query.dtype, torch.float32)
         with full_precision(call.query.device):
             wide = replace(call, query=call.query.to(dtype), key=call.key.to(dtype), value=call.value.to(dtype))
@@ -260,8 +245,7 @@ class LinformerAttention(EfficientAttention):
         if num_keys > self.max_len:
             raise ValueError(f"LinformerAttention takes at most max_len={self.max_len} keys, got {num_keys}")
         if key_mask is not None:
-            hidden = ~key_mask[:, None, :, None]
-            key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
+            key, value = (hide_unseen(x, key_mask[:, None, None]) for x in (key, value))
         slots = self.key_mix[:, :num_keys].to(key.dtype) @ key  # (k, S) · (B, Hkv, S, D) -> (B, Hkv, k, D)
         contents = self.value_mix[:, :num_keys].to(value.dtype) @ value  # (B, Hkv, k, Dv)
         return reference_attention(replace(call, key=slots, value=contents, mask=None))
@@ -314,8 +298,7 @@ class KernelisedAttention(EfficientAttention):
         if call.state is not None and not causal and query.shape[2] > 1:
             raise ValueError(f"{type(self).__name__} needs is_causal=True to read several tokens with a cache")
         if key_mask is not None:
-            hidden = ~key_mask[:, None, :, None]
-            key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)  # padding may be NaN
+            key, value = (hide_unseen(x, key_mask[:, None, None]) for x in (key, value))  # padding may be NaN
         log_query, log_key = self.log_features(query, key, call.scale)
         phi_q = (log_query - log_query.detach().amax(-1, keepdim=True)).exp()
         phi_q = phi_q.unflatten(1, (key.shape[1], -1))  # (B, Hkv, G, L, m): query heads grouped by their key head

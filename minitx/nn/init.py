@@ -41,10 +41,6 @@ class Scheme:
     roles: Mapping[str, Callable[[Sizes], float]] = field(default_factory=dict)
     bias: Callable[[Sizes], float] | None = None
 
-    def std(self, role: str, sizes: Sizes) -> float:
-        """Return the standard deviation of the weights with this role."""
-        return self.roles.get(role, self.weight)(sizes)
-
 
 def _fan_in(s: Sizes) -> float:
     return s.fan_in**-0.5
@@ -54,38 +50,31 @@ def _xavier(s: Sizes) -> float:
     return (2.0 / (s.fan_in + s.fan_out)) ** 0.5
 
 
+def _torch_linear(s: Sizes) -> float:
+    return (3 * s.fan_in) ** -0.5
+
+
 def _unit(s: Sizes) -> float:
     return 1.0
 
 
 SCHEMES: dict[str, Scheme] = {
     # Radford et al. 2019 (GPT-2): N(0, 0.02²), and residual projections divided by √(2 · layers)
-    "gpt2": Scheme(
-        weight=lambda s: 0.02,
-        roles={"residual": lambda s: 0.02 / (2 * s.num_layers) ** 0.5},
-    ),
+    "gpt2": Scheme(lambda s: 0.02, roles={"residual": lambda s: 0.02 / (2 * s.num_layers) ** 0.5}),
     # LeCun et al. 1998, "Efficient BackProp": inputs of variance 1 give outputs of variance 1
-    "lecun": Scheme(weight=_fan_in, roles={"embedding": _unit}),
+    "lecun": Scheme(_fan_in, roles={"embedding": _unit}),
     # Glorot & Bengio 2010, with W_Q, W_K and W_V as separate matrices
-    "xavier": Scheme(weight=_xavier, uniform=True, roles={"embedding": _unit, "head": _fan_in}),
+    "xavier": Scheme(_xavier, uniform=True, roles={"embedding": _unit, "head": _fan_in}),
     # torch.nn.MultiheadAttention: Xavier on the stacked (3E, E) matrix; out_proj and other layers as nn.Linear
     "torch_mha": Scheme(
-        weight=lambda s: (3 * s.fan_in) ** -0.5,
+        _torch_linear,
         uniform=True,
         roles={**dict.fromkeys(("query", "key", "value"), lambda s: (2 * s.fan_in) ** -0.5), "embedding": _unit},
     ),
     # torch.nn.Linear: U(±1/√fan_in) for weights and biases
-    "torch_linear": Scheme(
-        weight=lambda s: (3 * s.fan_in) ** -0.5,
-        uniform=True,
-        roles={"embedding": _unit},
-        bias=lambda s: (3 * s.fan_in) ** -0.5,
-    ),
+    "torch_linear": Scheme(_torch_linear, uniform=True, roles={"embedding": _unit}, bias=_torch_linear),
     # Raffel et al. 2020 (arXiv:1910.10683): the factor 1/√d_k is in W_Q, and attention is unscaled
-    "t5": Scheme(
-        weight=_fan_in,
-        roles={"query": lambda s: (s.fan_in * s.head_dim) ** -0.5, "embedding": _unit},
-    ),
+    "t5": Scheme(_fan_in, roles={"query": lambda s: (s.fan_in * s.head_dim) ** -0.5, "embedding": _unit}),
 }
 # up: the first layers of a feed-forward network; residual: the last layer of a sublayer; weight: all others
 ROLES = ("query", "key", "value", "up", "residual", "head", "embedding", "weight")
@@ -191,10 +180,10 @@ class _Drawer:
 
     def _draw(self, weight: Tensor, role: str, sizes: Sizes, factor: float) -> None:
         uniform = self.scheme.uniform and role != "embedding"
-        _fill(weight, self.scheme.std(role, sizes), uniform, self.generator)
-        weight.mul_(
-            factor * self.gains.get(role, 1.0)
-        )  # after the draw, so that folded and unfolded models differ by exactly this factor
+        std = self.scheme.roles.get(role, self.scheme.weight)
+        _fill(weight, std(sizes), uniform, self.generator)
+        # after the draw, so that folded and unfolded models differ by exactly this factor
+        weight.mul_(factor * self.gains.get(role, 1.0))
         self.drawn.add(weight)
 
 

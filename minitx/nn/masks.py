@@ -231,8 +231,7 @@ class Padding(Mask):
         return self.key_mask[:, None, None, keys]
 
     def tile_map(self, rows: Tensor, keys: Tensor, offset: int) -> tuple[Tensor, Tensor]:
-        some, every = (self.key_mask.any(0), self.key_mask.all(0))
-        real, all_real = (_count(column, keys) for column in (some, every))
+        real, all_real = (_count(column, keys) for column in (self.key_mask.any(0), self.key_mask.all(0)))
         shape = len(rows) - 1, -1
         return (all_real == keys.diff()).expand(shape), (real == 0).expand(shape)
 
@@ -400,10 +399,9 @@ class BlockSparse(Mask):
     def tile_map(self, rows: Tensor, keys: Tensor, offset: int) -> tuple[Tensor, Tensor]:
         cells = self.pattern if self.pattern.dim() == 3 else self.pattern[None]
         starts = self.block_size * torch.arange(self.pattern.shape[-1], device=rows.device)
+        ends = starts + self.block_size
         in_rows, in_keys = (  # the number of positions that a tile and a block share, (R, blocks) and (C, blocks)
-            (torch.minimum(edges[1:, None], starts + self.block_size) - torch.maximum(edges[:-1, None], starts))
-            .clamp(min=0)
-            .double()
+            (torch.minimum(edges[1:, None], ends) - torch.maximum(edges[:-1, None], starts)).clamp(min=0).double()
             for edges in (rows + offset, keys)
         )
         every, some = (in_rows @ blocks.double() @ in_keys.T for blocks in (cells.all(0), cells.any(0)))
@@ -445,7 +443,7 @@ class Combined(Mask):
         def build() -> Tensor:
             return reduce(self.join, [member.dense(num_queries, num_keys, **options) for member in self.members])  # type: ignore[arg-type]
 
-        if "rows" in options or "keys" in options:
+        if "rows" in options or "keys" in options:  # a tile
             return build()
         return self.remember("dense", (num_queries, num_keys, *sorted(options.items())), build)
 

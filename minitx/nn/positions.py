@@ -124,9 +124,8 @@ class RotaryScaling:
         """Return the scaled frequencies (D/2,) of the channel pairs ``pairs`` = 0 … D/2 - 1."""
         if self.kind == "ntk":
             base = base * self.factor ** (head_dim / max(head_dim - 2, 1))
+            return base ** (-2.0 * pairs / head_dim)
         plain = base ** (-2.0 * pairs / head_dim)
-        if self.kind == "ntk":
-            return plain
         if self.kind == "linear":
             return plain / self.factor
         assert self.original_max_len is not None

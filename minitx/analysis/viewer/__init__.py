@@ -207,20 +207,18 @@ def _check_traces(traces: Sequence[Trace]) -> None:
 
 def _check_alike(name: str, first: Snapshot, other: Snapshot) -> None:
     """Refuse what cannot be laid over the first snapshot."""
-    wanted, got = ([(m.name, m.kind, tuple(m.weights.shape[1:])) for m in s.maps] for s in (first, other))
-    different = next((pair for pair in zip(wanted, got, strict=False) if pair[0] != pair[1]), None)
-    if different or len(wanted) != len(got):
-        a, b = different or (f"{len(wanted)} layers", f"{len(got)} layers")
-        raise ValueError(f"{name!r} has other layers than the first snapshot: {_say(b)} against {_say(a)}")
+    wanted, got = (
+        [f"{m.name} ({m.kind}, heads x queries x keys {tuple(m.weights.shape[1:])})" for m in s.maps] for s in (first, other)
+    )
+    if wanted != got:
+        numbers = f"{len(wanted)} layers", f"{len(got)} layers"
+        a, b = next((pair for pair in zip(wanted, got, strict=False) if pair[0] != pair[1]), numbers)
+        raise ValueError(f"{name!r} has other layers than the first snapshot: {b} against {a}")
     for axis, rows in first.tokens.items():
         mine, theirs = list(rows[0]), list(other.tokens.get(axis, [[]])[0])
         if mine != theirs:
             at = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)  # equal sizes: checked above
             raise ValueError(f"{name!r} has other tokens: {axis}[{at}] is {theirs[at]!r} against {mine[at]!r}")
-
-
-def _say(layer: str | tuple[str, str, tuple[int, ...]]) -> str:
-    return layer if isinstance(layer, str) else f"{layer[0]} ({layer[1]}, heads x queries x keys {layer[2]})"
 
 
 def _snapshot(snapshot: Snapshot, masks: dict[bytes, int]) -> dict[str, Any]:
