@@ -13,7 +13,7 @@ from minitx.nn.attention import DotProductAttention, MultiHeadAttention
 from minitx.nn.bias import ALiBi, Bias, T5RelativeBias
 from minitx.nn.blocks import Block, LayerScale, StochasticDepth
 from minitx.nn.efficient import build_core
-from minitx.nn.feedforward import FeedForward
+from minitx.nn.feedforward import ACTIVATIONS, FeedForward
 from minitx.nn.norms import QKNorm, make_norm
 from minitx.nn.positions import (
     LearnedPositions,
@@ -109,15 +109,43 @@ class CappedHead(nn.Linear):
         return self.softcap * torch.tanh(super().forward(x) / self.softcap)
 
 
-def build_lm_head(config: TransformerConfig, embeddings: Embeddings) -> nn.Linear:
-    """Build the head: a linear layer to V, which may be soft-capped and may share its weight with the token embeddings."""
-    assert config.vocab_size is not None
-    if config.logit_softcap is None:
-        head = nn.Linear(config.embed_dim, config.vocab_size, bias=config.head_bias)
+class MaskedHead(nn.Module):
+    """BERT's head for masked tokens: norm(a(W x)), then a linear layer to V (``cls/predictions`` in the authors' code)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        assert config.vocab_size is not None
+        self.dense = nn.Linear(config.embed_dim, config.embed_dim)
+        self.activation = config.activation
+        self.norm = make_norm(config.norm, config.embed_dim, config.norm_eps)
+        self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=config.head_bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.head(self.norm(ACTIVATIONS[self.activation](self.dense(hidden))))
+
+
+def build_head(config: TransformerConfig, token: nn.Embedding | None = None) -> nn.Module:
+    """Build the head of ``config.head``. An ``lm`` head may be soft-capped, and may share its weight with the ``token`` table.
+
+    Raises:
+        ValueError: the head needs ``num_labels``, which is missing.
+    """
+    E, V = config.embed_dim, config.vocab_size
+    if config.head == "none":
+        return nn.Identity()
+    if config.head != "lm":
+        if config.num_labels is None:
+            raise ValueError(f"num_labels=None: head={config.head} needs the number of labels")
+        return nn.Linear(E, config.num_labels)
+    assert V is not None and token is not None
+    if config.head_transform:
+        head: nn.Module = MaskedHead(config)
+    elif config.logit_softcap is not None:
+        head = CappedHead(E, V, softcap=config.logit_softcap, bias=config.head_bias)
     else:
-        head = CappedHead(config.embed_dim, config.vocab_size, softcap=config.logit_softcap, bias=config.head_bias)
+        head = nn.Linear(E, V, bias=config.head_bias)
     if config.tie_embeddings:
-        head.weight = embeddings.token.weight
+        (head.head if isinstance(head, MaskedHead) else head).weight = token.weight
     return head
 
 
@@ -199,7 +227,7 @@ def deepnorm_factors(config: TransformerConfig, *, decoder: bool) -> tuple[float
     return ((3 * M) ** 0.25, (12 * M) ** -0.25) if decoder else (0.81 * (N**4 * M) ** 0.0625, 0.87 * (N**4 * M) ** -0.0625)
 
 
-def init_gains(config: TransformerConfig, *, decoder: bool = True) -> dict[str, float]:
+def init_gains(config: TransformerConfig, *, decoder: bool) -> dict[str, float]:
     """Return the factors on the initial weights, by role."""
     gains = dict.fromkeys(("value", "up", "residual"), deepnorm_factors(config, decoder=decoder)[1])
     return {**gains, "residual": 0.0} if config.init_zero_outputs else gains

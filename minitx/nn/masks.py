@@ -443,7 +443,7 @@ class Combined(Mask):
         def build() -> Tensor:
             return reduce(self.join, [member.dense(num_queries, num_keys, **options) for member in self.members])  # type: ignore[arg-type]
 
-        if "rows" in options or "keys" in options:  # a tile
+        if "rows" in options or "keys" in options:
             return build()
         return self.remember("dense", (num_queries, num_keys, *sorted(options.items())), build)
 

@@ -13,10 +13,9 @@ from minitx.config import TransformerConfig
 from minitx.nn.bias import as_bias
 from minitx.nn.blocks import run_checkpointed
 from minitx.nn.cache import KVCache, LayerCache
-from minitx.nn.feedforward import ACTIVATIONS
 from minitx.nn.functional import refuse_nested
 from minitx.nn.init import init_weights
-from minitx.nn.layers import Core, Embeddings, build_bias, build_block, build_lm_head, init_gains
+from minitx.nn.layers import Core, Embeddings, build_bias, build_block, build_head, init_gains
 from minitx.nn.masks import Causal, Documents, Mask, Padding, SlidingWindow, as_mask, intersect
 from minitx.nn.norms import make_norm
 from minitx.nn.positions import Rotation, position_ids_from
@@ -95,10 +94,11 @@ class TransformerModel(nn.Module):
         cache.layers = tuple(layers)
         return cache
 
-    def _init_weights(self, generator: torch.Generator | None) -> None:
-        config = self.config
-        options = {"fold": config.init_fold, "num_layers": config.decoder_layers, "gains": init_gains(config)}
-        init_weights(self, config.init, **options, generator=generator)  # type: ignore[arg-type]
+    def _init_weights(self, generator: torch.Generator | None, part: nn.Module | None = None) -> None:
+        """Initialise ``part``, by default all of the model, for the depth of this stack of blocks."""
+        config, gains = self.config, init_gains(self.config, decoder=self.causal)
+        options = {"fold": config.init_fold, "num_layers": len(self.blocks), "gains": gains}
+        init_weights(self if part is None else part, config.init, **options, generator=generator)  # type: ignore[arg-type]
 
     def forward(self, input_ids: Tensor, **options: Any) -> Any:
         """Return hidden states (B, L, E) for token ids (B, L). ``options`` are those of ``_embed``."""
@@ -244,7 +244,7 @@ class DecoderLM(TransformerModel):
         self, config: TransformerConfig, *, core: Core | None = None, generator: torch.Generator | None = None
     ) -> None:
         super().__init__(config, Embeddings(config), causal=True, core=core)
-        self.head = build_lm_head(config, self.embeddings)
+        self.head = build_head(config, self.embeddings.token)
         self._init_weights(generator)
 
     def forward(  # type: ignore[override]
@@ -370,41 +370,6 @@ class Pool(nn.Module):
             real = key_mask.unsqueeze(-1)
             pooled = hidden.masked_fill(~real, 0.0).sum(1) / real.sum(1).clamp(min=1)
         return pooled if self.dense is None else torch.tanh(self.dense(pooled))
-
-
-class MaskedHead(nn.Module):
-    """BERT's head for masked tokens: norm(a(W x)), then a linear layer to V (``cls/predictions`` in the authors' code)."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        assert config.vocab_size is not None
-        self.dense = nn.Linear(config.embed_dim, config.embed_dim)
-        self.activation = config.activation
-        self.norm = make_norm(config.norm, config.embed_dim, config.norm_eps)
-        self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=config.head_bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.head(self.norm(ACTIVATIONS[self.activation](self.dense(hidden))))
-
-
-def build_head(config: TransformerConfig, token: nn.Embedding | None = None) -> nn.Module:
-    """Build the head of ``config.head``. An ``lm`` head may be tied to the ``token`` table.
-
-    Raises:
-        ValueError: the head needs ``num_labels``, which is missing.
-    """
-    if config.head == "none":
-        return nn.Identity()
-    if config.head == "lm":
-        assert config.vocab_size is not None and token is not None
-        head = MaskedHead(config) if config.head_transform else nn.Linear(config.embed_dim, config.vocab_size, config.head_bias)
-        if config.tie_embeddings:
-            last = head.head if isinstance(head, MaskedHead) else head
-            last.weight = token.weight
-        return head
-    if config.num_labels is None:
-        raise ValueError(f"num_labels=None: head={config.head} needs the number of labels")
-    return nn.Linear(config.embed_dim, config.num_labels)
 
 
 class VisionTransformer(TransformerModel):
@@ -539,12 +504,10 @@ class EncoderDecoder(TransformerModel):
         source = Embeddings(config)
         encoder = TransformerModel(config, source, core=core)
         super().__init__(config, Embeddings(config, source.token), causal=True, cross=True, core=core)
-        self.head = build_lm_head(config, self.embeddings)
+        self.head = build_head(config, source.token)
         self.encoder = encoder
         self._init_weights(generator)
-        # the encoder has another depth and other gains of DeepNorm
-        options = {"fold": config.init_fold, "num_layers": config.num_layers, "gains": init_gains(config, decoder=False)}
-        init_weights(encoder.blocks, config.init, **options, generator=generator)  # type: ignore[arg-type]
+        encoder._init_weights(generator, encoder.blocks)  # another depth and other gains of DeepNorm
 
     def forward(  # type: ignore[override]
         self,

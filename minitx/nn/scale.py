@@ -76,7 +76,6 @@ class ScoreScale(nn.Module):
         factor: float = 1.0,
     ) -> None:
         super().__init__()
-        check_scale(scale)
         self.scale, self.head_dim, self.num_heads, self.factor = scale, head_dim, num_heads, float(factor)
         self.max_len = max_len
         self._fixed = None if scale in ("learned", "log_length") else scale_multiplier(scale, head_dim)
@@ -168,9 +167,8 @@ def fold_scale(
         if (reason := _why_not_fold(layer, new[name])) is not None:
             raise ValueError(f"cannot fold the scale of {name or type(layer).__name__}: {reason}")
     folded: set[str] = set()
-    shares: dict[
-        tuple[int, int], tuple[Tensor, float]
-    ] = {}  # by memory: layers can have common projections, which are multiplied once
+    # by memory: layers can have common projections, which are multiplied once
+    shares: dict[tuple[int, int], tuple[Tensor, float]] = {}
     for name, layer in layers.items():
         ratio = layer.scale.multiplier / new[name].multiplier
         for part, share in (("q_proj", math.copysign(math.sqrt(abs(ratio)), ratio)), ("k_proj", math.sqrt(abs(ratio)))):
