@@ -44,7 +44,7 @@ def classify(
     max_len: Count = 128,
     bucket: bool = True,
 ) -> Task:
-    """Classification of the texts of a table. A row is the class token and the text.
+    """Classification of the texts of a table. A row is the class token, if the tokenizer has one, and the text.
 
     Args:
         path, val_path, subset, split, val_split: see ``Where``.
@@ -70,7 +70,11 @@ def classify(
     said = f"data.text_column={text_column}", f"data.path={path}"
     train, val = (_with_text(texts(table), own, *said) for table, own in zip(splits, labels, strict=True))
     made_by = tokenizer_of(tokenizer, bpe_vocab_size, (text for row in train[0] for text in row), MARKS)
-    pad_id, _ = require_marks(made_by, *MARKS)
+    marks = made_by.mark_ids
+    only_end = "pad" not in marks and "eos" in marks  # the tokenizers of decoders, which people pad with the end mark
+    pad_id = marks["eos"] if only_end else require_marks(made_by, "pad")[0]
+    if second_column and not marks.keys() & {"eos", "cls"}:
+        raise ConfigError(f"data.second_column={second_column} needs a tokenizer with an end mark or a class token between texts")
     words = [[" ".join(row) for row in rows] for rows, _ in (train, val)]
     return Task(
         name=f"data.path={path}",
@@ -92,12 +96,13 @@ def classify(
 
 
 def _rows(examples: Examples, tokenizer: Tokenizer, max_len: int) -> list[dict[str, Any]]:
-    """The rows of a split; an end mark, or the class token again, stands between two texts."""
-    (texts, labels), cls = examples, tokenizer.mark_ids["cls"]
-    rows: list[list[Any]] = [[[cls]] for _ in texts]
-    for side in zip(*texts, strict=True):
+    """The rows of a split: the class token if there is one, and the texts; an end mark, or the class token again, stands between two."""
+    (texts, labels), marks = examples, tokenizer.mark_ids
+    first = [[marks["cls"]]] if "cls" in marks else []
+    rows: list[list[Any]] = [first.copy() for _ in texts]
+    for place, side in enumerate(zip(*texts, strict=True)):
         for row, ids in zip(rows, tokenizer.encode_batch(side), strict=True):
-            row += [ids] if len(row) == 1 else [[tokenizer.mark_ids.get("eos", cls)], ids]
+            row += [[marks.get("eos", marks.get("cls"))], ids] if place else [ids]
     both = zip(rows, labels.tolist(), strict=True)
     return [{"input_ids": np.concatenate(row)[:max_len].astype(np.int64), "labels": label} for row, label in both]
 

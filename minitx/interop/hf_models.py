@@ -66,7 +66,7 @@ def pretrained_hf(
             ``peft.LoraConfig`` (``LORA_KEYS``).
         attention: how a model that is not adopted computes attention.
         num_labels: the number of labels, for ``classify`` and ``tag``. In a run, the data decide.
-        pad_id: the id of padding, for a config that has none. In a run, the data decide.
+        pad_id: the id of padding in the data, instead of that of the config. In a run, the data decide.
         tokenizer: the tokenizer of the data. In a run, the data decide.
 
     Raises:
@@ -81,8 +81,8 @@ def pretrained_hf(
     folder = find_folder(path)
     _check_tokenizer(folder, tokenizer)
     model = load_folder(folder, task, **({} if num_labels is None else {"num_labels": num_labels}))
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = pad_id
+    if pad_id is not None:
+        model.config.pad_token_id = pad_id  # by which the classifiers of decoders find the last token
     return _finished(model, task, adopt, scale, fold_scale, lora, attention)
 
 

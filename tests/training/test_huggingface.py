@@ -166,6 +166,19 @@ def test_a_classifier_has_a_new_head_with_the_labels_of_the_data(name, words, tm
     assert load_stored(tmp_path / "run" / "checkpoints" / "last.ckpt").task().label_names == ("a", "b")
 
 
+def test_a_classifier_of_a_decoder_pads_with_the_end_mark_that_is_all_its_tokenizer_has(words, folders, tmp_path):
+    shutil.copytree(folders / "gpt2", tmp_path / "gpt2")
+    train_tokenizer("char", [WORDS], marks=["eos"]).save(tmp_path / "gpt2" / "tokenizer.json")
+    train(compose_config(words("gpt2", f"model.path={tmp_path / 'gpt2'}", data="classify")), tmp_path / "run")
+    stored = load_stored(tmp_path / "run" / "checkpoints" / "last.ckpt")
+    end = stored.tokenizer.mark_ids["eos"]
+    assert stored.network.config.pad_token_id == end and stored.task().pad["input_ids"] == end
+    text = torch.tensor([stored.tokenizer.encode("the cat").tolist()])
+    padded = torch.nn.functional.pad(text, (0, 5), value=end)
+    with torch.no_grad():
+        torch.testing.assert_close(stored.network(padded).logits, stored.network(text).logits)
+
+
 def test_probes_look_at_an_adopted_model_while_it_trains(words, tmp_path):
     chosen = [
         "callbacks.probe.every=1",
