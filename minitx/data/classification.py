@@ -74,7 +74,9 @@ def classify(
     only_end = "pad" not in marks and "eos" in marks  # the tokenizers of decoders, which people pad with the end mark
     pad_id = marks["eos"] if only_end else require_marks(made_by, "pad")[0]
     if second_column and not marks.keys() & {"eos", "cls"}:
-        raise ConfigError(f"data.second_column={second_column} needs a tokenizer with an end mark or a class token between texts")
+        raise ConfigError(
+            f"data.second_column={second_column} needs a tokenizer with an end mark or a class token between texts"
+        )
     words = [[" ".join(row) for row in rows] for rows, _ in (train, val)]
     return Task(
         name=f"data.path={path}",
